@@ -1,0 +1,60 @@
+# Every target makes its own environment first, so a fresh clone with Python >= 3.11 needs nothing else.
+#   make quickstart          train the bundled model and watch its reward rise
+#   make test                the tests of every change, within ten minutes
+# PYTHON=python3.12 picks the interpreter, JOBS=8 the test processes.
+
+PYTHON ?= python3
+JOBS ?= auto
+VENV := .venv
+PEERS := .venv-peers
+READY := $(VENV)/.ready
+PEERS_READY := $(PEERS)/.ready
+PIP := -m pip install --quiet --disable-pip-version-check
+# One thread a test process: the processes already use every core.
+PYTEST := OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(JOBS) --durations 10
+
+.PHONY: help quickstart test test-all test-peers lint format types check clean
+help:
+	@sed -n 's/^#   //p' Makefile; echo "Also: test-all, test-peers, lint, format, types, check (lint + types + test), clean"
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Cohort needs Python 3.11 or newer; name one with PYTHON=..." >&2; exit 2; }
+	@echo "Installing into $(VENV), once; a few minutes."
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python $(PIP) -c constraints.txt -e ".[dev]"
+	@touch $@
+
+$(PEERS_READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python $(PIP) -c constraints.txt -e ".[peers]"
+	@touch $@
+
+quickstart: $(READY)
+	$(VENV)/bin/cohort train quickstart
+
+test: $(READY)
+	$(PYTEST) -m "not slow and not peers and not gpu"
+
+test-all: $(READY)
+	$(PYTEST) -m "not peers and not gpu"
+	$(MAKE) test-peers
+
+test-peers: $(PEERS_READY)
+	$(PEERS)/bin/python -m pytest -o addopts="--strict-markers --strict-config --import-mode=importlib -ra" tests/peers
+
+lint: $(READY)
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+
+format: $(READY)
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+types: $(READY)
+	$(VENV)/bin/mypy
+
+check: lint types test
+
+clean:
+	rm -rf $(VENV) $(PEERS) build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis src/*.egg-info
+	find src tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +

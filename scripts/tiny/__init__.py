@@ -1,0 +1,1 @@
+"""How the bundled `tiny` model is made: traces, tokenizer, training."""

@@ -1,0 +1,61 @@
+"""Cohort teaches language models by reinforcement learning with verifiable rewards.
+
+    import cohort
+    cohort.train("quickstart", {"steps": 50, "optim.lr": 1e-4})
+
+Importing it is cheap: torch comes in when something is trained, sampled or loaded.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from cohort.config.schema import RunConfig as RunConfig
+    from cohort.recipes import recipe as recipe
+    from cohort.tasks.base import task as task
+
+_LAZY = {"RunConfig": "cohort.config.schema", "recipe": "cohort.recipes", "task": "cohort.tasks.base"}
+
+
+class _Train(ModuleType):
+    """The package `cohort.train`, callable: importing a part of it must not hide the function."""
+
+    def __call__(
+        self,
+        recipe: str | RunConfig,
+        settings: Mapping[str, Any] | None = None,
+        *,
+        out: str | Path = "runs",
+        log: str = "plain",
+    ) -> Path:
+        """Train a recipe (a name, `file.py:function`, or a config) and return the run directory."""
+        from cohort.build import train as build_train
+        from cohort.config import load
+
+        if isinstance(recipe, str):
+            config = load.load(recipe, load.as_args(settings or {}))
+        else:
+            config = load.change(recipe, load.as_args(settings or {}))
+        return build_train(config, Path(out), log)
+
+
+importlib.import_module("cohort.train")
+sys.modules["cohort.train"].__class__ = _Train
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'cohort' has no attribute {name!r}")
+    return getattr(importlib.import_module(_LAZY[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_LAZY])

@@ -1,0 +1,261 @@
+"""The composition root: the only place that names concrete engines and learners."""
+
+from __future__ import annotations
+
+import copy
+import os
+import shlex
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from cohort import bench, checkpoint
+from cohort.algos.algorithm import Algorithm, build_algorithm
+from cohort.checkpoint import Checkpoint
+from cohort.config.options import BenchOptions, BenchResult, EngineBenchOptions, EvalOptions, LearnerBenchOptions
+from cohort.config.schema import RunConfig
+from cohort.engines.native.engine import NativeEngine
+from cohort.engines.rollout import Tasks
+from cohort.errors import ConfigError, ModelError, RunError
+from cohort.evaluate import evaluate as run_evaluation
+from cohort.learner.local import LocalLearner
+from cohort.logs.view import make_view
+from cohort.models.catalog import resolve
+from cohort.models.files import LoadedModel, load_folder, save_folder
+from cohort.scoring.pool import ScoringPool
+from cohort.store.records import Evaluation
+from cohort.store.rundir import RunDirectory
+from cohort.tasks.base import Task
+from cohort.tasks.stream import TaskStream
+from cohort.text import Tokenizer
+from cohort.train.rl import train as run_loop
+from cohort.train.run import Hooks, Run
+from cohort.types import Sampling
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+
+@dataclass(kw_only=True)
+class Parts:
+    """Everything a run is made of."""
+
+    config: RunConfig
+    model: LoadedModel
+    engine: NativeEngine
+    learner: LocalLearner
+    tasks: Tasks
+    held_out: Tasks
+    algo: Algorithm
+
+    def evaluate(self, step: int) -> Evaluation:
+        e = self.config.eval
+        prompts = self.held_out.stream.held_out(e.problems)
+        return run_evaluation(self.engine, self.held_out, prompts, e.samples, step, "test")
+
+    def checkpoint(self, step: int) -> Checkpoint:
+        tensors, numbers = self.learner.state()
+        numbers |= {"threads": torch.get_num_threads(), "torch": torch.__version__}
+        return Checkpoint(step=step, cursor=self.tasks.stream.cursor, optimizer=tensors, numbers=numbers)
+
+    def write_model(self, folder: Path) -> None:
+        save_folder(self.model.decoder, self.model.hf_config, self.model.folder, folder)
+
+    def restore(self, state: Checkpoint) -> None:
+        """Become the state of a checkpoint. The weights are copied in place: engine and learner share them."""
+        assert state.model is not None
+        self.model.decoder.load_state_dict(load_folder(state.model, self.model.decoder.embed.dtype).decoder.state_dict())
+        self.learner.load_state(state.optimizer, state.numbers)
+        self.tasks.stream.cursor = state.cursor
+        threads = int(state.numbers["threads"])
+        if threads != torch.get_num_threads():
+            raise RunError(
+                f"the run used {threads} threads and this process has {torch.get_num_threads()}: sums would differ. "
+                f"Resume on a machine with at least {threads} cores"
+            )
+        self.engine.load(self.learner.weights(), version=state.step)
+
+    def close(self) -> None:
+        self.tasks.scorer.close()
+
+
+def use_threads(threads: int) -> None:
+    """Settle everything in torch that could make two equal runs differ."""
+    torch.set_num_threads(threads or len(os.sched_getaffinity(0)))
+    torch.use_deterministic_algorithms(True)
+
+
+def assemble(config: RunConfig) -> Parts:
+    """Load the model and the task and connect the parts; refuses what cannot work before anything is written."""
+    use_threads(config.threads)
+    dtype = DTYPES[config.learner.dtype]
+    folder = resolve(config.model)
+    model = load_folder(folder, dtype)
+    tokenizer = Tokenizer.load(folder)
+    sampling = Sampling(
+        max_tokens=config.sampling.max_tokens,
+        temperature=config.sampling.temperature,
+        top_p=config.sampling.top_p,
+        top_k=config.sampling.top_k,
+        min_p=config.sampling.min_p,
+        stop_ids=tokenizer.stop_ids,
+        stop_strings=config.sampling.stop,
+    )
+    algo = build_algorithm(config.algo, sampling.max_tokens)
+    updates = config.learner.epochs * config.learner.minibatches
+    needs = algo.needs(updates)
+    limit = _prompt_limit(config, model)
+    stream = TaskStream(config.task, tokenizer, config.seed, max_prompt_tokens=limit)
+    stream.check(config.batch.prompts)
+    if config.eval.problems:
+        stream.held_out(config.eval.problems)  # fails now rather than after the first step
+    learner = LocalLearner(
+        model.decoder,
+        config.learner,
+        config.optim,
+        num_updates=config.steps * updates,
+        temperature=sampling.temperature,
+        reference=_frozen_copy(model) if "ref" in needs else None,
+    )
+    engine = NativeEngine(
+        model.decoder,
+        tokenizer.decode,
+        slots=config.engine.slots,
+        max_context=limit + sampling.max_tokens,
+        weights=config.engine.weights,
+    )
+    scorer = ScoringPool(config.task)
+    tasks = Tasks(stream=stream, scorer=scorer, sampling=sampling, weights=config.reward, seed=config.seed)
+    greedy_or_not = Sampling(
+        max_tokens=sampling.max_tokens,
+        temperature=config.eval.temperature,
+        stop_ids=sampling.stop_ids,
+        stop_strings=sampling.stop_strings,
+    )
+    held_out = replace(tasks, sampling=greedy_or_not, purpose="eval")
+    return Parts(
+        config=config, model=model, engine=engine, learner=learner, tasks=tasks, held_out=held_out, algo=algo
+    )
+
+
+def _prompt_limit(config: RunConfig, model: LoadedModel) -> int:
+    """The longest prompt that fits the model's context and one microbatch together with its completion."""
+    longest, context = config.sampling.max_tokens, _context(model)
+    room = min(context, config.learner.token_budget) - longest
+    if room < 1:
+        raise ConfigError(
+            f"sampling.max_tokens = {longest} leaves no room for a prompt in the model's context of {context} "
+            f"and learner.token_budget = {config.learner.token_budget}; lower it or raise the budget"
+        )
+    return room
+
+
+def _context(model: LoadedModel) -> int:
+    """Tokens a sequence may have: beyond a sliding window, attention would not be what the model was trained with."""
+    return min(model.config.max_positions, model.config.sliding_window or model.config.max_positions)
+
+
+def _frozen_copy(model: LoadedModel) -> torch.nn.Module:
+    return copy.deepcopy(model.decoder).requires_grad_(False)
+
+
+def train(config: RunConfig, out: Path, log: str) -> Path:
+    """Run a recipe in a new run directory; returns where it is."""
+    parts = assemble(config)
+    try:
+        directory = RunDirectory.create(out, config)
+        _run(parts, directory, log)
+    finally:
+        parts.close()
+    return directory.path
+
+
+def resume(path: Path, steps: int | None, log: str) -> Path:
+    """Continue a run exactly where it stopped, to `steps` if given."""
+    directory = RunDirectory.open(path)
+    config = directory.config if steps is None else replace(directory.config, steps=steps)
+    directory.require_same(config)
+    parts = assemble(config)
+    try:
+        _run(parts, directory, log)
+    finally:
+        parts.close()
+    return directory.path
+
+
+def _run(parts: Parts, directory: RunDirectory, log: str) -> None:
+    hooks = Hooks(
+        evaluate=parts.evaluate, checkpoint=parts.checkpoint, write_model=parts.write_model, restore=parts.restore
+    )
+    command = shlex.join(["cohort", *sys.argv[1:]])
+    with Run(directory, parts.config, hooks, make_view(log), command=command) as run:
+        run_loop(run, parts.engine, parts.learner, parts.tasks, parts.algo)
+        run.finish()
+
+
+def evaluate(task: Task, model: str, options: EvalOptions) -> Evaluation:
+    """Evaluate a model on a task, outside any run."""
+    use_threads(options.threads)
+    folder = resolve(model)
+    loaded, tokenizer = load_folder(folder), Tokenizer.load(folder)
+    sampling = Sampling(
+        max_tokens=options.max_tokens,
+        temperature=options.temperature,
+        top_p=options.top_p,
+        top_k=options.top_k,
+        min_p=options.min_p,
+        stop_ids=tokenizer.stop_ids,
+    )
+    context = _context(loaded)
+    if options.max_tokens >= context:
+        raise ConfigError(f"--max-tokens {options.max_tokens} leaves no room for a prompt in the context of {context}")
+    stream = TaskStream(task, tokenizer, options.seed, options.split, max_prompt_tokens=context - options.max_tokens)
+    engine = NativeEngine(loaded.decoder, tokenizer.decode, slots=options.slots, max_context=context)
+    prompts = stream.held_out(options.problems)
+    with ScoringPool(task) as scorer:
+        tasks = Tasks(
+            stream=stream, scorer=scorer, sampling=sampling, weights={}, seed=options.seed, purpose="eval"
+        )
+        return run_evaluation(engine, tasks, prompts, options.samples, 0, options.split)
+
+
+def export(path: Path, out: Path, which: str) -> Path:
+    """A checkpoint of a run as a plain Hugging Face folder. `which`: a step, "best" or "last"."""
+    directory = RunDirectory.open(path)
+    found = checkpoint.steps(directory.checkpoints)
+    if not found:
+        raise RunError(f"{path} has no checkpoint yet; it writes one every save.every steps and at its end")
+    step = found[-1]
+    if which == "best":
+        scored = {s: e.accuracy for s, e in directory.evaluations().items() if s in found}
+        if not scored:
+            raise RunError(f"{path} has no evaluated checkpoint; use --step last")
+        step = max(scored, key=lambda s: (scored[s], -s))
+    elif which != "last":
+        step = int(which)
+    if step not in found:
+        raise RunError(f"{path} has no checkpoint of step {step}; it has {', '.join(map(str, found))}")
+    if out.exists():
+        raise ModelError(f"{out} exists already: choose another folder")
+    state = checkpoint.load(directory.checkpoints / checkpoint.name(step))
+    assert state.model is not None
+    model = load_folder(state.model)
+    return save_folder(model.decoder, model.hf_config, state.model, out)
+
+
+def bench_engine(options: EngineBenchOptions) -> BenchResult:
+    return bench.bench_engine(_bench_model(options), options)
+
+
+def bench_learner(options: LearnerBenchOptions) -> BenchResult:
+    return bench.bench_learner(_bench_model(options), options)
+
+
+def bench_step(options: BenchOptions) -> BenchResult:
+    return bench.bench_step(_bench_model(options), options)
+
+
+def _bench_model(options: BenchOptions):  # type: ignore[no-untyped-def]
+    use_threads(options.threads)
+    return load_folder(resolve(options.model)).decoder

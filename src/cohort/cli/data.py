@@ -1,0 +1,70 @@
+"""`cohort data TASK --out FILE [--split train] [--n N] [--task.x v]`."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from cohort.cli.tasks import read_task
+from cohort.errors import ConfigError
+from cohort.tasks.base import load_rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Which rows, and where to."""
+
+    out: str = ""
+    """The file to write; - = standard output."""
+    split: str = "train"
+    """train, test, or another split the task has."""
+    n: int = 0
+    """How many rows; 0 = all of them."""
+
+
+def run(args: list[str]) -> None:
+    task, options = read_task("data", "Write a task's prompts as JSONL.", Options(), args)
+    if not options.out:
+        raise ConfigError("--out is missing; name the file to write, or - for standard output.")
+    if options.n < 0:
+        raise ConfigError(f"--n is {options.n}; it must be at least 0.")
+    rows = load_rows(task, options.split)
+    if options.n > len(rows):
+        raise ConfigError(
+            f"--n is {options.n}, but {task.name} has {len(rows)} {options.split} rows; lower --n."
+        )
+    lines = _lines(task, rows[: options.n or None])
+    if options.out == "-":
+        _write(lines, sys.stdout)
+        return
+    path = Path(options.out)
+    if not path.parent.is_dir():
+        raise ConfigError(f'there is no folder "{path.parent}"; make it first.')
+    if path.is_dir():
+        raise ConfigError(f'"{path}" is a folder; name a file.')
+    aside = path.with_name(f".{path.name}.{os.getpid()}.part")  # an interrupted write leaves no half file
+    try:
+        with aside.open("w", encoding="utf-8") as file:
+            count = _write(lines, file)
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
+    print(f"wrote {count} {task.name} prompts ({options.split}) to {path}")
+
+
+def _lines(task: Any, rows: list[dict[str, Any]]) -> Iterator[str]:
+    for row in rows:
+        yield json.dumps({"id": row["id"], "messages": task.prompt(row), "row": row}, ensure_ascii=False)
+
+
+def _write(lines: Iterator[str], file: TextIO) -> int:
+    count = 0
+    for line in lines:
+        file.write(line + "\n")
+        count += 1
+    return count

@@ -1,0 +1,30 @@
+"""`cohort export RUN OUT [--step N|best|last]`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from cohort.cli.arguments import read
+from cohort.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Which checkpoint."""
+
+    step: str = "last"
+    """A step number, best (held-out accuracy) or last."""
+
+
+def run(args: list[str]) -> None:
+    about = (
+        "Write a checkpoint of the run in RUN as a Hugging Face folder OUT (config, safetensors, tokenizer)."
+    )
+    (where, out), options = read("export", ["RUN", "OUT"], about, Options(), args)
+    if options.step not in ("best", "last") and not options.step.isdecimal():
+        raise ConfigError(f'--step must be a step number, best or last, not "{options.step}".')
+    from cohort import build
+
+    build.export(Path(where), Path(out), options.step)
+    print(f"wrote {out}")

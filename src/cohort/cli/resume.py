@@ -1,0 +1,32 @@
+"""`cohort resume RUN [--steps N] [--log live|plain|json]`."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from cohort.cli.arguments import read
+from cohort.cli.output import Log, choose_log
+from cohort.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Everything else comes from the run's own config.yaml and cannot change."""
+
+    steps: int | None = None
+    """Train up to this step instead, to extend a run; None = as configured."""
+    log: Log | None = None
+    """Progress; None = live on a terminal, plain elsewhere."""
+
+
+def run(args: list[str]) -> None:
+    (where,), options = read(
+        "resume", ["RUN"], "Continue the run in directory RUN exactly where it stopped.", Options(), args
+    )
+    if options.steps is not None and options.steps < 1:
+        raise ConfigError(f"--steps is {options.steps}; it must be at least 1.")
+    from cohort import build
+
+    build.resume(Path(where), options.steps, choose_log(options.log or "", sys.stdout.isatty()))

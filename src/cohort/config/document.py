@@ -1,0 +1,157 @@
+"""A config as text and back: the `config.yaml` of a run holds every value, and nothing secret.
+
+`parse` is the exact inverse of `dump`; it accepts no key it does not know and no value of another type.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import types
+import typing
+from typing import Any, Literal, Union, get_args, get_origin
+
+import yaml
+
+from cohort.config.flags import describe, leaves
+from cohort.config.lookup import find_task, task_spec
+from cohort.config.schema import ALGOS, ENGINES, RunConfig
+from cohort.errors import ConfigError, nearest
+
+_SECRET_NAME = re.compile(
+    r"(api_?key|secret|passw(or)?d|credential|(access|auth|hf|bearer)_token)", re.IGNORECASE
+)
+_SECRET_VALUE = re.compile(r"://[^/\s]*:[^/\s]*@")
+
+
+def variant_name(kind: str, value: Any) -> str:
+    """The name under which a variant of `task`, `algo` or `engine` is chosen."""
+    if kind == "task":
+        return task_spec(value)
+    names = {cls: name for name, cls in {"algo": ALGOS, "engine": ENGINES}[kind].items()}
+    if type(value) not in names:
+        raise ConfigError(
+            f"{kind} is a {type(value).__name__}, which is not registered.{nearest('', names.values())}"
+        )
+    return names[type(value)]
+
+
+def find_variant(kind: str, name: str) -> type[Any]:
+    """The class of the variant `name`."""
+    if kind == "task":
+        return find_task(name)
+    registry = {"algo": ALGOS, "engine": ENGINES}[kind]
+    if name not in registry:
+        raise ConfigError(f'unknown {kind} "{name}".{nearest(name, registry)}')
+    return registry[name]
+
+
+def dump(config: RunConfig) -> str:
+    """The config as YAML: every value, variants with their name."""
+    tree: dict[str, Any] = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if field.name in ("task", "algo", "engine"):
+            tree[field.name] = {"name": variant_name(field.name, value), **_plain(value, field.name)}
+        else:
+            tree[field.name] = _plain(value, field.name)
+    return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, default_flow_style=None, width=110)
+
+
+def _plain(value: Any, path: str) -> Any:
+    """Dataclasses, tuples and numbers as what YAML has; refuses what must not or cannot be written."""
+    if _SECRET_NAME.search(path.rpartition(".")[2]):
+        raise ConfigError(
+            f"{path} looks like a secret, and a config is written to disk; read it from the environment."
+        )
+    if isinstance(value, str) and _SECRET_VALUE.search(value):
+        raise ConfigError(
+            f"{path} holds a password in an address, and a config is written to disk; remove it."
+        )
+    if dataclasses.is_dataclass(value):
+        return {f.name: _plain(getattr(value, f.name), f"{path}.{f.name}") for f in dataclasses.fields(value)}
+    if isinstance(value, dict):
+        return {key: _plain(item, f"{path}.{key}") for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        return [_plain(item, path) for item in value]
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    raise ConfigError(
+        f"{path} is a {type(value).__name__}; settings are numbers, text, None and tuples of these."
+    )
+
+
+def parse(text: str, source: str = "config.yaml") -> RunConfig:
+    """The config that `dump` wrote."""
+    try:
+        tree = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        line = getattr(getattr(error, "problem_mark", None), "line", 0) + 1
+        raise ConfigError(f"{source}, line {line}: not valid YAML; restore the file the run wrote.") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{source} is not a Cohort config; restore the file the run wrote.")
+    hints = typing.get_type_hints(RunConfig)
+    for kind in ("task", "algo", "engine"):
+        section = tree.get(kind)
+        if not isinstance(section, dict) or not isinstance(section.get("name"), str):
+            raise ConfigError(f"{source}: {kind}.name is missing; restore the file the run wrote.")
+        hints[kind] = find_variant(kind, section.pop("name"))
+    return typing.cast(RunConfig, _record(RunConfig, tree, "", hints, source))
+
+
+def _record(cls: type[Any], tree: Any, path: str, hints: dict[str, Any], source: str) -> Any:
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{source}: {path.rstrip('.')} must be a section, not {tree!r}.")
+    names = [f.name for f in dataclasses.fields(cls)]
+    for key in tree:
+        if key not in names:
+            raise ConfigError(f"{source}: unknown setting {path}{key}.{nearest(str(key), names)}")
+    for name in names:
+        if name not in tree:
+            raise ConfigError(
+                f"{source}: {path}{name} is missing; it was written by another version of Cohort."
+            )
+    return cls(**{name: _value(tree[name], hints[name], path + name, source) for name in names})
+
+
+def _value(value: Any, hint: Any, path: str, source: str) -> Any:
+    """`value` checked against its type; lists become tuples, whole numbers floats where one is wanted."""
+    origin, inner = get_origin(hint), get_args(hint)
+    if dataclasses.is_dataclass(hint):
+        return _record(typing.cast(type, hint), value, path + ".", typing.get_type_hints(hint), source)
+    if origin is dict and isinstance(value, dict):
+        return {
+            _value(k, inner[0], path, source): _value(v, inner[1], f"{path}.{k}", source)
+            for k, v in value.items()
+        }
+    if origin is tuple and isinstance(value, list):
+        types_ = [inner[0]] * len(value) if inner[-1] is ... else list(inner)
+        if len(types_) == len(value):
+            return tuple(_value(item, t, path, source) for item, t in zip(value, types_, strict=True))
+    if origin is list and isinstance(value, list):
+        return [_value(item, inner[0], path, source) for item in value]
+    if origin in (Union, types.UnionType):
+        for option in inner:
+            if type(value) is option:
+                return value
+        if type(value) is int and float in inner:
+            return float(value)
+    elif origin is Literal and value in inner:
+        return value
+    elif hint is float and type(value) in (int, float):
+        return float(value)
+    elif type(value) is hint:
+        return value
+    raise ConfigError(f"{source}: {path} must be {describe(hint)}, not {value!r}.")
+
+
+def diff(a: RunConfig, b: RunConfig) -> dict[str, tuple[Any, Any]]:
+    """The settings that differ, by dotted name, as (in a, in b); a variant counts as name and fields."""
+    flat = []
+    for config in (a, b):
+        values = {name: leaf.value for name, leaf in leaves(config).items()}
+        values |= {kind: variant_name(kind, getattr(config, kind)) for kind in ("task", "algo", "engine")}
+        flat.append(values)
+    old, new = flat
+    names = [*old, *(name for name in new if name not in old)]
+    return {name: (old.get(name), new.get(name)) for name in names if old.get(name) != new.get(name)}

@@ -1,0 +1,114 @@
+"""Options of the commands that are not training runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from cohort.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalOptions:
+    """How `cohort eval` samples and scores."""
+
+    problems: int = 0
+    """How many held-out problems; 0 = all of them."""
+    samples: int = 1
+    """Samples per problem; more than one also gives pass@k."""
+    temperature: float = 1.0
+    """0 = greedy."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 = off."""
+    min_p: float = 0.0
+    max_tokens: int = 256
+    """Longest completion."""
+    split: Literal["test", "train"] = "test"
+    slots: int = 256
+    """Samples decoded at once."""
+    seed: int = 0
+    threads: int = 0
+    """CPU threads; 0 = all cores."""
+
+    def check(self) -> None:
+        """Refuse values that cannot work, and samples that would all be the same."""
+        for name in ("samples", "max_tokens", "slots"):
+            if getattr(self, name) < 1:
+                raise ConfigError(
+                    f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be at least 1."
+                )
+        for name in ("problems", "temperature", "top_k", "min_p", "seed", "threads"):
+            if not getattr(self, name) >= 0:
+                raise ConfigError(
+                    f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be at least 0."
+                )
+        if not 0 < self.top_p <= 1:
+            raise ConfigError(f"--top-p is {self.top_p}; it must be above 0 and at most 1.")
+        if self.min_p >= 1:
+            raise ConfigError(f"--min-p is {self.min_p}; it must be below 1.")
+        if self.temperature == 0:
+            if self.samples > 1:
+                raise ConfigError(
+                    "--samples has no effect at temperature 0: all would be equal; set --temperature."
+                )
+            if self.top_p < 1 or self.top_k or self.min_p:
+                raise ConfigError("--top-p, --top-k and --min-p have no effect at temperature 0; drop them.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchOptions:
+    """The shape that is measured: a batch of `prompts` x `samples` at fixed lengths."""
+
+    model: str = "tiny"
+    """A bundled or pulled name (see `cohort models`), or a folder in Hugging Face format."""
+    prompts: int = 8
+    samples: int = 8
+    """Samples per prompt."""
+    prompt_tokens: int = 64
+    completion_tokens: int = 64
+    repeats: int = 3
+    """The median is reported; one more run warms up."""
+    threads: int = 0
+    """CPU threads; 0 = all cores."""
+
+    def check(self) -> None:
+        for name in ("prompts", "samples", "prompt_tokens", "completion_tokens", "repeats"):
+            if getattr(self, name) < 1:
+                raise ConfigError(
+                    f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be at least 1."
+                )
+        if self.threads < 0:
+            raise ConfigError(f"--threads is {self.threads}; it must be at least 0.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineBenchOptions(BenchOptions):
+    """Sampling alone."""
+
+    slots: int = 64
+    """Samples decoded at once."""
+    weights: Literal["shared", "fp16"] = "shared"
+    """As engine.weights in training."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearnerBenchOptions(BenchOptions):
+    """Forward, backward and optimizer step alone."""
+
+    token_budget: int = 4096
+    """Most tokens in one forward/backward."""
+    prefix_sharing: bool = True
+    """Train a group's prompt once instead of once a sample."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchResult:
+    """What a benchmark found; `limit` says against which hardware limit `fraction` is counted."""
+
+    what: str
+    seconds: float  # median of the repeats
+    tokens_per_second: float
+    fraction: float  # of the limit, 0..1
+    limit: str  # for example "48 GFLOP/s, matmul measured on this machine"
+    details: dict[str, float] = field(default_factory=dict)  # more numbers, by label

@@ -1,0 +1,202 @@
+"""What a config must satisfy before anything is built: ranges, combinations, no setting without effect."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from cohort.config.flags import leaves, show
+from cohort.config.schema import RunConfig
+from cohort.errors import ConfigError, nearest
+
+_AT_LEAST: dict[str, float] = {
+    "steps": 1,
+    "seed": 0,
+    "threads": 0,
+    "batch.prompts": 1,
+    "batch.samples": 1,
+    "sampling.max_tokens": 1,
+    "sampling.top_k": 0,
+    "engine.slots": 1,
+    "algo.clip_low": 0,
+    "algo.clip_high": 0,
+    "algo.kl": 0,
+    "algo.entropy": 0,
+    "optim.lr": 0,
+    "optim.warmup": 0,
+    "optim.weight_decay": 0,
+    "optim.clip_norm": 0,
+    "optim.max_bad_steps": 1,
+    "learner.epochs": 1,
+    "learner.minibatches": 1,
+    "learner.token_budget": 1,
+    "eval.every": 0,
+    "eval.problems": 0,
+    "eval.samples": 1,
+    "eval.temperature": 0,
+    "save.every": 1,
+    "save.keep_last": 1,
+    "save.rollouts": 0,
+}
+_ABOVE: dict[str, float] = {"sampling.temperature": 0, "sampling.top_p": 0, "optim.eps": 0}
+_AT_MOST: dict[str, float] = {"sampling.top_p": 1, "optim.lr_floor": 1, "algo.clip_low": 1}
+_BELOW: dict[str, float] = {"sampling.min_p": 1, "optim.beta1": 1, "optim.beta2": 1}
+_FROM_ZERO = ("sampling.min_p", "optim.beta1", "optim.beta2", "optim.lr_floor")
+
+
+@dataclass(frozen=True, slots=True)
+class Effect:
+    """`settings` act only when `acts` holds; `through` are the settings that decide it."""
+
+    settings: tuple[str, ...]
+    through: tuple[str, ...]
+    acts: Callable[[RunConfig], bool]
+    because: str
+
+
+def _truncates(config: RunConfig) -> bool:
+    return config.sampling.top_p < 1 or config.sampling.top_k > 0 or config.sampling.min_p > 0
+
+
+_EFFECTS = (
+    Effect(
+        ("algo.kl_estimator", "algo.kl_in"),
+        ("algo.kl",),
+        lambda c: c.algo.kl > 0,
+        "algo.kl is 0; set --algo.kl above 0",
+    ),
+    Effect(
+        ("optim.lr_floor",),
+        ("optim.schedule",),
+        lambda c: c.optim.schedule != "constant",
+        "the schedule is constant; set --optim.schedule linear or cosine",
+    ),
+    Effect(
+        ("sampling.allow_truncation",),
+        ("sampling.top_p", "sampling.top_k", "sampling.min_p"),
+        _truncates,
+        "nothing is truncated; set --sampling.top-p, --sampling.top-k or --sampling.min-p",
+    ),
+    Effect(
+        ("algo.clip_low", "algo.clip_high"),
+        ("learner.epochs", "learner.minibatches"),
+        lambda c: c.learner.epochs * c.learner.minibatches > 1,
+        "with one update per batch the ratio is exactly 1; raise --learner.epochs or --learner.minibatches",
+    ),
+    Effect(
+        ("eval.samples",),
+        ("eval.temperature",),
+        lambda c: c.eval.temperature > 0 or c.eval.samples == 1,
+        "at temperature 0 all samples of a problem are equal; set --eval.temperature above 0",
+    ),
+)
+
+
+def validate(config: RunConfig, given: Collection[str] = ()) -> None:
+    """Raise a ConfigError naming the first setting that is out of range, impossible or without effect.
+
+    `given` are the settings the user wrote. A setting counts as written, too, when a recipe moved it from its
+    default, unless the user then changed what decides whether it acts (`--algo.kl 0` on a recipe with KL).
+    """
+    if config.task is None:
+        raise ConfigError("the recipe sets no task; choose one with --task.")
+    values = {name: leaf.value for name, leaf in leaves(config).items()}
+    _check_ranges(values)
+    _check_combinations(config, given)
+    _check_reward(config)
+    _check_effects(config, values, given)
+
+
+def _check_ranges(values: dict[str, Any]) -> None:
+    for name, value in values.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise _out_of_range(name, value, "a finite number")
+        low = _AT_LEAST.get(name, 0 if name in _FROM_ZERO else -math.inf)
+        number = value if isinstance(value, int | float) else 0
+        if number < low and (name in _AT_LEAST or name in _FROM_ZERO):
+            raise _out_of_range(name, value, f"at least {low:g}")
+        if name in _ABOVE and number <= _ABOVE[name]:
+            raise _out_of_range(name, value, f"above {_ABOVE[name]:g}")
+        if name in _AT_MOST and number > _AT_MOST[name]:
+            raise _out_of_range(name, value, f"at most {_AT_MOST[name]:g}")
+        if name in _BELOW and number >= _BELOW[name]:
+            raise _out_of_range(name, value, f"below {_BELOW[name]:g}")
+
+
+def _out_of_range(name: str, value: Any, wanted: str) -> ConfigError:
+    return ConfigError(f"{name} is {value}; it must be {wanted}.")
+
+
+def _check_combinations(config: RunConfig, given: Collection[str]) -> None:
+    batch, sampling, learner = config.batch, config.sampling, config.learner
+    if batch.samples < 2:
+        raise ConfigError(
+            "batch.samples is 1, but the baseline is the mean of the group: every advantage would be 0; "
+            "set --batch.samples to 2 or more."
+        )
+    if learner.minibatches > batch.prompts:
+        raise ConfigError(
+            f"learner.minibatches is {learner.minibatches}, but a batch has only {batch.prompts} groups "
+            "(batch.prompts) to divide; lower --learner.minibatches."
+        )
+    if learner.token_budget <= sampling.max_tokens:
+        raise ConfigError(
+            f"learner.token_budget is {learner.token_budget}, too small for a prompt and a completion of "
+            f"sampling.max_tokens = {sampling.max_tokens}; raise --learner.token-budget."
+        )
+    if _truncates(config) and not sampling.allow_truncation:
+        raise ConfigError(
+            "top-p, top-k and min-p make the policy that acts differ from the one that is trained; "
+            "remove them or add --sampling.allow-truncation True."
+        )
+    if "" in sampling.stop:
+        raise ConfigError("sampling.stop holds an empty string, which would stop at once; remove it.")
+    updates = config.steps * learner.epochs * learner.minibatches
+    if "optim.warmup" in given and config.optim.warmup >= updates:
+        raise ConfigError(
+            f"optim.warmup is {config.optim.warmup}, but the run makes only {updates} optimizer steps: "
+            "the learning rate would never be reached; lower --optim.warmup."
+        )
+
+
+def reward_parts(task: Any) -> tuple[str, ...]:
+    """The parts a task scores, in its own order."""
+    return tuple(getattr(type(task), "parts", ("correct",)))
+
+
+def _check_reward(config: RunConfig) -> None:
+    parts = reward_parts(config.task)
+    for part in config.reward:
+        if part not in parts:
+            raise ConfigError(
+                f'unknown reward part "{part}" of task {type(config.task).name}.{nearest(part, parts)}'
+            )
+    if all(config.reward.get(part, 1.0) == 0 for part in parts):
+        raise ConfigError(
+            "every part of the reward weighs 0: there is nothing to learn; raise one of --reward.*."
+        )
+
+
+def _check_effects(config: RunConfig, values: dict[str, Any], given: Collection[str]) -> None:
+    defaults = _defaults(config)
+    for effect in _EFFECTS:
+        if effect.acts(config):
+            continue
+        decided = any(name in given for name in effect.through)
+        for name in effect.settings:
+            moved = name in defaults and values.get(name) != defaults[name] and not decided
+            if name in values and (name in given or moved):
+                raise ConfigError(f"{show(name)} has no effect: {effect.because}, or drop it.")
+
+
+def _defaults(config: RunConfig) -> dict[str, Any]:
+    """Default of every setting of the sections, by dotted name."""
+    found: dict[str, Any] = {}
+    sections: Iterable[str] = ("sampling", "algo", "optim", "learner", "eval")
+    for section in sections:
+        default = type(getattr(config, section))()
+        found |= {f"{section}.{f.name}": getattr(default, f.name) for f in dataclasses.fields(default)}
+    return found

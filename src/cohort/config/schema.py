@@ -1,0 +1,177 @@
+"""Every setting of a run, typed. A recipe returns one `RunConfig`; the resolved one is written to the run.
+
+Rules: at most about 80 leaves in all and 12 a class; a value that can be computed is not a field; only the
+chosen variant of `task`, `engine` and `algo` exists, so a setting that has no effect cannot be written.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchConfig:
+    """One batch concept: prompts per step x samples per prompt. Micro-batching is automatic."""
+
+    prompts: int = 32
+    """Prompts per step."""
+    samples: int = 8
+    """Samples per prompt: the group."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingConfig:
+    """How the policy acts in training."""
+
+    max_tokens: int = 256
+    """Longest completion; a longer one is cut and finishes with `length`."""
+    temperature: float = 1.0
+    """The learner divides its logits by the same temperature."""
+    top_p: float = 1.0
+    """Below 1 the policy that acts is not the one that is trained: needs allow_truncation."""
+    top_k: int = 0
+    """0 = off; otherwise as top_p."""
+    min_p: float = 0.0
+    """0 = off; otherwise as top_p."""
+    stop: tuple[str, ...] = ()
+    """Stop strings, besides the tokenizer's end-of-turn ids."""
+    allow_truncation: bool = False
+    """Permit top-p/top-k/min-p in training; the kept probability mass is recorded."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NativeEngine:
+    """The built-in engine: continuous batching on the learner's own weights."""
+
+    slots: int = 256
+    """Samples decoded at once; more wait and take the slots that finish."""
+    weights: Literal["shared", "fp16"] = "shared"
+    """shared = the learner's storage, exact; fp16 = packed copy, faster on CPU, gap measured."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GRPO:
+    """Group-relative policy optimisation (Shao et al. 2024, arXiv:2402.03300)."""
+
+    scale: Literal["std", "none"] = "std"
+    """Divide the centred rewards by the group's standard deviation, or not."""
+    clip_low: float = 0.2
+    """The ratio is clipped at 1 - clip_low for negative advantages."""
+    clip_high: float = 0.2
+    """The ratio is clipped at 1 + clip_high for positive advantages."""
+    kl: float = 0.0
+    """Weight of the KL divergence to the reference policy (the initial weights); 0 = no reference."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Estimators of Schulman (2020)."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """A term of the loss, or subtracted from the reward before the advantage."""
+    entropy: float = 0.0
+    """Weight of the entropy bonus."""
+    aggregate: Literal["token", "sequence", "constant"] = "sequence"
+    """Mean over all tokens; mean over samples of the token mean; sum over max_tokens, mean over samples."""
+    truncated: Literal["keep", "mask", "penalize"] = "keep"
+    """What a sample cut at max_tokens does: train as any other, leave the loss, or score 0."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrGRPO(GRPO):
+    """GRPO done right (Liu et al. 2025, arXiv:2503.20783): no std, constant length divisor."""
+
+    scale: Literal["std", "none"] = "none"
+    aggregate: Literal["token", "sequence", "constant"] = "constant"
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """AdamW with fp32 master weights and moments."""
+
+    lr: float = 1e-6
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """After the warm-up: stay, or decay to lr_floor x lr at the last step."""
+    warmup: int = 0
+    """Optimizer steps over which the learning rate rises linearly from 0."""
+    lr_floor: float = 0.0
+    """Final learning rate as a share of lr."""
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    clip_norm: float = 1.0
+    """Largest global gradient norm; 0 = off."""
+    max_bad_steps: int = 5
+    """Non-finite gradients are skipped and counted; this many in a row stop the run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearnerConfig:
+    """How a batch becomes an update."""
+
+    epochs: int = 1
+    """Passes over each batch of rollouts."""
+    minibatches: int = 1
+    """Optimizer steps per pass."""
+    token_budget: int = 4096
+    """Most tokens in one forward/backward; changes memory and speed, never the result."""
+    prefix_sharing: bool = True
+    """Train a group's prompt once instead of once a sample; changes speed, never the result."""
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    """Compute type; master weights, moments and gradients stay fp32 (float64 for tests)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    """Evaluation before, during and after training, on the held-out split."""
+
+    every: int = 0
+    """Steps between evaluations; 0 = only before the first and after the last step."""
+    problems: int = 0
+    """How many held-out problems; 0 = all of them."""
+    samples: int = 1
+    """Samples per problem."""
+    temperature: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveConfig:
+    """What is kept on disk."""
+
+    every: int = 20
+    """Steps between checkpoints; one is always written at the end."""
+    keep_last: int = 2
+    """Older checkpoints are removed."""
+    keep_best: bool = True
+    """Keep the checkpoint with the best held-out accuracy besides."""
+    rollouts: int = 0
+    """Keep the rollout files of the last N steps; 0 = all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """A complete run."""
+
+    recipe: str = ""
+    """Name of the recipe this came from; filled in by the loader."""
+    model: str = "tiny"
+    """A bundled or pulled name (see `cohort models`), or a folder in Hugging Face format."""
+    steps: int = 100
+    """Training steps."""
+    seed: int = 0
+    threads: int = 0
+    """CPU threads; 0 = all cores. Part of the checkpoint: sums depend on it."""
+    task: Any = None
+    """The task, an instance of a registered task class; its fields are the difficulty knobs."""
+    reward: dict[str, float] = field(default_factory=dict)
+    """Weights of the reward's parts; a part not named weighs 1, 0 = only logged."""
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    engine: NativeEngine = field(default_factory=NativeEngine)
+    algo: GRPO = field(default_factory=GRPO)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    learner: LearnerConfig = field(default_factory=LearnerConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    save: SaveConfig = field(default_factory=SaveConfig)
+
+
+ALGOS: dict[str, type] = {"grpo": GRPO, "dr_grpo": DrGRPO}
+ENGINES: dict[str, type] = {"native": NativeEngine}

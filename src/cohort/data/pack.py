@@ -1,0 +1,193 @@
+"""Groups -> microbatches under a token budget, a group's prompt stored once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cohort.clock import stage
+from cohort.data.batch import Batch, Block, Layout, Microbatch, Minibatch
+from cohort.errors import ConfigError
+from cohort.types import CONSTANT_REWARD, Group, Provenance, Sample
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Unit:
+    """Samples that share one copy of their prompt: a group, or a part of one that exceeds the budget."""
+
+    prompt: list[int]
+    samples: list[tuple[int, Sample]]  # (segment number, sample)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt) + sum(len(s.tokens) for _, s in self.samples)
+
+
+@stage("pack")
+def pack(
+    groups: Sequence[Group],
+    token_budget: int,
+    minibatches: int = 1,
+    share: bool = True,
+    loss_on: Provenance = Provenance.SAMPLED,
+) -> Batch:
+    """Split the groups into minibatches and each into microbatches of at most `token_budget` tokens.
+
+    Groups of constant reward are counted in the denominators and not packed: their gradient is exactly zero, their
+    share of the mean is not. Masked and empty samples count as samples, without tokens.
+    """
+    counts: Counter[str] = Counter()
+    packed: list[Minibatch] = []
+    segment = 0
+    for part in range(minibatches):
+        chosen = groups[part * len(groups) // minibatches : (part + 1) * len(groups) // minibatches]
+        units: list[Unit] = []
+        num_samples = num_tokens = 0
+        for group in chosen:
+            members: list[tuple[int, Sample]] = []
+            for sample in group.samples:
+                length = sum(1 for p in sample.provenance if p == loss_on)
+                fate = _fate(group, sample, length)
+                counts[fate] += 1
+                num_samples += fate not in ("failed", "excluded")
+                num_tokens += length if fate in ("packed", "no_signal") else 0
+                if fate == "packed":
+                    members.append((segment, sample))
+                segment += 1
+            units += _units(group.prompt.tokens, members, token_budget, share)
+        micro = [_microbatch(bin, loss_on) for bin in fit(units, token_budget)]
+        packed.append(Minibatch(microbatches=micro, num_samples=num_samples, num_tokens=num_tokens))
+    return Batch(minibatches=packed, counts=dict(counts))
+
+
+def _fate(group: Group, sample: Sample, length: int) -> str:
+    if sample.failure:
+        return "failed"
+    if sample.masked:
+        return "masked"
+    if not length:
+        return "empty"
+    if group.excluded:
+        return "no_signal" if group.excluded == CONSTANT_REWARD else "excluded"
+    return "packed"
+
+
+def _units(prompt: list[int], members: list[tuple[int, Sample]], budget: int, share: bool) -> list[Unit]:
+    """One unit if the group fits and sharing is on; otherwise as few as fit."""
+    units: list[Unit] = []
+    for member in members:
+        size = len(prompt) + len(member[1].tokens)
+        if size > budget:
+            raise ConfigError(
+                f"a sample of {len(prompt)} prompt + {len(member[1].tokens)} completion tokens exceeds "
+                f"learner.token_budget = {budget}; raise it to at least {size}"
+            )
+        if share and units and units[-1].num_tokens + len(member[1].tokens) <= budget:
+            units[-1].samples.append(member)
+        else:
+            units.append(Unit(prompt=prompt, samples=[member]))
+    return units
+
+
+def fit(units: Sequence[Unit], budget: int) -> list[list[Unit]]:
+    """First-fit decreasing: few microbatches, well filled. Deterministic: ties keep their order."""
+    bins: list[list[Unit]] = []
+    room: list[int] = []
+    for unit in sorted(units, key=lambda u: -u.num_tokens):
+        for i, free in enumerate(room):
+            if unit.num_tokens <= free:
+                bins[i].append(unit)
+                room[i] -= unit.num_tokens
+                break
+        else:
+            bins.append([unit])
+            room.append(budget - unit.num_tokens)
+    return bins
+
+
+def _microbatch(units: Sequence[Unit], loss_on: Provenance) -> Microbatch:
+    tokens: list[int] = []
+    positions: list[int] = []
+    spans: list[tuple[range, range, int]] = []  # queries, keys' own part, length of the shared prompt before them
+    source: list[int] = []
+    chosen: list[tuple[int, Sample, list[int]]] = []
+    for unit in units:
+        start, size = len(tokens), len(unit.prompt)
+        tokens += unit.prompt
+        positions += range(size)
+        spans.append((range(start, start + size), range(start, start), 0))
+        for segment, sample in unit.samples:
+            first = len(tokens)
+            tokens += sample.tokens
+            positions += range(size, size + len(sample.tokens))
+            spans.append((range(first, len(tokens)), range(start, start + size), size))
+            at = [i for i, p in enumerate(sample.provenance) if p == loss_on]
+            source += [first + i - 1 if i else start + size - 1 for i in at]
+            chosen.append((segment, sample, at))
+    return Microbatch(
+        tokens=torch.tensor(tokens),
+        positions=torch.tensor(positions),
+        layout=layout([(q, (*shared, *q), offset) for q, shared, offset in spans if len(q)], len(tokens)),
+        source=torch.tensor(source),
+        targets=_flat(chosen, lambda s: s.tokens, torch.int64),
+        segments=torch.tensor([segment for segment, _, at in chosen for _ in at]),
+        lengths=torch.tensor([len(at) for _, _, at in chosen for _ in at]),
+        advantages=torch.tensor([s.advantage for _, s, at in chosen for _ in at], dtype=torch.float64),
+        sampler_logprobs=_flat(chosen, lambda s: s.sampler_logprobs),
+        old_logprobs=_optional(chosen, lambda s: s.old_logprobs),
+        ref_logprobs=_optional(chosen, lambda s: s.ref_logprobs),
+    )
+
+
+def _flat(chosen, values, dtype: torch.dtype = torch.float64) -> Tensor:  # type: ignore[no-untyped-def]
+    return torch.tensor([values(s)[i] for _, s, at in chosen for i in at], dtype=dtype)
+
+
+def _optional(chosen, values) -> Tensor | None:  # type: ignore[no-untyped-def]
+    present = [values(s) is not None for _, s, _ in chosen]
+    assert all(present) or not any(present), "some samples of a batch are annotated and some are not"
+    return _flat(chosen, values) if any(present) else None
+
+
+Span = tuple[Sequence[int], Sequence[int], int]
+"""(stream indices of the queries, of the keys, offset): query i sees keys 0 .. offset + i."""
+
+
+def layout(spans: Sequence[Span], num_tokens: int) -> Layout:
+    """Batch spans of similar shape, so that padding wastes little and calls are few."""
+    blocks: list[Block] = []
+    rows: list[Tensor] = []
+    taken = 0
+    for members in _similar(sorted(spans, key=lambda s: (len(s[1]), len(s[0])))):
+        lq, lk = max(len(q) for q, _, _ in members), max(len(k) for _, k, _ in members)
+        queries = torch.tensor([[*q, *[q[0]] * (lq - len(q))] for q, _, _ in members])
+        keys = torch.tensor([[*k, *[k[0]] * (lk - len(k))] for _, k, _ in members])
+        blocks.append(Block(queries=queries, keys=keys, offsets=torch.tensor([o for _, _, o in members])))
+        for i, (q, _, _) in enumerate(members):
+            rows.append(torch.stack([torch.tensor(q), taken + i * lq + torch.arange(len(q))]))
+        taken += len(members) * lq
+    order = torch.empty(num_tokens, dtype=torch.int64)
+    where = torch.cat(rows, dim=1)
+    order[where[0]] = where[1]
+    return Layout(blocks=blocks, order=order)
+
+
+def _similar(spans: Sequence[Span]) -> list[list[Span]]:
+    """Cut a sorted list of spans where padding would cost more than another attention call."""
+    call = 1 << 16  # query-key pairs computed in about the time a call costs
+    out: list[list[Span]] = []
+    lq = lk = area = 0
+    for span in spans:
+        q, k = max(lq, len(span[0])), max(lk, len(span[1]))
+        own = len(span[0]) * len(span[1])
+        if out and (len(out[-1]) + 1) * q * k - area - own <= call:
+            out[-1].append(span)
+            lq, lk, area = q, k, area + own
+        else:
+            out.append([span])
+            lq, lk, area = len(span[0]), len(span[1]), own
+    return out

@@ -1,0 +1,307 @@
+"""The native engine: continuous batching on the learner's own weights.
+
+Running drafts fill the slots 0 .. n - 1. A step computes one token for all of them; who ends leaves at once, the
+last slot moves into the gap, and drafts that wait take the free slots. A prompt is computed and stored once a group.
+Nothing looks at single samples in Python at every token: windows of tokens are read back in bulk.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from cohort.engines.base import Abilities, Event, Request, Weights
+from cohort.engines.native.attention import Prompts, decode_attend, extend_attend, plan, prefill_attend
+from cohort.engines.native.draft import Draft, Line
+from cohort.engines.native.kv import Arena, Prefix, Prefixes, length_class
+from cohort.engines.native.random import stream_of
+from cohort.engines.native.sampler import draw
+from cohort.engines.native.slots import Slots
+from cohort.engines.requests import check_request
+from cohort.engines.weights import copy_weights
+from cohort.errors import CohortError, ConfigError, ModelError
+from cohort.models.decoder import Decoder
+from cohort.types import Finish, Sample
+
+PREFILL_TOKENS = 2048  # most prompt tokens in one forward (a longer prompt goes alone)
+EXTEND_TOKENS = 256  # a slot's own tokens computed at once; with EXTEND_ROWS it bounds the scores in memory
+EXTEND_ROWS = 32
+LOGITS = 1 << 24  # most logits in memory at once
+
+
+@dataclass(kw_only=True, slots=True)
+class Work:
+    """What the engine did since it was made: tokens and seconds by phase."""
+
+    num_prompt_tokens: int = 0
+    num_drawn: int = 0
+    num_steps: int = 0
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    draw_seconds: float = 0.0
+
+
+class NativeEngine:
+    """Samples with a decoder whose storage it shares with the learner.
+
+    `tokenizer_decode` makes text of ids, for `Sample.text` and stop strings only. `max_context` bounds prompt plus
+    completion. `window` is the number of steps between reports: a server wants 1, training any number.
+    """
+
+    abilities = Abilities()
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        tokenizer_decode: Callable[[list[int]], str],
+        slots: int,
+        max_context: int,
+        weights: Literal["shared", "fp16"] = "shared",
+        window: int = 8,
+    ) -> None:
+        if slots < 1 or window < 1:
+            raise ConfigError(f"engine.slots = {slots}, window = {window}: both must be at least 1.")
+        if max_context > decoder.config.max_positions:
+            limit = decoder.config.max_positions
+            raise ConfigError(f"max_context = {max_context} is more than the {limit} positions of the model.")
+        if weights != "shared":
+            raise ConfigError(f'engine.weights = "{weights}" is not available in this build; use "shared".')
+        dtype, device = decoder.embed.dtype, decoder.embed.device
+        self.decoder, self.decode = decoder, tokenizer_decode
+        self.num_slots, self.max_context, self.window = slots, max_context, window
+        self.version = 0
+        self.work = Work()
+        self.drafts: dict[str, Draft] = {}  # all that are not ended, by request id
+        self.line = Line()
+        self.running: list[Draft] = []  # by slot
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        self.slots = Slots(slots, window + 1, wide, device)
+        self.arena = Arena(decoder.config, dtype, device)
+        self.prefixes = Prefixes(decoder.config, dtype, device)
+        self._prompts: Prompts | None = None  # how `running` read their prompts; None = to be planned
+        self._events: list[Event] = []
+        self._broken = False
+
+    # ---- protocol
+
+    def submit(self, request: Request) -> None:
+        check_request(request, self.max_context, self.decoder.config.vocab_size)
+        if request.id in self.drafts:
+            raise ConfigError(f'request "{request.id}" is already under way; ids must be unique.')
+        shared = request.shared if request.shared > 0 else len(request.tokens)
+        draft = Draft(
+            request=request,
+            stream=stream_of(request.key),
+            prefix=self.prefixes.take(tuple(request.tokens[:shared])),
+            own=list(request.tokens[shared:]),
+        )
+        self.drafts[request.id] = draft
+        self.line.join(draft)
+
+    @torch.no_grad()
+    def poll(self) -> list[Event]:
+        """Up to `window` steps. Reports every running request's new tokens and what ended."""
+        for _ in range(self.window):
+            self._admit()
+            if not self.running:
+                break
+            self._step()
+        self._leave(self._read(range(len(self.running))))
+        events, self._events = self._events, []
+        return events
+
+    def abort(self, id: str) -> Sample:
+        draft = self.drafts.get(id)
+        if draft is None:
+            raise CohortError(f'request "{id}" is not under way: it was never submitted, has ended or was aborted.')
+        draft.finish = Finish.ABORT
+        if draft in self.running:
+            self._leave([self.running.index(draft)])
+        else:
+            self.line.leave(draft)
+            self._forget(draft)
+        return draft.sample(self.decode)
+
+    def load(self, weights: Weights, version: int) -> None:
+        if weights.module is not self.decoder:
+            copy_weights(weights, self.decoder)
+        if self._broken:  # what was computed with damaged weights must not be read again, not even with weight zero
+            self.release()
+        self.version = version
+        self.line.return_first(self.running)
+        self.running = []
+        self.prefixes.forget()
+        self._prompts = None
+        self._broken = False
+
+    def release(self) -> None:
+        """Give the cache's memory back; what runs is computed again when it goes on."""
+        self.line.return_first(self.running)
+        self.running = []
+        self.prefixes.release()
+        self.arena.release()
+        self._prompts = None
+
+    # ---- entering
+
+    def _admit(self) -> None:
+        """Fill free slots, draw the first token of those who enter."""
+        free = self.num_slots - len(self.running)
+        if not self.line or (self.running and free < -(-self.num_slots // 16)):  # a prefill of few prompts is slow
+            return
+        entering = sorted(self.line.take(free), key=lambda d: d.num_cached)
+        begin = time.perf_counter()
+        missing = {id(d.prefix): d.prefix for d in entering if d.prefix.pool is None}
+        self._prefill(sorted(missing.values(), key=lambda p: len(p.tokens)))
+        first = len(self.running)
+        self.running += entering
+        self._prompts = None
+        self.slots.place(entering, first)
+        self.slots.survey(self.running)
+        for draft in entering:
+            draft.begin(self.version)
+        hidden = self._enter(entering, first)
+        self.work.prefill_seconds += time.perf_counter() - begin
+        self._draw(first, hidden)
+
+    def _prefill(self, prefixes: list[Prefix]) -> None:
+        """Compute prefixes, sorted by length, several in one forward."""
+        while prefixes:
+            num, total = 0, 0
+            while num < len(prefixes) and (num == 0 or total + len(prefixes[num].tokens) <= PREFILL_TOKENS):
+                total += len(prefixes[num].tokens)
+                num += 1
+            now, prefixes = prefixes[:num], prefixes[num:]
+            batches: dict[int, list[Prefix]] = {}
+            for prefix in now:
+                self.prefixes.place(prefix)
+                batches.setdefault(length_class(len(prefix.tokens)), []).append(prefix)
+            tokens = self._tensor([t for p in now for t in p.tokens])
+            positions = self._tensor([i for p in now for i in range(len(p.tokens))])
+            hidden = self.decoder(tokens, positions, prefill_attend(list(batches.values())))
+            end = -1
+            for prefix in now:
+                end += len(prefix.tokens)
+                prefix.hidden = hidden[end].clone()
+            self.work.num_prompt_tokens += total
+
+    def _enter(self, entering: list[Draft], first: int) -> Tensor:
+        """Hidden states to draw from, [n, d]: the prefix's, or after the draft's own tokens where it has some.
+
+        `entering` is sorted by the number of own tokens, so those that still have some are the last slots.
+        """
+        lasts = [d.prefix.hidden for d in entering]
+        assert all(h is not None for h in lasts)
+        hidden = torch.stack([h for h in lasts if h is not None])
+        for low in range(0, len(entering), EXTEND_ROWS):
+            part = entering[low : low + EXTEND_ROWS]
+            longest = part[-1].num_cached
+            self.arena.reserve(len(self.running), longest + 1)
+            for have in range(0, longest, EXTEND_TOKENS):
+                begin = next(i for i, d in enumerate(part) if d.num_cached > have)
+                self._extend(part[begin:], first + low + begin, have, hidden[low + begin : low + len(part)])
+        return hidden
+
+    def _extend(self, drafts: list[Draft], first: int, have: int, hidden: Tensor) -> None:
+        """Compute own tokens have .. have + EXTEND_TOKENS of drafts in the slots from `first` on, into `hidden`."""
+        todo = [(d.own + d.tokens)[have : have + EXTEND_TOKENS] for d in drafts]
+        counts = [len(t) for t in todo]
+        prompts = plan([d.prefix for d in drafts], self.arena.dtype, self.arena.device)
+        starts = [len(d.prefix.tokens) + have for d in drafts]
+        tokens = self._tensor([t for own in todo for t in own])
+        positions = self._tensor([s + i for s, n in zip(starts, counts, strict=True) for i in range(n)])
+        states = self.decoder(tokens, positions, extend_attend(self.arena, prompts, first, have, counts))
+        ends = self._tensor(counts).cumsum(0) - 1
+        hidden.copy_(states.index_select(0, ends))
+        self.slots.length[first : first + len(drafts)] += self._tensor(counts)
+        self.work.num_prompt_tokens += len(tokens)
+
+    # ---- a step
+
+    def _step(self) -> None:
+        """One token for every running draft."""
+        begin = time.perf_counter()
+        n, s = len(self.running), self.slots
+        if self._prompts is None:
+            self._prompts = plan([d.prefix for d in self.running], self.arena.dtype, self.arena.device)
+        longest = int(s.length[:n].max())
+        self.arena.reserve(n, longest + 1)
+        attend = decode_attend(self.arena, self._prompts, s.length[:n], longest)
+        hidden = self.decoder(s.last[:n], s.base[:n] + s.length[:n], attend)
+        s.length[:n] += 1
+        self.work.num_steps += 1
+        self.work.decode_seconds += time.perf_counter() - begin
+        self._draw(0, hidden)
+
+    def _draw(self, first: int, hidden: Tensor) -> None:
+        """Draw a token for the slots from `first` on; who is done leaves."""
+        begin = time.perf_counter()
+        chunk = max(1, LOGITS // self.decoder.config.vocab_size)
+        done, finite = [], True
+        for low in range(0, len(hidden), chunk):
+            part = hidden[low : low + chunk]
+            here = slice(first + low, first + low + len(part))
+            drawn = draw(self.decoder.logits(part), self.slots.settings(here), self.slots.uniforms(here))
+            finite = finite and bool(drawn.logprobs.isfinite().all())
+            done.append(self.slots.record(here, drawn))
+        self.work.num_drawn += len(hidden)
+        if not finite:
+            self._broken = True
+            raise ModelError(
+                f"the model (version {self.version}) gives logits that are not finite: its weights are damaged; "
+                "go back to an earlier checkpoint."
+            )
+        slots = (first + torch.cat(done).nonzero()[:, 0]).tolist()
+        if slots:
+            self._leave(self._read(slots))
+        self.work.draw_seconds += time.perf_counter() - begin
+
+    # ---- leaving
+
+    def _read(self, slots: Sequence[int]) -> list[int]:
+        """Take the windows of these slots into their drafts, report them, tell which slots hold an ended draft."""
+        ended: list[int] = []
+        if not slots:
+            return ended
+        for slot, (tokens, logprobs, kept) in zip(slots, self.slots.read_back(slots), strict=True):
+            draft = self.running[slot]
+            before = len(draft.tokens)
+            draft.extend(tokens, logprobs, kept, self.decode)
+            event = Event(id=draft.request.id, tokens=draft.tokens[before:], logprobs=draft.logprobs[before:])
+            self._events.append(event)
+            if draft.finish is not None:
+                ended.append(slot)
+                event.sample = draft.sample(self.decode)
+        return ended
+
+    def _leave(self, slots: Sequence[int]) -> None:
+        """Free these slots: the last running drafts move into the gaps."""
+        if not slots:
+            return
+        gone, before = set(slots), len(self.running)
+        for slot in slots:
+            self._forget(self.running[slot])
+        after = before - len(gone)
+        target = sorted(slot for slot in gone if slot < after)
+        source = [slot for slot in range(after, before) if slot not in gone]
+        if source:
+            self.arena.move(source, target, int(self.slots.length[source].max()))
+            self.slots.move(source, target)
+        for old, new in zip(source, target, strict=True):
+            self.running[new] = self.running[old]
+        del self.running[after:]
+        self.slots.survey(self.running)
+        self._prompts = None
+
+    def _forget(self, draft: Draft) -> None:
+        del self.drafts[draft.request.id]
+        self.prefixes.leave(draft.prefix)
+        self._prompts = None  # the pool may have moved a prefix
+
+    def _tensor(self, values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self.arena.device)

@@ -1,0 +1,50 @@
+"""Keyed randomness: one uniform number for every (key, token position), whatever the batch, slot or order.
+
+A key is hashed once to a 64-bit stream; a uniform is a counter-based hash of (stream, position) in wrapping 64-bit
+integers, so that CPU and CUDA give the same bits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+import torch
+from torch import Tensor
+
+from cohort.types import Key
+
+# Odd constants of the 64-bit finaliser (Stafford's mix 13), as signed integers because torch has no uint64 products.
+GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
+MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
+MIX_2 = 0x94D049BB133111EB - (1 << 64)
+
+
+def stream_of(key: Key) -> int:
+    """The key's stream, a signed 64-bit integer that is the same on every machine and in every process.
+
+    >>> stream_of(Key(seed=0, purpose="train", task="t", prompt_id="7", visit=0, sample=3))
+    -8353043943160834041
+    """
+    fields = [key.seed, key.purpose, key.task, key.prompt_id, key.visit, key.sample]
+    canonical = json.dumps(fields, ensure_ascii=True, separators=(",", ":")).encode()
+    digest = hashlib.blake2b(canonical, digest_size=8, person=b"cohort-stream").digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
+def uniforms(stream: Tensor, position: Tensor) -> Tensor:
+    """Uniform numbers in [0, 1), float64 with 53 random bits, for int64 `stream` and `position` of equal shape."""
+    bits = mix(stream ^ mix(position + GOLDEN))
+    return shift(bits, 11).to(torch.float64) * 2.0**-53
+
+
+def mix(x: Tensor) -> Tensor:
+    """A bijection of 64-bit integers in which every input bit flips about half of the output bits."""
+    x = (x ^ shift(x, 30)) * MIX_1
+    x = (x ^ shift(x, 27)) * MIX_2
+    return x ^ shift(x, 31)
+
+
+def shift(x: Tensor, bits: int) -> Tensor:
+    """Logical right shift: torch's own repeats the sign."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)

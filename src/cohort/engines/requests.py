@@ -1,0 +1,41 @@
+"""What every engine refuses at the door, with the numbers."""
+
+from __future__ import annotations
+
+import math
+
+from cohort.engines.base import Request
+from cohort.errors import ConfigError
+
+
+def check_request(request: Request, max_context: int, vocab_size: int) -> None:
+    """Raise for a request that can never be served."""
+    s, num = request.sampling, len(request.tokens)
+    who = f'request "{request.id}"'
+    if num == 0:
+        raise ConfigError(f"{who} has an empty prompt; give at least one token.")
+    if s.max_tokens < 1:
+        raise ConfigError(f"{who}: max_tokens = {s.max_tokens} must be at least 1.")
+    if num + s.max_tokens > max_context:
+        raise ConfigError(
+            f"{who} cannot fit: {num} prompt tokens + max_tokens {s.max_tokens} = {num + s.max_tokens} is more than "
+            f"the context of {max_context}; shorten the prompt or lower max_tokens by {num + s.max_tokens - max_context}."
+        )
+    if not (math.isfinite(s.temperature) and s.temperature >= 0):
+        raise ConfigError(f"{who}: temperature = {s.temperature} must be a finite number >= 0 (0 = greedy).")
+    if not 0 < s.top_p <= 1:
+        raise ConfigError(f"{who}: top_p = {s.top_p} must be above 0 and at most 1 (1 = off).")
+    if s.top_k < 0:
+        raise ConfigError(f"{who}: top_k = {s.top_k} must not be negative (0 = off).")
+    if not 0 <= s.min_p <= 1:
+        raise ConfigError(f"{who}: min_p = {s.min_p} must be between 0 (off) and 1.")
+    if "" in s.stop_strings:
+        raise ConfigError(f"{who}: an empty stop string would stop at once; remove it.")
+    if not -1 <= request.shared <= num:
+        raise ConfigError(f"{who}: shared = {request.shared} must be between -1 (all) and the {num} tokens it has.")
+    if request.start < 0:
+        raise ConfigError(f"{who}: start = {request.start} must not be negative.")
+    low, high = min(request.tokens), max(request.tokens)
+    if low < 0 or high >= vocab_size:
+        bad = low if low < 0 else high
+        raise ConfigError(f"{who}: token id {bad} is outside the vocabulary of {vocab_size}.")

@@ -1,0 +1,31 @@
+"""Weights from elsewhere into an engine's own decoder, by Hugging Face name."""
+
+from __future__ import annotations
+
+import torch
+
+from cohort.engines.base import Weights
+from cohort.errors import ModelError, nearest
+from cohort.models.decoder import Decoder, hf_views
+
+
+@torch.no_grad()
+def copy_weights(weights: Weights, decoder: Decoder) -> None:
+    """Copy every tensor in place. All names must be there, none may be unknown, shapes must agree.
+
+    A tied head that comes along as `lm_head.weight` is left out: it is the embedding.
+    """
+    views = dict(hf_views(decoder))
+    missing = set(views)
+    for name, tensor in weights:
+        if name == "lm_head.weight" and decoder.head is None:
+            continue
+        if name not in views:
+            raise ModelError(f'weights have a tensor "{name}" that the model has not.{nearest(name, views)}')
+        view = views[name]
+        if tensor.numel() != view.numel() or tensor.shape[-1] != view.shape[-1] and tensor.ndim > 1:
+            raise ModelError(f'"{name}" has shape {list(tensor.shape)}, which does not fit {list(view.shape)}.')
+        view.copy_(tensor.reshape(view.shape))
+        missing.discard(name)
+    if missing:
+        raise ModelError(f"weights lack {len(missing)} tensors of the model, {sorted(missing)[0]} among them.")

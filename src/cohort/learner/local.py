@@ -1,0 +1,170 @@
+"""The learner in one process (or one of several data-parallel ones: see `World`)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cohort.algos.algorithm import Algorithm
+from cohort.algos.inputs import LossInputs
+from cohort.algos.tally import Tally
+from cohort.clock import stage
+from cohort.config.schema import LearnerConfig, OptimConfig
+from cohort.data.batch import Batch, Microbatch, Minibatch
+from cohort.data.pack import pack
+from cohort.errors import TrainingStopped
+from cohort.learner.attention import packed_attention
+from cohort.learner.base import LiveWeights
+from cohort.learner.head import token_logprobs
+from cohort.learner.optim import Optimizer, global_norm, learning_rate
+from cohort.learner.world import World
+from cohort.models.decoder import Decoder
+from cohort.types import Group, Provenance
+
+
+class LocalLearner:
+    """Trains `decoder` in place. `reference` is the frozen policy of the KL term, if there is one."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        config: LearnerConfig,
+        optim: OptimConfig,
+        *,
+        num_updates: int,
+        temperature: float = 1.0,
+        reference: Decoder | None = None,
+        world: World | None = None,
+    ) -> None:
+        self.decoder, self.config, self.optim = decoder, config, optim
+        self.temperature, self.reference, self.world = temperature, reference, world or World()
+        self.num_updates = num_updates
+        self.optimizer = Optimizer(decoder, optim)
+        self.update_index = 0  # updates attempted: the schedule's clock, advanced also by those without signal
+        self.num_bad = 0  # consecutive updates with non-finite gradients
+
+    # ---- the step --------------------------------------------------------------------------------------------
+
+    @stage("annotate")
+    def annotate(self, groups: Sequence[Group], needs: Collection[str]) -> None:
+        if "old" in needs:
+            for sample, values in self._sample_logprobs(groups, self.decoder):
+                sample.old_logprobs = values
+        if "ref" in needs:
+            assert self.reference is not None, "the algorithm needs a reference policy and the learner has none"
+            for sample, values in self._sample_logprobs(groups, self.reference):
+                sample.ref_logprobs = values
+
+    @stage("update")
+    def update(self, batch: Batch, algo: Algorithm) -> dict[str, float]:
+        tally = Tally()
+        for _ in range(self.config.epochs):
+            for minibatch in batch.minibatches:
+                tally.merge(self.forward_backward(minibatch, algo))
+                for name, value in self.optim_step().items():
+                    exact = torch.tensor(value, dtype=torch.float64)
+                    tally.sum(name, exact) if name.startswith("updates/") else tally.mean(name, exact)
+        return tally.to_metrics()
+
+    def forward_backward(self, minibatch: Minibatch, algo: Algorithm) -> Tally:
+        self.optimizer.zero_grad()
+        totals = self.world.sum(torch.tensor([minibatch.num_tokens, minibatch.num_samples], dtype=torch.float64))
+        num_tokens, num_samples = totals.tolist()
+        tally = Tally()
+        for micro in minibatch.microbatches:
+            micro = micro.to(self.decoder.embed.device)
+            logprobs, entropy = self.logprobs(self.decoder, micro)
+            leaves = [x.detach().requires_grad_() for x in (logprobs, entropy)]
+            weights = algo.weigh(micro.lengths, num_tokens, num_samples)
+            loss, metrics = algo.loss(_inputs(micro, leaves[0], leaves[1], weights))
+            tally.merge(metrics)
+            # the loss never sees the model: its gradient on the [N] vectors is carried through the head here
+            grads = torch.autograd.grad(loss, leaves, allow_unused=True)
+            pairs = [(x, g) for x, g in zip((logprobs, entropy), grads, strict=True) if g is not None and bool(g.any())]
+            if pairs:
+                torch.autograd.backward([x for x, _ in pairs], [g for _, g in pairs])
+                self.optimizer.collect_grads()
+        self._sum_grads()
+        return tally
+
+    def optim_step(self) -> dict[str, float]:
+        """No signal, no step: momentum alone would move the weights. Non-finite: skip, count, give up after N."""
+        lr = learning_rate(self.optim, self.update_index, self.num_updates)
+        self.update_index += 1
+        norm = global_norm(self.optimizer.grads())
+        if not math.isfinite(norm):
+            self.num_bad += 1
+            if self.num_bad >= self.optim.max_bad_steps:
+                raise TrainingStopped(
+                    f"{self.num_bad} updates in a row had non-finite gradients (optim.max_bad_steps = "
+                    f"{self.optim.max_bad_steps}); lower optim.lr, or resume from an earlier checkpoint"
+                )
+            return {"updates/bad": 1.0, "lr": lr}
+        self.num_bad = 0
+        if norm == 0.0:
+            return {"updates/no_signal": 1.0, "grad_norm": 0.0, "lr": lr}
+        clip = self.optim.clip_norm
+        self.optimizer.step(lr, clip / norm if 0 < clip < norm else 1.0)
+        return {"updates/done": 1.0, "updates/clipped": float(0 < clip < norm), "grad_norm": norm, "lr": lr}
+
+    # ---- log-probabilities -------------------------------------------------------------------------------------
+
+    def logprobs(self, decoder: Decoder, micro: Microbatch) -> tuple[Tensor, Tensor]:
+        """log p of the targets and the entropy where they were predicted, [N] each, at the sampling temperature."""
+        attend = packed_attention(micro.layout, decoder.embed.dtype)
+        hidden = decoder(micro.tokens, micro.positions, attend)  # [T, d]
+        predicting = hidden.index_select(0, micro.source)  # [N, d]: the head runs on these only
+        return token_logprobs(predicting, decoder.head_weight, micro.targets, self.temperature)
+
+    @torch.no_grad()
+    def _sample_logprobs(self, groups: Sequence[Group], decoder: Decoder) -> Iterator[tuple[Any, list[float]]]:
+        samples = [s for g in groups for s in g.samples]
+        batch = pack(groups, self.config.token_budget, share=self.config.prefix_sharing)
+        for micro in batch.minibatches[0].microbatches:
+            values, _ = self.logprobs(decoder, micro.to(decoder.embed.device))
+            rows: dict[int, list[float]] = {}
+            for segment, value in zip(micro.segments.tolist(), values.tolist(), strict=True):
+                rows.setdefault(segment, []).append(value)
+            for segment, row in rows.items():
+                sample, at = samples[segment], iter(row)
+                yield sample, [next(at) if p == Provenance.SAMPLED else 0.0 for p in sample.provenance]
+
+    def _sum_grads(self) -> None:
+        if self.world.size == 1:
+            return
+        for master in self.optimizer.masters.values():  # every rank joins, also one without a microbatch
+            if master.grad is None:
+                master.grad = torch.zeros_like(master)
+            self.world.sum(master.grad)
+
+    # ---- weights and state ---------------------------------------------------------------------------------------
+
+    def weights(self) -> LiveWeights:
+        return LiveWeights(self.decoder)
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        numbers = {"update_index": self.update_index, "num_bad": self.num_bad, "optimizer_steps": self.optimizer.num_steps}
+        return self.optimizer.state(), numbers
+
+    def load_state(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> None:
+        self.update_index, self.num_bad = int(numbers["update_index"]), int(numbers["num_bad"])
+        self.optimizer.load_state(tensors, int(numbers["optimizer_steps"]))
+
+
+def _inputs(micro: Microbatch, logprobs: Tensor, entropy: Tensor, weights: Tensor) -> LossInputs:
+    like = {"dtype": logprobs.dtype, "device": logprobs.device}
+    return LossInputs(
+        logprobs=logprobs,
+        entropy=entropy,
+        old_logprobs=None if micro.old_logprobs is None else micro.old_logprobs.to(**like),
+        ref_logprobs=None if micro.ref_logprobs is None else micro.ref_logprobs.to(**like),
+        sampler_logprobs=micro.sampler_logprobs.to(**like),
+        advantages=micro.advantages.to(**like),
+        weights=weights.to(**like),
+        segments=micro.segments,
+    )
+

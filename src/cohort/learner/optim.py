@@ -1,0 +1,115 @@
+"""AdamW on fp32 master weights, with a schedule whose warm-up works and a guard against bad gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from cohort.config.schema import OptimConfig
+from cohort.errors import RunError
+
+
+def learning_rate(config: OptimConfig, update: int, num_updates: int) -> float:
+    """Learning rate of update number `update` (from 0).
+
+    >>> c = OptimConfig(lr=1.0, warmup=4, schedule="linear")
+    >>> [learning_rate(c, i, 8) for i in range(8)]
+    [0.25, 0.5, 0.75, 1.0, 1.0, 0.75, 0.5, 0.25]
+    """
+    if update < config.warmup:
+        return config.lr * (update + 1) / config.warmup
+    progress = min(1.0, (update - config.warmup) / max(1, num_updates - config.warmup))
+    if config.schedule == "constant":
+        return config.lr
+    left = 1.0 - progress if config.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+    return config.lr * (config.lr_floor + (1.0 - config.lr_floor) * left)
+
+
+class Optimizer:
+    """Holds master weights, gradients and moments of `module` in fp32 (fp64 for an fp64 module).
+
+    An fp32 parameter is its own master. A lower-precision one has a master copy, into whose gradient every
+    microbatch's gradient is added before the next one starts, and from which the parameter is rounded.
+    """
+
+    def __init__(self, module: nn.Module, config: OptimConfig) -> None:
+        self.config = config
+        self.params = dict(module.named_parameters())
+        self.masters = {n: _master(p) for n, p in self.params.items()}
+        decayed = [m for m in self.masters.values() if m.ndim > 1]  # matrices only: norms and biases are not shrunk
+        plain = [m for m in self.masters.values() if m.ndim <= 1]
+        self.adam = torch.optim.AdamW(
+            [{"params": decayed, "weight_decay": config.weight_decay}, {"params": plain, "weight_decay": 0.0}],
+            lr=config.lr,
+            betas=(config.beta1, config.beta2),
+            eps=config.eps,
+            fused=True,
+        )
+        self.num_steps = 0
+
+    def zero_grad(self) -> None:
+        for name, p in self.params.items():
+            p.grad = None
+            self.masters[name].grad = None
+
+    def collect_grads(self) -> None:
+        """Move the microbatch's gradients of low-precision parameters to their masters."""
+        for name, p in self.params.items():
+            master = self.masters[name]
+            if master is not p and p.grad is not None:
+                master.grad = p.grad.float() if master.grad is None else master.grad.add_(p.grad)
+                p.grad = None
+
+    def grads(self) -> list[Tensor]:
+        return [m.grad for m in self.masters.values() if m.grad is not None]
+
+    def step(self, lr: float, scale: float) -> None:
+        """One update with the gradients multiplied by `scale`."""
+        if scale != 1.0:
+            torch._foreach_mul_(self.grads(), scale)
+        for group in self.adam.param_groups:
+            group["lr"] = lr
+        self.adam.step()
+        self.num_steps += 1
+        with torch.no_grad():
+            for name, p in self.params.items():
+                if self.masters[name] is not p:
+                    p.copy_(self.masters[name])
+
+    def state(self) -> dict[str, Tensor]:
+        """Moments (and masters that are copies) by parameter name, in full shape."""
+        tensors: dict[str, Tensor] = {}
+        for name, master in self.masters.items():
+            state = self.adam.state.get(master, {})
+            tensors |= {f"{key}/{name}": state[key] for key in ("exp_avg", "exp_avg_sq") if key in state}
+            if master is not self.params[name]:
+                tensors[f"master/{name}"] = master.detach()
+        return tensors
+
+    def load_state(self, tensors: Mapping[str, Tensor], num_steps: int) -> None:
+        self.num_steps = num_steps
+        for name, master in self.masters.items():
+            if f"master/{name}" in tensors:
+                master.data.copy_(tensors[f"master/{name}"])
+            if num_steps == 0:
+                continue
+            missing = [k for k in ("exp_avg", "exp_avg_sq") if f"{k}/{name}" not in tensors]
+            if missing:
+                raise RunError(f"the checkpoint's optimizer state lacks {missing[0]} of {name}; use an earlier checkpoint")
+            # Adam counts its own updates; the fused kernel wants the count as an fp32 tensor
+            self.adam.state[master] = {
+                "step": torch.tensor(float(num_steps), dtype=torch.float32, device=master.device),
+                **{k: tensors[f"{k}/{name}"].to(master).clone() for k in ("exp_avg", "exp_avg_sq")},
+            }
+
+
+def _master(p: nn.Parameter) -> nn.Parameter:
+    return p if p.dtype in (torch.float32, torch.float64) else nn.Parameter(p.detach().float())
+
+
+def global_norm(tensors: list[Tensor]) -> float:
+    """Euclidean norm of all entries together."""
+    return float(torch.stack(torch._foreach_norm(tensors)).double().norm()) if tensors else 0.0

@@ -1,0 +1,167 @@
+"""What a view is told, and the guard that keeps a broken one from stopping the run."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, TextIO
+
+from cohort.errors import ConfigError, nearest
+from cohort.store.records import Evaluation
+
+Kind = Literal["auto", "live", "plain", "json"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Header:
+    """What is known when a run starts or goes on."""
+
+    path: str
+    recipe: str
+    model: str
+    task: str
+    algo: str
+    num_steps: int
+    first_step: int  # steps already done
+    batch: str  # "32 prompts x 8 samples"
+    rewards: dict[int, float] = field(default_factory=dict)  # mean reward of the steps already done
+    evaluations: list[Evaluation] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Showcase:
+    """A sample worth reading. Its text is as the model wrote it: a view must escape it."""
+
+    step: int
+    prompt: str
+    completion: str
+    reward: float | None
+    note: str = ""  # finish reason, the grader's reason
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepReport:
+    """A step that has been recorded."""
+
+    step: int
+    num_steps: int
+    metrics: dict[str, float]
+    eta: float  # seconds
+    showcase: Showcase | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Summary:
+    """How a run ended, or was left."""
+
+    path: str
+    step: int
+    num_steps: int
+    seconds: float  # of this session
+    first: Evaluation | None
+    last: Evaluation | None
+    complete: bool  # every step done and evaluated
+
+    def lines(self) -> list[str]:
+        """The closing words, the same in the terminal and in the run card."""
+        said: list[str] = []
+        if not self.complete:
+            said.append(
+                f"stopped after step {self.step} of {self.num_steps}; go on with: cohort resume {self.path}"
+            )
+        if self.first and self.last and self.last.step > self.first.step:
+            a, b = self.first, self.last
+            said.append(f"held-out accuracy {a.accuracy:.2f} -> {b.accuracy:.2f}")
+            said.append(
+                f"95% intervals {a.low:.3f} to {a.high:.3f} -> {b.low:.3f} to {b.high:.3f},"
+                f" {b.num_problems} problems x {b.num_samples}"
+            )
+        elif self.last:
+            said.append(f"held-out accuracy {self.last.accuracy:.2f} at step {self.last.step}")
+        said.append(f"run {self.path}")
+        return said
+
+
+class View(Protocol):
+    """Shows a run. Called from the loop's thread only."""
+
+    def start(self, header: Header) -> None: ...
+
+    def phase(self, name: str) -> None:
+        """What the run is busy with now: "training", "evaluating", "saving"."""
+
+    def step(self, report: StepReport) -> None: ...
+
+    def evaluation(self, evaluation: Evaluation) -> None: ...
+
+    def event(self, step: int, kind: str, text: str) -> None: ...
+
+    def finish(self, summary: Summary) -> None: ...
+
+    def close(self) -> None:
+        """Give the terminal back; also called when the run fails, possibly twice."""
+
+
+class Guarded:
+    """A view whose failure ends the view, not the run."""
+
+    def __init__(self, view: View) -> None:
+        self.view: View | None = view
+
+    def start(self, header: Header) -> None:
+        self._call(lambda view: view.start(header))
+
+    def phase(self, name: str) -> None:
+        self._call(lambda view: view.phase(name))
+
+    def step(self, report: StepReport) -> None:
+        self._call(lambda view: view.step(report))
+
+    def evaluation(self, evaluation: Evaluation) -> None:
+        self._call(lambda view: view.evaluation(evaluation))
+
+    def event(self, step: int, kind: str, text: str) -> None:
+        self._call(lambda view: view.event(step, kind, text))
+
+    def finish(self, summary: Summary) -> None:
+        self._call(lambda view: view.finish(summary))
+
+    def close(self) -> None:
+        self._call(lambda view: view.close())
+
+    def _call(self, what: Callable[[View], Any]) -> None:
+        if self.view is None:
+            return
+        try:
+            what(self.view)
+        except Exception as error:  # the boundary: terminals close, pipes break, encodings lack characters
+            broken, self.view = self.view, None
+            with suppress(Exception):
+                broken.close()
+            with suppress(Exception):
+                print(f"the progress view failed ({error!r}); the run goes on without it", file=sys.stderr)
+
+
+def make_view(kind: Kind = "auto", stream: TextIO | None = None) -> View:
+    """The view for a stream: live on a terminal, plain lines elsewhere, JSON lines on request."""
+    stream = sys.stdout if stream is None else stream
+    if kind not in ("auto", "live", "plain", "json"):
+        raise ConfigError(f'unknown log "{kind}".{nearest(kind, ["auto", "live", "plain", "json"])}')
+    if kind == "json":
+        from cohort.logs.jsonlines import JsonView
+
+        return Guarded(JsonView(stream))
+    if kind == "live" or (kind == "auto" and _is_terminal(stream)):
+        from cohort.logs.live import LiveView
+
+        return Guarded(LiveView(stream))
+    from cohort.logs.plain import PlainView
+
+    return Guarded(PlainView(stream))
+
+
+def _is_terminal(stream: TextIO) -> bool:
+    return stream.isatty() and os.environ.get("TERM", "") not in ("dumb", "")

@@ -1,0 +1,171 @@
+"""The one native decoder: it samples and it trains.
+
+Parameters live in the layout the sampler wants. `qkv` is grouped by KV head, [q_0 .. q_{g-1}, k, v] for each, and
+`gate_up` is [2, ff, d]: one matrix product each, and a slice along the KV heads (or along ff) is a tensor-parallel
+shard. Hugging Face names are views of them (`hf_views`).
+
+Tokens are one flat stream; attention is an argument, so engine and learner run the same code and differ only in
+what a token may see. Letters: T tokens, d hidden, K KV heads, g query heads a KV head, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from cohort.models.config import ModelConfig
+
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""attend(layer, q [T, K, g, D], k [T, K, D], v [T, K, D]) -> [T, K, g, D]"""
+
+
+class Norm(nn.Module):
+    """RMS normalisation, computed in at least fp32."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * normed.to(x.dtype)
+
+
+class Layer(nn.Module):
+    """Attention and feed-forward, each behind a norm and added to the stream."""
+
+    def __init__(self, c: ModelConfig, index: int) -> None:
+        super().__init__()
+        self.index = index
+        self.shape = (c.num_kv_heads, c.queries_per_kv + 2, c.head_dim)  # K, g + 2, D
+        rows = c.num_kv_heads * (c.queries_per_kv + 2) * c.head_dim
+        self.attn_norm = Norm(c.hidden, c.norm_eps)
+        self.qkv = nn.Parameter(torch.empty(rows, c.hidden))
+        self.qkv_bias = nn.Parameter(torch.zeros(rows)) if c.qkv_bias else None
+        self.q_norm = Norm(c.head_dim, c.norm_eps) if c.qk_norm else None
+        self.k_norm = Norm(c.head_dim, c.norm_eps) if c.qk_norm else None
+        self.out = nn.Parameter(torch.empty(c.hidden, c.num_heads * c.head_dim))
+        self.out_bias = nn.Parameter(torch.zeros(c.hidden)) if c.out_bias else None
+        self.mlp_norm = Norm(c.hidden, c.norm_eps)
+        self.gate_up = nn.Parameter(torch.empty(2, c.ff, c.hidden))
+        self.gate_up_bias = nn.Parameter(torch.zeros(2, c.ff)) if c.mlp_bias else None
+        self.down = nn.Parameter(torch.empty(c.hidden, c.ff))
+        self.down_bias = nn.Parameter(torch.zeros(c.hidden)) if c.mlp_bias else None
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        T = x.shape[0]
+        qkv = F.linear(self.attn_norm(x), self.qkv, self.qkv_bias).view(T, *self.shape)  # [T, K, g + 2, D]
+        qk, v = qkv[:, :, :-1], qkv[:, :, -1]
+        if self.q_norm is not None and self.k_norm is not None:
+            qk = torch.cat([self.q_norm(qk[:, :, :-1]), self.k_norm(qk[:, :, -1:])], dim=2)
+        qk = rotate(qk, cos, sin)
+        mixed = attend(self.index, qk[:, :, :-1], qk[:, :, -1], v)  # [T, K, g, D]
+        x = x + F.linear(mixed.reshape(T, -1), self.out, self.out_bias)
+        bias = None if self.gate_up_bias is None else self.gate_up_bias.flatten()
+        gate_up = F.linear(self.mlp_norm(x), self.gate_up.flatten(0, 1), bias)  # [T, 2 ff]
+        gate, up = gate_up.chunk(2, dim=-1)
+        return x + F.linear(F.silu(gate) * up, self.down, self.down_bias)
+
+
+class Decoder(nn.Module):
+    """tokens [T], positions [T], attend -> final hidden states [T, d]."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed = nn.Parameter(torch.empty(config.vocab_size, config.hidden))
+        self.layers = nn.ModuleList([Layer(config, i) for i in range(config.num_layers)])
+        self.norm = Norm(config.hidden, config.norm_eps)
+        self.head = None if config.tied else nn.Parameter(torch.empty(config.vocab_size, config.hidden))
+        # fp32 whatever the model's dtype: angles of long contexts do not survive rounding
+        self.register_buffer("inv_freq", torch.tensor(config.rope.inv_freq, dtype=torch.float32), persistent=False)
+
+    @property
+    def head_weight(self) -> Tensor:
+        return self.embed if self.head is None else self.head
+
+    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        x = self.embed.index_select(0, tokens)  # [T, d]; its backward is deterministic, that of indexing is not
+        cos, sin = self.angles(positions, x.dtype)
+        for layer in self.layers:
+            x = layer(x, cos, sin, attend)
+        return self.norm(x)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return F.linear(hidden, self.head_weight)  # [T, vocab]
+
+    def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """cos and sin, [T, 1, 1, D/2]."""
+        angle = positions.to(torch.float32)[:, None] * self.inv_freq.float()
+        scale = self.config.rope.scale
+        cos, sin = angle.cos() * scale, angle.sin() * scale
+        return cos.to(dtype)[:, None, None], sin.to(dtype)[:, None, None]
+
+    def _apply(self, fn, recurse: bool = True):  # type: ignore[no-untyped-def]
+        """`.to(dtype)` must not round the frequencies."""
+        exact = self.inv_freq
+        super()._apply(fn, recurse)
+        self.inv_freq = exact.to(self.embed.device)
+        return self
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary position embedding of the last axis, halves convention. x [T, K, h, D]."""
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+
+
+def initialise(decoder: Decoder, seed: int, std: float = 0.02) -> None:
+    """Random weights: normal matrices, unit norms, zero biases; the same numbers on every device."""
+    generator = torch.Generator().manual_seed(seed)
+    for _, p in sorted(decoder.named_parameters()):
+        if p.ndim >= 2 and p is not None:
+            p.data.copy_(torch.randn(p.shape, generator=generator) * std)
+
+
+def hf_views(decoder: Decoder, of: Callable[[nn.Parameter], Tensor] = lambda p: p.data) -> Iterator[tuple[str, Tensor]]:
+    """(Hugging Face name, view of the storage). A view may have split leading axes: see `hf_shaped`.
+
+    `of` picks what is viewed: the data, or something of the parameter's shape such as its gradient.
+    """
+    c = decoder.config
+    K, g, D = c.num_kv_heads, c.queries_per_kv, c.head_dim
+    yield "model.embed_tokens.weight", of(decoder.embed)
+    for i, layer in enumerate(decoder.layers):
+        assert isinstance(layer, Layer)
+        at = f"model.layers.{i}."
+        yield at + "input_layernorm.weight", of(layer.attn_norm.weight)
+        split = of(layer.qkv).view(K, g + 2, D, c.hidden)
+        for name, part in (("q", split[:, :g]), ("k", split[:, g]), ("v", split[:, g + 1])):
+            yield f"{at}self_attn.{name}_proj.weight", part
+        if layer.qkv_bias is not None:
+            bias = of(layer.qkv_bias).view(K, g + 2, D)
+            for name, part in (("q", bias[:, :g]), ("k", bias[:, g]), ("v", bias[:, g + 1])):
+                yield f"{at}self_attn.{name}_proj.bias", part
+        if layer.q_norm is not None and layer.k_norm is not None:
+            yield at + "self_attn.q_norm.weight", of(layer.q_norm.weight)
+            yield at + "self_attn.k_norm.weight", of(layer.k_norm.weight)
+        yield at + "self_attn.o_proj.weight", of(layer.out)
+        if layer.out_bias is not None:
+            yield at + "self_attn.o_proj.bias", of(layer.out_bias)
+        yield at + "post_attention_layernorm.weight", of(layer.mlp_norm.weight)
+        for j, name in enumerate(("gate", "up")):
+            yield f"{at}mlp.{name}_proj.weight", of(layer.gate_up)[j]
+            if layer.gate_up_bias is not None:
+                yield f"{at}mlp.{name}_proj.bias", of(layer.gate_up_bias)[j]
+        yield at + "mlp.down_proj.weight", of(layer.down)
+        if layer.down_bias is not None:
+            yield at + "mlp.down_proj.bias", of(layer.down_bias)
+    yield "model.norm.weight", of(decoder.norm.weight)
+    if decoder.head is not None:
+        yield "lm_head.weight", of(decoder.head)
+
+
+def hf_shaped(name: str, view: Tensor) -> Tensor:
+    """A view of `hf_views` in the shape Hugging Face stores (copies when the view is strided)."""
+    return view.flatten() if name.endswith(".bias") else view.flatten(0, -2) if view.ndim > 2 else view

@@ -1,0 +1,11 @@
+"""Recipes: functions that return a complete `RunConfig`. A variant is a three-line derivation of another.
+
+A recipe in a file of your own needs no registration: `cohort train path/to/file.py:function`.
+"""
+
+from __future__ import annotations
+
+from cohort.recipes import smollm2, tiny
+from cohort.recipes.registry import RECIPES, recipe
+
+__all__ = ["RECIPES", "recipe", "smollm2", "tiny"]

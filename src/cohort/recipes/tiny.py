@@ -1,0 +1,48 @@
+"""Recipes for the bundled `tiny` model: minutes on a laptop's processor."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from cohort.config.schema import (
+    BatchConfig,
+    DrGRPO,
+    EvalConfig,
+    LearnerConfig,
+    OptimConfig,
+    RunConfig,
+    SamplingConfig,
+    SaveConfig,
+)
+from cohort.recipes.registry import recipe
+from cohort.tasks.arithmetic import Arithmetic
+from cohort.tasks.countdown import Countdown
+
+
+@recipe
+def quickstart() -> RunConfig:
+    """Arithmetic with the bundled model: reward rises within two minutes on two CPU cores."""
+    return RunConfig(
+        model="tiny",
+        steps=60,
+        task=Arithmetic(),
+        reward={"correct": 1.0, "format": 0.1},
+        batch=BatchConfig(prompts=32, samples=8),
+        sampling=SamplingConfig(max_tokens=128),
+        optim=OptimConfig(lr=1e-4, warmup=5),
+        learner=LearnerConfig(token_budget=8192),
+        eval=EvalConfig(problems=500),
+        save=SaveConfig(every=20),
+    )
+
+
+@recipe
+def tiny_dr_grpo() -> RunConfig:
+    """The quickstart with Dr. GRPO: no division by the group's deviation, constant length divisor."""
+    return replace(quickstart(), algo=DrGRPO())
+
+
+@recipe
+def tiny_countdown() -> RunConfig:
+    """Countdown with the bundled model: reach a target from three or four numbers."""
+    return replace(quickstart(), steps=150, task=Countdown(), sampling=SamplingConfig(max_tokens=192))

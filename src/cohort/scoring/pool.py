@@ -1,0 +1,264 @@
+"""Scoring in killable worker processes.
+
+Two kinds of trouble are kept apart. What the answer causes is the grader's verdict: wrong, with a reason.
+What befalls the grader (it raised, hung, ran out of memory, its process died) is a failure: the answer is
+tried once more on a worker started afterwards, then reported as `Outcome(failure=...)`, which is not a score.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import sys
+import time
+import weakref
+from collections import deque
+from collections.abc import Iterable
+from types import TracebackType
+
+from cohort.errors import TaskError
+from cohort.scoring.process import Worker
+from cohort.scoring.wire import Hello, Item, Limits, Reply
+from cohort.tasks.base import Task, check_parts
+from cohort.tasks.ref import TaskRef
+from cohort.types import Answer, Outcome, Prompt, Row, Sample
+
+WINDOW = 64  # answers a worker has at hand, so that it need not wait for the next poll
+START_SECONDS = 60.0
+TICK = 0.05  # how soon a death without a closed pipe (a forked child holds it open) is noticed
+
+
+def answer_of(prompt: Prompt, sample: Sample, num_tokens: int | None = None) -> Answer:
+    """What the grader sees of a sample of a single-turn prompt."""
+    full = prompt.forced_text + sample.text
+    before = prompt.messages[:-1] if prompt.messages[-1].get("role") == "assistant" else prompt.messages
+    return Answer(
+        text=sample.text,
+        full=full,
+        finish=str(sample.finish),
+        num_tokens=sample.num_sampled if num_tokens is None else num_tokens,
+        conversation=[*before, {"role": "assistant", "content": full}],
+    )
+
+
+class ScoringPool:
+    """Scores answers to one task's rows in worker processes. Same results for any number of workers.
+
+    Driven like an engine: `submit`, then `poll`; or `score` a whole list. Not for several threads at once.
+    """
+
+    def __init__(self, task: Task | TaskRef, workers: int = 1, limits: Limits | None = None) -> None:
+        if workers < 1:
+            raise ValueError(f"workers is {workers}; a scoring pool needs at least 1")
+        self.task = task if isinstance(task, TaskRef) else TaskRef.of(task)
+        self.limits = limits or Limits()
+        self.num_failures = 0  # outcomes that were failures
+        self.num_restarts = 0  # workers replaced
+        self._ids: dict[int, str] = {}  # item number -> the caller's id, of what is not finished
+        self._known: set[str] = set()  # the same ids
+        self._waiting: deque[Item] = deque()
+        self._again: deque[tuple[int, Item]] = deque()  # to be retried, by a worker of at least this serial
+        self._retried: dict[int, str] = {}  # item number -> its first failure
+        self._done: list[tuple[str, Outcome]] = []
+        self._errors: deque[TaskError] = deque()
+        self._next_number = 0
+        self._next_serial = 0
+        self._failed_starts = 0
+        import_path = [entry or os.getcwd() for entry in sys.path]
+        self._hello = Hello(task=self.task, limits=self.limits, import_path=import_path)
+        self._workers: list[Worker] = []
+        self._finalizer = weakref.finalize(self, _kill_all, self._workers)
+        for _ in range(workers):
+            self._workers.append(self._start())
+
+    def submit(self, id: str, row: Row, answer: Answer) -> None:
+        """Queue an answer; its outcome comes from `poll` under this id."""
+        if not self._finalizer.alive:
+            raise ValueError("the scoring pool is closed")
+        if id in self._known:
+            raise ValueError(f'"{id}" is being scored already')
+        item = Item(number=self._next_number, row=row, answer=answer)
+        self._next_number += 1
+        self._ids[item.number] = id
+        self._known.add(id)
+        self._waiting.append(item)
+
+    @property
+    def num_pending(self) -> int:
+        """Answers submitted and not yet returned by `poll`."""
+        return len(self._ids) + len(self._done)
+
+    def poll(self, timeout: float = 0.0) -> list[tuple[str, Outcome]]:
+        """What has been scored. Waits up to `timeout` seconds for the first, if anything is under way.
+
+        Raises TaskError if the task cannot be loaded or its grader returned something that is no score.
+        """
+        deadline = time.monotonic() + timeout
+        while True:
+            self._advance(0.0 if self._done else min(TICK, max(0.0, deadline - time.monotonic())))
+            if self._errors:
+                raise self._errors.popleft()
+            if self._done or not self._ids or time.monotonic() >= deadline:
+                done, self._done = self._done, []
+                return done
+
+    def score(self, items: Iterable[tuple[Row, Answer]]) -> list[Outcome]:
+        """Score all and return the outcomes in the order given. An error closes the pool."""
+        if self.num_pending:
+            raise ValueError(f"{self.num_pending} submitted answers are pending; poll them first")
+        count = 0
+        for row, answer in items:
+            self.submit(str(count), row, answer)
+            count += 1
+        outcomes: dict[str, Outcome] = {}
+        try:
+            while len(outcomes) < count:
+                outcomes.update(self.poll(timeout=1.0))
+        except TaskError:
+            self.close()
+            raise
+        return [outcomes[str(i)] for i in range(count)]
+
+    def close(self) -> None:
+        """End the workers. What was pending is dropped."""
+        self._finalizer()
+        self._ids.clear()
+        self._known.clear()
+        self._waiting.clear()
+        self._again.clear()
+
+    def __enter__(self) -> ScoringPool:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # The rest is one turn of the wheel: hand out, wait, read, bury.
+
+    def _advance(self, wait: float) -> None:
+        for index, worker in enumerate(self._workers):
+            self._feed(index, worker)
+        if wait and self._ids:
+            poll = select.poll()
+            for worker in self._workers:
+                worker.watch(poll)
+            poll.poll(wait * 1000)
+        for index, worker in enumerate(self._workers):
+            worker.flush()
+            dead = worker.died()  # before reading: what a dead worker wrote last is then all there
+            for reply in worker.read():
+                self._take(worker, reply)
+            trouble = self._trouble(worker, dead)
+            if trouble:
+                self._bury(index, worker, trouble)
+
+    def _start(self) -> Worker:
+        self._next_serial += 1
+        return Worker(self._hello, self._next_serial)
+
+    def _feed(self, index: int, worker: Worker) -> None:
+        newest = max(w.serial for w in self._workers)
+        if self._again and self._again[0][0] > newest:
+            if worker.items:
+                return  # let it finish what it has, then replace it
+            worker.kill()
+            self.num_restarts += 1
+            worker = self._workers[index] = self._start()
+        while len(worker.items) < WINDOW:
+            if self._again and self._again[0][0] <= worker.serial:
+                worker.send(self._again.popleft()[1])
+            elif self._waiting:
+                worker.send(self._waiting.popleft())
+            else:
+                break
+        worker.flush()
+
+    def _take(self, worker: Worker, reply: Reply) -> None:
+        if reply.ready or reply.broken:
+            worker.ready = reply.ready
+            self._failed_starts = 0
+            if reply.broken:
+                message = f'task "{self.task.name}" cannot be loaded for scoring: {reply.broken}'
+                self._errors.append(TaskError(message))
+            return
+        if worker.ready is None or not worker.items or worker.items[0].number != reply.number:
+            worker.garbled = "it answered what was not asked"
+            return
+        item = worker.items.popleft()
+        if reply.failure:
+            self._fail(item, f"the grader raised {reply.failure}")
+        elif reply.contract:
+            self._drop(item, TaskError(reply.contract))
+        else:
+            parts, accuracy = worker.ready
+            try:
+                scored = check_parts(
+                    self.task.name, str(item.row.get("id", "?")), parts, accuracy, reply.parts
+                )
+            except TaskError as error:
+                self._drop(item, error)
+            else:
+                self._finish(item, Outcome(parts=scored, reason=reply.reason))
+
+    def _trouble(self, worker: Worker, dead: bool) -> str:
+        idle = time.monotonic() - worker.since
+        if dead:
+            return "dead"
+        if worker.garbled:
+            return worker.garbled
+        if worker.ready is None:
+            return f"it did not start within {START_SECONDS:g} s" if idle > START_SECONDS else ""
+        if worker.items and idle > self.limits.seconds:
+            return f"it took longer than {self.limits.seconds:g} s"
+        return ""
+
+    def _bury(self, index: int, worker: Worker, trouble: str) -> None:
+        how = worker.kill()
+        reason = f"the grader's process {how}" if trouble == "dead" else trouble
+        self.num_restarts += 1
+        first = worker.items.popleft() if worker.items and worker.ready else None
+        # only the first was begun; the others go back to the front, in their order, with a clean record
+        while worker.items:
+            item = worker.items.pop()
+            if item.number in self._retried:
+                self._again.appendleft((self._next_serial + 1, item))
+            else:
+                self._waiting.appendleft(item)
+        if worker.ready is None:
+            self._failed_starts += 1
+            if self._failed_starts >= 3:
+                message = f'task "{self.task.name}": the scoring worker does not start: {reason}'
+                self._errors.append(TaskError(message))
+        self._workers[index] = self._start()
+        if first is not None:
+            self._fail(first, reason, self._next_serial)
+
+    def _fail(self, item: Item, reason: str, serial: int | None = None) -> None:
+        """A first failure is tried again, on a worker not yet started unless `serial` is fresh already."""
+        if item.number not in self._retried:
+            self._retried[item.number] = reason
+            self._again.append((self._next_serial + 1 if serial is None else serial, item))
+            return
+        self.num_failures += 1
+        self._finish(item, Outcome(failure=reason))
+
+    def _drop(self, item: Item, error: TaskError) -> None:
+        self._forget(item)
+        self._errors.append(error)
+
+    def _finish(self, item: Item, outcome: Outcome) -> None:
+        self._done.append((self._forget(item), outcome))
+
+    def _forget(self, item: Item) -> str:
+        self._retried.pop(item.number, None)
+        id = self._ids.pop(item.number)
+        self._known.discard(id)
+        return id
+
+
+def _kill_all(workers: list[Worker]) -> None:
+    for worker in workers:
+        worker.kill()
+    workers.clear()

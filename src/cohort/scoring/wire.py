@@ -1,0 +1,105 @@
+"""What travels between a scoring pool and its workers: JSON, one record a line.
+
+To the worker: a hello (task, limits, import path), then one line per answer to score.
+To the pool: "ready" or "broken" once, then one line per answer, in the order they came.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from cohort.tasks.ref import TaskRef
+from cohort.types import Answer, Row
+
+MAX_LINE = 1 << 20  # of a worker's reply; a longer one is not a reply
+MAX_FAILURE = 1000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """What scoring one answer may use. Over a limit is a failure of the grader, never a wrong answer."""
+
+    seconds: float = 10.0
+    """Wall clock for one answer; also its CPU time, rounded up."""
+    memory_mb: int = 1024
+    """Address space beyond what the loaded task already takes."""
+    output_bytes: int = 1 << 20
+    """Largest file the grader can write; of what it prints per answer the rest is dropped."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hello:
+    task: TaskRef
+    limits: Limits
+    import_path: list[str]
+
+    def encode(self) -> bytes:
+        return _line(dataclasses.asdict(self))
+
+    @staticmethod
+    def decode(line: bytes) -> Hello:
+        given = json.loads(line)
+        task, limits = TaskRef(**given["task"]), Limits(**given["limits"])
+        return Hello(task=task, limits=limits, import_path=given["import_path"])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Item:
+    """One answer to score."""
+
+    number: int
+    row: Row
+    answer: Answer
+
+    def encode(self) -> bytes:
+        a = self.answer
+        fields = [self.number, self.row, a.text, a.full, a.finish, a.num_tokens, a.conversation]
+        return _line(fields)
+
+    @staticmethod
+    def decode(line: bytes) -> Item:
+        number, row, text, full, finish, num_tokens, conversation = json.loads(line)
+        answer = Answer(text=text, full=full, finish=finish, num_tokens=num_tokens, conversation=conversation)
+        return Item(number=number, row=row, answer=answer)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reply:
+    """What a worker says. Exactly one of ready, broken, parts, failure, contract is given."""
+
+    ready: tuple[tuple[str, ...], str] | None = None  # the task's parts and its accuracy
+    broken: str = ""  # the task could not be loaded
+    number: int = -1
+    parts: dict[str, Any] | None = None
+    reason: str = ""
+    failure: str = ""  # the grader raised
+    contract: str = ""  # the grader returned something that is no score
+
+    def encode(self) -> bytes:
+        given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return _line({k: v for k, v in given.items() if v != _DEFAULTS[k]})
+
+    @staticmethod
+    def decode(line: bytes) -> Reply:
+        """Raises ValueError for anything that is not a reply: foreign code shares the worker's process."""
+        given = json.loads(line)
+        if not isinstance(given, dict) or not given.keys() <= _DEFAULTS.keys():
+            raise ValueError("not a reply")
+        for key, value in given.items():
+            expected: type = {"ready": list, "number": int, "parts": dict}.get(key, str)
+            if type(value) is not expected:
+                raise ValueError(f"{key} is not a {expected.__name__}")
+        if "ready" in given:
+            parts, accuracy = given["ready"]
+            given["ready"] = (tuple(map(str, parts)), str(accuracy))
+        return Reply(**given)
+
+
+_DEFAULTS = {f.name: f.default for f in dataclasses.fields(Reply)}
+
+
+def _line(value: Any) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode() + b"\n"

@@ -1,0 +1,136 @@
+"""What the store keeps and gives back.
+
+A step has a number from 1 on: step n turns policy version n - 1 into version n. Rows, rollout files,
+evaluations and checkpoints all count this way, so "after step n" means the same for each of them, and 0 is
+the state before training.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from cohort.types import Message, Row
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvalItem:
+    """One problem of an evaluation: what was asked, what was answered, what was right and why not."""
+
+    id: str
+    prompt: str
+    completions: list[str]
+    correct: list[float]  # one per completion
+    reason: list[str] = field(default_factory=list)  # the grader's, one per completion
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evaluation:
+    """Accuracy of one policy version on one split, with its 95% interval and every item."""
+
+    task: str
+    split: str
+    step: int
+    accuracy: float
+    low: float
+    high: float
+    num_problems: int
+    num_samples: int  # per problem
+    mean_tokens: float
+    finishes: dict[str, int] = field(default_factory=dict)  # samples by finish reason
+    num_failed: int = 0  # samples that could not be scored: left out, not wrong
+    items: list[EvalItem] = field(default_factory=list)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The numbers of it, under the names they have in the metrics table."""
+        total = max(1, sum(self.finishes.values()))
+        shares = {f"eval/finish/{name}": count / total for name, count in sorted(self.finishes.items())}
+        return {
+            "eval/accuracy": self.accuracy,
+            "eval/accuracy_low": self.low,
+            "eval/accuracy_high": self.high,
+            "eval/mean_tokens": self.mean_tokens,
+            **shares,
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Evaluation:
+        return cls(**{**data, "items": [EvalItem(**item) for item in data["items"]]})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MetricRow:
+    """One number of one step."""
+
+    id: int
+    time: float  # seconds since 1970, UTC
+    step: int
+    name: str
+    value: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PromptRow:
+    """A prompt, stored when it is first drawn."""
+
+    id: int
+    time: float
+    step: int
+    task: str
+    prompt_id: str
+    messages: list[Message]
+    row: Row
+    num_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupRow:
+    """One visit to a prompt."""
+
+    id: int
+    time: float
+    step: int
+    position: int  # in the step; the same as in the rollout file
+    prompt: int  # PromptRow.id
+    visit: int
+    num_samples: int
+    reward_mean: float | None  # over the samples that were scored
+    reward_min: float | None
+    reward_max: float | None
+    excluded: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampleRow:
+    """What one member of a group said and got."""
+
+    id: int
+    time: float
+    step: int
+    group: int  # GroupRow.id
+    position: int  # in the group
+    text: str
+    finish: str
+    num_tokens: int
+    version: int  # policy version of its first token
+    reward: float | None
+    advantage: float
+    parts: dict[str, float]
+    reason: str
+    failure: str
+    masked: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EventRow:
+    """Something that happened: a skipped step, a failure, a checkpoint, a stop."""
+
+    id: int
+    time: float
+    step: int
+    kind: str
+    text: str

@@ -1,0 +1,137 @@
+"""Arithmetic: work out an expression of a few whole numbers.
+
+The defaults suit the bundled `tiny` model. What larger models were trained on elsewhere is
+`Arithmetic(max_terms=6, max_digits=6, parentheses=True, negatives=True, spaces=True, keep=(10, 10**8))`.
+
+Parts: `correct` (the answer tag, or else a box, holds the exact value as a number) and `format` (exactly one
+well-formed answer tag). Advice for `reward`: {"format": 0} to train on accuracy alone, {"format": 0.1} when
+the model first has to learn the tags; at weight 1 a wrong answer in tags earns half of a right one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import ClassVar
+
+from cohort.errors import TaskError
+from cohort.tasks.answers import find_answer, read_value
+from cohort.tasks.base import Verdict, require, task
+from cohort.tasks.draws import Draws
+from cohort.tasks.expression import evaluate
+from cohort.tasks.splits import check_split, split_of
+from cohort.types import Answer, Message, Row
+
+PHRASINGS = ("What is {}?", "Compute {}.", "Calculate {}.", "Find {}.", "{} = ?")
+INSTRUCTIONS = " Think first, then write the number between <answer> and </answer>."
+PATIENCE = 20_000  # candidates in a row that bring nothing new before the space counts as exhausted
+
+
+@task("arithmetic")
+class Arithmetic:
+    """Expressions of + - * over random numbers; every split has its own numbers (see `splits`)."""
+
+    min_terms: int = 2
+    max_terms: int = 3
+    min_digits: int = 1
+    max_digits: int = 2
+    operators: str = "+-*"
+    """Any of + - *, drawn evenly; write one twice to draw it twice as often."""
+    parentheses: bool = False
+    """Half of the problems with three terms or more put some in parentheses."""
+    negatives: bool = False
+    """A quarter of the numbers, and of the parentheses, carry a minus sign."""
+    spaces: bool = False
+    """Half of the operators stand between spaces."""
+    keep: tuple[int, int] = (0, 0)
+    """Smallest and largest absolute answer kept; (0, 0) = all."""
+    instructions: bool = False
+    """Tell the model about the answer tags; `tiny` knows them."""
+    train_size: int = 20_000
+    """Rows of `train`, and of `traces`."""
+    test_size: int = 1_000
+
+    name: ClassVar[str]
+    accuracy: ClassVar[str] = "correct"
+    parts: ClassVar[tuple[str, ...]] = ("correct", "format")
+
+    def __post_init__(self) -> None:
+        terms, digits = (self.min_terms, self.max_terms), (self.min_digits, self.max_digits)
+        need = partial(require, "arithmetic")
+        need(2 <= terms[0] <= terms[1] <= 12, f"2 <= min_terms <= max_terms <= 12, not {terms}")
+        need(1 <= digits[0] <= digits[1] <= 9, f"1 <= min_digits <= max_digits <= 9, not {digits}")
+        need({*self.operators} <= {*"+-*"}, f"operators among + - *, not {self.operators!r}")
+        need(self.operators != "", "at least one operator")
+        need(
+            len(self.keep) == 2 and 0 <= self.keep[0] <= self.keep[1], f"0 <= keep in order, not {self.keep}"
+        )
+        need(min(self.train_size, self.test_size) >= 1, "train_size and test_size of at least 1")
+
+    def rows(self, split: str) -> Iterator[Row]:
+        """Distinct problems. Candidate k depends on (split, k) alone; its numbers must be the split's."""
+        check_split("arithmetic", split)
+        size = self.test_size if split == "test" else self.train_size
+        seen: set[str] = set()
+        candidate = last_new = -1
+        while len(seen) < size:
+            candidate += 1
+            if candidate - last_new > PATIENCE:
+                raise TaskError(
+                    f"arithmetic has only {len(seen)} problems for {split} with these settings, not {size}: "
+                    f"lower {'test' if split == 'test' else 'train'}_size or allow more terms or digits"
+                )
+            row = self._candidate(split, candidate)
+            if row is not None and row["id"] not in seen:
+                seen.add(row["id"])
+                last_new = candidate
+                yield row
+
+    def prompt(self, row: Row) -> list[Message]:
+        return [{"role": "user", "content": row["question"] + (INSTRUCTIONS if self.instructions else "")}]
+
+    def score(self, row: Row, answer: Answer) -> Verdict:
+        found = find_answer(answer.full)
+        given = read_value(found.text) if found.text is not None else None
+        correct = given is not None and given.value is not None and given.value == row["answer"]
+        reason = found.reason or (given.reason if given else "") or ("" if correct else "wrong value")
+        return Verdict({"correct": float(correct), "format": float(found.well_formed)}, reason)
+
+    def gold(self, row: Row) -> str:
+        return f"<answer>{row['answer']}</answer>"
+
+    def _candidate(self, split: str, index: int) -> Row | None:
+        draws = Draws("arithmetic", split, index)
+        numbers = [self._number(draws) for _ in range(draws.between(self.min_terms, self.max_terms))]
+        if split_of(numbers) != split:
+            return None
+        words = self._words(draws, numbers)
+        value = evaluate("".join(words)).value
+        assert value is not None and value.denominator == 1, words
+        answer = int(value)
+        if self.keep != (0, 0) and not self.keep[0] <= abs(answer) <= self.keep[1]:
+            return None
+        expression = "".join(
+            f" {word} " if self.spaces and i % 2 and draws.below(2) else word for i, word in enumerate(words)
+        )
+        question = draws.choice(PHRASINGS).format(expression)
+        return {"id": "".join(words), "expression": expression, "question": question, "answer": answer}
+
+    def _number(self, draws: Draws) -> int:
+        digits = draws.between(self.min_digits, self.max_digits)
+        return draws.between(10 ** (digits - 1), 10**digits - 1)
+
+    def _words(self, draws: Draws, numbers: list[int]) -> list[str]:
+        """Number, operator, number, ...: signs and parentheses are part of the number they stand at."""
+        words = [str(numbers[0])]
+        for number in numbers[1:]:
+            words += [draws.choice(self.operators), str(number)]
+        if self.negatives:
+            words = ["-" + w if i % 2 == 0 and draws.below(4) == 0 else w for i, w in enumerate(words)]
+        if self.parentheses and len(numbers) > 2 and draws.below(2):
+            length = draws.between(2, len(numbers) - 1)
+            first = draws.between(0, len(numbers) - length)
+            last = first + length - 1
+            sign = "-" if self.negatives and draws.below(4) == 0 else ""
+            words[2 * first] = f"{sign}({words[2 * first]}"
+            words[2 * last] = f"{words[2 * last]})"
+        return words

@@ -1,0 +1,32 @@
+"""The reinforcement-learning loop: the algorithm on one screen.
+
+    cohort train RECIPE             one process
+    cohort resume RUN               the same loop, from the last checkpoint
+
+It is synchronous: every group is sampled from the weights it then trains, so the importance ratio is exactly 1
+until a batch is reused (learner.epochs, learner.minibatches > 1).
+"""
+
+from __future__ import annotations
+
+from cohort.algos.algorithm import Algorithm
+from cohort.data.pack import pack
+from cohort.engines.base import Engine
+from cohort.engines.rollout import Tasks, collect
+from cohort.learner.base import Learner
+from cohort.train.metrics import step_stats
+from cohort.train.run import Run
+
+
+def train(run: Run, engine: Engine, learner: Learner, tasks: Tasks, algo: Algorithm) -> None:
+    """Run every remaining step of `run`."""
+    batch_size, config = run.config.batch, run.config.learner
+    needs = algo.needs(config.epochs * config.minibatches)
+    for step in run.steps():
+        groups = collect(engine, tasks, batch_size.prompts, batch_size.samples, accept=algo.accept)
+        learner.annotate(groups, needs)  # old and reference log-probabilities, only when asked for
+        groups = algo.advantages(groups)  # drops nothing silently: every exclusion carries its reason
+        batch = pack(groups, config.token_budget, config.minibatches, share=config.prefix_sharing)
+        update = learner.update(batch, algo)  # epochs x minibatches x microbatches
+        engine.load(learner.weights(), version=step + 1)  # no copy when storage is shared
+        run.end_step(step, groups, step_stats(groups, batch, update))  # log, evaluate, checkpoint

@@ -1,0 +1,311 @@
+"""The life of a run: start or go on, record every step, evaluate, save, stop when asked, finish.
+
+The checkpoint alone is the truth. Everything else a run writes is recorded before the checkpoint that
+vouches for it, and whatever is newer than the newest checkpoint is removed before those steps are done again.
+So it does not matter where a run is killed: it goes on as if it had not been.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol
+
+import torch
+
+from cohort import checkpoint, clock
+from cohort.checkpoint import Checkpoint
+from cohort.config.document import variant_name
+from cohort.config.schema import RunConfig
+from cohort.disk import readable_size, write_atomic
+from cohort.errors import RunError
+from cohort.logs.view import Header, StepReport, Summary, View, make_view
+from cohort.store.card import CardData, render_card
+from cohort.store.db import Store
+from cohort.store.environment import describe_environment
+from cohort.store.reader import Reader
+from cohort.store.records import Evaluation
+from cohort.store.rollouts import remove_rollouts, rollout_path, save_rollouts
+from cohort.store.rundir import RunDirectory
+from cohort.train.signals import StopSignals
+from cohort.train.stats import failures, showcase
+from cohort.types import Group
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hooks:
+    """What a run asks of the parts it does not know. Step numbers count completed steps: 0 = untrained."""
+
+    evaluate: Callable[[int], Evaluation]
+    checkpoint: Callable[[int], Checkpoint]  # the state now, after that many steps
+    write_model: Callable[[Path], None]  # the weights now, as a Hugging Face folder
+    restore: Callable[[Checkpoint], None]  # become that state; its `model` is the folder
+
+
+class Stats(Protocol):
+    """What the loop tells about a step."""
+
+    @property
+    def metrics(self) -> Mapping[str, float]: ...
+
+
+class Run:
+    """Use as `with Run(...) as run:`, loop over `run.steps()`, call `run.finish()` after the loop."""
+
+    def __init__(
+        self,
+        directory: RunDirectory,
+        config: RunConfig,
+        hooks: Hooks,
+        view: View | None = None,
+        *,
+        command: str = "",
+    ) -> None:
+        self.directory = directory
+        self.config = config
+        self.step = 0  # completed
+        self.evaluations: dict[int, Evaluation] = {}
+        self._hooks = hooks
+        self._view = make_view() if view is None else view
+        self._command = command
+        self._signals = StopSignals()
+        self._store: Store | None = None
+        self._pending: list[tuple[str, str]] = []
+        self._started = self._step_began = time.perf_counter()
+        self._first_step = 0
+
+    def __enter__(self) -> Run:
+        self.directory.lock()
+        try:
+            self.directory.require_same(self.config)
+            self.directory.extend(self.config.steps)
+            self._store = Store(self.directory.database)
+            self._recover(self._store)
+            self._signals.install()
+        except BaseException:
+            self._close()
+            raise
+        self._view.start(self._header())
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            text = f"stopped by {type(error).__name__}; go on with: cohort resume {self.directory.path}"
+            with suppress(RunError):  # the disk may be what failed
+                self.event("run", text)
+                self._flush()
+        self._close()
+
+    @property
+    def stopping(self) -> bool:
+        """Whether the run was asked to stop: by Ctrl-C, SIGTERM or a closed terminal."""
+        return bool(self._signals.requested)
+
+    def steps(self) -> Iterator[int]:
+        """The steps still to do, counted from 0; each must end with `end_step`."""
+        self._started = time.perf_counter()
+        if not self.stopping:
+            self._evaluate_if_due()
+        while self.step < self.config.steps and not self.stopping:
+            step = self.step
+            clock.read_and_reset()  # time spent on evaluation and saving is no part of a step
+            self._step_began = time.perf_counter()
+            yield step
+            assert self.step == step + 1, f"step {step} did not end with end_step"
+        if self.stopping and self.step > self._first_step:
+            self._save()  # the signal may have come after the step was recorded
+
+    def event(self, kind: str, text: str) -> None:
+        """Something worth knowing (a skip, a failure), shown now and recorded with the current step."""
+        self._view.event(self.step + 1, kind, text)
+        self._pending.append((kind, text))
+
+    def end_step(self, step: int, groups: Sequence[Group], stats: Stats) -> None:
+        """Record the step, evaluate and save when it is time."""
+        assert step == self.step, f"step {step} ended while step {self.step} was under way"
+        number = step + 1
+        metrics = {**stats.metrics, **self._times(stats.metrics)}
+        if problem := failures(groups):
+            self.event("failure", problem)
+        size = save_rollouts(rollout_path(self.directory.rollouts, number), groups)
+        metrics["rollouts/bytes"] = float(size)
+        self._require_store().write_step(number, metrics, groups, self._pending)
+        self._pending = []
+        self.step = number
+        if keep := self.config.save.rollouts:
+            remove_rollouts(self.directory.rollouts, lambda s: s > number - keep)
+        self._view.step(
+            StepReport(
+                step=number,
+                num_steps=self.config.steps,
+                metrics=metrics,
+                eta=self._eta(),
+                showcase=showcase(number, groups),
+            )
+        )
+        if not self.stopping:
+            self._evaluate_if_due()
+        if self.stopping or self._save_due():
+            self._save()
+
+    def finish(self) -> Summary:
+        """Make sure of the last evaluation and checkpoint, write the card, say how it went."""
+        if self.step >= self.config.steps:
+            if not self.stopping:
+                self._evaluate_if_due()
+            if self.step:
+                self._save()
+        self._flush()
+        summary = self._summary()
+        write_atomic(self.directory.card, self._card(summary))
+        self._view.finish(summary)
+        return summary
+
+    def _recover(self, store: Store) -> None:
+        """Go back to the newest checkpoint, or to the beginning when there is none yet."""
+        checkpoint.clean(self.directory.checkpoints)
+        path = checkpoint.latest(self.directory.checkpoints)
+        state = checkpoint.load(path) if path else None
+        self.step = self._first_step = state.step if state else 0
+        store.truncate_after(self.step)
+        self.directory.remove_after(self.step)
+        if state:
+            self._hooks.restore(state)
+        self.evaluations = self.directory.evaluations()
+        with Reader(self.directory.database) as reader:
+            known = reader.events(kind="command")
+        if not known:
+            store.write_event(0, "command", self._command or f"cohort train {self.config.recipe}".strip())
+        else:
+            store.write_event(self.step, "run", f"resumed after step {self.step}")
+
+    def _evaluate_if_due(self) -> None:
+        every, number = self.config.eval.every, self.step
+        due = number in (0, self.config.steps) or (every > 0 and number % every == 0)
+        if not due or number in self.evaluations:
+            return
+        self._view.phase("evaluating")
+        evaluation = self._hooks.evaluate(number)
+        assert evaluation.step == number, f"evaluation of step {evaluation.step} instead of {number}"
+        # Rows first: where the file is, they are too. A kill in between repeats both.
+        self._require_store().write_evaluation(number, evaluation.metrics)
+        self.directory.save_evaluation(evaluation)
+        self.evaluations[number] = evaluation
+        self._view.evaluation(evaluation)
+        self._view.phase("training")
+
+    def _best_step(self) -> int:
+        """The step with the best held-out accuracy, the earliest of equals; 0 when there is none."""
+        trained = [e for step, e in self.evaluations.items() if step > 0]
+        return max(trained, key=lambda e: (e.accuracy, -e.step)).step if trained else 0
+
+    def _save_due(self) -> bool:
+        every, number = self.config.save.every, self.step
+        scheduled = number == self.config.steps or (every > 0 and number % every == 0)
+        return scheduled or (self.config.save.keep_best and number == self._best_step())
+
+    def _save(self) -> None:
+        folder = self.directory.checkpoints
+        if self.step in checkpoint.steps(folder):
+            return
+        self._view.phase("saving")
+        begin = time.perf_counter()
+        state = self._hooks.checkpoint(self.step)
+        assert state.step == self.step, f"checkpoint of step {state.step} instead of {self.step}"
+        path = checkpoint.save(folder, state, self._hooks.write_model)
+        keep = {self._best_step()} if self.config.save.keep_best else set()
+        checkpoint.prune(folder, keep_last=self.config.save.keep_last, keep=keep)
+        size = sum(f.stat().st_size for f in path.rglob("*") if f.is_file())
+        text = f"{path.name}, {readable_size(size)}, {time.perf_counter() - begin:.1f} s"
+        self._require_store().write_event(self.step, "checkpoint", text)
+        self._view.event(self.step, "checkpoint", text)
+        self._view.phase("training")
+
+    def _times(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Everything that depends on the clock, under time/: comparisons of two runs leave it out."""
+        seconds = time.perf_counter() - self._step_began
+        times = {f"time/stage/{name}": value for name, value in clock.read_and_reset().items()}
+        times["time/step"] = seconds
+        if "tokens/sampled" in metrics:
+            times["time/tokens_per_s"] = metrics["tokens/sampled"] / max(seconds, 1e-9)
+        return times
+
+    def _eta(self) -> float:
+        done = self.step - self._first_step
+        return (time.perf_counter() - self._started) / max(1, done) * (self.config.steps - self.step)
+
+    def _header(self) -> Header:
+        config = self.config
+        with Reader(self.directory.database) as reader:
+            rewards = reader.series("reward/mean")
+        return Header(
+            path=str(self.directory.path),
+            recipe=config.recipe,
+            model=config.model,
+            task=variant_name("task", config.task),
+            algo=variant_name("algo", config.algo),
+            num_steps=config.steps,
+            first_step=self.step,
+            batch=f"{config.batch.prompts} prompts x {config.batch.samples} samples",
+            rewards=rewards,
+            evaluations=list(self.evaluations.values()),
+        )
+
+    def _summary(self) -> Summary:
+        evaluations = [self.evaluations[step] for step in sorted(self.evaluations)]
+        return Summary(
+            path=str(self.directory.path),
+            step=self.step,
+            num_steps=self.config.steps,
+            seconds=time.perf_counter() - self._started,
+            first=evaluations[0] if evaluations else None,
+            last=evaluations[-1] if evaluations else None,
+            complete=self.step >= self.config.steps and self.config.steps in self.evaluations,
+        )
+
+    def _card(self, summary: Summary) -> str:
+        accelerator = torch.cuda.get_device_name(0) if torch.cuda.is_available() else ""
+        with Reader(self.directory.database) as reader:
+            names = {row.name for row in reader.metrics() if not row.name.startswith("time/")}
+            series = {name: reader.series(name) for name in names}
+            events, command = reader.events(), reader.events(kind="command")[0].text
+        return render_card(
+            CardData(
+                name=self.directory.path.name,
+                config=self.config,
+                step=self.step,
+                command=command,
+                threads=torch.get_num_threads(),
+                environment=describe_environment(accelerator),
+                closing=summary.lines(),
+                evaluations=[self.evaluations[step] for step in sorted(self.evaluations)],
+                series=series,
+                events=events,
+            )
+        )
+
+    def _flush(self) -> None:
+        """Record what happened after the last complete step."""
+        if self._pending:
+            self._require_store().write_step(self.step, {}, events=self._pending)
+            self._pending = []
+
+    def _require_store(self) -> Store:
+        if self._store is None:
+            raise RunError("this run is not open: use it as `with Run(...) as run:`.")
+        return self._store
+
+    def _close(self) -> None:
+        self._signals.restore()
+        self._view.close()
+        if self._store is not None:
+            with suppress(RunError):
+                self._store.close()
+            self._store = None
+        self.directory.unlock()

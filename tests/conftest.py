@@ -1,0 +1,28 @@
+"""What every test may use."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+# The same examples every time, and no deadline: a busy machine must not fail a test.
+settings.register_profile("cohort", deadline=None, derandomize=True)
+settings.load_profile("cohort")
+
+Done = subprocess.CompletedProcess[str]
+
+
+@pytest.fixture
+def run_cohort(tmp_path: Path) -> Callable[..., Done]:
+    """The command line in a process of its own, in an empty folder: `run_cohort("train", "quickstart")`."""
+
+    def run(*args: str, timeout: float = 300) -> Done:
+        command = [sys.executable, "-m", "cohort", *args]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=timeout, check=False)
+
+    return run

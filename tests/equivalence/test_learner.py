@@ -1,0 +1,261 @@
+"""Numerics contract, lines 2, 4, 5, 7 and 8, on the learner."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import random
+
+import pytest
+import torch
+
+from cohort.algos.algorithm import build_algorithm
+from cohort.config.schema import GRPO, DrGRPO, LearnerConfig, OptimConfig
+from cohort.data.pack import pack
+from cohort.errors import TrainingStopped
+from cohort.learner.local import LocalLearner
+from cohort.learner.optim import learning_rate
+from cohort.types import CONSTANT_REWARD, Finish, Provenance
+from tests.support import TOLERANCE, make_group, make_sample, naive_logprobs, random_groups, small_decoder
+
+S, E = Provenance.SAMPLED, Provenance.ENVIRONMENT
+
+
+def learner_for(decoder, budget=1000, share=True, reference=None, optim=None, **config):
+    config = LearnerConfig(token_budget=budget, prefix_sharing=share, **config)
+    return LocalLearner(decoder, config, optim or OptimConfig(lr=1e-2), num_updates=10, reference=reference)
+
+
+def gradient(decoder, groups, algo, budget=1000, share=True, reference=None):
+    learner = learner_for(decoder, budget, share, reference)
+    learner.annotate(groups, algo.needs(2))
+    batch = pack(groups, budget, share=share)
+    assert len(batch.minibatches) == 1
+    tally = learner.forward_backward(batch.minibatches[0], algo)
+    return {n: m.grad.clone() for n, m in learner.optimizer.masters.items()}, tally.to_metrics()
+
+
+def assert_same(a, b, dtype):
+    for name in a:
+        scale = float(b[name].abs().max())
+        assert (a[name] - b[name]).abs().max() <= TOLERANCE[dtype] * max(scale, 1e-3), name
+
+
+@pytest.mark.parametrize("config", [GRPO(kl=0.1, entropy=0.01), GRPO(aggregate="token"), DrGRPO()], ids=["seq+kl", "token", "dr"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_4_4_gradient_independent_of_microbatch_packing_order_and_sharing(dtype, config):
+    decoder, reference = small_decoder(dtype, std=0.15), small_decoder(dtype, seed=1, std=0.15)
+    algo = build_algorithm(config, max_tokens=16)
+    groups = random_groups(num_groups=5)
+    groups[3].excluded = CONSTANT_REWARD  # in the denominators, not in the pack
+    for s in groups[3].samples:
+        s.advantage = 0.0
+    expected, metrics = gradient(decoder, copy.deepcopy(groups), algo, reference=reference)
+    for budget, share in ((60, True), (24, True), (1000, False), (17, False)):
+        got, same = gradient(decoder, copy.deepcopy(groups), algo, budget, share, reference)
+        assert_same(got, expected, dtype)
+        assert same["loss"] == pytest.approx(metrics["loss"], abs=TOLERANCE[dtype])
+    shuffled = copy.deepcopy(groups)
+    random.Random(1).shuffle(shuffled)
+    for g in shuffled:
+        random.Random(2).shuffle(g.samples)
+    assert_same(gradient(decoder, shuffled, algo, 60, True, reference)[0], expected, dtype)
+
+
+def test_4_4_the_loss_is_the_formula_written_out():
+    """Token mean of -A * logp's gradient, by autograd on naive log-probabilities, dead group in the denominator."""
+    decoder = small_decoder(torch.float64)
+    groups = random_groups(num_groups=3)
+    groups[1].excluded = CONSTANT_REWARD
+    got, _ = gradient(decoder, copy.deepcopy(groups), build_algorithm(GRPO(aggregate="token"), 16))
+    num_tokens = sum(len(s.tokens) for g in groups for s in g.samples)
+    decoder.zero_grad()
+    total = sum(
+        s.advantage * naive_logprobs(decoder, g.prompt.tokens, s.tokens).sum()
+        for g in groups
+        for s in g.samples
+        if not g.excluded
+    )
+    (-total / num_tokens).backward()
+    assert_same(got, {n: p.grad for n, p in decoder.named_parameters()}, torch.float64)
+
+
+def test_4_5_ratio_is_exactly_one_before_the_first_update():
+    decoder = small_decoder()
+    algo = build_algorithm(GRPO(), 16)
+    for needs in (1, 2):  # detached current log-probabilities, and annotated ones through the same packs
+        groups = random_groups()
+        learner = learner_for(decoder)
+        learner.annotate(groups, algo.needs(needs))
+        metrics = learner.forward_backward(pack(groups, 1000).minibatches[0], algo).to_metrics()
+        assert metrics["ratio/min"] == metrics["ratio/max"] == 1.0
+
+
+def test_4_5_the_learner_divides_by_the_sampling_temperature():
+    decoder = small_decoder(torch.float64)
+    groups = random_groups(num_groups=1, group_size=2)
+    learner = LocalLearner(decoder, LearnerConfig(), OptimConfig(), num_updates=1, temperature=0.5)
+    learner.annotate(groups, {"old"})
+    expected = naive_logprobs(decoder, groups[0].prompt.tokens, groups[0].samples[0].tokens, 0.5)
+    torch.testing.assert_close(torch.tensor(groups[0].samples[0].old_logprobs, dtype=torch.float64), expected)
+
+
+def test_4_8_environment_tokens_have_exactly_zero_gradient_and_are_seen():
+    """A scripted conversation: two sampled turns with a tool result between them."""
+    decoder = small_decoder(torch.float64)
+    algo = build_algorithm(GRPO(aggregate="token"), 16)
+    turns = make_sample([7, 8, 20, 21, 22, 9, 2], [S, S, E, E, E, S, S], advantage=1.0)
+    groups = [make_group([5, 6], [turns, make_sample([3, 2], advantage=-1.0)])]
+    batch = pack(groups, 1000)
+    micro = batch.minibatches[0].microbatches[0]
+    assert sorted(micro.targets.tolist()) == sorted([7, 8, 9, 2, 3, 2])
+    got, _ = gradient(decoder, groups, algo)
+    decoder.zero_grad()
+    first = naive_logprobs(decoder, [5, 6], turns.tokens)
+    sampled = torch.tensor([p == S for p in turns.provenance])
+    loss = -(first[sampled].sum() - naive_logprobs(decoder, [5, 6], [3, 2]).sum()) / 6
+    loss.backward()
+    assert_same(got, {n: p.grad for n, p in decoder.named_parameters()}, torch.float64)
+    turns.tokens[3] = 40  # what the tool said changes what follows: it is part of the context
+    changed, _ = gradient(decoder, groups, algo)
+    assert (changed["layers.0.out"] - got["layers.0.out"]).abs().max() > 1e-6
+
+
+def test_4_2_a_sampled_end_token_is_trained_and_truncation_is_a_choice():
+    decoder = small_decoder(torch.float64)
+    samples = [make_sample([7, 2], reward=1.0), make_sample([8, 9, 10], reward=0.0)]
+    samples[1].finish = Finish.LENGTH
+    for choice, targets in (("keep", [7, 2, 8, 9, 10]), ("mask", [7, 2]), ("penalize", [7, 2, 8, 9, 10])):
+        algo = build_algorithm(GRPO(truncated=choice), 16)
+        groups = algo.advantages([make_group([5], [copy.copy(s) for s in samples])])
+        micro = pack(groups, 100).minibatches[0].microbatches[0]
+        assert micro.targets.tolist() == targets
+        assert 2 in micro.targets.tolist()
+
+
+@pytest.mark.parametrize("rewards", [[0.1] * 4, [1 / 3] * 4, [0.0] * 4])
+def test_4_8_constant_rewards_give_exactly_zero_gradient_and_no_optimizer_step(rewards):
+    decoder = small_decoder()
+    algo = build_algorithm(GRPO(), 16)
+    groups = random_groups(num_groups=2)
+    for g in groups:
+        for s, r in zip(g.samples, rewards, strict=True):
+            s.reward = r
+    learner = learner_for(decoder)
+    warm = random_groups(seed=3)
+    learner.update(pack(warm, 1000), algo)  # so that momentum could move the weights
+    before = {n: p.detach().clone() for n, p in decoder.named_parameters()}
+    batch = pack(algo.advantages(groups), 1000)
+    metrics = learner.update(batch, algo)
+    assert metrics["updates/no_signal"] == 1.0 and metrics["grad_norm"] == 0.0
+    assert batch.counts == {"no_signal": 8}
+    assert all(torch.equal(p, before[n]) for n, p in decoder.named_parameters())
+    for g in groups:  # packed in spite of it, the gradient is still exactly zero
+        g.excluded = ""
+    learner.forward_backward(pack(groups, 1000).minibatches[0], algo)
+    assert all(not g.any() for g in learner.optimizer.grads())
+
+
+def test_4_7_masters_moments_and_gradients_are_fp32_in_a_bf16_model():
+    decoder = small_decoder(torch.bfloat16, std=0.1)
+    learner = learner_for(decoder, budget=24, optim=OptimConfig(lr=1e-4, clip_norm=0.0))
+    algo = build_algorithm(GRPO(), 16)
+    start = {n: m.detach().clone() for n, m in learner.optimizer.masters.items()}
+    batch = pack(random_groups(), 24)
+    assert len(batch.minibatches[0].microbatches) > 1
+    learner.forward_backward(batch.minibatches[0], algo)
+    assert all(g.dtype == torch.float32 for g in learner.optimizer.grads())
+    learner.optim_step()
+    state = learner.optimizer.state()
+    assert {t.dtype for t in state.values()} == {torch.float32}
+    assert {k.split("/")[0] for k in state} == {"exp_avg", "exp_avg_sq", "master"}
+    for name, p in decoder.named_parameters():
+        master = learner.optimizer.masters[name]
+        assert p.dtype == torch.bfloat16 and torch.equal(p, master.to(torch.bfloat16))
+    moved = sum(int((m != start[n]).sum()) for n, m in learner.optimizer.masters.items())
+    rounded = sum(int((m.to(torch.bfloat16) != start[n].to(torch.bfloat16)).sum()) for n, m in learner.optimizer.masters.items())
+    assert moved > 2 * rounded > 0, "steps below bf16's resolution survive in the masters"
+
+
+def test_non_finite_gradients_are_skipped_counted_and_finally_stop_the_run():
+    decoder = small_decoder()
+    learner = learner_for(decoder, optim=OptimConfig(lr=1e-2, max_bad_steps=2))
+    algo = build_algorithm(GRPO(), 16)
+    bad = random_groups()
+    bad[0].samples[0].advantage = float("inf")
+    before = decoder.embed.detach().clone()
+    assert learner.update(pack(bad, 1000), algo)["updates/bad"] == 1.0
+    assert torch.equal(decoder.embed, before)
+    with pytest.raises(TrainingStopped, match="max_bad_steps = 2"):
+        learner.update(pack(bad, 1000), algo)
+
+
+def test_warm_up_reaches_the_optimizer():
+    """The seed systems computed a warm-up and ignored it: look at the step the weights really took."""
+    moved = {}
+    for warmup in (0, 10):
+        decoder = small_decoder()
+        before = decoder.norm.weight.detach().clone()
+        learner = learner_for(decoder, optim=OptimConfig(lr=1e-3, warmup=warmup))
+        metrics = learner.update(pack(random_groups(), 1000), build_algorithm(GRPO(), 16))
+        moved[warmup] = (decoder.norm.weight - before).abs().max().item()
+        assert metrics["lr"] == learning_rate(learner.optim, 0, 10)
+    assert moved[10] == pytest.approx(moved[0] / 10, rel=1e-3)
+
+
+def test_clipping_bounds_the_global_norm():
+    """With Adam's moments at zero, plain SGD would be needed to see the norm: look at the gradients handed over."""
+    decoder = small_decoder()
+    learner = learner_for(decoder, optim=OptimConfig(lr=1e-3, clip_norm=1e-3))
+    learner.forward_backward(pack(random_groups(), 1000).minibatches[0], build_algorithm(GRPO(), 16))
+    metrics = learner.optim_step()
+    norm = torch.stack([g.norm() for g in learner.optimizer.grads()]).norm().item()
+    assert metrics["grad_norm"] > 1e-3 and metrics["updates/clipped"] == 1.0
+    assert norm == pytest.approx(1e-3, rel=1e-5)
+
+
+def test_state_round_trip_continues_bit_for_bit():
+    algo = build_algorithm(GRPO(kl=0.1), 16)
+    reference = small_decoder(seed=5)
+
+    def fresh():
+        return learner_for(small_decoder(), reference=reference, epochs=2, minibatches=2)
+
+    def step(learner, seed):
+        groups = random_groups(seed=seed, num_groups=4)
+        learner.annotate(groups, algo.needs(4))
+        return learner.update(pack(groups, 1000, minibatches=2), algo)
+
+    whole = fresh()
+    for seed in range(4):
+        last = step(whole, seed)
+    half = fresh()
+    for seed in range(2):
+        step(half, seed)
+    tensors, numbers = half.state()
+    resumed = fresh()
+    resumed.decoder.load_state_dict(half.decoder.state_dict())
+    resumed.load_state({k: v.clone() for k, v in tensors.items()}, numbers)
+    for seed in range(2, 4):
+        again = step(resumed, seed)
+    assert last == again
+    for (n, p), q in zip(whole.decoder.named_parameters(), resumed.decoder.parameters(), strict=True):
+        assert torch.equal(p, q), n
+
+
+def test_several_epochs_move_the_ratio_away_from_one():
+    learner = learner_for(small_decoder(), epochs=3, optim=OptimConfig(lr=1e-2))
+    algo = build_algorithm(GRPO(), 16)
+    groups = random_groups()
+    learner.annotate(groups, algo.needs(3))
+    metrics = learner.update(pack(groups, 1000), algo)
+    assert metrics["updates/done"] == 3.0
+    assert metrics["ratio/min"] < 0.99 and metrics["ratio/max"] > 1.01
+
+
+def test_failed_samples_are_in_no_denominator():
+    groups = random_groups(num_groups=1, group_size=3)
+    groups[0].samples[0] = dataclasses.replace(groups[0].samples[0], failure="worker died")
+    minibatch = pack(groups, 100).minibatches[0]
+    assert minibatch.num_samples == 2
+    assert minibatch.num_tokens == sum(len(s.tokens) for s in groups[0].samples[1:])

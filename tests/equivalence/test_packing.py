@@ -1,0 +1,105 @@
+"""Numerics contract, lines 3 and 4: however tokens are laid out, log-probabilities and gradients are the same."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cohort.data.pack import pack
+from cohort.learner.attention import packed_attention
+from cohort.learner.head import token_logprobs
+from tests.support import TOLERANCE, make_group, make_sample, naive_logprobs, random_groups, small_decoder
+
+FAMILIES = {"llama": {}, "qwen2": {"qkv_bias": True, "tied": False}, "qwen3": {"qk_norm": True}, "one-to-one": {"num_heads": 2}}
+
+
+def packed(decoder, groups, budget, share, temperature=1.0):
+    """{segment: logprobs [n]} through pack, the blocks and the chunked head."""
+    out = {}
+    for minibatch in pack(groups, budget, share=share).minibatches:
+        for micro in minibatch.microbatches:
+            attend = packed_attention(micro.layout, decoder.embed.dtype)
+            hidden = decoder(micro.tokens, micro.positions, attend).index_select(0, micro.source)
+            logprobs, _ = token_logprobs(hidden, decoder.head_weight, micro.targets, temperature)
+            for segment in micro.segments.unique().tolist():
+                out[segment] = logprobs[micro.segments == segment]
+    return out
+
+
+def gradients(decoder, logprobs_of_segment, groups):
+    decoder.zero_grad()
+    advantages = [s.advantage for g in groups for s in g.samples]
+    sum(advantages[i] * lp.sum() for i, lp in logprobs_of_segment.items()).backward()
+    return {n: p.grad.clone() for n, p in decoder.named_parameters()}
+
+
+def close(a, b, dtype):
+    return (a - b).abs().max() <= TOLERANCE[dtype] * max(1.0, float(b.abs().max()))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_4_3_packed_padded_prefix_shared_and_naive_agree(dtype, family):
+    decoder = small_decoder(dtype, std=0.15, **FAMILIES[family])
+    groups = random_groups()
+    expected, i = {}, 0
+    for g in groups:
+        for s in g.samples:
+            expected[i] = naive_logprobs(decoder, g.prompt.tokens, s.tokens, 0.7)
+            i += 1
+    expected_grads = gradients(decoder, expected, groups)
+    for budget, share in ((1000, True), (40, True), (1000, False), (17, False)):
+        got = packed(decoder, groups, budget, share, 0.7)
+        assert got.keys() == expected.keys()
+        for segment, lp in expected.items():
+            assert close(got[segment], lp, dtype), (segment, budget, share)
+            assert close(got[segment][0], lp[0], dtype), "first token of a sibling"
+        for name, grad in gradients(decoder, got, groups).items():
+            assert close(grad, expected_grads[name], dtype), (name, budget, share)
+
+
+def test_4_3_padding_never_leaks_into_a_real_token():
+    """Very unequal lengths in one block: changing the longest sibling must not move the others."""
+    decoder = small_decoder(torch.float64)
+    lengths = [1, 2, 30]
+    groups = [make_group([5, 6, 7], [make_sample(list(range(n)), advantage=1.0) for n in lengths])]
+    before = packed(decoder, groups, 1000, True)
+    groups[0].samples[2] = make_sample([9] * 31, advantage=1.0)
+    after = packed(decoder, groups, 1000, True)
+    assert torch.equal(before[0], after[0]) and torch.equal(before[1], after[1])
+    assert not torch.equal(before[2][1:], after[2][1:30])
+
+
+def test_a_group_larger_than_the_budget_is_split_with_its_prompt():
+    groups = random_groups(num_groups=1, group_size=6, longest=9)
+    batch = pack(groups, token_budget=20)
+    micros = batch.minibatches[0].microbatches
+    assert len(micros) > 1
+    assert all(len(m.tokens) <= 20 for m in micros)
+    assert sorted(set().union(*(m.segments.tolist() for m in micros))) == list(range(6))
+
+
+def test_the_worked_example_of_the_microbatch_record():
+    batch = pack([make_group([5, 6], [make_sample([7, 2]), make_sample([8, 2])])], token_budget=100)
+    micro = batch.minibatches[0].microbatches[0]
+    assert micro.tokens.tolist() == [5, 6, 7, 2, 8, 2]
+    assert micro.positions.tolist() == [0, 1, 2, 3, 2, 3]
+    assert micro.source.tolist() == [1, 2, 1, 4]
+    assert micro.targets.tolist() == [7, 2, 8, 2]
+
+
+@pytest.mark.parametrize("chunk", [61, 61 * 3, 1 << 24])
+def test_the_chunked_head_equals_log_softmax_and_its_entropy(chunk, monkeypatch):
+    monkeypatch.setattr("cohort.learner.head.CHUNK_LOGITS", chunk)
+    torch.manual_seed(0)
+    hidden = torch.randn(7, 16, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(61, 16, dtype=torch.float64, requires_grad=True)
+    targets = torch.randint(0, 61, (7,))
+    logp = torch.log_softmax(hidden @ weight.t() / 0.8, -1)
+    expected = logp.gather(1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
+    a, b = torch.randn(2, 7, dtype=torch.float64)
+    want = torch.autograd.grad((a * expected[0] + b * expected[1]).sum(), (hidden, weight))
+    got = token_logprobs(hidden, weight, targets, 0.8)
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
+    have = torch.autograd.grad((a * got[0] + b * got[1]).sum(), (hidden, weight))
+    torch.testing.assert_close(have, want, rtol=0, atol=1e-11)

@@ -1,0 +1,45 @@
+"""Numerics contract, line 4, ranks: two gloo processes with half the groups each give the gradient of one with all."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed
+import torch.multiprocessing
+
+from cohort.algos.algorithm import build_algorithm
+from cohort.config.schema import GRPO, LearnerConfig, OptimConfig
+from cohort.data.pack import pack
+from cohort.learner.local import LocalLearner
+from cohort.learner.world import ProcessGroup, World
+from tests.support import random_groups, small_decoder
+
+
+def gradient(groups, world, aggregate):
+    learner = LocalLearner(
+        small_decoder(torch.float64), LearnerConfig(token_budget=40), OptimConfig(), num_updates=1, world=world
+    )
+    algo = build_algorithm(GRPO(aggregate=aggregate), 16)
+    learner.forward_backward(pack(groups, 40).minibatches[0], algo)
+    return {n: m.grad for n, m in learner.optimizer.masters.items()}
+
+
+def on_rank(rank, store, out):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    groups = random_groups(num_groups=5)
+    mine = groups[:4] if rank == 0 else groups[4:]  # unequal shares on purpose
+    for aggregate in ("token", "sequence", "constant"):
+        torch.save(gradient(mine, ProcessGroup(), aggregate), f"{out}/{aggregate}-{rank}.pt")
+    empty = gradient([], ProcessGroup(), "token") if rank else gradient(groups, ProcessGroup(), "token")
+    torch.save(empty, f"{out}/empty-{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+def test_4_4_two_ranks_give_the_gradient_of_one(tmp_path):
+    torch.multiprocessing.start_processes(on_rank, (f"{tmp_path}/store", tmp_path), nprocs=2, start_method="spawn")
+    groups = random_groups(num_groups=5)
+    for name, aggregate in (("token", "token"), ("sequence", "sequence"), ("constant", "constant"), ("empty", "token")):
+        expected = gradient(groups, World(), aggregate)
+        for rank in (0, 1):
+            got = torch.load(f"{tmp_path}/{name}-{rank}.pt", weights_only=True)
+            for n, g in expected.items():
+                assert (got[n] - g).abs().max() <= 1e-10 * max(1.0, float(g.abs().max())), (name, rank, n)

@@ -1,0 +1,155 @@
+"""Our decoder, files and chat rendering against transformers' own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor, nn
+
+from cohort.models.config import ModelConfig
+from cohort.models.decoder import Decoder, hf_shaped, hf_views
+from cohort.models.files import load_folder, save_folder
+
+BASE = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama-untied": ("Llama", {}),
+    "llama-tied": ("Llama", {"tie_word_embeddings": True, "rms_norm_eps": 1e-5}),
+    "llama-biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama-head-dim": ("Llama", {"head_dim": 16, "num_key_value_heads": 1}),
+    "llama-linear": (
+        "Llama",
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}},
+    ),
+    "llama-llama3": ("Llama", {"rope_parameters": LLAMA3}),
+    "mistral": ("Mistral", {"sliding_window": None, "head_dim": 16}),
+    "mistral-window": ("Mistral", {"sliding_window": 64}),
+    "qwen2-tied": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen2-yarn": ("Qwen2", {"rope_parameters": YARN}),
+    "qwen3": ("Qwen3", {"head_dim": 16}),
+    "qwen3-biases-yarn": (
+        "Qwen3",
+        {
+            "head_dim": 16,
+            "attention_bias": True,
+            "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.5},
+        },
+    ),
+}
+
+
+class WideNorm(nn.Module):
+    """RMS norm in the input's own precision: transformers computes it in fp32 even for float64."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.weight, self.eps = norm.weight, norm.variance_epsilon
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps))
+
+
+def causal(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    T, K, g, D = q.shape
+    heads = (q.reshape(T, K * g, D), k.repeat_interleave(g, 1), v.repeat_interleave(g, 1))
+    mixed = F.scaled_dot_product_attention(*(x.transpose(0, 1)[None] for x in heads), is_causal=True)
+    return mixed[0].transpose(0, 1).reshape(T, K, g, D)
+
+
+def peer(case: str, dtype: torch.dtype) -> Any:
+    """transformers' model with random weights, norms and biases included."""
+    name, changes = CASES[case]
+    config = getattr(transformers, f"{name}Config")(**BASE | changes, attn_implementation="sdpa")
+    model = getattr(transformers, f"{name}ForCausalLM")(config).to(dtype)
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for p in model.parameters():
+            centre = 1.0 if p.ndim == 1 and p.numel() in (16, 32) else 0.0
+            p.copy_(centre + torch.randn(p.shape, generator=generator) * 0.2)
+    if dtype == torch.float64:
+        for parent in list(model.modules()):
+            for child, module in list(parent.named_children()):
+                if "RMSNorm" in type(module).__name__:
+                    setattr(parent, child, WideNorm(module))
+    return model
+
+
+def ours(model: Any, dtype: torch.dtype) -> Decoder:
+    decoder = Decoder(
+        ModelConfig.from_hf(model.config.to_dict() | {"architectures": [type(model).__name__]})
+    ).to(dtype)
+    state = model.state_dict()
+    for name, view in hf_views(decoder):
+        view.copy_(state[name].view(view.shape))
+    # transformers' frequencies may differ in the last bit (see models/rope.py): compare, then use one set
+    rope = model.model.rotary_emb
+    torch.testing.assert_close(decoder.inv_freq, rope.inv_freq.float(), rtol=2.5e-7, atol=0)
+    assert decoder.config.rope.scale == pytest.approx(rope.attention_scaling, rel=1e-12)
+    rope.inv_freq = decoder.inv_freq.clone()
+    return decoder
+
+
+@pytest.mark.parametrize(
+    "dtype, bound", [(torch.float64, 1e-10), (torch.float32, 1e-5)], ids=["float64", "float32"]
+)
+@pytest.mark.parametrize("case", CASES)
+def test_logits_and_gradients_equal_transformers(case: str, dtype: torch.dtype, bound: float) -> None:
+    model = peer(case, dtype)
+    decoder = ours(model, dtype)
+    tokens = torch.randint(0, 96, (50,), generator=torch.Generator().manual_seed(1))
+    weight = torch.randn(50, 96, generator=torch.Generator().manual_seed(2)).to(dtype)
+    theirs = model(tokens[None]).logits[0]
+    mine = decoder.logits(decoder(tokens, torch.arange(50), causal))
+    assert theirs.abs().max() > 0.1
+    assert (theirs - mine).abs().max() <= bound * max(1.0, float(theirs.detach().abs().max()))
+    # a smooth scalar of all logits; its gradient reaches every parameter
+    (F.log_softmax(theirs, -1) * weight).sum().backward()
+    (F.log_softmax(mine, -1) * weight).sum().backward()
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    checked = 0
+    for name, gradient in hf_views(decoder, of=lambda p: p.grad):
+        expected = gradients[name]
+        assert expected.abs().max() > 0, name
+        difference = (hf_shaped(name, gradient) - expected).abs().max() / expected.abs().max()
+        assert difference <= bound, (name, float(difference))
+        checked += 1
+    assert checked == len(gradients)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_export_is_loaded_by_transformers_with_identical_logits(case: str, tmp_path: Path) -> None:
+    model = peer(case, torch.float32)
+    model.save_pretrained(tmp_path / "theirs")
+    loaded = load_folder(tmp_path / "theirs")
+    save_folder(loaded.decoder, loaded.hf_config, None, tmp_path / "kept", max_shard_bytes=9000)
+    save_folder(loaded.decoder, None, None, tmp_path / "fresh")
+    assert (tmp_path / "kept" / "model.safetensors.index.json").is_file()
+    tokens = torch.arange(40)[None] * 7 % 96
+    expected = model.eval()(tokens).logits
+    for folder in ("kept", "fresh"):
+        again = transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path / folder, dtype=torch.float32
+        ).eval()
+        assert type(again) is type(model)
+        assert torch.equal(again(tokens).logits, expected), folder

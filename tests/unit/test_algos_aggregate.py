@@ -1,0 +1,96 @@
+"""Aggregation weights and the mergeable metrics, by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cohort.algos import build_algorithm
+from cohort.algos.aggregate import token_weights
+from cohort.algos.tally import Tally
+from cohort.config.schema import GRPO, DrGRPO
+
+# two samples in the loss, of 1 and 3 tokens, every token with the loss 6 (first sample) or 2 (second)
+LENGTHS = torch.tensor([1, 3, 3, 3])
+LOSSES = torch.tensor([6.0, 2.0, 2.0, 2.0], dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        ("token", (6 + 2 + 2 + 2) / 4),
+        ("sequence", (6 / 1 + 6 / 3) / 2),
+        ("constant", (6 / 8 + 6 / 8) / 2),
+    ],
+)
+def test_means_by_hand(mode, expected: float) -> None:
+    weights = token_weights(LENGTHS, mode, num_tokens=4, num_samples=2, max_tokens=8)
+    assert weights.dtype == torch.float64
+    assert (weights * LOSSES).sum().item() == pytest.approx(expected, abs=1e-15)
+
+
+def test_the_denominators_are_the_given_ones_not_the_local_ones() -> None:
+    half = token_weights(LENGTHS, "token", num_tokens=8, num_samples=4, max_tokens=8)
+    assert half.tolist() == [0.125] * 4
+    half = token_weights(LENGTHS, "sequence", num_tokens=8, num_samples=4, max_tokens=8)
+    assert half.tolist() == pytest.approx([1 / 4, 1 / 12, 1 / 12, 1 / 12])
+
+
+@pytest.mark.parametrize("mode", ["token", "sequence", "constant"])
+def test_nothing_to_weigh_divides_nothing(mode) -> None:
+    assert token_weights(torch.tensor([0]), mode, num_tokens=0, num_samples=0, max_tokens=8).tolist() == [0.0]
+    none = torch.zeros(0, dtype=torch.int64)
+    assert token_weights(none, mode, num_tokens=0, num_samples=0, max_tokens=8).tolist() == []
+
+
+def test_algorithms_weigh_as_configured() -> None:
+    lengths = torch.tensor([2, 4])
+    assert build_algorithm(GRPO(), 8).weigh(lengths, 6.0, 2.0).tolist() == [0.25, 0.125]
+    assert build_algorithm(GRPO(aggregate="token"), 8).weigh(lengths, 8.0, 2.0).tolist() == [0.125, 0.125]
+    assert build_algorithm(DrGRPO(), 8).weigh(lengths, 6.0, 2.0).tolist() == [0.0625, 0.0625]
+
+
+def tallies() -> tuple[Tally, Tally]:
+    a = Tally().mean("m", torch.tensor([1.0, 2.0])).sum("s", 3.0)
+    a.minimum("lo", torch.tensor([4.0, -1.0])).maximum("hi", torch.tensor([4.0, -1.0]))
+    b = Tally().mean("m", torch.tensor([6.0])).sum("s", torch.tensor([1.0, 1.0]))
+    b.minimum("lo", torch.tensor([0.0])).maximum("hi", torch.tensor([9.0]))
+    return a, b
+
+
+def test_a_tally_merges() -> None:
+    a, b = tallies()
+    assert a.to_metrics() == {"hi": 4.0, "lo": -1.0, "m": 1.5, "s": 3.0}
+    assert b.merge(a) is b
+    assert b.to_metrics() == {"hi": 9.0, "lo": -1.0, "m": 3.0, "s": 5.0}
+    assert Tally().merge(b).to_metrics() == b.to_metrics()
+
+
+def test_a_tally_reduces_over_ranks_as_it_merges() -> None:
+    a, b = tallies()
+    (sums, maxima), (other_sums, other_maxima) = a.state(), b.state()
+    assert sums.tolist() == [3.0, 2.0, 3.0] and maxima.tolist() == [4.0, 1.0]  # minima are negated maxima
+    reduced = a.reduce(lambda x: x + other_sums, lambda x: torch.maximum(x, other_maxima))
+    assert reduced.to_metrics() == a.merge(b).to_metrics()
+
+
+def test_nothing_counted_is_left_out_and_changes_nothing() -> None:
+    nothing = torch.zeros(0)
+    empty = Tally().mean("m", nothing).minimum("lo", nothing).maximum("hi", nothing).sum("s", nothing)
+    assert empty.to_metrics() == {"s": 0.0}
+    a, _ = tallies()
+    before = a.to_metrics()
+    assert a.merge(empty).to_metrics() == before
+    assert [v.numel() for v in empty.state()] == [v.numel() for v in a.state()]
+
+
+def test_a_tally_takes_floats_and_keeps_no_graph() -> None:
+    x = torch.tensor([1.0, 3.0], requires_grad=True)
+    tally = Tally().mean("m", 1.0).mean("m", x).sum("s", x).maximum("hi", x).minimum("lo", 0.5)
+    assert not any(v.requires_grad for v in tally.state())
+    assert tally.to_metrics() == pytest.approx({"hi": 3.0, "lo": 0.5, "m": 5 / 3, "s": 4.0})
+
+
+def test_means_are_exact_in_low_precision() -> None:
+    values = torch.full((4096,), 1.001, dtype=torch.bfloat16)
+    assert Tally().mean("m", values).to_metrics()["m"] == values[0].item()

@@ -1,0 +1,379 @@
+"""Recipes, overrides and the config file."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cohort.config import flags
+from cohort.config.load import as_args, change, diff, dump, load, parse
+from cohort.config.schema import ALGOS, GRPO, BatchConfig, DrGRPO, OptimConfig, RunConfig, SamplingConfig
+from cohort.errors import ConfigError
+from cohort.recipes import RECIPES
+from cohort.tasks.arithmetic import Arithmetic
+from cohort.tasks.countdown import Countdown
+
+OWN_FILE = '''
+from __future__ import annotations
+
+from dataclasses import replace
+
+import cohort
+from cohort.recipes.tiny import quickstart
+
+
+@cohort.task("reverse_for_tests")
+class Reverse:
+    """Spell backwards."""
+
+    length: int = 5
+    alphabet: tuple[str, ...] = ("a", "b")
+
+    def rows(self, split):
+        yield {"id": split, "word": "ab"}
+
+    def prompt(self, row):
+        return [{"role": "user", "content": row["word"]}]
+
+    def score(self, row, answer):
+        return {"correct": float(answer.text == row["word"][::-1])}
+
+
+def mine():
+    """My own."""
+    return replace(quickstart(), task=Reverse(length=7), reward={})
+
+
+def wrong():
+    return {"steps": 5}
+'''
+
+
+@pytest.fixture
+def own_file(tmp_path: Path) -> Path:
+    path = tmp_path / "own.py"
+    path.write_text(OWN_FILE)
+    return path
+
+
+@pytest.mark.parametrize("name", sorted(RECIPES))
+def test_every_recipe_loads_and_survives_its_file(name: str) -> None:
+    config = load(name)
+    assert config.recipe == name
+    assert set(config.reward) == set(config.task.parts), "every part has its weight written down"
+    text = dump(config)
+    assert parse(text) == config
+    assert dump(parse(text)) == text
+    assert type(parse(text).task) is type(config.task)
+
+
+@pytest.mark.parametrize("task", ["arithmetic", "countdown"])
+@pytest.mark.parametrize("algo", sorted(ALGOS))
+def test_no_config_has_more_than_80_settings(algo: str, task: str) -> None:
+    config = load("quickstart", ["--algo", algo, "--task", task])
+    assert len(flags.leaves(config)) <= 80
+    for section in dataclasses.fields(config):
+        value = getattr(config, section.name)
+        if dataclasses.is_dataclass(value):
+            assert len(dataclasses.fields(value)) <= 12, section.name
+
+
+def test_overrides_reach_their_field_and_no_other() -> None:
+    args = "--steps 7 --algo.kl 0.01 --algo.kl_estimator k1 --task.max-digits=3 --learner.prefix-sharing false"
+    config = load("quickstart", args.split())
+    changed = diff(load("quickstart"), config)
+    assert {name: new for name, (_, new) in changed.items()} == {
+        "steps": 7,
+        "algo.kl": 0.01,
+        "algo.kl_estimator": "k1",
+        "task.max_digits": 3,
+        "learner.prefix_sharing": False,
+    }
+
+
+def test_several_values_and_values_that_look_like_flags() -> None:
+    config = load("quickstart", ["--sampling.stop", "</answer>", "END", "--task.keep", "10", "500"])
+    assert config.sampling.stop == ("</answer>", "END")
+    assert config.task.keep == (10, 500)
+    assert load("quickstart", ["--model=--odd"]).model == "--odd"
+
+
+def test_a_variant_starts_from_its_own_defaults() -> None:
+    config = load("quickstart", ["--algo", "dr_grpo", "--task", "countdown", "--task.max-target", "50"])
+    assert config.algo == DrGRPO()
+    assert config.task == Countdown(max_target=50)
+    assert config.reward == {part: 1.0 for part in Countdown.parts}, "the weights belonged to the other task"
+
+
+def test_choosing_the_same_variant_keeps_the_recipes_values() -> None:
+    base = load("smollm2_arithmetic")
+    assert base.task.instructions
+    assert load("smollm2_arithmetic", ["--task", "arithmetic"]) == base
+
+
+def test_reward_weights_by_part() -> None:
+    config = load("quickstart", ["--reward.format", "0.25"])
+    assert config.reward == {"correct": 1.0, "format": 0.25}
+
+
+def test_python_callers_use_the_same_names() -> None:
+    settings = {"steps": 7, "sampling.stop": ("a", "b"), "algo": "dr_grpo", "learner.prefix_sharing": False}
+    config = load("quickstart", as_args(settings))
+    assert (config.steps, config.sampling.stop, config.algo) == (7, ("a", "b"), DrGRPO())
+    assert config.learner.prefix_sharing is False
+
+
+BAD_FLAGS = {
+    "--algo.clip-hi 0.3": 'unknown flag --algo.clip-hi. Did you mean --algo.clip-high?',
+    "--lr 1e-4": "unknown flag --lr. Did you mean --optim.lr?",
+    "--stesp 3": "unknown flag --stesp. Did you mean --steps?",
+    "--zzzzz 3": "unknown flag --zzzzz. Add --help",
+    "--reward.fromat 0": "unknown flag --reward.fromat. Did you mean --reward.format?",
+    "--task countdown --task.max-digits 3": "unknown flag --task.max-digits. Did you mean --task.max-",
+    "--recipe x": "unknown flag --recipe",
+    "--algo dr_gpo": 'unknown algo "dr_gpo". Did you mean "dr_grpo"?',
+    "--task cuontdown": 'unknown task "cuontdown". Did you mean "countdown"?',
+    "--engine nativ": 'unknown engine "nativ". Did you mean "native"?',
+    "--steps many": '--steps must be a whole number, not "many".',
+    "--steps 1.5": '--steps must be a whole number, not "1.5".',
+    "--optim.lr fast": '--optim.lr must be a number, not "fast".',
+    "--algo.scale max": '--algo.scale must be one of std, none, not "max".',
+    "--save.keep-best maybe": '--save.keep-best must be True or False, not "maybe".',
+    "--task.keep 1": '--task.keep must be 2 values (a whole number, a whole number), not "1".',
+    "--steps": "--steps takes one value (a whole number), got none.",
+    "--steps 1 2": "--steps takes one value (a whole number), got 2: 1 2.",
+    "--steps 1 --steps 2": "--steps is given twice",
+    "--algo grpo --algo grpo": "--algo is given twice",
+    "steps=3": 'unexpected "steps=3"',
+    "--task.min-digits 5 --steps x": '--steps must be a whole number, not "x".',
+    "--task.min-digits 5": "min_digits=5",
+}
+
+
+@pytest.mark.parametrize(("args", "message"), BAD_FLAGS.items(), ids=BAD_FLAGS)
+def test_bad_flags(args: str, message: str, capfd: pytest.CaptureFixture[str]) -> None:
+    from cohort.errors import CohortError
+
+    with pytest.raises(CohortError) as caught:
+        load("quickstart", args.split())
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert capfd.readouterr() == ("", ""), "the parser must not print a message of its own"
+
+
+BAD_VALUES = {
+    "--steps 0": "steps is 0; it must be at least 1",
+    "--optim.lr nan": "optim.lr is nan; it must be a finite number",
+    "--optim.lr -1": "optim.lr is -1.0; it must be at least 0",
+    "--sampling.temperature 0": "sampling.temperature is 0.0; it must be above 0",
+    "--optim.beta2 1": "optim.beta2 is 1.0; it must be below 1",
+    "--optim.schedule linear --optim.lr-floor 2": "optim.lr_floor is 2.0; it must be at most 1",
+    "--optim.schedule linear --optim.lr-floor -1": "optim.lr_floor is -1.0; it must be at least 0",
+    "--batch.samples 1": "set --batch.samples to 2 or more",
+    "--learner.minibatches 100": "learner.minibatches is 100, but a batch has only 32 groups",
+    "--learner.token-budget 100": "learner.token_budget is 100, too small",
+    "--sampling.top-p 0.9": "add --sampling.allow-truncation True",
+    "--sampling.top-k 5": "add --sampling.allow-truncation True",
+    "--sampling.min-p 0.1": "add --sampling.allow-truncation True",
+    "--sampling.stop=": "empty string",
+    "--optim.warmup 60 --steps 60": "the run makes only 60 optimizer steps",
+    "--reward.correct 0 --reward.format 0": "there is nothing to learn",
+    "--algo.kl-estimator k1": "--algo.kl-estimator has no effect: algo.kl is 0",
+    "--algo.kl-in loss": "--algo.kl-in has no effect: algo.kl is 0",
+    "--optim.lr-floor 0.1": "--optim.lr-floor has no effect: the schedule is constant",
+    "--sampling.allow-truncation True": "--sampling.allow-truncation has no effect",
+    "--algo.clip-high 0.28": "--algo.clip-high has no effect: with one update per batch",
+    "--eval.temperature 0 --eval.samples 4": "--eval.samples has no effect: at temperature 0",
+}
+
+
+@pytest.mark.parametrize(("args", "message"), BAD_VALUES.items(), ids=BAD_VALUES)
+def test_impossible_and_ineffective_settings(args: str, message: str) -> None:
+    base = replace(RECIPES["quickstart"](), batch=BatchConfig(prompts=32, samples=8))
+    with pytest.raises(ConfigError) as caught:
+        change(base, args.split())
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+GOOD_VALUES = [
+    "--algo.kl 0.01 --algo.kl-estimator k1 --algo.kl-in reward",
+    "--optim.schedule cosine --optim.lr-floor 0.1",
+    "--sampling.top-p 0.9 --sampling.allow-truncation true",
+    "--learner.epochs 2 --algo.clip-high 0.28",
+    "--learner.minibatches 2 --algo.clip-low 0.1",
+    "--eval.temperature 0",
+    "--steps 3",
+]
+
+
+@pytest.mark.parametrize("args", GOOD_VALUES)
+def test_settings_with_an_effect_are_accepted(args: str) -> None:
+    load("quickstart", args.split())
+
+
+def test_a_recipes_own_setting_without_effect_is_refused() -> None:
+    config = RunConfig(task=Arithmetic(), optim=OptimConfig(lr_floor=0.1))
+    with pytest.raises(ConfigError, match="lr-floor has no effect"):
+        change(config)
+
+
+def test_switching_off_what_a_recipe_tuned_is_no_error() -> None:
+    config = RunConfig(task=Arithmetic(), algo=GRPO(kl=0.1, kl_estimator="k1"))
+    assert change(config, ["--algo.kl", "0"]).algo.kl == 0
+    with pytest.raises(ConfigError, match="kl-estimator has no effect"):
+        change(config, ["--algo.kl", "0", "--algo.kl-estimator", "k2"])
+
+
+def test_a_config_without_a_task_is_refused() -> None:
+    with pytest.raises(ConfigError, match="has no task"):
+        change(RunConfig())
+
+
+def test_unknown_reward_part_in_a_recipe() -> None:
+    with pytest.raises(ConfigError, match='unknown reward part "formt".*Did you mean "format"'):
+        change(RunConfig(task=Arithmetic(), reward={"formt": 0.5}))
+
+
+nasty = st.one_of(st.text(min_size=1, max_size=12), st.sampled_from(["yes", "null", "1e-3", "~", "a: b", "- x", "#", "1"]))
+
+
+@given(
+    model=nasty,
+    stop=st.lists(nasty, max_size=3),
+    lr=st.floats(0, 1, allow_nan=False),
+    eps=st.floats(1e-300, 1, exclude_min=True),
+    seed=st.integers(0, 2**63),
+    dr=st.booleans(),
+)
+def test_parse_is_the_inverse_of_dump(
+    model: str, stop: list[str], lr: float, eps: float, seed: int, dr: bool
+) -> None:
+    config = replace(
+        load("quickstart"),
+        model=model,
+        seed=seed,
+        sampling=SamplingConfig(stop=tuple(stop)),
+        optim=OptimConfig(lr=lr, eps=eps),
+        algo=DrGRPO(clip_high=0.3) if dr else GRPO(kl=0.1),
+    )
+    again = parse(dump(config))
+    assert again == config
+    assert type(again.algo) is type(config.algo)
+    assert diff(again, config) == {}
+
+
+BROKEN = {
+    "steps: 60": ("steps: sixty", "steps must be a whole number, not 'sixty'"),
+    "seed: 0": ("seed: 0.5", "seed must be a whole number, not 0.5"),
+    "prompts:": ("promts:", 'unknown setting batch.promts. Did you mean "prompts"?'),
+    "schedule: constant": ("schedule: wavy", "optim.schedule must be one of constant, linear, cosine, not 'wavy'"),
+    "name: grpo": ("name: grop", 'unknown algo "grop". Did you mean "grpo"?'),
+    "model: tiny": ("", "model is missing"),
+    "threads: 0": ("threads: true", "threads must be a whole number, not True"),
+    "recipe: quickstart": ("recipe: [", "not valid YAML"),
+}
+
+
+@pytest.mark.parametrize("old", BROKEN)
+def test_a_damaged_file_is_refused_by_name(old: str) -> None:
+    new, message = BROKEN[old]
+    text = dump(replace(load("quickstart"), steps=60, seed=0, threads=0))
+    assert text.count(old) >= 1
+    with pytest.raises(ConfigError) as caught:
+        parse(text.replace(old, new, 1))
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["", "just text", "[1, 2]", "steps: 5"])
+def test_what_is_no_config_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError):
+        parse(text)
+
+
+def test_secrets_are_never_written() -> None:
+    config = load("quickstart")
+    with pytest.raises(ConfigError, match="password in an address"):
+        dump(replace(config, model="https://me:hunter2@host/model"))
+
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Keyed(DrGRPO):
+        api_key: str = "sk-123"
+
+    ALGOS["keyed"] = Keyed
+    try:
+        with pytest.raises(ConfigError, match=r"algo\.api_key looks like a secret"):
+            dump(replace(config, algo=Keyed()))
+    finally:
+        del ALGOS["keyed"]
+
+
+def test_diff_names_what_changed() -> None:
+    a = load("quickstart")
+    b = load("quickstart", ["--steps", "3", "--algo", "dr_grpo", "--task", "countdown"])
+    changed = diff(a, b)
+    assert changed["steps"] == (a.steps, 3)
+    assert changed["algo"] == ("grpo", "dr_grpo")
+    assert changed["algo.scale"] == ("std", "none")
+    assert changed["task"] == ("arithmetic", "countdown")
+    assert "optim.lr" not in changed
+    assert diff(a, a) == {}
+
+
+def test_recipe_and_task_in_a_file_of_ones_own(own_file: Path) -> None:
+    config = load(f"{own_file}:mine", ["--task.alphabet", "x", "y", "z"])
+    assert config.recipe == f"{own_file}:mine"
+    assert (config.task.length, config.task.alphabet) == (7, ("x", "y", "z"))
+    assert config.reward == {"correct": 1.0}
+    text = dump(config)
+    assert parse(text) == config
+    # another process knows nothing of the file until the config leads it there
+    program = "import sys; from cohort.config.load import parse; print(parse(sys.stdin.read()).task.length)"
+    done = subprocess.run([sys.executable, "-c", program], input=text, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "7"
+
+
+def test_task_from_a_file_on_a_built_in_recipe(own_file: Path) -> None:
+    config = load("quickstart", ["--task", f"{own_file}:reverse_for_tests", "--task.length", "3"])
+    assert config.task.length == 3
+    assert parse(dump(config)) == config
+
+
+def test_files_that_cannot_be_used(own_file: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken.py"
+    broken.write_text("def f(:\n")
+    for spec, message in {
+        f"{own_file}:mien": 'no function "mien".*Did you mean "mine"',
+        f"{own_file}:wrong": "returned a dict; it must return a RunConfig",
+        str(own_file): "names a file but nothing in it",
+        f"{tmp_path}/none.py:f": "there is no file",
+        f"{broken}:f": "line 1",
+        "quickstrat": 'unknown recipe "quickstrat". Did you mean "quickstart"',
+    }.items():
+        with pytest.raises(ConfigError, match=message):
+            load(spec)
+
+
+FLAGS = """
+model steps seed threads task algo engine reward.correct reward.format batch.prompts batch.samples
+sampling.max_tokens sampling.temperature sampling.top_p sampling.top_k sampling.min_p sampling.stop
+sampling.allow_truncation engine.slots engine.weights algo.scale algo.clip_low algo.clip_high algo.kl
+algo.kl_estimator algo.kl_in algo.entropy algo.aggregate algo.truncated optim.lr optim.schedule optim.warmup
+optim.lr_floor optim.beta1 optim.beta2 optim.eps optim.weight_decay optim.clip_norm optim.max_bad_steps
+learner.epochs learner.minibatches learner.token_budget learner.prefix_sharing learner.dtype eval.every
+eval.problems eval.samples eval.temperature save.every save.keep_last save.keep_best save.rollouts
+""".split()
+
+
+def test_the_flags_of_train_change_only_on_purpose() -> None:
+    from cohort.config.load import _settings
+
+    found = {name for name in flags.leaves(_settings(load("quickstart"))) if not name.startswith("task.")}
+    assert found == set(FLAGS)

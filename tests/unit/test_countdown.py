@@ -1,0 +1,162 @@
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from cohort.errors import TaskError
+from cohort.tasks.base import grade, load_rows, plain_answer, self_check
+from cohort.tasks.countdown import Countdown, _wrapped
+from cohort.tasks.splits import SPLITS
+
+SMALL = Countdown(train_size=400, test_size=100)
+SETTINGS = {
+    "default": SMALL,
+    "tiny": Countdown(max_numbers=3, max_number=9, max_target=30, min_target=1, train_size=100, test_size=30),
+    "wide": Countdown(min_numbers=4, max_number=1000, max_target=5000, train_size=100, test_size=30),
+}
+
+
+@pytest.mark.parametrize("task", SETTINGS.values(), ids=SETTINGS)
+def test_every_problem_is_solved_by_its_solution(task: Countdown) -> None:
+    assert self_check(task, 30).num_gold == 60
+    for split in SPLITS:
+        for row in load_rows(task, split):
+            outcome = grade(task, row, plain_answer(task.gold(row)))
+            assert outcome.parts == {"correct": 1, "format": 1}
+            assert task.min_numbers <= len(row["nums"]) <= task.max_numbers
+            assert all(1 <= n <= task.max_number for n in row["nums"])
+            assert task.min_target <= row["target"] <= task.max_target
+
+
+def test_splits_share_no_numbers_whatever_the_settings() -> None:
+    used: dict[str, set[tuple[int, ...]]] = {split: set() for split in SPLITS}
+    for task in SETTINGS.values():
+        for split in SPLITS:
+            used[split] |= {tuple(sorted(row["nums"])) for row in task.rows(split)}
+    for one, other in (("train", "test"), ("train", "traces"), ("test", "traces")):
+        assert used[one] and used[other]
+        assert not used[one] & used[other]
+
+
+def test_rows_are_the_same_every_time_and_problems_are_distinct() -> None:
+    rows = list(SMALL.rows("train"))
+    assert rows == list(SMALL.rows("train"))
+    assert rows[:50] == list(islice(replace(SMALL, train_size=50).rows("train"), 50))
+    assert len({(tuple(sorted(r["nums"])), r["target"]) for r in rows}) == 400
+
+
+def test_solutions_use_all_four_operators() -> None:
+    solutions = [row["solution"] for row in replace(SMALL, train_size=3000).rows("train")]
+    for operator in "+-*/(":
+        assert any(operator in s for s in solutions), operator
+    assert not any(re.search(r"\(\(.*\)\)$|\(\d+\)|^\([^()]*\)$", s) for s in solutions)
+
+
+@pytest.mark.parametrize(
+    ("left", "operator", "right", "text"),
+    [
+        (("2+3", "+"), "+", ("4-1", "-"), "2+3+4-1"),
+        (("2+3", "+"), "-", ("4-1", "-"), "2+3-(4-1)"),
+        (("2+3", "+"), "*", ("4*1", "*"), "(2+3)*4*1"),
+        (("2*3", "*"), "/", ("4*1", "*"), "2*3/(4*1)"),
+        (("2*3", "*"), "-", ("4/1", "/"), "2*3-4/1"),
+        (("7", ""), "*", ("4-1", "-"), "7*(4-1)"),
+    ],
+)
+def test_solutions_have_the_parentheses_they_need(
+    left: tuple, operator: str, right: tuple, text: str
+) -> None:
+    assert _wrapped((0, *left), operator, False) + operator + _wrapped((0, *right), operator, True) == text
+
+
+def test_the_prompt_names_numbers_and_target() -> None:
+    row = {"id": "0", "nums": [3, 8, 2], "target": 24}
+    assert SMALL.prompt(row) == [{"role": "user", "content": "Make 24 from 3, 8, 2."}]
+    assert "each number once" in replace(SMALL, instructions=True).prompt(row)[0]["content"]
+
+
+def write(path: Path, rows: list) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_rows_from_a_file_are_test_rows(tmp_path: Path) -> None:
+    rows = [
+        {"nums": [47, 76, 55, 60], "target": 24, "solution": "((76 - 47) + 55) - 60"},
+        {"nums": [78, 43, 41], "target": 76, "solution": "78 - (43 - 41)"},
+    ]
+    task = Countdown(path=write(tmp_path / "some.jsonl", rows))
+    loaded = load_rows(task, "test")
+    assert [row["nums"] for row in loaded] == [[47, 76, 55, 60], [78, 43, 41]]
+    assert [grade(task, row, plain_answer(task.gold(row))).parts["correct"] for row in loaded] == [1, 1]
+    with pytest.raises(TaskError, match=r"serves testing only.*\{split\}"):
+        load_rows(task, "train")
+
+
+def test_a_file_per_split_must_not_overlap(tmp_path: Path) -> None:
+    one = {"nums": [1, 2, 3], "target": 6, "solution": "1+2+3"}
+    write(tmp_path / "c_train.jsonl", [one])
+    write(tmp_path / "c_test.jsonl", [{"nums": [2, 2, 3], "target": 7, "solution": "2+2+3"}])
+    task = Countdown(path=str(tmp_path / "c_{split}.jsonl"))
+    assert len(load_rows(task, "train")) == len(load_rows(task, "test")) == 1
+    write(tmp_path / "c_test.jsonl", [{"nums": [3, 1, 2], "target": 6}])
+    with pytest.raises(TaskError, match="is also in train"):
+        load_rows(task, "test")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"nums": [1, 2], "target": 3}\nnot json\n', "line 2 is not JSON"),
+        ('{"nums": [1, "2"], "target": 3}\n', "needs nums"),
+        ('{"nums": [1, 2]}\n', "needs nums"),
+        ('{"nums": [], "target": 0}\n', "needs nums"),
+        ("[1]\n", "line 1 is a JSON list"),
+        ("\n", "no rows"),
+        ('{"nums": [1, 2], "target": 3}\n' * 2, "same id"),
+    ],
+)
+def test_bad_files_are_refused_by_line(tmp_path: Path, content: str, message: str) -> None:
+    (tmp_path / "bad.jsonl").write_text(content)
+    with pytest.raises(TaskError, match=message):
+        load_rows(Countdown(path=str(tmp_path / "bad.jsonl")), "test")
+
+
+def test_a_missing_file_and_a_missing_solution_are_clear(tmp_path: Path) -> None:
+    with pytest.raises(TaskError, match=r"cannot read .*nowhere"):
+        load_rows(Countdown(path=str(tmp_path / "nowhere.jsonl")), "test")
+    with pytest.raises(TaskError, match="without a solution"):
+        SMALL.gold({"id": "7", "nums": [1], "target": 1, "solution": ""})
+
+
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        {"min_numbers": 1},
+        {"max_numbers": 9},
+        {"min_target": 200},
+        {"operators": "^"},
+        {"max_number": 0},
+        {"test_size": 0},
+    ],
+)
+def test_impossible_knobs_are_refused(knobs: dict) -> None:
+    with pytest.raises(TaskError, match="countdown needs"):
+        Countdown(**knobs)
+
+
+if "COHORT_DATA" in os.environ:
+
+    def test_the_reference_set_is_solved_by_its_solutions() -> None:
+        task = Countdown(path="$COHORT_DATA/countdown_{split}.jsonl")
+        rows = load_rows(task, "test")
+        assert len(rows) == 1024
+        for row in rows + load_rows(task, "train"):
+            assert grade(task, row, plain_answer(task.gold(row))).parts == {"correct": 1, "format": 1}
+            assert grade(task, row, plain_answer(f"<answer>{row['target']}</answer>")).parts["correct"] == 0

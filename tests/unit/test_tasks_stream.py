@@ -1,0 +1,157 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from cohort.errors import ConfigError, TaskError
+from cohort.tasks.base import task
+from cohort.tasks.draws import Draws, permutation
+from cohort.tasks.stream import TaskStream
+from cohort.types import Provenance
+
+
+@dataclass
+class Rendered:
+    tokens: list[int]
+    provenance: list[int]
+    forced_text: str
+
+
+class Letters:
+    """A tokenizer of one token a letter; a final assistant message is forced."""
+
+    def render(self, messages: list[dict], tools: Any = None) -> Rendered:
+        asked = "".join(m["content"] for m in messages if m["role"] != "assistant")
+        forced = messages[-1]["content"] if messages[-1]["role"] == "assistant" else ""
+        provenance = [Provenance.PROMPT] * len(asked) + [Provenance.FORCED] * len(forced)
+        return Rendered([ord(c) for c in asked + forced], provenance, forced)
+
+
+@task("count")
+class Count:
+    size: int = 10
+    prefix: str = ""
+
+    def rows(self, split: str) -> Iterator[dict]:
+        for i in range(self.size):
+            yield {"id": f"{split}-{i}", "n": i}
+
+    def prompt(self, row: dict) -> list[dict]:
+        asked = [{"role": "user", "content": "n" * (row["n"] + 1)}]
+        return asked + ([{"role": "assistant", "content": self.prefix}] if self.prefix else [])
+
+    def score(self, row: dict, answer: Any) -> dict:
+        return {"correct": 1.0}
+
+
+def stream(**given: Any) -> TaskStream:
+    return TaskStream(given.pop("task", Count()), Letters(), **{"seed": 3, **given})
+
+
+def test_every_epoch_is_a_different_permutation_and_counts_visits() -> None:
+    prompts = stream().next(40)
+    epochs = [prompts[i : i + 10] for i in range(0, 40, 10)]
+    for visit, epoch in enumerate(epochs):
+        assert sorted(p.id for p in epoch) == sorted(f"train-{i}" for i in range(10))
+        assert {p.visit for p in epoch} == {visit}
+    assert len({tuple(p.id for p in epoch) for epoch in epochs}) == 4
+
+
+def test_the_cursor_is_the_whole_state() -> None:
+    whole = stream().next(37)
+    pieces = stream()
+    assert pieces.next(5) + pieces.next(0) + pieces.next(19) + pieces.next(13) == whole
+    assert pieces.cursor == 37
+    for cursor in (0, 1, 9, 10, 23):
+        assert stream(cursor=cursor).next(3) == whole[cursor : cursor + 3]
+
+
+def test_seed_and_split_name_the_order() -> None:
+    def order(**given: Any) -> list[int]:
+        return [p.row["n"] for p in stream(**given).next(10)]
+
+    assert order() == order()
+    assert order(seed=4) != order()
+    assert order(split="test") != order()
+
+
+def test_the_order_never_changes() -> None:
+    """A resumed run must meet the rows it would have met, whatever version wrote its checkpoint."""
+    assert permutation(8, 0, "t", "train", 0) == PINNED
+    assert [Draws("t", 0).below(100), Draws("t", 1).below(100)] == PINNED_DRAWS
+
+
+PINNED = [4, 5, 3, 1, 0, 7, 2, 6]
+PINNED_DRAWS = [26, 58]
+
+
+def test_draws_are_uniform_and_in_range() -> None:
+    draws = Draws("uniform")
+    counts = [0] * 10
+    for _ in range(20_000):
+        counts[draws.below(10)] += 1
+    assert sum((c - 2000) ** 2 / 2000 for c in counts) < 27.9  # chi-square, 9 degrees of freedom, p = 0.001
+    assert {draws.between(3, 5) for _ in range(200)} == {3, 4, 5}
+
+
+def test_prompts_carry_their_rendering() -> None:
+    (prompt,) = stream(task=Count(size=1, prefix="<think>")).next(1)
+    assert (prompt.task, prompt.id, prompt.visit) == ("count", "train-0", 0)
+    assert prompt.tokens == [ord(c) for c in "n<think>"]
+    assert prompt.provenance == [0] + [3] * 7
+    assert prompt.forced_text == "<think>"
+    assert prompt.messages[0] == {"role": "user", "content": "n"}
+    assert prompt.row == {"id": "train-0", "n": 0}
+
+
+def test_fewer_rows_than_prompts_is_an_error_with_both_numbers() -> None:
+    stream().check(10)
+    with pytest.raises(ConfigError, match=r"has 10 train rows, fewer than batch.prompts = 11"):
+        stream().check(11)
+
+
+def test_long_prompts_stop_the_run_or_are_skipped_and_counted() -> None:
+    with pytest.raises(
+        TaskError, match=r'row "train-\d": the prompt has \d+ tokens, more than the limit of 4'
+    ):
+        stream(max_prompt_tokens=4).next(10)
+    skipping = stream(max_prompt_tokens=4, too_long="skip")
+    prompts = skipping.next(8)
+    assert sorted(p.row["n"] for p in prompts) == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert skipping.num_skipped == skipping.cursor - 8
+    again = stream(max_prompt_tokens=4, too_long="skip")
+    assert again.next(3) + again.next(5) == prompts
+    assert again.cursor == skipping.cursor
+
+
+def test_when_every_prompt_is_too_long_it_says_so() -> None:
+    hopeless = stream(task=Count(size=3, prefix="x" * 50), max_prompt_tokens=4, too_long="skip")
+    with pytest.raises(TaskError, match="every train prompt is longer than 4 tokens"):
+        hopeless.next(1)
+
+
+def test_held_out_is_the_test_split_in_its_own_order() -> None:
+    source = stream()
+    assert [p.id for p in source.held_out(3)] == ["test-0", "test-1", "test-2"]
+    assert len(source.held_out()) == 10
+    assert source.cursor == 0
+    with pytest.raises(ConfigError, match=r"has 10 test rows, fewer than eval.problems = 11"):
+        source.held_out(11)
+
+
+@pytest.mark.parametrize("messages", [[], "hello", [{"content": "no role"}], None])
+def test_what_is_no_conversation_is_refused(messages: Any) -> None:
+    class Mute(Count):
+        def prompt(self, row: dict) -> Any:
+            return messages
+
+    with pytest.raises(TaskError, match=r'row "train-.": prompt must return a list of messages'):
+        stream(task=Mute()).next(1)
+
+
+def test_a_negative_cursor_is_a_bug() -> None:
+    with pytest.raises(ValueError, match="-1"):
+        stream(cursor=-1)
