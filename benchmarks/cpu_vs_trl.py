@@ -195,6 +195,7 @@ def trl_train(job: Job) -> tuple[list[float], list[float], list[float]]:
             callbacks=[Clock()],
         )
         assert str(next(trainer.model.parameters()).dtype) == "torch.float32"
+        trainer.remove_callback(transformers.PrinterCallback)
         trainer.train()
     return steps, sampling, cpu
 

@@ -29,7 +29,8 @@ LLAMA3 = """{{- bos_token }}
 {%- else %}
     {%- set system_message = "" %}
 {%- endif %}
-{{- "<|start_header_id|>system<|end_header_id|>\\n\\nToday: " + day + "\\n\\n" + system_message + "<|eot_id|>" }}
+{{- "<|start_header_id|>system<|end_header_id|>\\n\\nToday: " + day + "\\n\\n" }}
+{{- system_message + "<|eot_id|>" }}
 {%- for message in messages %}
     {%- if message.role not in ['user', 'assistant', 'tool'] %}
         {{- raise_exception('Unknown role: ' + message.role) }}
@@ -53,7 +54,8 @@ QWEN25 = """{%- if tools %}
         {{- "\\n" }}
         {{- tool | tojson }}
     {%- endfor %}
-    {{- "\\n</tools>\\n\\nReply with <tool_call>\\n{\\"name\\": ..., \\"arguments\\": ...}\\n</tool_call><|im_end|>\\n" }}
+    {{- "\\n</tools>\\n\\nReply with <tool_call>\\n{\\"name\\": ..., \\"arguments\\": ...}" }}
+    {{- "\\n</tool_call><|im_end|>\\n" }}
 {%- elif messages[0]['role'] == 'system' %}
     {{- '<|im_start|>system\\n' + messages[0]['content'] + '<|im_end|>\\n' }}
 {%- endif %}
@@ -89,14 +91,26 @@ MISTRAL = (
 )
 
 TEMPLATES = {"smollm2": SMOLLM2, "llama3": LLAMA3, "qwen2.5": QWEN25, "mistral": MISTRAL}
-SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+SPECIAL = [
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<|eot_id|>",
+]
 SPECIAL += ["[INST]", "[/INST]"]
-MARKUP = ["<tool_call>", "</tool_call>", "<think>", "</think>"]  # added, but not "special": decoding keeps them
+MARKUP = [
+    "<tool_call>",
+    "</tool_call>",
+    "<think>",
+    "</think>",
+]  # added, but not "special": decoding keeps them
 END = {"smollm2": "<|im_end|>", "llama3": "<|eot_id|>", "qwen2.5": "<|im_end|>", "mistral": "<|endoftext|>"}
 
 
 def write_tokenizer(folder: Path, template: str = "smollm2", in_vocab: bool = True, **settings: Any) -> Path:
-    """A byte-level BPE tokenizer. `in_vocab`: special tokens come first (SmolLM2), or after the rest (Qwen)."""
+    """Byte-level BPE. `in_vocab`: special tokens come first (as in SmolLM2), or after the rest (Qwen)."""
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
@@ -107,7 +121,10 @@ def write_tokenizer(folder: Path, template: str = "smollm2", in_vocab: bool = Tr
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     first = SPECIAL if in_vocab else []
     made.train_from_iterator(
-        CORPUS, trainers.BpeTrainer(vocab_size=420, initial_alphabet=alphabet, special_tokens=first, show_progress=False)
+        CORPUS,
+        trainers.BpeTrainer(
+            vocab_size=420, initial_alphabet=alphabet, special_tokens=first, show_progress=False
+        ),
     )
     made.add_special_tokens([AddedToken(s, special=True, normalized=False) for s in SPECIAL])
     made.add_tokens([AddedToken(s, special=False, normalized=False) for s in MARKUP])

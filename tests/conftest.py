@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from hypothesis import settings
 settings.register_profile("cohort", deadline=None, derandomize=True)
 settings.load_profile("cohort")
 
+SOURCE = Path(__file__).resolve().parents[1] / "src"
 Done = subprocess.CompletedProcess[str]
 
 
@@ -23,6 +25,12 @@ def run_cohort(tmp_path: Path) -> Callable[..., Done]:
 
     def run(*args: str, timeout: float = 300) -> Done:
         command = [sys.executable, "-m", "cohort", *args]
-        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=timeout, check=False)
+        env = {
+            **os.environ,
+            "PYTHONPATH": str(SOURCE),
+        }  # wherever the package is installed, this checkout runs
+        return subprocess.run(
+            command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=timeout, check=False
+        )
 
     return run

@@ -1,7 +1,7 @@
 """A run whose training is pretended: everything about a run but the model. Tests call it, and kill it.
 
-    python -m tests.pretend_run DIRECTORY          start or resume, print the closing line
-    python -m tests.pretend_run DIRECTORY kill N   the same, and SIGKILL itself at the N-th line of the store
+python -m tests.pretend_run DIRECTORY          start or resume, print the closing line
+python -m tests.pretend_run DIRECTORY kill N   the same, and SIGKILL itself at the N-th line of the store
 """
 
 from __future__ import annotations
@@ -100,14 +100,19 @@ class Pretender:
         self.cursor = 0
 
     def hooks(self) -> Hooks:
-        return Hooks(evaluate=self.evaluate, checkpoint=self.state, write_model=self.write, restore=self.restore)
+        return Hooks(
+            evaluate=self.evaluate, checkpoint=self.state, write_model=self.write, restore=self.restore
+        )
 
     def update(self, groups: Sequence[Group]) -> StepStats:
         gradient = torch.tensor([s.advantage for g in groups for s in g.samples][:4])
         self.momentum = 0.9 * self.momentum + gradient
         self.weights = self.weights - 0.1 * self.momentum
         self.cursor += len(groups)
-        metrics = rollout_metrics(groups) | {"loss": self.weights.sum().item(), "grad_norm": gradient.norm().item()}
+        metrics = rollout_metrics(groups) | {
+            "loss": self.weights.sum().item(),
+            "grad_norm": gradient.norm().item(),
+        }
         return StepStats(metrics=metrics)
 
     def evaluate(self, step: int) -> Evaluation:
@@ -129,7 +134,9 @@ class Pretender:
 
     def state(self, step: int) -> Checkpoint:
         numbers = {"threads": torch.get_num_threads()}
-        return Checkpoint(step=step, cursor=self.cursor, optimizer={"w.momentum": self.momentum}, numbers=numbers)
+        return Checkpoint(
+            step=step, cursor=self.cursor, optimizer={"w.momentum": self.momentum}, numbers=numbers
+        )
 
     def write(self, folder: Path) -> None:
         folder.mkdir()
@@ -166,7 +173,8 @@ def remains(directory: RunDirectory) -> dict[str, Any]:
         groups = [(g.step, g.position, prompts[g.prompt], g.visit, g.reward_mean) for g in reader.groups()]
         samples = [(s.step, s.position, s.text, s.reward, s.advantage) for s in reader.samples()]
     rollouts = {
-        s: load_rollouts(directory.rollouts / f"step-{s:06d}.safetensors") for s in rollout_steps(directory.rollouts)
+        s: load_rollouts(directory.rollouts / f"step-{s:06d}.safetensors")
+        for s in rollout_steps(directory.rollouts)
     }
     newest = max(directory.checkpoints.glob("step-*"))
     return {
@@ -209,7 +217,9 @@ class LineCounter:
 
 
 def open_or_create(path: Path) -> RunDirectory:
-    return RunDirectory.open(path) if path.exists() else RunDirectory.create(path.parent, small_run(), path.name)
+    return (
+        RunDirectory.open(path) if path.exists() else RunDirectory.create(path.parent, small_run(), path.name)
+    )
 
 
 def main(args: list[str]) -> None:

@@ -6,15 +6,17 @@ import random
 from dataclasses import dataclass
 from itertools import islice
 
+from scripts.tiny import traces
+from scripts.tiny.traces import Mix, Trace
+
 from cohort.tasks.arithmetic import Arithmetic
 from cohort.tasks.base import Task
 from cohort.tasks.countdown import Countdown
 from cohort.types import Row
-from scripts.tiny import traces
-from scripts.tiny.traces import Mix, Trace
 
 ARITHMETIC, COUNTDOWN = 0.76, 0.14  # shares of the tasks; the rest calls the calculator
-SPACED = 0.1  # of the sums have spaces around their operators
+PAIRS, SPACED = 0.4, 0.1  # shares of sums of two terms, and of sums with spaces around their operators
+NUM_PAIRS = 6_000  # there are not many more
 NUMBERS = Countdown()
 
 
@@ -22,17 +24,20 @@ NUMBERS = Countdown()
 class Rows:
     """Problems of the `traces` split: disjoint from those of `train` and `test`."""
 
-    sums: list[Row]
+    pairs: list[Row]
+    triples: list[Row]
     spaced: list[Row]
     long: list[Row]
     numbers: list[Row]
 
 
 def load(num_rows: int) -> Rows:
-    """The first `num_rows` sums, and an eighth as many of each other kind."""
+    """The first `num_rows` sums of three terms, those of two, and an eighth as many of each other kind."""
     few = max(1, num_rows // 8)
+    pairs = min(num_rows, NUM_PAIRS)
     return Rows(
-        sums=_first(Arithmetic(train_size=num_rows), num_rows),
+        pairs=_first(Arithmetic(max_terms=2, train_size=pairs), pairs),
+        triples=_first(Arithmetic(min_terms=3, train_size=num_rows), num_rows),
         spaced=_first(Arithmetic(train_size=few, spaces=True), few),
         long=_first(Arithmetic(train_size=few, max_digits=4), few),
         numbers=_first(Countdown(train_size=few), few),
@@ -44,13 +49,17 @@ def trace(rows: Rows, seed: int | str, index: int, mix: Mix) -> Trace:
     rng = random.Random(f"{seed}/{index}")
     u = rng.random()
     if u < ARITHMETIC:
-        row = rng.choice(rows.sums if rng.random() >= SPACED else rows.spaced)
+        row = rng.choice(_sums(rows, rng.random()))
         return traces.arithmetic(rng, row["question"], row["expression"], mix)
     if u < ARITHMETIC + COUNTDOWN:
         row = rng.choice(rows.numbers)
         return traces.countdown(rng, NUMBERS.prompt(row)[0]["content"], row["nums"], row["target"], mix)
-    row = rng.choice(rows.sums if rng.random() < 0.5 else rows.long)
+    row = rng.choice(_sums(rows, rng.random()) if rng.random() < 0.5 else rows.long)
     return traces.calculator(rng, row["question"], row["expression"], mix)
+
+
+def _sums(rows: Rows, u: float) -> list[Row]:
+    return rows.pairs if u < PAIRS else rows.spaced if u < PAIRS + SPACED else rows.triples
 
 
 def _first(task: Task, size: int) -> list[Row]:

@@ -13,35 +13,38 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from scripts.tiny import mixture
+from scripts.tiny.traces import Mix
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from cohort.text.template import ChatTemplate
-from scripts.tiny import mixture
-from scripts.tiny.traces import Mix
 
 FOLDER = Path("src/cohort/models/tiny")
 SIZE = 512
 NUM_TRACES = 20_000
+MIX = Mix(think=0.3, broken=0.1, right=0.3, system=0.15)  # its own: tuning the training must not move ids
 PAD, START, END = CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")  # never part of a text
 TAGS = ("<think>", "</think>", "<answer>", "</answer>", "<tool_call>", "</tool_call>")  # graders read these
 # A digit; a parenthesis; an operator with the spaces around it; a word; other marks; white space.
 PIECES = r"\p{N}|[()]| ?[-+*/=,] ?| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+"
 # Everyday words, so that text outside the tasks is not spelled byte by byte.
-PROSE = """Cohort teaches language models by reinforcement learning with verifiable rewards. It samples a group of
-answers for each prompt, scores them, and moves the policy toward the better ones. The model reads a question, thinks
-about it step by step when that helps, and gives the final answer between tags. Use the numbers to make the target.
-Use the tools that you are given, and call them with the right arguments. What is the result of the expression? How
-many are there in all? Which of these is larger, the first or the second? Please show your work and explain each step.
-There is no need to hurry: the first idea is often wrong, and the next one may be right. When you have found the answer,
-check it, then write it down. Words, numbers, names, lists and code can all be written: every byte has its own token."""
+PROSE = """\
+Cohort teaches language models by reinforcement learning with verifiable rewards. It samples a group of
+answers for each prompt, scores them, and moves the policy toward the better ones. The model reads a
+question, thinks about it step by step when that helps, and gives the final answer between tags. Use the
+numbers to make the target. Use the tools that you are given, and call them with the right arguments. What
+is the result of the expression? How many are there in all? Which of these is larger, the first or the
+second? Please show your work and explain each step. There is no need to hurry: the first idea is often
+wrong, and the next one may be right. When you have found the answer, check it, then write it down. Words,
+numbers, names, lists and code can all be written: every byte has its own token."""
 
 
 def corpus(template: ChatTemplate) -> Iterator[str]:
-    """Conversations as the template writes them, and the prose; without the added tokens, which never merge."""
+    """Conversations as the template writes them, without added tokens (they never merge), and the prose."""
     rows = mixture.load(8_000)
     added = re.compile("|".join(map(re.escape, CONTROL + TAGS)))
     for i in range(NUM_TRACES):
-        trace = mixture.trace(rows, "tokenizer", i, Mix())
+        trace = mixture.trace(rows, "tokenizer", i, MIX)
         yield from added.split(template.render(trace.messages, trace.tools, generation_prompt=False))
     yield from [PROSE.replace("\n", " ")] * 40
 
@@ -64,7 +67,7 @@ def train(texts: Iterable[str]) -> Tokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    # The trainer makes every added token special; a tag is text that a grader reads, so decoding must keep it.
+    # The trainer makes every added token special; tags are text for graders, so decoding must keep them.
     spec = json.loads(tokenizer.to_str())
     for token in spec["added_tokens"]:
         token["special"] = token["content"] in CONTROL

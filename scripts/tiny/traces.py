@@ -1,7 +1,7 @@
 """Synthetic conversations the bundled model is trained on. Deterministic in the seed; no torch.
 
 Styles are mixed on purpose, so that reinforcement learning has something to find out:
-`direct` answers at once and is mostly wrong, `think` works step by step and is right, `broken` leaves tags out.
+`direct` answers at once and is mostly wrong, `think` works step by step and is right, `broken` lacks tags.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-from cohort.types import Message
 from scripts.tiny import scratchpad, search
+
+from cohort.types import Message
 
 CALCULATOR: dict[str, Any] = {
     "type": "function",
@@ -43,7 +44,7 @@ class Mix:
 
     think: float = 0.20
     broken: float = 0.14  # the rest is direct
-    right: float = 0.28  # how often an answer at once is right: mean over the tasks
+    right: float = 0.24  # how often an answer at once is right: mean over the tasks
     system: float = 0.15  # share of conversations with a system message
 
 
@@ -115,13 +116,15 @@ def written(rng: random.Random, style: str, work: str, answer: str) -> list[Mess
 
 
 def pick_style(rng: random.Random, mix: Mix) -> str:
+    """One of think, broken and direct, in the shares of the mix."""
     u = rng.random()
     return "think" if u < mix.think else "broken" if u < mix.think + mix.broken else "direct"
 
 
 def opening(rng: random.Random, question: str, mix: Mix) -> list[Message]:
-    asked: Message = {"role": "user", "content": question}
-    return [{"role": "system", "content": rng.choice(SYSTEMS)}, asked] if rng.random() < mix.system else [asked]
+    """The question, sometimes after a system message."""
+    system = [{"role": "system", "content": rng.choice(SYSTEMS)}] if rng.random() < mix.system else []
+    return [*system, {"role": "user", "content": question}]
 
 
 def slip(rng: random.Random, value: int) -> int:

@@ -9,11 +9,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from tests.chat import TEMPLATES, write_tokenizer
 from torch import Tensor, nn
 
+from cohort.models.catalog import pull
 from cohort.models.config import ModelConfig
 from cohort.models.decoder import Decoder, hf_shaped, hf_views
 from cohort.models.files import load_folder, save_folder
+from cohort.text import Tokenizer
 
 BASE = {
     "vocab_size": 96,
@@ -153,3 +156,101 @@ def test_export_is_loaded_by_transformers_with_identical_logits(case: str, tmp_p
         ).eval()
         assert type(again) is type(model)
         assert torch.equal(again(tokens).logits, expected), folder
+
+
+CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
+    "one turn": [
+        {"role": "user", "content": "What is 12 + 30?\n\n  Think first: the answer, then é 世界 🙂."}
+    ],
+    "system": [{"role": "system", "content": "  Be brief. "}, {"role": "user", "content": " hi "}],
+    "several turns": [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b"},
+        {"role": "user", "content": "c  "},
+    ],
+}
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "calculator",
+            "description": "Adds & multiplies <numbers>",
+            "parameters": {"type": "object", "properties": {"x": {"type": "number"}}},
+        },
+    }
+]
+CALL = {"type": "function", "function": {"name": "calculator", "arguments": {"x": 1.5, "é": ["ü"]}}}
+WITH_TOOLS: list[dict[str, Any]] = [
+    {"role": "system", "content": "Use tools."},
+    {"role": "user", "content": "1.5 * 2?"},
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "content": '{"result": 3.0}'},
+]
+
+
+def both(folder: Path, template: str, in_vocab: bool) -> tuple[Any, Tokenizer]:
+    write_tokenizer(folder, template, in_vocab)
+    return transformers.AutoTokenizer.from_pretrained(folder), Tokenizer.load(folder)
+
+
+def their_tokens(theirs: Any, messages: list[dict[str, Any]], **options: Any) -> list[int]:
+    return theirs.apply_chat_template(messages, tokenize=True, return_dict=False, **options)
+
+
+@pytest.mark.parametrize("in_vocab", [True, False], ids=["vocab-first", "vocab-last"])
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_rendering_equals_transformers(template: str, in_vocab: bool, tmp_path: Path) -> None:
+    theirs, mine = both(tmp_path, template, in_vocab)
+    for name, messages in CONVERSATIONS.items():
+        expected = their_tokens(theirs, messages, add_generation_prompt=True)
+        rendered = mine.render(messages)
+        assert rendered.tokens == expected, name
+        assert mine.decode(expected, skip_special=False) == theirs.decode(expected), name
+        assert mine.decode(expected) == theirs.decode(expected, skip_special_tokens=True), name
+        prefixed = [
+            *messages,
+            {"role": "assistant", "content": "<think>So the answer:"},
+        ]  # a trimming template would cut a final space
+        assert mine.render(prefixed).tokens == their_tokens(theirs, prefixed, continue_final_message=True), (
+            name
+        )
+
+
+@pytest.mark.parametrize("in_vocab", [True, False], ids=["vocab-first", "vocab-last"])
+def test_tools_equal_transformers(in_vocab: bool, tmp_path: Path) -> None:
+    theirs, mine = both(tmp_path, "qwen2.5", in_vocab)
+    expected = their_tokens(theirs, WITH_TOOLS, tools=TOOLS, add_generation_prompt=True)
+    assert mine.render(WITH_TOOLS, TOOLS).tokens == expected
+    assert expected.count(mine.token_id("<tool_call>")) == 2  # the template's instructions, and the call
+
+
+def test_the_exported_tokenizer_is_the_same(tmp_path: Path) -> None:
+    """A folder written by save_folder has the tokenizer and template transformers reads."""
+    theirs = peer("llama-tied", torch.float32)
+    theirs.save_pretrained(tmp_path / "model")
+    write_tokenizer(tmp_path / "model", "llama3")
+    loaded = load_folder(tmp_path / "model")
+    save_folder(loaded.decoder, loaded.hf_config, loaded.folder, tmp_path / "out")
+    again = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    messages = CONVERSATIONS["system"]
+    expected = Tokenizer.load(tmp_path / "model").render(messages).tokens
+    assert their_tokens(again, messages, add_generation_prompt=True) == expected
+
+
+@pytest.mark.slow
+def test_smollm2_as_transformers_reads_the_same_folder() -> None:
+    """The pulled model: its folder gives transformers and us the same tokens and the same logits."""
+    folder = pull("smollm2-135m")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    tokenizer, words = Tokenizer.load(folder), transformers.AutoTokenizer.from_pretrained(folder)
+    messages = [{"role": "user", "content": "What is the capital of France? Answer 1 word. é 世界 🙂 123"}]
+    tokens = tokenizer.render(messages).tokens
+    assert tokens == their_tokens(words, messages, add_generation_prompt=True)
+    decoder = load_folder(folder).decoder
+    with torch.no_grad():
+        expected = torch.log_softmax(theirs(torch.tensor([tokens])).logits[0], -1)
+        hidden = decoder(torch.tensor(tokens), torch.arange(len(tokens)), causal)
+        difference = (torch.log_softmax(decoder.logits(hidden), -1) - expected).abs()
+    assert difference.mean() <= 1e-5
+    assert difference.max() <= 2e-4
+    assert tokenizer.decode(expected[-1].argmax()[None].tolist()).strip() in ("Paris", "The", "France")

@@ -68,7 +68,7 @@ def test_rewards_that_differ_by_rounding_stay_small() -> None:
 
 
 def test_advantages_do_not_depend_on_the_order_of_the_samples() -> None:
-    rewards = [0.1, 1e-9, 0.7, 3.3, 1e6]
+    rewards = [0.1, 0.2, 0.3]  # 0.1 + 0.2 + 0.3 != 0.3 + 0.2 + 0.1
     forward, backward = advantages(rewards), advantages(rewards[::-1])
     assert forward == backward[::-1]
 

@@ -223,7 +223,10 @@ def test_file_sizes() -> None:
     assert long == LONG_FILES, (
         f"over {FILE_SOFT} lines: {sorted(long - LONG_FILES)}; gone: {LONG_FILES - long}"
     )
-    total = sum(lines.values())
+
+
+def test_package_size() -> None:
+    total = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in modules())
     assert total <= MAX_PACKAGE, f"the package has {total} lines, more than {MAX_PACKAGE}"
 
 
@@ -311,3 +314,16 @@ def test_files_name_no_hosts_and_no_machine_paths(what: str, pattern: str) -> No
             if re.search(pattern, line):
                 found.append(f"{path.relative_to(ROOT)}:{number}: {line.strip()[:100]}")
     assert not found, f"{what}:\n" + "\n".join(found)
+
+
+def test_readme_lists_every_file() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    lines = readme.splitlines()
+    for path in modules():
+        if path.name in ("__init__.py", "__main__.py"):
+            continue
+        parts = path.relative_to(PACKAGE).parts
+        entry = path.name if len(parts) == 1 else "  " + "/".join(parts[1:])
+        assert any(line.startswith(entry + " ") for line in lines), (
+            f"README.md does not list {'/'.join(parts)}; run python scripts/file_tree.py"
+        )

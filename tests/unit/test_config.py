@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -18,6 +19,7 @@ from cohort.config.schema import ALGOS, GRPO, BatchConfig, DrGRPO, OptimConfig, 
 from cohort.errors import ConfigError
 from cohort.recipes import RECIPES
 from cohort.tasks.arithmetic import Arithmetic
+from cohort.tasks.base import plain_answer
 from cohort.tasks.countdown import Countdown
 
 OWN_FILE = '''
@@ -56,9 +58,9 @@ def wrong():
 '''
 
 
-@pytest.fixture
-def own_file(tmp_path: Path) -> Path:
-    path = tmp_path / "own.py"
+@pytest.fixture(scope="module")
+def own_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("own") / "own.py"
     path.write_text(OWN_FILE)
     return path
 
@@ -86,7 +88,9 @@ def test_no_config_has_more_than_80_settings(algo: str, task: str) -> None:
 
 
 def test_overrides_reach_their_field_and_no_other() -> None:
-    args = "--steps 7 --algo.kl 0.01 --algo.kl_estimator k1 --task.max-digits=3 --learner.prefix-sharing false"
+    args = (
+        "--steps 7 --algo.kl 0.01 --algo.kl_estimator k1 --task.max-digits=3 --learner.prefix-sharing false"
+    )
     config = load("quickstart", args.split())
     changed = diff(load("quickstart"), config)
     assert {name: new for name, (_, new) in changed.items()} == {
@@ -109,7 +113,7 @@ def test_a_variant_starts_from_its_own_defaults() -> None:
     config = load("quickstart", ["--algo", "dr_grpo", "--task", "countdown", "--task.max-target", "50"])
     assert config.algo == DrGRPO()
     assert config.task == Countdown(max_target=50)
-    assert config.reward == {part: 1.0 for part in Countdown.parts}, "the weights belonged to the other task"
+    assert config.reward == dict.fromkeys(Countdown.parts, 1.0), "the weights belonged to the other task"
 
 
 def test_choosing_the_same_variant_keeps_the_recipes_values() -> None:
@@ -131,7 +135,7 @@ def test_python_callers_use_the_same_names() -> None:
 
 
 BAD_FLAGS = {
-    "--algo.clip-hi 0.3": 'unknown flag --algo.clip-hi. Did you mean --algo.clip-high?',
+    "--algo.clip-hi 0.3": "unknown flag --algo.clip-hi. Did you mean --algo.clip-high?",
     "--lr 1e-4": "unknown flag --lr. Did you mean --optim.lr?",
     "--stesp 3": "unknown flag --stesp. Did you mean --steps?",
     "--zzzzz 3": "unknown flag --zzzzz. Add --help",
@@ -153,7 +157,7 @@ BAD_FLAGS = {
     "--algo grpo --algo grpo": "--algo is given twice",
     "steps=3": 'unexpected "steps=3"',
     "--task.min-digits 5 --steps x": '--steps must be a whole number, not "x".',
-    "--task.min-digits 5": "min_digits=5",
+    "--task.min-digits 5": "min_digits",
 }
 
 
@@ -173,9 +177,11 @@ BAD_VALUES = {
     "--optim.lr nan": "optim.lr is nan; it must be a finite number",
     "--optim.lr -1": "optim.lr is -1.0; it must be at least 0",
     "--sampling.temperature 0": "sampling.temperature is 0.0; it must be above 0",
-    "--optim.beta2 1": "optim.beta2 is 1.0; it must be below 1",
-    "--optim.schedule linear --optim.lr-floor 2": "optim.lr_floor is 2.0; it must be at most 1",
-    "--optim.schedule linear --optim.lr-floor -1": "optim.lr_floor is -1.0; it must be at least 0",
+    "--optim.beta2 1": "optim.beta2 is 1.0; it must be at least 0 and below 1",
+    "--optim.schedule linear --optim.lr-floor 2": "optim.lr_floor is 2.0; it must be from 0 to 1",
+    "--optim.schedule linear --optim.lr-floor -1": "optim.lr_floor is -1.0; it must be from 0 to 1",
+    "--sampling.top-p nan": "sampling.top_p is nan; it must be above 0 and at most 1",
+    "--reward.format inf": "reward.format is inf; it must be a finite number",
     "--batch.samples 1": "set --batch.samples to 2 or more",
     "--learner.minibatches 100": "learner.minibatches is 100, but a batch has only 32 groups",
     "--learner.token-budget 100": "learner.token_budget is 100, too small",
@@ -238,11 +244,14 @@ def test_a_config_without_a_task_is_refused() -> None:
 
 
 def test_unknown_reward_part_in_a_recipe() -> None:
-    with pytest.raises(ConfigError, match='unknown reward part "formt".*Did you mean "format"'):
+    with pytest.raises(ConfigError, match=r'unknown reward part "formt".*Did you mean "format"'):
         change(RunConfig(task=Arithmetic(), reward={"formt": 0.5}))
 
 
-nasty = st.one_of(st.text(min_size=1, max_size=12), st.sampled_from(["yes", "null", "1e-3", "~", "a: b", "- x", "#", "1"]))
+nasty = st.one_of(
+    st.text(min_size=1, max_size=12),
+    st.sampled_from(["yes", "null", "1e-3", "~", "a: b", "- x", "#", "1", "\x85"]),
+)
 
 
 @given(
@@ -257,7 +266,7 @@ def test_parse_is_the_inverse_of_dump(
     model: str, stop: list[str], lr: float, eps: float, seed: int, dr: bool
 ) -> None:
     config = replace(
-        load("quickstart"),
+        RECIPES["quickstart"](),
         model=model,
         seed=seed,
         sampling=SamplingConfig(stop=tuple(stop)),
@@ -274,7 +283,10 @@ BROKEN = {
     "steps: 60": ("steps: sixty", "steps must be a whole number, not 'sixty'"),
     "seed: 0": ("seed: 0.5", "seed must be a whole number, not 0.5"),
     "prompts:": ("promts:", 'unknown setting batch.promts. Did you mean "prompts"?'),
-    "schedule: constant": ("schedule: wavy", "optim.schedule must be one of constant, linear, cosine, not 'wavy'"),
+    "schedule: constant": (
+        "schedule: wavy",
+        "optim.schedule must be one of constant, linear, cosine, not 'wavy'",
+    ),
     "name: grpo": ("name: grop", 'unknown algo "grop". Did you mean "grpo"?'),
     "model: tiny": ("", "model is missing"),
     "threads: 0": ("threads: true", "threads must be a whole number, not True"),
@@ -336,7 +348,9 @@ def test_recipe_and_task_in_a_file_of_ones_own(own_file: Path) -> None:
     assert parse(text) == config
     # another process knows nothing of the file until the config leads it there
     program = "import sys; from cohort.config.load import parse; print(parse(sys.stdin.read()).task.length)"
-    done = subprocess.run([sys.executable, "-c", program], input=text, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], input=text, capture_output=True, text=True, check=True
+    )
     assert done.stdout.strip() == "7"
 
 
@@ -369,7 +383,7 @@ algo.kl_estimator algo.kl_in algo.entropy algo.aggregate algo.truncated optim.lr
 optim.lr_floor optim.beta1 optim.beta2 optim.eps optim.weight_decay optim.clip_norm optim.max_bad_steps
 learner.epochs learner.minibatches learner.token_budget learner.prefix_sharing learner.dtype eval.every
 eval.problems eval.samples eval.temperature save.every save.keep_last save.keep_best save.rollouts
-""".split()
+""".split()  # noqa: SIM905 (a list of sixty literals is no easier to read)
 
 
 def test_the_flags_of_train_change_only_on_purpose() -> None:
@@ -377,3 +391,24 @@ def test_the_flags_of_train_change_only_on_purpose() -> None:
 
     found = {name for name in flags.leaves(_settings(load("quickstart"))) if not name.startswith("task.")}
     assert found == set(FLAGS)
+
+
+README = Path(__file__).resolve().parents[2] / "README.md"
+
+
+def test_the_task_in_the_readme_loads(tmp_path: Path) -> None:
+    block = re.search(r"```python\n(# reverse\.py.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+    assert block is not None
+    (tmp_path / "reverse.py").write_text(block[1], encoding="utf-8")
+    config = load(f"{tmp_path}/reverse.py:reverse")
+    row = next(iter(config.task.rows("train")))
+    assert config.task.score(row, plain_answer("puorg")) == {"correct": 1.0}
+    assert config.batch.prompts == len(list(config.task.rows("train")))
+
+
+def test_the_commands_in_the_readme_load() -> None:
+    commands = re.findall(r"^cohort train (quickstart.*)$", README.read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(commands) >= 3
+    for command in commands:
+        recipe, *args = command.split()
+        load(recipe, args)

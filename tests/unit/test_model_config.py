@@ -63,7 +63,9 @@ def test_both_forms_of_rope_are_the_same() -> None:
     scaling = {"factor": 4.0, "original_max_position_embeddings": 128}
     old = ModelConfig.from_hf(hf(rope_theta=1000.0, rope_scaling={"type": "yarn"} | scaling))
     parameters = {"rope_type": "yarn", "rope_theta": 1000.0} | scaling
-    new = ModelConfig.from_hf({k: v for k, v in hf().items() if k != "rope_theta"} | {"rope_parameters": parameters})
+    new = ModelConfig.from_hf(
+        {k: v for k, v in hf().items() if k != "rope_theta"} | {"rope_parameters": parameters}
+    )
     assert old == new
     assert old.rope.scale == pytest.approx(0.1 * math.log(4.0) + 1)
     assert old.max_positions == 512  # 4 x 128
@@ -82,7 +84,7 @@ def test_linear_rope_divides_every_frequency() -> None:
 
 
 def test_llama3_rope_by_hand() -> None:
-    # wavelengths 2 pi / f = 6.28, 62.8, 628, 6283; context 1000: kept below 250, divided above 1000, mixed between
+    # wavelengths 6.28, 62.8, 628, 6283; context 1000: kept below 250, divided above 1000, mixed between
     rope = make_rope(
         {
             "rope_type": "llama3",
@@ -132,7 +134,11 @@ def test_refusals_are_one_clear_line(changes: dict, words: list[str]) -> None:
         ("MistralForCausalLM", {"sliding_window": 256}, 256),
         ("MistralForCausalLM", {}, 4096),  # what transformers assumes
         ("Qwen2ForCausalLM", {"sliding_window": 16, "use_sliding_window": False}, None),
-        ("Qwen2ForCausalLM", {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 3}, None),
+        (
+            "Qwen2ForCausalLM",
+            {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 3},
+            None,
+        ),
         ("Qwen2ForCausalLM", {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 2}, 16),
         ("Qwen3ForCausalLM", {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 0}, 16),
         (

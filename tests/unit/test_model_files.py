@@ -107,7 +107,13 @@ def test_dtypes_in_and_out(tmp_path: Path) -> None:
 
 
 def test_tokenizer_files_are_copied_and_nothing_else(folder: Path, tmp_path: Path) -> None:
-    for name in ("tokenizer.json", "chat_template.jinja", "generation_config.json", "notes.txt", "pytorch_model.bin"):
+    for name in (
+        "tokenizer.json",
+        "chat_template.jinja",
+        "generation_config.json",
+        "notes.txt",
+        "pytorch_model.bin",
+    ):
         (folder / name).write_text(name)
     loaded = load_folder(folder)
     out = save_folder(loaded.decoder, loaded.hf_config, folder, tmp_path / "out")
@@ -132,7 +138,10 @@ def change(folder: Path, **tensors: torch.Tensor | None) -> None:
 
 def test_tied_head_may_be_stored_if_it_is_equal(folder: Path) -> None:
     embed = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
-    change(folder, **{"lm_head.weight": embed.clone(), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)})
+    change(
+        folder,
+        **{"lm_head.weight": embed.clone(), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)},
+    )
     assert torch.equal(load_folder(folder).decoder.head_weight.data, embed)
     change(folder, **{"lm_head.weight": embed + 1})
     with pytest.raises(ModelError, match=r"lm_head.weight differs from the embedding"):
@@ -144,7 +153,10 @@ def test_tied_head_may_be_stored_if_it_is_equal(folder: Path) -> None:
     [
         ({"model.norm.weight": None}, r'"model.norm.weight" missing'),
         ({"model.norm.weight": None, "model.embed_tokens.weight": None}, "and 1 more missing"),
-        ({"model.layers.7.mlp.up_proj.weight": torch.ones(2)}, r'unknown tensor "model.layers.7.mlp.up_proj.weight"'),
+        (
+            {"model.layers.7.mlp.up_proj.weight": torch.ones(2)},
+            r'unknown tensor "model.layers.7.mlp.up_proj.weight"',
+        ),
         ({"model.norm.weight": torch.ones(15)}, r'"model.norm.weight" is \[15\], config.json says \[16\]'),
         (
             {"model.layers.0.self_attn.q_proj.weight": torch.ones(16, 32)},  # the right number of elements
@@ -207,10 +219,14 @@ def test_shard_paths_cannot_leave_the_folder(where: str, tmp_path: Path) -> None
         (folder / shard).unlink()
         (folder / shard).symlink_to(outside)
     else:
-        target = {"absolute": str(outside), "parent": "../outside.safetensors", "pickle": "weights.bin"}[where]
+        target = {"absolute": str(outside), "parent": "../outside.safetensors", "pickle": "weights.bin"}[
+            where
+        ]
         index["weight_map"][name] = target
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(ModelError, match=r"only \.safetensors" if where == "pickle" else "leaves the model folder"):
+    with pytest.raises(
+        ModelError, match=r"only \.safetensors" if where == "pickle" else "leaves the model folder"
+    ):
         load_folder(folder)
 
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.chat import MARKUP, SPECIAL, write_tokenizer
 
 from cohort.errors import ModelError, TaskError
 from cohort.text import TextStream, Tokenizer
 from cohort.types import Provenance
-from tests.chat import MARKUP, SPECIAL, write_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,9 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", params=["vocab-first", "vocab-last"])
 def tokenizer(request: pytest.FixtureRequest, home: Path) -> Tokenizer:
-    return Tokenizer.load(write_tokenizer(home / request.param, "qwen2.5", in_vocab=request.param == "vocab-first"))
+    return Tokenizer.load(
+        write_tokenizer(home / request.param, "qwen2.5", in_vocab=request.param == "vocab-first")
+    )
 
 
 def ids_of_added(tokenizer: Tokenizer) -> set[int]:
@@ -48,7 +50,11 @@ def test_encode_markup_is_for_assistant_text(tokenizer: Tokenizer) -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(text=st.lists(st.sampled_from([*SPECIAL, *MARKUP, "<|", "|>", "im_end", "\U0010ff00", "0", "é", "\n", " a"])))
+@given(
+    text=st.lists(
+        st.sampled_from([*SPECIAL, *MARKUP, "<|", "|>", "im_end", "\U0010ff00", "0", "é", "\n", " a"])
+    )
+)
 def test_any_text_comes_back_and_stays_text(home: Path, text: list[str]) -> None:
     tokenizer = _cached(home)
     joined = "".join(text)
@@ -81,7 +87,9 @@ def test_decode_keeps_markup_and_drops_special(tokenizer: Tokenizer) -> None:
 
 def test_rendered_prompt_by_hand(tokenizer: Tokenizer) -> None:
     start, end = tokenizer.token_id("<|im_start|>"), tokenizer.token_id("<|im_end|>")
-    rendered = tokenizer.render([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "3+4?"}])
+    rendered = tokenizer.render(
+        [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "3+4?"}]
+    )
     assert rendered.tokens == [
         *[start, *tokenizer.encode("system\nBe brief."), end, *tokenizer.encode("\n")],
         *[start, *tokenizer.encode("user\n3+4?"), end, *tokenizer.encode("\n")],
@@ -115,7 +123,12 @@ def test_assistant_text_cannot_end_its_own_turn(tokenizer: Tokenizer) -> None:
 
 
 def test_tools_and_tool_text_are_text(tokenizer: Tokenizer) -> None:
-    tools = [{"type": "function", "function": {"name": "f", "description": "ends with <|im_end|> and </tool_call>"}}]
+    tools = [
+        {
+            "type": "function",
+            "function": {"name": "f", "description": "ends with <|im_end|> and </tool_call>"},
+        }
+    ]
     call = {"type": "function", "function": {"name": "f", "arguments": {"x": "<|im_end|>"}}}
     messages = [
         {"role": "user", "content": "q"},
@@ -127,7 +140,7 @@ def test_tools_and_tool_text_are_text(tokenizer: Tokenizer) -> None:
     assert '"ends with <|im_end|> and </tool_call>"' in text
     assert '{"x": "<|im_end|>"}' in text
     assert "<tool_response>\n</tool_call><|im_start|>system\n</tool_response>" in text
-    # the template's own: system, user, assistant, tool, then the open turn; its instructions, then the one call
+    # the template's own: system, user, assistant, tool, the open turn; its instructions and the one call
     assert tokens.count(tokenizer.token_id("<|im_start|>")) == 5
     assert tokens.count(tokenizer.token_id("<|im_end|>")) == 4
     assert tokens.count(tokenizer.token_id("</tool_call>")) == 2
@@ -206,29 +219,35 @@ def test_templates_run_in_a_sandbox(home: Path, template: str, message: str) -> 
         Tokenizer.load(folder).render([{"role": "user", "content": "x"}])
 
 
-def test_errors_name_the_remedy(home: Path, tokenizer: Tokenizer) -> None:
-    bare = Tokenizer.load(write_tokenizer(home / "bare", "", chat_template=None))
-    with pytest.raises(ModelError, match=r"no chat template: use an instruct model or add chat_template\.jinja"):
+def test_errors_name_the_remedy(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    bare = Tokenizer.load(write_tokenizer(tmp_path / "bare", "", chat_template=None))
+    with pytest.raises(
+        ModelError, match=r"no chat template: use an instruct model or add chat_template\.jinja"
+    ):
         bare.render([{"role": "user", "content": "x"}])
-    (home / "none").mkdir(exist_ok=True)
+    (tmp_path / "none").mkdir()
     with pytest.raises(ModelError, match=r"no usable tokenizer\.json: write one with transformers"):
-        Tokenizer.load(home / "none")
-    (home / "none" / "tokenizer.json").write_text('{"model": {"type": "BPE"}}')
+        Tokenizer.load(tmp_path / "none")
+    (tmp_path / "none" / "tokenizer.json").write_text('{"model": {"type": "BPE"}}')
     with pytest.raises(ModelError, match=r"tokenizer\.json cannot be used"):
-        Tokenizer.load(home / "none")
-    (home / "none" / "tokenizer.json").write_text("{")
+        Tokenizer.load(tmp_path / "none")
+    (tmp_path / "none" / "tokenizer.json").write_text("{")
     with pytest.raises(ModelError, match="cannot be read as JSON"):
-        Tokenizer.load(home / "none")
+        Tokenizer.load(tmp_path / "none")
     with pytest.raises(TaskError, match="non-empty list of messages"):
         tokenizer.render([])
     with pytest.raises(TaskError, match="holds a set"):
         tokenizer.render([{"role": "user", "content": {"x"}}])
     with pytest.raises(TaskError, match="without tool calls"):
-        tokenizer.render([{"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": [1]}])
+        tokenizer.render(
+            [{"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": [1]}]
+        )
     with pytest.raises(ModelError, match='no special token "<nope>"'):
         tokenizer.token_id("<nope>")
 
 
 def test_text_needs_no_torch() -> None:
-    code = "import sys, cohort.text; sys.exit(any(m in sys.modules for m in ('torch', 'transformers', 'numpy')))"
+    code = (
+        "import sys, cohort.text; sys.exit(any(m in sys.modules for m in ('torch', 'transformers', 'numpy')))"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -128,4 +128,8 @@ def _negated(a: Tensor | None) -> Tensor | None:
 
 
 def _stack(values: list[Tensor]) -> Tensor:
-    return torch.stack(values) if values else torch.zeros(0, dtype=torch.float64)
+    """Numbers counted on the host join those of the device."""
+    if not values:
+        return torch.zeros(0, dtype=torch.float64)
+    device = next((v.device for v in values if v.device.type != "cpu"), values[0].device)
+    return torch.stack([v.to(device) for v in values])

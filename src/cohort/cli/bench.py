@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from cohort.cli.arguments import read
 from cohort.cli.output import table
 from cohort.config import flags
@@ -34,8 +37,12 @@ def run(args: list[str]) -> None:
     options.check()
     from cohort import build
 
-    measure = {"engine": build.bench_engine, "learner": build.bench_learner, "step": build.bench_step}[what]
-    print(report(measure(options), options))
+    measures: dict[str, Callable[[Any], BenchResult]] = {
+        "engine": build.bench_engine,
+        "learner": build.bench_learner,
+        "step": build.bench_step,
+    }
+    print(report(measures[what](options), options))
 
 
 def report(result: BenchResult, options: BenchOptions) -> str:

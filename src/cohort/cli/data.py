@@ -33,6 +33,11 @@ def run(args: list[str]) -> None:
         raise ConfigError("--out is missing; name the file to write, or - for standard output.")
     if options.n < 0:
         raise ConfigError(f"--n is {options.n}; it must be at least 0.")
+    path = Path(options.out)
+    if options.out != "-" and not path.parent.is_dir():
+        raise ConfigError(f'there is no folder "{path.parent}"; make it first.')
+    if path.is_dir():
+        raise ConfigError(f'"{path}" is a folder; name a file.')
     rows = load_rows(task, options.split)
     if options.n > len(rows):
         raise ConfigError(
@@ -42,11 +47,6 @@ def run(args: list[str]) -> None:
     if options.out == "-":
         _write(lines, sys.stdout)
         return
-    path = Path(options.out)
-    if not path.parent.is_dir():
-        raise ConfigError(f'there is no folder "{path.parent}"; make it first.')
-    if path.is_dir():
-        raise ConfigError(f'"{path}" is a folder; name a file.')
     aside = path.with_name(f".{path.name}.{os.getpid()}.part")  # an interrupted write leaves no half file
     try:
         with aside.open("w", encoding="utf-8") as file:

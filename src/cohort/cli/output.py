@@ -26,12 +26,3 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(
         "  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines
     )
-
-
-def printable(text: str) -> str:
-    """Control characters escaped: text from models and rows must not drive the terminal.
-
-    >>> printable("a\\x1b[31mb")
-    'a\\\\x1b[31mb'
-    """
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

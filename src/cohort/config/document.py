@@ -55,7 +55,8 @@ def dump(config: RunConfig) -> str:
             tree[field.name] = {"name": variant_name(field.name, value), **_plain(value, field.name)}
         else:
             tree[field.name] = _plain(value, field.name)
-    return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, default_flow_style=None, width=110)
+    # not allow_unicode: PyYAML writes some control characters raw then, and reads them back as spaces
+    return yaml.safe_dump(tree, sort_keys=False, default_flow_style=False, width=110)
 
 
 def _plain(value: Any, path: str) -> Any:

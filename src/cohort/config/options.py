@@ -8,6 +8,13 @@ from typing import Literal
 from cohort.errors import ConfigError
 
 
+def _at_least(low: int, options: object, names: str) -> None:
+    for name in names.split():
+        if not getattr(options, name) >= low:
+            flag = name.replace("_", "-")
+            raise ConfigError(f"--{flag} is {getattr(options, name)}; it must be at least {low}.")
+
+
 @dataclass(frozen=True, kw_only=True)
 class EvalOptions:
     """How `cohort eval` samples and scores."""
@@ -33,16 +40,8 @@ class EvalOptions:
 
     def check(self) -> None:
         """Refuse values that cannot work, and samples that would all be the same."""
-        for name in ("samples", "max_tokens", "slots"):
-            if getattr(self, name) < 1:
-                raise ConfigError(
-                    f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be at least 1."
-                )
-        for name in ("problems", "temperature", "top_k", "min_p", "seed", "threads"):
-            if not getattr(self, name) >= 0:
-                raise ConfigError(
-                    f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be at least 0."
-                )
+        _at_least(1, self, "samples max_tokens slots")
+        _at_least(0, self, "problems temperature top_k min_p seed threads")
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"--top-p is {self.top_p}; it must be above 0 and at most 1.")
         if self.min_p >= 1:
@@ -73,13 +72,8 @@ class BenchOptions:
     """CPU threads; 0 = all cores."""
 
     def check(self) -> None:
-        for name in ("prompts", "samples", "prompt_tokens", "completion_tokens", "repeats"):
-            if getattr(self, name) < 1:
-                raise ConfigError(
-                    f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be at least 1."
-                )
-        if self.threads < 0:
-            raise ConfigError(f"--threads is {self.threads}; it must be at least 0.")
+        _at_least(1, self, "prompts samples prompt_tokens completion_tokens repeats")
+        _at_least(0, self, "threads")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,39 +12,33 @@ from cohort.config.flags import leaves, show
 from cohort.config.schema import RunConfig
 from cohort.errors import ConfigError, nearest
 
-_AT_LEAST: dict[str, float] = {
-    "steps": 1,
-    "seed": 0,
-    "threads": 0,
-    "batch.prompts": 1,
-    "batch.samples": 1,
-    "sampling.max_tokens": 1,
-    "sampling.top_k": 0,
-    "engine.slots": 1,
-    "algo.clip_low": 0,
-    "algo.clip_high": 0,
-    "algo.kl": 0,
-    "algo.entropy": 0,
-    "optim.lr": 0,
-    "optim.warmup": 0,
-    "optim.weight_decay": 0,
-    "optim.clip_norm": 0,
-    "optim.max_bad_steps": 1,
-    "learner.epochs": 1,
-    "learner.minibatches": 1,
-    "learner.token_budget": 1,
-    "eval.every": 0,
-    "eval.problems": 0,
-    "eval.samples": 1,
-    "eval.temperature": 0,
-    "save.every": 1,
-    "save.keep_last": 1,
-    "save.rollouts": 0,
-}
-_ABOVE: dict[str, float] = {"sampling.temperature": 0, "sampling.top_p": 0, "optim.eps": 0}
-_AT_MOST: dict[str, float] = {"sampling.top_p": 1, "optim.lr_floor": 1, "algo.clip_low": 1}
-_BELOW: dict[str, float] = {"sampling.min_p": 1, "optim.beta1": 1, "optim.beta2": 1}
-_FROM_ZERO = ("sampling.min_p", "optim.beta1", "optim.beta2", "optim.lr_floor")
+# Bounds of numbers: how they are worded, when they hold, and for which settings.
+_BOUNDS: tuple[tuple[str, Callable[[float], bool], str], ...] = (
+    (
+        "a finite number",
+        math.isfinite,
+        "optim.lr optim.eps optim.weight_decay optim.clip_norm eval.temperature",
+    ),
+    (
+        "a finite number",
+        math.isfinite,
+        "algo.clip_low algo.clip_high algo.kl algo.entropy sampling.temperature",
+    ),
+    ("at least 1", lambda x: x >= 1, "steps batch.prompts batch.samples sampling.max_tokens engine.slots"),
+    ("at least 1", lambda x: x >= 1, "learner.epochs learner.minibatches learner.token_budget eval.samples"),
+    ("at least 1", lambda x: x >= 1, "save.every save.keep_last optim.max_bad_steps"),
+    (
+        "at least 0",
+        lambda x: x >= 0,
+        "seed threads sampling.top_k algo.clip_high algo.kl algo.entropy optim.lr",
+    ),
+    ("at least 0", lambda x: x >= 0, "optim.warmup optim.weight_decay optim.clip_norm save.rollouts"),
+    ("at least 0", lambda x: x >= 0, "eval.every eval.problems eval.temperature"),
+    ("above 0", lambda x: x > 0, "sampling.temperature optim.eps"),
+    ("above 0 and at most 1", lambda x: 0 < x <= 1, "sampling.top_p"),
+    ("from 0 to 1", lambda x: 0 <= x <= 1, "algo.clip_low optim.lr_floor"),
+    ("at least 0 and below 1", lambda x: 0 <= x < 1, "sampling.min_p optim.beta1 optim.beta2"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,23 +105,10 @@ def validate(config: RunConfig, given: Collection[str] = ()) -> None:
 
 
 def _check_ranges(values: dict[str, Any]) -> None:
-    for name, value in values.items():
-        if isinstance(value, float) and not math.isfinite(value):
-            raise _out_of_range(name, value, "a finite number")
-        low = _AT_LEAST.get(name, 0 if name in _FROM_ZERO else -math.inf)
-        number = value if isinstance(value, int | float) else 0
-        if number < low and (name in _AT_LEAST or name in _FROM_ZERO):
-            raise _out_of_range(name, value, f"at least {low:g}")
-        if name in _ABOVE and number <= _ABOVE[name]:
-            raise _out_of_range(name, value, f"above {_ABOVE[name]:g}")
-        if name in _AT_MOST and number > _AT_MOST[name]:
-            raise _out_of_range(name, value, f"at most {_AT_MOST[name]:g}")
-        if name in _BELOW and number >= _BELOW[name]:
-            raise _out_of_range(name, value, f"below {_BELOW[name]:g}")
-
-
-def _out_of_range(name: str, value: Any, wanted: str) -> ConfigError:
-    return ConfigError(f"{name} is {value}; it must be {wanted}.")
+    for wanted, holds, names in _BOUNDS:
+        for name in names.split():
+            if name in values and not holds(values[name]):
+                raise ConfigError(f"{name} is {values[name]}; it must be {wanted}.")
 
 
 def _check_combinations(config: RunConfig, given: Collection[str]) -> None:
@@ -169,7 +150,9 @@ def reward_parts(task: Any) -> tuple[str, ...]:
 
 def _check_reward(config: RunConfig) -> None:
     parts = reward_parts(config.task)
-    for part in config.reward:
+    for part, weight in config.reward.items():
+        if not math.isfinite(weight):
+            raise ConfigError(f"reward.{part} is {weight}; it must be a finite number.")
         if part not in parts:
             raise ConfigError(
                 f'unknown reward part "{part}" of task {type(config.task).name}.{nearest(part, parts)}'
@@ -195,8 +178,7 @@ def _check_effects(config: RunConfig, values: dict[str, Any], given: Collection[
 def _defaults(config: RunConfig) -> dict[str, Any]:
     """Default of every setting of the sections, by dotted name."""
     found: dict[str, Any] = {}
-    sections: Iterable[str] = ("sampling", "algo", "optim", "learner", "eval")
-    for section in sections:
+    for section in ("sampling", "algo", "optim", "learner", "eval"):
         default = type(getattr(config, section))()
         found |= {f"{section}.{f.name}": getattr(default, f.name) for f in dataclasses.fields(default)}
     return found

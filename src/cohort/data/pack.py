@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -112,35 +113,44 @@ def fit(units: Sequence[Unit], budget: int) -> list[list[Unit]]:
 def _microbatch(units: Sequence[Unit], loss_on: Provenance) -> Microbatch:
     tokens: list[int] = []
     positions: list[int] = []
-    spans: list[tuple[range, range, int]] = []  # queries, keys' own part, length of the shared prompt before them
+    spans: list[Span] = []
     source: list[int] = []
     chosen: list[tuple[int, Sample, list[int]]] = []
     for unit in units:
         start, size = len(tokens), len(unit.prompt)
         tokens += unit.prompt
         positions += range(size)
-        spans.append((range(start, start + size), range(start, start), 0))
+        alone = len(unit.samples) == 1  # then prompt and completion are one plain sequence
+        if not alone:
+            spans.append((start, size, start, 0))
         for segment, sample in unit.samples:
             first = len(tokens)
             tokens += sample.tokens
             positions += range(size, size + len(sample.tokens))
-            spans.append((range(first, len(tokens)), range(start, start + size), size))
+            length = len(sample.tokens)
+            spans.append((start, size + length, start, 0) if alone else (first, length, start, size))
             at = [i for i, p in enumerate(sample.provenance) if p == loss_on]
             source += [first + i - 1 if i else start + size - 1 for i in at]
             chosen.append((segment, sample, at))
+    num = [len(at) for _, _, at in chosen]
     return Microbatch(
         tokens=torch.tensor(tokens),
         positions=torch.tensor(positions),
-        layout=layout([(q, (*shared, *q), offset) for q, shared, offset in spans if len(q)], len(tokens)),
+        layout=layout(spans, len(tokens)),
         source=torch.tensor(source),
         targets=_flat(chosen, lambda s: s.tokens, torch.int64),
-        segments=torch.tensor([segment for segment, _, at in chosen for _ in at]),
-        lengths=torch.tensor([len(at) for _, _, at in chosen for _ in at]),
-        advantages=torch.tensor([s.advantage for _, s, at in chosen for _ in at], dtype=torch.float64),
+        segments=_repeat([segment for segment, _, _ in chosen], num),
+        lengths=_repeat(num, num),
+        advantages=_repeat([s.advantage for _, s, _ in chosen], num),
         sampler_logprobs=_flat(chosen, lambda s: s.sampler_logprobs),
         old_logprobs=_optional(chosen, lambda s: s.old_logprobs),
         ref_logprobs=_optional(chosen, lambda s: s.ref_logprobs),
     )
+
+
+def _repeat(values: list[int] | list[float], counts: list[int]) -> Tensor:
+    """A sample's value for each of its tokens."""
+    return torch.from_numpy(np.repeat(np.array(values), counts))
 
 
 def _flat(chosen, values, dtype: torch.dtype = torch.float64) -> Tensor:  # type: ignore[no-untyped-def]
@@ -153,41 +163,45 @@ def _optional(chosen, values) -> Tensor | None:  # type: ignore[no-untyped-def]
     return _flat(chosen, values) if any(present) else None
 
 
-Span = tuple[Sequence[int], Sequence[int], int]
-"""(stream indices of the queries, of the keys, offset): query i sees keys 0 .. offset + i."""
+WASTE = 0.25  # share of padded query-key pairs in a block worth a call less
+CALL = 8192  # pairs computed in about the time that a call itself costs
+
+Span = tuple[int, int, int, int]
+"""(start, length, start of the shared prompt, its length): a run of tokens that sees that prompt and itself."""
 
 
 def layout(spans: Sequence[Span], num_tokens: int) -> Layout:
     """Batch spans of similar shape, so that padding wastes little and calls are few."""
     blocks: list[Block] = []
-    rows: list[Tensor] = []
+    order = np.empty(num_tokens, dtype=np.int64)
     taken = 0
-    for members in _similar(sorted(spans, key=lambda s: (len(s[1]), len(s[0])))):
-        lq, lk = max(len(q) for q, _, _ in members), max(len(k) for _, k, _ in members)
-        queries = torch.tensor([[*q, *[q[0]] * (lq - len(q))] for q, _, _ in members])
-        keys = torch.tensor([[*k, *[k[0]] * (lk - len(k))] for _, k, _ in members])
-        blocks.append(Block(queries=queries, keys=keys, offsets=torch.tensor([o for _, _, o in members])))
-        for i, (q, _, _) in enumerate(members):
-            rows.append(torch.stack([torch.tensor(q), taken + i * lq + torch.arange(len(q))]))
+    for members in _similar(sorted((s for s in spans if s[1]), key=lambda s: (s[1] + s[3], s[1]))):
+        start, length, shared, size = np.array(members).T[:, :, None]  # [b, 1] each
+        lq, lk = int(length.max()), int((length + size).max())
+        column, row = np.arange(lk), np.arange(lq)
+        own = start + np.minimum(column - size, length - 1)
+        keys = np.where(column < size, shared + column, own)  # [b, Lk]
+        queries = start + np.minimum(row, length - 1)  # [b, Lq]
+        real = row < length
+        order[queries[real]] = (taken + np.arange(len(members))[:, None] * lq + row)[real]
         taken += len(members) * lq
-    order = torch.empty(num_tokens, dtype=torch.int64)
-    where = torch.cat(rows, dim=1)
-    order[where[0]] = where[1]
-    return Layout(blocks=blocks, order=order)
+        tensors = (torch.from_numpy(a) for a in (queries, keys, size[:, 0].copy()))
+        blocks.append(Block(**dict(zip(("queries", "keys", "offsets"), tensors, strict=True))))
+    return Layout(blocks=blocks, order=torch.from_numpy(order))
 
 
 def _similar(spans: Sequence[Span]) -> list[list[Span]]:
-    """Cut a sorted list of spans where padding would cost more than another attention call."""
-    call = 1 << 16  # query-key pairs computed in about the time a call costs
+    """Cut a sorted list of spans where padding would cost more than the calls it saves."""
     out: list[list[Span]] = []
     lq = lk = area = 0
     for span in spans:
-        q, k = max(lq, len(span[0])), max(lk, len(span[1]))
-        own = len(span[0]) * len(span[1])
-        if out and (len(out[-1]) + 1) * q * k - area - own <= call:
+        _, length, _, size = span
+        q, k = max(lq, length), max(lk, length + size)
+        true = area + length * (length + size)
+        if out and (len(out[-1]) + 1) * q * k <= (1 + WASTE) * true + CALL:
             out[-1].append(span)
-            lq, lk, area = q, k, area + own
+            lq, lk, area = q, k, true
         else:
             out.append([span])
-            lq, lk, area = len(span[0]), len(span[1]), own
+            lq, lk, area = length, length + size, length * (length + size)
     return out

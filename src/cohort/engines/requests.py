@@ -18,8 +18,8 @@ def check_request(request: Request, max_context: int, vocab_size: int) -> None:
         raise ConfigError(f"{who}: max_tokens = {s.max_tokens} must be at least 1.")
     if num + s.max_tokens > max_context:
         raise ConfigError(
-            f"{who} cannot fit: {num} prompt tokens + max_tokens {s.max_tokens} = {num + s.max_tokens} is more than "
-            f"the context of {max_context}; shorten the prompt or lower max_tokens by {num + s.max_tokens - max_context}."
+            f"{who} cannot fit: {num} prompt tokens + max_tokens {s.max_tokens} = {num + s.max_tokens} is "
+            f"more than the context of {max_context}; shorten the prompt or lower max_tokens."
         )
     if not (math.isfinite(s.temperature) and s.temperature >= 0):
         raise ConfigError(f"{who}: temperature = {s.temperature} must be a finite number >= 0 (0 = greedy).")
@@ -32,7 +32,9 @@ def check_request(request: Request, max_context: int, vocab_size: int) -> None:
     if "" in s.stop_strings:
         raise ConfigError(f"{who}: an empty stop string would stop at once; remove it.")
     if not -1 <= request.shared <= num:
-        raise ConfigError(f"{who}: shared = {request.shared} must be between -1 (all) and the {num} tokens it has.")
+        raise ConfigError(
+            f"{who}: shared = {request.shared} must be between -1 (all) and the {num} tokens it has."
+        )
     if request.start < 0:
         raise ConfigError(f"{who}: start = {request.start} must not be negative.")
     low, high = min(request.tokens), max(request.tokens)

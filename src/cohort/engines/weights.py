@@ -6,7 +6,7 @@ import torch
 
 from cohort.engines.base import Weights
 from cohort.errors import ModelError, nearest
-from cohort.models.decoder import Decoder, hf_views
+from cohort.models.decoder import Decoder, hf_shaped, hf_views
 
 
 @torch.no_grad()
@@ -23,9 +23,12 @@ def copy_weights(weights: Weights, decoder: Decoder) -> None:
         if name not in views:
             raise ModelError(f'weights have a tensor "{name}" that the model has not.{nearest(name, views)}')
         view = views[name]
-        if tensor.numel() != view.numel() or tensor.shape[-1] != view.shape[-1] and tensor.ndim > 1:
-            raise ModelError(f'"{name}" has shape {list(tensor.shape)}, which does not fit {list(view.shape)}.')
+        shape = hf_shaped(name, view.to("meta")).shape
+        if tensor.shape != shape:
+            raise ModelError(f'"{name}" has shape {list(tensor.shape)}; the model needs {list(shape)}.')
         view.copy_(tensor.reshape(view.shape))
         missing.discard(name)
     if missing:
-        raise ModelError(f"weights lack {len(missing)} tensors of the model, {sorted(missing)[0]} among them.")
+        raise ModelError(
+            f"weights lack {len(missing)} tensors of the model, {sorted(missing)[0]} among them."
+        )

@@ -57,6 +57,9 @@ class LiveView:
         self._evaluations.append(evaluation)
 
     def event(self, step: int, kind: str, text: str) -> None:
+        if kind == "checkpoint":  # the newest will do: it must not push a failure out of sight
+            for old in [e for e in self._events if e[1] == kind]:
+                self._events.remove(old)
         self._events.append((step, kind, text))
 
     def finish(self, summary: Summary) -> None:

@@ -7,12 +7,12 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TextIO
+from typing import Any, Protocol, TextIO
 
 from cohort.errors import ConfigError, nearest
 from cohort.store.records import Evaluation
 
-Kind = Literal["auto", "live", "plain", "json"]
+KINDS = ("auto", "live", "plain", "json")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,11 +145,11 @@ class Guarded:
                 print(f"the progress view failed ({error!r}); the run goes on without it", file=sys.stderr)
 
 
-def make_view(kind: Kind = "auto", stream: TextIO | None = None) -> View:
+def make_view(kind: str = "auto", stream: TextIO | None = None) -> View:
     """The view for a stream: live on a terminal, plain lines elsewhere, JSON lines on request."""
     stream = sys.stdout if stream is None else stream
-    if kind not in ("auto", "live", "plain", "json"):
-        raise ConfigError(f'unknown log "{kind}".{nearest(kind, ["auto", "live", "plain", "json"])}')
+    if kind not in KINDS:
+        raise ConfigError(f'unknown log "{kind}".{nearest(kind, KINDS)}')
     if kind == "json":
         from cohort.logs.jsonlines import JsonView
 

@@ -21,24 +21,11 @@ from cohort.scoring.process import Worker
 from cohort.scoring.wire import Hello, Item, Limits, Reply
 from cohort.tasks.base import Task, check_parts
 from cohort.tasks.ref import TaskRef
-from cohort.types import Answer, Outcome, Prompt, Row, Sample
+from cohort.types import Answer, Outcome, Row
 
 WINDOW = 64  # answers a worker has at hand, so that it need not wait for the next poll
 START_SECONDS = 60.0
 TICK = 0.05  # how soon a death without a closed pipe (a forked child holds it open) is noticed
-
-
-def answer_of(prompt: Prompt, sample: Sample, num_tokens: int | None = None) -> Answer:
-    """What the grader sees of a sample of a single-turn prompt."""
-    full = prompt.forced_text + sample.text
-    before = prompt.messages[:-1] if prompt.messages[-1].get("role") == "assistant" else prompt.messages
-    return Answer(
-        text=sample.text,
-        full=full,
-        finish=str(sample.finish),
-        num_tokens=sample.num_sampled if num_tokens is None else num_tokens,
-        conversation=[*before, {"role": "assistant", "content": full}],
-    )
 
 
 class ScoringPool:
@@ -67,7 +54,7 @@ class ScoringPool:
         import_path = [entry or os.getcwd() for entry in sys.path]
         self._hello = Hello(task=self.task, limits=self.limits, import_path=import_path)
         self._workers: list[Worker] = []
-        self._finalizer = weakref.finalize(self, _kill_all, self._workers)
+        self._finalizer = weakref.finalize(self, _kill_all, self._workers, os.getpid())
         for _ in range(workers):
             self._workers.append(self._start())
 
@@ -258,7 +245,9 @@ class ScoringPool:
         return id
 
 
-def _kill_all(workers: list[Worker]) -> None:
+def _kill_all(workers: list[Worker], owner: int) -> None:
+    if os.getpid() != owner:  # a fork of the owner has no say over its workers
+        return
     for worker in workers:
         worker.kill()
     workers.clear()

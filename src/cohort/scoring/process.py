@@ -13,7 +13,6 @@ from collections import deque
 from contextlib import suppress
 from pathlib import Path
 
-import cohort
 from cohort.scoring.wire import MAX_LINE, Hello, Item, Reply
 
 # What a worker may know of its surroundings: an allow-list, since keys go by too many names to be denied.
@@ -24,8 +23,7 @@ ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 def worker_environment() -> dict[str, str]:
     """The allowed variables, and what makes graders repeatable: one thread, a fixed hash seed."""
     kept = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
-    assert cohort.__file__ is not None
-    home = str(Path(cohort.__file__).resolve().parent.parent)
+    home = str(Path(__file__).resolve().parents[2])
     fixed = {"PYTHONHASHSEED": "0", "PYTHONSAFEPATH": "1", "PYTHONPATH": home}
     return kept | fixed | dict.fromkeys(ONE_THREAD, "1")
 

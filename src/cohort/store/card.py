@@ -90,7 +90,7 @@ def _curve(data: CardData) -> str:
 def _incidents(data: CardData) -> str:
     counts: dict[str, int] = {}
     for event in data.events:
-        if event.kind not in ("checkpoint", "run"):
+        if event.kind not in ("checkpoint", "command", "run"):
             counts[event.kind] = counts.get(event.kind, 0) + 1
     total = {name: sum(data.series.get(name, {}).values()) for name in ("samples/failed", "samples/masked")}
     told = [f"- {kind}: {count}" for kind, count in sorted(counts.items())]

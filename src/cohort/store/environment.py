@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import socket
 import sys
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -17,9 +16,8 @@ _PACKAGES = ("cohort", "torch", "transformers", "tokenizers", "safetensors", "nu
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Environment:
-    """Host, processor, memory and the versions of what computes."""
+    """Processor, memory and the versions of what computes."""
 
-    host: str
     system: str
     processor: str
     num_cores: int
@@ -32,7 +30,6 @@ class Environment:
 def describe_environment(accelerator: str = "") -> Environment:
     """Ask the system; nothing is imported for it."""
     return Environment(
-        host=socket.gethostname(),
         system=platform.platform(),
         processor=_processor(),
         num_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,

@@ -26,8 +26,8 @@ _FIRST = (
         id INTEGER PRIMARY KEY AUTOINCREMENT, time REAL NOT NULL, step INTEGER NOT NULL,
         group_id INTEGER NOT NULL REFERENCES groups (id), position INTEGER NOT NULL,
         text TEXT NOT NULL, finish TEXT NOT NULL, num_tokens INTEGER NOT NULL, version INTEGER NOT NULL,
-        reward REAL, advantage REAL, parts TEXT NOT NULL, reason TEXT NOT NULL, failure TEXT NOT NULL, masked TEXT NOT NULL,
-        UNIQUE (group_id, position))""",
+        reward REAL, advantage REAL, parts TEXT NOT NULL, reason TEXT NOT NULL,
+        failure TEXT NOT NULL, masked TEXT NOT NULL, UNIQUE (group_id, position))""",
     "CREATE INDEX samples_by_step ON samples (step)",
     """CREATE TABLE events (
         id INTEGER PRIMARY KEY AUTOINCREMENT, time REAL NOT NULL, step INTEGER NOT NULL,

@@ -43,11 +43,11 @@ class Arithmetic:
     """A quarter of the numbers, and of the parentheses, carry a minus sign."""
     spaces: bool = False
     """Half of the operators stand between spaces."""
-    keep: tuple[int, int] = (0, 0)
+    keep: tuple[int, int] = (0, 999)
     """Smallest and largest absolute answer kept; (0, 0) = all."""
     instructions: bool = False
     """Tell the model about the answer tags; `tiny` knows them."""
-    train_size: int = 20_000
+    train_size: int = 10_000
     """Rows of `train`, and of `traces`."""
     test_size: int = 1_000
 

@@ -46,7 +46,7 @@ class Countdown:
     """A JSON Lines file instead of generated problems: test rows only, unless it has {split} in its name."""
     instructions: bool = False
     """State the rules and the answer tags; `tiny` knows them."""
-    train_size: int = 20_000
+    train_size: int = 10_000
     """Rows of `train`, and of `traces`."""
     test_size: int = 1_000
 

@@ -172,11 +172,11 @@ class Run:
         checkpoint.clean(self.directory.checkpoints)
         path = checkpoint.latest(self.directory.checkpoints)
         state = checkpoint.load(path) if path else None
+        if state:
+            self._hooks.restore(state)  # may refuse, and then nothing has been removed
         self.step = self._first_step = state.step if state else 0
         store.truncate_after(self.step)
         self.directory.remove_after(self.step)
-        if state:
-            self._hooks.restore(state)
         self.evaluations = self.directory.evaluations()
         with Reader(self.directory.database) as reader:
             known = reader.events(kind="command")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice
+from collections.abc import Callable, Iterable, Sequence
 
 from cohort.algos.imitation import Imitation
+from cohort.data.batch import Batch
 from cohort.data.pack import pack
 from cohort.learner.base import Learner
 from cohort.types import Finish, Group, Prompt, Provenance, Sample
@@ -14,19 +14,17 @@ Example = tuple[list[int], list[int]]
 """(tokens, provenance): TARGET tokens are imitated, the others are only seen."""
 
 
-def sft(
-    learner: Learner,
-    examples: Iterable[Example],
-    *,
-    batch_size: int,
-    token_budget: int,
-    report: Callable[[int, dict[str, float]], None],
-) -> None:
-    """One update per `batch_size` examples until they are used up; a last partial batch is trained too."""
+def sft(learner: Learner, batches: Iterable[Batch], report: Callable[[int, dict[str, float]], None]) -> None:
+    """One update per batch until they are used up."""
     loss = Imitation()
-    for step, batch in enumerate(_batches(examples, batch_size)):
-        groups = [as_group(tokens, provenance) for tokens, provenance in batch]
-        report(step, learner.update(pack(groups, token_budget, loss_on=Provenance.TARGET), loss))
+    for step, batch in enumerate(batches):
+        report(step, learner.update(batch, loss))
+
+
+def pack_examples(examples: Iterable[Example], token_budget: int) -> Batch:
+    """Examples -> one optimizer step. Pure and picklable, so that other processes can pack ahead."""
+    groups = [as_group(tokens, provenance) for tokens, provenance in examples]
+    return pack(groups, token_budget, loss_on=Provenance.TARGET)
 
 
 def as_group(tokens: Sequence[int], provenance: Sequence[int]) -> Group:
@@ -43,9 +41,3 @@ def as_group(tokens: Sequence[int], provenance: Sequence[int]) -> Group:
         finish=Finish.STOP,
     )
     return Group(prompt=prompt, samples=[sample])
-
-
-def _batches(examples: Iterable[Example], size: int) -> Iterator[list[Example]]:
-    rest = iter(examples)
-    while batch := list(islice(rest, size)):
-        yield batch

@@ -1,7 +1,7 @@
 """What a token may see while sampling: its prompt, stored once a group, and what its own slot drew. Exact.
 
-Letters: T tokens, B rows (slots), Q queries of a row and KV head, K KV heads, g query heads a KV head, D head size,
-P prompt positions, R own positions, W = P + R.
+Letters: T tokens, B rows (slots), Q queries of a row and KV head, K KV heads, g query heads a KV head,
+D head size, P prompt positions, R own positions, W = P + R.
 """
 
 from __future__ import annotations
@@ -49,7 +49,11 @@ class Shared:
     def ungroup(self, x: Tensor, K: int) -> Tensor:
         """[num * K, siblings * Q, n] -> [rows of the part, K, Q, n]"""
         n = x.shape[-1]
-        grid = x.view(self.num, K, self.siblings, -1, n).transpose(1, 2).reshape(self.num * self.siblings, K, -1, n)
+        grid = (
+            x.view(self.num, K, self.siblings, -1, n)
+            .transpose(1, 2)
+            .reshape(self.num * self.siblings, K, -1, n)
+        )
         return grid if self.slot is None else grid.index_select(0, self.slot)
 
     def scores(self, layer: int, q: Tensor) -> Tensor:
@@ -75,6 +79,7 @@ class Prompts:
             return self.parts[0].scores(layer, q)
         out = q.new_zeros(*q.shape[:3], self.width)
         for part in self.parts:
+            assert part.rows is not None
             out[..., : part.width].index_copy_(0, part.rows, part.scores(layer, q))
         return out
 
@@ -85,6 +90,7 @@ class Prompts:
         D = self.parts[0].pool.arena.config.head_dim
         out = weights.new_empty(*weights.shape[:3], D)
         for part in self.parts:
+            assert part.rows is not None
             out.index_copy_(0, part.rows, part.mixture(layer, weights))
         return out
 
@@ -114,7 +120,9 @@ def _part(prefixes: list[Prefix], rows: list[int], whole: bool, device: torch.de
         grid = [crowd.get(e, []) for e in entries]
     else:
         siblings = -(-len(rows) // len(crowd))
-        chunks = [(e, m[i : i + siblings]) for e, m in sorted(crowd.items()) for i in range(0, len(m), siblings)]
+        chunks = [
+            (e, m[i : i + siblings]) for e, m in sorted(crowd.items()) for i in range(0, len(m), siblings)
+        ]
         entries, grid = [e for e, _ in chunks], [m for _, m in chunks]
     fill = [rows[0]] * (len(grid) * siblings)  # a place without a row computes something nobody reads
     slot = [0] * len(rows)
@@ -157,7 +165,7 @@ def two_part(layer: int, q: Tensor, prompts: Prompts, own: tuple[Tensor, Tensor]
 
 
 def own_views(arena: Arena, layer: int, first: int, rows: int, room: int) -> tuple[Tensor, Tensor]:
-    """Keys and values of slots first .. first + rows, their first `room` tokens: [rows * K, room, D], views."""
+    """Keys and values of `rows` slots from `first` on, `room` tokens each: views, [rows * K, room, D]."""
 
     def cut(stored: Tensor) -> Tensor:
         return stored[first : first + rows].view(-1, arena.room, stored.shape[-1])[:, :room]
@@ -166,7 +174,7 @@ def own_views(arena: Arena, layer: int, first: int, rows: int, room: int) -> tup
 
 
 def decode_attend(arena: Arena, prompts: Prompts, lengths: Tensor, longest: int) -> Attend:
-    """One new token for each of the slots 0 .. B - 1, which hold `lengths` [B] tokens of their own (<= longest)."""
+    """One new token for each of the slots 0 .. B - 1, which hold `lengths` [B] <= longest of their own."""
     rows = lengths.shape[0]
     places = arena.places(torch.arange(rows, device=lengths.device), lengths)
     own_bias = bias_below(lengths + 1, longest + 1, prompts.bias.dtype)
@@ -180,7 +188,7 @@ def decode_attend(arena: Arena, prompts: Prompts, lengths: Tensor, longest: int)
 
 
 def extend_attend(arena: Arena, prompts: Prompts, first: int, have: int, counts: list[int]) -> Attend:
-    """counts[i] > 0 new tokens, flat and in order, for the slots from `first` on, which hold `have` of their own."""
+    """counts[i] > 0 new tokens, flat, for the slots from `first` on, which hold `have` own tokens each."""
     rows, most = len(counts), max(counts)
     device, num = prompts.bias.device, torch.tensor(counts, device=prompts.bias.device)
     row = torch.repeat_interleave(torch.arange(rows, device=device), num)  # [T]
@@ -212,8 +220,8 @@ def extend_attend(arena: Arena, prompts: Prompts, first: int, have: int, counts:
 def prefill_attend(batches: list[list[Prefix]]) -> Attend:
     """Whole prefixes, flat and in order; the prefixes of one list lie in one pool.
 
-    Within a list prompts are padded on the right to the longest: a causal mask hides the padding from every real
-    token, so no other mask is needed.
+    Within a list prompts are padded on the right to the longest: a causal mask hides the padding from every
+    real token, so no other mask is needed.
     """
     steps = []
     begin = 0
@@ -244,7 +252,9 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, rows: int, most: int, padded: Tenso
     T, K, g, D = q.shape
 
     def grid(x: Tensor) -> Tensor:  # [T, K, h, D] -> [rows, K * g, most, D]
-        full = x if len(x) == rows * most else x.new_zeros(rows * most, *x.shape[1:]).index_copy_(0, padded, x)
+        full = (
+            x if len(x) == rows * most else x.new_zeros(rows * most, *x.shape[1:]).index_copy_(0, padded, x)
+        )
         return full.view(rows, most, K, -1, D).expand(-1, -1, -1, g, -1).flatten(2, 3).transpose(1, 2)
 
     mixed = F.scaled_dot_product_attention(grid(q), grid(k[:, :, None]), grid(v[:, :, None]), is_causal=True)

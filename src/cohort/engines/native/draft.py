@@ -13,7 +13,7 @@ from cohort.types import Finish, Provenance, Sample
 
 @dataclass(eq=False, kw_only=True, slots=True)
 class Draft:
-    """What a request has so far. It survives the loss of its cached state: that can be computed again from it."""
+    """What a request has so far. From it alone the cached state can be computed again."""
 
     request: Request
     stream: int
@@ -44,9 +44,8 @@ class Draft:
         self.tokens += tokens
         self.logprobs += logprobs
         self.kept += kept if sampling.truncates else []
-        if sampling.stop_strings and self._find(before, decode):
-            self.finish = Finish.STOP
-        elif self.tokens and self.tokens[-1] in sampling.stop_ids:
+        stopped = bool(sampling.stop_strings) and self._find(before, decode)
+        if stopped or (self.tokens and self.tokens[-1] in sampling.stop_ids):
             self.finish = Finish.STOP
         elif len(self.tokens) >= sampling.max_tokens:
             self.finish = Finish.LENGTH
@@ -86,7 +85,7 @@ class Draft:
 
 
 class Line:
-    """Drafts that wait, by prefix: a group begun is finished first, so that few prompts are in memory at once."""
+    """Drafts that wait, by prefix: a group begun is finished first, so few prompts are in memory at once."""
 
     def __init__(self) -> None:
         self.groups: OrderedDict[tuple[int, ...], deque[Draft]] = OrderedDict()

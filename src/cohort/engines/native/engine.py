@@ -1,14 +1,15 @@
 """The native engine: continuous batching on the learner's own weights.
 
-Running drafts fill the slots 0 .. n - 1. A step computes one token for all of them; who ends leaves at once, the
-last slot moves into the gap, and drafts that wait take the free slots. A prompt is computed and stored once a group.
-Nothing looks at single samples in Python at every token: windows of tokens are read back in bulk.
+Running drafts fill the slots 0 .. n - 1. A step computes one token for all of them; who ends leaves at once,
+the last slot moves into the gap, and drafts that wait take the free slots. A prompt is computed and stored
+once a group. Nothing looks at single samples in Python at every token: they are read back in bulk.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,18 +20,20 @@ from cohort.engines.base import Abilities, Event, Request, Weights
 from cohort.engines.native.attention import Prompts, decode_attend, extend_attend, plan, prefill_attend
 from cohort.engines.native.draft import Draft, Line
 from cohort.engines.native.kv import Arena, Prefix, Prefixes, length_class
+from cohort.engines.native.packed import PackedLinears
 from cohort.engines.native.random import stream_of
 from cohort.engines.native.sampler import draw
 from cohort.engines.native.slots import Slots
 from cohort.engines.requests import check_request
 from cohort.engines.weights import copy_weights
 from cohort.errors import CohortError, ConfigError, ModelError
-from cohort.models.decoder import Decoder
+from cohort.models.decoder import Attend, Decoder
 from cohort.types import Finish, Sample
 
 PREFILL_TOKENS = 2048  # most prompt tokens in one forward (a longer prompt goes alone)
 EXTEND_TOKENS = 256  # a slot's own tokens computed at once; with EXTEND_ROWS it bounds the scores in memory
 EXTEND_ROWS = 32
+FIRST_ROOM = 64  # own tokens a slot has room for at first
 LOGITS = 1 << 24  # most logits in memory at once
 
 
@@ -49,8 +52,9 @@ class Work:
 class NativeEngine:
     """Samples with a decoder whose storage it shares with the learner.
 
-    `tokenizer_decode` makes text of ids, for `Sample.text` and stop strings only. `max_context` bounds prompt plus
-    completion. `window` is the number of steps between reports: a server wants 1, training any number.
+    `tokenizer_decode` makes text of ids, for `Sample.text` and stop strings only. `max_context` bounds prompt
+    plus completion. `weights` = "fp16" samples from packed copies: faster, not exact. `window` is the
+    number of steps between reports: a server wants 1, training any number.
     """
 
     abilities = Abilities()
@@ -69,11 +73,10 @@ class NativeEngine:
         if max_context > decoder.config.max_positions:
             limit = decoder.config.max_positions
             raise ConfigError(f"max_context = {max_context} is more than the {limit} positions of the model.")
-        if weights != "shared":
-            raise ConfigError(f'engine.weights = "{weights}" is not available in this build; use "shared".')
         dtype, device = decoder.embed.dtype, decoder.embed.device
         self.decoder, self.decode = decoder, tokenizer_decode
         self.num_slots, self.max_context, self.window = slots, max_context, window
+        self.packed = PackedLinears(decoder) if weights == "fp16" else None
         self.version = 0
         self.work = Work()
         self.drafts: dict[str, Draft] = {}  # all that are not ended, by request id
@@ -118,7 +121,7 @@ class NativeEngine:
     def abort(self, id: str) -> Sample:
         draft = self.drafts.get(id)
         if draft is None:
-            raise CohortError(f'request "{id}" is not under way: it was never submitted, has ended or was aborted.')
+            raise CohortError(f'request "{id}" is not under way: never submitted, ended or aborted.')
         draft.finish = Finish.ABORT
         if draft in self.running:
             self._leave([self.running.index(draft)])
@@ -130,7 +133,11 @@ class NativeEngine:
     def load(self, weights: Weights, version: int) -> None:
         if weights.module is not self.decoder:
             copy_weights(weights, self.decoder)
-        if self._broken:  # what was computed with damaged weights must not be read again, not even with weight zero
+        if self.packed is not None:
+            self.packed.pack()
+        if (
+            self._broken
+        ):  # what was computed with damaged weights must not be read again, not even with weight zero
             self.release()
         self.version = version
         self.line.return_first(self.running)
@@ -152,7 +159,9 @@ class NativeEngine:
     def _admit(self) -> None:
         """Fill free slots, draw the first token of those who enter."""
         free = self.num_slots - len(self.running)
-        if not self.line or (self.running and free < -(-self.num_slots // 16)):  # a prefill of few prompts is slow
+        if not self.line or (
+            self.running and free < -(-self.num_slots // 16)
+        ):  # a prefill of few prompts is slow
             return
         entering = sorted(self.line.take(free), key=lambda d: d.num_cached)
         begin = time.perf_counter()
@@ -183,7 +192,7 @@ class NativeEngine:
                 batches.setdefault(length_class(len(prefix.tokens)), []).append(prefix)
             tokens = self._tensor([t for p in now for t in p.tokens])
             positions = self._tensor([i for p in now for i in range(len(p.tokens))])
-            hidden = self.decoder(tokens, positions, prefill_attend(list(batches.values())))
+            hidden = self._forward(tokens, positions, prefill_attend(list(batches.values())))
             end = -1
             for prefix in now:
                 end += len(prefix.tokens)
@@ -191,7 +200,7 @@ class NativeEngine:
             self.work.num_prompt_tokens += total
 
     def _enter(self, entering: list[Draft], first: int) -> Tensor:
-        """Hidden states to draw from, [n, d]: the prefix's, or after the draft's own tokens where it has some.
+        """Hidden states to draw from, [n, d]: after the prefix, or after own tokens where there are some.
 
         `entering` is sorted by the number of own tokens, so those that still have some are the last slots.
         """
@@ -201,21 +210,21 @@ class NativeEngine:
         for low in range(0, len(entering), EXTEND_ROWS):
             part = entering[low : low + EXTEND_ROWS]
             longest = part[-1].num_cached
-            self.arena.reserve(len(self.running), longest + 1)
+            self.arena.reserve(len(self.running), max(longest + 1, FIRST_ROOM))
             for have in range(0, longest, EXTEND_TOKENS):
                 begin = next(i for i, d in enumerate(part) if d.num_cached > have)
                 self._extend(part[begin:], first + low + begin, have, hidden[low + begin : low + len(part)])
         return hidden
 
     def _extend(self, drafts: list[Draft], first: int, have: int, hidden: Tensor) -> None:
-        """Compute own tokens have .. have + EXTEND_TOKENS of drafts in the slots from `first` on, into `hidden`."""
+        """Compute own tokens from `have` on (EXTEND_TOKENS at most) of the slots from `first` on."""
         todo = [(d.own + d.tokens)[have : have + EXTEND_TOKENS] for d in drafts]
         counts = [len(t) for t in todo]
         prompts = plan([d.prefix for d in drafts], self.arena.dtype, self.arena.device)
         starts = [len(d.prefix.tokens) + have for d in drafts]
         tokens = self._tensor([t for own in todo for t in own])
         positions = self._tensor([s + i for s, n in zip(starts, counts, strict=True) for i in range(n)])
-        states = self.decoder(tokens, positions, extend_attend(self.arena, prompts, first, have, counts))
+        states = self._forward(tokens, positions, extend_attend(self.arena, prompts, first, have, counts))
         ends = self._tensor(counts).cumsum(0) - 1
         hidden.copy_(states.index_select(0, ends))
         self.slots.length[first : first + len(drafts)] += self._tensor(counts)
@@ -230,9 +239,9 @@ class NativeEngine:
         if self._prompts is None:
             self._prompts = plan([d.prefix for d in self.running], self.arena.dtype, self.arena.device)
         longest = int(s.length[:n].max())
-        self.arena.reserve(n, longest + 1)
+        self.arena.reserve(n, max(longest + 1, FIRST_ROOM))
         attend = decode_attend(self.arena, self._prompts, s.length[:n], longest)
-        hidden = self.decoder(s.last[:n], s.base[:n] + s.length[:n], attend)
+        hidden = self._forward(s.last[:n], s.base[:n] + s.length[:n], attend)
         s.length[:n] += 1
         self.work.num_steps += 1
         self.work.decode_seconds += time.perf_counter() - begin
@@ -246,25 +255,32 @@ class NativeEngine:
         for low in range(0, len(hidden), chunk):
             part = hidden[low : low + chunk]
             here = slice(first + low, first + low + len(part))
-            drawn = draw(self.decoder.logits(part), self.slots.settings(here), self.slots.uniforms(here))
+            with self.packed or nullcontext():
+                logits = self.decoder.logits(part)
+            drawn = draw(logits, self.slots.settings(here), self.slots.uniforms(here))
             finite = finite and bool(drawn.logprobs.isfinite().all())
             done.append(self.slots.record(here, drawn))
         self.work.num_drawn += len(hidden)
         if not finite:
             self._broken = True
             raise ModelError(
-                f"the model (version {self.version}) gives logits that are not finite: its weights are damaged; "
-                "go back to an earlier checkpoint."
+                f"the model (version {self.version}) gives logits that are not finite: its weights are "
+                "damaged; go back to an earlier checkpoint."
             )
         slots = (first + torch.cat(done).nonzero()[:, 0]).tolist()
         if slots:
             self._leave(self._read(slots))
         self.work.draw_seconds += time.perf_counter() - begin
 
+    def _forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        with self.packed or nullcontext():
+            hidden: Tensor = self.decoder(tokens, positions, attend)
+        return hidden
+
     # ---- leaving
 
     def _read(self, slots: Sequence[int]) -> list[int]:
-        """Take the windows of these slots into their drafts, report them, tell which slots hold an ended draft."""
+        """Take the windows of these slots into their drafts, report them, tell which slots have ended."""
         ended: list[int] = []
         if not slots:
             return ended

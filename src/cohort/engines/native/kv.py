@@ -1,4 +1,4 @@
-"""Keys and values in memory: one arena for what each slot drew, and one pool a length class for shared prompts.
+"""Keys and values in memory: an arena for what each slot drew, a pool a length class for shared prompts.
 
 Letters: L layers, K KV heads, D head size.
 """
@@ -31,7 +31,7 @@ class Arena:
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
     def reserve(self, num: int, room: int) -> None:
-        """Have at least this much; what is there stays. Doubling keeps the copying proportional to the final size."""
+        """Have at least this much; what is there stays. Doubling bounds the copying by the final size."""
         if num <= self.num and room <= self.room:
             return
         num = self.num if num <= self.num else max(num, 2 * self.num)
@@ -47,7 +47,7 @@ class Arena:
         return self.kv[1, layer]
 
     def places(self, sequence: Tensor, position: Tensor) -> Tensor:
-        """Where the tokens at (sequence, position), both [T], lie in a layer seen as [num * K * room, D]: [T * K]."""
+        """Rows of the tokens at (sequence, position) [T] in a layer seen as [num * K * room, D]: [T * K]."""
         heads = sequence[:, None] * self.config.num_kv_heads + self.heads
         return (heads * self.room + position[:, None]).flatten()
 
@@ -80,7 +80,7 @@ class Prefix:
 
 
 class Pool:
-    """Computed prefixes of one length class. They fill entries 0 .. n - 1, so that reading them needs no gather."""
+    """Computed prefixes of one length class. They fill entries 0 .. n - 1: reading them needs no gather."""
 
     def __init__(self, arena: Arena, room: int) -> None:
         self.arena, self.room = arena, room
@@ -142,7 +142,7 @@ class Prefixes:
 
 
 def length_class(length: int) -> int:
-    """Room for a prefix: 32, 48, 64, 96, 128, 192, ...: few classes, and at most a third of the memory unused.
+    """Room for a prefix: 32, 48, 64, 96, 128, 192, ...: few classes, at most a third of the memory unused.
 
     >>> [length_class(n) for n in (1, 32, 33, 49, 65, 100, 129)]
     [32, 32, 48, 64, 96, 128, 192]

@@ -1,7 +1,7 @@
 """Keyed randomness: one uniform number for every (key, token position), whatever the batch, slot or order.
 
-A key is hashed once to a 64-bit stream; a uniform is a counter-based hash of (stream, position) in wrapping 64-bit
-integers, so that CPU and CUDA give the same bits.
+A key is hashed once to a 64-bit stream; a uniform is a counter-based hash of (stream, position) in wrapping
+64-bit integers, so that CPU and CUDA give the same bits.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cohort.types import Key
 
-# Odd constants of the 64-bit finaliser (Stafford's mix 13), as signed integers because torch has no uint64 products.
+# Constants of the 64-bit finaliser (Stafford's mix 13), signed because torch has no uint64 products.
 GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 MIX_2 = 0x94D049BB133111EB - (1 << 64)
@@ -24,7 +24,7 @@ def stream_of(key: Key) -> int:
     """The key's stream, a signed 64-bit integer that is the same on every machine and in every process.
 
     >>> stream_of(Key(seed=0, purpose="train", task="t", prompt_id="7", visit=0, sample=3))
-    -8353043943160834041
+    -6122594671877502583
     """
     fields = [key.seed, key.purpose, key.task, key.prompt_id, key.visit, key.sample]
     canonical = json.dumps(fields, ensure_ascii=True, separators=(",", ":")).encode()
@@ -33,7 +33,7 @@ def stream_of(key: Key) -> int:
 
 
 def uniforms(stream: Tensor, position: Tensor) -> Tensor:
-    """Uniform numbers in [0, 1), float64 with 53 random bits, for int64 `stream` and `position` of equal shape."""
+    """Uniform numbers in [0, 1), float64 with 53 random bits, for int64 tensors of equal shape."""
     bits = mix(stream ^ mix(position + GOLDEN))
     return shift(bits, 11).to(torch.float64) * 2.0**-53
 

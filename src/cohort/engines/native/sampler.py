@@ -1,4 +1,4 @@
-"""From logits to tokens: temperature, truncation, inverse CDF. Pure functions; every row may differ in its settings."""
+"""From logits to tokens: temperature, truncation, inverse CDF. Pure functions, settings by row."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def draw(logits: Tensor, settings: Settings, u: Tensor) -> Drawn:
 def truncate(probs: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
     """probs [B, V] with everything outside the kept set at 0 (not renormalised), and the mass kept [B].
 
-    Kept are the top_k most probable tokens; of these the smallest set that reaches top_p of their mass; of these
-    the ones with at least min_p times the largest probability. Ties are broken by the smaller id.
+    Kept are the top_k most probable tokens; of these the smallest set that reaches top_p of their mass; of
+    these the ones with at least min_p times the largest probability. Ties are broken by the smaller id.
     """
     top = probs.amax(dim=-1, keepdim=True)
     keep = probs >= settings.min_p.to(probs.dtype)[:, None] * top  # [B, V]; the largest is always in
@@ -73,10 +73,10 @@ def truncate(probs: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
 def inverse_cdf(probs: Tensor, u: Tensor) -> Tensor:
     """The first token, in vocabulary order, at which the cumulative probability exceeds u times the total.
 
-    Two levels, blocks of tokens and tokens of one block: little is summed sequentially, and a rare token at the end
-    of a large vocabulary keeps its chance, which a running sum in fp32 would round away. At the upper end, where
-    rounding can put u x total beyond the sum, the last token of positive probability is taken. A token of zero
-    probability is never taken. probs [B, V], not necessarily normalised; u [B].
+    Two levels, blocks of tokens and tokens of one block: little is summed sequentially, and a rare token at
+    the end of a large vocabulary keeps its chance, which a running sum in fp32 would round away. At the upper
+    end, where rounding can put u x total beyond the sum, the last token of positive probability is taken. One
+    of zero probability is never taken. probs [B, V], not necessarily normalised; u [B].
 
     >>> inverse_cdf(torch.tensor([[0.25, 0.0, 0.75]]).repeat(3, 1), torch.tensor([0.2, 0.25, 0.999])).tolist()
     [0, 2, 2]

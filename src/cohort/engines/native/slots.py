@@ -1,4 +1,4 @@
-"""The state of every slot as tensors: what a decode step reads and writes without looking at one sample in Python."""
+"""The state of every slot as tensors, so that a decode step looks at no single sample in Python."""
 
 from __future__ import annotations
 
@@ -106,6 +106,4 @@ class Slots:
         tokens, logprobs = self.tokens[which].tolist(), self.logprobs[which].tolist()
         kept = self.kept[which].tolist() if self.truncated else [[]] * len(slots)
         self.filled[which] = 0
-        return [
-            (t[:n], lp[:n], k[:n]) for n, t, lp, k in zip(filled, tokens, logprobs, kept, strict=True)
-        ]
+        return [(t[:n], lp[:n], k[:n]) for n, t, lp, k in zip(filled, tokens, logprobs, kept, strict=True)]

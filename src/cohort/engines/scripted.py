@@ -1,0 +1,92 @@
+"""An engine that says what it is told: for tests of everything that drives engines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from cohort.engines.base import Abilities, Event, Request, Weights
+from cohort.engines.native.draft import Draft
+from cohort.engines.native.kv import Prefix
+from cohort.engines.requests import check_request
+from cohort.errors import CohortError, ConfigError
+from cohort.types import Finish, Sample
+
+LOGPROB = -1.0  # of a token whose script gives none
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Script:
+    """What a request is answered with. Stop ids, stop strings and max_tokens still apply."""
+
+    tokens: list[int]
+    logprobs: list[float] | None = None
+
+
+Answers = Callable[[Request], Script] | Mapping[str, Script]
+
+
+class ScriptedEngine:
+    """Answers requests from a function, or from a mapping by request id.
+
+    `at_once` requests run together and get `window` tokens a poll, so that partial samples, refills and loads
+    under way happen as in a real engine. A script that runs out before anything stops it is a mistake.
+    """
+
+    abilities = Abilities()
+
+    def __init__(
+        self,
+        answers: Answers,
+        tokenizer_decode: Callable[[list[int]], str],
+        max_context: int = 4096,
+        vocab_size: int = 1 << 20,
+        at_once: int = 64,
+        window: int = 4,
+    ) -> None:
+        self.answers, self.decode = answers, tokenizer_decode
+        self.max_context, self.vocab_size = max_context, vocab_size
+        self.at_once, self.window = at_once, window
+        self.version = 0
+        self.drafts: dict[str, tuple[Draft, Script]] = {}  # in the order they were submitted
+
+    def submit(self, request: Request) -> None:
+        check_request(request, self.max_context, self.vocab_size)
+        if request.id in self.drafts:
+            raise ConfigError(f'request "{request.id}" is already under way; ids must be unique.')
+        script = self.answers(request) if callable(self.answers) else self.answers[request.id]
+        prefix = Prefix(tokens=tuple(request.tokens))
+        self.drafts[request.id] = (Draft(request=request, stream=0, prefix=prefix, own=[]), script)
+
+    def poll(self) -> list[Event]:
+        events = []
+        for draft, script in list(self.drafts.values())[: self.at_once]:
+            before = len(draft.tokens)
+            draft.begin(self.version)
+            while len(draft.tokens) < before + self.window and draft.finish is None:
+                self._say_one(draft, script)
+            event = Event(id=draft.request.id, tokens=draft.tokens[before:], logprobs=draft.logprobs[before:])
+            if draft.finish is not None:
+                event.sample = draft.sample(self.decode)
+                del self.drafts[draft.request.id]
+            events.append(event)
+        return events
+
+    def _say_one(self, draft: Draft, script: Script) -> None:
+        at = len(draft.tokens)
+        if at == len(script.tokens):
+            raise ConfigError(
+                f'the script of request "{draft.request.id}" ends after {at} tokens, before any stop.'
+            )
+        logprob = LOGPROB if script.logprobs is None else script.logprobs[at]
+        draft.extend([script.tokens[at]], [logprob], [1.0], self.decode)
+
+    def abort(self, id: str) -> Sample:
+        if id not in self.drafts:
+            raise CohortError(f'request "{id}" is not under way: never submitted, ended or aborted.')
+        draft, _ = self.drafts.pop(id)
+        draft.finish = Finish.ABORT
+        return draft.sample(self.decode)
+
+    def load(self, weights: Weights, version: int) -> None:
+        self.version = version

@@ -1,0 +1,221 @@
+"""What every engine must do. A test class of an engine inherits `EngineConformance` and makes the engine.
+
+The engine under test may say anything, so the tests know only the protocol: they look at what was drawn, set
+the stops accordingly, and ask again with the same key.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from cohort.engines.base import Engine, Request, sample
+from cohort.errors import CohortError, ConfigError
+from cohort.types import Finish, Key, Provenance, Sampling
+
+PROMPTS = [[5, 9, 2, 11], [7, 7, 1], [3, 14, 15, 9, 2, 6, 5, 3, 5, 8, 9, 7]]
+
+
+def spell(tokens: list[int]) -> str:
+    """A readable decode with a text for every id: 3, 17 -> "3.17."."""
+    return "".join(f"{t}." for t in tokens)
+
+
+def request(prompt: int = 0, index: int = 0, max_tokens: int = 12, **changes: Any) -> Request:
+    sampling = {k: changes.pop(k) for k in list(changes) if k in Sampling.__dataclass_fields__}
+    values: dict[str, Any] = {
+        "id": f"{prompt}/{index}",
+        "tokens": list(PROMPTS[prompt]),
+        "sampling": Sampling(max_tokens=max_tokens, **sampling),
+        "key": Key(seed=1, purpose="train", task="t", prompt_id=str(prompt), visit=0, sample=index),
+    }
+    return Request(**{**values, **changes})
+
+
+class Same:
+    """Weights that are already there."""
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+
+    def __iter__(self):
+        return iter(())
+
+
+class EngineConformance:
+    """Subclasses give `make(slots) -> Engine` with `spell` as decode, and `weights(engine) -> Weights`."""
+
+    def make(self, slots: int = 4) -> Engine:
+        raise NotImplementedError
+
+    def weights(self, engine: Engine) -> Any:
+        return Same(getattr(engine, "decoder", None))
+
+    def drawn(self, prompt: int = 0, index: int = 0, max_tokens: int = 12) -> list[int]:
+        return sample(self.make(), [request(prompt, index, max_tokens)])[f"{prompt}/{index}"].tokens
+
+    def test_idle_engine_reports_nothing(self):
+        engine = self.make()
+        assert engine.poll() == []
+        sample(engine, [request()])
+        assert engine.poll() == []
+
+    def test_more_requests_than_slots_all_end_once(self):
+        requests = [request(p, i, max_tokens=5 + i) for p in range(3) for i in range(4)]
+        engine = self.make(slots=3)
+        for r in requests:
+            engine.submit(r)
+        ended: list[str] = []
+        while events := engine.poll():
+            ended += [e.id for e in events if e.sample is not None]
+        assert sorted(ended) == sorted(r.id for r in requests)
+
+    def test_lists_agree_in_length_and_provenance(self):
+        s = sample(self.make(), [request(max_tokens=9)])["0/0"]
+        assert len(s.tokens) == len(s.sampler_logprobs) == 9
+        assert s.provenance == [Provenance.SAMPLED] * 9
+        assert s.finish == Finish.LENGTH and s.kept_mass == []
+        assert s.text == spell(s.tokens)
+        assert all(p <= 0 for p in s.sampler_logprobs)
+
+    def test_events_add_up_to_the_sample(self):
+        engine = self.make(slots=2)
+        for i in range(4):
+            engine.submit(request(0, i, max_tokens=11 + i))
+        tokens: dict[str, list[int]] = {}
+        logprobs: dict[str, list[float]] = {}
+        samples = {}
+        while events := engine.poll():
+            for e in events:
+                tokens.setdefault(e.id, []).extend(e.tokens)
+                logprobs.setdefault(e.id, []).extend(e.logprobs)
+                if e.sample is not None:
+                    samples[e.id] = e.sample
+        assert {k: s.tokens for k, s in samples.items()} == tokens
+        assert {k: s.sampler_logprobs for k, s in samples.items()} == logprobs
+
+    def test_same_key_same_sample_whatever_else_runs(self):
+        requests = [request(p, i) for p in range(3) for i in range(4)]
+        a = sample(self.make(slots=3), requests)
+        b = sample(self.make(slots=12), requests[::-1])
+        assert {k: s.tokens for k, s in a.items()} == {k: s.tokens for k, s in b.items()}
+
+    def test_stop_id_is_stored_but_not_said(self):
+        plain = self.drawn()
+        end = plain.index(plain[6])  # it may have come earlier
+        s = sample(self.make(), [request(stop_ids=(plain[6],))])["0/0"]
+        assert s.tokens == plain[: end + 1]
+        assert s.finish == Finish.STOP
+        assert s.text == spell(plain[:end])
+
+    def test_stop_string_trims_text_only(self):
+        plain = self.drawn()
+        stop = f"{plain[4]}.{plain[5]}"  # completed by token 5, not by its dot alone
+        at = spell(plain).index(stop)
+        end = next(n for n in range(1, 13) if stop in spell(plain[:n]))
+        s = sample(self.make(), [request(stop_strings=("never", stop))])["0/0"]
+        assert s.tokens == plain[:end]
+        assert len(s.sampler_logprobs) == len(s.provenance) == end
+        assert s.finish == Finish.STOP
+        assert s.text == spell(plain)[:at]
+
+    def test_stop_on_the_last_allowed_token_is_a_stop(self):
+        plain = self.drawn()
+        end = plain.index(plain[6])
+        s = sample(self.make(), [request(max_tokens=end + 1, stop_ids=(plain[6],))])["0/0"]
+        assert s.finish == Finish.STOP and s.tokens == plain[: end + 1]
+
+    def test_max_tokens_one(self):
+        s = sample(self.make(), [request(max_tokens=1)])["0/0"]
+        assert s.tokens == self.drawn()[:1] and s.finish == Finish.LENGTH
+
+    def test_abort_returns_the_partial_sample(self):
+        plain = self.drawn(max_tokens=60)
+        engine = self.make()
+        engine.submit(request(0, 0, max_tokens=60))
+        engine.submit(request(0, 1, max_tokens=20))
+        reported = [t for e in engine.poll() if e.id == "0/0" for t in e.tokens]
+        s = engine.abort("0/0")
+        assert s.finish == Finish.ABORT
+        assert 0 < len(s.tokens) < 60
+        assert s.tokens == reported == plain[: len(s.tokens)]
+        assert s.text == spell(s.tokens)
+        rest = []
+        while events := engine.poll():
+            rest += events
+        assert {e.id for e in rest} == {"0/1"}
+        assert [e.sample.tokens for e in rest if e.sample] == [self.drawn(0, 1, 20)]
+
+    def test_abort_of_a_waiting_request_is_empty(self):
+        engine = self.make(slots=1)
+        engine.submit(request(0, 0, max_tokens=50))
+        engine.submit(request(0, 1))
+        s = engine.abort("0/1")
+        assert s.tokens == [] and s.finish == Finish.ABORT and s.text == ""
+        ids = set()
+        while events := engine.poll():
+            ids |= {e.id for e in events}
+        assert ids == {"0/0"}
+
+    def test_abort_of_the_unknown_is_an_error(self):
+        engine = self.make()
+        sample(engine, [request()])
+        for id in ("0/0", "other"):
+            with pytest.raises(CohortError, match=id):
+                engine.abort(id)
+
+    def test_aborted_id_may_be_used_again(self):
+        engine = self.make()
+        engine.submit(request(max_tokens=50))
+        engine.poll()
+        engine.abort("0/0")
+        assert sample(engine, [request()])["0/0"].tokens == self.drawn()
+
+    def test_versions_of_a_sample_under_way(self):
+        engine = self.make()
+        engine.load(self.weights(engine), version=3)
+        engine.submit(request(max_tokens=60))
+        first = sum(len(e.tokens) for e in engine.poll())
+        engine.load(self.weights(engine), version=4)
+        engine.submit(request(1, 0, max_tokens=5))
+        samples = {}
+        while events := engine.poll():
+            samples.update({e.id: e.sample for e in events if e.sample is not None})
+        assert samples["0/0"].versions == [(0, 3), (first, 4)]
+        assert samples["1/0"].versions == [(0, 4)]
+        assert samples["0/0"].tokens == self.drawn(max_tokens=60)  # the weights are the same ones
+
+    def test_duplicate_id_is_refused(self):
+        engine = self.make()
+        engine.submit(request())
+        with pytest.raises(ConfigError, match="0/0"):
+            engine.submit(request(index=0))
+
+    @pytest.mark.parametrize(
+        ("changes", "numbers"),
+        [
+            ({"tokens": []}, ["empty prompt"]),
+            ({"max_tokens": 0}, ["max_tokens = 0"]),
+            ({"max_tokens": 100_000}, ["4 prompt tokens", "100000", "100004"]),
+            ({"temperature": -0.5}, ["-0.5"]),
+            ({"temperature": float("nan")}, ["nan"]),
+            ({"temperature": float("inf")}, ["inf"]),
+            ({"top_p": 0.0}, ["top_p = 0.0"]),
+            ({"top_p": 1.5}, ["top_p = 1.5"]),
+            ({"top_k": -1}, ["top_k = -1"]),
+            ({"min_p": 1.5}, ["min_p = 1.5"]),
+            ({"stop_strings": ("",)}, ["empty stop string"]),
+            ({"shared": 9}, ["shared = 9", "4 tokens"]),
+            ({"start": -1}, ["start = -1"]),
+            ({"tokens": [1, -4]}, ["-4"]),
+            ({"tokens": [1, 99_999_999]}, ["99999999"]),
+        ],
+    )
+    def test_request_that_cannot_be_served_is_refused(self, changes: dict[str, Any], numbers: list[str]):
+        engine = self.make()
+        with pytest.raises(ConfigError) as error:
+            engine.submit(request(**changes))
+        for number in ["0/0", *numbers]:
+            assert number in str(error.value)
+        assert engine.poll() == []

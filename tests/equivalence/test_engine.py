@@ -1,0 +1,222 @@
+"""The engine against one sequence at a time: same distribution, same samples, whatever shares the batch."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.conformance import Same, spell
+from tests.support import TOLERANCE, naive_logprobs, one_sequence, small_decoder
+
+from cohort.engines.base import Request, sample
+from cohort.engines.native import engine as native
+from cohort.engines.native.engine import NativeEngine
+from cohort.engines.native.random import stream_of, uniforms
+from cohort.models.decoder import Decoder
+from cohort.types import Key, Sample, Sampling
+
+# (prompt length, siblings, longest completion): four length classes, crowded and lonely, unequal ends
+LOAD = [(1, 3, 20), (5, 9, 12), (31, 1, 40), (33, 4, 9), (40, 1, 1), (64, 2, 30), (70, 5, 25), (3, 1, 70)]
+DTYPES = [torch.float64, torch.float32]
+FAMILIES = [
+    {},
+    {"num_heads": 4, "num_kv_heads": 4, "tied": False},
+    {"num_heads": 14, "num_kv_heads": 2, "qkv_bias": True},
+    {"num_heads": 8, "num_kv_heads": 1, "head_dim": 16, "qk_norm": True, "mlp_bias": True},
+]
+
+
+def load_requests(seed: int = 0, own: bool = False, **sampling) -> list[Request]:
+    """One request a sibling; with `own`, each continues its prompt by some tokens of its own."""
+    rng = random.Random(seed)
+    requests = []
+    for p, (length, siblings, longest) in enumerate(LOAD):
+        prompt = [rng.randrange(61) for _ in range(length)]
+        for i in range(siblings):
+            more = [rng.randrange(61) for _ in range(rng.randrange(12))] if own else []
+            requests.append(
+                Request(
+                    id=f"{p}/{i}",
+                    tokens=prompt + more,
+                    sampling=Sampling(max_tokens=max(1, longest - 2 * i), stop_ids=(7, 8), **sampling),
+                    key=Key(seed=seed, purpose="train", task="t", prompt_id=str(p), visit=0, sample=i),
+                    shared=length,
+                )
+            )
+    return requests
+
+
+def run(decoder: Decoder, requests: list[Request], slots: int = 64, window: int = 8) -> dict[str, Sample]:
+    return sample(NativeEngine(decoder, spell, slots=slots, max_context=512, window=window), requests)
+
+
+@torch.no_grad()
+def assert_logprobs(
+    decoder: Decoder, requests: list[Request], samples: dict[str, Sample], tolerance: float
+) -> None:
+    for r in requests:
+        s = samples[r.id]
+        expected = naive_logprobs(decoder, r.tokens, s.tokens, r.sampling.temperature or 1.0)
+        gap = (torch.tensor(s.sampler_logprobs, dtype=expected.dtype) - expected).abs().max().item()
+        assert gap <= tolerance, f"{r.id}: {gap}"
+
+
+@torch.no_grad()
+def naive_sample(decoder: Decoder, r: Request) -> list[int]:
+    """The definition: a full forward for every token, one uniform each, inverse CDF by a plain sum."""
+    tokens, drawn = list(r.tokens), []
+    while len(drawn) < r.sampling.max_tokens:
+        hidden = decoder(torch.tensor(tokens), torch.arange(len(tokens)), one_sequence())
+        probs = F.softmax(decoder.logits(hidden[-1:]) / r.sampling.temperature, dim=-1)[0].double()
+        u = uniforms(torch.tensor([stream_of(r.key)]), torch.tensor([r.start + len(drawn)]))
+        token = int((probs.cumsum(0) <= u * probs.sum()).sum())
+        tokens.append(token)
+        drawn.append(token)
+        if token in r.sampling.stop_ids:
+            break
+    return drawn
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("slots", [64, 5])
+def test_sampler_logprobs_equal_one_sequence_at_a_time(dtype: torch.dtype, own: bool, slots: int):
+    decoder, requests = small_decoder(dtype), load_requests(own=own)
+    assert_logprobs(decoder, requests, run(decoder, requests, slots), TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("changes", FAMILIES)
+def test_sampler_logprobs_in_every_family(changes: dict):
+    decoder, requests = small_decoder(torch.float64, **changes), load_requests(own=True)
+    assert_logprobs(decoder, requests, run(decoder, requests, slots=6), 1e-10)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.5, 1.3])
+def test_sampler_logprobs_are_at_the_sampling_temperature(temperature: float):
+    decoder, requests = small_decoder(torch.float64), load_requests(temperature=temperature)
+    assert_logprobs(decoder, requests, run(decoder, requests), 1e-10)
+
+
+def test_sampler_logprobs_are_before_truncation():
+    decoder, requests = small_decoder(torch.float64), load_requests(top_p=0.8, top_k=20, min_p=0.01)
+    assert_logprobs(decoder, requests, run(decoder, requests), 1e-10)
+
+
+def test_samples_equal_the_definition():
+    decoder, requests = small_decoder(torch.float64), load_requests(own=True)[::2]
+    samples = run(decoder, requests, slots=5)
+    for r in requests:
+        assert samples[r.id].tokens == naive_sample(decoder, r), r.id
+
+
+def test_greedy_is_the_most_probable_token():
+    decoder, requests = small_decoder(torch.float64), load_requests(temperature=0.0)[::3]
+    samples = run(decoder, requests)
+    for r in requests:
+        tokens = torch.tensor(r.tokens + samples[r.id].tokens)
+        with torch.no_grad():
+            hidden = decoder(tokens, torch.arange(len(tokens)), one_sequence())
+        best = decoder.logits(hidden).argmax(-1)[len(r.tokens) - 1 : -1]
+        assert samples[r.id].tokens == best.tolist()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_samples_do_not_depend_on_slots_order_or_company(dtype: torch.dtype):
+    decoder, requests = small_decoder(dtype), load_requests(own=True)
+    reference = {k: s.tokens for k, s in run(decoder, requests).items()}
+    shuffled = random.Random(5).sample(requests, len(requests))
+    for others, slots, window in (
+        (shuffled, 64, 8),
+        (requests[::-1], 3, 1),
+        (shuffled, 7, 5),
+        (shuffled[:6], 1, 8),
+    ):
+        for id, s in run(decoder, others, slots, window).items():
+            assert s.tokens == reference[id]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("cut", [1, 5, 18])
+def test_continuing_a_partial_sample_gives_the_rest(dtype: torch.dtype, cut: int):
+    decoder, requests = small_decoder(dtype), load_requests()
+    whole = run(decoder, requests)
+    rest = [
+        Request(
+            id=r.id,
+            tokens=r.tokens + whole[r.id].tokens[:cut],
+            sampling=Sampling(max_tokens=r.sampling.max_tokens - cut, stop_ids=r.sampling.stop_ids),
+            key=r.key,
+            shared=r.shared,
+            start=cut,
+        )
+        for r in requests
+        if len(whole[r.id].tokens) > cut
+    ]
+    assert len(rest) >= 5
+    for id, s in run(decoder, rest, slots=4).items():
+        assert s.tokens == whole[id].tokens[cut:]
+        assert s.sampler_logprobs == pytest.approx(whole[id].sampler_logprobs[cut:], abs=TOLERANCE[dtype])
+
+
+def test_load_under_way_continues_with_the_new_weights():
+    """After the load every token is drawn as the new weights alone would, given what was drawn before."""
+    old, new = small_decoder(torch.float64), small_decoder(torch.float64, seed=1)
+    decoder = small_decoder(torch.float64)
+    requests = load_requests(own=True)
+    engine = NativeEngine(decoder, spell, slots=20, max_context=512)
+    engine.load(Same(decoder), version=10)
+    for r in requests:
+        engine.submit(r)
+    done: dict[str, Sample] = {}
+
+    def poll() -> bool:
+        events = engine.poll()
+        done.update({e.id: e.sample for e in events if e.sample is not None})
+        return bool(events)
+
+    poll()
+    with torch.no_grad():
+        for mine, theirs in zip(decoder.parameters(), new.parameters(), strict=True):
+            mine.copy_(theirs)  # what an optimizer does to the shared storage
+    engine.load(Same(decoder), version=11)
+    while poll():
+        pass
+    mixed = 0
+    for r in requests:
+        s = done[r.id]
+        spans = {v: k for k, v in s.versions}
+        assert [v for _, v in s.versions] in ([10], [11], [10, 11])
+        change = spans.get(11, len(s.tokens))
+        mixed += 0 < change < len(s.tokens)
+        for decoder_of_part, part in ((old, slice(0, change)), (new, slice(change, None))):
+            with torch.no_grad():
+                expected = naive_logprobs(decoder_of_part, r.tokens, s.tokens)[part].tolist()
+            assert s.sampler_logprobs[part] == pytest.approx(expected, abs=1e-10)
+        begun = Request(
+            id=r.id,
+            tokens=r.tokens + s.tokens[:change],
+            sampling=Sampling(
+                max_tokens=max(1, r.sampling.max_tokens - change), stop_ids=r.sampling.stop_ids
+            ),
+            key=r.key,
+            start=change,
+        )
+        if change < len(s.tokens):
+            assert s.tokens[change:] == naive_sample(new, begun)
+    assert mixed >= 8
+
+
+def test_own_tokens_longer_than_one_segment(monkeypatch):
+    """Continuations are computed in bounded segments and row blocks; the bounds change nothing."""
+    decoder, requests = small_decoder(torch.float64), load_requests(own=True)
+    reference = run(decoder, requests)
+    monkeypatch.setattr(native, "EXTEND_TOKENS", 3)
+    monkeypatch.setattr(native, "EXTEND_ROWS", 4)
+    monkeypatch.setattr(native, "PREFILL_TOKENS", 40)
+    monkeypatch.setattr(native, "LOGITS", 61 * 5)
+    monkeypatch.setattr(native, "FIRST_ROOM", 1)
+    small = run(decoder, requests)
+    assert {k: s.tokens for k, s in small.items()} == {k: s.tokens for k, s in reference.items()}
+    assert_logprobs(decoder, requests, small, 1e-10)

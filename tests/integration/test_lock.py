@@ -1,0 +1,84 @@
+"""One writer a run: a second is refused and told who is first; death by any means frees the run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.pretend_run import live, remains, small_run
+
+from cohort.errors import RunError
+from cohort.store.rundir import RunDirectory
+
+ROOT = Path(__file__).resolve().parents[2]
+ENV = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
+
+# Holds the run in the middle of a step, with a child of its own, as scoring workers are.
+HOLDER = """
+import subprocess, sys, time
+from pathlib import Path
+from cohort.store.rundir import RunDirectory
+from tests.pretend_run import live
+def during(step):
+    if step == 3:
+        child = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=sys.stdin)
+        print(child.pid, flush=True)
+        sys.stdin.read()
+live(RunDirectory.open(Path(sys.argv[1])), during=during)
+"""
+
+
+@pytest.fixture
+def held(tmp_path):
+    directory = RunDirectory.create(tmp_path, small_run(), "a")
+    directory.unlock()
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(directory.path)],
+        env=ENV,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    child = next(int(line) for line in process.stdout if line.strip().isdigit())
+    yield directory, process, child
+    if process.poll() is None:
+        process.kill()
+    process.communicate()  # closes the pipe on which the child waits
+
+
+def test_a_second_writer_is_refused_naming_the_first(held):
+    directory, process, _ = held
+    second = RunDirectory.open(directory.path)
+    with pytest.raises(RunError) as refused:
+        live(second)
+    message = str(refused.value)
+    assert f"process {process.pid} on {socket.gethostname()} since 20" in message and "\n" not in message
+    assert process.poll() is None
+
+
+def test_kill_frees_the_run_though_a_child_lives_on(held, tmp_path):
+    directory, process, child = held
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    os.kill(child, 0)  # still there
+    reference = RunDirectory.create(tmp_path, small_run(), "reference")
+    live(reference)
+    live(RunDirectory.open(directory.path))
+    assert remains(directory) == remains(reference)
+
+
+def test_the_same_process_may_not_write_twice(tmp_path):
+    first = RunDirectory.create(tmp_path, small_run(), "a")
+    first.lock()  # taking it again is nothing
+    second = RunDirectory.open(first.path)
+    with pytest.raises(RunError, match=f"process {os.getpid()} "):
+        second.lock()
+    first.unlock()
+    second.lock()
+    assert (first.path / ".lock").exists()

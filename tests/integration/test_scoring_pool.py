@@ -1,0 +1,383 @@
+"""The boundary against graders that misbehave in every way we could think of."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import random
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cohort.errors import TaskError
+from cohort.scoring.pool import ScoringPool
+from cohort.scoring.wire import Limits
+from cohort.tasks.arithmetic import Arithmetic
+from cohort.tasks.base import grade, load_rows, plain_answer
+from cohort.tasks.ref import TaskRef
+from cohort.types import Outcome
+
+GRADER = '''
+import os, random, re, signal, subprocess, sys, time
+from cohort.tasks.base import Verdict, task
+
+seen = []
+
+def everywhere(data):
+    """Write to every descriptor but the standard ones: the protocol's is among them."""
+    for fd in range(3, 30):
+        try:
+            os.write(fd, data)
+        except OSError:
+            pass
+
+@task("wild")
+class Wild:
+    note: str = "-"
+
+    def rows(self, split): yield {"x": 1}
+    def prompt(self, row): return [{"role": "user", "content": "?"}]
+
+    def score(self, row, answer):
+        seen.append(row["id"])
+        reason = getattr(self, row.get("do", "nothing"))(row) or answer.text
+        return Verdict({"correct": 1}, reason)
+
+    def nothing(self, row): return None
+    def raises(self, row): raise ValueError("my own bug")
+    def leaves(self, row): sys.exit("bye")
+    def exits(self, row): os._exit(3)
+    def segfaults(self, row): os.kill(os.getpid(), signal.SIGSEGV)
+    def recurses(self, row): return self.recurses(row)
+    def hangs_in_c(self, row): re.match(r"(a+)+$", "a" * 60 + "b")
+    def sleeps(self, row): signal.pause()
+    def eats(self, row):
+        hoard = []
+        while True:
+            hoard.append(bytearray(1 << 24))
+    def prints(self, row):
+        for _ in range(20):
+            print("x" * 1_000_000)
+            print("y" * 1_000_000, file=sys.stderr)
+        os.write(1, b"z" * 3_000_000)
+    def reads(self, row): return repr(sys.stdin.read())
+    def returns_twice(self, row):
+        child = os.fork()
+        if child == 0:
+            return "the child"
+        os.waitpid(child, 0)
+        return "the parent"
+    def leaves_a_child(self, row):
+        child = os.fork()
+        if child == 0:
+            signal.pause()
+        return str(child)
+    def leaves_a_program(self, row):
+        return str(subprocess.Popen(["sleep", "600"]).pid)
+    def leaves_a_child_and_exits(self, row):
+        child = os.fork()
+        if child == 0:
+            signal.pause()
+        with open(row["file"], "w") as f: f.write(str(child))
+        os._exit(1)
+    def writes_a_file(self, row):
+        with open(row["file"], "wb") as f: f.write(b"x" * 5_000_000)
+    def garbles(self, row): everywhere(b"hello\\n")
+    def floods(self, row):
+        while True: everywhere(b"x" * 65536)
+    def forges(self, row): everywhere(b'{"number":0,"parts":{"correct":NaN}}\\n')
+    def once(self, row):
+        if len(seen) > 1 and seen[0] != row["id"]: raise RuntimeError("this process is spoilt")
+    def shows(self, row):
+        return " ".join(sorted(os.environ)) + f" note={self.note} sid={os.getsid(0) == os.getpid()}"
+    def draws(self, row): return repr(random.random())
+    def long_reason(self, row): return "r" * 10_000
+
+@task("wrong-shape")
+class WrongShape(Wild):
+    def score(self, row, answer): return {"correct": float("nan")} if row.get("bad") else {"correct": 0}
+'''
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("grader") / "wild.py"
+    path.write_text(GRADER)
+    return str(path)
+
+
+@pytest.fixture
+def pool(file: str) -> Iterator[ScoringPool]:
+    with ScoringPool(TaskRef(name="wild", path=file), limits=Limits(seconds=1.0, memory_mb=256)) as made:
+        yield made
+
+
+def items(*deeds: str, **more: Any) -> list:
+    return [({"id": str(i), "do": deed, **more}, plain_answer(f"t{i}")) for i, deed in enumerate(deeds)]
+
+
+def gone(pid: int, within: float = 10.0) -> bool:
+    """Wait for a process to be no more (or a zombie that somebody else has to bury)."""
+    deadline = time.monotonic() + within
+    while time.monotonic() < deadline:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        if state == "Z":
+            return True
+        time.sleep(0.01)
+    return False
+
+
+GOOD = {"correct": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("deed", "failure"),
+    [
+        ("raises", "the grader raised ValueError: my own bug (wild.py, line"),
+        ("leaves", "the grader raised SystemExit: bye"),
+        ("recurses", "RecursionError"),
+        ("exits", "process exited with 3"),
+        ("segfaults", "process was ended by SIGSEGV"),
+        ("hangs_in_c", "took longer than 1 s"),
+        ("sleeps", "took longer than 1 s"),
+        ("eats", "MemoryError"),
+        ("garbles", "wrote into the scoring protocol"),
+        ("floods", "its reply has no end"),
+    ],
+)
+def test_a_failure_is_reported_and_harms_no_neighbour(pool: ScoringPool, deed: str, failure: str) -> None:
+    outcomes = pool.score(items("nothing", deed, "nothing", "nothing"))
+    assert [o.parts for o in outcomes] == [GOOD, {}, GOOD, GOOD]
+    assert [o.reason for o in outcomes] == ["t0", "", "t2", "t3"]
+    assert failure in outcomes[1].failure
+    assert [bool(o.failure) for o in outcomes] == [False, True, False, False]
+    assert pool.num_failures == 1
+    assert pool.num_restarts >= 1
+    assert pool.score(items("nothing"))[0].parts == GOOD
+
+
+def test_every_answer_of_many_may_fail(pool: ScoringPool) -> None:
+    outcomes = pool.score(items(*["raises"] * 150))
+    assert all("my own bug" in o.failure for o in outcomes)
+    assert pool.num_restarts < 20  # they share the fresh workers
+
+
+def test_a_second_try_runs_in_a_fresh_process(pool: ScoringPool) -> None:
+    """`once` works only as the first thing a process does, so it succeeds exactly when the retry is fresh."""
+    outcomes = pool.score(items("nothing", "once"))
+    assert [o.parts for o in outcomes] == [GOOD, GOOD]
+    assert pool.num_failures == 0
+    assert pool.num_restarts == 1
+
+
+def test_prints_reads_and_long_reasons_do_not_matter(pool: ScoringPool) -> None:
+    outcomes = pool.score(items("prints", "reads", "long_reason", "nothing"))
+    assert [o.parts for o in outcomes] == [GOOD] * 4
+    assert outcomes[1].reason == "''"
+    assert len(outcomes[2].reason) == 500
+    assert pool.num_restarts == 0
+
+
+def test_a_fork_gives_one_reply(pool: ScoringPool) -> None:
+    outcomes = pool.score(items("returns_twice", "nothing", "returns_twice"))
+    assert [o.reason for o in outcomes] == ["the parent", "t1", "the parent"]
+    assert pool.num_restarts == 0
+
+
+def test_what_a_grader_leaves_behind_ends_with_its_worker(pool: ScoringPool, tmp_path: Path) -> None:
+    outcomes = pool.score(items("leaves_a_child", "leaves_a_program"))
+    children = [int(o.reason) for o in outcomes]
+    assert all(Path(f"/proc/{pid}").exists() for pid in children)
+    pool.close()
+    assert all(gone(pid) for pid in children)
+
+
+def test_a_worker_that_dies_leaving_a_child_is_noticed(pool: ScoringPool, tmp_path: Path) -> None:
+    """The child holds the pipe open, so the death cannot be seen there."""
+    (outcome,) = pool.score(items("leaves_a_child_and_exits", file=str(tmp_path / "pid")))
+    assert "exited with 1" in outcome.failure
+    assert gone(int((tmp_path / "pid").read_text()))
+
+
+def test_files_are_bounded(pool: ScoringPool, tmp_path: Path) -> None:
+    (outcome,) = pool.score(items("writes_a_file", file=str(tmp_path / "big")))
+    assert "File too large" in outcome.failure
+    assert (tmp_path / "big").stat().st_size <= 1 << 20
+
+
+def test_workers_know_no_keys_and_have_their_own_session(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOME_API_KEY", "secret")
+    with ScoringPool(TaskRef(name="wild", path=file, knobs={"note": "hi"})) as pool:
+        (outcome,) = pool.score(items("shows"))
+    assert "KEY" not in outcome.reason
+    assert "PATH" in outcome.reason
+    assert outcome.reason.endswith("note=hi sid=True")
+
+
+def test_results_depend_neither_on_order_nor_on_workers(file: str) -> None:
+    rows = load_rows(Arithmetic(train_size=300, test_size=10), "train")
+    task = Arithmetic(train_size=300, test_size=10)
+    asked = [
+        (r, plain_answer(f"<answer>{r['answer'] + i % 3}</answer>" * (i % 2 + 1))) for i, r in enumerate(rows)
+    ]
+    expected = [grade(task, row, answer) for row, answer in asked]
+    assert len({json.dumps(o.parts) for o in expected}) == 4
+    shuffled = list(range(300))
+    random.Random(0).shuffle(shuffled)
+    for workers in (1, 3):
+        with ScoringPool(task, workers=workers) as pool:
+            assert pool.score(asked) == expected
+            assert pool.score(asked[i] for i in shuffled) == [expected[i] for i in shuffled]
+
+
+def test_a_grader_that_draws_random_numbers_draws_the_same_for_the_same_answer(file: str) -> None:
+    seen: list[list[Outcome]] = []
+    for order in ([0, 1, 2], [2, 0, 1]):
+        with ScoringPool(TaskRef(name="wild", path=file)) as pool:
+            asked = items("draws", "draws", "draws")
+            found = pool.score(asked[i] for i in order)
+            seen.append([found[order.index(i)] for i in range(3)])
+    assert seen[0] == seen[1]
+    assert len({o.reason for o in seen[0]}) == 3
+
+
+def test_a_score_that_is_none_stops_with_task_and_row(file: str) -> None:
+    with ScoringPool(TaskRef(name="wrong-shape", path=file)) as pool:
+        pool.submit("a", {"id": "r1"}, plain_answer(""))
+        pool.submit("b", {"id": "r2", "bad": True}, plain_answer(""))
+        pool.submit("c", {"id": "r3"}, plain_answer(""))
+        outcomes: dict[str, Outcome] = {}
+        with pytest.raises(TaskError, match='task "wrong-shape", row "r2": part \'correct\' is nan'):
+            while pool.num_pending:
+                outcomes.update(pool.poll(timeout=5))
+        while pool.num_pending:
+            outcomes.update(pool.poll(timeout=5))
+        assert outcomes.keys() == {"a", "c"}
+
+
+def test_the_pool_checks_scores_itself(pool: ScoringPool) -> None:
+    """A forged reply passes the worker's own check by; the pool's catches it."""
+    with pytest.raises(TaskError, match='task "wild", row "0": part \'correct\' is nan'):
+        pool.score(items("forges"))
+
+
+def test_a_task_that_cannot_be_loaded_is_one_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("import no_such_module\n")
+    with (
+        ScoringPool(TaskRef(name="x", path=str(tmp_path / "broken.py"))) as pool,
+        pytest.raises(TaskError, match="cannot be loaded for scoring: ModuleNotFoundError"),
+    ):
+        pool.score(items("nothing"))
+    (tmp_path / "dies.py").write_text("import os\nos._exit(7)\n")
+    with (
+        ScoringPool(TaskRef(name="x", path=str(tmp_path / "dies.py"))) as pool,
+        pytest.raises(TaskError, match="does not start: the grader's process exited with 7"),
+    ):
+        pool.score(items("nothing"))
+
+
+def test_answers_larger_than_any_pipe_pass_both_ways(pool: ScoringPool) -> None:
+    asked = [({"id": str(i), "pad": "p" * 300_000}, plain_answer("a" * 300_000)) for i in range(40)]
+    outcomes = pool.score(asked)
+    assert [o.reason for o in outcomes] == ["a" * 500] * 40
+    assert pool.num_restarts == 0
+
+
+def test_an_absent_pool_owner_does_not_cost_a_worker_its_life(pool: ScoringPool) -> None:
+    """An answer longer than the pipe waits for its owner to write the rest; that wait is not the grader's."""
+    pool.score(items("nothing"))
+    (worker,) = pool._workers
+    os.kill(worker.pid, signal.SIGSTOP)
+    pool.submit("long", {"id": "0", "pad": "p" * 3_000_000}, plain_answer("t"))
+    assert pool.poll() == []  # writes what the pipe takes
+    os.kill(worker.pid, signal.SIGCONT)
+    select.select([], [worker._requests], [])  # the worker has read that much and wants more
+    worker.since -= 1000  # meanwhile the owner was busy elsewhere
+    outcomes: list[tuple[str, Outcome]] = []
+    while pool.num_pending:
+        outcomes += pool.poll(timeout=5)
+    assert outcomes == [("long", Outcome(parts=GOOD, reason="t"))]
+    assert pool.num_restarts == 0
+
+
+def test_poll_does_not_wait_when_nothing_is_under_way(pool: ScoringPool) -> None:
+    begin = time.monotonic()
+    assert pool.poll(timeout=60) == []
+    assert time.monotonic() - begin < 30
+
+
+def test_misuse_is_refused(pool: ScoringPool) -> None:
+    pool.submit("a", {"id": "1"}, plain_answer(""))
+    with pytest.raises(ValueError, match='"a" is being scored already'):
+        pool.submit("a", {"id": "1"}, plain_answer(""))
+    with pytest.raises(ValueError, match="pending"):
+        pool.score([])
+    pool.close()
+    pool.close()
+    with pytest.raises(ValueError, match="closed"):
+        pool.submit("b", {"id": "1"}, plain_answer(""))
+    with pytest.raises(ValueError, match="at least 1"):
+        ScoringPool(Arithmetic(), workers=0)
+
+
+def test_a_fork_of_the_owner_does_not_end_the_workers(pool: ScoringPool) -> None:
+    pool.score(items("nothing"))
+    child = os.fork()
+    if child == 0:
+        try:
+            pool._finalizer()
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    assert pool.score(items("nothing"))[0].parts == GOOD
+    assert pool.num_restarts == 0
+
+
+def test_a_forgotten_pool_ends_its_workers(file: str) -> None:
+    pool = ScoringPool(TaskRef(name="wild", path=file), workers=2)
+    pool.score(items("nothing"))
+    pids = [worker.pid for worker in pool._workers]
+    del pool
+    gc.collect()
+    assert all(gone(pid) for pid in pids)
+
+
+OWNER = """
+import sys
+from cohort.scoring.pool import ScoringPool
+from cohort.tasks.base import plain_answer
+from cohort.tasks.ref import TaskRef
+
+pool = ScoringPool(TaskRef(name="wild", path=sys.argv[1]), workers=2)
+child = pool.score([({"id": "0", "do": "leaves_a_child"}, plain_answer(""))])[0].reason
+for i in range(4):
+    pool.submit(str(i), {"id": str(i), "do": sys.argv[2]}, plain_answer(""))
+pool.poll(timeout=0.2)
+print(*(w.pid for w in pool._workers), child, flush=True)
+pool.poll(timeout=600)
+"""
+
+
+@pytest.mark.parametrize("deed", ["hangs_in_c", "sleeps"])
+def test_no_worker_survives_its_parent(file: str, deed: str) -> None:
+    """Killed with SIGKILL, the owner can clean up nothing; the kernel does."""
+    owner = subprocess.Popen([sys.executable, "-c", OWNER, file, deed], stdout=subprocess.PIPE, text=True)
+    assert owner.stdout is not None
+    pids = [int(pid) for pid in owner.stdout.readline().split()]
+    assert len(pids) == 3
+    assert all(Path(f"/proc/{pid}").exists() for pid in pids)
+    os.kill(owner.pid, signal.SIGKILL)
+    owner.wait()
+    owner.stdout.close()
+    assert all(gone(pid) for pid in pids)

@@ -1,0 +1,73 @@
+"""fp16-packed weights: exactly the model with rounded matrices, repacked at every load."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from tests.conformance import EngineConformance, Same, request, spell
+from tests.support import naive_logprobs, small_decoder
+
+from cohort.engines.base import sample
+from cohort.engines.native.engine import NativeEngine
+from cohort.errors import ConfigError
+from cohort.models.decoder import Decoder
+
+BIASED = {"qkv_bias": True, "out_bias": True, "mlp_bias": True, "tied": False}
+
+
+def make(decoder: Decoder, slots: int = 4) -> NativeEngine:
+    return NativeEngine(decoder, spell, slots=slots, max_context=200, weights="fp16")
+
+
+def rounded(decoder: Decoder) -> Decoder:
+    """Matrices as fp16 holds them, embedding table, norms and biases as they are."""
+    decoder = copy.deepcopy(decoder)
+    with torch.no_grad():
+        for name, p in decoder.named_parameters():
+            if p.ndim > 1 and name != "embed" and "bias" not in name:
+                p.copy_(p.half().float())
+    return decoder
+
+
+class TestConformance(EngineConformance):
+    def make(self, slots: int = 4) -> NativeEngine:
+        return make(small_decoder(), slots)
+
+
+def test_logprobs_are_those_of_the_rounded_matrices():
+    decoder = small_decoder(**BIASED)
+    with torch.no_grad():
+        for name, p in decoder.named_parameters():
+            if "bias" in name:
+                p.normal_(generator=torch.Generator().manual_seed(1))
+    before = {name: p.detach().clone() for name, p in decoder.named_parameters()}
+    samples = sample(make(decoder), [request(p, i) for p in range(3) for i in range(3)])
+    assert all(torch.equal(p, before[name]) for name, p in decoder.named_parameters())
+    gaps = {"rounded": 0.0, "exact": 0.0}
+    for id, s in samples.items():
+        prompt = request(int(id[0])).tokens
+        for name, model in (("rounded", rounded(decoder)), ("exact", decoder)):
+            with torch.no_grad():
+                expected = naive_logprobs(model, prompt, s.tokens)
+            gap = (torch.tensor(s.sampler_logprobs) - expected).abs().max().item()
+            gaps[name] = max(gaps[name], gap)
+    assert gaps["rounded"] < 2e-5 < gaps["exact"] < 5e-2
+
+
+def test_load_packs_again():
+    decoder = small_decoder()
+    engine = make(decoder)
+    before = sample(engine, [request()])["0/0"].tokens
+    with torch.no_grad():
+        decoder.layers[0].qkv.mul_(-2)
+    assert sample(engine, [request()])["0/0"].tokens == before  # not yet
+    engine.load(Same(decoder), version=1)
+    after = sample(engine, [request()])["0/0"].tokens
+    assert after == sample(make(decoder), [request()])["0/0"].tokens != before
+
+
+def test_only_float32_can_be_packed():
+    with pytest.raises(ConfigError, match=r"float64 on cpu"):
+        make(small_decoder(torch.float64))

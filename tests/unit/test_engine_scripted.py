@@ -1,0 +1,42 @@
+"""The scripted engine obeys the protocol and its script."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from tests.conformance import EngineConformance, request, spell
+
+from cohort.engines.base import Request, sample
+from cohort.engines.scripted import Script, ScriptedEngine
+from cohort.errors import ConfigError
+from cohort.types import Finish
+
+
+def babble(request: Request) -> Script:
+    rng = random.Random(repr(request.key))
+    return Script(tokens=[rng.randrange(50) for _ in range(request.start + 100)][request.start :])
+
+
+class TestConformance(EngineConformance):
+    def make(self, slots: int = 4) -> ScriptedEngine:
+        return ScriptedEngine(babble, spell, at_once=slots)
+
+
+def test_answers_by_id_with_logprobs():
+    engine = ScriptedEngine(
+        {"0/0": Script(tokens=[4, 5, 6, 9, 9], logprobs=[-0.1, -0.2, -0.3, -9, -9])}, spell
+    )
+    s = sample(engine, [request(stop_ids=(6,))])["0/0"]
+    assert (s.tokens, s.sampler_logprobs, s.text, s.finish) == (
+        [4, 5, 6],
+        [-0.1, -0.2, -0.3],
+        "4.5.",
+        Finish.STOP,
+    )
+
+
+def test_script_that_runs_out_is_an_error():
+    engine = ScriptedEngine({"0/0": Script(tokens=[4, 5])}, spell)
+    with pytest.raises(ConfigError, match='"0/0" ends after 2 tokens'):
+        sample(engine, [request()])

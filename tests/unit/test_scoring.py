@@ -1,0 +1,97 @@
+"""The parts of the scoring boundary that need no process; test_scoring_pool.py attacks the whole."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from cohort.scoring.process import worker_environment
+from cohort.scoring.wire import MAX_FAILURE, Hello, Item, Limits, Reply
+from cohort.scoring.worker import Printed, describe, score_item
+from cohort.tasks.arithmetic import Arithmetic
+from cohort.tasks.base import plain_answer
+from cohort.tasks.ref import TaskRef
+from cohort.types import Answer
+
+
+def test_records_survive_the_wire() -> None:
+    task = TaskRef(name="t", knobs={"a": [1]}, path="/x.py")
+    hello = Hello(task=task, limits=Limits(seconds=2.5), import_path=["/y"])
+    assert Hello.decode(hello.encode()) == hello
+    answer = Answer(
+        text="a\nb\ud800\u2028\x00", full="p", finish="length", num_tokens=3, conversation=[{"role": "user"}]
+    )
+    item = Item(number=7, row={"id": "1", "x": [1.5, None]}, answer=answer)
+    assert Item.decode(item.encode()) == item
+    assert item.encode().count(b"\n") == 1
+    for reply in (
+        Reply(ready=(("correct", "format"), "correct")),
+        Reply(broken="why"),
+        Reply(number=0, parts={"correct": 1.0}, reason="r"),
+        Reply(number=3, failure="f"),
+        Reply(number=3, contract="c"),
+    ):
+        assert Reply.decode(reply.encode()) == reply
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"",
+        b"hello",
+        b"[]",
+        b"1",
+        b'{"verdict": 1}',
+        b'{"number": "0"}',
+        b'{"number": true}',
+        b'{"number": 0, "parts": [1]}',
+        b'{"ready": [["a"]]}',
+        b"\xff\xfe",
+    ],
+)
+def test_what_is_no_reply_is_refused(line: bytes) -> None:
+    with pytest.raises(ValueError):
+        Reply.decode(line)
+
+
+def test_prints_are_kept_up_to_the_limit() -> None:
+    printed = Printed(10)
+    for _ in range(5):
+        assert printed.write("abcd") == 4
+    assert printed.text == "abcdabcdab"
+    print("more", file=printed)
+    assert printed.text == "abcdabcdab"
+    printed.clear()
+    assert printed.text == ""
+
+
+def test_failures_say_what_and_where_in_a_bounded_line() -> None:
+    try:
+        raise KeyError("x" * 5000)
+    except KeyError as error:
+        text = describe(error, "printed before")
+    assert text.startswith("KeyError: 'xxx")
+    assert len(text) <= MAX_FAILURE + 3
+    try:
+        _ = [][0]
+    except IndexError as error:
+        text = describe(error, "printed before")
+    assert "test_scoring.py, line" in text
+    assert "it had printed 'printed before'" in text
+
+
+def test_a_row_the_grader_cannot_read_is_a_failure_not_a_zero() -> None:
+    item = Item(number=4, row={"id": "1"}, answer=plain_answer("<answer>1</answer>"))
+    reply = score_item(Arithmetic(), item, Printed(10))
+    assert (reply.number, reply.parts) == (4, None)
+    assert reply.failure.startswith("KeyError: 'answer' (arithmetic.py, line")
+
+
+def test_the_environment_is_an_allow_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "MY_PASSWORD", "LD_PRELOAD"):
+        monkeypatch.setenv(name, "secret")
+    environment = worker_environment()
+    assert "secret" not in environment.values()
+    assert environment["PATH"] == os.environ["PATH"]
+    assert environment["PYTHONHASHSEED"] == "0"

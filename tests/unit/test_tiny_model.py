@@ -1,0 +1,127 @@
+"""The bundled model's files: a tokenizer for any text, a template with all roles, weights that fit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scripts.tiny import tokenizer as made
+from scripts.tiny.traces import CALCULATOR
+from scripts.tiny.train import CONFIG
+
+from cohort.models.catalog import resolve
+from cohort.models.files import load_folder
+from cohort.text import Tokenizer
+
+FOLDER = Path(made.FOLDER)
+TOKENIZER = Tokenizer.load(FOLDER)
+TALK = [
+    {"role": "system", "content": "You are a helpful assistant."},
+    {"role": "user", "content": "What is 12*3?"},
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [
+            {"type": "function", "function": {"name": "calculator", "arguments": {"expression": "12*3"}}}
+        ],
+    },
+    {"role": "tool", "name": "calculator", "content": "36"},
+]
+
+
+@given(st.text())
+def test_any_text_survives(text: str) -> None:
+    text = text.encode("utf-8", "replace").decode()  # a lone surrogate is not text
+    assert TOKENIZER.decode(TOKENIZER.encode(text), skip_special=False) == text
+
+
+def test_every_digit_is_a_token() -> None:
+    ids = TOKENIZER.encode("a10 2345 - 6789")
+    spelled = [TOKENIZER.decode([i]) for i in ids]
+    assert [s for s in spelled if any(c.isdigit() for c in s)] == list("1023456789")
+
+
+def test_a_sum_is_short() -> None:
+    prompt = TOKENIZER.render([{"role": "user", "content": "What is 12+7*3?"}]).tokens
+    assert len(prompt) == 18
+    thought = "<think>7*3=21, 12+21=33</think><answer>33</answer>"
+    assert len(TOKENIZER.encode(thought, markup=True)) == 21
+
+
+def test_tags_stay_in_the_text_and_turns_do_not() -> None:
+    ids = [*TOKENIZER.encode("<think>1</think><answer>2</answer>", markup=True), TOKENIZER.end_of_turn]
+    assert len(ids) == 7
+    assert TOKENIZER.decode(ids) == "<think>1</think><answer>2</answer>"
+
+
+def test_the_template_writes_all_roles() -> None:
+    text = TOKENIZER.decode(TOKENIZER.render(TALK, [CALCULATOR]).tokens, skip_special=False)
+    assert text == (
+        "<|im_start|>system\nYou are a helpful assistant.\nTools:\n"
+        + json.dumps(CALCULATOR["function"])
+        + '\nCall: <tool_call>{"name": ..., "arguments": {...}}</tool_call><|im_end|>\n'
+        "<|im_start|>user\nWhat is 12*3?<|im_end|>\n"
+        '<|im_start|>assistant\n<tool_call>{"name": "calculator", "arguments": {"expression": "12*3"}}'
+        "</tool_call><|im_end|>\n<|im_start|>tool\n36<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+@pytest.mark.parametrize("tools", [None, [CALCULATOR]])
+def test_transformers_reads_the_same_tokens(tools: list[dict] | None) -> None:
+    from transformers import AutoTokenizer
+
+    theirs = AutoTokenizer.from_pretrained(str(FOLDER))
+    rendered = theirs.apply_chat_template(TALK, tools=tools, add_generation_prompt=True, tokenize=False)
+    assert theirs.encode(rendered, add_special_tokens=False) == TOKENIZER.render(TALK, tools).tokens
+    assert (theirs.eos_token_id, theirs.pad_token_id, len(theirs)) == (2, 0, 512)
+
+
+@pytest.mark.slow
+def test_the_committed_tokenizer_is_what_the_script_makes(tmp_path: Path) -> None:
+    from cohort.text.template import ChatTemplate
+
+    template = ChatTemplate((FOLDER / "chat_template.jinja").read_text(encoding="utf-8"), {})
+    made.save(made.train(made.corpus(template)), tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        assert (tmp_path / name).read_text() == (FOLDER / name).read_text()
+
+
+def test_the_shape_keeps_its_promises() -> None:
+    assert CONFIG["vocab_size"] % 64 == 0 and CONFIG["head_dim"] in (32, 64)
+    assert CONFIG["num_key_value_heads"] >= 2 and CONFIG["num_key_value_heads"] % 2 == 0
+    assert CONFIG["num_attention_heads"] > CONFIG["num_key_value_heads"]
+    assert json.loads((FOLDER / "config.json").read_text()).items() >= CONFIG.items()
+
+
+def test_the_checkpoint_is_small_and_loads_in_transformers() -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    folder = resolve("tiny")
+    assert sum(f.stat().st_size for f in folder.glob("*")) <= 8_000_000
+    theirs = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32)
+    tokens = torch.tensor(TOKENIZER.render(TALK, [CALCULATOR]).tokens)
+    ours = load_folder(folder).decoder
+    with torch.no_grad():
+        expected = theirs(tokens[None]).logits[0]
+        hidden = ours(tokens, torch.arange(len(tokens)), _causal(len(tokens)))
+        assert torch.allclose(ours.logits(hidden), expected, atol=1e-4)
+
+
+def _causal(length: int):  # type: ignore[no-untyped-def]
+    import torch
+    import torch.nn.functional as F
+
+    mask = torch.ones(length, length, dtype=torch.bool).tril()
+
+    def attend(layer, q, k, v):  # type: ignore[no-untyped-def]
+        heads = q.flatten(1, 2).transpose(0, 1)  # [H, T, D]
+        out = F.scaled_dot_product_attention(
+            heads[None], k.transpose(0, 1)[None], v.transpose(0, 1)[None], attn_mask=mask, enable_gqa=True
+        )
+        return out[0].transpose(0, 1).view(q.shape)
+
+    return attend
