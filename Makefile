@@ -26,6 +26,7 @@ $(READY): pyproject.toml constraints.txt
 
 $(PEERS_READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(PEERS)
+	@echo '*' > $(PEERS)/.gitignore
 	$(PEERS)/bin/python $(PIP) -c constraints.txt -e ".[peers]"
 	@touch $@
 

@@ -65,23 +65,22 @@ def naive_logprobs(decoder: Decoder, prompt: list[int], completion: list[int], t
 
 
 def make_sample(tokens: list[int], provenance: list[int] | None = None, **values) -> Sample:
-    provenance = provenance or [Provenance.SAMPLED] * len(tokens)
-    return Sample(tokens=tokens, provenance=provenance, sampler_logprobs=[0.0] * len(tokens), finish=Finish.STOP, **values)
+    values = {"finish": Finish.STOP, "sampler_logprobs": [0.0] * len(tokens), **values}
+    return Sample(tokens=tokens, provenance=provenance or [Provenance.SAMPLED] * len(tokens), **values)
 
 
 def make_group(prompt: list[int], samples: list[Sample], id: str = "0") -> Group:
-    p = Prompt(
-        task="t", id=id, visit=0, row={"id": id}, messages=[], tokens=prompt, provenance=[Provenance.PROMPT] * len(prompt)
-    )
+    marks = [Provenance.PROMPT] * len(prompt)
+    p = Prompt(task="t", id=id, visit=0, row={"id": id}, messages=[], tokens=prompt, provenance=marks)
     return Group(prompt=p, samples=samples)
 
 
-def random_groups(num_groups: int = 3, group_size: int = 4, seed: int = 0, vocab: int = 61, longest: int = 9) -> list[Group]:
+def random_groups(num_groups: int = 3, group_size: int = 4, seed: int = 0, longest: int = 9) -> list[Group]:
     """Groups of unequal lengths with advantages of both signs."""
     rng = random.Random(seed)
 
     def tokens(n: int) -> list[int]:
-        return [rng.randrange(vocab) for _ in range(n)]
+        return [rng.randrange(61) for _ in range(n)]
 
     return [
         make_group(

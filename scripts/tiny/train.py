@@ -90,8 +90,9 @@ def main() -> None:
     stream = batches(args)
     next(stream)
     train(args, stream)
-    from cohort.models.files import load_folder
     from scripts.tiny.scores import measure
+
+    from cohort.models.files import load_folder
 
     print("| task | begins with | accuracy | tokens | thinks |\n|---|---|---|---|---|")
     for score in measure(load_folder(args.out).decoder, Tokenizer.load(args.out), args.problems):

@@ -6,6 +6,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 
@@ -64,7 +65,7 @@ def _shape(o: BenchOptions) -> limits.Shape:
     )
 
 
-def _engine(decoder: Decoder, o: BenchOptions, slots: int, weights: str) -> NativeEngine:
+def _engine(decoder: Decoder, o: BenchOptions, slots: int, weights: Literal["shared", "fp16"]) -> NativeEngine:
     context = o.prompt_tokens + o.completion_tokens
     return NativeEngine(decoder, lambda ids: "", slots=slots, max_context=context, weights=weights)
 
@@ -123,7 +124,8 @@ def _trained(learner: LocalLearner, groups: list[Group], shape: limits.Shape) ->
     for group in groups:
         for i, member in enumerate(group.samples):
             member.reward = float(i % 2)
-    learner.update(pack(algo.advantages(groups), learner.config.token_budget, share=learner.config.prefix_sharing), algo)
+    config = learner.config
+    learner.update(pack(algo.advantages(groups), config.token_budget, share=config.prefix_sharing), algo)
 
 
 def _median(run: Callable[[], object], repeats: int) -> float:

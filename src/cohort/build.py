@@ -23,6 +23,7 @@ from cohort.evaluate import evaluate as run_evaluation
 from cohort.learner.local import LocalLearner
 from cohort.logs.view import make_view
 from cohort.models.catalog import resolve
+from cohort.models.decoder import Decoder
 from cohort.models.files import LoadedModel, load_folder, save_folder
 from cohort.scoring.pool import ScoringPool
 from cohort.store.records import Evaluation
@@ -65,7 +66,8 @@ class Parts:
     def restore(self, state: Checkpoint) -> None:
         """Become the state of a checkpoint. The weights are copied in place: engine and learner share them."""
         assert state.model is not None
-        self.model.decoder.load_state_dict(load_folder(state.model, self.model.decoder.embed.dtype).decoder.state_dict())
+        decoder = self.model.decoder
+        decoder.load_state_dict(load_folder(state.model, decoder.embed.dtype).decoder.state_dict())
         self.learner.load_state(state.optimizer, state.numbers)
         self.tasks.stream.cursor = state.cursor
         threads = int(state.numbers["threads"])
@@ -156,8 +158,10 @@ def _context(model: LoadedModel) -> int:
     return min(model.config.max_positions, model.config.sliding_window or model.config.max_positions)
 
 
-def _frozen_copy(model: LoadedModel) -> torch.nn.Module:
-    return copy.deepcopy(model.decoder).requires_grad_(False)
+def _frozen_copy(model: LoadedModel) -> Decoder:
+    frozen = copy.deepcopy(model.decoder)
+    frozen.requires_grad_(False)
+    return frozen
 
 
 def train(config: RunConfig, out: Path, log: str) -> Path:
@@ -174,6 +178,7 @@ def train(config: RunConfig, out: Path, log: str) -> Path:
 def resume(path: Path, steps: int | None, log: str) -> Path:
     """Continue a run exactly where it stopped, to `steps` if given."""
     directory = RunDirectory.open(path)
+    directory.lock()  # a second writer is refused before it loads anything
     config = directory.config if steps is None else replace(directory.config, steps=steps)
     directory.require_same(config)
     parts = assemble(config)
@@ -256,6 +261,6 @@ def bench_step(options: BenchOptions) -> BenchResult:
     return bench.bench_step(_bench_model(options), options)
 
 
-def _bench_model(options: BenchOptions):  # type: ignore[no-untyped-def]
+def _bench_model(options: BenchOptions) -> Decoder:
     use_threads(options.threads)
     return load_folder(resolve(options.model)).decoder

@@ -16,7 +16,9 @@ Z = 1.959963984540054  # 97.5% quantile of the normal distribution
 
 
 @stage("evaluate")
-def evaluate(engine: Engine, tasks: Tasks, prompts: Sequence[Prompt], num_samples: int, step: int, split: str) -> Evaluation:
+def evaluate(
+    engine: Engine, tasks: Tasks, prompts: Sequence[Prompt], num_samples: int, step: int, split: str
+) -> Evaluation:
     """`num_samples` answers to each prompt. A sample that could not be scored is left out, not counted as wrong."""
     groups = roll(engine, tasks, prompts, num_samples)
     stop_if_scoring_is_broken(groups)
@@ -54,7 +56,7 @@ def interval(scores: Sequence[Sequence[float]]) -> tuple[float, float]:
         return 0.0, 1.0
     means = [_mean(row) for row in scores]
     p = _mean(means)
-    if all(len(row) == 1 for row in scores):
+    if all(len(row) == 1 for row in scores) or min(means) == max(means):  # no spread says little about few problems
         centre = (p + Z * Z / (2 * n)) / (1 + Z * Z / n)
         half = Z * math.sqrt(p * (1 - p) / n + Z * Z / (4 * n * n)) / (1 + Z * Z / n)
     else:

@@ -12,6 +12,7 @@ from tests.support import TOLERANCE, naive_logprobs, one_sequence, small_decoder
 
 from cohort.engines.base import Request, sample
 from cohort.engines.native import engine as native
+from cohort.engines.native.attention import plan
 from cohort.engines.native.engine import NativeEngine
 from cohort.engines.native.random import stream_of, uniforms
 from cohort.models.decoder import Decoder
@@ -40,7 +41,9 @@ def load_requests(seed: int = 0, own: bool = False, **sampling) -> list[Request]
                 Request(
                     id=f"{p}/{i}",
                     tokens=prompt + more,
-                    sampling=Sampling(max_tokens=max(1, longest - 2 * i), stop_ids=(7, 8), **sampling),
+                    sampling=Sampling(
+                        max_tokens=max(1, longest - 2 * i), stop_ids=(7 + i, 8 + p)[: 1 + p % 2], **sampling
+                    ),
                     key=Key(seed=seed, purpose="train", task="t", prompt_id=str(p), visit=0, sample=i),
                     shared=length,
                 )
@@ -102,6 +105,44 @@ def test_sampler_logprobs_are_at_the_sampling_temperature(temperature: float):
 def test_sampler_logprobs_are_before_truncation():
     decoder, requests = small_decoder(torch.float64), load_requests(top_p=0.8, top_k=20, min_p=0.01)
     assert_logprobs(decoder, requests, run(decoder, requests), 1e-10)
+
+
+@torch.no_grad()
+def test_kept_mass_is_the_probability_of_what_could_be_drawn():
+    decoder, requests = small_decoder(torch.float64), load_requests(top_k=3)
+    samples = run(decoder, requests, slots=9)
+    for r in requests:
+        s = samples[r.id]
+        tokens = torch.tensor(r.tokens + s.tokens)
+        hidden = decoder(tokens, torch.arange(len(tokens)), one_sequence())
+        best = decoder.logits(hidden).softmax(-1).topk(3)
+        before = slice(len(r.tokens) - 1, -1)
+        assert s.kept_mass == pytest.approx(best.values[before].sum(-1).tolist(), abs=1e-10)
+        assert all(t in top for t, top in zip(s.tokens, best.indices[before].tolist(), strict=True))
+
+
+def test_crowded_prompt_among_lonely_ones():
+    """Padding every prompt to 40 siblings would waste work: the crowded one is read several times instead."""
+    decoder, requests = small_decoder(torch.float64), []
+    for p in range(13):
+        for i in range(40 if p == 6 else 1):
+            requests.append(
+                Request(
+                    id=f"{p}/{i}",
+                    tokens=[p + 1, 3, 5 + p, 2][: 1 + p % 4],
+                    sampling=Sampling(max_tokens=5 + i % 3),
+                    key=Key(seed=0, purpose="train", task="t", prompt_id=str(p), visit=0, sample=i),
+                )
+            )
+    engine = NativeEngine(decoder, spell, slots=64, max_context=512, window=1)
+    for r in requests:
+        engine.submit(r)
+    engine.poll()
+    drafts = engine.running
+    part = plan([d.prefix for d in drafts], torch.float64, torch.device("cpu")).parts[0]
+    assert part.num * part.siblings < 2 * len(drafts) and part.num > 13
+    samples = run(decoder, requests)
+    assert_logprobs(decoder, requests, samples, 1e-10)
 
 
 def test_samples_equal_the_definition():

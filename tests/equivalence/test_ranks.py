@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 import torch.distributed
 import torch.multiprocessing
+from tests.support import random_groups, small_decoder
 
 from cohort.algos.algorithm import build_algorithm
 from cohort.config.schema import GRPO, LearnerConfig, OptimConfig
 from cohort.data.pack import pack
 from cohort.learner.local import LocalLearner
 from cohort.learner.world import ProcessGroup, World
-from tests.support import random_groups, small_decoder
 
 
 def gradient(groups, world, aggregate):

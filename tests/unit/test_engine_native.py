@@ -236,3 +236,30 @@ def test_stop_string_across_a_reported_window():
     end = next(n for n in range(1, 31) if stop in spell(plain[:n]))
     assert s.tokens == plain[:end] and s.finish == Finish.STOP
     assert s.text == spell(plain)[: spell(plain).index(stop)]
+
+
+def test_kept_mass_ends_with_the_tokens_at_a_stop_string():
+    plain = sample(make(), [request(max_tokens=30, top_p=0.9)])["0/0"]
+    stop = f".{plain.tokens[4]}."
+    s = sample(make(), [request(max_tokens=30, top_p=0.9, stop_strings=(stop,))])["0/0"]
+    end = next(n for n in range(1, 31) if stop in spell(plain.tokens[:n]))
+    assert s.kept_mass == plain.kept_mass[:end] and s.sampler_logprobs == plain.sampler_logprobs[:end]
+
+
+def test_abort_of_a_waiting_request_may_move_a_prompt_that_is_in_use():
+    """Prompt 1 is in memory for a waiting sibling alone; when that is aborted, prompt 2 takes its place."""
+    expected = sample(make(dtype=torch.float64), [request(2, 0, max_tokens=40)])["2/0"]
+    engine = make(slots=2, dtype=torch.float64, window=1)
+    for r in (request(0, 0, max_tokens=40), request(1, 0, max_tokens=3), request(2, 0, max_tokens=40)):
+        engine.submit(r)
+    engine.poll()
+    engine.submit(request(1, 1))
+    while not any(d.request.id == "2/0" for d in engine.running):
+        engine.poll()
+    stored = engine.prefixes.pools[32].prefixes
+    assert [len(p.tokens) for p in stored] == [3, 4, 12]
+    engine.abort("1/1")
+    assert [len(p.tokens) for p in stored] == [12, 4]
+    s = sample(engine, [])["2/0"]
+    assert s.tokens == expected.tokens
+    assert s.sampler_logprobs == pytest.approx(expected.sampler_logprobs, abs=1e-10)

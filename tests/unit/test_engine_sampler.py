@@ -125,8 +125,9 @@ def test_truncation_keeps_what_it_says(limits: dict, kept: list[int]):
 
 
 def test_ties_go_to_the_smaller_id():
-    probs, _ = truncate(torch.full((1, 4), 0.25), settings(top_k=2))
-    assert probs[0].tolist() == [0.25, 0.25, 0.0, 0.0]
+    probs, mass = truncate(torch.full((1, 1000), 0.001), settings(top_k=3))
+    assert probs[0].nonzero()[:, 0].tolist() == [0, 1, 2]
+    assert mass.item() == pytest.approx(0.003)
 
 
 def test_logprob_is_before_truncation():

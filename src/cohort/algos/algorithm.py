@@ -18,7 +18,17 @@ from cohort.errors import ConfigError, nearest
 from cohort.types import Group
 
 
-class Algorithm(Protocol):
+class Loss(Protocol):
+    """What a learner's update needs. A loss sees flat vectors only: never logits, model or ranks."""
+
+    def weigh(self, lengths: Tensor, num_tokens: float, num_samples: float) -> Tensor:
+        """[N] lengths (of each token's sample) -> [N] weights, given the global denominators."""
+
+    def loss(self, inputs: LossInputs) -> tuple[Tensor, Tally]:
+        """The microbatch's share of the loss, as a plain sum, and its metrics."""
+
+
+class Algorithm(Loss, Protocol):
     """Pure with respect to the model: it sees records and flat vectors only."""
 
     def needs(self, num_updates: int) -> frozenset[str]:
@@ -29,12 +39,6 @@ class Algorithm(Protocol):
 
     def advantages(self, groups: list[Group]) -> list[Group]:
         """Set samples' `advantage` and `masked` and groups' `excluded`, in place. Drops nothing."""
-
-    def weigh(self, lengths: Tensor, num_tokens: float, num_samples: float) -> Tensor:
-        """[N] lengths (of each token's sample) -> [N] weights, given the global denominators."""
-
-    def loss(self, inputs: LossInputs) -> tuple[Tensor, Tally]:
-        """The microbatch's share of the loss, as a plain sum, and its metrics."""
 
 
 Builder = Callable[[Any, int], Algorithm]

@@ -10,7 +10,7 @@ from cohort.algos.tally import Tally
 
 
 class Imitation:
-    """Cross-entropy on target tokens; the part of the `Algorithm` contract that a learner's update uses."""
+    """Cross-entropy on target tokens; a `Loss`, without advantages."""
 
     def weigh(self, lengths: Tensor, num_tokens: float, num_samples: float) -> Tensor:
         return torch.full(lengths.shape, 1.0 / num_tokens, dtype=torch.float64, device=lengths.device)

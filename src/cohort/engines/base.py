@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from cohort.types import Finish, Key, Sample, Sampling
+from cohort.types import Key, Sample, Sampling
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,7 +52,8 @@ class Weights(Protocol):
     iterating yields (Hugging Face name, full tensor).
     """
 
-    module: Any
+    @property
+    def module(self) -> Any: ...
 
     def __iter__(self) -> Iterator[tuple[str, Any]]: ...
 
@@ -85,4 +86,3 @@ def sample(engine: Engine, requests: Iterable[Request]) -> dict[str, Sample]:
     return done
 
 
-__all__ = ["Abilities", "Engine", "Event", "Finish", "Key", "Request", "Sample", "Sampling", "Weights", "sample"]

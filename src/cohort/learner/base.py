@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from cohort.algos.algorithm import Algorithm
+from cohort.algos.algorithm import Loss
 from cohort.algos.tally import Tally
 from cohort.data.batch import Batch, Minibatch
 from cohort.models.decoder import Decoder, hf_shaped, hf_views
@@ -31,10 +31,10 @@ class Learner(Protocol):
     def annotate(self, groups: Sequence[Group], needs: Collection[str]) -> None:
         """Fill in the samples' `old_logprobs` and `ref_logprobs`, those named in `needs`."""
 
-    def update(self, batch: Batch, algo: Algorithm) -> dict[str, float]:
+    def update(self, batch: Batch, algo: Loss) -> dict[str, float]:
         """Epochs x minibatches x microbatches; returns metrics."""
 
-    def forward_backward(self, minibatch: Minibatch, algo: Algorithm) -> Tally:
+    def forward_backward(self, minibatch: Minibatch, algo: Loss) -> Tally:
         """Gradient of one minibatch, summed over ranks, ready for `optim_step`."""
 
     def optim_step(self) -> dict[str, float]:

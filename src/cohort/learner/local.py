@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cohort.algos.algorithm import Algorithm
+from cohort.algos.algorithm import Loss
 from cohort.algos.inputs import LossInputs
 from cohort.algos.tally import Tally
 from cohort.clock import stage
@@ -60,7 +60,7 @@ class LocalLearner:
                 sample.ref_logprobs = values
 
     @stage("update")
-    def update(self, batch: Batch, algo: Algorithm) -> dict[str, float]:
+    def update(self, batch: Batch, algo: Loss) -> dict[str, float]:
         tally = Tally()
         for _ in range(self.config.epochs):
             for minibatch in batch.minibatches:
@@ -70,7 +70,7 @@ class LocalLearner:
                     tally.sum(name, exact) if name.startswith("updates/") else tally.mean(name, exact)
         return tally.to_metrics()
 
-    def forward_backward(self, minibatch: Minibatch, algo: Algorithm) -> Tally:
+    def forward_backward(self, minibatch: Minibatch, algo: Loss) -> Tally:
         self.optimizer.zero_grad()
         totals = self.world.sum(torch.tensor([minibatch.num_tokens, minibatch.num_samples], dtype=torch.float64))
         num_tokens, num_samples = totals.tolist()
@@ -147,8 +147,8 @@ class LocalLearner:
         return LiveWeights(self.decoder)
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        numbers = {"update_index": self.update_index, "num_bad": self.num_bad, "optimizer_steps": self.optimizer.num_steps}
-        return self.optimizer.state(), numbers
+        numbers = {"update_index": self.update_index, "num_bad": self.num_bad}
+        return self.optimizer.state(), {**numbers, "optimizer_steps": self.optimizer.num_steps}
 
     def load_state(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> None:
         self.update_index, self.num_bad = int(numbers["update_index"]), int(numbers["num_bad"])
@@ -156,15 +156,14 @@ class LocalLearner:
 
 
 def _inputs(micro: Microbatch, logprobs: Tensor, entropy: Tensor, weights: Tensor) -> LossInputs:
-    like = {"dtype": logprobs.dtype, "device": logprobs.device}
     return LossInputs(
         logprobs=logprobs,
         entropy=entropy,
-        old_logprobs=None if micro.old_logprobs is None else micro.old_logprobs.to(**like),
-        ref_logprobs=None if micro.ref_logprobs is None else micro.ref_logprobs.to(**like),
-        sampler_logprobs=micro.sampler_logprobs.to(**like),
-        advantages=micro.advantages.to(**like),
-        weights=weights.to(**like),
+        old_logprobs=None if micro.old_logprobs is None else micro.old_logprobs.to(logprobs),
+        ref_logprobs=None if micro.ref_logprobs is None else micro.ref_logprobs.to(logprobs),
+        sampler_logprobs=micro.sampler_logprobs.to(logprobs),
+        advantages=micro.advantages.to(logprobs),
+        weights=weights.to(logprobs),
         segments=micro.segments,
     )
 

@@ -98,7 +98,7 @@ class Optimizer:
                 continue
             missing = [k for k in ("exp_avg", "exp_avg_sq") if f"{k}/{name}" not in tensors]
             if missing:
-                raise RunError(f"the checkpoint's optimizer state lacks {missing[0]} of {name}; use an earlier checkpoint")
+                raise RunError(f"the checkpoint's optimizer state lacks {missing[0]} of {name}; use an earlier one")
             # Adam counts its own updates; the fused kernel wants the count as an fp32 tensor
             self.adam.state[master] = {
                 "step": torch.tensor(float(num_steps), dtype=torch.float32, device=master.device),

@@ -75,6 +75,8 @@ class Layer(nn.Module):
 class Decoder(nn.Module):
     """tokens [T], positions [T], attend -> final hidden states [T, d]."""
 
+    inv_freq: Tensor
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config

@@ -1,0 +1,55 @@
+"""The quickstart with several seeds: held-out accuracy before and after, and how long it took.
+
+    python benchmarks/quickstart.py [--seeds 0 1 2] [--out build/quickstart]
+
+Runs `cohort train quickstart --seed S` as a user would, one after the other, and prints a Markdown table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+from datetime import date
+from pathlib import Path
+
+from cohort.store.environment import describe_environment
+from cohort.store.reader import Reader
+from cohort.store.rundir import RunDirectory
+
+
+def run(seed: int, out: Path) -> str:
+    """One run and its line of the table."""
+    begin = time.perf_counter()
+    flags = ["--seed", str(seed), "--log", "plain", "--out", str(out)]
+    subprocess.run([sys.executable, "-m", "cohort", "train", "quickstart", *flags], check=True)
+    seconds = time.perf_counter() - begin
+    directory = RunDirectory.open(max(out.iterdir(), key=lambda p: p.stat().st_mtime))
+    first, last = (e for step, e in directory.evaluations().items() if step in (0, directory.config.steps))
+    with Reader(directory.database) as reader:
+        length = list(reader.series("length/mean").values())
+        gap = max(reader.series("sampler_gap/max").values())
+    return (
+        f"| {seed} | {first.accuracy:.3f} ({first.low:.3f} to {first.high:.3f}) "
+        f"| {last.accuracy:.3f} ({last.low:.3f} to {last.high:.3f}) | {first.num_problems} "
+        f"| {length[0]:.1f} -> {length[-1]:.1f} | {gap:.1e} | {seconds:.0f} |"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Run the quickstart with several seeds.")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--out", type=Path, default=Path("build/quickstart"))
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    lines = [run(seed, args.out) for seed in args.seeds]
+    here = describe_environment()
+    print(f"\n{date.today()}, {here.processor}, {here.num_cores} cores, torch {here.packages['torch']}\n")
+    columns = "seed|before (95%)|after (95%)|problems|tokens a completion|largest sampler gap|seconds, all in"
+    print(f"| {columns.replace('|', ' | ')} |\n{'|---:' * 7}|")
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()
