@@ -41,7 +41,7 @@ test-all: $(READY)
 	$(MAKE) test-peers
 
 test-peers: $(PEERS_READY)
-	$(PEERS)/bin/python -m pytest -o addopts="--strict-markers --strict-config --import-mode=importlib -ra" tests/peers
+	COHORT_REQUIRE_PEERS=1 $(PEERS)/bin/python -m pytest -o addopts="--strict-markers --strict-config --import-mode=importlib -ra" tests/peers
 
 lint: $(READY)
 	$(VENV)/bin/ruff check .

@@ -39,7 +39,7 @@ class Job:
     steps: int
     threads: int
     microbatch: int = 16  # samples in a TRL forward/backward (Cohort goes by tokens)
-    token_budget: int = 4096  # tokens in a Cohort forward/backward
+    token_budget: int = 1152  # tokens in a Cohort forward/backward
     slots: int = 128  # samples Cohort decodes at once (TRL: all of them)
 
     @property
@@ -171,9 +171,7 @@ def trl_train(job: Job) -> tuple[list[float], list[float], list[float]]:
             begin = time.perf_counter()
             completion_ids, logprobs = super()._generate_single_turn(prompt_ids, *args, **kwargs)
             sampling.append(time.perf_counter() - begin)
-            assert sorted(map(tuple, prompt_ids)) == sorted(
-                tuple(ids) for ids in job.ids for _ in range(job.samples)
-            )
+            assert sorted(map(tuple, prompt_ids)) == sorted(tuple(ids) for ids in job.ids for _ in range(job.samples))
             assert {len(ids) for ids in completion_ids} == {job.completion_tokens}
             return completion_ids, logprobs
 
@@ -319,7 +317,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=1, help="measured steps; the fastest counts")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--trl-microbatch", type=int, nargs="+", default=[16], help="settings to try")
-    parser.add_argument("--token-budget", type=int, default=4096)
+    parser.add_argument("--token-budget", type=int, default=1152)
     parser.add_argument("--slots", type=int, default=128)
     parser.add_argument("--out", type=Path, help="write everything as JSON")
     return parser.parse_args(arguments)

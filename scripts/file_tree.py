@@ -22,17 +22,13 @@ ORDER = [
 
 def about(path: Path) -> str:
     """The first sentence of a module's docstring."""
-    text = " ".join(
-        (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").split("\n\n")[0].split()
-    )
+    text = " ".join((ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").split("\n\n")[0].split())
     return text.split(". ")[0].rstrip(".")
 
 
 def tree() -> str:
     """One line a file."""
-    tops = {
-        path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()
-    }
+    tops = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
     unordered = sorted(tops - set(ORDER) - {"__init__", "__main__"})
     lines = []
     for top in [*ORDER, *unordered]:

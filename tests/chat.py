@@ -122,9 +122,7 @@ def write_tokenizer(folder: Path, template: str = "smollm2", in_vocab: bool = Tr
     first = SPECIAL if in_vocab else []
     made.train_from_iterator(
         CORPUS,
-        trainers.BpeTrainer(
-            vocab_size=420, initial_alphabet=alphabet, special_tokens=first, show_progress=False
-        ),
+        trainers.BpeTrainer(vocab_size=420, initial_alphabet=alphabet, special_tokens=first, show_progress=False),
     )
     made.add_special_tokens([AddedToken(s, special=True, normalized=False) for s in SPECIAL])
     made.add_tokens([AddedToken(s, special=False, normalized=False) for s in MARKUP])

@@ -100,9 +100,7 @@ class Pretender:
         self.cursor = 0
 
     def hooks(self) -> Hooks:
-        return Hooks(
-            evaluate=self.evaluate, checkpoint=self.state, write_model=self.write, restore=self.restore
-        )
+        return Hooks(evaluate=self.evaluate, checkpoint=self.state, write_model=self.write, restore=self.restore)
 
     def update(self, groups: Sequence[Group]) -> StepStats:
         gradient = torch.tensor([s.advantage for g in groups for s in g.samples][:4])
@@ -134,9 +132,7 @@ class Pretender:
 
     def state(self, step: int) -> Checkpoint:
         numbers = {"threads": torch.get_num_threads()}
-        return Checkpoint(
-            step=step, cursor=self.cursor, optimizer={"w.momentum": self.momentum}, numbers=numbers
-        )
+        return Checkpoint(step=step, cursor=self.cursor, optimizer={"w.momentum": self.momentum}, numbers=numbers)
 
     def write(self, folder: Path) -> None:
         folder.mkdir()
@@ -173,8 +169,7 @@ def remains(directory: RunDirectory) -> dict[str, Any]:
         groups = [(g.step, g.position, prompts[g.prompt], g.visit, g.reward_mean) for g in reader.groups()]
         samples = [(s.step, s.position, s.text, s.reward, s.advantage) for s in reader.samples()]
     rollouts = {
-        s: load_rollouts(directory.rollouts / f"step-{s:06d}.safetensors")
-        for s in rollout_steps(directory.rollouts)
+        s: load_rollouts(directory.rollouts / f"step-{s:06d}.safetensors") for s in rollout_steps(directory.rollouts)
     }
     newest = max(directory.checkpoints.glob("step-*"))
     return {
@@ -217,9 +212,7 @@ class LineCounter:
 
 
 def open_or_create(path: Path) -> RunDirectory:
-    return (
-        RunDirectory.open(path) if path.exists() else RunDirectory.create(path.parent, small_run(), path.name)
-    )
+    return RunDirectory.open(path) if path.exists() else RunDirectory.create(path.parent, small_run(), path.name)
 
 
 def main(args: list[str]) -> None:

@@ -34,9 +34,7 @@ class Score:
 
     def __str__(self) -> str:
         forced = f"`{self.forced}`" if self.forced else "nothing"
-        return (
-            f"| {self.task} | {forced} | {self.accuracy:.3f} | {self.mean_tokens:.1f} | {self.thinking:.2f} |"
-        )
+        return f"| {self.task} | {forced} | {self.accuracy:.3f} | {self.mean_tokens:.1f} | {self.thinking:.2f} |"
 
 
 def measure(decoder: Decoder, tokenizer: Tokenizer, num: int) -> list[Score]:
@@ -45,9 +43,7 @@ def measure(decoder: Decoder, tokenizer: Tokenizer, num: int) -> list[Score]:
     sums, numbers = Arithmetic(test_size=num), Countdown(test_size=num)
     three = Countdown(test_size=num, max_numbers=3)
     scores = [graded(engine, tokenizer, sums, forced, num) for forced in ("", "<think>", "<answer>")]
-    scores += [
-        graded(engine, tokenizer, three, forced, num, "countdown, 3 numbers") for forced in ("", "<think>")
-    ]
+    scores += [graded(engine, tokenizer, three, forced, num, "countdown, 3 numbers") for forced in ("", "<think>")]
     scores += [graded(engine, tokenizer, numbers, "", num, "countdown, 3 to 4")]
     return [*scores, called(engine, tokenizer, sums, num)]
 
@@ -75,9 +71,7 @@ def graded(
     prompts = [tokenizer.render([*task.prompt(row), *prefix]).tokens for row in rows]
     texts, mean_tokens = answers(engine, tokenizer, task, rows, prompts)
     full = [forced + text for text in texts]
-    right = [
-        grade(task, row, plain_answer(text)).parts["correct"] for row, text in zip(rows, full, strict=True)
-    ]
+    right = [grade(task, row, plain_answer(text)).parts["correct"] for row, text in zip(rows, full, strict=True)]
     thinking = sum(text.startswith("<think>") for text in full) / num
     return Score(
         task=title or task.name,
@@ -94,9 +88,7 @@ def called(engine: NativeEngine, tokenizer: Tokenizer, task: Task, num: int) -> 
     prompts = [tokenizer.render(task.prompt(row), [CALCULATOR]).tokens for row in rows]
     texts, mean_tokens = answers(engine, tokenizer, task, rows, prompts)
     right = [asked(text) == row["expression"] for row, text in zip(rows, texts, strict=True)]
-    return Score(
-        task="calculator call", forced="", accuracy=sum(right) / num, mean_tokens=mean_tokens, thinking=0.0
-    )
+    return Score(task="calculator call", forced="", accuracy=sum(right) / num, mean_tokens=mean_tokens, thinking=0.0)
 
 
 def asked(text: str) -> str | None:

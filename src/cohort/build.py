@@ -136,9 +136,7 @@ def assemble(config: RunConfig) -> Parts:
         stop_strings=sampling.stop_strings,
     )
     held_out = replace(tasks, sampling=greedy_or_not, purpose="eval")
-    return Parts(
-        config=config, model=model, engine=engine, learner=learner, tasks=tasks, held_out=held_out, algo=algo
-    )
+    return Parts(config=config, model=model, engine=engine, learner=learner, tasks=tasks, held_out=held_out, algo=algo)
 
 
 def _prompt_limit(config: RunConfig, model: LoadedModel) -> int:
@@ -219,9 +217,7 @@ def evaluate(task: Task, model: str, options: EvalOptions) -> Evaluation:
     engine = NativeEngine(loaded.decoder, tokenizer.decode, slots=options.slots, max_context=context)
     prompts = stream.held_out(options.problems)
     with ScoringPool(task) as scorer:
-        tasks = Tasks(
-            stream=stream, scorer=scorer, sampling=sampling, weights={}, seed=options.seed, purpose="eval"
-        )
+        tasks = Tasks(stream=stream, scorer=scorer, sampling=sampling, weights={}, seed=options.seed, purpose="eval")
         return run_evaluation(engine, tasks, prompts, options.samples, 0, options.split)
 
 

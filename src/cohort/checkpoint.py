@@ -39,9 +39,7 @@ class Checkpoint:
     step: int
     cursor: int  # of the task stream
     optimizer: dict[str, torch.Tensor] = field(default_factory=dict)
-    numbers: dict[str, Any] = field(
-        default_factory=dict
-    )  # JSON: counters, controllers, thread count, versions
+    numbers: dict[str, Any] = field(default_factory=dict)  # JSON: counters, controllers, thread count, versions
     model: Path | None = None
 
 
@@ -167,9 +165,7 @@ def _write_optimizer(path: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 def _own_storage(tensor: torch.Tensor) -> torch.Tensor:
     """Views of a fused tensor are copied: safetensors refuses tensors that share memory."""
-    whole = (
-        tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
-    )
+    whole = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
     return tensor if whole else tensor.contiguous().clone()
 
 
@@ -181,9 +177,7 @@ def _write_state(folder: Path, checkpoint: Checkpoint) -> None:
         "step": checkpoint.step,
         "cursor": checkpoint.cursor,
         "numbers": checkpoint.numbers,
-        "files": {
-            f.relative_to(folder).as_posix(): {"size": f.stat().st_size, "crc32": checksum(f)} for f in files
-        },
+        "files": {f.relative_to(folder).as_posix(): {"size": f.stat().st_size, "crc32": checksum(f)} for f in files},
     }
     target = folder / "state.json"
     with open(target, "w") as file:

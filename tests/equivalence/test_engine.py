@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -56,9 +57,7 @@ def run(decoder: Decoder, requests: list[Request], slots: int = 64, window: int 
 
 
 @torch.no_grad()
-def assert_logprobs(
-    decoder: Decoder, requests: list[Request], samples: dict[str, Sample], tolerance: float
-) -> None:
+def assert_logprobs(decoder: Decoder, requests: list[Request], samples: dict[str, Sample], tolerance: float) -> None:
     for r in requests:
         s = samples[r.id]
         expected = naive_logprobs(decoder, r.tokens, s.tokens, r.sampling.temperature or 1.0)
@@ -238,9 +237,7 @@ def test_load_under_way_continues_with_the_new_weights():
         begun = Request(
             id=r.id,
             tokens=r.tokens + s.tokens[:change],
-            sampling=Sampling(
-                max_tokens=max(1, r.sampling.max_tokens - change), stop_ids=r.sampling.stop_ids
-            ),
+            sampling=Sampling(max_tokens=max(1, r.sampling.max_tokens - change), stop_ids=r.sampling.stop_ids),
             key=r.key,
             start=change,
         )
@@ -261,3 +258,12 @@ def test_own_tokens_longer_than_one_segment(monkeypatch):
     small = run(decoder, requests)
     assert {k: s.tokens for k, s in small.items()} == {k: s.tokens for k, s in reference.items()}
     assert_logprobs(decoder, requests, small, 1e-10)
+
+
+def test_used_engine_samples_bit_for_bit_as_a_fresh_one():
+    """What ran before (larger memory, other pools) leaves no trace: a resumed run starts with a fresh engine."""
+    decoder, requests = small_decoder(head_dim=32), load_requests(own=True)
+    used = NativeEngine(decoder, spell, slots=7, max_context=512)
+    sample(used, load_requests(seed=3, own=True))
+    sample(used, [replace(requests[0], sampling=Sampling(max_tokens=300))])
+    assert sample(used, requests) == run(decoder, requests, slots=7)

@@ -228,9 +228,7 @@ def test_workers_know_no_keys_and_have_their_own_session(file: str, monkeypatch:
 def test_results_depend_neither_on_order_nor_on_workers(file: str) -> None:
     rows = load_rows(Arithmetic(train_size=300, test_size=10), "train")
     task = Arithmetic(train_size=300, test_size=10)
-    asked = [
-        (r, plain_answer(f"<answer>{r['answer'] + i % 3}</answer>" * (i % 2 + 1))) for i, r in enumerate(rows)
-    ]
+    asked = [(r, plain_answer(f"<answer>{r['answer'] + i % 3}</answer>" * (i % 2 + 1))) for i, r in enumerate(rows)]
     expected = [grade(task, row, answer) for row, answer in asked]
     assert len({json.dumps(o.parts) for o in expected}) == 4
     shuffled = list(range(300))

@@ -99,9 +99,7 @@ def peer(case: str, dtype: torch.dtype) -> Any:
 
 
 def ours(model: Any, dtype: torch.dtype) -> Decoder:
-    decoder = Decoder(
-        ModelConfig.from_hf(model.config.to_dict() | {"architectures": [type(model).__name__]})
-    ).to(dtype)
+    decoder = Decoder(ModelConfig.from_hf(model.config.to_dict() | {"architectures": [type(model).__name__]})).to(dtype)
     state = model.state_dict()
     for name, view in hf_views(decoder):
         view.copy_(state[name].view(view.shape))
@@ -113,9 +111,7 @@ def ours(model: Any, dtype: torch.dtype) -> Decoder:
     return decoder
 
 
-@pytest.mark.parametrize(
-    "dtype, bound", [(torch.float64, 1e-10), (torch.float32, 1e-5)], ids=["float64", "float32"]
-)
+@pytest.mark.parametrize("dtype, bound", [(torch.float64, 1e-10), (torch.float32, 1e-5)], ids=["float64", "float32"])
 @pytest.mark.parametrize("case", CASES)
 def test_logits_and_gradients_equal_transformers(case: str, dtype: torch.dtype, bound: float) -> None:
     model = peer(case, dtype)
@@ -151,17 +147,13 @@ def test_export_is_loaded_by_transformers_with_identical_logits(case: str, tmp_p
     tokens = torch.arange(40)[None] * 7 % 96
     expected = model.eval()(tokens).logits
     for folder in ("kept", "fresh"):
-        again = transformers.AutoModelForCausalLM.from_pretrained(
-            tmp_path / folder, dtype=torch.float32
-        ).eval()
+        again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / folder, dtype=torch.float32).eval()
         assert type(again) is type(model)
         assert torch.equal(again(tokens).logits, expected), folder
 
 
 CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
-    "one turn": [
-        {"role": "user", "content": "What is 12 + 30?\n\n  Think first: the answer, then é 世界 🙂."}
-    ],
+    "one turn": [{"role": "user", "content": "What is 12 + 30?\n\n  Think first: the answer, then é 世界 🙂."}],
     "system": [{"role": "system", "content": "  Be brief. "}, {"role": "user", "content": " hi "}],
     "several turns": [
         {"role": "user", "content": "a"},
@@ -211,9 +203,7 @@ def test_rendering_equals_transformers(template: str, in_vocab: bool, tmp_path: 
             *messages,
             {"role": "assistant", "content": "<think>So the answer:"},
         ]  # a trimming template would cut a final space
-        assert mine.render(prefixed).tokens == their_tokens(theirs, prefixed, continue_final_message=True), (
-            name
-        )
+        assert mine.render(prefixed).tokens == their_tokens(theirs, prefixed, continue_final_message=True), name
 
 
 @pytest.mark.parametrize("in_vocab", [True, False], ids=["vocab-first", "vocab-last"])

@@ -17,9 +17,7 @@ from cohort.types import Finish, Group, Prompt, Provenance, Sample
 S, E = Provenance.SAMPLED, Provenance.ENVIRONMENT
 
 
-def sample(
-    reward: float | None, *, num_tokens: int = 2, finish: Finish = Finish.STOP, failure: str = ""
-) -> Sample:
+def sample(reward: float | None, *, num_tokens: int = 2, finish: Finish = Finish.STOP, failure: str = "") -> Sample:
     return Sample(
         tokens=[7] * num_tokens,
         provenance=[int(S)] * num_tokens,

@@ -233,7 +233,5 @@ def test_many_unclosed_boxes_are_scanned_once() -> None:
 def test_the_forced_prefix_belongs_to_the_answer() -> None:
     from cohort.types import Answer
 
-    answer = Answer(
-        text="12</answer>", full="<answer>12</answer>", finish="stop", num_tokens=2, conversation=[]
-    )
+    answer = Answer(text="12</answer>", full="<answer>12</answer>", finish="stop", num_tokens=2, conversation=[])
     assert grade(Arithmetic(), {"id": "0", "answer": 12}, answer).parts == {"correct": 1, "format": 1}

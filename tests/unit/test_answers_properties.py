@@ -35,14 +35,10 @@ def join(parts: tuple[Tree, str, Tree, bool]) -> Tree:
     )
 
 
-trees = st.recursive(
-    numbers, lambda t: st.tuples(t, st.sampled_from("+-*/"), t, st.booleans()).map(join), max_leaves=8
-)
+trees = st.recursive(numbers, lambda t: st.tuples(t, st.sampled_from("+-*/"), t, st.booleans()).map(join), max_leaves=8)
 soup = st.text(alphabet="0123456789+-*/()., =\\{}$<>answerboxdfct\u00d7\u2212\u00f7^!", max_size=120)
 tagged = st.lists(
-    st.sampled_from(
-        ["<answer>", "</answer>", "\\boxed{", "}", "{", "\\frac{", "1", "24", "=", " ", "(", ")", "*"]
-    ),
+    st.sampled_from(["<answer>", "</answer>", "\\boxed{", "}", "{", "\\frac{", "1", "24", "=", " ", "(", ")", "*"]),
     max_size=40,
 ).map("".join)
 anything = st.one_of(st.text(max_size=200), soup, tagged)

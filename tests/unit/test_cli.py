@@ -54,12 +54,8 @@ def build(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         mean_tokens=31.25,
         finishes={"stop": 6, "length": 2},
         items=[
-            EvalItem(
-                id="a", prompt="?", completions=["x"] * 4, correct=[1.0, 1.0, 1.0, 1.0], reason=[""] * 4
-            ),
-            EvalItem(
-                id="b", prompt="?", completions=["x"] * 4, correct=[1.0, 0.0, 0.0, 0.0], reason=[""] * 4
-            ),
+            EvalItem(id="a", prompt="?", completions=["x"] * 4, correct=[1.0, 1.0, 1.0, 1.0], reason=[""] * 4),
+            EvalItem(id="b", prompt="?", completions=["x"] * 4, correct=[1.0, 0.0, 0.0, 0.0], reason=[""] * 4),
         ],
     )
     fake = SimpleNamespace(
@@ -101,9 +97,7 @@ def test_help_is_instant_and_imports_nothing_heavy() -> None:
     assert min(times) < 0.5
 
 
-@pytest.mark.parametrize(
-    "command", [*COMMANDS, "train quickstart", "eval countdown", "data countdown", "bench step"]
-)
+@pytest.mark.parametrize("command", [*COMMANDS, "train quickstart", "eval countdown", "data countdown", "bench step"])
 def test_every_command_has_help_without_torch(command: str) -> None:
     program = (
         "import sys\n"
@@ -205,9 +199,7 @@ def test_train_defaults_to_plain_lines_off_a_terminal(build: SimpleNamespace) ->
     assert (out, log) == (Path("runs"), "plain")
 
 
-@pytest.mark.parametrize(
-    "args", [["runs/a", "--steps", "9"], ["--steps", "9", "runs/a"], ["runs/a", "--steps=9"]]
-)
+@pytest.mark.parametrize("args", [["runs/a", "--steps", "9"], ["--steps", "9", "runs/a"], ["runs/a", "--steps=9"]])
 def test_resume_takes_the_run_before_or_after_its_flags(args: list[str], build: SimpleNamespace) -> None:
     assert main(["resume", *args]) == 0
     assert build.calls == [("resume", Path("runs/a"), 9, "plain")]

@@ -88,9 +88,7 @@ def test_no_config_has_more_than_80_settings(algo: str, task: str) -> None:
 
 
 def test_overrides_reach_their_field_and_no_other() -> None:
-    args = (
-        "--steps 7 --algo.kl 0.01 --algo.kl_estimator k1 --task.max-digits=3 --learner.prefix-sharing false"
-    )
+    args = "--steps 7 --algo.kl 0.01 --algo.kl_estimator k1 --task.max-digits=3 --learner.prefix-sharing false"
     config = load("quickstart", args.split())
     changed = diff(load("quickstart"), config)
     assert {name: new for name, (_, new) in changed.items()} == {
@@ -262,9 +260,7 @@ nasty = st.one_of(
     seed=st.integers(0, 2**63),
     dr=st.booleans(),
 )
-def test_parse_is_the_inverse_of_dump(
-    model: str, stop: list[str], lr: float, eps: float, seed: int, dr: bool
-) -> None:
+def test_parse_is_the_inverse_of_dump(model: str, stop: list[str], lr: float, eps: float, seed: int, dr: bool) -> None:
     config = replace(
         RECIPES["quickstart"](),
         model=model,
@@ -348,9 +344,7 @@ def test_recipe_and_task_in_a_file_of_ones_own(own_file: Path) -> None:
     assert parse(text) == config
     # another process knows nothing of the file until the config leads it there
     program = "import sys; from cohort.config.load import parse; print(parse(sys.stdin.read()).task.length)"
-    done = subprocess.run(
-        [sys.executable, "-c", program], input=text, capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", program], input=text, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "7"
 
 

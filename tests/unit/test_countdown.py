@@ -69,9 +69,7 @@ def test_solutions_use_all_four_operators() -> None:
         (("7", ""), "*", ("4-1", "-"), "7*(4-1)"),
     ],
 )
-def test_solutions_have_the_parentheses_they_need(
-    left: tuple, operator: str, right: tuple, text: str
-) -> None:
+def test_solutions_have_the_parentheses_they_need(left: tuple, operator: str, right: tuple, text: str) -> None:
     assert _wrapped((0, *left), operator, False) + operator + _wrapped((0, *right), operator, True) == text
 
 

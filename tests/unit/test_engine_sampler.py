@@ -85,9 +85,7 @@ def test_rare_token_at_the_end_of_a_large_vocabulary_keeps_its_chance():
 
 def test_temperature_divides_the_logits():
     drawn = draw(logits_of(PROBS), settings(temperature=0.5), torch.tensor([0.9], dtype=torch.float64))
-    squares = [
-        p * p / 0.3 for p in PROBS
-    ]  # 0.01 + 0.16 + 0 + 0.09 + 0.04 = 0.3; cumulative .033 .567 .567 .867 1
+    squares = [p * p / 0.3 for p in PROBS]  # 0.01 + 0.16 + 0 + 0.09 + 0.04 = 0.3; cumulative .033 .567 .567 .867 1
     assert drawn.tokens.item() == 4
     assert drawn.logprobs.item() == pytest.approx(math.log(squares[4]), abs=1e-12)
 
@@ -139,9 +137,7 @@ def test_logprob_is_before_truncation():
 
 
 def test_every_row_has_its_own_settings():
-    rows = settings(
-        temperature=[1.0, 0.0, 0.5, 1.0], top_p=[1.0, 1.0, 1.0, 0.5], top_k=[0, 0, 1, 0], min_p=[0.0] * 4
-    )
+    rows = settings(temperature=[1.0, 0.0, 0.5, 1.0], top_p=[1.0, 1.0, 1.0, 0.5], top_k=[0, 0, 1, 0], min_p=[0.0] * 4)
     u = torch.full((4,), 0.99, dtype=torch.float64)
     drawn = draw(logits_of(PROBS).expand(4, -1), rows, u)
     assert drawn.tokens.tolist() == [4, 1, 1, 3]
@@ -168,9 +164,7 @@ def test_half_precision_logits_are_widened():
     logits = torch.tensor([[1.0, 2.0, 3.0]], dtype=torch.bfloat16)
     drawn = draw(logits, settings(), torch.tensor([0.5], dtype=torch.float64))
     assert drawn.logprobs.dtype == torch.float32
-    assert drawn.logprobs.item() == pytest.approx(
-        torch.log_softmax(logits[0].float(), -1)[2].item(), abs=1e-7
-    )
+    assert drawn.logprobs.item() == pytest.approx(torch.log_softmax(logits[0].float(), -1)[2].item(), abs=1e-7)
 
 
 def test_distribution_of_draws():

@@ -24,9 +24,7 @@ class TestConformance(EngineConformance):
 
 
 def test_answers_by_id_with_logprobs():
-    engine = ScriptedEngine(
-        {"0/0": Script(tokens=[4, 5, 6, 9, 9], logprobs=[-0.1, -0.2, -0.3, -9, -9])}, spell
-    )
+    engine = ScriptedEngine({"0/0": Script(tokens=[4, 5, 6, 9, 9], logprobs=[-0.1, -0.2, -0.3, -9, -9])}, spell)
     s = sample(engine, [request(stop_ids=(6,))])["0/0"]
     assert (s.tokens, s.sampler_logprobs, s.text, s.finish) == (
         [4, 5, 6],

@@ -41,9 +41,7 @@ def test_quantised_weights_are_dequantised(tmp_path: Path) -> None:
 
 
 def test_rotary_pairs_by_hand() -> None:
-    rows = np.array(
-        [[0], [10], [1], [11], [2], [12], [3], [13]]
-    )  # two heads of 4: pairs (0, 10), (1, 11) | ...
+    rows = np.array([[0], [10], [1], [11], [2], [12], [3], [13]])  # two heads of 4: pairs (0, 10), (1, 11) | ...
     assert unpermuted(rows, 2).ravel().tolist() == [0, 1, 10, 11, 2, 3, 12, 13]
 
 
@@ -58,9 +56,7 @@ def test_tokenizer_is_rebuilt(tmp_path: Path) -> None:
     assert rebuilt.encode("<think>", markup=True) == [original.token_id("<think>")]
 
 
-@pytest.mark.parametrize(
-    "pre, text, pieces", [("llama-bpe", "12345", 2), ("qwen2", "12345", 5), ("gpt-2", "a1", 2)]
-)
+@pytest.mark.parametrize("pre, text, pieces", [("llama-bpe", "12345", 2), ("qwen2", "12345", 5), ("gpt-2", "a1", 2)])
 def test_other_ways_to_cut_text(pre: str, text: str, pieces: int, tmp_path: Path) -> None:
     import tokenizers
 

@@ -63,9 +63,7 @@ def test_both_forms_of_rope_are_the_same() -> None:
     scaling = {"factor": 4.0, "original_max_position_embeddings": 128}
     old = ModelConfig.from_hf(hf(rope_theta=1000.0, rope_scaling={"type": "yarn"} | scaling))
     parameters = {"rope_type": "yarn", "rope_theta": 1000.0} | scaling
-    new = ModelConfig.from_hf(
-        {k: v for k, v in hf().items() if k != "rope_theta"} | {"rope_parameters": parameters}
-    )
+    new = ModelConfig.from_hf({k: v for k, v in hf().items() if k != "rope_theta"} | {"rope_parameters": parameters})
     assert old == new
     assert old.rope.scale == pytest.approx(0.1 * math.log(4.0) + 1)
     assert old.max_positions == 512  # 4 x 128

@@ -219,14 +219,10 @@ def test_shard_paths_cannot_leave_the_folder(where: str, tmp_path: Path) -> None
         (folder / shard).unlink()
         (folder / shard).symlink_to(outside)
     else:
-        target = {"absolute": str(outside), "parent": "../outside.safetensors", "pickle": "weights.bin"}[
-            where
-        ]
+        target = {"absolute": str(outside), "parent": "../outside.safetensors", "pickle": "weights.bin"}[where]
         index["weight_map"][name] = target
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(
-        ModelError, match=r"only \.safetensors" if where == "pickle" else "leaves the model folder"
-    ):
+    with pytest.raises(ModelError, match=r"only \.safetensors" if where == "pickle" else "leaves the model folder"):
         load_folder(folder)
 
 

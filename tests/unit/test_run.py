@@ -219,9 +219,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_offered(tmp_path):
     data = bytearray(weights.read_bytes())
     data[-1] ^= 1
     weights.write_bytes(data)
-    with pytest.raises(
-        RunError, match=r"step-000006 is damaged .*model.safetensors.*step-000004 before it is intact"
-    ):
+    with pytest.raises(RunError, match=r"step-000006 is damaged .*model.safetensors.*step-000004 before it is intact"):
         live(RunDirectory.open(directory.path), quiet())
     newest.rename(tmp_path / "away")
     live(RunDirectory.open(directory.path), quiet())
@@ -276,9 +274,7 @@ def test_failures_are_recorded_with_their_step(tmp_path):
     with Reader(directory.database) as reader:
         told = [(e.step, e.kind) for e in reader.events()]
     assert (1, "skip") in told and (1, "failure") in told
-    incidents = (
-        directory.card.read_text().partition("## Skips and failures")[2].partition("##")[0].split("\n")
-    )
+    incidents = directory.card.read_text().partition("## Skips and failures")[2].partition("##")[0].split("\n")
     assert [line for line in incidents if line] == [
         "- failure: 1",
         "- skip: 1",

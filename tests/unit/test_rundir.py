@@ -68,9 +68,7 @@ def test_a_read_only_place(tmp_path, monkeypatch):
         raise OSError(30, os.strerror(30))
 
     monkeypatch.setattr(rundir.Path, "mkdir", refuse)
-    with pytest.raises(
-        RunError, match=r"cannot write .*a: read-only file system: make the directory writable"
-    ):
+    with pytest.raises(RunError, match=r"cannot write .*a: read-only file system: make the directory writable"):
         RunDirectory.create(tmp_path, small_run(), "a")
 
 

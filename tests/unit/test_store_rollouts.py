@@ -15,9 +15,7 @@ from cohort.errors import RunError
 from cohort.store.rollouts import load_rollouts, remove_rollouts, rollout_path, rollout_steps, save_rollouts
 from cohort.types import Finish, Group, Prompt, Provenance, Sample
 
-text = st.text(
-    st.characters(exclude_categories=()), max_size=20
-)  # lone surrogates and control characters too
+text = st.text(st.characters(exclude_categories=()), max_size=20)  # lone surrogates and control characters too
 floats = st.floats(allow_nan=False, width=32)
 doubles = st.floats(allow_nan=False)
 tokens = st.integers(0, 2**31 - 1)
@@ -90,9 +88,7 @@ def test_float32_numbers_take_four_bytes_and_tokens_too(tmp_path):
     """14 bytes a token at most: id 4, provenance 1, two logprobs 8."""
     n = 10_000
     logprobs = np.random.default_rng(0).normal(size=n).astype(np.float32).tolist()
-    one = Sample(
-        tokens=[7] * n, provenance=[1] * n, sampler_logprobs=logprobs, old_logprobs=logprobs, text="a " * n
-    )
+    one = Sample(tokens=[7] * n, provenance=[1] * n, sampler_logprobs=logprobs, old_logprobs=logprobs, text="a " * n)
     groups = pretend_groups(0, num_groups=1, group_size=1)
     groups[0].samples = [one]
     assert save_rollouts(tmp_path / "a", groups) < 14 * n

@@ -114,9 +114,7 @@ def test_fewer_rows_than_prompts_is_an_error_with_both_numbers() -> None:
 
 
 def test_long_prompts_stop_the_run_or_are_skipped_and_counted() -> None:
-    with pytest.raises(
-        TaskError, match=r'row "train-\d": the prompt has \d+ tokens, more than the limit of 4'
-    ):
+    with pytest.raises(TaskError, match=r'row "train-\d": the prompt has \d+ tokens, more than the limit of 4'):
         stream(max_prompt_tokens=4).next(10)
     skipping = stream(max_prompt_tokens=4, too_long="skip")
     prompts = skipping.next(8)

@@ -24,9 +24,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", params=["vocab-first", "vocab-last"])
 def tokenizer(request: pytest.FixtureRequest, home: Path) -> Tokenizer:
-    return Tokenizer.load(
-        write_tokenizer(home / request.param, "qwen2.5", in_vocab=request.param == "vocab-first")
-    )
+    return Tokenizer.load(write_tokenizer(home / request.param, "qwen2.5", in_vocab=request.param == "vocab-first"))
 
 
 def ids_of_added(tokenizer: Tokenizer) -> set[int]:
@@ -50,11 +48,7 @@ def test_encode_markup_is_for_assistant_text(tokenizer: Tokenizer) -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    text=st.lists(
-        st.sampled_from([*SPECIAL, *MARKUP, "<|", "|>", "im_end", "\U0010ff00", "0", "é", "\n", " a"])
-    )
-)
+@given(text=st.lists(st.sampled_from([*SPECIAL, *MARKUP, "<|", "|>", "im_end", "\U0010ff00", "0", "é", "\n", " a"])))
 def test_any_text_comes_back_and_stays_text(home: Path, text: list[str]) -> None:
     tokenizer = _cached(home)
     joined = "".join(text)
@@ -87,9 +81,7 @@ def test_decode_keeps_markup_and_drops_special(tokenizer: Tokenizer) -> None:
 
 def test_rendered_prompt_by_hand(tokenizer: Tokenizer) -> None:
     start, end = tokenizer.token_id("<|im_start|>"), tokenizer.token_id("<|im_end|>")
-    rendered = tokenizer.render(
-        [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "3+4?"}]
-    )
+    rendered = tokenizer.render([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "3+4?"}])
     assert rendered.tokens == [
         *[start, *tokenizer.encode("system\nBe brief."), end, *tokenizer.encode("\n")],
         *[start, *tokenizer.encode("user\n3+4?"), end, *tokenizer.encode("\n")],
@@ -221,9 +213,7 @@ def test_templates_run_in_a_sandbox(home: Path, template: str, message: str) -> 
 
 def test_errors_name_the_remedy(tmp_path: Path, tokenizer: Tokenizer) -> None:
     bare = Tokenizer.load(write_tokenizer(tmp_path / "bare", "", chat_template=None))
-    with pytest.raises(
-        ModelError, match=r"no chat template: use an instruct model or add chat_template\.jinja"
-    ):
+    with pytest.raises(ModelError, match=r"no chat template: use an instruct model or add chat_template\.jinja"):
         bare.render([{"role": "user", "content": "x"}])
     (tmp_path / "none").mkdir()
     with pytest.raises(ModelError, match=r"no usable tokenizer\.json: write one with transformers"):
@@ -239,15 +229,11 @@ def test_errors_name_the_remedy(tmp_path: Path, tokenizer: Tokenizer) -> None:
     with pytest.raises(TaskError, match="holds a set"):
         tokenizer.render([{"role": "user", "content": {"x"}}])
     with pytest.raises(TaskError, match="without tool calls"):
-        tokenizer.render(
-            [{"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": [1]}]
-        )
+        tokenizer.render([{"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": [1]}])
     with pytest.raises(ModelError, match='no special token "<nope>"'):
         tokenizer.token_id("<nope>")
 
 
 def test_text_needs_no_torch() -> None:
-    code = (
-        "import sys, cohort.text; sys.exit(any(m in sys.modules for m in ('torch', 'transformers', 'numpy')))"
-    )
+    code = "import sys, cohort.text; sys.exit(any(m in sys.modules for m in ('torch', 'transformers', 'numpy')))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

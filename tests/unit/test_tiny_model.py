@@ -24,9 +24,7 @@ TALK = [
     {
         "role": "assistant",
         "content": "",
-        "tool_calls": [
-            {"type": "function", "function": {"name": "calculator", "arguments": {"expression": "12*3"}}}
-        ],
+        "tool_calls": [{"type": "function", "function": {"name": "calculator", "arguments": {"expression": "12*3"}}}],
     },
     {"role": "tool", "name": "calculator", "content": "36"},
 ]

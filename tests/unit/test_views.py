@@ -121,8 +121,7 @@ def test_plain_is_one_compact_line_a_step():
     assert lines[0] == "cohort · quickstart · tiny · arithmetic · grpo · 32 prompts x 8 samples · to step 60"
     assert lines[2] == "held-out accuracy 0.410 (0.370 to 0.450) at step 0, 512 problems"
     assert lines[5] == (
-        "step  2/60  reward 0.532  length 43.2  dead 0.125  lr 0.001  gap 3e-06"
-        "  5,234 tok/s  1.80 s  eta 1:35"
+        "step  2/60  reward 0.532  length 43.2  dead 0.125  lr 0.001  gap 3e-06  5,234 tok/s  1.80 s  eta 1:35"
     )
     assert "held-out accuracy 0.41 -> 0.87" in lines[-3:]
 
@@ -148,9 +147,7 @@ def test_json_lines():
     view.step(report(3, **{"loss": math.nan, "grad_norm": math.inf}))
     view.finish(summary())
     assert output.getvalue().isascii()
-    lines = [
-        json.loads(line, parse_constant=lambda c: pytest.fail(c)) for line in output.getvalue().splitlines()
-    ]
+    lines = [json.loads(line, parse_constant=lambda c: pytest.fail(c)) for line in output.getvalue().splitlines()]
     kinds = [line["kind"] for line in lines]
     assert kinds == ["start", "evaluation", "step", "event", "step", "evaluation", "step", "finish"]
     assert lines[3]["text"] == HOSTILE[1]  # exact: it is data here
@@ -196,9 +193,7 @@ def test_checkpoints_do_not_push_failures_out_of_sight():
 
 def test_a_resumed_run_shows_its_whole_history():
     view, _ = live_view()
-    view.start(
-        header(first_step=30, rewards={s: s / 30 for s in range(1, 31)}, evaluations=[evaluation(0, 0.1)])
-    )
+    view.start(header(first_step=30, rewards={s: s / 30 for s in range(1, 31)}, evaluations=[evaluation(0, 0.1)]))
     frame = frame_of(view)
     view.close()
     assert "step 30/60" in frame and "1.0" in frame

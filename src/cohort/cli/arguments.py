@@ -11,9 +11,7 @@ from cohort.errors import ConfigError
 T = TypeVar("T")
 
 
-def read(
-    command: str, places: Sequence[str], about: str, default: T, args: Sequence[str]
-) -> tuple[list[str], T]:
+def read(command: str, places: Sequence[str], about: str, default: T, args: Sequence[str]) -> tuple[list[str], T]:
     """The words for `places` (names in capitals, all needed) and `default` with the flags applied.
 
     Words may stand before or after the flags. `--help` prints the help and ends the program.
@@ -32,9 +30,7 @@ def read(
     return words, flags.read(default, given, prog)
 
 
-def _late_words(
-    given: Sequence[flags.Flag], valid: dict[str, flags.Leaf]
-) -> tuple[list[flags.Flag], list[str]]:
+def _late_words(given: Sequence[flags.Flag], valid: dict[str, flags.Leaf]) -> tuple[list[flags.Flag], list[str]]:
     """Words that follow the single value of a flag belong to the command, not to the flag."""
     kept: list[flags.Flag] = []
     late: list[str] = []

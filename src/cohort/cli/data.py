@@ -40,9 +40,7 @@ def run(args: list[str]) -> None:
         raise ConfigError(f'"{path}" is a folder; name a file.')
     rows = load_rows(task, options.split)
     if options.n > len(rows):
-        raise ConfigError(
-            f"--n is {options.n}, but {task.name} has {len(rows)} {options.split} rows; lower --n."
-        )
+        raise ConfigError(f"--n is {options.n}, but {task.name} has {len(rows)} {options.split} rows; lower --n.")
     lines = _lines(task, rows[: options.n or None])
     if options.out == "-":
         _write(lines, sys.stdout)

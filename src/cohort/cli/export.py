@@ -18,9 +18,7 @@ class Options:
 
 
 def run(args: list[str]) -> None:
-    about = (
-        "Write a checkpoint of the run in RUN as a Hugging Face folder OUT (config, safetensors, tokenizer)."
-    )
+    about = "Write a checkpoint of the run in RUN as a Hugging Face folder OUT (config, safetensors, tokenizer)."
     (where, out), options = read("export", ["RUN", "OUT"], about, Options(), args)
     if options.step not in ("best", "last") and not options.step.isdecimal():
         raise ConfigError(f'--step must be a step number, best or last, not "{options.step}".')

@@ -19,7 +19,6 @@ def run(args: list[str]) -> None:
     from cohort.models.catalog import catalog
 
     rows = [
-        [m.name, "ready" if m.state == "available" else f"cohort pull {m.name}", m.size, m.source]
-        for m in catalog()
+        [m.name, "ready" if m.state == "available" else f"cohort pull {m.name}", m.size, m.source] for m in catalog()
     ]
     print(table(["model", "state", "size", "source"], rows))

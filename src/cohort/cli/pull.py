@@ -29,7 +29,5 @@ def run(args: list[str]) -> None:
     console = Console(stderr=True)  # stdout stays clean for the result
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         line = bar.add_task(name, total=1.0)
-        folder = pull(
-            name, lambda what, share: bar.update(line, description=f"{name}: {what}", completed=share)
-        )
+        folder = pull(name, lambda what, share: bar.update(line, description=f"{name}: {what}", completed=share))
     print(f"{name} is in {folder}")

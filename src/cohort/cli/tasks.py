@@ -29,9 +29,7 @@ def read_task(command: str, about: str, options: T, args: list[str]) -> tuple[An
     cls = find_task(spec)
     knobs = tyro.conf.arg(help=(cls.__doc__ or "").strip())
     task_field: Any = ("task", Annotated[cls, knobs], dataclasses.field(default_factory=cls))
-    made = dataclasses.make_dataclass(
-        "Options", [task_field], bases=(type(options),), frozen=True, kw_only=True
-    )
+    made = dataclasses.make_dataclass("Options", [task_field], bases=(type(options),), frozen=True, kw_only=True)
     values = {f.name: getattr(options, f.name) for f in dataclasses.fields(options)}  # type: ignore[arg-type]
     _, given = read(f"{command} {spec}", [], about, made(**values), rest)
     kept = {name: getattr(given, name) for name in values}

@@ -47,8 +47,7 @@ def recipe_list() -> str:
     """The built-in recipes with the first line of their docstrings."""
     width = max(map(len, RECIPES))
     return "\n".join(
-        f"  {name:<{width}}  {(f.__doc__ or '').strip().splitlines()[0]}"
-        for name, f in sorted(RECIPES.items())
+        f"  {name:<{width}}  {(f.__doc__ or '').strip().splitlines()[0]}" for name, f in sorted(RECIPES.items())
     )
 
 
@@ -65,7 +64,5 @@ def _take_own(args: list[str]) -> tuple[list[str], str, str]:
     rest = list(words)
     for flag in given:
         if flag.name not in own:
-            rest += (
-                [flag.shown, *flag.values] if len(flag.values) != 1 else [f"{flag.shown}={flag.values[0]}"]
-            )
+            rest += [flag.shown, *flag.values] if len(flag.values) != 1 else [f"{flag.shown}={flag.values[0]}"]
     return rest, values.get("out", "runs"), choose_log(log, sys.stdout.isatty())

@@ -18,9 +18,7 @@ from cohort.config.lookup import find_task, task_spec
 from cohort.config.schema import ALGOS, ENGINES, RunConfig
 from cohort.errors import ConfigError, nearest
 
-_SECRET_NAME = re.compile(
-    r"(api_?key|secret|passw(or)?d|credential|(access|auth|hf|bearer)_token)", re.IGNORECASE
-)
+_SECRET_NAME = re.compile(r"(api_?key|secret|passw(or)?d|credential|(access|auth|hf|bearer)_token)", re.IGNORECASE)
 _SECRET_VALUE = re.compile(r"://[^/\s]*:[^/\s]*@")
 
 
@@ -30,9 +28,7 @@ def variant_name(kind: str, value: Any) -> str:
         return task_spec(value)
     names = {cls: name for name, cls in {"algo": ALGOS, "engine": ENGINES}[kind].items()}
     if type(value) not in names:
-        raise ConfigError(
-            f"{kind} is a {type(value).__name__}, which is not registered.{nearest('', names.values())}"
-        )
+        raise ConfigError(f"{kind} is a {type(value).__name__}, which is not registered.{nearest('', names.values())}")
     return names[type(value)]
 
 
@@ -62,13 +58,9 @@ def dump(config: RunConfig) -> str:
 def _plain(value: Any, path: str) -> Any:
     """Dataclasses, tuples and numbers as what YAML has; refuses what must not or cannot be written."""
     if _SECRET_NAME.search(path.rpartition(".")[2]):
-        raise ConfigError(
-            f"{path} looks like a secret, and a config is written to disk; read it from the environment."
-        )
+        raise ConfigError(f"{path} looks like a secret, and a config is written to disk; read it from the environment.")
     if isinstance(value, str) and _SECRET_VALUE.search(value):
-        raise ConfigError(
-            f"{path} holds a password in an address, and a config is written to disk; remove it."
-        )
+        raise ConfigError(f"{path} holds a password in an address, and a config is written to disk; remove it.")
     if dataclasses.is_dataclass(value):
         return {f.name: _plain(getattr(value, f.name), f"{path}.{f.name}") for f in dataclasses.fields(value)}
     if isinstance(value, dict):
@@ -77,9 +69,7 @@ def _plain(value: Any, path: str) -> Any:
         return [_plain(item, path) for item in value]
     if value is None or type(value) in (bool, int, float, str):
         return value
-    raise ConfigError(
-        f"{path} is a {type(value).__name__}; settings are numbers, text, None and tuples of these."
-    )
+    raise ConfigError(f"{path} is a {type(value).__name__}; settings are numbers, text, None and tuples of these.")
 
 
 def parse(text: str, source: str = "config.yaml") -> RunConfig:
@@ -109,9 +99,7 @@ def _record(cls: type[Any], tree: Any, path: str, hints: dict[str, Any], source:
             raise ConfigError(f"{source}: unknown setting {path}{key}.{nearest(str(key), names)}")
     for name in names:
         if name not in tree:
-            raise ConfigError(
-                f"{source}: {path}{name} is missing; it was written by another version of Cohort."
-            )
+            raise ConfigError(f"{source}: {path}{name} is missing; it was written by another version of Cohort.")
     return cls(**{name: _value(tree[name], hints[name], path + name, source) for name in names})
 
 
@@ -121,10 +109,7 @@ def _value(value: Any, hint: Any, path: str, source: str) -> Any:
     if dataclasses.is_dataclass(hint):
         return _record(typing.cast(type, hint), value, path + ".", typing.get_type_hints(hint), source)
     if origin is dict and isinstance(value, dict):
-        return {
-            _value(k, inner[0], path, source): _value(v, inner[1], f"{path}.{k}", source)
-            for k, v in value.items()
-        }
+        return {_value(k, inner[0], path, source): _value(v, inner[1], f"{path}.{k}", source) for k, v in value.items()}
     if origin is tuple and isinstance(value, list):
         types_ = [inner[0]] * len(value) if inner[-1] is ... else list(inner)
         if len(types_) == len(value):

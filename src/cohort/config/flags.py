@@ -67,9 +67,7 @@ def leaves(config: Any, prefix: str = "") -> dict[str, Leaf]:
     for field in dataclasses.fields(config):
         name, value = prefix + field.name, getattr(config, field.name)
         hint = hints[field.name]
-        hint, marks = (
-            (hint.__origin__, hint.__metadata__) if get_origin(hint) is typing.Annotated else (hint, ())
-        )
+        hint, marks = (hint.__origin__, hint.__metadata__) if get_origin(hint) is typing.Annotated else (hint, ())
         if tyro.conf.Suppress in marks:
             continue
         renamed = [m.name for m in marks if getattr(m, "name", None)]
@@ -189,9 +187,7 @@ def read(default: T, args: Sequence[Flag], prog: str) -> T:
     def parse(flags: Sequence[Flag]) -> T:
         words = [word for flag in flags for word in _words(flag, valid[flag.name])]
         with _quiet():
-            return tyro.cli(
-                type(default), default=default, args=words, prog=prog, config=_TYRO, console_outputs=False
-            )
+            return tyro.cli(type(default), default=default, args=words, prog=prog, config=_TYRO, console_outputs=False)
 
     def refuses(flags: Sequence[Flag]) -> bool:
         try:
@@ -214,6 +210,4 @@ def read(default: T, args: Sequence[Flag], prog: str) -> T:
 def print_help(default: Any, prog: str, description: str) -> None:
     """tyro's grouped help for `default`, on stdout."""
     with contextlib.suppress(SystemExit):
-        tyro.cli(
-            type(default), default=default, args=["--help"], prog=prog, description=description, config=_TYRO
-        )
+        tyro.cli(type(default), default=default, args=["--help"], prog=prog, description=description, config=_TYRO)

@@ -58,11 +58,7 @@ def find_recipe(spec: str) -> tuple[str, Callable[[], RunConfig]]:
     module = import_file(path)
     function = vars(module).get(name)
     if not callable(function):
-        own = [
-            k
-            for k, v in vars(module).items()
-            if callable(v) and getattr(v, "__module__", "") == module.__name__
-        ]
+        own = [k for k, v in vars(module).items() if callable(v) and getattr(v, "__module__", "") == module.__name__]
         raise ConfigError(f'there is no function "{name}" in {path}.{nearest(name, own) if own else ""}')
     return f"{path.expanduser().resolve()}:{name}", function
 

@@ -48,9 +48,7 @@ class EvalOptions:
             raise ConfigError(f"--min-p is {self.min_p}; it must be below 1.")
         if self.temperature == 0:
             if self.samples > 1:
-                raise ConfigError(
-                    "--samples has no effect at temperature 0: all would be equal; set --temperature."
-                )
+                raise ConfigError("--samples has no effect at temperature 0: all would be equal; set --temperature.")
             if self.top_p < 1 or self.top_k or self.min_p:
                 raise ConfigError("--top-p, --top-k and --min-p have no effect at temperature 0; drop them.")
 

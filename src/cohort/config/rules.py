@@ -154,13 +154,9 @@ def _check_reward(config: RunConfig) -> None:
         if not math.isfinite(weight):
             raise ConfigError(f"reward.{part} is {weight}; it must be a finite number.")
         if part not in parts:
-            raise ConfigError(
-                f'unknown reward part "{part}" of task {type(config.task).name}.{nearest(part, parts)}'
-            )
+            raise ConfigError(f'unknown reward part "{part}" of task {type(config.task).name}.{nearest(part, parts)}')
     if all(config.reward.get(part, 1.0) == 0 for part in parts):
-        raise ConfigError(
-            "every part of the reward weighs 0: there is nothing to learn; raise one of --reward.*."
-        )
+        raise ConfigError("every part of the reward weighs 0: there is nothing to learn; raise one of --reward.*.")
 
 
 def _check_effects(config: RunConfig, values: dict[str, Any], given: Collection[str]) -> None:

@@ -111,7 +111,7 @@ class LearnerConfig:
     """Passes over each batch of rollouts."""
     minibatches: int = 1
     """Optimizer steps per pass."""
-    token_budget: int = 4096
+    token_budget: int = 2048
     """Most tokens in one forward/backward; changes memory and speed, never the result."""
     prefix_sharing: bool = True
     """Train a group's prompt once instead of once a sample; changes speed, never the result."""

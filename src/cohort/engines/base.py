@@ -84,5 +84,3 @@ def sample(engine: Engine, requests: Iterable[Request]) -> dict[str, Sample]:
     while events := engine.poll():
         done.update({e.id: e.sample for e in events if e.sample is not None})
     return done
-
-

@@ -32,9 +32,7 @@ def check_request(request: Request, max_context: int, vocab_size: int) -> None:
     if "" in s.stop_strings:
         raise ConfigError(f"{who}: an empty stop string would stop at once; remove it.")
     if not -1 <= request.shared <= num:
-        raise ConfigError(
-            f"{who}: shared = {request.shared} must be between -1 (all) and the {num} tokens it has."
-        )
+        raise ConfigError(f"{who}: shared = {request.shared} must be between -1 (all) and the {num} tokens it has.")
     if request.start < 0:
         raise ConfigError(f"{who}: start = {request.start} must not be negative.")
     low, high = min(request.tokens), max(request.tokens)

@@ -75,9 +75,7 @@ class ScriptedEngine:
     def _say_one(self, draft: Draft, script: Script) -> None:
         at = len(draft.tokens)
         if at == len(script.tokens):
-            raise ConfigError(
-                f'the script of request "{draft.request.id}" ends after {at} tokens, before any stop.'
-            )
+            raise ConfigError(f'the script of request "{draft.request.id}" ends after {at} tokens, before any stop.')
         logprob = LOGPROB if script.logprobs is None else script.logprobs[at]
         draft.extend([script.tokens[at]], [logprob], [1.0], self.decode)
 

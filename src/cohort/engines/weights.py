@@ -29,6 +29,4 @@ def copy_weights(weights: Weights, decoder: Decoder) -> None:
         view.copy_(tensor.reshape(view.shape))
         missing.discard(name)
     if missing:
-        raise ModelError(
-            f"weights lack {len(missing)} tensors of the model, {sorted(missing)[0]} among them."
-        )
+        raise ModelError(f"weights lack {len(missing)} tensors of the model, {sorted(missing)[0]} among them.")

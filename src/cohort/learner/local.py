@@ -166,4 +166,3 @@ def _inputs(micro: Microbatch, logprobs: Tensor, entropy: Tensor, weights: Tenso
         weights=weights.to(logprobs),
         segments=micro.segments,
     )
-

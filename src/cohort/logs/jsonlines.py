@@ -19,17 +19,13 @@ class JsonView:
         self._stream = stream
 
     def start(self, header: Header) -> None:
-        self._write(
-            "start", **{k: v for k, v in asdict(header).items() if k not in ("rewards", "evaluations")}
-        )
+        self._write("start", **{k: v for k, v in asdict(header).items() if k not in ("rewards", "evaluations")})
 
     def phase(self, name: str) -> None:
         pass
 
     def step(self, report: StepReport) -> None:
-        self._write(
-            "step", step=report.step, num_steps=report.num_steps, eta=report.eta, metrics=report.metrics
-        )
+        self._write("step", step=report.step, num_steps=report.num_steps, eta=report.eta, metrics=report.metrics)
 
     def evaluation(self, evaluation: Evaluation) -> None:
         fields = {k: v for k, v in evaluation.to_json().items() if k != "items"}

@@ -88,9 +88,7 @@ class LiveView:
             panels.title(header, self._phase),
             panels.progress(step, header.num_steps, time.monotonic() - self._begin, eta),
             panels.middle(
-                panels.curve(
-                    self._rewards, self._evaluations, header.num_steps, max(16, width - 46), curve_height
-                ),
+                panels.curve(self._rewards, self._evaluations, header.num_steps, max(16, width - 46), curve_height),
                 panels.numbers(metrics, self._rewards, self._evaluations, curve_height + 1),
             ),
             panels.stages(metrics, width),

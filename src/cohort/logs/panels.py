@@ -83,9 +83,7 @@ def curve(
         for column, cell in enumerate(line):
             mark = (row, column) in marks
             # An empty braille cell shows faint dots in some fonts.
-            text.append(
-                "●" if mark else " " if cell == "\u2800" else cell, style=f"bold {GOOD}" if mark else ACCENT
-            )
+            text.append("●" if mark else " " if cell == "\u2800" else cell, style=f"bold {GOOD}" if mark else ACCENT)
         text.append("\n" if row < height - 1 else "")
     caption = Text.assemble(("━ ", ACCENT), ("reward  ", CALM), ("● ", GOOD), ("held-out accuracy", CALM))
     return Panel(Group(text, caption), box=box.ROUNDED, border_style=CALM, padding=(0, 1))

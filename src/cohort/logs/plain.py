@@ -39,9 +39,7 @@ class PlainView:
     def step(self, report: StepReport) -> None:
         width = len(str(report.num_steps))
         fields = [f"step {report.step:{width}d}/{report.num_steps}"]
-        fields += [
-            f"{label} {compact(report.metrics[n])}" for n, label in _SHOWN.items() if n in report.metrics
-        ]
+        fields += [f"{label} {compact(report.metrics[n])}" for n, label in _SHOWN.items() if n in report.metrics]
         if speed := tokens_per_second(report.metrics):
             fields.append(f"{speed} tok/s")
         if "time/step" in report.metrics:

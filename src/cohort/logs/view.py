@@ -69,9 +69,7 @@ class Summary:
         """The closing words, the same in the terminal and in the run card."""
         said: list[str] = []
         if not self.complete:
-            said.append(
-                f"stopped after step {self.step} of {self.num_steps}; go on with: cohort resume {self.path}"
-            )
+            said.append(f"stopped after step {self.step} of {self.num_steps}; go on with: cohort resume {self.path}")
         if self.first and self.last and self.last.step > self.first.step:
             a, b = self.first, self.last
             said.append(f"held-out accuracy {a.accuracy:.2f} -> {b.accuracy:.2f}")

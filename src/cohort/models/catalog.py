@@ -70,9 +70,7 @@ def catalog() -> list[Entry]:
     ]
     cached = cache_root() / "models"
     here = sorted(p.name for p in cached.iterdir() if _is_model(p)) if cached.is_dir() else []
-    entries += [
-        Entry(name=n, source=str(cached / n), size=_size(cached / n), state="available") for n in here
-    ]
+    entries += [Entry(name=n, source=str(cached / n), size=_size(cached / n), state="available") for n in here]
     return entries + [
         Entry(name=name, source=f"package {model.package.requirement}", size=model.size, state="pullable")
         for name, model in PULLABLE.items()

@@ -53,9 +53,7 @@ class ModelConfig:
         num_kv_heads = _count(hf, "num_key_value_heads", num_heads)
         head_dim = _count(hf, "head_dim", family.head_dim or hidden // num_heads)
         if num_heads % num_kv_heads:
-            raise ModelError(
-                f"{num_heads} attention heads cannot share {num_kv_heads} key-value heads evenly"
-            )
+            raise ModelError(f"{num_heads} attention heads cannot share {num_kv_heads} key-value heads evenly")
         if head_dim % 2:
             raise ModelError(f"head_dim {head_dim} is odd: rotary embedding needs an even one")
         positions = _count(hf, "max_position_embeddings", family.max_positions)
@@ -98,13 +96,9 @@ class Family:
 
 
 FAMILIES: dict[str, Family] = {
-    "LlamaForCausalLM": Family(
-        model_type="llama", max_positions=2048, attention_bias_key=True, mlp_bias_key=True
-    ),
+    "LlamaForCausalLM": Family(model_type="llama", max_positions=2048, attention_bias_key=True, mlp_bias_key=True),
     "MistralForCausalLM": Family(model_type="mistral", max_positions=131072, window=4096),
-    "Qwen2ForCausalLM": Family(
-        model_type="qwen2", max_positions=32768, qkv_bias=True, window=4096, window_switch=True
-    ),
+    "Qwen2ForCausalLM": Family(model_type="qwen2", max_positions=32768, qkv_bias=True, window=4096, window_switch=True),
     "Qwen3ForCausalLM": Family(
         model_type="qwen3",
         max_positions=32768,
@@ -173,9 +167,7 @@ def _architecture(hf: Mapping[str, Any]) -> str:
     if not named:
         named = [name for name, family in FAMILIES.items() if family.model_type == hf.get("model_type")]
     if not named:
-        raise ModelError(
-            "config.json names no architecture: is this a language model in Hugging Face format?"
-        )
+        raise ModelError("config.json names no architecture: is this a language model in Hugging Face format?")
     name = str(named[0])
     if name not in FAMILIES:
         raise ModelError(f'architecture "{name}" is not supported.{nearest(name, FAMILIES)}')
@@ -186,9 +178,7 @@ def _rope_parameters(hf: Mapping[str, Any]) -> dict[str, Any]:
     """One flat dict: rope_parameters (transformers 5), or rope_theta and rope_scaling (transformers 4)."""
     given = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
     if not isinstance(given, Mapping) or any(isinstance(v, Mapping) for v in given.values()):
-        raise ModelError(
-            "config.json gives each layer type its own rope: only one for all layers is supported"
-        )
+        raise ModelError("config.json gives each layer type its own rope: only one for all layers is supported")
     p = dict(given)
     for key in ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings"):
         if p.get(key) is None and hf.get(key) is not None:
@@ -207,11 +197,7 @@ def _stretched(rope: Rope) -> int:
 def _sliding_window(hf: Mapping[str, Any], family: Family) -> int | None:
     """The window in force, if it is in force in any layer."""
     window = hf.get("sliding_window", family.window)
-    if (
-        window is None
-        or family.window is None
-        or (family.window_switch and not hf.get("use_sliding_window", False))
-    ):
+    if window is None or family.window is None or (family.window_switch and not hf.get("use_sliding_window", False)):
         return None
     if family.window_switch:
         if hf.get("layer_types") is not None:

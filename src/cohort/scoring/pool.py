@@ -181,9 +181,7 @@ class ScoringPool:
         else:
             parts, accuracy = worker.ready
             try:
-                scored = check_parts(
-                    self.task.name, str(item.row.get("id", "?")), parts, accuracy, reply.parts
-                )
+                scored = check_parts(self.task.name, str(item.row.get("id", "?")), parts, accuracy, reply.parts)
             except TaskError as error:
                 self._drop(item, error)
             else:

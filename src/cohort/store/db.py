@@ -113,8 +113,7 @@ class Store:
         if row is not None:
             return int(row[0])
         cursor = self._db.execute(
-            "INSERT INTO prompts (time, step, task, prompt_id, messages, row, num_tokens)"
-            " VALUES (?, ?, ?, ?, ?, ?, ?)",
+            "INSERT INTO prompts (time, step, task, prompt_id, messages, row, num_tokens) VALUES (?, ?, ?, ?, ?, ?, ?)",
             (now, step, *key, json.dumps(prompt.messages), json.dumps(prompt.row), len(prompt.tokens)),
         )
         assert cursor.lastrowid is not None
@@ -144,9 +143,7 @@ def migrate(db: sqlite3.Connection, path: Path) -> None:
     """Bring a database of any earlier version to the current schema, each version in one transaction."""
     version = int(db.execute("PRAGMA user_version").fetchone()[0])
     if version > len(MIGRATIONS):
-        raise RunError(
-            f"{path} has schema version {version}, this Cohort knows {len(MIGRATIONS)}: upgrade Cohort."
-        )
+        raise RunError(f"{path} has schema version {version}, this Cohort knows {len(MIGRATIONS)}: upgrade Cohort.")
     for number, statements in enumerate(MIGRATIONS[version:], start=version + 1):
         db.execute("BEGIN IMMEDIATE")
         try:

@@ -24,9 +24,7 @@ class Reader:
         version = int(self._db.execute("PRAGMA user_version").fetchone()[0])
         if version != len(MIGRATIONS):
             remedy = "upgrade Cohort" if version > len(MIGRATIONS) else "resume the run once to migrate it"
-            raise RunError(
-                f"{path} has schema version {version}, this Cohort reads {len(MIGRATIONS)}: {remedy}."
-            )
+            raise RunError(f"{path} has schema version {version}, this Cohort reads {len(MIGRATIONS)}: {remedy}.")
 
     def __enter__(self) -> Reader:
         return self
@@ -45,17 +43,12 @@ class Reader:
 
     def prompts(self, *, after: int = 0, id: int | None = None) -> list[PromptRow]:
         rows = self._rows("prompts", after, id=id)
-        return [
-            PromptRow(**{**r, "messages": json.loads(r["messages"]), "row": json.loads(r["row"])})
-            for r in rows
-        ]
+        return [PromptRow(**{**r, "messages": json.loads(r["messages"]), "row": json.loads(r["row"])}) for r in rows]
 
     def groups(self, *, after: int = 0, step: int | None = None) -> list[GroupRow]:
         return [GroupRow(**r) for r in self._rows("groups", after, step=step)]
 
-    def samples(
-        self, *, after: int = 0, step: int | None = None, group: int | None = None
-    ) -> list[SampleRow]:
+    def samples(self, *, after: int = 0, step: int | None = None, group: int | None = None) -> list[SampleRow]:
         rows = self._rows("samples", after, step=step, group_id=group)
         for row in rows:
             row["group"] = row.pop("group_id")
@@ -77,9 +70,7 @@ class Reader:
     def _rows(self, table: str, after: int, **equal: int | str | None) -> list[dict[str, Any]]:
         wanted = {column: value for column, value in equal.items() if value is not None}
         conditions = " AND ".join(["id > ?", *(f"{column} = ?" for column in wanted)])
-        cursor = self._db.execute(
-            f"SELECT * FROM {table} WHERE {conditions} ORDER BY id", (after, *wanted.values())
-        )
+        cursor = self._db.execute(f"SELECT * FROM {table} WHERE {conditions} ORDER BY id", (after, *wanted.values()))
         columns = [c[0] for c in cursor.description]
         return [dict(zip(columns, row, strict=True)) for row in cursor.fetchall()]
 
@@ -95,7 +86,5 @@ def _connect(path: Path) -> sqlite3.Connection:
         except sqlite3.OperationalError as error:
             problem = error
         except sqlite3.DatabaseError as error:
-            raise RunError(
-                f"{path} cannot be read: {error}; it is damaged or not a run's database."
-            ) from error
+            raise RunError(f"{path} cannot be read: {error}; it is damaged or not a run's database.") from error
     raise RunError(f"{path} cannot be read: {problem}.") from problem

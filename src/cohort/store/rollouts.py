@@ -65,15 +65,11 @@ def load_rollouts(path: Path) -> list[Group]:
         arrays = load_tensors(path.read_bytes())
         header = json.loads(zlib.decompress(arrays["text"].tobytes()))
         if header["format"] > FORMAT:
-            raise RunError(
-                f"{path} has format {header['format']}, this Cohort knows {FORMAT}: upgrade Cohort."
-            )
+            raise RunError(f"{path} has format {header['format']}, this Cohort knows {FORMAT}: upgrade Cohort.")
         take = {name: _taker(array) for name, array in arrays.items()}
         groups = [_read_group(data, take) for data in header["groups"]]
     except FileNotFoundError:
-        raise RunError(
-            f"{path} does not exist: rollouts of that step were not kept (see save.rollouts)."
-        ) from None
+        raise RunError(f"{path} does not exist: rollouts of that step were not kept (see save.rollouts).") from None
     except (OSError, SafetensorError, zlib.error, ValueError, KeyError, TypeError) as error:
         raise RunError(f"{path} is damaged or not a rollout file: {error}.") from error
     return groups
@@ -147,9 +143,7 @@ def _read_group(data: dict[str, Any], take: dict[str, Taker]) -> Group:
 
 def _read_sample(data: dict[str, Any], take: dict[str, Taker]) -> Sample:
     num_tokens, num_provenance, *num_floats = data["num"]
-    floats = {
-        name: None if num < 0 else take[name](num) for name, num in zip(_FLOATS, num_floats, strict=True)
-    }
+    floats = {name: None if num < 0 else take[name](num) for name, num in zip(_FLOATS, num_floats, strict=True)}
     return Sample(
         tokens=take["tokens"](num_tokens),
         provenance=take["provenance"](num_provenance),

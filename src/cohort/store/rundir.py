@@ -73,9 +73,7 @@ class RunDirectory:
             raise RunError(f"there is no run {path}.{hint}")
         file = path / "config.yaml"
         if not file.is_file():
-            raise RunError(
-                f"{path} is not a run: it has no config.yaml. Give the directory that `cohort train` named."
-            )
+            raise RunError(f"{path} is not a run: it has no config.yaml. Give the directory that `cohort train` named.")
         try:
             text = file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
@@ -101,9 +99,7 @@ class RunDirectory:
                 " only --steps may change on resume. Start a new run for others."
             )
         if new_steps < old_steps:
-            raise RunError(
-                f"{self.path} has {old_steps} steps: a run can be extended, not cut to {new_steps}."
-            )
+            raise RunError(f"{self.path} has {old_steps} steps: a run can be extended, not cut to {new_steps}.")
 
     def extend(self, steps: int) -> None:
         """Change the number of steps, the one setting that may change. Needs the lock."""

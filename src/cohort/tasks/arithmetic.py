@@ -62,9 +62,7 @@ class Arithmetic:
         need(1 <= digits[0] <= digits[1] <= 9, f"1 <= min_digits <= max_digits <= 9, not {digits}")
         need({*self.operators} <= {*"+-*"}, f"operators among + - *, not {self.operators!r}")
         need(self.operators != "", "at least one operator")
-        need(
-            len(self.keep) == 2 and 0 <= self.keep[0] <= self.keep[1], f"0 <= keep in order, not {self.keep}"
-        )
+        need(len(self.keep) == 2 and 0 <= self.keep[0] <= self.keep[1], f"0 <= keep in order, not {self.keep}")
         need(min(self.train_size, self.test_size) >= 1, "train_size and test_size of at least 1")
 
     def rows(self, split: str) -> Iterator[Row]:

@@ -156,15 +156,11 @@ def _as_json(name: str, index: int, given: Any) -> Row:
     if identity is None:
         identity = hashlib.sha256(json.dumps(row, sort_keys=True).encode()).hexdigest()[:16]
     elif isinstance(identity, bool) or not isinstance(identity, str | int) or identity == "":
-        raise TaskError(
-            f'task "{name}": row {index} has the id {identity!r}, not a non-empty string or an int'
-        )
+        raise TaskError(f'task "{name}": row {index} has the id {identity!r}, not a non-empty string or an int')
     return {"id": str(identity), **{k: v for k, v in row.items() if k != "id"}}
 
 
-def check_parts(
-    name: str, row_id: str, declared: tuple[str, ...], accuracy: str, scored: Any
-) -> dict[str, float]:
+def check_parts(name: str, row_id: str, declared: tuple[str, ...], accuracy: str, scored: Any) -> dict[str, float]:
     """A grader's parts as floats in declared order, or a TaskError naming task and row. Never a silent 0.
 
     >>> check_parts("t", "0", ("correct", "format"), "correct", {"format": 0.5, "correct": True})
@@ -172,9 +168,7 @@ def check_parts(
     """
     where = f'task "{name}", row "{row_id}"'
     if not isinstance(scored, Mapping):
-        raise TaskError(
-            f"{where}: score returned a {type(scored).__name__}, not a dict of parts or a Verdict"
-        )
+        raise TaskError(f"{where}: score returned a {type(scored).__name__}, not a dict of parts or a Verdict")
     if scored.keys() != set(declared):
         missing = [part for part in declared if part not in scored]
         extra = [str(part) for part in scored if part not in declared]

@@ -22,9 +22,7 @@ from cohort.tasks.jsonl import read_jsonl
 from cohort.tasks.splits import check_split, split_of
 from cohort.types import Answer, Message, Row
 
-INSTRUCTIONS = (
-    " Use each number once, with + - * / and parentheses. Put the expression between <answer> and </answer>."
-)
+INSTRUCTIONS = " Use each number once, with + - * / and parentheses. Put the expression between <answer> and </answer>."
 TRIES = 8  # expressions over the same numbers before other numbers are drawn
 PATIENCE = 20_000  # candidates in a row that bring nothing new before the space counts as exhausted
 _COMMUTES = "+*"
@@ -152,9 +150,7 @@ class Countdown:
         for given in read_jsonl(self.path.replace("{split}", split)):
             row = _row(given)
             if _problem(row) in trained:
-                raise TaskError(
-                    f'countdown: row "{row["id"]}" of {split} is also in train; remove one of them'
-                )
+                raise TaskError(f'countdown: row "{row["id"]}" of {split} is also in train; remove one of them')
             yield row
 
 
@@ -180,8 +176,6 @@ def _row(given: dict[str, Any]) -> Row:
     nums, target = given.get("nums"), given.get("target")
     whole = isinstance(nums, list) and all(type(n) is int and n >= 0 for n in nums) and type(target) is int
     if not whole or not nums:
-        raise TaskError(
-            f"countdown: a row needs nums (whole numbers >= 0) and a whole target, not {str(given)[:80]}"
-        )
+        raise TaskError(f"countdown: a row needs nums (whole numbers >= 0) and a whole target, not {str(given)[:80]}")
     identity = f"{'-'.join(map(str, nums))}={target}"
     return {"id": identity, "nums": nums, "target": target, "solution": str(given.get("solution") or "")}

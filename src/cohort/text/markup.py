@@ -63,9 +63,7 @@ class Markup:
 def added_tokens(spec: dict[str, Any]) -> list[AddedToken]:
     """Those of tokenizer.json that are markup. Runs of white space that some vocabularies add are text."""
     return [
-        AddedToken(
-            id=t["id"], spelling=t["content"], special=t["special"], single_word=t.get("single_word", False)
-        )
+        AddedToken(id=t["id"], spelling=t["content"], special=t["special"], single_word=t.get("single_word", False))
         for t in spec.get("added_tokens") or []
         if t["special"] or t["content"].strip()
     ]

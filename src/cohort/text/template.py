@@ -28,9 +28,7 @@ class ChatTemplate:
         except jinja2.TemplateError as e:
             raise ModelError(f"the chat template is not valid Jinja: {e}") from e
 
-    def render(
-        self, messages: Sequence[Message], tools: Sequence[Any] | None, *, generation_prompt: bool
-    ) -> str:
+    def render(self, messages: Sequence[Message], tools: Sequence[Any] | None, *, generation_prompt: bool) -> str:
         """The conversation as text, with the header of the assistant's turn at the end if asked for."""
         try:
             return self._compiled.render(
@@ -81,9 +79,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _raise(message: str) -> None:

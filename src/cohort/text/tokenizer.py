@@ -35,9 +35,7 @@ class Rendered:
 class Tokenizer:
     """A model's vocabulary, its chat template and its stop tokens."""
 
-    def __init__(
-        self, spec: dict[str, Any], *, roles: dict[str, str], templates: dict[str, str], stop_ids: set[int]
-    ):
+    def __init__(self, spec: dict[str, Any], *, roles: dict[str, str], templates: dict[str, str], stop_ids: set[int]):
         self._spec = spec
         self._markup = Markup(added_tokens(spec))
         self._cores: dict[str, tokenizers.Tokenizer] = {}
@@ -113,9 +111,7 @@ class Tokenizer:
             head, tail = _continued(template, history, forced, safe_tools, head, tag)
         head, tail = (self._markup.restore(self._markup.replace(part, mark), guard) for part in (head, tail))
         encoding = self._core(mark).encode(head + tail, add_special_tokens=False)
-        provenance = [
-            int(Provenance.FORCED if end > len(head) else Provenance.PROMPT) for _, end in encoding.offsets
-        ]
+        provenance = [int(Provenance.FORCED if end > len(head) else Provenance.PROMPT) for _, end in encoding.offsets]
         forced_text = str(messages[-1].get("content") or "") if forced is not None else ""
         return Rendered(tokens=encoding.ids, provenance=provenance, forced_text=forced_text)
 
@@ -125,18 +121,12 @@ class Tokenizer:
         tag = unused(1, [])[0]
         if self._templates:
             turn = [{"role": "user", "content": "x"}, {"role": "assistant", "content": tag}]
-            rest = (
-                self._template(with_tools=False)
-                .render(turn, None, generation_prompt=False)
-                .rpartition(tag)[2]
-            )
+            rest = self._template(with_tools=False).render(turn, None, generation_prompt=False).rpartition(tag)[2]
             ends = [t for t in self._markup.tokens if t.id in self.stop_ids and t.spelling in rest]
             if ends:
                 return min(ends, key=lambda t: rest.index(t.spelling)).id
         if self.eos_id is None:
-            raise ModelError(
-                "the tokenizer names no end-of-sequence token: set eos_token in tokenizer_config.json"
-            )
+            raise ModelError("the tokenizer names no end-of-sequence token: set eos_token in tokenizer_config.json")
         return self.eos_id
 
     @cached_property
@@ -145,9 +135,7 @@ class Tokenizer:
         frame = {t.id for t in self._markup.tokens if t.spelling in self._roles.values()} | set(self.stop_ids)
         if self._templates:
             alone = [{"role": "user", "content": "x"}]
-            frame |= self._markup.ids(
-                self._template(with_tools=False).render(alone, None, generation_prompt=False)
-            )
+            frame |= self._markup.ids(self._template(with_tools=False).render(alone, None, generation_prompt=False))
         return frozenset(t.id for t in self._markup.tokens if t.id not in frame)
 
     @cached_property
@@ -164,20 +152,14 @@ class Tokenizer:
         def guard_frame(text: str) -> str:
             return self._markup.replace(text, guard, only=self._frame_ids)
 
-        return {
-            key: mapped(value, guard_frame if key in own else guard_all) for key, value in message.items()
-        }
+        return {key: mapped(value, guard_frame if key in own else guard_all) for key, value in message.items()}
 
     def _template(self, *, with_tools: bool) -> ChatTemplate:
         if not self._templates:
-            raise ModelError(
-                "the model has no chat template: use an instruct model or add chat_template.jinja"
-            )
+            raise ModelError("the model has no chat template: use an instruct model or add chat_template.jinja")
         named = "tool_use" if with_tools and "tool_use" in self._templates else "default"
         if named not in self._templates:
-            raise ModelError(
-                f"the model has no default chat template, only {', '.join(sorted(self._templates))}"
-            )
+            raise ModelError(f"the model has no default chat template, only {', '.join(sorted(self._templates))}")
         return self._templates[named]
 
     def _core(self, mark: str) -> tokenizers.Tokenizer:
@@ -228,9 +210,7 @@ def _continued(
         raise TaskError("a final assistant message is continued: it must be plain text without tool calls")
     if head != template.render(history, tools, generation_prompt=False):
         return head, content
-    full = template.render(
-        [*history, forced | {"content": f"{content}{tag} "}], tools, generation_prompt=False
-    )
+    full = template.render([*history, forced | {"content": f"{content}{tag} "}], tools, generation_prompt=False)
     before, found, after = full.rpartition(tag)
     if not found:
         raise ModelError("the chat template drops a final assistant message: it cannot be continued")
@@ -251,9 +231,7 @@ def _templates(folder: Path, settings: dict[str, Any]) -> dict[str, str]:
 
 def _spelling(token: Any) -> str:
     """A special token's text: a string, or a record with its content."""
-    return (
-        str(token.get("content", "")) if isinstance(token, dict) else token if isinstance(token, str) else ""
-    )
+    return str(token.get("content", "")) if isinstance(token, dict) else token if isinstance(token, str) else ""
 
 
 def _json(file: Path) -> dict[str, Any]:

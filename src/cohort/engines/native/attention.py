@@ -49,11 +49,7 @@ class Shared:
     def ungroup(self, x: Tensor, K: int) -> Tensor:
         """[num * K, siblings * Q, n] -> [rows of the part, K, Q, n]"""
         n = x.shape[-1]
-        grid = (
-            x.view(self.num, K, self.siblings, -1, n)
-            .transpose(1, 2)
-            .reshape(self.num * self.siblings, K, -1, n)
-        )
+        grid = x.view(self.num, K, self.siblings, -1, n).transpose(1, 2).reshape(self.num * self.siblings, K, -1, n)
         return grid if self.slot is None else grid.index_select(0, self.slot)
 
     def scores(self, layer: int, q: Tensor) -> Tensor:
@@ -120,9 +116,7 @@ def _part(prefixes: list[Prefix], rows: list[int], whole: bool, device: torch.de
         grid = [crowd.get(e, []) for e in entries]
     else:
         siblings = -(-len(rows) // len(crowd))
-        chunks = [
-            (e, m[i : i + siblings]) for e, m in sorted(crowd.items()) for i in range(0, len(m), siblings)
-        ]
+        chunks = [(e, m[i : i + siblings]) for e, m in sorted(crowd.items()) for i in range(0, len(m), siblings)]
         entries, grid = [e for e, _ in chunks], [m for _, m in chunks]
     fill = [rows[0]] * (len(grid) * siblings)  # a place without a row computes something nobody reads
     slot = [0] * len(rows)
@@ -252,9 +246,7 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, rows: int, most: int, padded: Tenso
     T, K, g, D = q.shape
 
     def grid(x: Tensor) -> Tensor:  # [T, K, h, D] -> [rows, K * g, most, D]
-        full = (
-            x if len(x) == rows * most else x.new_zeros(rows * most, *x.shape[1:]).index_copy_(0, padded, x)
-        )
+        full = x if len(x) == rows * most else x.new_zeros(rows * most, *x.shape[1:]).index_copy_(0, padded, x)
         return full.view(rows, most, K, -1, D).expand(-1, -1, -1, g, -1).flatten(2, 3).transpose(1, 2)
 
     mixed = F.scaled_dot_product_attention(grid(q), grid(k[:, :, None]), grid(v[:, :, None]), is_causal=True)

@@ -135,9 +135,7 @@ class NativeEngine:
             copy_weights(weights, self.decoder)
         if self.packed is not None:
             self.packed.pack()
-        if (
-            self._broken
-        ):  # what was computed with damaged weights must not be read again, not even with weight zero
+        if self._broken:  # what was computed with damaged weights must not be read again, not even with weight zero
             self.release()
         self.version = version
         self.line.return_first(self.running)
@@ -159,9 +157,7 @@ class NativeEngine:
     def _admit(self) -> None:
         """Fill free slots, draw the first token of those who enter."""
         free = self.num_slots - len(self.running)
-        if not self.line or (
-            self.running and free < -(-self.num_slots // 16)
-        ):  # a prefill of few prompts is slow
+        if not self.line or (self.running and free < -(-self.num_slots // 16)):  # a prefill of few prompts is slow
             return
         entering = sorted(self.line.take(free), key=lambda d: d.num_cached)
         begin = time.perf_counter()

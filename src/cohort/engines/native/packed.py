@@ -28,9 +28,7 @@ class PackedLinears(TorchFunctionMode):
         super().__init__()
         if decoder.embed.dtype != torch.float32 or decoder.embed.device.type != "cpu":
             where = f"{decoder.embed.dtype} on {decoder.embed.device}".removeprefix("torch.")
-            raise ConfigError(
-                f'engine.weights = "fp16" needs a float32 model on CPU, not {where}; use "shared".'
-            )
+            raise ConfigError(f'engine.weights = "fp16" needs a float32 model on CPU, not {where}; use "shared".')
         if not {"fbgemm", "x86"} & set(torch.backends.quantized.supported_engines):
             raise ConfigError('engine.weights = "fp16" needs an x86 processor; use "shared".')
         self.decoder = decoder
