@@ -18,20 +18,20 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 
 def small_config(**changes) -> ModelConfig:
     head_dim = changes.get("head_dim", 8)
-    values = dict(
-        architecture="LlamaForCausalLM",
-        vocab_size=61,
-        hidden=32,
-        num_layers=2,
-        num_heads=6,
-        num_kv_heads=2,
-        head_dim=head_dim,
-        ff=40,
-        norm_eps=1e-5,
-        rope=Rope(inv_freq=tuple(10000.0 ** (-2 * i / head_dim) for i in range(head_dim // 2))),
-        max_positions=512,
-        tied=True,
-    )
+    values = {
+        "architecture": "LlamaForCausalLM",
+        "vocab_size": 61,
+        "hidden": 32,
+        "num_layers": 2,
+        "num_heads": 6,
+        "num_kv_heads": 2,
+        "head_dim": head_dim,
+        "ff": 40,
+        "norm_eps": 1e-5,
+        "rope": Rope(inv_freq=tuple(10000.0 ** (-2 * i / head_dim) for i in range(head_dim // 2))),
+        "max_positions": 512,
+        "tied": True,
+    }
     return ModelConfig(**{**values, **changes})
 
 

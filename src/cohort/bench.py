@@ -26,7 +26,11 @@ def bench_engine(decoder: Decoder, options: EngineBenchOptions) -> BenchResult:
     shape, rate = _shape(options), limits.matmul_rate()
     engine = _engine(decoder, options, options.slots, options.weights)
     seconds = _median(lambda: _sampled(engine, decoder, shape), options.repeats)
-    return _result("engine", seconds, shape, limits.forward_flops(decoder.config, shape), rate)
+    result = _result("engine", seconds, shape, limits.forward_flops(decoder.config, shape), rate)
+    work, runs = engine.work, options.repeats + 1
+    phases = {"prefill": work.prefill_seconds, "decode": work.decode_seconds, "draw": work.draw_seconds}
+    result.details.update({f"{name} s": total / runs for name, total in phases.items()})
+    return result
 
 
 def bench_learner(decoder: Decoder, options: LearnerBenchOptions) -> BenchResult:

@@ -33,7 +33,7 @@ from cohort.tasks.stream import TaskStream
 from cohort.text import Tokenizer
 from cohort.train.rl import train as run_loop
 from cohort.train.run import Hooks, Run
-from cohort.types import Sampling
+from cohort.types import Prompt, Sampling
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
@@ -48,12 +48,11 @@ class Parts:
     learner: LocalLearner
     tasks: Tasks
     held_out: Tasks
+    problems: list[Prompt]  # held out
     algo: Algorithm
 
     def evaluate(self, step: int) -> Evaluation:
-        e = self.config.eval
-        prompts = self.held_out.stream.held_out(e.problems)
-        return run_evaluation(self.engine, self.held_out, prompts, e.samples, step, "test")
+        return run_evaluation(self.engine, self.held_out, self.problems, self.config.eval.samples, step, "test")
 
     def checkpoint(self, step: int) -> Checkpoint:
         tensors, numbers = self.learner.state()
@@ -66,16 +65,12 @@ class Parts:
     def restore(self, state: Checkpoint) -> None:
         """Become the state of a checkpoint. The weights are copied in place: engine and learner share them."""
         assert state.model is not None
+        # Sums depend on the number of threads, so the run keeps its own, also where there are fewer cores.
+        torch.set_num_threads(int(state.numbers["threads"]))
         decoder = self.model.decoder
         decoder.load_state_dict(load_folder(state.model, decoder.embed.dtype).decoder.state_dict())
         self.learner.load_state(state.optimizer, state.numbers)
         self.tasks.stream.cursor = state.cursor
-        threads = int(state.numbers["threads"])
-        if threads != torch.get_num_threads():
-            raise RunError(
-                f"the run used {threads} threads and this process has {torch.get_num_threads()}: sums would differ. "
-                f"Resume on a machine with at least {threads} cores"
-            )
         self.engine.load(self.learner.weights(), version=state.step)
 
     def close(self) -> None:
@@ -85,7 +80,8 @@ class Parts:
 def use_threads(threads: int) -> None:
     """Settle everything in torch that could make two equal runs differ."""
     torch.set_num_threads(threads or len(os.sched_getaffinity(0)))
-    torch.use_deterministic_algorithms(True)
+    # The same as use_deterministic_algorithms(True), which also imports the compiler: a second at every start.
+    torch.set_deterministic_debug_mode("error")
 
 
 def assemble(config: RunConfig) -> Parts:
@@ -110,8 +106,7 @@ def assemble(config: RunConfig) -> Parts:
     limit = _prompt_limit(config, model)
     stream = TaskStream(config.task, tokenizer, config.seed, max_prompt_tokens=limit)
     stream.check(config.batch.prompts)
-    if config.eval.problems:
-        stream.held_out(config.eval.problems)  # fails now rather than after the first step
+    problems = stream.held_out(config.eval.problems)
     learner = LocalLearner(
         model.decoder,
         config.learner,
@@ -136,7 +131,16 @@ def assemble(config: RunConfig) -> Parts:
         stop_strings=sampling.stop_strings,
     )
     held_out = replace(tasks, sampling=greedy_or_not, purpose="eval")
-    return Parts(config=config, model=model, engine=engine, learner=learner, tasks=tasks, held_out=held_out, algo=algo)
+    return Parts(
+        config=config,
+        model=model,
+        engine=engine,
+        learner=learner,
+        tasks=tasks,
+        held_out=held_out,
+        problems=problems,
+        algo=algo,
+    )
 
 
 def _prompt_limit(config: RunConfig, model: LoadedModel) -> int:
@@ -163,7 +167,7 @@ def _frozen_copy(model: LoadedModel) -> Decoder:
 
 
 def train(config: RunConfig, out: Path, log: str) -> Path:
-    """Run a recipe in a new run directory; returns where it is."""
+    """Run a recipe in a new run directory; returns where it is. Asked to stop, it saves, then raises KeyboardInterrupt."""
     parts = assemble(config)
     try:
         directory = RunDirectory.create(out, config)
@@ -174,7 +178,7 @@ def train(config: RunConfig, out: Path, log: str) -> Path:
 
 
 def resume(path: Path, steps: int | None, log: str) -> Path:
-    """Continue a run exactly where it stopped, to `steps` if given."""
+    """Continue a run exactly where it stopped, to `steps` if given; stops as `train` does."""
     directory = RunDirectory.open(path)
     directory.lock()  # a second writer is refused before it loads anything
     config = directory.config if steps is None else replace(directory.config, steps=steps)
@@ -193,8 +197,12 @@ def _run(parts: Parts, directory: RunDirectory, log: str) -> None:
     )
     command = shlex.join(["cohort", *sys.argv[1:]])
     with Run(directory, parts.config, hooks, make_view(log), command=command) as run:
+        if parts.tasks.sampling.truncates:
+            run.event("sampling", "top-p, top-k or min-p: the policy that acts is not the one that is trained")
         run_loop(run, parts.engine, parts.learner, parts.tasks, parts.algo)
-        run.finish()
+        summary = run.finish()
+    if not summary.complete:  # all is saved; whoever called must not go on as if it were done
+        raise KeyboardInterrupt
 
 
 def evaluate(task: Task, model: str, options: EvalOptions) -> Evaluation:
@@ -215,7 +223,7 @@ def evaluate(task: Task, model: str, options: EvalOptions) -> Evaluation:
         raise ConfigError(f"--max-tokens {options.max_tokens} leaves no room for a prompt in the context of {context}")
     stream = TaskStream(task, tokenizer, options.seed, options.split, max_prompt_tokens=context - options.max_tokens)
     engine = NativeEngine(loaded.decoder, tokenizer.decode, slots=options.slots, max_context=context)
-    prompts = stream.held_out(options.problems)
+    prompts = stream.held_out(options.problems, options.split)
     with ScoringPool(task) as scorer:
         tasks = Tasks(stream=stream, scorer=scorer, sampling=sampling, weights={}, seed=options.seed, purpose="eval")
         return run_evaluation(engine, tasks, prompts, options.samples, 0, options.split)

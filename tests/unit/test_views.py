@@ -64,7 +64,7 @@ METRICS = {
     "finish/length": 0.03,
     "groups/dead": 0.125,
     "lr": 1e-3,
-    "gap/max": 3e-6,
+    "sampler_gap/max": 3e-6,
     "time/step": 1.8,
     "time/tokens_per_s": 5234.4,
     "time/stage/rollout": 0.9,

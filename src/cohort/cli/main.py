@@ -30,6 +30,8 @@ _REPORTED_OS_ERRORS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, err
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code: 0 done, 2 the user can fix it, 130 interrupted."""
     args = list(sys.argv[1:] if argv is None else argv)
+    # Before torch is loaded: its threads spin while they wait, which on a busy machine made steps ten times slower.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         code = _dispatch(args)
         sys.stdout.flush()

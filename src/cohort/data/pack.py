@@ -68,18 +68,20 @@ def pack(
 def _fate(group: Group, sample: Sample, length: int) -> str:
     if sample.failure:
         return "failed"
+    if group.excluded not in ("", CONSTANT_REWARD):
+        return "excluded"
     if sample.masked:
         return "masked"
     if not length:
         return "empty"
-    if group.excluded:
-        return "no_signal" if group.excluded == CONSTANT_REWARD else "excluded"
-    return "packed"
+    return "no_signal" if group.excluded else "packed"
 
 
 def _units(prompt: list[int], members: list[tuple[int, Sample]], budget: int, share: bool) -> list[Unit]:
     """One unit if the group fits and sharing is on; otherwise as few as fit."""
     units: list[Unit] = []
+    if members and not prompt:
+        raise ConfigError("a sample has no token before it: nothing can predict its first one; give it a prompt")
     for member in members:
         size = len(prompt) + len(member[1].tokens)
         if size > budget:

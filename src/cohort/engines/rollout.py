@@ -82,6 +82,7 @@ def roll(engine: Engine, tasks: Tasks, prompts: Sequence[Prompt], group_size: in
                 prompt = places[event.id][0]
                 tasks.scorer.submit(event.id, prompt.row, answer_of(prompt, event.sample))
         unscored -= _take(tasks, samples, tasks.scorer.poll(0.0))
+    assert samples.keys() == places.keys(), "an engine that has nothing under way has ended every request"
     while unscored:
         unscored -= _take(tasks, samples, tasks.scorer.poll(1.0))
     return [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -46,12 +47,14 @@ class LocalLearner:
         self.optimizer = Optimizer(decoder, optim)
         self.update_index = 0  # updates attempted: the schedule's clock, advanced also by those without signal
         self.num_bad = 0  # consecutive updates with non-finite gradients
+        self._annotated = -1  # update_index at which old log-probabilities were last annotated
 
     # ---- the step --------------------------------------------------------------------------------------------
 
     @stage("annotate")
     def annotate(self, groups: Sequence[Group], needs: Collection[str]) -> None:
         if "old" in needs:
+            self._annotated = self.update_index
             for sample, values in self._sample_logprobs(groups, self.decoder):
                 sample.old_logprobs = values
         if "ref" in needs:
@@ -74,13 +77,17 @@ class LocalLearner:
         self.optimizer.zero_grad()
         totals = self.world.sum(torch.tensor([minibatch.num_tokens, minibatch.num_samples], dtype=torch.float64))
         num_tokens, num_samples = totals.tolist()
+        # nothing has moved since the annotation: the current log-probabilities are the old ones, to the last bit,
+        # which those of another packing (dead groups have left it) are not
+        unmoved = self._annotated == self.update_index
         tally = Tally()
         for micro in minibatch.microbatches:
             micro = micro.to(self.decoder.embed.device)
             logprobs, entropy = self.logprobs(self.decoder, micro)
             leaves = [x.detach().requires_grad_() for x in (logprobs, entropy)]
             weights = algo.weigh(micro.lengths, num_tokens, num_samples)
-            loss, metrics = algo.loss(_inputs(micro, leaves[0], leaves[1], weights))
+            inputs = _inputs(micro, leaves[0], leaves[1], weights)
+            loss, metrics = algo.loss(replace(inputs, old_logprobs=None) if unmoved else inputs)
             tally.merge(metrics)
             # the loss never sees the model: its gradient on the [N] vectors is carried through the head here
             grads = torch.autograd.grad(loss, leaves, allow_unused=True)

@@ -69,6 +69,9 @@ class LiveView:
         for line in summary.lines():
             style = styles.get(line.split(" ")[0], "dim")
             self.console.print(Text(one_line(line, 1000), style=style), soft_wrap=True)
+        for number, command in enumerate(summary.next_commands):
+            lead = "     " if number else "next "
+            self.console.print(Text(lead, style="dim").append(one_line(command, 1000), style="cyan"), soft_wrap=True)
 
     def close(self) -> None:
         if self._live is not None:

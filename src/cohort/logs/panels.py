@@ -28,7 +28,7 @@ _NUMBERS = (
     ("entropy", "entropy"),
     ("grad norm", "grad_norm"),
     ("learning rate", "lr"),
-    ("sampler gap", "gap/max"),
+    ("sampler gap", "sampler_gap/max"),
 )
 _PERCENT = {"finish/length", "groups/dead"}
 
@@ -36,9 +36,9 @@ _PERCENT = {"finish/length", "groups/dead"}
 def title(header: Header, phase: str) -> ConsoleRenderable:
     """Who, on what, and what it is doing."""
     names = [header.recipe, header.model, header.task, header.algo, header.batch]
-    left = Text(" cohort ", style=f"bold black on {ACCENT}", end="")
-    left.append(" ", style="default on default")
-    left.append(" · ".join(dict.fromkeys(one_line(n, 40) for n in names if n)), style="default on default")
+    left = Text(end="")
+    left.append(" cohort ", style=f"bold black on {ACCENT}")
+    left.append("  " + " · ".join(dict.fromkeys(one_line(n, 40) for n in names if n)))
     grid = Table.grid(expand=True)
     grid.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
     grid.add_column(justify="right", no_wrap=True)

@@ -17,7 +17,7 @@ _SHOWN = {
     "grad_norm": "grad",
     "entropy": "entropy",
     "lr": "lr",
-    "gap/max": "gap",
+    "sampler_gap/max": "gap",
 }
 
 
@@ -58,7 +58,9 @@ class PlainView:
 
     def finish(self, summary: Summary) -> None:
         for line in summary.lines():
-            self._write(one_line(line))
+            self._write(one_line(line, 1000))
+        for number, command in enumerate(summary.next_commands):
+            self._write(("     " if number else "next ") + one_line(command, 1000))
 
     def close(self) -> None:
         self._stream.flush()

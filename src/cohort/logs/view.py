@@ -64,6 +64,7 @@ class Summary:
     first: Evaluation | None
     last: Evaluation | None
     complete: bool  # every step done and evaluated
+    next_commands: list[str] = field(default_factory=list)  # worth trying now; for the terminal only
 
     def lines(self) -> list[str]:
         """The closing words, the same in the terminal and in the run card."""

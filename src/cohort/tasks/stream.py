@@ -90,12 +90,12 @@ class TaskStream:
                 )
         return prompts
 
-    def held_out(self, n: int = 0) -> list[Prompt]:
+    def held_out(self, n: int = 0, split: str = "test") -> list[Prompt]:
         """The first n prompts of the test split in their own order, 0 = all; the cursor stays."""
-        rows = load_rows(self.task, "test")
+        rows = load_rows(self.task, split)
         if n > len(rows):
             raise ConfigError(
-                f'task "{self.task.name}" has {len(rows)} test rows, fewer than eval.problems = {n}; '
+                f'task "{self.task.name}" has {len(rows)} {split} rows, fewer than eval.problems = {n}; '
                 f"lower eval.problems, or 0 for all"
             )
         rendered = (self._render(row, visit=0) for row in rows[: n or None])

@@ -14,8 +14,8 @@ from cohort.data.pack import pack
 from cohort.engines.base import Engine
 from cohort.engines.rollout import Tasks, collect
 from cohort.learner.base import Learner
-from cohort.train.metrics import step_stats
 from cohort.train.run import Run
+from cohort.train.stats import step_stats
 
 
 def train(run: Run, engine: Engine, learner: Learner, tasks: Tasks, algo: Algorithm) -> None:

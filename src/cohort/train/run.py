@@ -7,6 +7,7 @@ So it does not matter where a run is killed: it goes on as if it had not been.
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -90,6 +91,9 @@ class Run:
             self._close()
             raise
         self._view.start(self._header())
+        if self.step >= self.config.steps:
+            more = f"cohort resume {self.directory.path} --steps {2 * self.config.steps}"
+            self._view.event(self.step, "run", f"all {self.config.steps} steps are done; train on with: {more}")
         return self
 
     def __exit__(
@@ -161,6 +165,7 @@ class Run:
                 self._evaluate_if_due()
             if self.step:
                 self._save()
+                self._prune()  # a kill may have come between the last checkpoint and the removal of older ones
         self._flush()
         summary = self._summary()
         write_atomic(self.directory.card, self._card(summary))
@@ -219,13 +224,16 @@ class Run:
         state = self._hooks.checkpoint(self.step)
         assert state.step == self.step, f"checkpoint of step {state.step} instead of {self.step}"
         path = checkpoint.save(folder, state, self._hooks.write_model)
-        keep = {self._best_step()} if self.config.save.keep_best else set()
-        checkpoint.prune(folder, keep_last=self.config.save.keep_last, keep=keep)
+        self._prune()
         size = sum(f.stat().st_size for f in path.rglob("*") if f.is_file())
         text = f"{path.name}, {readable_size(size)}, {time.perf_counter() - begin:.1f} s"
         self._require_store().write_event(self.step, "checkpoint", text)
         self._view.event(self.step, "checkpoint", text)
         self._view.phase("training")
+
+    def _prune(self) -> None:
+        keep = {self._best_step()} if self.config.save.keep_best else set()
+        checkpoint.prune(self.directory.checkpoints, keep_last=self.config.save.keep_last, keep=keep)
 
     def _times(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Everything that depends on the clock, under time/: comparisons of two runs leave it out."""
@@ -259,6 +267,7 @@ class Run:
 
     def _summary(self) -> Summary:
         evaluations = [self.evaluations[step] for step in sorted(self.evaluations)]
+        complete = self.step >= self.config.steps and self.config.steps in self.evaluations
         return Summary(
             path=str(self.directory.path),
             step=self.step,
@@ -266,8 +275,20 @@ class Run:
             seconds=time.perf_counter() - self._started,
             first=evaluations[0] if evaluations else None,
             last=evaluations[-1] if evaluations else None,
-            complete=self.step >= self.config.steps and self.config.steps in self.evaluations,
+            complete=complete,
+            next_commands=self._next_commands() if complete else [],
         )
+
+    def _next_commands(self) -> list[str]:
+        path, config = self.directory.path, self.config
+        task, model = variant_name("task", config.task), path / "checkpoints" / checkpoint.name(self.step) / "model"
+        longer = ["cohort", "resume", str(path), "--steps", str(2 * config.steps)]
+        commands = [
+            ["cohort", "eval", task, "--model", str(model)],
+            ["cohort", "export", str(path), f"{path.name}-model"],
+            ["cohort", "train", "tiny_countdown"] if config.recipe == "quickstart" else longer,
+        ]
+        return [shlex.join(command) for command in commands]
 
     def _card(self, summary: Summary) -> str:
         accelerator = torch.cuda.get_device_name(0) if torch.cuda.is_available() else ""

@@ -29,7 +29,7 @@ def pack_examples(examples: Iterable[Example], token_budget: int) -> Batch:
 
 def as_group(tokens: Sequence[int], provenance: Sequence[int]) -> Group:
     """An example as a group of one: what precedes the first target is the prompt."""
-    first = next(i for i, p in enumerate(provenance) if p == Provenance.TARGET)
+    first = next((i for i, p in enumerate(provenance) if p == Provenance.TARGET), len(tokens))
     prompt = Prompt(
         task="", id="", visit=0, row={}, messages=[], tokens=list(tokens[:first]), provenance=list(provenance[:first])
     )

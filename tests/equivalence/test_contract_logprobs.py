@@ -1,0 +1,233 @@
+"""Numerics contract, lines 3, 4 and 5, on really sampled groups of the bundled model and of SmolLM2-135M.
+
+The definition is one sequence at a time with all logits (`naive_logprobs`). float64 to 1e-10, the bundled model in
+fp32 to 1e-5, SmolLM2 in fp32 to 1e-5 in the mean and 2e-4 at most; gradients relative to their largest entry.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from tests.runs import assembled, run_steps, small_run
+from tests.support import naive_logprobs
+
+from cohort.algos.algorithm import build_algorithm
+from cohort.build import Parts
+from cohort.config.load import change
+from cohort.config.rules import validate
+from cohort.config.schema import GRPO, BatchConfig, DrGRPO, LearnerConfig, OptimConfig, SamplingConfig
+from cohort.data.pack import pack
+from cohort.engines.rollout import collect
+from cohort.errors import ConfigError
+from cohort.learner.local import LocalLearner
+from cohort.models.catalog import pull
+from cohort.types import CONSTANT_REWARD, Group
+
+PACKS = [(512, True), (120, True), (512, False), (70, False)]  # token budget, prefix sharing
+TEMPERATURE = 0.8
+
+
+@dataclass
+class Bench:
+    """A model, groups it sampled (advantages of both signs, one dead group), and how exact it must be."""
+
+    parts: Parts
+    groups: list[Group]
+    mean: float
+    most: float
+
+    @property
+    def decoder(self):
+        return self.parts.model.decoder
+
+    def fresh(self) -> list[Group]:
+        return copy.deepcopy(self.groups)
+
+    def check(self, got: torch.Tensor, expected: torch.Tensor, scale: float = 1.0) -> None:
+        gap = (got - expected).detach().abs().double() / scale
+        assert gap.max() <= self.most and gap.mean() <= self.mean, (gap.max().item(), gap.mean().item())
+
+    def check_gradients(self, got, expected) -> None:
+        for name, g in expected.items():
+            self.check(got[name], g, scale=float(g.abs().max()))
+
+
+def sampled(parts: Parts, num_prompts: int, group_size: int) -> list[Group]:
+    groups = collect(parts.engine, parts.tasks, num_prompts, group_size, parts.algo.accept)
+    for n, group in enumerate(groups):
+        for i, s in enumerate(group.samples):
+            s.reward = float((n + i) % 3 == 0)
+    for s in groups[-1].samples:
+        s.reward = 0.3
+    return parts.algo.advantages(groups)
+
+
+def bench(name: str) -> Iterator[Bench]:
+    changes = {"sampling": SamplingConfig(max_tokens=40, temperature=TEMPERATURE)}
+    if name == "smollm2":
+        pull("smollm2-135m")
+        changes |= {"model": "smollm2-135m", "sampling": SamplingConfig(max_tokens=20, temperature=TEMPERATURE)}
+    if name == "tiny64":
+        changes |= {"learner": LearnerConfig(token_budget=512, dtype="float64")}
+    limits = {"tiny": (1e-5, 1e-5), "tiny64": (1e-10, 1e-10), "smollm2": (1e-5, 2e-4)}
+    with assembled(small_run(**changes)) as parts:
+        groups = sampled(parts, *((3, 3) if name == "smollm2" else (5, 4)))
+        yield Bench(parts, groups, *limits[name])
+
+
+@pytest.fixture(scope="module", params=["tiny", "tiny64", pytest.param("smollm2", marks=pytest.mark.slow)])
+def model(request) -> Iterator[Bench]:
+    yield from bench(request.param)
+
+
+def learner_for(decoder, budget=512, share=True, **config) -> LocalLearner:
+    optim = OptimConfig(lr=1e-3)
+    settings = LearnerConfig(token_budget=budget, prefix_sharing=share, **config)
+    return LocalLearner(decoder, settings, optim, num_updates=4, temperature=TEMPERATURE)
+
+
+def gradient(model: Bench, groups: list[Group], algo, budget: int, share: bool):
+    learner = learner_for(model.decoder, budget, share)
+    tally = learner.forward_backward(pack(groups, budget, share=share).minibatches[0], algo)
+    return {n: m.grad.clone() for n, m in learner.optimizer.masters.items()}, tally.to_metrics()
+
+
+def naive(model: Bench, groups: list[Group]) -> list[torch.Tensor]:
+    return [naive_logprobs(model.decoder, g.prompt.tokens, s.tokens, TEMPERATURE) for g in groups for s in g.samples]
+
+
+def test_4_3_logprobs_of_real_samples_equal_one_sequence_at_a_time(model):
+    with torch.no_grad():
+        expected = naive(model, model.groups)
+    for budget, share in PACKS:
+        groups = model.fresh()
+        for g in groups:
+            g.excluded = ""
+        learner_for(model.decoder, budget, share).annotate(groups, {"old"})
+        got = [torch.tensor(s.old_logprobs, dtype=torch.float64) for g in groups for s in g.samples]
+        model.check(torch.cat(got), torch.cat(expected))
+        firsts = torch.stack([lp[0] for lp in got])  # of every sibling: predicted at the shared prompt's last token
+        model.check(firsts, torch.stack([lp[0] for lp in expected]))
+        assert len({round(float(x), 6) for x in firsts}) > 2
+
+
+def test_4_3_sampler_logprobs_equal_the_learners(model):
+    """The engine decodes with a cache and a shared prompt; the learner reads the whole sequence at once."""
+    groups = model.fresh()
+    for g in groups:
+        g.excluded = ""
+    learner_for(model.decoder).annotate(groups, {"old"})
+    samples = [s for g in groups for s in g.samples]
+    pairs = [(s.sampler_logprobs, s.old_logprobs) for s in samples]
+    wide = torch.float64
+    model.check(
+        torch.cat([torch.tensor(a, dtype=wide) for a, _ in pairs]),
+        torch.cat([torch.tensor(b, dtype=wide) for _, b in pairs]),
+    )
+    model.check(torch.tensor([a[0] for a, _ in pairs], dtype=wide), torch.tensor([b[0] for _, b in pairs], dtype=wide))
+    metrics = learner_for(model.decoder).forward_backward(pack(groups, 512).minibatches[0], model.parts.algo).to_metrics()
+    assert 0 <= metrics["sampler_gap/mean"] <= model.mean and metrics["sampler_gap/max"] <= model.most
+
+
+def test_4_3_gradients_of_real_samples_equal_one_sequence_at_a_time(model):
+    """The token mean written out on naive log-probabilities; the dead group only in the denominator."""
+    num_tokens = sum(len(s.tokens) for g in model.groups for s in g.samples)
+    alive = [g for g in model.groups if not g.excluded]
+    assert len(alive) == len(model.groups) - 1
+    model.decoder.zero_grad()
+    advantages = [s.advantage for g in alive for s in g.samples]
+    terms = [a * lp.sum() for a, lp in zip(advantages, naive(model, alive), strict=True)]
+    (-sum(terms) / num_tokens).backward()
+    expected = {n: p.grad.clone() for n, p in model.decoder.named_parameters()}
+    algo = build_algorithm(GRPO(aggregate="token"), 40)
+    for budget, share in PACKS:
+        model.check_gradients(gradient(model, model.fresh(), algo, budget, share)[0], expected)
+
+
+@pytest.mark.parametrize("config", [GRPO(), GRPO(aggregate="token"), DrGRPO()], ids=["sequence", "token", "constant"])
+def test_4_4_loss_and_gradient_do_not_depend_on_how_the_batch_is_cut(model, config):
+    algo = build_algorithm(config, 40)
+    expected, metrics = gradient(model, model.fresh(), algo, *PACKS[0])
+    shuffled = model.fresh()
+    random.Random(3).shuffle(shuffled)
+    for g in shuffled:
+        random.Random(4).shuffle(g.samples)
+    for groups, cut in [(model.fresh(), cut) for cut in PACKS[1:]] + [(shuffled, PACKS[1])]:
+        got, same = gradient(model, groups, algo, *cut)
+        model.check_gradients(got, expected)
+        assert same["loss"] == pytest.approx(metrics["loss"], abs=model.most)
+        assert same["tokens"] == metrics["tokens"]
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Iterator[Bench]:
+    yield from bench("tiny")
+
+
+@pytest.mark.parametrize(("epochs", "minibatches"), [(1, 1), (3, 1), (1, 2), (2, 2)])
+def test_4_5_ratio_is_exactly_one_before_anything_has_moved(epochs, minibatches, monkeypatch):
+    """Through the real loop: dead groups leave the pack between the annotation and the update."""
+    learner = LearnerConfig(token_budget=256, epochs=epochs, minibatches=minibatches)
+    with assembled(small_run(learner=learner, optim=OptimConfig(lr=3e-4))) as made:
+        ratios = []
+        whole = made.learner.forward_backward
+
+        def watched(minibatch, algo):
+            tally = whole(minibatch, algo)
+            ratios.append(tally.to_metrics())
+            return tally
+
+        monkeypatch.setattr(made.learner, "forward_backward", watched)
+        steps = run_steps(made, 2)
+        assert any(g.excluded == CONSTANT_REWARD for groups, _ in steps for g in groups)
+    updates = epochs * minibatches
+    assert len(ratios) == 2 * updates
+    for first in ratios[::updates]:  # of each step
+        assert first["ratio/min"] == first["ratio/max"] == 1.0
+        assert first["clip/low"] == first["clip/high"] == first["kl/old"] == 0.0
+    for later in (r for i, r in enumerate(ratios) if i % updates):
+        assert later["ratio/min"] < 1.0 < later["ratio/max"]
+
+
+def test_4_5_old_logprobs_of_another_moment_are_used(tiny):
+    """Only weights that have not moved since the annotation make the ratio 1 by definition."""
+    learner = learner_for(tiny.decoder)
+    groups = tiny.fresh()
+    learner.annotate(groups, {"old"})
+    for s in (s for g in groups for s in g.samples):
+        if s.old_logprobs is not None:
+            s.old_logprobs = [lp - 0.1 for lp in s.old_logprobs]
+    for stale in (learner, learner_for(tiny.decoder)):  # moved on since; never annotated here
+        stale.update_index = 1
+        metrics = stale.forward_backward(pack(groups, 512).minibatches[0], tiny.parts.algo).to_metrics()
+        assert metrics["ratio/mean"] == pytest.approx(1.10517, abs=1e-4)  # exp(0.1)
+
+
+def test_4_5_truncated_sampling_must_be_asked_for():
+    config = small_run(sampling=SamplingConfig(max_tokens=32, top_p=0.9))
+    with pytest.raises(ConfigError, match="allow-truncation"):
+        validate(config)
+    with pytest.raises(ConfigError, match="allow-truncation"):
+        change(small_run(), ["--sampling.top-k", "5"])
+    validate(replace(config, sampling=replace(config.sampling, allow_truncation=True)))
+
+
+def test_4_5_truncated_sampling_records_what_it_kept_and_keeps_the_full_logprobs():
+    sampling = SamplingConfig(max_tokens=24, temperature=TEMPERATURE, top_p=0.7, allow_truncation=True)
+    with assembled(small_run(sampling=sampling, batch=BatchConfig(prompts=4, samples=4))) as made:
+        groups, stats = run_steps(made, 1)[0]
+        samples = [s for g in groups for s in g.samples]
+    kept = [m for s in samples for m in s.kept_mass]
+    assert all(len(s.kept_mass) == len(s.tokens) for s in samples)
+    assert min(kept) >= 0.7 - 1e-6 and max(kept) <= 1 + 1e-6 and sum(kept) < len(kept)
+    assert stats.metrics["sampling/kept_mass"] == pytest.approx(sum(kept) / len(kept), abs=1e-12)
+    with assembled(small_run()) as same_weights, torch.no_grad():  # before the step: as loaded
+        for g in groups[:2]:
+            for s in g.samples:
+                full = naive_logprobs(same_weights.model.decoder, g.prompt.tokens, s.tokens, TEMPERATURE)
+                assert s.sampler_logprobs == pytest.approx(full.tolist(), abs=1e-5)

@@ -1,0 +1,132 @@
+"""A real run, killed wherever it hurts and resumed, leaves what the undisturbed run leaves, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.real_run import (
+    ENV,
+    ROOT,
+    Census,
+    cohort,
+    differences,
+    next_args,
+    no_worker_is_left,
+    only_run,
+    prompts_are_accounted_for,
+    reference,
+    remains,
+    start,
+    workers_of,
+)
+from tests.strike import Strike
+
+# Each story is one run: the place and the call of it at which the first process is killed, then the one that
+# resumes, and so on; the line within the call is drawn. Saves come after steps 2, 3, 4 and 6.
+STORIES = {
+    "checkpoint": [("creation", 1), ("checkpoint", 1), ("checkpoint", 2), ("recovery", 1), ("prune", 2)],
+    "scoring": [("scoring", 6), ("scoring", 20), ("rollout", 10), ("rollout_file", 3), ("finish", 1)],
+    "step": [("evaluation", 1), ("update", 3), ("evaluation_rows", 1), ("database", 2), ("evaluation_file", 2)],
+}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Census]:
+    return reference(tmp_path_factory.mktemp("reference"))
+
+
+def assert_same(run: Path | None, original: Path) -> None:
+    assert run is not None
+    assert differences(remains(run), remains(original)) == []
+    assert prompts_are_accounted_for(run)
+
+
+def test_4_10_the_reference_is_what_is_compared(undisturbed: tuple[Path, Census]) -> None:
+    """The comparison looks at something: weights, moments, rows of every kind, rollouts, evaluations."""
+    original, census = undisturbed
+    left = remains(original)
+    newest = "checkpoints/step-000006"
+    for name in (
+        f"{newest}/model/model.safetensors",
+        f"{newest}/optimizer.safetensors",
+        "rollouts/step-000004.safetensors",
+    ):
+        assert len(left[name]) == 64
+    assert [name for name in left if name.startswith("eval/")] == [f"eval/step-{s:06d}.json" for s in (0, 3, 6)]
+    assert {(step, name) for step, name, _ in left["metrics"]} >= {(s, "loss") for s in range(1, 7)}
+    assert len(left["groups"]) == 36 and len(left["samples"]) == 144 and len(left["prompts"]) == 24
+    assert {g["visit"] for g in left["groups"]} == {0, 1}
+    assert prompts_are_accounted_for(original)
+    assert all(census.lengths.values())  # every place is one that a run passes
+
+
+@pytest.mark.parametrize("story", STORIES)
+def test_4_10_killed_anywhere_and_resumed_it_ends_the_same(
+    story: str, undisturbed: tuple[Path, Census], tmp_path: Path
+) -> None:
+    original, census = undisturbed
+    rng = random.Random(story)
+    for place, call in STORIES[story]:
+        strike = census.strike(place, call, rng)
+        process = start(*next_args(tmp_path), at=tmp_path, orders=[strike])
+        out, err = process.communicate()
+        assert process.returncode == -signal.SIGKILL, f"{strike} did not happen: {out}{err}"
+        assert no_worker_is_left(process.pid)
+    done = cohort(*next_args(tmp_path), at=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert_same(only_run(tmp_path), original)
+
+
+def test_4_10_no_worker_survives_its_parent(undisturbed: tuple[Path, Census], tmp_path: Path) -> None:
+    """Held still in the middle of scoring, so that there certainly are workers to survive."""
+    original, census = undisturbed
+    strike = Strike(signal.SIGSTOP, "scoring", 8, 3)
+    process = start(*next_args(tmp_path), at=tmp_path, orders=[strike])
+    assert os.WIFSTOPPED(os.waitpid(process.pid, os.WUNTRACED)[1])
+    assert workers_of(process.pid)
+    # While it lives, even if it does nothing, the run is its own.
+    run = only_run(tmp_path)
+    second = cohort("resume", run, at=tmp_path)
+    assert second.returncode == 2 and f"is being written by process {process.pid} on " in second.stderr
+    assert second.stderr.count("\n") == 1
+    process.kill()
+    process.communicate()
+    assert no_worker_is_left(process.pid)
+    assert cohort("resume", run, at=tmp_path).returncode == 0
+    assert_same(run, original)
+
+
+def test_4_10_a_run_keeps_its_thread_count(undisturbed: tuple[Path, Census], tmp_path: Path) -> None:
+    """`threads: 0` asks for all cores; on resume it is the checkpoint that says how many that were."""
+    kill = Strike(signal.SIGKILL, "update", 3, 1)
+    settings = [*next_args(tmp_path), "--threads=0"]
+    process = start(*settings, at=tmp_path, orders=[kill])
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    run = only_run(tmp_path)
+    assert run is not None
+    state = run / "checkpoints" / "step-000002" / "state.json"
+    numbers = json.loads(state.read_text())["numbers"]
+    assert numbers["threads"] == len(os.sched_getaffinity(0))
+    changed = json.loads(state.read_text())
+    changed["numbers"]["threads"] = numbers["threads"] + 1  # as if it came from a machine with one core more
+    state.write_text(json.dumps(changed))
+    assert cohort("resume", run, at=tmp_path).returncode == 0
+    last = json.loads((run / "checkpoints" / "step-000006" / "state.json").read_text())
+    assert last["numbers"]["threads"] == numbers["threads"] + 1
+
+
+@pytest.mark.slow
+def test_4_10_a_campaign_of_random_kills(tmp_path: Path) -> None:
+    """Random places and random moments; `benchmarks/kill_campaign.py` does a hundred."""
+    script = [sys.executable, str(ROOT / "benchmarks" / "kill_campaign.py"), "--kills", "30", "--seed", "1"]
+    done = subprocess.run(script, env=ENV, cwd=tmp_path, capture_output=True, text=True, timeout=1200, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "30 kills" in done.stdout and "identical: yes" in done.stdout

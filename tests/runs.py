@@ -1,0 +1,93 @@
+"""Whole steps in this process: a small run of the bundled model, assembled as `cohort train` does it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from cohort import build
+from cohort.build import Parts
+from cohort.config.schema import BatchConfig, EvalConfig, LearnerConfig, RunConfig, SamplingConfig
+from cohort.recipes.tiny import quickstart
+from cohort.tasks.arithmetic import Arithmetic
+from cohort.train.rl import train
+from cohort.train.stats import StepStats
+from cohort.types import Answer, Group, Outcome, Row
+
+
+def small_run(**changes: Any) -> RunConfig:
+    """The quickstart with less of everything. One thread: what else runs on the machine changes nothing."""
+    values = {
+        "threads": 1,
+        "task": Arithmetic(train_size=24, test_size=12),
+        "batch": BatchConfig(prompts=6, samples=4),
+        "sampling": SamplingConfig(max_tokens=32),
+        "learner": LearnerConfig(token_budget=512),
+        "eval": EvalConfig(problems=6),
+    }
+    return replace(quickstart(), **{**values, **changes})
+
+
+@contextmanager
+def assembled(config: RunConfig) -> Iterator[Parts]:
+    """The parts of a run; torch is left as it was found."""
+    threads, mode = torch.get_num_threads(), torch.get_deterministic_debug_mode()
+    parts = build.assemble(config)
+    try:
+        yield parts
+    finally:
+        parts.close()
+        torch.set_num_threads(threads)
+        torch.set_deterministic_debug_mode(mode)
+
+
+@dataclass
+class Steps:
+    """What the loop needs of a `Run`, without a directory: remembers what every step ended with."""
+
+    config: RunConfig
+    first: int
+    num: int
+    ended: list[tuple[list[Group], StepStats]] = field(default_factory=list)
+
+    def steps(self) -> Iterator[int]:
+        for step in range(self.first, self.first + self.num):
+            yield step
+            assert len(self.ended) == step + 1 - self.first
+
+    def end_step(self, step: int, groups: list[Group], stats: StepStats) -> None:
+        assert step == self.first + len(self.ended)
+        self.ended.append((groups, stats))
+
+
+def run_steps(parts: Parts, num: int, first: int = 0) -> list[tuple[list[Group], StepStats]]:
+    """`num` steps of the real loop."""
+    run = Steps(parts.config, first, num)
+    train(run, parts.engine, parts.learner, parts.tasks, parts.algo)  # type: ignore[arg-type]
+    return run.ended
+
+
+class Grader:
+    """A scoring pool in this process: `grade(row, answer) -> Outcome`, given back `late` polls later, last first."""
+
+    def __init__(self, grade: Any, late: int = 0) -> None:
+        self.grade, self.late = grade, late
+        self.seen: dict[str, Answer] = {}
+        self._held: list[tuple[str, Outcome]] = []
+        self._polls = 0
+
+    def submit(self, id: str, row: Row, answer: Answer) -> None:
+        assert id not in self.seen or id not in dict(self._held), f"{id} twice"
+        self.seen[id] = answer
+        self._held.append((id, self.grade(row, answer)))
+
+    def poll(self, timeout: float) -> list[tuple[str, Outcome]]:
+        self._polls += 1
+        if self._polls % (self.late + 1):
+            return []
+        held, self._held = self._held[::-1], []
+        return held
