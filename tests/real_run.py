@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -9,11 +10,14 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from signal import SIGKILL
 from typing import Any
+
+import pytest
 
 from cohort.store.reader import Reader
 from cohort.store.rundir import RunDirectory
@@ -67,7 +71,7 @@ def only_run(folder: Path) -> Path | None:
 def next_args(folder: Path, settings: Sequence[str] = SMALL) -> list[str]:
     """Resume the run of a folder, or start one where a kill came before there was any."""
     run = only_run(folder)
-    return ["resume", str(run)] if run else ["train", "quickstart", *settings]
+    return ["resume", str(run.relative_to(folder))] if run else ["train", "quickstart", *settings]
 
 
 def workers_of(pid: int) -> list[int]:
@@ -111,6 +115,28 @@ class Census:
         return self.strike(place, rng.randint(1, len(self.lengths[place])), rng)
 
 
+@contextmanager
+def _alone(file: Path) -> Iterator[None]:
+    with open(file, "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def shared_reference(factory: pytest.TempPathFactory) -> tuple[Path, Census]:
+    """`reference`, made once for all processes of a test session."""
+    base = factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "reference"
+    folder.mkdir(exist_ok=True)
+    record = folder / "record.json"
+    with _alone(folder / "lock"):
+        if not record.exists():
+            _, census = reference(folder)
+            record.write_text(json.dumps(asdict(census)))
+    run = only_run(folder)
+    assert run is not None
+    return run, Census(**json.loads(record.read_text()))
+
+
 def reference(folder: Path, settings: Sequence[str] = SMALL) -> tuple[Path, Census]:
     """The run that nobody disturbs, and its census."""
     begin = time.monotonic()
@@ -128,7 +154,7 @@ def remains(run: Path) -> dict[str, Any]:
     left: dict[str, Any] = {
         name: hashlib.sha256(path.read_bytes()).hexdigest()
         for name, path in files.items()
-        if name not in (".lock", "run.db", "run.md")
+        if name not in (".lock", "run.md") and not name.startswith("run.db")  # readers come and go beside it
     }
     left["run.md"] = files["run.md"].read_text().replace(run.name, "RUN") if "run.md" in files else ""
     return left | rows(run / "run.db")

@@ -10,8 +10,11 @@ from typing import Any
 import torch
 
 from cohort import build
+from cohort.algos.algorithm import Loss
 from cohort.build import Parts
 from cohort.config.schema import BatchConfig, EvalConfig, LearnerConfig, RunConfig, SamplingConfig
+from cohort.data.batch import Batch, Microbatch
+from cohort.learner.local import LocalLearner
 from cohort.recipes.tiny import quickstart
 from cohort.tasks.arithmetic import Arithmetic
 from cohort.train.rl import train
@@ -91,3 +94,20 @@ class Grader:
             return []
         held, self._held = self._held[::-1], []
         return held
+
+
+def gradient_rows(learner: LocalLearner, batch: Batch, loss: Loss) -> list[tuple[Microbatch, set[int]]]:
+    """Each microbatch with the rows of its final hidden states that got a gradient: the predictions the loss used."""
+    seen: list[Any] = []
+
+    def watch(module: Any, inputs: Any, hidden: Any) -> None:
+        hidden.retain_grad()
+        seen.append(hidden)
+
+    handle = learner.decoder.register_forward_hook(watch)
+    try:
+        learner.forward_backward(batch.minibatches[0], loss)
+    finally:
+        handle.remove()
+    touched = [set(h.grad.abs().sum(-1).nonzero()[:, 0].tolist()) for h in seen]
+    return list(zip(batch.minibatches[0].microbatches, touched, strict=True))

@@ -31,15 +31,15 @@ class Rows:
     numbers: list[Row]
 
 
-def load(num_rows: int) -> Rows:
+def load(num_rows: int, keep: tuple[int, int] = Arithmetic().keep) -> Rows:
     """The first `num_rows` sums of three terms, those of two, and an eighth as many of each other kind."""
     few = max(1, num_rows // 8)
     pairs = min(num_rows, NUM_PAIRS)
     return Rows(
-        pairs=_first(Arithmetic(max_terms=2, train_size=pairs), pairs),
-        triples=_first(Arithmetic(min_terms=3, train_size=num_rows), num_rows),
-        spaced=_first(Arithmetic(train_size=few, spaces=True), few),
-        long=_first(Arithmetic(train_size=few, max_digits=4), few),
+        pairs=_first(Arithmetic(max_terms=2, train_size=pairs, keep=keep), pairs),
+        triples=_first(Arithmetic(min_terms=3, train_size=num_rows, keep=keep), num_rows),
+        spaced=_first(Arithmetic(train_size=few, spaces=True, keep=keep), few),
+        long=_first(Arithmetic(train_size=few, max_digits=4, keep=keep), few),
         numbers=_first(Countdown(train_size=few), few),
     )
 

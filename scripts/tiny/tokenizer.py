@@ -41,7 +41,7 @@ numbers, names, lists and code can all be written: every byte has its own token.
 
 def corpus(template: ChatTemplate) -> Iterator[str]:
     """Conversations as the template writes them, without added tokens (they never merge), and the prose."""
-    rows = mixture.load(8_000)
+    rows = mixture.load(8_000, keep=(0, 0))  # every size of number
     added = re.compile("|".join(map(re.escape, CONTROL + TAGS)))
     for i in range(NUM_TRACES):
         trace = mixture.trace(rows, "tokenizer", i, MIX)

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from tests.hostile_task import SPELLINGS, Hostile
-from tests.runs import Grader, assembled, run_steps, small_run
+from tests.runs import Grader, assembled, gradient_rows, run_steps, small_run
 from tests.support import make_group, make_sample, random_groups, small_decoder
 
 from cohort.algos.algorithm import build_algorithm
@@ -34,23 +34,6 @@ def parts() -> Parts:
 
 def refuse(*args, **kwargs):
     raise AssertionError("text was tokenised again")
-
-
-def gradient_rows(learner, batch, loss):
-    """[(microbatch, rows of the final hidden states that got a gradient)]: where the loss looked at a prediction."""
-    seen = []
-
-    def watch(module, inputs, hidden):
-        hidden.retain_grad()
-        seen.append(hidden)
-
-    handle = learner.decoder.register_forward_hook(watch)
-    try:
-        learner.forward_backward(batch.minibatches[0], loss)
-    finally:
-        handle.remove()
-    touched = [set(h.grad.abs().sum(-1).nonzero()[:, 0].tolist()) for h in seen]
-    return list(zip(batch.minibatches[0].microbatches, touched, strict=True))
 
 
 def test_4_1_the_ids_the_engine_drew_are_the_ids_that_are_trained(parts, monkeypatch):

@@ -14,6 +14,7 @@ import pytest
 from tests.real_run import (
     ENV,
     ROOT,
+    SMALL,
     Census,
     cohort,
     differences,
@@ -21,8 +22,8 @@ from tests.real_run import (
     no_worker_is_left,
     only_run,
     prompts_are_accounted_for,
-    reference,
     remains,
+    shared_reference,
     start,
     workers_of,
 )
@@ -31,15 +32,15 @@ from tests.strike import Strike
 # Each story is one run: the place and the call of it at which the first process is killed, then the one that
 # resumes, and so on; the line within the call is drawn. Saves come after steps 2, 3, 4 and 6.
 STORIES = {
-    "checkpoint": [("creation", 1), ("checkpoint", 1), ("checkpoint", 2), ("recovery", 1), ("prune", 2)],
-    "scoring": [("scoring", 6), ("scoring", 20), ("rollout", 10), ("rollout_file", 3), ("finish", 1)],
-    "step": [("evaluation", 1), ("update", 3), ("evaluation_rows", 1), ("database", 2), ("evaluation_file", 2)],
+    "checkpoint": [("creation", 1), ("checkpoint", 2), ("recovery", 1), ("prune", 2)],
+    "scoring": [("scoring", 6), ("rollout", 18), ("rollout_file", 3), ("finish", 1)],
+    "step": [("update", 3), ("evaluation", 1), ("database", 3), ("evaluation_rows", 1)],
 }
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Census]:
-    return reference(tmp_path_factory.mktemp("reference"))
+    return shared_reference(tmp_path_factory)
 
 
 def assert_same(run: Path | None, original: Path) -> None:
@@ -52,13 +53,9 @@ def test_4_10_the_reference_is_what_is_compared(undisturbed: tuple[Path, Census]
     """The comparison looks at something: weights, moments, rows of every kind, rollouts, evaluations."""
     original, census = undisturbed
     left = remains(original)
-    newest = "checkpoints/step-000006"
-    for name in (
-        f"{newest}/model/model.safetensors",
-        f"{newest}/optimizer.safetensors",
-        "rollouts/step-000004.safetensors",
-    ):
-        assert len(left[name]) == 64
+    moments = [left[f"checkpoints/step-{step:06d}/optimizer.safetensors"] for step in (4, 6)]
+    assert len(moments[0]) == 64 and moments[0] != moments[1]
+    assert "checkpoints/step-000006/model/model.safetensors" in left and "rollouts/step-000004.safetensors" in left
     assert [name for name in left if name.startswith("eval/")] == [f"eval/step-{s:06d}.json" for s in (0, 3, 6)]
     assert {(step, name) for step, name, _ in left["metrics"]} >= {(s, "loss") for s in range(1, 7)}
     assert len(left["groups"]) == 36 and len(left["samples"]) == 144 and len(left["prompts"]) == 24
@@ -86,28 +83,30 @@ def test_4_10_killed_anywhere_and_resumed_it_ends_the_same(
 
 def test_4_10_no_worker_survives_its_parent(undisturbed: tuple[Path, Census], tmp_path: Path) -> None:
     """Held still in the middle of scoring, so that there certainly are workers to survive."""
-    original, census = undisturbed
+    original, _ = undisturbed
     strike = Strike(signal.SIGSTOP, "scoring", 8, 3)
     process = start(*next_args(tmp_path), at=tmp_path, orders=[strike])
     assert os.WIFSTOPPED(os.waitpid(process.pid, os.WUNTRACED)[1])
     assert workers_of(process.pid)
     # While it lives, even if it does nothing, the run is its own.
     run = only_run(tmp_path)
-    second = cohort("resume", run, at=tmp_path)
+    assert run is not None
+    again = next_args(tmp_path)
+    second = cohort(*again, at=tmp_path)
     assert second.returncode == 2 and f"is being written by process {process.pid} on " in second.stderr
     assert second.stderr.count("\n") == 1
     process.kill()
     process.communicate()
     assert no_worker_is_left(process.pid)
-    assert cohort("resume", run, at=tmp_path).returncode == 0
+    assert cohort(*again, at=tmp_path).returncode == 0
     assert_same(run, original)
 
 
-def test_4_10_a_run_keeps_its_thread_count(undisturbed: tuple[Path, Census], tmp_path: Path) -> None:
+def test_4_10_a_run_keeps_its_thread_count(tmp_path: Path) -> None:
     """`threads: 0` asks for all cores; on resume it is the checkpoint that says how many that were."""
     kill = Strike(signal.SIGKILL, "update", 3, 1)
-    settings = [*next_args(tmp_path), "--threads=0"]
-    process = start(*settings, at=tmp_path, orders=[kill])
+    settings = [setting for setting in SMALL if not setting.startswith("--threads")]
+    process = start(*next_args(tmp_path, settings), at=tmp_path, orders=[kill])
     process.communicate()
     assert process.returncode == -signal.SIGKILL
     run = only_run(tmp_path)

@@ -1,0 +1,185 @@
+"""The composition root: parts that fit together, and one clear line for every combination that cannot work."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from tests.hostile_task import Hostile
+from tests.runs import assembled, run_steps, small_run
+
+from cohort import build, checkpoint
+from cohort.config.load import change
+from cohort.config.options import EvalOptions
+from cohort.config.schema import GRPO, BatchConfig, EvalConfig, LearnerConfig, OptimConfig, SamplingConfig
+from cohort.errors import CohortError, ConfigError, RunError, TaskError
+from cohort.tasks.arithmetic import Arithmetic
+from cohort.tasks.countdown import Countdown
+
+FEW = Arithmetic(train_size=5, test_size=4)
+
+
+def refusal(config) -> CohortError:
+    with pytest.raises(CohortError) as caught, assembled(config):
+        pass
+    assert "\n" not in str(caught.value)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "words"),
+    [
+        ({"batch": BatchConfig(prompts=6), "task": FEW}, ConfigError, ["5 train rows", "batch.prompts = 6"]),
+        ({"eval": EvalConfig(problems=5), "task": FEW}, ConfigError, ["4 test rows", "eval.problems = 5"]),
+        ({"sampling": SamplingConfig(max_tokens=1024)}, ConfigError, ["max_tokens = 1024", "context of 1024"]),
+        (
+            {"sampling": SamplingConfig(max_tokens=300), "learner": LearnerConfig(token_budget=300)},
+            ConfigError,
+            ["max_tokens = 300", "token_budget = 300"],
+        ),
+        ({"model": "no-such-model"}, CohortError, ["no-such-model"]),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_is_written(changes, kind, words):
+    values = {"batch": BatchConfig(prompts=4), "eval": EvalConfig(problems=4), **changes}
+    error = refusal(small_run(**values))
+    assert isinstance(error, kind)
+    for word in words:
+        assert word in str(error)
+
+
+def test_the_last_room_for_a_prompt_is_one_token():
+    config = small_run(sampling=SamplingConfig(max_tokens=1023), learner=LearnerConfig(token_budget=4096))
+    error = refusal(config)  # one token is room, but no prompt is that short
+    assert isinstance(error, TaskError) and "limit of 1;" in str(error)
+
+
+@pytest.mark.parametrize("room", ["budget", "context"])
+def test_a_prompt_over_the_context_or_the_budget_names_the_row_and_the_limit(room):
+    """Hostile's prompts have about 40 tokens; 20 are left."""
+    if room == "budget":
+        config = small_run(task=Hostile(), reward={}, learner=LearnerConfig(token_budget=52))
+    else:
+        sampling, learner = SamplingConfig(max_tokens=1004), LearnerConfig(token_budget=4096)
+        config = small_run(task=Hostile(), reward={}, sampling=sampling, learner=learner)
+    error = refusal(config)
+    assert isinstance(error, TaskError) and 'row "test-0"' in str(error) and "limit of 20;" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--batch.samples", "1"], "batch.samples is 1"),
+        (["--learner.minibatches", "7"], "learner.minibatches is 7"),
+        (["--learner.token-budget", "32"], "learner.token_budget is 32"),
+        (["--sampling.temperature", "0"], "sampling.temperature is 0"),
+    ],
+)
+def test_combinations_that_need_no_model_are_refused_with_the_config(flags, words):
+    with pytest.raises(ConfigError, match=words):
+        change(small_run(), flags)
+
+
+def test_the_parts_share_what_must_be_shared():
+    config = small_run(
+        sampling=SamplingConfig(max_tokens=17, temperature=0.7, stop=("zz",)),
+        eval=EvalConfig(problems=5, temperature=0.3),
+        learner=LearnerConfig(token_budget=400, epochs=2, minibatches=3),
+        algo=GRPO(kl=0.1),
+        reward={"correct": 2.0, "format": 0.5},
+        seed=11,
+        steps=9,
+    )
+    with assembled(config) as parts:
+        assert parts.engine.decoder is parts.learner.decoder is parts.model.decoder
+        assert parts.learner.weights().module is parts.engine.decoder  # a load copies nothing
+        assert parts.learner.temperature == parts.tasks.sampling.temperature == 0.7
+        assert parts.learner.num_updates == 9 * 2 * 3
+        assert parts.learner.reference is not None and parts.learner.reference is not parts.model.decoder
+        assert not any(p.requires_grad for p in parts.learner.reference.parameters())
+        assert all(
+            torch.equal(a, b)
+            for a, b in zip(parts.learner.reference.parameters(), parts.model.decoder.parameters(), strict=True)
+        )
+        assert (parts.tasks.purpose, parts.held_out.purpose) == ("train", "eval")
+        assert parts.tasks.seed == parts.held_out.seed == parts.tasks.stream.seed == 11
+        assert parts.tasks.weights == {"correct": 2.0, "format": 0.5}
+        assert parts.held_out.sampling == replace(parts.tasks.sampling, temperature=0.3)
+        assert parts.tasks.sampling.stop_ids and parts.tasks.sampling.stop_strings == ("zz",)
+        assert parts.engine.max_context == 400  # the budget is what limits here
+        assert torch.get_num_threads() == 1
+
+
+def test_truncation_reaches_the_sampler_in_training_and_not_in_evaluation():
+    sampling = SamplingConfig(max_tokens=8, top_p=0.9, top_k=7, min_p=0.01, allow_truncation=True)
+    with assembled(small_run(sampling=sampling)) as parts:
+        drawn = parts.tasks.sampling
+        assert (drawn.top_p, drawn.top_k, drawn.min_p) == (0.9, 7, 0.01)
+        assert not parts.held_out.sampling.truncates
+
+
+def test_without_a_kl_there_is_no_reference():
+    with assembled(small_run()) as parts:
+        assert parts.learner.reference is None
+
+
+def test_evaluation_is_on_the_test_split_and_leaves_the_stream_alone():
+    with assembled(small_run()) as parts:
+        parts.tasks.stream.next(2)
+        found = parts.evaluate(3)
+        assert parts.tasks.stream.cursor == 2
+        rows = [row["id"] for row in parts.config.task.rows("test")]
+        assert [item.id for item in found.items] == rows[:6]
+        assert (found.step, found.split, found.num_problems, found.num_samples) == (3, "test", 6, 1)
+
+
+def test_evaluation_samples_as_often_as_asked():
+    with assembled(small_run(eval=EvalConfig(problems=3, samples=4))) as parts:
+        found = parts.evaluate(0)
+        assert found.num_samples == 4 and all(len(item.completions) == 4 for item in found.items)
+        assert any(len(set(item.completions)) > 1 for item in found.items)
+
+
+@pytest.mark.parametrize("split", ["test", "train"])
+def test_an_evaluation_outside_a_run_is_on_the_split_it_names(split):
+    task = Countdown(train_size=20, test_size=20)
+    threads, mode = torch.get_num_threads(), torch.get_deterministic_debug_mode()
+    try:
+        found = build.evaluate(task, "tiny", EvalOptions(problems=3, split=split, max_tokens=8, threads=1))
+        with pytest.raises(ConfigError, match=f"20 {split} rows"):
+            build.evaluate(task, "tiny", EvalOptions(problems=21, split=split, max_tokens=8, threads=1))
+        with pytest.raises(ConfigError, match=r"max-tokens 1024 .* context of 1024"):
+            build.evaluate(task, "tiny", EvalOptions(max_tokens=1024, threads=1))
+    finally:
+        torch.set_num_threads(threads)
+        torch.set_deterministic_debug_mode(mode)
+    rows = [str(row["id"]) for row in task.rows(split)]
+    assert [item.id for item in found.items] == rows[:3] and found.split == split
+
+
+def test_a_checkpoint_carries_the_cursor_the_counters_and_the_threads(tmp_path):
+    with assembled(small_run(optim=OptimConfig(lr=1e-4))) as parts:
+        run_steps(parts, 1)
+        parts.learner.num_bad = 2
+        state = parts.checkpoint(1)
+        assert (state.step, state.cursor) == (1, 6)
+        assert state.numbers["threads"] == 1 and state.numbers["torch"] == torch.__version__
+        path = checkpoint.save(tmp_path, state, parts.write_model)
+    with assembled(small_run(optim=OptimConfig(lr=1e-4))) as other:
+        decoder = other.model.decoder
+        other.restore(checkpoint.load(path))
+        assert other.model.decoder is decoder is other.engine.decoder  # in place: what is shared stays shared
+        assert (other.tasks.stream.cursor, other.held_out.stream.cursor) == (6, 6)
+        assert (other.learner.update_index, other.learner.num_bad, other.learner.optimizer.num_steps) == (1, 2, 1)
+        assert other.engine.version == 1
+
+
+def test_an_optimizer_state_that_lacks_a_moment_is_refused(tmp_path):
+    with assembled(small_run()) as parts:
+        run_steps(parts, 1)
+        path = checkpoint.save(tmp_path, parts.checkpoint(1), parts.write_model)
+        state = checkpoint.load(path)
+        del state.optimizer["exp_avg_sq/embed"]
+        with pytest.raises(RunError, match="exp_avg_sq of embed"):
+            parts.restore(state)

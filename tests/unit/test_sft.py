@@ -1,0 +1,123 @@
+"""Supervised fine-tuning over packs and learner: which tokens are imitated, and that it learns them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from tests.support import naive_logprobs, small_decoder
+
+from cohort.algos.imitation import Imitation
+from cohort.algos.inputs import LossInputs
+from cohort.config.schema import LearnerConfig, OptimConfig
+from cohort.errors import ConfigError
+from cohort.learner.local import LocalLearner
+from cohort.models.catalog import resolve
+from cohort.text import Tokenizer
+from cohort.train.sft import as_group, pack_examples, sft
+from cohort.types import Finish, Provenance
+
+P, E, F, T = Provenance.PROMPT, Provenance.ENVIRONMENT, Provenance.FORCED, Provenance.TARGET
+EXAMPLES = [
+    ([1, 2, 3, 30, 31, 2], [P, P, P, T, T, T]),
+    ([4, 5, 32, 40, 41, 33, 2], [P, F, T, E, E, T, T]),  # two turns with a tool's answer between them
+    ([6, 34, 2], [P, T, T]),
+]
+
+
+def learner_for(decoder, **optim) -> LocalLearner:
+    return LocalLearner(decoder, LearnerConfig(), OptimConfig(**{"lr": 1e-2, **optim}), num_updates=10)
+
+
+def test_an_example_is_a_group_of_one_whose_prompt_precedes_the_first_target():
+    group = as_group(*EXAMPLES[1])
+    assert (group.prompt.tokens, group.prompt.provenance) == ([4, 5], [P, F])
+    [sample] = group.samples
+    assert (sample.tokens, sample.provenance) == ([32, 40, 41, 33, 2], [T, E, E, T, T])
+    assert sample.finish == Finish.STOP and len(sample.sampler_logprobs) == 5
+
+
+@pytest.mark.parametrize("budget", [100, 8])
+def test_targets_only_are_imitated_and_counted(budget):
+    batch = pack_examples(EXAMPLES, budget)
+    [minibatch] = batch.minibatches
+    assert (minibatch.num_tokens, minibatch.num_samples) == (8, 3)
+    targets = sorted(t for m in minibatch.microbatches for t in m.targets.tolist())
+    assert targets == sorted([30, 31, 2, 32, 33, 2, 34, 2])  # the end of every turn among them
+    assert batch.counts == {"packed": 3}
+    assert len(minibatch.microbatches) == (1 if budget == 100 else 3)
+
+
+@pytest.mark.parametrize("budget", [100, 8])
+def test_the_gradient_is_that_of_the_mean_over_all_targets(budget):
+    decoder = small_decoder(torch.float64)
+    learner = learner_for(decoder)
+    metrics = learner.forward_backward(pack_examples(EXAMPLES, budget).minibatches[0], Imitation()).to_metrics()
+    got = {n: m.grad.clone() for n, m in learner.optimizer.masters.items()}
+    decoder.zero_grad()
+    total = torch.zeros((), dtype=torch.float64)
+    for tokens, marks in EXAMPLES:
+        first = marks.index(T)
+        lp = naive_logprobs(decoder, tokens[:first], tokens[first:])
+        total = total + lp[torch.tensor([m == T for m in marks[first:]])].sum()
+    (-total / 8).backward()
+    for name, p in decoder.named_parameters():
+        assert (got[name] - p.grad).abs().max() <= 1e-10 * max(1.0, float(p.grad.abs().max())), name
+    assert metrics["loss"] == pytest.approx(-total.item() / 8, abs=1e-10) and metrics["tokens"] == 8.0
+
+
+def test_the_loss_by_hand():
+    zeros = torch.zeros(3)
+    inputs = LossInputs(
+        logprobs=torch.tensor([-1.0, -2.0, -6.0]),
+        entropy=zeros,
+        old_logprobs=None,
+        ref_logprobs=None,
+        sampler_logprobs=zeros,
+        advantages=zeros,  # plays no part
+        weights=Imitation().weigh(torch.tensor([2, 2, 1]), num_tokens=6, num_samples=2),
+        segments=torch.tensor([0, 0, 1]),
+    )
+    loss, tally = Imitation().loss(inputs)
+    assert loss.item() == pytest.approx(1.5) and tally.to_metrics()["loss"] == pytest.approx(3.0)  # 9/6, 9/3
+
+
+def test_one_update_lowers_the_loss_and_many_learn_the_examples():
+    decoder = small_decoder()
+    losses: list[float] = []
+    batch = pack_examples(EXAMPLES, 100)
+    sft(learner_for(decoder), [batch] * 40, lambda step, metrics: losses.append(metrics["loss"]))
+    assert len(losses) == 40 and losses[1] < losses[0]
+    assert losses[0] > math.log(61) / 2 and losses[-1] < 0.1
+
+
+def test_steps_are_reported_in_order_with_their_numbers():
+    seen: list[tuple[int, float]] = []
+    batches = (pack_examples([e], 100) for e in EXAMPLES)
+    sft(learner_for(small_decoder()), batches, lambda step, m: seen.append((step, m["tokens"])))
+    assert seen == [(0, 3.0), (1, 3.0), (2, 2.0)]
+
+
+def test_the_end_of_the_turn_is_a_target_of_the_bundled_tokenizer():
+    tokenizer = Tokenizer.load(resolve("tiny"))
+    prompt = tokenizer.render([{"role": "user", "content": "2+2 = ?"}])
+    target = [*tokenizer.encode("<answer>4</answer>", markup=True), tokenizer.end_of_turn]
+    example = (prompt.tokens + target, prompt.provenance + [int(T)] * len(target))
+    [micro] = pack_examples([example], 200).minibatches[0].microbatches
+    assert micro.targets.tolist() == target and micro.targets[-1] in tokenizer.stop_ids
+
+
+def test_an_example_without_targets_trains_nothing():
+    decoder = small_decoder()
+    before = decoder.embed.detach().clone()
+    batch = pack_examples([([1, 2, 3], [P, P, P])], 100)
+    assert batch.counts == {"empty": 1} and batch.minibatches[0].num_tokens == 0
+    metrics = learner_for(decoder).update(batch, Imitation())
+    assert metrics["updates/no_signal"] == 1.0 and torch.equal(decoder.embed, before)
+
+
+def test_an_example_that_begins_with_a_target_is_refused():
+    """Nothing precedes it; in a pack, its neighbour's last token would have predicted it."""
+    with pytest.raises(ConfigError, match="no token before it"):
+        pack_examples([EXAMPLES[0], ([30, 31], [T, T])], 100)
