@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import random
+import shlex
 import subprocess
 import sys
 import time
@@ -15,30 +16,23 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from signal import SIGKILL
-from typing import Any
-
-import pytest
+from typing import TYPE_CHECKING, Any
 
 from cohort.store.reader import Reader
 from cohort.store.rundir import RunDirectory
 from cohort.tasks.stream import TaskStream
 from tests.strike import Strike
 
+if TYPE_CHECKING:
+    import pytest  # which a benchmark that uses this does without
+
 ROOT = Path(__file__).resolve().parents[1]
 ENV = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)]), "OMP_NUM_THREADS": "1"}
 # Evaluates at 0, 3, 6, saves at 2, 3 (the best so far), 4, 6, and draws some of its 24 prompts a second time.
-SMALL = [
-    "--steps=6",
-    "--batch.prompts=6",
-    "--batch.samples=4",
-    "--sampling.max-tokens=24",
-    "--task.train-size=24",
-    "--task.test-size=12",
-    "--eval.problems=12",
-    "--eval.every=3",
-    "--save.every=2",
-    "--threads=1",
-]
+SMALL = shlex.split(
+    "--steps=6 --batch.prompts=6 --batch.samples=4 --sampling.max-tokens=24 --task.train-size=24 --task.test-size=12"
+    " --eval.problems=12 --eval.every=3 --save.every=2 --threads=1"
+)
 STORY = ("command", "run", "checkpoint")  # events that tell of the run's life, not of its training
 Done = subprocess.CompletedProcess[str]
 
@@ -55,10 +49,10 @@ def start(*args: object, at: Path, orders: Sequence[object] = ()) -> subprocess.
     )
 
 
-def cohort(*args: object, at: Path, orders: Sequence[object] = ()) -> Done:
-    return subprocess.run(
-        command(args, orders), cwd=at, env=ENV, capture_output=True, text=True, timeout=300, check=False
-    )
+def cohort(*args: object, at: Path, orders: Sequence[object] = (), **options: Any) -> Done:
+    """The command to its end. `options` are subprocess.run's."""
+    options = {"capture_output": True, "text": True, "timeout": 300, "check": False, **options}
+    return subprocess.run(command(args, orders), cwd=at, env=ENV, **options)
 
 
 def only_run(folder: Path) -> Path | None:
@@ -143,6 +137,7 @@ def reference(folder: Path, settings: Sequence[str] = SMALL) -> tuple[Path, Cens
     file = folder / "census.json"
     done = cohort("train", "quickstart", *settings, at=folder, orders=[f"census={file}"])
     assert done.returncode == 0, done.stderr
+    (folder / "output.txt").write_text(done.stdout)
     run = only_run(folder)
     assert run is not None
     return run, Census(json.loads(file.read_text()), time.monotonic() - begin)

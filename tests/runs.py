@@ -36,16 +36,25 @@ def small_run(**changes: Any) -> RunConfig:
 
 
 @contextmanager
-def assembled(config: RunConfig) -> Iterator[Parts]:
-    """The parts of a run; torch is left as it was found."""
+def preserved() -> Iterator[None]:
+    """Leave torch's threads and determinism as they were found: a run sets them for its whole process."""
     threads, mode = torch.get_num_threads(), torch.get_deterministic_debug_mode()
-    parts = build.assemble(config)
     try:
-        yield parts
+        yield
     finally:
-        parts.close()
         torch.set_num_threads(threads)
         torch.set_deterministic_debug_mode(mode)
+
+
+@contextmanager
+def assembled(config: RunConfig) -> Iterator[Parts]:
+    """The parts of a run, closed afterwards."""
+    with preserved():
+        parts = build.assemble(config)
+        try:
+            yield parts
+        finally:
+            parts.close()
 
 
 @dataclass

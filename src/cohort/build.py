@@ -14,6 +14,7 @@ import torch
 from cohort import bench, checkpoint
 from cohort.algos.algorithm import Algorithm, build_algorithm
 from cohort.checkpoint import Checkpoint
+from cohort.config.document import dump, parse
 from cohort.config.options import BenchOptions, BenchResult, EngineBenchOptions, EvalOptions, LearnerBenchOptions
 from cohort.config.schema import RunConfig
 from cohort.engines.native.engine import NativeEngine
@@ -56,7 +57,9 @@ class Parts:
 
     def checkpoint(self, step: int) -> Checkpoint:
         tensors, numbers = self.learner.state()
-        numbers |= {"threads": torch.get_num_threads(), "torch": torch.__version__}
+        # The number of steps is the one setting that may change, so a checkpoint does not know it.
+        settings = dump(replace(self.config, steps=0))
+        numbers |= {"threads": torch.get_num_threads(), "torch": torch.__version__, "config": settings}
         return Checkpoint(step=step, cursor=self.tasks.stream.cursor, optimizer=tensors, numbers=numbers)
 
     def write_model(self, folder: Path) -> None:
@@ -65,6 +68,7 @@ class Parts:
     def restore(self, state: Checkpoint) -> None:
         """Become the state of a checkpoint. The weights are copied in place: engine and learner share them."""
         assert state.model is not None
+        RunDirectory(state.model.parents[2], parse(state.numbers["config"])).require_same(self.config)
         # Sums depend on the number of threads, so the run keeps its own, also where there are fewer cores.
         torch.set_num_threads(int(state.numbers["threads"]))
         decoder = self.model.decoder
@@ -167,10 +171,11 @@ def _frozen_copy(model: LoadedModel) -> Decoder:
 
 
 def train(config: RunConfig, out: Path, log: str) -> Path:
-    """Run a recipe in a new run directory; returns where it is. Asked to stop, it saves, then raises KeyboardInterrupt."""
+    """Run a recipe in a new run directory; returns where it is. Asked to stop, saves and raises KeyboardInterrupt."""
     parts = assemble(config)
     try:
-        directory = RunDirectory.create(out, config)
+        typed = shlex.join(["cohort", *sys.argv[1:]]) if sys.argv[1:2] == ["train"] else ""  # not from Python
+        directory = RunDirectory.create(out, config, command=typed)
         _run(parts, directory, log)
     finally:
         parts.close()
@@ -195,9 +200,8 @@ def _run(parts: Parts, directory: RunDirectory, log: str) -> None:
     hooks = Hooks(
         evaluate=parts.evaluate, checkpoint=parts.checkpoint, write_model=parts.write_model, restore=parts.restore
     )
-    command = shlex.join(["cohort", *sys.argv[1:]])
-    with Run(directory, parts.config, hooks, make_view(log), command=command) as run:
-        if parts.tasks.sampling.truncates:
+    with Run(directory, parts.config, hooks, make_view(log)) as run:
+        if parts.tasks.sampling.truncates and run.step == 0:  # told once: a resumed run has it on record
             run.event("sampling", "top-p, top-k or min-p: the policy that acts is not the one that is trained")
         run_loop(run, parts.engine, parts.learner, parts.tasks, parts.algo)
         summary = run.finish()

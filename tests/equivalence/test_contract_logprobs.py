@@ -13,23 +13,26 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from tests.runs import assembled, run_steps, small_run
-from tests.support import naive_logprobs
+from tests.runs import assembled, preserved, run_steps, small_run
+from tests.support import make_group, make_sample, naive_logprobs, one_sequence, random_groups, small_decoder
 
+from cohort import build
 from cohort.algos.algorithm import build_algorithm
 from cohort.build import Parts
 from cohort.config.load import change
 from cohort.config.rules import validate
-from cohort.config.schema import GRPO, BatchConfig, DrGRPO, LearnerConfig, OptimConfig, SamplingConfig
+from cohort.config.schema import GRPO, BatchConfig, DrGRPO, EvalConfig, LearnerConfig, OptimConfig, SamplingConfig
 from cohort.data.pack import pack
 from cohort.engines.rollout import collect
 from cohort.errors import ConfigError
 from cohort.learner.local import LocalLearner
 from cohort.models.catalog import pull
-from cohort.types import CONSTANT_REWARD, Group
+from cohort.store.reader import Reader
+from cohort.types import CONSTANT_REWARD, Group, Provenance
 
 PACKS = [(512, True), (120, True), (512, False), (70, False)]  # token budget, prefix sharing
 TEMPERATURE = 0.8
+S, E = Provenance.SAMPLED, Provenance.ENVIRONMENT
 
 
 @dataclass
@@ -141,6 +144,22 @@ def test_4_3_sampler_logprobs_equal_the_learners(model):
     assert 0 <= metrics["sampler_gap/mean"] <= model.mean and metrics["sampler_gap/max"] <= model.most
 
 
+@torch.no_grad()
+def test_4_3_annotations_stand_where_their_tokens_do():
+    """A conversation: the environment's tokens are context, and have no log-probability."""
+    decoder, reference = small_decoder(torch.float64), small_decoder(torch.float64, seed=1)
+    learner = LocalLearner(decoder, LearnerConfig(), OptimConfig(), num_updates=1, reference=reference)
+    turns = make_sample([7, 8, 20, 21, 9, 2], [S, S, E, E, S, S])
+    groups = [make_group([5, 6], [make_sample([3, 2]), turns, make_sample([], [])])]
+    learner.annotate(groups, {"old", "ref"})
+    for values, of in ((turns.old_logprobs, decoder), (turns.ref_logprobs, reference)):
+        expected = naive_logprobs(of, [5, 6], turns.tokens) * torch.tensor([1.0, 1.0, 0.0, 0.0, 1.0, 1.0])
+        assert values == pytest.approx(expected.tolist(), abs=1e-10)
+    assert groups[0].samples[2].old_logprobs is None  # nothing was said
+    with pytest.raises(AssertionError, match="reference"):
+        learner_for(decoder).annotate(groups, {"ref"})
+
+
 def test_4_3_gradients_of_real_samples_equal_one_sequence_at_a_time(model):
     """The token mean written out on naive log-probabilities; the dead group only in the denominator."""
     num_tokens = sum(len(s.tokens) for g in model.groups for s in g.samples)
@@ -204,18 +223,62 @@ def test_4_5_ratio_is_exactly_one_before_anything_has_moved(epochs, minibatches,
         assert later["ratio/min"] < 1.0 < later["ratio/max"]
 
 
+def naive_entropy(decoder, prompt: list[int], completion: list[int]) -> torch.Tensor:
+    tokens = torch.tensor([*prompt, *completion])
+    hidden = decoder(tokens, torch.arange(len(tokens)), one_sequence())[len(prompt) - 1 : -1]
+    logp = torch.log_softmax(decoder.logits(hidden) / TEMPERATURE, -1)
+    return -(logp.exp() * logp).sum(-1)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_4_4_the_whole_loss_written_out(estimator):
+    """Second update of a batch, so that ratios differ from 1: clip, KL to another policy and entropy by formula."""
+    decoder, reference = small_decoder(torch.float64, std=0.15), small_decoder(torch.float64, seed=1, std=0.15)
+    config = GRPO(kl=0.1, kl_estimator=estimator, entropy=0.02, clip_low=0.1, clip_high=0.3, aggregate="token")
+    algo, groups = build_algorithm(config, 16), random_groups()
+    optim = OptimConfig(lr=1e-2)
+    learner = LocalLearner(decoder, LearnerConfig(), optim, num_updates=9, temperature=TEMPERATURE, reference=reference)
+    learner.annotate(groups, algo.needs(2))
+    learner.update(pack(groups, 60), algo)
+    learner.forward_backward(pack(groups, 60).minibatches[0], algo)
+    got = {n: m.grad.clone() for n, m in learner.optimizer.masters.items()}
+    decoder.zero_grad()
+    total, num_tokens, num_clipped = torch.zeros((), dtype=torch.float64), 0, 0
+    for g in groups:
+        for s in g.samples:
+            lp = naive_logprobs(decoder, g.prompt.tokens, s.tokens, TEMPERATURE)
+            entropy = naive_entropy(decoder, g.prompt.tokens, s.tokens)
+            ref = naive_logprobs(reference, g.prompt.tokens, s.tokens, TEMPERATURE).detach()
+            ratio = torch.exp(lp - torch.tensor(s.old_logprobs, dtype=torch.float64))
+            kept = ratio.clamp(0.9, 1.3)
+            num_clipped += int((ratio != kept).sum())
+            policy = torch.minimum(ratio * s.advantage, kept * s.advantage)
+            d = lp - ref
+            divergence = {"k1": d, "k2": d * d / 2, "k3": torch.exp(-d) - 1 + d}[estimator]
+            total = total + (-policy + 0.1 * divergence - 0.02 * entropy).sum()
+            num_tokens += len(s.tokens)
+    assert num_clipped > 3
+    (total / num_tokens).backward()
+    for name, p in decoder.named_parameters():
+        assert (got[name] - p.grad).abs().max() <= 1e-10 * float(p.grad.abs().max()), name
+
+
 def test_4_5_old_logprobs_of_another_moment_are_used(tiny):
     """Only weights that have not moved since the annotation make the ratio 1 by definition."""
-    learner = learner_for(tiny.decoder)
-    groups = tiny.fresh()
+    learner, groups = learner_for(tiny.decoder), tiny.fresh()
+    learner.update_index = 3
     learner.annotate(groups, {"old"})
     for s in (s for g in groups for s in g.samples):
         if s.old_logprobs is not None:
             s.old_logprobs = [lp - 0.1 for lp in s.old_logprobs]
-    for stale in (learner, learner_for(tiny.decoder)):  # moved on since; never annotated here
-        stale.update_index = 1
-        metrics = stale.forward_backward(pack(groups, 512).minibatches[0], tiny.parts.algo).to_metrics()
-        assert metrics["ratio/mean"] == pytest.approx(1.10517, abs=1e-4)  # exp(0.1)
+    minibatch = pack(groups, 512).minibatches[0]
+
+    def ratio(of: LocalLearner) -> float:
+        return of.forward_backward(minibatch, tiny.parts.algo).to_metrics()["ratio/mean"]
+
+    assert ratio(learner) == 1.0
+    learner.update_index = 4  # an update later
+    assert ratio(learner) == ratio(learner_for(tiny.decoder)) == pytest.approx(1.10517, abs=1e-4)  # exp(0.1)
 
 
 def test_4_5_truncated_sampling_must_be_asked_for():
@@ -225,6 +288,19 @@ def test_4_5_truncated_sampling_must_be_asked_for():
     with pytest.raises(ConfigError, match="allow-truncation"):
         change(small_run(), ["--sampling.top-k", "5"])
     validate(replace(config, sampling=replace(config.sampling, allow_truncation=True)))
+
+
+def test_4_5_truncated_sampling_warns(tmp_path):
+    sampling = SamplingConfig(max_tokens=8, top_k=5, allow_truncation=True)
+    small = {"steps": 1, "batch": BatchConfig(prompts=2, samples=2), "eval": EvalConfig(problems=2)}
+    with preserved():
+        warned = [build.train(small_run(sampling=s, **small), tmp_path, "plain") for s in (sampling, SamplingConfig())]
+    events = []
+    for path in warned:
+        with Reader(path / "run.db") as reader:
+            events.append([e.text for e in reader.events(kind="sampling")])
+    assert len(events[0]) == 1 and "not the one that is trained" in events[0][0]
+    assert events[1] == []
 
 
 def test_4_5_truncated_sampling_records_what_it_kept_and_keeps_the_full_logprobs():

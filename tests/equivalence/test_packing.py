@@ -60,7 +60,8 @@ def test_4_3_packed_padded_prefix_shared_and_naive_agree(dtype, family):
             assert close(got[segment], lp, dtype), (segment, budget, share)
             assert close(got[segment][0], lp[0], dtype), "first token of a sibling"
         for name, grad in gradients(decoder, got, groups).items():
-            assert close(grad, expected_grads[name], dtype), (name, budget, share)
+            gap = (grad - expected_grads[name]).abs().max() / expected_grads[name].abs().max()
+            assert gap <= TOLERANCE[dtype], (name, budget, share)
 
 
 def test_4_3_padding_never_leaks_into_a_real_token():

@@ -12,15 +12,21 @@ from cohort.config.schema import GRPO, LearnerConfig, OptimConfig
 from cohort.data.pack import pack
 from cohort.learner.local import LocalLearner
 from cohort.learner.world import ProcessGroup, World
+from cohort.models.catalog import resolve
+from cohort.models.files import load_folder
 
 
-def gradient(groups, world, aggregate):
-    learner = LocalLearner(
-        small_decoder(torch.float64), LearnerConfig(token_budget=40), OptimConfig(), num_updates=1, world=world
-    )
+def gradient(groups, world, aggregate, decoder=None):
+    decoder = decoder or small_decoder(torch.float64)
+    learner = LocalLearner(decoder, LearnerConfig(token_budget=40), OptimConfig(), num_updates=1, world=world)
     algo = build_algorithm(GRPO(aggregate=aggregate), 16)
     learner.forward_backward(pack(groups, 40).minibatches[0], algo)
     return {n: m.grad for n, m in learner.optimizer.masters.items()}
+
+
+def tiny():
+    """The bundled model in fp32."""
+    return load_folder(resolve("tiny"), torch.float32).decoder
 
 
 def on_rank(rank, store, out):
@@ -29,6 +35,7 @@ def on_rank(rank, store, out):
     mine = groups[:4] if rank == 0 else groups[4:]  # unequal shares on purpose
     for aggregate in ("token", "sequence", "constant"):
         torch.save(gradient(mine, ProcessGroup(), aggregate), f"{out}/{aggregate}-{rank}.pt")
+    torch.save(gradient(mine, ProcessGroup(), "token", tiny()), f"{out}/tiny-{rank}.pt")
     empty = gradient([], ProcessGroup(), "token") if rank else gradient(groups, ProcessGroup(), "token")
     torch.save(empty, f"{out}/empty-{rank}.pt")
     torch.distributed.destroy_process_group()
@@ -37,9 +44,11 @@ def on_rank(rank, store, out):
 def test_4_4_two_ranks_give_the_gradient_of_one(tmp_path):
     torch.multiprocessing.start_processes(on_rank, (f"{tmp_path}/store", tmp_path), nprocs=2, start_method="spawn")
     groups = random_groups(num_groups=5)
-    for name, aggregate in (("token", "token"), ("sequence", "sequence"), ("constant", "constant"), ("empty", "token")):
-        expected = gradient(groups, World(), aggregate)
+    for name in ("token", "sequence", "constant", "empty", "tiny"):
+        aggregate = "token" if name in ("empty", "tiny") else name
+        expected = gradient(groups, World(), aggregate, tiny() if name == "tiny" else None)
+        tolerance = 1e-5 if name == "tiny" else 1e-10
         for rank in (0, 1):
             got = torch.load(f"{tmp_path}/{name}-{rank}.pt", weights_only=True)
             for n, g in expected.items():
-                assert (got[n] - g).abs().max() <= 1e-10 * max(1.0, float(g.abs().max())), (name, rank, n)
+                assert (got[n] - g).abs().max() <= tolerance * float(g.abs().max()), (name, rank, n)

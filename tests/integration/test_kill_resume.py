@@ -105,8 +105,8 @@ def test_4_10_no_worker_survives_its_parent(undisturbed: tuple[Path, Census], tm
 def test_4_10_a_run_keeps_its_thread_count(tmp_path: Path) -> None:
     """`threads: 0` asks for all cores; on resume it is the checkpoint that says how many that were."""
     kill = Strike(signal.SIGKILL, "update", 3, 1)
-    settings = [setting for setting in SMALL if not setting.startswith("--threads")]
-    process = start(*next_args(tmp_path, settings), at=tmp_path, orders=[kill])
+    settings = [setting for setting in SMALL if not setting.startswith(("--threads", "--steps"))]
+    process = start(*next_args(tmp_path, [*settings, "--steps=3"]), at=tmp_path, orders=[kill])
     process.communicate()
     assert process.returncode == -signal.SIGKILL
     run = only_run(tmp_path)
@@ -118,7 +118,7 @@ def test_4_10_a_run_keeps_its_thread_count(tmp_path: Path) -> None:
     changed["numbers"]["threads"] = numbers["threads"] + 1  # as if it came from a machine with one core more
     state.write_text(json.dumps(changed))
     assert cohort("resume", run, at=tmp_path).returncode == 0
-    last = json.loads((run / "checkpoints" / "step-000006" / "state.json").read_text())
+    last = json.loads((run / "checkpoints" / "step-000003" / "state.json").read_text())
     assert last["numbers"]["threads"] == numbers["threads"] + 1
 
 

@@ -27,7 +27,9 @@ SETTINGS = {
     ),
     "digits": Arithmetic(max_terms=2, max_digits=1, train_size=40, test_size=10),
     "signs": Arithmetic(min_terms=3, negatives=True, parentheses=True, train_size=300, test_size=100),
-    "huge": Arithmetic(min_terms=12, max_terms=12, min_digits=9, max_digits=9, train_size=20, test_size=20),
+    "huge": Arithmetic(
+        min_terms=12, max_terms=12, min_digits=9, max_digits=9, keep=(0, 0), train_size=20, test_size=20
+    ),
 }
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from tests.hostile_task import Hostile
-from tests.runs import assembled, run_steps, small_run
+from tests.runs import assembled, preserved, run_steps, small_run
 
 from cohort import build, checkpoint
 from cohort.config.load import change
@@ -109,6 +109,7 @@ def test_the_parts_share_what_must_be_shared():
         assert parts.tasks.sampling.stop_ids and parts.tasks.sampling.stop_strings == ("zz",)
         assert parts.engine.max_context == 400  # the budget is what limits here
         assert torch.get_num_threads() == 1
+        assert torch.get_deterministic_debug_mode() == 2  # an operation that is not deterministic is an error
 
 
 def test_truncation_reaches_the_sampler_in_training_and_not_in_evaluation():
@@ -144,16 +145,12 @@ def test_evaluation_samples_as_often_as_asked():
 @pytest.mark.parametrize("split", ["test", "train"])
 def test_an_evaluation_outside_a_run_is_on_the_split_it_names(split):
     task = Countdown(train_size=20, test_size=20)
-    threads, mode = torch.get_num_threads(), torch.get_deterministic_debug_mode()
-    try:
+    with preserved():
         found = build.evaluate(task, "tiny", EvalOptions(problems=3, split=split, max_tokens=8, threads=1))
         with pytest.raises(ConfigError, match=f"20 {split} rows"):
             build.evaluate(task, "tiny", EvalOptions(problems=21, split=split, max_tokens=8, threads=1))
         with pytest.raises(ConfigError, match=r"max-tokens 1024 .* context of 1024"):
             build.evaluate(task, "tiny", EvalOptions(max_tokens=1024, threads=1))
-    finally:
-        torch.set_num_threads(threads)
-        torch.set_deterministic_debug_mode(mode)
     rows = [str(row["id"]) for row in task.rows(split)]
     assert [item.id for item in found.items] == rows[:3] and found.split == split
 

@@ -182,7 +182,7 @@ BAD_VALUES = {
     "--reward.format inf": "reward.format is inf; it must be a finite number",
     "--batch.samples 1": "set --batch.samples to 2 or more",
     "--learner.minibatches 100": "learner.minibatches is 100, but a batch has only 32 groups",
-    "--learner.token-budget 100": "learner.token_budget is 100, too small",
+    "--learner.token-budget 60": "learner.token_budget is 60, too small",
     "--sampling.top-p 0.9": "add --sampling.allow-truncation True",
     "--sampling.top-k 5": "add --sampling.allow-truncation True",
     "--sampling.min-p 0.1": "add --sampling.allow-truncation True",

@@ -23,7 +23,7 @@ def test_create_and_open(tmp_path):
     assert re.fullmatch(r"\d{4}-\d\d-\d\d-pretend-[a-z0-9]{4}", created.path.name)
     assert created.path.name.startswith(f"{datetime.now():%Y-}")
     names = {p.name for p in created.path.iterdir()}
-    assert names == {"config.yaml", "rollouts", "checkpoints", "eval", ".lock"}
+    assert names == {"config.yaml", "run.db", "rollouts", "checkpoints", "eval", ".lock"}
     opened = RunDirectory.open(created.path)
     assert opened.config == config
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from cohort.cli.arguments import read
 from cohort.cli.output import Log, choose_log
+from cohort.config import flags
+from cohort.config.schema import RunConfig
 from cohort.errors import ConfigError
 
 
@@ -22,6 +24,12 @@ class Options:
 
 
 def run(args: list[str]) -> None:
+    settings = {field.name for field in fields(RunConfig)} - {"steps"}
+    for flag in flags.split(args)[1]:
+        if flag.name.partition(".")[0] in settings:
+            raise ConfigError(
+                f"{flag.shown} cannot change: a run keeps its settings, only --steps may grow. Start a new run instead."
+            )
     (where,), options = read(
         "resume", ["RUN"], "Continue the run in directory RUN exactly where it stopped.", Options(), args
     )

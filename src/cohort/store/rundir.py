@@ -23,6 +23,7 @@ from cohort.config.document import diff, dump, parse
 from cohort.config.schema import RunConfig
 from cohort.disk import disk_errors, write_atomic
 from cohort.errors import RunError, nearest
+from cohort.store.db import Store
 from cohort.store.lock import Lock
 from cohort.store.records import Evaluation
 from cohort.store.rollouts import remove_rollouts
@@ -46,8 +47,11 @@ class RunDirectory:
         self._lock = Lock(path / ".lock")
 
     @classmethod
-    def create(cls, root: Path, config: RunConfig, name: str | None = None) -> RunDirectory:
-        """Make a new run under `root`, locked. It becomes a run with its config.yaml, written last."""
+    def create(cls, root: Path, config: RunConfig, name: str | None = None, *, command: str = "") -> RunDirectory:
+        """Make a new run under `root`, locked. It becomes a run with its config.yaml, written last.
+
+        `command` is what the user typed: it is there from the beginning, because no resume could tell it.
+        """
         path = root / (name or new_name(config.recipe))
         text = dump(config)
         with disk_errors(path):
@@ -60,6 +64,9 @@ class RunDirectory:
                 (path / folder).mkdir()
         directory = cls(path, config)
         directory.lock()
+        store = Store(directory.database)
+        store.write_event(0, "command", command or f"cohort train {config.recipe}".strip())
+        store.close()
         write_atomic(directory.config_file, text)
         return directory
 

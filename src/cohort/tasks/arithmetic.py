@@ -44,7 +44,7 @@ class Arithmetic:
     spaces: bool = False
     """Half of the operators stand between spaces."""
     keep: tuple[int, int] = (0, 999)
-    """Smallest and largest absolute answer kept; (0, 0) = all."""
+    """Smallest and largest absolute answer kept, so that the default stays within three digits; (0, 0) = all."""
     instructions: bool = False
     """Tell the model about the answer tags; `tiny` knows them."""
     train_size: int = 10_000
@@ -76,7 +76,7 @@ class Arithmetic:
             if candidate - last_new > PATIENCE:
                 raise TaskError(
                     f"arithmetic has only {len(seen)} problems for {split} with these settings, not {size}: "
-                    f"lower {'test' if split == 'test' else 'train'}_size or allow more terms or digits"
+                    f"lower {'test' if split == 'test' else 'train'}_size, allow more terms or digits, or widen keep = {self.keep}"
                 )
             row = self._candidate(split, candidate)
             if row is not None and row["id"] not in seen:

@@ -63,8 +63,6 @@ class Run:
         config: RunConfig,
         hooks: Hooks,
         view: View | None = None,
-        *,
-        command: str = "",
     ) -> None:
         self.directory = directory
         self.config = config
@@ -72,7 +70,6 @@ class Run:
         self.evaluations: dict[int, Evaluation] = {}
         self._hooks = hooks
         self._view = make_view() if view is None else view
-        self._command = command
         self._signals = StopSignals()
         self._store: Store | None = None
         self._pending: list[tuple[str, str]] = []
@@ -184,11 +181,8 @@ class Run:
         self.directory.remove_after(self.step)
         self.evaluations = self.directory.evaluations()
         with Reader(self.directory.database) as reader:
-            known = reader.events(kind="command")
-        if not known:
-            store.write_event(0, "command", self._command or f"cohort train {self.config.recipe}".strip())
-        else:
-            store.write_event(self.step, "run", f"resumed after step {self.step}")
+            lived = bool(reader.events(kind="run"))
+        store.write_event(self.step, "run", f"resumed after step {self.step}" if lived else "started")
 
     def _evaluate_if_due(self) -> None:
         every, number = self.config.eval.every, self.step
@@ -295,13 +289,13 @@ class Run:
         with Reader(self.directory.database) as reader:
             names = {row.name for row in reader.metrics() if not row.name.startswith("time/")}
             series = {name: reader.series(name) for name in names}
-            events, command = reader.events(), reader.events(kind="command")[0].text
+            events = reader.events()
         return render_card(
             CardData(
                 name=self.directory.path.name,
                 config=self.config,
                 step=self.step,
-                command=command,
+                command=next((event.text for event in events if event.kind == "command"), ""),
                 threads=torch.get_num_threads(),
                 environment=describe_environment(accelerator),
                 closing=summary.lines(),

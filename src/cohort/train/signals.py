@@ -41,5 +41,5 @@ class StopSignals:
         if self.requested:
             raise KeyboardInterrupt
         self.requested = signal.Signals(number).name
-        with suppress(OSError):  # the terminal may be what is gone; no buffered stream, it may be in the middle of a line
+        with suppress(OSError):  # not print: the signal may come in the middle of one, or of a terminal that is gone
             os.write(2, b"\nfinishing this step, then saving; once more stops at once\n")

@@ -1,0 +1,266 @@
+"""Every command as a user runs it: a process of its own, the bundled model, the words it prints."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import math
+import re
+import shlex
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from tests.real_run import (
+    SMALL,
+    Done,
+    cohort,
+    differences,
+    next_args,
+    no_worker_is_left,
+    only_run,
+    remains,
+    shared_reference,
+    start,
+)
+from tests.strike import Strike
+from tests.support import one_sequence
+
+from cohort.models.files import load_folder
+from cohort.store.reader import Reader
+
+BENCH = shlex.split("--repeats 1 --prompts 2 --samples 2 --prompt-tokens 16 --completion-tokens 8 --threads 1")
+CAP_DAC_OVERRIDE, PR_CAPBSET_DROP = 1, 24
+
+
+def refused(done: Done) -> str:
+    """The one line of an error the user can mend."""
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert done.stderr.startswith("cohort: ") and done.stderr.count("\n") == 1
+    return done.stderr.strip()
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run. Shared: only to be read."""
+    return shared_reference(tmp_path_factory)[0]
+
+
+@pytest.fixture
+def finished(original: Path, tmp_path: Path) -> Path:
+    """A finished run of one's own, in `runs/` of the folder the test works in."""
+    return Path(shutil.copytree(original, tmp_path / "runs" / original.name))
+
+
+# ---- train ---------------------------------------------------------------------------------------------------
+
+
+def test_train_ends_with_the_result_the_place_and_three_commands(original: Path) -> None:
+    lines = (original.parents[1] / "output.txt").read_text().splitlines()
+    assert lines[0] == "cohort · quickstart · tiny · arithmetic · grpo · 6 prompts x 4 samples · to step 6"
+    assert [line.split("  ")[0] for line in lines if line.startswith("step ") and "·" not in line] == [
+        f"step {n}/6" for n in range(1, 7)
+    ]
+    result, interval, place, *commands = lines[-6:]
+    assert re.fullmatch(r"held-out accuracy \d\.\d\d -> \d\.\d\d", result)
+    assert result in (original / "run.md").read_text()
+    assert interval.startswith("95% intervals ")
+    assert place == f"run runs/{original.name}"
+    assert commands == [
+        f"next cohort eval arithmetic --model runs/{original.name}/checkpoints/step-000006/model",
+        f"     cohort export runs/{original.name} {original.name}-model",
+        "     cohort train tiny_countdown",
+    ]
+    assert commands[1].strip() not in (original / "run.md").read_text()
+
+
+def test_train_writes_json_lines(tmp_path: Path) -> None:
+    settings = [s for s in SMALL if not s.startswith(("--steps", "--eval.every"))]
+    done = cohort("train", "quickstart", *settings, "--steps=2", "--log", "json", at=tmp_path)
+    assert done.returncode == 0 and done.stderr == ""
+    lines = [json.loads(line, parse_constant=pytest.fail) for line in done.stdout.splitlines()]
+    assert [line["kind"] for line in lines] == ["start", "evaluation", "step", "step", "evaluation", "event", "finish"]
+    assert lines[0]["path"] == lines[-1]["path"] == f"runs/{only_run(tmp_path).name}"  # type: ignore[union-attr]
+    assert [line["step"] for line in lines if line["kind"] == "step"] == [1, 2]
+    assert all(math.isfinite(line["metrics"]["reward/mean"]) for line in lines if line["kind"] == "step")
+    assert lines[-1]["complete"] is True
+    assert (lines[-1]["before"], lines[-1]["after"]) == (lines[1]["accuracy"], lines[4]["accuracy"])
+
+
+MISTAKES = {
+    "train quickstart --stepz 3": "unknown flag --stepz. Did you mean --steps?",
+    "train quickstart --steps many": "--steps",
+    "train quickstarted": 'Did you mean "quickstart"?',
+    "train nowhere.py:recipe": 'there is no file "nowhere.py"',
+    "train quickstart --model nowhere": '"nowhere"',
+    "resume runs/nowhere": "there is no run runs/nowhere",
+    "eval arithmetic --model nowhere": '"nowhere"',
+    "export runs/nowhere out": "there is no run runs/nowhere",
+    "pull nowhere": 'no model "nowhere"',
+    "data arithmetic --out missing/file.jsonl": 'there is no folder "missing"',
+}
+
+
+@pytest.mark.parametrize("words", MISTAKES)
+def test_a_mistake_is_one_line_and_leaves_nothing(words: str, tmp_path: Path) -> None:
+    assert MISTAKES[words] in refused(cohort(*words.split(), at=tmp_path))
+    assert list(tmp_path.iterdir()) == []
+
+
+def _not_above_permissions() -> None:
+    """For a child: root loses the right to write where permissions say no, as any other user."""
+    ctypes.CDLL(None).prctl(PR_CAPBSET_DROP, CAP_DAC_OVERRIDE, 0, 0, 0)
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "shut").mkdir(mode=0o555)
+    done = cohort("train", "quickstart", *SMALL, "--out", "shut", at=tmp_path, preexec_fn=_not_above_permissions)
+    assert re.search(r"cannot write shut/\S+: permission denied: make the directory writable", refused(done))
+    assert list((tmp_path / "shut").iterdir()) == []
+
+
+# ---- resume --------------------------------------------------------------------------------------------------
+
+
+def test_an_extended_run_is_the_run_that_was_longer_from_the_start(original: Path, tmp_path: Path) -> None:
+    shorter = [s if not s.startswith("--steps") else "--steps=3" for s in SMALL]
+    assert cohort("train", "quickstart", *shorter, at=tmp_path).returncode == 0
+    assert cohort(*next_args(tmp_path), "--steps", "6", at=tmp_path).returncode == 0
+    run = only_run(tmp_path)
+    assert run is not None
+    assert differences(remains(run), remains(original)) == ["run.md"]  # which tells the command that was typed
+    with Reader(run / "run.db") as reader:
+        assert reader.events(kind="command")[0].text == shlex.join(["cohort", "train", "quickstart", *shorter])
+
+
+def test_a_finished_run_says_so(finished: Path, original: Path, tmp_path: Path) -> None:
+    done = cohort(*next_args(tmp_path), at=tmp_path)
+    assert done.returncode == 0
+    assert f"all 6 steps are done; train on with: cohort resume runs/{finished.name} --steps 12" in done.stdout
+    assert "held-out accuracy" in done.stdout and "\nstep 1/6" not in done.stdout
+    assert differences(remains(finished), remains(original)) == []
+
+
+def test_a_run_keeps_its_settings(finished: Path, original: Path, tmp_path: Path) -> None:
+    again = next_args(tmp_path)
+    for flag in ("--seed", "--optim.lr"):
+        line = refused(cohort(*again, flag, "1", at=tmp_path))
+        assert f"{flag} cannot change: a run keeps its settings, only --steps may grow" in line
+    assert "has 6 steps: a run can be extended, not cut to 4" in refused(cohort(*again, "--steps", "4", at=tmp_path))
+    file = finished / "config.yaml"
+    file.write_text(file.read_text().replace("lr: 0.0003", "lr: 0.0004"))
+    line = refused(cohort(*again, "--steps", "8", at=tmp_path))
+    assert "was started with optim.lr = 0.0003, not 0.0004" in line
+    file.write_bytes((original / "config.yaml").read_bytes())
+    assert differences(remains(finished), remains(original)) == []  # nothing was lost by trying
+
+
+# ---- Ctrl-C --------------------------------------------------------------------------------------------------
+
+
+def test_ctrl_c_finishes_the_step_and_says_how_to_go_on(original: Path, tmp_path: Path) -> None:
+    done = cohort(*next_args(tmp_path), at=tmp_path, orders=[Strike(signal.SIGINT, "update", 3, 20)])
+    assert done.returncode == 130
+    run = only_run(tmp_path)
+    assert run is not None
+    assert "finishing this step, then saving; once more stops at once" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert f"stopped after step 3 of 6; go on with: cohort resume runs/{run.name}" in done.stdout.splitlines()
+    assert "step 3/6" in done.stdout and "step 4/6" not in done.stdout
+    assert (run / "checkpoints" / "step-000003" / "state.json").is_file()
+    assert "stopped after step 3 of 6" in (run / "run.md").read_text()
+    done = cohort(*next_args(tmp_path), at=tmp_path)
+    assert done.returncode == 0 and "from step 3 to step 6" in done.stdout
+    assert differences(remains(run), remains(original)) == []
+
+
+def test_a_second_ctrl_c_stops_at_once(original: Path, tmp_path: Path) -> None:
+    strikes = [Strike(signal.SIGINT, "rollout", 11, 30), Strike(signal.SIGINT, "rollout", 11, 200)]
+    process = start(*next_args(tmp_path), at=tmp_path, orders=strikes)
+    out, err = process.communicate()
+    assert process.returncode == 130 and "Traceback" not in err
+    run = only_run(tmp_path)
+    assert run is not None
+    assert f"stopped by KeyboardInterrupt; go on with: cohort resume runs/{run.name}" in out
+    assert "step 1/6" in out and "step 2/6" not in out
+    assert not list((run / "checkpoints").iterdir())
+    assert no_worker_is_left(process.pid)
+    assert cohort(*next_args(tmp_path), at=tmp_path).returncode == 0
+    assert differences(remains(run), remains(original)) == []
+
+
+# ---- the other commands --------------------------------------------------------------------------------------
+
+
+def test_eval_prints_a_table_and_writes_every_item(original: Path, tmp_path: Path) -> None:
+    model = original / "checkpoints" / "step-000006" / "model"
+    flags = shlex.split("--problems 8 --samples 2 --max-tokens 24 --threads 1 --task.test-size 12 --out found.json")
+    done = cohort("eval", "arithmetic", "--model", model, *flags, at=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "found.json").read_text())
+    scores = [item["correct"] for item in found["items"]]
+    assert len(scores) == 8 and all(len(row) == 2 for row in scores)
+    accuracy = sum(map(sum, scores)) / 16
+    both = sum(max(row) for row in scores) / 8
+    table = dict(re.split(r"  +", line, maxsplit=1) for line in done.stdout.splitlines()[:-1])
+    assert found["accuracy"] == accuracy and table["accuracy"].startswith(f"{accuracy:.3f}, 95% interval ")
+    assert table["problems"] == "8 (test), samples of each: 2" and table["pass@2"] == f"{both:.3f}"
+    assert done.stdout.splitlines()[-1] == "wrote found.json"
+
+
+def test_eval_of_a_checkpoint_repeats_the_evaluation_of_its_run(original: Path, tmp_path: Path) -> None:
+    """Same problems, same keys, same weights: the same answers, in the run and outside it."""
+    model = original / "checkpoints" / "step-000006" / "model"
+    flags = shlex.split("--problems 12 --max-tokens 24 --threads 1 --task.test-size 12 --out e.json")
+    assert cohort("eval", "arithmetic", "--model", model, *flags, at=tmp_path).returncode == 0
+    outside = json.loads((tmp_path / "e.json").read_text())
+    inside = json.loads((original / "eval" / "step-000006.json").read_text())
+    assert outside["items"] == inside["items"]
+
+
+def test_data_writes_a_line_a_prompt(tmp_path: Path) -> None:
+    done = cohort("data", "arithmetic", "--out", "d.jsonl", "--n", "3", "--task.train-size", "5", at=tmp_path)
+    assert done.returncode == 0 and done.stdout == "wrote 3 arithmetic prompts (train) to d.jsonl\n"
+    rows = [json.loads(line) for line in (tmp_path / "d.jsonl").read_text().splitlines()]
+    assert len({row["id"] for row in rows}) == 3
+    assert all(row["messages"][0]["role"] == "user" and "answer" in row["row"] for row in rows)
+
+
+def test_models_lists_the_bundled_one(tmp_path: Path) -> None:
+    done = cohort("models", at=tmp_path)
+    assert done.returncode == 0
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert lines[0][0] == "model" and ["tiny", "ready"] in [line[:2] for line in lines]
+
+
+def test_an_exported_model_is_the_same_in_transformers(original: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    done = cohort("export", original, "out", at=tmp_path)
+    assert done.returncode == 0 and done.stdout == "wrote out\n"
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    ours = load_folder(tmp_path / "out").decoder
+    text = AutoTokenizer.from_pretrained(tmp_path / "out").apply_chat_template(
+        [{"role": "user", "content": "What is 17 + 4?"}], add_generation_prompt=True, tokenize=False
+    )
+    ids = torch.tensor(AutoTokenizer.from_pretrained(tmp_path / "out")(text)["input_ids"])
+    with torch.no_grad():
+        hidden = ours(ids, torch.arange(len(ids)), one_sequence())
+        mine, reference = ours.logits(hidden), theirs(ids[None]).logits[0]
+    assert torch.allclose(mine, reference, atol=1e-5 * float(reference.abs().max()), rtol=0)
+    trained = original / "checkpoints" / "step-000006" / "model" / "model.safetensors"
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == trained.read_bytes()
+    assert "exists already" in refused(cohort("export", original, "out", at=tmp_path))
+    assert "it has 4, 6" in refused(cohort("export", original, "other", "--step", "5", at=tmp_path))
+
+
+@pytest.mark.parametrize("what", ["engine", "learner", "step"])
+def test_bench_measures(what: str, tmp_path: Path) -> None:
+    done = cohort("bench", what, *BENCH, at=tmp_path)
+    assert done.returncode == 0, done.stderr
+    table = dict(re.split(r"  +", line, maxsplit=1) for line in done.stdout.splitlines())
+    assert table["bench"] == what and table["shape"] == "2 x 2 samples, 16+8 tokens"
+    assert float(table["tokens/s"]) > 0
+    assert 0 < int(re.match(r"(\d+)%", table["of the limit"])[1]) <= 100  # type: ignore[index]

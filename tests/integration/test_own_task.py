@@ -1,0 +1,156 @@
+"""A task in a user's own file, and what happens when its grader fails."""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tests.real_run import Done, cohort, differences, next_args, only_run, remains
+
+from cohort.store.reader import Reader
+
+# As a user would write it: nothing of it is in the package.
+FILE = '''
+import cohort
+from cohort.config.schema import BatchConfig, EvalConfig, SamplingConfig, SaveConfig
+
+
+@cohort.task("sums")
+class Sums:
+    """Sums of two numbers."""
+
+    size: int = 48
+
+    def rows(self, split):
+        for n in range(self.size if split == "train" else 10):
+            yield {"id": f"{split}-{n}", "a": n % 7, "b": n // 7 + (10 if split == "test" else 0)}
+
+    def prompt(self, row):
+        return [{"role": "user", "content": f"What is {row['a']} + {row['b']}?"}]
+
+    def score(self, row, answer):
+        # a bug may be here
+        return {"correct": float(f"<answer>{row['a'] + row['b']}</answer>" in answer.text)}
+
+
+def recipe():
+    return cohort.RunConfig(
+        model="tiny",
+        task=Sums(),
+        steps=2,
+        threads=1,
+        batch=BatchConfig(prompts=24, samples=4),
+        sampling=SamplingConfig(max_tokens=16),
+        eval=EvalConfig(problems=10),
+        save=SaveConfig(every=1),
+    )
+'''
+TRAIN = ["train", "my_task.py:recipe", "--optim.lr=1e-4", "--algo.scale=none"]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[[str], Path]:
+    """Write `my_task.py` with a bug in its grader, or with none."""
+
+    def write_file(bug: str) -> Path:
+        path = tmp_path / "my_task.py"
+        path.write_text(FILE.replace("# a bug may be here", bug))
+        return path
+
+    return write_file
+
+
+def trained(done: Done, folder: Path) -> Path:
+    assert done.returncode == 0, done.stderr
+    run = only_run(folder)
+    assert run is not None
+    return run
+
+
+def test_a_task_of_ones_own_is_trained_resumed_and_evaluated(write: Callable[[str], Path], tmp_path: Path) -> None:
+    file = write("pass")
+    run = trained(cohort(*TRAIN, at=tmp_path), tmp_path)
+    assert f"name: {file}:sums" in (run / "config.yaml").read_text()
+    with Reader(run / "run.db") as reader:
+        rewards = [row.reward for row in reader.samples()]
+        assert len({row.prompt_id for row in reader.prompts()}) == 48
+    assert set(rewards) == {0.0, 1.0}  # something to learn from
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    done = cohort("resume", run, "--steps", "3", at=elsewhere)
+    assert done.returncode == 0, done.stderr
+    assert (run / "checkpoints" / "step-000003").is_dir()
+    assert f"next cohort eval {file}:sums --model {run}/checkpoints/step-000003/model" in done.stdout.splitlines()
+    flags = shlex.split("--max-tokens 16 --threads 1 --out e.json")
+    done = cohort(
+        "eval", "my_task.py:sums", "--model", run / "checkpoints" / "step-000003" / "model", *flags, at=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    found, known = (json.loads(path.read_text()) for path in (tmp_path / "e.json", run / "eval" / "step-000003.json"))
+    assert found["task"] == "sums" and found["items"] == known["items"]
+
+
+def one_answer(run: Path) -> tuple[str, str]:
+    """(row, text) of the first step that one sample alone gave, in a group whose others were right and wrong."""
+    with Reader(run / "run.db") as reader:
+        names = {prompt.id: prompt.prompt_id for prompt in reader.prompts()}
+        for group in reader.groups(step=1):
+            samples = reader.samples(group=group.id)
+            for sample in samples:
+                others = [other for other in samples if other is not sample]
+                if {o.reward for o in others} == {0.0, 1.0} and sample.text not in {o.text for o in others}:
+                    return names[group.prompt], sample.text
+    raise AssertionError("no such group")
+
+
+def test_4_9_a_sample_that_cannot_be_scored_leaves_its_group(write: Callable[[str], Path], tmp_path: Path) -> None:
+    """The grader raises at one answer, less than 5% of a step: that is no zero, and the baseline is the others'."""
+    sound, flawed = tmp_path / "sound", tmp_path / "flawed"
+    sound.mkdir(), flawed.mkdir()
+    args = ["train", f"{write('pass')}:recipe", *TRAIN[2:], "--steps=1"]
+    row, text = one_answer(trained(cohort(*args, at=sound), sound))
+    write(f'if row["id"] == {row!r} and answer.text == {text!r}: raise ZeroDivisionError("my own bug")')
+    done = cohort(*args, at=flawed)
+    run = trained(done, flawed)
+    with Reader(run / "run.db") as reader:
+        [failed] = [sample for sample in reader.samples() if sample.failure]
+        [group] = [group for group in reader.groups() if group.id == failed.group]
+        others = [sample for sample in reader.samples(group=group.id) if not sample.failure]
+        metrics = {metric.name: metric.value for metric in reader.metrics(step=1)}
+        [event] = [event for event in reader.events() if event.kind == "failure"]
+    assert "ZeroDivisionError: my own bug" in failed.failure and failed.text == text
+    assert failed.reward is None and failed.advantage == 0 and not group.excluded
+    mean = math.fsum(sample.reward or 0.0 for sample in others) / 3
+    assert len(others) == 3 and group.reward_mean == mean
+    assert [sample.advantage for sample in others] == pytest.approx([(s.reward or 0.0) - mean for s in others])
+    assert metrics["samples/failed"] == 1
+    assert event.text.startswith("1 sample could not be scored and left")
+    assert f"step 1 · failure · {event.text}"[:120] in done.stdout
+    assert "- samples that could not be scored: 1" in (run / "run.md").read_text()
+
+
+def test_4_9_above_five_percent_the_run_stops_and_is_resumed_when_the_grader_is_mended(
+    write: Callable[[str], Path], tmp_path: Path
+) -> None:
+    good, bad = tmp_path / "good", tmp_path / "bad"
+    good.mkdir(), bad.mkdir()
+    file = write("pass")
+    args = ["train", f"{file}:recipe", *TRAIN[2:]]
+    reference = trained(cohort(*args, at=good), good)
+    with Reader(reference / "run.db") as reader:
+        names = {prompt.id: prompt.prompt_id for prompt in reader.prompts()}
+        second = [names[group.prompt] for group in reader.groups(step=2)]
+    write(f'if row["id"] in {tuple(second[:2])}: raise ZeroDivisionError("my own bug")')
+    done = cohort(*args, at=bad)  # two rows of 24: 8 samples of 96
+    assert done.returncode == 2 and "step 1/2" in done.stdout and "step 2/2" not in done.stdout
+    assert done.stderr.count("\n") == 1 and "Traceback" not in done.stderr
+    assert "8 of 96 samples could not be scored, more than 5%; the first: the grader raised" in done.stderr
+    assert "ZeroDivisionError: my own bug" in done.stderr and "Mend the grader, then resume" in done.stderr
+    assert "go on with: cohort resume runs/" in done.stdout
+    write("pass")
+    run = trained(cohort(*next_args(bad), at=bad), bad)
+    assert differences(remains(run), remains(reference)) == []

@@ -1,0 +1,115 @@
+"""Packs written out: who is in which microbatch, and what every sample counts for in the denominators."""
+
+from __future__ import annotations
+
+import pytest
+from tests.support import make_group, make_sample
+
+from cohort.algos.algorithm import build_algorithm
+from cohort.config.schema import GRPO, DrGRPO
+from cohort.data.pack import pack
+from cohort.errors import ConfigError
+from cohort.types import CONSTANT_REWARD, Finish, Group, Provenance
+
+S, E, T = Provenance.SAMPLED, Provenance.ENVIRONMENT, Provenance.TARGET
+
+
+def of_length(*lengths: int, **values) -> list:
+    return [make_sample(list(range(3, 3 + n)), **values) for n in lengths]
+
+
+def group(*samples, prompt: int = 2, excluded: str = "") -> Group:
+    made = make_group(list(range(20, 20 + prompt)), list(samples))
+    made.excluded = excluded
+    return made
+
+
+def test_what_every_fate_counts_for():
+    """Masked and empty samples are samples without tokens; failed ones and excluded groups are nothing at all."""
+    truncated, failed = {"masked": "truncated", "finish": Finish.LENGTH}, {"masked": "failed", "failure": "died"}
+    groups = [
+        group(*of_length(3, 2)),
+        group(*of_length(4, 1), excluded=CONSTANT_REWARD),
+        group(*of_length(7, 0), *of_length(6, **truncated), excluded="not accepted"),
+        group(*of_length(2, 0), *of_length(5, **truncated), *of_length(8, **failed)),
+        group(*of_length(3, **truncated), *of_length(0), excluded=CONSTANT_REWARD),
+    ]
+    batch = pack(groups, 100)
+    assert batch.counts == {"packed": 3, "no_signal": 2, "excluded": 3, "masked": 2, "empty": 2, "failed": 1}
+    [minibatch] = batch.minibatches
+    assert minibatch.num_samples == 2 + 2 + 0 + 3 + 2
+    assert minibatch.num_tokens == (3 + 2) + (4 + 1) + 0 + 2 + 0
+    assert sum(len(m.targets) for m in minibatch.microbatches) == 3 + 2 + 2
+    assert sorted({s for m in minibatch.microbatches for s in m.segments.tolist()}) == [0, 1, 7]  # counted over all
+
+
+@pytest.mark.parametrize(
+    ("config", "weight"),
+    [(GRPO(aggregate="token"), 1 / 12), (GRPO(), 1 / (9 * 3)), (DrGRPO(), 1 / (9 * 16))],
+)
+def test_the_weight_of_a_token_of_the_first_sample(config, weight):
+    """12 tokens and 9 samples as counted above: per token, per token of a sample of 3, per 16 tokens of room."""
+    [micro] = pack([group(*of_length(3))], 100).minibatches[0].microbatches
+    assert build_algorithm(config, 16).weigh(micro.lengths, 12, 9).tolist() == pytest.approx([weight] * 3)
+
+
+def test_only_tokens_of_the_loss_count_as_length():
+    sample = make_sample([5, 6, 7, 8, 9], [S, E, E, S, T], advantage=2.0)
+    batch = pack([group(sample)], 100)
+    [micro] = batch.minibatches[0].microbatches
+    assert (micro.lengths.tolist(), micro.targets.tolist()) == ([2, 2], [5, 8])
+    assert batch.minibatches[0].num_tokens == 2
+    assert (micro.source.tolist(), micro.positions.tolist()) == ([1, 4], [0, 1, 2, 3, 4, 5, 6])
+    assert micro.advantages.tolist() == [2.0, 2.0]
+
+
+def test_per_token_vectors_follow_their_tokens():
+    sample = make_sample([5, 6, 7], [S, E, S], sampler_logprobs=[-1.0, 0.0, -3.0])
+    sample.old_logprobs, sample.ref_logprobs = [-1.1, 0.0, -3.1], [-1.2, 0.0, -3.2]
+    [micro] = pack([group(sample)], 100).minibatches[0].microbatches
+    assert micro.sampler_logprobs.tolist() == [-1.0, -3.0]
+    assert micro.old_logprobs.tolist() == [-1.1, -3.1] and micro.ref_logprobs.tolist() == [-1.2, -3.2]
+
+
+def test_minibatches_divide_the_groups_and_count_their_own_tokens():
+    groups = [group(*of_length(n, n)) for n in (1, 2, 3, 4, 5)]
+    batch = pack(groups, 100, minibatches=3)
+    assert [(m.num_samples, m.num_tokens) for m in batch.minibatches] == [(2, 2), (4, 10), (4, 18)]
+    seen = [sorted({s for micro in m.microbatches for s in micro.segments.tolist()}) for m in batch.minibatches]
+    assert seen == [[0, 1], [2, 3, 4, 5], [6, 7, 8, 9]]  # segments are counted over the batch
+
+
+def test_a_minibatch_without_signal_is_there_and_empty():
+    batch = pack([group(*of_length(3, 3), excluded=CONSTANT_REWARD), group(*of_length(3, 3))], 100, minibatches=2)
+    assert [len(m.microbatches) for m in batch.minibatches] == [0, 1]
+    assert [m.num_tokens for m in batch.minibatches] == [6, 6]
+
+
+@pytest.mark.parametrize("share", [True, False])
+@pytest.mark.parametrize("budget", [12, 13, 25, 1000])
+def test_no_microbatch_exceeds_the_budget(budget, share):
+    groups = [group(*of_length(9, 3, 8, 1), prompt=3) for _ in range(4)]
+    [minibatch] = pack(groups, budget, share=share).minibatches
+    sizes = [len(m.tokens) for m in minibatch.microbatches]
+    assert max(sizes) <= budget
+    assert sum(len(m.targets) for m in minibatch.microbatches) == minibatch.num_tokens == 84
+    if budget == 1000:  # each prompt once a group, or once a sample
+        assert sizes == [84 + 4 * 3] if share else [84 + 16 * 3]
+
+
+def test_a_sample_over_the_budget_names_the_numbers():
+    with pytest.raises(ConfigError, match=r"3 prompt \+ 9 completion tokens .*token_budget = 11.*at least 12"):
+        pack([group(*of_length(9), prompt=3)], 11)
+
+
+def test_a_sample_without_a_prompt_is_refused():
+    with pytest.raises(ConfigError, match="no token before it"):
+        pack([group(*of_length(2)), group(*of_length(2), prompt=0)], 100)
+    assert pack([group(*of_length(0), prompt=0)], 100).counts == {"empty": 1}
+
+
+def test_half_annotated_samples_are_a_mistake():
+    samples = of_length(2, 2)
+    samples[0].old_logprobs = [-1.0, -1.0]
+    with pytest.raises(AssertionError, match="some are not"):
+        pack([group(*samples)], 100)
