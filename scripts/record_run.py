@@ -1,6 +1,6 @@
 """A picture of a run as the terminal showed it: replays a run directory through the live view into an SVG.
 
-    python -m scripts.record_run runs/2026-11-15-quickstart-k3f9 docs/quickstart.svg
+python -m scripts.record_run runs/2026-11-15-quickstart-k3f9 docs/quickstart.svg
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ def test_a_checkpoint_without_a_moment_is_refused():
     advance(module, optimizer, 0, 0.1, 1.0)
     saved = optimizer.state()
     del saved["exp_avg/vector"]
-    with pytest.raises(RunError, match="exp_avg of vector"):
+    with pytest.raises(RunError, match="exp_avg/vector"):
         Optimizer(Two(torch.float32), SETTINGS).load_state(saved, num_steps=1)
 
 

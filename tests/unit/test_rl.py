@@ -75,7 +75,7 @@ def test_a_kl_in_the_reward_is_seen_by_the_baseline_and_not_by_the_reward():
     """Step 2: the policy has moved from its reference, so equal rewards are no longer equal returns."""
     config = small_run(algo=GRPO(kl=5.0, kl_in="reward", scale="none"), optim=OptimConfig(lr=1e-2))
     with assembled(config) as parts:
-        (first, _), (second, stats) = run_steps(parts, 2)
+        _, (second, stats) = run_steps(parts, 2)
     for g in second:
         assert all(s.ref_logprobs is not None and s.old_logprobs is not None for s in g.samples)
         returns = []

@@ -39,15 +39,7 @@ class Optimizer:
         self.config = config
         self.params = dict(module.named_parameters())
         self.masters = {n: _master(p) for n, p in self.params.items()}
-        decayed = [m for m in self.masters.values() if m.ndim > 1]  # matrices only: norms and biases are not shrunk
-        plain = [m for m in self.masters.values() if m.ndim <= 1]
-        self.adam = torch.optim.AdamW(
-            [{"params": decayed, "weight_decay": config.weight_decay}, {"params": plain, "weight_decay": 0.0}],
-            lr=config.lr,
-            betas=(config.beta1, config.beta2),
-            eps=config.eps,
-            fused=True,
-        )
+        self.moments = {n: (torch.zeros_like(m.data), torch.zeros_like(m.data)) for n, m in self.masters.items()}
         self.num_steps = 0
 
     def zero_grad(self) -> None:
@@ -66,25 +58,47 @@ class Optimizer:
     def grads(self) -> list[Tensor]:
         return [m.grad for m in self.masters.values() if m.grad is not None]
 
+    @torch.no_grad()
     def step(self, lr: float, scale: float) -> None:
         """One update with the gradients multiplied by `scale`."""
         if scale != 1.0:
             torch._foreach_mul_(self.grads(), scale)
-        for group in self.adam.param_groups:
-            group["lr"] = lr
-        self.adam.step()
         self.num_steps += 1
-        with torch.no_grad():
-            for name, p in self.params.items():
-                if self.masters[name] is not p:
-                    p.copy_(self.masters[name])
+        trained = [n for n, m in self.masters.items() if m.grad is not None]
+        # matrices decay; norms and biases are not shrunk
+        self._adamw([n for n in trained if self.masters[n].ndim > 1], lr, self.config.weight_decay)
+        self._adamw([n for n in trained if self.masters[n].ndim <= 1], lr, 0.0)
+        for name, p in self.params.items():
+            if self.masters[name] is not p:
+                p.copy_(self.masters[name])
+
+    def _adamw(self, names: list[str], lr: float, weight_decay: float) -> None:
+        """torch's kernel itself: its optimizer class imports the compiler, a second at every start."""
+        masters: list[Tensor] = [self.masters[n] for n in names]
+        if not masters:
+            return
+        count = torch.tensor(float(self.num_steps), device=masters[0].device)
+        torch._fused_adamw_(
+            masters,
+            [m.grad for m in masters if m.grad is not None],
+            [self.moments[n][0] for n in names],
+            [self.moments[n][1] for n in names],
+            [],
+            [count] * len(names),
+            lr=lr,
+            beta1=self.config.beta1,
+            beta2=self.config.beta2,
+            weight_decay=weight_decay,
+            eps=self.config.eps,
+            amsgrad=False,
+            maximize=False,
+        )
 
     def state(self) -> dict[str, Tensor]:
         """Moments (and masters that are copies) by parameter name, in full shape."""
         tensors: dict[str, Tensor] = {}
         for name, master in self.masters.items():
-            state = self.adam.state.get(master, {})
-            tensors |= {f"{key}/{name}": state[key] for key in ("exp_avg", "exp_avg_sq") if key in state}
+            tensors |= dict(zip(_keys(name), self.moments[name], strict=True))
             if master is not self.params[name]:
                 tensors[f"master/{name}"] = master.detach()
         return tensors
@@ -94,16 +108,14 @@ class Optimizer:
         for name, master in self.masters.items():
             if f"master/{name}" in tensors:
                 master.data.copy_(tensors[f"master/{name}"])
-            if num_steps == 0:
-                continue
-            missing = [k for k in ("exp_avg", "exp_avg_sq") if f"{k}/{name}" not in tensors]
-            if missing:
-                raise RunError(f"the checkpoint's optimizer state lacks {missing[0]} of {name}; use an earlier one")
-            # Adam counts its own updates; the fused kernel wants the count as an fp32 tensor
-            self.adam.state[master] = {
-                "step": torch.tensor(float(num_steps), dtype=torch.float32, device=master.device),
-                **{k: tensors[f"{k}/{name}"].to(master).clone() for k in ("exp_avg", "exp_avg_sq")},
-            }
+            for key, moment in zip(_keys(name), self.moments[name], strict=True):
+                if key not in tensors:
+                    raise RunError(f"the checkpoint's optimizer state lacks {key}; use an earlier checkpoint")
+                moment.copy_(tensors[key])
+
+
+def _keys(name: str) -> tuple[str, str]:
+    return f"exp_avg/{name}", f"exp_avg_sq/{name}"
 
 
 def _master(p: nn.Parameter) -> nn.Parameter:
