@@ -58,4 +58,4 @@ check: lint types test
 
 clean:
 	rm -rf $(VENV) $(PEERS) build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis src/*.egg-info
-	find src tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +
+	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 
-from scripts.tiny.traces import Trace
-
 from cohort.text import Tokenizer
 from cohort.types import Message, Provenance
+from scripts.tiny.traces import Trace
 
 
 def encode(tokenizer: Tokenizer, trace: Trace) -> tuple[list[int], list[int]]:

@@ -6,13 +6,12 @@ import random
 from dataclasses import dataclass
 from itertools import islice
 
-from scripts.tiny import traces
-from scripts.tiny.traces import Mix, Trace
-
 from cohort.tasks.arithmetic import Arithmetic
 from cohort.tasks.base import Task
 from cohort.tasks.countdown import Countdown
 from cohort.types import Row
+from scripts.tiny import traces
+from scripts.tiny.traces import Mix, Trace
 
 ARITHMETIC, COUNTDOWN = 0.76, 0.14  # shares of the tasks; the rest calls the calculator
 PAIRS, SPACED = 0.4, 0.1  # shares of sums of two terms, and of sums with spaces around their operators

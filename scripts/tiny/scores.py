@@ -7,8 +7,6 @@ import re
 from dataclasses import dataclass
 from itertools import islice
 
-from scripts.tiny.traces import CALCULATOR
-
 from cohort.engines.base import Request, sample
 from cohort.engines.native.engine import NativeEngine
 from cohort.models.decoder import Decoder
@@ -17,6 +15,7 @@ from cohort.tasks.base import Task, grade, plain_answer
 from cohort.tasks.countdown import Countdown
 from cohort.text import Tokenizer
 from cohort.types import Key, Message, Row, Sampling
+from scripts.tiny.traces import CALCULATOR
 
 CALL = re.compile(r"<tool_call>(.*)</tool_call>", re.DOTALL)
 MAX_TOKENS = 160

@@ -13,11 +13,11 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from scripts.tiny import mixture
-from scripts.tiny.traces import Mix
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from cohort.text.template import ChatTemplate
+from scripts.tiny import mixture
+from scripts.tiny.traces import Mix
 
 FOLDER = Path("src/cohort/models/tiny")
 SIZE = 512

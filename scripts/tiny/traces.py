@@ -10,9 +10,8 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-from scripts.tiny import scratchpad, search
-
 from cohort.types import Message
+from scripts.tiny import scratchpad, search
 
 CALCULATOR: dict[str, Any] = {
     "type": "function",

@@ -21,11 +21,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from cohort.text import Tokenizer
 from scripts.tiny import mixture
 from scripts.tiny.encode import encode
 from scripts.tiny.traces import Mix
-
-from cohort.text import Tokenizer
 
 SOURCE = Path("src/cohort/models/tiny")  # tokenizer and chat template
 CONFIG: dict[str, Any] = {
@@ -90,9 +89,8 @@ def main() -> None:
     stream = batches(args)
     next(stream)
     train(args, stream)
-    from scripts.tiny.scores import measure
-
     from cohort.models.files import load_folder
+    from scripts.tiny.scores import measure
 
     print("| task | begins with | accuracy | tokens | thinks |\n|---|---|---|---|---|")
     for score in measure(load_folder(args.out).decoder, Tokenizer.load(args.out), args.problems):

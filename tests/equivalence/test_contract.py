@@ -6,9 +6,6 @@ import copy
 
 import pytest
 import torch
-from tests.hostile_task import SPELLINGS, Hostile
-from tests.runs import Grader, assembled, gradient_rows, run_steps, small_run
-from tests.support import make_group, make_sample, random_groups, small_decoder
 
 from cohort.algos.algorithm import build_algorithm
 from cohort.algos.imitation import Imitation
@@ -22,6 +19,9 @@ from cohort.tasks.base import grade, plain_answer
 from cohort.text import Tokenizer
 from cohort.train.sft import pack_examples
 from cohort.types import Finish, Outcome, Provenance
+from tests.hostile_task import SPELLINGS, Hostile
+from tests.runs import Grader, assembled, gradient_rows, run_steps, small_run
+from tests.support import make_group, make_sample, random_groups, small_decoder
 
 P, S, E, F, T = Provenance.PROMPT, Provenance.SAMPLED, Provenance.ENVIRONMENT, Provenance.FORCED, Provenance.TARGET
 

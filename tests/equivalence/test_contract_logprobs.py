@@ -13,8 +13,6 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from tests.runs import assembled, preserved, run_steps, small_run
-from tests.support import make_group, make_sample, naive_logprobs, one_sequence, random_groups, small_decoder
 
 from cohort import build
 from cohort.algos.algorithm import build_algorithm
@@ -29,6 +27,8 @@ from cohort.learner.local import LocalLearner
 from cohort.models.catalog import pull
 from cohort.store.reader import Reader
 from cohort.types import CONSTANT_REWARD, Group, Provenance
+from tests.runs import assembled, preserved, run_steps, small_run
+from tests.support import make_group, make_sample, naive_logprobs, one_sequence, random_groups, small_decoder
 
 PACKS = [(512, True), (120, True), (512, False), (70, False)]  # token budget, prefix sharing
 TEMPERATURE = 0.8

@@ -9,7 +9,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.runs import assembled, gradient_rows, run_steps, small_run
 
 from cohort import checkpoint
 from cohort.build import Parts
@@ -21,6 +20,7 @@ from cohort.engines.native.sampler import Settings, draw
 from cohort.engines.rollout import Tasks, roll
 from cohort.tasks.arithmetic import Arithmetic
 from cohort.types import CONSTANT_REWARD, Prompt, Provenance
+from tests.runs import assembled, gradient_rows, run_steps, small_run
 
 S, E = Provenance.SAMPLED, Provenance.ENVIRONMENT
 

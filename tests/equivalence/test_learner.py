@@ -8,7 +8,6 @@ import random
 
 import pytest
 import torch
-from tests.support import TOLERANCE, make_group, make_sample, naive_logprobs, random_groups, small_decoder
 
 from cohort.algos.algorithm import build_algorithm
 from cohort.config.schema import GRPO, DrGRPO, LearnerConfig, OptimConfig
@@ -17,6 +16,7 @@ from cohort.errors import TrainingStopped
 from cohort.learner.local import LocalLearner
 from cohort.learner.optim import learning_rate
 from cohort.types import CONSTANT_REWARD, Finish, Provenance
+from tests.support import TOLERANCE, make_group, make_sample, naive_logprobs, random_groups, small_decoder
 
 S, E = Provenance.SAMPLED, Provenance.ENVIRONMENT
 

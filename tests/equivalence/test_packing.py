@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.support import TOLERANCE, make_group, make_sample, naive_logprobs, random_groups, small_decoder
 
 from cohort.data.pack import pack
 from cohort.learner.attention import packed_attention
 from cohort.learner.head import token_logprobs
+from tests.support import TOLERANCE, make_group, make_sample, naive_logprobs, random_groups, small_decoder
 
 FAMILIES = {
     "llama": {},

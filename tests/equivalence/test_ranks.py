@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 import torch.distributed
 import torch.multiprocessing
-from tests.support import random_groups, small_decoder
 
 from cohort.algos.algorithm import build_algorithm
 from cohort.config.schema import GRPO, LearnerConfig, OptimConfig
@@ -14,6 +13,7 @@ from cohort.learner.local import LocalLearner
 from cohort.learner.world import ProcessGroup, World
 from cohort.models.catalog import resolve
 from cohort.models.files import load_folder
+from tests.support import random_groups, small_decoder
 
 
 def gradient(groups, world, aggregate, decoder=None):

@@ -13,6 +13,9 @@ from pathlib import Path
 
 import pytest
 import torch
+
+from cohort.models.files import load_folder
+from cohort.store.reader import Reader
 from tests.real_run import (
     SMALL,
     Done,
@@ -27,9 +30,6 @@ from tests.real_run import (
 )
 from tests.strike import Strike
 from tests.support import one_sequence
-
-from cohort.models.files import load_folder
-from cohort.store.reader import Reader
 
 BENCH = shlex.split("--repeats 1 --prompts 2 --samples 2 --prompt-tokens 16 --completion-tokens 8 --threads 1")
 CAP_DAC_OVERRIDE, PR_CAPBSET_DROP = 1, 24

@@ -10,10 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.pretend_run import live, remains, small_run
 
 from cohort.errors import RunError
 from cohort.store.rundir import RunDirectory
+from tests.pretend_run import live, remains, small_run
 
 ROOT = Path(__file__).resolve().parents[2]
 ENV = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.real_run import Done, cohort, differences, next_args, only_run, remains
 
 from cohort.store.reader import Reader
+from tests.real_run import Done, cohort, differences, next_args, only_run, remains
 
 # As a user would write it: nothing of it is in the package.
 FILE = '''

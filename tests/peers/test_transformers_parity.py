@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from tests.chat import TEMPLATES, write_tokenizer
 from torch import Tensor, nn
 
 from cohort.models.catalog import pull
@@ -17,6 +16,7 @@ from cohort.models.config import ModelConfig
 from cohort.models.decoder import Decoder, hf_shaped, hf_views
 from cohort.models.files import load_folder, save_folder
 from cohort.text import Tokenizer
+from tests.chat import TEMPLATES, write_tokenizer
 
 BASE = {
     "vocab_size": 96,

@@ -6,8 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.hostile_task import Hostile
-from tests.runs import assembled, preserved, run_steps, small_run
 
 from cohort import build, checkpoint
 from cohort.config.load import change
@@ -16,6 +14,8 @@ from cohort.config.schema import GRPO, BatchConfig, EvalConfig, LearnerConfig, O
 from cohort.errors import CohortError, ConfigError, RunError, TaskError
 from cohort.tasks.arithmetic import Arithmetic
 from cohort.tasks.countdown import Countdown
+from tests.hostile_task import Hostile
+from tests.runs import assembled, preserved, run_steps, small_run
 
 FEW = Arithmetic(train_size=5, test_size=4)
 

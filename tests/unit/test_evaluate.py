@@ -8,17 +8,17 @@ import random
 from types import SimpleNamespace
 
 import pytest
-from tests.runs import Grader
-from tests.unit.test_rollout import STOP, prompt, says, spell, tasks
 
 from cohort.engines.scripted import ScriptedEngine
 from cohort.errors import TrainingStopped
 from cohort.evaluate import evaluate, interval, pass_at_k
 from cohort.types import Outcome, Sampling
+from tests.runs import Grader
+from tests.unit.test_rollout import STOP, prompt, says, spell, tasks
 
 
-def run(grade, num_prompts: int, num_samples: int, **changes):
-    named = SimpleNamespace(task=SimpleNamespace(name="t", accuracy="correct"))
+def run(grade, num_prompts: int, num_samples: int, accuracy: str = "correct", **changes):
+    named = SimpleNamespace(task=SimpleNamespace(name="t", accuracy=accuracy))
     made = tasks(scorer=Grader(grade), stream=named, purpose="eval", **changes)
     return evaluate(ScriptedEngine(says, spell), made, [prompt(n) for n in range(num_prompts)], num_samples, 7, "test")
 
@@ -88,6 +88,12 @@ def test_accuracy_is_the_mean_over_problems_of_the_accuracy_part():
     item = found.items[1]
     assert (item.id, item.prompt, item.correct) == ("p1", "number 1", [1.0, 1.0, 0.0, 0.0])
     assert item.completions[0].startswith("11.100.") and item.reason == ["because"] * 4
+
+
+def test_a_task_may_name_another_part_as_its_accuracy():
+    parts = {"correct": 0.0, "solved": 1.0}
+    found = run(lambda row, answer: Outcome(parts=parts), 2, 1, accuracy="solved")
+    assert found.accuracy == 1.0 and found.items[0].correct == [1.0]
 
 
 def test_a_sample_that_could_not_be_scored_is_left_out_not_wrong():

@@ -7,13 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tests.gguf_file import write_gguf
 
 from cohort.errors import ModelError
 from cohort.models.decoder import hf_views
 from cohort.models.files import load_folder
 from cohort.models.gguf import convert, hf_config, unpermuted
 from cohort.text import Tokenizer
+from tests.gguf_file import write_gguf
 
 
 @pytest.mark.parametrize("kind, tied", [("llama", True), ("llama", False), ("qwen2", True), ("qwen3", False)])

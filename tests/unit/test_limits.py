@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.support import small_config, small_decoder
 from torch.utils.flop_counter import FlopCounterMode
 
 from cohort import bench
 from cohort.config.options import BenchOptions, EngineBenchOptions, LearnerBenchOptions
 from cohort.learner.attention import packed_attention
 from cohort.limits import Shape, forward_flops, layer_params, matmul_rate
+from tests.support import small_config, small_decoder
 
 SHAPE = Shape(prompts=2, samples=3, prompt_tokens=4, completion_tokens=5)
 CONFIG = small_config()  # hidden 32, 2 layers, 6 query and 2 KV heads of 8, ff 40, vocabulary 61

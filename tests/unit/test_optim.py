@@ -6,7 +6,6 @@ import math
 
 import pytest
 import torch
-from tests.support import random_groups, small_decoder
 from torch import nn
 
 from cohort.algos.algorithm import build_algorithm
@@ -15,6 +14,7 @@ from cohort.data.pack import pack
 from cohort.errors import RunError, TrainingStopped
 from cohort.learner.local import LocalLearner
 from cohort.learner.optim import Optimizer, global_norm, learning_rate
+from tests.support import random_groups, small_decoder
 
 SETTINGS = OptimConfig(lr=0.1, beta1=0.7, beta2=0.8, eps=1e-2, weight_decay=0.3)
 ALGO = build_algorithm(GRPO(), 16)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from tests.support import make_group, make_sample
 
 from cohort.algos.algorithm import build_algorithm
 from cohort.config.schema import GRPO, DrGRPO
 from cohort.data.pack import pack
 from cohort.errors import ConfigError
 from cohort.types import CONSTANT_REWARD, Finish, Group, Provenance
+from tests.support import make_group, make_sample
 
 S, E, T = Provenance.SAMPLED, Provenance.ENVIRONMENT, Provenance.TARGET
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 
 import pytest
-from tests.runs import assembled, run_steps, small_run
 
 from cohort.config.schema import GRPO, BatchConfig, LearnerConfig, OptimConfig
 from cohort.data import pack as packing
 from cohort.train import rl
+from tests.runs import assembled, run_steps, small_run
 
 
 def test_every_step_samples_with_the_weights_of_the_step_before():

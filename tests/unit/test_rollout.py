@@ -6,14 +6,14 @@ import random
 from collections.abc import Callable
 
 import pytest
-from tests.conformance import spell
-from tests.runs import Grader
 
 from cohort.engines.base import Request
 from cohort.engines.rollout import MAX_REFILLS, Tasks, answer_of, collect, roll, stop_if_scoring_is_broken
 from cohort.engines.scripted import Script, ScriptedEngine
 from cohort.errors import TrainingStopped
 from cohort.types import Finish, Group, Key, Outcome, Prompt, Sample, Sampling
+from tests.conformance import spell
+from tests.runs import Grader
 
 STOP = 2
 

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.pretend_run import LineCounter, Pretender, live, pretend_groups, remains, small_run
 
 from cohort import checkpoint
 from cohort.config.schema import EvalConfig, SaveConfig
@@ -24,6 +23,7 @@ from cohort.store.rollouts import rollout_steps
 from cohort.store.rundir import RunDirectory
 from cohort.train.run import Run
 from cohort.train.stats import StepStats, failures, rollout_metrics, showcase
+from tests.pretend_run import LineCounter, Pretender, live, pretend_groups, remains, small_run
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -8,13 +8,13 @@ import re
 from datetime import datetime
 
 import pytest
-from tests.pretend_run import Pretender, small_run
 
 from cohort.errors import ConfigError, RunError
 from cohort.store import rundir
 from cohort.store.records import Evaluation
 from cohort.store.rollouts import rollout_path, rollout_steps, save_rollouts
 from cohort.store.rundir import RunDirectory, new_name
+from tests.pretend_run import Pretender, small_run
 
 
 def test_create_and_open(tmp_path):

@@ -6,7 +6,6 @@ import math
 
 import pytest
 import torch
-from tests.support import naive_logprobs, small_decoder
 
 from cohort.algos.imitation import Imitation
 from cohort.algos.inputs import LossInputs
@@ -17,6 +16,7 @@ from cohort.models.catalog import resolve
 from cohort.text import Tokenizer
 from cohort.train.sft import as_group, pack_examples, sft
 from cohort.types import Finish, Provenance
+from tests.support import naive_logprobs, small_decoder
 
 P, E, F, T = Provenance.PROMPT, Provenance.ENVIRONMENT, Provenance.FORCED, Provenance.TARGET
 EXAMPLES = [

@@ -11,7 +11,6 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.pretend_run import pretend_groups
 
 from cohort.errors import RunError
 from cohort.store import db, filesystem, schema
@@ -19,6 +18,7 @@ from cohort.store.db import Store
 from cohort.store.filesystem import is_network, mount_type
 from cohort.store.reader import Reader
 from cohort.store.rollouts import save_rollouts
+from tests.pretend_run import pretend_groups
 
 ROOT = Path(__file__).resolve().parents[2]
 

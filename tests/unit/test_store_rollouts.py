@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.pretend_run import pretend_groups
 
 from cohort.errors import RunError
 from cohort.store.rollouts import load_rollouts, remove_rollouts, rollout_path, rollout_steps, save_rollouts
 from cohort.types import Finish, Group, Prompt, Provenance, Sample
+from tests.pretend_run import pretend_groups
 
 text = st.text(st.characters(exclude_categories=()), max_size=20)  # lone surrogates and control characters too
 floats = st.floats(allow_nan=False, width=32)

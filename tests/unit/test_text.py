@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.chat import MARKUP, SPECIAL, write_tokenizer
 
 from cohort.errors import ModelError, TaskError
 from cohort.text import TextStream, Tokenizer
 from cohort.types import Provenance
+from tests.chat import MARKUP, SPECIAL, write_tokenizer
 
 
 @pytest.fixture(scope="module")

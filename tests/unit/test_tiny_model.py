@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scripts.tiny import tokenizer as made
-from scripts.tiny.traces import CALCULATOR
-from scripts.tiny.train import CONFIG
 
 from cohort.models.catalog import resolve
 from cohort.models.files import load_folder
 from cohort.text import Tokenizer
+from scripts.tiny import tokenizer as made
+from scripts.tiny.traces import CALCULATOR
+from scripts.tiny.train import CONFIG
 
 FOLDER = Path(made.FOLDER)
 TOKENIZER = Tokenizer.load(FOLDER)

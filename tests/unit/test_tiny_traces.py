@@ -7,8 +7,6 @@ from collections import Counter
 from functools import cache
 
 import pytest
-from scripts.tiny import encode, mixture, scratchpad, search, traces
-from scripts.tiny.train import SOURCE
 
 from cohort.tasks.arithmetic import Arithmetic
 from cohort.tasks.base import grade, plain_answer
@@ -17,6 +15,8 @@ from cohort.tasks.expression import evaluate
 from cohort.tasks.splits import split_of
 from cohort.text import Tokenizer
 from cohort.types import Provenance
+from scripts.tiny import encode, mixture, scratchpad, search, traces
+from scripts.tiny.train import SOURCE
 
 MIX = traces.Mix()
 NUM = 3000

@@ -76,7 +76,8 @@ class Arithmetic:
             if candidate - last_new > PATIENCE:
                 raise TaskError(
                     f"arithmetic has only {len(seen)} problems for {split} with these settings, not {size}: "
-                    f"lower {'test' if split == 'test' else 'train'}_size, allow more terms or digits, or widen keep = {self.keep}"
+                    f"lower {'test' if split == 'test' else 'train'}_size, allow more terms or digits, "
+                    f"or widen keep = {self.keep}"
                 )
             row = self._candidate(split, candidate)
             if row is not None and row["id"] not in seen:
