@@ -113,7 +113,7 @@ def test_4_7_masters_moments_and_gradients_of_a_bf16_run_are_fp32():
         assert {g.dtype for g in optimizer.grads()} == {torch.float32}
         for name, p in made.model.decoder.named_parameters():
             assert torch.equal(p, optimizer.masters[name].to(torch.bfloat16)), name
-        # microbatches are added up in fp32: the sum of their own gradients, to the last bit
+        # microbatches are added up in fp32: the sum of their own gradients
         minibatch = pack(groups, 96).minibatches[0]
         made.learner.forward_backward(minibatch, made.algo)
         whole = {n: m.grad.clone() for n, m in optimizer.masters.items()}
@@ -122,7 +122,8 @@ def test_4_7_masters_moments_and_gradients_of_a_bf16_run_are_fp32():
             made.learner.forward_backward(replace(minibatch, microbatches=[micro]), made.algo)
             for n, m in optimizer.masters.items():
                 total[n] += m.grad
-        assert all(torch.equal(total[n], g) for n, g in whole.items())
+        # rounding of fp32 sums, far below that of bf16 ones
+        assert all((total[n] - g).abs().max() <= 1e-6 * g.abs().max() for n, g in whole.items())
 
 
 def test_4_7_an_fp32_parameter_is_its_own_master(parts):

@@ -178,5 +178,5 @@ def test_an_optimizer_state_that_lacks_a_moment_is_refused(tmp_path):
         path = checkpoint.save(tmp_path, parts.checkpoint(1), parts.write_model)
         state = checkpoint.load(path)
         del state.optimizer["exp_avg_sq/embed"]
-        with pytest.raises(RunError, match="exp_avg_sq of embed"):
+        with pytest.raises(RunError, match="exp_avg_sq/embed"):
             parts.restore(state)

@@ -94,7 +94,7 @@ def test_no_microbatch_exceeds_the_budget(budget, share):
     assert max(sizes) <= budget
     assert sum(len(m.targets) for m in minibatch.microbatches) == minibatch.num_tokens == 84
     if budget == 1000:  # each prompt once a group, or once a sample
-        assert sizes == [84 + 4 * 3] if share else [84 + 16 * 3]
+        assert sizes == [84 + (4 if share else 16) * 3]
 
 
 def test_a_sample_over_the_budget_names_the_numbers():

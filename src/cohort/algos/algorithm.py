@@ -7,7 +7,7 @@ these methods decorated with `@algorithm("its_name")`, and its module imported i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
@@ -20,6 +20,9 @@ from cohort.types import Group
 
 class Loss(Protocol):
     """What a learner's update needs. A loss sees flat vectors only: never logits, model or ranks."""
+
+    per_token: ClassVar[bool]
+    """Whether each token's term depends on that token alone, so that tokens may be handed over in any pieces."""
 
     def weigh(self, lengths: Tensor, num_tokens: float, num_samples: float) -> Tensor:
         """[N] lengths (of each token's sample) -> [N] weights, given the global denominators."""

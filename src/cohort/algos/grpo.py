@@ -6,6 +6,8 @@ may be masked, the mean (token, sequence, constant) is a choice, and clip_low an
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from torch import Tensor
 
 from cohort.algos.advantages import advantages, is_constant
@@ -27,6 +29,8 @@ FAILED = "failed"
 @algorithm("grpo", "dr_grpo")
 class GroupRelative:
     """Advantages relative to the group, clipped ratio per token."""
+
+    per_token: ClassVar[bool] = True
 
     def __init__(self, config: GRPO, max_tokens: int) -> None:
         self.config, self.max_tokens = config, max_tokens

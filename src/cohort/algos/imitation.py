@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
@@ -11,6 +13,8 @@ from cohort.algos.tally import Tally
 
 class Imitation:
     """Cross-entropy on target tokens; a `Loss`, without advantages."""
+
+    per_token: ClassVar[bool] = True
 
     def weigh(self, lengths: Tensor, num_tokens: float, num_samples: float) -> Tensor:
         return torch.full(lengths.shape, 1.0 / num_tokens, dtype=torch.float64, device=lengths.device)

@@ -1,10 +1,13 @@
 """Log-probabilities and entropy of chosen tokens, without ever holding all logits.
 
-The head runs in chunks of rows. Forward keeps only the log-normaliser of each row; backward computes each chunk's
-logits again. At no time do more than `chunk` x vocabulary logits exist.
+The head runs in chunks of rows; at no time do more logits exist than a chunk's. `token_logprobs` keeps the log-normaliser
+of each row and its backward computes each chunk's logits again. A loss that is a sum over tokens needs no second
+time: `gradient_through_head` takes its gradient while the chunk is there.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -49,8 +52,49 @@ class _ChunkedHead(torch.autograd.Function):
             d_logits.scatter_add_(1, targets[rows, None], g)
             d_logits = (d_logits / ctx.temperature if ctx.temperature != 1.0 else d_logits).to(hidden.dtype)
             d_hidden[rows] = d_logits @ weight
-            d_weight.addmm_(d_logits.t().to(d_weight.dtype), hidden[rows].to(d_weight.dtype))
+            _add_product(d_weight, d_logits, hidden[rows])
         return d_hidden, d_weight.to(weight.dtype), None, None, None
+
+
+Gradient = Callable[[slice, Tensor, Tensor], tuple[Tensor, Tensor | None]]
+"""(rows, their log-probabilities, their entropies) -> the loss's gradients on both; None = no gradient."""
+
+
+@torch.no_grad()
+def gradient_through_head(
+    hidden: Tensor, weight: Tensor, d_weight: Tensor, targets: Tensor, temperature: float, gradient: Gradient
+) -> Tensor:
+    """The gradient on hidden [N, d] of a loss that is a sum over tokens; the head's is added to d_weight [V, d].
+
+    Each chunk's logits are used for both directions while they are there, so they are computed once.
+    """
+    d_hidden = torch.zeros_like(hidden)
+    for rows in _chunks(hidden.shape[0], weight.shape[0]):
+        logits = _logits(hidden[rows], weight, temperature)  # [n, V]
+        z = torch.logsumexp(logits, dim=-1, keepdim=True)
+        logprobs = logits.gather(1, targets[rows, None]) - z
+        probs = torch.sub(logits, z).exp_()
+        entropy = z - torch.linalg.vecdot(probs, logits)[:, None]
+        g, e = gradient(rows, logprobs[:, 0], entropy[:, 0])
+        if e is not None:  # dH/dlogit = -p (log p + H)
+            d_logits = probs * (-g[:, None] - e[:, None] * (logits - z + entropy))
+        else:
+            d_logits = probs.mul_(-g[:, None])
+        d_logits.scatter_add_(1, targets[rows, None], g[:, None])
+        if temperature != 1.0:
+            d_logits.div_(temperature)
+        d_logits = d_logits.to(hidden.dtype)
+        d_hidden[rows] = d_logits @ weight
+        _add_product(d_weight, d_logits, hidden[rows])
+    return d_hidden
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a^T b, in the type of the total: fp32 also where the model computes in bf16."""
+    if total.dtype == a.dtype:
+        total.addmm_(a.t(), b)
+    else:
+        total.add_(a.t() @ b)
 
 
 def _chunks(rows: int, vocab: int) -> list[slice]:

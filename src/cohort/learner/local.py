@@ -20,7 +20,7 @@ from cohort.data.pack import pack
 from cohort.errors import TrainingStopped
 from cohort.learner.attention import packed_attention
 from cohort.learner.base import LiveWeights
-from cohort.learner.head import token_logprobs
+from cohort.learner.head import gradient_through_head, token_logprobs
 from cohort.learner.optim import Optimizer, global_norm, learning_rate
 from cohort.learner.world import World
 from cohort.models.decoder import Decoder
@@ -83,19 +83,39 @@ class LocalLearner:
         tally = Tally()
         for micro in minibatch.microbatches:
             micro = micro.to(self.decoder.embed.device)
-            logprobs, entropy = self.logprobs(self.decoder, micro)
-            leaves = [x.detach().requires_grad_() for x in (logprobs, entropy)]
+            if unmoved:
+                micro = replace(micro, old_logprobs=None)
             weights = algo.weigh(micro.lengths, num_tokens, num_samples)
-            inputs = _inputs(micro, leaves[0], leaves[1], weights)
-            loss, metrics = algo.loss(replace(inputs, old_logprobs=None) if unmoved else inputs)
+            tally.merge(self._backward(micro, weights, algo))
+            self.optimizer.collect_grads()
+        self._sum_grads()
+        return tally
+
+    def _backward(self, micro: Microbatch, weights: Tensor, algo: Loss) -> Tally:
+        """Add a microbatch's gradient. The loss never sees the model: its gradient on [N] vectors is carried through."""
+        tally = Tally()
+
+        def gradient(rows: slice, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor | None]:
+            leaves = [x.detach().requires_grad_() for x in (logprobs, entropy)]
+            with torch.enable_grad():
+                loss, metrics = algo.loss(_inputs(micro, leaves[0], leaves[1], weights, rows))
             tally.merge(metrics)
-            # the loss never sees the model: its gradient on the [N] vectors is carried through the head here
-            grads = torch.autograd.grad(loss, leaves, allow_unused=True)
-            pairs = [(x, g) for x, g in zip((logprobs, entropy), grads, strict=True) if g is not None and bool(g.any())]
+            d_logprobs, d_entropy = torch.autograd.grad(loss, leaves, allow_unused=True)
+            assert d_logprobs is not None, "a loss without log-probabilities trains nothing"
+            return d_logprobs, d_entropy
+
+        if algo.per_token:
+            hidden, head = self._predicting(self.decoder, micro), self.decoder.head_weight
+            total = self.optimizer.grad_of(head)
+            d_hidden = gradient_through_head(hidden, head, total, micro.targets, self.temperature, gradient)
+            if bool(d_hidden.any()):
+                hidden.backward(d_hidden)
+        else:
+            outputs = self.logprobs(self.decoder, micro)
+            grads = gradient(slice(None), *outputs)
+            pairs = [(x, g) for x, g in zip(outputs, grads, strict=True) if g is not None and bool(g.any())]
             if pairs:
                 torch.autograd.backward([x for x, _ in pairs], [g for _, g in pairs])
-                self.optimizer.collect_grads()
-        self._sum_grads()
         return tally
 
     def optim_step(self) -> dict[str, float]:
@@ -122,10 +142,13 @@ class LocalLearner:
 
     def logprobs(self, decoder: Decoder, micro: Microbatch) -> tuple[Tensor, Tensor]:
         """log p of the targets and the entropy where they were predicted, [N] each, at the sampling temperature."""
+        hidden = self._predicting(decoder, micro)
+        return token_logprobs(hidden, decoder.head_weight, micro.targets, self.temperature)
+
+    def _predicting(self, decoder: Decoder, micro: Microbatch) -> Tensor:
+        """Hidden states where the targets are predicted, [N, d]: the head runs on these only."""
         attend = packed_attention(micro.layout, decoder.embed.dtype)
-        hidden = decoder(micro.tokens, micro.positions, attend)  # [T, d]
-        predicting = hidden.index_select(0, micro.source)  # [N, d]: the head runs on these only
-        return token_logprobs(predicting, decoder.head_weight, micro.targets, self.temperature)
+        return decoder(micro.tokens, micro.positions, attend).index_select(0, micro.source)
 
     @torch.no_grad()
     def _sample_logprobs(self, groups: Sequence[Group], decoder: Decoder) -> Iterator[tuple[Any, list[float]]]:
@@ -162,14 +185,14 @@ class LocalLearner:
         self.optimizer.load_state(tensors, int(numbers["optimizer_steps"]))
 
 
-def _inputs(micro: Microbatch, logprobs: Tensor, entropy: Tensor, weights: Tensor) -> LossInputs:
+def _inputs(micro: Microbatch, logprobs: Tensor, entropy: Tensor, weights: Tensor, rows: slice) -> LossInputs:
     return LossInputs(
         logprobs=logprobs,
         entropy=entropy,
-        old_logprobs=None if micro.old_logprobs is None else micro.old_logprobs.to(logprobs),
-        ref_logprobs=None if micro.ref_logprobs is None else micro.ref_logprobs.to(logprobs),
-        sampler_logprobs=micro.sampler_logprobs.to(logprobs),
-        advantages=micro.advantages.to(logprobs),
-        weights=weights.to(logprobs),
-        segments=micro.segments,
+        old_logprobs=None if micro.old_logprobs is None else micro.old_logprobs[rows].to(logprobs),
+        ref_logprobs=None if micro.ref_logprobs is None else micro.ref_logprobs[rows].to(logprobs),
+        sampler_logprobs=micro.sampler_logprobs[rows].to(logprobs),
+        advantages=micro.advantages[rows].to(logprobs),
+        weights=weights[rows].to(logprobs),
+        segments=micro.segments[rows],
     )

@@ -55,6 +55,13 @@ class Optimizer:
                 master.grad = p.grad.float() if master.grad is None else master.grad.add_(p.grad)
                 p.grad = None
 
+    def grad_of(self, param: Tensor) -> Tensor:
+        """The master's gradient to add to, where a gradient is formed by hand."""
+        master = next(self.masters[n] for n, p in self.params.items() if p is param)
+        if master.grad is None:
+            master.grad = torch.zeros_like(master)
+        return master.grad
+
     def grads(self) -> list[Tensor]:
         return [m.grad for m in self.masters.values() if m.grad is not None]
 

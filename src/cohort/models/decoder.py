@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cohort.models.config import ModelConfig
+from cohort.models.functions import rms_norm, swiglu
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """attend(layer, q [T, K, g, D], k [T, K, D], v [T, K, D]) -> [T, K, g, D]"""
@@ -31,9 +32,7 @@ class Norm(nn.Module):
         self.weight = nn.Parameter(torch.ones(size))
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
-        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * normed.to(x.dtype)
+        return rms_norm(x, self.weight, self.eps)
 
 
 class Layer(nn.Module):
@@ -68,8 +67,7 @@ class Layer(nn.Module):
         x = x + F.linear(mixed.reshape(T, -1), self.out, self.out_bias)
         bias = None if self.gate_up_bias is None else self.gate_up_bias.flatten()
         gate_up = F.linear(self.mlp_norm(x), self.gate_up.flatten(0, 1), bias)  # [T, 2 ff]
-        gate, up = gate_up.chunk(2, dim=-1)
-        return x + F.linear(F.silu(gate) * up, self.down, self.down_bias)
+        return x + F.linear(swiglu(gate_up), self.down, self.down_bias)
 
 
 class Decoder(nn.Module):

@@ -115,6 +115,8 @@ class NativeEngine:
                 break
             self._step()
         self._leave(self._read(range(len(self.running))))
+        if not self.drafts:
+            self.release()  # nothing under way, nothing held: the learner may need the memory now
         events, self._events = self._events, []
         return events
 
