@@ -71,15 +71,17 @@ def gradient_through_head(
     d_hidden = torch.zeros_like(hidden)
     for rows in _chunks(hidden.shape[0], weight.shape[0]):
         logits = _logits(hidden[rows], weight, temperature)  # [n, V]
-        z = torch.logsumexp(logits, dim=-1, keepdim=True)
+        top = logits.amax(dim=-1, keepdim=True)
+        probs = torch.sub(logits, top).exp_()  # not normalised yet: its sum goes into factors of [n], not of [n, V]
+        total = probs.sum(dim=-1, keepdim=True)
+        z = top + total.log()
         logprobs = logits.gather(1, targets[rows, None]) - z
-        probs = torch.sub(logits, z).exp_()
-        entropy = z - torch.linalg.vecdot(probs, logits)[:, None]
+        entropy = z - torch.linalg.vecdot(probs, logits)[:, None] / total
         g, e = gradient(rows, logprobs[:, 0], entropy[:, 0])
         if e is not None:  # dH/dlogit = -p (log p + H)
-            d_logits = probs * (-g[:, None] - e[:, None] * (logits - z + entropy))
+            d_logits = probs.div_(total) * (-g[:, None] - e[:, None] * (logits - z + entropy))
         else:
-            d_logits = probs.mul_(-g[:, None])
+            d_logits = probs.mul_(-g[:, None] / total)
         d_logits.scatter_add_(1, targets[rows, None], g[:, None])
         if temperature != 1.0:
             d_logits.div_(temperature)
