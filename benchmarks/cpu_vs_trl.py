@@ -317,7 +317,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=1, help="measured steps; the fastest counts")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--trl-microbatch", type=int, nargs="+", default=[16], help="settings to try")
-    parser.add_argument("--token-budget", type=int, default=1152)
+    parser.add_argument("--token-budget", type=int, default=640)
     parser.add_argument("--slots", type=int, default=128)
     parser.add_argument("--out", type=Path, help="write everything as JSON")
     return parser.parse_args(arguments)

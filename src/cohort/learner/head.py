@@ -1,8 +1,8 @@
 """Log-probabilities and entropy of chosen tokens, without ever holding all logits.
 
-The head runs in chunks of rows; at no time do more logits exist than a chunk's. `token_logprobs` keeps the log-normaliser
-of each row and its backward computes each chunk's logits again. A loss that is a sum over tokens needs no second
-time: `gradient_through_head` takes its gradient while the chunk is there.
+The head runs in chunks of rows; at no time do more logits exist than a chunk's. `token_logprobs` keeps the
+log-normaliser of each row, and its backward computes each chunk's logits again. A loss that is a sum over tokens needs
+no second time: `gradient_through_head` takes its gradient while the chunk is there.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ class LocalLearner:
         return tally
 
     def _backward(self, micro: Microbatch, weights: Tensor, algo: Loss) -> Tally:
-        """Add a microbatch's gradient. The loss never sees the model: its gradient on [N] vectors is carried through."""
+        """Add a microbatch's gradient. A loss never sees the model: its gradient on [N] vectors is carried on here."""
         tally = Tally()
 
         def gradient(rows: slice, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -105,11 +105,17 @@ class LocalLearner:
             return d_logprobs, d_entropy
 
         if algo.per_token:
-            hidden, head = self._predicting(self.decoder, micro), self.decoder.head_weight
+            embed, head = self.decoder.embed, self.decoder.head_weight
+            # By hand at both ends: autograd would fill and add a table of the vocabulary's size each time.
+            embedded = embed.detach().index_select(0, micro.tokens).requires_grad_()
+            hidden = self._predicting(self.decoder, micro, embedded)
             total = self.optimizer.grad_of(head)
             d_hidden = gradient_through_head(hidden, head, total, micro.targets, self.temperature, gradient)
             if bool(d_hidden.any()):
                 hidden.backward(d_hidden)
+                assert embedded.grad is not None
+                total = self.optimizer.grad_of(embed)
+                total.index_add_(0, micro.tokens, embedded.grad.to(total.dtype))
         else:
             outputs = self.logprobs(self.decoder, micro)
             grads = gradient(slice(None), *outputs)
@@ -145,10 +151,10 @@ class LocalLearner:
         hidden = self._predicting(decoder, micro)
         return token_logprobs(hidden, decoder.head_weight, micro.targets, self.temperature)
 
-    def _predicting(self, decoder: Decoder, micro: Microbatch) -> Tensor:
+    def _predicting(self, decoder: Decoder, micro: Microbatch, embedded: Tensor | None = None) -> Tensor:
         """Hidden states where the targets are predicted, [N, d]: the head runs on these only."""
         attend = packed_attention(micro.layout, decoder.embed.dtype)
-        return decoder(micro.tokens, micro.positions, attend).index_select(0, micro.source)
+        return decoder(micro.tokens, micro.positions, attend, embedded).index_select(0, micro.source)
 
     @torch.no_grad()
     def _sample_logprobs(self, groups: Sequence[Group], decoder: Decoder) -> Iterator[tuple[Any, list[float]]]:

@@ -89,8 +89,10 @@ class Decoder(nn.Module):
     def head_weight(self) -> Tensor:
         return self.embed if self.head is None else self.head
 
-    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        x = self.embed.index_select(0, tokens)  # [T, d]; its backward is deterministic, that of indexing is not
+    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, embedded: Tensor | None = None) -> Tensor:
+        """`embedded` [T, d] takes the place of the tokens' embeddings, for whoever forms their gradient himself."""
+        # index_select: its backward is deterministic, that of indexing is not
+        x = self.embed.index_select(0, tokens) if embedded is None else embedded  # [T, d]
         cos, sin = self.angles(positions, x.dtype)
         for layer in self.layers:
             x = layer(x, cos, sin, attend)
