@@ -180,7 +180,7 @@ def test_4_8_environment_tokens_get_no_gradient_on_tiny(parts):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
-def test_4_10_two_processes_from_one_checkpoint_make_the_same_next_steps(tmp_path, dtype):
+def test_4_10_two_learners_from_one_checkpoint_make_the_same_next_steps(tmp_path, dtype):
     config = small_run(
         algo=GRPO(kl=0.02, entropy=0.001),
         optim=OptimConfig(lr=3e-4, warmup=2, schedule="cosine"),

@@ -146,10 +146,10 @@ class LocalLearner:
 
     # ---- log-probabilities -------------------------------------------------------------------------------------
 
-    def logprobs(self, decoder: Decoder, micro: Microbatch) -> tuple[Tensor, Tensor]:
+    def logprobs(self, decoder: Decoder, micro: Microbatch, with_entropy: bool = True) -> tuple[Tensor, Tensor]:
         """log p of the targets and the entropy where they were predicted, [N] each, at the sampling temperature."""
         hidden = self._predicting(decoder, micro)
-        return token_logprobs(hidden, decoder.head_weight, micro.targets, self.temperature)
+        return token_logprobs(hidden, decoder.head_weight, micro.targets, self.temperature, with_entropy)
 
     def _predicting(self, decoder: Decoder, micro: Microbatch, embedded: Tensor | None = None) -> Tensor:
         """Hidden states where the targets are predicted, [N, d]: the head runs on these only."""
@@ -161,7 +161,7 @@ class LocalLearner:
         samples = [s for g in groups for s in g.samples]
         batch = pack(groups, self.config.token_budget, share=self.config.prefix_sharing)
         for micro in batch.minibatches[0].microbatches:
-            values, _ = self.logprobs(decoder, micro.to(decoder.embed.device))
+            values, _ = self.logprobs(decoder, micro.to(decoder.embed.device), with_entropy=False)
             rows: dict[int, list[float]] = {}
             for segment, value in zip(micro.segments.tolist(), values.tolist(), strict=True):
                 rows.setdefault(segment, []).append(value)

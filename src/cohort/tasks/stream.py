@@ -91,7 +91,7 @@ class TaskStream:
         return prompts
 
     def held_out(self, n: int = 0, split: str = "test") -> list[Prompt]:
-        """The first n prompts of the test split in their own order, 0 = all; the cursor stays."""
+        """The first n prompts of a split in its own order, 0 = all; the cursor stays."""
         rows = load_rows(self.task, split)
         if n > len(rows):
             raise ConfigError(
