@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TextIO
 
 from cohort.errors import ConfigError, nearest
+from cohort.store.environment import program
 from cohort.store.records import Evaluation
 
 KINDS = ("auto", "live", "plain", "json")
@@ -70,7 +71,9 @@ class Summary:
         """The closing words, the same in the terminal and in the run card."""
         said: list[str] = []
         if not self.complete:
-            said.append(f"stopped after step {self.step} of {self.num_steps}; go on with: cohort resume {self.path}")
+            said.append(
+                f"stopped after step {self.step} of {self.num_steps}; go on with: {program()} resume {self.path}"
+            )
         if self.first and self.last and self.last.step > self.first.step:
             a, b = self.first, self.last
             said.append(f"held-out accuracy {a.accuracy:.2f} -> {b.accuracy:.2f}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import shutil
 import sys
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -12,6 +13,12 @@ from pathlib import Path
 from cohort.disk import readable_size
 
 _PACKAGES = ("cohort", "torch", "transformers", "tokenizers", "safetensors", "numpy")
+
+
+def program() -> str:
+    """How to type this program's name: "cohort", or the path it was started by where the shell would not find it."""
+    started = Path(sys.argv[0])
+    return str(started) if started.name == "cohort" and not shutil.which("cohort") else "cohort"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -27,7 +27,7 @@ from cohort.errors import RunError
 from cohort.logs.view import Header, StepReport, Summary, View, make_view
 from cohort.store.card import CardData, render_card
 from cohort.store.db import Store
-from cohort.store.environment import describe_environment
+from cohort.store.environment import describe_environment, program
 from cohort.store.reader import Reader
 from cohort.store.records import Evaluation
 from cohort.store.rollouts import remove_rollouts, rollout_path, save_rollouts
@@ -89,7 +89,7 @@ class Run:
             raise
         self._view.start(self._header())
         if self.step >= self.config.steps:
-            more = f"cohort resume {self.directory.path} --steps {2 * self.config.steps}"
+            more = f"{program()} resume {self.directory.path} --steps {2 * self.config.steps}"
             self._view.event(self.step, "run", f"all {self.config.steps} steps are done; train on with: {more}")
         return self
 
@@ -97,7 +97,7 @@ class Run:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
-            text = f"stopped by {type(error).__name__}; go on with: cohort resume {self.directory.path}"
+            text = f"stopped by {type(error).__name__}; go on with: {program()} resume {self.directory.path}"
             with suppress(RunError):  # the disk may be what failed
                 self.event("run", text)
                 self._flush()
@@ -276,11 +276,11 @@ class Run:
     def _next_commands(self) -> list[str]:
         path, config = self.directory.path, self.config
         task, model = variant_name("task", config.task), path / "checkpoints" / checkpoint.name(self.step) / "model"
-        longer = ["cohort", "resume", str(path), "--steps", str(2 * config.steps)]
+        longer = [program(), "resume", str(path), "--steps", str(2 * config.steps)]
         commands = [
-            ["cohort", "eval", task, "--model", str(model)],
-            ["cohort", "export", str(path), f"{path.name}-model"],
-            ["cohort", "train", "tiny_countdown"] if config.recipe == "quickstart" else longer,
+            [program(), "eval", task, "--model", str(model)],
+            [program(), "export", str(path), f"{path.name}-model"],
+            [program(), "train", "tiny_countdown"] if config.recipe == "quickstart" else longer,
         ]
         return [shlex.join(command) for command in commands]
 
