@@ -128,7 +128,7 @@ def main(args: list[str]) -> int:
     places = PLACES if census else {s.place for s in strikes}
     watches = {name: Watch([s for s in strikes if s.place == name]) for name in places}
 
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the command line does, before torch is there
+    os.environ.setdefault("GOMP_SPINCOUNT", "5000")  # as the command line does, before torch is there
     import cohort.build  # noqa: F401  (what torch does while it is imported is not watched)
     from cohort.cli.main import main as cohort_main
 
