@@ -80,6 +80,21 @@ def test_4_4_the_loss_is_the_formula_written_out():
     assert_same(got, {n: p.grad for n, p in decoder.named_parameters()}, torch.float64)
 
 
+@pytest.mark.parametrize("config", [GRPO(kl=0.1, entropy=0.01), GRPO(aggregate="token")])
+def test_4_4_both_ways_through_the_head_give_one_gradient(config, monkeypatch):
+    """A loss per token takes its gradient chunk by chunk with the logits; any other sees all tokens first."""
+    decoder, reference = small_decoder(torch.float64), small_decoder(torch.float64, seed=1)
+    algo = build_algorithm(config, max_tokens=16)
+    expected, metrics = gradient(decoder, random_groups(), algo, reference=reference)
+    monkeypatch.setattr("cohort.learner.head.CHUNK_LOGITS", 61 * 5)
+    chunked, _ = gradient(decoder, random_groups(), algo, reference=reference)
+    monkeypatch.setattr(type(algo), "per_token", False)
+    whole, same = gradient(decoder, random_groups(), algo, reference=reference)
+    assert_same(chunked, expected, torch.float64)
+    assert_same(whole, expected, torch.float64)
+    assert same == pytest.approx(metrics, abs=1e-10)
+
+
 def test_4_5_ratio_is_exactly_one_before_the_first_update():
     decoder = small_decoder()
     algo = build_algorithm(GRPO(), 16)

@@ -16,7 +16,7 @@ from cohort.tasks.arithmetic import Arithmetic
 
 @recipe
 def smollm2_arithmetic() -> RunConfig:
-    """Arithmetic with SmolLM2-135M: a real instruct model, about a minute a step on two CPU cores."""
+    """Arithmetic with SmolLM2-135M: a real instruct model, minutes a step on two CPU cores."""
     return RunConfig(
         model="smollm2-135m",
         steps=100,
