@@ -71,6 +71,9 @@ def reward(text: str) -> float:
 
 def cohort_side(job: Job) -> Result:
     """The library's own stages, in the order of its training loop."""
+    from cohort.process import keep_memory
+
+    keep_memory()  # as the command line does
     import torch
     from tokenizers import Tokenizer
 
@@ -84,10 +87,10 @@ def cohort_side(job: Job) -> Result:
     decoder = load_folder(job.model, torch.float32).decoder
     tokenizer = Tokenizer.from_file(str(Path(job.model) / "tokenizer.json"))
     config = LearnerConfig(token_budget=job.token_budget)
-    result = Result(side="Cohort", setting=f"{job.slots} slots, {job.token_budget} tokens a microbatch")
+    result = Result(side="Cohort", setting=f"{job.slots} slots, packed fp32, {job.token_budget} tokens a microbatch")
     for task in (warm_up(job), *[job] * job.steps):
         context = len(task.ids[0]) + task.completion_tokens
-        engine = NativeEngine(decoder, tokenizer.decode, slots=task.slots, max_context=context)
+        engine = NativeEngine(decoder, tokenizer.decode, slots=task.slots, max_context=context, weights="packed")
         learner = LocalLearner(decoder, config, OptimConfig(lr=1e-6), num_updates=1)
         algo = build_algorithm(GRPO(), task.completion_tokens)
         cpu = time.process_time()
@@ -317,7 +320,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=1, help="measured steps; the fastest counts")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--trl-microbatch", type=int, nargs="+", default=[16], help="settings to try")
-    parser.add_argument("--token-budget", type=int, default=640)
+    parser.add_argument("--token-budget", type=int, default=1152)
     parser.add_argument("--slots", type=int, default=128)
     parser.add_argument("--out", type=Path, help="write everything as JSON")
     return parser.parse_args(arguments)

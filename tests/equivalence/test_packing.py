@@ -8,8 +8,10 @@ import torch
 from cohort.data.pack import pack
 from cohort.learner.attention import packed_attention
 from cohort.learner.head import token_logprobs
+from cohort.types import Provenance
 from tests.support import TOLERANCE, make_group, make_sample, naive_logprobs, random_groups, small_decoder
 
+S, E = Provenance.SAMPLED, Provenance.ENVIRONMENT
 FAMILIES = {
     "llama": {},
     "qwen2": {"qkv_bias": True, "tied": False},
@@ -76,6 +78,39 @@ def test_4_3_padding_never_leaks_into_a_real_token():
     assert not torch.equal(before[2][1:], after[2][1:30])
 
 
+def with_tail(tail: list[int], heard: int = 6) -> list:
+    """A sample of two targets and two of one, in a group and alone, each followed by `tail` of the environment."""
+
+    def one(tokens, marks, advantage):
+        return make_sample([*tokens, *tail], [*marks, *[E] * len(tail)], advantage=advantage)
+
+    turns = one([5, heard, 7], [S, E, S], 1.5)
+    return [make_group([1, 2, 3], [turns, one([8], [S], -0.7)]), make_group([4, 9], [one([11], [S], 0.4)])]
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_what_follows_the_last_target_changes_nothing(share):
+    """No log-probability and no gradient moves, to the last bit; both are those of the whole sequences."""
+    decoder = small_decoder(torch.float64)
+    seen = packed(decoder, with_tail([]), 1000, share)
+    grads = gradients(decoder, seen, with_tail([]))
+    for tail in ([30], [31, 32, 33]):
+        groups = with_tail(tail)
+        got = packed(decoder, groups, 1000, share)
+        assert all(torch.equal(got[i], lp) for i, lp in seen.items()) and [len(lp) for lp in got.values()] == [2, 1, 1]
+        assert all(torch.equal(grad, grads[name]) for name, grad in gradients(decoder, got, groups).items())
+        naive = {}
+        for g in groups:
+            for s in g.samples:
+                targets = [i for i, mark in enumerate(s.provenance) if mark == S]
+                naive[len(naive)] = naive_logprobs(decoder, g.prompt.tokens, s.tokens)[targets]
+        assert all(close(got[i], lp, torch.float64) for i, lp in naive.items())
+        for name, grad in gradients(decoder, naive, groups).items():
+            assert close(grads[name], grad, torch.float64), name
+    before = packed(decoder, with_tail([], heard=16), 1000, share)  # what the environment says before it does count
+    assert torch.equal(before[0][0], seen[0][0]) and not close(before[0][1], seen[0][1], torch.float64)
+
+
 def test_a_group_larger_than_the_budget_is_split_with_its_prompt():
     groups = random_groups(num_groups=1, group_size=6, longest=9)
     batch = pack(groups, token_budget=20)
@@ -88,9 +123,9 @@ def test_a_group_larger_than_the_budget_is_split_with_its_prompt():
 def test_the_worked_example_of_the_microbatch_record():
     batch = pack([make_group([5, 6], [make_sample([7, 2]), make_sample([8, 2])])], token_budget=100)
     micro = batch.minibatches[0].microbatches[0]
-    assert micro.tokens.tolist() == [5, 6, 7, 2, 8, 2]
-    assert micro.positions.tolist() == [0, 1, 2, 3, 2, 3]
-    assert micro.source.tolist() == [1, 2, 1, 4]
+    assert micro.tokens.tolist() == [5, 6, 7, 8]
+    assert micro.positions.tolist() == [0, 1, 2, 2]
+    assert micro.source.tolist() == [1, 2, 1, 3]
     assert micro.targets.tolist() == [7, 2, 8, 2]
 
 

@@ -1,4 +1,4 @@
-"""fp16-packed weights: exactly the model with rounded matrices, repacked at every load."""
+"""Packed weights: exactly the model (fp16: with rounded matrices), packed again at every load."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from tests.support import naive_logprobs, small_decoder
 BIASED = {"qkv_bias": True, "out_bias": True, "mlp_bias": True, "tied": False}
 
 
-def make(decoder: Decoder, slots: int = 4) -> NativeEngine:
-    return NativeEngine(decoder, spell, slots=slots, max_context=200, weights="fp16")
+def make(decoder: Decoder, slots: int = 4, kind: str = "fp16") -> NativeEngine:
+    return NativeEngine(decoder, spell, slots=slots, max_context=200, weights=kind)
 
 
 def rounded(decoder: Decoder) -> Decoder:
@@ -56,16 +56,34 @@ def test_logprobs_are_those_of_the_rounded_matrices():
     assert gaps["rounded"] < 2e-5 < gaps["exact"] < 5e-2
 
 
-def test_load_packs_again():
+@pytest.mark.parametrize("kind", ["packed", "fp16"])
+def test_load_packs_again(kind):
     decoder = small_decoder()
-    engine = make(decoder)
+    engine = make(decoder, kind=kind)
     before = sample(engine, [request()])["0/0"].tokens
+    engine.submit(request())
+    engine.poll()
     with torch.no_grad():
         decoder.layers[0].qkv.mul_(-2)
-    assert sample(engine, [request()])["0/0"].tokens == before  # not yet
     engine.load(Same(decoder), version=1)
+    engine.abort("0/0")
     after = sample(engine, [request()])["0/0"].tokens
-    assert after == sample(make(decoder), [request()])["0/0"].tokens != before
+    assert after == sample(make(decoder, kind=kind), [request()])["0/0"].tokens != before
+
+
+def test_nothing_is_held_when_idle():
+    engine = make(small_decoder(), kind="packed")
+    sample(engine, [request()])
+    assert engine.packed is not None and not engine.packed.products
+
+
+def test_packed_is_exact():
+    decoder = small_decoder(**BIASED)
+    samples = sample(make(decoder, kind="packed"), [request(p, i) for p in range(3) for i in range(3)])
+    for id, s in samples.items():
+        with torch.no_grad():
+            expected = naive_logprobs(decoder, request(int(id[0])).tokens, s.tokens)
+        assert (torch.tensor(s.sampler_logprobs) - expected).abs().max() < 2e-5
 
 
 def test_only_float32_can_be_packed():

@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from cohort import __version__
+from cohort import __version__, process
 from cohort.errors import CohortError, nearest
 
 COMMANDS = {
@@ -30,10 +30,8 @@ _REPORTED_OS_ERRORS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, err
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code: 0 done, 2 the user can fix it, 130 interrupted."""
     args = list(sys.argv[1:] if argv is None else argv)
-    # Before torch is loaded: its threads spin while they wait, which on a busy machine made steps ten times slower.
-    # A short spin costs a tenth on a quiet machine; none at all, half.
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", "5000")
+    process.wait_briefly()
+    process.keep_memory()
     try:
         code = _dispatch(args)
         sys.stdout.flush()

@@ -38,9 +38,9 @@ class Layout:
 class Microbatch:
     """One forward and backward. N = tokens the loss may touch.
 
-    Example: prompt [5, 6], completions [7, 2] and [8, 2], shared: tokens = [5, 6, 7, 2, 8, 2],
-    positions = [0, 1, 2, 3, 2, 3], source = [1, 2, 1, 4], targets = [7, 2, 8, 2]: both siblings' first tokens are
-    predicted at the prompt's last token.
+    Example: prompt [5, 6], completions [7, 2] and [8, 2], shared: tokens = [5, 6, 7, 8],
+    positions = [0, 1, 2, 2], source = [1, 2, 1, 3], targets = [7, 2, 8, 2]: both siblings' first tokens are
+    predicted at the prompt's last token, and the last ones, which predict nothing, are no inputs.
     """
 
     tokens: Tensor  # [T]

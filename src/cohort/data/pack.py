@@ -126,12 +126,11 @@ def _microbatch(units: Sequence[Unit], loss_on: Provenance) -> Microbatch:
         if not alone:
             spans.append((start, size, start, 0))
         for segment, sample in unit.samples:
-            first = len(tokens)
-            tokens += sample.tokens
-            positions += range(size, size + len(sample.tokens))
-            length = len(sample.tokens)
-            spans.append((start, size + length, start, 0) if alone else (first, length, start, size))
             at = [i for i, p in enumerate(sample.provenance) if p == loss_on]
+            first, length = len(tokens), at[-1]  # the last target and what follows it predict nothing
+            tokens += sample.tokens[:length]
+            positions += range(size, size + length)
+            spans.append((start, size + length, start, 0) if alone else (first, length, start, size))
             source += [first + i - 1 if i else start + size - 1 for i in at]
             chosen.append((segment, sample, at))
     num = [len(at) for _, _, at in chosen]

@@ -2,6 +2,8 @@
 
 No mask over all pairs of the pack exists: each block gathers its segments' queries and keys (a shared prompt's
 keys once a sibling) and masks only those.
+
+Letters: b segments of a block, Lq queries and Lk keys of a segment, K KV heads, g query heads a KV head, D head size.
 """
 
 from __future__ import annotations
@@ -12,6 +14,8 @@ from torch import Tensor
 
 from cohort.data.batch import Block, Layout
 from cohort.models.decoder import Attend
+
+FEW_KEYS = 256  # up to here all scores of a block on a CPU: a quarter faster than the fused form, in its memory
 
 
 def packed_attention(layout: Layout, dtype: torch.dtype) -> Attend:
@@ -25,14 +29,38 @@ def packed_attention(layout: Layout, dtype: torch.dtype) -> Attend:
         for block, mask in zip(layout.blocks, masks, strict=True):
             (b, lq), lk = block.queries.shape, block.keys.shape[1]
             # index_select, because its backward is deterministic on CPU and that of indexing is not
-            bq = flat_q.index_select(0, block.queries.flatten()).view(b, lq, K * g, D).transpose(1, 2)
-            bk = flat_k.index_select(0, block.keys.flatten()).view(b, lk, K, D).transpose(1, 2)
-            bv = flat_v.index_select(0, block.keys.flatten()).view(b, lk, K, D).transpose(1, 2)
-            out = F.scaled_dot_product_attention(bq, bk, bv, attn_mask=mask, enable_gqa=g > 1)  # [b, H, Lq, D]
-            outputs.append(out.transpose(1, 2).reshape(b * lq, K * g * D))
+            bq = flat_q.index_select(0, block.queries.flatten()).view(b, lq, K, g, D)
+            bk = flat_k.index_select(0, block.keys.flatten()).view(b, lk, K, D)
+            bv = flat_v.index_select(0, block.keys.flatten()).view(b, lk, K, D)
+            mix = _explicit if q.device.type == "cpu" and lk <= FEW_KEYS else _fused
+            outputs.append(mix(bq, bk, bv, mask).reshape(b * lq, K * g * D))
         return torch.cat(outputs).index_select(0, layout.order).view(T, K, g, D)
 
     return attend
+
+
+def _explicit(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """q [b, Lq, K, g, D], k, v [b, Lk, K, D], mask [b or 1, 1, Lq, Lk] -> [b, Lq, K, g, D]
+
+    The heads that share a KV head are more queries of one matrix product.
+    """
+    b, lq, K, g, D = q.shape
+    lk = k.shape[1]
+    queries = (q * D**-0.5).permute(0, 2, 3, 1, 4).reshape(b * K, g * lq, D)
+    keys, values = (x.transpose(1, 2).reshape(b * K, lk, D) for x in (k, v))
+    scores = torch.bmm(queries, keys.transpose(1, 2)).view(b, K * g, lq, lk).add_(mask)
+    weights = torch.softmax(scores, dim=-1).view(b * K, g * lq, lk)
+    return torch.bmm(weights, values).view(b, K, g, lq, D).permute(0, 3, 1, 2, 4)
+
+
+def _fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """The same, without all scores in memory."""
+    g = q.shape[3]
+    heads = q.flatten(2, 3).transpose(1, 2)  # [b, K * g, Lq, D]
+    mixed = F.scaled_dot_product_attention(
+        heads, k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask, enable_gqa=g > 1
+    )
+    return mixed.transpose(1, 2).unflatten(2, (-1, g))
 
 
 def _mask(block: Block, dtype: torch.dtype) -> Tensor:

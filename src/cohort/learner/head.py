@@ -12,7 +12,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-CHUNK_LOGITS = 1 << 24  # 64 MiB of fp32 logits at a time
+from cohort.models.functions import product, wide_product
+
+CHUNK_LOGITS = 1 << 25  # 128 MiB of fp32 logits at a time; each chunk reads the whole head and its gradient
 
 
 class _ChunkedHead(torch.autograd.Function):
@@ -51,7 +53,7 @@ class _ChunkedHead(torch.autograd.Function):
                 d_logits = logp.exp_().mul_(-g)
             d_logits.scatter_add_(1, targets[rows, None], g)
             d_logits = (d_logits / ctx.temperature if ctx.temperature != 1.0 else d_logits).to(hidden.dtype)
-            d_hidden[rows] = d_logits @ weight
+            d_hidden[rows] = product(d_logits, weight.t())
             _add_product(d_weight, d_logits, hidden[rows])
         return d_hidden, d_weight.to(weight.dtype), None, None, None
 
@@ -86,7 +88,7 @@ def gradient_through_head(
         if temperature != 1.0:
             d_logits.div_(temperature)
         d_logits = d_logits.to(hidden.dtype)
-        d_hidden[rows] = d_logits @ weight
+        d_hidden[rows] = product(d_logits, weight.t())
         _add_product(d_weight, d_logits, hidden[rows])
     return d_hidden
 
@@ -100,14 +102,13 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def _chunks(rows: int, vocab: int) -> list[slice]:
-    size = max(1, CHUNK_LOGITS // vocab)
+    most = max(1, CHUNK_LOGITS // vocab)
+    size = max(1, -(-rows // max(1, -(-rows // most))))  # chunks of equal size: one of a few rows costs nearly as much
     return [slice(i, min(i + size, rows)) for i in range(0, rows, size)]
 
 
 def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
-    logits = hidden @ weight.t()
-    if logits.dtype not in (torch.float32, torch.float64):
-        logits = logits.float()
+    logits = wide_product(hidden, weight)
     return logits if temperature == 1.0 else logits.div_(temperature)
 
 

@@ -13,11 +13,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cohort.models.config import ModelConfig
-from cohort.models.functions import rms_norm, swiglu
+from cohort.models.functions import gated, linear, rms_norm, rotate
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """attend(layer, q [T, K, g, D], k [T, K, D], v [T, K, D]) -> [T, K, g, D]"""
@@ -58,16 +57,16 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         T = x.shape[0]
-        qkv = F.linear(self.attn_norm(x), self.qkv, self.qkv_bias).view(T, *self.shape)  # [T, K, g + 2, D]
-        qk, v = qkv[:, :, :-1], qkv[:, :, -1]
+        qkv = linear(self.attn_norm(x), self.qkv, self.qkv_bias).view(T, *self.shape)  # [T, K, g + 2, D]
+        qk, v = qkv.split([self.shape[1] - 1, 1], dim=2)  # its backward is one copy, that of slices three
         if self.q_norm is not None and self.k_norm is not None:
             qk = torch.cat([self.q_norm(qk[:, :, :-1]), self.k_norm(qk[:, :, -1:])], dim=2)
-        qk = rotate(qk, cos, sin)
-        mixed = attend(self.index, qk[:, :, :-1], qk[:, :, -1], v)  # [T, K, g, D]
-        x = x + F.linear(mixed.reshape(T, -1), self.out, self.out_bias)
+        q, k = rotate(qk, cos, sin).split([self.shape[1] - 2, 1], dim=2)
+        mixed = attend(self.index, q, k[:, :, 0], v[:, :, 0])  # [T, K, g, D]
+        x = x + linear(mixed.reshape(T, -1), self.out, self.out_bias)
         bias = None if self.gate_up_bias is None else self.gate_up_bias.flatten()
-        gate_up = F.linear(self.mlp_norm(x), self.gate_up.flatten(0, 1), bias)  # [T, 2 ff]
-        return x + F.linear(swiglu(gate_up), self.down, self.down_bias)
+        gate_up = self.gate_up.flatten(0, 1)  # [2 ff, d]
+        return x + gated(self.mlp_norm(x), gate_up, bias, self.down, self.down_bias)
 
 
 class Decoder(nn.Module):
@@ -99,7 +98,7 @@ class Decoder(nn.Module):
         return self.norm(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return F.linear(hidden, self.head_weight)  # [T, vocab]
+        return linear(hidden, self.head_weight)  # [T, vocab]
 
     def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """cos and sin, [T, 1, 1, D/2]."""
@@ -114,12 +113,6 @@ class Decoder(nn.Module):
         super()._apply(fn, recurse)
         self.inv_freq = exact.to(self.embed.device)
         return self
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary position embedding of the last axis, halves convention. x [T, K, h, D]."""
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
 
 
 def initialise(decoder: Decoder, seed: int, std: float = 0.02) -> None:

@@ -1,58 +1,68 @@
-"""A faster, inexact sampler on CPU: the decoder's matrices as packed fp16 copies, activations in fp32.
+"""Faster products while sampling on a CPU: copies of the decoder's matrices, laid out for the processor.
 
-The difference to the learner's fp32 log-probabilities is small, measured (`gap/*`) and open to correction.
+"packed" is fp32, exact. "fp16" halves the bytes; its difference to the learner's log-probabilities is small, measured
+(`gap/*`) and open to correction.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from cohort.errors import ConfigError
 from cohort.models.decoder import Decoder, Layer
+from cohort.models.functions import HAS_ONEDNN, Product, onednn, substituted
 
 
-class PackedLinears(TorchFunctionMode):
-    """Within `with packed:`, products with the decoder's matrices use their packed copies.
+class PackedLinears:
+    """Within `with packed.used():`, products with the decoder's matrices use their copies.
 
-    A mode, so that the decoder stays one code path that knows nothing of packing. Copies are as old as the
-    last `pack()`.
+    The decoder stays one code path that knows nothing of packing. Copies are made at the first use and again after
+    `drop`, so they are never older than the weights and cost no memory while the learner works.
     """
 
-    def __init__(self, decoder: Decoder) -> None:
-        super().__init__()
+    def __init__(self, decoder: Decoder, kind: Literal["packed", "fp16"], rows: int) -> None:
         if decoder.embed.dtype != torch.float32 or decoder.embed.device.type != "cpu":
             where = f"{decoder.embed.dtype} on {decoder.embed.device}".removeprefix("torch.")
-            raise ConfigError(f'engine.weights = "fp16" needs a float32 model on CPU, not {where}; use "shared".')
-        if not {"fbgemm", "x86"} & set(torch.backends.quantized.supported_engines):
-            raise ConfigError('engine.weights = "fp16" needs an x86 processor; use "shared".')
-        self.decoder = decoder
-        self.copies: dict[int, Any] = {}  # by the address of the matrix, which views of it share
-        self.pack()
+            raise ConfigError(f'engine.weights = "{kind}" needs a float32 model on CPU, not {where}; use "shared".')
+        engines = set(torch.backends.quantized.supported_engines)
+        if not (HAS_ONEDNN if kind == "packed" else {"fbgemm", "x86"} & engines):
+            raise ConfigError(f'engine.weights = "{kind}" needs an x86 processor; use "shared".')
+        self.decoder, self.kind, self.rows = decoder, kind, rows
+        self.products: dict[int, Product] = {}  # by the address of the matrix, which views of it share
 
-    @torch.no_grad()
-    def pack(self) -> None:
-        matrices = [self.decoder.head_weight]
-        for layer in self.decoder.layers:
-            assert isinstance(layer, Layer)
-            matrices += [layer.qkv, layer.out, layer.gate_up, layer.down]
-        pack = torch.ops.quantized.linear_prepack_fp16
-        self.copies = {m.data_ptr(): pack(m.detach().flatten(0, -2), None) for m in matrices}
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        if not self.products:
+            self.products = {m.data_ptr(): self._pack(m.detach().flatten(0, -2)) for m in _matrices(self.decoder)}
+        with substituted(self.products):
+            yield
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        if func is F.linear and (copy := self.copies.get(args[1].data_ptr())) is not None:
-            product: Tensor = torch.ops.quantized.linear_dynamic_fp16(args[0].contiguous(), copy)
-            bias = args[2] if len(args) > 2 else None
-            return product if bias is None else product + bias
-        return func(*args, **(kwargs or {}))
+    def drop(self) -> None:
+        self.products = {}
+
+    def _pack(self, matrix: Tensor) -> Product:
+        if self.kind == "packed":
+            return partial(_packed, torch.ops.mkldnn._reorder_linear_weight(matrix, self.rows))
+        return partial(_fp16, torch.ops.quantized.linear_prepack_fp16(matrix, None))
+
+
+def _matrices(decoder: Decoder) -> Iterator[Tensor]:
+    yield decoder.head_weight
+    for layer in decoder.layers:
+        assert isinstance(layer, Layer)
+        yield from (layer.qkv, layer.out, layer.gate_up, layer.down)
+
+
+def _packed(copy: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
+    return onednn(x, copy, bias)
+
+
+def _fp16(copy: torch.ScriptObject, x: Tensor, bias: Tensor | None) -> Tensor:
+    product: Tensor = torch.ops.quantized.linear_dynamic_fp16(x.contiguous(), copy)
+    return product if bias is None else product + bias

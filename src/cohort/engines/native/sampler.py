@@ -38,18 +38,21 @@ def draw(logits: Tensor, settings: Settings, u: Tensor) -> Drawn:
     if settings.scaled:
         divisor = torch.where(settings.temperature > 0, settings.temperature, 1.0).to(wide.dtype)
         wide = wide / divisor[:, None]
-    logprobs = F.log_softmax(wide, dim=-1)
-    probs, kept = logprobs.exp(), None
+    top = wide.amax(dim=-1, keepdim=True)
+    probs = torch.sub(wide, top).exp_()  # not normalised: one pass less, and the draw does not mind
+    total, kept = probs.sum(dim=-1), None
     if settings.truncated:
-        probs, kept = truncate(probs, settings)
+        probs, mass = truncate(probs, settings)
+        kept = mass / total
     tokens = inverse_cdf(probs, u)
     if settings.greedy:
-        tokens = torch.where(settings.temperature > 0, tokens, logprobs.argmax(dim=-1))
-    return Drawn(tokens=tokens, logprobs=logprobs.gather(1, tokens[:, None])[:, 0], kept=kept)
+        tokens = torch.where(settings.temperature > 0, tokens, wide.argmax(dim=-1))
+    logprobs = wide.gather(1, tokens[:, None])[:, 0] - top[:, 0] - total.log()
+    return Drawn(tokens=tokens, logprobs=logprobs, kept=kept)
 
 
 def truncate(probs: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
-    """probs [B, V] with everything outside the kept set at 0 (not renormalised), and the mass kept [B].
+    """probs [B, V] (to any scale) with everything outside the kept set at 0, and the mass kept [B].
 
     Kept are the top_k most probable tokens; of these the smallest set that reaches top_p of their mass; of
     these the ones with at least min_p times the largest probability. Ties are broken by the smaller id.

@@ -1,0 +1,36 @@
+"""What a process that trains or samples asks of its operating system. Call it before torch is imported."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+
+# mallopt(3): glibc's parameters, and the values that keep freed memory in the process
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
+
+
+def wait_briefly() -> None:
+    """Threads of torch spin while they wait, which on a busy machine made steps ten times slower.
+
+    A short spin costs a tenth on a quiet machine; none at all, half. The user's own choice stands.
+    """
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "5000")
+
+
+def keep_memory() -> None:
+    """Freed memory stays with the process, up to blocks of 1 GiB.
+
+    By default every activation goes back to the system and comes again page by page, each page cleared: a
+    twentieth of a training step on CPU. Peak memory is the same. Without effect where the C library is not glibc.
+    """
+    if not sys.platform.startswith("linux") or any(name.startswith("MALLOC_") for name in os.environ):
+        return
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):
+        return
+    mallopt(_M_MMAP_THRESHOLD, 1 << 30)
+    mallopt(_M_TRIM_THRESHOLD, -1)  # never
+    mallopt(_M_TOP_PAD, 1 << 26)
