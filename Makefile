@@ -7,15 +7,17 @@ PYTHON ?= python3
 JOBS ?= auto
 VENV := .venv
 PEERS := .venv-peers
+KERNELS := .venv-kernels
 READY := $(VENV)/.ready
 PEERS_READY := $(PEERS)/.ready
+KERNELS_READY := $(KERNELS)/.ready
 PIP := -m pip install --quiet --disable-pip-version-check
 # One thread a test process: the processes already use every core.
 PYTEST := OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(JOBS) --durations 10
 
-.PHONY: help quickstart test test-all test-peers lint format types check clean
+.PHONY: help quickstart test test-all test-peers test-kernels lint format types check clean
 help:
-	@sed -n 's/^#   //p' Makefile; echo "Also: test-all, test-peers, lint, format, types, check (lint + types + test), clean"
+	@sed -n 's/^#   //p' Makefile; echo "Also: test-all, test-peers, test-kernels, lint, format, types, check (lint + types + test), clean"
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Cohort needs Python 3.11 or newer; name one with PYTHON=..." >&2; exit 2; }
@@ -30,6 +32,14 @@ $(PEERS_READY): pyproject.toml constraints.txt
 	$(PEERS)/bin/python $(PIP) -c constraints.txt -e ".[peers]"
 	@touch $@
 
+# Triton's interpreter wants numpy < 2.3, so not that of constraints.txt; in 3.9 it refuses a mask that is a block & a scalar.
+$(KERNELS_READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(KERNELS)
+	@echo '*' > $(KERNELS)/.gitignore
+	$(KERNELS)/bin/python $(PIP) -c constraints.txt -e . pytest hypothesis
+	$(KERNELS)/bin/python $(PIP) torch==2.13.0 "triton>=3.6,<3.9" "numpy<2.3"
+	@touch $@
+
 quickstart: $(READY)
 	$(VENV)/bin/cohort train quickstart
 
@@ -39,9 +49,14 @@ test: $(READY)
 test-all: $(READY)
 	$(PYTEST) -m "not peers and not gpu"
 	$(MAKE) test-peers
+	$(MAKE) test-kernels
 
 test-peers: $(PEERS_READY)
 	COHORT_REQUIRE_PEERS=1 $(PEERS)/bin/python -m pytest -o addopts="--strict-markers --strict-config --import-mode=importlib -ra" tests/peers
+
+# The kernels of the GPU engine: on a GPU where there is one, else in Triton's interpreter.
+test-kernels: $(KERNELS_READY)
+	OMP_NUM_THREADS=1 $(KERNELS)/bin/python -m pytest -o addopts="--strict-markers --strict-config --import-mode=importlib --doctest-modules -ra" -W "ignore:Conversion of an array:DeprecationWarning" --durations 10 tests/gpu src/cohort/engines/native/cuda
 
 lint: $(READY)
 	$(VENV)/bin/ruff check .
@@ -57,5 +72,5 @@ types: $(READY)
 check: lint types test
 
 clean:
-	rm -rf $(VENV) $(PEERS) build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis src/*.egg-info
+	rm -rf $(VENV) $(PEERS) $(KERNELS) build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis src/*.egg-info
 	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

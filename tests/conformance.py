@@ -182,7 +182,8 @@ class EngineConformance:
         samples = {}
         while events := engine.poll():
             samples.update({e.id: e.sample for e in events if e.sample is not None})
-        assert samples["0/0"].versions == [(0, 3), (first, 4)]
+        [(_, old), (begin, new)] = samples["0/0"].versions
+        assert (old, new) == (3, 4) and first <= begin < 60  # an engine may have drawn more than it has reported
         assert samples["1/0"].versions == [(0, 4)]
         assert samples["0/0"].tokens == self.drawn(max_tokens=60)  # the weights are the same ones
 

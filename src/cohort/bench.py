@@ -1,12 +1,13 @@
-"""Throughput of the engine, the learner and a whole step, next to what the arithmetic allows."""
+"""Throughput of the engine, the learner and a whole step, next to what the hardware allows."""
 
 from __future__ import annotations
 
 import random
 import statistics
 import time
-from collections.abc import Callable
-from typing import Literal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 
@@ -15,36 +16,82 @@ from cohort.algos.algorithm import build_algorithm
 from cohort.config.options import BenchOptions, BenchResult, EngineBenchOptions, LearnerBenchOptions
 from cohort.config.schema import GRPO, LearnerConfig, OptimConfig
 from cohort.data.pack import pack
-from cohort.engines.base import Request, sample
-from cohort.engines.native.engine import NativeEngine
+from cohort.engines import native
+from cohort.engines.base import Engine, Request, sample
+from cohort.errors import ConfigError
 from cohort.learner.local import LocalLearner
+from cohort.models.catalog import resolve
+from cohort.models.config import check_context
 from cohort.models.decoder import Decoder
+from cohort.models.files import load_folder
+from cohort.models.shapes import named_shape, random_decoder
 from cohort.types import Group, Key, Prompt, Provenance, Sample, Sampling
 
 
+@dataclass(frozen=True, kw_only=True)
+class Limit:
+    """The least seconds, what they rest on, and how they divide."""
+
+    seconds: float
+    words: str
+    details: dict[str, float] = field(default_factory=dict)
+
+
+def engine_model(options: EngineBenchOptions) -> Decoder:
+    """The model to sample from, on its device; refuses what cannot be measured before anything is loaded."""
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"--device cuda: torch {torch.__version__} sees no CUDA device here; drop --device.")
+    dtype: torch.dtype = getattr(torch, options.dtype)
+    if options.weights == "random":
+        config = named_shape(options.model)
+        check_context(config, options.prompt_tokens + options.completion_tokens)
+        return random_decoder(config, dtype, options.device)
+    return load_folder(resolve(options.model), dtype).decoder.to(options.device)
+
+
 def bench_engine(decoder: Decoder, options: EngineBenchOptions) -> BenchResult:
-    shape, rate = _shape(options), limits.matmul_rate()
-    engine = _engine(decoder, options, options.slots, options.weights)
-    seconds = _median(lambda: _sampled(engine, decoder, shape), options.repeats)
-    result = _result("engine", seconds, shape, limits.forward_flops(decoder.config, shape), rate)
-    work, runs = engine.work, options.repeats + 1
-    phases = {"prefill": work.prefill_seconds, "decode": work.decode_seconds, "draw": work.draw_seconds}
-    result.details.update({f"{name} s": total / runs for name, total in phases.items()})
+    shape = _shape(options)
+    # before the engine is made: what the measurement of the rates needs is not the engine's memory
+    limit = _engine_limit(decoder, shape)
+    batches = [_requests(_prompts(decoder, shape, seed), shape) for seed in range(options.repeats + 1)]
+    context = options.prompt_tokens + options.completion_tokens
+    if options.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    begin = time.perf_counter()
+    engine = native.native_engine(
+        decoder, lambda ids: "", slots=options.num_slots, max_context=context, weights=options.copies
+    )
+    first = batches[0][0]
+    sample(engine, [replace(first, sampling=replace(first.sampling, max_tokens=1))])
+    start_up = time.perf_counter() - begin
+    sample(engine, batches[0])  # warms up
+    before = replace(engine.work)
+    seconds = statistics.median(_seconds(partial(sample, engine, batch)) for batch in batches[1:])
+    result = _result("engine", seconds, shape, limit)
+    for phase in ("prefill", "decode", "draw"):
+        spent = getattr(engine.work, f"{phase}_seconds") - getattr(before, f"{phase}_seconds")
+        result.details[f"{phase} s"] = spent / options.repeats
+    result.details["start-up s"] = start_up
+    if options.device == "cuda":
+        result.details["peak GPU memory GiB"] = torch.cuda.max_memory_reserved() / 2**30
     return result
 
 
 def bench_learner(decoder: Decoder, options: LearnerBenchOptions) -> BenchResult:
-    shape, rate = _shape(options), limits.matmul_rate()
+    shape = _shape(options)
+    limit = _arithmetic_limit(decoder, 3 * limits.forward_flops(decoder.config, shape))
     learner = _learner(decoder, options.token_budget, options.prefix_sharing)
     groups = _random_groups(decoder, shape)
     seconds = _median(lambda: _trained(learner, groups, shape), options.repeats)
-    return _result("learner", seconds, shape, 3 * limits.forward_flops(decoder.config, shape), rate)
+    return _result("learner", seconds, shape, limit)
 
 
 def bench_step(decoder: Decoder, options: BenchOptions) -> BenchResult:
     """Sampling and training of one batch on shared weights; rewards are random, as scoring is not measured."""
-    shape, rate = _shape(options), limits.matmul_rate()
-    engine = _engine(decoder, options, options.prompts * options.samples, "shared")
+    shape = _shape(options)
+    limit = _arithmetic_limit(decoder, 4 * limits.forward_flops(decoder.config, shape))
+    context = options.prompt_tokens + options.completion_tokens
+    engine = native.native_engine(decoder, lambda ids: "", slots=options.prompts * options.samples, max_context=context)
     learner = _learner(decoder, 4096, True)
     phases: dict[str, list[float]] = {"sample s": [], "train s": []}
 
@@ -58,20 +105,47 @@ def bench_step(decoder: Decoder, options: BenchOptions) -> BenchResult:
         phases["train s"].append(time.perf_counter() - middle)
 
     seconds = _median(step, options.repeats)
-    result = _result("step", seconds, shape, 4 * limits.forward_flops(decoder.config, shape), rate)
+    result = _result("step", seconds, shape, limit)
     result.details.update({name: statistics.median(values[1:]) for name, values in phases.items()})
     return result
 
 
 def _shape(o: BenchOptions) -> limits.Shape:
+    own = isinstance(o, EngineBenchOptions) and o.lengths == "lognormal"
     return limits.Shape(
-        prompts=o.prompts, samples=o.samples, prompt_tokens=o.prompt_tokens, completion_tokens=o.completion_tokens
+        prompts=o.prompts,
+        samples=o.samples,
+        prompt_tokens=o.prompt_tokens,
+        completion_tokens=o.completion_tokens,
+        lengths=limits.lognormal_lengths(o.prompts * o.samples, o.completion_tokens) if own else (),
     )
 
 
-def _engine(decoder: Decoder, o: BenchOptions, slots: int, weights: Literal["shared", "fp16"]) -> NativeEngine:
-    context = o.prompt_tokens + o.completion_tokens
-    return NativeEngine(decoder, lambda ids: "", slots=slots, max_context=context, weights=weights)
+def _engine_limit(decoder: Decoder, shape: limits.Shape) -> Limit:
+    config, weight = decoder.config, decoder.embed
+    if weight.device.type != "cuda":
+        return _arithmetic_limit(decoder, limits.forward_flops(config, shape))
+    rates = limits.gpu_rates(weight.dtype)
+    least = limits.least_seconds(config, shape, rates, weight.itemsize)
+    alone = limits.least_seconds(config, shape.unshared(), rates, weight.itemsize)
+    return Limit(
+        seconds=least.total,
+        words=f"{rates.bytes / 1e9:.0f} GB/s copied and {rates.flops / 1e12:.0f} TFLOP/s multiplied, "
+        f"measured here on {torch.cuda.get_device_name()}",
+        details={
+            "limit prefill s": least.prefill,
+            "limit decode s": least.decode,
+            "limit unshared s": alone.total,
+        },
+    )
+
+
+def _arithmetic_limit(decoder: Decoder, flops: float) -> Limit:
+    rate = limits.matmul_rate(dtype=decoder.embed.dtype)
+    return Limit(
+        seconds=flops / rate,
+        words=f"{rate / 1e9:.0f} GFLOP/s, the rate of a large matrix product here on {torch.get_num_threads()} threads",
+    )
 
 
 def _learner(decoder: Decoder, token_budget: int, share: bool) -> LocalLearner:
@@ -79,13 +153,13 @@ def _learner(decoder: Decoder, token_budget: int, share: bool) -> LocalLearner:
     return LocalLearner(decoder, config, OptimConfig(lr=1e-6), num_updates=1)
 
 
-def _prompts(decoder: Decoder, shape: limits.Shape) -> list[Prompt]:
-    rng = random.Random(0)
+def _prompts(decoder: Decoder, shape: limits.Shape, seed: int = 0) -> list[Prompt]:
+    rng = random.Random(seed)
     return [
         Prompt(
             task="bench",
             id=str(n),
-            visit=0,
+            visit=seed,
             row={},
             messages=[],
             tokens=[rng.randrange(decoder.config.vocab_size) for _ in range(shape.prompt_tokens)],
@@ -95,20 +169,24 @@ def _prompts(decoder: Decoder, shape: limits.Shape) -> list[Prompt]:
     ]
 
 
-def _sampled(engine: NativeEngine, decoder: Decoder, shape: limits.Shape) -> list[Group]:
+def _requests(prompts: Sequence[Prompt], shape: limits.Shape) -> list[Request]:
     """No stop ids: every completion has the asked length."""
-    prompts, sampling = _prompts(decoder, shape), Sampling(max_tokens=shape.completion_tokens)
-    requests = [
+    lengths = iter(shape.completions)
+    return [
         Request(
             id=f"{p.id}/{i}",
             tokens=p.tokens,
-            sampling=sampling,
-            key=Key(seed=0, purpose="bench", task="bench", prompt_id=p.id, visit=0, sample=i),
+            sampling=Sampling(max_tokens=next(lengths)),
+            key=Key(seed=0, purpose="bench", task="bench", prompt_id=p.id, visit=p.visit, sample=i),
         )
         for p in prompts
         for i in range(shape.samples)
     ]
-    done = sample(engine, requests)
+
+
+def _sampled(engine: Engine, decoder: Decoder, shape: limits.Shape) -> list[Group]:
+    prompts = _prompts(decoder, shape)
+    done = sample(engine, _requests(prompts, shape))
     return [Group(prompt=p, samples=[done[f"{p.id}/{i}"] for i in range(shape.samples)]) for p in prompts]
 
 
@@ -133,20 +211,22 @@ def _trained(learner: LocalLearner, groups: list[Group], shape: limits.Shape) ->
 
 
 def _median(run: Callable[[], object], repeats: int) -> float:
-    seconds = []
-    for _ in range(repeats + 1):  # the first warms up
-        begin = time.perf_counter()
-        run()
-        seconds.append(time.perf_counter() - begin)
-    return statistics.median(seconds[1:])
+    run()  # warms up
+    return statistics.median(_seconds(run) for _ in range(repeats))
 
 
-def _result(what: str, seconds: float, shape: limits.Shape, flops: float, rate: float) -> BenchResult:
+def _seconds(run: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    run()
+    return time.perf_counter() - begin
+
+
+def _result(what: str, seconds: float, shape: limits.Shape, limit: Limit) -> BenchResult:
     return BenchResult(
         what=what,
         seconds=seconds,
         tokens_per_second=shape.num_completion / seconds,
-        fraction=flops / rate / seconds,
-        limit=f"{rate / 1e9:.0f} GFLOP/s, the rate of a large matrix product here on {torch.get_num_threads()} threads",
-        details={"limit s": flops / rate},
+        fraction=limit.seconds / seconds,
+        limit=limit.words,
+        details={"limit s": limit.seconds, **limit.details},
     )

@@ -17,7 +17,8 @@ from cohort.checkpoint import Checkpoint
 from cohort.config.document import dump, parse
 from cohort.config.options import BenchOptions, BenchResult, EngineBenchOptions, EvalOptions, LearnerBenchOptions
 from cohort.config.schema import RunConfig
-from cohort.engines.native.engine import NativeEngine
+from cohort.engines.base import Engine
+from cohort.engines.native import native_engine
 from cohort.engines.rollout import Tasks
 from cohort.errors import ConfigError, ModelError, RunError
 from cohort.evaluate import evaluate as run_evaluation
@@ -45,7 +46,7 @@ class Parts:
 
     config: RunConfig
     model: LoadedModel
-    engine: NativeEngine
+    engine: Engine
     learner: LocalLearner
     tasks: Tasks
     held_out: Tasks
@@ -119,7 +120,7 @@ def assemble(config: RunConfig) -> Parts:
         temperature=sampling.temperature,
         reference=_frozen_copy(model) if "ref" in needs else None,
     )
-    engine = NativeEngine(
+    engine = native_engine(
         model.decoder,
         tokenizer.decode,
         slots=config.engine.slots,
@@ -226,7 +227,7 @@ def evaluate(task: Task, model: str, options: EvalOptions) -> Evaluation:
     if options.max_tokens >= context:
         raise ConfigError(f"--max-tokens {options.max_tokens} leaves no room for a prompt in the context of {context}")
     stream = TaskStream(task, tokenizer, options.seed, options.split, max_prompt_tokens=context - options.max_tokens)
-    engine = NativeEngine(loaded.decoder, tokenizer.decode, slots=options.slots, max_context=context)
+    engine = native_engine(loaded.decoder, tokenizer.decode, slots=options.slots, max_context=context)
     prompts = stream.held_out(options.problems, options.split)
     with ScoringPool(task) as scorer:
         tasks = Tasks(stream=stream, scorer=scorer, sampling=sampling, weights={}, seed=options.seed, purpose="eval")
@@ -258,7 +259,10 @@ def export(path: Path, out: Path, which: str) -> Path:
 
 
 def bench_engine(options: EngineBenchOptions) -> BenchResult:
-    return bench.bench_engine(_bench_model(options), options)
+    use_threads(options.threads)
+    if options.device == "cuda":  # kernels that are fast there are not always deterministic
+        torch.set_deterministic_debug_mode("default")
+    return bench.bench_engine(bench.engine_model(options), options)
 
 
 def bench_learner(options: LearnerBenchOptions) -> BenchResult:

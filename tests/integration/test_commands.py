@@ -264,3 +264,14 @@ def test_bench_measures(what: str, tmp_path: Path) -> None:
     assert table["bench"] == what and table["shape"] == "2 x 2 samples, 16+8 tokens"
     assert float(table["tokens/s"]) > 0
     assert 0 < int(re.match(r"(\d+)%", table["of the limit"])[1]) <= 100  # type: ignore[index]
+
+
+def test_bench_engine_with_random_weights(tmp_path: Path) -> None:
+    def bench(*more: str) -> Done:
+        return cohort("bench", "engine", *BENCH, "--weights", "random", "--lengths", "lognormal", *more, at=tmp_path)
+
+    done = bench("--model", "smollm2-135m")
+    assert done.returncode == 0, done.stderr
+    assert "2 x 2 samples, 16+8 tokens at most, log-normal" in done.stdout
+    assert re.search(r"^start-up s +\d", done.stdout, re.MULTILINE)
+    assert "Valid: qwen2.5-0.5b, " in refused(bench("--model", "qwen"))

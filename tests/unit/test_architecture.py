@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "cohort"
 
 LAYERS = {
-    0: ("types", "errors", "clock", "disk"),
+    0: ("types", "errors", "clock", "disk", "process"),
     1: ("config", "text", "tasks", "scoring", "recipes"),
     2: ("algos", "data"),
     3: ("models",),
@@ -57,6 +57,7 @@ WALLS = {
         *("evaluate", "store", "train", "build", "bench"),
     ),
     "safetensors": ("models", "checkpoint", "store"),
+    "triton": ("engines.native.cuda",),
 }
 FORBIDDEN_MODULES = {"pickle", "cPickle", "dill", "shelve", "marshal"}
 FORBIDDEN_CALLS = {"eval", "exec", "torch.load", "torch.save"}
@@ -178,8 +179,9 @@ def test_third_party_walls() -> None:
 
 def test_third_party_imports_are_declared() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    declared = [*project["dependencies"], *project["optional-dependencies"]["gguf"]]
-    names = {re.split(r"[<>=!~\[ ]", entry)[0].lower() for entry in declared}
+    extras = project["optional-dependencies"]
+    declared = [*project["dependencies"], *extras["gguf"], *extras["cuda"]]
+    names = {re.split(r"[<>=!~\[; ]", entry)[0].lower() for entry in declared}
     names |= {"yaml"} if "pyyaml" in names else set()
     used = {part_of(name) for path in modules() for name, _ in imports(path)}
     foreign = used - set(sys.stdlib_module_names) - {"cohort"}
@@ -297,7 +299,7 @@ def project_files() -> list[Path]:
     )
     if listed.returncode == 0:
         return [path for name in listed.stdout.splitlines() if (path := ROOT / name).is_file()]
-    skipped = {".git", ".venv", ".venv-peers", "runs", "build", "dist"}
+    skipped = {".git", ".venv", ".venv-peers", ".venv-kernels", "runs", "build", "dist"}
     return [p for p in ROOT.rglob("*") if p.is_file() and not skipped & set(p.relative_to(ROOT).parts)]
 
 

@@ -156,6 +156,10 @@ MISTAKES = {
     "bench": "say what to measure: cohort bench engine|learner|step",
     "bench enginee": 'unknown benchmark "enginee". Did you mean "engine"?',
     "bench engine --repeats 0": "--repeats is 0; it must be at least 1.",
+    "bench engine --slots -1": "--slots is -1; it must be at least 0.",
+    "bench engine --weights fp16": '--weights must be one of files, random, not "fp16".',
+    "bench engine --device cuda --copies fp16": "--copies fp16 is for CPUs",
+    "bench step --device cuda": "unknown flag --device",
     "bench step --prefix-sharing True": "unknown flag --prefix-sharing",
     "models tiny": 'unexpected "tiny"',
 }
@@ -243,10 +247,10 @@ def test_eval_prints_the_numbers_and_writes_them(
 
 
 def test_bench(build: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "engine", "--weights", "fp16", "--samples", "2"]) == 0
+    assert main(["bench", "engine", "--copies", "fp16", "--samples", "2"]) == 0
     assert main(["bench", "step"]) == 0
     assert build.calls == [
-        ("bench_engine", EngineBenchOptions(weights="fp16", samples=2)),
+        ("bench_engine", EngineBenchOptions(copies="fp16", samples=2)),
         ("bench_step", BenchOptions()),
     ]
     shown = capsys.readouterr().out
@@ -254,6 +258,22 @@ def test_bench(build: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> No
     assert "tokens/s      2730" in shown
     assert "42% (48 GFLOP/s)" in shown
     assert "gap           0.125" in shown
+
+
+def test_bench_on_a_gpu(build: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
+    command = "bench engine --model qwen2.5-0.5b --weights random --device cuda --dtype bfloat16 --lengths lognormal"
+    assert main(command.split()) == 0
+    [(_, options)] = build.calls
+    assert (options.weights, options.device, options.dtype) == ("random", "cuda", "bfloat16")
+    shown = capsys.readouterr().out
+    assert "device        cuda, bfloat16" in shown
+    assert "8 x 8 samples, 64+64 tokens at most, log-normal" in shown
+
+
+def test_slots_of_the_engine_benchmark() -> None:
+    assert EngineBenchOptions(prompts=64).num_slots == 64
+    assert EngineBenchOptions(prompts=64, device="cuda").num_slots == 512
+    assert EngineBenchOptions(prompts=64, device="cuda", slots=9).num_slots == 9
 
 
 def test_models_lists_names(capsys: pytest.CaptureFixture[str]) -> None:

@@ -47,13 +47,26 @@ def run(args: list[str]) -> None:
 
 def report(result: BenchResult, options: BenchOptions) -> str:
     """The measurement as a table."""
-    lengths = f"{options.prompt_tokens}+{options.completion_tokens} tokens"
     rows = [
         ["model", options.model],
-        ["shape", f"{options.prompts} x {options.samples} samples, {lengths}"],
+        *_setting(options),
+        ["shape", f"{options.prompts} x {options.samples} samples, {_lengths(options)}"],
         ["seconds", f"{result.seconds:.3f}"],
         ["tokens/s", f"{result.tokens_per_second:.0f}"],
         ["of the limit", f"{100 * result.fraction:.0f}% ({result.limit})"],
         *([label, f"{value:.4g}"] for label, value in result.details.items()),
     ]
     return table(["bench", result.what], rows)
+
+
+def _setting(options: BenchOptions) -> list[list[str]]:
+    """What was chosen besides the shape."""
+    if not isinstance(options, EngineBenchOptions) or (options.device, options.dtype) == ("cpu", "float32"):
+        return []
+    return [["device", f"{options.device}, {options.dtype}"]]
+
+
+def _lengths(options: BenchOptions) -> str:
+    tokens = f"{options.prompt_tokens}+{options.completion_tokens} tokens"
+    own = isinstance(options, EngineBenchOptions) and options.lengths == "lognormal"
+    return tokens + (" at most, log-normal" if own else "")

@@ -55,7 +55,7 @@ class EvalOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions:
-    """The shape that is measured: a batch of `prompts` x `samples` at fixed lengths."""
+    """The shape that is measured: a batch of `prompts` x `samples`."""
 
     model: str = "tiny"
     """A bundled or pulled name (see `cohort models`), or a folder in Hugging Face format."""
@@ -78,10 +78,26 @@ class BenchOptions:
 class EngineBenchOptions(BenchOptions):
     """Sampling alone."""
 
-    slots: int = 64
-    """Samples decoded at once."""
-    weights: Literal["shared", "fp16"] = "shared"
+    weights: Literal["files", "random"] = "files"
+    """random = the shape --model names with random weights, for which no files are needed."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    lengths: Literal["fixed", "lognormal"] = "fixed"
+    """lognormal = every completion has its own length, a third of --completion-tokens on average and never more."""
+    slots: int = 0
+    """Samples decoded at once; 0 = 64 on a CPU, all of them on a GPU."""
+    copies: Literal["shared", "packed", "fp16"] = "shared"
     """As engine.weights in training."""
+
+    @property
+    def num_slots(self) -> int:
+        return self.slots or (64 if self.device == "cpu" else self.prompts * self.samples)
+
+    def check(self) -> None:
+        super().check()
+        _at_least(0, self, "slots")
+        if self.device == "cuda" and self.copies != "shared":
+            raise ConfigError(f"--copies {self.copies} is for CPUs: on a GPU drop it and choose --dtype.")
 
 
 @dataclass(frozen=True, kw_only=True)

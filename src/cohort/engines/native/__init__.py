@@ -1,5 +1,36 @@
 """Continuous batching on the learner's own weights."""
 
-from cohort.engines.native.engine import NativeEngine
+from __future__ import annotations
 
-__all__ = ["NativeEngine"]
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Literal
+
+from cohort.engines.native.engine import NativeEngine, Work
+from cohort.models.decoder import Decoder
+
+if TYPE_CHECKING:
+    from cohort.engines.native.cuda.engine import GraphEngine
+
+__all__ = ["NativeEngine", "Work", "native_engine"]
+
+HEAD_SIZES = (16, 32, 64, 128, 256)  # what the kernels' tiles take
+
+
+def native_engine(
+    decoder: Decoder,
+    tokenizer_decode: Callable[[list[int]], str],
+    *,
+    slots: int,
+    max_context: int,
+    weights: Literal["shared", "packed", "fp16"] = "shared",
+    window: int | None = None,
+    keep: bool = True,
+) -> NativeEngine | GraphEngine:
+    """The fastest native engine for where the decoder is: CUDA graphs with Triton, else plain torch."""
+    c, plain = decoder.config, decoder.embed.device.type != "cuda" or weights != "shared"
+    if plain or find_spec("triton") is None or c.head_dim not in HEAD_SIZES:
+        return NativeEngine(decoder, tokenizer_decode, slots, max_context, weights, window or 8)
+    from cohort.engines.native.cuda.engine import GraphEngine
+
+    return GraphEngine(decoder, tokenizer_decode, slots, max_context, window or 16, keep=keep)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from cohort.engines.base import Request
@@ -93,6 +93,10 @@ class Line:
 
     def __len__(self) -> int:
         return self.num
+
+    def __iter__(self) -> Iterator[Draft]:
+        for group in self.groups.values():
+            yield from group
 
     def join(self, draft: Draft) -> None:
         self.groups.setdefault(draft.prefix.tokens, deque()).append(draft)

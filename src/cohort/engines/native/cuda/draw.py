@@ -1,0 +1,203 @@
+"""Triton kernels from logits to the next step: draw by inverse CDF, record, move on. No look from the host.
+
+The draw is that of `sampler.inverse_cdf` with the randomness of `random.uniforms`: the same numbers, the same order.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from cohort.engines.native.cuda.fuse import PAGE, power
+from cohort.engines.native.slots import Slots
+
+VOCAB_BLOCK = 2048
+
+
+@triton.jit
+def _blocks_kernel(
+    logits_ptr,
+    temperature_ptr,
+    top_ptr,
+    sum_ptr,
+    best_ptr,
+    V,
+    blocks,
+    BLOCK: tl.constexpr,
+    GREEDY: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    at = block * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(logits_ptr + row * V + at, mask=at < V, other=float("-inf")).to(tl.float32)
+    temperature = tl.load(temperature_ptr + row).to(tl.float32)
+    x = x / tl.where(temperature > 0, temperature, 1.0)
+    top = tl.max(x, axis=0)
+    tl.store(top_ptr + row * blocks + block, top)
+    tl.store(sum_ptr + row * blocks + block, tl.sum(tl.exp(x - top), axis=0))
+    if GREEDY:
+        tl.store(best_ptr + row * blocks + block, block * BLOCK + tl.argmax(x, axis=0))
+
+
+@triton.jit
+def _mix(x):
+    """The finaliser of `random.mix`, on unsigned integers."""
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+    return x ^ (x >> 31)
+
+
+@triton.jit
+def _uniform(stream, position):
+    """`random.uniforms` of one pair."""
+    bits = _mix(stream.to(tl.uint64) ^ _mix(position.to(tl.uint64) + 0x9E3779B97F4A7C15))
+    return (bits >> 11).to(tl.float64) * 1.1102230246251565e-16  # 2 ** -53
+
+
+@triton.jit
+def _first_above(cumulative, target, total):
+    """`sampler.first_above` of one row: rounding may put the target beyond the sum."""
+    above = tl.sum((cumulative <= target).to(tl.int32), axis=0)
+    end = tl.sum((cumulative < total).to(tl.int32), axis=0)
+    return tl.minimum(above, end)
+
+
+@triton.jit
+def _choose_kernel(
+    logits_ptr,
+    temperature_ptr,
+    stream_ptr,
+    position_ptr,
+    top_ptr,
+    sum_ptr,
+    best_ptr,
+    token_ptr,
+    logprob_ptr,
+    V,
+    blocks,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,  # power of two >= blocks
+    GREEDY: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    b = tl.arange(0, BLOCKS)
+    tops = tl.load(top_ptr + row * blocks + b, mask=b < blocks, other=float("-inf"))
+    sums = tl.load(sum_ptr + row * blocks + b, mask=b < blocks, other=0.0)
+    top = tl.max(tops, axis=0)
+    mass = (sums * tl.exp(tops - top)).to(tl.float64)
+    cumulative = tl.cumsum(mass, axis=0)
+    total = tl.sum(mass, axis=0)
+    last = tl.max(cumulative, axis=0)
+    target = _uniform(tl.load(stream_ptr + row), tl.load(position_ptr + row)) * last
+    block = _first_above(cumulative, target, last)
+    below = tl.sum(tl.where(b < block, mass, 0.0), axis=0)
+    temperature = tl.load(temperature_ptr + row).to(tl.float32)
+    divisor = tl.where(temperature > 0, temperature, 1.0)
+    at = block * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(logits_ptr + row * V + at, mask=at < V, other=float("-inf")).to(tl.float32) / divisor
+    inside = tl.cumsum(tl.exp(x - top).to(tl.float64), axis=0)
+    token = block * BLOCK + _first_above(inside, target - below, tl.max(inside, axis=0))
+    if GREEDY:
+        best = tl.load(best_ptr + row * blocks + b, mask=b < blocks, other=0)
+        first = tl.argmax(tops, axis=0)
+        greedy = tl.sum(tl.where(b == first, best, 0), axis=0)
+        token = tl.where(temperature > 0, token, greedy)
+    chosen = tl.load(logits_ptr + row * V + token).to(tl.float32) / divisor
+    tl.store(token_ptr + row, token.to(tl.int64))
+    tl.store(logprob_ptr + row, chosen - top - tl.log(total).to(tl.float32))
+
+
+def choose(
+    logits: Tensor, temperature: Tensor, stream: Tensor, position: Tensor, greedy: bool
+) -> tuple[Tensor, Tensor]:
+    """One token a row by inverse CDF in vocabulary order, and its log-probability. logits [B, V]."""
+    B, V = logits.shape
+    blocks = triton.cdiv(V, VOCAB_BLOCK)
+    tops, sums = (torch.empty(B, blocks, device=logits.device) for _ in range(2))
+    best = torch.empty((B, blocks) if greedy else (1,), dtype=torch.int32, device=logits.device)
+    tokens = torch.empty(B, dtype=torch.int64, device=logits.device)
+    logprobs = torch.empty(B, device=logits.device)
+    _blocks_kernel[(B, blocks)](logits, temperature, tops, sums, best, V, blocks, VOCAB_BLOCK, greedy, num_warps=4)
+    _choose_kernel[(B,)](
+        *(logits, temperature, stream, position, tops, sums, best, tokens, logprobs),
+        *(V, blocks, VOCAB_BLOCK, power(blocks), greedy),
+        num_warps=4,
+    )
+    return tokens, logprobs
+
+
+@triton.jit
+def _begin_kernel(
+    done_ptr, base_ptr, length_ptr, table_ptr, position_ptr, place_ptr, count_ptr, table_width, PAGE: tl.constexpr
+):
+    row = tl.program_id(0)
+    done = tl.load(done_ptr + row) != 0
+    length = tl.load(length_ptr + row)
+    page = tl.load(table_ptr + row * table_width + length // PAGE)
+    tl.store(position_ptr + row, tl.load(base_ptr + row) + length)
+    tl.store(place_ptr + row, tl.where(done, row % PAGE, page * PAGE + length % PAGE).to(tl.int64))
+    tl.store(count_ptr + row, tl.where(done, 0, length + 1).to(tl.int32))
+
+
+def begin(
+    done: Tensor, base: Tensor, length: Tensor, table: Tensor, positions: Tensor, places: Tensor, counts: Tensor
+) -> None:
+    """Where each row's new token stands, where its KV goes, how many own tokens it will read. Written in place."""
+    grid = (len(positions),)
+    _begin_kernel[grid](done, base, length, table, positions, places, counts, table.shape[1], PAGE, num_warps=1)
+
+
+@triton.jit
+def _record_kernel(
+    token_ptr,
+    logprob_ptr,
+    kept_ptr,
+    done_ptr,
+    last_ptr,
+    length_ptr,
+    position_ptr,
+    left_ptr,
+    filled_ptr,
+    stops_ptr,
+    tokens_ptr,
+    logprobs_ptr,
+    kepts_ptr,
+    num_stops,
+    window,
+    STOPS: tl.constexpr,
+    KEPT: tl.constexpr,
+):
+    row = tl.program_id(0)
+    if tl.load(done_ptr + row) != 0:
+        return
+    token = tl.load(token_ptr + row)
+    filled = tl.load(filled_ptr + row)
+    tl.store(tokens_ptr + row * window + filled, token)
+    tl.store(logprobs_ptr + row * window + filled, tl.load(logprob_ptr + row))
+    if KEPT:
+        tl.store(kepts_ptr + row * window + filled, tl.load(kept_ptr + row))
+    left = tl.load(left_ptr + row) - 1
+    s = tl.arange(0, STOPS)
+    stops = tl.load(stops_ptr + row * num_stops + s, mask=s < num_stops, other=-1)
+    stopped = tl.sum((stops == token).to(tl.int32), axis=0) > 0
+    tl.store(last_ptr + row, token)
+    tl.store(length_ptr + row, tl.load(length_ptr + row) + 1)
+    tl.store(position_ptr + row, tl.load(position_ptr + row) + 1)
+    tl.store(left_ptr + row, left)
+    tl.store(filled_ptr + row, filled + 1)
+    tl.store(done_ptr + row, (stopped | (left <= 0)).to(tl.int64))
+
+
+def record(tokens: Tensor, logprobs: Tensor, kept: Tensor | None, slots: Slots, done: Tensor) -> None:
+    """Store one drawn token a row, move the row on, note whether it is done. Rows that are done stay as they are."""
+    s = slots
+    grid = (len(tokens),)
+    width = s.stops.shape[1]
+    _record_kernel[grid](
+        *(tokens, logprobs, logprobs if kept is None else kept, done),
+        *(s.last, s.length, s.position, s.left, s.filled, s.stops, s.tokens, s.logprobs, s.kept),
+        *(width, s.tokens.shape[1], max(2, power(width)), kept is not None),
+        num_warps=1,
+    )

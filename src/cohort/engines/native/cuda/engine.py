@@ -1,0 +1,396 @@
+"""The native engine on a GPU: continuous batching without a look at the device between windows.
+
+A decode step is one CUDA graph, replayed `window` times. While a window runs, the host takes the one before: it reads
+what was drawn, lets those leave who have ended, fills their rows and starts the next. A row that ends inside a window
+stays as it is until the host notices, so nothing waits for anybody.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Callable
+
+import torch
+
+from cohort.engines.base import Abilities, Event, Request, Weights
+from cohort.engines.native.cuda.graphs import Graphs, bucket
+from cohort.engines.native.cuda.pages import Arena, PagedPrefix, page_bytes, pages_for
+from cohort.engines.native.cuda.prefill import Run, prefill
+from cohort.engines.native.cuda.step import State, Variant, tile_size
+from cohort.engines.native.cuda.window import Results, Timer, Window
+from cohort.engines.native.draft import Draft, Line
+from cohort.engines.native.engine import Work
+from cohort.engines.native.random import stream_of
+from cohort.engines.requests import check_request
+from cohort.engines.weights import copy_weights
+from cohort.errors import CohortError, ConfigError, ModelError
+from cohort.models.decoder import Decoder
+from cohort.types import Finish, Sample
+
+log = logging.getLogger(__name__)
+
+SHARE = 0.9  # of the memory that is free, for KV at most
+AHEAD = 2  # windows under way at once: one runs while the host takes the other
+
+
+class GraphEngine:
+    """Samples with a decoder whose storage it shares with the learner. Protocol and meaning as `NativeEngine`.
+
+    `memory` bounds the KV arena in bytes (None = what is free). `keep` = the arena stays allocated between rollouts;
+    otherwise it is released when nothing is under way, and the graphs are captured again afterwards.
+    """
+
+    abilities = Abilities()
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        tokenizer_decode: Callable[[list[int]], str],
+        slots: int,
+        max_context: int,
+        window: int = 16,
+        memory: int | None = None,
+        keep: bool = True,
+    ) -> None:
+        if slots < 1 or window < 1:
+            raise ConfigError(f"engine.slots = {slots}, window = {window}: both must be at least 1.")
+        if max_context > decoder.config.max_positions:
+            limit = decoder.config.max_positions
+            raise ConfigError(f"max_context = {max_context} is more than the {limit} positions of the model.")
+        self.decoder, self.decode = decoder, tokenizer_decode
+        self.num_slots, self.max_context, self.window = slots, max_context, window
+        self.memory, self.keep = memory, keep
+        self.device = decoder.embed.device
+        self.version = 0
+        self.work = Work()
+        self.drafts: dict[str, Draft] = {}
+        self.line = Line()
+        self.rows: list[Draft | None] = []  # None = ended, its row not yet taken by another
+        self.pages: dict[str, list[int]] = {}  # of the running, by request id
+        self.prefixes: dict[tuple[int, ...], PagedPrefix] = {}
+        self.flight: deque[Window] = deque()
+        self.state = State(decoder, slots, window, max_context)
+        self.results = Results(self.state.slots)
+        self.arena: Arena | None = None
+        self.graphs: Graphs | None = None
+        self._variant: Variant | None = None  # None = to be planned
+        self._events: list[Event] = []
+        self._broken = False
+        self._page_bytes = page_bytes(decoder.config, decoder.embed.dtype)
+
+    # ---- protocol
+
+    def submit(self, request: Request) -> None:
+        check_request(request, self.max_context, self.decoder.config.vocab_size)
+        if request.id in self.drafts:
+            raise ConfigError(f'request "{request.id}" is already under way; ids must be unique.')
+        tokens = request.tokens
+        # the last token is everybody's own: the step that computes it draws the first new one
+        shared = min(request.shared if request.shared > 0 else len(tokens), len(tokens) - 1)
+        need = 1 + pages_for(shared) + pages_for(len(tokens) - shared + request.sampling.max_tokens)
+        if need > (0 if self.arena is None else self.arena.num) and need > (room := self._most()):
+            raise ConfigError(
+                f'request "{request.id}" cannot fit: it needs {need} pages of KV '
+                f"({need * self._page_bytes / 2**20:.0f} MiB) and there is room for {room} "
+                f"({room * self._page_bytes / 2**20:.0f} MiB); lower max_tokens or free memory."
+            )
+        prefix = self.prefixes.setdefault(tuple(tokens[:shared]), PagedPrefix(tokens=tuple(tokens[:shared])))
+        prefix.users += 1
+        draft = Draft(request=request, stream=stream_of(request.key), prefix=prefix, own=list(tokens[shared:]))
+        self.drafts[request.id] = draft
+        self.line.join(draft)
+
+    @torch.no_grad()
+    def poll(self) -> list[Event]:
+        """Start windows, take the oldest, report it."""
+        while not self._events:
+            self._settle()
+            while len(self.flight) < AHEAD and (steps := self._steps()) > 0:
+                self._launch(steps)
+            if not self.flight:
+                break
+            self._take(self.flight.popleft())
+        if not self.drafts and not self.keep:
+            self.release()
+        events, self._events = self._events, []
+        return events
+
+    def abort(self, id: str) -> Sample:
+        draft = self.drafts.get(id)
+        if draft is None:
+            raise CohortError(f'request "{id}" is not under way: never submitted, ended or aborted.')
+        draft.finish = Finish.ABORT
+        if draft in self.rows:
+            row = self.rows.index(draft)
+            self.state.done[row] = 1
+            self._end(row)
+        else:
+            self.line.leave(draft)
+            self._forget(draft)
+        return draft.sample(self.decode)
+
+    @torch.no_grad()
+    def load(self, weights: Weights, version: int) -> None:
+        self._return_all()
+        if weights.module is not self.decoder:
+            copy_weights(weights, self.decoder)
+        if (
+            self._broken and self.arena is not None
+        ):  # what is not finite must not be read again, not even with weight zero
+            self.arena.kv.zero_()
+        self._broken = False
+        self.version = version
+
+    def release(self) -> None:
+        """Give the KV memory back; what runs is computed again when it goes on, and graphs are captured again."""
+        self._return_all()
+        self.arena = self.graphs = None
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _return_all(self) -> None:
+        """Nobody has a row, nothing is cached."""
+        while self.flight:
+            self._take(self.flight.popleft())
+        for draft in self.rows:
+            if draft is not None:
+                self._free_row(draft)
+        self.line.return_first([d for d in self.rows if d is not None])
+        self.rows = []
+        for prefix in self.prefixes.values():
+            self._free_prefix(prefix)
+        self._variant = None
+
+    # ---- memory
+
+    def _most(self) -> int:
+        """Pages there can be at all."""
+        limit = self.memory
+        if self.device.type == "cuda":
+            free, _ = torch.cuda.mem_get_info(self.device)
+            unused = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+            held = 0 if self.arena is None else self.arena.num * self._page_bytes
+            available = int(SHARE * (free + unused + held))
+            limit = available if limit is None else min(limit, available)
+        return 1 << 40 if limit is None else limit // self._page_bytes
+
+    def _ensure_arena(self) -> None:
+        """One arena for what waits, capped by what is free. It only ever grows while nothing runs."""
+        waiting = list(self.line)
+        own = sorted((self._own_pages(d) for d in waiting), reverse=True)[: self.num_slots]
+        distinct = {id(d.prefix): pages_for(len(d.prefix.tokens)) for d in waiting}
+        shared = sorted(distinct.values(), reverse=True)[: self.num_slots]
+        need = min(1 + sum(own) + sum(shared), self._most())
+        if self.arena is not None and self.arena.num >= need:
+            return
+        began = time.perf_counter()
+        again = self.graphs is not None
+        self.arena = self.graphs = None
+        if again and self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        config, dtype = self.decoder.config, self.decoder.embed.dtype
+        self.arena = Arena(config, need, dtype, self.device)
+        self.graphs = Graphs(self.decoder, self.state, self.arena)
+        size, seconds = need * self._page_bytes / 2**30, time.perf_counter() - began
+        what = "allocated again (graphs will be captured again)" if again else "allocated"
+        log.info("KV arena %s: %d pages, %.2f GiB, %.2f s", what, need, size, seconds)
+
+    @staticmethod
+    def _own_pages(draft: Draft) -> int:
+        return pages_for(len(draft.own) + draft.request.sampling.max_tokens)
+
+    # ---- entering and leaving
+
+    def _settle(self) -> None:
+        """Close the gaps that those who ended have left and let others in, when that pays."""
+        live = sum(d is not None for d in self.rows)
+        free = self.num_slots - live
+        wanted = bool(self.line) and (live == 0 or free >= -(-self.num_slots // 16))
+        smaller = bucket(live, self.num_slots) < bucket(len(self.rows), self.num_slots)
+        if live == 0:
+            self.rows = []
+        elif (wanted or smaller) and live < len(self.rows):
+            self._compact(live)
+        if wanted:
+            if live == 0 and not self.flight:
+                self._ensure_arena()
+            self._admit(free)
+
+    def _compact(self, live: int) -> None:
+        target = [row for row in range(live) if self.rows[row] is None]
+        source = [row for row in range(live, len(self.rows)) if self.rows[row] is not None]
+        self.state.move(source, target)
+        self.state.done[live:] = 1
+        for old, new in zip(source, target, strict=True):
+            self.rows[new] = self.rows[old]
+        del self.rows[live:]
+        self._variant = None
+
+    def _admit(self, free: int) -> None:
+        """Reserve pages for as many as there is room for, compute what they have, give them rows."""
+        entering: list[Draft] = []
+        missing: list[PagedPrefix] = []
+        while len(entering) < free and self.line and self._reserve(draft := self.line.take(1)[0], missing):
+            entering.append(draft)
+        if not entering:
+            if not any(d is not None for d in self.rows) and not self.flight:
+                raise CohortError("the KV arena is too small for the next request alone")  # submit refuses such
+            return
+        began = time.perf_counter()
+        first = len(self.rows)
+        self._compute(entering, missing)
+        self.rows += entering
+        slots, here = self.state.slots, slice(first, first + len(entering))
+        slots.place(entering, first)
+        cached = [[*d.own, *d.tokens] for d in entering]
+        slots.last[here] = torch.tensor([c[-1] for c in cached], device=self.device)
+        slots.length[here] = torch.tensor([len(c) - 1 for c in cached], device=self.device)
+        slots.survey([d for d in self.rows if d is not None])
+        self.state.tables.set_own(first, [self.pages[d.request.id] for d in entering])
+        self.state.done[here] = 0
+        for draft in entering:
+            draft.begin(self.version)
+        self._variant = None
+        self.work.prefill_seconds += time.perf_counter() - began
+
+    def _reserve(self, draft: Draft, missing: list[PagedPrefix]) -> bool:
+        """Take the draft's pages, or put it back into the line when there are too few."""
+        assert self.arena is not None and isinstance(draft.prefix, PagedPrefix)
+        prefix, own = draft.prefix, self._own_pages(draft)
+        fresh = prefix.entry < 0 and prefix not in missing
+        need = own + (pages_for(len(prefix.tokens)) if fresh else 0)
+        if need > len(self.arena.free) or not self.state.tables.entries:
+            self._free_unread()
+        if need > len(self.arena.free):
+            self.line.return_first([draft])
+            return False
+        if fresh:
+            prefix.pages = self.arena.take(pages_for(len(prefix.tokens)))
+            missing.append(prefix)
+        self.pages[draft.request.id] = self.arena.take(own)
+        return True
+
+    def _compute(self, entering: list[Draft], missing: list[PagedPrefix]) -> None:
+        """KV of new prefixes, then of what the drafts have of their own behind them."""
+        assert self.arena is not None
+        self.state.tables.set_prefixes(missing)
+        runs = [Run(tokens=p.tokens, pages=p.pages) for p in missing]
+        prefill(self.decoder, self.arena, self.state.angles, runs)
+        own = []
+        for d in entering:
+            assert isinstance(d.prefix, PagedPrefix)
+            have = [*d.own, *d.tokens][:-1]
+            own.append(Run(tokens=have, pages=self.pages[d.request.id], behind=d.prefix if d.prefix.tokens else None))
+        prefill(self.decoder, self.arena, self.state.angles, own)
+        self.work.num_prompt_tokens += sum(len(r.tokens) for r in runs + own)
+
+    def _free_unread(self) -> None:
+        """Drop computed prefixes that only waiting drafts will need."""
+        read = {id(self.drafts[i].prefix) for i in self.pages}
+        for prefix in self.prefixes.values():
+            if id(prefix) not in read:
+                self._free_prefix(prefix)
+
+    def _free_prefix(self, prefix: PagedPrefix) -> None:
+        if prefix.entry >= 0 and self.arena is not None:
+            self.arena.give(prefix.pages)
+            prefix.pages = []
+            self.state.tables.forget(prefix)
+
+    def _free_row(self, draft: Draft) -> None:
+        assert self.arena is not None
+        self.arena.give(self.pages.pop(draft.request.id))
+
+    def _end(self, row: int) -> None:
+        """The row's draft has ended. Its pages may be taken at once: whatever writes them comes after what runs."""
+        draft = self.rows[row]
+        assert draft is not None
+        self.rows[row] = None
+        self._free_row(draft)
+        self._forget(draft)
+
+    def _forget(self, draft: Draft) -> None:
+        del self.drafts[draft.request.id]
+        prefix = draft.prefix
+        assert isinstance(prefix, PagedPrefix)
+        prefix.users -= 1
+        if prefix.users == 0:
+            self._free_prefix(prefix)
+            del self.prefixes[prefix.tokens]
+
+    # ---- windows
+
+    def _steps(self) -> int:
+        """Steps worth starting: until the last row must have ended by length, a window at most."""
+        left = 0
+        for draft in self.rows:
+            if draft is not None:
+                ahead = sum(w.steps for w in self.flight if id(draft) in w.members)
+                left = max(left, draft.request.sampling.max_tokens - len(draft.tokens) - ahead)
+        return min(left, self.window)
+
+    def _launch(self, steps: int) -> None:
+        assert self.graphs is not None
+        if self._variant is None:
+            self._variant = self._plan()
+        replay = self.graphs.get(self._variant)
+        timer = Timer(self.device)
+        self.state.slots.filled.zero_()
+        for _ in range(steps):
+            replay()
+        timer.stop()
+        results = self.results.fetch(len(self.rows))
+        timer.copied()
+        self.flight.append(Window(rows=list(self.rows), steps=steps, results=results, timer=timer))
+        self.work.num_steps += steps
+
+    def _plan(self) -> Variant:
+        """Which rows read which prefix together."""
+        assert self.graphs is not None
+        groups: dict[int, list[int]] = {}
+        for row, draft in enumerate(self.rows):
+            if draft is not None and draft.prefix.tokens:
+                groups.setdefault(draft.prefix.entry, []).append(row)
+        tile = tile_size(self.decoder.config.queries_per_kv, max(map(len, groups.values()), default=1))
+        each = tile // self.decoder.config.queries_per_kv
+        tiles = [(entry, rows[i : i + each]) for entry, rows in groups.items() for i in range(0, len(rows), each)]
+        rows = bucket(len(self.rows), self.num_slots)
+        num = min(rows, max(1, 1 << (len(tiles) - 1).bit_length())) if tiles else 1
+        entries = [entry for entry, _ in tiles] + [-1] * (num - len(tiles))
+        members = [m + [-1] * (each - len(m)) for _, m in tiles] + [[-1] * each] * (num - len(tiles))
+        self.state.tile_prefix[:num] = torch.tensor(entries, dtype=torch.int32).to(self.device)
+        flat = torch.tensor(members, dtype=torch.int32).flatten()
+        self.state.tile_rows[: len(flat)] = flat.to(self.device)
+        s = self.state.slots
+        return Variant(
+            rows=rows, tile=tile, tiles=num, truncated=s.truncated, sorted=s.sorted, greedy=s.greedy, scaled=s.scaled
+        )
+
+    def _take(self, window: Window) -> None:
+        """Read a window's results into the drafts; report them; those who ended leave."""
+        self.work.decode_seconds += window.timer.wait()
+        filled, tokens, logprobs, kept = self.results.read(window)
+        where = {id(d): row for row, d in enumerate(self.rows) if d is not None}
+        for row, draft in enumerate(window.rows):
+            if draft is None or draft.finish is not None:
+                continue
+            num, before = filled[row], len(draft.tokens)
+            if not all(map(math.isfinite, logprobs[row][:num])):
+                self._broken = True
+                self.flight.clear()
+                raise ModelError(
+                    f"the model (version {self.version}) gives logits that are not finite: its weights are "
+                    "damaged; go back to an earlier checkpoint."
+                )
+            draft.extend(tokens[row][:num], logprobs[row][:num], kept[row][:num], self.decode)
+            self.work.num_drawn += num
+            event = Event(id=draft.request.id, tokens=draft.tokens[before:], logprobs=draft.logprobs[before:])
+            self._events.append(event)
+            if draft.finish is not None:
+                event.sample = draft.sample(self.decode)  # type: ignore[unreachable]  # `extend` may end it
+                if draft.cut >= 0:  # by a stop string, of which the device knows nothing
+                    self.state.done[where[id(draft)]] = 1
+                self._end(where[id(draft)])

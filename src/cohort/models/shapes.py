@@ -1,0 +1,70 @@
+"""Shapes of well-known models by name, without their files: for measuring speed with random weights.
+
+The numbers are those of the published config.json files.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from cohort.errors import ModelError
+from cohort.models.config import ModelConfig
+from cohort.models.decoder import Decoder
+
+_FIELDS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")
+_QWEN = {
+    "vocab_size": 151936,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "max_position_embeddings": 32768,
+    "tie_word_embeddings": True,
+}
+_QWEN2: dict[str, Any] = {"architectures": ["Qwen2ForCausalLM"], **_QWEN}
+_QWEN3: dict[str, Any] = {"architectures": ["Qwen3ForCausalLM"], "head_dim": 128, **_QWEN}
+_SMOLLM2: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 49152,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e5,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+}
+
+
+def _hf(family: dict[str, Any], *sizes: int, **changes: Any) -> dict[str, Any]:
+    return {**family, **dict(zip(_FIELDS, sizes, strict=True)), **changes}
+
+
+SHAPES: dict[str, dict[str, Any]] = {  # name -> config.json
+    "qwen2.5-0.5b": _hf(_QWEN2, 896, 24, 14, 2, 4864),
+    "qwen2.5-1.5b": _hf(_QWEN2, 1536, 28, 12, 2, 8960),
+    "qwen2.5-3b": _hf(_QWEN2, 2048, 36, 16, 2, 11008),
+    "qwen2.5-7b": _hf(_QWEN2, 3584, 28, 28, 4, 18944, vocab_size=152064, tie_word_embeddings=False),
+    "qwen3-0.6b": _hf(_QWEN3, 1024, 28, 16, 8, 3072),
+    "qwen3-1.7b": _hf(_QWEN3, 2048, 28, 16, 8, 6144),
+    "smollm2-135m": _hf(_SMOLLM2, 576, 30, 9, 3, 1536),
+}
+
+
+def named_shape(name: str) -> ModelConfig:
+    """The shape of a model that is known by name."""
+    if name not in SHAPES:
+        raise ModelError(f'no shape is known under the name "{name}". Valid: {", ".join(sorted(SHAPES))}.')
+    return ModelConfig.from_hf(SHAPES[name])
+
+
+def random_decoder(config: ModelConfig, dtype: torch.dtype, device: str, seed: int = 0, std: float = 0.02) -> Decoder:
+    """A decoder of random weights drawn on the device itself: billions of them take seconds, not minutes.
+
+    Unlike `initialise`, other devices give other numbers.
+    """
+    with torch.device(device):
+        decoder = Decoder(config).to(dtype)
+    generator = torch.Generator(device).manual_seed(seed)
+    with torch.no_grad():
+        for p in decoder.parameters():
+            if p.ndim >= 2:
+                p.normal_(0.0, std, generator=generator)
+    return decoder
