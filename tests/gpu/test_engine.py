@@ -169,14 +169,32 @@ def test_a_request_that_cannot_fit_is_refused_with_the_numbers():
 
 
 def test_memory_is_kept_or_released(caplog):
-    kept, released = make(), make(keep=False)
+    model = decoder()
+    page = page_bytes(model.config, torch.float32)
+    kept, released = (make(model, memory=64 * page, reserve=others * page) for others in (50, 62))
     for engine in (kept, released):
-        sample(engine, [request()])
+        with caplog.at_level(logging.INFO):
+            sample(engine, [request()])
     assert kept.arena is not None and released.arena is None
-    with caplog.at_level(logging.INFO):
-        again = sample(released, [request()])["0/0"].tokens
-    assert again == sample(kept, [request()])["0/0"].tokens
-    assert "KV arena allocated" in caplog.text
+    assert "kept between rollouts" in caplog.text and "released between rollouts" in caplog.text
+    assert sample(released, [request()])["0/0"].tokens == sample(kept, [request()])["0/0"].tokens
+
+
+def test_rows_without_a_draft_stand_still():
+    """After a load fewer go on than had rows before: the others' rows must not write into pages given away."""
+    model = decoder()
+    engine = make(model, slots=6, window=2)
+    expected = sample(make(model, slots=6), [request(0, i, max_tokens=40) for i in range(2)])
+    for i in range(6):
+        engine.submit(request(0, i, max_tokens=40))
+    engine.poll()
+    engine.load(Same(model), version=1)
+    for i in range(2, 6):
+        engine.abort(f"0/{i}")
+    ended = {}
+    while events := engine.poll():
+        ended |= {e.id: e.sample for e in events if e.sample}
+    assert {id: s.tokens for id, s in ended.items()} == {id: s.tokens for id, s in expected.items()}
 
 
 def test_a_larger_load_grows_the_arena_between_rollouts(caplog):

@@ -25,12 +25,15 @@ def native_engine(
     max_context: int,
     weights: Literal["shared", "packed", "fp16"] = "shared",
     window: int | None = None,
-    keep: bool = True,
+    reserve: int = 0,
 ) -> NativeEngine | GraphEngine:
-    """The fastest native engine for where the decoder is: CUDA graphs with Triton, else plain torch."""
+    """The fastest native engine for where the decoder is: CUDA graphs with Triton, else plain torch.
+
+    `reserve` = bytes of GPU memory that others need between rollouts.
+    """
     c, plain = decoder.config, decoder.embed.device.type != "cuda" or weights != "shared"
     if plain or find_spec("triton") is None or c.head_dim not in HEAD_SIZES:
         return NativeEngine(decoder, tokenizer_decode, slots, max_context, weights, window or 8)
     from cohort.engines.native.cuda.engine import GraphEngine
 
-    return GraphEngine(decoder, tokenizer_decode, slots, max_context, window or 16, keep=keep)
+    return GraphEngine(decoder, tokenizer_decode, slots, max_context, window or 16, reserve=reserve)

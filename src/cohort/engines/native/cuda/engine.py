@@ -39,8 +39,9 @@ AHEAD = 2  # windows under way at once: one runs while the host takes the other
 class GraphEngine:
     """Samples with a decoder whose storage it shares with the learner. Protocol and meaning as `NativeEngine`.
 
-    `memory` bounds the KV arena in bytes (None = what is free). `keep` = the arena stays allocated between rollouts;
-    otherwise it is released when nothing is under way, and the graphs are captured again afterwards.
+    `memory` bounds the KV arena in bytes (None = what is free). `reserve` is what others (the learner) need between
+    rollouts: if KV and that fit together the arena stays, otherwise it is released when nothing is under way, and the
+    graphs are captured again afterwards.
     """
 
     abilities = Abilities()
@@ -53,7 +54,7 @@ class GraphEngine:
         max_context: int,
         window: int = 16,
         memory: int | None = None,
-        keep: bool = True,
+        reserve: int = 0,
     ) -> None:
         if slots < 1 or window < 1:
             raise ConfigError(f"engine.slots = {slots}, window = {window}: both must be at least 1.")
@@ -62,7 +63,7 @@ class GraphEngine:
             raise ConfigError(f"max_context = {max_context} is more than the {limit} positions of the model.")
         self.decoder, self.decode = decoder, tokenizer_decode
         self.num_slots, self.max_context, self.window = slots, max_context, window
-        self.memory, self.keep = memory, keep
+        self.memory, self.reserve, self.keep = memory, reserve, True
         self.device = decoder.embed.device
         self.version = 0
         self.work = Work()
@@ -91,7 +92,9 @@ class GraphEngine:
         # the last token is everybody's own: the step that computes it draws the first new one
         shared = min(request.shared if request.shared > 0 else len(tokens), len(tokens) - 1)
         need = 1 + pages_for(shared) + pages_for(len(tokens) - shared + request.sampling.max_tokens)
-        if need > (0 if self.arena is None else self.arena.num) and need > (room := self._most()):
+        if need > (0 if self.arena is None else self.arena.num) and need > (
+            room := self._available() // self._page_bytes
+        ):
             raise ConfigError(
                 f'request "{request.id}" cannot fit: it needs {need} pages of KV '
                 f"({need * self._page_bytes / 2**20:.0f} MiB) and there is room for {room} "
@@ -137,10 +140,8 @@ class GraphEngine:
         self._return_all()
         if weights.module is not self.decoder:
             copy_weights(weights, self.decoder)
-        if (
-            self._broken and self.arena is not None
-        ):  # what is not finite must not be read again, not even with weight zero
-            self.arena.kv.zero_()
+        if self._broken and self.arena is not None:
+            self.arena.kv.zero_()  # what is not finite must not be read again, not even with weight zero
         self._broken = False
         self.version = version
 
@@ -160,43 +161,44 @@ class GraphEngine:
                 self._free_row(draft)
         self.line.return_first([d for d in self.rows if d is not None])
         self.rows = []
+        self.state.done.fill_(1)  # a row without a draft must not go on writing pages that are somebody else's
         for prefix in self.prefixes.values():
             self._free_prefix(prefix)
         self._variant = None
 
     # ---- memory
 
-    def _most(self) -> int:
-        """Pages there can be at all."""
-        limit = self.memory
+    def _available(self) -> int:
+        """Bytes that KV may take now."""
+        limit = 1 << 60 if self.memory is None else self.memory
         if self.device.type == "cuda":
             free, _ = torch.cuda.mem_get_info(self.device)
             unused = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
             held = 0 if self.arena is None else self.arena.num * self._page_bytes
-            available = int(SHARE * (free + unused + held))
-            limit = available if limit is None else min(limit, available)
-        return 1 << 40 if limit is None else limit // self._page_bytes
+            limit = min(limit, int(SHARE * (free + unused + held)))
+        return limit
 
     def _ensure_arena(self) -> None:
-        """One arena for what waits, capped by what is free. It only ever grows while nothing runs."""
-        waiting = list(self.line)
+        """One arena for what waits, capped by what is free. It only ever grows, and only while nothing runs."""
+        waiting, available = list(self.line), self._available()
         own = sorted((self._own_pages(d) for d in waiting), reverse=True)[: self.num_slots]
         distinct = {id(d.prefix): pages_for(len(d.prefix.tokens)) for d in waiting}
         shared = sorted(distinct.values(), reverse=True)[: self.num_slots]
-        need = min(1 + sum(own) + sum(shared), self._most())
+        need = min(1 + sum(own) + sum(shared), available // self._page_bytes)
         if self.arena is not None and self.arena.num >= need:
             return
-        began = time.perf_counter()
-        again = self.graphs is not None
-        self.arena = self.graphs = None
-        if again and self.device.type == "cuda":
-            torch.cuda.empty_cache()
-        config, dtype = self.decoder.config, self.decoder.embed.dtype
-        self.arena = Arena(config, need, dtype, self.device)
+        began, again = time.perf_counter(), self.arena is not None
+        self.release()
+        self.arena = Arena(self.decoder.config, need, self.decoder.embed.dtype, self.device)
         self.graphs = Graphs(self.decoder, self.state, self.arena)
-        size, seconds = need * self._page_bytes / 2**30, time.perf_counter() - began
-        what = "allocated again (graphs will be captured again)" if again else "allocated"
-        log.info("KV arena %s: %d pages, %.2f GiB, %.2f s", what, need, size, seconds)
+        self.keep = need * self._page_bytes + self.reserve <= available
+        fate = (
+            "kept between rollouts"
+            if self.keep
+            else (f"released between rollouts, graphs captured again: others need {self.reserve / 2**30:.2f} GiB")
+        )
+        what, size = "allocated again" if again else "allocated", need * self._page_bytes / 2**30
+        log.info("KV arena %s: %d pages, %.2f GiB in %.2f s, %s", what, need, size, time.perf_counter() - began, fate)
 
     @staticmethod
     def _own_pages(draft: Draft) -> int:
