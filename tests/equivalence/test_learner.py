@@ -16,7 +16,15 @@ from cohort.errors import TrainingStopped
 from cohort.learner.local import LocalLearner
 from cohort.learner.optim import learning_rate
 from cohort.types import CONSTANT_REWARD, Finish, Provenance
-from tests.support import TOLERANCE, make_group, make_sample, naive_logprobs, random_groups, small_decoder
+from tests.support import (
+    TOLERANCE,
+    make_group,
+    make_sample,
+    naive_logprobs,
+    one_sequence,
+    random_groups,
+    small_decoder,
+)
 
 S, E = Provenance.SAMPLED, Provenance.ENVIRONMENT
 
@@ -274,3 +282,24 @@ def test_failed_samples_are_in_no_denominator():
     minibatch = pack(groups, 100).minibatches[0]
     assert minibatch.num_samples == 2
     assert minibatch.num_tokens == sum(len(s.tokens) for s in groups[0].samples[1:])
+
+
+def test_in_bf16_the_residual_stream_is_fp32():
+    """Weights and products in bf16, the stream between them exact: closer to the exact model than a bf16 stream is."""
+    half = small_decoder(torch.bfloat16, std=0.1, num_layers=12)
+    exact = small_decoder(torch.float32, std=0.1, num_layers=12)
+    with torch.no_grad():
+        for p, q in zip(exact.parameters(), half.parameters(), strict=True):
+            p.copy_(q.float())
+        tokens = torch.arange(50) % 61
+        x = half.embed.index_select(0, tokens)
+        cos, sin = half.angles(torch.arange(50), torch.bfloat16)
+        stream, rounded = x.float(), x
+        for layer in half.layers:
+            stream = layer(stream, cos, sin, one_sequence())
+            rounded = layer(rounded, cos, sin, one_sequence()).bfloat16()
+        assert stream.dtype == torch.float32
+        truth = exact(tokens, torch.arange(50), one_sequence())
+        mine = half(tokens, torch.arange(50), one_sequence())
+    assert torch.equal(mine, half.norm(stream))
+    assert (mine - truth).norm() < 0.8 * (half.norm(rounded) - truth).norm()

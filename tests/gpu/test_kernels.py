@@ -32,10 +32,12 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("d", [32, 100, 576])
 def test_add_norm(dtype, d):
-    x, y, weight = random(5, d, dtype=dtype), random(5, d, dtype=dtype, seed=1), random(d, dtype=dtype, seed=2)
+    """The residual stream x is fp32 whatever the model's type."""
+    x, y, weight = random(5, d), random(5, d, dtype=dtype, seed=1), random(d, dtype=dtype, seed=2)
     total = x + y
     normed = add_norm(x, y, weight, 1e-5)
     assert torch.equal(x, total)
+    assert normed.dtype == dtype
     torch.testing.assert_close(normed, rms_norm(total, weight, 1e-5), atol=BOUND[dtype], rtol=BOUND[dtype])
     torch.testing.assert_close(add_norm(total, None, weight, 1e-5), normed, atol=0, rtol=0)
 

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -88,7 +89,16 @@ def test_old_rollouts_are_removed(tmp_path):
     assert rollout_steps(directory.rollouts) == [5, 6]
 
 
+@pytest.fixture
+def heeded(number: int) -> Iterator[None]:
+    """The signal has its usual effect, also where the tests run under nohup, which ignores some."""
+    before = signal.signal(number, signal.default_int_handler)
+    yield
+    signal.signal(number, before)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.usefixtures("heeded")
 def test_the_first_signal_finishes_the_step_and_resume_gives_the_same_run(tmp_path, number):
     reference = RunDirectory.create(tmp_path, small_run(), "reference")
     live(reference, quiet())

@@ -5,7 +5,8 @@ Parameters live in the layout the sampler wants. `qkv` is grouped by KV head, [q
 shard. Hugging Face names are views of them (`hf_views`).
 
 Tokens are one flat stream; attention is an argument, so engine and learner run the same code and differ only in
-what a token may see. Letters: T tokens, d hidden, K KV heads, g query heads a KV head, D head size.
+what a token may see. In bf16 the residual stream is fp32: sixty roundings less, a quarter of the distance to the exact
+model. Letters: T tokens, d hidden, K KV heads, g query heads a KV head, D head size.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from cohort.models.config import ModelConfig
-from cohort.models.functions import gated, linear, rms_norm, rotate
+from cohort.models.functions import gated, linear, rms_norm, rotate, wide
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """attend(layer, q [T, K, g, D], k [T, K, D], v [T, K, D]) -> [T, K, g, D]"""
@@ -91,8 +92,8 @@ class Decoder(nn.Module):
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, embedded: Tensor | None = None) -> Tensor:
         """`embedded` [T, d] takes the place of the tokens' embeddings, for whoever forms their gradient himself."""
         # index_select: its backward is deterministic, that of indexing is not
-        x = self.embed.index_select(0, tokens) if embedded is None else embedded  # [T, d]
-        cos, sin = self.angles(positions, x.dtype)
+        x = wide(self.embed.index_select(0, tokens) if embedded is None else embedded)  # [T, d]
+        cos, sin = self.angles(positions, self.embed.dtype)
         for layer in self.layers:
             x = layer(x, cos, sin, attend)
         return self.norm(x)

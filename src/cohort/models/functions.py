@@ -32,17 +32,17 @@ class _Linear(torch.autograd.Function):
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, eps):  # type: ignore[no-untyped-def]
-        wide = _wide(x)
-        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        exact = wide(x)
+        scale = torch.rsqrt(exact.square().mean(-1, keepdim=True) + eps)
         ctx.save_for_backward(x, weight, scale)
-        return (wide * scale).to(x.dtype).mul_(weight)
+        return (exact * scale).to(weight.dtype).mul_(weight)
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         x, weight, scale = ctx.saved_tensors
-        normed = _wide(x) * scale
+        normed = wide(x) * scale
         d_weight = (grad * normed.to(grad.dtype)).flatten(0, -2).sum(0)
-        inner = _wide(grad * weight)
+        inner = wide(grad * weight)
         along = (inner * normed).mean(-1, keepdim=True)
         d_x = inner.addcmul_(normed, along, value=-1).mul_(scale)
         return d_x.to(x.dtype), d_weight, None
@@ -51,26 +51,26 @@ class _RmsNorm(torch.autograd.Function):
 class _Gated(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, gate_up, gate_up_bias, down, down_bias):  # type: ignore[no-untyped-def]
-        wide = product(x, gate_up, gate_up_bias)  # [T, 2 ff]
-        ctx.save_for_backward(x, gate_up, down, wide)
-        gate, up = wide.chunk(2, dim=-1)
+        both = product(x, gate_up, gate_up_bias)  # [T, 2 ff]
+        ctx.save_for_backward(x, gate_up, down, both)
+        gate, up = both.chunk(2, dim=-1)
         return product(F.silu(gate).mul_(up), down, down_bias)
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        x, gate_up, down, wide = ctx.saved_tensors
+        x, gate_up, down, both = ctx.saved_tensors
         needs = ctx.needs_input_grad
-        gate, up = wide.chunk(2, dim=-1)
-        d_wide = torch.empty_like(wide)
-        d_gate, d_up = d_wide.chunk(2, dim=-1)
+        gate, up = both.chunk(2, dim=-1)
+        d_both = torch.empty_like(both)
+        d_gate, d_up = d_both.chunk(2, dim=-1)
         d_inner = product(grad, down.t())  # [T, ff]
         opened = F.silu(gate)
         torch.mul(opened, d_inner, out=d_up)
         d_down = grad.t() @ opened.mul_(up) if needs[3] else None
         torch.ops.aten.silu_backward(d_inner.mul_(up), gate, grad_input=d_gate)
-        d_x = product(d_wide, gate_up.t()) if needs[0] else None
-        d_gate_up = d_wide.t() @ x if needs[1] else None
-        return d_x, d_gate_up, d_wide.sum(0) if needs[2] else None, d_down, grad.sum(0) if needs[4] else None
+        d_x = product(d_both, gate_up.t()) if needs[0] else None
+        d_gate_up = d_both.t() @ x if needs[1] else None
+        return d_x, d_gate_up, d_both.sum(0) if needs[2] else None, d_down, grad.sum(0) if needs[4] else None
 
 
 class _Rotate(torch.autograd.Function):
@@ -118,11 +118,12 @@ def onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def wide_product(x: Tensor, weight: Tensor) -> Tensor:
-    """x @ weight.T in at least fp32: logits rounded to bf16 would differ by more than all else together."""
-    if x.device.type == "cuda" and x.dtype in (torch.bfloat16, torch.float16):
+    """x @ weight.T in at least fp32, without autograd: logits rounded to bf16 would be most of the sampler's gap."""
+    if x.dtype in (torch.float32, torch.float64):
+        return product(x, weight)
+    if x.device.type == "cuda":
         return torch.mm(x, weight.t(), out_dtype=torch.float32)
-    out = product(x, weight)
-    return out if out.dtype in (torch.float32, torch.float64) else out.float()
+    return F.linear(x.float(), weight.float())
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -131,7 +132,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / rms(x) * weight over the last axis, computed in at least fp32."""
+    """x / rms(x) * weight over the last axis, computed in at least fp32, in the weight's type."""
     return _RmsNorm.apply(x, weight, eps)
 
 
@@ -153,5 +154,6 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return out
 
 
-def _wide(x: Tensor) -> Tensor:
+def wide(x: Tensor) -> Tensor:
+    """In at least fp32."""
     return x if x.dtype in (torch.float32, torch.float64) else x.float()

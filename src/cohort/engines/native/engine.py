@@ -28,6 +28,7 @@ from cohort.engines.requests import check_request
 from cohort.engines.weights import copy_weights
 from cohort.errors import CohortError, ConfigError, ModelError
 from cohort.models.decoder import Attend, Decoder
+from cohort.models.functions import wide_product
 from cohort.types import Finish, Sample
 
 PREFILL_TOKENS = 2048  # most prompt tokens in one forward (a longer prompt goes alone)
@@ -257,7 +258,7 @@ class NativeEngine:
             part = hidden[low : low + chunk]
             here = slice(first + low, first + low + len(part))
             with self._products():
-                logits = self.decoder.logits(part)
+                logits = wide_product(part, self.decoder.head_weight)
             drawn = draw(logits, self.slots.settings(here), self.slots.uniforms(here))
             finite = finite and bool(drawn.logprobs.isfinite().all())
             done.append(self.slots.record(here, drawn))

@@ -28,23 +28,23 @@ def _add_norm_kernel(x_ptr, y_ptr, weight_ptr, out_ptr, eps, d: tl.constexpr, BL
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     here = at < d
-    x = tl.load(x_ptr + row * d + at, mask=here, other=0.0)
-    dtype = x.dtype
+    x = tl.load(x_ptr + row * d + at, mask=here, other=0.0).to(tl.float32)
     if ADD:
-        y = tl.load(y_ptr + row * d + at, mask=here, other=0.0)
-        x = (x.to(tl.float32) + y.to(tl.float32)).to(dtype)
+        x = x + tl.load(y_ptr + row * d + at, mask=here, other=0.0).to(tl.float32)
+        x = x.to(x_ptr.dtype.element_ty)
         tl.store(x_ptr + row * d + at, x, mask=here)
-    wide = x.to(tl.float32)
-    scale = 1.0 / tl.sqrt(tl.sum(wide * wide, axis=0) / d + eps)
+        x = x.to(tl.float32)
+    dtype = out_ptr.dtype.element_ty
+    scale = 1.0 / tl.sqrt(tl.sum(x * x, axis=0) / d + eps)
     weight = tl.load(weight_ptr + at, mask=here, other=0.0).to(tl.float32)
-    normed = (wide * scale).to(dtype).to(tl.float32) * weight
+    normed = (x * scale).to(dtype).to(tl.float32) * weight
     tl.store(out_ptr + row * d + at, normed.to(dtype), mask=here)
 
 
 def add_norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-    """x += y (where there is a y), in place; returns the RMS norm of x. [T, d] each."""
+    """x += y (where there is a y), in place; returns the RMS norm of x in the weight's type. [T, d] each."""
     T, d = x.shape
-    out = torch.empty_like(x)
+    out = torch.empty(T, d, dtype=weight.dtype, device=x.device)
     if T:
         block = power(d)
         warps = min(8, max(1, block // 256))

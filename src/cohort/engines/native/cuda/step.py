@@ -16,7 +16,7 @@ from cohort.engines.native.cuda.pages import Arena, Tables
 from cohort.engines.native.sampler import draw
 from cohort.engines.native.slots import TEMPERATURE, Slots
 from cohort.models.decoder import Decoder, Layer
-from cohort.models.functions import wide_product
+from cohort.models.functions import wide, wide_product
 
 FusedAttend = Callable[[Layer, Tensor], Tensor]
 """attend(layer, qkv [T, K, g + 2, D], not rotated) -> [T, K * g * D]"""
@@ -29,7 +29,7 @@ TILE = 64  # queries that meet a shared prompt at once
 
 def fused_forward(decoder: Decoder, tokens: Tensor, attend: FusedAttend) -> Tensor:
     """`Decoder.forward` with its elementwise work fused: the same roundings, a third of the launches."""
-    x = decoder.embed.index_select(0, tokens)  # [T, d]
+    x = wide(decoder.embed.index_select(0, tokens))  # [T, d], the residual stream
     y: Tensor | None = None
     for layer in decoder.layers:
         assert isinstance(layer, Layer)
