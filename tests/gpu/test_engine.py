@@ -12,7 +12,7 @@ from tests.gpu.device import DEVICE, HAS_GPU, only_gpu
 # isort: split
 
 from cohort.config.schema import LearnerConfig, OptimConfig
-from cohort.engines.base import sample
+from cohort.engines.base import Request, sample
 from cohort.engines.native.cuda import step
 from cohort.engines.native.cuda.engine import GraphEngine
 from cohort.engines.native.cuda.pages import page_bytes
@@ -20,7 +20,7 @@ from cohort.engines.native.engine import NativeEngine
 from cohort.errors import ConfigError, ModelError
 from cohort.learner.local import LocalLearner
 from cohort.models.decoder import Decoder
-from cohort.types import Finish
+from cohort.types import Finish, Sample
 from tests.conformance import PROMPTS, EngineConformance, Same, request, spell
 from tests.support import make_group, make_sample, small_decoder
 
@@ -191,10 +191,94 @@ def test_rows_without_a_draft_stand_still():
     engine.load(Same(model), version=1)
     for i in range(2, 6):
         engine.abort(f"0/{i}")
+    ended = collect(engine)
+    assert {id: s.tokens for id, s in ended.items()} == {id: s.tokens for id, s in expected.items()}
+
+
+def collect(engine: GraphEngine) -> dict[str, Sample]:
     ended = {}
     while events := engine.poll():
         ended |= {e.id: e.sample for e in events if e.sample}
-    assert {id: s.tokens for id, s in ended.items()} == {id: s.tokens for id, s in expected.items()}
+    return ended
+
+
+def test_a_prompt_that_made_way_is_computed_again():
+    """Its siblings have ended and it is dropped for want of pages just when its last sample enters."""
+    model = decoder()
+    requests = [request(1, 0, max_tokens=60), request(0, 0, max_tokens=4), request(0, 1, max_tokens=130)]
+    engine = make(model, slots=4, window=2, memory=6 * page_bytes(model.config, torch.float32))
+    expected = sample(NativeEngine(model, spell, slots=4, max_context=200), requests)
+    assert {id: s.tokens for id, s in sample(engine, requests).items()} == {id: s.tokens for id, s in expected.items()}
+
+
+def test_more_prompts_than_entries_of_the_table():
+    def one(prompt: int, index: int, length: int = 6) -> Request:
+        return request(0, 0, max_tokens=length, id=f"{prompt}/{index}", tokens=[prompt + 1, 2, 3])
+
+    engine = make(slots=2, window=1)
+    for p in (50, 51):  # an earlier, longer load has made the arena large
+        engine.submit(one(p, 0, 150))
+    engine.poll()
+    for p in (50, 51):
+        engine.abort(f"{p}/0")
+    for p in range(6):
+        engine.submit(one(p, 0))
+    asked, ended = set(), set()
+    while events := engine.poll():
+        ended |= {e.id for e in events if e.sample}
+        for p in {int(e.id.split("/")[0]) for e in events} - asked & {0, 2, 3}:
+            asked.add(p)
+            engine.submit(one(p, 1))
+    assert len(ended) == 6 + len(asked)
+    assert engine.arena is not None and len(engine.arena.free) == engine.arena.num - 1
+    assert len(engine.state.tables.entries) == len(engine.state.tables.prefix_length)
+
+
+def test_nothing_is_lost_when_a_prefill_fails(monkeypatch):
+    model = decoder()
+    engine = make(model)
+    requests = [request(p, 0) for p in range(2)]
+    for r in requests:
+        engine.submit(r)
+    with monkeypatch.context() as patch:
+        patch.setattr("cohort.engines.native.cuda.engine.prefill", lambda *_: (_ for _ in ()).throw(MemoryError()))
+        with pytest.raises(MemoryError):
+            engine.poll()
+    assert engine.arena is not None and len(engine.arena.free) == engine.arena.num - 1
+    assert {id: s.tokens for id, s in collect(engine).items()} == {
+        id: s.tokens for id, s in sample(make(model), requests).items()
+    }
+
+
+def test_a_damaged_window_does_not_keep_good_weights_out():
+    """The weights go bad while two windows are under way; the load that mends them takes what was good."""
+    model = decoder()
+    engine = make(model, window=2)
+    expected = sample(make(model), [request(max_tokens=20)])["0/0"].tokens
+    engine.submit(request(max_tokens=20))
+    engine.poll()
+    held = model.layers[0].qkv.detach().clone()
+    with torch.no_grad():
+        model.layers[0].qkv[3] = float("nan")
+    engine._launch(engine._steps())
+    with torch.no_grad():
+        model.layers[0].qkv.copy_(held)
+    engine.load(Same(model), version=2)
+    assert engine.version == 2
+    assert collect(engine)["0/0"].tokens == expected
+
+
+def test_abort_of_what_ended_inside_a_load():
+    model = decoder()
+    engine = make(model, window=2)
+    engine.submit(request(0, 0, max_tokens=4))
+    engine.submit(request(0, 1, max_tokens=30))
+    engine.poll()
+    engine.load(Same(model), version=1)
+    first, second = engine.abort("0/0"), engine.abort("0/1")
+    assert {first.finish, second.finish} == {Finish.ABORT}
+    assert first.tokens == sample(make(model), [request(0, 0, max_tokens=4)])["0/0"].tokens
+    assert engine.poll() == []  # nobody hears of the aborted
 
 
 def test_a_larger_load_grows_the_arena_between_rollouts(caplog):

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Literal
 
+import torch
+
 from cohort.engines.native.engine import NativeEngine, Work
 from cohort.models.decoder import Decoder
 
@@ -14,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["NativeEngine", "Work", "native_engine"]
 
-HEAD_SIZES = (16, 32, 64, 128, 256)  # what the kernels' tiles take
+HEAD_SIZES, DTYPES = (32, 64, 128), (torch.float32, torch.bfloat16, torch.float16)  # what the kernels take
 
 
 def native_engine(
@@ -31,8 +33,9 @@ def native_engine(
 
     `reserve` = bytes of GPU memory that others need between rollouts.
     """
-    c, plain = decoder.config, decoder.embed.device.type != "cuda" or weights != "shared"
-    if plain or find_spec("triton") is None or c.head_dim not in HEAD_SIZES:
+    embed = decoder.embed
+    suited = decoder.config.head_dim in HEAD_SIZES and embed.dtype in DTYPES
+    if embed.device.type != "cuda" or weights != "shared" or not suited or find_spec("triton") is None:
         return NativeEngine(decoder, tokenizer_decode, slots, max_context, weights, window or 8)
     from cohort.engines.native.cuda.engine import GraphEngine
 

@@ -242,18 +242,19 @@ def decode_attention(q: Tensor, pages: tuple[Tensor, Tensor], reading: Reading, 
     scale = D**-0.5 * LOG2_E
     here = (parts.acc, parts.m, parts.total)
     width = r.own_table.shape[1]
+    stages = 3 if D * q.element_size() <= 256 else 2  # pages in shared memory at once
     _prefix_kernel[(len(r.tile_prefix), K, r.prefix_splits)](
         *(q, *pages, r.tile_prefix, r.tile_rows, r.prefix_table, r.prefix_length, *here),
         *(B, r.prefix_table.shape[1], scale, K, g, D, r.M, PAGE, r.prefix_splits),
         num_warps=4,
-        num_stages=3,
+        num_stages=stages,
     )
     M = max(16, power(g))
     _own_kernel[(B, K, r.splits)](
         *(q, *pages, r.own_table, r.count, r.base, *here, out),
         *(B, width, scale, K, g, D, M, PAGE, r.prefix_splits, r.splits),
         num_warps=1 if D <= 64 else 2,
-        num_stages=3,
+        num_stages=stages,
     )
     if r.splits > 1:
         _join_kernel[(B, K)](r.count, r.base, *here, out, B, K, g, D, M, r.prefix_splits, r.splits, num_warps=4)

@@ -12,13 +12,15 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
 from cohort.engines.base import Abilities, Event, Request, Weights
 from cohort.engines.native.cuda.graphs import Graphs, bucket
+from cohort.engines.native.cuda.ledger import Ledger, own_pages
 from cohort.engines.native.cuda.pages import Arena, PagedPrefix, page_bytes, pages_for
-from cohort.engines.native.cuda.prefill import Run, prefill
+from cohort.engines.native.cuda.prefill import PREFILL_TOKENS, Run, prefill
 from cohort.engines.native.cuda.step import State, Variant, tile_size
 from cohort.engines.native.cuda.window import Results, Timer, Window
 from cohort.engines.native.draft import Draft, Line
@@ -33,6 +35,7 @@ from cohort.types import Finish, Sample
 log = logging.getLogger(__name__)
 
 SHARE = 0.9  # of the memory that is free, for KV at most
+GROWTH = 1.1  # a load that is larger by less than this streams through the arena there is
 AHEAD = 2  # windows under way at once: one runs while the host takes the other
 
 
@@ -70,12 +73,10 @@ class GraphEngine:
         self.drafts: dict[str, Draft] = {}
         self.line = Line()
         self.rows: list[Draft | None] = []  # None = ended, its row not yet taken by another
-        self.pages: dict[str, list[int]] = {}  # of the running, by request id
-        self.prefixes: dict[tuple[int, ...], PagedPrefix] = {}
         self.flight: deque[Window] = deque()
         self.state = State(decoder, slots, window, max_context)
         self.results = Results(self.state.slots)
-        self.arena: Arena | None = None
+        self.ledger = Ledger(self.state.tables)
         self.graphs: Graphs | None = None
         self._variant: Variant | None = None  # None = to be planned
         self._events: list[Event] = []
@@ -91,7 +92,10 @@ class GraphEngine:
         tokens = request.tokens
         # the last token is everybody's own: the step that computes it draws the first new one
         shared = min(request.shared if request.shared > 0 else len(tokens), len(tokens) - 1)
-        need = 1 + pages_for(shared) + pages_for(len(tokens) - shared + request.sampling.max_tokens)
+        draft = Draft(
+            request=request, stream=stream_of(request.key), prefix=PagedPrefix(tokens=()), own=tokens[shared:]
+        )
+        need = 1 + pages_for(shared) + own_pages(draft)
         if need > (0 if self.arena is None else self.arena.num) and need > (
             room := self._available() // self._page_bytes
         ):
@@ -100,31 +104,43 @@ class GraphEngine:
                 f"({need * self._page_bytes / 2**20:.0f} MiB) and there is room for {room} "
                 f"({room * self._page_bytes / 2**20:.0f} MiB); lower max_tokens or free memory."
             )
-        prefix = self.prefixes.setdefault(tuple(tokens[:shared]), PagedPrefix(tokens=tuple(tokens[:shared])))
-        prefix.users += 1
-        draft = Draft(request=request, stream=stream_of(request.key), prefix=prefix, own=list(tokens[shared:]))
+        draft.prefix = self.ledger.join(tuple(tokens[:shared]))
         self.drafts[request.id] = draft
         self.line.join(draft)
+
+    @property
+    def arena(self) -> Arena | None:
+        return self.ledger.arena
 
     @torch.no_grad()
     def poll(self) -> list[Event]:
         """Start windows, take the oldest, report it."""
-        while not self._events:
-            self._settle()
-            while len(self.flight) < AHEAD and (steps := self._steps()) > 0:
-                self._launch(steps)
-            if not self.flight:
-                break
-            self._take(self.flight.popleft())
-        if not self.drafts and not self.keep:
-            self.release()
+        with self._device():
+            while not self._events:
+                self._settle()
+                while len(self.flight) < AHEAD and (steps := self._steps()) > 0:
+                    self._launch(steps)
+                if not self.flight:
+                    break
+                try:
+                    self._take(self.flight.popleft())
+                except ModelError:  # what was drawn after it is lost, so everybody goes on from what he has
+                    self._return_all()
+                    raise
+            if not self.drafts and not self.keep:
+                self.release()
         events, self._events = self._events, []
         return events
 
     def abort(self, id: str) -> Sample:
+        queued = [e.sample for e in self._events if e.id == id and e.sample is not None]
         draft = self.drafts.get(id)
-        if draft is None:
+        if draft is None and not queued:
             raise CohortError(f'request "{id}" is not under way: never submitted, ended or aborted.')
+        self._events = [e for e in self._events if e.id != id]  # nobody hears of it any more
+        if draft is None:  # it has ended and nobody was told yet
+            queued[0].finish = Finish.ABORT
+            return queued[0]
         draft.finish = Finish.ABORT
         if draft in self.rows:
             row = self.rows.index(draft)
@@ -137,89 +153,94 @@ class GraphEngine:
 
     @torch.no_grad()
     def load(self, weights: Weights, version: int) -> None:
-        self._return_all()
-        if weights.module is not self.decoder:
-            copy_weights(weights, self.decoder)
-        if self._broken and self.arena is not None:
-            self.arena.kv.zero_()  # what is not finite must not be read again, not even with weight zero
+        with self._device():
+            self._return_all()
+            if weights.module is not self.decoder:
+                copy_weights(weights, self.decoder)
+            if self._broken and self.arena is not None:
+                self.arena.kv.zero_()  # what is not finite must not be read again, not even with weight zero
         self._broken = False
         self.version = version
 
     def release(self) -> None:
         """Give the KV memory back; what runs is computed again when it goes on, and graphs are captured again."""
         self._return_all()
-        self.arena = self.graphs = None
+        self.ledger.arena = self.graphs = None
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def _return_all(self) -> None:
-        """Nobody has a row, nothing is cached."""
+        """Nobody has a row, nothing is cached. Windows under way are taken first, up to one that is damaged."""
         while self.flight:
-            self._take(self.flight.popleft())
-        for draft in self.rows:
-            if draft is not None:
-                self._free_row(draft)
+            try:
+                self._take(self.flight.popleft())
+            except ModelError:
+                self.flight.clear()
         self.line.return_first([d for d in self.rows if d is not None])
         self.rows = []
         self.state.done.fill_(1)  # a row without a draft must not go on writing pages that are somebody else's
-        for prefix in self.prefixes.values():
-            self._free_prefix(prefix)
+        self.ledger.forget()
         self._variant = None
+
+    def _device(self) -> AbstractContextManager[object]:
+        """Kernels, events and graphs belong to the current device: make it the decoder's."""
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
     # ---- memory
 
     def _available(self) -> int:
-        """Bytes that KV may take now."""
+        """Bytes that KV may take now: a share of what is free, without what a step and a prefill need."""
         limit = 1 << 60 if self.memory is None else self.memory
         if self.device.type == "cuda":
+            c, size = self.decoder.config, self.decoder.embed.dtype.itemsize
+            work = 8 * self.num_slots * c.vocab_size + PREFILL_TOKENS * (8 * c.hidden + 6 * c.ff) * size
             free, _ = torch.cuda.mem_get_info(self.device)
-            unused = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
             held = 0 if self.arena is None else self.arena.num * self._page_bytes
-            limit = min(limit, int(SHARE * (free + unused + held)))
+            limit = min(limit, max(0, int(SHARE * (free + held)) - work))
         return limit
 
     def _ensure_arena(self) -> None:
         """One arena for what waits, capped by what is free. It only ever grows, and only while nothing runs."""
-        waiting, available = list(self.line), self._available()
-        own = sorted((self._own_pages(d) for d in waiting), reverse=True)[: self.num_slots]
+        waiting = list(self.line)
+        own = sorted(map(own_pages, waiting), reverse=True)[: self.num_slots]
         distinct = {id(d.prefix): pages_for(len(d.prefix.tokens)) for d in waiting}
         shared = sorted(distinct.values(), reverse=True)[: self.num_slots]
-        need = min(1 + sum(own) + sum(shared), available // self._page_bytes)
-        if self.arena is not None and self.arena.num >= need:
+        wish = 1 + sum(own) + sum(shared)
+        have = 0 if self.arena is None else self.arena.num
+        least = 1 + max(own) + max(shared)
+        if have >= least and have >= min(wish, self._available() // self._page_bytes) / GROWTH:
             return
-        began, again = time.perf_counter(), self.arena is not None
+        began = time.perf_counter()
         self.release()
-        self.arena = Arena(self.decoder.config, need, self.decoder.embed.dtype, self.device)
-        self.graphs = Graphs(self.decoder, self.state, self.arena)
+        available = self._available()
+        need = min(wish, available // self._page_bytes)
+        self.ledger.arena = Arena(self.decoder.config, need, self.decoder.embed.dtype, self.device)
+        self.graphs = Graphs(self.decoder, self.state, self.ledger.arena)
         self.keep = need * self._page_bytes + self.reserve <= available
-        fate = (
-            "kept between rollouts"
-            if self.keep
-            else (f"released between rollouts, graphs captured again: others need {self.reserve / 2**30:.2f} GiB")
-        )
-        what, size = "allocated again" if again else "allocated", need * self._page_bytes / 2**30
+        fate = f"released between rollouts, graphs captured again: others need {self.reserve / 2**30:.2f} GiB"
+        fate = "kept between rollouts" if self.keep else fate
+        what, size = "allocated again" if have else "allocated", need * self._page_bytes / 2**30
         log.info("KV arena %s: %d pages, %.2f GiB in %.2f s, %s", what, need, size, time.perf_counter() - began, fate)
-
-    @staticmethod
-    def _own_pages(draft: Draft) -> int:
-        return pages_for(len(draft.own) + draft.request.sampling.max_tokens)
 
     # ---- entering and leaving
 
     def _settle(self) -> None:
         """Close the gaps that those who ended have left and let others in, when that pays."""
         live = sum(d is not None for d in self.rows)
-        free = self.num_slots - live
-        wanted = bool(self.line) and (live == 0 or free >= -(-self.num_slots // 16))
-        smaller = bucket(live, self.num_slots) < bucket(len(self.rows), self.num_slots)
         if live == 0:
             self.rows = []
-        elif (wanted or smaller) and live < len(self.rows):
-            self._compact(live)
-        if wanted:
-            if live == 0 and not self.flight:
+            if self.line and not self.flight:
                 self._ensure_arena()
+        free = self.num_slots - live
+        wanted = bool(self.line) and (live == 0 or free >= -(-self.num_slots // 16)) and self.arena is not None
+        enter = wanted and self.ledger.fits(next(iter(self.line)))
+        smaller = bucket(live, self.num_slots) < bucket(len(self.rows), self.num_slots)
+        if (enter or smaller) and live < len(self.rows):
+            self._compact(live)
+        if enter:
             self._admit(free)
+        elif wanted and live == 0 and not self.flight:
+            raise CohortError("the KV arena is too small for the next request alone")  # submit refuses such
 
     def _compact(self, live: int) -> None:
         target = [row for row in range(live) if self.rows[row] is None]
@@ -233,95 +254,57 @@ class GraphEngine:
 
     def _admit(self, free: int) -> None:
         """Reserve pages for as many as there is room for, compute what they have, give them rows."""
-        entering: list[Draft] = []
-        missing: list[PagedPrefix] = []
-        while len(entering) < free and self.line and self._reserve(draft := self.line.take(1)[0], missing):
-            entering.append(draft)
-        if not entering:
-            if not any(d is not None for d in self.rows) and not self.flight:
-                raise CohortError("the KV arena is too small for the next request alone")  # submit refuses such
-            return
         began = time.perf_counter()
+        entering: list[Draft] = []
+        while len(entering) < free and self.line and self.ledger.reserve(next(iter(self.line))):
+            entering += self.line.take(1)
+        try:
+            self._compute(entering)
+        except BaseException:  # out of memory, say: nobody has entered
+            self.line.return_first(entering)
+            self.ledger.undo(entering)
+            raise
         first = len(self.rows)
-        self._compute(entering, missing)
-        self.rows += entering
         slots, here = self.state.slots, slice(first, first + len(entering))
         slots.place(entering, first)
         cached = [[*d.own, *d.tokens] for d in entering]
         slots.last[here] = torch.tensor([c[-1] for c in cached], device=self.device)
         slots.length[here] = torch.tensor([len(c) - 1 for c in cached], device=self.device)
+        self.rows += entering
         slots.survey([d for d in self.rows if d is not None])
-        self.state.tables.set_own(first, [self.pages[d.request.id] for d in entering])
+        self.state.tables.set_own(first, [self.ledger.pages(d) for d in entering])
         self.state.done[here] = 0
         for draft in entering:
             draft.begin(self.version)
         self._variant = None
         self.work.prefill_seconds += time.perf_counter() - began
 
-    def _reserve(self, draft: Draft, missing: list[PagedPrefix]) -> bool:
-        """Take the draft's pages, or put it back into the line when there are too few."""
-        assert self.arena is not None and isinstance(draft.prefix, PagedPrefix)
-        prefix, own = draft.prefix, self._own_pages(draft)
-        fresh = prefix.entry < 0 and prefix not in missing
-        need = own + (pages_for(len(prefix.tokens)) if fresh else 0)
-        if need > len(self.arena.free) or not self.state.tables.entries:
-            self._free_unread()
-        if need > len(self.arena.free):
-            self.line.return_first([draft])
-            return False
-        if fresh:
-            prefix.pages = self.arena.take(pages_for(len(prefix.tokens)))
-            missing.append(prefix)
-        self.pages[draft.request.id] = self.arena.take(own)
-        return True
-
-    def _compute(self, entering: list[Draft], missing: list[PagedPrefix]) -> None:
+    def _compute(self, entering: list[Draft]) -> None:
         """KV of new prefixes, then of what the drafts have of their own behind them."""
         assert self.arena is not None
-        self.state.tables.set_prefixes(missing)
-        runs = [Run(tokens=p.tokens, pages=p.pages) for p in missing]
+        fresh = self.ledger.fresh
+        self.state.tables.set_prefixes(fresh)
+        runs = [Run(tokens=p.tokens, pages=p.pages) for p in fresh]
         prefill(self.decoder, self.arena, self.state.angles, runs)
+        fresh.clear()
         own = []
         for d in entering:
             assert isinstance(d.prefix, PagedPrefix)
             have = [*d.own, *d.tokens][:-1]
-            own.append(Run(tokens=have, pages=self.pages[d.request.id], behind=d.prefix if d.prefix.tokens else None))
+            own.append(Run(tokens=have, pages=self.ledger.pages(d), behind=d.prefix if d.prefix.tokens else None))
         prefill(self.decoder, self.arena, self.state.angles, own)
         self.work.num_prompt_tokens += sum(len(r.tokens) for r in runs + own)
-
-    def _free_unread(self) -> None:
-        """Drop computed prefixes that only waiting drafts will need."""
-        read = {id(self.drafts[i].prefix) for i in self.pages}
-        for prefix in self.prefixes.values():
-            if id(prefix) not in read:
-                self._free_prefix(prefix)
-
-    def _free_prefix(self, prefix: PagedPrefix) -> None:
-        if prefix.entry >= 0 and self.arena is not None:
-            self.arena.give(prefix.pages)
-            prefix.pages = []
-            self.state.tables.forget(prefix)
-
-    def _free_row(self, draft: Draft) -> None:
-        assert self.arena is not None
-        self.arena.give(self.pages.pop(draft.request.id))
 
     def _end(self, row: int) -> None:
         """The row's draft has ended. Its pages may be taken at once: whatever writes them comes after what runs."""
         draft = self.rows[row]
         assert draft is not None
         self.rows[row] = None
-        self._free_row(draft)
         self._forget(draft)
 
     def _forget(self, draft: Draft) -> None:
         del self.drafts[draft.request.id]
-        prefix = draft.prefix
-        assert isinstance(prefix, PagedPrefix)
-        prefix.users -= 1
-        if prefix.users == 0:
-            self._free_prefix(prefix)
-            del self.prefixes[prefix.tokens]
+        self.ledger.leave(draft)
 
     # ---- windows
 
@@ -368,7 +351,13 @@ class GraphEngine:
         self.state.tile_rows[: len(flat)] = flat.to(self.device)
         s = self.state.slots
         return Variant(
-            rows=rows, tile=tile, tiles=num, truncated=s.truncated, sorted=s.sorted, greedy=s.greedy, scaled=s.scaled
+            rows=rows,
+            tile=tile,
+            tiles=num,
+            truncated=s.truncated,
+            sorted=s.sorted,
+            greedy=s.greedy,
+            scaled=s.scaled and s.truncated,
         )
 
     def _take(self, window: Window) -> None:
@@ -382,7 +371,6 @@ class GraphEngine:
             num, before = filled[row], len(draft.tokens)
             if not all(map(math.isfinite, logprobs[row][:num])):
                 self._broken = True
-                self.flight.clear()
                 raise ModelError(
                     f"the model (version {self.version}) gives logits that are not finite: its weights are "
                     "damaged; go back to an earlier checkpoint."

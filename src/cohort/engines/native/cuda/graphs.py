@@ -36,6 +36,7 @@ class Graphs:
         self.captures = 0
         self.seconds = 0.0
         self._captured: tuple[int, ...] = ()
+        self._side: torch.cuda.Stream | None = None  # one for all: each keeps a workspace of the matrix library
         self._pool: torch.cuda._POOL_HANDLE | None = None
 
     def get(self, variant: Variant) -> Callable[[], None]:
@@ -43,6 +44,7 @@ class Graphs:
         if self.steps and now != self._captured:
             log.warning("weights or buffers have moved since %d graphs were captured: capturing again", len(self.steps))
             self.steps.clear()
+            self._pool = None  # a pool whose graphs are gone may not be captured into again
         if variant not in self.steps:
             self._captured = now
             self.steps[variant] = self._capture(variant)
@@ -60,18 +62,23 @@ class Graphs:
         # run once for compilation and library set-up; with every row done a step changes nothing
         done = self.state.done.clone()
         self.state.done.fill_(1)
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            step()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        with torch.cuda.graph(graph, pool=self._pool):
-            step()
-        self.state.done.copy_(done)
+        try:
+            graph = self._recorded(step)
+        finally:
+            self.state.done.copy_(done)
         self.captures += 1
         self.seconds += time.perf_counter() - began
         log.info("captured a step of %d rows in %.2f s", variant.rows, time.perf_counter() - began)
         return graph.replay
+
+    def _recorded(self, step: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        self._side = self._side or torch.cuda.Stream()
+        self._side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._side):
+            step()
+        torch.cuda.current_stream().wait_stream(self._side)
+        graph = torch.cuda.CUDAGraph()
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        with torch.cuda.graph(graph, pool=self._pool):
+            step()
+        return graph

@@ -76,15 +76,8 @@ class Tables:
     def set_prefixes(self, prefixes: list[PagedPrefix]) -> None:
         if not prefixes:
             return
-        for prefix in prefixes:
-            prefix.entry = self.entries.pop()
         at = torch.tensor([p.entry for p in prefixes], device=self.device)
         rows = torch.tensor(self._padded([p.pages for p in prefixes], self.prefix.shape[1]), dtype=torch.int32)
         self.prefix[at] = rows.to(self.device)
         lengths = torch.tensor([len(p.tokens) for p in prefixes], dtype=torch.int32)
         self.prefix_length[at] = lengths.to(self.device)
-
-    def forget(self, prefix: PagedPrefix) -> None:
-        if prefix.entry >= 0:
-            self.entries.append(prefix.entry)
-            prefix.entry = -1

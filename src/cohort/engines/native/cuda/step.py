@@ -24,6 +24,7 @@ FusedAttend = Callable[[Layer, Tensor], Tensor]
 PROGRAMS = 528  # fewer attention programs than this (four a multiprocessor of an H100) split the keys
 MAX_SPLITS = 8
 MAX_PREFIX_SPLITS = 4
+LOGITS = 1 << 24  # most logits truncated at once
 TILE = 64  # queries that meet a shared prompt at once
 
 
@@ -122,9 +123,12 @@ def make_step(decoder: Decoder, state: State, arena: Arena, variant: Variant) ->
         hidden = fused_forward(decoder, slots.last[here], attend)
         logits = wide_product(hidden, decoder.head_weight)
         if variant.truncated:
-            settings = slots.settings(here)
-            drawn = draw(logits, settings, slots.uniforms(here))
-            record(drawn.tokens, drawn.logprobs, drawn.kept, slots, state.done)
+            size = max(1, LOGITS // c.vocab_size)  # sorting all rows at once would take gigabytes
+            parts = [slice(low, min(low + size, B)) for low in range(0, B, size)]
+            drawn = [draw(logits[part], slots.settings(part), slots.uniforms(part)) for part in parts]
+            kept = torch.cat([d.kept for d in drawn if d.kept is not None])
+            tokens, logprobs = torch.cat([d.tokens for d in drawn]), torch.cat([d.logprobs for d in drawn])
+            record(tokens, logprobs, kept, slots, state.done)
         else:
             temperature = slots.reals[TEMPERATURE]
             tokens, logprobs = choose(logits, temperature, slots.stream, slots.position, variant.greedy)
