@@ -268,6 +268,23 @@ def test_a_damaged_window_does_not_keep_good_weights_out():
     assert collect(engine)["0/0"].tokens == expected
 
 
+def test_a_damaged_row_leaves_no_hole_in_the_others():
+    """It ends in the window that shows the damage; rows read after it were drawn further by the next window."""
+    model = decoder(tied=False)
+    good = request(0, 1, max_tokens=12)
+    expected = sample(make(model), [good])["0/1"].tokens
+    with torch.no_grad():
+        model.embed[60] = float("nan")  # read by whoever has this token, and by nobody else
+    engine = make(model, window=2)
+    engine.submit(request(1, 0, max_tokens=2, tokens=[7, 60, 1]))
+    engine.submit(good)
+    with pytest.raises(ModelError, match="not finite"):
+        engine.poll()
+    engine.abort("1/0")
+    assert 60 not in expected
+    assert collect(engine)["0/1"].tokens == expected
+
+
 def test_abort_of_what_ended_inside_a_load():
     model = decoder()
     engine = make(model, window=2)

@@ -47,8 +47,8 @@ class NativeEngine:
     slots: int = 256
     """Samples decoded at once; more wait and take the slots that finish."""
     weights: Literal["shared", "packed", "fp16"] = "shared"
-    """shared = the learner's storage. On CPU also packed = fp32 copy laid out for the processor, a twentieth faster and
-    exact; fp16 = half the bytes, faster at few slots, gap measured."""
+    """shared = the learner's storage. On CPU also packed = fp32 copy laid out for the processor, faster and exact;
+    fp16 = half the bytes, faster at few slots, gap measured."""
 
 
 @dataclass(frozen=True, kw_only=True)

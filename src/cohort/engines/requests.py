@@ -8,6 +8,14 @@ from cohort.engines.base import Request
 from cohort.errors import ConfigError
 
 
+def check_engine(slots: int, window: int, max_context: int, max_positions: int) -> None:
+    """Raise for an engine that could serve nobody."""
+    if slots < 1 or window < 1:
+        raise ConfigError(f"engine.slots = {slots}, window = {window}: both must be at least 1.")
+    if max_context > max_positions:
+        raise ConfigError(f"max_context = {max_context} is more than the {max_positions} positions of the model.")
+
+
 def check_request(request: Request, max_context: int, vocab_size: int) -> None:
     """Raise for a request that can never be served."""
     s, num = request.sampling, len(request.tokens)

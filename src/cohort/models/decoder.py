@@ -5,8 +5,9 @@ Parameters live in the layout the sampler wants. `qkv` is grouped by KV head, [q
 shard. Hugging Face names are views of them (`hf_views`).
 
 Tokens are one flat stream; attention is an argument, so engine and learner run the same code and differ only in
-what a token may see. In bf16 the residual stream is fp32: sixty roundings less, a quarter of the distance to the exact
-model. Letters: T tokens, d hidden, K KV heads, g query heads a KV head, D head size.
+what a token may see. In bf16 the residual stream is fp32: two roundings a layer less.
+
+Letters: T tokens, d hidden, K KV heads, g query heads a KV head, D head size.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from cohort.engines.native.packed import PackedLinears
 from cohort.engines.native.random import stream_of
 from cohort.engines.native.sampler import draw
 from cohort.engines.native.slots import Slots
-from cohort.engines.requests import check_request
+from cohort.engines.requests import check_engine, check_request
 from cohort.engines.weights import copy_weights
 from cohort.errors import CohortError, ConfigError, ModelError
 from cohort.models.decoder import Attend, Decoder
@@ -70,11 +70,7 @@ class NativeEngine:
         weights: Literal["shared", "packed", "fp16"] = "shared",
         window: int = 8,
     ) -> None:
-        if slots < 1 or window < 1:
-            raise ConfigError(f"engine.slots = {slots}, window = {window}: both must be at least 1.")
-        if max_context > decoder.config.max_positions:
-            limit = decoder.config.max_positions
-            raise ConfigError(f"max_context = {max_context} is more than the {limit} positions of the model.")
+        check_engine(slots, window, max_context, decoder.config.max_positions)
         dtype, device = decoder.embed.dtype, decoder.embed.device
         self.decoder, self.decode = decoder, tokenizer_decode
         self.num_slots, self.max_context, self.window = slots, max_context, window

@@ -12,7 +12,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 
 import torch
 
@@ -26,7 +26,7 @@ from cohort.engines.native.cuda.window import Results, Timer, Window
 from cohort.engines.native.draft import Draft, Line
 from cohort.engines.native.engine import Work
 from cohort.engines.native.random import stream_of
-from cohort.engines.requests import check_request
+from cohort.engines.requests import check_engine, check_request
 from cohort.engines.weights import copy_weights
 from cohort.errors import CohortError, ConfigError, ModelError
 from cohort.models.decoder import Decoder
@@ -59,11 +59,7 @@ class GraphEngine:
         memory: int | None = None,
         reserve: int = 0,
     ) -> None:
-        if slots < 1 or window < 1:
-            raise ConfigError(f"engine.slots = {slots}, window = {window}: both must be at least 1.")
-        if max_context > decoder.config.max_positions:
-            limit = decoder.config.max_positions
-            raise ConfigError(f"max_context = {max_context} is more than the {limit} positions of the model.")
+        check_engine(slots, window, max_context, decoder.config.max_positions)
         self.decoder, self.decode = decoder, tokenizer_decode
         self.num_slots, self.max_context, self.window = slots, max_context, window
         self.memory, self.reserve, self.keep = memory, reserve, True
@@ -124,7 +120,7 @@ class GraphEngine:
                     break
                 try:
                     self._take(self.flight.popleft())
-                except ModelError:  # what was drawn after it is lost, so everybody goes on from what he has
+                except ModelError:  # everybody goes on from what he has
                     self._return_all()
                     raise
             if not self.drafts and not self.keep:
@@ -172,10 +168,8 @@ class GraphEngine:
     def _return_all(self) -> None:
         """Nobody has a row, nothing is cached. Windows under way are taken first, up to one that is damaged."""
         while self.flight:
-            try:
+            with suppress(ModelError):
                 self._take(self.flight.popleft())
-            except ModelError:
-                self.flight.clear()
         self.line.return_first([d for d in self.rows if d is not None])
         self.rows = []
         self.state.done.fill_(1)  # a row without a draft must not go on writing pages that are somebody else's
@@ -371,6 +365,7 @@ class GraphEngine:
             num, before = filled[row], len(draft.tokens)
             if not all(map(math.isfinite, logprobs[row][:num])):
                 self._broken = True
+                self.flight.clear()  # what later windows drew would leave a hole in those not read here
                 raise ModelError(
                     f"the model (version {self.version}) gives logits that are not finite: its weights are "
                     "damaged; go back to an earlier checkpoint."

@@ -74,7 +74,7 @@ class State:
         self.places = torch.zeros(rows, dtype=torch.int64, device=device)
         self.counts = torch.zeros(rows, dtype=torch.int32, device=device)
         self.tile_prefix = torch.full((rows,), -1, dtype=torch.int32, device=device)
-        self.tile_rows = torch.full((rows * (TILE // 1),), -1, dtype=torch.int32, device=device)
+        self.tile_rows = torch.full((rows * TILE,), -1, dtype=torch.int32, device=device)
         K, g, D = c.num_kv_heads, c.queries_per_kv, c.head_dim
         self.parts = Parts.make(MAX_SPLITS + MAX_PREFIX_SPLITS, rows, K, g, D, device)
         cos, sin = decoder.angles(torch.arange(max_context, device=device), decoder.embed.dtype)
