@@ -9,6 +9,7 @@ import os
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.gpu.device import only_gpu
 
@@ -21,12 +22,14 @@ from cohort.engines.native.cuda.engine import GraphEngine
 from cohort.learner.local import LocalLearner
 from cohort.models.decoder import Decoder
 from cohort.models.files import load_folder
+from cohort.models.shapes import named_shape, random_decoder
 from cohort.text import Tokenizer
 from cohort.types import Key, Sample, Sampling
 from tests.support import make_group, make_sample
 
 FOLDER = os.environ.get("COHORT_SMOLLM2", "")
-pytestmark = [only_gpu, pytest.mark.skipif(not FOLDER, reason="COHORT_SMOLLM2 names no model folder")]
+pytestmark = only_gpu
+needs_model = pytest.mark.skipif(not FOLDER, reason="COHORT_SMOLLM2 names no model folder")
 
 STORIES = [
     "The three laws of thermodynamics say that",
@@ -38,21 +41,45 @@ STORIES = [
     "In 1969, astronauts",
     "List of prime numbers: 2, 3, 5, 7,",
 ]
+QUESTIONS = [
+    "What are the three laws of thermodynamics?",
+    "Write a Python function that returns the n-th Fibonacci number.",
+    "Natalia sold clips to 48 friends in April and half as many in May. How many did she sell altogether?",
+    "How do I make a good vegetable soup?",
+    "Who walked on the Moon in 1969?",
+    "List the first ten prime numbers.",
+    "Explain photosynthesis to a child.",
+    "Write a short poem about the sea.",
+    "What is the difference between a virus and a bacterium?",
+    "Give me three tips for learning a language.",
+    "Why is the sky blue?",
+    "Summarize the plot of Romeo and Juliet.",
+    "What is 17 times 23?",
+    "Write an email asking for a day off.",
+]
+
+
+def prompts_of(kind: str, tokenizer: Tokenizer) -> list[list[int]]:
+    """Text to be continued, or questions in the model's own chat format."""
+    if kind == "stories":
+        return [tokenizer.encode(text) for text in STORIES]
+    return [tokenizer.render([{"role": "user", "content": question}]).tokens for question in QUESTIONS]
 
 
 def drawn(
-    dtype: torch.dtype, temperature: float, siblings: int, length: int
-) -> tuple[Decoder, list, dict[str, Sample]]:
+    dtype: torch.dtype, kind: str, temperature: float, siblings: int, length: int
+) -> tuple[Decoder, list[list[int]], dict[str, Sample]]:
     decoder = load_folder(FOLDER, dtype).decoder.to("cuda")
     tokenizer = Tokenizer.load(FOLDER)
-    prompts = [tokenizer.encode(text) for text in STORIES]
-    engine = native_engine(decoder, tokenizer.decode, slots=64, max_context=256)
+    prompts = prompts_of(kind, tokenizer)
+    engine = native_engine(decoder, tokenizer.decode, slots=64, max_context=512)
     assert isinstance(engine, GraphEngine)
+    stops = tokenizer.stop_ids if kind == "questions" else ()
     requests = [
         Request(
             id=f"{p}/{i}",
             tokens=tokens,
-            sampling=Sampling(max_tokens=length, temperature=temperature),
+            sampling=Sampling(max_tokens=length, temperature=temperature, stop_ids=stops),
             key=Key(seed=0, purpose="test", task="t", prompt_id=str(p), visit=0, sample=i),
         )
         for p, tokens in enumerate(prompts)
@@ -68,12 +95,12 @@ def peer(dtype: torch.dtype):
 
 
 @torch.no_grad()
-def agreement(dtype: torch.dtype, length: int) -> tuple[float, float]:
+def agreement(dtype: torch.dtype, kind: str, length: int) -> tuple[float, float]:
     """Feed transformers our greedy tokens: how often is its own best token, at each place, the same?
 
     First with logits from its hidden states in fp32, then with those it returns, which in bf16 are rounded and tie.
     """
-    _, prompts, samples = drawn(dtype, temperature=0.0, siblings=1, length=length)
+    _, prompts, samples = drawn(dtype, kind, temperature=0.0, siblings=1, length=length)
     model = peer(dtype)
     same, rounded, total = 0, 0, 0
     for p, tokens in enumerate(prompts):
@@ -84,37 +111,63 @@ def agreement(dtype: torch.dtype, length: int) -> tuple[float, float]:
         same += int((wide.argmax(-1) == own).sum())
         rounded += int((out.logits[0, here].argmax(-1) == own).sum())
         total += len(own)
+    shares = same / total, rounded / total
     print(
-        f"\n{dtype}: argmax agrees in {same / total:.4f} of {total} tokens, {rounded / total:.4f} with rounded logits"
+        f"\n{dtype}, {kind}: argmax agrees in {shares[0]:.4f} of {total} tokens, {shares[1]:.4f} if logits are rounded"
     )
-    return same / total, rounded / total
+    return shares
 
 
-def test_greedy_tokens_are_those_of_transformers_in_fp32():
-    assert agreement(torch.float32, 64) == (1.0, 1.0)  # then greedy decoding there gives the same tokens
-
-
-def test_bf16_argmax_agrees_with_transformers_teacher_forced():
-    assert agreement(torch.bfloat16, 128)[0] >= 0.99
-
-
-@pytest.mark.parametrize(
-    ("dtype", "mean_bound", "most_bound"), [(torch.float32, 1e-5, 2e-4), (torch.bfloat16, 0.01, 1.0)]
-)
-def test_gap_between_sampler_and_learner(dtype, mean_bound, most_bound):
-    decoder, prompts, samples = drawn(dtype, temperature=1.0, siblings=8, length=128)
+def gaps(decoder: Decoder, prompts: list[list[int]], samples: dict[str, Sample], siblings: int) -> Tensor:
+    """|sampler - learner log-probability| of every token drawn."""
     learner = LocalLearner(decoder, LearnerConfig(token_budget=4096), OptimConfig(), num_updates=1)
+    rows = [[samples[f"{p}/{i}"] for i in range(siblings)] for p in range(len(prompts))]
     groups = [
-        make_group(tokens, [make_sample(samples[f"{p}/{i}"].tokens) for i in range(8)])
-        for p, tokens in enumerate(prompts)
+        make_group(tokens, [make_sample(s.tokens) for s in row]) for tokens, row in zip(prompts, rows, strict=True)
     ]
     learner.annotate(groups, ["old"])
-    gaps = torch.cat(
-        [
-            (torch.tensor(samples[f"{p}/{i}"].sampler_logprobs) - torch.tensor(s.old_logprobs)).abs()
-            for p, group in enumerate(groups)
-            for i, s in enumerate(group.samples)
-        ]
-    )
-    print(f"\n{dtype}: |sampler - learner| mean {gaps.mean():.2e}, max {gaps.max():.2e} of {len(gaps)} tokens")
-    assert gaps.mean() <= mean_bound and gaps.max() <= most_bound
+    ours = [lp for row in rows for s in row for lp in s.sampler_logprobs]
+    theirs = [lp for group in groups for s in group.samples for lp in s.old_logprobs]
+    found = (torch.tensor(ours) - torch.tensor(theirs)).abs()
+    print(f"\n{decoder.embed.dtype}: gap mean {found.mean():.2e}, max {found.max():.2e} of {len(found)} tokens")
+    return found
+
+
+@needs_model
+def test_greedy_tokens_are_those_of_transformers_in_fp32():
+    assert agreement(torch.float32, "stories", 64) == (1.0, 1.0)  # then greedy decoding there gives the same tokens
+
+
+@needs_model
+@pytest.mark.parametrize("kind", ["stories", "questions"])
+def test_bf16_argmax_agrees_with_transformers_teacher_forced(kind):
+    """About 99%; the bound leaves room for another machine's order of summation."""
+    assert agreement(torch.bfloat16, kind, 200)[0] >= 0.985
+
+
+@needs_model
+@pytest.mark.parametrize(
+    ("dtype", "mean_bound", "most_bound"), [(torch.float32, 1e-5, 2e-4), (torch.bfloat16, 0.025, 1.0)]
+)
+def test_gap_between_sampler_and_learner(dtype, mean_bound, most_bound):
+    """This model is deep and narrow: in bf16 no two orders of summation agree better than to about 0.02."""
+    decoder, prompts, samples = drawn(dtype, "stories", temperature=1.0, siblings=8, length=128)
+    found = gaps(decoder, prompts, samples, 8)
+    assert found.mean() <= mean_bound and found.max() <= most_bound
+
+
+def test_gap_in_bf16_with_random_weights_of_a_real_shape():
+    decoder = random_decoder(named_shape("qwen2.5-0.5b"), torch.bfloat16, "cuda")
+    engine = native_engine(decoder, lambda ids: "", slots=64, max_context=256)
+    prompts = [torch.randint(0, 150_000, (128,), generator=torch.Generator().manual_seed(p)).tolist() for p in range(8)]
+    requests = [
+        Request(
+            id=f"{p}/{i}",
+            tokens=tokens,
+            sampling=Sampling(max_tokens=128),
+            key=Key(seed=0, purpose="test", task="t", prompt_id=str(p), visit=0, sample=i),
+        )
+        for p, tokens in enumerate(prompts)
+        for i in range(8)
+    ]
+    assert gaps(decoder, prompts, sample(engine, requests), 8).mean() < 0.01

@@ -88,7 +88,7 @@ class Line:
     """Drafts that wait, by prefix: a group begun is finished first, so few prompts are in memory at once."""
 
     def __init__(self) -> None:
-        self.groups: OrderedDict[tuple[int, ...], deque[Draft]] = OrderedDict()
+        self.groups: OrderedDict[Prefix, deque[Draft]] = OrderedDict()
         self.num = 0
 
     def __len__(self) -> int:
@@ -99,14 +99,14 @@ class Line:
             yield from group
 
     def join(self, draft: Draft) -> None:
-        self.groups.setdefault(draft.prefix.tokens, deque()).append(draft)
+        self.groups.setdefault(draft.prefix, deque()).append(draft)
         self.num += 1
 
     def return_first(self, drafts: list[Draft]) -> None:
         """Put drafts that had a slot before everybody else, in their order."""
         for draft in reversed(drafts):
-            self.groups.setdefault(draft.prefix.tokens, deque()).appendleft(draft)
-            self.groups.move_to_end(draft.prefix.tokens, last=False)
+            self.groups.setdefault(draft.prefix, deque()).appendleft(draft)
+            self.groups.move_to_end(draft.prefix, last=False)
         self.num += len(drafts)
 
     def take(self, num: int) -> list[Draft]:
@@ -121,8 +121,8 @@ class Line:
         return taken
 
     def leave(self, draft: Draft) -> None:
-        group = self.groups[draft.prefix.tokens]
+        group = self.groups[draft.prefix]
         group.remove(draft)
         if not group:
-            del self.groups[draft.prefix.tokens]
+            del self.groups[draft.prefix]
         self.num -= 1

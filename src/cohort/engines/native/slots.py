@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +14,12 @@ from cohort.engines.native.sampler import Drawn, Settings
 
 STREAM, POSITION, LAST, LENGTH, BASE, LEFT, FILLED, TOP_K = range(8)
 TEMPERATURE, TOP_P, MIN_P = range(3)
+
+
+def put(values: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """A tensor of these values, on its way to the device: nobody waits for what already runs there."""
+    here = torch.as_tensor(values, dtype=dtype)
+    return here.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else here.to(device)
 
 
 class Slots:
@@ -52,16 +59,16 @@ class Slots:
             reals.append([s.temperature, s.top_p, s.min_p])
             stops.append([*s.stop_ids, *[-1] * (width - len(s.stop_ids))])
         here = slice(first, first + len(drafts))
-        self.ints[:, here] = torch.tensor(ints, device=self.device).T
-        self.reals[:, here] = torch.tensor(reals, dtype=torch.float64, device=self.device).T
-        self.stops[here] = torch.tensor(stops, device=self.device)
+        self.ints[:, here] = put(ints, self.device).T
+        self.reals[:, here] = put(reals, self.device, torch.float64).T
+        self.stops[here] = put(stops, self.device)
 
     def move(self, source: list[int], target: list[int]) -> None:
-        if source:
-            self.ints[:, target] = self.ints[:, source]
-            self.reals[:, target] = self.reals[:, source]
-            for held in (self.stops, self.tokens, self.logprobs, self.kept):
-                held[target] = held[source]
+        old, new = put(source, self.device), put(target, self.device)
+        self.ints[:, new] = self.ints[:, old]
+        self.reals[:, new] = self.reals[:, old]
+        for held in (self.stops, self.tokens, self.logprobs, self.kept):
+            held[new] = held[old]
 
     def survey(self, drafts: list[Draft]) -> None:
         """Note what nobody among these asks for, so that no step pays for it."""

@@ -1,8 +1,8 @@
 """Triton kernels for decode attention: a prompt's KV is read once a group, a row's own KV once, nothing else at all.
 
 The queries of a KV head are rows of one small matrix product, whatever their number. Rows that share a prompt meet
-it together (a tile); what that gives, a part of a softmax, is where each row's own tokens go on. Few rows split
-their keys over more programs and join the parts.
+it together (a tile); what that gives is part of a softmax, and each row joins it to the part of its own tokens, which
+are read meanwhile. Few rows split their keys over more programs and join the parts.
 
 Letters: B rows, K KV heads, g query heads a KV head, D head size, M queries of a program, padded.
 """
@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cohort.engines.native.cuda.fuse import PAGE, power
+from cohort.engines.native.cuda.fuse import PAGE, await_inputs, early, let_next_start, power
 
 LOG2_E = 1.4426950408889634
 
@@ -60,7 +60,10 @@ def _prefix_kernel(
     M: tl.constexpr,
     PAGE: tl.constexpr,
     SPLITS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    await_inputs(EARLY)
+    let_next_start(EARLY)  # to the rows' own tokens, not before the queries are there: it reads them at once
     tile = tl.program_id(0)
     k = tl.program_id(1)
     split = tl.program_id(2)
@@ -125,6 +128,7 @@ def _own_kernel(
     PAGE: tl.constexpr,
     PREFIX_SPLITS: tl.constexpr,
     SPLITS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     k = tl.program_id(1)
@@ -137,14 +141,6 @@ def _own_kernel(
     m = tl.full([M], float("-inf"), tl.float32)
     total = tl.zeros([M], tl.float32)
     acc = tl.zeros([M, D], tl.float32)
-    if SPLITS == 1:
-        ready = here & (tl.load(base_ptr + row) > 0) & (count > 0)
-        for s in tl.static_range(PREFIX_SPLITS):
-            part = s * rows * K * g + at
-            m2 = tl.load(part_m_ptr + part, mask=ready, other=float("-inf"))
-            total2 = tl.load(part_total_ptr + part, mask=ready, other=0.0)
-            acc2 = tl.load(part_acc_ptr + part[:, None] * D + i[None, :], mask=ready[:, None], other=0.0)
-            m, total, acc = _join(m, total, acc, m2, total2, acc2)
     q = tl.load(q_ptr + at[:, None] * D + i[None, :], mask=here[:, None], other=0.0)
     pages = (count + PAGE - 1) // PAGE
     each = (pages + SPLITS - 1) // SPLITS
@@ -154,7 +150,15 @@ def _own_kernel(
         m, total, acc = _attend_page(
             q, scale, m, total, acc, key_pages_ptr + begin, value_pages_ptr + begin, p * PAGE, count, D, PAGE
         )
+    await_inputs(EARLY)
     if SPLITS == 1:
+        ready = here & (tl.load(base_ptr + row) > 0) & (count > 0)
+        for s in tl.static_range(PREFIX_SPLITS):
+            part = s * rows * K * g + at
+            m2 = tl.load(part_m_ptr + part, mask=ready, other=float("-inf"))
+            total2 = tl.load(part_total_ptr + part, mask=ready, other=0.0)
+            acc2 = tl.load(part_acc_ptr + part[:, None] * D + i[None, :], mask=ready[:, None], other=0.0)
+            m, total, acc = _join(m, total, acc, m2, total2, acc2)
         mixed = acc / tl.where(total > 0, total, 1.0)[:, None]
         tl.store(out_ptr + at[:, None] * D + i[None, :], mixed.to(out_ptr.dtype.element_ty), mask=here[:, None])
     else:
@@ -243,11 +247,13 @@ def decode_attention(q: Tensor, pages: tuple[Tensor, Tensor], reading: Reading, 
     here = (parts.acc, parts.m, parts.total)
     width = r.own_table.shape[1]
     stages = 3 if D * q.element_size() <= 256 else 2  # pages in shared memory at once
+    soon = early(q.device)
     _prefix_kernel[(len(r.tile_prefix), K, r.prefix_splits)](
         *(q, *pages, r.tile_prefix, r.tile_rows, r.prefix_table, r.prefix_length, *here),
         *(B, r.prefix_table.shape[1], scale, K, g, D, r.M, PAGE, r.prefix_splits),
         num_warps=4,
-        num_stages=stages,
+        num_stages=2,
+        **soon,
     )
     M = max(16, power(g))
     _own_kernel[(B, K, r.splits)](
@@ -255,6 +261,7 @@ def decode_attention(q: Tensor, pages: tuple[Tensor, Tensor], reading: Reading, 
         *(B, width, scale, K, g, D, M, PAGE, r.prefix_splits, r.splits),
         num_warps=1 if D <= 64 else 2,
         num_stages=stages,
+        **soon,
     )
     if r.splits > 1:
         _join_kernel[(B, K)](r.count, r.base, *here, out, B, K, g, D, M, r.prefix_splits, r.splits, num_warps=4)

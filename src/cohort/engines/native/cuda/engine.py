@@ -26,10 +26,12 @@ from cohort.engines.native.cuda.window import Results, Timer, Window
 from cohort.engines.native.draft import Draft, Line
 from cohort.engines.native.engine import Work
 from cohort.engines.native.random import stream_of
+from cohort.engines.native.slots import put
 from cohort.engines.requests import check_engine, check_request
 from cohort.engines.weights import copy_weights
 from cohort.errors import CohortError, ConfigError, ModelError
 from cohort.models.decoder import Decoder
+from cohort.process import settle_objects
 from cohort.types import Finish, Sample
 
 log = logging.getLogger(__name__)
@@ -210,6 +212,7 @@ class GraphEngine:
         need = min(wish, available // self._page_bytes)
         self.ledger.arena = Arena(self.decoder.config, need, self.decoder.embed.dtype, self.device)
         self.graphs = Graphs(self.decoder, self.state, self.ledger.arena)
+        settle_objects()
         self.keep = need * self._page_bytes + self.reserve <= available
         fate = f"released between rollouts, graphs captured again: others need {self.reserve / 2**30:.2f} GiB"
         fate = "kept between rollouts" if self.keep else fate
@@ -262,8 +265,8 @@ class GraphEngine:
         slots, here = self.state.slots, slice(first, first + len(entering))
         slots.place(entering, first)
         cached = [[*d.own, *d.tokens] for d in entering]
-        slots.last[here] = torch.tensor([c[-1] for c in cached], device=self.device)
-        slots.length[here] = torch.tensor([len(c) - 1 for c in cached], device=self.device)
+        slots.last[here] = put([c[-1] for c in cached], self.device)
+        slots.length[here] = put([len(c) - 1 for c in cached], self.device)
         self.rows += entering
         slots.survey([d for d in self.rows if d is not None])
         self.state.tables.set_own(first, [self.ledger.pages(d) for d in entering])
@@ -340,9 +343,8 @@ class GraphEngine:
         num = min(rows, max(1, 1 << (len(tiles) - 1).bit_length())) if tiles else 1
         entries = [entry for entry, _ in tiles] + [-1] * (num - len(tiles))
         members = [m + [-1] * (each - len(m)) for _, m in tiles] + [[-1] * each] * (num - len(tiles))
-        self.state.tile_prefix[:num] = torch.tensor(entries, dtype=torch.int32).to(self.device)
-        flat = torch.tensor(members, dtype=torch.int32).flatten()
-        self.state.tile_rows[: len(flat)] = flat.to(self.device)
+        self.state.tile_prefix[:num] = put(entries, self.device, torch.int32)
+        self.state.tile_rows[: num * each] = put(members, self.device, torch.int32).flatten()
         s = self.state.slots
         return Variant(
             rows=rows,

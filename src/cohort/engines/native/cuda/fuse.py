@@ -9,6 +9,8 @@ Letters: T tokens, K KV heads, g query heads a KV head, D head size. KV lies in 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import torch
 import triton
@@ -23,38 +25,71 @@ def power(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
+@cache
+def early(device: torch.device) -> dict[str, Any]:
+    """Options of a kernel that may start before the one before it has ended: it must call `await_inputs`."""
+    able = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    return {"EARLY": True, "launch_pdl": True} if able else {"EARLY": False}
+
+
 @triton.jit
-def _add_norm_kernel(x_ptr, y_ptr, weight_ptr, out_ptr, eps, d: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr):
+def await_inputs(EARLY: tl.constexpr):
+    """Everything launched before is through from here on. In every program, or what comes after may start too soon."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def let_next_start(EARLY: tl.constexpr):
+    """The kernel launched next may start once all programs have come here; to read what this one writes, it waits."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def _add_norm_kernel(
+    x_ptr, y_ptr, weight_ptr, out_ptr, eps, d: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     here = at < d
-    x = tl.load(x_ptr + row * d + at, mask=here, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + at, mask=here, other=0.0).to(tl.float32)
     if ADD:
+        x = tl.load(x_ptr + row * d + at, mask=here, other=0.0).to(tl.float32)  # settled before y was begun
+        await_inputs(EARLY)
         x = x + tl.load(y_ptr + row * d + at, mask=here, other=0.0).to(tl.float32)
         x = x.to(x_ptr.dtype.element_ty)
         tl.store(x_ptr + row * d + at, x, mask=here)
         x = x.to(tl.float32)
+    else:
+        await_inputs(EARLY)
+        x = tl.load(x_ptr + row * d + at, mask=here, other=0.0).to(tl.float32)
     dtype = out_ptr.dtype.element_ty
     scale = 1.0 / tl.sqrt(tl.sum(x * x, axis=0) / d + eps)
-    weight = tl.load(weight_ptr + at, mask=here, other=0.0).to(tl.float32)
     normed = (x * scale).to(dtype).to(tl.float32) * weight
     tl.store(out_ptr + row * d + at, normed.to(dtype), mask=here)
 
 
 def add_norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-    """x += y (where there is a y), in place; returns the RMS norm of x in the weight's type. [T, d] each."""
+    """x += y (where there is a y), in place; returns the RMS norm of x in the weight's type. [T, d] each.
+
+    What was launched just before may write y, or x where there is no y, but not the others: they are read early.
+    """
     T, d = x.shape
     out = torch.empty(T, d, dtype=weight.dtype, device=x.device)
     if T:
         block = power(d)
         warps = min(8, max(1, block // 256))
         other = x if y is None else y
-        _add_norm_kernel[(T,)](x, other, weight, out, eps, d, block, y is not None, num_warps=warps)
+        adds = y is not None
+        _add_norm_kernel[(T,)](x, other, weight, out, eps, d, block, adds, num_warps=warps, **early(x.device))
     return out
 
 
 @triton.jit
-def _gate_kernel(wide_ptr, out_ptr, ff: tl.constexpr, BLOCK: tl.constexpr):
+def _gate_kernel(wide_ptr, out_ptr, ff: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    await_inputs(EARLY)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     here = at < ff
@@ -72,7 +107,7 @@ def gate(wide: Tensor) -> Tensor:
     out = wide.new_empty(T, ff)
     if T:
         block = min(1024, power(ff))
-        _gate_kernel[(T, triton.cdiv(ff, block))](wide, out, ff, block, num_warps=4)
+        _gate_kernel[(T, triton.cdiv(ff, block))](wide, out, ff, block, num_warps=4, **early(wide.device))
     return out
 
 
@@ -91,13 +126,19 @@ def _norm_heads(a, b, q_norm_ptr, k_norm_ptr, eps, is_q, i, half: tl.constexpr, 
 def _rotate_kernel(
     qkv_ptr, position_ptr, place_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, q_ptr, k_ptr, key_pages_ptr,
     value_pages_ptr, eps, K: tl.constexpr, g: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr,
-    PAGE: tl.constexpr, NORM: tl.constexpr, KEEP: tl.constexpr,
+    PAGE: tl.constexpr, NORM: tl.constexpr, KEEP: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0).to(tl.int64)
     k = tl.program_id(1)
     half: tl.constexpr = D // 2
     h = tl.arange(0, HEADS)[:, None]
     i = tl.arange(0, half)
+    position = tl.load(position_ptr + t)  # these were written long ago
+    place = tl.load(place_ptr + t)
+    cos = tl.load(cos_ptr + position * half + i).to(tl.float32)[None, :]
+    sin = tl.load(sin_ptr + position * half + i).to(tl.float32)[None, :]
+    await_inputs(EARLY)
+    let_next_start(EARLY)
     start = (t * K + k) * (g + 2) * D
     from_ptr = qkv_ptr + start + h * D + i[None, :]
     low = tl.load(from_ptr, mask=h < g + 1, other=0.0)
@@ -106,15 +147,11 @@ def _rotate_kernel(
     b = tl.load(from_ptr + half, mask=h < g + 1, other=0.0).to(tl.float32)
     if NORM:
         a, b = _norm_heads(a, b, q_norm_ptr, k_norm_ptr, eps, h < g, i, half, dtype)
-    position = tl.load(position_ptr + t)
-    cos = tl.load(cos_ptr + position * half + i).to(tl.float32)[None, :]
-    sin = tl.load(sin_ptr + position * half + i).to(tl.float32)[None, :]
     turned_a = ((a * cos).to(dtype).to(tl.float32) - b * sin).to(dtype)
     turned_b = ((b * cos).to(dtype).to(tl.float32) + a * sin).to(dtype)
     to_q = q_ptr + ((t * K + k) * g + h) * D + i[None, :]
     tl.store(to_q, turned_a, mask=h < g)
     tl.store(to_q + half, turned_b, mask=h < g)
-    place = tl.load(place_ptr + t)
     slot = ((place // PAGE) * K + k) * PAGE + place % PAGE
     to_k = key_pages_ptr + slot * D + h * 0 + i[None, :]
     tl.store(to_k, turned_a, mask=h == g)
@@ -147,6 +184,7 @@ def rotate_and_store(
     """Rotate queries and keys of qkv [T, K, g + 2, D] (normed first, for qk-norm), store keys and values in pages.
 
     places [T] = page * PAGE + offset. Returns q [T, K, g, D] and, with `keep`, the keys [T, K, D] once more.
+    What was launched just before may write qkv, but not positions, places and angles: they are read early.
     """
     T, K, heads, D = qkv.shape
     g = heads - 2
@@ -158,5 +196,6 @@ def rotate_and_store(
             *(qkv, positions, places, angles.cos, angles.sin, q_norm, k_norm, q, k, *pages, eps),
             *(K, g, D, power(g + 1), PAGE, norms is not None, keep),
             num_warps=1 if g <= 8 else 2,
+            **early(qkv.device),
         )
     return q, k

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from cohort.engines.native.cuda.fuse import PAGE
 from cohort.engines.native.kv import Prefix
+from cohort.engines.native.slots import put
 from cohort.models.config import ModelConfig
 
 
@@ -70,14 +71,13 @@ class Tables:
         return [pages + [0] * (width - len(pages)) for pages in lists]
 
     def set_own(self, first: int, lists: list[list[int]]) -> None:
-        rows = torch.tensor(self._padded(lists, self.own.shape[1]), dtype=torch.int32)
-        self.own[first : first + len(lists)] = rows.to(self.device)
+        rows = self._padded(lists, self.own.shape[1])
+        self.own[first : first + len(lists)] = put(rows, self.device, torch.int32)
 
     def set_prefixes(self, prefixes: list[PagedPrefix]) -> None:
         if not prefixes:
             return
-        at = torch.tensor([p.entry for p in prefixes], device=self.device)
-        rows = torch.tensor(self._padded([p.pages for p in prefixes], self.prefix.shape[1]), dtype=torch.int32)
-        self.prefix[at] = rows.to(self.device)
-        lengths = torch.tensor([len(p.tokens) for p in prefixes], dtype=torch.int32)
-        self.prefix_length[at] = lengths.to(self.device)
+        at = put([p.entry for p in prefixes], self.device)
+        rows = self._padded([p.pages for p in prefixes], self.prefix.shape[1])
+        self.prefix[at] = put(rows, self.device, torch.int32)
+        self.prefix_length[at] = put([len(p.tokens) for p in prefixes], self.device, torch.int32)

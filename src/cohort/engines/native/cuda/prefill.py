@@ -13,6 +13,7 @@ from torch import Tensor
 from cohort.engines.native.cuda.fuse import PAGE, Angles, rotate_and_store
 from cohort.engines.native.cuda.pages import Arena, PagedPrefix
 from cohort.engines.native.cuda.step import fused_forward, qk_norms
+from cohort.engines.native.slots import put
 from cohort.models.decoder import Decoder, Layer
 
 PREFILL_TOKENS = 16384  # most tokens in one forward (a longer run goes alone)
@@ -55,14 +56,10 @@ def _forward(decoder: Decoder, arena: Arena, angles: Angles, runs: list[Run]) ->
     at = np.arange(len(row)) - np.repeat(lengths.cumsum() - lengths, lengths)
     width = max(len(r.pages) for r in runs)
     table = np.array([r.pages + [0] * (width - len(r.pages)) for r in runs])
-
-    def put(values: np.ndarray) -> Tensor:
-        return torch.from_numpy(values).to(device)
-
-    tokens = put(np.concatenate([np.array(r.tokens) for r in runs]))
-    positions = put(np.array([r.base for r in runs])[row] + at)
-    places = put(table[row, at // PAGE] * PAGE + at % PAGE)
-    padded = put(row * most + at)
+    tokens = put(np.concatenate([np.array(r.tokens) for r in runs]), device)
+    positions = put(np.array([r.base for r in runs])[row] + at, device)
+    places = put(table[row, at // PAGE] * PAGE + at % PAGE, device)
+    padded = put(row * most + at, device)
     whole = len(row) == rows * most
     behind = _Behind.of(runs, most, decoder.embed.dtype, device)
 
@@ -78,10 +75,14 @@ def _forward(decoder: Decoder, arena: Arena, angles: Angles, runs: list[Run]) ->
         if behind is not None:
             keys = torch.cat([behind.read(pages[0]), keys], dim=2)
             values = torch.cat([behind.read(pages[1]), values], dim=2)
-        keys, values = (x.repeat_interleave(heads - 2, dim=1) for x in (keys, values))  # [rows, K * g, W, D]
         mask = None if behind is None else behind.mask
-        queries = grid(q.view(T, K * (heads - 2), D))
-        mixed = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, is_causal=mask is None)
+        queries = grid(q.view(T, K * (heads - 2), D))  # [rows, K * g, most, D]
+        grouped = mask is None and queries.is_cuda and queries.dtype != torch.float32  # flash attention can
+        if not grouped:
+            keys, values = (x.repeat_interleave(heads - 2, dim=1) for x in (keys, values))
+        mixed = F.scaled_dot_product_attention(
+            queries, keys, values, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped
+        )
         out = mixed.transpose(1, 2).reshape(rows * most, -1)
         return out if whole else out.index_select(0, padded)
 
@@ -101,8 +102,8 @@ class _Behind:
         width = max(len(pages) for pages in lists)
         if width == 0:
             return None
-        table = torch.tensor([pages + [0] * (width - len(pages)) for pages in lists], device=device)
-        lengths = torch.tensor([r.base for r in runs], device=device)
+        table = put([pages + [0] * (width - len(pages)) for pages in lists], device)
+        lengths = put([r.base for r in runs], device)
         before = torch.arange(width * PAGE, device=device) < lengths[:, None]  # [rows, width * PAGE]
         causal = torch.ones(most, most, dtype=torch.bool, device=device).tril()
         seen = torch.cat(

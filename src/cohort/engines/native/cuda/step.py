@@ -14,7 +14,7 @@ from cohort.engines.native.cuda.draw import begin, choose, record
 from cohort.engines.native.cuda.fuse import PAGE, Angles, add_norm, gate, power, rotate_and_store
 from cohort.engines.native.cuda.pages import Arena, Tables
 from cohort.engines.native.sampler import draw
-from cohort.engines.native.slots import TEMPERATURE, Slots
+from cohort.engines.native.slots import TEMPERATURE, Slots, put
 from cohort.models.decoder import Decoder, Layer
 from cohort.models.functions import wide, wide_product
 
@@ -84,8 +84,9 @@ class State:
         """Copy rows over others; KV stays where it is."""
         if source:
             self.slots.move(source, target)
-            self.done[target] = self.done[source]
-            self.tables.own[target] = self.tables.own[source]
+            old, new = put(source, self.done.device), put(target, self.done.device)
+            self.done[new] = self.done[old]
+            self.tables.own[new] = self.tables.own[old]
 
     def addresses(self) -> tuple[int, ...]:
         s, t = self.slots, self.tables
@@ -108,7 +109,7 @@ def make_step(decoder: Decoder, state: State, arena: Arena, variant: Variant) ->
         base=slots.base,
         count=state.counts,
         M=variant.tile,
-        prefix_splits=max(1, min(MAX_PREFIX_SPLITS, PROGRAMS // (2 * variant.tiles * K))),
+        prefix_splits=max(1, min(MAX_PREFIX_SPLITS, PROGRAMS // (4 * variant.tiles * K))),
         splits=max(1, min(MAX_SPLITS, PROGRAMS // (2 * B * K))),
     )
     positions, places, counts = state.positions[here], state.places[here], state.counts[here]

@@ -1,0 +1,190 @@
+"""How far the sampler's log-probabilities lie from the learner's in bf16: Cohort, and vLLM with transformers.
+
+    PYTHONPATH=src python3 benchmarks/sampler_gap.py qwen2.5-0.5b FOLDER --vllm-pythonpath FOLDER
+
+A model is a folder in Hugging Face format, or the name of a shape, whose weights are then random (normal, 0.02). The
+prompts are questions in the model's own chat format, or random tokens for a shape; 8 samples each of 128 tokens,
+temperature 1. Cohort's sampler and learner are its own engine and `LocalLearner`; for vLLM the learner is a forward
+of transformers in bf16 over prompt and completion, log-softmax in fp32, as trainers built on the two do it. Each
+side draws its own tokens, in a process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+MARK = "@result "
+QUESTIONS = (
+    "Why is the sky blue?",
+    "List the first ten prime numbers.",
+    "How do I make a good vegetable soup?",
+    "Write a short poem about the sea.",
+    "Explain photosynthesis to a child.",
+    "Who walked on the Moon in 1969?",
+    "Give me three tips for learning a language.",
+    "What is the difference between a virus and a bacterium?",
+)
+SAMPLES, LENGTH = 8, 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    name: str
+    folder: str
+    prompts: list[list[int]]
+
+
+def device() -> str:
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def cohort_side(job: Job) -> list[float]:
+    import torch
+
+    from cohort.config.schema import LearnerConfig, OptimConfig
+    from cohort.engines.base import Request, sample
+    from cohort.engines.native import native_engine
+    from cohort.learner.local import LocalLearner
+    from cohort.models.files import load_folder
+    from cohort.types import Group, Key, Prompt, Provenance, Sampling
+
+    decoder = load_folder(job.folder, torch.bfloat16).decoder.to(device())
+    engine = native_engine(decoder, lambda ids: "", slots=64, max_context=512)
+    requests = [
+        Request(
+            id=f"{p}/{i}",
+            tokens=tokens,
+            sampling=Sampling(max_tokens=LENGTH),
+            key=Key(seed=0, purpose="bench", task="gap", prompt_id=str(p), visit=0, sample=i),
+        )
+        for p, tokens in enumerate(job.prompts)
+        for i in range(SAMPLES)
+    ]
+    samples = sample(engine, requests)
+    groups = [
+        Group(
+            prompt=Prompt(
+                task="gap",
+                id=str(p),
+                visit=0,
+                row={},
+                messages=[],
+                tokens=tokens,
+                provenance=[int(Provenance.PROMPT)] * len(tokens),
+            ),
+            samples=[samples[f"{p}/{i}"] for i in range(SAMPLES)],
+        )
+        for p, tokens in enumerate(job.prompts)
+    ]
+    learner = LocalLearner(decoder, LearnerConfig(token_budget=4096), OptimConfig(), num_updates=1)
+    learner.annotate(groups, ["old"])
+    return [
+        abs(a - b)
+        for group in groups
+        for s in group.samples
+        for a, b in zip(s.sampler_logprobs, s.old_logprobs, strict=True)
+    ]
+
+
+def vllm_side(job: Job) -> list[float]:
+    import torch
+    import transformers
+    from vllm import LLM, SamplingParams
+    from vllm.inputs import TokensPrompt
+
+    llm = LLM(
+        model=job.folder, dtype="bfloat16", skip_tokenizer_init=True, max_model_len=512, gpu_memory_utilization=0.3
+    )
+    params = SamplingParams(n=SAMPLES, max_tokens=LENGTH, logprobs=0, ignore_eos=True, detokenize=False, seed=0)
+    outputs = llm.generate([TokensPrompt(prompt_token_ids=t) for t in job.prompts], params, use_tqdm=False)
+    model = transformers.AutoModelForCausalLM.from_pretrained(job.folder, dtype=torch.bfloat16).to("cuda").eval()
+    found: list[float] = []
+    for tokens, output in zip(job.prompts, outputs, strict=True):
+        for completion in output.outputs:
+            drawn = list(completion.token_ids)
+            theirs = [step[token].logprob for step, token in zip(completion.logprobs, drawn, strict=True)]
+            with torch.no_grad():
+                logits = model(torch.tensor([tokens + drawn], device="cuda")).logits[0, len(tokens) - 1 : -1]
+            ours = logits.float().log_softmax(-1).gather(1, torch.tensor(drawn, device="cuda")[:, None])[:, 0]
+            found += (ours.cpu() - torch.tensor(theirs)).abs().tolist()
+    return found
+
+
+def measure(side: str, job: Job, path: str | None) -> list[float]:
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_NO_USAGE_STATS": "1"}
+    if path is not None:
+        environment["PYTHONPATH"] = path
+    with tempfile.TemporaryDirectory() as folder:
+        given = Path(folder) / "job.json"
+        given.write_text(json.dumps(asdict(job)))
+        command = [sys.executable, str(Path(__file__).resolve()), "--worker", side, str(given)]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment)
+    for line in done.stdout.splitlines():
+        if line.startswith(MARK):
+            gaps: list[float] = json.loads(line.removeprefix(MARK))
+            return gaps
+    print(done.stdout, file=sys.stderr)
+    raise SystemExit(f"{side}, {job.name}: exit status {done.returncode}")
+
+
+def make_job(model: str, room: Path) -> Job:
+    import torch
+
+    from cohort.models.files import save_folder
+    from cohort.models.shapes import named_shape, random_decoder
+    from cohort.text import Tokenizer
+
+    if Path(model).is_dir():
+        tokenizer = Tokenizer.load(model)
+        prompts = [tokenizer.render([{"role": "user", "content": q}]).tokens for q in QUESTIONS]
+        return Job(name=Path(model).name, folder=str(Path(model).resolve()), prompts=prompts)
+    config = named_shape(model)
+    save_folder(random_decoder(config, torch.bfloat16, device()), None, None, room / model)
+    generator = torch.Generator().manual_seed(0)
+    prompts = torch.randint(0, config.vocab_size, (len(QUESTIONS), 128), generator=generator).tolist()
+    return Job(name=f"{model}, random", folder=str(room / model), prompts=prompts)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="+", metavar="MODEL")
+    parser.add_argument("--only", choices=("cohort", "vllm"))
+    parser.add_argument("--vllm-pythonpath", metavar="FOLDER")
+    a = parser.parse_args(argv)
+    print(
+        "| model | sampler and learner | mean gap | 99% below | largest | tokens |\n|---|---|---:|---:|---:|---:|",
+        flush=True,
+    )
+    sides: tuple[tuple[str, str, Any], ...] = (
+        ("cohort", "Cohort", str(ROOT / "src")),
+        ("vllm", "vLLM, transformers", a.vllm_pythonpath),
+    )
+    with tempfile.TemporaryDirectory() as room:
+        for model in a.models:
+            job = make_job(model, Path(room))
+            for side, words, path in sides:
+                if a.only in (None, side):
+                    gaps = sorted(measure(side, job, path))
+                    mean, most = sum(gaps) / len(gaps), gaps[int(0.99 * len(gaps))]
+                    print(
+                        f"| {job.name} | {words} | {mean:.4f} | {most:.3f} | {gaps[-1]:.2f} | {len(gaps)} |", flush=True
+                    )
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--worker"]:
+        given = Job(**json.loads(Path(sys.argv[3]).read_text()))
+        print(MARK + json.dumps(cohort_side(given) if sys.argv[2] == "cohort" else vllm_side(given)), flush=True)
+    else:
+        main()
