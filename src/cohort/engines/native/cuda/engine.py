@@ -21,7 +21,7 @@ from cohort.engines.native.cuda.graphs import Graphs, bucket
 from cohort.engines.native.cuda.ledger import Ledger, own_pages
 from cohort.engines.native.cuda.pages import Arena, PagedPrefix, page_bytes, pages_for
 from cohort.engines.native.cuda.prefill import PREFILL_TOKENS, Run, prefill
-from cohort.engines.native.cuda.step import State, Variant, tile_size
+from cohort.engines.native.cuda.step import State, Variant, prefix_splits, tile_size
 from cohort.engines.native.cuda.window import Results, Timer, Window
 from cohort.engines.native.draft import Draft, Line
 from cohort.engines.native.engine import Work
@@ -338,6 +338,7 @@ class GraphEngine:
                 groups.setdefault(draft.prefix.entry, []).append(row)
         tile = tile_size(self.decoder.config.queries_per_kv, max(map(len, groups.values()), default=1))
         each = tile // self.decoder.config.queries_per_kv
+        longest = max((len(d.prefix.tokens) for d in self.rows if d is not None), default=0)
         tiles = [(entry, rows[i : i + each]) for entry, rows in groups.items() for i in range(0, len(rows), each)]
         rows = bucket(len(self.rows), self.num_slots)
         num = min(rows, max(1, 1 << (len(tiles) - 1).bit_length())) if tiles else 1
@@ -350,6 +351,7 @@ class GraphEngine:
             rows=rows,
             tile=tile,
             tiles=num,
+            prefix_splits=prefix_splits(num, self.decoder.config.num_kv_heads, longest),
             truncated=s.truncated,
             sorted=s.sorted,
             greedy=s.greedy,

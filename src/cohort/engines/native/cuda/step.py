@@ -24,6 +24,7 @@ FusedAttend = Callable[[Layer, Tensor], Tensor]
 PROGRAMS = 528  # fewer attention programs than this (four a multiprocessor of an H100) split the keys
 MAX_SPLITS = 8
 MAX_PREFIX_SPLITS = 4
+LONG = 512  # keys of a prompt that one program reads in about the time that a row's own take
 LOGITS = 1 << 24  # most logits truncated at once
 TILE = 64  # queries that meet a shared prompt at once
 
@@ -56,6 +57,7 @@ class Variant:
     rows: int
     tile: int  # queries a tile: TILE for siblings, less when nothing is shared
     tiles: int
+    prefix_splits: int
     truncated: bool
     sorted: bool
     greedy: bool
@@ -109,7 +111,7 @@ def make_step(decoder: Decoder, state: State, arena: Arena, variant: Variant) ->
         base=slots.base,
         count=state.counts,
         M=variant.tile,
-        prefix_splits=max(1, min(MAX_PREFIX_SPLITS, PROGRAMS // (4 * variant.tiles * K))),
+        prefix_splits=variant.prefix_splits,
         splits=max(1, min(MAX_SPLITS, PROGRAMS // (2 * B * K))),
     )
     positions, places, counts = state.positions[here], state.places[here], state.counts[here]
@@ -136,6 +138,17 @@ def make_step(decoder: Decoder, state: State, arena: Arena, variant: Variant) ->
             record(tokens, logprobs, None, slots, state.done)
 
     return step
+
+
+def prefix_splits(tiles: int, K: int, longest: int) -> int:
+    """Programs that share a prompt's keys: more where there are few prompts, or long ones.
+
+    They run beside those of the rows' own tokens, so they need not fill the device alone.
+
+    >>> [prefix_splits(64, 2, 256), prefix_splits(64, 2, 1024), prefix_splits(8, 2, 256)]
+    [1, 2, 4]
+    """
+    return max(1, min(MAX_PREFIX_SPLITS, max(PROGRAMS // (4 * tiles * K), -(-longest // LONG))))
 
 
 def tile_size(g: int, most_siblings: int) -> int:
