@@ -81,12 +81,14 @@ def test_train_writes_json_lines(tmp_path: Path) -> None:
     done = cohort("train", "quickstart", *settings, "--steps=2", "--log", "json", at=tmp_path)
     assert done.returncode == 0 and done.stderr == ""
     lines = [json.loads(line, parse_constant=pytest.fail) for line in done.stdout.splitlines()]
-    assert [line["kind"] for line in lines] == ["start", "evaluation", "step", "step", "evaluation", "event", "finish"]
+    kinds = ["start", "evaluation", "event", "step", "step", "evaluation", "event", "finish"]
+    assert [line["kind"] for line in lines] == kinds
+    assert "prompts once a group" in lines[2]["text"]
     assert lines[0]["path"] == lines[-1]["path"] == f"runs/{only_run(tmp_path).name}"  # type: ignore[union-attr]
     assert [line["step"] for line in lines if line["kind"] == "step"] == [1, 2]
     assert all(math.isfinite(line["metrics"]["reward/mean"]) for line in lines if line["kind"] == "step")
     assert lines[-1]["complete"] is True
-    assert (lines[-1]["before"], lines[-1]["after"]) == (lines[1]["accuracy"], lines[4]["accuracy"])
+    assert (lines[-1]["before"], lines[-1]["after"]) == (lines[1]["accuracy"], lines[5]["accuracy"])
 
 
 MISTAKES = {

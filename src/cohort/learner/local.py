@@ -125,15 +125,10 @@ class LocalLearner:
         num, sizes = sum(len(m.tokens) for m in micro), [s.size for m in micro for s in m.layout.spans]
         prompts = {(i, s.prompt): s.size for i, m in enumerate(micro) for s in m.layout.spans if s.size}
         alone = num + sum(sizes) - sum(prompts.values())
+        why = "each sample with its own prompt: " + ("little to share" if self.config.prefix_sharing else "as asked")
         if prompts:
-            why = (
-                f"{num} tokens, prompts once a group (once a sample would be {alone}: {alone / num:.2f} times as many)"
-            )
-        else:
-            why = f"{num} tokens, each sample with its own prompt: " + (
-                "sharing would save too few" if self.config.prefix_sharing else "learner.prefix_sharing is off"
-            )
-        log.info("an update is %d microbatches of at most %d tokens: %s", len(micro), self.token_budget, why)
+            why = f"prompts once a group (once a sample would be {alone} tokens)"
+        log.info("an update takes %d tokens, at most %d at a time: %s", num, self.token_budget, why)
 
     def _compare_with_plan(self) -> None:
         if self.plan is not None:
