@@ -6,7 +6,7 @@ import copy
 import os
 import shlex
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -27,6 +27,7 @@ from cohort.logs.view import make_view
 from cohort.models.catalog import resolve
 from cohort.models.decoder import Decoder
 from cohort.models.files import LoadedModel, load_folder, save_folder
+from cohort.models.lora import Adapters
 from cohort.scoring.pool import ScoringPool
 from cohort.store.records import Evaluation
 from cohort.store.rundir import RunDirectory
@@ -61,6 +62,8 @@ class Parts:
         # The number of steps is the one setting that may change, so a checkpoint does not know it.
         settings = dump(replace(self.config, steps=0))
         numbers |= {"threads": torch.get_num_threads(), "torch": torch.__version__, "config": settings}
+        if self.learner.adapters is not None:
+            numbers["lora"] = asdict(self.learner.adapters.config)
         return Checkpoint(step=step, cursor=self.tasks.stream.cursor, optimizer=tensors, numbers=numbers)
 
     def write_model(self, folder: Path) -> None:
@@ -73,8 +76,12 @@ class Parts:
         # Sums depend on the number of threads, so the run keeps its own, also where there are fewer cores.
         torch.set_num_threads(int(state.numbers["threads"]))
         decoder = self.model.decoder
-        decoder.load_state_dict(load_folder(state.model, decoder.embed.dtype).decoder.state_dict())
+        saved = load_folder(state.model, decoder.embed.dtype).decoder
+        if self.learner.adapters is None:
+            decoder.load_state_dict(saved.state_dict())
         self.learner.load_state(state.optimizer, state.numbers)
+        if self.learner.adapters is not None:
+            _require_merged(decoder, saved, self.config.model)
         self.tasks.stream.cursor = state.cursor
         self.engine.load(self.learner.weights(), version=state.step)
 
@@ -112,13 +119,15 @@ def assemble(config: RunConfig) -> Parts:
     stream = TaskStream(config.task, tokenizer, config.seed, max_prompt_tokens=limit)
     stream.check(config.batch.prompts)
     problems = stream.held_out(config.eval.problems)
+    adapters = _adapters(config, model.decoder)
     learner = LocalLearner(
         model.decoder,
         config.learner,
         config.optim,
         num_updates=config.steps * updates,
         temperature=sampling.temperature,
-        reference=_frozen_copy(model) if "ref" in needs else None,
+        reference=_frozen_copy(model) if "ref" in needs and adapters is None else None,
+        adapters=adapters,
     )
     engine = native_engine(
         model.decoder,
@@ -169,6 +178,22 @@ def _frozen_copy(model: LoadedModel) -> Decoder:
     frozen = copy.deepcopy(model.decoder)
     frozen.requires_grad_(False)
     return frozen
+
+
+def _adapters(config: RunConfig, decoder: Decoder) -> Adapters | None:
+    lora = config.learner.lora
+    return Adapters(decoder, lora, config.seed) if lora.on else None
+
+
+def _require_merged(decoder: Decoder, saved: Decoder, model: str) -> None:
+    """The base is read from the run's model again: with the adapters it must be what the checkpoint has."""
+    for (name, p), q in zip(decoder.named_parameters(), saved.parameters(), strict=True):
+        close = 4 * torch.finfo(p.dtype).eps
+        if not torch.allclose(p.cpu(), q, rtol=close, atol=close * float(q.abs().max())):
+            raise RunError(
+                f"{model} is no longer the model this run was started from: with the checkpoint's adapters, {name} "
+                "is not the checkpoint's; put the original back."
+            )
 
 
 def train(config: RunConfig, out: Path, log: str) -> Path:
