@@ -16,18 +16,19 @@ from cohort.algos.algorithm import Algorithm, build_algorithm
 from cohort.checkpoint import Checkpoint
 from cohort.config.document import dump, parse
 from cohort.config.options import BenchOptions, BenchResult, EngineBenchOptions, EvalOptions, LearnerBenchOptions
-from cohort.config.schema import RunConfig
+from cohort.config.schema import LoraConfig, RunConfig
 from cohort.engines.base import Engine
 from cohort.engines.native import native_engine
 from cohort.engines.rollout import Tasks
 from cohort.errors import ConfigError, ModelError, RunError
 from cohort.evaluate import evaluate as run_evaluation
-from cohort.learner.local import LocalLearner
+from cohort.learner.local import LocalLearner, adapter_tensors
 from cohort.logs.view import make_view
 from cohort.models.catalog import resolve
 from cohort.models.decoder import Decoder
 from cohort.models.files import LoadedModel, load_folder, save_folder
 from cohort.models.lora import Adapters
+from cohort.models.peft import load_adapters, save_adapters
 from cohort.scoring.pool import ScoringPool
 from cohort.store.records import Evaluation
 from cohort.store.rundir import RunDirectory
@@ -182,12 +183,15 @@ def _frozen_copy(model: LoadedModel) -> Decoder:
 
 def _adapters(config: RunConfig, decoder: Decoder) -> Adapters | None:
     lora = config.learner.lora
-    return Adapters(decoder, lora, config.seed) if lora.on else None
+    if lora.load:
+        found = load_adapters(lora.load)
+        return Adapters(decoder, replace(found.config, base=lora.base), config.seed, found.tensors)
+    return Adapters(decoder, lora, config.seed) if lora.rank else None
 
 
 def _require_merged(decoder: Decoder, saved: Decoder, model: str) -> None:
     """The base is read from the run's model again: with the adapters it must be what the checkpoint has."""
-    for (name, p), q in zip(decoder.named_parameters(), saved.parameters(), strict=True):
+    for (name, p), q in zip(decoder.state_dict().items(), saved.state_dict().values(), strict=True):
         close = 4 * torch.finfo(p.dtype).eps
         if not torch.allclose(p.cpu(), q, rtol=close, atol=close * float(q.abs().max())):
             raise RunError(
@@ -261,7 +265,25 @@ def evaluate(task: Task, model: str, options: EvalOptions) -> Evaluation:
 
 def export(path: Path, out: Path, which: str) -> Path:
     """A checkpoint of a run as a plain Hugging Face folder. `which`: a step, "best" or "last"."""
+    state = _exported(RunDirectory.open(path), out, which)
+    assert state.model is not None
+    model = load_folder(state.model)
+    return save_folder(model.decoder, model.hf_config, state.model, out)
+
+
+def export_adapters(path: Path, out: Path, which: str) -> Path:
+    """The adapters of a checkpoint alone, as a folder in PEFT format."""
     directory = RunDirectory.open(path)
+    state = _exported(directory, out, which)
+    lora = state.numbers.get("lora")
+    if lora is None:
+        raise RunError(f"{path} has no adapters, it trained every weight; leave --adapters out")
+    config = LoraConfig(**{**lora, "targets": tuple(lora["targets"])})
+    return save_adapters(adapter_tensors(state.optimizer), config, directory.config.model, out)
+
+
+def _exported(directory: RunDirectory, out: Path, which: str) -> Checkpoint:
+    path = directory.path
     found = checkpoint.steps(directory.checkpoints)
     if not found:
         raise RunError(f"{path} has no checkpoint yet; it writes one every save.every steps and at its end")
@@ -277,10 +299,7 @@ def export(path: Path, out: Path, which: str) -> Path:
         raise RunError(f"{path} has no checkpoint of step {step}; it has {', '.join(map(str, found))}")
     if out.exists():
         raise ModelError(f"{out} exists already: choose another folder")
-    state = checkpoint.load(directory.checkpoints / checkpoint.name(step))
-    assert state.model is not None
-    model = load_folder(state.model)
-    return save_folder(model.decoder, model.hf_config, state.model, out)
+    return checkpoint.load(directory.checkpoints / checkpoint.name(step))
 
 
 def bench_engine(options: EngineBenchOptions) -> BenchResult:

@@ -52,3 +52,14 @@ def test_what_a_checkpoint_holds(undisturbed: Path) -> None:
     )
     moved = {name.split(".")[-2] for name in last if not torch.equal(last[name], first[name])}
     assert moved == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+
+
+def test_adapters_are_exported_and_start_another_run(undisturbed: Path, tmp_path: Path) -> None:
+    done = cohort("export", undisturbed, "out", "--adapters", at=tmp_path)
+    assert done.returncode == 0 and done.stdout == "wrote out\n", done.stderr
+    stored = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    state = load_file(undisturbed / "checkpoints/step-000006/optimizer.safetensors")
+    assert stored and all(torch.equal(t, state[f"adapter/{name}"]) for name, t in stored.items())
+    settings = ["--steps=1", "--save.every=1", "--eval.problems=1", "--learner.lora.load=out", "--threads=1"]
+    done = cohort("train", "quickstart", *settings, at=tmp_path)
+    assert done.returncode == 0, done.stderr

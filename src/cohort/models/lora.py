@@ -21,6 +21,7 @@ from cohort.config.schema import TARGETS, LoraConfig
 from cohort.errors import ModelError, nearest
 from cohort.models.decoder import Decoder, hf_shaped, hf_views
 from cohort.models.functions import Taker, taken
+from cohort.models.nf4 import quantise
 
 PIECE = 1 << 24  # entries of a matrix that are fp32 at one time: 64 MiB
 
@@ -47,7 +48,7 @@ class Adapter(nn.Module):
         self.A = nn.Parameter(start.to(matrix.device, exact))
         self.B = nn.Parameter(torch.zeros(num_out, config.rank, device=matrix.device, dtype=exact))
         self.view, self.scale = view, config.alpha / config.rank
-        self.base = Kept(matrix)
+        self.base = Kept(matrix) if config.base == "keep" else quantise(matrix)
 
     @torch.no_grad()
     def write(self, factors: tuple[Tensor, Tensor] | None) -> None:
