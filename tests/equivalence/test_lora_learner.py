@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
 
 from cohort.algos.algorithm import build_algorithm
-from cohort.config.schema import GRPO, LearnerConfig, LoraConfig, OptimConfig
+from cohort.config.schema import GRPO, BatchConfig, LearnerConfig, LoraConfig, OptimConfig
 from cohort.data.pack import pack
 from cohort.learner.local import LocalLearner
 from cohort.models.decoder import hf_shaped, hf_views
 from cohort.models.lora import Adapters
+from cohort.recipes.tiny import tiny_lora
+from tests.runs import assembled, run_steps, small_run
 from tests.support import random_groups, small_decoder
 
 LORA = LoraConfig(rank=3, alpha=5.0)
@@ -174,3 +177,22 @@ def test_state_restores_factors_moments_and_the_merged_weights():
         assert all(torch.equal(p, q) for p, q in zip(a.decoder.parameters(), b.decoder.parameters(), strict=True))
         for one in (a, b):
             one.update(pack(random_groups(seed=5), 1000), algo)
+
+
+def test_rank_0_is_a_run_without_adapters():
+    with assembled(small_run(learner=LearnerConfig(token_budget=512, lora=LoraConfig(rank=0)))) as parts:
+        assert parts.learner.adapters is None
+        assert all(p.requires_grad for p in parts.model.decoder.parameters())
+        run_steps(parts, 1)
+        tensors = parts.checkpoint(1).optimizer
+        assert {name.partition("/")[0] for name in tensors} == {"exp_avg", "exp_avg_sq"}
+        assert "exp_avg/embed" in tensors and "lora" not in parts.checkpoint(1).numbers
+
+
+def test_reward_rises_with_adapters_alone():
+    """The bundled model answers about a third of the problems at first."""
+    recipe = tiny_lora()
+    config = small_run(batch=BatchConfig(prompts=16, samples=8), learner=recipe.learner, optim=recipe.optim)
+    with assembled(replace(config, task=recipe.task)) as parts:
+        rewards = [stats.metrics["reward/mean"] for _, stats in run_steps(parts, 12)]
+    assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.2, rewards
