@@ -104,7 +104,7 @@ def test_adapters_of_other_matrices_and_other_models_are_refused(folder):
     save_file(stored | {"base_model.model.model.layers.0.mlp.down_proj.magnitude": torch.zeros(3)}, file)
     with pytest.raises(ModelError, match="magnitude"):
         load_adapters(folder)
-    with pytest.raises(ModelError, match="more layers"):
+    with pytest.raises(ModelError, match="fewer layers"):
         Adapters(small_decoder(num_layers=3), LORA, start=stored)
     with pytest.raises(ModelError, match="another model"):
         Adapters(small_decoder(ff=48), LORA, start=stored)

@@ -124,7 +124,7 @@ class Adapters(nn.Module):
         mine = self.tensors()
         for name in sorted(mine.keys() | tensors.keys()):
             if name not in tensors:
-                raise ModelError(f'the adapters lack "{name}": they are incomplete, or of a model with more layers')
+                raise ModelError(f'the adapters lack "{name}": they are incomplete, or of a model with fewer layers')
             if name not in mine:
                 raise ModelError(f'the adapters have "{name}", which the model or learner.lora.targets has not')
             if mine[name].shape != tensors[name].shape:
