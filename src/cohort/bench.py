@@ -18,13 +18,9 @@ from cohort.config.schema import GRPO, LearnerConfig, OptimConfig
 from cohort.data.pack import pack
 from cohort.engines import native
 from cohort.engines.base import Engine, Request, sample
-from cohort.errors import ConfigError
 from cohort.learner.local import LocalLearner
-from cohort.models.catalog import resolve
-from cohort.models.config import check_context
+from cohort.learner.plan import Load, Plan, plan_memory
 from cohort.models.decoder import Decoder
-from cohort.models.files import load_folder
-from cohort.models.shapes import named_shape, random_decoder
 from cohort.types import Group, Key, Prompt, Provenance, Sample, Sampling
 
 
@@ -37,62 +33,56 @@ class Limit:
     details: dict[str, float] = field(default_factory=dict)
 
 
-def engine_model(options: EngineBenchOptions) -> Decoder:
-    """The model to sample from, on its device; refuses what cannot be measured before anything is loaded."""
-    if options.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"--device cuda: torch {torch.__version__} sees no CUDA device here; drop --device.")
-    dtype: torch.dtype = getattr(torch, options.dtype)
-    if options.weights == "random":
-        config = named_shape(options.model)
-        check_context(config, options.prompt_tokens + options.completion_tokens)
-        return random_decoder(config, dtype, options.device)
-    return load_folder(resolve(options.model), dtype).decoder.to(options.device)
-
-
 def bench_engine(decoder: Decoder, options: EngineBenchOptions) -> BenchResult:
     shape = _shape(options)
     # before the engine is made: what the measurement of the rates needs is not the engine's memory
     limit = _engine_limit(decoder, shape)
     batches = [_requests(_prompts(decoder, shape, seed), shape) for seed in range(options.repeats + 1)]
     context = options.prompt_tokens + options.completion_tokens
-    if options.device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
+    slots = options.slots or (options.prompts * options.samples if decoder.embed.is_cuda else 64)
+    _forget_peak(decoder)
     begin = time.perf_counter()
-    engine = native.native_engine(
-        decoder, lambda ids: "", slots=options.num_slots, max_context=context, weights=options.copies
-    )
+    engine = native.native_engine(decoder, lambda ids: "", slots=slots, max_context=context, weights=options.copies)
     first = batches[0][0]
     sample(engine, [replace(first, sampling=replace(first.sampling, max_tokens=1))])
     start_up = time.perf_counter() - begin
     sample(engine, batches[0])  # warms up
     before = replace(engine.work)
     seconds = statistics.median(_seconds(partial(sample, engine, batch)) for batch in batches[1:])
-    result = _result("engine", seconds, shape, limit)
+    result = _result("engine", seconds, shape, limit, decoder)
     for phase in ("prefill", "decode", "draw"):
         spent = getattr(engine.work, f"{phase}_seconds") - getattr(before, f"{phase}_seconds")
         result.details[f"{phase} s"] = spent / options.repeats
     result.details["start-up s"] = start_up
-    if options.device == "cuda":
-        result.details["peak GPU memory GiB"] = torch.cuda.max_memory_reserved() / 2**30
     return result
 
 
 def bench_learner(decoder: Decoder, options: LearnerBenchOptions) -> BenchResult:
     shape = _shape(options)
     limit = _arithmetic_limit(decoder, 3 * limits.forward_flops(decoder.config, shape))
-    learner = _learner(decoder, options.token_budget, options.prefix_sharing)
+    plan = _plan(decoder, shape, options.token_budget, kv=False)
+    learner = _learner(decoder, options.token_budget, options.prefix_sharing, plan)
     groups = _random_groups(decoder, shape)
+    _forget_peak(decoder)
     seconds = _median(lambda: _trained(learner, groups, shape), options.repeats)
-    return _result("learner", seconds, shape, limit)
+    return _result("learner", seconds, shape, limit, decoder, learner, plan)
 
 
 def bench_step(decoder: Decoder, options: BenchOptions) -> BenchResult:
     """Sampling and training of one batch on shared weights; rewards are random, as scoring is not measured."""
     shape = _shape(options)
-    limit = _arithmetic_limit(decoder, 4 * limits.forward_flops(decoder.config, shape))
+    limit = _step_limit(decoder, shape)
     context = options.prompt_tokens + options.completion_tokens
-    engine = native.native_engine(decoder, lambda ids: "", slots=options.prompts * options.samples, max_context=context)
-    learner = _learner(decoder, 4096, True)
+    plan = _plan(decoder, shape, 0, kv=True)
+    learner = _learner(decoder, 0, True, plan)
+    engine = native.native_engine(
+        decoder,
+        lambda ids: "",
+        slots=options.prompts * options.samples,
+        max_context=context,
+        reserve=0 if plan is None else plan.update,
+    )
+    _forget_peak(decoder)
     phases: dict[str, list[float]] = {"sample s": [], "train s": []}
 
     def step() -> None:
@@ -101,11 +91,12 @@ def bench_step(decoder: Decoder, options: BenchOptions) -> BenchResult:
         middle = time.perf_counter()
         _trained(learner, groups, shape)
         engine.load(learner.weights(), version=1)
+        _wait(decoder)
         phases["sample s"].append(middle - begin)
         phases["train s"].append(time.perf_counter() - middle)
 
     seconds = _median(step, options.repeats)
-    result = _result("step", seconds, shape, limit)
+    result = _result("step", seconds, shape, limit, decoder, learner, plan)
     result.details.update({name: statistics.median(values[1:]) for name, values in phases.items()})
     return result
 
@@ -140,7 +131,21 @@ def _engine_limit(decoder: Decoder, shape: limits.Shape) -> Limit:
     )
 
 
+def _step_limit(decoder: Decoder, shape: limits.Shape) -> Limit:
+    """Sampling and training, one after the other."""
+    if not decoder.embed.is_cuda:
+        return _arithmetic_limit(decoder, 4 * limits.forward_flops(decoder.config, shape))
+    sampling = _engine_limit(decoder, shape)
+    training = _arithmetic_limit(decoder, 3 * limits.forward_flops(decoder.config, shape))
+    parts = {"limit sample s": sampling.seconds, "limit train s": training.seconds}
+    return Limit(seconds=sampling.seconds + training.seconds, words=sampling.words, details=parts)
+
+
 def _arithmetic_limit(decoder: Decoder, flops: float) -> Limit:
+    if decoder.embed.is_cuda:
+        rate = limits.gpu_rates(decoder.embed.dtype).flops
+        words = f"{rate / 1e12:.0f} TFLOP/s, the rate of a large matrix product here on {torch.cuda.get_device_name()}"
+        return Limit(seconds=flops / rate, words=words)
     rate = limits.matmul_rate(dtype=decoder.embed.dtype)
     return Limit(
         seconds=flops / rate,
@@ -148,9 +153,37 @@ def _arithmetic_limit(decoder: Decoder, flops: float) -> Limit:
     )
 
 
-def _learner(decoder: Decoder, token_budget: int, share: bool) -> LocalLearner:
-    config = LearnerConfig(token_budget=token_budget, prefix_sharing=share)
-    return LocalLearner(decoder, config, OptimConfig(lr=1e-6), num_updates=1)
+def _learner(decoder: Decoder, token_budget: int, share: bool, plan: Plan | None) -> LocalLearner:
+    config = LearnerConfig(token_budget=token_budget or 4096, prefix_sharing=share)
+    learner = LocalLearner(decoder, config, OptimConfig(lr=1e-6), num_updates=1)
+    learner.follow(plan)
+    return learner
+
+
+def _plan(decoder: Decoder, shape: limits.Shape, token_budget: int, kv: bool) -> Plan | None:
+    if not decoder.embed.is_cuda:
+        return None
+    tokens = shape.prompts * shape.prompt_tokens + shape.num_completion
+    load = Load(
+        model=decoder.config,
+        width=decoder.embed.itemsize,
+        longest=shape.prompt_tokens + shape.completion_tokens,
+        batch_tokens=tokens,
+        kv_tokens=tokens if kv else 0,
+    )
+    free, _ = torch.cuda.mem_get_info()
+    return plan_memory(load, free + torch.cuda.memory_reserved(), token_budget)
+
+
+def _forget_peak(decoder: Decoder) -> None:
+    if decoder.embed.is_cuda:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def _wait(decoder: Decoder) -> None:
+    if decoder.embed.is_cuda:
+        torch.cuda.synchronize()
 
 
 def _prompts(decoder: Decoder, shape: limits.Shape, seed: int = 0) -> list[Prompt]:
@@ -206,8 +239,8 @@ def _trained(learner: LocalLearner, groups: list[Group], shape: limits.Shape) ->
     for group in groups:
         for i, member in enumerate(group.samples):
             member.reward = float(i % 2)
-    config = learner.config
-    learner.update(pack(algo.advantages(groups), config.token_budget, share=config.prefix_sharing), algo)
+    learner.update(pack(algo.advantages(groups), learner.token_budget, share=learner.config.prefix_sharing), algo)
+    _wait(learner.decoder)
 
 
 def _median(run: Callable[[], object], repeats: int) -> float:
@@ -221,12 +254,28 @@ def _seconds(run: Callable[[], object]) -> float:
     return time.perf_counter() - begin
 
 
-def _result(what: str, seconds: float, shape: limits.Shape, limit: Limit) -> BenchResult:
+def _result(
+    what: str,
+    seconds: float,
+    shape: limits.Shape,
+    limit: Limit,
+    decoder: Decoder,
+    learner: LocalLearner | None = None,
+    plan: Plan | None = None,
+) -> BenchResult:
+    details = {"limit s": limit.seconds, **limit.details}
+    if learner is not None:
+        details["tokens a microbatch"] = learner.token_budget
+    if plan is not None:
+        details["planned GPU memory GiB"] = plan.peak / 2**30
+    if decoder.embed.is_cuda:
+        details["peak GPU memory GiB"] = torch.cuda.max_memory_allocated() / 2**30
     return BenchResult(
         what=what,
         seconds=seconds,
         tokens_per_second=shape.num_completion / seconds,
         fraction=limit.seconds / seconds,
         limit=limit.words,
-        details={"limit s": limit.seconds, **limit.details},
+        setting=f"{decoder.embed.device.type}, {str(decoder.embed.dtype).removeprefix('torch.')}",
+        details=details,
     )

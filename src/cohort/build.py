@@ -16,19 +16,24 @@ from cohort.algos.algorithm import Algorithm, build_algorithm
 from cohort.checkpoint import Checkpoint
 from cohort.config.document import dump, parse
 from cohort.config.options import BenchOptions, BenchResult, EngineBenchOptions, EvalOptions, LearnerBenchOptions
-from cohort.config.schema import LoraConfig, RunConfig
+from cohort.config.schema import LoraConfig, RunConfig, SamplingConfig
+from cohort.device import DTYPES, find_device, find_dtype
 from cohort.engines.base import Engine
 from cohort.engines.native import native_engine
 from cohort.engines.rollout import Tasks
 from cohort.errors import ConfigError, ModelError, RunError
 from cohort.evaluate import evaluate as run_evaluation
 from cohort.learner.local import LocalLearner, adapter_tensors
+from cohort.learner.plan import Load, Plan, plan_memory
+from cohort.logs.forward import forwarded
 from cohort.logs.view import make_view
 from cohort.models.catalog import resolve
+from cohort.models.config import check_context
 from cohort.models.decoder import Decoder
 from cohort.models.files import LoadedModel, load_folder, save_folder
 from cohort.models.lora import Adapters
 from cohort.models.peft import load_adapters, save_adapters
+from cohort.models.shapes import named_shape, random_decoder
 from cohort.scoring.pool import ScoringPool
 from cohort.store.records import Evaluation
 from cohort.store.rundir import RunDirectory
@@ -39,7 +44,7 @@ from cohort.train.rl import train as run_loop
 from cohort.train.run import Hooks, Run
 from cohort.types import Prompt, Sampling
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+USUAL_PROMPT = 1024  # tokens: what a plan of memory supposes
 
 
 @dataclass(kw_only=True)
@@ -90,52 +95,57 @@ class Parts:
         self.tasks.scorer.close()
 
 
-def use_threads(threads: int) -> None:
-    """Settle everything in torch that could make two equal runs differ."""
+def settled(config: RunConfig) -> RunConfig:
+    """With what depends on the machine decided: the run records it and goes on so elsewhere, or says that it cannot."""
+    device = find_device(config.device)
+    learner = replace(config.learner, dtype=find_dtype(config.learner.dtype, device))
+    return replace(config, device="cuda" if device.type == "cuda" else "cpu", learner=learner)
+
+
+def use_threads(threads: int, device: torch.device) -> None:
+    """Settle everything in torch that could make two equal runs differ, as far as that is free on a GPU."""
     torch.set_num_threads(threads or len(os.sched_getaffinity(0)))
     # The same as use_deterministic_algorithms(True), which also imports the compiler: a second at every start.
-    torch.set_deterministic_debug_mode("error")
+    torch.set_deterministic_debug_mode("error" if device.type == "cpu" else "default")
 
 
 def assemble(config: RunConfig) -> Parts:
     """Load the model and the task and connect the parts; refuses what cannot work before anything is written."""
-    use_threads(config.threads)
-    dtype = DTYPES[config.learner.dtype]
+    config = settled(config)
+    device = find_device(config.device)
+    use_threads(config.threads, device)
     folder = resolve(config.model)
-    model = load_folder(folder, dtype)
+    model = load_folder(folder, DTYPES[config.learner.dtype])
+    model.decoder.to(device)
     tokenizer = Tokenizer.load(folder)
-    sampling = Sampling(
-        max_tokens=config.sampling.max_tokens,
-        temperature=config.sampling.temperature,
-        top_p=config.sampling.top_p,
-        top_k=config.sampling.top_k,
-        min_p=config.sampling.min_p,
-        stop_ids=tokenizer.stop_ids,
-        stop_strings=config.sampling.stop,
-    )
+    sampling = _sampling(config.sampling, tokenizer)
     algo = build_algorithm(config.algo, sampling.max_tokens)
     updates = config.learner.epochs * config.learner.minibatches
     needs = algo.needs(updates)
-    limit = _prompt_limit(config, model)
-    stream = TaskStream(config.task, tokenizer, config.seed, max_prompt_tokens=limit)
-    stream.check(config.batch.prompts)
-    problems = stream.held_out(config.eval.problems)
     adapters = _adapters(config, model.decoder)
+    has_reference = "ref" in needs and adapters is None
+    plan = _plan(config, model, device, has_reference, adapters)
     learner = LocalLearner(
         model.decoder,
         config.learner,
         config.optim,
         num_updates=config.steps * updates,
         temperature=sampling.temperature,
-        reference=_frozen_copy(model) if "ref" in needs and adapters is None else None,
+        reference=_frozen_copy(model) if has_reference else None,
         adapters=adapters,
     )
+    learner.follow(plan)
+    limit = _prompt_limit(config, model, learner.token_budget)
+    stream = TaskStream(config.task, tokenizer, config.seed, max_prompt_tokens=limit)
+    stream.check(config.batch.prompts)
+    problems = stream.held_out(config.eval.problems)
     engine = native_engine(
         model.decoder,
         tokenizer.decode,
         slots=config.engine.slots,
         max_context=limit + sampling.max_tokens,
         weights=config.engine.weights,
+        reserve=0 if plan is None else plan.update,
     )
     scorer = ScoringPool(config.task)
     tasks = Tasks(stream=stream, scorer=scorer, sampling=sampling, weights=config.reward, seed=config.seed)
@@ -158,14 +168,49 @@ def assemble(config: RunConfig) -> Parts:
     )
 
 
-def _prompt_limit(config: RunConfig, model: LoadedModel) -> int:
+def _sampling(config: SamplingConfig, tokenizer: Tokenizer) -> Sampling:
+    return Sampling(
+        max_tokens=config.max_tokens,
+        temperature=config.temperature,
+        top_p=config.top_p,
+        top_k=config.top_k,
+        min_p=config.min_p,
+        stop_ids=tokenizer.stop_ids,
+        stop_strings=config.stop,
+    )
+
+
+def _plan(
+    config: RunConfig, model: LoadedModel, device: torch.device, has_reference: bool, adapters: Adapters | None
+) -> Plan | None:
+    """How a GPU's memory is used; a CPU's is the system's affair. How long prompts are is not known yet: a guess."""
+    if device.type != "cuda":
+        return None
+    batch, new = config.batch, config.sampling.max_tokens
+    prompt = max(1, min(USUAL_PROMPT, _context(model) - new))
+    rows = batch.prompts * batch.samples
+    load = Load(
+        model=model.config,
+        width=model.decoder.embed.itemsize,
+        longest=prompt + new,
+        batch_tokens=batch.prompts * prompt + rows * new,
+        kv_tokens=batch.prompts * prompt + min(rows, config.engine.slots) * new,
+        has_reference=has_reference,
+        trained=None if adapters is None else adapters.num_params,
+        base=0 if adapters is None else adapters.base_bytes,
+    )
+    free, _ = torch.cuda.mem_get_info(device)
+    return plan_memory(load, free + torch.cuda.memory_reserved(device), config.learner.token_budget)
+
+
+def _prompt_limit(config: RunConfig, model: LoadedModel, budget: int) -> int:
     """The longest prompt that fits the model's context and one microbatch together with its completion."""
     longest, context = config.sampling.max_tokens, _context(model)
-    room = min(context, config.learner.token_budget) - longest
+    room = min(context, budget) - longest
     if room < 1:
         raise ConfigError(
             f"sampling.max_tokens = {longest} leaves no room for a prompt in the model's context of {context} "
-            f"and learner.token_budget = {config.learner.token_budget}; lower it or raise the budget"
+            f"and learner.token_budget = {budget}; lower it or raise the budget"
         )
     return room
 
@@ -205,7 +250,7 @@ def train(config: RunConfig, out: Path, log: str) -> Path:
     parts = assemble(config)
     try:
         typed = shlex.join(["cohort", *sys.argv[1:]]) if sys.argv[1:2] == ["train"] else ""  # not from Python
-        directory = RunDirectory.create(out, config, command=typed)
+        directory = RunDirectory.create(out, parts.config, command=typed)
         _run(parts, directory, log)
     finally:
         parts.close()
@@ -230,7 +275,7 @@ def _run(parts: Parts, directory: RunDirectory, log: str) -> None:
     hooks = Hooks(
         evaluate=parts.evaluate, checkpoint=parts.checkpoint, write_model=parts.write_model, restore=parts.restore
     )
-    with Run(directory, parts.config, hooks, make_view(log)) as run:
+    with Run(directory, parts.config, hooks, make_view(log)) as run, forwarded(run.event):
         if parts.tasks.sampling.truncates and run.step == 0:  # told once: a resumed run has it on record
             run.event("sampling", "top-p, top-k or min-p: the policy that acts is not the one that is trained")
         run_loop(run, parts.engine, parts.learner, parts.tasks, parts.algo)
@@ -241,9 +286,11 @@ def _run(parts: Parts, directory: RunDirectory, log: str) -> None:
 
 def evaluate(task: Task, model: str, options: EvalOptions) -> Evaluation:
     """Evaluate a model on a task, outside any run."""
-    use_threads(options.threads)
+    device = find_device(options.device)
+    use_threads(options.threads, device)
     folder = resolve(model)
-    loaded, tokenizer = load_folder(folder), Tokenizer.load(folder)
+    loaded, tokenizer = load_folder(folder, DTYPES[find_dtype(options.dtype, device)]), Tokenizer.load(folder)
+    loaded.decoder.to(device)
     sampling = Sampling(
         max_tokens=options.max_tokens,
         temperature=options.temperature,
@@ -303,10 +350,7 @@ def _exported(directory: RunDirectory, out: Path, which: str) -> Checkpoint:
 
 
 def bench_engine(options: EngineBenchOptions) -> BenchResult:
-    use_threads(options.threads)
-    if options.device == "cuda":  # kernels that are fast there are not always deterministic
-        torch.set_deterministic_debug_mode("default")
-    return bench.bench_engine(bench.engine_model(options), options)
+    return bench.bench_engine(_bench_model(options), options)
 
 
 def bench_learner(options: LearnerBenchOptions) -> BenchResult:
@@ -318,5 +362,12 @@ def bench_step(options: BenchOptions) -> BenchResult:
 
 
 def _bench_model(options: BenchOptions) -> Decoder:
-    use_threads(options.threads)
-    return load_folder(resolve(options.model)).decoder
+    """The model to be measured, on its device; refuses what cannot be measured before anything is loaded."""
+    device = find_device(options.device)
+    use_threads(options.threads, device)
+    dtype = DTYPES[find_dtype(options.dtype, device)]
+    if options.weights == "random":
+        config = named_shape(options.model)
+        check_context(config, options.prompt_tokens + options.completion_tokens)
+        return random_decoder(config, dtype, str(device))
+    return load_folder(resolve(options.model), dtype).decoder.to(device)

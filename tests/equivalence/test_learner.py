@@ -296,10 +296,56 @@ def test_in_bf16_the_residual_stream_is_fp32():
         cos, sin = half.angles(torch.arange(50), torch.bfloat16)
         stream, rounded = x.float(), x
         for layer in half.layers:
-            stream = layer(stream, cos, sin, one_sequence())
-            rounded = layer(rounded, cos, sin, one_sequence()).bfloat16()
+            stream = sum(layer(stream, None, cos, sin, one_sequence()))
+            rounded = sum(layer(rounded, None, cos, sin, one_sequence())).bfloat16()
         assert stream.dtype == torch.float32
         truth = exact(tokens, torch.arange(50), one_sequence())
         mine = half(tokens, torch.arange(50), one_sequence())
     assert torch.equal(mine, half.norm(stream))
     assert (mine - truth).norm() < 0.8 * (half.norm(rounded) - truth).norm()
+
+
+# ---- memory
+
+
+def one_update(groups, decoder, token_budget=1000, recompute=False, refuse_above=None):
+    """Gradients of a GRPO minibatch; microbatches above `refuse_above` tokens find no memory."""
+    learner = LocalLearner(decoder, LearnerConfig(token_budget=token_budget), OptimConfig(), num_updates=1)
+    decoder.recompute = recompute
+    backward, refused = learner._backward, []
+
+    def scarce(micro, weights, algo):
+        if refuse_above is not None and len(micro.tokens) > refuse_above:
+            refused.append(len(micro.tokens))
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore lines.")
+        return backward(micro, weights, algo)
+
+    learner._backward = scarce
+    minibatch = pack(groups, learner.token_budget).minibatches[0]
+    tally = learner.forward_backward(minibatch, build_algorithm(GRPO(), 16))
+    return learner, {n: m.grad.clone() for n, m in learner.optimizer.masters.items()}, tally, refused
+
+
+def test_recomputed_activations_change_no_bit():
+    groups = random_groups()
+    _, kept, _, _ = one_update(groups, small_decoder(torch.float32))
+    _, again, _, _ = one_update(groups, small_decoder(torch.float32), recompute=True)
+    assert all(torch.equal(kept[name], again[name]) for name in kept)
+
+
+def test_out_of_memory_starts_the_update_again_in_smaller_microbatches(caplog):
+    groups = random_groups(num_groups=6)
+    _, expected, tally, _ = one_update(groups, small_decoder(torch.float64))
+    with caplog.at_level("WARNING", logger="cohort"):
+        learner, got, got_tally, refused = one_update(groups, small_decoder(torch.float64), refuse_above=50)
+    assert refused and refused[0] > 50, "memory was not short"
+    assert learner.token_budget <= refused[0] // 2
+    assert f"instead of {refused[0]} tokens a microbatch" in caplog.text
+    for name, grad in expected.items():
+        torch.testing.assert_close(got[name], grad, atol=1e-12, rtol=1e-9)
+    assert got_tally.to_metrics()["tokens"] == tally.to_metrics()["tokens"], "half an attempt was counted"
+
+
+def test_a_sample_that_never_fits_stops_training_with_the_reason():
+    with pytest.raises(TrainingStopped, match=r"single sample of \d+ tokens .*Tried to allocate 2.00 GiB"):
+        one_update(random_groups(), small_decoder(torch.float32), refuse_above=3)

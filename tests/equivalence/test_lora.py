@@ -170,6 +170,26 @@ def test_off_is_the_base_and_after_it_not_a_bit_has_changed(dtype):
     assert all(torch.equal(a, b) for a, b in zip(decoder.parameters(), merged, strict=True))
 
 
+def test_what_is_trained_and_what_is_kept():
+    """q [48, 32] and down [32, 40] of two layers, rank 3: A and B of each, and the base in its own type."""
+    adapters = Adapters(small_decoder(torch.bfloat16), LoraConfig(rank=3, targets=("q_proj", "down_proj")))
+    assert adapters.num_params == 2 * 3 * (48 + 32 + 32 + 40)
+    assert adapters.base_bytes == 2 * 2 * (48 * 32 + 32 * 40)
+
+
+def test_computed_twice_layers_give_their_gradients_once():
+    """Where memory is short a layer's forward runs again in the backward."""
+    decoder = small_decoder(torch.float64)
+    adapters = Adapters(decoder, LORA)
+    stir(adapters)
+    with adapters.gradients():
+        hidden, expected = hidden_and_gradients(decoder, adapters)
+        decoder.recompute = True
+        again, got = hidden_and_gradients(decoder, adapters)
+    assert torch.equal(again, hidden)
+    assert all(torch.equal(got[n], g) for n, g in expected.items())
+
+
 def test_factors_begin_as_pefts_do_and_follow_from_the_seed():
     first, again, other = (Adapters(small_decoder(), LORA, seed) for seed in (0, 0, 1))
     for name, p in first.named_parameters():

@@ -13,11 +13,12 @@ from tests.gpu.device import DEVICE, HALF, HAS_GPU
 
 from cohort.engines.native.cuda.attention import Parts, Reading, decode_attention
 from cohort.engines.native.cuda.draw import choose
-from cohort.engines.native.cuda.fuse import PAGE, Angles, add_norm, gate, rotate_and_store
+from cohort.engines.native.cuda.rotate import PAGE, Angles, rotate_and_store
 from cohort.engines.native.random import uniforms
 from cohort.engines.native.sampler import Settings, draw
 from cohort.models.decoder import Decoder
 from cohort.models.functions import rms_norm, rotate
+from cohort.models.kernels import add_norm, gate
 from tests.support import small_config
 
 BOUND = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}

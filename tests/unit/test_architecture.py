@@ -23,7 +23,7 @@ LAYERS = {
     1: ("config", "text", "tasks", "scoring", "recipes"),
     2: ("algos", "data"),
     3: ("models",),
-    4: ("engines", "learner", "checkpoint", "limits"),
+    4: ("engines", "learner", "checkpoint", "limits", "device"),
     5: ("evaluate", "logs", "store", "train"),
     6: ("build", "bench"),
     7: ("cli", "__main__", "__init__"),
@@ -54,10 +54,10 @@ WALLS = {
     "multiprocessing": ("scoring",),
     "torch": (
         *("algos", "data", "models", "limits", "engines", "learner", "checkpoint"),
-        *("evaluate", "store", "train", "build", "bench"),
+        *("evaluate", "store", "train", "build", "bench", "device"),
     ),
     "safetensors": ("models", "checkpoint", "store"),
-    "triton": ("engines.native.cuda",),
+    "triton": ("engines.native.cuda", "learner.kernels", "models.kernels"),
 }
 FORBIDDEN_MODULES = {"pickle", "cPickle", "dill", "shelve", "marshal"}
 FORBIDDEN_CALLS = {"eval", "exec", "torch.load", "torch.save"}

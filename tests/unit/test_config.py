@@ -401,7 +401,7 @@ def test_files_that_cannot_be_used(own_file: Path, tmp_path: Path) -> None:
 
 
 FLAGS = """
-model steps seed threads task algo engine reward.correct reward.format batch.prompts batch.samples
+model steps seed threads device task algo engine reward.correct reward.format batch.prompts batch.samples
 sampling.max_tokens sampling.temperature sampling.top_p sampling.top_k sampling.min_p sampling.stop
 sampling.allow_truncation engine.slots engine.weights algo.scale algo.clip_low algo.clip_high algo.kl
 algo.kl_estimator algo.kl_in algo.entropy algo.aggregate algo.truncated optim.lr optim.schedule optim.warmup

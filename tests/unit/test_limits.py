@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from cohort import bench
+from cohort import bench, build
 from cohort.config.options import BenchOptions, EngineBenchOptions, LearnerBenchOptions
 from cohort.errors import ConfigError, ModelError
 from cohort.learner.attention import packed_attention
@@ -54,7 +54,7 @@ def test_forward_operations_agree_with_a_counted_forward():
     groups = bench._random_groups(decoder, SHAPE)
     [micro] = bench.pack(groups, 1000).minibatches[0].microbatches
     with FlopCounterMode(display=False) as counter, torch.no_grad():
-        hidden = decoder(micro.tokens, micro.positions, packed_attention(micro.layout, torch.float64))
+        hidden = decoder(micro.tokens, micro.positions, packed_attention(micro.layout, decoder.embed))
         decoder.logits(hidden.index_select(0, micro.source))
     counts = counter.get_flop_counts()["Global"]
     products = sum(n for op, n in counts.items() if "attention" not in str(op) and "bmm" not in str(op))
@@ -216,14 +216,14 @@ def test_every_run_has_its_own_prompts():
     assert len({tuple(r.tokens) for r in first}) == 2  # a group shares its prompt
 
 
-def test_the_model_of_the_engine_benchmark(monkeypatch):
+def test_the_model_of_a_benchmark(monkeypatch):
     monkeypatch.setitem(SHAPES, "little", {**SHAPES["qwen2.5-0.5b"], "num_hidden_layers": 1, "vocab_size": 99})
-    decoder = bench.engine_model(EngineBenchOptions(model="little", weights="random", dtype="bfloat16"))
+    decoder = build._bench_model(EngineBenchOptions(model="little", weights="random", dtype="bfloat16"))
     assert decoder.embed.shape == (99, 896) and decoder.embed.dtype == torch.bfloat16
     with pytest.raises(ModelError, match=r'no shape is known under the name "tiny".*qwen2.5-0.5b'):
-        bench.engine_model(EngineBenchOptions(weights="random"))
+        build._bench_model(EngineBenchOptions(weights="random"))
     with pytest.raises(ModelError, match="context is 32768 tokens and the run needs 40064"):
-        bench.engine_model(EngineBenchOptions(model="little", weights="random", completion_tokens=40_000))
+        build._bench_model(EngineBenchOptions(model="little", weights="random", completion_tokens=40_000))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ConfigError, match=r"--device cuda: .* sees no CUDA device"):
-        bench.engine_model(EngineBenchOptions(device="cuda"))
+    with pytest.raises(ConfigError, match=r"device cuda: .* sees no CUDA device"):
+        build._bench_model(EngineBenchOptions(device="cuda"))

@@ -49,7 +49,7 @@ def report(result: BenchResult, options: BenchOptions) -> str:
     """The measurement as a table."""
     rows = [
         ["model", options.model],
-        *_setting(options),
+        *([["device", result.setting]] if result.setting != "cpu, float32" else []),
         ["shape", f"{options.prompts} x {options.samples} samples, {_lengths(options)}"],
         ["seconds", f"{result.seconds:.3f}"],
         ["tokens/s", f"{result.tokens_per_second:.0f}"],
@@ -57,13 +57,6 @@ def report(result: BenchResult, options: BenchOptions) -> str:
         *([label, f"{value:.4g}"] for label, value in result.details.items()),
     ]
     return table(["bench", result.what], rows)
-
-
-def _setting(options: BenchOptions) -> list[list[str]]:
-    """What was chosen besides the shape."""
-    if not isinstance(options, EngineBenchOptions) or (options.device, options.dtype) == ("cpu", "float32"):
-        return []
-    return [["device", f"{options.device}, {options.dtype}"]]
 
 
 def _lengths(options: BenchOptions) -> str:

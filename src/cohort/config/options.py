@@ -37,6 +37,10 @@ class EvalOptions:
     seed: int = 0
     threads: int = 0
     """CPU threads; 0 = all cores."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto = a GPU if torch sees one."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """auto = bfloat16 on a GPU, float32 on a CPU."""
 
     def check(self) -> None:
         """Refuse values that cannot work, and samples that would all be the same."""
@@ -68,6 +72,12 @@ class BenchOptions:
     """The median is reported; one more run warms up."""
     threads: int = 0
     """CPU threads; 0 = all cores."""
+    weights: Literal["files", "random"] = "files"
+    """random = the shape --model names with random weights, for which no files are needed."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto = a GPU if torch sees one."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """auto = bfloat16 on a GPU, float32 on a CPU."""
 
     def check(self) -> None:
         _at_least(1, self, "prompts samples prompt_tokens completion_tokens repeats")
@@ -78,20 +88,12 @@ class BenchOptions:
 class EngineBenchOptions(BenchOptions):
     """Sampling alone."""
 
-    weights: Literal["files", "random"] = "files"
-    """random = the shape --model names with random weights, for which no files are needed."""
-    device: Literal["cpu", "cuda"] = "cpu"
-    dtype: Literal["float32", "bfloat16"] = "float32"
     lengths: Literal["fixed", "lognormal"] = "fixed"
     """lognormal = every completion has its own length, a third of --completion-tokens on average and never more."""
     slots: int = 0
     """Samples decoded at once; 0 = 64 on a CPU, all of them on a GPU."""
     copies: Literal["shared", "packed", "fp16"] = "shared"
     """As engine.weights in training."""
-
-    @property
-    def num_slots(self) -> int:
-        return self.slots or (64 if self.device == "cpu" else self.prompts * self.samples)
 
     def check(self) -> None:
         super().check()
@@ -104,8 +106,8 @@ class EngineBenchOptions(BenchOptions):
 class LearnerBenchOptions(BenchOptions):
     """Forward, backward and optimizer step alone."""
 
-    token_budget: int = 4096
-    """Most tokens in one forward/backward."""
+    token_budget: int = 0
+    """Most tokens in one forward/backward; 0 = 4096 on a CPU, what fits into the memory of a GPU."""
     prefix_sharing: bool = True
     """Train a group's prompt once instead of once a sample."""
 
@@ -119,4 +121,5 @@ class BenchResult:
     tokens_per_second: float
     fraction: float  # of the limit, 0..1
     limit: str  # for example "48 GFLOP/s, matmul measured on this machine"
+    setting: str = "cpu, float32"  # device and type
     details: dict[str, float] = field(default_factory=dict)  # more numbers, by label

@@ -24,7 +24,7 @@ _BOUNDS: tuple[tuple[str, Callable[[float], bool], str], ...] = (
         "algo.clip_low algo.clip_high algo.kl algo.entropy sampling.temperature learner.lora.alpha",
     ),
     ("at least 1", lambda x: x >= 1, "steps batch.prompts batch.samples sampling.max_tokens engine.slots"),
-    ("at least 1", lambda x: x >= 1, "learner.epochs learner.minibatches learner.token_budget eval.samples"),
+    ("at least 1", lambda x: x >= 1, "learner.epochs learner.minibatches eval.samples"),
     ("at least 1", lambda x: x >= 1, "save.every save.keep_last optim.max_bad_steps"),
     (
         "at least 0",
@@ -32,6 +32,7 @@ _BOUNDS: tuple[tuple[str, Callable[[float], bool], str], ...] = (
         "seed threads sampling.top_k algo.clip_high algo.kl algo.entropy optim.lr",
     ),
     ("at least 0", lambda x: x >= 0, "optim.warmup optim.weight_decay optim.clip_norm save.rollouts"),
+    ("at least 0", lambda x: x >= 0, "learner.token_budget"),
     ("at least 0", lambda x: x >= 0, "eval.every eval.problems eval.temperature learner.lora.rank"),
     ("above 0", lambda x: x > 0, "sampling.temperature optim.eps learner.lora.alpha"),
     ("above 0 and at most 1", lambda x: 0 < x <= 1, "sampling.top_p"),
@@ -134,7 +135,7 @@ def _check_combinations(config: RunConfig, given: Collection[str]) -> None:
             f"learner.minibatches is {learner.minibatches}, but a batch has only {batch.prompts} groups "
             "(batch.prompts) to divide; lower --learner.minibatches."
         )
-    if learner.token_budget <= sampling.max_tokens:
+    if 0 < learner.token_budget <= sampling.max_tokens:
         raise ConfigError(
             f"learner.token_budget is {learner.token_budget}, too small for a prompt and a completion of "
             f"sampling.max_tokens = {sampling.max_tokens}; raise --learner.token-budget."

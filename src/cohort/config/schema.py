@@ -136,12 +136,14 @@ class LearnerConfig:
     """Passes over each batch of rollouts."""
     minibatches: int = 1
     """Optimizer steps per pass."""
-    token_budget: int = 2048
-    """Most tokens in one forward/backward; changes memory and speed, never the result."""
+    token_budget: int = 0
+    """Most tokens in one forward/backward; changes memory and speed, never the result. 0 = 2048 on a CPU, what fits
+    into the memory of a GPU."""
     prefix_sharing: bool = True
     """Train a group's prompt once instead of once a sample; changes speed, never the result."""
-    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
-    """Compute type; master weights, moments and gradients stay fp32 (float64 for tests)."""
+    dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
+    """Compute type; master weights, moments and gradients stay fp32 (float64 for tests). auto = bfloat16 on a GPU,
+    float32 on a CPU."""
     lora: LoraConfig = field(default_factory=LoraConfig)
 
 
@@ -185,6 +187,8 @@ class RunConfig:
     seed: int = 0
     threads: int = 0
     """CPU threads; 0 = all cores. Part of the checkpoint: sums depend on it."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to sample and train; auto = on a GPU if torch sees one. The run records which, and goes on there."""
     task: Any = None
     """The task, an instance of a registered task class; its fields are the difficulty knobs."""
     reward: dict[str, float] = field(default_factory=dict)

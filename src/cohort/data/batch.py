@@ -6,32 +6,14 @@ Tensors here live on the CPU; the learner moves them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
 
 import torch
 from torch import Tensor
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Block:
-    """Segments of similar length attended in one call: b segments of Lq queries over Lk keys, padded.
-
-    Query i of segment s sees keys 0 .. offsets[s] + i. A completion's keys are its prompt and itself with
-    offset = prompt length; a prompt's keys are itself with offset 0. Padding repeats an arbitrary token: padded
-    keys lie beyond every real query's reach, padded queries are never read.
-    """
-
-    queries: Tensor  # [b, Lq] indices into the stream
-    keys: Tensor  # [b, Lk] indices into the stream
-    offsets: Tensor  # [b]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Layout:
-    """Who sees whom in a stream, without a mask over all pairs."""
-
-    blocks: list[Block]
-    order: Tensor  # [T] row of each token in the blocks' outputs laid end to end
+from cohort.data.layout import Layout
+from cohort.data.transfer import put
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,15 +38,9 @@ class Microbatch:
     ref_logprobs: Tensor | None = None  # [N]
 
     def to(self, device: torch.device) -> Microbatch:
-        def moved(x: object) -> object:
-            return x.to(device) if isinstance(x, Tensor) else x
-
-        layout = Layout(
-            blocks=[Block(**{f.name: moved(getattr(b, f.name)) for f in fields(b)}) for b in self.layout.blocks],  # type: ignore[arg-type]
-            order=self.layout.order.to(device),
-        )
-        values = {f.name: moved(getattr(self, f.name)) for f in fields(self)}
-        return Microbatch(**{**values, "layout": layout})  # type: ignore[arg-type]
+        """The layout stays: attention takes from it what it needs."""
+        held = ((f.name, getattr(self, f.name)) for f in fields(self))
+        return replace(self, **{name: put(x, device) for name, x in held if isinstance(x, Tensor)})  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,6 +50,7 @@ class Minibatch:
     microbatches: list[Microbatch]
     num_samples: int
     num_tokens: int
+    repacked: Callable[[int], list[Microbatch]]  # the same samples in microbatches of another budget
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

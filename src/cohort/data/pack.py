@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from cohort.clock import stage
-from cohort.data.batch import Batch, Block, Layout, Microbatch, Minibatch
+from cohort.data.batch import Batch, Microbatch, Minibatch
+from cohort.data.layout import Layout, Span
 from cohort.errors import ConfigError
 from cohort.types import CONSTANT_REWARD, Group, Provenance, Sample
 
@@ -46,10 +48,10 @@ def pack(
     segment = 0
     for part in range(minibatches):
         chosen = groups[part * len(groups) // minibatches : (part + 1) * len(groups) // minibatches]
-        units: list[Unit] = []
+        members: list[tuple[list[int], list[tuple[int, Sample]]]] = []  # (prompt, samples) of each group
         num_samples = num_tokens = 0
         for group in chosen:
-            members: list[tuple[int, Sample]] = []
+            members.append((group.prompt.tokens, []))
             for sample in group.samples:
                 length = sum(1 for p in sample.provenance if p == loss_on)
                 fate = _fate(group, sample, length)
@@ -57,12 +59,22 @@ def pack(
                 num_samples += fate not in ("failed", "excluded")
                 num_tokens += length if fate in ("packed", "no_signal") else 0
                 if fate == "packed":
-                    members.append((segment, sample))
+                    members[-1][1].append((segment, sample))
                 segment += 1
-            units += _units(group.prompt.tokens, members, token_budget, share)
-        micro = [_microbatch(bin, loss_on) for bin in fit(units, token_budget)]
-        packed.append(Minibatch(microbatches=micro, num_samples=num_samples, num_tokens=num_tokens))
+        repacked = partial(_microbatches, members, share, loss_on)
+        packed.append(
+            Minibatch(
+                microbatches=repacked(token_budget), num_samples=num_samples, num_tokens=num_tokens, repacked=repacked
+            )
+        )
     return Batch(minibatches=packed, counts=dict(counts))
+
+
+def _microbatches(
+    members: Sequence[tuple[list[int], list[tuple[int, Sample]]]], share: bool, loss_on: Provenance, token_budget: int
+) -> list[Microbatch]:
+    units = [unit for prompt, samples in members for unit in _units(prompt, samples, token_budget, share)]
+    return [_microbatch(bin, loss_on) for bin in fit(units, token_budget)]
 
 
 def _fate(group: Group, sample: Sample, length: int) -> str:
@@ -113,31 +125,33 @@ def fit(units: Sequence[Unit], budget: int) -> list[list[Unit]]:
 
 
 def _microbatch(units: Sequence[Unit], loss_on: Provenance) -> Microbatch:
-    tokens: list[int] = []
-    positions: list[int] = []
-    spans: list[Span] = []
-    source: list[int] = []
+    """The stream: prompts that several samples read, then what is one plain sequence, then those samples."""
+    stream = _Stream()
     chosen: list[tuple[int, Sample, list[int]]] = []
-    for unit in units:
-        start, size = len(tokens), len(unit.prompt)
-        tokens += unit.prompt
-        positions += range(size)
-        alone = len(unit.samples) == 1  # then prompt and completion are one plain sequence
-        if not alone:
-            spans.append((start, size, start, 0))
-        for segment, sample in unit.samples:
-            at = [i for i, p in enumerate(sample.provenance) if p == loss_on]
-            first, length = len(tokens), at[-1]  # the last target and what follows it predict nothing
-            tokens += sample.tokens[:length]
-            positions += range(size, size + length)
-            spans.append((start, size + length, start, 0) if alone else (first, length, start, size))
+    source: list[int] = []
+    rows = [[(s, sample, _targets(sample, loss_on)) for s, sample in unit.samples] for unit in units]
+    # the last target and what follows it predict nothing: a sample of one target has no input of its own
+    shared = [len(row) > 1 and any(at[-1] for _, _, at in row) for row in rows]
+    starts = {n: stream.add(units[n].prompt, 0) for n in range(len(units)) if shared[n]}
+    for n in sorted(range(len(units)), key=lambda n: shared[n]):
+        prompt = units[n].prompt
+        size = len(prompt)
+        if shared[n]:
+            start = starts[n]
+        else:  # samples without inputs of their own, if there are several
+            row_tokens = max((sample.tokens[: at[-1]] for _, sample, at in rows[n]), key=len)
+            start = stream.add(prompt + row_tokens, 0)
+        for segment, sample, at in rows[n]:
+            first = start + size
+            if shared[n] and at[-1]:
+                first = stream.add(sample.tokens[: at[-1]], size, (start, size))
             source += [first + i - 1 if i else start + size - 1 for i in at]
             chosen.append((segment, sample, at))
     num = [len(at) for _, _, at in chosen]
     return Microbatch(
-        tokens=torch.tensor(tokens),
-        positions=torch.tensor(positions),
-        layout=layout(spans, len(tokens)),
+        tokens=torch.tensor(stream.tokens),
+        positions=torch.tensor(stream.positions),
+        layout=Layout(spans=stream.spans, num_tokens=len(stream.tokens)),
         source=torch.tensor(source),
         targets=_flat(chosen, lambda s: s.tokens, torch.int64),
         segments=_repeat([segment for segment, _, _ in chosen], num),
@@ -147,6 +161,27 @@ def _microbatch(units: Sequence[Unit], loss_on: Provenance) -> Microbatch:
         old_logprobs=_optional(chosen, lambda s: s.old_logprobs),
         ref_logprobs=_optional(chosen, lambda s: s.ref_logprobs),
     )
+
+
+class _Stream:
+    """Tokens end to end."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.positions: list[int] = []
+        self.spans: list[Span] = []
+
+    def add(self, tokens: list[int], position: int, prompt: tuple[int, int] | None = None) -> int:
+        """Append a span whose first token stands at `position`; returns where it begins."""
+        start, shared = len(self.tokens), prompt or (len(self.tokens), 0)
+        self.tokens += tokens
+        self.positions += range(position, position + len(tokens))
+        self.spans.append(Span(start, len(tokens), *shared))
+        return start
+
+
+def _targets(sample: Sample, loss_on: Provenance) -> list[int]:
+    return [i for i, p in enumerate(sample.provenance) if p == loss_on]
 
 
 def _repeat(values: list[int] | list[float], counts: list[int]) -> Tensor:
@@ -162,47 +197,3 @@ def _optional(chosen, values) -> Tensor | None:  # type: ignore[no-untyped-def]
     present = [values(s) is not None for _, s, _ in chosen]
     assert all(present) or not any(present), "some samples of a batch are annotated and some are not"
     return _flat(chosen, values) if any(present) else None
-
-
-WASTE = 0.25  # share of padded query-key pairs in a block worth a call less
-CALL = 8192  # pairs computed in about the time that a call itself costs
-
-Span = tuple[int, int, int, int]
-"""(start, length, start of the shared prompt, its length): a run of tokens that sees that prompt and itself."""
-
-
-def layout(spans: Sequence[Span], num_tokens: int) -> Layout:
-    """Batch spans of similar shape, so that padding wastes little and calls are few."""
-    blocks: list[Block] = []
-    order = np.empty(num_tokens, dtype=np.int64)
-    taken = 0
-    for members in _similar(sorted((s for s in spans if s[1]), key=lambda s: (s[1] + s[3], s[1]))):
-        start, length, shared, size = np.array(members).T[:, :, None]  # [b, 1] each
-        lq, lk = int(length.max()), int((length + size).max())
-        column, row = np.arange(lk), np.arange(lq)
-        own = start + np.minimum(column - size, length - 1)
-        keys = np.where(column < size, shared + column, own)  # [b, Lk]
-        queries = start + np.minimum(row, length - 1)  # [b, Lq]
-        real = row < length
-        order[queries[real]] = (taken + np.arange(len(members))[:, None] * lq + row)[real]
-        taken += len(members) * lq
-        tensors = (torch.from_numpy(a) for a in (queries, keys, size[:, 0].copy()))
-        blocks.append(Block(**dict(zip(("queries", "keys", "offsets"), tensors, strict=True))))
-    return Layout(blocks=blocks, order=torch.from_numpy(order))
-
-
-def _similar(spans: Sequence[Span]) -> list[list[Span]]:
-    """Cut a sorted list of spans where padding would cost more than the calls it saves."""
-    out: list[list[Span]] = []
-    lq = lk = area = 0
-    for span in spans:
-        _, length, _, size = span
-        q, k = max(lq, length), max(lk, length + size)
-        true = area + length * (length + size)
-        if out and (len(out[-1]) + 1) * q * k <= (1 + WASTE) * true + CALL:
-            out[-1].append(span)
-            lq, lk, area = q, k, true
-        else:
-            out.append([span])
-            lq, lk, area = length, length + size, length * (length + size)
-    return out

@@ -1,4 +1,4 @@
-"""Attention over a packed stream: exactly what each token may see, block by block.
+"""Attention over a packed stream: exactly what each token may see, block by block (or by flash attention on a GPU).
 
 No mask over all pairs of the pack exists: each block gathers its segments' queries and keys (a shared prompt's
 keys once a sibling) and masks only those.
@@ -12,21 +12,29 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cohort.data.batch import Block, Layout
+from cohort.data.layout import Block, Layout
+from cohort.learner.flash import flash_attention
 from cohort.models.decoder import Attend
+from cohort.models.functions import fused
 
 FEW_KEYS = 256  # up to here all scores of a block on a CPU: a quarter faster than the fused form, in its memory
 
 
-def packed_attention(layout: Layout, dtype: torch.dtype) -> Attend:
-    """The `attend` argument of the decoder for one microbatch. Masks are built once for all layers."""
-    masks = [_mask(block, dtype) for block in layout.blocks]
+def packed_attention(layout: Layout, like: Tensor) -> Attend:
+    """The `attend` argument of the decoder for one microbatch, for a model whose weights are `like` this.
+
+    Masks are built once for all layers.
+    """
+    if fused(like) and like.dtype in (torch.bfloat16, torch.float16):
+        return flash_attention(layout.runs(like.device))
+    form = layout.blocks(like.device)
+    masks = [_mask(block, like.dtype) for block in form.blocks]
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         T, K, g, D = q.shape
         outputs = []
         flat_q, flat_k, flat_v = q.reshape(T, -1), k.reshape(T, -1), v.reshape(T, -1)
-        for block, mask in zip(layout.blocks, masks, strict=True):
+        for block, mask in zip(form.blocks, masks, strict=True):
             (b, lq), lk = block.queries.shape, block.keys.shape[1]
             # index_select, because its backward is deterministic on CPU and that of indexing is not
             bq = flat_q.index_select(0, block.queries.flatten()).view(b, lq, K, g, D)
@@ -34,7 +42,7 @@ def packed_attention(layout: Layout, dtype: torch.dtype) -> Attend:
             bv = flat_v.index_select(0, block.keys.flatten()).view(b, lk, K, D)
             mix = _explicit if q.device.type == "cpu" and lk <= FEW_KEYS else _fused
             outputs.append(mix(bq, bk, bv, mask).reshape(b * lq, K * g * D))
-        return torch.cat(outputs).index_select(0, layout.order).view(T, K, g, D)
+        return torch.cat(outputs).index_select(0, form.order).view(T, K, g, D)
 
     return attend
 

@@ -28,6 +28,8 @@ class LiveWeights:
 class Learner(Protocol):
     """`update` is the whole of a step; `forward_backward` and `optim_step` are its halves, for other loops."""
 
+    token_budget: int  # most tokens of a microbatch; it shrinks when memory runs out
+
     def annotate(self, groups: Sequence[Group], needs: Collection[str]) -> None:
         """Fill in the samples' `old_logprobs` and `ref_logprobs`, those named in `needs`."""
 

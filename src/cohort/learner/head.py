@@ -8,13 +8,15 @@ no second time: `gradient_through_head` takes its gradient while the chunk is th
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from cohort.models.functions import product, wide_product
+from cohort.models.functions import fused, product, wide_product
 
 CHUNK_LOGITS = 1 << 25  # 128 MiB of fp32 logits at a time; each chunk reads the whole head and its gradient
+GPU_CHUNK_LOGITS = 1 << 29  # there, 2 GiB: thousands of rows, or the matrix products are too narrow
 
 
 class _ChunkedHead(torch.autograd.Function):
@@ -25,7 +27,13 @@ class _ChunkedHead(torch.autograd.Function):
         logprobs = torch.empty(N, dtype=wide, device=hidden.device)
         entropy = torch.zeros(N, dtype=wide, device=hidden.device)
         log_z = torch.empty(N, dtype=wide, device=hidden.device)
-        for rows in _chunks(N, weight.shape[0]):
+        for rows in _chunks(hidden, weight):
+            if fused(hidden):
+                from cohort.learner import kernels
+
+                logits = wide_product(hidden[rows], weight)
+                logprobs[rows], entropy[rows], log_z[rows] = kernels.describe(logits, targets[rows], temperature)
+                continue
             logits = _logits(hidden[rows], weight, temperature)  # [n, V]
             z = torch.logsumexp(logits, dim=-1)
             log_z[rows] = z
@@ -42,7 +50,7 @@ class _ChunkedHead(torch.autograd.Function):
         hidden, weight, targets, log_z, entropy = ctx.saved_tensors
         d_hidden = torch.empty_like(hidden)
         d_weight = torch.zeros_like(weight, dtype=log_z.dtype) if ctx.needs_input_grad[1] else None
-        for rows in _chunks(hidden.shape[0], weight.shape[0]):
+        for rows in _chunks(hidden, weight):
             logits = _logits(hidden[rows], weight, ctx.temperature)
             g, e = d_logprobs[rows, None], d_entropy[rows, None]
             logp = logits.sub_(log_z[rows, None])
@@ -72,26 +80,46 @@ def gradient_through_head(
     d_weight the head is frozen.
     """
     d_hidden = torch.zeros_like(hidden)
-    for rows in _chunks(hidden.shape[0], weight.shape[0]):
-        logits = _logits(hidden[rows], weight, temperature)  # [n, V]
-        top = logits.amax(dim=-1, keepdim=True)
-        probs = torch.sub(logits, top).exp_()  # not normalised yet: its sum goes into factors of [n], not of [n, V]
-        total = probs.sum(dim=-1, keepdim=True)
-        z = top + total.log()
-        logprobs = logits.gather(1, targets[rows, None]) - z
-        entropy = z - torch.linalg.vecdot(probs, logits)[:, None] / total
-        g, e = gradient(rows, logprobs[:, 0], entropy[:, 0])
-        if e is not None:  # dH/dlogit = -p (log p + H)
-            d_logits = probs.div_(total) * (-g[:, None] - e[:, None] * (logits - z + entropy))
-        else:
-            d_logits = probs.mul_(-g[:, None] / total)
-        d_logits.scatter_add_(1, targets[rows, None], g[:, None])
-        if temperature != 1.0:
-            d_logits.div_(temperature)
-        d_logits = d_logits.to(hidden.dtype)
+    for rows in _chunks(hidden, weight):
+        pulled = _pulled_by_kernels if fused(hidden) else _pulled
+        d_logits = pulled(hidden[rows], weight, targets[rows], temperature, partial(gradient, rows))
         d_hidden[rows] = product(d_logits, weight.t())
         _add_product(d_weight, d_logits, hidden[rows])
     return d_hidden
+
+
+Slope = Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]
+"""`Gradient` of a chunk's rows."""
+
+
+def _pulled(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, slope: Slope) -> Tensor:
+    """The gradient on a chunk's logits [n, V]."""
+    logits = _logits(hidden, weight, temperature)
+    top = logits.amax(dim=-1, keepdim=True)
+    probs = torch.sub(logits, top).exp_()  # not normalised yet: its sum goes into factors of [n], not of [n, V]
+    total = probs.sum(dim=-1, keepdim=True)
+    z = top + total.log()
+    logprobs = logits.gather(1, targets[:, None]) - z
+    entropy = z - torch.linalg.vecdot(probs, logits)[:, None] / total
+    g, e = slope(logprobs[:, 0], entropy[:, 0])
+    if e is not None:  # dH/dlogit = -p (log p + H)
+        d_logits = probs.div_(total) * (-g[:, None] - e[:, None] * (logits - z + entropy))
+    else:
+        d_logits = probs.mul_(-g[:, None] / total)
+    d_logits.scatter_add_(1, targets[:, None], g[:, None])
+    if temperature != 1.0:
+        d_logits.div_(temperature)
+    return d_logits.to(hidden.dtype)
+
+
+def _pulled_by_kernels(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, slope: Slope) -> Tensor:
+    """The same on a GPU: the logits are read twice, and no other tensor of their size is made but the result."""
+    from cohort.learner import kernels
+
+    logits = wide_product(hidden, weight)
+    logprobs, entropy, log_z = kernels.describe(logits, targets, temperature)
+    g, e = slope(logprobs, entropy)
+    return kernels.pull(logits, targets, entropy, log_z, g, e, temperature, hidden.dtype)
 
 
 def _add_product(total: Tensor | None, a: Tensor, b: Tensor) -> None:
@@ -100,12 +128,15 @@ def _add_product(total: Tensor | None, a: Tensor, b: Tensor) -> None:
         return
     if total.dtype == a.dtype:
         total.addmm_(a.t(), b)
+    elif a.is_cuda:
+        total.add_(torch.mm(a.t(), b, out_dtype=total.dtype))
     else:
         total.add_(a.t() @ b)
 
 
-def _chunks(rows: int, vocab: int) -> list[slice]:
-    most = max(1, CHUNK_LOGITS // vocab)
+def _chunks(hidden: Tensor, weight: Tensor) -> list[slice]:
+    rows, vocab = hidden.shape[0], weight.shape[0]
+    most = max(1, (GPU_CHUNK_LOGITS if hidden.is_cuda else CHUNK_LOGITS) // vocab)
     size = max(1, -(-rows // max(1, -(-rows // most))))  # chunks of equal size: one of a few rows costs nearly as much
     return [slice(i, min(i + size, rows)) for i in range(0, rows, size)]
 

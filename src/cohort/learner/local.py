@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -23,11 +24,15 @@ from cohort.learner.attention import packed_attention
 from cohort.learner.base import LiveWeights
 from cohort.learner.head import gradient_through_head, token_logprobs
 from cohort.learner.optim import Optimizer, global_norm, learning_rate
+from cohort.learner.plan import Plan
 from cohort.learner.world import World
 from cohort.models.decoder import Decoder
 from cohort.models.lora import Adapters
 from cohort.types import Group, Provenance
 
+log = logging.getLogger(__name__)
+
+CPU_BUDGET = 2048  # tokens a microbatch where none are asked for and nothing is planned
 ADAPTER = "adapter/"  # what adapters are called in the learner's state, before their names
 
 
@@ -51,11 +56,19 @@ class LocalLearner:
         self.decoder, self.config, self.optim = decoder, config, optim
         self.temperature, self.reference, self.world = temperature, reference, world or World()
         self.num_updates = num_updates
+        self.token_budget = config.token_budget or CPU_BUDGET
+        self.plan: Plan | None = None
         self.adapters = adapters
         self.optimizer = Optimizer(decoder if adapters is None else adapters, optim)
         self.update_index = 0  # updates attempted: the schedule's clock, advanced also by those without signal
         self.num_bad = 0  # consecutive updates with non-finite gradients
         self._annotated = -1  # update_index at which old log-probabilities were last annotated
+
+    def follow(self, plan: Plan | None) -> None:
+        """Use a GPU's memory as planned; the first update tells how wrong the plan was."""
+        self.plan = plan
+        if plan is not None:
+            self.token_budget, self.decoder.recompute = plan.token_budget, plan.recompute
 
     # ---- the step --------------------------------------------------------------------------------------------
 
@@ -79,9 +92,43 @@ class LocalLearner:
                 for name, value in self.optim_step().items():
                     exact = torch.tensor(value, dtype=torch.float64)
                     tally.sum(name, exact) if name.startswith("updates/") else tally.mean(name, exact)
+        self._compare_with_plan()
         return tally.to_metrics()
 
     def forward_backward(self, minibatch: Minibatch, algo: Loss) -> Tally:
+        """Where memory runs out, once more from the start in smaller microbatches: the result is the same."""
+        while True:
+            try:
+                return self._forward_backward(minibatch, algo)
+            except torch.OutOfMemoryError as error:
+                reason = str(error).splitlines()[0]
+            # outside the handler, whose exception holds every tensor of the attempt
+            minibatch = self._in_smaller_parts(minibatch, reason)
+
+    def _in_smaller_parts(self, minibatch: Minibatch, reason: str) -> Minibatch:
+        largest = max((len(m.tokens) for m in minibatch.microbatches), default=0)
+        longest = max((s.length + s.size for m in minibatch.microbatches for s in m.layout.spans), default=0) + 1
+        budget = max(longest, largest // 2)
+        if budget >= largest:
+            raise TrainingStopped(
+                f"out of memory with a single sample of {longest} tokens in a microbatch: {reason} "
+                "Lower sampling.max_tokens, or use a smaller model."
+            )
+        self.optimizer.zero_grad()
+        if self.decoder.embed.is_cuda:
+            torch.cuda.empty_cache()
+        self.token_budget = min(self.token_budget, budget)
+        log.warning("out of memory: the update starts again with %d instead of %d tokens a microbatch", budget, largest)
+        return replace(minibatch, microbatches=minibatch.repacked(budget))
+
+    def _compare_with_plan(self) -> None:
+        if self.plan is not None:
+            used = torch.cuda.max_memory_allocated(self.decoder.embed.device)
+            off = self.plan.peak / used - 1
+            log.info("%s; the first update used %.1f GiB: %+.0f%%", self.plan.words, used / 2**30, 100 * off)
+            self.plan = None
+
+    def _forward_backward(self, minibatch: Minibatch, algo: Loss) -> Tally:
         self.optimizer.zero_grad()
         totals = self.world.sum(torch.tensor([minibatch.num_tokens, minibatch.num_samples], dtype=torch.float64))
         num_tokens, num_samples = totals.tolist()
@@ -120,7 +167,7 @@ class LocalLearner:
             hidden = self._predicting(self.decoder, micro, embedded)
             total = self.optimizer.grad_of(head) if head.requires_grad else None
             d_hidden = gradient_through_head(hidden, head, total, micro.targets, self.temperature, gradient)
-            if bool(d_hidden.any()):
+            if d_hidden.is_cuda or bool(d_hidden.any()):  # to look would wait for the GPU
                 hidden.backward(d_hidden)
                 if embed.requires_grad:
                     assert embedded.grad is not None
@@ -168,13 +215,13 @@ class LocalLearner:
 
     def _predicting(self, decoder: Decoder, micro: Microbatch, embedded: Tensor | None = None) -> Tensor:
         """Hidden states where the targets are predicted, [N, d]: the head runs on these only."""
-        attend = packed_attention(micro.layout, decoder.embed.dtype)
+        attend = packed_attention(micro.layout, decoder.embed)
         return decoder(micro.tokens, micro.positions, attend, embedded).index_select(0, micro.source)
 
     @torch.no_grad()
     def _sample_logprobs(self, groups: Sequence[Group], decoder: Decoder) -> Iterator[tuple[Any, list[float]]]:
         samples = [s for g in groups for s in g.samples]
-        batch = pack(groups, self.config.token_budget, share=self.config.prefix_sharing)
+        batch = pack(groups, self.token_budget, share=self.config.prefix_sharing)
         for micro in batch.minibatches[0].microbatches:
             values, _ = self.logprobs(decoder, micro.to(decoder.embed.device), with_entropy=False)
             rows: dict[int, list[float]] = {}

@@ -16,9 +16,10 @@ from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from cohort.models.config import ModelConfig
-from cohort.models.functions import gated, linear, rms_norm, rotate, wide
+from cohort.models.functions import add_norm, gated, linear, rms_norm, split_rotated, wide
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """attend(layer, q [T, K, g, D], k [T, K, D], v [T, K, D]) -> [T, K, g, D]"""
@@ -57,18 +58,19 @@ class Layer(nn.Module):
         self.down = nn.Parameter(torch.empty(c.hidden, c.ff))
         self.down_bias = nn.Parameter(torch.zeros(c.hidden)) if c.mlp_bias else None
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+    def forward(self, x: Tensor, y: Tensor | None, cos: Tensor, sin: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
+        """The stream x and what is still to be added to it, before and after."""
         T = x.shape[0]
-        qkv = linear(self.attn_norm(x), self.qkv, self.qkv_bias).view(T, *self.shape)  # [T, K, g + 2, D]
-        qk, v = qkv.split([self.shape[1] - 1, 1], dim=2)  # its backward is one copy, that of slices three
+        x, normed = add_norm(x, y, self.attn_norm.weight, self.attn_norm.eps)
+        qkv = linear(normed, self.qkv, self.qkv_bias).view(T, *self.shape)  # [T, K, g + 2, D]
         if self.q_norm is not None and self.k_norm is not None:
-            qk = torch.cat([self.q_norm(qk[:, :, :-1]), self.k_norm(qk[:, :, -1:])], dim=2)
-        q, k = rotate(qk, cos, sin).split([self.shape[1] - 2, 1], dim=2)
-        mixed = attend(self.index, q, k[:, :, 0], v[:, :, 0])  # [T, K, g, D]
-        x = x + linear(mixed.reshape(T, -1), self.out, self.out_bias)
+            q, k, v = qkv.split([self.shape[1] - 2, 1, 1], dim=2)
+            qkv = torch.cat([self.q_norm(q), self.k_norm(k), v], dim=2)
+        mixed = attend(self.index, *split_rotated(qkv, cos, sin))  # [T, K, g, D]
+        y = linear(mixed.reshape(T, -1), self.out, self.out_bias)
+        x, normed = add_norm(x, y, self.mlp_norm.weight, self.mlp_norm.eps)
         bias = None if self.gate_up_bias is None else self.gate_up_bias.flatten()
-        gate_up = self.gate_up.flatten(0, 1)  # [2 ff, d]
-        return x + gated(self.mlp_norm(x), gate_up, bias, self.down, self.down_bias)
+        return x, gated(normed, self.gate_up.flatten(0, 1), bias, self.down, self.down_bias)
 
 
 class Decoder(nn.Module):
@@ -79,6 +81,7 @@ class Decoder(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
+        self.recompute = False  # each layer's activations in the backward, instead of keeping them
         self.embed = nn.Parameter(torch.empty(config.vocab_size, config.hidden))
         self.layers = nn.ModuleList([Layer(config, i) for i in range(config.num_layers)])
         self.norm = Norm(config.hidden, config.norm_eps)
@@ -95,9 +98,13 @@ class Decoder(nn.Module):
         # index_select: its backward is deterministic, that of indexing is not
         x = wide(self.embed.index_select(0, tokens) if embedded is None else embedded)  # [T, d]
         cos, sin = self.angles(positions, self.embed.dtype)
+        y = None
         for layer in self.layers:
-            x = layer(x, cos, sin, attend)
-        return self.norm(x)
+            if self.recompute and torch.is_grad_enabled():
+                x, y = checkpoint(layer, x, y, cos, sin, attend, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x, y = layer(x, y, cos, sin, attend)
+        return add_norm(x, y, self.norm.weight, self.norm.eps)[1]
 
     def logits(self, hidden: Tensor) -> Tensor:
         return linear(hidden, self.head_weight)  # [T, vocab]

@@ -1,17 +1,20 @@
 """The parts of a layer, each with a backward that keeps only its input.
 
 Left to autograd, a norm and a gated unit store every intermediate: a third of a training step's memory on CPU.
+On a GPU elementwise work is done by the kernels of `cohort.models.kernels`, where Triton is there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from importlib.util import find_spec
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+HAS_TRITON = find_spec("triton") is not None
 HAS_ONEDNN = torch.backends.mkldnn.is_available() and torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
 
 
@@ -48,26 +51,56 @@ class _RmsNorm(torch.autograd.Function):
         return d_x.to(x.dtype), d_weight, None
 
 
+class _AddNorm(torch.autograd.Function):
+    """By kernels, on a GPU. Keeps the sum, which goes on anyway, and one factor a token."""
+
+    @staticmethod
+    def forward(ctx, x, y, weight, eps):  # type: ignore[no-untyped-def]
+        kernels = _kernels()
+        total = x if y is None else torch.empty_like(x)
+        scale = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
+        normed = kernels.add_norm(x, y, weight, eps, total, scale)
+        ctx.save_for_backward(total, weight, scale)
+        ctx.y_dtype = None if y is None else y.dtype
+        ctx.set_materialize_grads(False)
+        return total, normed
+
+    @staticmethod
+    def backward(ctx, d_total, d_normed):  # type: ignore[no-untyped-def]
+        total, weight, scale = ctx.saved_tensors
+        d_normed = torch.zeros_like(total, dtype=weight.dtype) if d_normed is None else d_normed.contiguous()
+        d_x, d_y, d_weight = _kernels().norm_backward(total, weight, scale, d_normed, d_total, ctx.y_dtype)
+        return d_x, d_y, d_weight, None
+
+
+class _SplitRotated(torch.autograd.Function):
+    """By kernels, on a GPU. The fused product is not kept."""
+
+    @staticmethod
+    def forward(ctx, qkv, cos, sin):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(cos, sin)
+        return _kernels().split_rotated(qkv, cos, sin)
+
+    @staticmethod
+    def backward(ctx, d_q, d_k, d_v):  # type: ignore[no-untyped-def]
+        cos, sin = ctx.saved_tensors
+        grads = (x.contiguous() for x in (d_q, d_k, d_v))
+        return _kernels().split_rotated_backward(*grads, cos, sin), None, None
+
+
 class _Gated(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, gate_up, gate_up_bias, down, down_bias):  # type: ignore[no-untyped-def]
         both = product(x, gate_up, gate_up_bias)  # [T, 2 ff]
         ctx.save_for_backward(x, gate_up, down, both)
-        gate, up = both.chunk(2, dim=-1)
-        return product(F.silu(gate).mul_(up), down, down_bias, exact=True)
+        return product(_opened(both), down, down_bias, exact=True)
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         x, gate_up, down, both = ctx.saved_tensors
         needs = ctx.needs_input_grad
-        gate, up = both.chunk(2, dim=-1)
-        d_both = torch.empty_like(both)
-        d_gate, d_up = d_both.chunk(2, dim=-1)
-        d_inner = product(grad, down.t())  # [T, ff]
-        opened = F.silu(gate)
-        torch.mul(opened, d_inner, out=d_up)
-        d_down = _weight_grad(down, grad, opened.mul_(up), needs[3])
-        torch.ops.aten.silu_backward(d_inner.mul_(up), gate, grad_input=d_gate)
+        d_both, inner = _opened_backward(both, product(grad, down.t()))
+        d_down = _weight_grad(down, grad, inner, needs[3])
         d_x = product(d_both, gate_up.t()) if needs[0] else None
         d_gate_up = _weight_grad(gate_up, d_both, x, needs[1])
         return d_x, d_gate_up, d_both.sum(0) if needs[2] else None, d_down, grad.sum(0) if needs[4] else None
@@ -163,8 +196,20 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return _Linear.apply(x, weight, bias) if torch.is_grad_enabled() else product(x, weight, bias, exact=True)
 
 
+def add_norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The stream x [T, d] with y added (where there is one), and its norm in the weight's type."""
+    if fused(x):
+        total, normed = _AddNorm.apply(x, y, weight, eps)
+        return total, normed
+    x = x if y is None else x + y
+    return x, rms_norm(x, weight, eps)
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / rms(x) * weight over the last axis, computed in at least fp32, in the weight's type."""
+    if fused(x):
+        normed: Tensor = _AddNorm.apply(x.reshape(-1, x.shape[-1]).contiguous(), None, weight, eps)[1]
+        return normed.view(x.shape)
     return _RmsNorm.apply(x, weight, eps)
 
 
@@ -176,6 +221,51 @@ def gated(x: Tensor, gate_up: Tensor, gate_up_bias: Tensor | None, down: Tensor,
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary position embedding of the last axis, halves convention. x [T, K, h, D], cos and sin [T, 1, 1, D/2]."""
     return _Rotate.apply(x, cos, sin)
+
+
+def split_rotated(qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """qkv [T, K, g + 2, D] -> q [T, K, g, D] and k [T, K, D], rotated, and v [T, K, D]."""
+    if fused(qkv):
+        q, k, v = _SplitRotated.apply(qkv, cos, sin)
+        return q, k, v
+    qk, v = qkv.split([qkv.shape[2] - 1, 1], dim=2)  # its backward is one copy, that of slices three
+    q, k = rotate(qk, cos, sin).split([qk.shape[2] - 1, 1], dim=2)
+    return q, k[:, :, 0], v[:, :, 0]
+
+
+def fused(x: Tensor) -> bool:
+    """Are there kernels for this?"""
+    return x.is_cuda and x.dtype != torch.float64 and HAS_TRITON
+
+
+def _kernels():  # type: ignore[no-untyped-def]
+    """Imported where there is a GPU: compiling is what Triton is for."""
+    from cohort.models import kernels
+
+    return kernels
+
+
+def _opened(both: Tensor) -> Tensor:
+    """silu(gate) * up of [T, gate | up]."""
+    if fused(both):
+        inner: Tensor = _kernels().gate(both)
+        return inner
+    gate, up = both.chunk(2, dim=-1)
+    return F.silu(gate).mul_(up)
+
+
+def _opened_backward(both: Tensor, d_inner: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradient of both [T, 2 ff], and silu(gate) * up once more. Takes d_inner's place."""
+    if fused(both):
+        d_both, inner = _kernels().gate_backward(both, d_inner)
+        return d_both, inner
+    gate, up = both.chunk(2, dim=-1)
+    d_both = torch.empty_like(both)
+    d_gate, d_up = d_both.chunk(2, dim=-1)
+    opened = F.silu(gate)
+    torch.mul(opened, d_inner, out=d_up)
+    torch.ops.aten.silu_backward(d_inner.mul_(up), gate, grad_input=d_gate)
+    return d_both, opened.mul_(up)
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -32,6 +32,10 @@ class Kept:
     def __init__(self, matrix: Tensor) -> None:
         self.matrix = matrix.clone()
 
+    @property
+    def num_bytes(self) -> int:
+        return self.matrix.nbytes
+
     def rows(self, start: int, stop: int) -> Tensor:
         return self.matrix[start:stop]
 
@@ -109,6 +113,14 @@ class Adapters(nn.Module):
         else:
             self.load(start)
             self._start = {name: (a.A.detach().clone(), a.B.detach().clone()) for name, a in self.by_name.items()}
+
+    @property
+    def num_params(self) -> int:
+        return sum(p.numel() for p in self.parameters())
+
+    @property
+    def base_bytes(self) -> int:
+        return sum(adapter.base.num_bytes for adapter in self.by_name.values())
 
     def gradients(self) -> AbstractContextManager[None]:
         """Within, a backward through the decoder adds to the gradients of A and B."""

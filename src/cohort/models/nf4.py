@@ -41,6 +41,10 @@ class Quantised:
     num_columns: int
     dtype: torch.dtype  # of the matrix
 
+    @property
+    def num_bytes(self) -> int:
+        return sum(t.nbytes for t in (self.codes, self.scales, self.peaks, self.mean))
+
     def rows(self, start: int, stop: int) -> Tensor:
         """Rows of the matrix again, rounded to its type: [stop - start, columns]."""
         first, last = start * self.num_columns, stop * self.num_columns

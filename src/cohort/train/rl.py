@@ -26,7 +26,7 @@ def train(run: Run, engine: Engine, learner: Learner, tasks: Tasks, algo: Algori
         groups = collect(engine, tasks, batch_size.prompts, batch_size.samples, accept=algo.accept)
         learner.annotate(groups, needs)  # old and reference log-probabilities, only when asked for
         groups = algo.advantages(groups)  # drops nothing silently: every exclusion carries its reason
-        batch = pack(groups, config.token_budget, config.minibatches, share=config.prefix_sharing)
+        batch = pack(groups, learner.token_budget, config.minibatches, share=config.prefix_sharing)
         update = learner.update(batch, algo)  # epochs x minibatches x microbatches
         engine.load(learner.weights(), version=step + 1)  # no copy when storage is shared
         run.end_step(step, groups, step_stats(groups, batch, update))  # log, evaluate, checkpoint

@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from cohort.data.transfer import put
 from cohort.engines.native.draft import Draft
 from cohort.engines.native.random import uniforms
 from cohort.engines.native.sampler import Drawn, Settings
 
 STREAM, POSITION, LAST, LENGTH, BASE, LEFT, FILLED, TOP_K = range(8)
 TEMPERATURE, TOP_P, MIN_P = range(3)
-
-
-def put(values: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """A tensor of these values, on its way to the device: nobody waits for what already runs there."""
-    here = torch.as_tensor(values, dtype=dtype)
-    return here.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else here.to(device)
 
 
 class Slots:

@@ -16,7 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cohort.engines.native.cuda.fuse import PAGE, await_inputs, early, let_next_start, power
+from cohort.engines.native.cuda.rotate import PAGE
+from cohort.models.kernels import await_inputs, early, let_next_start, power
 
 LOG2_E = 1.4426950408889634
 

@@ -10,8 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cohort.engines.native.cuda.fuse import PAGE, power
+from cohort.engines.native.cuda.rotate import PAGE
 from cohort.engines.native.slots import Slots
+from cohort.models.kernels import power
 
 VOCAB_BLOCK = 2048
 

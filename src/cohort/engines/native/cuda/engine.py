@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 
 import torch
 
+from cohort.data.transfer import put
 from cohort.engines.base import Abilities, Event, Request, Weights
 from cohort.engines.native.cuda.graphs import Graphs, bucket
 from cohort.engines.native.cuda.ledger import Ledger, own_pages
@@ -26,7 +27,6 @@ from cohort.engines.native.cuda.window import Results, Timer, Window
 from cohort.engines.native.draft import Draft, Line
 from cohort.engines.native.engine import Work
 from cohort.engines.native.random import stream_of
-from cohort.engines.native.slots import put
 from cohort.engines.requests import check_engine, check_request
 from cohort.engines.weights import copy_weights
 from cohort.errors import CohortError, ConfigError, ModelError

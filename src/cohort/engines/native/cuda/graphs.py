@@ -68,7 +68,7 @@ class Graphs:
             self.state.done.copy_(done)
         self.captures += 1
         self.seconds += time.perf_counter() - began
-        log.info("captured a step of %d rows in %.2f s", variant.rows, time.perf_counter() - began)
+        log.debug("captured a step of %d rows in %.2f s", variant.rows, time.perf_counter() - began)
         return graph.replay
 
     def _recorded(self, step: Callable[[], None]) -> torch.cuda.CUDAGraph:

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from cohort.engines.native.cuda.fuse import PAGE
+from cohort.data.transfer import put
+from cohort.engines.native.cuda.rotate import PAGE
 from cohort.engines.native.kv import Prefix
-from cohort.engines.native.slots import put
 from cohort.models.config import ModelConfig
 
 

@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cohort.engines.native.cuda.fuse import PAGE, Angles, rotate_and_store
+from cohort.data.transfer import put
 from cohort.engines.native.cuda.pages import Arena, PagedPrefix
+from cohort.engines.native.cuda.rotate import PAGE, Angles, rotate_and_store
 from cohort.engines.native.cuda.step import fused_forward, qk_norms
-from cohort.engines.native.slots import put
 from cohort.models.decoder import Decoder, Layer
 
 PREFILL_TOKENS = 16384  # most tokens in one forward (a longer run goes alone)

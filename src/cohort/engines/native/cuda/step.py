@@ -9,14 +9,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cohort.data.transfer import put
 from cohort.engines.native.cuda.attention import Parts, Reading, decode_attention
 from cohort.engines.native.cuda.draw import begin, choose, record
-from cohort.engines.native.cuda.fuse import PAGE, Angles, add_norm, gate, power, rotate_and_store
 from cohort.engines.native.cuda.pages import Arena, Tables
+from cohort.engines.native.cuda.rotate import PAGE, Angles, rotate_and_store
 from cohort.engines.native.sampler import draw
-from cohort.engines.native.slots import TEMPERATURE, Slots, put
+from cohort.engines.native.slots import TEMPERATURE, Slots
 from cohort.models.decoder import Decoder, Layer
 from cohort.models.functions import wide, wide_product
+from cohort.models.kernels import add_norm, gate, power
 
 FusedAttend = Callable[[Layer, Tensor], Tensor]
 """attend(layer, qkv [T, K, g + 2, D], not rotated) -> [T, K * g * D]"""

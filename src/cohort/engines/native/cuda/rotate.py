@@ -1,4 +1,4 @@
-"""Triton kernels for the elementwise work of a layer, each behind a function of tensors.
+"""The Triton kernel between the first product of a layer and its attention: rotate, and store keys and values.
 
 Rounding happens where the decoder's own operations round, so that sampler and learner differ as little as they can.
 
@@ -9,106 +9,14 @@ Letters: T tokens, K KV heads, g query heads a KV head, D head size. KV lies in 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
-from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from cohort.models.kernels import await_inputs, early, let_next_start, power
+
 PAGE = 64
-
-
-def power(n: int) -> int:
-    """The smallest power of two that is at least n."""
-    return 1 << (n - 1).bit_length()
-
-
-@cache
-def early(device: torch.device) -> dict[str, Any]:
-    """Options of a kernel that may start before the one before it has ended: it must call `await_inputs`."""
-    able = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-    return {"EARLY": True, "launch_pdl": True} if able else {"EARLY": False}
-
-
-@triton.jit
-def await_inputs(EARLY: tl.constexpr):
-    """Everything launched before is through from here on. In every program, or what comes after may start too soon."""
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
-
-
-@triton.jit
-def let_next_start(EARLY: tl.constexpr):
-    """The kernel launched next may start once all programs have come here; to read what this one writes, it waits."""
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-
-
-@triton.jit
-def _add_norm_kernel(
-    x_ptr, y_ptr, weight_ptr, out_ptr, eps, d: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr,
-    EARLY: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    at = tl.arange(0, BLOCK)
-    here = at < d
-    weight = tl.load(weight_ptr + at, mask=here, other=0.0).to(tl.float32)
-    if ADD:
-        x = tl.load(x_ptr + row * d + at, mask=here, other=0.0).to(tl.float32)  # settled before y was begun
-        await_inputs(EARLY)
-        x = x + tl.load(y_ptr + row * d + at, mask=here, other=0.0).to(tl.float32)
-        x = x.to(x_ptr.dtype.element_ty)
-        tl.store(x_ptr + row * d + at, x, mask=here)
-        x = x.to(tl.float32)
-    else:
-        await_inputs(EARLY)
-        x = tl.load(x_ptr + row * d + at, mask=here, other=0.0).to(tl.float32)
-    dtype = out_ptr.dtype.element_ty
-    scale = 1.0 / tl.sqrt(tl.sum(x * x, axis=0) / d + eps)
-    normed = (x * scale).to(dtype).to(tl.float32) * weight
-    tl.store(out_ptr + row * d + at, normed.to(dtype), mask=here)
-
-
-def add_norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-    """x += y (where there is a y), in place; returns the RMS norm of x in the weight's type. [T, d] each.
-
-    What was launched just before may write y, or x where there is no y, but not the others: they are read early.
-    """
-    T, d = x.shape
-    out = torch.empty(T, d, dtype=weight.dtype, device=x.device)
-    if T:
-        block = power(d)
-        warps = min(8, max(1, block // 256))
-        other = x if y is None else y
-        adds = y is not None
-        _add_norm_kernel[(T,)](x, other, weight, out, eps, d, block, adds, num_warps=warps, **early(x.device))
-    return out
-
-
-@triton.jit
-def _gate_kernel(wide_ptr, out_ptr, ff: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
-    await_inputs(EARLY)
-    row = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    here = at < ff
-    gate = tl.load(wide_ptr + row * 2 * ff + at, mask=here, other=0.0)
-    up = tl.load(wide_ptr + row * 2 * ff + ff + at, mask=here, other=0.0)
-    dtype = gate.dtype
-    gate = gate.to(tl.float32)
-    opened = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
-    tl.store(out_ptr + row * ff + at, (opened * up.to(tl.float32)).to(dtype), mask=here)
-
-
-def gate(wide: Tensor) -> Tensor:
-    """silu(gate) * up of [T, gate | up]."""
-    T, ff = wide.shape[0], wide.shape[1] // 2
-    out = wide.new_empty(T, ff)
-    if T:
-        block = min(1024, power(ff))
-        _gate_kernel[(T, triton.cdiv(ff, block))](wide, out, ff, block, num_warps=4, **early(wide.device))
-    return out
 
 
 @triton.jit

@@ -1,0 +1,122 @@
+"""Triton kernels of the learner: two parts of an attention joined; what rows of logits say, and their gradient.
+
+Letters: T tokens, H heads, D head size, N rows of logits, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from cohort.models.kernels import power
+
+VOCAB_BLOCK = 4096
+
+
+@triton.jit
+def _join_kernel(
+    a_ptr, a_lse_ptr, b_ptr, b_lse_ptr, T, a_stride, H: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr
+):
+    t = tl.program_id(0).to(tl.int64)
+    h = tl.arange(0, HEADS)
+    i = tl.arange(0, D)
+    here = h < H
+    a_lse = tl.load(a_lse_ptr + h * a_stride + t, mask=here, other=0.0)
+    b_lse = tl.load(b_lse_ptr + h.to(tl.int64) * T + t, mask=here, other=0.0)
+    top = tl.maximum(a_lse, b_lse)
+    a_share = tl.exp(a_lse - top)
+    b_share = tl.exp(b_lse - top)
+    total = a_share + b_share
+    at = (t * H + h[:, None]) * D + i[None, :]
+    a = tl.load(a_ptr + at, mask=here[:, None], other=0.0)
+    b = tl.load(b_ptr + at, mask=here[:, None], other=0.0)
+    mixed = (a.to(tl.float32) * a_share[:, None] + b.to(tl.float32) * b_share[:, None]) / total[:, None]
+    tl.store(a_ptr + at, mixed.to(a.dtype), mask=here[:, None])
+    tl.store(a_lse_ptr + h * a_stride + t, top + tl.log(total), mask=here)
+
+
+def join(a: Tensor, a_lse: Tensor, b: Tensor, b_lse: Tensor) -> None:
+    """Attention over more keys: a [T, H, D] and a_lse [H, T] become that over the keys of both.
+
+    a_lse may be a slice of a longer one.
+    """
+    T, H, D = a.shape
+    assert a.is_contiguous() and b.is_contiguous() and b_lse.is_contiguous()
+    if T:
+        _join_kernel[(T,)](a, a_lse, b, b_lse, T, a_lse.stride(0), H, power(H), D, num_warps=4)
+
+
+@triton.jit
+def _describe_kernel(logits_ptr, target_ptr, logprob_ptr, entropy_ptr, log_z_ptr, V, temperature, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    top = tl.full([], float("-inf"), tl.float32)
+    total = tl.zeros([], tl.float32)
+    along = tl.zeros([], tl.float32)  # sum of exp(x - top) * x
+    for start in range(0, V, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        here = at < V
+        x = tl.load(logits_ptr + row * V + at, mask=here, other=float("-inf")) / temperature
+        new = tl.maximum(top, tl.max(x, axis=0))
+        fade = tl.exp(top - new)
+        weight = tl.exp(x - new)
+        total = total * fade + tl.sum(weight, axis=0)
+        along = along * fade + tl.sum(tl.where(here, weight * x, 0.0), axis=0)
+        top = new
+    log_z = top + tl.log(total)
+    chosen = tl.load(logits_ptr + row * V + tl.load(target_ptr + row)) / temperature
+    tl.store(logprob_ptr + row, chosen - log_z)
+    tl.store(entropy_ptr + row, log_z - along / total)
+    tl.store(log_z_ptr + row, log_z)
+
+
+def describe(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each row of logits [N, V] / temperature: log p(target), entropy, log of the normaliser. [N] each, fp32."""
+    N, V = logits.shape
+    logprobs, entropy, log_z = torch.empty(3, N, dtype=torch.float32, device=logits.device)
+    if N:
+        _describe_kernel[(N,)](
+            logits, targets, logprobs, entropy, log_z, V, temperature, min(VOCAB_BLOCK, power(V)), num_warps=8
+        )
+    return logprobs, entropy, log_z
+
+
+@triton.jit
+def _pull_kernel(
+    logits_ptr, target_ptr, entropy_ptr, log_z_ptr, g_ptr, e_ptr, out_ptr, V, temperature,
+    ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    here = at < V
+    logp = tl.load(logits_ptr + row * V + at, mask=here, other=0.0) / temperature - tl.load(log_z_ptr + row)
+    g = tl.load(g_ptr + row)
+    factor = -g
+    if ENTROPY:  # dH/dlogit = -p (log p + H)
+        factor = -g - tl.load(e_ptr + row) * (logp + tl.load(entropy_ptr + row))
+    pull = tl.exp(logp) * factor + tl.where(at == tl.load(target_ptr + row), g, 0.0)
+    tl.store(out_ptr + row * V + at, (pull / temperature).to(out_ptr.dtype.element_ty), mask=here)
+
+
+def pull(
+    logits: Tensor,
+    targets: Tensor,
+    entropy: Tensor,
+    log_z: Tensor,
+    d_logprobs: Tensor,
+    d_entropy: Tensor | None,
+    temperature: float,
+    dtype: torch.dtype,
+) -> Tensor:
+    """The gradient on logits [N, V], in `dtype`, of a loss with these gradients on log p(target) and entropy."""
+    N, V = logits.shape
+    out = torch.empty(N, V, dtype=dtype, device=logits.device)
+    if N:
+        block = min(VOCAB_BLOCK, power(V))
+        e = d_logprobs if d_entropy is None else d_entropy
+        _pull_kernel[(N, triton.cdiv(V, block))](
+            *(logits, targets, entropy, log_z, d_logprobs, e, out, V, temperature, d_entropy is not None, block),
+            num_warps=8,
+        )
+    return out

@@ -1,0 +1,293 @@
+"""The learner on a GPU: each kernel against the plain form, forward and backward, and all of them together."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.gpu.device import DEVICE, HALF, only_gpu
+
+# isort: split
+
+from cohort.algos.algorithm import build_algorithm
+from cohort.config.schema import GRPO, LearnerConfig, OptimConfig
+from cohort.data.pack import pack
+from cohort.learner import flash, kernels
+from cohort.learner.attention import packed_attention
+from cohort.learner.flash import flash_attention
+from cohort.learner.head import gradient_through_head, token_logprobs
+from cohort.learner.local import LocalLearner
+from cohort.models import functions
+from cohort.models.functions import add_norm, gated, rms_norm, split_rotated
+from tests.support import make_group, make_sample, naive_logprobs, random_groups, small_decoder
+
+DTYPES = [torch.float32, HALF]
+BOUND = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+FAMILIES = {"llama": {}, "qwen2": {"qkv_bias": True, "tied": False}, "qwen3": {"qk_norm": True}}
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    return values.to(dtype).to(DEVICE).requires_grad_()
+
+
+def close(got: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    bound = BOUND[dtype] * max(1.0, float(expected.detach().abs().max()))
+    torch.testing.assert_close(got.float(), expected.float(), atol=bound, rtol=0)
+
+
+@pytest.fixture
+def by_kernels(monkeypatch):
+    """Also on a CPU, where Triton's interpreter runs them."""
+    monkeypatch.setattr(functions, "fused", lambda x: x.dtype != torch.float64)
+    monkeypatch.setattr("cohort.learner.head.fused", lambda x: x.dtype != torch.float64)
+
+
+def both_ways(run, inputs: list[Tensor], monkeypatch) -> None:
+    """Outputs and gradients by kernels in the inputs' type, and plainly in fp32."""
+    dtype = inputs[-1].dtype
+    monkeypatch.setattr(functions, "fused", lambda x: True)
+    outputs = run(*inputs)
+    pulls = [torch.randn(o.shape, generator=torch.Generator().manual_seed(9)).to(o) for o in outputs]
+    grads = torch.autograd.grad(outputs, inputs, pulls)
+    monkeypatch.setattr(functions, "fused", lambda x: False)
+    exact = [x.detach().float().requires_grad_() for x in inputs]
+    expected = run(*exact)
+    expected_grads = torch.autograd.grad(expected, exact, [p.float() for p in pulls])
+    for got, want in zip([*outputs, *grads], [*expected, *expected_grads], strict=True):
+        close(got, want, dtype)
+    assert [g.dtype for g in grads] == [x.dtype for x in inputs]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("d", [32, 100])
+def test_add_norm(dtype, d, monkeypatch):
+    inputs = [random(7, d), random(7, d, dtype=dtype, seed=1), random(d, dtype=dtype, seed=2)]
+    both_ways(lambda x, y, w: add_norm(x, y, w, 1e-5), inputs, monkeypatch)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norm_of_heads_and_of_a_sum_that_goes_nowhere(dtype, monkeypatch):
+    heads = [random(3, 2, 5, 16, dtype=dtype), random(16, dtype=dtype, seed=1)]
+    both_ways(lambda x, w: [rms_norm(x, w, 1e-5)], heads, monkeypatch)
+    last = [random(7, 32), random(7, 32, dtype=dtype, seed=1), random(32, dtype=dtype, seed=2)]
+    both_ways(lambda x, y, w: [add_norm(x, y, w, 1e-5)[1]], last, monkeypatch)
+
+
+def test_gradient_of_a_norm_over_more_rows_than_programs(monkeypatch):
+    monkeypatch.setattr("cohort.models.kernels.PARTS", 3)
+    inputs = [random(11, 32), random(11, 32, seed=1), random(32, seed=2)]
+    both_ways(lambda x, y, w: add_norm(x, y, w, 1e-5), inputs, monkeypatch)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gated(dtype, monkeypatch):
+    x, gate_up, down = (random(*s, dtype=dtype, seed=i) for i, s in enumerate([(5, 24), (2 * 40, 24), (24, 40)]))
+    weights = [(w.detach() / 5).requires_grad_() for w in (gate_up, down)]
+    both_ways(lambda x, a, b: [gated(x, a, None, b, None)], [x, *weights], monkeypatch)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("K", "g"), [(2, 7), (3, 1)])
+def test_split_rotated(dtype, K, g, monkeypatch):
+    angle = torch.arange(6, device=DEVICE)[:, None] * torch.rand(16, device=DEVICE)
+    cos, sin = (x[:, None, None] for x in (angle.cos(), angle.sin()))
+    qkv = random(6, K, g + 2, 32, dtype=dtype)
+
+    def run(qkv):
+        return split_rotated(qkv, cos.to(qkv.dtype), sin.to(qkv.dtype))
+
+    both_ways(run, [qkv], monkeypatch)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("H", [1, 14])
+def test_join_is_attention_over_both(dtype, H):
+    q, k, v = (random(n, H, 16, dtype=dtype, seed=i).detach() for i, n in enumerate((5, 9, 9)))
+
+    def attention(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        scores = torch.einsum("qhd,khd->hqk", q.float(), keys.float())
+        mixed = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values.float())
+        return mixed.to(dtype).contiguous(), scores.logsumexp(-1)
+
+    out, lse = attention(k[:4], v[:4])
+    longer = torch.cat([torch.full((H, 3), 7.0, device=DEVICE), lse], dim=1)  # the rows that join are its last
+    kernels.join(out, longer[:, 3:], *attention(k[4:], v[4:]))
+    expected, expected_lse = attention(k, v)
+    close(out, expected, dtype)
+    torch.testing.assert_close(longer[:, 3:], expected_lse)
+    assert bool((longer[:, :3] == 7.0).all())
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("V", [61, 5000])
+def test_describe_and_pull(V, temperature):
+    logits = random(4, V) * 3
+    targets = torch.tensor([0, 7, V - 1, 3], device=DEVICE)
+    logp = (logits / temperature).log_softmax(-1)
+    logprobs, entropy = logp.gather(1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
+    got = kernels.describe(logits.detach(), targets, temperature)
+    torch.testing.assert_close(got[0], logprobs.detach())
+    torch.testing.assert_close(got[1], entropy.detach())
+    g, e = torch.tensor([[1.0, -2.0, 0.0, 0.5], [0.3, 0.0, -1.0, 2.0]], device=DEVICE)
+    for pull_e in (None, e):
+        loss = (logprobs * g).sum() + (0 if pull_e is None else (entropy * pull_e).sum())
+        (expected,) = torch.autograd.grad(loss, logits, retain_graph=True)
+        pulled = kernels.pull(logits.detach(), targets, got[1], got[2], g, pull_e, temperature, torch.float32)
+        torch.testing.assert_close(pulled, expected, atol=1e-6, rtol=1e-4)
+
+
+# ---- attention
+
+
+def plain_forward(q, k, v, sides, causal):
+    """What flash attention computes, one sequence after the other."""
+    outs, lses = [], []
+    q_edges, k_edges = (x.tolist() for x in sides[:2])
+    for q0, q1, k0, k1 in zip(q_edges, q_edges[1:], k_edges, k_edges[1:], strict=False):
+        probs, scores = plain_weights(q[q0:q1], k[k0:k1], causal)
+        outs.append(torch.einsum("hqk,khd->qhd", probs, spread(v[k0:k1], q)))
+        lses.append(scores.logsumexp(-1))
+    return torch.cat(outs).contiguous(), torch.cat(lses, dim=1)
+
+
+def spread(x, q):
+    return x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
+
+
+def plain_weights(q, k, causal):
+    scores = torch.einsum("qhd,khd->hqk", q, spread(k, q)) * q.shape[-1] ** -0.5
+    if causal:
+        scores = scores.masked_fill(torch.ones(scores.shape[1:], dtype=torch.bool).triu(1), float("-inf"))
+    return scores.softmax(-1), scores
+
+
+def plain_backward(d_out, q, k, v, out, lse, sides, causal):
+    """With the given out and lse, which may be of more keys: the formulas of flash attention's backward."""
+    d_q, d_k, d_v = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    q_edges, k_edges = (x.tolist() for x in sides[:2])
+    delta = (d_out * out).sum(-1).T  # [H, T]
+    g = q.shape[1] // k.shape[1]
+    for q0, q1, k0, k1 in zip(q_edges, q_edges[1:], k_edges, k_edges[1:], strict=False):
+        _, scores = plain_weights(q[q0:q1], k[k0:k1], causal)
+        probs = (scores - lse[:, q0:q1, None]).exp()
+        d_probs = torch.einsum("qhd,khd->hqk", d_out[q0:q1], spread(v[k0:k1], q))
+        d_scores = probs * (d_probs - delta[:, q0:q1, None]) * q.shape[-1] ** -0.5
+        d_q[q0:q1] = torch.einsum("hqk,khd->qhd", d_scores, spread(k[k0:k1], q))
+        d_k[k0:k1] = torch.einsum("hqk,qhd->khd", d_scores, q[q0:q1]).unflatten(1, (-1, g)).sum(2)
+        d_v[k0:k1] = torch.einsum("hqk,qhd->khd", probs, d_out[q0:q1]).unflatten(1, (-1, g)).sum(2)
+    return d_q, d_k, d_v
+
+
+def attended(attend, dtype, T: int) -> tuple[Tensor, ...]:
+    """Output and gradients of an `attend` on random q, k, v, with K = 2, g = 3."""
+    inputs = [random(T, *shape, dtype=dtype, seed=i) for i, shape in enumerate([(2, 3, 16), (2, 16), (2, 16)])]
+    out = attend(0, *inputs)
+    pull = torch.randn(out.shape, generator=torch.Generator().manual_seed(5)).to(out)
+    return out, *torch.autograd.grad(out, inputs, pull)
+
+
+def layouts():
+    groups = random_groups(num_groups=4, longest=12)
+    groups += [make_group([3, 4], [make_sample([5], advantage=1.0), make_sample([6], advantage=-1.0)], id="9")]
+    for budget, share in ((1000, True), (45, True), (1000, False)):
+        for micro in pack(groups, budget, share=share).minibatches[0].microbatches:
+            yield micro.layout
+
+
+def test_calls_over_runs_are_attention_over_blocks(monkeypatch):
+    """The arithmetic of two calls and their joined backward, with plain forms in the place of the flash kernels."""
+    monkeypatch.setattr(flash, "forward", plain_forward)
+    monkeypatch.setattr(flash, "backward", plain_backward)
+    seen = set()
+    for layout in layouts():
+        seen.add(layout.runs(DEVICE).longest_prompt > 0)
+        blocks = packed_attention(layout, torch.zeros(1, dtype=torch.float64))
+        expected = attended(lambda n, *x, a=blocks: a(n, *(t.cpu() for t in x)), torch.float64, layout.num_tokens)
+        got = attended(flash_attention(layout.runs(torch.device("cpu"))), torch.float32, layout.num_tokens)
+        for a, b in zip(got, expected, strict=True):
+            torch.testing.assert_close(a.double(), b, atol=1e-5, rtol=1e-4)
+    assert seen == {True, False}
+
+
+@only_gpu
+def test_flash_attention_is_attention_over_blocks():
+    for layout in layouts():
+        exact = attended(packed_attention(layout, torch.zeros(1, device=DEVICE)), torch.float32, layout.num_tokens)
+        got = attended(packed_attention(layout, torch.zeros(1, device=DEVICE, dtype=HALF)), HALF, layout.num_tokens)
+        for a, b in zip(got, exact, strict=True):
+            close(a, b, HALF)
+
+
+# ---- all together
+
+
+def gradients(decoder, groups, share: bool) -> dict[str, Tensor]:
+    learner = LocalLearner(decoder, LearnerConfig(token_budget=200, prefix_sharing=share), OptimConfig(), num_updates=1)
+    batch = pack(groups, 200, share=share)
+    learner.forward_backward(batch.minibatches[0], build_algorithm(GRPO(entropy=0.01), 16))
+    return {name: master.grad.clone() for name, master in learner.optimizer.masters.items()}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_learner_by_kernels_is_the_learner_without(family, monkeypatch, by_kernels):
+    """Every gradient of a GRPO loss in fp32."""
+    if not torch.cuda.is_available():  # no flash attention in fp32 anyway: blocks
+        monkeypatch.setattr("cohort.learner.attention.fused", lambda x: False)
+    options = {"head_dim": 16, **FAMILIES[family]}
+    groups = random_groups()
+    got = gradients(small_decoder(torch.float32, std=0.15, **options).to(DEVICE), groups, True)
+    expected = gradients(small_decoder(torch.float64, std=0.15, **options), groups, True)
+    for name, grad in expected.items():
+        bound = 1e-4 * max(1e-3, float(grad.abs().max()))
+        off = float((got[name].cpu().double() - grad).abs().max())
+        assert off <= bound, (name, off, bound)
+
+
+def test_head_by_kernels(by_kernels, monkeypatch):
+    monkeypatch.setattr("cohort.learner.head.GPU_CHUNK_LOGITS", 61 * 5)
+    monkeypatch.setattr("cohort.learner.head.CHUNK_LOGITS", 61 * 5)
+    hidden, weight = random(12, 16).detach(), random(61, 16, seed=1).detach()
+    targets = torch.arange(12, device=DEVICE) % 61
+    g, e = torch.linspace(-1, 1, 12, device=DEVICE), torch.linspace(0.5, -0.5, 12, device=DEVICE)
+    leaves = [hidden.double().requires_grad_(), weight.double().requires_grad_()]
+    logprobs, entropy = token_logprobs(leaves[0], leaves[1], targets, 0.7)
+    expected = torch.autograd.grad((logprobs * g).sum() + (entropy * e).sum(), leaves)
+    d_weight = torch.zeros_like(weight)
+    d_hidden = gradient_through_head(hidden, weight, d_weight, targets, 0.7, lambda rows, *_: (g[rows], e[rows]))
+    torch.testing.assert_close(d_hidden.double(), expected[0], atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(d_weight.double(), expected[1], atol=1e-5, rtol=1e-4)
+    got = token_logprobs(hidden, weight, targets, 0.7)
+    torch.testing.assert_close(got[0].double(), logprobs.detach(), atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(got[1].double(), entropy.detach(), atol=1e-5, rtol=1e-4)
+
+
+@only_gpu
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("share", [True, False])
+def test_bf16_gradients_are_those_of_fp32_within_its_precision(family, share):
+    options = {"head_dim": 64, "std": 0.15, **FAMILIES[family]}
+    half = small_decoder(torch.bfloat16, **options).to(DEVICE)
+    exact = small_decoder(torch.float32, **options).to(DEVICE)
+    with torch.no_grad():
+        for p, q in zip(exact.parameters(), half.parameters(), strict=True):
+            p.copy_(q.float())
+    groups = random_groups()
+    got, expected = gradients(half, groups, share), gradients(exact, groups, share)
+    for name, grad in expected.items():
+        assert F.cosine_similarity(got[name].flatten(), grad.flatten(), dim=0) > 0.995, name
+
+
+@only_gpu
+def test_log_probabilities_in_bf16():
+    decoder = small_decoder(torch.bfloat16, std=0.1, head_dim=64).to(DEVICE)
+    groups = random_groups()
+    learner = LocalLearner(decoder, LearnerConfig(token_budget=200), OptimConfig(), num_updates=1)
+    learner.annotate(groups, ["old"])
+    for group in groups:
+        for s in group.samples:
+            exact = naive_logprobs(decoder.float(), group.prompt.tokens, s.tokens, 1.0)
+            decoder.bfloat16()
+            torch.testing.assert_close(torch.tensor(s.old_logprobs), exact.detach().float().cpu(), atol=0.05, rtol=0)
