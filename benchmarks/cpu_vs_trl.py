@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 import zlib
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -94,7 +95,7 @@ def cohort_side(job: Job) -> Result:
         learner = LocalLearner(decoder, config, OptimConfig(lr=1e-6), num_updates=1)
         algo = build_algorithm(GRPO(), task.completion_tokens)
         cpu = time.process_time()
-        seconds, sample_seconds = cohort_step(task, engine, learner, algo, config)
+        seconds, sample_seconds = cohort_step(task, engine, learner, algo)
         if task is job:
             result.seconds.append(seconds)
             result.sample_seconds.append(sample_seconds)
@@ -102,7 +103,7 @@ def cohort_side(job: Job) -> Result:
     return result
 
 
-def cohort_step(job: Job, engine: Any, learner: Any, algo: Any, config: Any) -> tuple[float, float]:
+def cohort_step(job: Job, engine: Any, learner: Any, algo: Any) -> tuple[float, float]:
     from cohort.data.pack import pack
     from cohort.engines.base import Request, sample
     from cohort.types import Group, Key, Prompt, Provenance, Sampling
@@ -138,7 +139,7 @@ def cohort_step(job: Job, engine: Any, learner: Any, algo: Any, config: Any) -> 
         )
         groups.append(Group(prompt=prompt, samples=members))
     groups = algo.advantages(groups)
-    learner.update(pack(groups, config.token_budget), algo)
+    learner.update(pack(groups, learner.token_budget), algo)
     engine.load(learner.weights(), version=1)
     return time.perf_counter() - begin, sampled - begin
 
@@ -153,12 +154,12 @@ def trl_side(job: Job) -> Result:
     torch.set_num_threads(job.threads)
     result = Result(side="TRL", setting=f"{job.microbatch} samples a microbatch")
     small = warm_up(job)
-    trl_train(replace(small, microbatch=small.num_samples, steps=1))
-    result.seconds, result.sample_seconds, result.cpu_seconds = trl_train(job)
+    trl_train(replace(small, microbatch=small.num_samples, steps=1), trl_config)
+    result.seconds, result.sample_seconds, result.cpu_seconds = trl_train(job, trl_config)
     return result
 
 
-def trl_train(job: Job) -> tuple[list[float], list[float], list[float]]:
+def trl_train(job: Job, config: Callable[[Job, str], Any]) -> tuple[list[float], list[float], list[float]]:
     import transformers
     import trl
     from datasets import Dataset
@@ -174,7 +175,8 @@ def trl_train(job: Job) -> tuple[list[float], list[float], list[float]]:
             begin = time.perf_counter()
             completion_ids, logprobs = super()._generate_single_turn(prompt_ids, *args, **kwargs)
             sampling.append(time.perf_counter() - begin)
-            assert sorted(map(tuple, prompt_ids)) == sorted(tuple(ids) for ids in job.ids for _ in range(job.samples))
+            asked = sorted(tuple(ids) for ids in job.ids for _ in range(job.samples))
+            assert sorted(map(tuple, prompt_ids)) == asked, (prompt_ids[0], asked[0])
             assert {len(ids) for ids in completion_ids} == {job.completion_tokens}
             return completion_ids, logprobs
 
@@ -191,11 +193,10 @@ def trl_train(job: Job) -> tuple[list[float], list[float], list[float]]:
         trainer = Timed(
             model=job.model,
             reward_funcs=lambda completions, **_: [reward(text) for text in completions],
-            args=trl_config(job, folder),
+            args=config(job, folder),
             train_dataset=Dataset.from_dict({"prompt": job.texts}),
             callbacks=[Clock()],
         )
-        assert str(next(trainer.model.parameters()).dtype) == "torch.float32"
         trainer.remove_callback(transformers.PrinterCallback)
         trainer.train()
     return steps, sampling, cpu

@@ -275,7 +275,7 @@ def _run(parts: Parts, directory: RunDirectory, log: str) -> None:
     hooks = Hooks(
         evaluate=parts.evaluate, checkpoint=parts.checkpoint, write_model=parts.write_model, restore=parts.restore
     )
-    with Run(directory, parts.config, hooks, make_view(log)) as run, forwarded(run.event):
+    with Run(directory, parts.config, hooks, make_view(log)) as run, forwarded(run.event, run.notice):
         if parts.tasks.sampling.truncates and run.step == 0:  # told once: a resumed run has it on record
             run.event("sampling", "top-p, top-k or min-p: the policy that acts is not the one that is trained")
         run_loop(run, parts.engine, parts.learner, parts.tasks, parts.algo)

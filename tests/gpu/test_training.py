@@ -20,6 +20,7 @@ from cohort.learner.flash import flash_attention
 from cohort.learner.head import gradient_through_head, token_logprobs
 from cohort.learner.local import LocalLearner
 from cohort.models import functions
+from cohort.models import kernels as layer_kernels
 from cohort.models.functions import add_norm, gated, rms_norm, split_rotated
 from tests.support import make_group, make_sample, naive_logprobs, random_groups, small_decoder
 
@@ -278,6 +279,27 @@ def test_bf16_gradients_are_those_of_fp32_within_its_precision(family, share):
     got, expected = gradients(half, groups, share), gradients(exact, groups, share)
     for name, grad in expected.items():
         assert F.cosine_similarity(got[name].flatten(), grad.flatten(), dim=0) > 0.995, name
+
+
+@only_gpu
+def test_nothing_is_compiled_after_the_first_steps():
+    """Batches of any sizes, none like another: what the first two needed is enough."""
+    from triton.runtime.jit import JITFunction  # not before the interpreter is chosen
+
+    decoder = small_decoder(torch.bfloat16, head_dim=64).to(DEVICE)
+    learner = LocalLearner(decoder, LearnerConfig(token_budget=120), OptimConfig(), num_updates=9)
+    algo = build_algorithm(GRPO(), 16)
+    jitted = [f for module in (kernels, layer_kernels) for f in vars(module).values() if isinstance(f, JITFunction)]
+
+    def compiled() -> int:
+        return sum(len(cache[0]) for f in jitted for cache in f.device_caches.values())
+
+    counts = []
+    for step in range(6):
+        groups = random_groups(num_groups=3 + step, group_size=2 + step, seed=step, longest=5 + 4 * step)
+        learner.update(pack(groups, learner.token_budget), algo)
+        counts.append(compiled())
+    assert counts[1] == counts[-1] > 0
 
 
 @only_gpu

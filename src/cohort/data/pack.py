@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,6 +17,8 @@ from cohort.data.batch import Batch, Microbatch, Minibatch
 from cohort.data.layout import Layout, Span
 from cohort.errors import ConfigError
 from cohort.types import CONSTANT_REWARD, Group, Provenance, Sample
+
+LEAST_SAVED = 0.02  # of the tokens
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,7 +56,7 @@ def pack(
         for group in chosen:
             members.append((group.prompt.tokens, []))
             for sample in group.samples:
-                length = sum(1 for p in sample.provenance if p == loss_on)
+                length = sample.provenance.count(int(loss_on))
                 fate = _fate(group, sample, length)
                 counts[fate] += 1
                 num_samples += fate not in ("failed", "excluded")
@@ -73,8 +76,16 @@ def pack(
 def _microbatches(
     members: Sequence[tuple[list[int], list[tuple[int, Sample]]]], share: bool, loss_on: Provenance, token_budget: int
 ) -> list[Microbatch]:
+    share = share and pays(members)
     units = [unit for prompt, samples in members for unit in _units(prompt, samples, token_budget, share)]
     return [_microbatch(bin, loss_on) for bin in fit(units, token_budget)]
+
+
+def pays(members: Sequence[tuple[list[int], list[tuple[int, Sample]]]]) -> bool:
+    """Is it worth a second call of attention to compute prompts once a group?"""
+    alone = sum((len(prompt) + len(s.tokens)) for prompt, samples in members for _, s in samples)
+    saved = sum(len(prompt) * (len(samples) - 1) for prompt, samples in members if samples)
+    return saved > LEAST_SAVED * alone
 
 
 def _fate(group: Group, sample: Sample, length: int) -> str:
@@ -127,61 +138,80 @@ def fit(units: Sequence[Unit], budget: int) -> list[list[Unit]]:
 def _microbatch(units: Sequence[Unit], loss_on: Provenance) -> Microbatch:
     """The stream: prompts that several samples read, then what is one plain sequence, then those samples."""
     stream = _Stream()
-    chosen: list[tuple[int, Sample, list[int]]] = []
-    source: list[int] = []
-    rows = [[(s, sample, _targets(sample, loss_on)) for s, sample in unit.samples] for unit in units]
-    # the last target and what follows it predict nothing: a sample of one target has no input of its own
-    shared = [len(row) > 1 and any(at[-1] for _, _, at in row) for row in rows]
+    chosen: list[_Chosen] = []
+    source: list[np.ndarray] = []
+    rows = [[_Chosen(segment, sample, _targets(sample, loss_on)) for segment, sample in u.samples] for u in units]
+    shared = [len(row) > 1 and any(c.num_inputs for c in row) for row in rows]
     starts = {n: stream.add(units[n].prompt, 0) for n in range(len(units)) if shared[n]}
     for n in sorted(range(len(units)), key=lambda n: shared[n]):
-        prompt = units[n].prompt
-        size = len(prompt)
-        if shared[n]:
-            start = starts[n]
-        else:  # samples without inputs of their own, if there are several
-            row_tokens = max((sample.tokens[: at[-1]] for _, sample, at in rows[n]), key=len)
-            start = stream.add(prompt + row_tokens, 0)
-        for segment, sample, at in rows[n]:
-            first = start + size
-            if shared[n] and at[-1]:
-                first = stream.add(sample.tokens[: at[-1]], size, (start, size))
-            source += [first + i - 1 if i else start + size - 1 for i in at]
-            chosen.append((segment, sample, at))
-    num = [len(at) for _, _, at in chosen]
+        size = len(units[n].prompt)
+        if not shared[n]:  # one sample, or several that have no inputs of their own
+            longest = max(rows[n], key=lambda c: c.num_inputs)
+            starts[n] = stream.add(units[n].prompt + longest.inputs, 0)
+        for c in rows[n]:
+            first = starts[n] + size
+            if shared[n] and c.num_inputs:
+                first = stream.add(c.inputs, size, (starts[n], size))
+            source.append(np.where(c.at > 0, first + c.at - 1, starts[n] + size - 1))
+        chosen += rows[n]
+    num = [len(c.at) for c in chosen]
     return Microbatch(
-        tokens=torch.tensor(stream.tokens),
-        positions=torch.tensor(stream.positions),
-        layout=Layout(spans=stream.spans, num_tokens=len(stream.tokens)),
-        source=torch.tensor(source),
-        targets=_flat(chosen, lambda s: s.tokens, torch.int64),
-        segments=_repeat([segment for segment, _, _ in chosen], num),
+        tokens=_joined(stream.tokens),
+        positions=_joined(stream.positions),
+        layout=Layout(spans=stream.spans, num_tokens=stream.num),
+        source=_joined(source),
+        targets=_flat(chosen, lambda s: s.tokens, np.int64),
+        segments=_repeat([c.segment for c in chosen], num),
         lengths=_repeat(num, num),
-        advantages=_repeat([s.advantage for _, s, _ in chosen], num),
+        advantages=_repeat([c.sample.advantage for c in chosen], num),
         sampler_logprobs=_flat(chosen, lambda s: s.sampler_logprobs),
         old_logprobs=_optional(chosen, lambda s: s.old_logprobs),
         ref_logprobs=_optional(chosen, lambda s: s.ref_logprobs),
     )
 
 
+class _Chosen(NamedTuple):
+    """A sample and which of its tokens are targets."""
+
+    segment: int
+    sample: Sample
+    at: np.ndarray
+
+    @property
+    def num_inputs(self) -> int:
+        """The last target and what follows it predict nothing: a sample of one target has no input of its own."""
+        return int(self.at[-1])
+
+    @property
+    def inputs(self) -> list[int]:
+        return self.sample.tokens[: self.num_inputs]
+
+
 class _Stream:
     """Tokens end to end."""
 
     def __init__(self) -> None:
-        self.tokens: list[int] = []
-        self.positions: list[int] = []
+        self.tokens: list[np.ndarray] = []
+        self.positions: list[np.ndarray] = []
         self.spans: list[Span] = []
+        self.num = 0
 
     def add(self, tokens: list[int], position: int, prompt: tuple[int, int] | None = None) -> int:
         """Append a span whose first token stands at `position`; returns where it begins."""
-        start, shared = len(self.tokens), prompt or (len(self.tokens), 0)
-        self.tokens += tokens
-        self.positions += range(position, position + len(tokens))
-        self.spans.append(Span(start, len(tokens), *shared))
+        start, length = self.num, len(tokens)
+        self.tokens.append(np.array(tokens))
+        self.positions.append(np.arange(position, position + length))
+        self.spans.append(Span(start, length, *(prompt or (start, 0))))
+        self.num += length
         return start
 
 
-def _targets(sample: Sample, loss_on: Provenance) -> list[int]:
-    return [i for i, p in enumerate(sample.provenance) if p == loss_on]
+def _targets(sample: Sample, loss_on: Provenance) -> np.ndarray:
+    return np.flatnonzero(np.array(sample.provenance) == int(loss_on))
+
+
+def _joined(parts: list[np.ndarray]) -> Tensor:
+    return torch.from_numpy(np.concatenate(parts))
 
 
 def _repeat(values: list[int] | list[float], counts: list[int]) -> Tensor:
@@ -189,11 +219,11 @@ def _repeat(values: list[int] | list[float], counts: list[int]) -> Tensor:
     return torch.from_numpy(np.repeat(np.array(values), counts))
 
 
-def _flat(chosen, values, dtype: torch.dtype = torch.float64) -> Tensor:  # type: ignore[no-untyped-def]
-    return torch.tensor([values(s)[i] for _, s, at in chosen for i in at], dtype=dtype)
+def _flat(chosen: list[_Chosen], values: Callable[[Sample], Any], dtype: type = np.float64) -> Tensor:
+    return _joined([np.array(values(c.sample), dtype)[c.at] for c in chosen])
 
 
-def _optional(chosen, values) -> Tensor | None:  # type: ignore[no-untyped-def]
-    present = [values(s) is not None for _, s, _ in chosen]
+def _optional(chosen: list[_Chosen], values: Callable[[Sample], Any]) -> Tensor | None:
+    present = [values(c.sample) is not None for c in chosen]
     assert all(present) or not any(present), "some samples of a batch are annotated and some are not"
     return _flat(chosen, values) if any(present) else None

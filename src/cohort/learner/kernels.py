@@ -1,5 +1,7 @@
 """Triton kernels of the learner: two parts of an attention joined; what rows of logits say, and their gradient.
 
+Numbers that change from batch to batch, and where slices begin, are kept out of what a kernel is compiled for.
+
 Letters: T tokens, H heads, D head size, N rows of logits, V vocabulary.
 """
 
@@ -15,7 +17,7 @@ from cohort.models.kernels import power
 VOCAB_BLOCK = 4096
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "a_stride"], do_not_specialize_on_alignment=["a_lse_ptr", "b_lse_ptr"])
 def _join_kernel(
     a_ptr, a_lse_ptr, b_ptr, b_lse_ptr, T, a_stride, H: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr
 ):
@@ -48,7 +50,7 @@ def join(a: Tensor, a_lse: Tensor, b: Tensor, b_lse: Tensor) -> None:
         _join_kernel[(T,)](a, a_lse, b, b_lse, T, a_lse.stride(0), H, power(H), D, num_warps=4)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["target_ptr", "logprob_ptr", "entropy_ptr", "log_z_ptr"])
 def _describe_kernel(logits_ptr, target_ptr, logprob_ptr, entropy_ptr, log_z_ptr, V, temperature, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     top = tl.full([], float("-inf"), tl.float32)
@@ -82,7 +84,7 @@ def describe(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tenso
     return logprobs, entropy, log_z
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["target_ptr", "entropy_ptr", "log_z_ptr", "g_ptr", "e_ptr"])
 def _pull_kernel(
     logits_ptr, target_ptr, entropy_ptr, log_z_ptr, g_ptr, e_ptr, out_ptr, V, temperature,
     ENTROPY: tl.constexpr, BLOCK: tl.constexpr,

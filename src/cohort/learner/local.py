@@ -58,6 +58,7 @@ class LocalLearner:
         self.num_updates = num_updates
         self.token_budget = config.token_budget or CPU_BUDGET
         self.plan: Plan | None = None
+        self._told = False
         self.adapters = adapters
         self.optimizer = Optimizer(decoder if adapters is None else adapters, optim)
         self.update_index = 0  # updates attempted: the schedule's clock, advanced also by those without signal
@@ -86,6 +87,7 @@ class LocalLearner:
     @stage("update")
     def update(self, batch: Batch, algo: Loss) -> dict[str, float]:
         tally = Tally()
+        self._tell_layout(batch)
         for _ in range(self.config.epochs):
             for minibatch in batch.minibatches:
                 tally.merge(self.forward_backward(minibatch, algo))
@@ -120,6 +122,25 @@ class LocalLearner:
         self.token_budget = min(self.token_budget, budget)
         log.warning("out of memory: the update starts again with %d instead of %d tokens a microbatch", budget, largest)
         return replace(minibatch, microbatches=minibatch.repacked(budget))
+
+    def _tell_layout(self, batch: Batch) -> None:
+        """Once, in the log: how this run's batches are laid out, and why."""
+        if self._told or not any(m.microbatches for m in batch.minibatches):
+            return
+        self._told = True
+        micro = [m for minibatch in batch.minibatches for m in minibatch.microbatches]
+        num, sizes = sum(len(m.tokens) for m in micro), [s.size for m in micro for s in m.layout.spans]
+        prompts = {(i, s.prompt): s.size for i, m in enumerate(micro) for s in m.layout.spans if s.size}
+        alone = num + sum(sizes) - sum(prompts.values())
+        if prompts:
+            why = (
+                f"{num} tokens, prompts once a group (once a sample would be {alone}: {alone / num:.2f} times as many)"
+            )
+        else:
+            why = f"{num} tokens, each sample with its own prompt: " + (
+                "sharing would save too few" if self.config.prefix_sharing else "learner.prefix_sharing is off"
+            )
+        log.info("an update is %d microbatches of at most %d tokens: %s", len(micro), self.token_budget, why)
 
     def _compare_with_plan(self) -> None:
         if self.plan is not None:

@@ -1,4 +1,4 @@
-"""What the parts of a run write to Python's log, as events of the run: seen by the user and kept with the step."""
+"""What the parts of a run write to Python's log: seen by the user and, if it is a warning, kept with the step."""
 
 from __future__ import annotations
 
@@ -9,20 +9,25 @@ from contextlib import contextmanager
 KINDS = {"engines": "engine", "learner": "learner"}
 
 
+Told = Callable[[str, str], None]
+"""(kind, text)"""
+
+
 class _Forward(logging.Handler):
-    def __init__(self, event: Callable[[str, str], None]) -> None:
+    def __init__(self, event: Told, notice: Told) -> None:
         super().__init__(logging.INFO)
-        self._event = event
+        self._event, self._notice = event, notice
 
     def emit(self, record: logging.LogRecord) -> None:
         part = record.name.split(".")[1:2]
-        self._event(KINDS.get(part[0], part[0]) if part else "log", record.getMessage())
+        tell = self._event if record.levelno >= logging.WARNING else self._notice
+        tell(KINDS.get(part[0], part[0]) if part else "log", record.getMessage())
 
 
 @contextmanager
-def forwarded(event: Callable[[str, str], None]) -> Iterator[None]:
-    """Within, messages of level INFO and above of Cohort's own loggers become events."""
-    log, handler = logging.getLogger("cohort"), _Forward(event)
+def forwarded(event: Told, notice: Told) -> Iterator[None]:
+    """Within, warnings of Cohort's own loggers become events, and messages of level INFO notices."""
+    log, handler = logging.getLogger("cohort"), _Forward(event, notice)
     level = log.level
     log.addHandler(handler)
     log.setLevel(min(level, logging.INFO) if level else logging.INFO)

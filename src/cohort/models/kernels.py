@@ -97,7 +97,7 @@ def add_norm(
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "each"])
 def _norm_backward_kernel(
     x_ptr, weight_ptr, scale_ptr, d_out_ptr, d_total_ptr, d_x_ptr, d_y_ptr, d_weight_ptr, T, each,
     d: tl.constexpr, BLOCK: tl.constexpr, TOTAL: tl.constexpr, Y: tl.constexpr,

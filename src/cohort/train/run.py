@@ -124,8 +124,12 @@ class Run:
 
     def event(self, kind: str, text: str) -> None:
         """Something worth knowing (a skip, a failure), shown now and recorded with the current step."""
-        self._view.event(self.step + 1, kind, text)
+        self.notice(kind, text)
         self._pending.append((kind, text))
+
+    def notice(self, kind: str, text: str) -> None:
+        """Shown now, not recorded: what a resumed run says again."""
+        self._view.event(self.step + 1, kind, text)
 
     def end_step(self, step: int, groups: Sequence[Group], stats: Stats) -> None:
         """Record the step, evaluate and save when it is time."""
