@@ -6,7 +6,7 @@ import copy
 import os
 import shlex
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -16,14 +16,14 @@ from cohort.algos.algorithm import Algorithm, build_algorithm
 from cohort.checkpoint import Checkpoint
 from cohort.config.document import dump, parse
 from cohort.config.options import BenchOptions, BenchResult, EngineBenchOptions, EvalOptions, LearnerBenchOptions
-from cohort.config.schema import RunConfig, SamplingConfig
+from cohort.config.schema import LoraConfig, RunConfig, SamplingConfig
 from cohort.device import DTYPES, find_device, find_dtype
 from cohort.engines.base import Engine
 from cohort.engines.native import native_engine
 from cohort.engines.rollout import Tasks
 from cohort.errors import ConfigError, ModelError, RunError
 from cohort.evaluate import evaluate as run_evaluation
-from cohort.learner.local import LocalLearner
+from cohort.learner.local import LocalLearner, adapter_tensors
 from cohort.learner.plan import Load, Plan, plan_memory
 from cohort.logs.forward import forwarded
 from cohort.logs.view import make_view
@@ -31,6 +31,8 @@ from cohort.models.catalog import resolve
 from cohort.models.config import check_context
 from cohort.models.decoder import Decoder
 from cohort.models.files import LoadedModel, load_folder, save_folder
+from cohort.models.lora import Adapters
+from cohort.models.peft import load_adapters, save_adapters
 from cohort.models.shapes import named_shape, random_decoder
 from cohort.scoring.pool import ScoringPool
 from cohort.store.records import Evaluation
@@ -66,6 +68,8 @@ class Parts:
         # The number of steps is the one setting that may change, so a checkpoint does not know it.
         settings = dump(replace(self.config, steps=0))
         numbers |= {"threads": torch.get_num_threads(), "torch": torch.__version__, "config": settings}
+        if self.learner.adapters is not None:
+            numbers["lora"] = asdict(self.learner.adapters.config)
         return Checkpoint(step=step, cursor=self.tasks.stream.cursor, optimizer=tensors, numbers=numbers)
 
     def write_model(self, folder: Path) -> None:
@@ -78,8 +82,12 @@ class Parts:
         # Sums depend on the number of threads, so the run keeps its own, also where there are fewer cores.
         torch.set_num_threads(int(state.numbers["threads"]))
         decoder = self.model.decoder
-        decoder.load_state_dict(load_folder(state.model, decoder.embed.dtype).decoder.state_dict())
+        saved = load_folder(state.model, decoder.embed.dtype).decoder
+        if self.learner.adapters is None:
+            decoder.load_state_dict(saved.state_dict())
         self.learner.load_state(state.optimizer, state.numbers)
+        if self.learner.adapters is not None:
+            _require_merged(decoder, saved, self.config.model)
         self.tasks.stream.cursor = state.cursor
         self.engine.load(self.learner.weights(), version=state.step)
 
@@ -114,14 +122,17 @@ def assemble(config: RunConfig) -> Parts:
     algo = build_algorithm(config.algo, sampling.max_tokens)
     updates = config.learner.epochs * config.learner.minibatches
     needs = algo.needs(updates)
-    plan = _plan(config, model, device, has_reference="ref" in needs)
+    adapters = _adapters(config, model.decoder)
+    has_reference = "ref" in needs and adapters is None
+    plan = _plan(config, model, device, has_reference, adapters)
     learner = LocalLearner(
         model.decoder,
         config.learner,
         config.optim,
         num_updates=config.steps * updates,
         temperature=sampling.temperature,
-        reference=_frozen_copy(model) if "ref" in needs else None,
+        reference=_frozen_copy(model) if has_reference else None,
+        adapters=adapters,
     )
     learner.follow(plan)
     limit = _prompt_limit(config, model, learner.token_budget)
@@ -169,7 +180,9 @@ def _sampling(config: SamplingConfig, tokenizer: Tokenizer) -> Sampling:
     )
 
 
-def _plan(config: RunConfig, model: LoadedModel, device: torch.device, has_reference: bool) -> Plan | None:
+def _plan(
+    config: RunConfig, model: LoadedModel, device: torch.device, has_reference: bool, adapters: Adapters | None
+) -> Plan | None:
     """How a GPU's memory is used; a CPU's is the system's affair. How long prompts are is not known yet: a guess."""
     if device.type != "cuda":
         return None
@@ -183,6 +196,8 @@ def _plan(config: RunConfig, model: LoadedModel, device: torch.device, has_refer
         batch_tokens=batch.prompts * prompt + rows * new,
         kv_tokens=batch.prompts * prompt + min(rows, config.engine.slots) * new,
         has_reference=has_reference,
+        trained=None if adapters is None else adapters.num_params,
+        base=0 if adapters is None else adapters.base_bytes,
     )
     free, _ = torch.cuda.mem_get_info(device)
     return plan_memory(load, free + torch.cuda.memory_reserved(device), config.learner.token_budget)
@@ -209,6 +224,25 @@ def _frozen_copy(model: LoadedModel) -> Decoder:
     frozen = copy.deepcopy(model.decoder)
     frozen.requires_grad_(False)
     return frozen
+
+
+def _adapters(config: RunConfig, decoder: Decoder) -> Adapters | None:
+    lora = config.learner.lora
+    if lora.load:
+        found = load_adapters(lora.load)
+        return Adapters(decoder, replace(found.config, base=lora.base), config.seed, found.tensors)
+    return Adapters(decoder, lora, config.seed) if lora.rank else None
+
+
+def _require_merged(decoder: Decoder, saved: Decoder, model: str) -> None:
+    """The base is read from the run's model again: with the adapters it must be what the checkpoint has."""
+    for (name, p), q in zip(decoder.state_dict().items(), saved.state_dict().values(), strict=True):
+        close = 4 * torch.finfo(p.dtype).eps
+        if not torch.allclose(p.cpu(), q, rtol=close, atol=close * float(q.abs().max())):
+            raise RunError(
+                f"{model} is no longer the model this run was started from: with the checkpoint's adapters, {name} "
+                "is not the checkpoint's; put the original back."
+            )
 
 
 def train(config: RunConfig, out: Path, log: str) -> Path:
@@ -278,7 +312,25 @@ def evaluate(task: Task, model: str, options: EvalOptions) -> Evaluation:
 
 def export(path: Path, out: Path, which: str) -> Path:
     """A checkpoint of a run as a plain Hugging Face folder. `which`: a step, "best" or "last"."""
+    state = _exported(RunDirectory.open(path), out, which)
+    assert state.model is not None
+    model = load_folder(state.model)
+    return save_folder(model.decoder, model.hf_config, state.model, out)
+
+
+def export_adapters(path: Path, out: Path, which: str) -> Path:
+    """The adapters of a checkpoint alone, as a folder in PEFT format."""
     directory = RunDirectory.open(path)
+    state = _exported(directory, out, which)
+    lora = state.numbers.get("lora")
+    if lora is None:
+        raise RunError(f"{path} has no adapters, it trained every weight; leave --adapters out")
+    config = LoraConfig(**{**lora, "targets": tuple(lora["targets"])})
+    return save_adapters(adapter_tensors(state.optimizer), config, directory.config.model, out)
+
+
+def _exported(directory: RunDirectory, out: Path, which: str) -> Checkpoint:
+    path = directory.path
     found = checkpoint.steps(directory.checkpoints)
     if not found:
         raise RunError(f"{path} has no checkpoint yet; it writes one every save.every steps and at its end")
@@ -294,10 +346,7 @@ def export(path: Path, out: Path, which: str) -> Path:
         raise RunError(f"{path} has no checkpoint of step {step}; it has {', '.join(map(str, found))}")
     if out.exists():
         raise ModelError(f"{out} exists already: choose another folder")
-    state = checkpoint.load(directory.checkpoints / checkpoint.name(step))
-    assert state.model is not None
-    model = load_folder(state.model)
-    return save_folder(model.decoder, model.hf_config, state.model, out)
+    return checkpoint.load(directory.checkpoints / checkpoint.name(step))
 
 
 def bench_engine(options: EngineBenchOptions) -> BenchResult:

@@ -2,7 +2,7 @@
 
     checkpoints/step-000100/
       model/                  a Hugging Face folder, fp32
-      optimizer.safetensors   moments by parameter name, full shape, fp32
+      optimizer.safetensors   moments by parameter name, full shape, fp32; adapters, if it is these that are trained
       state.json              counters, and size and checksum of every other file
 
 A checkpoint is written aside, made durable and renamed: under its final name it is always whole. What can

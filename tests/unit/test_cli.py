@@ -63,6 +63,7 @@ def build(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         train=record("train", Path("runs/x")),
         resume=record("resume"),
         export=record("export"),
+        export_adapters=record("export_adapters"),
         evaluate=record("evaluate", evaluation),
         bench_engine=record("bench_engine", result),
         bench_learner=record("bench_learner", result),
@@ -212,11 +213,17 @@ def test_resume_takes_the_run_before_or_after_its_flags(args: list[str], build: 
 def test_export(build: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["export", "runs/a", "out", "--step", "best"]) == 0
     assert main(["export", "runs/a", "out"]) == 0
+    assert main(["export", "runs/a", "out", "--adapters"]) == 0
+    assert main(["export", "--adapters", "runs/a", "out", "--step", "3"]) == 0
+    assert main(["export", "runs/a", "--adapters", "false", "out"]) == 0
     assert build.calls == [
         ("export", Path("runs/a"), Path("out"), "best"),
         ("export", Path("runs/a"), Path("out"), "last"),
+        ("export_adapters", Path("runs/a"), Path("out"), "last"),
+        ("export_adapters", Path("runs/a"), Path("out"), "3"),
+        ("export", Path("runs/a"), Path("out"), "last"),
     ]
-    assert capsys.readouterr().out == "wrote out\nwrote out\n"
+    assert capsys.readouterr().out == "wrote out\n" * 5
 
 
 def test_eval_prints_the_numbers_and_writes_them(

@@ -14,8 +14,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cohort.config import flags
-from cohort.config.load import as_args, change, diff, dump, load, parse
-from cohort.config.schema import ALGOS, GRPO, BatchConfig, DrGRPO, OptimConfig, RunConfig, SamplingConfig
+from cohort.config.load import as_args, change, diff, dump, load, parse, validate
+from cohort.config.schema import (
+    ALGOS,
+    GRPO,
+    BatchConfig,
+    DrGRPO,
+    LearnerConfig,
+    LoraConfig,
+    OptimConfig,
+    RunConfig,
+    SamplingConfig,
+)
 from cohort.errors import ConfigError
 from cohort.recipes import RECIPES
 from cohort.tasks.arithmetic import Arithmetic
@@ -156,6 +166,8 @@ BAD_FLAGS = {
     "steps=3": 'unexpected "steps=3"',
     "--task.min-digits 5 --steps x": '--steps must be a whole number, not "x".',
     "--task.min-digits 5": "min_digits",
+    "--lora.rank 4": "unknown flag --lora.rank. Did you mean --learner.lora.rank?",
+    "--learner.lora.targets q": "must be one of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj (several",
 }
 
 
@@ -195,6 +207,14 @@ BAD_VALUES = {
     "--sampling.allow-truncation True": "--sampling.allow-truncation has no effect",
     "--algo.clip-high 0.28": "--algo.clip-high has no effect: with one update per batch",
     "--eval.temperature 0 --eval.samples 4": "--eval.samples has no effect: at temperature 0",
+    "--learner.lora.rank -1": "learner.lora.rank is -1; it must be at least 0",
+    "--learner.lora.rank 4 --learner.lora.alpha 0": "learner.lora.alpha is 0.0; it must be above 0",
+    "--learner.lora.rank 4 --learner.lora.alpha inf": "learner.lora.alpha is inf; it must be a finite number",
+    "--learner.lora.rank 4 --learner.lora.targets": "learner.lora.targets is []; name one matrix or more",
+    "--learner.lora.rank 4 --learner.lora.targets q_proj q_proj": "['q_proj', 'q_proj']; name one matrix or more, each",
+    "--learner.lora.alpha 16": "--learner.lora.alpha has no effect: there are no adapters; set --learner.lora.rank",
+    "--learner.lora.base nf4": "--learner.lora.base has no effect: there are no adapters",
+    "--learner.lora.load x --learner.lora.rank 4": "--learner.lora.rank has no effect: it comes with the adapters of",
 }
 
 
@@ -215,6 +235,8 @@ GOOD_VALUES = [
     "--learner.minibatches 2 --algo.clip-low 0.1",
     "--eval.temperature 0",
     "--steps 3",
+    "--learner.lora.rank 16 --learner.lora.alpha 8 --learner.lora.targets q_proj down_proj --learner.lora.base nf4",
+    "--learner.lora.load folder --learner.lora.base nf4",
 ]
 
 
@@ -227,6 +249,15 @@ def test_a_recipes_own_setting_without_effect_is_refused() -> None:
     config = RunConfig(task=Arithmetic(), optim=OptimConfig(lr_floor=0.1))
     with pytest.raises(ConfigError, match="lr-floor has no effect"):
         change(config)
+
+
+def test_adapters_of_a_recipe_are_checked_as_deep_as_they_lie() -> None:
+    tuned = RunConfig(task=Arithmetic(), learner=LearnerConfig(lora=LoraConfig(alpha=8.0)))
+    with pytest.raises(ConfigError, match=r"lora\.alpha has no effect"):
+        change(tuned)
+    lora = LoraConfig(rank=2, targets=("q_prj",))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r'targets has no "q_prj". Did you mean "q_proj"'):
+        validate(RunConfig(task=Arithmetic(), learner=LearnerConfig(lora=lora)))
 
 
 def test_switching_off_what_a_recipe_tuned_is_no_error() -> None:
@@ -375,7 +406,8 @@ sampling.max_tokens sampling.temperature sampling.top_p sampling.top_k sampling.
 sampling.allow_truncation engine.slots engine.weights algo.scale algo.clip_low algo.clip_high algo.kl
 algo.kl_estimator algo.kl_in algo.entropy algo.aggregate algo.truncated optim.lr optim.schedule optim.warmup
 optim.lr_floor optim.beta1 optim.beta2 optim.eps optim.weight_decay optim.clip_norm optim.max_bad_steps
-learner.epochs learner.minibatches learner.token_budget learner.prefix_sharing learner.dtype eval.every
+learner.epochs learner.minibatches learner.token_budget learner.prefix_sharing learner.dtype learner.lora.rank
+learner.lora.alpha learner.lora.targets learner.lora.base learner.lora.load eval.every
 eval.problems eval.samples eval.temperature save.every save.keep_last save.keep_best save.rollouts
 """.split()  # noqa: SIM905 (a list of sixty literals is no easier to read)
 

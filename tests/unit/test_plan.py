@@ -33,6 +33,7 @@ def test_counts_by_hand():
     assert state_bytes(replace(LOAD, width=4)) == (4 + 8) * num_params(QWEN)  # its own master
     assert state_bytes(replace(LOAD, has_reference=True)) == state_bytes(LOAD) + 2 * num_params(QWEN)
     assert state_bytes(replace(LOAD, trained=1000)) == 2 * num_params(QWEN) + 12 * 1000
+    assert state_bytes(replace(LOAD, trained=1000, base=77)) == 2 * num_params(QWEN) + 12 * 1000 + 77
     assert gradient_bytes(replace(LOAD, trained=1000)) == 4 * 1000
     # two fp32 sums, two bf16 norms, q and mixed [14, 64], k and v [2, 64], gate and up
     kept = 2 * 4 * 896 + 2 * (2 * 896 + (14 + 14 + 2 + 2) * 64 + 2 * 4864) + 4 * 14 + 8

@@ -31,11 +31,13 @@ def read(command: str, places: Sequence[str], about: str, default: T, args: Sequ
 
 
 def _late_words(given: Sequence[flags.Flag], valid: dict[str, flags.Leaf]) -> tuple[list[flags.Flag], list[str]]:
-    """Words that follow the single value of a flag belong to the command, not to the flag."""
+    """Words that follow the single value of a flag belong to the command, not to the flag. A switch needs no value."""
     kept: list[flags.Flag] = []
     late: list[str] = []
     for flag in given:
         single = flag.name in valid and not valid[flag.name].many
+        if single and valid[flag.name].type is bool and "".join(flag.values[:1]).lower() not in ("true", "false"):
+            flag = flags.Flag(flag.name, ("True", *flag.values))
         kept.append(flags.Flag(flag.name, flag.values[:1]) if single else flag)
         late += flag.values[1:] if single else ()
     return kept, late

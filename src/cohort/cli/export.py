@@ -1,4 +1,4 @@
-"""`cohort export RUN OUT [--step N|best|last]`."""
+"""`cohort export RUN OUT [--step N|best|last] [--adapters]`."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from cohort.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Which checkpoint."""
+    """Which checkpoint, and what of it."""
 
     step: str = "last"
     """A step number, best (held-out accuracy) or last."""
+    adapters: bool = False
+    """Only the adapters, in PEFT format, instead of the model they are merged into."""
 
 
 def run(args: list[str]) -> None:
@@ -24,5 +26,5 @@ def run(args: list[str]) -> None:
         raise ConfigError(f'--step must be a step number, best or last, not "{options.step}".')
     from cohort import build
 
-    build.export(Path(where), Path(out), options.step)
+    (build.export_adapters if options.adapters else build.export)(Path(where), Path(out), options.step)
     print(f"wrote {out}")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
 from cohort.config.flags import leaves, show
-from cohort.config.schema import RunConfig
+from cohort.config.schema import TARGETS, RunConfig
 from cohort.errors import ConfigError, nearest
 
 # Bounds of numbers: how they are worded, when they hold, and for which settings.
@@ -22,7 +21,7 @@ _BOUNDS: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     (
         "a finite number",
         math.isfinite,
-        "algo.clip_low algo.clip_high algo.kl algo.entropy sampling.temperature",
+        "algo.clip_low algo.clip_high algo.kl algo.entropy sampling.temperature learner.lora.alpha",
     ),
     ("at least 1", lambda x: x >= 1, "steps batch.prompts batch.samples sampling.max_tokens engine.slots"),
     ("at least 1", lambda x: x >= 1, "learner.epochs learner.minibatches eval.samples"),
@@ -34,8 +33,8 @@ _BOUNDS: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ),
     ("at least 0", lambda x: x >= 0, "optim.warmup optim.weight_decay optim.clip_norm save.rollouts"),
     ("at least 0", lambda x: x >= 0, "learner.token_budget"),
-    ("at least 0", lambda x: x >= 0, "eval.every eval.problems eval.temperature"),
-    ("above 0", lambda x: x > 0, "sampling.temperature optim.eps"),
+    ("at least 0", lambda x: x >= 0, "eval.every eval.problems eval.temperature learner.lora.rank"),
+    ("above 0", lambda x: x > 0, "sampling.temperature optim.eps learner.lora.alpha"),
     ("above 0 and at most 1", lambda x: 0 < x <= 1, "sampling.top_p"),
     ("from 0 to 1", lambda x: 0 <= x <= 1, "algo.clip_low optim.lr_floor"),
     ("at least 0 and below 1", lambda x: 0 <= x < 1, "sampling.min_p optim.beta1 optim.beta2"),
@@ -87,6 +86,18 @@ _EFFECTS = (
         lambda c: c.eval.temperature > 0 or c.eval.samples == 1,
         "at temperature 0 all samples of a problem are equal; set --eval.temperature above 0",
     ),
+    Effect(
+        ("learner.lora.alpha", "learner.lora.targets", "learner.lora.base"),
+        ("learner.lora.rank", "learner.lora.load"),
+        lambda c: c.learner.lora.on,
+        "there are no adapters; set --learner.lora.rank above 0",
+    ),
+    Effect(
+        ("learner.lora.rank", "learner.lora.alpha", "learner.lora.targets"),
+        ("learner.lora.load",),
+        lambda c: c.learner.lora.load == "",
+        "it comes with the adapters of --learner.lora.load",
+    ),
 )
 
 
@@ -134,6 +145,12 @@ def _check_combinations(config: RunConfig, given: Collection[str]) -> None:
             "top-p, top-k and min-p make the policy that acts differ from the one that is trained; "
             "remove them or add --sampling.allow-truncation True."
         )
+    targets = learner.lora.targets
+    if not targets or len(set(targets)) < len(targets):
+        raise ConfigError(f"learner.lora.targets is {list(targets)}; name one matrix or more, each once.")
+    for target in targets:
+        if target not in TARGETS:
+            raise ConfigError(f'learner.lora.targets has no "{target}".{nearest(target, TARGETS)}')
     if "" in sampling.stop:
         raise ConfigError("sampling.stop holds an empty string, which would stop at once; remove it.")
     updates = config.steps * learner.epochs * learner.minibatches
@@ -177,5 +194,5 @@ def _defaults(config: RunConfig) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for section in ("sampling", "algo", "optim", "learner", "eval"):
         default = type(getattr(config, section))()
-        found |= {f"{section}.{f.name}": getattr(default, f.name) for f in dataclasses.fields(default)}
+        found |= {name: leaf.value for name, leaf in leaves(default, f"{section}.").items()}
     return found

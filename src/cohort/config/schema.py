@@ -7,7 +7,7 @@ chosen variant of `task`, `engine` and `algo` exists, so a setting that has no e
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +104,30 @@ class OptimConfig:
     """Non-finite gradients are skipped and counted; this many in a row stop the run."""
 
 
+Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+TARGETS: tuple[Target, ...] = get_args(Target)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """Low-rank adapters (Hu et al. 2021, arXiv:2106.09685): of W + alpha / rank * B A only A and B are trained."""
+
+    rank: int = 0
+    """0 = no adapters: every weight is trained."""
+    alpha: float = 32.0
+    """The adapters' product is multiplied by alpha / rank."""
+    targets: tuple[Target, ...] = TARGETS
+    """Which matrices of each layer get adapters."""
+    base: Literal["keep", "nf4"] = "keep"
+    """How their frozen weights are kept: as they are, or in 4 bits (QLoRA, arXiv:2305.14314), which rounds them."""
+    load: str = ""
+    """Start from the adapters in this folder (PEFT format), which brings rank, alpha and targets."""
+
+    @property
+    def on(self) -> bool:
+        return self.rank > 0 or self.load != ""
+
+
 @dataclass(frozen=True, kw_only=True)
 class LearnerConfig:
     """How a batch becomes an update."""
@@ -120,6 +144,7 @@ class LearnerConfig:
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
     """Compute type; master weights, moments and gradients stay fp32 (float64 for tests). auto = bfloat16 on a GPU,
     float32 on a CPU."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
 
 
 @dataclass(frozen=True, kw_only=True)

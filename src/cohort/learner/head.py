@@ -49,7 +49,7 @@ class _ChunkedHead(torch.autograd.Function):
     def backward(ctx, d_logprobs, d_entropy):  # type: ignore[no-untyped-def]
         hidden, weight, targets, log_z, entropy = ctx.saved_tensors
         d_hidden = torch.empty_like(hidden)
-        d_weight = torch.zeros_like(weight, dtype=log_z.dtype)
+        d_weight = torch.zeros_like(weight, dtype=log_z.dtype) if ctx.needs_input_grad[1] else None
         for rows in _chunks(hidden, weight):
             logits = _logits(hidden[rows], weight, ctx.temperature)
             g, e = d_logprobs[rows, None], d_entropy[rows, None]
@@ -63,7 +63,7 @@ class _ChunkedHead(torch.autograd.Function):
             d_logits = (d_logits / ctx.temperature if ctx.temperature != 1.0 else d_logits).to(hidden.dtype)
             d_hidden[rows] = product(d_logits, weight.t())
             _add_product(d_weight, d_logits, hidden[rows])
-        return d_hidden, d_weight.to(weight.dtype), None, None, None
+        return d_hidden, None if d_weight is None else d_weight.to(weight.dtype), None, None, None
 
 
 Gradient = Callable[[slice, Tensor, Tensor], tuple[Tensor, Tensor | None]]
@@ -72,11 +72,12 @@ Gradient = Callable[[slice, Tensor, Tensor], tuple[Tensor, Tensor | None]]
 
 @torch.no_grad()
 def gradient_through_head(
-    hidden: Tensor, weight: Tensor, d_weight: Tensor, targets: Tensor, temperature: float, gradient: Gradient
+    hidden: Tensor, weight: Tensor, d_weight: Tensor | None, targets: Tensor, temperature: float, gradient: Gradient
 ) -> Tensor:
     """The gradient on hidden [N, d] of a loss that is a sum over tokens; the head's is added to d_weight [V, d].
 
-    Each chunk's logits are used for both directions while they are there, so they are computed once.
+    Each chunk's logits are used for both directions while they are there, so they are computed once. Without
+    d_weight the head is frozen.
     """
     d_hidden = torch.zeros_like(hidden)
     for rows in _chunks(hidden, weight):
@@ -121,8 +122,10 @@ def _pulled_by_kernels(hidden: Tensor, weight: Tensor, targets: Tensor, temperat
     return kernels.pull(logits, targets, entropy, log_z, g, e, temperature, hidden.dtype)
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a^T b, in the type of the total: fp32 also where the model computes in bf16."""
+def _add_product(total: Tensor | None, a: Tensor, b: Tensor) -> None:
+    """total += a^T b, in the type of the total: fp32 also where the model computes in bf16. None = not wanted."""
+    if total is None:
+        return
     if total.dtype == a.dtype:
         total.addmm_(a.t(), b)
     elif a.is_cuda:

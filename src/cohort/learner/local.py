@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -26,15 +27,19 @@ from cohort.learner.optim import Optimizer, global_norm, learning_rate
 from cohort.learner.plan import Plan
 from cohort.learner.world import World
 from cohort.models.decoder import Decoder
+from cohort.models.lora import Adapters
 from cohort.types import Group, Provenance
 
 log = logging.getLogger(__name__)
 
 CPU_BUDGET = 2048  # tokens a microbatch where none are asked for and nothing is planned
+ADAPTER = "adapter/"  # what adapters are called in the learner's state, before their names
 
 
 class LocalLearner:
-    """Trains `decoder` in place. `reference` is the frozen policy of the KL term, if there is one."""
+    """Trains `decoder` in place, or its adapters. `reference` is the frozen policy of the KL term, if there is one:
+    adapters need none, the decoder without them is it.
+    """
 
     def __init__(
         self,
@@ -46,6 +51,7 @@ class LocalLearner:
         temperature: float = 1.0,
         reference: Decoder | None = None,
         world: World | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
         self.decoder, self.config, self.optim = decoder, config, optim
         self.temperature, self.reference, self.world = temperature, reference, world or World()
@@ -53,7 +59,8 @@ class LocalLearner:
         self.token_budget = config.token_budget or CPU_BUDGET
         self.plan: Plan | None = None
         self._told = False
-        self.optimizer = Optimizer(decoder, optim)
+        self.adapters = adapters
+        self.optimizer = Optimizer(decoder if adapters is None else adapters, optim)
         self.update_index = 0  # updates attempted: the schedule's clock, advanced also by those without signal
         self.num_bad = 0  # consecutive updates with non-finite gradients
         self._annotated = -1  # update_index at which old log-probabilities were last annotated
@@ -73,9 +80,9 @@ class LocalLearner:
             for sample, values in self._sample_logprobs(groups, self.decoder):
                 sample.old_logprobs = values
         if "ref" in needs:
-            assert self.reference is not None, "the algorithm needs a reference policy and the learner has none"
-            for sample, values in self._sample_logprobs(groups, self.reference):
-                sample.ref_logprobs = values
+            with self._reference_policy() as reference:
+                for sample, values in self._sample_logprobs(groups, reference):
+                    sample.ref_logprobs = values
 
     @stage("update")
     def update(self, batch: Batch, algo: Loss) -> dict[str, float]:
@@ -150,7 +157,8 @@ class LocalLearner:
             if unmoved:
                 micro = replace(micro, old_logprobs=None)
             weights = algo.weigh(micro.lengths, num_tokens, num_samples)
-            tally.merge(self._backward(micro, weights, algo))
+            with nullcontext() if self.adapters is None else self.adapters.gradients():
+                tally.merge(self._backward(micro, weights, algo))
             self.optimizer.collect_grads()
         self._sum_grads()
         return tally
@@ -168,20 +176,22 @@ class LocalLearner:
             assert d_logprobs is not None, "a loss without log-probabilities trains nothing"
             return d_logprobs, d_entropy
 
+        embed, head = self.decoder.embed, self.decoder.head_weight
+        embedded = embed.detach().index_select(0, micro.tokens).requires_grad_()
         if algo.per_token:
-            embed, head = self.decoder.embed, self.decoder.head_weight
             # By hand at both ends: autograd would fill and add a table of the vocabulary's size each time.
-            embedded = embed.detach().index_select(0, micro.tokens).requires_grad_()
             hidden = self._predicting(self.decoder, micro, embedded)
-            total = self.optimizer.grad_of(head)
+            total = self.optimizer.grad_of(head) if head.requires_grad else None
             d_hidden = gradient_through_head(hidden, head, total, micro.targets, self.temperature, gradient)
             if d_hidden.is_cuda or bool(d_hidden.any()):  # to look would wait for the GPU
                 hidden.backward(d_hidden)
-                assert embedded.grad is not None
-                total = self.optimizer.grad_of(embed)
-                total.index_add_(0, micro.tokens, embedded.grad.to(total.dtype))
+                if embed.requires_grad:
+                    assert embedded.grad is not None
+                    total = self.optimizer.grad_of(embed)
+                    total.index_add_(0, micro.tokens, embedded.grad.to(total.dtype))
         else:
-            outputs = self.logprobs(self.decoder, micro)
+            # a frozen table would start no graph
+            outputs = self.logprobs(self.decoder, micro, embedded=None if embed.requires_grad else embedded)
             grads = gradient(slice(None), *outputs)
             pairs = [(x, g) for x, g in zip(outputs, grads, strict=True) if g is not None and bool(g.any())]
             if pairs:
@@ -206,13 +216,17 @@ class LocalLearner:
             return {"updates/no_signal": 1.0, "grad_norm": 0.0, "lr": lr}
         clip = self.optim.clip_norm
         self.optimizer.step(lr, clip / norm if 0 < clip < norm else 1.0)
+        if self.adapters is not None:
+            self.adapters.merge()
         return {"updates/done": 1.0, "updates/clipped": float(0 < clip < norm), "grad_norm": norm, "lr": lr}
 
     # ---- log-probabilities -------------------------------------------------------------------------------------
 
-    def logprobs(self, decoder: Decoder, micro: Microbatch, with_entropy: bool = True) -> tuple[Tensor, Tensor]:
+    def logprobs(
+        self, decoder: Decoder, micro: Microbatch, with_entropy: bool = True, embedded: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """log p of the targets and the entropy where they were predicted, [N] each, at the sampling temperature."""
-        hidden = self._predicting(decoder, micro)
+        hidden = self._predicting(decoder, micro, embedded)
         return token_logprobs(hidden, decoder.head_weight, micro.targets, self.temperature, with_entropy)
 
     def _predicting(self, decoder: Decoder, micro: Microbatch, embedded: Tensor | None = None) -> Tensor:
@@ -233,6 +247,15 @@ class LocalLearner:
                 sample, at = samples[segment], iter(row)
                 yield sample, [next(at) if p == Provenance.SAMPLED else 0.0 for p in sample.provenance]
 
+    @contextmanager
+    def _reference_policy(self) -> Iterator[Decoder]:
+        if self.adapters is not None:
+            with self.adapters.reference():
+                yield self.decoder
+        else:
+            assert self.reference is not None, "the algorithm needs a reference policy and the learner has none"
+            yield self.reference
+
     def _sum_grads(self) -> None:
         if self.world.size == 1:
             return
@@ -248,11 +271,20 @@ class LocalLearner:
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         numbers = {"update_index": self.update_index, "num_bad": self.num_bad}
-        return self.optimizer.state(), {**numbers, "optimizer_steps": self.optimizer.num_steps}
+        adapters = {} if self.adapters is None else self.adapters.tensors()
+        tensors = self.optimizer.state() | {ADAPTER + name: tensor for name, tensor in adapters.items()}
+        return tensors, {**numbers, "optimizer_steps": self.optimizer.num_steps}
 
     def load_state(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> None:
         self.update_index, self.num_bad = int(numbers["update_index"]), int(numbers["num_bad"])
         self.optimizer.load_state(tensors, int(numbers["optimizer_steps"]))
+        if self.adapters is not None:
+            self.adapters.load(adapter_tensors(tensors))
+
+
+def adapter_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The adapters in a learner's state, by their own names."""
+    return {name.removeprefix(ADAPTER): t for name, t in tensors.items() if name.startswith(ADAPTER)}
 
 
 def _inputs(micro: Microbatch, logprobs: Tensor, entropy: Tensor, weights: Tensor, rows: slice) -> LossInputs:

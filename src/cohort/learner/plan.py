@@ -30,6 +30,7 @@ class Load:
     kv_tokens: int  # most tokens whose keys and values are held at once
     has_reference: bool = False
     trained: int | None = None  # parameters that are trained, where not all are
+    base: int = 0  # bytes of frozen weights beside those that adapters are merged into
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +72,7 @@ def state_bytes(load: Load) -> int:
     trained = params if load.trained is None else load.trained
     masters = 0 if load.width >= 4 and load.trained is None else 4 * trained
     copies = 2 if load.has_reference else 1
-    return copies * params * load.width + masters + 8 * trained
+    return copies * params * load.width + load.base + masters + 8 * trained
 
 
 def gradient_bytes(load: Load) -> int:

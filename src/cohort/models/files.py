@@ -58,7 +58,7 @@ def load_folder(path: str | Path, dtype: torch.dtype = torch.float32) -> LoadedM
     found: set[str] = set()
     tied_head: Tensor | None = None
     for file, names in files.items():
-        for name, tensor in _tensors(file, names):
+        for name, tensor in stored_tensors(file, names):
             if name in found:
                 raise ModelError(f'tensor "{name}" is in more than one file of {folder}')
             found.add(name)
@@ -79,13 +79,13 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise ModelError(f"{folder} is not a folder: give a model name (see `cohort models`) or a Hugging Face folder")
     if not (folder / "config.json").is_file():
         raise ModelError(f"{folder} has no config.json: it is not a model in Hugging Face format")
-    return _read_json(folder / "config.json")
+    return read_json(folder / "config.json")
 
 
 def weight_files(folder: Path) -> dict[Path, list[str] | None]:
     """The safetensors files of a folder, each with the tensors the index expects in it (None: no index)."""
     if (folder / INDEX).is_file():
-        index = _read_json(folder / INDEX).get("weight_map")
+        index = read_json(folder / INDEX).get("weight_map")
         if not isinstance(index, dict) or not index:
             raise ModelError(f"{folder / INDEX} has no weight_map")
         files: dict[Path, list[str] | None] = {}
@@ -160,7 +160,7 @@ def _place(name: str, tensor: Tensor, views: Mapping[str, Tensor], file: Path) -
     views[name].copy_(tensor.view(views[name].shape))
 
 
-def _tensors(file: Path, expected: list[str] | None) -> Iterator[tuple[str, Tensor]]:
+def stored_tensors(file: Path, expected: list[str] | None) -> Iterator[tuple[str, Tensor]]:
     """The tensors of one safetensors file, one at a time."""
     try:
         with safe_open(file, framework="pt") as stored:
@@ -191,7 +191,7 @@ def _some(names: list[str]) -> str:
     return f'tensor "{names[0]}"{more}'
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> dict[str, Any]:
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as e:

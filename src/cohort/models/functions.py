@@ -28,7 +28,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         x, weight = ctx.saved_tensors
         d_x = product(grad, weight.t()) if ctx.needs_input_grad[0] else None
-        d_weight = grad.t() @ x if ctx.needs_input_grad[1] else None
+        d_weight = _weight_grad(weight, grad, x, ctx.needs_input_grad[1])
         return d_x, d_weight, grad.sum(0) if ctx.needs_input_grad[2] else None
 
 
@@ -44,7 +44,7 @@ class _RmsNorm(torch.autograd.Function):
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         x, weight, scale = ctx.saved_tensors
         normed = wide(x) * scale
-        d_weight = (grad * normed.to(grad.dtype)).flatten(0, -2).sum(0)
+        d_weight = (grad * normed.to(grad.dtype)).flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
         inner = wide(grad * weight)
         along = (inner * normed).mean(-1, keepdim=True)
         d_x = inner.addcmul_(normed, along, value=-1).mul_(scale)
@@ -100,9 +100,9 @@ class _Gated(torch.autograd.Function):
         x, gate_up, down, both = ctx.saved_tensors
         needs = ctx.needs_input_grad
         d_both, inner = _opened_backward(both, product(grad, down.t()))
-        d_down = grad.t() @ inner if needs[3] else None
+        d_down = _weight_grad(down, grad, inner, needs[3])
         d_x = product(d_both, gate_up.t()) if needs[0] else None
-        d_gate_up = d_both.t() @ x if needs[1] else None
+        d_gate_up = _weight_grad(gate_up, d_both, x, needs[1])
         return d_x, d_gate_up, d_both.sum(0) if needs[2] else None, d_down, grad.sum(0) if needs[4] else None
 
 
@@ -133,6 +133,34 @@ def substituted(products: Mapping[int, Product]) -> Iterator[None]:
         yield
     finally:
         _substitutes = before
+
+
+Taker = Callable[[Tensor, Tensor], None]
+"""(gradient [T, n] of a product's output, its input x [T, d]): what the matrix's gradient would be made of."""
+
+_takers: Mapping[int, Taker] = {}
+
+
+@contextmanager
+def taken(takers: Mapping[int, Taker]) -> Iterator[None]:
+    """Within, the matrices at these addresses get no gradient: what it is made of goes to these, for adapters, say.
+
+    For all threads: on a GPU it is autograd's own that runs backward.
+    """
+    global _takers
+    before, _takers = _takers, takers
+    try:
+        yield
+    finally:
+        _takers = before
+
+
+def _weight_grad(weight: Tensor, grad: Tensor, x: Tensor, needed: bool) -> Tensor | None:
+    """The gradient of a matrix [n, d] from that of its product [T, n], if it is wanted and nobody takes it."""
+    if _takers and (taker := _takers.get(weight.data_ptr())) is not None:
+        taker(grad, x)
+        return None
+    return grad.t() @ x if needed else None
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, exact: bool = False) -> Tensor:

@@ -9,6 +9,7 @@ from cohort.config.schema import (
     DrGRPO,
     EvalConfig,
     LearnerConfig,
+    LoraConfig,
     OptimConfig,
     RunConfig,
     SamplingConfig,
@@ -40,6 +41,13 @@ def quickstart() -> RunConfig:
 def tiny_dr_grpo() -> RunConfig:
     """The quickstart with Dr. GRPO: no division by the group's deviation, constant length divisor."""
     return replace(quickstart(), algo=DrGRPO())
+
+
+@recipe
+def tiny_lora() -> RunConfig:
+    """The quickstart with adapters of rank 8 on every matrix instead of all weights."""
+    learner = LearnerConfig(token_budget=8192, lora=LoraConfig(rank=8, alpha=16.0))
+    return replace(quickstart(), learner=learner, optim=OptimConfig(lr=2e-3, warmup=3))
 
 
 @recipe

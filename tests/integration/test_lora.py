@@ -1,0 +1,65 @@
+"""Adapters from the command line: train, kill, resume, export."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.real_run import SMALL, cohort, differences, next_args, only_run, remains, start
+from tests.strike import Strike
+
+LORA = [*SMALL, "--learner.lora.rank=4", "--algo.kl=0.01", "--optim.lr=1e-3"]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("lora")
+    done = cohort("train", "quickstart", *LORA, at=folder)
+    assert done.returncode == 0, done.stderr
+    run = only_run(folder)
+    assert run is not None
+    return run
+
+
+def test_4_10_a_run_with_adapters_killed_and_resumed_ends_the_same(undisturbed: Path, tmp_path: Path) -> None:
+    for strike in (Strike(signal.SIGKILL, "update", 3, 5), Strike(signal.SIGKILL, "update", 2, 9)):
+        process = start(*next_args(tmp_path, LORA), at=tmp_path, orders=[strike])
+        out, err = process.communicate()
+        assert process.returncode == -signal.SIGKILL, f"{strike} did not happen: {out}{err}"
+    done = cohort(*next_args(tmp_path, LORA), at=tmp_path)
+    assert done.returncode == 0, done.stderr
+    run = only_run(tmp_path)
+    assert run is not None
+    assert differences(remains(run), remains(undisturbed)) == []
+
+
+def test_what_a_checkpoint_holds(undisturbed: Path) -> None:
+    """The factors and their moments, no more; and a plain model, of which only the targets have moved."""
+    folder = undisturbed / "checkpoints" / "step-000006"
+    state = load_file(folder / "optimizer.safetensors")
+    kinds = {name.partition("/")[0] for name in state}
+    assert kinds == {"adapter", "exp_avg", "exp_avg_sq"}
+    assert any(t.any() for name, t in state.items() if name.endswith("q_proj.lora_B.weight"))
+    numbers = json.loads((folder / "state.json").read_text())["numbers"]
+    assert numbers["lora"]["rank"] == 4
+    last, first = (
+        load_file(undisturbed / "checkpoints" / s / "model/model.safetensors") for s in ("step-000006", "step-000004")
+    )
+    moved = {name.split(".")[-2] for name in last if not torch.equal(last[name], first[name])}
+    assert moved == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+
+
+def test_adapters_are_exported_and_start_another_run(undisturbed: Path, tmp_path: Path) -> None:
+    done = cohort("export", undisturbed, "out", "--adapters", at=tmp_path)
+    assert done.returncode == 0 and done.stdout == "wrote out\n", done.stderr
+    stored = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    state = load_file(undisturbed / "checkpoints/step-000006/optimizer.safetensors")
+    assert stored and all(torch.equal(t, state[f"adapter/{name}"]) for name, t in stored.items())
+    settings = ["--steps=1", "--save.every=1", "--eval.problems=1", "--learner.lora.load=out", "--threads=1"]
+    done = cohort("train", "quickstart", *settings, at=tmp_path)
+    assert done.returncode == 0, done.stderr
