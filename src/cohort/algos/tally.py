@@ -30,7 +30,7 @@ class Tally:
     def mean(self, name: str, values: Tensor | float) -> Tally:
         """Count every entry of `values` in the mean `name`."""
         values = torch.as_tensor(values)
-        count = torch.tensor(float(values.numel()), dtype=torch.float64, device=values.device)
+        count = values.new_full((), float(values.numel()), dtype=torch.float64)  # `torch.tensor` would wait for a GPU
         old_sum, old_count = self._means.get(name, (0.0, 0.0))
         self._means[name] = (_sum(values) + old_sum, count + old_count)
         return self
