@@ -136,6 +136,7 @@ def assemble(config: RunConfig) -> Parts:
     )
     learner.follow(plan)
     limit = _prompt_limit(config, model, learner.token_budget)
+    learner.least_budget = limit + sampling.max_tokens
     stream = TaskStream(config.task, tokenizer, config.seed, max_prompt_tokens=limit)
     stream.check(config.batch.prompts)
     problems = stream.held_out(config.eval.problems)

@@ -314,11 +314,11 @@ def one_update(groups, decoder, token_budget=1000, recompute=False, refuse_above
     decoder.recompute = recompute
     backward, refused = learner._backward, []
 
-    def scarce(micro, weights, algo):
+    def scarce(micro, *rest):
         if refuse_above is not None and len(micro.tokens) > refuse_above:
             refused.append(len(micro.tokens))
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore lines.")
-        return backward(micro, weights, algo)
+        return backward(micro, *rest)
 
     learner._backward = scarce
     minibatch = pack(groups, learner.token_budget).minibatches[0]

@@ -25,7 +25,7 @@ def packed(decoder, groups, budget, share, temperature=1.0):
     out = {}
     for minibatch in pack(groups, budget, share=share).minibatches:
         for micro in minibatch.microbatches:
-            attend = packed_attention(micro.layout, decoder.embed)
+            attend = packed_attention(micro.layout, decoder.embed, decoder.config.head_dim)
             hidden = decoder(micro.tokens, micro.positions, attend).index_select(0, micro.source)
             logprobs, _ = token_logprobs(hidden, decoder.head_weight, micro.targets, temperature)
             for segment in micro.segments.unique().tolist():

@@ -39,7 +39,7 @@ def test_a_run_and_its_resumption(tmp_path, capsys, dtype, gap):
         gaps = reader.series("sampler_gap/mean")
     assert sorted(gaps) == [1, 2, 3, 4] and max(gaps.values()) < gap
     shown = capsys.readouterr().out
-    assert "memory plan:" in shown and "the first update used" in shown
+    assert "memory plan:" in shown and "the first update took" in shown
     assert "prompts once a group" in shown
     written = (path / "config.yaml").read_text()
     assert "device: cuda" in written and ("float32" if dtype == "float32" else "bfloat16") in written

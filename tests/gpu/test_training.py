@@ -161,7 +161,9 @@ def spread(x, q):
 def plain_weights(q, k, causal):
     scores = torch.einsum("qhd,khd->hqk", q, spread(k, q)) * q.shape[-1] ** -0.5
     if causal:
-        scores = scores.masked_fill(torch.ones(scores.shape[1:], dtype=torch.bool).triu(1), float("-inf"))
+        scores = scores.masked_fill(
+            torch.ones(scores.shape[1:], dtype=torch.bool, device=scores.device).triu(1), float("-inf")
+        )
     return scores.softmax(-1), scores
 
 
@@ -193,6 +195,8 @@ def attended(attend, dtype, T: int) -> tuple[Tensor, ...]:
 def layouts():
     groups = random_groups(num_groups=4, longest=12)
     groups += [make_group([3, 4], [make_sample([5], advantage=1.0), make_sample([6], advantage=-1.0)], id="9")]
+    short = make_group([3, 4, 5], [make_sample([5, 6], advantage=1.0), make_sample([6], advantage=-1.0)], id="10")
+    yield pack([short], 1000).minibatches[0].microbatches[0].layout  # one query to the shared prompt
     for budget, share in ((1000, True), (45, True), (1000, False)):
         for micro in pack(groups, budget, share=share).minibatches[0].microbatches:
             yield micro.layout
@@ -205,9 +209,9 @@ def test_calls_over_runs_are_attention_over_blocks(monkeypatch):
     seen = set()
     for layout in layouts():
         seen.add(layout.runs(DEVICE).longest_prompt > 0)
-        blocks = packed_attention(layout, torch.zeros(1, dtype=torch.float64))
-        expected = attended(lambda n, *x, a=blocks: a(n, *(t.cpu() for t in x)), torch.float64, layout.num_tokens)
-        got = attended(flash_attention(layout.runs(torch.device("cpu"))), torch.float32, layout.num_tokens)
+        blocks = packed_attention(layout, torch.zeros(1, dtype=torch.float64, device=DEVICE), 16)
+        expected = attended(blocks, torch.float64, layout.num_tokens)
+        got = attended(flash_attention(layout.runs(DEVICE)), torch.float32, layout.num_tokens)
         for a, b in zip(got, expected, strict=True):
             torch.testing.assert_close(a.double(), b, atol=1e-5, rtol=1e-4)
     assert seen == {True, False}
@@ -216,8 +220,8 @@ def test_calls_over_runs_are_attention_over_blocks(monkeypatch):
 @only_gpu
 def test_flash_attention_is_attention_over_blocks():
     for layout in layouts():
-        exact = attended(packed_attention(layout, torch.zeros(1, device=DEVICE)), torch.float32, layout.num_tokens)
-        got = attended(packed_attention(layout, torch.zeros(1, device=DEVICE, dtype=HALF)), HALF, layout.num_tokens)
+        exact = attended(packed_attention(layout, torch.zeros(1, device=DEVICE), 16), torch.float32, layout.num_tokens)
+        got = attended(packed_attention(layout, torch.zeros(1, device=DEVICE, dtype=HALF), 16), HALF, layout.num_tokens)
         for a, b in zip(got, exact, strict=True):
             close(a, b, HALF)
 
@@ -310,6 +314,7 @@ def test_log_probabilities_in_bf16():
     learner.annotate(groups, ["old"])
     for group in groups:
         for s in group.samples:
-            exact = naive_logprobs(decoder.float(), group.prompt.tokens, s.tokens, 1.0)
+            with torch.device(DEVICE):
+                exact = naive_logprobs(decoder.float(), group.prompt.tokens, s.tokens, 1.0)
             decoder.bfloat16()
             torch.testing.assert_close(torch.tensor(s.old_logprobs), exact.detach().float().cpu(), atol=0.05, rtol=0)

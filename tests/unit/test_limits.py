@@ -54,7 +54,9 @@ def test_forward_operations_agree_with_a_counted_forward():
     groups = bench._random_groups(decoder, SHAPE)
     [micro] = bench.pack(groups, 1000).minibatches[0].microbatches
     with FlopCounterMode(display=False) as counter, torch.no_grad():
-        hidden = decoder(micro.tokens, micro.positions, packed_attention(micro.layout, decoder.embed))
+        hidden = decoder(
+            micro.tokens, micro.positions, packed_attention(micro.layout, decoder.embed, decoder.config.head_dim)
+        )
         decoder.logits(hidden.index_select(0, micro.source))
     counts = counter.get_flop_counts()["Global"]
     products = sum(n for op, n in counts.items() if "attention" not in str(op) and "bmm" not in str(op))

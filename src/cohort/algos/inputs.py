@@ -23,6 +23,7 @@ class LossInputs:
     advantages: Tensor  # [T]
     weights: Tensor  # [T] aggregation weight, the global denominators included; 0 = out of the loss
     segments: Tensor  # [T] int, index of the sample the token belongs to
+    whole: bool = False  # no weight is 0: known without a look, for which a GPU would have to be waited for
 
     def in_loss(self) -> LossInputs:
         """Only the tokens with a weight: 0 times an infinite ratio of a masked token would be NaN.
@@ -35,6 +36,8 @@ class LossInputs:
         >>> inputs.in_loss().segments
         tensor([0, 1])
         """
+        if self.whole:
+            return self
         keep = self.weights.nonzero().squeeze(1)  # [K]
         if keep.numel() == self.weights.numel():
             return self
@@ -42,5 +45,5 @@ class LossInputs:
         kept: dict[str, Any] = {}
         for f in fields(self):
             vector = getattr(self, f.name)
-            kept[f.name] = None if vector is None else vector.index_select(0, keep)
+            kept[f.name] = vector.index_select(0, keep) if isinstance(vector, Tensor) else vector
         return LossInputs(**kept)

@@ -43,6 +43,7 @@ class Block:
     queries: Tensor  # [b, Lq] indices into the stream
     keys: Tensor  # [b, Lk] indices into the stream
     offsets: Tensor  # [b]
+    alike: bool  # all offsets are equal
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,7 +91,12 @@ class Layout:
             order[queries[real]] = (taken + np.arange(len(members))[:, None] * lq + row)[real]
             taken += len(members) * lq
             blocks.append(
-                Block(queries=put(queries, device), keys=put(keys, device), offsets=put(size[:, 0].copy(), device))
+                Block(
+                    queries=put(queries, device),
+                    keys=put(keys, device),
+                    offsets=put(size[:, 0].copy(), device),
+                    alike=bool((size == size[0]).all()),
+                )
             )
         return Blocks(blocks=blocks, order=put(order, device))
 

@@ -15,17 +15,17 @@ from torch import Tensor
 from cohort.data.layout import Block, Layout
 from cohort.learner.flash import flash_attention
 from cohort.models.decoder import Attend
-from cohort.models.functions import fused
+from cohort.models.functions import fused, is_power
 
 FEW_KEYS = 256  # up to here all scores of a block on a CPU: a quarter faster than the fused form, in its memory
 
 
-def packed_attention(layout: Layout, like: Tensor) -> Attend:
+def packed_attention(layout: Layout, like: Tensor, head_dim: int) -> Attend:
     """The `attend` argument of the decoder for one microbatch, for a model whose weights are `like` this.
 
     Masks are built once for all layers.
     """
-    if fused(like) and like.dtype in (torch.bfloat16, torch.float16):
+    if fused(like) and like.dtype in (torch.bfloat16, torch.float16) and is_power(head_dim):
         return flash_attention(layout.runs(like.device))
     form = layout.blocks(like.device)
     masks = [_mask(block, like.dtype) for block in form.blocks]
@@ -65,16 +65,18 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     """The same, without all scores in memory."""
     g = q.shape[3]
     heads = q.flatten(2, 3).transpose(1, 2)  # [b, K * g, Lq, D]
-    mixed = F.scaled_dot_product_attention(
-        heads, k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask, enable_gqa=g > 1
-    )
+    k, v = k.transpose(1, 2), v.transpose(1, 2)
+    if g > 1 and q.is_cuda:  # with a mask, what saves memory there takes no fewer heads than queries have
+        k, v = k.repeat_interleave(g, dim=1), v.repeat_interleave(g, dim=1)
+    grouped = g > 1 and not q.is_cuda
+    mixed = F.scaled_dot_product_attention(heads, k, v, attn_mask=mask, enable_gqa=grouped)
     return mixed.transpose(1, 2).unflatten(2, (-1, g))
 
 
 def _mask(block: Block, dtype: torch.dtype) -> Tensor:
     """[b, 1, Lq, Lk], 0 where a key is seen and -inf elsewhere; [1, 1, Lq, Lk] when all offsets are equal."""
     lq, lk = block.queries.shape[1], block.keys.shape[1]
-    offsets = block.offsets[:1] if bool((block.offsets == block.offsets[0]).all()) else block.offsets
+    offsets = block.offsets[:1] if block.alike else block.offsets
     device = offsets.device
     reach = offsets[:, None] + torch.arange(lq, device=device)  # [b, Lq] last key each query sees
     seen = torch.arange(lk, device=device) <= reach[:, :, None]  # [b, Lq, Lk]

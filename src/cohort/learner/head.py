@@ -54,7 +54,7 @@ class _ChunkedHead(torch.autograd.Function):
             logits = _logits(hidden[rows], weight, ctx.temperature)
             g, e = d_logprobs[rows, None], d_entropy[rows, None]
             logp = logits.sub_(log_z[rows, None])
-            if bool(e.any()):  # dH/dlogit = -p (log p + H)
+            if e.is_cuda or bool(e.any()):  # dH/dlogit = -p (log p + H)
                 probs = logp.exp()
                 d_logits = probs * (-g - e * (logp + entropy[rows, None]))
             else:
@@ -85,6 +85,7 @@ def gradient_through_head(
         d_logits = pulled(hidden[rows], weight, targets[rows], temperature, partial(gradient, rows))
         d_hidden[rows] = product(d_logits, weight.t())
         _add_product(d_weight, d_logits, hidden[rows])
+        del d_logits  # or two would be alive while the next is made
     return d_hidden
 
 

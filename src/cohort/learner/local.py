@@ -19,6 +19,7 @@ from cohort.clock import stage
 from cohort.config.schema import LearnerConfig, OptimConfig
 from cohort.data.batch import Batch, Microbatch, Minibatch
 from cohort.data.pack import pack
+from cohort.data.transfer import put
 from cohort.errors import TrainingStopped
 from cohort.learner.attention import packed_attention
 from cohort.learner.base import LiveWeights
@@ -57,6 +58,8 @@ class LocalLearner:
         self.temperature, self.reference, self.world = temperature, reference, world or World()
         self.num_updates = num_updates
         self.token_budget = config.token_budget or CPU_BUDGET
+        self.least_budget = 0  # below which a permitted sample would not fit
+        self._fitting = 0  # tokens a microbatch that memory was found to hold; 0 = it never ran out
         self.plan: Plan | None = None
         self._told = False
         self.adapters = adapters
@@ -90,15 +93,17 @@ class LocalLearner:
         self._tell_layout(batch)
         for _ in range(self.config.epochs):
             for minibatch in batch.minibatches:
-                tally.merge(self.forward_backward(minibatch, algo))
+                with self._compared_with_plan():
+                    tally.merge(self.forward_backward(minibatch, algo))
                 for name, value in self.optim_step().items():
                     exact = torch.tensor(value, dtype=torch.float64)
                     tally.sum(name, exact) if name.startswith("updates/") else tally.mean(name, exact)
-        self._compare_with_plan()
         return tally.to_metrics()
 
     def forward_backward(self, minibatch: Minibatch, algo: Loss) -> Tally:
         """Where memory runs out, once more from the start in smaller microbatches: the result is the same."""
+        if self._fitting and _largest(minibatch) > self._fitting:  # it ran out before, in another epoch
+            minibatch = replace(minibatch, microbatches=minibatch.repacked(self._fitting))
         while True:
             try:
                 return self._forward_backward(minibatch, algo)
@@ -108,7 +113,7 @@ class LocalLearner:
             minibatch = self._in_smaller_parts(minibatch, reason)
 
     def _in_smaller_parts(self, minibatch: Minibatch, reason: str) -> Minibatch:
-        largest = max((len(m.tokens) for m in minibatch.microbatches), default=0)
+        largest = _largest(minibatch)
         longest = max((s.length + s.size for m in minibatch.microbatches for s in m.layout.spans), default=0) + 1
         budget = max(longest, largest // 2)
         if budget >= largest:
@@ -119,7 +124,8 @@ class LocalLearner:
         self.optimizer.zero_grad()
         if self.decoder.embed.is_cuda:
             torch.cuda.empty_cache()
-        self.token_budget = min(self.token_budget, budget)
+        self._fitting = budget
+        self.token_budget = min(self.token_budget, max(budget, self.least_budget))
         log.warning("out of memory: the update starts again with %d instead of %d tokens a microbatch", budget, largest)
         return replace(minibatch, microbatches=minibatch.repacked(budget))
 
@@ -137,12 +143,19 @@ class LocalLearner:
             why = f"prompts once a group (once a sample would be {alone} tokens)"
         log.info("an update takes %d tokens, at most %d at a time: %s", num, self.token_budget, why)
 
-    def _compare_with_plan(self) -> None:
-        if self.plan is not None:
-            used = torch.cuda.max_memory_allocated(self.decoder.embed.device)
-            off = self.plan.peak / used - 1
-            log.info("%s; the first update used %.1f GiB: %+.0f%%", self.plan.words, used / 2**30, 100 * off)
-            self.plan = None
+    @contextmanager
+    def _compared_with_plan(self) -> Iterator[None]:
+        """Tells, of the first update, what it took besides what was there before."""
+        if self.plan is None:
+            yield
+            return
+        device, plan, self.plan = self.decoder.embed.device, self.plan, None
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        yield
+        used = torch.cuda.max_memory_allocated(device) - before
+        off = 100 * (plan.update / used - 1)
+        log.info("%s; the first update took %.1f GiB: the plan is %+.0f%% off", plan.words, used / 2**30, off)
 
     def _forward_backward(self, minibatch: Minibatch, algo: Loss) -> Tally:
         self.optimizer.zero_grad()
@@ -153,24 +166,25 @@ class LocalLearner:
         unmoved = self._annotated == self.update_index
         tally = Tally()
         for micro in minibatch.microbatches:
-            micro = micro.to(self.decoder.embed.device)
+            weights = algo.weigh(micro.lengths, num_tokens, num_samples)  # on the host, where looking costs nothing
+            whole, device = bool(weights.all()), self.decoder.embed.device
+            micro = micro.to(device)
             if unmoved:
                 micro = replace(micro, old_logprobs=None)
-            weights = algo.weigh(micro.lengths, num_tokens, num_samples)
             with nullcontext() if self.adapters is None else self.adapters.gradients():
-                tally.merge(self._backward(micro, weights, algo))
+                tally.merge(self._backward(micro, put(weights, device), whole, algo))
             self.optimizer.collect_grads()
         self._sum_grads()
         return tally
 
-    def _backward(self, micro: Microbatch, weights: Tensor, algo: Loss) -> Tally:
+    def _backward(self, micro: Microbatch, weights: Tensor, whole: bool, algo: Loss) -> Tally:
         """Add a microbatch's gradient. A loss never sees the model: its gradient on [N] vectors is carried on here."""
         tally = Tally()
 
         def gradient(rows: slice, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor | None]:
             leaves = [x.detach().requires_grad_() for x in (logprobs, entropy)]
             with torch.enable_grad():
-                loss, metrics = algo.loss(_inputs(micro, leaves[0], leaves[1], weights, rows))
+                loss, metrics = algo.loss(replace(_inputs(micro, leaves[0], leaves[1], weights, rows), whole=whole))
             tally.merge(metrics)
             d_logprobs, d_entropy = torch.autograd.grad(loss, leaves, allow_unused=True)
             assert d_logprobs is not None, "a loss without log-probabilities trains nothing"
@@ -193,7 +207,9 @@ class LocalLearner:
             # a frozen table would start no graph
             outputs = self.logprobs(self.decoder, micro, embedded=None if embed.requires_grad else embedded)
             grads = gradient(slice(None), *outputs)
-            pairs = [(x, g) for x, g in zip(outputs, grads, strict=True) if g is not None and bool(g.any())]
+            pairs = [
+                (x, g) for x, g in zip(outputs, grads, strict=True) if g is not None and (g.is_cuda or bool(g.any()))
+            ]
             if pairs:
                 torch.autograd.backward([x for x, _ in pairs], [g for _, g in pairs])
         return tally
@@ -231,7 +247,7 @@ class LocalLearner:
 
     def _predicting(self, decoder: Decoder, micro: Microbatch, embedded: Tensor | None = None) -> Tensor:
         """Hidden states where the targets are predicted, [N, d]: the head runs on these only."""
-        attend = packed_attention(micro.layout, decoder.embed)
+        attend = packed_attention(micro.layout, decoder.embed, decoder.config.head_dim)
         return decoder(micro.tokens, micro.positions, attend, embedded).index_select(0, micro.source)
 
     @torch.no_grad()
@@ -285,6 +301,10 @@ class LocalLearner:
 def adapter_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The adapters in a learner's state, by their own names."""
     return {name.removeprefix(ADAPTER): t for name, t in tensors.items() if name.startswith(ADAPTER)}
+
+
+def _largest(minibatch: Minibatch) -> int:
+    return max((len(m.tokens) for m in minibatch.microbatches), default=0)
 
 
 def _inputs(micro: Microbatch, logprobs: Tensor, entropy: Tensor, weights: Tensor, rows: slice) -> LossInputs:

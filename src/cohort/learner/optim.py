@@ -84,7 +84,7 @@ class Optimizer:
         masters: list[Tensor] = [self.masters[n] for n in names]
         if not masters:
             return
-        count = torch.tensor(float(self.num_steps), device=masters[0].device)
+        count = torch.full((), float(self.num_steps), device=masters[0].device)
         torch._fused_adamw_(
             masters,
             [m.grad for m in masters if m.grad is not None],

@@ -93,7 +93,8 @@ def token_bytes(c: ModelConfig, width: int, recompute: bool) -> int:
 def layer_bytes(c: ModelConfig, width: int) -> int:
     """Of one layer: two sums of the stream, two normed, q, k, v, mixed and its normalisers, gate and up."""
     heads = (2 * c.num_heads + 2 * c.num_kv_heads) * c.head_dim
-    return 2 * 4 * c.hidden + width * (2 * c.hidden + heads + 2 * c.ff) + 4 * c.num_heads + 8
+    normed = (width * c.head_dim + 4) * (c.num_heads + c.num_kv_heads) if c.qk_norm else 0  # q and k before it
+    return 2 * 4 * c.hidden + width * (2 * c.hidden + heads + 2 * c.ff) + 4 * c.num_heads + 8 + normed
 
 
 def work_bytes(c: ModelConfig, width: int) -> int:
@@ -102,7 +103,7 @@ def work_bytes(c: ModelConfig, width: int) -> int:
 
 
 def head_bytes(c: ModelConfig, width: int, tokens: int) -> int:
-    """A chunk of logits and its gradient, and a chunk's gradient of the head."""
+    """A chunk of logits and its gradient, and a chunk's gradient of the head. More than any layer's work."""
     logits = min(GPU_CHUNK_LOGITS, tokens * c.vocab_size)
     return logits * (4 + width) + 4 * c.vocab_size * c.hidden
 
@@ -120,7 +121,7 @@ def plan_memory(load: Load, available: int, token_budget: int = 0) -> Plan:
     else activations are computed twice, else both.
     """
     state, kv = state_bytes(load), kv_bytes(load.model, load.width) * load.kv_tokens
-    most = token_budget or min(MOST, max(load.batch_tokens, load.longest))
+    most = token_budget or max(load.longest, min(MOST, load.batch_tokens))
     least = token_budget or load.longest
     for enough in (token_budget or min(ENOUGH, most), least):
         for recompute, keep in ((False, True), (False, False), (True, True), (True, False)):

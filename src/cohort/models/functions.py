@@ -225,12 +225,17 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def split_rotated(qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """qkv [T, K, g + 2, D] -> q [T, K, g, D] and k [T, K, D], rotated, and v [T, K, D]."""
-    if fused(qkv):
+    if fused(qkv) and is_power(qkv.shape[-1]):
         q, k, v = _SplitRotated.apply(qkv, cos, sin)
         return q, k, v
     qk, v = qkv.split([qkv.shape[2] - 1, 1], dim=2)  # its backward is one copy, that of slices three
     q, k = rotate(qk, cos, sin).split([qk.shape[2] - 1, 1], dim=2)
     return q, k[:, :, 0], v[:, :, 0]
+
+
+def is_power(n: int) -> bool:
+    """Of two: the head sizes that kernels take."""
+    return n & (n - 1) == 0
 
 
 def fused(x: Tensor) -> bool:

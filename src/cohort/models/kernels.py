@@ -135,7 +135,7 @@ def norm_backward(
     assert x.is_contiguous() and d_out.is_contiguous() and (d_total is None or d_total.is_contiguous())
     d_x = torch.empty_like(x)
     d_y = None if y_dtype is None else torch.empty(T, d, dtype=y_dtype, device=x.device)
-    each = max(1, -(-T // PARTS))
+    each = max(1, -(-T // (PARTS * max(1, 1024 // power(d)))))  # short rows are many: heads, say
     programs = -(-T // each)
     parts = torch.empty(programs, d, dtype=torch.float32, device=x.device)
     if T:

@@ -191,6 +191,8 @@ class GraphEngine:
             c, size = self.decoder.config, self.decoder.embed.dtype.itemsize
             work = 8 * self.num_slots * c.vocab_size + PREFILL_TOKENS * (8 * c.hidden + 6 * c.ff) * size
             free, _ = torch.cuda.mem_get_info(self.device)
+            # what others gave back lies in torch's cache, from which it is taken again
+            free += torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
             held = 0 if self.arena is None else self.arena.num * self._page_bytes
             limit = min(limit, max(0, int(SHARE * (free + held)) - work))
         return limit
