@@ -102,16 +102,16 @@ def work_bytes(c: ModelConfig, width: int) -> int:
     return width * (4 * c.ff + 3 * c.hidden) + 3 * 4 * c.hidden
 
 
-def head_bytes(c: ModelConfig, width: int, tokens: int) -> int:
+def head_bytes(c: ModelConfig, width: int, tokens: int, frozen: bool = False) -> int:
     """A chunk of logits and its gradient, and a chunk's gradient of the head. More than any layer's work."""
     logits = min(GPU_CHUNK_LOGITS, tokens * c.vocab_size)
-    return logits * (4 + width) + 4 * c.vocab_size * c.hidden
+    return logits * (4 + width) + (0 if frozen else 4 * c.vocab_size * c.hidden)
 
 
 def update_bytes(load: Load, budget: int, recompute: bool) -> int:
     c, width = load.model, load.width
     per = token_bytes(c, width, recompute) + (work_bytes(c, width) if recompute else 0)
-    return gradient_bytes(load) + budget * per + head_bytes(c, width, budget)
+    return gradient_bytes(load) + budget * per + head_bytes(c, width, budget, frozen=load.trained is not None)
 
 
 def plan_memory(load: Load, available: int, token_budget: int = 0) -> Plan:

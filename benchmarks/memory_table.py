@@ -1,0 +1,114 @@
+"""How much memory a run needs on a GPU, by model and way of training: predicted, and measured where there is a GPU.
+
+    PYTHONPATH=src python3 benchmarks/memory_table.py                          # on paper
+    PYTHONPATH=src python3 benchmarks/memory_table.py --measure --models qwen2.5-0.5b qwen2.5-7b
+
+A step of 16 x 8 samples, 256 prompt and 512 completion tokens, bf16. "Least" is the smallest device that the plan of
+memory accepts, whole (KV released between rollouts and activations computed twice, if need be); "at 24 GiB" is
+what it would do on such a card. Measured: sampling and training of one such step under that plan, the largest that
+torch held. All in GiB.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+
+from cohort.errors import ConfigError
+from cohort.learner.plan import Load, Plan, plan_memory
+from cohort.limits import Shape, layer_params
+from cohort.models.config import ModelConfig
+from cohort.models.shapes import SHAPES, named_shape
+
+GIB = 2**30
+SHAPE = Shape(prompts=16, samples=8, prompt_tokens=256, completion_tokens=512)
+WAYS = {"full": None, "LoRA 16": "keep", "QLoRA 16": "nf4"}
+NF4 = 0.5 + (1 + 4 / 256) / 64  # bytes of a number: four bits, an 8-bit scale every 64, an fp32 peak every 256 of those
+
+
+def load_of(c: ModelConfig, base: str | None) -> Load:
+    tokens = SHAPE.prompts * SHAPE.prompt_tokens + SHAPE.num_completion
+    load = Load(model=c, width=2, longest=768, batch_tokens=tokens, kv_tokens=tokens)
+    if base is None:
+        return load
+    q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    sides = 2 * (c.hidden + q) + 2 * (c.hidden + kv) + 3 * (c.hidden + c.ff)  # of q, o, k, v, gate, up, down
+    frozen = layer_params(c) * (2 if base == "keep" else NF4)
+    return Load(**{**vars(load), "trained": 16 * c.num_layers * sides, "base": int(frozen)})
+
+
+def planned(load: Load, gib: float) -> Plan | None:
+    try:
+        return plan_memory(load, int(gib * GIB))
+    except ConfigError:
+        return None
+
+
+def least(load: Load) -> float:
+    """GiB, to a tenth."""
+    tenths = next(n for n in range(1, 20_000) if planned(load, n / 10) is not None)
+    return tenths / 10
+
+
+def words(plan: Plan | None) -> str:
+    if plan is None:
+        return "does not fit"
+    extras = ["KV released"] * (not plan.keep_kv) + ["computed twice"] * plan.recompute
+    return ", ".join([f"{plan.token_budget} tokens a microbatch", *extras])
+
+
+def measured(name: str, base: str | None, gib: float) -> str:
+    """One step under the plan for a device of `gib`, whatever the real one has."""
+    import torch
+
+    from cohort import bench
+    from cohort.config.schema import LearnerConfig, LoraConfig, OptimConfig
+    from cohort.engines.native import native_engine
+    from cohort.learner.local import LocalLearner
+    from cohort.models.lora import Adapters
+    from cohort.models.shapes import random_decoder
+
+    plan = planned(load_of(named_shape(name), base), gib)
+    if plan is None:
+        return ""
+    decoder = random_decoder(named_shape(name), torch.bfloat16, "cuda")
+    adapters = None if base is None else Adapters(decoder, LoraConfig(rank=16, base="nf4" if base == "nf4" else "keep"))
+    learner = LocalLearner(decoder, LearnerConfig(), OptimConfig(), num_updates=1, adapters=adapters)
+    learner.follow(plan)
+    context = SHAPE.prompt_tokens + SHAPE.completion_tokens
+    reserve = plan.update if plan.keep_kv else 1 << 50
+    engine = native_engine(decoder, lambda ids: "", slots=128, max_context=context, reserve=reserve)
+    torch.cuda.reset_peak_memory_stats()
+    for _ in range(2):
+        bench._trained(learner, bench._sampled(engine, decoder, SHAPE), SHAPE)
+        engine.load(learner.weights(), version=1)
+    peak = torch.cuda.max_memory_allocated() / GIB
+    del engine, learner, adapters, decoder
+    gc.collect()
+    torch.cuda.empty_cache()
+    return f"{peak:.1f}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=sorted(SHAPES))
+    parser.add_argument("--gib", type=float, default=24.0)
+    parser.add_argument("--measure", action="store_true")
+    a = parser.parse_args()
+    names = ["model", "way", "weights and optimizer", "least", f"at {a.gib:g}", "peak there", "measured"]
+    print(f"| {' | '.join(names)} |")
+    print("|---|---|---:|---:|---|---:|---:|")
+    for name in a.models:
+        for way, base in WAYS.items():
+            load = load_of(named_shape(name), base)
+            plan, smallest = planned(load, a.gib), least(load)
+            shown = planned(load, smallest) if plan is None else plan
+            assert shown is not None
+            peak = "" if plan is None else f"{plan.peak / GIB:.1f}"
+            found = measured(name, base, a.gib) if a.measure else ""
+            row = (name, way, f"{shown.state / GIB:.1f}", f"{smallest:.1f}", words(plan), peak, found)
+            print(f"| {' | '.join(row)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
