@@ -18,6 +18,7 @@ from cohort.config.schema import GRPO, LearnerConfig, OptimConfig
 from cohort.data.pack import pack
 from cohort.engines import native
 from cohort.engines.base import Engine, Request, sample
+from cohort.errors import ConfigError
 from cohort.learner.local import LocalLearner
 from cohort.learner.plan import Load, Plan, plan_memory
 from cohort.models.decoder import Decoder
@@ -34,6 +35,8 @@ class Limit:
 
 
 def bench_engine(decoder: Decoder, options: EngineBenchOptions) -> BenchResult:
+    if decoder.embed.is_cuda and options.copies != "shared":
+        raise ConfigError(f"--copies {options.copies} is for CPUs, and there is a GPU here: add --device cpu.")
     shape = _shape(options)
     # before the engine is made: what the measurement of the rates needs is not the engine's memory
     limit = _engine_limit(decoder, shape)

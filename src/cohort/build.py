@@ -98,8 +98,12 @@ class Parts:
 def settled(config: RunConfig) -> RunConfig:
     """With what depends on the machine decided: the run records it and goes on so elsewhere, or says that it cannot."""
     device = find_device(config.device)
-    learner = replace(config.learner, dtype=find_dtype(config.learner.dtype, device))
-    return replace(config, device="cuda" if device.type == "cuda" else "cpu", learner=learner)
+    learner, engine = replace(config.learner, dtype=find_dtype(config.learner.dtype, device)), config.engine
+    if device.type == "cpu":
+        return replace(config, device="cpu", learner=learner)
+    if engine.weights != "shared" and config.device == "cuda":
+        raise ConfigError(f"engine.weights = {engine.weights} is for CPUs: on a GPU drop it.")
+    return replace(config, device="cuda", learner=learner, engine=replace(engine, weights="shared"))
 
 
 def use_threads(threads: int, device: torch.device) -> None:
