@@ -103,25 +103,6 @@ def test_split_rotated(dtype, K, g, monkeypatch):
     both_ways(run, [qkv], monkeypatch)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("H", [1, 14])
-def test_join_is_attention_over_both(dtype, H):
-    q, k, v = (random(n, H, 16, dtype=dtype, seed=i).detach() for i, n in enumerate((5, 9, 9)))
-
-    def attention(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        scores = torch.einsum("qhd,khd->hqk", q.float(), keys.float())
-        mixed = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values.float())
-        return mixed.to(dtype).contiguous(), scores.logsumexp(-1)
-
-    out, lse = attention(k[:4], v[:4])
-    longer = torch.cat([torch.full((H, 3), 7.0, device=DEVICE), lse], dim=1)  # the rows that join are its last
-    kernels.join(out, longer[:, 3:], *attention(k[4:], v[4:]))
-    expected, expected_lse = attention(k, v)
-    close(out, expected, dtype)
-    torch.testing.assert_close(longer[:, 3:], expected_lse)
-    assert bool((longer[:, :3] == 7.0).all())
-
-
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("V", [61, 5000])
 def test_describe_and_pull(V, temperature):
@@ -143,44 +124,43 @@ def test_describe_and_pull(V, temperature):
 # ---- attention
 
 
-def plain_forward(q, k, v, sides, causal):
-    """What flash attention computes, one sequence after the other."""
-    outs, lses = [], []
-    q_edges, k_edges = (x.tolist() for x in sides[:2])
-    for q0, q1, k0, k1 in zip(q_edges, q_edges[1:], k_edges, k_edges[1:], strict=False):
-        probs, scores = plain_weights(q[q0:q1], k[k0:k1], causal)
-        outs.append(torch.einsum("hqk,khd->qhd", probs, spread(v[k0:k1], q)))
-        lses.append(scores.logsumexp(-1))
-    return torch.cat(outs).contiguous(), torch.cat(lses, dim=1)
+def pieces(runs):
+    """(slice of the queries, slice of the keys) of each sequence."""
+    q, k = runs.queries.tolist(), runs.keys.tolist()
+    return [(slice(*q[i : i + 2]), slice(*k[i : i + 2])) for i in range(len(q) - 1)]
 
 
 def spread(x, q):
     return x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
 
 
-def plain_weights(q, k, causal):
+def plain_scores(q, k):
+    """[H, queries, keys]; the last query sees all keys, the one before all but the last, and so on."""
     scores = torch.einsum("qhd,khd->hqk", q, spread(k, q)) * q.shape[-1] ** -0.5
-    if causal:
-        scores = scores.masked_fill(
-            torch.ones(scores.shape[1:], dtype=torch.bool, device=scores.device).triu(1), float("-inf")
-        )
-    return scores.softmax(-1), scores
+    hidden = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device).triu(1 + len(k) - len(q))
+    return scores.masked_fill(hidden, float("-inf"))
 
 
-def plain_backward(d_out, q, k, v, out, lse, sides, causal):
-    """With the given out and lse, which may be of more keys: the formulas of flash attention's backward."""
+def plain_forward(q, k, v, runs):
+    """What flash attention computes, one sequence after the other."""
+    scores = [plain_scores(q[here], k[seen]) for here, seen in pieces(runs)]
+    values = [spread(v[seen], q) for _, seen in pieces(runs)]
+    outs = [torch.einsum("hqk,khd->qhd", s.softmax(-1), x) for s, x in zip(scores, values, strict=True)]
+    return torch.cat(outs), torch.cat([s.logsumexp(-1) for s in scores], dim=1)
+
+
+def plain_backward(d_out, q, k, v, out, lse, runs):
+    """From out and lse alone, as flash attention does it."""
     d_q, d_k, d_v = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    q_edges, k_edges = (x.tolist() for x in sides[:2])
     delta = (d_out * out).sum(-1).T  # [H, T]
     g = q.shape[1] // k.shape[1]
-    for q0, q1, k0, k1 in zip(q_edges, q_edges[1:], k_edges, k_edges[1:], strict=False):
-        _, scores = plain_weights(q[q0:q1], k[k0:k1], causal)
-        probs = (scores - lse[:, q0:q1, None]).exp()
-        d_probs = torch.einsum("qhd,khd->hqk", d_out[q0:q1], spread(v[k0:k1], q))
-        d_scores = probs * (d_probs - delta[:, q0:q1, None]) * q.shape[-1] ** -0.5
-        d_q[q0:q1] = torch.einsum("hqk,khd->qhd", d_scores, spread(k[k0:k1], q))
-        d_k[k0:k1] = torch.einsum("hqk,qhd->khd", d_scores, q[q0:q1]).unflatten(1, (-1, g)).sum(2)
-        d_v[k0:k1] = torch.einsum("hqk,qhd->khd", probs, d_out[q0:q1]).unflatten(1, (-1, g)).sum(2)
+    for here, seen in pieces(runs):
+        probs = (plain_scores(q[here], k[seen]) - lse[:, here, None]).exp()
+        d_probs = torch.einsum("qhd,khd->hqk", d_out[here], spread(v[seen], q))
+        d_scores = probs * (d_probs - delta[:, here, None]) * q.shape[-1] ** -0.5
+        d_q[here] = torch.einsum("hqk,khd->qhd", d_scores, spread(k[seen], q))
+        d_k[seen] = torch.einsum("hqk,qhd->khd", d_scores, q[here]).unflatten(1, (-1, g)).sum(2)
+        d_v[seen] = torch.einsum("hqk,qhd->khd", probs, d_out[here]).unflatten(1, (-1, g)).sum(2)
     return d_q, d_k, d_v
 
 
@@ -202,13 +182,13 @@ def layouts():
             yield micro.layout
 
 
-def test_calls_over_runs_are_attention_over_blocks(monkeypatch):
-    """The arithmetic of two calls and their joined backward, with plain forms in the place of the flash kernels."""
+def test_attention_over_runs_is_attention_over_blocks(monkeypatch):
+    """Which keys are gathered and where their gradients go, with plain forms in the place of the flash kernels."""
     monkeypatch.setattr(flash, "forward", plain_forward)
     monkeypatch.setattr(flash, "backward", plain_backward)
     seen = set()
     for layout in layouts():
-        seen.add(layout.runs(DEVICE).longest_prompt > 0)
+        seen.add(layout.runs(DEVICE).order is not None)
         blocks = packed_attention(layout, torch.zeros(1, dtype=torch.float64, device=DEVICE), 16)
         expected = attended(blocks, torch.float64, layout.num_tokens)
         got = attended(flash_attention(layout.runs(DEVICE)), torch.float32, layout.num_tokens)

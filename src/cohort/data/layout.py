@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, groupby
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -54,20 +54,17 @@ class Blocks:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Runs:
-    """Every span as a causal sequence, and the completions of each shared prompt as queries to it.
+    """Every span as a sequence of queries, and what it sees, end to end: its prompt (once a span) and itself.
 
-    The stream begins with the shared prompts and ends with their completions, both in the prompts' order, so that
-    all three are slices of it. Edges are [n + 1] int32: where each begins, and the end.
+    Edges are [n + 1] int32: where each begins, and the end. The last query of a span sees all of its keys, the one
+    before all but the last, and so on.
     """
 
-    spans: Tensor  # edges of all spans
-    longest: int  # span
-    prompts: Tensor  # edges of the shared prompts, from 0
-    longest_prompt: int  # 0 = nothing is shared
-    groups: Tensor  # edges of the prompts' completions, taken together, from `first`
-    longest_group: int
-    num_prompt: int  # tokens of the shared prompts
-    first: int  # where their completions begin
+    queries: Tensor  # edges of the spans
+    longest: int
+    keys: Tensor  # edges of what they see
+    most_seen: int
+    order: Tensor | None  # [S] where in the stream each key lies; None = nothing is shared, the keys are the stream
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,26 +98,14 @@ class Layout:
         return Blocks(blocks=blocks, order=put(order, device))
 
     def runs(self, device: torch.device) -> Runs:
-        shared = [s for s in self.spans if s.size]
-        users = [(prompt, list(members)) for prompt, members in groupby(shared, key=lambda s: (s.prompt, s.size))]
-        sizes = [size for (_, size), _ in users]
-        groups = [sum(s.length for s in members) for _, members in users]
-        assert [start for (start, _), _ in users] == _edges(sizes)[:-1], "shared prompts come first, in order"
-        assert sum(groups) == sum(s.length for s in self.spans[len(self.spans) - len(shared) :]), "and their users last"
-
-        def edges(lengths: list[int]) -> Tensor:
-            return put(_edges(lengths), device, torch.int32)
-
-        lengths = [s.length for s in self.spans]
+        lengths, seen = [s.length for s in self.spans], [s.length + s.size for s in self.spans]
+        order = [np.arange(at, at + n) for s in self.spans for at, n in ((s.prompt, s.size), (s.start, s.length)) if n]
         return Runs(
-            spans=edges(lengths),
+            queries=put(_edges(lengths), device, torch.int32),
             longest=max(lengths),
-            prompts=edges(sizes),
-            longest_prompt=max(sizes, default=0),
-            groups=edges(groups),
-            longest_group=max(groups, default=0),
-            num_prompt=sum(sizes),
-            first=self.num_tokens - sum(groups),
+            keys=put(_edges(seen), device, torch.int32),
+            most_seen=max(seen),
+            order=put(np.concatenate(order), device) if seen != lengths else None,
         )
 
 

@@ -136,24 +136,21 @@ def fit(units: Sequence[Unit], budget: int) -> list[list[Unit]]:
 
 
 def _microbatch(units: Sequence[Unit], loss_on: Provenance) -> Microbatch:
-    """The stream: prompts that several samples read, then what is one plain sequence, then those samples."""
     stream = _Stream()
     chosen: list[_Chosen] = []
     source: list[np.ndarray] = []
-    rows = [[_Chosen(segment, sample, _targets(sample, loss_on)) for segment, sample in u.samples] for u in units]
-    shared = [len(row) > 1 and any(c.num_inputs for c in row) for row in rows]
-    starts = {n: stream.add(units[n].prompt, 0) for n in range(len(units)) if shared[n]}
-    for n in sorted(range(len(units)), key=lambda n: shared[n]):
-        size = len(units[n].prompt)
-        if not shared[n]:  # one sample, or several that have no inputs of their own
-            longest = max(rows[n], key=lambda c: c.num_inputs)
-            starts[n] = stream.add(units[n].prompt + longest.inputs, 0)
-        for c in rows[n]:
-            first = starts[n] + size
-            if shared[n] and c.num_inputs:
-                first = stream.add(c.inputs, size, (starts[n], size))
-            source.append(np.where(c.at > 0, first + c.at - 1, starts[n] + size - 1))
-        chosen += rows[n]
+    for unit in units:
+        row = [_Chosen(segment, sample, _targets(sample, loss_on)) for segment, sample in unit.samples]
+        size, shared = len(unit.prompt), len(row) > 1 and any(c.num_inputs for c in row)
+        # one sample, or several without inputs of their own, are one plain sequence with the prompt
+        own = [] if shared else max((c.inputs for c in row), key=len)
+        start = stream.add(unit.prompt + own, 0)
+        for c in row:
+            first = start + size
+            if shared and c.num_inputs:
+                first = stream.add(c.inputs, size, (start, size))
+            source.append(np.where(c.at > 0, first + c.at - 1, start + size - 1))
+        chosen += row
     num = [len(c.at) for c in chosen]
     return Microbatch(
         tokens=_joined(stream.tokens),

@@ -1,10 +1,10 @@
 """Attention over a packed stream on a GPU: torch's flash kernels over sequences laid end to end, any lengths.
 
-Every span is a causal sequence, all in one call. The completions of a shared prompt are besides one long sequence of
-queries to it, in a second call, and each joins the two parts of its softmax. Given the joined output and
-normaliser, the backward of each call is exactly its part of the whole gradient. Nothing is compiled for a shape.
+Every span is a sequence of queries, all in one call. What a span sees, its prompt and itself, is gathered for the
+call: keys and values are few numbers beside the rest, so a shared prompt's are copied once a sibling, and everything
+else is computed once. Nothing is compiled for a shape.
 
-Letters: T tokens, H query heads, K KV heads, D head size.
+Letters: T tokens, S keys with the copies, H query heads, K KV heads, D head size.
 """
 
 from __future__ import annotations
@@ -16,40 +16,29 @@ from torch import Tensor
 
 from cohort.data.layout import Runs
 
-Sides = tuple[Tensor, Tensor, int, int]
-"""(edges of the queries' sequences, of the keys', longest of each)"""
 
+def forward(q: Tensor, k: Tensor, v: Tensor, runs: Runs) -> tuple[Tensor, Tensor]:
+    """q [T, H, D], k, v [S, K, D] -> out [T, H, D], log of each query's normaliser [H, T].
 
-def forward(q: Tensor, k: Tensor, v: Tensor, sides: Sides, causal: bool) -> tuple[Tensor, Tensor]:
-    """q [T, H, D], k, v [S, K, D] -> out [T, H, D], log of each query's normaliser [H, T]."""
-    out, lse, *_ = torch.ops.aten._flash_attention_forward(q, k, v, *sides, 0.0, causal, False)
+    Causal from the end: a sequence's last query sees all of its keys.
+    """
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(q, k, v, *_sides(runs), 0.0, True, False)
     return out, lse
 
 
 def backward(
-    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sides: Sides, causal: bool
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, runs: Runs
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v through these keys, where out and lse may be of more keys than these."""
+    """Gradients of q, k, v."""
     state = torch.empty(2, dtype=torch.uint64, device=q.device)  # of the dropout, of which there is none
     unused = torch.empty(0, dtype=torch.uint64, device=q.device)
-    return torch.ops.aten._flash_attention_backward(d_out, q, k, v, out, lse, *sides, 0.0, causal, state, unused)
-
-
-def join(a: Tensor, a_lse: Tensor, b: Tensor, b_lse: Tensor) -> None:
-    """Attention a, in place, over the keys of both."""
-    from cohort.learner import kernels
-
-    kernels.join(a, a_lse, b, b_lse)
+    return torch.ops.aten._flash_attention_backward(d_out, q, k, v, out, lse, *_sides(runs), 0.0, True, state, unused)
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, runs):  # type: ignore[no-untyped-def]
-        out, lse = forward(q, k, v, _own(runs), True)
-        if runs.longest_prompt:
-            n, here = runs.num_prompt, slice(runs.first, None)
-            part, part_lse = forward(q[here], k[:n], v[:n], _across(runs), False)
-            join(out[here], lse[:, here], part, part_lse)
+        out, lse = forward(q, _seen(k, runs), _seen(v, runs), runs)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.runs = runs
         return out
@@ -57,24 +46,26 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, d_out):  # type: ignore[no-untyped-def]
         q, k, v, out, lse = ctx.saved_tensors
-        runs, d_out = ctx.runs, d_out.contiguous()
-        d_q, d_k, d_v = backward(d_out, q, k, v, out, lse, _own(runs), True)
-        if runs.longest_prompt:
-            n, here = runs.num_prompt, slice(runs.first, None)
-            parts = (d_out[here], q[here], k[:n], v[:n], out[here], lse[:, here].contiguous())
-            part_q, part_k, part_v = backward(*parts, _across(runs), False)
-            d_q[here] += part_q
-            d_k[:n] += part_k
-            d_v[:n] += part_v
-        return d_q, d_k, d_v, None
+        runs = ctx.runs
+        d_q, d_k, d_v = backward(d_out.contiguous(), q, _seen(k, runs), _seen(v, runs), out, lse, runs)
+        return d_q, _returned(d_k, k, runs), _returned(d_v, v, runs), None
 
 
-def _own(runs: Runs) -> Sides:
-    return runs.spans, runs.spans, runs.longest, runs.longest
+def _sides(runs: Runs) -> tuple[Tensor, Tensor, int, int]:
+    return runs.queries, runs.keys, runs.longest, runs.most_seen
 
 
-def _across(runs: Runs) -> Sides:
-    return runs.groups, runs.prompts, runs.longest_group, runs.longest_prompt
+def _seen(x: Tensor, runs: Runs) -> Tensor:
+    """[T, K, D] -> [S, K, D]"""
+    return x if runs.order is None else x.index_select(0, runs.order)
+
+
+def _returned(d_seen: Tensor, x: Tensor, runs: Runs) -> Tensor:
+    """The gradient of x [T, K, D] from those of its copies, added up in fp32."""
+    if runs.order is None:
+        return d_seen
+    total = torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
+    return total.index_add_(0, runs.order, d_seen.to(total.dtype)).to(x.dtype)
 
 
 def flash_attention(runs: Runs) -> Callable[[int, Tensor, Tensor, Tensor], Tensor]:

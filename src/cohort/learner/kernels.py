@@ -1,8 +1,8 @@
-"""Triton kernels of the learner: two parts of an attention joined; what rows of logits say, and their gradient.
+"""Triton kernels of the learner: what rows of logits say, and their gradient.
 
 Numbers that change from batch to batch, and where slices begin, are kept out of what a kernel is compiled for.
 
-Letters: T tokens, H heads, D head size, N rows of logits, V vocabulary.
+Letters: N rows of logits, V vocabulary.
 """
 
 from __future__ import annotations
@@ -15,39 +15,6 @@ from torch import Tensor
 from cohort.models.kernels import power
 
 VOCAB_BLOCK = 4096
-
-
-@triton.jit(do_not_specialize=["T", "a_stride"], do_not_specialize_on_alignment=["a_lse_ptr", "b_lse_ptr"])
-def _join_kernel(
-    a_ptr, a_lse_ptr, b_ptr, b_lse_ptr, T, a_stride, H: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr
-):
-    t = tl.program_id(0).to(tl.int64)
-    h = tl.arange(0, HEADS)
-    i = tl.arange(0, D)
-    here = h < H
-    a_lse = tl.load(a_lse_ptr + h * a_stride + t, mask=here, other=0.0)
-    b_lse = tl.load(b_lse_ptr + h.to(tl.int64) * T + t, mask=here, other=0.0)
-    top = tl.maximum(a_lse, b_lse)
-    a_share = tl.exp(a_lse - top)
-    b_share = tl.exp(b_lse - top)
-    total = a_share + b_share
-    at = (t * H + h[:, None]) * D + i[None, :]
-    a = tl.load(a_ptr + at, mask=here[:, None], other=0.0)
-    b = tl.load(b_ptr + at, mask=here[:, None], other=0.0)
-    mixed = (a.to(tl.float32) * a_share[:, None] + b.to(tl.float32) * b_share[:, None]) / total[:, None]
-    tl.store(a_ptr + at, mixed.to(a.dtype), mask=here[:, None])
-    tl.store(a_lse_ptr + h * a_stride + t, top + tl.log(total), mask=here)
-
-
-def join(a: Tensor, a_lse: Tensor, b: Tensor, b_lse: Tensor) -> None:
-    """Attention over more keys: a [T, H, D] and a_lse [H, T] become that over the keys of both.
-
-    a_lse may be a slice of a longer one.
-    """
-    T, H, D = a.shape
-    assert a.is_contiguous() and b.is_contiguous() and b_lse.is_contiguous()
-    if T:
-        _join_kernel[(T,)](a, a_lse, b, b_lse, T, a_lse.stride(0), H, power(H), D, num_warps=4)
 
 
 @triton.jit(do_not_specialize_on_alignment=["target_ptr", "logprob_ptr", "entropy_ptr", "log_z_ptr"])
