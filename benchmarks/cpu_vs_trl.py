@@ -205,28 +205,31 @@ def trl_train(job: Job, config: Callable[[Job, str], Any]) -> tuple[list[float],
 def trl_config(job: Job, folder: str) -> Any:
     import trl
 
-    return trl.GRPOConfig(
-        output_dir=folder,
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        per_device_train_batch_size=job.microbatch,
-        gradient_accumulation_steps=job.num_samples // job.microbatch,
-        num_generations=job.samples,
-        max_completion_length=job.completion_tokens,
-        generation_kwargs={"min_new_tokens": job.completion_tokens},
-        max_steps=job.steps,
-        num_iterations=1,
-        beta=0.0,
-        loss_type="grpo",
-        learning_rate=1e-6,
-        temperature=1.0,
-        shuffle_dataset=False,
-        logging_strategy="no",
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-    )
+    exact = {"use_cpu": True, "bf16": False, "gradient_checkpointing": False}
+    lengths = {"generation_kwargs": {"min_new_tokens": job.completion_tokens}}
+    return trl.GRPOConfig(**trl_settings(job, folder), **exact, **lengths)
+
+
+def trl_settings(job: Job, folder: str) -> dict[str, Any]:
+    """What is the same on every device."""
+    return {
+        "output_dir": folder,
+        "per_device_train_batch_size": job.microbatch,
+        "gradient_accumulation_steps": job.num_samples // job.microbatch,
+        "num_generations": job.samples,
+        "max_completion_length": job.completion_tokens,
+        "max_steps": job.steps,
+        "num_iterations": 1,
+        "beta": 0.0,
+        "loss_type": "grpo",
+        "learning_rate": 1e-6,
+        "temperature": 1.0,
+        "shuffle_dataset": False,
+        "logging_strategy": "no",
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+    }
 
 
 # ---- both -------------------------------------------------------------------------------------------------

@@ -22,10 +22,8 @@ import argparse
 import gc
 import inspect
 import json
-import os
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -35,8 +33,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from sides import answer, answers
+
 ROOT = Path(__file__).resolve().parents[1]
-MARK = "@result "  # before every line of a side's output that is for the parent
 PHASES = ("prefill", "decode", "draw")
 
 
@@ -309,32 +308,12 @@ def worker(side: str, given: str) -> None:
     cases = tuple(Case(**(c | {"lengths": tuple(c["lengths"])})) for c in read.pop("cases"))
     job = Job(**read, cases=cases)
     for result in cohort_side(job) if side == "cohort" else vllm_side(job):
-        print(MARK + json.dumps(asdict(result)), flush=True)
+        answer(asdict(result))
 
 
 def measure(side: str, job: Job, python: str, path: str | None) -> Iterator[Result]:
     """Run one side in its own process; a side that fails is told, and the others go on."""
-    environment = os.environ | {
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_USE_FLASHINFER_SAMPLER": "0",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_LOGGING_LEVEL": "WARNING",
-    }
-    if path is not None:
-        environment["PYTHONPATH"] = path
-    with tempfile.TemporaryDirectory() as folder:
-        given = Path(folder) / "job.json"
-        given.write_text(json.dumps(asdict(job)))
-        command = [python, str(Path(__file__).resolve()), "--worker", side, str(given)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
-            assert process.stdout is not None
-            for line in process.stdout:
-                if line.startswith(MARK):
-                    yield Result(**json.loads(line.removeprefix(MARK)))
-                else:
-                    print(line, end="", file=sys.stderr)
-    if process.returncode:
-        print(f"{side}, {job.model}, {job.setting}: exit status {process.returncode}", file=sys.stderr, flush=True)
+    return (Result(**found) for found in answers(__file__, side, job, path, python))
 
 
 def jobs(a: argparse.Namespace, root: Path) -> Iterator[Job]:

@@ -13,16 +13,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sides import answer, answers
+
 ROOT = Path(__file__).resolve().parents[1]
-MARK = "@result "
 QUESTIONS = (
     "Why is the sky blue?",
     "List the first ten prime numbers.",
@@ -122,20 +121,10 @@ def vllm_side(job: Job) -> list[float]:
 
 
 def measure(side: str, job: Job, path: str | None) -> list[float]:
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_NO_USAGE_STATS": "1"}
-    if path is not None:
-        environment["PYTHONPATH"] = path
-    with tempfile.TemporaryDirectory() as folder:
-        given = Path(folder) / "job.json"
-        given.write_text(json.dumps(asdict(job)))
-        command = [sys.executable, str(Path(__file__).resolve()), "--worker", side, str(given)]
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment)
-    for line in done.stdout.splitlines():
-        if line.startswith(MARK):
-            gaps: list[float] = json.loads(line.removeprefix(MARK))
-            return gaps
-    print(done.stdout, file=sys.stderr)
-    raise SystemExit(f"{side}, {job.name}: exit status {done.returncode}")
+    gaps: list[float] | None = next(iter(answers(__file__, side, job, path)), None)
+    if gaps is None:
+        raise SystemExit(f"{side}, {job.name}: no answer")
+    return gaps
 
 
 def make_job(model: str, room: Path) -> Job:
@@ -185,6 +174,6 @@ def main(argv: list[str] | None = None) -> None:
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--worker"]:
         given = Job(**json.loads(Path(sys.argv[3]).read_text()))
-        print(MARK + json.dumps(cohort_side(given) if sys.argv[2] == "cohort" else vllm_side(given)), flush=True)
+        answer(cohort_side(given) if sys.argv[2] == "cohort" else vllm_side(given))
     else:
         main()

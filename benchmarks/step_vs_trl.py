@@ -16,9 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
-import subprocess
 import sys
 import tempfile
 from dataclasses import asdict, dataclass, replace
@@ -28,10 +26,10 @@ from typing import Any
 
 from cpu_vs_trl import Job as CpuJob
 from cpu_vs_trl import Result as CpuResult
-from cpu_vs_trl import cohort_step, trl_train
+from cpu_vs_trl import cohort_step, trl_settings, trl_train
+from sides import answer, answers
 
 ROOT = Path(__file__).resolve().parents[1]
-MARK = "@result "
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,26 +117,7 @@ def trl_config(job: CpuJob, folder: str) -> Any:
             "generation_kwargs": {"ignore_eos": True, "min_tokens": length},
         }
     return trl.GRPOConfig(
-        output_dir=folder,
-        use_cpu=not on_gpu,
-        bf16=on_gpu,
-        gradient_checkpointing=job.checkpointing,
-        per_device_train_batch_size=job.microbatch,
-        gradient_accumulation_steps=job.num_samples // job.microbatch,
-        num_generations=job.samples,
-        max_completion_length=length,
-        max_steps=job.steps,
-        num_iterations=1,
-        beta=0.0,
-        loss_type="grpo",
-        learning_rate=1e-6,
-        temperature=1.0,
-        shuffle_dataset=False,
-        logging_strategy="no",
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-        **engine,
+        **trl_settings(job, folder), use_cpu=not on_gpu, bf16=on_gpu, gradient_checkpointing=job.checkpointing, **engine
     )
 
 
@@ -180,25 +159,15 @@ def worker(side: str, given: str) -> None:
         result.peak_gib = torch.cuda.max_memory_allocated() / 2**30
     packages = ["torch"] if side == "cohort" else ["torch", "transformers", "trl", *(["vllm"] if job.vllm else [])]
     result.versions = {name: version(name) for name in packages}
-    print(MARK + json.dumps(asdict(result)), flush=True)
+    answer(asdict(result))
 
 
 def measure(side: str, job: Job, path: str | None) -> Result | None:
-    """Run one side in its own process; a side that fails is told, and the others go on."""
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_NO_USAGE_STATS": "1"}
-    if path is not None:
-        environment["PYTHONPATH"] = path
-    with tempfile.TemporaryDirectory() as folder:
-        given = Path(folder) / "job.json"
-        given.write_text(json.dumps(asdict(job)))
-        command = [sys.executable, str(Path(__file__).resolve()), "--worker", side, str(given)]
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment)
-    for line in done.stdout.splitlines():
-        if line.startswith(MARK):
-            result = Result(**json.loads(line.removeprefix(MARK)))
-            print(words(result), flush=True)
-            return result
-    print(f"{side}, {job.microbatch}, {job.vllm}: exit status {done.returncode}", file=sys.stderr, flush=True)
+    """Run one side in its own process; None = it failed."""
+    for found in answers(__file__, side, job, path):
+        result = Result(**found)
+        print(words(result), flush=True)
+        return result
     return None
 
 

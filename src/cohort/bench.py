@@ -16,6 +16,7 @@ from cohort.algos.algorithm import build_algorithm
 from cohort.config.options import BenchOptions, BenchResult, EngineBenchOptions, LearnerBenchOptions
 from cohort.config.schema import GRPO, LearnerConfig, OptimConfig
 from cohort.data.pack import pack
+from cohort.device import available_bytes
 from cohort.engines import native
 from cohort.engines.base import Engine, Request, sample
 from cohort.errors import ConfigError
@@ -174,8 +175,7 @@ def _plan(decoder: Decoder, shape: limits.Shape, token_budget: int, kv: bool) ->
         batch_tokens=tokens,
         kv_tokens=tokens if kv else 0,
     )
-    free, _ = torch.cuda.mem_get_info()
-    return plan_memory(load, free + torch.cuda.memory_reserved(), token_budget)
+    return plan_memory(load, available_bytes(decoder.embed.device), token_budget)
 
 
 def _forget_peak(decoder: Decoder) -> None:

@@ -17,7 +17,7 @@ from cohort.checkpoint import Checkpoint
 from cohort.config.document import dump, parse
 from cohort.config.options import BenchOptions, BenchResult, EngineBenchOptions, EvalOptions, LearnerBenchOptions
 from cohort.config.schema import LoraConfig, RunConfig, SamplingConfig
-from cohort.device import DTYPES, find_device, find_dtype
+from cohort.device import DTYPES, available_bytes, find_device, find_dtype
 from cohort.engines.base import Engine
 from cohort.engines.native import native_engine
 from cohort.engines.rollout import Tasks
@@ -173,15 +173,15 @@ def assemble(config: RunConfig) -> Parts:
     )
 
 
-def _sampling(config: SamplingConfig, tokenizer: Tokenizer) -> Sampling:
+def _sampling(asked: SamplingConfig | EvalOptions, tokenizer: Tokenizer) -> Sampling:
     return Sampling(
-        max_tokens=config.max_tokens,
-        temperature=config.temperature,
-        top_p=config.top_p,
-        top_k=config.top_k,
-        min_p=config.min_p,
+        max_tokens=asked.max_tokens,
+        temperature=asked.temperature,
+        top_p=asked.top_p,
+        top_k=asked.top_k,
+        min_p=asked.min_p,
         stop_ids=tokenizer.stop_ids,
-        stop_strings=config.stop,
+        stop_strings=asked.stop if isinstance(asked, SamplingConfig) else (),
     )
 
 
@@ -204,8 +204,7 @@ def _plan(
         trained=None if adapters is None else adapters.num_params,
         base=0 if adapters is None else adapters.base_bytes,
     )
-    free, _ = torch.cuda.mem_get_info(device)
-    return plan_memory(load, free + torch.cuda.memory_reserved(device), config.learner.token_budget)
+    return plan_memory(load, available_bytes(device), config.learner.token_budget)
 
 
 def _prompt_limit(config: RunConfig, model: LoadedModel, budget: int) -> int:
@@ -296,14 +295,7 @@ def evaluate(task: Task, model: str, options: EvalOptions) -> Evaluation:
     folder = resolve(model)
     loaded, tokenizer = load_folder(folder, DTYPES[find_dtype(options.dtype, device)]), Tokenizer.load(folder)
     loaded.decoder.to(device)
-    sampling = Sampling(
-        max_tokens=options.max_tokens,
-        temperature=options.temperature,
-        top_p=options.top_p,
-        top_k=options.top_k,
-        min_p=options.min_p,
-        stop_ids=tokenizer.stop_ids,
-    )
+    sampling = _sampling(options, tokenizer)
     context = _context(loaded)
     if options.max_tokens >= context:
         raise ConfigError(f"--max-tokens {options.max_tokens} leaves no room for a prompt in the context of {context}")

@@ -23,6 +23,12 @@ def find_device(asked: str) -> torch.device:
 Dtype = Literal["auto", "float32", "bfloat16", "float64"]
 
 
+def available_bytes(device: torch.device) -> int:
+    """Of a GPU's memory: what is free, and what this process holds."""
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device)
+
+
 def find_dtype(asked: Dtype, device: torch.device) -> Dtype:
     """The name of the compute type. bf16 is slow on CPUs, and GPUs before compute capability 8 do not have it."""
     if asked != "auto":

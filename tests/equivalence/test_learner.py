@@ -15,6 +15,7 @@ from cohort.data.pack import pack
 from cohort.errors import TrainingStopped
 from cohort.learner.local import LocalLearner
 from cohort.learner.optim import learning_rate
+from cohort.learner.world import World
 from cohort.types import CONSTANT_REWARD, Finish, Provenance
 from tests.support import (
     TOLERANCE,
@@ -308,6 +309,17 @@ def test_in_bf16_the_residual_stream_is_fp32():
 # ---- memory
 
 
+class CountingWorld(World):
+    """How often ranks would have met."""
+
+    def __init__(self):
+        self.num_sums = 0
+
+    def sum(self, x):
+        self.num_sums += 1
+        return x
+
+
 def one_update(groups, decoder, token_budget=1000, recompute=False, refuse_above=None):
     """Gradients of a GRPO minibatch; microbatches above `refuse_above` tokens find no memory."""
     learner = LocalLearner(decoder, LearnerConfig(token_budget=token_budget), OptimConfig(), num_updates=1)
@@ -321,6 +333,7 @@ def one_update(groups, decoder, token_budget=1000, recompute=False, refuse_above
         return backward(micro, *rest)
 
     learner._backward = scarce
+    learner.world = CountingWorld()
     minibatch = pack(groups, learner.token_budget).minibatches[0]
     tally = learner.forward_backward(minibatch, build_algorithm(GRPO(), 16))
     return learner, {n: m.grad.clone() for n, m in learner.optimizer.masters.items()}, tally, refused
@@ -340,6 +353,7 @@ def test_out_of_memory_starts_the_update_again_in_smaller_microbatches(caplog):
         learner, got, got_tally, refused = one_update(groups, small_decoder(torch.float64), refuse_above=50)
     assert refused and refused[0] > 50, "memory was not short"
     assert learner.token_budget <= refused[0] // 2
+    assert learner.world.num_sums == 1, "other ranks do not start again"
     assert f"instead of {refused[0]} tokens a microbatch" in caplog.text
     for name, grad in expected.items():
         torch.testing.assert_close(got[name], grad, atol=1e-12, rtol=1e-9)

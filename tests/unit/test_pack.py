@@ -116,3 +116,13 @@ def test_half_annotated_samples_are_a_mistake():
     samples[0].old_logprobs = [-1.0, -1.0]
     with pytest.raises(AssertionError, match="some are not"):
         pack([group(*samples)], 100)
+
+
+def test_the_longest_sample_counts_what_follows_its_last_target():
+    """A budget below it is refused, so nobody may go below it."""
+    sample = make_sample([7, 8, 9, 1, 1], provenance=[S, S, E, E, E])
+    minibatch = pack([make_group([5, 6], [sample, make_sample([7])])], 50).minibatches[0]
+    assert minibatch.longest == 7
+    assert minibatch.repacked(7)
+    with pytest.raises(ConfigError, match="raise it to at least 7"):
+        minibatch.repacked(6)

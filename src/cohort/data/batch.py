@@ -50,6 +50,7 @@ class Minibatch:
     microbatches: list[Microbatch]
     num_samples: int
     num_tokens: int
+    longest: int  # tokens of a packed sample with its prompt: no budget may be smaller
     repacked: Callable[[int], list[Microbatch]]  # the same samples in microbatches of another budget
 
 

@@ -67,7 +67,11 @@ def pack(
         repacked = partial(_microbatches, members, share, loss_on)
         packed.append(
             Minibatch(
-                microbatches=repacked(token_budget), num_samples=num_samples, num_tokens=num_tokens, repacked=repacked
+                microbatches=repacked(token_budget),
+                num_samples=num_samples,
+                num_tokens=num_tokens,
+                longest=max((len(p) + len(s.tokens) for p, row in members for _, s in row), default=0),
+                repacked=repacked,
             )
         )
     return Batch(minibatches=packed, counts=dict(counts))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -102,11 +103,21 @@ class LocalLearner:
 
     def forward_backward(self, minibatch: Minibatch, algo: Loss) -> Tally:
         """Where memory runs out, once more from the start in smaller microbatches: the result is the same."""
+        # what ranks do together happens once, however often one of them starts again
+        totals = self.world.sum(torch.tensor([minibatch.num_tokens, minibatch.num_samples], dtype=torch.float64))
+        num_tokens, num_samples = totals.tolist()
+        weigh = partial(algo.weigh, num_tokens=num_tokens, num_samples=num_samples)
+        tally = self._accumulated(minibatch, weigh, algo)
+        self._sum_grads()
+        return tally
+
+    def _accumulated(self, minibatch: Minibatch, weigh: Callable[[Tensor], Tensor], algo: Loss) -> Tally:
+        """The gradients of all microbatches."""
         if self._fitting and _largest(minibatch) > self._fitting:  # it ran out before, in another epoch
             minibatch = replace(minibatch, microbatches=minibatch.repacked(self._fitting))
         while True:
             try:
-                return self._forward_backward(minibatch, algo)
+                return self._attempt(minibatch, weigh, algo)
             except torch.OutOfMemoryError as error:
                 reason = str(error).splitlines()[0]
             # outside the handler, whose exception holds every tensor of the attempt
@@ -114,11 +125,10 @@ class LocalLearner:
 
     def _in_smaller_parts(self, minibatch: Minibatch, reason: str) -> Minibatch:
         largest = _largest(minibatch)
-        longest = max((s.length + s.size for m in minibatch.microbatches for s in m.layout.spans), default=0) + 1
-        budget = max(longest, largest // 2)
+        budget = max(minibatch.longest, largest // 2)
         if budget >= largest:
             raise TrainingStopped(
-                f"out of memory with a single sample of {longest} tokens in a microbatch: {reason} "
+                f"out of memory with a single sample of {minibatch.longest} tokens in a microbatch: {reason} "
                 "Lower sampling.max_tokens, or use a smaller model."
             )
         self.optimizer.zero_grad()
@@ -153,20 +163,18 @@ class LocalLearner:
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
         yield
-        used = torch.cuda.max_memory_allocated(device) - before
+        used = max(1, torch.cuda.max_memory_allocated(device) - before)  # 1 = there was nothing to update
         off = 100 * (plan.update / used - 1)
         log.info("%s; the first update took %.1f GiB: the plan is %+.0f%% off", plan.words, used / 2**30, off)
 
-    def _forward_backward(self, minibatch: Minibatch, algo: Loss) -> Tally:
+    def _attempt(self, minibatch: Minibatch, weigh: Callable[[Tensor], Tensor], algo: Loss) -> Tally:
         self.optimizer.zero_grad()
-        totals = self.world.sum(torch.tensor([minibatch.num_tokens, minibatch.num_samples], dtype=torch.float64))
-        num_tokens, num_samples = totals.tolist()
         # nothing has moved since the annotation: the current log-probabilities are the old ones, to the last bit,
         # which those of another packing (dead groups have left it) are not
         unmoved = self._annotated == self.update_index
         tally = Tally()
         for micro in minibatch.microbatches:
-            weights = algo.weigh(micro.lengths, num_tokens, num_samples)  # on the host, where looking costs nothing
+            weights = weigh(micro.lengths)  # on the host, where looking costs nothing
             whole, device = bool(weights.all()), self.decoder.embed.device
             micro = micro.to(device)
             if unmoved:
@@ -174,7 +182,6 @@ class LocalLearner:
             with nullcontext() if self.adapters is None else self.adapters.gradients():
                 tally.merge(self._backward(micro, put(weights, device), whole, algo))
             self.optimizer.collect_grads()
-        self._sum_grads()
         return tally
 
     def _backward(self, micro: Microbatch, weights: Tensor, whole: bool, algo: Loss) -> Tally:

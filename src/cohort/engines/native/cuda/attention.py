@@ -41,6 +41,29 @@ def _attend_page(q, scale, m, total, acc, key_ptr, value_ptr, start, end, D: tl.
 
 
 @triton.jit
+def _put_part(m, total, acc, acc_ptr, m_ptr, total_ptr, at, here, D: tl.constexpr):
+    """A part of a softmax, for somebody else to join."""
+    i = tl.arange(0, D)
+    tl.store(acc_ptr + at[:, None] * D + i[None, :], acc, mask=here[:, None])
+    tl.store(m_ptr + at, m, mask=here)
+    tl.store(total_ptr + at, total, mask=here)
+
+
+@triton.jit
+def _join_part(m, total, acc, acc_ptr, m_ptr, total_ptr, at, here, D: tl.constexpr):
+    """One part more of a softmax. A part that saw nothing has m = -inf and counts nothing."""
+    i = tl.arange(0, D)
+    m2 = tl.load(m_ptr + at, mask=here, other=float("-inf"))
+    total2 = tl.load(total_ptr + at, mask=here, other=0.0)
+    acc2 = tl.load(acc_ptr + at[:, None] * D + i[None, :], mask=here[:, None], other=0.0)
+    new = tl.maximum(m, m2)
+    safe = tl.where(new == float("-inf"), 0.0, new)
+    fade = tl.exp2(m - safe)
+    fade2 = tl.exp2(m2 - safe)
+    return new, total * fade + total2 * fade2, acc * fade[:, None] + acc2 * fade2[:, None]
+
+
+@triton.jit
 def _prefix_kernel(
     q_ptr,
     key_pages_ptr,
@@ -92,19 +115,7 @@ def _prefix_kernel(
             q, scale, m, total, acc, key_pages_ptr + begin, value_pages_ptr + begin, p * PAGE, length, D, PAGE
         )
     to = split * rows * K * g + at
-    tl.store(part_acc_ptr + to[:, None] * D + i[None, :], acc, mask=here[:, None])
-    tl.store(part_m_ptr + to, m, mask=here)
-    tl.store(part_total_ptr + to, total, mask=here)
-
-
-@triton.jit
-def _join(m, total, acc, m2, total2, acc2):
-    """Two parts of one softmax. A part that saw nothing has m = -inf and counts nothing."""
-    new = tl.maximum(m, m2)
-    safe = tl.where(new == float("-inf"), 0.0, new)
-    fade = tl.exp2(m - safe)
-    fade2 = tl.exp2(m2 - safe)
-    return new, total * fade + total2 * fade2, acc * fade[:, None] + acc2 * fade2[:, None]
+    _put_part(m, total, acc, part_acc_ptr, part_m_ptr, part_total_ptr, to, here, D)
 
 
 @triton.jit
@@ -156,17 +167,12 @@ def _own_kernel(
         ready = here & (tl.load(base_ptr + row) > 0) & (count > 0)
         for s in tl.static_range(PREFIX_SPLITS):
             part = s * rows * K * g + at
-            m2 = tl.load(part_m_ptr + part, mask=ready, other=float("-inf"))
-            total2 = tl.load(part_total_ptr + part, mask=ready, other=0.0)
-            acc2 = tl.load(part_acc_ptr + part[:, None] * D + i[None, :], mask=ready[:, None], other=0.0)
-            m, total, acc = _join(m, total, acc, m2, total2, acc2)
+            m, total, acc = _join_part(m, total, acc, part_acc_ptr, part_m_ptr, part_total_ptr, part, ready, D)
         mixed = acc / tl.where(total > 0, total, 1.0)[:, None]
         tl.store(out_ptr + at[:, None] * D + i[None, :], mixed.to(out_ptr.dtype.element_ty), mask=here[:, None])
     else:
         to = (PREFIX_SPLITS + split) * rows * K * g + at
-        tl.store(part_acc_ptr + to[:, None] * D + i[None, :], acc, mask=here[:, None])
-        tl.store(part_m_ptr + to, m, mask=here)
-        tl.store(part_total_ptr + to, total, mask=here)
+        _put_part(m, total, acc, part_acc_ptr, part_m_ptr, part_total_ptr, to, here, D)
 
 
 @triton.jit
@@ -201,10 +207,7 @@ def _join_kernel(
         if s < PREFIX_SPLITS:
             ready = ready & has_prefix
         part = s * rows * K * g + at
-        m2 = tl.load(part_m_ptr + part, mask=ready, other=float("-inf"))
-        total2 = tl.load(part_total_ptr + part, mask=ready, other=0.0)
-        acc2 = tl.load(part_acc_ptr + part[:, None] * D + i[None, :], mask=ready[:, None], other=0.0)
-        m, total, acc = _join(m, total, acc, m2, total2, acc2)
+        m, total, acc = _join_part(m, total, acc, part_acc_ptr, part_m_ptr, part_total_ptr, part, ready, D)
     mixed = acc / tl.where(total > 0, total, 1.0)[:, None]
     tl.store(out_ptr + at[:, None] * D + i[None, :], mixed.to(out_ptr.dtype.element_ty), mask=here[:, None])
 
