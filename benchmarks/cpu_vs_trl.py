@@ -42,6 +42,7 @@ class Job:
     microbatch: int = 16  # samples in a TRL forward/backward (Cohort goes by tokens)
     token_budget: int = 1152  # tokens in a Cohort forward/backward
     slots: int = 128  # samples Cohort decodes at once (TRL: all of them)
+    made_up: bool = False  # TRL trains on completions that nobody sampled
 
     @property
     def num_samples(self) -> int:
@@ -173,7 +174,10 @@ def trl_train(job: Job, config: Callable[[Job, str], Any]) -> tuple[list[float],
 
         def _generate_single_turn(self, prompt_ids: list[list[int]], *args: Any, **kwargs: Any) -> Any:
             begin = time.perf_counter()
-            completion_ids, logprobs = super()._generate_single_turn(prompt_ids, *args, **kwargs)
+            if job.made_up:
+                completion_ids, logprobs = [[n % 1000] * job.completion_tokens for n in range(len(prompt_ids))], None
+            else:
+                completion_ids, logprobs = super()._generate_single_turn(prompt_ids, *args, **kwargs)
             sampling.append(time.perf_counter() - begin)
             asked = sorted(tuple(ids) for ids in job.ids for _ in range(job.samples))
             assert sorted(map(tuple, prompt_ids)) == asked, (prompt_ids[0], asked[0])

@@ -72,13 +72,14 @@ def measured(name: str, base: str | None, gib: float) -> str:
     if plan is None:
         return ""
     decoder = random_decoder(named_shape(name), torch.bfloat16, "cuda")
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
     adapters = None if base is None else Adapters(decoder, LoraConfig(rank=16, base="nf4" if base == "nf4" else "keep"))
     learner = LocalLearner(decoder, LearnerConfig(), OptimConfig(), num_updates=1, adapters=adapters)
     learner.follow(plan)
     context = SHAPE.prompt_tokens + SHAPE.completion_tokens
     reserve = plan.update if plan.keep_kv else 1 << 50
     engine = native_engine(decoder, lambda ids: "", slots=128, max_context=context, reserve=reserve)
-    torch.cuda.reset_peak_memory_stats()
     for _ in range(2):
         bench._trained(learner, bench._sampled(engine, decoder, SHAPE), SHAPE)
         engine.load(learner.weights(), version=1)

@@ -1,26 +1,32 @@
 """One GRPO step on a GPU, Cohort against TRL: same shape, prompts, lengths and reward, bf16, random weights.
 
     PYTHONPATH=src python3 benchmarks/step_vs_trl.py --shape qwen2.5-0.5b --trl-pythonpath FOLDER --out step.json
-    ... --trl vllm:16 vllm:64 vllm:64:keep generate:64     # engine, samples a microbatch, activations kept
+    ... --trl vllm:64 vllm:64:keep:bf16 generate:64     # engine, samples a microbatch, activations kept, bf16 weights
+    ... --trl vllm generate                             # each with the setting that is fastest in a search before
     ... --only cohort
 
 A folder with the shape's config, random weights (normal, 0.02) and a tokenizer of one word a token is written first;
 both sides load it. A step is: sample, score, advantages, forward and backward, AdamW step; every completion
 is exactly as long as asked. The first step of a side warms it up, the fastest of the others counts. TRL runs with
-its vLLM in the same process ("colocate") or with Hugging Face's generate, with gradient checkpointing (unless "keep"),
-without a reference model; weights are fp32 under bf16 autocast, as it loads them to train. Peak memory is the
-largest that torch held, plus what vLLM took for itself.
+its vLLM in the same process ("colocate") or with Hugging Face's generate, without a reference model, with gradient
+checkpointing (unless "keep"); weights are fp32 under bf16 autocast, as it loads them to train (unless "bf16", which
+has no fp32 weights at all). The search trains on a quarter of the prompts with completions that nobody samples, since
+only the training depends on these settings. Peak memory is the largest that torch held, vLLM's share included.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
+import math
 import random
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +36,22 @@ from cpu_vs_trl import cohort_step, trl_settings, trl_train
 from sides import answer, answers
 
 ROOT = Path(__file__).resolve().parents[1]
+TRIED = (16, 32, 64, 128)  # samples a microbatch
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job(CpuJob):
-    """What both sides do; `microbatch`, `vllm` and `checkpointing` are TRL's settings."""
+    """What both sides do; `microbatch` and all but the device are TRL's settings."""
 
     device: str = "cuda"
-    vllm: bool = True
+    engine: str = "vllm"  # or "generate"
     checkpointing: bool = True
+    weights: str = "fp32"
+
+    @property
+    def setting(self) -> str:
+        kept = "checkpointing" if self.checkpointing else "activations kept"
+        return f"{self.microbatch} samples a microbatch, {kept}, {self.weights} weights"
 
 
 @dataclass(kw_only=True)
@@ -92,15 +105,40 @@ def cohort_side(job: Job) -> Result:
 
 
 def trl_side(job: Job) -> Result:
-    words = [
-        "vLLM" if job.vllm else "generate",
-        f"{job.microbatch} samples a microbatch",
-        "checkpointing" if job.checkpointing else "activations kept",
-    ]
-    result = Result(side="TRL", setting=", ".join(words))
+    result = Result(side="TRL", setting=f"{job.engine}, {job.setting}")
     steps, sampling, _ = trl_train(replace(job, steps=job.steps + 1), trl_config)
     result.seconds, result.sample_seconds = steps[1:], sampling[1:]
     return result
+
+
+def trl_search(job: Job) -> Iterator[tuple[str, float]]:
+    """(setting, seconds of a step) of everything tried; what does not fit in memory takes forever."""
+    import torch
+
+    part = len(job.ids) // 4
+    small = replace(job, texts=job.texts[:part], ids=job.ids[:part], engine="generate", made_up=True, steps=1)
+    for size, kept, weights in product(TRIED, ("", "keep"), ("fp32", "bf16")):
+        if size > small.num_samples:
+            continue
+        setting = ":".join(x for x in (str(size), kept, weights) if x)
+        try:
+            seconds = min(trl_side(with_setting(small, setting)).seconds)
+        except torch.OutOfMemoryError:
+            seconds = math.inf
+        gc.collect()
+        torch.cuda.empty_cache()
+        yield setting, seconds
+
+
+def with_setting(job: Job, setting: str) -> Job:
+    """ "64:keep:bf16" -> 64 samples a microbatch, activations kept, weights in bf16."""
+    size, *rest = setting.split(":")
+    return replace(
+        job,
+        microbatch=int(size),
+        checkpointing="keep" not in rest,
+        weights="bf16" if "bf16" in rest else "fp32",
+    )
 
 
 def trl_config(job: CpuJob, folder: str) -> Any:
@@ -109,7 +147,7 @@ def trl_config(job: CpuJob, folder: str) -> Any:
     assert isinstance(job, Job)
     on_gpu, length = job.device == "cuda", job.completion_tokens
     engine: dict[str, Any] = {"generation_kwargs": {"min_new_tokens": length}}
-    if job.vllm:
+    if job.engine == "vllm":
         engine = {
             "use_vllm": True,
             "vllm_mode": "colocate",
@@ -117,7 +155,12 @@ def trl_config(job: CpuJob, folder: str) -> Any:
             "generation_kwargs": {"ignore_eos": True, "min_tokens": length},
         }
     return trl.GRPOConfig(
-        **trl_settings(job, folder), use_cpu=not on_gpu, bf16=on_gpu, gradient_checkpointing=job.checkpointing, **engine
+        **trl_settings(job, folder),
+        **engine,
+        use_cpu=not on_gpu,
+        bf16=on_gpu,
+        gradient_checkpointing=job.checkpointing,
+        model_init_kwargs={"dtype": "bfloat16" if job.weights == "bf16" else "float32"},
     )
 
 
@@ -152,12 +195,18 @@ def make_prompts(vocab: int, num: int, length: int) -> list[list[int]]:
 
 def worker(side: str, given: str) -> None:
     job = Job(**json.loads(Path(given).read_text()))
+    if side == "search":
+        for found in trl_search(job):
+            answer(found)
+        return
     result = cohort_side(job) if side == "cohort" else trl_side(job)
     if job.device == "cuda":
         import torch
 
         result.peak_gib = torch.cuda.max_memory_allocated() / 2**30
-    packages = ["torch"] if side == "cohort" else ["torch", "transformers", "trl", *(["vllm"] if job.vllm else [])]
+    packages = ["torch"] if side == "cohort" else ["torch", "transformers", "trl"]
+    if side == "trl" and job.engine == "vllm":
+        packages.append("vllm")
     result.versions = {name: version(name) for name in packages}
     answer(asdict(result))
 
@@ -169,6 +218,15 @@ def measure(side: str, job: Job, path: str | None) -> Result | None:
         print(words(result), flush=True)
         return result
     return None
+
+
+def search(job: Job, path: str | None) -> str:
+    """TRL's fastest setting."""
+    seconds = {}
+    for setting, taken in answers(__file__, "search", job, path):
+        seconds[setting] = taken
+        print(f"TRL, {setting}: {taken:.2f} s to train on a quarter of the batch", flush=True)
+    return min(seconds, key=seconds.__getitem__)
 
 
 def words(r: Result) -> str:
@@ -190,20 +248,19 @@ def table(results: list[Result]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
-def trl_jobs(settings: list[str], job: Job) -> list[Job]:
-    """ "vllm:64:keep" -> vLLM, 64 samples a microbatch, activations kept."""
-    jobs = []
+def trl_jobs(settings: list[str], job: Job, path: str | None) -> Iterator[Job]:
+    """ "vllm:64:keep" -> vLLM, 64 samples a microbatch, activations kept; "vllm" -> what a search found."""
+    best = search(job, path) if any(":" not in s for s in settings) else ""
     for setting in settings:
-        engine, size, *rest = setting.split(":")
-        jobs.append(replace(job, vllm=engine == "vllm", microbatch=int(size), checkpointing=rest != ["keep"]))
-    return jobs
+        engine, _, rest = setting.partition(":")
+        yield with_setting(replace(job, engine=engine), rest or best)
 
 
 def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="qwen2.5-0.5b")
     parser.add_argument("--only", choices=["cohort", "trl"])
-    parser.add_argument("--trl", nargs="+", default=["vllm:16", "vllm:64", "vllm:64:keep", "generate:64"])
+    parser.add_argument("--trl", nargs="+", default=["vllm", "generate"])
     parser.add_argument("--trl-pythonpath", metavar="FOLDER", help="where TRL and vLLM are, if not installed")
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--samples", type=int, default=8, help="per prompt")
@@ -228,7 +285,7 @@ def main(arguments: list[str]) -> None:
         )
         found = [] if a.only == "trl" else [measure("cohort", job, str(ROOT / "src"))]
         if a.only != "cohort":
-            found += [measure("trl", trial, a.trl_pythonpath) for trial in trl_jobs(a.trl, job)]
+            found += [measure("trl", trial, a.trl_pythonpath) for trial in trl_jobs(a.trl, job, a.trl_pythonpath)]
     results = [r for r in found if r is not None]
     print(f"\n{a.shape}: {a.prompts} x {a.samples} samples, {a.prompt_tokens} + {a.completion_tokens} tokens\n")
     print(table(results))

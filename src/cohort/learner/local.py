@@ -94,7 +94,7 @@ class LocalLearner:
         self._tell_layout(batch)
         for _ in range(self.config.epochs):
             for minibatch in batch.minibatches:
-                with self._compared_with_plan():
+                with self._compared_with_plan(minibatch):
                     tally.merge(self.forward_backward(minibatch, algo))
                 for name, value in self.optim_step().items():
                     exact = torch.tensor(value, dtype=torch.float64)
@@ -154,18 +154,19 @@ class LocalLearner:
         log.info("an update takes %d tokens, at most %d at a time: %s", num, self.token_budget, why)
 
     @contextmanager
-    def _compared_with_plan(self) -> Iterator[None]:
+    def _compared_with_plan(self, minibatch: Minibatch) -> Iterator[None]:
         """Tells, of the first update, what it took besides what was there before."""
-        if self.plan is None:
+        if self.plan is None or not minibatch.microbatches:
             yield
             return
         device, plan, self.plan = self.decoder.embed.device, self.plan, None
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
         yield
-        used = max(1, torch.cuda.max_memory_allocated(device) - before)  # 1 = there was nothing to update
-        off = 100 * (plan.update / used - 1)
-        log.info("%s; the first update took %.1f GiB: the plan is %+.0f%% off", plan.words, used / 2**30, off)
+        used = torch.cuda.max_memory_allocated(device) - before
+        off = 100 * (plan.update_of(_largest(minibatch)) / used - 1)
+        text = "%s; the first update took %.1f GiB for at most %d tokens at a time: the plan is %+.0f%% off"
+        log.info(text, plan.words, used / 2**30, _largest(minibatch), off)
 
     def _attempt(self, minibatch: Minibatch, weigh: Callable[[Tensor], Tensor], algo: Loss) -> Tally:
         self.optimizer.zero_grad()

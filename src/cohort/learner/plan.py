@@ -42,6 +42,7 @@ class Plan:
     keep_kv: bool  # between rollouts
     state: int  # weights, masters, moments
     update: int  # besides the state while training: gradients, activations, logits
+    per_token: int  # of that, kept of a token
     kv: int
     available: int
 
@@ -49,6 +50,10 @@ class Plan:
     def peak(self) -> int:
         """Of training, which is also when KV that is kept lies idle."""
         return self.state + self.update + (self.kv if self.keep_kv else 0)
+
+    def update_of(self, tokens: int) -> int:
+        """`update` where the largest microbatch is smaller than the budget."""
+        return self.update - (self.token_budget - tokens) * self.per_token
 
     @property
     def words(self) -> str:
@@ -75,19 +80,11 @@ def state_bytes(load: Load) -> int:
     return copies * params * load.width + load.base + masters + 8 * trained
 
 
-def gradient_bytes(load: Load) -> int:
-    """Masters' gradients and, below fp32, a microbatch's own before they are added."""
-    trained = num_params(load.model) if load.trained is None else load.trained
-    own = load.width * layer_params(load.model) if load.width < 4 and load.trained is None else 0
-    return 4 * trained + own
-
-
-def token_bytes(c: ModelConfig, width: int, recompute: bool) -> int:
-    """Kept per token from forward to backward."""
+def kept_bytes(c: ModelConfig, width: int, recompute: bool) -> int:
+    """Of a token from forward to backward."""
     stream, ends = 4 * c.hidden, 3 * (4 + width) * c.hidden  # fp32; embedding, final norm and what the head reads
-    if recompute:  # a layer's inputs: the stream and what is to be added to it
-        return c.num_layers * (stream + width * c.hidden) + ends + layer_bytes(c, width)
-    return c.num_layers * layer_bytes(c, width) + work_bytes(c, width) + ends
+    # computed twice: a layer's inputs alone, the stream and what is to be added to it
+    return c.num_layers * (stream + width * c.hidden if recompute else layer_bytes(c, width)) + ends
 
 
 def layer_bytes(c: ModelConfig, width: int) -> int:
@@ -97,21 +94,31 @@ def layer_bytes(c: ModelConfig, width: int) -> int:
     return 2 * 4 * c.hidden + width * (2 * c.hidden + heads + 2 * c.ff) + 4 * c.num_heads + 8 + normed
 
 
-def work_bytes(c: ModelConfig, width: int) -> int:
-    """Of one layer's backward while it runs: gradients of gate and up, the product once more and its own."""
-    return width * (4 * c.ff + 3 * c.hidden) + 3 * 4 * c.hidden
+def work_bytes(c: ModelConfig, width: int, recompute: bool) -> int:
+    """Of a token while a layer's backward runs: gradients of gate and up, the product once more and its own."""
+    again = layer_bytes(c, width) if recompute else 0
+    return width * (4 * c.ff + 3 * c.hidden) + 3 * 4 * c.hidden + again
 
 
-def head_bytes(c: ModelConfig, width: int, tokens: int, frozen: bool = False) -> int:
-    """A chunk of logits and its gradient, and a chunk's gradient of the head. More than any layer's work."""
-    logits = min(GPU_CHUNK_LOGITS, tokens * c.vocab_size)
-    return logits * (4 + width) + (0 if frozen else 4 * c.vocab_size * c.hidden)
+def head_bytes(load: Load, budget: int) -> int:
+    """A chunk of logits with its gradient; or, the logits gone, that gradient and the chunk's of the head."""
+    c = load.model
+    logits = min(GPU_CHUNK_LOGITS, budget * c.vocab_size)
+    own = 4 * c.vocab_size * c.hidden if load.trained is None else 0
+    return logits * load.width + max(4 * logits, own)
+
+
+def backward_bytes(load: Load, budget: int, recompute: bool) -> int:
+    """A layer's work and, below fp32, the microbatch's own gradients before they are added to the masters'."""
+    own = load.width * layer_params(load.model) if load.width < 4 and load.trained is None else 0
+    return own + budget * work_bytes(load.model, load.width, recompute)
 
 
 def update_bytes(load: Load, budget: int, recompute: bool) -> int:
-    c, width = load.model, load.width
-    per = token_bytes(c, width, recompute) + (work_bytes(c, width) if recompute else 0)
-    return gradient_bytes(load) + budget * per + head_bytes(c, width, budget, frozen=load.trained is not None)
+    """The masters' gradients, what is kept, and the larger of what head and layers need, one after the other."""
+    trained = num_params(load.model) if load.trained is None else load.trained
+    kept = budget * kept_bytes(load.model, load.width, recompute)
+    return 4 * trained + kept + max(head_bytes(load, budget), backward_bytes(load, budget, recompute))
 
 
 def plan_memory(load: Load, available: int, token_budget: int = 0) -> Plan:
@@ -134,6 +141,7 @@ def plan_memory(load: Load, available: int, token_budget: int = 0) -> Plan:
                     keep_kv=keep,
                     state=state,
                     update=update_bytes(load, budget, recompute),
+                    per_token=kept_bytes(load.model, load.width, recompute),
                     kv=kv,
                     available=available,
                 )
