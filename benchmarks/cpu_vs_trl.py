@@ -199,6 +199,8 @@ def trl_train(job: Job, config: Callable[[Job, str], Any]) -> tuple[list[float],
             reward_funcs=lambda completions, **_: [reward(text) for text in completions],
             args=config(job, folder),
             train_dataset=Dataset.from_dict({"prompt": job.texts}),
+            # by this name, or transformers picks a class by the model's that does not read the file as it is
+            processing_class=transformers.PreTrainedTokenizerFast.from_pretrained(job.model),
             callbacks=[Clock()],
         )
         trainer.remove_callback(transformers.PrinterCallback)

@@ -220,13 +220,13 @@ def measure(side: str, job: Job, path: str | None) -> Result | None:
     return None
 
 
-def search(job: Job, path: str | None) -> str:
-    """TRL's fastest setting."""
+def search(job: Job, path: str | None) -> list[str]:
+    """TRL's settings, the fastest first."""
     seconds = {}
     for setting, taken in answers(__file__, "search", job, path):
         seconds[setting] = taken
         print(f"TRL, {setting}: {taken:.2f} s to train on a quarter of the batch", flush=True)
-    return min(seconds, key=seconds.__getitem__)
+    return sorted((s for s, taken in seconds.items() if taken < math.inf), key=seconds.__getitem__)
 
 
 def words(r: Result) -> str:
@@ -248,12 +248,15 @@ def table(results: list[Result]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
-def trl_jobs(settings: list[str], job: Job, path: str | None) -> Iterator[Job]:
-    """ "vllm:64:keep" -> vLLM, 64 samples a microbatch, activations kept; "vllm" -> what a search found."""
-    best = search(job, path) if any(":" not in s for s in settings) else ""
+def measure_trl(settings: list[str], job: Job, path: str | None) -> list[Result | None]:
+    """ "vllm:64:keep" -> vLLM, 64 samples a microbatch, activations kept; "vllm" -> the fastest that fits beside it."""
+    found = search(job, path) if any(":" not in s for s in settings) else []
+    results = []
     for setting in settings:
         engine, _, rest = setting.partition(":")
-        yield with_setting(replace(job, engine=engine), rest or best)
+        trials = (with_setting(replace(job, engine=engine), s) for s in ([rest] if rest else found))
+        results.append(next((r for trial in trials if (r := measure("trl", trial, path)) is not None), None))
+    return results
 
 
 def main(arguments: list[str]) -> None:
@@ -285,7 +288,7 @@ def main(arguments: list[str]) -> None:
         )
         found = [] if a.only == "trl" else [measure("cohort", job, str(ROOT / "src"))]
         if a.only != "cohort":
-            found += [measure("trl", trial, a.trl_pythonpath) for trial in trl_jobs(a.trl, job, a.trl_pythonpath)]
+            found += measure_trl(a.trl, job, a.trl_pythonpath)
     results = [r for r in found if r is not None]
     print(f"\n{a.shape}: {a.prompts} x {a.samples} samples, {a.prompt_tokens} + {a.completion_tokens} tokens\n")
     print(table(results))

@@ -21,7 +21,7 @@ from cohort.learner.head import gradient_through_head, token_logprobs
 from cohort.learner.local import LocalLearner
 from cohort.models import functions
 from cohort.models import kernels as layer_kernels
-from cohort.models.functions import add_norm, gated, rms_norm, split_rotated
+from cohort.models.functions import add_norm, add_product, gated, rms_norm, split_rotated
 from tests.support import make_group, make_sample, naive_logprobs, random_groups, small_decoder
 
 DTYPES = [torch.float32, HALF]
@@ -182,13 +182,15 @@ def layouts():
             yield micro.layout
 
 
-def test_attention_over_runs_is_attention_over_blocks(monkeypatch):
+@pytest.mark.parametrize("by_kernel", [True, False])
+def test_attention_over_runs_is_attention_over_blocks(monkeypatch, by_kernel):
     """Which keys are gathered and where their gradients go, with plain forms in the place of the flash kernels."""
     monkeypatch.setattr(flash, "forward", plain_forward)
     monkeypatch.setattr(flash, "backward", plain_backward)
+    monkeypatch.setattr(flash, "fused", lambda x: by_kernel)
     seen = set()
     for layout in layouts():
-        seen.add(layout.runs(DEVICE).order is not None)
+        seen.add(layout.runs(DEVICE).copies is not None)
         blocks = packed_attention(layout, torch.zeros(1, dtype=torch.float64, device=DEVICE), 16)
         expected = attended(blocks, torch.float64, layout.num_tokens)
         got = attended(flash_attention(layout.runs(DEVICE)), torch.float32, layout.num_tokens)
@@ -247,6 +249,16 @@ def test_head_by_kernels(by_kernels, monkeypatch):
     got = token_logprobs(hidden, weight, targets, 0.7)
     torch.testing.assert_close(got[0].double(), logprobs.detach(), atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(got[1].double(), entropy.detach(), atol=1e-5, rtol=1e-4)
+
+
+@only_gpu
+def test_a_product_is_added_without_rounding():
+    """257 is no bf16 number, and neither is the total."""
+    ones = torch.ones(257, 16, dtype=torch.bfloat16, device=DEVICE)
+    total = torch.full((16, 16), 0.5, device=DEVICE)
+    add_product(total, ones, ones)
+    add_product(total, ones, ones)
+    assert torch.equal(total, torch.full((16, 16), 514.5, device=DEVICE))
 
 
 @only_gpu

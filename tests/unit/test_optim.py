@@ -14,6 +14,7 @@ from cohort.data.pack import pack
 from cohort.errors import RunError, TrainingStopped
 from cohort.learner.local import LocalLearner
 from cohort.learner.optim import Optimizer, global_norm, learning_rate
+from cohort.models.functions import linear
 from tests.support import random_groups, small_decoder
 
 SETTINGS = OptimConfig(lr=0.1, beta1=0.7, beta2=0.8, eps=1e-2, weight_decay=0.3)
@@ -108,6 +109,28 @@ def test_microbatches_of_a_bf16_parameter_add_up_in_fp32():
         optimizer.collect_grads()
         assert module.vector.grad is None
     assert optimizer.masters["vector"].grad.tolist() == [1.0 + 2.0**-9] * 4
+
+
+def test_gradients_of_low_precision_matrices_go_to_the_master_as_they_are_formed():
+    """256 + 1 is 256 in bf16; and the parameter itself gets nothing that would have to be moved."""
+    module = Two(torch.bfloat16)
+    optimizer = Optimizer(module, SETTINGS)
+    x = torch.ones(1, 2, dtype=torch.bfloat16)
+    for value in (256.0, 1.0):
+        with optimizer.gradients():
+            linear(x, module.matrix).backward(torch.full((1, 3), value, dtype=torch.bfloat16))
+        assert module.matrix.grad is None
+        optimizer.collect_grads()
+    assert torch.equal(optimizer.masters["matrix"].grad, torch.full((3, 2), 257.0))
+    linear(x, module.matrix).backward(torch.ones(1, 3, dtype=torch.bfloat16))  # outside, as usual
+    assert module.matrix.grad is not None
+
+
+def test_gradients_of_fp32_matrices_are_autograds():
+    module = Two(torch.float32)
+    with Optimizer(module, SETTINGS).gradients():
+        linear(torch.ones(1, 2), module.matrix).sum().backward()
+    assert torch.equal(module.matrix.grad, torch.ones(3, 2))
 
 
 def test_a_checkpoint_without_a_moment_is_refused():

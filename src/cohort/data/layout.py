@@ -64,7 +64,16 @@ class Runs:
     longest: int
     keys: Tensor  # edges of what they see
     most_seen: int
-    order: Tensor | None  # [S] where in the stream each key lies; None = nothing is shared, the keys are the stream
+    copies: Copies | None  # None = nothing is shared, the keys are the stream
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Copies:
+    """The keys that sequences see, where a shared prompt's come once a sibling."""
+
+    order: Tensor  # [S] where in the stream each lies
+    back: Tensor  # [S] the copies of the stream's first token, of its second, ...
+    edges: Tensor  # [T + 1] of those
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,13 +108,21 @@ class Layout:
 
     def runs(self, device: torch.device) -> Runs:
         lengths, seen = [s.length for s in self.spans], [s.length + s.size for s in self.spans]
-        order = [np.arange(at, at + n) for s in self.spans for at, n in ((s.prompt, s.size), (s.start, s.length)) if n]
         return Runs(
             queries=put(_edges(lengths), device, torch.int32),
             longest=max(lengths),
             keys=put(_edges(seen), device, torch.int32),
             most_seen=max(seen),
-            order=put(np.concatenate(order), device) if seen != lengths else None,
+            copies=self._copies(device) if seen != lengths else None,
+        )
+
+    def _copies(self, device: torch.device) -> Copies:
+        parts = ((s.prompt, s.size, s.start, s.length) for s in self.spans)
+        order = np.concatenate([np.r_[at : at + size, start : start + n] for at, size, start, n in parts])
+        return Copies(
+            order=put(order, device),
+            back=put(np.argsort(order, kind="stable"), device, torch.int32),
+            edges=put(np.r_[0, np.bincount(order, minlength=self.num_tokens).cumsum()], device, torch.int32),
         )
 
 

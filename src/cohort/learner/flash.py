@@ -9,12 +9,13 @@ Letters: T tokens, S keys with the copies, H query heads, K KV heads, D head siz
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from cohort.data.layout import Runs
+from cohort.data.layout import Copies, Runs
+from cohort.models.functions import fused
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, runs: Runs) -> tuple[Tensor, Tensor]:
@@ -48,7 +49,7 @@ class _Attention(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         runs = ctx.runs
         d_q, d_k, d_v = backward(d_out.contiguous(), q, _seen(k, runs), _seen(v, runs), out, lse, runs)
-        return d_q, _returned(d_k, k, runs), _returned(d_v, v, runs), None
+        return d_q, *((d_k, d_v) if runs.copies is None else returned(d_k, d_v, runs.copies)), None
 
 
 def _sides(runs: Runs) -> tuple[Tensor, Tensor, int, int]:
@@ -57,15 +58,18 @@ def _sides(runs: Runs) -> tuple[Tensor, Tensor, int, int]:
 
 def _seen(x: Tensor, runs: Runs) -> Tensor:
     """[T, K, D] -> [S, K, D]"""
-    return x if runs.order is None else x.index_select(0, runs.order)
+    return x if runs.copies is None else x.index_select(0, runs.copies.order)
 
 
-def _returned(d_seen: Tensor, x: Tensor, runs: Runs) -> Tensor:
-    """The gradient of x [T, K, D] from those of its copies, added up in fp32."""
-    if runs.order is None:
-        return d_seen
-    total = torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
-    return total.index_add_(0, runs.order, d_seen.to(total.dtype)).to(x.dtype)
+def returned(d_k: Tensor, d_v: Tensor, copies: Copies) -> Sequence[Tensor]:
+    """The gradients of k and v [T, K, D] from those of their copies [S, K, D], added up in fp32."""
+    if fused(d_k):
+        from cohort.learner import kernels
+
+        return kernels.add_copies(d_k, d_v, copies)
+    T = len(copies.edges) - 1
+    totals = [x.new_zeros(T, *x.shape[1:], dtype=torch.promote_types(x.dtype, torch.float32)) for x in (d_k, d_v)]
+    return [t.index_add_(0, copies.order, x.to(t.dtype)).to(x.dtype) for t, x in zip(totals, (d_k, d_v), strict=True)]
 
 
 def flash_attention(runs: Runs) -> Callable[[int, Tensor, Tensor, Tensor], Tensor]:

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from cohort.models.functions import fused, product, wide_product
+from cohort.models.functions import add_product, fused, product, wide_product
 
 CHUNK_LOGITS = 1 << 25  # 128 MiB of fp32 logits at a time; each chunk reads the whole head and its gradient
 GPU_CHUNK_LOGITS = 1 << 29  # there, 2 GiB: thousands of rows, or the matrix products are too narrow
@@ -62,7 +62,8 @@ class _ChunkedHead(torch.autograd.Function):
             d_logits.scatter_add_(1, targets[rows, None], g)
             d_logits = (d_logits / ctx.temperature if ctx.temperature != 1.0 else d_logits).to(hidden.dtype)
             d_hidden[rows] = product(d_logits, weight.t())
-            _add_product(d_weight, d_logits, hidden[rows])
+            if d_weight is not None:
+                add_product(d_weight, d_logits, hidden[rows])
         return d_hidden, None if d_weight is None else d_weight.to(weight.dtype), None, None, None
 
 
@@ -84,7 +85,8 @@ def gradient_through_head(
         pulled = _pulled_by_kernels if fused(hidden) else _pulled
         d_logits = pulled(hidden[rows], weight, targets[rows], temperature, partial(gradient, rows))
         d_hidden[rows] = product(d_logits, weight.t())
-        _add_product(d_weight, d_logits, hidden[rows])
+        if d_weight is not None:
+            add_product(d_weight, d_logits, hidden[rows])
         del d_logits  # or two would be alive while the next is made
     return d_hidden
 
@@ -121,18 +123,6 @@ def _pulled_by_kernels(hidden: Tensor, weight: Tensor, targets: Tensor, temperat
     logprobs, entropy, log_z = kernels.describe(logits, targets, temperature)
     g, e = slope(logprobs, entropy)
     return kernels.pull(logits, targets, entropy, log_z, g, e, temperature, hidden.dtype)
-
-
-def _add_product(total: Tensor | None, a: Tensor, b: Tensor) -> None:
-    """total += a^T b, in the type of the total: fp32 also where the model computes in bf16. None = not wanted."""
-    if total is None:
-        return
-    if total.dtype == a.dtype:
-        total.addmm_(a.t(), b)
-    elif a.is_cuda:
-        total.add_(torch.mm(a.t(), b, out_dtype=total.dtype))
-    else:
-        total.add_(a.t() @ b)
 
 
 def _chunks(hidden: Tensor, weight: Tensor) -> list[slice]:

@@ -1,8 +1,8 @@
-"""Triton kernels of the learner: what rows of logits say, and their gradient.
+"""Triton kernels of the learner: what rows of logits say, their gradient, and that of keys seen several times.
 
 Numbers that change from batch to batch, and where slices begin, are kept out of what a kernel is compiled for.
 
-Letters: N rows of logits, V vocabulary.
+Letters: N rows of logits, V vocabulary, T tokens, S keys with the copies, K KV heads, D head size.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cohort.data.layout import Copies
 from cohort.models.kernels import power
 
 VOCAB_BLOCK = 4096
@@ -88,4 +89,29 @@ def pull(
             *(logits, targets, entropy, log_z, d_logprobs, e, out, V, temperature, d_entropy is not None, block),
             num_warps=8,
         )
+    return out
+
+
+@triton.jit
+def _add_copies_kernel(k_ptr, v_ptr, back_ptr, edges_ptr, k_out_ptr, v_out_ptr, W: tl.constexpr, BLOCK: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    here = at < W
+    k = tl.zeros([BLOCK], tl.float32)
+    v = tl.zeros([BLOCK], tl.float32)
+    for n in range(tl.load(edges_ptr + token), tl.load(edges_ptr + token + 1)):
+        row = tl.load(back_ptr + n).to(tl.int64) * W
+        k += tl.load(k_ptr + row + at, mask=here, other=0.0).to(tl.float32)
+        v += tl.load(v_ptr + row + at, mask=here, other=0.0).to(tl.float32)
+    tl.store(k_out_ptr + token * W + at, k.to(k_out_ptr.dtype.element_ty), mask=here)
+    tl.store(v_out_ptr + token * W + at, v.to(v_out_ptr.dtype.element_ty), mask=here)
+
+
+def add_copies(k: Tensor, v: Tensor, copies: Copies) -> tuple[Tensor, Tensor]:
+    """Of k and v [S, K, D] the sum of each token's copies [T, K, D], always in the same order."""
+    assert k.is_contiguous() and v.is_contiguous()
+    T, W = len(copies.edges) - 1, k[0].numel()
+    out = k.new_empty(T, *k.shape[1:]), v.new_empty(T, *v.shape[1:])
+    block = power(W)
+    _add_copies_kernel[(T,)](k, v, copies.back, copies.edges, *out, W, block, num_warps=min(8, max(1, block // 128)))
     return out

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -165,8 +165,9 @@ class LocalLearner:
         yield
         used = torch.cuda.max_memory_allocated(device) - before
         off = 100 * (plan.update_of(_largest(minibatch)) / used - 1)
-        text = "%s; the first update took %.1f GiB for at most %d tokens at a time: the plan is %+.0f%% off"
-        log.info(text, plan.words, used / 2**30, _largest(minibatch), off)
+        log.info("%s", plan.words)
+        text = "the first update took %.1f GiB with %d tokens at a time: the plan is %+.0f%% off"
+        log.info(text, used / 2**30, _largest(minibatch), off)
 
     def _attempt(self, minibatch: Minibatch, weigh: Callable[[Tensor], Tensor], algo: Loss) -> Tally:
         self.optimizer.zero_grad()
@@ -180,7 +181,7 @@ class LocalLearner:
             micro = micro.to(device)
             if unmoved:
                 micro = replace(micro, old_logprobs=None)
-            with nullcontext() if self.adapters is None else self.adapters.gradients():
+            with (self.adapters or self.optimizer).gradients():
                 tally.merge(self._backward(micro, put(weights, device), whole, algo))
             self.optimizer.collect_grads()
         return tally

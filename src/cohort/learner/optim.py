@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from cohort.config.schema import OptimConfig
 from cohort.errors import RunError
+from cohort.models.functions import add_product, taken
 
 
 def learning_rate(config: OptimConfig, update: int, num_updates: int) -> float:
@@ -48,16 +51,27 @@ class Optimizer:
             self.masters[name].grad = None
 
     def collect_grads(self) -> None:
-        """Move the microbatch's gradients of low-precision parameters to their masters."""
+        """Move the microbatch's gradients of low-precision parameters to their masters, those that were not taken."""
         for name, p in self.params.items():
             master = self.masters[name]
             if master is not p and p.grad is not None:
                 master.grad = p.grad.float() if master.grad is None else master.grad.add_(p.grad)
                 p.grad = None
 
+    def gradients(self) -> AbstractContextManager[None]:
+        """Within, gradients of low-precision matrices are added to their masters' as they are formed: in fp32."""
+        low = {n: p for n, p in self.params.items() if p.ndim > 1 and self.masters[n] is not p}
+        return taken({p.data_ptr(): partial(self._take, n) for n, p in low.items()})
+
+    def _take(self, name: str, grad: Tensor, x: Tensor) -> None:
+        add_product(self._grad(name).flatten(0, -2), grad, x)
+
     def grad_of(self, param: Tensor) -> Tensor:
         """The master's gradient to add to, where a gradient is formed by hand."""
-        master = next(self.masters[n] for n, p in self.params.items() if p is param)
+        return self._grad(next(n for n, p in self.params.items() if p is param))
+
+    def _grad(self, name: str) -> Tensor:
+        master = self.masters[name]
         if master.grad is None:
             master.grad = torch.zeros_like(master)
         return master.grad

@@ -108,17 +108,12 @@ def head_bytes(load: Load, budget: int) -> int:
     return logits * load.width + max(4 * logits, own)
 
 
-def backward_bytes(load: Load, budget: int, recompute: bool) -> int:
-    """A layer's work and, below fp32, the microbatch's own gradients before they are added to the masters'."""
-    own = load.width * layer_params(load.model) if load.width < 4 and load.trained is None else 0
-    return own + budget * work_bytes(load.model, load.width, recompute)
-
-
 def update_bytes(load: Load, budget: int, recompute: bool) -> int:
     """The masters' gradients, what is kept, and the larger of what head and layers need, one after the other."""
     trained = num_params(load.model) if load.trained is None else load.trained
-    kept = budget * kept_bytes(load.model, load.width, recompute)
-    return 4 * trained + kept + max(head_bytes(load, budget), backward_bytes(load, budget, recompute))
+    c, width = load.model, load.width
+    work = max(head_bytes(load, budget), budget * work_bytes(c, width, recompute))
+    return 4 * trained + budget * kept_bytes(c, width, recompute) + work
 
 
 def plan_memory(load: Load, available: int, token_budget: int = 0) -> Plan:

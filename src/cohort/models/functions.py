@@ -143,7 +143,7 @@ _takers: Mapping[int, Taker] = {}
 
 @contextmanager
 def taken(takers: Mapping[int, Taker]) -> Iterator[None]:
-    """Within, the matrices at these addresses get no gradient: what it is made of goes to these, for adapters, say.
+    """Within, the matrices at these addresses get no gradient: what it is made of goes to these.
 
     For all threads: on a GPU it is autograd's own that runs backward.
     """
@@ -174,6 +174,16 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, exact: bool =
     if HAS_ONEDNN and x.dtype == torch.float32 and x.device.type == "cpu" and not exact:
         return onednn(x, weight, bias)
     return F.linear(x, weight, bias)
+
+
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total [n, d] += a^T b, in the total's type: fp32 also where a [T, n] and b [T, d] are bf16."""
+    if total.dtype == a.dtype:
+        total.addmm_(a.t(), b)
+    elif a.is_cuda:
+        torch.addmm(total, a.t(), b, out_dtype=total.dtype, out=total)
+    else:
+        total.add_(a.t() @ b)
 
 
 def onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
