@@ -6,7 +6,8 @@ FOLDER is SmolLM2-135M in Hugging Face format, as `cohort pull smollm2-135m` mak
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -95,8 +96,7 @@ def peer(dtype: torch.dtype):
     return model.to("cuda").eval()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Agreement:
+class Agreement(NamedTuple):
     """Shares of our greedy tokens that are also the best, given all before them, by transformers in ..."""
 
     same: float  # ... our type
@@ -106,21 +106,25 @@ class Agreement:
 
 
 @torch.no_grad()
-def agreement(dtype: torch.dtype, kind: str, length: int) -> Agreement:
-    _, prompts, samples = drawn(dtype, kind, temperature=0.0, siblings=1, length=length)
+def agreement(dtype: torch.dtype, kinds: Sequence[str], length: int) -> Agreement:
+    """Over all tokens of all kinds of prompts; each kind's own shares are printed."""
     model, exact = peer(dtype), peer(torch.float32)
-    found = []
-    for p, tokens in enumerate(prompts):
-        own = torch.tensor(samples[f"{p}/0"].tokens, device="cuda")
-        stream = torch.tensor([[*tokens, *own.tolist()]], device="cuda")
-        here = slice(len(tokens) - 1, -1)
-        out = model(stream, output_hidden_states=True)
-        wide = (out.hidden_states[-1][0, here].float() @ model.lm_head.weight.float().T).argmax(-1)
-        best = exact(stream).logits[0, here].argmax(-1)
-        found.append(torch.stack([wide == own, out.logits[0, here].argmax(-1) == own, best == own, wide == best]))
-    each = torch.cat(found, dim=1).double()
-    shares = Agreement(**dict(zip(Agreement.__annotations__, each.mean(1).tolist(), strict=True)))
-    print(f"\n{dtype}, {kind}, {each.shape[1]} tokens: {shares}")
+    each = []
+    for kind in kinds:
+        _, prompts, samples = drawn(dtype, kind, temperature=0.0, siblings=1, length=length)
+        found = []
+        for p, tokens in enumerate(prompts):
+            own = torch.tensor(samples[f"{p}/0"].tokens, device="cuda")
+            stream = torch.tensor([[*tokens, *own.tolist()]], device="cuda")
+            here = slice(len(tokens) - 1, -1)
+            out = model(stream, output_hidden_states=True)
+            wide = (out.hidden_states[-1][0, here].float() @ model.lm_head.weight.float().T).argmax(-1)
+            best = exact(stream).logits[0, here].argmax(-1)
+            found.append(torch.stack([wide == own, out.logits[0, here].argmax(-1) == own, best == own, wide == best]))
+        each.append(torch.cat(found, dim=1).double())
+        print(f"\n{dtype}, {kind}, {each[-1].shape[1]} tokens: {Agreement(*each[-1].mean(1).tolist())}")
+    shares = Agreement(*torch.cat(each, dim=1).mean(1).tolist())
+    print(f"\n{dtype}, all: {shares}")
     return shares
 
 
@@ -141,19 +145,15 @@ def gaps(decoder: Decoder, prompts: list[list[int]], samples: dict[str, Sample],
 
 @needs_model
 def test_greedy_tokens_are_those_of_transformers_in_fp32():
-    found = agreement(torch.float32, "stories", 64)
+    found = agreement(torch.float32, ["stories"], 64)
     assert (found.same, found.rounded) == (1.0, 1.0)  # then greedy decoding there gives the same tokens
 
 
 @needs_model
-@pytest.mark.parametrize("kind", ["stories", "questions"])
-def test_bf16_argmax_agrees_with_transformers_teacher_forced(kind):
-    """With exact transformers 99%. Its own bf16 strays further, so with that it is about 99%, and the bound leaves room
-    for another machine's order of summation.
-    """
-    found = agreement(torch.bfloat16, kind, 200)
-    assert found.exact >= 0.99 and found.exact >= found.peer
-    assert found.same >= 0.985
+def test_bf16_argmax_agrees_with_transformers_teacher_forced():
+    """Better than transformers in bf16 agrees with itself in fp32: what is left is bf16's own doing."""
+    found = agreement(torch.bfloat16, ["stories", "questions"], 200)
+    assert found.same >= 0.99 and found.same >= found.peer
 
 
 @needs_model

@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import replace
 
 import torch
 
@@ -20,8 +21,9 @@ from cohort.data.transfer import put
 from cohort.engines.base import Abilities, Event, Request, Weights
 from cohort.engines.native.cuda.graphs import Graphs, bucket
 from cohort.engines.native.cuda.ledger import Ledger, own_pages
+from cohort.engines.native.cuda.memory import MOST_PREFILL, Room, divide
 from cohort.engines.native.cuda.pages import Arena, PagedPrefix, page_bytes, pages_for
-from cohort.engines.native.cuda.prefill import PREFILL_TOKENS, Run, prefill
+from cohort.engines.native.cuda.prefill import Run, prefill
 from cohort.engines.native.cuda.step import State, Variant, prefix_splits, tile_size
 from cohort.engines.native.cuda.window import Results, Timer, Window
 from cohort.engines.native.draft import Draft, Line
@@ -36,7 +38,6 @@ from cohort.types import Finish, Sample
 
 log = logging.getLogger(__name__)
 
-SHARE = 0.9  # of the memory that is free, for KV at most
 GROWTH = 1.1  # a load that is larger by less than this streams through the arena there is
 AHEAD = 2  # windows under way at once: one runs while the host takes the other
 
@@ -76,6 +77,7 @@ class GraphEngine:
         self.results = Results(self.state.slots)
         self.ledger = Ledger(self.state.tables)
         self.graphs: Graphs | None = None
+        self.prefill_tokens = MOST_PREFILL  # in one forward
         self._variant: Variant | None = None  # None = to be planned
         self._events: list[Event] = []
         self._broken = False
@@ -95,7 +97,7 @@ class GraphEngine:
         )
         need = 1 + pages_for(shared) + own_pages(draft)
         if need > (0 if self.arena is None else self.arena.num) and need > (
-            room := self._available() // self._page_bytes
+            room := self._room().kv // self._page_bytes
         ):
             raise ConfigError(
                 f'request "{request.id}" cannot fit: it needs {need} pages of KV '
@@ -184,18 +186,18 @@ class GraphEngine:
 
     # ---- memory
 
-    def _available(self) -> int:
-        """Bytes that KV may take now: a share of what is free, without what a step and a prefill need."""
+    def _room(self) -> Room:
+        """What KV and prompts may take now."""
         limit = 1 << 60 if self.memory is None else self.memory
-        if self.device.type == "cuda":
-            c, size = self.decoder.config, self.decoder.embed.dtype.itemsize
-            work = 8 * self.num_slots * c.vocab_size + PREFILL_TOKENS * (8 * c.hidden + 6 * c.ff) * size
-            free, _ = torch.cuda.mem_get_info(self.device)
-            # what others gave back lies in torch's cache, from which it is taken again
-            free += torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
-            held = 0 if self.arena is None else self.arena.num * self._page_bytes
-            limit = min(limit, max(0, int(SHARE * (free + held)) - work))
-        return limit
+        if self.device.type != "cuda":
+            return Room(kv=limit, prefill_tokens=MOST_PREFILL)
+        free, _ = torch.cuda.mem_get_info(self.device)
+        # what others gave back lies in torch's cache, from which it is taken again
+        free += torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        free += 0 if self.arena is None else self.arena.num * self._page_bytes
+        width = self.decoder.embed.dtype.itemsize
+        room = divide(free, self.decoder.config, width, self.num_slots, self.max_context)
+        return replace(room, kv=min(limit, room.kv))
 
     def _ensure_arena(self) -> None:
         """One arena for what waits, capped by what is free. It only ever grows, and only while nothing runs."""
@@ -206,16 +208,17 @@ class GraphEngine:
         wish = 1 + sum(own) + sum(shared)
         have = 0 if self.arena is None else self.arena.num
         least = 1 + max(own) + max(shared)
-        if have >= least and have >= min(wish, self._available() // self._page_bytes) / GROWTH:
+        if have >= least and have >= min(wish, self._room().kv // self._page_bytes) / GROWTH:
             return
         began = time.perf_counter()
         self.release()
-        available = self._available()
-        need = min(wish, available // self._page_bytes)
+        room = self._room()
+        self.prefill_tokens = room.prefill_tokens
+        need = min(wish, room.kv // self._page_bytes)
         self.ledger.arena = Arena(self.decoder.config, need, self.decoder.embed.dtype, self.device)
         self.graphs = Graphs(self.decoder, self.state, self.ledger.arena)
         settle_objects()
-        self.keep = need * self._page_bytes + self.reserve <= available
+        self.keep = need * self._page_bytes + self.reserve <= room.kv
         fate = f"released between rollouts, graphs captured again: others need {self.reserve / 2**30:.2f} GiB"
         fate = "kept between rollouts" if self.keep else fate
         what, size = "allocated again" if have else "allocated", need * self._page_bytes / 2**30
@@ -284,14 +287,14 @@ class GraphEngine:
         fresh = self.ledger.fresh
         self.state.tables.set_prefixes(fresh)
         runs = [Run(tokens=p.tokens, pages=p.pages) for p in fresh]
-        prefill(self.decoder, self.arena, self.state.angles, runs)
+        prefill(self.decoder, self.arena, self.state.angles, runs, self.prefill_tokens)
         fresh.clear()
         own = []
         for d in entering:
             assert isinstance(d.prefix, PagedPrefix)
             have = [*d.own, *d.tokens][:-1]
             own.append(Run(tokens=have, pages=self.ledger.pages(d), behind=d.prefix if d.prefix.tokens else None))
-        prefill(self.decoder, self.arena, self.state.angles, own)
+        prefill(self.decoder, self.arena, self.state.angles, own, self.prefill_tokens)
         self.work.num_prompt_tokens += sum(len(r.tokens) for r in runs + own)
 
     def _end(self, row: int) -> None:

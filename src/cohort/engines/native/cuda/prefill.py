@@ -16,7 +16,6 @@ from cohort.engines.native.cuda.rotate import PAGE, Angles, rotate_and_store
 from cohort.engines.native.cuda.step import fused_forward, qk_norms
 from cohort.models.decoder import Decoder, Layer
 
-PREFILL_TOKENS = 16384  # most tokens in one forward (a longer run goes alone)
 PADDING = 1.25  # runs this much shorter than the longest of a forward are padded to it; shorter ones go apart
 
 
@@ -34,14 +33,14 @@ class Run:
 
 
 @torch.no_grad()
-def prefill(decoder: Decoder, arena: Arena, angles: Angles, runs: list[Run]) -> None:
-    """Compute the runs' KV, several in one forward."""
+def prefill(decoder: Decoder, arena: Arena, angles: Angles, runs: list[Run], most: int) -> None:
+    """Compute the runs' KV, several in one forward, of at most `most` tokens (a longer run goes alone)."""
     runs = sorted((r for r in runs if r.tokens), key=lambda r: (r.base > 0, len(r.tokens), r.base))
     while runs:
         shape, num, total = len(runs[-1].tokens), 0, 0
         for run in reversed(runs):  # the longest first
             alike = (run.base > 0) == (runs[-1].base > 0) and PADDING * len(run.tokens) >= shape
-            if num and (not alike or total + shape > PREFILL_TOKENS):
+            if num and (not alike or total + shape > most):
                 break
             num, total = num + 1, total + shape
         _forward(decoder, arena, angles, runs[-num:])
