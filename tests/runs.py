@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from cohort.data.batch import Batch, Microbatch
 from cohort.learner.local import LocalLearner
 from cohort.recipes.tiny import quickstart
 from cohort.tasks.arithmetic import Arithmetic
+from cohort.train.replay import Replay
 from cohort.train.rl import train
 from cohort.train.stats import StepStats
 from cohort.types import Answer, Group, Outcome, Row
@@ -79,7 +81,8 @@ class Steps:
 def run_steps(parts: Parts, num: int, first: int = 0) -> list[tuple[list[Group], StepStats]]:
     """`num` steps of the real loop."""
     run = Steps(parts.config, first, num)
-    train(run, parts.engine, parts.learner, parts.tasks, parts.algo)  # type: ignore[arg-type]
+    replay = Replay(parts.config.replay, parts.config.seed, Path())  # nothing is kept here
+    train(run, parts.engine, parts.learner, parts.tasks, parts.algo, replay)  # type: ignore[arg-type]
     return run.ended
 
 

@@ -241,7 +241,7 @@ def _trained(learner: LocalLearner, groups: list[Group], shape: limits.Shape) ->
     algo = build_algorithm(GRPO(), shape.completion_tokens)
     for group in groups:
         for i, member in enumerate(group.samples):
-            member.reward = float(i % 2)
+            member.reward, member.old_logprobs = float(i % 2), None  # as if they had just been drawn
     learner.update(pack(algo.advantages(groups), learner.token_budget, share=learner.config.prefix_sharing), algo)
     _wait(learner.decoder)
 

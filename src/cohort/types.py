@@ -105,7 +105,7 @@ class Sample:
 
     @property
     def num_sampled(self) -> int:
-        return sum(1 for p in self.provenance if p == Provenance.SAMPLED)
+        return self.provenance.count(Provenance.SAMPLED)
 
 
 CONSTANT_REWARD = "constant reward"
@@ -119,6 +119,7 @@ class Group:
     prompt: Prompt
     samples: list[Sample]
     excluded: str = ""  # why the whole group is out of the update; empty = it is in
+    age: int = 0  # steps since it was sampled: above 0 where it is used again
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

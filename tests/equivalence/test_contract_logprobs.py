@@ -17,6 +17,7 @@ import torch
 from cohort import build
 from cohort.algos.algorithm import build_algorithm
 from cohort.build import Parts
+from cohort.config.algos import KLConfig
 from cohort.config.load import change
 from cohort.config.rules import validate
 from cohort.config.schema import GRPO, BatchConfig, DrGRPO, EvalConfig, LearnerConfig, OptimConfig, SamplingConfig
@@ -234,7 +235,9 @@ def naive_entropy(decoder, prompt: list[int], completion: list[int]) -> torch.Te
 def test_4_4_the_whole_loss_written_out(estimator):
     """Second update of a batch, so that ratios differ from 1: clip, KL to another policy and entropy by formula."""
     decoder, reference = small_decoder(torch.float64, std=0.15), small_decoder(torch.float64, seed=1, std=0.15)
-    config = GRPO(kl=0.1, kl_estimator=estimator, entropy=0.02, clip_low=0.1, clip_high=0.3, aggregate="token")
+    config = GRPO(
+        kl=KLConfig(weight=0.1, estimator=estimator), entropy=0.02, clip_low=0.1, clip_high=0.3, aggregate="token"
+    )
     algo, groups = build_algorithm(config, 16), random_groups()
     optim = OptimConfig(lr=1e-2)
     learner = LocalLearner(decoder, LearnerConfig(), optim, num_updates=9, temperature=TEMPERATURE, reference=reference)

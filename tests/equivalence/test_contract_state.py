@@ -12,6 +12,7 @@ import torch
 
 from cohort import checkpoint
 from cohort.build import Parts
+from cohort.config.algos import KLConfig
 from cohort.config.schema import GRPO, BatchConfig, EvalConfig, LearnerConfig, OptimConfig, SamplingConfig
 from cohort.data.pack import pack
 from cohort.engines.base import Request, sample
@@ -182,7 +183,7 @@ def test_4_8_environment_tokens_get_no_gradient_on_tiny(parts):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
 def test_4_10_two_learners_from_one_checkpoint_make_the_same_next_steps(tmp_path, dtype):
     config = small_run(
-        algo=GRPO(kl=0.02, entropy=0.001),
+        algo=GRPO(kl=KLConfig(weight=0.02), entropy=0.001),
         optim=OptimConfig(lr=3e-4, warmup=2, schedule="cosine"),
         learner=LearnerConfig(token_budget=256, epochs=2, minibatches=2, dtype=dtype),
         batch=BatchConfig(prompts=4, samples=3),

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from cohort.algos.algorithm import build_algorithm
+from cohort.config.algos import KLConfig
 from cohort.config.schema import GRPO, DrGRPO, LearnerConfig, OptimConfig
 from cohort.data.pack import pack
 from cohort.errors import TrainingStopped
@@ -50,7 +51,7 @@ def assert_same(a, b, dtype):
         assert (a[name] - b[name]).abs().max() <= TOLERANCE[dtype] * scale, name
 
 
-@pytest.mark.parametrize("config", [GRPO(kl=0.1, entropy=0.01), GRPO(aggregate="token"), DrGRPO()])
+@pytest.mark.parametrize("config", [GRPO(kl=KLConfig(weight=0.1), entropy=0.01), GRPO(aggregate="token"), DrGRPO()])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_4_4_gradient_independent_of_microbatch_packing_order_and_sharing(dtype, config):
     decoder, reference = small_decoder(dtype, std=0.15), small_decoder(dtype, seed=1, std=0.15)
@@ -89,7 +90,7 @@ def test_4_4_the_loss_is_the_formula_written_out():
     assert_same(got, {n: p.grad for n, p in decoder.named_parameters()}, torch.float64)
 
 
-@pytest.mark.parametrize("config", [GRPO(kl=0.1, entropy=0.01), GRPO(aggregate="token")])
+@pytest.mark.parametrize("config", [GRPO(kl=KLConfig(weight=0.1), entropy=0.01), GRPO(aggregate="token")])
 def test_4_4_both_ways_through_the_head_give_one_gradient(config, monkeypatch):
     """A loss per token takes its gradient chunk by chunk with the logits; any other sees all tokens first."""
     decoder, reference = small_decoder(torch.float64), small_decoder(torch.float64, seed=1)
@@ -97,7 +98,7 @@ def test_4_4_both_ways_through_the_head_give_one_gradient(config, monkeypatch):
     expected, metrics = gradient(decoder, random_groups(), algo, reference=reference)
     monkeypatch.setattr("cohort.learner.head.CHUNK_LOGITS", 61 * 5)
     chunked, _ = gradient(decoder, random_groups(), algo, reference=reference)
-    monkeypatch.setattr(type(algo), "per_token", False)
+    monkeypatch.setattr(algo, "per_token", False)
     whole, same = gradient(decoder, random_groups(), algo, reference=reference)
     assert_same(chunked, expected, torch.float64)
     assert_same(whole, expected, torch.float64)
@@ -239,7 +240,7 @@ def test_clipping_bounds_the_global_norm():
 
 
 def test_state_round_trip_continues_bit_for_bit():
-    algo = build_algorithm(GRPO(kl=0.1), 16)
+    algo = build_algorithm(GRPO(kl=KLConfig(weight=0.1)), 16)
     reference = small_decoder(seed=5)
 
     def fresh():

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from cohort.algos.algorithm import build_algorithm
+from cohort.config.algos import KLConfig
 from cohort.config.schema import GRPO, BatchConfig, LearnerConfig, LoraConfig, OptimConfig
 from cohort.data.pack import pack
 from cohort.learner.local import LocalLearner
@@ -68,7 +69,7 @@ def test_the_gradient_is_the_full_one_carried_to_the_factors(tied):
 
 
 def test_it_does_not_depend_on_packing_or_on_the_way_through_the_head(monkeypatch):
-    algo = build_algorithm(GRPO(kl=0.1, entropy=0.01), 16)
+    algo = build_algorithm(GRPO(kl=KLConfig(weight=0.1), entropy=0.01), 16)
     decoder = small_decoder(torch.float64)
     expected, metrics = gradient(made(decoder), random_groups(), algo)
     for budget, share in ((60, True), (24, True), (17, False)):

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from tests.real_run import SMALL, cohort, differences, next_args, only_run, remains, start
 from tests.strike import Strike
 
-LORA = [*SMALL, "--learner.lora.rank=4", "--algo.kl=0.01", "--optim.lr=1e-3"]
+LORA = [*SMALL, "--learner.lora.rank=4", "--algo.kl.weight=0.01", "--optim.lr=1e-3"]
 
 
 @pytest.fixture(scope="module")

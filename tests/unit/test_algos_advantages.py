@@ -10,6 +10,7 @@ from cohort.algos import build_algorithm, registered
 from cohort.algos.account import account
 from cohort.algos.advantages import advantages, is_constant
 from cohort.algos.algorithm import name_of
+from cohort.config.algos import KLConfig
 from cohort.config.schema import ALGOS, GRPO, DrGRPO, OptimConfig
 from cohort.errors import ConfigError
 from cohort.types import Finish, Group, Prompt, Provenance, Sample
@@ -85,7 +86,7 @@ def test_failed_samples_leave_the_baseline() -> None:
 
 
 def test_one_scored_sample_has_no_baseline() -> None:
-    for config in (GRPO(), GRPO(kl=0.1), GRPO(entropy=0.1)):
+    for config in (GRPO(), GRPO(kl=KLConfig(weight=0.1)), GRPO(entropy=0.1)):
         graded = grade(config, sample(1.0), sample(None, failure="worker died"))
         assert graded.excluded == "too few scored samples"
         assert [s.advantage for s in graded.samples] == [0.0, 0.0]
@@ -94,7 +95,7 @@ def test_one_scored_sample_has_no_baseline() -> None:
 def test_a_constant_group_is_excluded_only_when_that_is_exact() -> None:
     constant = (sample(0.5), sample(0.5))
     assert grade(GRPO(), *constant).excluded == "constant reward"
-    assert grade(GRPO(kl=0.1, kl_in="loss"), *constant).excluded == ""  # its KL has a gradient
+    assert grade(GRPO(kl=KLConfig(weight=0.1, place="loss")), *constant).excluded == ""  # its KL has a gradient
     assert grade(GRPO(entropy=0.1), *constant).excluded == ""
 
 
@@ -140,7 +141,7 @@ def test_kl_in_the_reward_by_hand(estimator, divergence: float) -> None:
     talker.provenance = [int(S), int(E), int(S)]  # the environment's token has no KL
     talker.old_logprobs, talker.ref_logprobs = [-1.0, 0.0, -2.0], [-1.5, -9.0, -1.75]
     other.old_logprobs, other.ref_logprobs = [-1.0], [-1.0]
-    config = DrGRPO(kl=0.1, kl_in="reward", kl_estimator=estimator)
+    config = DrGRPO(kl=KLConfig(weight=0.1, place="reward", estimator=estimator))
     graded = grade(config, talker, other)
     assert [s.advantage for s in graded.samples] == pytest.approx([-0.05 * divergence, 0.05 * divergence])
     assert graded.excluded == "" and talker.reward == 1.0
@@ -149,7 +150,7 @@ def test_kl_in_the_reward_by_hand(estimator, divergence: float) -> None:
 def test_an_empty_completion_is_graded_and_has_no_kl() -> None:
     empty, other = sample(0.0, num_tokens=0), sample(1.0, num_tokens=1)
     other.old_logprobs = other.ref_logprobs = [-1.0]
-    graded = grade(DrGRPO(kl=0.1, kl_in="reward"), empty, other)
+    graded = grade(DrGRPO(kl=KLConfig(weight=0.1, place="reward")), empty, other)
     assert [s.advantage for s in graded.samples] == [-0.5, 0.5]
 
 
@@ -159,10 +160,10 @@ def test_needs() -> None:
 
     assert needs(GRPO(), 1) == set()
     assert needs(GRPO(), 2) == {"old"}
-    assert needs(GRPO(kl=0.1), 1) == {"ref"}
-    assert needs(GRPO(kl=0.1), 4) == {"old", "ref"}
-    assert needs(GRPO(kl=0.1, kl_in="reward"), 1) == {"old", "ref"}
-    assert needs(GRPO(kl=0.0, kl_in="reward"), 1) == set()
+    assert needs(GRPO(kl=KLConfig(weight=0.1)), 1) == {"ref"}
+    assert needs(GRPO(kl=KLConfig(weight=0.1)), 4) == {"old", "ref"}
+    assert needs(GRPO(kl=KLConfig(weight=0.1, place="reward")), 1) == {"old", "ref"}
+    assert needs(GRPO(kl=KLConfig(weight=0.0, place="reward")), 1) == set()
 
 
 def test_every_configured_algorithm_can_be_built() -> None:
@@ -170,7 +171,8 @@ def test_every_configured_algorithm_can_be_built() -> None:
     for name, variant in ALGOS.items():
         built = build_algorithm(variant(), 8)
         assert name_of(variant()) == name
-        assert built.accept(group(sample(0.0), sample(0.0)))
+        assert built.accept(group(sample(0.0), sample(0.0))) is (variant().dead != "refill")
+        assert built.accept(group(sample(0.0), sample(1.0)))
 
 
 def test_something_else_is_refused() -> None:

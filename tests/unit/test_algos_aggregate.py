@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cohort.algos import build_algorithm
-from cohort.algos.aggregate import token_weights
+from cohort.algos.aggregate import Lengths, Totals, token_weights
 from cohort.algos.tally import Tally
 from cohort.config.schema import GRPO, DrGRPO
 
@@ -15,39 +15,55 @@ LENGTHS = torch.tensor([1, 3, 3, 3])
 LOSSES = torch.tensor([6.0, 2.0, 2.0, 2.0], dtype=torch.float64)
 
 
+def weigh(lengths, mode, num_tokens=4, num_samples=2, num_prompts=1, group=None):
+    sizes = Lengths(sample=lengths, group=torch.full_like(lengths, 4) if group is None else group)
+    totals = Totals(num_tokens=num_tokens, num_samples=num_samples, num_prompts=num_prompts)
+    return token_weights(sizes, mode, totals, max_tokens=8)
+
+
 @pytest.mark.parametrize(
     ("mode", "expected"),
     [
         ("token", (6 + 2 + 2 + 2) / 4),
         ("sequence", (6 / 1 + 6 / 3) / 2),
+        ("prompt", (6 + 2 + 2 + 2) / 4),  # both are of one group
         ("constant", (6 / 8 + 6 / 8) / 2),
     ],
 )
 def test_means_by_hand(mode, expected: float) -> None:
-    weights = token_weights(LENGTHS, mode, num_tokens=4, num_samples=2, max_tokens=8)
+    weights = weigh(LENGTHS, mode)
     assert weights.dtype == torch.float64
     assert (weights * LOSSES).sum().item() == pytest.approx(expected, abs=1e-15)
 
 
 def test_the_denominators_are_the_given_ones_not_the_local_ones() -> None:
-    half = token_weights(LENGTHS, "token", num_tokens=8, num_samples=4, max_tokens=8)
+    half = weigh(LENGTHS, "token", num_tokens=8, num_samples=4)
     assert half.tolist() == [0.125] * 4
-    half = token_weights(LENGTHS, "sequence", num_tokens=8, num_samples=4, max_tokens=8)
+    half = weigh(LENGTHS, "sequence", num_tokens=8, num_samples=4)
     assert half.tolist() == pytest.approx([1 / 4, 1 / 12, 1 / 12, 1 / 12])
 
 
-@pytest.mark.parametrize("mode", ["token", "sequence", "constant"])
+@pytest.mark.parametrize("mode", ["token", "sequence", "prompt", "constant"])
 def test_nothing_to_weigh_divides_nothing(mode) -> None:
-    assert token_weights(torch.tensor([0]), mode, num_tokens=0, num_samples=0, max_tokens=8).tolist() == [0.0]
+    assert weigh(torch.tensor([0]), mode, 0, 0, 0).tolist() == [0.0]
     none = torch.zeros(0, dtype=torch.int64)
-    assert token_weights(none, mode, num_tokens=0, num_samples=0, max_tokens=8).tolist() == []
+    assert weigh(none, mode, 0, 0, 0).tolist() == []
+
+
+def test_a_prompt_counts_once_however_much_was_said_about_it() -> None:
+    """One group of two samples of 1 and 3 tokens, one of a single token with the loss 10."""
+    lengths, group = torch.tensor([1, 3, 3, 3, 1]), torch.tensor([4, 4, 4, 4, 1])
+    weights = weigh(lengths, "prompt", num_tokens=5, num_samples=3, num_prompts=2, group=group)
+    losses = torch.tensor([6.0, 2.0, 2.0, 2.0, 10.0], dtype=torch.float64)
+    assert (weights * losses).sum().item() == pytest.approx((12 / 4 + 10) / 2)
 
 
 def test_algorithms_weigh_as_configured() -> None:
-    lengths = torch.tensor([2, 4])
-    assert build_algorithm(GRPO(), 8).weigh(lengths, 6.0, 2.0).tolist() == [0.25, 0.125]
-    assert build_algorithm(GRPO(aggregate="token"), 8).weigh(lengths, 8.0, 2.0).tolist() == [0.125, 0.125]
-    assert build_algorithm(DrGRPO(), 8).weigh(lengths, 6.0, 2.0).tolist() == [0.0625, 0.0625]
+    lengths = Lengths(sample=torch.tensor([2, 4]), group=torch.tensor([6, 6]))
+    totals = Totals(num_tokens=8, num_samples=2, num_prompts=1)
+    assert build_algorithm(GRPO(), 8).weigh(lengths, totals).tolist() == [0.25, 0.125]
+    assert build_algorithm(GRPO(aggregate="token"), 8).weigh(lengths, totals).tolist() == [0.125, 0.125]
+    assert build_algorithm(DrGRPO(), 8).weigh(lengths, totals).tolist() == [0.0625, 0.0625]
 
 
 def tallies() -> tuple[Tally, Tally]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import fields
 
 import pytest
@@ -13,10 +14,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from cohort.algos import build_algorithm
+from cohort.algos.aggregate import Lengths, Totals
 from cohort.algos.inputs import LossInputs
-from cohort.algos.loss import PolicyLoss
 from cohort.algos.tally import Tally
+from cohort.config.algos import KLConfig
 from cohort.config.schema import GRPO
+
+
+def grpo(kl: float = 0.0, kl_estimator: str = "k3", **settings: float) -> Callable[[LossInputs], tuple[Tensor, Tally]]:
+    """The loss of these settings."""
+    return build_algorithm(GRPO(kl=KLConfig(weight=kl, estimator=kl_estimator), **settings), 8).loss
 
 
 def vector(values: list[float]) -> Tensor:
@@ -64,7 +71,7 @@ def corners(weights: list[float] | None = None) -> LossInputs:
 
 def test_clip_low_and_high_by_hand() -> None:
     inputs = corners()
-    loss, tally = PolicyLoss(clip_low=0.2, clip_high=0.28)(inputs)
+    loss, tally = grpo(clip_low=0.2, clip_high=0.28)(inputs)
     assert loss.item() == pytest.approx(sum(TERMS), abs=1e-14)
     assert grads(loss, inputs) == pytest.approx(GRADS, abs=1e-14)
     metrics = tally.to_metrics()
@@ -79,7 +86,7 @@ def test_clip_low_and_high_by_hand() -> None:
 def test_weights_multiply_the_terms() -> None:
     weights = [0.5, 0.25, 0.125, 2.0, 1.0]
     inputs = corners(weights)
-    loss, _ = PolicyLoss(clip_low=0.2, clip_high=0.28)(inputs)
+    loss, _ = grpo(clip_low=0.2, clip_high=0.28)(inputs)
     assert loss.item() == pytest.approx(sum(w * t for w, t in zip(weights, TERMS, strict=True)), abs=1e-14)
     expected = [w * g for w, g in zip(weights, GRADS, strict=True)]
     assert grads(loss, inputs) == pytest.approx(expected, abs=1e-14)
@@ -87,7 +94,7 @@ def test_weights_multiply_the_terms() -> None:
 
 def test_without_old_logprobs_the_ratio_is_exactly_one() -> None:
     inputs = make([-0.3, -7.7, -1e-3], [1.0, -2.0, 0.5])
-    loss, tally = PolicyLoss(clip_low=0.2, clip_high=0.2)(inputs)
+    loss, tally = grpo(clip_low=0.2, clip_high=0.2)(inputs)
     assert loss.item() == -1.0 + 2.0 - 0.5
     assert grads(loss, inputs) == [-1.0, 2.0, -0.5]
     metrics = tally.to_metrics()
@@ -102,7 +109,7 @@ def test_without_old_logprobs_the_ratio_is_exactly_one() -> None:
 )
 def test_kl_in_the_loss_by_hand(estimator, value: float, slope: float) -> None:
     inputs = make([-1.0], [0.0], ref=[-1.5], weights=[0.5])
-    loss, tally = PolicyLoss(clip_low=0.2, clip_high=0.2, kl=0.1, kl_estimator=estimator)(inputs)
+    loss, tally = grpo(clip_low=0.2, clip_high=0.2, kl=0.1, kl_estimator=estimator)(inputs)
     assert loss.item() == pytest.approx(0.5 * 0.1 * value, abs=1e-15)
     assert grads(loss, inputs) == pytest.approx([0.5 * 0.1 * slope], abs=1e-15)
     assert tally.to_metrics()["kl/ref"] == pytest.approx(value)
@@ -111,14 +118,14 @@ def test_kl_in_the_loss_by_hand(estimator, value: float, slope: float) -> None:
 
 def test_k3_keeps_its_digits_near_zero() -> None:
     inputs = make([-1.0], [0.0], ref=[-1.0 - 1e-6])
-    loss, _ = PolicyLoss(clip_low=0.2, clip_high=0.2, kl=1.0, kl_estimator="k3")(inputs)
+    loss, _ = grpo(clip_low=0.2, clip_high=0.2, kl=1.0, kl_estimator="k3")(inputs)
     assert abs(loss.item() - 5e-13) < 1e-18
     assert abs(math.exp(-1e-6) - 1.0 + 1e-6 - 5e-13) > 1e-17  # written without expm1
 
 
 def test_entropy_bonus_by_hand() -> None:
     inputs = make([-1.0, -1.0], [0.0, 0.0], entropy=[2.0, 3.0], weights=[0.5, 0.25])
-    loss, tally = PolicyLoss(clip_low=0.2, clip_high=0.2, entropy=0.01)(inputs)
+    loss, tally = grpo(clip_low=0.2, clip_high=0.2, entropy=0.01)(inputs)
     assert loss.item() == pytest.approx(-0.01 * (1.0 + 0.75), abs=1e-16)
     assert torch.autograd.grad(loss, inputs.entropy)[0].tolist() == pytest.approx([-0.005, -0.0025])
     assert tally.to_metrics()["entropy"] == 2.5
@@ -127,25 +134,24 @@ def test_entropy_bonus_by_hand() -> None:
 
 def test_the_sampler_gap_is_against_the_logprobs_at_rollout_time() -> None:
     inputs = make([-5.0, -5.0], [1.0, 1.0], old=[-1.0, -2.0], sampler=[-1.1, -2.3])
-    metrics = PolicyLoss(clip_low=0.2, clip_high=0.2)(inputs)[1].to_metrics()
+    metrics = grpo(clip_low=0.2, clip_high=0.2)(inputs)[1].to_metrics()
     assert metrics["sampler_gap/mean"] == pytest.approx(0.2)
     assert metrics["sampler_gap/max"] == pytest.approx(0.3)
     first = make([-1.0, -2.0], [1.0, 1.0], sampler=[-1.1, -2.3])
-    metrics = PolicyLoss(clip_low=0.2, clip_high=0.2)(first)[1].to_metrics()
+    metrics = grpo(clip_low=0.2, clip_high=0.2)(first)[1].to_metrics()
     assert metrics["sampler_gap/mean"] == pytest.approx(0.2)
 
 
 def test_the_sampler_never_enters_the_loss() -> None:
     losses = [
-        PolicyLoss(clip_low=0.2, clip_high=0.2)(make([-1.0], [1.0], old=[-1.1], sampler=[s]))[0].item()
-        for s in (-1.0, -9.0)
+        grpo(clip_low=0.2, clip_high=0.2)(make([-1.0], [1.0], old=[-1.1], sampler=[s]))[0].item() for s in (-1.0, -9.0)
     ]
     assert losses[0] == losses[1]
 
 
 def test_tokens_without_weight_are_out_even_when_infinite() -> None:
     inputs = make([-1.0, 0.0], [1.0, -1.0], old=[-1.0, -1e6], weights=[0.5, 0.0])  # ratio e^1000000
-    loss, tally = PolicyLoss(clip_low=0.2, clip_high=0.2)(inputs)
+    loss, tally = grpo(clip_low=0.2, clip_high=0.2)(inputs)
     assert loss.item() == -0.5
     assert grads(loss, inputs) == [-0.5, 0.0]
     assert tally.to_metrics()["ratio/max"] == 1.0 and tally.to_metrics()["tokens"] == 1.0
@@ -153,7 +159,7 @@ def test_tokens_without_weight_are_out_even_when_infinite() -> None:
 
 def test_no_tokens_give_zero_and_a_gradient() -> None:
     inputs = make([-1.0], [1.0], weights=[0.0])
-    loss, tally = PolicyLoss(clip_low=0.2, clip_high=0.2)(inputs)
+    loss, tally = grpo(clip_low=0.2, clip_high=0.2)(inputs)
     assert loss.item() == 0.0 and grads(loss, inputs) == [0.0]
     assert tally.to_metrics() == {"loss": 0.0, "loss/policy": 0.0, "tokens": 0.0}
 
@@ -166,7 +172,7 @@ def test_a_constant_group_has_exactly_zero_gradient() -> None:
 
 def test_kl_without_reference_is_a_programming_error() -> None:
     with pytest.raises(AssertionError, match="ref_logprobs"):
-        PolicyLoss(clip_low=0.2, clip_high=0.2, kl=0.1)(make([-1.0], [1.0]))
+        grpo(clip_low=0.2, clip_high=0.2, kl=0.1)(make([-1.0], [1.0]))
 
 
 @settings(max_examples=60, deadline=None)
@@ -180,7 +186,8 @@ def test_any_partition_of_the_tokens_gives_the_same_total(seed: int, cuts: list[
 
     logprobs = -draw().abs()
     lengths = torch.randint(1, 9, (size,), generator=rng)
-    algo = build_algorithm(GRPO(kl=0.05, entropy=0.01, clip_high=0.28), 8)
+    algo = build_algorithm(GRPO(kl=KLConfig(weight=0.05), entropy=0.01, clip_high=0.28), 8)
+    totals = Totals(num_tokens=size, num_samples=10, num_prompts=2)
     whole = LossInputs(
         logprobs=logprobs.clone().requires_grad_(),
         entropy=draw().abs().requires_grad_(),
@@ -188,7 +195,7 @@ def test_any_partition_of_the_tokens_gives_the_same_total(seed: int, cuts: list[
         ref_logprobs=logprobs + draw(0.3),
         sampler_logprobs=logprobs + draw(0.01),
         advantages=draw(),
-        weights=algo.weigh(lengths, float(size), 10.0) * (torch.arange(size) % 7 != 0),
+        weights=algo.weigh(Lengths(sample=lengths, group=lengths), totals) * (torch.arange(size) % 7 != 0),
         segments=torch.arange(size),
     )
     total, tally = algo.loss(whole)

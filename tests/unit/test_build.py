@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from cohort import build, checkpoint
+from cohort.config.algos import KLConfig
 from cohort.config.load import change
 from cohort.config.options import EvalOptions
 from cohort.config.schema import GRPO, BatchConfig, EvalConfig, LearnerConfig, OptimConfig, SamplingConfig
@@ -86,7 +87,7 @@ def test_the_parts_share_what_must_be_shared():
         sampling=SamplingConfig(max_tokens=17, temperature=0.7, stop=("zz",)),
         eval=EvalConfig(problems=5, temperature=0.3),
         learner=LearnerConfig(token_budget=400, epochs=2, minibatches=3),
-        algo=GRPO(kl=0.1),
+        algo=GRPO(kl=KLConfig(weight=0.1)),
         reward={"correct": 2.0, "format": 0.5},
         seed=11,
         steps=9,

@@ -136,7 +136,7 @@ MISTAKES = {
     "resume a b": 'unexpected "b"',
     "resume a --steps 0": "--steps is 0; it must be at least 1.",
     "resume a --steps two": "--steps must be a whole number or None",
-    "resume a --algo.kl 1": "--algo.kl cannot change",
+    "resume a --algo.kl.weight 1": "--algo.kl.weight cannot change",
     "eval": "name a task first: cohort eval TASK [--flags]. Tasks: arithmetic, ",
     "eval cuontdown": 'unknown task "cuontdown". Did you mean "countdown"?',
     "eval countdown --sample 4": "unknown flag --sample. Did you mean --samples?",

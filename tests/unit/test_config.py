@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cohort.config import flags
+from cohort.config.algos import KLConfig
 from cohort.config.load import as_args, change, diff, dump, load, parse, validate
 from cohort.config.schema import (
     ALGOS,
@@ -98,13 +99,13 @@ def test_no_config_has_more_than_80_settings(algo: str, task: str) -> None:
 
 
 def test_overrides_reach_their_field_and_no_other() -> None:
-    args = "--steps 7 --algo.kl 0.01 --algo.kl_estimator k1 --task.max-digits=3 --learner.prefix-sharing false"
+    args = "--steps 7 --algo.kl.weight 0.01 --algo.kl.estimator k1 --task.max-digits=3 --learner.prefix-sharing false"
     config = load("quickstart", args.split())
     changed = diff(load("quickstart"), config)
     assert {name: new for name, (_, new) in changed.items()} == {
         "steps": 7,
-        "algo.kl": 0.01,
-        "algo.kl_estimator": "k1",
+        "algo.kl.weight": 0.01,
+        "algo.kl.estimator": "k1",
         "task.max_digits": 3,
         "learner.prefix_sharing": False,
     }
@@ -156,7 +157,7 @@ BAD_FLAGS = {
     "--steps many": '--steps must be a whole number, not "many".',
     "--steps 1.5": '--steps must be a whole number, not "1.5".',
     "--optim.lr fast": '--optim.lr must be a number, not "fast".',
-    "--algo.scale max": '--algo.scale must be one of std, none, not "max".',
+    "--algo.scale max": '--algo.scale must be one of std, batch, mean, none, not "max".',
     "--save.keep-best maybe": '--save.keep-best must be True or False, not "maybe".',
     "--task.keep 1": '--task.keep must be 2 values (a whole number, a whole number), not "1".',
     "--steps": "--steps takes one value (a whole number), got none.",
@@ -201,8 +202,8 @@ BAD_VALUES = {
     "--sampling.stop=": "empty string",
     "--optim.warmup 60 --steps 60": "the run makes only 60 optimizer steps",
     "--reward.correct 0 --reward.format 0": "there is nothing to learn",
-    "--algo.kl-estimator k1": "--algo.kl-estimator has no effect: algo.kl is 0",
-    "--algo.kl-in loss": "--algo.kl-in has no effect: algo.kl is 0",
+    "--algo.kl.estimator k1": "--algo.kl.estimator has no effect: algo.kl.weight is 0",
+    "--algo.kl.place loss": "--algo.kl.place has no effect: algo.kl.weight is 0",
     "--optim.lr-floor 0.1": "--optim.lr-floor has no effect: the schedule is constant",
     "--sampling.allow-truncation True": "--sampling.allow-truncation has no effect",
     "--algo.clip-high 0.28": "--algo.clip-high has no effect: with one update per batch",
@@ -228,7 +229,7 @@ def test_impossible_and_ineffective_settings(args: str, message: str) -> None:
 
 
 GOOD_VALUES = [
-    "--algo.kl 0.01 --algo.kl-estimator k1 --algo.kl-in reward",
+    "--algo.kl.weight 0.01 --algo.kl.estimator k1 --algo.kl.place reward",
     "--optim.schedule cosine --optim.lr-floor 0.1",
     "--sampling.top-p 0.9 --sampling.allow-truncation true",
     "--learner.epochs 2 --algo.clip-high 0.28",
@@ -261,10 +262,10 @@ def test_adapters_of_a_recipe_are_checked_as_deep_as_they_lie() -> None:
 
 
 def test_switching_off_what_a_recipe_tuned_is_no_error() -> None:
-    config = RunConfig(task=Arithmetic(), algo=GRPO(kl=0.1, kl_estimator="k1"))
-    assert change(config, ["--algo.kl", "0"]).algo.kl == 0
-    with pytest.raises(ConfigError, match="kl-estimator has no effect"):
-        change(config, ["--algo.kl", "0", "--algo.kl-estimator", "k2"])
+    config = RunConfig(task=Arithmetic(), algo=GRPO(kl=KLConfig(weight=0.1, estimator="k1")))
+    assert change(config, ["--algo.kl.weight", "0"]).algo.kl.weight == 0
+    with pytest.raises(ConfigError, match=r"kl\.estimator has no effect"):
+        change(config, ["--algo.kl.weight", "0", "--algo.kl.estimator", "k2"])
 
 
 def test_a_config_without_a_task_is_refused() -> None:
@@ -298,7 +299,7 @@ def test_parse_is_the_inverse_of_dump(model: str, stop: list[str], lr: float, ep
         seed=seed,
         sampling=SamplingConfig(stop=tuple(stop)),
         optim=OptimConfig(lr=lr, eps=eps),
-        algo=DrGRPO(clip_high=0.3) if dr else GRPO(kl=0.1),
+        algo=DrGRPO(clip_high=0.3) if dr else GRPO(kl=KLConfig(weight=0.1)),
     )
     again = parse(dump(config))
     assert again == config
@@ -403,8 +404,10 @@ def test_files_that_cannot_be_used(own_file: Path, tmp_path: Path) -> None:
 FLAGS = """
 model steps seed threads device task algo engine reward.correct reward.format batch.prompts batch.samples
 sampling.max_tokens sampling.temperature sampling.top_p sampling.top_k sampling.min_p sampling.stop
-sampling.allow_truncation engine.slots engine.weights algo.scale algo.clip_low algo.clip_high algo.kl
-algo.kl_estimator algo.kl_in algo.entropy algo.aggregate algo.truncated optim.lr optim.schedule optim.warmup
+sampling.allow_truncation engine.slots engine.weights algo.baseline algo.scale algo.aggregate algo.truncated algo.dead
+algo.entropy algo.entropy_target algo.kl.weight algo.kl.to algo.kl.estimator algo.kl.place algo.kl.target
+algo.kl.refresh algo.correction.kind algo.correction.level algo.correction.bounds algo.clip_low algo.clip_high
+algo.dual_clip replay.prompts replay.steps optim.lr optim.schedule optim.warmup
 optim.lr_floor optim.beta1 optim.beta2 optim.eps optim.weight_decay optim.clip_norm optim.max_bad_steps
 learner.epochs learner.minibatches learner.token_budget learner.prefix_sharing learner.dtype learner.lora.rank
 learner.lora.alpha learner.lora.targets learner.lora.base learner.lora.load eval.every

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from cohort import checkpoint
+from cohort.config.algos import KLConfig
 from cohort.config.schema import GRPO, LearnerConfig, LoraConfig, OptimConfig
 from cohort.models import nf4
 from cohort.models.decoder import hf_shaped, hf_views
@@ -116,7 +117,9 @@ def test_the_policy_is_the_rounded_base_with_adapters_and_so_is_the_reference(dt
 
 def test_a_run_on_a_4_bit_base_goes_on_exactly(tmp_path):
     lora = LoraConfig(rank=4, base="nf4")
-    config = small_run(learner=LearnerConfig(lora=lora), optim=OptimConfig(lr=1e-3), algo=GRPO(kl=0.01))
+    config = small_run(
+        learner=LearnerConfig(lora=lora), optim=OptimConfig(lr=1e-3), algo=GRPO(kl=KLConfig(weight=0.01))
+    )
     with assembled(config) as parts:
         run_steps(parts, 1)
         path = checkpoint.save(tmp_path, parts.checkpoint(1), parts.write_model)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from cohort.algos.aggregate import Lengths, Totals
 from cohort.algos.algorithm import build_algorithm
 from cohort.config.schema import GRPO, DrGRPO
 from cohort.data.pack import pack
@@ -38,6 +39,7 @@ def test_what_every_fate_counts_for():
     assert batch.counts == {"packed": 3, "no_signal": 2, "excluded": 3, "masked": 2, "empty": 2, "failed": 1}
     [minibatch] = batch.minibatches
     assert minibatch.num_samples == 2 + 2 + 0 + 3 + 2
+    assert minibatch.num_prompts == 4  # not the excluded one
     assert minibatch.num_tokens == (3 + 2) + (4 + 1) + 0 + 2 + 0
     assert sum(len(m.targets) for m in minibatch.microbatches) == 3 + 2 + 2
     assert sorted({s for m in minibatch.microbatches for s in m.segments.tolist()}) == [0, 1, 7]  # counted over all
@@ -45,12 +47,19 @@ def test_what_every_fate_counts_for():
 
 @pytest.mark.parametrize(
     ("config", "weight"),
-    [(GRPO(aggregate="token"), 1 / 12), (GRPO(), 1 / (9 * 3)), (DrGRPO(), 1 / (9 * 16))],
+    [
+        (GRPO(aggregate="token"), 1 / 12),
+        (GRPO(), 1 / (9 * 3)),
+        (DrGRPO(), 1 / (9 * 16)),
+        (GRPO(aggregate="prompt"), 1 / (4 * 3)),
+    ],
 )
 def test_the_weight_of_a_token_of_the_first_sample(config, weight):
     """12 tokens and 9 samples as counted above: per token, per token of a sample of 3, per 16 tokens of room."""
     [micro] = pack([group(*of_length(3))], 100).minibatches[0].microbatches
-    assert build_algorithm(config, 16).weigh(micro.lengths, 12, 9).tolist() == pytest.approx([weight] * 3)
+    lengths = Lengths(sample=micro.lengths, group=micro.group_lengths)
+    totals = Totals(num_tokens=12, num_samples=9, num_prompts=4)
+    assert build_algorithm(config, 16).weigh(lengths, totals).tolist() == pytest.approx([weight] * 3)
 
 
 def test_only_tokens_of_the_loss_count_as_length():

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from cohort import build, checkpoint
+from cohort.config.algos import KLConfig
 from cohort.config.schema import GRPO, LearnerConfig, LoraConfig, OptimConfig
 from cohort.errors import ModelError, RunError
 from cohort.models.lora import Adapters
@@ -140,7 +141,9 @@ def test_the_adapters_of_a_run_are_exported_and_start_another(tmp_path):
     assert json.loads((out / "adapter_config.json").read_text())["base_model_name_or_path"] == "tiny"
     with pytest.raises(ModelError, match="exists already"):
         build.export_adapters(run, out, "last")
-    again = small_run(learner=LearnerConfig(lora=LoraConfig(load=str(out)), minibatches=2), algo=GRPO(kl=0.1))
+    again = small_run(
+        learner=LearnerConfig(lora=LoraConfig(load=str(out)), minibatches=2), algo=GRPO(kl=KLConfig(weight=0.1))
+    )
     with assembled(again) as parts:
         assert parts.model.folder == plain and parts.learner.reference is None
         assert parts.learner.adapters.config == lora

@@ -6,8 +6,10 @@ import math
 
 import pytest
 
+from cohort.config.algos import KLConfig
 from cohort.config.schema import GRPO, BatchConfig, LearnerConfig, OptimConfig
 from cohort.data import pack as packing
+from cohort.learner.local import LocalLearner
 from cohort.train import rl
 from tests.runs import assembled, run_steps, small_run
 
@@ -27,11 +29,23 @@ def test_prompts_go_on_where_the_last_step_ended():
 
 
 @pytest.mark.parametrize(("epochs", "minibatches", "old"), [(1, 1, False), (2, 1, True), (1, 3, True)])
-def test_old_logprobs_are_annotated_when_a_batch_gets_several_updates(epochs, minibatches, old):
+def test_old_logprobs_are_annotated_when_a_batch_gets_several_updates(epochs, minibatches, old, monkeypatch):
+    """Otherwise no pass is made for them: those the update saw are kept, of the samples it saw."""
+    asked = []
+    annotate = LocalLearner.annotate
+    monkeypatch.setattr(
+        LocalLearner, "annotate", lambda self, g, needs: (asked.append(needs), annotate(self, g, needs))
+    )
     learner = LearnerConfig(token_budget=512, epochs=epochs, minibatches=minibatches)
     with assembled(small_run(learner=learner, batch=BatchConfig(prompts=3, samples=4))) as parts:
         [(groups, stats)] = run_steps(parts, 1)
-    assert all((s.old_logprobs is not None) == old for g in groups for s in g.samples)
+    assert asked == [{"old"} if old else set()]
+    assert any(not g.excluded for g in groups)
+    for group in groups:
+        for sample in group.samples:
+            assert (sample.old_logprobs is not None) == (old or not group.excluded)
+            if sample.old_logprobs is not None:
+                assert sample.old_logprobs == pytest.approx(sample.sampler_logprobs, abs=1e-4)
     updates = sum(stats.metrics.get(f"updates/{fate}", 0.0) for fate in ("done", "no_signal"))
     assert updates == epochs * minibatches
 
@@ -74,7 +88,7 @@ def test_groups_an_algorithm_does_not_accept_are_replaced_and_leave_no_gradient(
 
 def test_a_kl_in_the_reward_is_seen_by_the_baseline_and_not_by_the_reward():
     """Step 2: the policy has moved from its reference, so equal rewards are no longer equal returns."""
-    config = small_run(algo=GRPO(kl=5.0, kl_in="reward", scale="none"), optim=OptimConfig(lr=1e-2))
+    config = small_run(algo=GRPO(kl=KLConfig(weight=5.0, place="reward"), scale="none"), optim=OptimConfig(lr=1e-2))
     with assembled(config) as parts:
         _, (second, stats) = run_steps(parts, 2)
     for g in second:

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from cohort.algos.aggregate import Lengths, Totals
 from cohort.algos.imitation import Imitation
 from cohort.algos.inputs import LossInputs
 from cohort.config.schema import LearnerConfig, OptimConfig
@@ -69,6 +70,7 @@ def test_the_gradient_is_that_of_the_mean_over_all_targets(budget):
 
 def test_the_loss_by_hand():
     zeros = torch.zeros(3)
+    lengths = Lengths(sample=torch.tensor([2, 2, 1]), group=torch.tensor([2, 2, 1]))
     inputs = LossInputs(
         logprobs=torch.tensor([-1.0, -2.0, -6.0]),
         entropy=zeros,
@@ -76,7 +78,7 @@ def test_the_loss_by_hand():
         ref_logprobs=None,
         sampler_logprobs=zeros,
         advantages=zeros,  # plays no part
-        weights=Imitation().weigh(torch.tensor([2, 2, 1]), num_tokens=6, num_samples=2),
+        weights=Imitation().weigh(lengths, Totals(num_tokens=6, num_samples=2, num_prompts=2)),
         segments=torch.tensor([0, 0, 1]),
     )
     loss, tally = Imitation().loss(inputs)

@@ -1,8 +1,8 @@
-"""Algorithms: advantages over groups, losses over flat vectors. Importing this registers every algorithm."""
+"""Algorithms: advantages over groups, losses over flat vectors."""
 
 from __future__ import annotations
 
-from cohort.algos import grpo as grpo
-from cohort.algos.algorithm import Algorithm, build_algorithm, registered
+from cohort.algos.algorithm import Algorithm, build_algorithm
+from cohort.algos.surrogates import registered
 
 __all__ = ["Algorithm", "build_algorithm", "registered"]

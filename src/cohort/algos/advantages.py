@@ -1,13 +1,14 @@
-"""Group-relative advantages: how much better than its siblings a sample did. Plain float64 numbers."""
+"""Advantages: how much better than expected a sample did. Plain float64 numbers."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal
+
+from cohort.config.algos import Baseline, Scale
 
 STD_FLOOR = 1e-4
-"""Added to the standard deviation: rewards that differ by rounding must not become full-size advantages."""
+"""Added to a divisor: rewards that differ by rounding must not become full-size advantages."""
 
 
 def is_constant(rewards: Sequence[float]) -> bool:
@@ -19,21 +20,85 @@ def is_constant(rewards: Sequence[float]) -> bool:
     return not rewards or max(rewards) == min(rewards)
 
 
-def advantages(rewards: Sequence[float], scale: Literal["std", "none"] = "std") -> list[float]:
-    """Rewards minus their mean, over their sample standard deviation (n - 1) if `scale` is "std".
+def mean_of(rewards: Sequence[float]) -> float:
+    """fsum: independent of the order of the samples."""
+    return math.fsum(rewards) / len(rewards)
 
-    A constant group, a group of one included, gives exactly zeros.
 
-    >>> advantages([1.0, 0.0, 0.0, 1.0], scale="none")
+def std_of(rewards: Sequence[float]) -> float:
+    """Sample standard deviation (n - 1); 0 of fewer than two.
+
+    >>> std_of([1.0, 3.0]) == 2.0**0.5, std_of([5.0])
+    (True, 0.0)
+    """
+    if len(rewards) < 2:
+        return 0.0
+    mean = mean_of(rewards)
+    return math.sqrt(math.fsum((r - mean) ** 2 for r in rewards) / (len(rewards) - 1))
+
+
+def advantages(
+    rewards: Sequence[float], scale: Scale = "std", baseline: Baseline = "mean", batch: Sequence[float] = ()
+) -> list[float]:
+    """Of one group's rewards: minus the baseline, over the scale. `batch` are all rewards of the step.
+
+    Relative to its group, a constant one (a group of one included) gives exactly zeros.
+
+    >>> advantages([1.0, 0.0, 0.0, 1.0], "none")
     [0.5, -0.5, -0.5, 0.5]
     >>> [round(a, 4) for a in advantages([1.0, 0.0, 0.0, 1.0])]
     [0.8659, -0.8659, -0.8659, 0.8659]
+    >>> advantages([1.0, 0.0, 0.0], "none", "leave_one_out")
+    [1.0, -0.5, -0.5]
+    >>> advantages([1.0, 0.0], "none", "batch", batch=[1.0, 0.0, 0.0, 0.0])
+    [0.75, -0.25]
     """
+    return _scaled(_centred(rewards, baseline, batch), rewards, scale, batch)
+
+
+def _centred(rewards: Sequence[float], baseline: Baseline, batch: Sequence[float]) -> list[float]:
+    if baseline == "none":
+        return list(rewards)
+    if baseline == "batch":
+        mean = mean_of(batch)
+        return [reward - mean for reward in rewards]
     if is_constant(rewards):
         return [0.0] * len(rewards)
-    mean = math.fsum(rewards) / len(rewards)  # fsum: independent of the order of the samples
-    centred = [reward - mean for reward in rewards]
-    if scale == "none":
+    mean, n = mean_of(rewards), len(rewards)
+    # the mean of the others lies n / (n - 1) times as far away as the mean of all
+    return [(reward - mean) * (n / (n - 1) if baseline == "leave_one_out" else 1.0) for reward in rewards]
+
+
+def _scaled(centred: list[float], rewards: Sequence[float], scale: Scale, batch: Sequence[float]) -> list[float]:
+    if scale == "none" or not any(centred):
         return centred
-    std = math.sqrt(math.fsum(c * c for c in centred) / (len(rewards) - 1))
-    return [c / (std + STD_FLOOR) for c in centred]
+    divisor = {
+        "std": lambda: std_of(rewards),
+        "batch": lambda: std_of(batch),
+        "mean": lambda: abs(mean_of(rewards)),
+    }[scale]()
+    return [c / (divisor + STD_FLOOR) for c in centred]
+
+
+def best_of_k(rewards: Sequence[float], k: int) -> list[float]:
+    """What each sample adds to the best reward of k samples, summed over the subsets it is in, over their number.
+
+    An unbiased gradient of the expected best of k (arXiv:2505.15201): weighted with these, log-probabilities have it on
+    average. A sample that some sibling always beats adds nothing; constant rewards give exactly zeros. Here the subset
+    without the sample is its baseline, so k is at least 2.
+
+    >>> best_of_k([1.0, 0.0, 0.0], 2)  # it is in two of three pairs, and makes both better by 1
+    [0.6666666666666666, 0.0, 0.0]
+    >>> best_of_k([1.0, 1.0, 0.0], 2)
+    [0.3333333333333333, 0.3333333333333333, 0.0]
+    """
+    n, k = len(rewards), min(k, len(rewards))
+    if k < 2:
+        return [0.0] * n
+    order = sorted(range(n), key=lambda i: rewards[i])
+    added = [0.0] * n
+    for place, i in enumerate(order):
+        # it is the best of comb(j, k - 2) subsets in which the j-th is second; of equals nobody adds anything
+        gains = ((rewards[i] - rewards[order[j]]) * math.comb(j, k - 2) for j in range(place))
+        added[i] = math.fsum(gains) / math.comb(n, k)
+    return added

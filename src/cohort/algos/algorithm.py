@@ -1,19 +1,22 @@
 """What an algorithm is: a named object that gives samples their advantages and tokens their loss.
 
-An algorithm is built from its config variant. To add one: a config class in `config/schema.py`, a class with
-these methods decorated with `@algorithm("its_name")`, and its module imported in `algos/__init__.py`.
+To add one: its settings in `config/algos.py` and its policy loss, decorated with `@surrogate("its_name")`, in
+`algos/surrogates.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Protocol
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 from torch import Tensor
 
+from cohort.algos.aggregate import Lengths, Totals
 from cohort.algos.inputs import LossInputs
+from cohort.algos.policy import PolicyGradient
+from cohort.algos.surrogates import registered
 from cohort.algos.tally import Tally
-from cohort.config.schema import ALGOS
+from cohort.config.algos import ALGOS
 from cohort.errors import ConfigError, nearest
 from cohort.types import Group
 
@@ -21,11 +24,11 @@ from cohort.types import Group
 class Loss(Protocol):
     """What a learner's update needs. A loss sees flat vectors only: never logits, model or ranks."""
 
-    per_token: ClassVar[bool]
+    per_token: bool
     """Whether each token's term depends on that token alone, so that tokens may be handed over in any pieces."""
 
-    def weigh(self, lengths: Tensor, num_tokens: float, num_samples: float) -> Tensor:
-        """[N] lengths (of each token's sample) -> [N] weights, given the global denominators."""
+    def weigh(self, lengths: Lengths, totals: Totals) -> Tensor:
+        """[N] weights of a microbatch's tokens, given the global denominators."""
 
     def loss(self, inputs: LossInputs) -> tuple[Tensor, Tally]:
         """The microbatch's share of the loss, as a plain sum, and its metrics."""
@@ -43,27 +46,19 @@ class Algorithm(Loss, Protocol):
     def advantages(self, groups: list[Group]) -> list[Group]:
         """Set samples' `advantage` and `masked` and groups' `excluded`, in place. Drops nothing."""
 
+    def observe(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Learn from a step's metrics what the next one needs; returns metrics of its own."""
 
-Builder = Callable[[Any, int], Algorithm]
-"""(config variant, max_tokens of a completion) -> algorithm."""
+    def state(self) -> dict[str, float]:
+        """What a checkpoint must know."""
 
-_builders: dict[str, Builder] = {}
-
-
-def algorithm(*names: str) -> Callable[[Builder], Builder]:
-    """Register a builder (usually a class) under its config variants' names in `config.schema.ALGOS`."""
-
-    def register(builder: Builder) -> Builder:
-        _builders.update(dict.fromkeys(names, builder))
-        return builder
-
-    return register
+    def load_state(self, state: Mapping[str, float]) -> None: ...
 
 
 def name_of(config: Any) -> str:
     """The registered name of a config variant.
 
-    >>> from cohort.config.schema import DrGRPO
+    >>> from cohort.config.algos import DrGRPO
     >>> name_of(DrGRPO())
     'dr_grpo'
     """
@@ -76,11 +71,6 @@ def name_of(config: Any) -> str:
 def build_algorithm(config: Any, max_tokens: int) -> Algorithm:
     """The algorithm of a config variant; `max_tokens` is the longest completion, the constant divisor."""
     name = name_of(config)
-    if name not in _builders:
-        raise ConfigError(f'algo "{name}" is configured but not implemented.{nearest(name, _builders)}')
-    return _builders[name](config, max_tokens)
-
-
-def registered() -> Sequence[str]:
-    """Names that can be built."""
-    return sorted(_builders)
+    if name not in registered():
+        raise ConfigError(f'algo "{name}" is configured but not implemented.{nearest(name, registered())}')
+    return PolicyGradient(name, config, max_tokens)

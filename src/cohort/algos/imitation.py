@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 from torch import Tensor
 
+from cohort.algos.aggregate import Lengths, Totals
 from cohort.algos.inputs import LossInputs
 from cohort.algos.tally import Tally
 
@@ -14,10 +13,10 @@ from cohort.algos.tally import Tally
 class Imitation:
     """Cross-entropy on target tokens; a `Loss`, without advantages."""
 
-    per_token: ClassVar[bool] = True
+    per_token = True
 
-    def weigh(self, lengths: Tensor, num_tokens: float, num_samples: float) -> Tensor:
-        return torch.full(lengths.shape, 1.0 / num_tokens, dtype=torch.float64, device=lengths.device)
+    def weigh(self, lengths: Lengths, totals: Totals) -> Tensor:
+        return torch.full_like(lengths.sample, 1.0 / totals.num_tokens, dtype=torch.float64)
 
     def loss(self, inputs: LossInputs) -> tuple[Tensor, Tally]:
         loss = -(inputs.weights * inputs.logprobs).sum()

@@ -19,7 +19,7 @@ class LossInputs:
     entropy: Tensor  # [T] of the current policy's next-token distribution; requires grad
     old_logprobs: Tensor | None  # [T] the learner's own at rollout time; None = one update, ratio exactly 1
     ref_logprobs: Tensor | None  # [T] reference policy; None = no KL to it
-    sampler_logprobs: Tensor  # [T] what the engine reported: only for the gap metric
+    sampler_logprobs: Tensor  # [T] what the engine reported: for the gap metric and the correction
     advantages: Tensor  # [T]
     weights: Tensor  # [T] aggregation weight, the global denominators included; 0 = out of the loss
     segments: Tensor  # [T] int, index of the sample the token belongs to

@@ -1,39 +1,41 @@
 """Estimators of the KL divergence to another policy from the logprobs of sampled tokens (Schulman, 2020).
 
-With d = logprobs - ref_logprobs on tokens drawn from the policy: k1 = d is unbiased and can be negative;
-k2 = d^2 / 2 is never negative, low in variance, biased; k3 = exp(-d) - 1 + d is never negative and unbiased.
+With d = logprobs - other_logprobs on tokens drawn from the policy: k1 = d is unbiased and can be negative;
+k2 = d^2 / 2 is never negative, low in variance, biased; k3 = exp(-d) - 1 + d is never negative and unbiased;
+abs = |d| is no KL, but bounds how far a token's probability moved.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-Estimator = Literal["k1", "k2", "k3"]
+from cohort.config.algos import Estimator
 
 
-def kl_per_token(logprobs: Tensor, ref_logprobs: Tensor, estimator: Estimator) -> Tensor:
-    """KL(policy || reference) of each token, differentiable in `logprobs`.
+def kl_per_token(logprobs: Tensor, other_logprobs: Tensor, estimator: Estimator) -> Tensor:
+    """KL(policy || other) of each token, differentiable in `logprobs`.
 
     >>> kl_per_token(torch.tensor([-1.0]), torch.tensor([-1.5]), "k2")
     tensor([0.1250])
     """
-    d = logprobs - ref_logprobs  # [T]
+    d = logprobs - other_logprobs  # [T]
     if estimator == "k1":
         return d
     if estimator == "k2":
         return 0.5 * d * d
+    if estimator == "abs":
+        return d.abs()
     return torch.expm1(-d) + d  # expm1: at small d, exp(-d) - 1 loses every digit of k3 ~ d^2 / 2
 
 
-def kl_of_sample(logprobs: Sequence[float], ref_logprobs: Sequence[float], estimator: Estimator) -> float:
+def kl_of_sample(logprobs: Sequence[float], other_logprobs: Sequence[float], estimator: Estimator) -> float:
     """The sum over a sample's sampled tokens: the form that is subtracted from a reward, without a gradient.
 
     >>> kl_of_sample([-1.0, -2.0], [-1.5, -1.75], "k1")
     0.25
     """
     policy = torch.tensor(logprobs, dtype=torch.float64)  # [T]
-    return float(kl_per_token(policy, torch.tensor(ref_logprobs, dtype=torch.float64), estimator).sum())
+    return float(kl_per_token(policy, torch.tensor(other_logprobs, dtype=torch.float64), estimator).sum())

@@ -1,6 +1,6 @@
 """From a recipe's name and command-line flags to a complete, checked `RunConfig`.
 
-    config = load("quickstart", ["--steps", "50", "--algo", "dr_grpo", "--algo.kl", "0.01"])
+    config = load("quickstart", ["--steps", "50", "--algo", "dr_grpo", "--algo.kl.weight", "0.01"])
 
 `--task`, `--algo` and `--engine` choose a variant by name; the chosen one starts from its own defaults, and
 only its fields can be set.

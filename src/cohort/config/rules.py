@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
+from cohort.config.algos import PassAtK
 from cohort.config.flags import leaves, show
 from cohort.config.schema import TARGETS, RunConfig
 from cohort.errors import ConfigError, nearest
@@ -21,7 +22,8 @@ _BOUNDS: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     (
         "a finite number",
         math.isfinite,
-        "algo.clip_low algo.clip_high algo.kl algo.entropy sampling.temperature learner.lora.alpha",
+        "algo.clip_low algo.clip_high algo.dual_clip algo.kl.weight algo.kl.target algo.entropy algo.entropy_target "
+        "algo.tau_pos algo.tau_neg sampling.temperature learner.lora.alpha",
     ),
     ("at least 1", lambda x: x >= 1, "steps batch.prompts batch.samples sampling.max_tokens engine.slots"),
     ("at least 1", lambda x: x >= 1, "learner.epochs learner.minibatches eval.samples"),
@@ -29,14 +31,18 @@ _BOUNDS: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     (
         "at least 0",
         lambda x: x >= 0,
-        "seed threads sampling.top_k algo.clip_high algo.kl algo.entropy optim.lr",
+        "seed threads sampling.top_k algo.clip_high algo.kl.weight algo.kl.target algo.kl.refresh algo.entropy "
+        "optim.lr",
     ),
     ("at least 0", lambda x: x >= 0, "optim.warmup optim.weight_decay optim.clip_norm save.rollouts"),
-    ("at least 0", lambda x: x >= 0, "learner.token_budget"),
+    ("at least 0", lambda x: x >= 0, "learner.token_budget algo.entropy_target replay.prompts"),
+    ("0 or above 1", lambda x: x == 0 or x > 1, "algo.dual_clip"),
+    ("at least 2", lambda x: x >= 2, "algo.k"),
+    ("at least 1", lambda x: x >= 1, "replay.steps"),
     ("at least 0", lambda x: x >= 0, "eval.every eval.problems eval.temperature learner.lora.rank"),
-    ("above 0", lambda x: x > 0, "sampling.temperature optim.eps learner.lora.alpha"),
+    ("above 0", lambda x: x > 0, "sampling.temperature optim.eps learner.lora.alpha algo.tau_pos algo.tau_neg"),
     ("above 0 and at most 1", lambda x: 0 < x <= 1, "sampling.top_p"),
-    ("from 0 to 1", lambda x: 0 <= x <= 1, "algo.clip_low optim.lr_floor"),
+    ("from 0 to 1", lambda x: 0 <= x <= 1, "algo.clip_low algo.overlong optim.lr_floor"),
     ("at least 0 and below 1", lambda x: 0 <= x < 1, "sampling.min_p optim.beta1 optim.beta2"),
 )
 
@@ -57,10 +63,34 @@ def _truncates(config: RunConfig) -> bool:
 
 _EFFECTS = (
     Effect(
-        ("algo.kl_estimator", "algo.kl_in"),
-        ("algo.kl",),
-        lambda c: c.algo.kl > 0,
-        "algo.kl is 0; set --algo.kl above 0",
+        ("algo.kl.estimator", "algo.kl.place", "algo.kl.to", "algo.kl.target", "algo.kl.refresh"),
+        ("algo.kl.weight",),
+        lambda c: c.algo.kl.weight > 0,
+        "algo.kl.weight is 0; set --algo.kl.weight above 0",
+    ),
+    Effect(
+        ("algo.kl.refresh",),
+        ("algo.kl.to",),
+        lambda c: c.algo.kl.to == "reference",
+        "the divergence is from the sampler; set --algo.kl.to reference",
+    ),
+    Effect(
+        ("algo.correction.level", "algo.correction.bounds"),
+        ("algo.correction.kind",),
+        lambda c: c.algo.correction.kind != "none",
+        "nothing is corrected; set --algo.correction.kind truncate or mask",
+    ),
+    Effect(
+        ("algo.baseline", "algo.scale"),
+        ("algo",),
+        lambda c: not isinstance(c.algo, PassAtK),
+        "pass_at_k has its own; choose another --algo",
+    ),
+    Effect(
+        ("replay.steps",),
+        ("replay.prompts",),
+        lambda c: c.replay.prompts > 0,
+        "nothing is used again; set --replay.prompts above 0",
     ),
     Effect(
         ("optim.lr_floor",),
@@ -75,7 +105,7 @@ _EFFECTS = (
         "nothing is truncated; set --sampling.top-p, --sampling.top-k or --sampling.min-p",
     ),
     Effect(
-        ("algo.clip_low", "algo.clip_high"),
+        ("algo.clip_low", "algo.clip_high", "algo.dual_clip", "algo.tau_pos", "algo.tau_neg"),
         ("learner.epochs", "learner.minibatches"),
         lambda c: c.learner.epochs * c.learner.minibatches > 1,
         "with one update per batch the ratio is exactly 1; raise --learner.epochs or --learner.minibatches",
@@ -112,6 +142,7 @@ def validate(config: RunConfig, given: Collection[str] = ()) -> None:
     values = {name: leaf.value for name, leaf in leaves(config).items()}
     _check_ranges(values)
     _check_combinations(config, given)
+    _check_algo(config)
     _check_reward(config)
     _check_effects(config, values, given)
 
@@ -121,6 +152,26 @@ def _check_ranges(values: dict[str, Any]) -> None:
         for name in names.split():
             if name in values and not holds(values[name]):
                 raise ConfigError(f"{name} is {values[name]}; it must be {wanted}.")
+
+
+def _check_algo(config: RunConfig) -> None:
+    algo, correction = config.algo, config.algo.correction
+    if config.replay.prompts and correction.kind == "none":
+        raise ConfigError(
+            "replay.prompts uses samples of older policies as if the current one had drawn them; "
+            "add --algo.correction.kind truncate (or mask)."
+        )
+    if 0 < config.save.rollouts < config.replay.steps and config.replay.prompts:
+        raise ConfigError(
+            f"replay.steps is {config.replay.steps}, but only the rollouts of {config.save.rollouts} steps are kept; "
+            "raise --save.rollouts or set it to 0."
+        )
+    if not 0 <= correction.bounds[0] < correction.bounds[1]:
+        raise ConfigError(f"algo.correction.bounds is {correction.bounds}; it must be two numbers, 0 <= low < high.")
+    if algo.kl.refresh and config.learner.lora.on:
+        raise ConfigError("algo.kl.refresh needs a reference of its own; adapters have none: drop one of the two.")
+    if isinstance(algo, PassAtK) and algo.k > config.batch.samples:
+        raise ConfigError(f"algo.k is {algo.k}, more than batch.samples = {config.batch.samples}; lower --algo.k.")
 
 
 def _check_combinations(config: RunConfig, given: Collection[str]) -> None:

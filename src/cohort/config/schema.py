@@ -9,6 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
+from cohort.config.algos import ALGOS, GRPO, DrGRPO, Policy
+
+__all__ = ["ALGOS", "ENGINES", "GRPO", "DrGRPO", "Policy", "RunConfig"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class BatchConfig:
@@ -49,38 +53,6 @@ class NativeEngine:
     weights: Literal["shared", "packed", "fp16"] = "shared"
     """shared = the learner's storage. On CPU also packed = fp32 copy laid out for the processor, faster and exact;
     fp16 = half the bytes, faster at few slots, gap measured."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class GRPO:
-    """Group-relative policy optimisation (Shao et al. 2024, arXiv:2402.03300)."""
-
-    scale: Literal["std", "none"] = "std"
-    """Divide the centred rewards by the group's standard deviation, or not."""
-    clip_low: float = 0.2
-    """The ratio is clipped at 1 - clip_low for negative advantages."""
-    clip_high: float = 0.2
-    """The ratio is clipped at 1 + clip_high for positive advantages."""
-    kl: float = 0.0
-    """Weight of the KL divergence to the reference policy (the initial weights); 0 = no reference."""
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Estimators of Schulman (2020)."""
-    kl_in: Literal["loss", "reward"] = "loss"
-    """A term of the loss, or subtracted from the reward before the advantage."""
-    entropy: float = 0.0
-    """Weight of the entropy bonus."""
-    aggregate: Literal["token", "sequence", "constant"] = "sequence"
-    """Mean over all tokens; mean over samples of the token mean; sum over max_tokens, mean over samples."""
-    truncated: Literal["keep", "mask", "penalize"] = "keep"
-    """What a sample cut at max_tokens does: train as any other, leave the loss, or score 0."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class DrGRPO(GRPO):
-    """GRPO done right (Liu et al. 2025, arXiv:2503.20783): no std, constant length divisor."""
-
-    scale: Literal["std", "none"] = "none"
-    aggregate: Literal["token", "sequence", "constant"] = "constant"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,6 +120,16 @@ class LearnerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ReplayConfig:
+    """Rollouts used again. The policy has moved on since, so this needs algo.correction."""
+
+    prompts: int = 0
+    """Groups of earlier steps that join each batch; 0 = none."""
+    steps: int = 4
+    """How many steps old they may be at most."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class EvalConfig:
     """Evaluation before, during and after training, on the held-out split."""
 
@@ -196,12 +178,12 @@ class RunConfig:
     batch: BatchConfig = field(default_factory=BatchConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     engine: NativeEngine = field(default_factory=NativeEngine)
-    algo: GRPO = field(default_factory=GRPO)
+    algo: Policy = field(default_factory=GRPO)
     optim: OptimConfig = field(default_factory=OptimConfig)
     learner: LearnerConfig = field(default_factory=LearnerConfig)
+    replay: ReplayConfig = field(default_factory=ReplayConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     save: SaveConfig = field(default_factory=SaveConfig)
 
 
-ALGOS: dict[str, type] = {"grpo": GRPO, "dr_grpo": DrGRPO}
 ENGINES: dict[str, type] = {"native": NativeEngine}

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from cohort.data.layout import Layout
 from cohort.data.transfer import put
+from cohort.types import Sample
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,6 +33,7 @@ class Microbatch:
     targets: Tensor  # [N]
     segments: Tensor  # [N] which sample of the batch, counted over the batch
     lengths: Tensor  # [N] number of targets of that sample
+    group_lengths: Tensor  # [N] number of targets of its group
     advantages: Tensor  # [N]
     sampler_logprobs: Tensor  # [N]
     old_logprobs: Tensor | None = None  # [N]
@@ -50,6 +52,7 @@ class Minibatch:
     microbatches: list[Microbatch]
     num_samples: int
     num_tokens: int
+    num_prompts: int
     longest: int  # tokens of a packed sample with its prompt: no budget may be smaller
     repacked: Callable[[int], list[Microbatch]]  # the same samples in microbatches of another budget
 
@@ -60,3 +63,4 @@ class Batch:
 
     minibatches: list[Minibatch]
     counts: dict[str, int] = field(default_factory=dict)  # packed, no_signal, masked, failed, empty, excluded
+    samples: list[Sample] = field(default_factory=list)  # all of them: `segments` counts these

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -52,9 +52,10 @@ def pack(
     for part in range(minibatches):
         chosen = groups[part * len(groups) // minibatches : (part + 1) * len(groups) // minibatches]
         members: list[tuple[list[int], list[tuple[int, Sample]]]] = []  # (prompt, samples) of each group
-        num_samples = num_tokens = 0
+        num_samples = num_tokens = num_prompts = 0
         for group in chosen:
             members.append((group.prompt.tokens, []))
+            before = num_samples
             for sample in group.samples:
                 length = sample.provenance.count(int(loss_on))
                 fate = _fate(group, sample, length)
@@ -64,17 +65,19 @@ def pack(
                 if fate == "packed":
                     members[-1][1].append((segment, sample))
                 segment += 1
+            num_prompts += num_samples > before
         repacked = partial(_microbatches, members, share, loss_on)
         packed.append(
             Minibatch(
                 microbatches=repacked(token_budget),
                 num_samples=num_samples,
                 num_tokens=num_tokens,
+                num_prompts=num_prompts,
                 longest=max((len(p) + len(s.tokens) for p, row in members for _, s in row), default=0),
                 repacked=repacked,
             )
         )
-    return Batch(minibatches=packed, counts=dict(counts))
+    return Batch(minibatches=packed, counts=dict(counts), samples=[s for g in groups for s in g.samples])
 
 
 def _microbatches(
@@ -82,7 +85,13 @@ def _microbatches(
 ) -> list[Microbatch]:
     share = share and pays(members)
     units = [unit for prompt, samples in members for unit in _units(prompt, samples, token_budget, share)]
-    return [_microbatch(bin, loss_on) for bin in fit(units, token_budget)]
+    group_lengths = {  # by sample
+        segment: total
+        for _, samples in members
+        for total in [sum(s.provenance.count(int(loss_on)) for _, s in samples)]
+        for segment, _ in samples
+    }
+    return [_microbatch(bin, loss_on, group_lengths) for bin in fit(units, token_budget)]
 
 
 def pays(members: Sequence[tuple[list[int], list[tuple[int, Sample]]]]) -> bool:
@@ -139,7 +148,7 @@ def fit(units: Sequence[Unit], budget: int) -> list[list[Unit]]:
     return bins
 
 
-def _microbatch(units: Sequence[Unit], loss_on: Provenance) -> Microbatch:
+def _microbatch(units: Sequence[Unit], loss_on: Provenance, group_lengths: Mapping[int, int]) -> Microbatch:
     stream = _Stream()
     chosen: list[_Chosen] = []
     source: list[np.ndarray] = []
@@ -164,6 +173,7 @@ def _microbatch(units: Sequence[Unit], loss_on: Provenance) -> Microbatch:
         targets=_flat(chosen, lambda s: s.tokens, np.int64),
         segments=_repeat([c.segment for c in chosen], num),
         lengths=_repeat(num, num),
+        group_lengths=_repeat([group_lengths[c.segment] for c in chosen], num),
         advantages=_repeat([c.sample.advantage for c in chosen], num),
         sampler_logprobs=_flat(chosen, lambda s: s.sampler_logprobs),
         old_logprobs=_optional(chosen, lambda s: s.old_logprobs),

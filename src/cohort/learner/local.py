@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from cohort.algos.aggregate import Lengths, Totals
 from cohort.algos.algorithm import Loss
 from cohort.algos.inputs import LossInputs
 from cohort.algos.tally import Tally
@@ -30,11 +31,12 @@ from cohort.learner.plan import Plan
 from cohort.learner.world import World
 from cohort.models.decoder import Decoder
 from cohort.models.lora import Adapters
-from cohort.types import Group, Provenance
+from cohort.types import Group, Provenance, Sample
 
 log = logging.getLogger(__name__)
 
 CPU_BUDGET = 2048  # tokens a microbatch where none are asked for and nothing is planned
+REFERENCE = "reference/"  # what a reference that moves is called there
 ADAPTER = "adapter/"  # what adapters are called in the learner's state, before their names
 
 
@@ -58,6 +60,7 @@ class LocalLearner:
         self.decoder, self.config, self.optim = decoder, config, optim
         self.temperature, self.reference, self.world = temperature, reference, world or World()
         self.num_updates = num_updates
+        self.refresh_every = 0  # steps; 0 = the reference stays
         self.token_budget = config.token_budget or CPU_BUDGET
         self.least_budget = 0  # below which a permitted sample would not fit
         self._fitting = 0  # tokens a microbatch that memory was found to hold; 0 = it never ran out
@@ -67,6 +70,7 @@ class LocalLearner:
         self.optimizer = Optimizer(decoder if adapters is None else adapters, optim)
         self.update_index = 0  # updates attempted: the schedule's clock, advanced also by those without signal
         self.num_bad = 0  # consecutive updates with non-finite gradients
+        self._seen: list[tuple[Tensor, Tensor]] = []  # (segments, log-probabilities) of the last minibatch
         self._annotated = -1  # update_index at which old log-probabilities were last annotated
 
     def follow(self, plan: Plan | None) -> None:
@@ -92,32 +96,52 @@ class LocalLearner:
     def update(self, batch: Batch, algo: Loss) -> dict[str, float]:
         tally = Tally()
         self._tell_layout(batch)
-        for _ in range(self.config.epochs):
+        for epoch in range(self.config.epochs):
             for minibatch in batch.minibatches:
                 with self._compared_with_plan(minibatch):
                     tally.merge(self.forward_backward(minibatch, algo))
+                if epoch == 0:
+                    self._note_logprobs(batch)
                 for name, value in self.optim_step().items():
                     exact = torch.tensor(value, dtype=torch.float64)
                     tally.sum(name, exact) if name.startswith("updates/") else tally.mean(name, exact)
+        self._refresh_reference()
         return tally.to_metrics()
+
+    def _refresh_reference(self) -> None:
+        """After every `refresh_every` steps the reference becomes the current policy."""
+        every = self.refresh_every * self.config.epochs * self.config.minibatches  # updates
+        if self.reference is not None and every and self.update_index % every == 0:
+            self.reference.load_state_dict(self.decoder.state_dict())
+
+    def _note_logprobs(self, batch: Batch) -> None:
+        """Samples that have none get the log-probabilities that their first update saw, for whoever explains it."""
+        if not self._seen:
+            return
+        segments, logprobs = (torch.cat(parts).cpu() for parts in zip(*self._seen, strict=True))
+        self._seen = []
+        for segment, row in _rows(segments, logprobs):
+            sample = batch.samples[segment]
+            if sample.old_logprobs is None and sample.num_sampled:  # not targets, given to be imitated
+                sample.old_logprobs = _spread(row, sample)
 
     def forward_backward(self, minibatch: Minibatch, algo: Loss) -> Tally:
         """Where memory runs out, once more from the start in smaller microbatches: the result is the same."""
         # what ranks do together happens once, however often one of them starts again
-        totals = self.world.sum(torch.tensor([minibatch.num_tokens, minibatch.num_samples], dtype=torch.float64))
-        num_tokens, num_samples = totals.tolist()
-        weigh = partial(algo.weigh, num_tokens=num_tokens, num_samples=num_samples)
-        tally = self._accumulated(minibatch, weigh, algo)
+        counts = [minibatch.num_tokens, minibatch.num_samples, minibatch.num_prompts]
+        num_tokens, num_samples, num_prompts = self.world.sum(torch.tensor(counts, dtype=torch.float64)).tolist()
+        totals = Totals(num_tokens=num_tokens, num_samples=num_samples, num_prompts=num_prompts)
+        tally = self._accumulated(minibatch, totals, algo)
         self._sum_grads()
         return tally
 
-    def _accumulated(self, minibatch: Minibatch, weigh: Callable[[Tensor], Tensor], algo: Loss) -> Tally:
+    def _accumulated(self, minibatch: Minibatch, totals: Totals, algo: Loss) -> Tally:
         """The gradients of all microbatches."""
         if self._fitting and _largest(minibatch) > self._fitting:  # it ran out before, in another epoch
             minibatch = replace(minibatch, microbatches=minibatch.repacked(self._fitting))
         while True:
             try:
-                return self._attempt(minibatch, weigh, algo)
+                return self._attempt(minibatch, totals, algo)
             except torch.OutOfMemoryError as error:
                 reason = str(error).splitlines()[0]
             # outside the handler, whose exception holds every tensor of the attempt
@@ -169,14 +193,16 @@ class LocalLearner:
         text = "the first update took %.1f GiB with %d tokens at a time: the plan is %+.0f%% off"
         log.info(text, used / 2**30, _largest(minibatch), off)
 
-    def _attempt(self, minibatch: Minibatch, weigh: Callable[[Tensor], Tensor], algo: Loss) -> Tally:
+    def _attempt(self, minibatch: Minibatch, totals: Totals, algo: Loss) -> Tally:
         self.optimizer.zero_grad()
+        self._seen = []
         # nothing has moved since the annotation: the current log-probabilities are the old ones, to the last bit,
         # which those of another packing (dead groups have left it) are not
         unmoved = self._annotated == self.update_index
         tally = Tally()
         for micro in minibatch.microbatches:
-            weights = weigh(micro.lengths)  # on the host, where looking costs nothing
+            # on the host, where looking costs nothing
+            weights = algo.weigh(Lengths(sample=micro.lengths, group=micro.group_lengths), totals)
             whole, device = bool(weights.all()), self.decoder.embed.device
             micro = micro.to(device)
             if unmoved:
@@ -195,8 +221,10 @@ class LocalLearner:
             with torch.enable_grad():
                 loss, metrics = algo.loss(replace(_inputs(micro, leaves[0], leaves[1], weights, rows), whole=whole))
             tally.merge(metrics)
+            self._seen.append((micro.segments[rows], logprobs))
             d_logprobs, d_entropy = torch.autograd.grad(loss, leaves, allow_unused=True)
             assert d_logprobs is not None, "a loss without log-probabilities trains nothing"
+            tally.sum("signal", d_logprobs.abs())
             return d_logprobs, d_entropy
 
         embed, head = self.decoder.embed, self.decoder.head_weight
@@ -265,12 +293,8 @@ class LocalLearner:
         batch = pack(groups, self.token_budget, share=self.config.prefix_sharing)
         for micro in batch.minibatches[0].microbatches:
             values, _ = self.logprobs(decoder, micro.to(decoder.embed.device), with_entropy=False)
-            rows: dict[int, list[float]] = {}
-            for segment, value in zip(micro.segments.tolist(), values.tolist(), strict=True):
-                rows.setdefault(segment, []).append(value)
-            for segment, row in rows.items():
-                sample, at = samples[segment], iter(row)
-                yield sample, [next(at) if p == Provenance.SAMPLED else 0.0 for p in sample.provenance]
+            for segment, row in _rows(micro.segments, values.cpu()):
+                yield samples[segment], _spread(row, samples[segment])
 
     @contextmanager
     def _reference_policy(self) -> Iterator[Decoder]:
@@ -298,11 +322,16 @@ class LocalLearner:
         numbers = {"update_index": self.update_index, "num_bad": self.num_bad}
         adapters = {} if self.adapters is None else self.adapters.tensors()
         tensors = self.optimizer.state() | {ADAPTER + name: tensor for name, tensor in adapters.items()}
+        if self.reference is not None and self.refresh_every:  # else it is the initial model
+            tensors |= {REFERENCE + name: p.detach() for name, p in self.reference.named_parameters()}
         return tensors, {**numbers, "optimizer_steps": self.optimizer.num_steps}
 
     def load_state(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> None:
         self.update_index, self.num_bad = int(numbers["update_index"]), int(numbers["num_bad"])
         self.optimizer.load_state(tensors, int(numbers["optimizer_steps"]))
+        if self.reference is not None and self.refresh_every:
+            kept = {n.removeprefix(REFERENCE): t for n, t in tensors.items() if n.startswith(REFERENCE)}
+            self.reference.load_state_dict(kept)
         if self.adapters is not None:
             self.adapters.load(adapter_tensors(tensors))
 
@@ -310,6 +339,21 @@ class LocalLearner:
 def adapter_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The adapters in a learner's state, by their own names."""
     return {name.removeprefix(ADAPTER): t for name, t in tensors.items() if name.startswith(ADAPTER)}
+
+
+def _rows(segments: Tensor, values: Tensor) -> Iterator[tuple[int, list[float]]]:
+    """(sample, its values) of vectors in which samples lie end to end."""
+    edges = [0, *(1 + (segments[1:] != segments[:-1]).nonzero().flatten()).tolist(), len(segments)]
+    for begin, end in pairwise(edges):
+        yield int(segments[begin]), values[begin:end].tolist()
+
+
+def _spread(values: list[float], sample: Sample) -> list[float]:
+    """Of the sampled tokens, for all tokens: 0 where nothing was sampled."""
+    if len(values) == len(sample.tokens):
+        return values
+    at = iter(values)
+    return [next(at) if p == Provenance.SAMPLED else 0.0 for p in sample.provenance]
 
 
 def _largest(minibatch: Minibatch) -> int:

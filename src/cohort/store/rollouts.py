@@ -99,6 +99,7 @@ def _group_header(group: Group) -> dict[str, Any]:
         "forced_text": prompt.forced_text,
         "num_tokens": [len(prompt.tokens), len(prompt.provenance)],
         "excluded": group.excluded,
+        "age": group.age,
         "samples": [_sample_header(s) for s in group.samples],
     }
 
@@ -138,7 +139,7 @@ def _read_group(data: dict[str, Any], take: dict[str, Taker]) -> Group:
         forced_text=data["forced_text"],
     )
     samples = [_read_sample(sample, take) for sample in data["samples"]]
-    return Group(prompt=prompt, samples=samples, excluded=data["excluded"])
+    return Group(prompt=prompt, samples=samples, excluded=data["excluded"], age=data.get("age", 0))
 
 
 def _read_sample(data: dict[str, Any], take: dict[str, Taker]) -> Sample:

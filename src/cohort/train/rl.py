@@ -4,7 +4,7 @@
     cohort resume RUN               the same loop, from the last checkpoint
 
 It is synchronous: every group is sampled from the weights it then trains, so the importance ratio is exactly 1
-until a batch is reused (learner.epochs, learner.minibatches > 1).
+until a batch is reused (learner.epochs, learner.minibatches > 1). Only `replay` brings in groups of older weights.
 """
 
 from __future__ import annotations
@@ -14,19 +14,22 @@ from cohort.data.pack import pack
 from cohort.engines.base import Engine
 from cohort.engines.rollout import Tasks, collect
 from cohort.learner.base import Learner
+from cohort.train.replay import Replay
 from cohort.train.run import Run
 from cohort.train.stats import step_stats
 
 
-def train(run: Run, engine: Engine, learner: Learner, tasks: Tasks, algo: Algorithm) -> None:
+def train(run: Run, engine: Engine, learner: Learner, tasks: Tasks, algo: Algorithm, replay: Replay) -> None:
     """Run every remaining step of `run`."""
     batch_size, config = run.config.batch, run.config.learner
-    needs = algo.needs(config.epochs * config.minibatches)
+    needs = algo.needs(config.epochs * config.minibatches) | replay.needs
     for step in run.steps():
         groups = collect(engine, tasks, batch_size.prompts, batch_size.samples, accept=algo.accept)
+        groups += replay.draw(step)  # of earlier steps, where asked for
         learner.annotate(groups, needs)  # old and reference log-probabilities, only when asked for
         groups = algo.advantages(groups)  # drops nothing silently: every exclusion carries its reason
         batch = pack(groups, learner.token_budget, config.minibatches, share=config.prefix_sharing)
         update = learner.update(batch, algo)  # epochs x minibatches x microbatches
         engine.load(learner.weights(), version=step + 1)  # no copy when storage is shared
+        update |= algo.observe(update)  # steers its weights, if it has targets
         run.end_step(step, groups, step_stats(groups, batch, update))  # log, evaluate, checkpoint

@@ -24,7 +24,12 @@ def step_stats(groups: Sequence[Group], batch: Batch, update: Mapping[str, float
     """Rewards and lengths of the rollout, fates of groups and samples, shape of the packs, the learner's update."""
     micros = [m for minibatch in batch.minibatches for m in minibatch.microbatches]
     packs = {"pack/microbatches": float(len(micros)), "pack/tokens": float(sum(len(m.tokens) for m in micros))}
-    return StepStats(metrics={**rollout_metrics(groups), **account(groups), **packs, **update})
+    fresh, ages = [g for g in groups if not g.age], [g.age for g in groups if g.age]
+    reused = {"replay/groups": float(len(ages)), "replay/age": _mean(ages), "replay/age_max": max(ages)} if ages else {}
+    metrics = {**rollout_metrics(fresh), **account(groups), **packs, **reused, **update}
+    if "importance/square" in update:  # how many samples of equal weight these are worth
+        metrics["importance/ess"] = update["importance/mean"] ** 2 / max(update["importance/square"], 1e-300)
+    return StepStats(metrics=metrics)
 
 
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:

@@ -1,0 +1,299 @@
+"""GRPO in one file: a language model learns arithmetic by trying, on a CPU, in minutes.
+
+    python examples/grpo_in_one_file.py --steps 30
+
+One step of group-relative policy optimisation (Shao et al. 2024, arXiv:2402.03300):
+
+1. Sample a group of answers to each problem.
+2. Score every answer with a program: 1 if the number is right, else 0.
+3. An answer's advantage is how much better it did than its siblings. No value network, no reward model.
+4. Make the tokens of better answers more likely and those of worse ones less, in small steps.
+
+Read it from the end: `train` is the loop, `loss_of` and `advantages` are the algorithm, the rest is a plain Llama.
+It needs torch, safetensors and tokenizers. It uses nothing of the cohort package but the files of its `tiny` model,
+and a test holds the package to it: log-probabilities, advantages, loss and gradients are the same.
+
+Letters: B sequences, T tokens, V vocabulary, d hidden size, H query heads, K key-value heads, D head size.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import re
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from torch import Tensor, nn
+
+MODEL = Path(__file__).resolve().parents[1] / "src" / "cohort" / "models" / "tiny"
+END = 2  # <|im_end|>, the token with which the model ends its answer
+CLIP = 0.2  # how far the probability of a token may move before it has no more gradient
+
+# ---- the model: Llama, one matrix at a time. Modules are named as in the file, so that weights load by name.
+
+Cache = dict[int, tuple[Tensor, Tensor]]
+"""Layer -> keys and values of all tokens so far, [B, K, T, D] each."""
+
+
+def rotated(x: Tensor, start: int, theta: float) -> Tensor:
+    """Rotary position embedding of x [B, heads, T, D], whose first token stands at position `start`."""
+    T, D = x.shape[-2:]
+    # Angles in float32 whatever the model's type, as the models were trained with.
+    freq = 1 / (theta ** (torch.arange(0, D, 2, dtype=torch.float64) / D)).float()  # [D/2]
+    angle = torch.arange(start, start + T).float()[:, None] * freq  # [T, D/2]
+    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+    a, b = x.chunk(2, dim=-1)  # the two halves are the coordinates that turn
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+
+
+class Attention(nn.Module):
+    def __init__(self, c: dict) -> None:
+        super().__init__()
+        self.H, self.K, self.D = c["num_attention_heads"], c["num_key_value_heads"], c["head_dim"]
+        self.theta = c["rope_theta"]
+        self.q_proj = nn.Linear(c["hidden_size"], self.H * self.D, bias=False)
+        self.k_proj = nn.Linear(c["hidden_size"], self.K * self.D, bias=False)
+        self.v_proj = nn.Linear(c["hidden_size"], self.K * self.D, bias=False)
+        self.o_proj = nn.Linear(self.H * self.D, c["hidden_size"], bias=False)
+
+    def forward(self, x: Tensor, cache: Cache, layer: int) -> Tensor:
+        B, T, _ = x.shape
+        start = cache[layer][0].shape[2] if layer in cache else 0  # tokens before these
+        q = self.q_proj(x).view(B, T, self.H, self.D).transpose(1, 2)  # [B, H, T, D]
+        k = self.k_proj(x).view(B, T, self.K, self.D).transpose(1, 2)  # [B, K, T, D]
+        v = self.v_proj(x).view(B, T, self.K, self.D).transpose(1, 2)
+        q, k = rotated(q, start, self.theta), rotated(k, start, self.theta)
+        if layer in cache:
+            k, v = (torch.cat(pair, dim=2) for pair in zip(cache[layer], (k, v), strict=True))  # [B, K, start + T, D]
+        cache[layer] = k, v
+        shared = self.H // self.K  # query heads that read the same keys and values
+        scores = q @ k.repeat_interleave(shared, dim=1).transpose(-1, -2) / math.sqrt(self.D)
+        future = torch.ones(T, start + T, dtype=torch.bool).triu(start + 1)
+        weights = scores.masked_fill(future, float("-inf")).softmax(dim=-1)  # [B, H, T, start + T]
+        mixed = weights @ v.repeat_interleave(shared, dim=1)  # [B, H, T, D]
+        return self.o_proj(mixed.transpose(1, 2).reshape(B, T, -1))
+
+
+class FeedForward(nn.Module):
+    def __init__(self, c: dict) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(c["hidden_size"], c["intermediate_size"], bias=False)
+        self.up_proj = nn.Linear(c["hidden_size"], c["intermediate_size"], bias=False)
+        self.down_proj = nn.Linear(c["intermediate_size"], c["hidden_size"], bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Layer(nn.Module):
+    def __init__(self, c: dict) -> None:
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(c["hidden_size"], eps=c["rms_norm_eps"])
+        self.self_attn = Attention(c)
+        self.post_attention_layernorm = nn.RMSNorm(c["hidden_size"], eps=c["rms_norm_eps"])
+        self.mlp = FeedForward(c)
+
+
+class Llama(nn.Module):
+    def __init__(self, c: dict) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(c["vocab_size"], c["hidden_size"])
+        self.layers = nn.ModuleList(Layer(c) for _ in range(c["num_hidden_layers"]))
+        self.norm = nn.RMSNorm(c["hidden_size"], eps=c["rms_norm_eps"])
+
+    def forward(self, tokens: Tensor, cache: Cache | None = None) -> Tensor:
+        """tokens [B, T] -> logits of the token after each, [B, T, V]. They continue those in the cache, if given."""
+        cache = {} if cache is None else cache
+        x = self.embed_tokens(tokens)  # [B, T, d]
+        for i, layer in enumerate(self.layers):
+            x = x + layer.self_attn(layer.input_layernorm(x), cache, i)
+            x = x + layer.mlp(layer.post_attention_layernorm(x))
+        return F.linear(self.norm(x), self.embed_tokens.weight)  # tied: the embedding is also the head
+
+
+def load_model(dtype: torch.dtype = torch.float32) -> Llama:
+    model = Llama(json.loads((MODEL / "config.json").read_text(encoding="utf-8")))
+    weights = load_file(MODEL / "model.safetensors")
+    model.load_state_dict({name.removeprefix("model."): tensor for name, tensor in weights.items()})
+    return model.to(dtype)
+
+
+# ---- the task: an expression of two or three numbers, and a program that knows whether the answer is right
+
+PHRASINGS = ("What is {}?", "Compute {}.", "Calculate {}.", "Find {}.", "{} = ?")
+
+
+def make_problem(rng: random.Random) -> tuple[str, int]:
+    """A question and its answer, e.g. ("What is 12+7*3?", 33)."""
+    while True:
+        numbers = [rng.choice([rng.randint(1, 9), rng.randint(10, 99)]) for _ in range(rng.randint(2, 3))]
+        text, terms = str(numbers[0]), [numbers[0]]
+        for number in numbers[1:]:
+            operator = rng.choice("+-*")
+            text += f"{operator}{number}"
+            if operator == "*":
+                terms[-1] *= number  # products come before sums
+            else:
+                terms.append(number if operator == "+" else -number)
+        if abs(sum(terms)) <= 999:
+            return rng.choice(PHRASINGS).format(text), sum(terms)
+
+
+def encode_prompt(tokenizer: Tokenizer, question: str) -> list[int]:
+    """The question as the model's chat format writes it, up to where the model is to speak."""
+    text = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
+    return tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def grade(text: str, answer: int) -> float:
+    """1 if the last <answer>...</answer> holds the number. What was thought before does not count."""
+    given = re.findall(r"<answer>([^<]*)</answer>", text)
+    return float(bool(given) and given[-1].strip() == str(answer))
+
+
+# ---- sampling: a group at a time. Its samples begin with the same prompt, so they stay of one length: no padding.
+
+
+@dataclass
+class Group:
+    """A prompt, n answers to it and their rewards."""
+
+    prompt: list[int]
+    completions: list[list[int]]  # n lists of token ids, the end token included
+    sampler_logprobs: Tensor  # [n, T] of these tokens when they were drawn
+    rewards: list[float]
+    old_logprobs: Tensor | None = None  # [n, T] the same by `backward`; the sampler's are rounded otherwise
+
+
+def inside(completions: list[list[int]]) -> Tensor:
+    """Where [n, T] has tokens: T is the longest completion, shorter ones are padded on the right."""
+    lengths = torch.tensor([len(c) for c in completions])
+    return torch.arange(int(lengths.max())) < lengths[:, None]
+
+
+@torch.no_grad()
+def sample(model: Llama, prompt: list[int], n: int, max_tokens: int) -> tuple[list[list[int]], Tensor]:
+    """n completions and the log-probabilities [n, T] of their tokens. At temperature 1: the policy as it is."""
+    tokens, cache = torch.tensor([prompt] * n), {}  # [n, prompt]
+    drawn, logprobs = [], []
+    ended = torch.zeros(n, dtype=torch.bool)
+    while len(drawn) < max_tokens and not ended.all():
+        logp = F.log_softmax(model(tokens, cache)[:, -1], dim=-1)  # [n, V]
+        tokens = torch.multinomial(logp.exp(), 1)  # [n, 1]
+        drawn.append(tokens)
+        logprobs.append(logp.gather(1, tokens))
+        ended |= tokens[:, 0] == END
+    rows = torch.cat(drawn, dim=1).tolist()
+    # What a sample drew after its end, while its siblings still wrote, is nobody's.
+    completions = [row[: row.index(END) + 1] if END in row else row for row in rows]
+    return completions, torch.cat(logprobs, dim=1).masked_fill(~inside(completions), 0.0)
+
+
+def sample_group(model: Llama, tokenizer: Tokenizer, problem: tuple[str, int], n: int, max_tokens: int) -> Group:
+    question, answer = problem
+    prompt = encode_prompt(tokenizer, question)
+    completions, logprobs = sample(model, prompt, n, max_tokens)
+    return Group(prompt, completions, logprobs, [grade(tokenizer.decode(c), answer) for c in completions])
+
+
+# ---- the algorithm
+
+
+def advantages(rewards: list[float]) -> list[float]:
+    """How much better than its siblings each sample did, in standard deviations of the group."""
+    if max(rewards) == min(rewards):
+        return [0.0] * len(rewards)  # nothing to learn; a computed deviation of equal numbers can be 1e-17
+    mean = math.fsum(rewards) / len(rewards)
+    centred = [r - mean for r in rewards]
+    std = math.sqrt(math.fsum(c * c for c in centred) / (len(rewards) - 1))
+    return [c / (std + 1e-4) for c in centred]  # 1e-4: rewards that differ by rounding are not a signal
+
+
+def completion_logprobs(model: Llama, group: Group) -> Tensor:
+    """Log-probabilities of a group's completions, [n, T], 0 after their ends.
+
+    Padding on the right is harmless: no token sees what comes after it.
+    """
+    mask, start = inside(group.completions), len(group.prompt)
+    rows = [group.prompt + c + [END] * (mask.shape[1] - len(c)) for c in group.completions]
+    tokens = torch.tensor(rows)  # [n, prompt + T]
+    logits = model(tokens[:, :-1])[:, start - 1 :]  # [n, T, V]: a token is predicted by the one before it
+    logprobs = F.log_softmax(logits, dim=-1).gather(2, tokens[:, start:, None])[..., 0]
+    return logprobs.masked_fill(~mask, 0.0)
+
+
+def loss_of(logprobs: Tensor, old: Tensor, advantage: Tensor, mask: Tensor, num_samples: int) -> Tensor:
+    """A group's share of the loss: over all samples of the step, the mean of the mean over their tokens.
+
+    logprobs, old, mask [n, T]; advantage [n]. The minimum is the pessimist's: a token that has already become
+    more (or, if it is to be avoided, less) likely by CLIP gains nothing by going further.
+    """
+    ratio = torch.exp(logprobs - old)
+    clipped = ratio.clamp(1 - CLIP, 1 + CLIP)
+    terms = -torch.minimum(ratio * advantage[:, None], clipped * advantage[:, None])
+    means = (terms * mask).sum(dim=1) / mask.sum(dim=1)  # [n]
+    return means.sum() / num_samples
+
+
+def backward(model: Llama, groups: list[Group]) -> float:
+    """Add the gradient of the loss of all groups, one group in memory at a time; returns the loss."""
+    num_samples = sum(len(g.rewards) for g in groups)  # all: a group without signal counts, with 0
+    total = 0.0
+    for group in groups:
+        if not any(advantages(group.rewards)):
+            continue  # all right or all wrong: its gradient is exactly 0
+        logprobs = completion_logprobs(model, group)
+        if group.old_logprobs is None:  # the first update on this group: the ratio is exactly 1
+            group.old_logprobs = logprobs.detach()
+        advantage = torch.tensor(advantages(group.rewards), dtype=logprobs.dtype)
+        loss = loss_of(logprobs, group.old_logprobs, advantage, inside(group.completions), num_samples)
+        loss.backward()
+        total += loss.item()
+    return total
+
+
+def train(steps: int, prompts: int, samples: int, max_tokens: int, epochs: int, lr: float, seed: int) -> list[float]:
+    """Prints a line a step; returns the mean rewards."""
+    torch.manual_seed(seed)
+    rng, history = random.Random(seed), []
+    model, tokenizer = load_model(), Tokenizer.from_file(str(MODEL / "tokenizer.json"))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
+    warmup = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: min(1.0, (update + 1) / 3))
+    for step in range(1, steps + 1):
+        began = time.perf_counter()
+        problems = [make_problem(rng) for _ in range(prompts)]  # new ones in every step
+        groups = [sample_group(model, tokenizer, problem, samples, max_tokens) for problem in problems]
+        for _ in range(epochs):  # after the first, the ratio is no longer 1 and the clip matters
+            optimizer.zero_grad()
+            backward(model, groups)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()  # parameters without a gradient stay: a step without signal moves nothing
+            warmup.step()
+        rewards = [r for g in groups for r in g.rewards]
+        history.append(sum(rewards) / len(rewards))
+        live = [g for g in groups if g.old_logprobs is not None]
+        gap = max((float((g.old_logprobs - g.sampler_logprobs).abs().max()) for g in live), default=math.nan)
+        bar, seconds = "#" * round(40 * history[-1]), time.perf_counter() - began
+        line = f"step {step:3}  reward {history[-1]:.3f} {bar:40}  groups with signal {len(live):2}/{prompts}"
+        print(f"{line}  sampler gap {gap:.0e}  {seconds:.1f}s", flush=True)
+    return history
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Train the bundled model on arithmetic with GRPO.")
+    parser.add_argument("--steps", type=int, default=30, help="training steps (%(default)s)")
+    parser.add_argument("--prompts", type=int, default=16, help="problems a step (%(default)s)")
+    parser.add_argument("--samples", type=int, default=8, help="answers to each problem: the group (%(default)s)")
+    parser.add_argument("--max-tokens", type=int, default=64, help="longest answer (%(default)s)")
+    parser.add_argument("--epochs", type=int, default=1, help="updates on each step's answers (%(default)s)")
+    parser.add_argument("--lr", type=float, default=3e-4, help="learning rate (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of problems and samples (%(default)s)")
+    train(**vars(parser.parse_args()))

@@ -1,0 +1,151 @@
+"""Every algorithm of the family: its advantages, its exclusions, its loss, from its settings alone.
+
+They differ by the registered policy loss (`cohort.algos.surrogates`) and by defaults (`cohort.config.algos`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+
+from torch import Tensor
+
+from cohort.algos.advantages import advantages, best_of_k, is_constant
+from cohort.algos.aggregate import Lengths, Totals, token_weights
+from cohort.algos.control import Weights
+from cohort.algos.inputs import LossInputs
+from cohort.algos.kl import kl_of_sample
+from cohort.algos.loss import PolicyLoss
+from cohort.algos.surrogates import find_surrogate
+from cohort.algos.tally import Tally
+from cohort.config.algos import DAPO, PassAtK, Policy
+from cohort.types import CONSTANT_REWARD, Finish, Group, Provenance, Sample
+
+DEAD = "dead"  # equal rewards, left out of the mean
+TOO_FEW = "too few scored samples"
+TRUNCATED = "truncated"
+FAILED = "failed"
+_OURS = ("", CONSTANT_REWARD, DEAD, TOO_FEW)
+
+
+class PolicyGradient:
+    """An algorithm as its config describes it; `max_tokens` is the longest completion, the constant divisor."""
+
+    def __init__(self, name: str, config: Policy, max_tokens: int) -> None:
+        self.config, self.max_tokens = config, max_tokens
+        self.weights = Weights.of(config)
+        self._surrogate = find_surrogate(name)
+        self.per_token = self._surrogate.per_token and config.correction.level == "token"
+
+    def needs(self, num_updates: int) -> frozenset[str]:
+        """Old logprobs if the policy moves between rollout and last update, or the reward contains the KL."""
+        kl = self.config.kl
+        old = num_updates > 1 or (kl.weight and kl.place == "reward")
+        ref = kl.weight and kl.to == "reference"
+        return frozenset({"old"} if old else ()) | frozenset({"ref"} if ref else ())
+
+    def accept(self, group: Group) -> bool:
+        """Every group, unless dead ones are to be replaced."""
+        if self.config.dead != "refill":
+            return True
+        returns = [self._shaped(s) for s in group.samples if not s.failure]
+        return len(returns) > 1 and not is_constant(returns)
+
+    def advantages(self, groups: list[Group]) -> list[Group]:
+        """A group excluded for a reason of somebody else's keeps it and gets no advantages."""
+        graded = [g for g in groups if g.excluded in _OURS]
+        for group in groups:
+            for sample in group.samples:
+                sample.advantage = 0.0
+                if sample.masked in ("", TRUNCATED, FAILED):
+                    sample.masked = self._mask(sample)
+        returns = [[self.returned(s) for s in g.samples if not s.failure] for g in graded]
+        batch = [value for row in returns if len(row) > 1 for value in row]
+        for group, row in zip(graded, returns, strict=True):
+            self._grade(group, row, batch)
+        return groups
+
+    def weigh(self, lengths: Lengths, totals: Totals) -> Tensor:
+        return token_weights(lengths, self.config.aggregate, totals, self.max_tokens)
+
+    def loss(self, inputs: LossInputs) -> tuple[Tensor, Tally]:
+        kl, entropy = self.weights.kl, self.weights.bonus
+        return PolicyLoss(surrogate=self._surrogate, config=self.config, kl=kl, entropy=entropy)(inputs)
+
+    def observe(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Steer the weights by what a step measured; returns those that were in force."""
+        used = {}
+        if self.config.kl.target:
+            used["kl/weight"] = self.weights.kl
+        if self.config.entropy_target:
+            used["entropy/weight"] = self.weights.bonus
+        self.weights.observe(self.config, metrics)
+        return used
+
+    def state(self) -> dict[str, float]:
+        return asdict(self.weights)
+
+    def load_state(self, state: Mapping[str, float]) -> None:
+        self.weights = Weights(**state)  # type: ignore[arg-type]
+
+    def returned(self, sample: Sample) -> float:
+        """The number the baseline sees: the reward after truncation, length and KL. `sample.reward` stays."""
+        reward = self._shaped(sample)
+        if self.weights.kl and self.config.kl.place == "reward":
+            reward -= self.weights.kl * self._divergence(sample)
+        return reward
+
+    def _shaped(self, sample: Sample) -> float:
+        assert sample.reward is not None, "a sample is neither scored nor failed"
+        reward = sample.reward
+        if self.config.truncated == "penalize" and sample.finish == Finish.LENGTH:
+            reward = min(reward, 0.0)  # a task that pays -1 for a wrong answer must not reward running out
+        if isinstance(self.config, DAPO) and self.config.overlong:
+            reward -= overlong_penalty(sample.num_sampled, self.max_tokens, self.config.overlong)
+        return reward
+
+    def _divergence(self, sample: Sample) -> float:
+        if not sample.num_sampled:
+            return 0.0  # nothing was said, nothing was annotated
+        kl, old = self.config.kl, sample.old_logprobs
+        other = sample.sampler_logprobs if kl.to == "sampler" else sample.ref_logprobs
+        assert old is not None and other is not None, "KL in the reward: annotate before advantages"
+        at = [i for i, p in enumerate(sample.provenance) if p == Provenance.SAMPLED]
+        return kl_of_sample([old[i] for i in at], [other[i] for i in at], kl.estimator)
+
+    def _grade(self, group: Group, returns: Sequence[float], batch: Sequence[float]) -> None:
+        group.excluded = ""  # it may have been graded before, with other settings
+        if len(returns) < 2:
+            group.excluded = TOO_FEW
+            return
+        c = self.config
+        found = best_of_k(returns, c.k) if isinstance(c, PassAtK) else advantages(returns, c.scale, c.baseline, batch)
+        scored = (s for s in group.samples if not s.failure)
+        for sample, advantage in zip(scored, found, strict=True):
+            sample.advantage = advantage
+        if c.dead == "drop" and is_constant(returns):
+            group.excluded = DEAD
+        elif not any(found) and not self._always_trains:
+            group.excluded = CONSTANT_REWARD  # exact: every term of the loss has a zero gradient
+
+    @property
+    def _always_trains(self) -> bool:
+        """Whether a token without advantage has a gradient."""
+        kl = self.config.kl
+        return bool((kl.weight and kl.place == "loss") or self.config.entropy or self.config.entropy_target)
+
+    def _mask(self, sample: Sample) -> str:
+        if sample.failure:
+            return FAILED
+        cut = self.config.truncated == "mask" and sample.finish == Finish.LENGTH
+        return TRUNCATED if cut else ""
+
+
+def overlong_penalty(length: int, max_tokens: int, share: float) -> float:
+    """From 0 to 1 over the last `share` of the permitted length (DAPO, equation 13).
+
+    >>> [overlong_penalty(n, 100, 0.2) for n in (80, 90, 100)]
+    [0.0, 0.5, 1.0]
+    """
+    buffer = share * max_tokens
+    return min(1.0, max(0.0, (length - (max_tokens - buffer)) / buffer))

@@ -1,0 +1,51 @@
+"""Rollouts used again: groups of the last few steps join a batch, with the correction for the policy having moved on.
+
+Which ones is a function of (seed, step), and they are read from the run's rollout files: a resumed run draws the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from cohort.config.schema import ReplayConfig
+from cohort.store.rollouts import load_rollouts, rollout_path
+from cohort.tasks.draws import permutation
+from cohort.types import Group, Sample
+
+
+class Replay:
+    """The last `config.steps` steps of a run, as its rollout files have them."""
+
+    def __init__(self, config: ReplayConfig, seed: int, folder: Path) -> None:
+        self.config, self._seed, self._folder = config, seed, folder
+        self._kept: dict[int, list[Group]] = {}  # by step
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """What the policy of today says of their tokens."""
+        return frozenset({"old"} if self.config.prompts else ())
+
+    def draw(self, step: int) -> list[Group]:
+        """`config.prompts` groups (or as many as there are) that had a signal, none older than `config.steps`."""
+        if not self.config.prompts:
+            return []
+        recent = range(max(0, step - self.config.steps), step)
+        self._kept = {s: self._kept[s] if s in self._kept else self._read(s) for s in recent}
+        found = [(s, group) for s in recent for group in self._kept[s]]
+        order = permutation(len(found), self._seed, "replay", "train", step)[: self.config.prompts]
+        return [_again(found[i][1], step - found[i][0]) for i in order]
+
+    def _read(self, step: int) -> list[Group]:
+        """Of the groups sampled in that step those that were trained on: files count completed steps."""
+        groups = load_rollouts(rollout_path(self._folder, step + 1))
+        return [g for g in groups if not g.age and not g.excluded]
+
+
+def _again(group: Group, age: int) -> Group:
+    """As it was when it had been scored: what the learner and the algorithm say of it is of another policy now."""
+    return replace(group, age=age, samples=[_scored(s) for s in group.samples])
+
+
+def _scored(sample: Sample) -> Sample:
+    return replace(sample, old_logprobs=None, ref_logprobs=None, advantage=0.0, masked="")
