@@ -1,0 +1,60 @@
+"""Every metric that a run records is in the one table of docs/algorithms.md, and the table names nothing else."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from cohort import build
+from cohort.config.algos import GRPO, CorrectionConfig, KLConfig
+from cohort.config.schema import BatchConfig, EvalConfig, OptimConfig, ReplayConfig, SamplingConfig
+from cohort.store.reader import Reader
+from tests.runs import preserved, small_run
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "algorithms.md"
+# what a healthy run never shows
+RARE = {"updates/bad", "updates/no_signal", "samples/empty", "samples/failed"}
+
+
+def documented() -> list[str]:
+    """The names in the first column; `/x` goes on from the name before it, a word in capitals stands for any."""
+    table = DOCUMENT.read_text(encoding="utf-8").split("## Metrics")[1].split("\n## ")[0]
+    names: list[str] = []
+    for row in re.findall(r"^\| (`.*?) \|", table, re.MULTILINE):
+        for name in re.findall(r"`([^`]+)`", row):
+            names.append(names[-1].rsplit("/", 1)[0] + name if name.startswith("/") else name)
+    return names
+
+
+def pattern(name: str) -> str:
+    return re.sub(r"[A-Z]{4,}", r"[a-z_/]+", name)
+
+
+def test_every_recorded_metric_is_documented_and_every_documented_one_is_recorded(tmp_path):
+    algo = GRPO(
+        kl=KLConfig(weight=0.05, target=0.01),
+        entropy=0.001,
+        entropy_target=0.5,
+        truncated="mask",
+        correction=CorrectionConfig(kind="truncate"),
+    )
+    config = small_run(
+        steps=3,
+        algo=algo,
+        replay=ReplayConfig(prompts=2, steps=2),
+        optim=OptimConfig(lr=1e-3),
+        batch=BatchConfig(prompts=4, samples=4),
+        sampling=SamplingConfig(max_tokens=12, top_p=0.99, allow_truncation=True),
+        eval=EvalConfig(problems=4),
+    )
+    with preserved():
+        path = build.train(config, tmp_path, "plain")
+    with Reader(path / "run.db") as reader:
+        recorded = {row.name for row in reader.metrics() if not row.name.startswith("eval/")}
+    names = documented()
+    assert len(names) > 60
+    for name in recorded:
+        assert any(re.fullmatch(pattern(known), name) for known in names), f"{name} is in no table"
+    for known in names:
+        seen = any(re.fullmatch(pattern(known), name) for name in recorded)
+        assert seen or known in RARE, f"{known} is documented and never recorded"

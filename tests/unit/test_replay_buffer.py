@@ -1,0 +1,72 @@
+"""Rollouts used again: which, how old, corrected how, and the same after a resume."""
+
+from __future__ import annotations
+
+import pytest
+
+from cohort.config.algos import GRPO, CorrectionConfig
+from cohort.config.load import change
+from cohort.config.schema import ReplayConfig, RunConfig
+from cohort.errors import ConfigError
+from cohort.store.rollouts import load_rollouts, rollout_path, save_rollouts
+from cohort.tasks.arithmetic import Arithmetic
+from cohort.train.replay import Replay
+from tests.support import make_group, make_sample
+
+
+def written(folder, step: int, num: int = 4) -> None:
+    """What completed step `step` (from 0) left: groups with a signal, a dead one, one used again."""
+    samples = lambda: [make_sample([5, 6], reward=r, old_logprobs=[-1.0, -1.0], advantage=1.0) for r in (0.0, 1.0)]  # noqa: E731
+    groups = [make_group([3], samples(), id=f"{step}/{i}") for i in range(num)]
+    groups += [make_group([3], samples(), id="dead"), make_group([3], samples(), id="old")]
+    groups[-2].excluded, groups[-1].age = "constant reward", 2
+    save_rollouts(rollout_path(folder, step + 1), groups)
+
+
+def test_groups_of_the_last_steps_join_without_what_another_policy_was_told(tmp_path):
+    for step in range(5):
+        written(tmp_path, step)
+    replay = Replay(ReplayConfig(prompts=6, steps=2), 0, tmp_path)
+    drawn = replay.draw(5)
+    assert len(drawn) == 6 and {g.prompt.id.split("/")[0] for g in drawn} == {"3", "4"}  # neither "dead" nor "old"
+    assert all(g.age == 5 - int(g.prompt.id.split("/")[0]) for g in drawn)
+    assert {(s.old_logprobs, s.advantage) for g in drawn for s in g.samples} == {(None, 0.0)}
+    assert len({g.prompt.id for g in drawn}) == 6
+    assert Replay(ReplayConfig(prompts=99, steps=2), 0, tmp_path).draw(5)[8:] == []
+
+
+def test_what_is_drawn_depends_on_seed_and_step_alone(tmp_path):
+    for step in range(4):
+        written(tmp_path, step, num=8)
+    one, other = (Replay(ReplayConfig(prompts=3), 7, tmp_path) for _ in range(2))
+    one.draw(3)
+    again = [g.prompt.id for g in one.draw(4)]
+    assert again == [g.prompt.id for g in other.draw(4)]  # a resumed run has not drawn for step 3
+    different = [[g.prompt.id for g in Replay(ReplayConfig(prompts=3), s, tmp_path).draw(4)] for s in range(5)]
+    assert len({tuple(d) for d in different}) > 1
+
+
+def test_the_first_step_has_nothing_and_none_asks_for_nothing(tmp_path):
+    assert Replay(ReplayConfig(prompts=3), 0, tmp_path).draw(0) == []
+    off = Replay(ReplayConfig(), 0, tmp_path)
+    assert off.draw(9) == [] and off.needs == set()
+    assert Replay(ReplayConfig(prompts=1), 0, tmp_path).needs == {"old"}
+
+
+def test_age_survives_the_file(tmp_path):
+    written(tmp_path, 0)
+    assert [g.age for g in load_rollouts(rollout_path(tmp_path, 1))] == [0, 0, 0, 0, 0, 2]
+
+
+def test_replay_needs_a_correction_and_the_files():
+    config = RunConfig(task=Arithmetic(), replay=ReplayConfig(prompts=2))
+    with pytest.raises(ConfigError, match="samples of older policies"):
+        change(config)
+    corrected = RunConfig(
+        task=Arithmetic(), replay=ReplayConfig(prompts=2), algo=GRPO(correction=CorrectionConfig(kind="truncate"))
+    )
+    assert change(corrected).replay.prompts == 2
+    with pytest.raises(ConfigError, match="only the rollouts of 2 steps are kept"):
+        change(corrected, ["--save.rollouts", "2"])
+    with pytest.raises(ConfigError, match="steps has no effect: nothing is used again"):
+        change(RunConfig(task=Arithmetic()), ["--replay.steps", "2"])
