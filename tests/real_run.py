@@ -149,9 +149,13 @@ def remains(run: Path) -> dict[str, Any]:
     left: dict[str, Any] = {
         name: hashlib.sha256(path.read_bytes()).hexdigest()
         for name, path in files.items()
-        if name not in (".lock", "run.md") and not name.startswith("run.db")  # readers come and go beside it
+        if name not in (".lock", "run.md", "metrics.jsonl") and not name.startswith("run.db")  # readers come and go beside it
     }
     left["run.md"] = files["run.md"].read_text().replace(run.name, "RUN") if "run.md" in files else ""
+    lines = [json.loads(line) for line in files["metrics.jsonl"].read_text().splitlines()]
+    left["metrics.jsonl"] = [
+        (line["step"], {k: v for k, v in line["metrics"].items() if not k.startswith("time/")}) for line in lines
+    ]
     return left | rows(run / "run.db")
 
 

@@ -6,6 +6,7 @@ import copy
 import os
 import shlex
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -26,7 +27,8 @@ from cohort.evaluate import evaluate as run_evaluation
 from cohort.learner.local import LocalLearner, adapter_tensors
 from cohort.learner.plan import Load, Plan, plan_memory
 from cohort.logs.forward import forwarded
-from cohort.logs.view import make_view
+from cohort.logs.sinks.registry import make_sinks
+from cohort.logs.view import View, make_view
 from cohort.models.catalog import resolve
 from cohort.models.config import check_context
 from cohort.models.decoder import Decoder
@@ -40,6 +42,7 @@ from cohort.store.rundir import RunDirectory
 from cohort.tasks.base import Task
 from cohort.tasks.stream import TaskStream
 from cohort.text import Tokenizer
+from cohort.train.replay import Replay
 from cohort.train.rl import train as run_loop
 from cohort.train.run import Hooks, Run
 from cohort.types import Prompt, Sampling
@@ -68,6 +71,7 @@ class Parts:
         # The number of steps is the one setting that may change, so a checkpoint does not know it.
         settings = dump(replace(self.config, steps=0))
         numbers |= {"threads": torch.get_num_threads(), "torch": torch.__version__, "config": settings}
+        numbers["algo"] = self.algo.state()
         if self.learner.adapters is not None:
             numbers["lora"] = asdict(self.learner.adapters.config)
         return Checkpoint(step=step, cursor=self.tasks.stream.cursor, optimizer=tensors, numbers=numbers)
@@ -86,6 +90,7 @@ class Parts:
         if self.learner.adapters is None:
             decoder.load_state_dict(saved.state_dict())
         self.learner.load_state(state.optimizer, state.numbers)
+        self.algo.load_state(state.numbers["algo"])
         if self.learner.adapters is not None:
             _require_merged(decoder, saved, self.config.model)
         self.tasks.stream.cursor = state.cursor
@@ -139,6 +144,7 @@ def assemble(config: RunConfig) -> Parts:
         adapters=adapters,
     )
     learner.follow(plan)
+    learner.refresh_every = config.algo.kl.refresh
     limit = _prompt_limit(config, model, learner.token_budget)
     learner.least_budget = limit + sampling.max_tokens
     stream = TaskStream(config.task, tokenizer, config.seed, max_prompt_tokens=limit)
@@ -249,40 +255,43 @@ def _require_merged(decoder: Decoder, saved: Decoder, model: str) -> None:
             )
 
 
-def train(config: RunConfig, out: Path, log: str) -> Path:
+def train(config: RunConfig, out: Path, log: str, *sinks: str) -> Path:
     """Run a recipe in a new run directory; returns where it is. Asked to stop, saves and raises KeyboardInterrupt."""
+    views = make_sinks(sinks)
     parts = assemble(config)
     try:
         typed = shlex.join(["cohort", *sys.argv[1:]]) if sys.argv[1:2] == ["train"] else ""  # not from Python
         directory = RunDirectory.create(out, parts.config, command=typed)
-        _run(parts, directory, log)
+        _run(parts, directory, log, views)
     finally:
         parts.close()
     return directory.path
 
 
-def resume(path: Path, steps: int | None, log: str) -> Path:
+def resume(path: Path, steps: int | None, log: str, *sinks: str) -> Path:
     """Continue a run exactly where it stopped, to `steps` if given; stops as `train` does."""
+    views = make_sinks(sinks)
     directory = RunDirectory.open(path)
     directory.lock()  # a second writer is refused before it loads anything
     config = directory.config if steps is None else replace(directory.config, steps=steps)
     directory.require_same(config)
     parts = assemble(config)
     try:
-        _run(parts, directory, log)
+        _run(parts, directory, log, views)
     finally:
         parts.close()
     return directory.path
 
 
-def _run(parts: Parts, directory: RunDirectory, log: str) -> None:
+def _run(parts: Parts, directory: RunDirectory, log: str, sinks: Mapping[str, View]) -> None:
     hooks = Hooks(
         evaluate=parts.evaluate, checkpoint=parts.checkpoint, write_model=parts.write_model, restore=parts.restore
     )
-    with Run(directory, parts.config, hooks, make_view(log)) as run, forwarded(run.event, run.notice):
+    with Run(directory, parts.config, hooks, make_view(log), sinks) as run, forwarded(run.event, run.notice):
         if parts.tasks.sampling.truncates and run.step == 0:  # told once: a resumed run has it on record
             run.event("sampling", "top-p, top-k or min-p: the policy that acts is not the one that is trained")
-        run_loop(run, parts.engine, parts.learner, parts.tasks, parts.algo)
+        replay = Replay(parts.config.replay, parts.config.seed, directory.rollouts)
+        run_loop(run, parts.engine, parts.learner, parts.tasks, parts.algo, replay)
         summary = run.finish()
     if not summary.complete:  # all is saved; whoever called must not go on as if it were done
         raise KeyboardInterrupt

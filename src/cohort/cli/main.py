@@ -22,6 +22,9 @@ COMMANDS = {
     "pull": ("MODEL", "Fetch a model ahead of time."),
     "export": ("RUN OUT [--step N|best]", "Write a run's model as a Hugging Face folder."),
     "data": ("TASK --out FILE", "Write a task's prompts as JSONL."),
+    "check": ("RECIPE [--flags]", "Rehearse the reward and prove the update right on your own config."),
+    "explain": ("RUN --step N", "Show what a step's samples were paid, and what each token did."),
+    "replay": ("RUN --step N [--flags]", "Redo a step's update from its rollouts, with other settings if asked."),
     "bench": ("engine|learner|step", "Measure throughput against the hardware limit."),
 }
 _REPORTED_OS_ERRORS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)

@@ -1,4 +1,4 @@
-"""`cohort resume RUN [--steps N] [--log live|plain|json]`."""
+"""`cohort resume RUN [--steps N] [--log live|plain|json] [--sinks NAME,...]`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from cohort.cli.arguments import read
-from cohort.cli.output import Log, choose_log
+from cohort.cli.output import Log, choose_log, choose_sinks
 from cohort.config import flags
 from cohort.config.schema import RunConfig
 from cohort.errors import ConfigError
@@ -21,6 +21,8 @@ class Options:
     """Train up to this step instead, to extend a run; None = as configured."""
     log: Log | None = None
     """Progress; None = live on a terminal, plain elsewhere."""
+    sinks: str | None = None
+    """Metrics also to these, separated by commas: wandb, tensorboard, trackio. A run does not remember them."""
 
 
 def run(args: list[str]) -> None:
@@ -35,6 +37,7 @@ def run(args: list[str]) -> None:
     )
     if options.steps is not None and options.steps < 1:
         raise ConfigError(f"--steps is {options.steps}; it must be at least 1.")
+    sinks = choose_sinks(options.sinks)
     from cohort import build
 
-    build.resume(Path(where), options.steps, choose_log(options.log or "", sys.stdout.isatty()))
+    build.resume(Path(where), options.steps, choose_log(options.log or "", sys.stdout.isatty()), *sinks)

@@ -1,4 +1,4 @@
-"""`cohort train RECIPE [--a.b value ...] [--out DIR] [--log live|plain|json]`."""
+"""`cohort train RECIPE [--a.b value ...] [--out DIR] [--log live|plain|json] [--sinks NAME,...]`."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import sys
 from pathlib import Path
 from typing import get_args
 
-from cohort.cli.output import Log, choose_log
+from cohort.cli.output import Log, choose_log, choose_sinks
 from cohort.config import flags, load
 from cohort.errors import ConfigError
 from cohort.recipes import RECIPES
 
-HELP = """usage: cohort train RECIPE [--a.b value ...] [--out DIR] [--log live|plain|json]
+HELP = """usage: cohort train RECIPE [--a.b value ...] [--out DIR] [--log live|plain|json] [--sinks NAME,...]
 
 RECIPE is one of these, or path/to/file.py:function returning a RunConfig:
 
@@ -19,6 +19,7 @@ RECIPE is one of these, or path/to/file.py:function returning a RunConfig:
 
   --out DIR               Where the run directory is made (default: runs).
   --log live|plain|json   Progress (default: live on a terminal, plain elsewhere).
+  --sinks NAME,...        Metrics also to wandb, tensorboard, trackio; metrics.jsonl is always there.
 
 cohort train RECIPE --help lists every setting of a recipe."""
 
@@ -36,11 +37,11 @@ def run(args: list[str]) -> None:
     if flags.wants_help(rest):
         load.print_help(recipe, [arg for arg in rest if arg not in flags.HELP])
         return
-    rest, out, log = _take_own(rest)
+    rest, out, log, sinks = _take_own(rest)
     config = load.load(recipe, rest)
     from cohort import build
 
-    build.train(config, Path(out), log)
+    build.train(config, Path(out), log, *sinks)
 
 
 def recipe_list() -> str:
@@ -51,10 +52,14 @@ def recipe_list() -> str:
     )
 
 
-def _take_own(args: list[str]) -> tuple[list[str], str, str]:
-    """Take `--out` and `--log`, which are not settings of the run, out of the flags."""
+def _take_own(args: list[str]) -> tuple[list[str], str, str, tuple[str, ...]]:
+    """Take `--out`, `--log` and `--sinks`, which are not settings of the run, out of the flags."""
     words, given = flags.split(args)
-    own = {"out": flags.Leaf("out", str, "runs"), "log": flags.Leaf("log", Log, "")}
+    own = {
+        "out": flags.Leaf("out", str, "runs"),
+        "log": flags.Leaf("log", Log, ""),
+        "sinks": flags.Leaf("sinks", str, ""),
+    }
     mine = [flag for flag in given if flag.name in own]
     flags.check(mine, own)
     values = {flag.name: flag.values[0] for flag in mine}
@@ -65,4 +70,5 @@ def _take_own(args: list[str]) -> tuple[list[str], str, str]:
     for flag in given:
         if flag.name not in own:
             rest += [flag.shown, *flag.values] if len(flag.values) != 1 else [f"{flag.shown}={flag.values[0]}"]
-    return rest, values.get("out", "runs"), choose_log(log, sys.stdout.isatty())
+    sinks = choose_sinks(values.get("sinks"))
+    return rest, values.get("out", "runs"), choose_log(log, sys.stdout.isatty()), sinks

@@ -83,7 +83,7 @@ def print_help(recipe: str, args: Sequence[str] = ()) -> None:
     _, function = find_recipe(recipe)
     lines = (function.__doc__ or "").strip().splitlines()
     about = f"{lines[0]} " if lines else ""
-    described = f"{about}Also: --out DIR (default runs), --log live|plain|json."
+    described = f"{about}Also: --out DIR (default runs), --log live|plain|json, --sinks NAME,..."
     flags.print_help(_settings(config), _prog(recipe), described)
 
 

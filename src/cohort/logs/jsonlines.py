@@ -11,6 +11,8 @@ from typing import Any, TextIO
 from cohort.logs.view import Header, StepReport, Summary
 from cohort.store.records import Evaluation
 
+_UNTOLD = ("rewards", "evaluations", "config")  # of the header: all of it is in the run directory
+
 
 class JsonView:
     """Every line has `kind` and `time`; NaN and infinity, which JSON lacks, are null. Pure ASCII."""
@@ -19,7 +21,7 @@ class JsonView:
         self._stream = stream
 
     def start(self, header: Header) -> None:
-        self._write("start", **{k: v for k, v in asdict(header).items() if k not in ("rewards", "evaluations")})
+        self._write("start", **{k: v for k, v in asdict(header).items() if k not in _UNTOLD})
 
     def phase(self, name: str) -> None:
         pass
@@ -50,16 +52,21 @@ class JsonView:
         self._stream.flush()
 
     def _write(self, kind: str, **fields: Any) -> None:
-        line = json.dumps(_finite({"kind": kind, "time": time.time(), **fields}), allow_nan=False)
+        line = json.dumps(finite({"kind": kind, "time": time.time(), **fields}), allow_nan=False)
         self._stream.write(line + "\n")
         self._stream.flush()
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """`value` with None for every number that JSON lacks.
+
+    >>> finite({"loss": float("nan"), "lr": [0.5, float("inf")]})
+    {'loss': None, 'lr': [0.5, None]}
+    """
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {k: _finite(v) for k, v in value.items()}
+        return {k: finite(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(v) for v in value]
+        return [finite(v) for v in value]
     return value

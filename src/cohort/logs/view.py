@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TextIO
@@ -30,6 +30,8 @@ class Header:
     batch: str  # "32 prompts x 8 samples"
     rewards: dict[int, float] = field(default_factory=dict)  # mean reward of the steps already done
     evaluations: list[Evaluation] = field(default_factory=list)
+    name: str = ""  # of the run
+    config: dict[str, Any] = field(default_factory=dict)  # as in config.yaml: every value, nothing secret
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,10 +110,11 @@ class View(Protocol):
 
 
 class Guarded:
-    """A view whose failure ends the view, not the run."""
+    """A view whose failure ends the view, not the run. What went wrong is told once: to `tell`, else on stderr."""
 
-    def __init__(self, view: View) -> None:
+    def __init__(self, view: View, tell: Callable[[str], None] | None = None) -> None:
         self.view: View | None = view
+        self._tell = tell
 
     def start(self, header: Header) -> None:
         self._call(lambda view: view.start(header))
@@ -139,12 +142,58 @@ class Guarded:
             return
         try:
             what(self.view)
-        except Exception as error:  # the boundary: terminals close, pipes break, encodings lack characters
+        # The boundary: terminals close, pipes break, encodings lack characters, foreign packages do as they like.
+        except (Exception, SystemExit) as error:
             broken, self.view = self.view, None
-            with suppress(Exception):
+            with suppress(Exception, SystemExit):
                 broken.close()
+            if self._tell is not None:
+                self._tell(_described(error))
+                return
             with suppress(Exception):
                 print(f"the progress view failed ({error!r}); the run goes on without it", file=sys.stderr)
+
+
+def _described(error: BaseException) -> str:
+    try:
+        return repr(error)
+    except Exception:  # it is foreign code too
+        return type(error).__name__
+
+
+class Several:
+    """Views side by side, told in this order. Each is to be guarded: none may keep the news from the next."""
+
+    def __init__(self, views: Sequence[View]) -> None:
+        self.views = tuple(views)
+
+    def start(self, header: Header) -> None:
+        for view in self.views:
+            view.start(header)
+
+    def phase(self, name: str) -> None:
+        for view in self.views:
+            view.phase(name)
+
+    def step(self, report: StepReport) -> None:
+        for view in self.views:
+            view.step(report)
+
+    def evaluation(self, evaluation: Evaluation) -> None:
+        for view in self.views:
+            view.evaluation(evaluation)
+
+    def event(self, step: int, kind: str, text: str) -> None:
+        for view in self.views:
+            view.event(step, kind, text)
+
+    def finish(self, summary: Summary) -> None:
+        for view in self.views:
+            view.finish(summary)
+
+    def close(self) -> None:
+        for view in self.views:
+            view.close()
 
 
 def make_view(kind: str = "auto", stream: TextIO | None = None) -> View:

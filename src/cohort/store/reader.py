@@ -15,12 +15,15 @@ from cohort.store.schema import MIGRATIONS
 
 
 class Reader:
-    """Rows of a run, each list in the order of its ids. `after` asks for rows with a larger id only."""
+    """Rows of a run, each list in the order of its ids. `after` asks for rows with a larger id only.
 
-    def __init__(self, path: Path) -> None:
+    A reader that stays open sees what is written meanwhile. With `once` it need not, and leaves no trace in the run.
+    """
+
+    def __init__(self, path: Path, *, once: bool = False) -> None:
         if not path.is_file():
             raise RunError(f"{path} does not exist: this run has not started yet, or it is not a run.")
-        self._db = _connect(path)
+        self._db = _connect(path, once)
         version = int(self._db.execute("PRAGMA user_version").fetchone()[0])
         if version != len(MIGRATIONS):
             remedy = "upgrade Cohort" if version > len(MIGRATIONS) else "resume the run once to migrate it"
@@ -75,10 +78,10 @@ class Reader:
         return [dict(zip(columns, row, strict=True)) for row in cursor.fetchall()]
 
 
-def _connect(path: Path) -> sqlite3.Connection:
+def _connect(path: Path, once: bool) -> sqlite3.Connection:
     address = f"{path.resolve().as_uri()}?mode=ro"
     # In a directory that cannot be written a WAL database opens only as one that nobody changes.
-    for suffix in ("", "&immutable=1"):
+    for suffix in ("&immutable=1",) if once and _is_at_rest(path) else ("", "&immutable=1"):
         try:
             db = sqlite3.connect(address + suffix, uri=True, timeout=10)
             db.execute("SELECT count(*) FROM sqlite_master").fetchone()
@@ -88,3 +91,10 @@ def _connect(path: Path) -> sqlite3.Connection:
         except sqlite3.DatabaseError as error:
             raise RunError(f"{path} cannot be read: {error}; it is damaged or not a run's database.") from error
     raise RunError(f"{path} cannot be read: {problem}.") from problem
+
+
+def _is_at_rest(path: Path) -> bool:
+    """A WAL database without its log: nobody has it open. To open it as usual makes a log, which then stays."""
+    with path.open("rb") as file:
+        header = file.read(20)
+    return header[18:20] == b"\x02\x02" and not path.with_name(f"{path.name}-wal").exists()

@@ -3,6 +3,7 @@
 runs/2026-11-15-countdown-k3f9/
   config.yaml    resolved, every value
   run.db         metrics, prompts, groups, samples, events
+  metrics.jsonl  the metrics of run.db as lines
   rollouts/      one file a step
   checkpoints/   one folder each
   eval/          evaluations with per-item results
@@ -18,6 +19,9 @@ import secrets
 import string
 from datetime import datetime
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from cohort.config.document import diff, dump, parse
 from cohort.config.schema import RunConfig
@@ -40,6 +44,7 @@ class RunDirectory:
         self.config = config
         self.config_file = path / "config.yaml"
         self.database = path / "run.db"
+        self.metrics = path / "metrics.jsonl"
         self.rollouts = path / "rollouts"
         self.checkpoints = path / "checkpoints"
         self.eval = path / "eval"
@@ -115,6 +120,11 @@ class RunDirectory:
         if config != self.config:
             write_atomic(self.config_file, dump(config))
             self.config = config
+
+    def settings(self) -> dict[str, Any]:
+        """What config.yaml says, as plain values: `dump` has refused everything secret."""
+        settings: dict[str, Any] = yaml.safe_load(dump(self.config))
+        return settings
 
     def save_evaluation(self, evaluation: Evaluation) -> Path:
         path = self.eval / f"step-{evaluation.step:06d}.json"

@@ -44,8 +44,9 @@ class Replay:
 
 def _again(group: Group, age: int) -> Group:
     """As it was when it had been scored: what the learner and the algorithm say of it is of another policy now."""
-    return replace(group, age=age, samples=[_scored(s) for s in group.samples])
+    return replace(group, age=age, samples=[scored(s) for s in group.samples])
 
 
-def _scored(sample: Sample) -> Sample:
+def scored(sample: Sample) -> Sample:
+    """Without what the learner and the algorithm add to it."""
     return replace(sample, old_logprobs=None, ref_logprobs=None, advantage=0.0, masked="")

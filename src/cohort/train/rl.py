@@ -10,13 +10,15 @@ until a batch is reused (learner.epochs, learner.minibatches > 1). Only `replay`
 from __future__ import annotations
 
 from cohort.algos.algorithm import Algorithm
+from cohort.config.schema import LearnerConfig
 from cohort.data.pack import pack
 from cohort.engines.base import Engine
 from cohort.engines.rollout import Tasks, collect
 from cohort.learner.base import Learner
 from cohort.train.replay import Replay
 from cohort.train.run import Run
-from cohort.train.stats import step_stats
+from cohort.train.stats import StepStats, step_stats
+from cohort.types import Group
 
 
 def train(run: Run, engine: Engine, learner: Learner, tasks: Tasks, algo: Algorithm, replay: Replay) -> None:
@@ -26,10 +28,18 @@ def train(run: Run, engine: Engine, learner: Learner, tasks: Tasks, algo: Algori
     for step in run.steps():
         groups = collect(engine, tasks, batch_size.prompts, batch_size.samples, accept=algo.accept)
         groups += replay.draw(step)  # of earlier steps, where asked for
-        learner.annotate(groups, needs)  # old and reference log-probabilities, only when asked for
-        groups = algo.advantages(groups)  # drops nothing silently: every exclusion carries its reason
-        batch = pack(groups, learner.token_budget, config.minibatches, share=config.prefix_sharing)
-        update = learner.update(batch, algo)  # epochs x minibatches x microbatches
+        groups, stats = improve(learner, algo, groups, config, needs)
         engine.load(learner.weights(), version=step + 1)  # no copy when storage is shared
-        update |= algo.observe(update)  # steers its weights, if it has targets
-        run.end_step(step, groups, step_stats(groups, batch, update))  # log, evaluate, checkpoint
+        run.end_step(step, groups, stats)  # log, evaluate, checkpoint
+
+
+def improve(
+    learner: Learner, algo: Algorithm, groups: list[Group], config: LearnerConfig, needs: frozenset[str]
+) -> tuple[list[Group], StepStats]:
+    """What a step makes of its scored groups; `cohort replay` makes it of stored ones."""
+    learner.annotate(groups, needs)  # old and reference log-probabilities, only when asked for
+    groups = algo.advantages(groups)  # drops nothing silently: every exclusion carries its reason
+    batch = pack(groups, learner.token_budget, config.minibatches, share=config.prefix_sharing)
+    update = learner.update(batch, algo)  # epochs x minibatches x microbatches
+    update |= algo.observe(update)  # steers its weights, if it has targets
+    return groups, step_stats(groups, batch, update)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol
@@ -24,7 +25,9 @@ from cohort.config.document import variant_name
 from cohort.config.schema import RunConfig
 from cohort.disk import readable_size, write_atomic
 from cohort.errors import RunError
-from cohort.logs.view import Header, StepReport, Summary, View, make_view
+from cohort.logs.escape import one_line
+from cohort.logs.metrics_file import MetricsFile
+from cohort.logs.view import Guarded, Header, Several, StepReport, Summary, View, make_view
 from cohort.store.card import CardData, render_card
 from cohort.store.db import Store
 from cohort.store.environment import describe_environment, program
@@ -63,13 +66,17 @@ class Run:
         config: RunConfig,
         hooks: Hooks,
         view: View | None = None,
+        sinks: Mapping[str, View] | None = None,
     ) -> None:
         self.directory = directory
         self.config = config
         self.step = 0  # completed
         self.evaluations: dict[int, Evaluation] = {}
         self._hooks = hooks
-        self._view = make_view() if view is None else view
+        guarded = [Guarded(sink, partial(self._sink_failed, name)) for name, sink in (sinks or {}).items()]
+        # Sinks come first: one may ask for a password at its start, and takes its time at its end.
+        self._view = Several([*guarded, make_view() if view is None else view])
+        self._metrics = MetricsFile(directory.metrics, directory.database)
         self._signals = StopSignals()
         self._store: Store | None = None
         self._pending: list[tuple[str, str]] = []
@@ -136,12 +143,14 @@ class Run:
         assert step == self.step, f"step {step} ended while step {self.step} was under way"
         number = step + 1
         metrics = {**stats.metrics, **self._times(stats.metrics)}
-        if problem := failures(groups):
+        fresh = [g for g in groups if not g.age]  # those used again are on record with the step that sampled them
+        if problem := failures(fresh):
             self.event("failure", problem)
         size = save_rollouts(rollout_path(self.directory.rollouts, number), groups)
         metrics["rollouts/bytes"] = float(size)
-        self._require_store().write_step(number, metrics, groups, self._pending)
+        self._require_store().write_step(number, metrics, fresh, self._pending)
         self._pending = []
+        self._metrics.append()
         self.step = number
         if keep := self.config.save.rollouts:
             remove_rollouts(self.directory.rollouts, lambda s: s > number - keep)
@@ -151,7 +160,7 @@ class Run:
                 num_steps=self.config.steps,
                 metrics=metrics,
                 eta=self._eta(),
-                showcase=showcase(number, groups),
+                showcase=showcase(number, fresh),
             )
         )
         if not self.stopping:
@@ -183,6 +192,7 @@ class Run:
         self.step = self._first_step = state.step if state else 0
         store.truncate_after(self.step)
         self.directory.remove_after(self.step)
+        self._metrics.rewrite()
         self.evaluations = self.directory.evaluations()
         with Reader(self.directory.database) as reader:
             lived = bool(reader.events(kind="run"))
@@ -198,6 +208,7 @@ class Run:
         assert evaluation.step == number, f"evaluation of step {evaluation.step} instead of {number}"
         # Rows first: where the file is, they are too. A kill in between repeats both.
         self._require_store().write_evaluation(number, evaluation.metrics)
+        self._metrics.append()
         self.directory.save_evaluation(evaluation)
         self.evaluations[number] = evaluation
         self._view.evaluation(evaluation)
@@ -236,10 +247,16 @@ class Run:
     def _times(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Everything that depends on the clock, under time/: comparisons of two runs leave it out."""
         seconds = time.perf_counter() - self._step_began
-        times = {f"time/stage/{name}": value for name, value in clock.read_and_reset().items()}
-        times["time/step"] = seconds
-        if "tokens/sampled" in metrics:
-            times["time/tokens_per_s"] = metrics["tokens/sampled"] / max(seconds, 1e-9)
+        stages = clock.read_and_reset()
+        times = {f"time/stage/{name}": value for name, value in stages.items()} | {"time/step": seconds}
+        rates = (
+            ("tokens_per_s", "tokens/sampled", seconds),
+            ("sampled_per_s", "tokens/sampled", stages.get("rollout")),
+            ("trained_per_s", "tokens", stages.get("update")),
+        )
+        for name, counted, spent in rates:
+            if counted in metrics and spent is not None:
+                times[f"time/{name}"] = metrics[counted] / max(spent, 1e-9)
         return times
 
     def _eta(self) -> float:
@@ -261,6 +278,8 @@ class Run:
             batch=f"{config.batch.prompts} prompts x {config.batch.samples} samples",
             rewards=rewards,
             evaluations=list(self.evaluations.values()),
+            name=self.directory.path.resolve().name,
+            config=self.directory.settings(),
         )
 
     def _summary(self) -> Summary:
@@ -309,6 +328,9 @@ class Run:
             )
         )
 
+    def _sink_failed(self, name: str, problem: str) -> None:
+        self.event("sink", f"{name} failed ({one_line(problem, 300)}); the run goes on without it")
+
     def _flush(self) -> None:
         """Record what happened after the last complete step."""
         if self._pending:
@@ -324,6 +346,8 @@ class Run:
         self._signals.restore()
         self._view.close()
         if self._store is not None:
+            with suppress(RunError):
+                self._flush()  # what a sink said at its end
             with suppress(RunError):
                 self._store.close()
             self._store = None

@@ -1,0 +1,166 @@
+"""A few groups sampled as a run samples them, and one forward and backward watched from outside."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from cohort.algos.algorithm import Loss
+from cohort.algos.inputs import LossInputs
+from cohort.algos.tally import Tally
+from cohort.build import Parts
+from cohort.data.batch import Minibatch
+from cohort.data.pack import pack
+from cohort.engines.base import Engine, Event, Request
+from cohort.engines.rollout import roll
+from cohort.scoring.pool import ScoringPool
+from cohort.types import Answer, Finish, Group, Outcome, Row
+
+
+class Token(NamedTuple):
+    """What the loss was given for one token, and what it gave back."""
+
+    logprob: float
+    weight: float
+    advantage: float
+    slope: float  # of the loss, on the log-probability
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """One forward and backward."""
+
+    gradient: dict[str, Tensor]  # by parameter, on the host
+    metrics: dict[str, float]
+    tokens: dict[int, list[Token]]  # by sample, counted over the groups
+
+
+@dataclass(kw_only=True)
+class Trial:
+    """The parts of a run and a few groups of it."""
+
+    parts: Parts
+    rolled: list[Group]  # as sampled; scoring fills in their rewards
+    drawn: dict[tuple[str, int], list[int]]  # by prompt id and sample: the tokens the engine told as it drew them
+    seconds: float  # of sampling
+    groups: list[Group] = field(default_factory=list)  # copies with a signal, to be trained on
+
+    def samples(self) -> Iterator[tuple[int, Group, int]]:
+        """(number over all groups, group, number in its group)"""
+        places = ((g, i) for g in self.groups for i in range(len(g.samples)))
+        return ((n, g, i) for n, (g, i) in enumerate(places))
+
+    def graded(self, groups: list[Group]) -> list[Group]:
+        """As the loop does between rollout and update."""
+        learner, algo = self.parts.learner, self.parts.algo
+        for sample in (s for g in groups for s in g.samples):
+            sample.old_logprobs = sample.ref_logprobs = None  # a copy's may be of other tokens
+        learner.annotate(groups, algo.needs(learner.config.epochs * learner.config.minibatches))
+        return algo.advantages(groups)
+
+    def packed(self, groups: Sequence[Group], budget: int = 0, share: bool = True) -> Minibatch:
+        longest = max((len(g.prompt.tokens) + len(s.tokens) for g in groups for s in g.samples), default=1)
+        return pack(groups, max(longest, budget or self.parts.learner.token_budget), share=share).minibatches[0]
+
+    def backward(self, minibatch: Minibatch) -> Seen:
+        learner, loss = self.parts.learner, _Watched(self.parts.algo)
+        metrics = learner.forward_backward(minibatch, cast(Loss, loss)).to_metrics()
+        masters = learner.optimizer.masters.items()
+        gradient = {n: m.grad.detach().to("cpu", copy=True) for n, m in masters if m.grad is not None}
+        learner.optimizer.zero_grad()
+        return Seen(gradient=gradient, metrics=metrics, tokens=loss.tokens)
+
+
+def sample(parts: Parts, num_prompts: int, num_samples: int) -> Trial:
+    """Through the run's own rollout; the reward is rehearsed elsewhere, so that a broken one does not end this."""
+    batch, engine = parts.config.batch, _Listening(parts.engine)
+    prompts = parts.tasks.stream.next(min(num_prompts, batch.prompts))
+    tasks = replace(parts.tasks, scorer=cast(ScoringPool, _Unscored()))
+    begin = time.perf_counter()
+    rolled = roll(cast(Engine, engine), tasks, prompts, min(num_samples, batch.samples))
+    return Trial(parts=parts, rolled=rolled, drawn=engine.drawn, seconds=time.perf_counter() - begin)
+
+
+def give_signal(trial: Trial) -> None:
+    """Groups to train on: where rewards say nothing there are others, and nothing is failed or cut."""
+    groups = copy.deepcopy(trial.rolled)
+    for group in groups:
+        dead = len({s.reward for s in group.samples}) < 2 or any(s.reward is None for s in group.samples)
+        for i, s in enumerate(group.samples):
+            s.failure, s.finish = "", Finish.STOP
+            s.reward = float(i % 2 == 0) if dead else s.reward
+    trial.groups = trial.graded(groups)
+
+
+def difference(got: dict[str, Tensor], expected: dict[str, Tensor]) -> tuple[float, float]:
+    """(mean, most) of the worst parameter, relative to its largest entry; NaN stays NaN.
+
+    Entries that should be 0 and are rounding (a bias of keys) are held to a thousandth of the largest gradient of all.
+    """
+    top = max((float(g.abs().max()) for g in expected.values()), default=0.0)
+    gaps = [torch.zeros(2, dtype=torch.float64)]
+    for name in expected.keys() | got.keys():
+        known = expected[name] if name in expected else torch.zeros_like(got[name])
+        other = got[name] if name in got else torch.zeros_like(known)
+        gap = (other - known).abs().double() / (max(float(known.abs().max()), 1e-3 * top) or 1.0)
+        gaps.append(torch.stack([gap.mean(), gap.max()]))
+    mean, most = torch.stack(gaps).amax(0).tolist()
+    return mean, most
+
+
+class _Watched:
+    """An algorithm's loss; keeps what it was given and its slope."""
+
+    def __init__(self, algo: Loss) -> None:
+        self.algo, self.per_token = algo, algo.per_token
+        self.tokens: dict[int, list[Token]] = {}
+
+    def weigh(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self.algo.weigh(*args, **kwargs)
+
+    def loss(self, inputs: LossInputs) -> tuple[Tensor, Tally]:
+        loss, tally = self.algo.loss(inputs)
+        slope = torch.autograd.grad(loss, inputs.logprobs, retain_graph=True)[0]
+        columns = (inputs.logprobs, inputs.weights, inputs.advantages, slope)
+        for segment, *row in zip(inputs.segments.tolist(), *(c.tolist() for c in columns), strict=True):
+            self.tokens.setdefault(segment, []).append(Token(*row))
+        return loss, tally
+
+
+class _Listening:
+    """An engine, and by prompt and sample the tokens it told."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self.abilities = engine, engine.abilities
+        self.drawn: dict[tuple[str, int], list[int]] = {}
+        self._places: dict[str, tuple[str, int]] = {}
+
+    def submit(self, request: Request) -> None:
+        self._places[request.id] = (request.key.prompt_id, request.key.sample)
+        self.engine.submit(request)
+
+    def poll(self) -> list[Event]:
+        events = self.engine.poll()
+        for event in events:
+            self.drawn.setdefault(self._places[event.id], []).extend(event.tokens)
+        return events
+
+
+class _Unscored:
+    """In the place of graders: every answer is worth nothing, at once."""
+
+    def __init__(self) -> None:
+        self.waiting: list[str] = []
+
+    def submit(self, id: str, row: Row, answer: Answer) -> None:
+        self.waiting.append(id)
+
+    def poll(self, timeout: float) -> list[tuple[str, Outcome]]:
+        done, self.waiting = self.waiting, []
+        return [(id, Outcome()) for id in done]

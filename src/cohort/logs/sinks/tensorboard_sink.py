@@ -1,0 +1,36 @@
+"""TensorBoard: event files in the run directory, under tensorboard/."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from cohort.logs.sinks.base import Sink, SinkRow
+from cohort.logs.view import Header
+
+
+class TensorboardSink(Sink):
+    """Every start writes a file with the whole run, which tells readers to forget the files before it."""
+
+    _writer: Any = None
+
+    def connect(self, header: Header) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._event, self._summary = Event, Summary
+        self._writer = EventFileWriter(str(Path(header.path) / "tensorboard"), flush_secs=5)
+        restart = SessionLog(status=SessionLog.START)
+        self._writer.add_event(Event(wall_time=time.time(), step=0, session_log=restart))
+
+    def write(self, row: SinkRow) -> None:
+        values = [self._summary.Value(tag=name, simple_value=value) for name, value in row.metrics.items()]
+        summary = self._summary(value=values)
+        self._writer.add_event(self._event(wall_time=row.time, step=row.step, summary=summary))
+
+    def stop(self, ended_well: bool) -> None:
+        if self._writer is not None:
+            writer, self._writer = self._writer, None
+            writer.close()

@@ -1,0 +1,99 @@
+"""`cohort check` as a user calls it: on the built-in recipes and a broken task, for people and programs."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from cohort.cli.check import run
+from cohort.errors import ConfigError
+from cohort.recipes import RECIPES
+from tests.runs import preserved
+
+SMALL = shlex.split("--threads 1 --batch.prompts 4 --batch.samples 4 --eval.problems 8 --sampling.max-tokens 48")
+OWN = '''
+import cohort
+from cohort.config.schema import BatchConfig, EvalConfig, SamplingConfig
+
+
+@cohort.task("pasted")
+class Pasted:
+    """Pays for naming the number, which the prompt does."""
+
+    def rows(self, split):
+        return ({"id": f"{split}-{n}", "n": n} for n in range(16))
+
+    def prompt(self, row):
+        return [{"role": "user", "content": f"Write \\x1b[2J{row['n']} in tags."}]
+
+    def gold(self, row):
+        return f"<answer>{row['n']}</answer>"
+
+    def score(self, row, answer):
+        return {"correct": float(str(row["n"]) in answer.text)}
+
+
+def recipe():
+    return cohort.RunConfig(
+        model="tiny", task=Pasted(), steps=2, threads=1, batch=BatchConfig(prompts=4, samples=4),
+        sampling=SamplingConfig(max_tokens=16), eval=EvalConfig(problems=4),
+    )
+'''
+
+
+@pytest.fixture(autouse=True)
+def settings_kept():
+    with preserved():
+        yield
+
+
+def test_the_quickstart_passes_with_a_line_a_check(capsys: pytest.CaptureFixture[str]) -> None:
+    run(["quickstart", "--threads", "1"])
+    shown = capsys.readouterr()
+    *lines, last = shown.out.splitlines()
+    assert len(lines) == 30 and all(line.startswith("ok    ") for line in lines), shown.out
+    assert last == "30 checks: 0 failed, 0 with a warning"
+    assert shown.err == ""  # progress is for terminals
+    assert {line.split()[1].split("/")[0] for line in lines} == {"reward", "update", "plan"}
+
+
+@pytest.mark.parametrize("name", sorted(set(RECIPES) - {"quickstart"}))
+def test_no_built_in_recipe_raises_an_alarm(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run([name, "--model", "tiny", *SMALL, "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert found["ok"] and found["recipe"] == name and len(found["findings"]) == 30
+    # the bundled model stands in for others here: what it samples may be all wrong, or never end
+    assert {f["name"] for f in found["findings"] if f["status"] == "warn"} <= {"reward/signal", "update/end-token"}
+
+
+def test_a_broken_task_ends_with_exit_code_1_and_its_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "pasted.py").write_text(OWN)
+    for form in ([], ["--json"]):
+        with pytest.raises(SystemExit) as ended:
+            run([f"{tmp_path}/pasted.py:recipe", *form])
+        assert ended.value.code == 1
+        out = capsys.readouterr().out
+        assert "\x1b" not in out
+        if form:
+            report = json.loads(out)
+            failed = [f for f in report["findings"] if f["status"] == "FAIL"]
+            assert not report["ok"] and [f["name"] for f in failed] == ["reward/echo"]
+            assert failed[0]["details"] == {"reward": 1.0} and "repeating the prompt earns 1 of 1" in failed[0]["text"]
+        else:
+            [line] = [line for line in out.splitlines() if line.startswith("FAIL")]
+            assert line.split()[1] == "reward/echo" and "1 failed" in out.splitlines()[-1]
+
+
+def test_what_cannot_be_checked_is_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    for args, words in (
+        ([], "name a recipe"),
+        (["--json"], "name a recipe"),
+        (["quickstart", "--lr", "1"], "optim.lr"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            run(args)
+    run(["--help"])
+    assert "usage: cohort check RECIPE" in capsys.readouterr().out

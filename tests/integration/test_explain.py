@@ -1,0 +1,57 @@
+"""`cohort explain` on a short real run: what it prints is what the learner did."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from cohort.explain.step import load
+from cohort.store.reader import Reader
+from tests.real_run import SMALL, cohort, only_run
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("explain")
+    settings = [s for s in SMALL if not s.startswith(("--steps", "--eval.every"))]
+    done = cohort("train", "quickstart", *settings, "--steps=2", at=folder)
+    assert done.returncode == 0, done.stderr
+    run = only_run(folder)
+    assert run is not None
+    return run
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_the_signal_is_what_the_learner_recorded(trained: Path, number: int) -> None:
+    step = load(trained, number)
+    with Reader(trained / "run.db") as reader:
+        recorded = {m.name: m.value for m in reader.metrics(step=number)}
+    assert step.effect.exact and step.num_changed == 0
+    assert step.effect.total == pytest.approx(recorded["signal"], rel=1e-6)
+    in_loss = [e.in_loss for g in step.effect.groups for e in g]
+    assert sum(in_loss) == 4 * recorded["groups/in_loss"] > 0
+
+
+def test_a_step_is_explained_on_the_terminal_and_as_a_page(trained: Path, tmp_path: Path) -> None:
+    done = cohort("explain", trained, "--step", 2, at=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("step 2 of 2 · quickstart · tiny · arithmetic · grpo\n  groups          6: ")
+    assert "\x1b" not in done.stdout
+    shares = [float(share) for share in re.findall(r"^  \d+ +([\d.]+)%", done.stdout, re.MULTILINE)]
+    assert len(shares) == 6 and sum(shares) == pytest.approx(100.0, abs=0.4) and shares == sorted(shares, reverse=True)
+    assert len(re.findall(r"^sample \d · ", done.stdout, re.MULTILINE)) == 4
+    assert re.search(
+        r"^  sampled +│ .*<answer>", done.stdout, re.MULTILINE
+    )  # tokens as the run's tokenizer spells them
+    assert "not known" not in done.stdout and "not quite" not in done.stdout and "today" not in done.stdout
+    written = cohort("explain", trained, "--step=1", "--group=0", "--html=step.html", at=tmp_path)
+    assert (written.returncode, written.stdout) == (0, "wrote step.html\n")
+    assert "<title>step 1 of 2 · quickstart" in (tmp_path / "step.html").read_text(encoding="utf-8")
+
+
+def test_a_step_that_is_not_kept_is_one_line(trained: Path, tmp_path: Path) -> None:
+    done = cohort("explain", trained, "--step", 3, at=tmp_path)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr == f"cohort: {trained} has no rollouts of step 3; those of step 1-2 are kept.\n"
