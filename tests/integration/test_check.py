@@ -97,3 +97,14 @@ def test_what_cannot_be_checked_is_refused_in_one_line(capsys: pytest.CaptureFix
             run(args)
     run(["--help"])
     assert "usage: cohort check RECIPE" in capsys.readouterr().out
+
+
+def test_a_loss_that_raises_is_a_finding(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: object) -> None:
+        raise ZeroDivisionError("no tokens")
+
+    monkeypatch.setattr("cohort.algos.policy.PolicyGradient.loss", broken)
+    with pytest.raises(SystemExit) as ended:
+        run(["quickstart", "--batch.prompts", "8", "--eval.problems", "8", "--threads", "1"])
+    assert ended.value.code == 1
+    assert "FAIL  update/raises" in (said := capsys.readouterr().out) and "ZeroDivisionError: no tokens" in said

@@ -189,6 +189,8 @@ def test_the_compute_type_may_be_another(runs: dict[str, Path]) -> None:
     stored = metrics(done(runs["grpo"], 2))["grad_norm"]
     assert metrics(exact)["grad_norm"] == pytest.approx(stored, rel=1e-4) and exact.differing
     assert metrics(rounded)["grad_norm"] == pytest.approx(stored, rel=0.1) and rounded.differing
+    several, plain = (metrics(done(runs["kl"], 4, *f)) for f in (["--learner.dtype=bfloat16"], []))
+    assert several["grad_norm"] == pytest.approx(plain["grad_norm"], rel=0.1)  # updates go on from the masters
     single = done(runs["bf16"], 4, "--learner.dtype=float32")
     assert metrics(single)["grad_norm"] == pytest.approx(metrics(done(runs["bf16"], 4))["grad_norm"], rel=0.1)
     assert metrics(single)["sampler_gap/max"] > 1e-4  # bf16 sampled it

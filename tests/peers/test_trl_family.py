@@ -1,19 +1,22 @@
 """The algorithms beyond plain GRPO against TRL 1.16.0's own trainers: losses, corrections, advantages, controllers.
 
-As in `test_trl_loss.py`, TRL's `_compute_loss` and `_generate_and_score_completions` run on a tiny random Llama, here
-in float64, and must agree to 1e-6 in value and in the gradient of every parameter. Where TRL deviates, the test says so
-and compares what is left:
+As in `test_trl_loss.py`, TRL's `_compute_loss` and `_generate_and_score_completions` run on a tiny random Llama. Values
+agree to 1e-6, gradients to 1e-6 of their largest entry over all parameters. The model is in float64; TRL computes the
+log-probabilities and the loss in float32. Where TRL deviates, the test says so and compares what is left:
 
-- RLOO: TRL clips the ratio of the whole sequence as PPO does and takes the mean over sequences of no length divisor;
-  ours is the paper's REINFORCE with a constant divisor. On-policy the gradients agree up to that constant; off-policy
-  they agree where a sequence is one token, since our ratio is the token's.
+- RLOO: TRL clips the ratio of the whole sequence, as PPO does, and divides by no length; ours is the paper's REINFORCE
+  with a constant divisor. On-policy the gradients agree up to that constant. Off-policy they agree where a sequence is
+  one token: our ratio is each token's.
 - Adaptive entropy: TRL's first step has no bonus (its last entropy is infinite until one was measured), ours starts
   with the configured one. Both use the previous step's entropy, where the paper has the current one's.
+- Batch scale: a group with one scored sample has no advantages on either side; TRL counts its reward in the deviation
+  of the batch, ours does not.
+- Dual clip: TRL's `delta` also holds the ratio of positive advantages; the same, as long as it is above 1 + clip_high.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,7 @@ import torch
 from torch import Tensor
 
 from cohort.algos import build_algorithm
+from cohort.algos.advantages import STD_FLOOR, std_of
 from cohort.algos.policy import overlong_penalty
 from cohort.config.algos import CISPO, GRPO, GSPO, RLOO, SAPO, CorrectionConfig, KLConfig, Policy
 from cohort.types import Group, Prompt, Provenance, Sample
@@ -84,7 +88,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def exact_trainer(*args: Any, **settings: Any) -> Any:
-    """In float64: what differs then is not rounding."""
+    """With gradients in float64: what differs is hardly rounding."""
     trainer = make_trainer(*args, **settings)
     trainer.model.double()
     if trainer.ref_model is not None:
@@ -187,12 +191,24 @@ REWARDS: list[float | None] = [1.0, 0.0, 0.25, 0.3, -2.0, None]  # of two prompt
 
 def test_batch_scale_equals_trl(model_folder: Path) -> None:
     """The group's mean, the deviation of all rewards of the batch."""
-    theirs = scored(make_trainer(model_folder, given, num_generations=3, scale_rewards="batch"))["advantages"]
+    theirs = scored(exact_trainer(model_folder, given, num_generations=3, scale_rewards="batch"))["advantages"]
     assert_same(advantages_of(GRPO(scale="batch")), theirs)
 
 
+def test_batch_scale_of_trl_counts_a_lone_sample(model_folder: Path) -> None:
+    """The deviation, and that it is the only one."""
+    rewards = [1.0, 0.0, 0.25, 5.0, None, None]
+    settings = {"num_generations": 3, "scale_rewards": "batch"}
+    theirs = scored(exact_trainer(model_folder, lambda completions, **_: rewards, **settings))["advantages"]
+    assert not theirs[3:].any()
+    mine = advantages_of(GRPO(scale="batch"), rewards)
+    assert not any(mine[3:])
+    ratio = (std_of([1.0, 0.0, 0.25, 5.0]) + STD_FLOOR) / (std_of([1.0, 0.0, 0.25]) + STD_FLOOR)
+    assert_same(mine, theirs * ratio)
+
+
 def test_leave_one_out_equals_trl(model_folder: Path) -> None:
-    theirs = scored(make_trainer(model_folder, given, kind="RLOO", num_generations=3, beta=0.0))["advantages"]
+    theirs = scored(exact_trainer(model_folder, given, kind="RLOO", num_generations=3, beta=0.0))["advantages"]
     assert_same(advantages_of(RLOO()), theirs)
 
 
@@ -238,8 +254,8 @@ def scored(trainer: Any) -> dict[str, Tensor]:
     return trainer._generate_and_score_completions(batch)  # type: ignore[no-any-return]
 
 
-def advantages_of(config: Policy) -> list[float]:
-    graded = build_algorithm(config, COMPLETION).advantages([make_group(REWARDS[:3]), make_group(REWARDS[3:])])
+def advantages_of(config: Policy, rewards: Sequence[float | None] = REWARDS) -> list[float]:
+    graded = build_algorithm(config, COMPLETION).advantages([make_group(rewards[:3]), make_group(rewards[3:])])
     return [s.advantage for g in graded for s in g.samples]
 
 

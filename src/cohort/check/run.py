@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from cohort import build
-from cohort.check.findings import Finding
+from cohort.check.findings import Finding, fail
 from cohort.check.plan import memory, one_step
 from cohort.check.reward import check_reward
 from cohort.check.trial import give_signal, sample
 from cohort.check.update import check_update
 from cohort.config.schema import RunConfig
+from cohort.logs.escape import one_line
 
 NUM_PROMPTS, NUM_SAMPLES = 3, 4
 
@@ -29,7 +30,12 @@ def check(config: RunConfig, progress: Callable[[str], None]) -> Iterator[Findin
             yield finding
         progress("taking gradients")
         give_signal(trial)
-        yield from check_update(trial)
+        try:
+            yield from check_update(trial)
+        except Exception as error:  # a loss or model that breaks is what this command is there to find
+            said = one_line(f"{type(error).__name__}: {error}", 300)
+            yield fail("update/raises", f"{said}. Nothing after this was checked.")
+            return
         progress("measuring a step")
         yield memory(trial)
         yield one_step(trial, seconds)

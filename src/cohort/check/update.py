@@ -22,8 +22,8 @@ from cohort.models.functions import wide_product
 from cohort.text import Tokenizer
 from cohort.types import Finish, Group, Provenance, Sample
 
-# (mean, most) of gradients and of log-probabilities: ten times the numerics contract's, because a user's model may be deeper
-# than those it is tested on; faults are thousands of times larger. Low precision rounds every sum anew.
+# (mean, most) of gradients and of log-probabilities: ten times the numerics contract's, because a user's model may be
+# deeper than those it is tested on; faults are thousands of times larger. Low precision rounds every sum anew.
 EXACT = {torch.float64: (1e-9, 1e-9), torch.float32: (1e-4, 2e-3)}
 ON_GPU, ROUNDED = (1e-3, 1e-2), (0.1, 2.0)
 NUM_SPECIAL = 8
