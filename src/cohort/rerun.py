@@ -33,9 +33,8 @@ from cohort.store.rollouts import load_rollouts, rollout_path, rollout_steps
 from cohort.store.rundir import RunDirectory
 from cohort.train.replay import Replay, scored
 from cohort.train.rl import improve
-from cohort.types import CONSTANT_REWARD, Group
+from cohort.types import CONSTANT_REWARD, NOT_ACCEPTED, Group
 
-NOT_ACCEPTED = "not accepted"  # as sampling marks a group that is replaced
 _GRADED = (CONSTANT_REWARD, DEAD, TOO_FEW)  # exclusions that the algorithm sets, and will set again
 _SECTIONS = ("algo", "optim", "learner")
 _STEERING = ("algo.kl.target", "algo.kl.refresh", "algo.entropy_target", "optim.max_bad_steps")

@@ -112,6 +112,10 @@ CONSTANT_REWARD = "constant reward"
 """The exclusion that keeps a group's samples in the denominators: its gradient is zero, its share is not."""
 
 
+NOT_ACCEPTED = "not accepted"
+"""The exclusion of a group that others were sampled in the place of."""
+
+
 @dataclass(kw_only=True, slots=True)
 class Group:
     """A prompt and its samples: the unit of baselines, of prefix sharing and of ranks."""

@@ -13,7 +13,7 @@ from cohort.engines.base import Engine, Request
 from cohort.errors import TrainingStopped
 from cohort.scoring.pool import ScoringPool
 from cohort.tasks.stream import TaskStream
-from cohort.types import Answer, Group, Key, Outcome, Prompt, Sample, Sampling
+from cohort.types import NOT_ACCEPTED, Answer, Group, Key, Outcome, Prompt, Sample, Sampling
 
 MAX_REFILLS = 10  # rounds of refill before a step goes on with fewer groups
 MAX_FAILED = 0.05  # share of a step's samples that may fail to be scored
@@ -57,7 +57,7 @@ def collect(
             if accept(group):
                 missing -= 1
             else:
-                group.excluded = "not accepted"
+                group.excluded = NOT_ACCEPTED
         groups += fresh
         if not missing:
             break

@@ -49,7 +49,7 @@ def load(path: Path, number: int | None) -> Step:
     config = directory.config
     metrics: dict[str, float] = {}
     # the rollouts tell nearly everything: a database of another version is no reason to stop
-    with suppress(RunError), Reader(directory.database) as reader:
+    with suppress(RunError), Reader(directory.database, once=True) as reader:
         metrics = {row.name: row.value for row in reader.metrics(step=number)}
     algo = build_algorithm(config.algo, config.sampling.max_tokens)
     if "kl/weight" in metrics:  # steered from step to step: the one that was in force
