@@ -30,6 +30,8 @@ $(PEERS_READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(PEERS)
 	@echo '*' > $(PEERS)/.gitignore
 	$(PEERS)/bin/python $(PIP) -c constraints.txt -e ".[peers]"
+	# verl pins other transformers and tensordict and wants Ray: its loss functions need none of it
+	$(PEERS)/bin/python $(PIP) --no-deps verl==0.9.1
 	@touch $@
 
 # Triton's interpreter wants numpy < 2.3, so not that of constraints.txt; in 3.9 it refuses a mask that is a block & a scalar.
@@ -73,4 +75,4 @@ check: lint types test
 
 clean:
 	rm -rf $(VENV) $(PEERS) $(KERNELS) build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis src/*.egg-info
-	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+	find src tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -149,7 +149,8 @@ def remains(run: Path) -> dict[str, Any]:
     left: dict[str, Any] = {
         name: hashlib.sha256(path.read_bytes()).hexdigest()
         for name, path in files.items()
-        if name not in (".lock", "run.md", "metrics.jsonl") and not name.startswith("run.db")  # readers come and go beside it
+        # readers come and go beside the database, and metrics.jsonl has clock times
+        if name not in (".lock", "run.md", "metrics.jsonl") and not name.startswith("run.db")
     }
     left["run.md"] = files["run.md"].read_text().replace(run.name, "RUN") if "run.md" in files else ""
     lines = [json.loads(line) for line in files["metrics.jsonl"].read_text().splitlines()]

@@ -75,7 +75,7 @@ def test_it_does_not_depend_on_packing_or_on_the_way_through_the_head(monkeypatc
     for budget, share in ((60, True), (24, True), (17, False)):
         got, _ = gradient(made(small_decoder(torch.float64), budget=budget), random_groups(), algo, budget, share)
         assert_same(got, expected)
-    monkeypatch.setattr(type(algo), "per_token", False)
+    monkeypatch.setattr(algo, "per_token", False)
     whole, same = gradient(made(small_decoder(torch.float64)), random_groups(), algo)
     assert_same(whole, expected)
     assert same == pytest.approx(metrics, abs=1e-10)

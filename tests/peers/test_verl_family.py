@@ -375,16 +375,14 @@ def test_reinforce_pp_of_verl_weighs_by_tokens() -> None:
     """The deviation, and that it is the only one: our normalisation with each sample as often as it has tokens."""
     rewards, mask = as_tokens(RAGGED)
     found, _ = core.compute_reinforce_plus_plus_outcome_advantage(rewards, mask, config=core.AlgoConfig(gamma=1.0))
-    batch = FLAT.repeat_interleave(torch.tensor(RAGGED)).tolist()
-    mine = torch.tensor(advantages(FLAT.tolist(), "batch", "batch", batch), dtype=torch.float64)
+    repeated = FLAT.repeat_interleave(torch.tensor(RAGGED))  # one group: the batch is what counts
+    by_token = torch.tensor(advantages([repeated.tolist()], "batch", "batch")[0], dtype=torch.float64)
+    first = torch.tensor([0, *RAGGED[:-1]]).cumsum(0)  # each sample's first token
+    mine = by_token[first]
     torch.testing.assert_close(mine[:, None] * mask, found, rtol=1e-6, atol=1e-6)
     assert (graded(ReinforcePP()) - mine).abs().max() > 1e-3
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="ours divides by the deviation of the rewards, paper and verl by that of rewards minus their group's mean",
-)
 @pytest.mark.usefixtures("no_floor")
 def test_reinforce_pp_baseline_equals_verl() -> None:
     """arXiv:2501.03262: subtract the group's mean, then normalise what is left over the batch."""

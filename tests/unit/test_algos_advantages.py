@@ -40,35 +40,35 @@ def grade(config: GRPO, *samples: Sample) -> Group:
 
 def test_advantages_with_std_by_hand() -> None:
     # mean 0.25, centred 0.75 -0.25 -0.25 -0.25, sum of squares 0.75, n - 1 = 3, std 0.5
-    got = advantages([1.0, 0.0, 0.0, 0.0], "std")
+    [got] = advantages([[1.0, 0.0, 0.0, 0.0]], "std")
     assert got == pytest.approx([0.75 / 0.5001, -0.25 / 0.5001, -0.25 / 0.5001, -0.25 / 0.5001], abs=1e-15)
 
 
 def test_advantages_without_std_by_hand() -> None:
-    assert advantages([1.0, 0.0, 0.0, 0.0], "none") == [0.75, -0.25, -0.25, -0.25]
-    assert advantages([3.0, -1.0], "none") == [2.0, -2.0]
+    assert advantages([[1.0, 0.0, 0.0, 0.0]], "none") == [[0.75, -0.25, -0.25, -0.25]]
+    assert advantages([[3.0, -1.0]], "none") == [[2.0, -2.0]]
 
 
 @pytest.mark.parametrize("scale", ["std", "none"])
 @pytest.mark.parametrize("rewards", [[0.1] * 3, [0.1] * 7, [1 / 3] * 6, [0.7], [], [1e30] * 3])
 def test_a_constant_group_is_exactly_zero(rewards: list[float], scale) -> None:
     assert is_constant(rewards)
-    assert all(a == 0.0 for a in advantages(rewards, scale))
+    assert all(a == 0.0 for a in advantages([rewards], scale)[0])
 
 
 def test_a_computed_mean_of_equal_rewards_is_not_their_value() -> None:
     # why constancy is a comparison: the naive mean of three 0.1 is 0.10000000000000002
     assert 0.1 - (0.1 + 0.1 + 0.1) / 3 != 0.0
-    assert advantages([0.1, 0.1, 0.1]) == [0.0, 0.0, 0.0]
+    assert advantages([[0.1, 0.1, 0.1]]) == [[0.0, 0.0, 0.0]]
 
 
 def test_rewards_that_differ_by_rounding_stay_small() -> None:
-    assert max(map(abs, advantages([0.3, 0.1 + 0.2]))) < 1e-11  # without the floor: 0.7
+    assert max(map(abs, advantages([[0.3, 0.1 + 0.2]])[0])) < 1e-11  # without the floor: 0.7
 
 
 def test_advantages_do_not_depend_on_the_order_of_the_samples() -> None:
     rewards = [0.1, 0.2, 0.3]  # 0.1 + 0.2 + 0.3 != 0.3 + 0.2 + 0.1
-    forward, backward = advantages(rewards), advantages(rewards[::-1])
+    [forward], [backward] = advantages([rewards]), advantages([rewards[::-1]])
     assert forward == backward[::-1]
 
 

@@ -248,9 +248,13 @@ def test_the_batchs_mean_and_deviation():
     assert given(graded(Reinforce(), *rows)) == [[0.25, -0.75], [0.25, 0.25]]
     expected = [[0.25 / (std + 1e-4), -0.75 / (std + 1e-4)], [0.25 / (std + 1e-4)] * 2]
     assert given(graded(ReinforcePP(), *rows)) == [pytest.approx(row) for row in expected]
-    groups = graded(ReinforcePPBaseline(), *rows)
+    groups = graded(GRPO(scale="batch"), *rows)
     assert given(groups) == [pytest.approx([0.5 / (std + 1e-4), -0.5 / (std + 1e-4)]), [0.0, 0.0]]
     assert [g.excluded for g in groups] == ["", CONSTANT_REWARD]
+    # REINFORCE++ with a baseline: the deviation of what is left after it
+    left = statistics.stdev([0.5, -0.5, 0.0, 0.0])
+    found = given(graded(ReinforcePPBaseline(), *rows))
+    assert found == [pytest.approx([0.5 / (left + 1e-4), -0.5 / (left + 1e-4)]), [0.0, 0.0]]
     assert not any(g.excluded for g in graded(Reinforce(), *rows))  # equal rewards say something beside other groups
 
 
@@ -284,8 +288,9 @@ def test_pass_at_k_stops_caring_once_the_group_succeeds():
 
 
 def test_advantages_of_a_batch_baseline_do_not_depend_on_the_order():
-    batch = [0.1, 0.7, 0.3, 0.2]
-    assert advantages([0.1, 0.7], "batch", "batch", batch) == advantages([0.1, 0.7], "batch", "batch", batch[::-1])
+    rows = [[0.1, 0.7], [0.3, 0.2], [0.15]]
+    assert advantages(rows, "batch", "batch") == advantages(rows[::-1], "batch", "batch")[::-1]
+    assert advantages(rows, "centred", "mean") == advantages(rows[::-1], "centred", "mean")[::-1]
 
 
 # ---- dead groups, long completions

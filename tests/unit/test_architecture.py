@@ -192,7 +192,8 @@ def test_third_party_walls() -> None:
 def test_third_party_imports_are_declared() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
-    declared = [*project["dependencies"], *(e for name in ("gguf", "cuda", "wandb", "tensorboard", "trackio") for e in extras[name])]
+    optional = ("gguf", "cuda", "wandb", "tensorboard", "trackio")
+    declared = [*project["dependencies"], *(e for name in optional for e in extras[name])]
     names = {re.split(r"[<>=!~\[; ]", entry)[0].lower() for entry in declared}
     names |= {"yaml"} if "pyyaml" in names else set()
     used = {part_of(name) for path in modules() for name, _ in imports(path)}

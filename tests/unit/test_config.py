@@ -157,7 +157,7 @@ BAD_FLAGS = {
     "--steps many": '--steps must be a whole number, not "many".',
     "--steps 1.5": '--steps must be a whole number, not "1.5".',
     "--optim.lr fast": '--optim.lr must be a number, not "fast".',
-    "--algo.scale max": '--algo.scale must be one of std, batch, mean, none, not "max".',
+    "--algo.scale max": '--algo.scale must be one of std, batch, centred, mean, none, not "max".',
     "--save.keep-best maybe": '--save.keep-best must be True or False, not "maybe".',
     "--task.keep 1": '--task.keep must be 2 values (a whole number, a whole number), not "1".',
     "--steps": "--steps takes one value (a whole number), got none.",

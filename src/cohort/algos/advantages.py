@@ -38,22 +38,32 @@ def std_of(rewards: Sequence[float]) -> float:
 
 
 def advantages(
-    rewards: Sequence[float], scale: Scale = "std", baseline: Baseline = "mean", batch: Sequence[float] = ()
-) -> list[float]:
-    """Of one group's rewards: minus the baseline, over the scale. `batch` are all rewards of the step.
+    groups: Sequence[Sequence[float]], scale: Scale = "std", baseline: Baseline = "mean"
+) -> list[list[float]]:
+    """Of the rewards of a step's groups: minus the baseline, over the scale.
 
     Relative to its group, a constant one (a group of one included) gives exactly zeros.
 
-    >>> advantages([1.0, 0.0, 0.0, 1.0], "none")
-    [0.5, -0.5, -0.5, 0.5]
-    >>> [round(a, 4) for a in advantages([1.0, 0.0, 0.0, 1.0])]
+    >>> advantages([[1.0, 0.0, 0.0, 1.0]], "none")
+    [[0.5, -0.5, -0.5, 0.5]]
+    >>> [round(a, 4) for a in advantages([[1.0, 0.0, 0.0, 1.0]])[0]]
     [0.8659, -0.8659, -0.8659, 0.8659]
-    >>> advantages([1.0, 0.0, 0.0], "none", "leave_one_out")
-    [1.0, -0.5, -0.5]
-    >>> advantages([1.0, 0.0], "none", "batch", batch=[1.0, 0.0, 0.0, 0.0])
-    [0.75, -0.25]
+    >>> advantages([[1.0, 0.0, 0.0]], "none", "leave_one_out")
+    [[1.0, -0.5, -0.5]]
+    >>> advantages([[1.0, 0.0], [0.0, 0.0]], "none", "batch")
+    [[0.75, -0.25], [-0.25, -0.25]]
     """
-    return _scaled(_centred(rewards, baseline, batch), rewards, scale, batch)
+    batch = [reward for rewards in groups for reward in rewards]
+    centred = [_centred(rewards, baseline, batch) for rewards in groups]
+    if scale == "batch":
+        divisors = [std_of(batch)] * len(groups)
+    elif scale == "centred":
+        divisors = [std_of([c for row in centred for c in row])] * len(groups)
+    elif scale == "none":
+        return centred
+    else:
+        divisors = [std_of(rewards) if scale == "std" else abs(mean_of(rewards)) for rewards in groups]
+    return [[c / (d + STD_FLOOR) if c else c for c in row] for row, d in zip(centred, divisors, strict=True)]
 
 
 def _centred(rewards: Sequence[float], baseline: Baseline, batch: Sequence[float]) -> list[float]:
@@ -67,17 +77,6 @@ def _centred(rewards: Sequence[float], baseline: Baseline, batch: Sequence[float
     mean, n = mean_of(rewards), len(rewards)
     # the mean of the others lies n / (n - 1) times as far away as the mean of all
     return [(reward - mean) * (n / (n - 1) if baseline == "leave_one_out" else 1.0) for reward in rewards]
-
-
-def _scaled(centred: list[float], rewards: Sequence[float], scale: Scale, batch: Sequence[float]) -> list[float]:
-    if scale == "none" or not any(centred):
-        return centred
-    divisor = {
-        "std": lambda: std_of(rewards),
-        "batch": lambda: std_of(batch),
-        "mean": lambda: abs(mean_of(rewards)),
-    }[scale]()
-    return [c / (divisor + STD_FLOOR) for c in centred]
 
 
 def best_of_k(rewards: Sequence[float], k: int) -> list[float]:

@@ -53,17 +53,25 @@ class PolicyGradient:
 
     def advantages(self, groups: list[Group]) -> list[Group]:
         """A group excluded for a reason of somebody else's keeps it and gets no advantages."""
-        graded = [g for g in groups if g.excluded in _OURS]
+        graded: list[tuple[Group, list[float]]] = []  # with the returns of its scored samples
         for group in groups:
             for sample in group.samples:
                 sample.advantage = 0.0
                 if sample.masked in ("", TRUNCATED, FAILED):
                     sample.masked = self._mask(sample)
-        returns = [[self.returned(s) for s in g.samples if not s.failure] for g in graded]
-        batch = [value for row in returns if len(row) > 1 for value in row]
-        for group, row in zip(graded, returns, strict=True):
-            self._grade(group, row, batch)
+            if group.excluded in _OURS:
+                returns = [self.returned(s) for s in group.samples if not s.failure]
+                group.excluded = "" if len(returns) > 1 else TOO_FEW  # graded before, perhaps with other settings
+                graded += [] if group.excluded else [(group, returns)]
+        for (group, returns), found in zip(graded, self._found([r for _, r in graded]), strict=True):
+            self._grade(group, returns, found)
         return groups
+
+    def _found(self, returns: list[list[float]]) -> list[list[float]]:
+        c = self.config
+        if isinstance(c, PassAtK):
+            return [best_of_k(row, c.k) for row in returns]
+        return advantages(returns, c.scale, c.baseline)
 
     def weigh(self, lengths: Lengths, totals: Totals) -> Tensor:
         return token_weights(lengths, self.config.aggregate, totals, self.max_tokens)
@@ -113,17 +121,11 @@ class PolicyGradient:
         at = [i for i, p in enumerate(sample.provenance) if p == Provenance.SAMPLED]
         return kl_of_sample([old[i] for i in at], [other[i] for i in at], kl.estimator)
 
-    def _grade(self, group: Group, returns: Sequence[float], batch: Sequence[float]) -> None:
-        group.excluded = ""  # it may have been graded before, with other settings
-        if len(returns) < 2:
-            group.excluded = TOO_FEW
-            return
-        c = self.config
-        found = best_of_k(returns, c.k) if isinstance(c, PassAtK) else advantages(returns, c.scale, c.baseline, batch)
+    def _grade(self, group: Group, returns: Sequence[float], found: Sequence[float]) -> None:
         scored = (s for s in group.samples if not s.failure)
         for sample, advantage in zip(scored, found, strict=True):
             sample.advantage = advantage
-        if c.dead == "drop" and is_constant(returns):
+        if self.config.dead == "drop" and is_constant(returns):
             group.excluded = DEAD
         elif not any(found) and not self._always_trains:
             group.excluded = CONSTANT_REWARD  # exact: every term of the loss has a zero gradient

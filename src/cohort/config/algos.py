@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 Baseline = Literal["mean", "leave_one_out", "batch", "none"]
-Scale = Literal["std", "batch", "mean", "none"]
+Scale = Literal["std", "batch", "centred", "mean", "none"]
 Aggregate = Literal["token", "sequence", "prompt", "constant"]
 Dead = Literal["keep", "drop", "refill"]
 Estimator = Literal["k1", "k2", "k3", "abs"]
@@ -51,7 +51,8 @@ class Policy:
     baseline: Baseline = "mean"
     """Subtracted from a sample's reward: its group's mean, its siblings' mean, the batch's mean, nothing."""
     scale: Scale = "std"
-    """What divides it then: the group's standard deviation, the batch's, the group's mean (MaxRL), nothing."""
+    """What divides it then: the standard deviation of the group's rewards, of the batch's, of the batch's after the
+    baseline, the group's mean (MaxRL), nothing."""
     aggregate: Aggregate = "sequence"
     """Mean over all tokens; over samples of the token mean; over prompts of the token mean; over samples of the token
     sum over max_tokens."""
@@ -173,7 +174,7 @@ class ReinforcePP(GRPO):
     """REINFORCE++ (Hu et al. 2025, arXiv:2501.03262): advantages normalised over the batch."""
 
     baseline: Baseline = "batch"
-    scale: Scale = "batch"
+    scale: Scale = "centred"
     aggregate: Aggregate = "token"
     kl: KLConfig = field(default_factory=lambda: KLConfig(estimator="k1", place="reward"))
 
