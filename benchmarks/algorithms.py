@@ -45,12 +45,12 @@ def train(algo: str, seed: int, extra: list[str]) -> Result:
 
 
 def table(results: list[Result]) -> str:
-    rows = ["| algorithm | before | after, by seed | seconds a run |", "|---|---:|---|---:|"]
+    rows = ["| algorithm | before | after, by seed |", "|---|---:|---|"]
     for algo in dict.fromkeys(r.algo for r in results):
         mine = sorted((r for r in results if r.algo == algo), key=lambda r: r.seed)
         before = sum(r.before for r in mine) / len(mine)
         after = ", ".join(f"{r.after:.3f}" for r in mine)
-        rows.append(f"| `{algo}` | {before:.3f} | {after} | {sum(r.seconds for r in mine) / len(mine):.0f} |")
+        rows.append(f"| `{algo}` | {before:.3f} | {after} |")
     return "\n".join(rows)
 
 

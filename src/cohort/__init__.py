@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -35,6 +35,7 @@ class _Train(ModuleType):
         *,
         out: str | Path = "runs",
         log: str = "plain",
+        sinks: Sequence[str] = (),
     ) -> Path:
         """Train a recipe (a name, `file.py:function`, or a config) and return the run directory."""
         from cohort.build import train as build_train
@@ -44,7 +45,7 @@ class _Train(ModuleType):
             config = load.load(recipe, load.as_args(settings or {}))
         else:
             config = load.change(recipe, load.as_args(settings or {}))
-        return build_train(config, Path(out), log)
+        return build_train(config, Path(out), log, *sinks)
 
 
 importlib.import_module("cohort.train")

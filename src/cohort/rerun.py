@@ -33,9 +33,9 @@ from cohort.store.rollouts import load_rollouts, rollout_path, rollout_steps
 from cohort.store.rundir import RunDirectory
 from cohort.train.replay import Replay, scored
 from cohort.train.rl import improve
-from cohort.types import CONSTANT_REWARD, NOT_ACCEPTED, Group
+from cohort.types import COUNTED, NOT_ACCEPTED, Group
 
-_GRADED = (CONSTANT_REWARD, DEAD, TOO_FEW)  # exclusions that the algorithm sets, and will set again
+_GRADED = (*COUNTED, DEAD, TOO_FEW)  # exclusions that the algorithm sets, and will set again
 _SECTIONS = ("algo", "optim", "learner")
 _STEERING = ("algo.kl.target", "algo.kl.refresh", "algo.entropy_target", "optim.max_bad_steps")
 _NOT_COMPARED = ("time/", "eval/", "rollouts/")  # of the clock, of another moment, of a file

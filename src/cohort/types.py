@@ -109,7 +109,9 @@ class Sample:
 
 
 CONSTANT_REWARD = "constant reward"
-"""The exclusion that keeps a group's samples in the denominators: its gradient is zero, its share is not."""
+NO_GAIN = "no gain"
+COUNTED = (CONSTANT_REWARD, NO_GAIN)
+"""The exclusions that keep a group's samples in the denominators: its gradient is zero, its share is not."""
 
 
 NOT_ACCEPTED = "not accepted"

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from cohort.algos import build_algorithm
+from cohort.algos.account import account
 from cohort.algos.advantages import advantages, best_of_k
 from cohort.algos.inputs import LossInputs
 from cohort.algos.policy import DEAD, overlong_penalty
@@ -31,7 +32,7 @@ from cohort.config.algos import (
     ReinforcePP,
     ReinforcePPBaseline,
 )
-from cohort.types import CONSTANT_REWARD, Finish, Group
+from cohort.types import CONSTANT_REWARD, NO_GAIN, Finish, Group
 from tests.support import make_group, make_sample
 
 OLD = -1.0
@@ -74,9 +75,10 @@ def found(config: Policy, x: LossInputs) -> tuple[float, list[float], dict[str, 
 def test_dual_clip_bounds_what_a_bad_sample_costs():
     """A = -1 at ratio 5: PPO pays 5, with dual clip 3 and no gradient; a positive advantage is untouched."""
     x = inputs([5.0, 5.0, 2.0], [-1.0, 1.0, -1.0])
-    value, slope, _ = found(GRPO(dual_clip=3.0), x)
+    value, slope, metrics = found(GRPO(dual_clip=3.0), x)
     assert value == pytest.approx(3.0 - 1.2 + 2.0)
     assert slope == pytest.approx([0.0, 0.0, 2.0])
+    assert metrics["clip/high"] == pytest.approx(2 / 3)  # both that have no gradient
 
 
 def test_gspo_has_one_ratio_a_sample():
@@ -265,6 +267,11 @@ def test_scaled_by_the_mean():
     assert rare[0] > common[0]
 
 
+def test_scaled_by_the_mean_of_rewards_of_both_signs():
+    [row] = given(graded(GRPO(scale="mean"), [1.0, -1.0, 1.0, -1.0]))
+    assert row == pytest.approx([1 / 1.0001, -1 / 1.0001, 1 / 1.0001, -1 / 1.0001])
+
+
 def best_by_definition(rewards: list[float], k: int) -> list[float]:
     subsets = list(itertools.combinations(range(len(rewards)), k))
 
@@ -302,8 +309,24 @@ def test_dead_groups_count_or_do_not_or_are_refilled():
     assert [g.excluded for g in graded(GRPO(dead="drop"), *rows)] == ["", DEAD]
     with_kl = graded(GRPO(dead="drop", kl=KLConfig(weight=0.1)), *rows)
     assert [g.excluded for g in with_kl] == ["", DEAD]  # by choice, although the KL would train it
-    algo = build_algorithm(DAPO(overlong=0.0), 10)
+    algo = build_algorithm(DAPO(overlong=0.9), 10)
+    # by what the task paid: lengths differ, and with them what the baseline would see
     assert [algo.accept(g) for g in graded(GRPO(), *rows)] == [True, False]
+    counted = account(graded(GRPO(dead="drop"), *rows))
+    assert counted["groups/equal_rewards"] == 1 and "groups/dead" not in counted  # that name is a share
+
+
+def test_a_group_that_adds_nothing_to_the_best_of_k_is_no_constant_one():
+    groups = graded(PassAtK(k=4), [1.0, 1.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0])
+    assert [g.excluded for g in groups] == [NO_GAIN, CONSTANT_REWARD]
+    algo = build_algorithm(PassAtK(k=4, dead="refill"), 10)
+    assert [algo.accept(g) for g in graded(GRPO(), [1.0, 1.0, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0])] == [False, True]
+
+
+def test_one_sample_is_a_group_where_the_baseline_is_the_batchs():
+    groups = graded(Reinforce(), [1.0], [0.0])
+    assert given(groups) == [[0.5], [-0.5]] and not any(g.excluded for g in groups)
+    assert [g.excluded for g in graded(RLOO(), [1.0], [0.0])] == ["too few scored samples"] * 2
 
 
 def test_overlong_completions_lose_reward_before_they_are_cut():

@@ -18,7 +18,7 @@ from cohort.check.reward import check_reward
 from cohort.check.trial import Trial, difference, give_signal, sample
 from cohort.check.update import check_update
 from cohort.cli.check import _record
-from cohort.config.algos import GSPO, ReinforcePP
+from cohort.config.algos import GSPO, CorrectionConfig, PassAtK, ReinforcePP
 from cohort.config.schema import GRPO, LearnerConfig, LoraConfig, SamplingConfig
 from cohort.data import pack as packing
 from cohort.engines import rollout
@@ -220,10 +220,20 @@ LORA = LearnerConfig(token_budget=512, lora=LoraConfig(rank=4), epochs=2, miniba
         {},
         {"algo": GSPO(), "learner": LORA},
         {"algo": ReinforcePP(entropy=0.01)},
+        {"algo": PassAtK()},
+        {"algo": GRPO(correction=CorrectionConfig(kind="mask", level="geometric", bounds=(0.5, 2.0)))},
         {"algo": GRPO(truncated="mask"), "sampling": SamplingConfig(max_tokens=4)},
         {"learner": LearnerConfig(token_budget=512, dtype="float64", prefix_sharing=False)},
     ],
-    ids=["plain", "sequence ratio, adapters, updates", "batch baseline, entropy", "all cut", "float64"],
+    ids=[
+        "plain",
+        "sequence ratio, adapters, updates",
+        "batch baseline, entropy",
+        "best of k",
+        "mask",
+        "all cut",
+        "float64",
+    ],
 )
 def test_a_sound_update_passes_every_check(changes: dict[str, Any]) -> None:
     with assembled(small_run(**changes)) as made:

@@ -99,13 +99,13 @@ def test_no_config_has_more_than_80_settings(algo: str, task: str) -> None:
 
 
 def test_overrides_reach_their_field_and_no_other() -> None:
-    args = "--steps 7 --algo.kl.weight 0.01 --algo.kl.estimator k1 --task.max-digits=3 --learner.prefix-sharing false"
+    args = "--steps 7 --algo.kl.weight 0.01 --algo.kl.estimator k2 --task.max-digits=3 --learner.prefix-sharing false"
     config = load("quickstart", args.split())
     changed = diff(load("quickstart"), config)
     assert {name: new for name, (_, new) in changed.items()} == {
         "steps": 7,
         "algo.kl.weight": 0.01,
-        "algo.kl.estimator": "k1",
+        "algo.kl.estimator": "k2",
         "task.max_digits": 3,
         "learner.prefix_sharing": False,
     }
@@ -259,6 +259,46 @@ def test_adapters_of_a_recipe_are_checked_as_deep_as_they_lie() -> None:
     lora = LoraConfig(rank=2, targets=("q_prj",))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r'targets has no "q_prj". Did you mean "q_proj"'):
         validate(RunConfig(task=Arithmetic(), learner=LearnerConfig(lora=lora)))
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ("--algo.baseline batch", "algo.scale = std divides"),
+        ("--algo reinforce --algo.scale mean", "algo.scale = mean divides"),
+        ("--algo reinforce --algo.dead drop", "groups of equal rewards have a gradient"),
+        ("--algo reinforce_pp --algo.dead refill", "groups of equal rewards have a gradient"),
+        ("--algo.kl.weight 0.1 --algo.kl.to sampler", "the sampler is the policy"),
+        ("--algo.kl.weight 0.1 --algo.kl.refresh 1", "the reference is the policy"),
+        ("--algo.kl.weight 0.1 --algo.kl.estimator k1", "gradient of zero on average"),
+        ("--algo.correction.kind mask --algo.correction.bounds 1.5 2", "with 1 between them"),
+        ("--algo.correction.kind truncate --algo.correction.bounds 0 inf", "with 1 between them"),
+        ("--algo cispo --learner.minibatches 2 --algo.clip-high 0.2", "at least 1"),
+        ("--algo gspo --learner.minibatches 2 --algo.clip-low 2", "from 0 to 1"),
+        ("--algo.entropy 3 --algo.entropy-target 0.5", "at most 1"),
+        ("--algo pass_at_k --algo.k 99", "more than batch.samples"),
+        ("--algo rloo --batch.samples 1", "batch.samples is 1"),
+    ],
+)
+def test_algorithms_refuse_what_would_do_nothing_or_harm(args: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load("quickstart", args.split())
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        "--algo reinforce --batch.samples 1",
+        "--algo gmpo --learner.minibatches 2 --algo.clip-low 1.5",
+        "--algo.kl.weight 0.1 --algo.kl.to sampler --learner.epochs 2",
+        "--algo.kl.weight 0.1 --algo.kl.refresh 2",
+        "--algo.kl.weight 0.1 --algo.kl.estimator k1 --algo.kl.place reward",
+        "--algo.correction.kind mask --algo.correction.bounds 0.5 5 --replay.prompts 4",
+        "--algo.baseline batch --algo.scale batch",
+    ],
+)
+def test_algorithms_accept_what_acts(args: str) -> None:
+    load("quickstart", args.split())
 
 
 def test_switching_off_what_a_recipe_tuned_is_no_error() -> None:

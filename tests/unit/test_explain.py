@@ -15,7 +15,7 @@ import torch
 
 from cohort.algos.algorithm import build_algorithm
 from cohort.cli import explain as command
-from cohort.config.algos import DAPO, GMPO, GRPO, GSPO, CorrectionConfig, DrGRPO, KLConfig, ReinforcePP
+from cohort.config.algos import DAPO, GMPO, GRPO, GSPO, CorrectionConfig, DrGRPO, KLConfig, PassAtK, ReinforcePP
 from cohort.config.schema import LearnerConfig, OptimConfig, SamplingConfig
 from cohort.data.pack import pack
 from cohort.errors import CohortError, ConfigError, RunError
@@ -29,7 +29,7 @@ from cohort.models.catalog import resolve
 from cohort.store.rollouts import rollout_path, save_rollouts
 from cohort.store.rundir import RunDirectory
 from cohort.text import Tokenizer
-from cohort.types import Finish, Group, Provenance
+from cohort.types import NOT_ACCEPTED, Finish, Group, Provenance
 from tests.pretend_run import small_run
 from tests.support import make_group, make_sample, random_groups, small_decoder
 
@@ -284,6 +284,29 @@ def test_the_report_names_rewards_baseline_shares_and_what_is_left_out(tmp_path)
     ):
         assert line in text.replace("\n  ", "\n"), line
     assert "not known" not in text
+
+
+def test_a_group_that_was_never_annotated_is_shown_with_what_the_task_paid(tmp_path):
+    """KL in the reward, and dead groups replaced before anybody computed it."""
+    algo = ReinforcePP(kl=KLConfig(weight=0.1, estimator="k1", place="reward"))
+    groups = two_groups()
+    for s in groups[0].samples:
+        s.old_logprobs, s.ref_logprobs = [-1.0] * len(s.tokens), [-1.5] * len(s.tokens)
+    for s in groups[1].samples:
+        s.old_logprobs = None
+    groups[1].excluded = NOT_ACCEPTED
+    build_algorithm(algo, 8).advantages(groups)
+    path = stored(tmp_path, groups, algo=algo)
+    text = printed(explain(path, 2, "1"))
+    assert "out of the loss not accepted" in text and "reward          1" in text
+    text = printed(explain(path, 2, "0"))
+    assert "of the batch    mean 0.350, std 0.778" in text  # 1 - 0.1 and 0 - 0.2, without the other group
+
+
+def test_the_best_of_k_is_named_for_what_it_is(tmp_path):
+    groups = build_algorithm(PassAtK(k=2), 8).advantages(two_groups())
+    text = printed(explain(stored(tmp_path, groups, algo=PassAtK(k=2)), 2))
+    assert "advantages      what each adds to the best of 2, aggregate = constant" in text and "baseline =" not in text
 
 
 def test_clipped_and_corrected_tokens_are_said_with_their_bounds(tmp_path):

@@ -9,7 +9,7 @@ from cohort.algos.algorithm import build_algorithm
 from cohort.config.schema import GRPO, DrGRPO
 from cohort.data.pack import pack
 from cohort.errors import ConfigError
-from cohort.types import CONSTANT_REWARD, Finish, Group, Provenance
+from cohort.types import CONSTANT_REWARD, NOT_ACCEPTED, Finish, Group, Provenance
 from tests.support import make_group, make_sample
 
 S, E, T = Provenance.SAMPLED, Provenance.ENVIRONMENT, Provenance.TARGET
@@ -135,3 +135,17 @@ def test_the_longest_sample_counts_what_follows_its_last_target():
     assert minibatch.repacked(7)
     with pytest.raises(ConfigError, match="raise it to at least 7"):
         minibatch.repacked(6)
+
+
+def test_every_minibatch_gets_its_share_of_the_groups_that_count_and_of_those_used_again():
+    """Groups that others took the place of lie between the others; they only have to be counted."""
+    groups = [group(*of_length(2)) for _ in range(12)]
+    for n in (0, 1, 2, 5):
+        groups[n].excluded = NOT_ACCEPTED
+    for g in groups[-4:]:
+        g.age = 1
+    parts = pack(groups, 100, minibatches=4).minibatches
+    assert [m.num_prompts for m in parts] == [2, 2, 2, 2]
+    segments = [sorted({s for micro in m.microbatches for s in micro.segments.tolist()}) for m in parts]
+    assert sorted(s for row in segments for s in row) == [n for n in range(12) if n not in (0, 1, 2, 5)]
+    assert all(sum(groups[s].age for s in row) == 1 for row in segments)  # one sample a group: a segment is its group

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from cohort import checkpoint
 from cohort.config.algos import GRPO, CorrectionConfig
 from cohort.config.load import change
-from cohort.config.schema import ReplayConfig, RunConfig
+from cohort.config.schema import ReplayConfig, RunConfig, SaveConfig
 from cohort.errors import ConfigError
-from cohort.store.rollouts import load_rollouts, rollout_path, save_rollouts
+from cohort.store.rollouts import load_rollouts, rollout_path, rollout_steps, save_rollouts
+from cohort.store.rundir import RunDirectory
 from cohort.tasks.arithmetic import Arithmetic
 from cohort.train.replay import Replay
+from cohort.train.run import Run
+from tests.runs import small_run
 from tests.support import make_group, make_sample
+
+CORRECTED = GRPO(correction=CorrectionConfig(kind="truncate"))
 
 
 def written(folder, step: int, num: int = 4) -> None:
@@ -53,12 +61,38 @@ def test_the_first_step_has_nothing_and_none_asks_for_nothing(tmp_path):
     assert Replay(ReplayConfig(prompts=1), 0, tmp_path).needs == {"old"}
 
 
+def test_dead_groups_that_a_kl_term_trains_are_not_drawn(tmp_path):
+    """They are not excluded then, and have nothing to teach again."""
+    dead = make_group([3], [make_sample([5], reward=1.0) for _ in range(2)], id="dead")
+    live = make_group([3], [make_sample([5], reward=r, advantage=r - 0.5) for r in (0.0, 1.0)], id="live")
+    save_rollouts(rollout_path(tmp_path, 1), [dead, live])
+    assert [g.prompt.id for g in Replay(ReplayConfig(prompts=9), 0, tmp_path).draw(1)] == ["live"]
+
+
+def test_a_resume_finds_what_it_needs_behind_its_checkpoint(tmp_path):
+    """Step 5 was recorded, the checkpoint is of step 3: replay of two steps reads the files of steps 2 and 3 again."""
+    config = replace(
+        small_run(steps=9), save=SaveConfig(rollouts=1), replay=ReplayConfig(prompts=1, steps=2), algo=CORRECTED
+    )
+    directory = RunDirectory.create(tmp_path, config)
+    for step in range(1, 6):
+        written(directory.rollouts, step - 1)
+    (directory.checkpoints / checkpoint.name(3)).mkdir(parents=True)
+    run = Run(directory, config, hooks=None)  # type: ignore[arg-type]
+    run.step = 5
+    run._remove_old_rollouts()
+    assert rollout_steps(directory.rollouts) == [2, 3, 4, 5]
+    run.config = replace(config, replay=ReplayConfig())
+    run._remove_old_rollouts()
+    assert rollout_steps(directory.rollouts) == [5]
+
+
 def test_age_survives_the_file(tmp_path):
     written(tmp_path, 0)
     assert [g.age for g in load_rollouts(rollout_path(tmp_path, 1))] == [0, 0, 0, 0, 0, 2]
 
 
-def test_replay_needs_a_correction_and_the_files():
+def test_replay_needs_a_correction():
     config = RunConfig(task=Arithmetic(), replay=ReplayConfig(prompts=2))
     with pytest.raises(ConfigError, match="samples of older policies"):
         change(config)
@@ -66,7 +100,5 @@ def test_replay_needs_a_correction_and_the_files():
         task=Arithmetic(), replay=ReplayConfig(prompts=2), algo=GRPO(correction=CorrectionConfig(kind="truncate"))
     )
     assert change(corrected).replay.prompts == 2
-    with pytest.raises(ConfigError, match="only the rollouts of 2 steps are kept"):
-        change(corrected, ["--save.rollouts", "2"])
     with pytest.raises(ConfigError, match="steps has no effect: nothing is used again"):
         change(RunConfig(task=Arithmetic()), ["--replay.steps", "2"])

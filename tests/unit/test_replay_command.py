@@ -118,7 +118,7 @@ def group(*rewards: float, excluded: str = "", age: int = 0) -> Group:
     ("algo", "stored", "excluded"),
     [
         (GRPO(), group(1, 1, excluded="constant reward"), ""),
-        (GRPO(), group(1, 1, excluded="dead"), ""),
+        (GRPO(), group(1, 1, excluded="equal rewards"), ""),
         (GRPO(), group(1, excluded="too few scored samples"), ""),
         (GRPO(), group(1, 1, excluded="not accepted"), "not accepted"),
         (GRPO(dead="refill"), group(1, 1, excluded="constant reward"), "not accepted"),

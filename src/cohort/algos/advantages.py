@@ -62,7 +62,8 @@ def advantages(
     elif scale == "none":
         return centred
     else:
-        divisors = [std_of(rewards) if scale == "std" else abs(mean_of(rewards)) for rewards in groups]
+        # sizes: with rewards of both signs the mean itself may be next to nothing
+        divisors = [std_of(r) if scale == "std" else mean_of([abs(x) for x in r]) for r in groups]
     return [[c / (d + STD_FLOOR) if c else c for c in row] for row, d in zip(centred, divisors, strict=True)]
 
 

@@ -31,7 +31,7 @@ def importance(old_logprobs: Tensor, sampler_logprobs: Tensor, segments: Tensor,
 
 
 def corrected(weight: Tensor, c: CorrectionConfig) -> Tensor:
-    """Held within the bounds (truncated importance sampling), or 0 outside them (masked; IcePop's double bound).
+    """Held within the bounds (truncated importance sampling), 0 outside them (masked; IcePop's double bound), or as is.
 
     >>> corrected(torch.tensor([0.1, 1.0, 9.0]), CorrectionConfig(kind="truncate", bounds=(0.5, 2.0)))
     tensor([0.5000, 1.0000, 2.0000])
@@ -39,6 +39,8 @@ def corrected(weight: Tensor, c: CorrectionConfig) -> Tensor:
     tensor([0., 1., 0.])
     """
     low, high = c.bounds
+    if c.kind == "none":
+        return weight
     if c.kind == "truncate":
         return weight.clamp(low, high)
     return torch.where((weight < low) | (weight > high), torch.zeros_like(weight), weight)

@@ -31,8 +31,9 @@ class PolicyLoss:
         tokens = Tokens(logprobs=x.logprobs, old_logprobs=old, advantages=x.advantages, segments=x.segments)
         found = self.surrogate.form(tokens, self.config)
         terms, tally = found.terms, self._tally(x, old, found)
+        weight = self._importance(x, old, tally)
         if self.config.correction.kind != "none":
-            terms = terms * self._correction(x, old, tally)
+            terms = terms * weight
         tally.sum("loss/policy", x.weights * terms)
         if self.kl and kl.place == "loss":
             other = x.sampler_logprobs if kl.to == "sampler" else x.ref_logprobs
@@ -46,7 +47,8 @@ class PolicyLoss:
         loss = (x.weights * terms).sum()
         return loss, tally.sum("loss", loss)
 
-    def _correction(self, x: LossInputs, old: Tensor, tally: Tally) -> Tensor:
+    def _importance(self, x: LossInputs, old: Tensor, tally: Tally) -> Tensor:
+        """Measured always, also where nothing is corrected: then it is what a correction would have to undo."""
         raw = importance(old, x.sampler_logprobs, x.segments, self.config.correction.level)  # [T]
         weight = corrected(raw, self.config.correction)
         tally.mean("importance/mean", weight).mean("importance/square", weight.square())

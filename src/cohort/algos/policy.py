@@ -19,13 +19,13 @@ from cohort.algos.loss import PolicyLoss
 from cohort.algos.surrogates import find_surrogate
 from cohort.algos.tally import Tally
 from cohort.config.algos import DAPO, PassAtK, Policy
-from cohort.types import CONSTANT_REWARD, Finish, Group, Provenance, Sample
+from cohort.types import CONSTANT_REWARD, COUNTED, NO_GAIN, Finish, Group, Provenance, Sample
 
-DEAD = "dead"  # equal rewards, left out of the mean
+DEAD = "equal rewards"  # left out of the mean by choice
 TOO_FEW = "too few scored samples"
 TRUNCATED = "truncated"
 FAILED = "failed"
-_OURS = ("", CONSTANT_REWARD, DEAD, TOO_FEW)
+_OURS = ("", *COUNTED, DEAD, TOO_FEW)
 
 
 class PolicyGradient:
@@ -35,6 +35,8 @@ class PolicyGradient:
         self.config, self.max_tokens = config, max_tokens
         self.weights = Weights.of(config)
         self._surrogate = find_surrogate(name)
+        in_groups = config.baseline in ("mean", "leave_one_out") or isinstance(config, PassAtK)
+        self._least = 2 if in_groups else 1  # scored samples a group needs
         self.per_token = self._surrogate.per_token and config.correction.level == "token"
 
     def needs(self, num_updates: int) -> frozenset[str]:
@@ -45,11 +47,15 @@ class PolicyGradient:
         return frozenset({"old"} if old else ()) | frozenset({"ref"} if ref else ())
 
     def accept(self, group: Group) -> bool:
-        """Every group, unless dead ones are to be replaced."""
+        """Every group, unless dead ones are to be replaced: by what the task paid, not by penalties for length."""
         if self.config.dead != "refill":
             return True
-        returns = [self._shaped(s) for s in group.samples if not s.failure]
-        return len(returns) > 1 and not is_constant(returns)
+        return not self._is_dead([s.reward for s in group.samples if s.reward is not None and not s.failure])
+
+    def _is_dead(self, rewards: list[float]) -> bool:
+        if isinstance(self.config, PassAtK):
+            return not any(best_of_k(rewards, self.config.k))
+        return is_constant(rewards)
 
     def advantages(self, groups: list[Group]) -> list[Group]:
         """A group excluded for a reason of somebody else's keeps it and gets no advantages."""
@@ -61,7 +67,8 @@ class PolicyGradient:
                     sample.masked = self._mask(sample)
             if group.excluded in _OURS:
                 returns = [self.returned(s) for s in group.samples if not s.failure]
-                group.excluded = "" if len(returns) > 1 else TOO_FEW  # graded before, perhaps with other settings
+                # it may have been graded before, with other settings
+                group.excluded = "" if len(returns) >= self._least else TOO_FEW
                 graded += [] if group.excluded else [(group, returns)]
         for (group, returns), found in zip(graded, self._found([r for _, r in graded]), strict=True):
             self._grade(group, returns, found)
@@ -121,14 +128,14 @@ class PolicyGradient:
         at = [i for i, p in enumerate(sample.provenance) if p == Provenance.SAMPLED]
         return kl_of_sample([old[i] for i in at], [other[i] for i in at], kl.estimator)
 
-    def _grade(self, group: Group, returns: Sequence[float], found: Sequence[float]) -> None:
+    def _grade(self, group: Group, returns: list[float], found: Sequence[float]) -> None:
         scored = (s for s in group.samples if not s.failure)
         for sample, advantage in zip(scored, found, strict=True):
             sample.advantage = advantage
-        if self.config.dead == "drop" and is_constant(returns):
+        if self.config.dead == "drop" and self._is_dead(returns):
             group.excluded = DEAD
-        elif not any(found) and not self._always_trains:
-            group.excluded = CONSTANT_REWARD  # exact: every term of the loss has a zero gradient
+        elif not any(found) and not self._always_trains:  # exact: every term of the loss has a zero gradient
+            group.excluded = CONSTANT_REWARD if is_constant(returns) else NO_GAIN
 
     @property
     def _always_trains(self) -> bool:

@@ -77,9 +77,11 @@ def clipped(t: Tokens, c: Clipped) -> Surrogate:
     """-min(r A, clip(r, 1 - low, 1 + high) A), and for A < 0 at most -dual_clip A (PPO, arXiv:1707.06347)."""
     ratio, A = t.log_ratio.exp(), t.advantages
     terms = -torch.minimum(ratio * A, ratio.clamp(1.0 - c.clip_low, 1.0 + c.clip_high) * A)
+    held = _held(ratio, A, c)
     if isinstance(c, GRPO) and c.dual_clip:
         terms = torch.where(A < 0, torch.minimum(terms, -c.dual_clip * A), terms)
-    return Surrogate(terms=terms, ratio=ratio, **_held(ratio, A, c))
+        held["high"] |= (ratio > c.dual_clip) & (A < 0)
+    return Surrogate(terms=terms, ratio=ratio, **held)
 
 
 @surrogate("gspo", per_token=False)
@@ -121,7 +123,7 @@ def capped_weight(t: Tokens, c: CISPO) -> Surrogate:
 def softly_gated(t: Tokens, c: SAPO) -> Surrogate:
     """-4 / tau sigmoid(tau (r - 1)) A, tau by the sign of A: slope 1 at r = 1, fading on both sides."""
     ratio = t.log_ratio.exp()
-    tau = torch.where(t.advantages > 0, c.tau_pos, c.tau_neg).to(ratio)
+    tau = torch.where(t.advantages > 0, torch.full_like(ratio, c.tau_pos), torch.full_like(ratio, c.tau_neg))
     return Surrogate(terms=-torch.sigmoid(tau * (ratio - 1.0)) * 4.0 / tau * t.advantages, ratio=ratio)
 
 

@@ -88,13 +88,12 @@ def sample(parts: Parts, num_prompts: int, num_samples: int) -> Trial:
 
 
 def give_signal(trial: Trial) -> None:
-    """Groups to train on: where rewards say nothing there are others, and nothing is failed or cut."""
+    """Groups to train on: no two rewards alike, so that every algorithm has a signal, and nothing is failed or cut."""
     groups = copy.deepcopy(trial.rolled)
     for group in groups:
-        dead = len({s.reward for s in group.samples}) < 2 or any(s.reward is None for s in group.samples)
         for i, s in enumerate(group.samples):
             s.failure, s.finish = "", Finish.STOP
-            s.reward = float(i % 2 == 0) if dead else s.reward
+            s.reward = 1.0 - i / len(group.samples)
     trial.groups = trial.graded(groups)
 
 

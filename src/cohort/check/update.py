@@ -321,8 +321,13 @@ def _probe(trial: Trial) -> Group:
     marks = [Provenance.ENVIRONMENT, Provenance.ENVIRONMENT, Provenance.FORCED][: len(given)]
     _insert(group.samples[0], given, [int(m) for m in marks])
     _insert(group.samples[1], special, [int(Provenance.SAMPLED)] * len(special))
+    if trial.parts.config.algo.correction.kind != "none":
+        # as if the engine had drawn it all: a correction would otherwise leave out what was put in
+        trial.parts.learner.annotate([group], {"old"})
+        for s in group.samples:
+            s.sampler_logprobs, s.old_logprobs = s.old_logprobs or s.sampler_logprobs, None
     for i, s in enumerate(group.samples):
-        s.reward = float(i % 2 == 0)
+        s.reward = 1.0 - i / len(group.samples)
     return trial.graded([group])[0]
 
 

@@ -149,6 +149,7 @@ class GMPO(Clipped):
 class PassAtK(Clipped):
     """The gradient of the best of k samples' reward (Walder & Karkhanis 2025, arXiv:2505.15201)."""
 
+    aggregate: Aggregate = "constant"
     k: int = 4
     """Samples of which the best counts; at most batch.samples."""
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
-from cohort.config.algos import PassAtK
+from cohort.config.algos import CISPO, GMPO, Clipped, PassAtK
 from cohort.config.flags import leaves, show
 from cohort.config.schema import TARGETS, RunConfig
 from cohort.errors import ConfigError, nearest
@@ -32,7 +32,7 @@ _BOUNDS: tuple[tuple[str, Callable[[float], bool], str], ...] = (
         "at least 0",
         lambda x: x >= 0,
         "seed threads sampling.top_k algo.clip_high algo.kl.weight algo.kl.target algo.kl.refresh algo.entropy "
-        "optim.lr",
+        "optim.lr algo.clip_low",
     ),
     ("at least 0", lambda x: x >= 0, "optim.warmup optim.weight_decay optim.clip_norm save.rollouts"),
     ("at least 0", lambda x: x >= 0, "learner.token_budget algo.entropy_target replay.prompts"),
@@ -42,7 +42,7 @@ _BOUNDS: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ("at least 0", lambda x: x >= 0, "eval.every eval.problems eval.temperature learner.lora.rank"),
     ("above 0", lambda x: x > 0, "sampling.temperature optim.eps learner.lora.alpha algo.tau_pos algo.tau_neg"),
     ("above 0 and at most 1", lambda x: 0 < x <= 1, "sampling.top_p"),
-    ("from 0 to 1", lambda x: 0 <= x <= 1, "algo.clip_low algo.overlong optim.lr_floor"),
+    ("from 0 to 1", lambda x: 0 <= x <= 1, "algo.overlong optim.lr_floor"),
     ("at least 0 and below 1", lambda x: 0 <= x < 1, "sampling.min_p optim.beta1 optim.beta2"),
 )
 
@@ -161,22 +161,55 @@ def _check_algo(config: RunConfig) -> None:
             "replay.prompts uses samples of older policies as if the current one had drawn them; "
             "add --algo.correction.kind truncate (or mask)."
         )
-    if 0 < config.save.rollouts < config.replay.steps and config.replay.prompts:
+    low, high = correction.bounds
+    if not 0 <= low <= 1 <= high < math.inf or low == high:
+        raise ConfigError(f"algo.correction.bounds is {low} {high}; it must be two numbers with 1 between them.")
+    in_groups = algo.baseline in ("mean", "leave_one_out") or isinstance(algo, PassAtK)
+    if algo.scale in ("std", "mean") and not in_groups:
         raise ConfigError(
-            f"replay.steps is {config.replay.steps}, but only the rollouts of {config.save.rollouts} steps are kept; "
-            "raise --save.rollouts or set it to 0."
+            f"algo.scale = {algo.scale} divides by what a group of equal rewards has none of, and algo.baseline = "
+            f"{algo.baseline} gives such groups an advantage; set --algo.scale batch, centred or none."
         )
-    if not 0 <= correction.bounds[0] < correction.bounds[1]:
-        raise ConfigError(f"algo.correction.bounds is {correction.bounds}; it must be two numbers, 0 <= low < high.")
-    if algo.kl.refresh and config.learner.lora.on:
-        raise ConfigError("algo.kl.refresh needs a reference of its own; adapters have none: drop one of the two.")
+    if algo.dead != "keep" and not in_groups:
+        raise ConfigError(
+            f"algo.dead = {algo.dead}, but with baseline = {algo.baseline} groups of equal rewards have a gradient: "
+            "set --algo.dead keep."
+        )
+    _check_kl(config)
+    if isinstance(algo, CISPO) and algo.clip_high < 1:
+        raise ConfigError(f"algo.clip_high is {algo.clip_high}: cispo's largest weight must be at least 1.")
+    if isinstance(algo, Clipped) and not isinstance(algo, GMPO) and algo.clip_low > 1:
+        raise ConfigError(f"algo.clip_low is {algo.clip_low}; it must be from 0 to 1.")
+    if algo.entropy_target and algo.entropy > 1:
+        raise ConfigError(f"algo.entropy is {algo.entropy}; with algo.entropy_target it must be at most 1.")
     if isinstance(algo, PassAtK) and algo.k > config.batch.samples:
         raise ConfigError(f"algo.k is {algo.k}, more than batch.samples = {config.batch.samples}; lower --algo.k.")
 
 
+def _check_kl(config: RunConfig) -> None:
+    kl, learner = config.algo.kl, config.learner
+    if not kl.weight:
+        return
+    once = learner.epochs * learner.minibatches == 1 and not config.replay.prompts
+    if kl.refresh and learner.lora.on:
+        raise ConfigError("algo.kl.refresh needs a reference of its own; adapters have none: drop one of the two.")
+    if kl.refresh == 1 and once:
+        raise ConfigError("algo.kl.refresh = 1 with one update a batch: the reference is the policy; raise it.")
+    if kl.to == "sampler" and once:
+        raise ConfigError(
+            "algo.kl.to = sampler with one update a batch: the sampler is the policy; use --algo.kl.to reference, "
+            "or raise --learner.epochs or --learner.minibatches."
+        )
+    if kl.estimator == "k1" and kl.place == "loss":
+        raise ConfigError(
+            "algo.kl.estimator = k1 in the loss has a gradient of zero on average; use k2 or k3, or "
+            "--algo.kl.place reward."
+        )
+
+
 def _check_combinations(config: RunConfig, given: Collection[str]) -> None:
     batch, sampling, learner = config.batch, config.sampling, config.learner
-    if batch.samples < 2:
+    if batch.samples < 2 and (config.algo.baseline in ("mean", "leave_one_out") or isinstance(config.algo, PassAtK)):
         raise ConfigError(
             "batch.samples is 1, but the baseline is the mean of the group: every advantage would be 0; "
             "set --batch.samples to 2 or more."
@@ -243,7 +276,7 @@ def _check_effects(config: RunConfig, values: dict[str, Any], given: Collection[
 def _defaults(config: RunConfig) -> dict[str, Any]:
     """Default of every setting of the sections, by dotted name."""
     found: dict[str, Any] = {}
-    for section in ("sampling", "algo", "optim", "learner", "eval"):
+    for section in ("sampling", "algo", "optim", "learner", "replay", "eval"):
         default = type(getattr(config, section))()
         found |= {name: leaf.value for name, leaf in leaves(default, f"{section}.").items()}
     return found

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +17,7 @@ from cohort.clock import stage
 from cohort.data.batch import Batch, Microbatch, Minibatch
 from cohort.data.layout import Layout, Span
 from cohort.errors import ConfigError
-from cohort.types import CONSTANT_REWARD, Group, Provenance, Sample
+from cohort.types import COUNTED, Group, Provenance, Sample
 
 LEAST_SAVED = 0.02  # of the tokens
 
@@ -48,15 +49,15 @@ def pack(
     """
     counts: Counter[str] = Counter()
     packed: list[Minibatch] = []
-    segment = 0
-    for part in range(minibatches):
-        chosen = groups[part * len(groups) // minibatches : (part + 1) * len(groups) // minibatches]
+    first = [0, *accumulate(len(g.samples) for g in groups)]  # each group's first segment
+    for chosen in _divided(groups, minibatches):
         members: list[tuple[list[int], list[tuple[int, Sample]]]] = []  # (prompt, samples) of each group
         num_samples = num_tokens = num_prompts = 0
-        for group in chosen:
+        for n in chosen:
+            group = groups[n]
             members.append((group.prompt.tokens, []))
             before = num_samples
-            for sample in group.samples:
+            for segment, sample in enumerate(group.samples, first[n]):
                 length = sample.provenance.count(int(loss_on))
                 fate = _fate(group, sample, length)
                 counts[fate] += 1
@@ -64,7 +65,6 @@ def pack(
                 num_tokens += length if fate in ("packed", "no_signal") else 0
                 if fate == "packed":
                     members[-1][1].append((segment, sample))
-                segment += 1
             num_prompts += num_samples > before
         repacked = partial(_microbatches, members, share, loss_on)
         packed.append(
@@ -78,6 +78,18 @@ def pack(
             )
         )
     return Batch(minibatches=packed, counts=dict(counts), samples=[s for g in groups for s in g.samples])
+
+
+def _divided(groups: Sequence[Group], parts: int) -> list[list[int]]:
+    """Indices of the groups of each minibatch: as many that count in every one, and those used again spread evenly."""
+    counting = [n for n, g in enumerate(groups) if g.excluded in ("", *COUNTED)]
+    of_age = {old: [n for n in counting if (groups[n].age > 0) == old] for old in (False, True)}
+    place = {n: (i + 0.5) / len(row) for row in of_age.values() for i, n in enumerate(row)}
+    order = sorted(counting, key=place.__getitem__)
+    cuts = [len(order) * part // parts for part in range(parts + 1)]
+    divided = [order[a:b] for a, b in pairwise(cuts)]
+    divided[0] += [n for n in range(len(groups)) if n not in place]  # only to be counted
+    return divided
 
 
 def _microbatches(
@@ -104,7 +116,7 @@ def pays(members: Sequence[tuple[list[int], list[tuple[int, Sample]]]]) -> bool:
 def _fate(group: Group, sample: Sample, length: int) -> str:
     if sample.failure:
         return "failed"
-    if group.excluded not in ("", CONSTANT_REWARD):
+    if group.excluded not in ("", *COUNTED):
         return "excluded"
     if sample.masked:
         return "masked"

@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 from cohort.algos.algorithm import Algorithm
+from cohort.config.algos import PassAtK
 from cohort.explain.effect import CLIPPED, SampleEffect
 from cohort.explain.records import Fact, GroupLine, GroupReport, SampleReport, Token
 from cohort.explain.step import Step, fate_of
 from cohort.explain.words import WHY, because, mean, mean_std, number, plural, signed, std
 from cohort.text import TextStream
-from cohort.types import Group, Provenance, Sample
+from cohort.types import NOT_ACCEPTED, Group, Provenance, Sample
 
 _BEFORE = 8  # tokens: what stands before a completion decides on its first token's space
 
@@ -70,13 +71,16 @@ def _baseline(step: Step, group: Group) -> list[Fact]:
     facts.append(("returns", f"{_moments(returns)} of {plural(len(returns), 'scored sample')}" if returns else "none"))
     algo = step.config.algo
     if "batch" in (algo.baseline, algo.scale):
-        rows = [_returns(step.algo, g) for g in step.groups]
+        rows = [_returns(step.algo, g) for g in step.groups if g.excluded != NOT_ACCEPTED]
         facts.append(("of the batch", _moments([value for row in rows if len(row) > 1 for value in row])))
     left = [f"{plural(n, 'sample')} failed: {f}" for f, n in Counter(s.failure for s in group.samples).items() if f]
     facts.append(("left out", "; ".join(left) or "nothing"))
     if masked := sum(bool(s.masked and not s.failure) for s in group.samples):
         facts.append(("masked", f"{plural(masked, 'sample')}: in the baseline, not in the loss"))
-    facts.append(("advantages", f"baseline = {algo.baseline}, scale = {algo.scale}, aggregate = {algo.aggregate}"))
+    how = f"baseline = {algo.baseline}, scale = {algo.scale}"
+    if isinstance(algo, PassAtK):
+        how = f"what each adds to the best of {algo.k}"
+    facts.append(("advantages", f"{how}, aggregate = {algo.aggregate}"))
     return facts
 
 
@@ -91,7 +95,9 @@ def _returns(algo: Algorithm, group: Group) -> list[float]:
 def _returned(algo: Algorithm, sample: Sample) -> float:
     """What the baseline saw of a sample: its reward after penalties, where the algorithm tells."""
     assert sample.reward is not None
-    return algo.returned(sample) if isinstance(algo, _Shapes) else sample.reward
+    # a group that others took the place of was never annotated, so a KL in its reward is not known
+    known = sample.old_logprobs is not None or "old" not in algo.needs(1)
+    return algo.returned(sample) if isinstance(algo, _Shapes) and known else sample.reward
 
 
 def _sample(step: Step, group: Group, index: int, effect: SampleEffect) -> SampleReport:

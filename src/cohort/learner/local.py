@@ -116,7 +116,7 @@ class LocalLearner:
 
     def _note_logprobs(self, batch: Batch) -> None:
         """Samples that have none get the log-probabilities that their first update saw, for whoever explains it."""
-        if not self._seen:
+        if not self._seen or all(s.old_logprobs is not None for s in batch.samples):
             return
         segments, logprobs = (torch.cat(parts).cpu() for parts in zip(*self._seen, strict=True))
         self._seen = []
@@ -229,26 +229,22 @@ class LocalLearner:
 
         embed, head = self.decoder.embed, self.decoder.head_weight
         embedded = embed.detach().index_select(0, micro.tokens).requires_grad_()
-        if algo.per_token:
-            # By hand at both ends: autograd would fill and add a table of the vocabulary's size each time.
-            hidden = self._predicting(self.decoder, micro, embedded)
-            total = self.optimizer.grad_of(head) if head.requires_grad else None
-            d_hidden = gradient_through_head(hidden, head, total, micro.targets, self.temperature, gradient)
-            if d_hidden.is_cuda or bool(d_hidden.any()):  # to look would wait for the GPU
-                hidden.backward(d_hidden)
-                if embed.requires_grad:
-                    assert embedded.grad is not None
-                    total = self.optimizer.grad_of(embed)
-                    total.index_add_(0, micro.tokens, embedded.grad.to(total.dtype))
-        else:
-            # a frozen table would start no graph
-            outputs = self.logprobs(self.decoder, micro, embedded=None if embed.requires_grad else embedded)
-            grads = gradient(slice(None), *outputs)
-            pairs = [
-                (x, g) for x, g in zip(outputs, grads, strict=True) if g is not None and (g.is_cuda or bool(g.any()))
-            ]
-            if pairs:
-                torch.autograd.backward([x for x, _ in pairs], [g for _, g in pairs])
+        hidden = self._predicting(self.decoder, micro, embedded)
+        slope = gradient
+        if not algo.per_token:  # it has to see all tokens first: their logits are computed once more for the gradient
+            with torch.no_grad():
+                outputs = token_logprobs(hidden, head, micro.targets, self.temperature)
+            g, e = gradient(slice(None), *outputs)
+            slope = lambda rows, *_: (g[rows], None if e is None else e[rows])  # noqa: E731
+        # By hand at both ends: autograd would fill and add a table of the vocabulary's size each time.
+        total = self.optimizer.grad_of(head) if head.requires_grad else None
+        d_hidden = gradient_through_head(hidden, head, total, micro.targets, self.temperature, slope)
+        if d_hidden.is_cuda or bool(d_hidden.any()):  # to look would wait for the GPU
+            hidden.backward(d_hidden)
+            if embed.requires_grad:
+                assert embedded.grad is not None
+                total = self.optimizer.grad_of(embed)
+                total.index_add_(0, micro.tokens, embedded.grad.to(total.dtype))
         return tally
 
     def optim_step(self) -> dict[str, float]:

@@ -39,7 +39,7 @@ class Replay:
     def _read(self, step: int) -> list[Group]:
         """Of the groups sampled in that step those that were trained on: files count completed steps."""
         groups = load_rollouts(rollout_path(self._folder, step + 1))
-        return [g for g in groups if not g.age and not g.excluded]
+        return [g for g in groups if not g.age and not g.excluded and any(s.advantage for s in g.samples)]
 
 
 def _again(group: Group, age: int) -> Group:

@@ -152,8 +152,7 @@ class Run:
         self._pending = []
         self._metrics.append()
         self.step = number
-        if keep := self.config.save.rollouts:
-            remove_rollouts(self.directory.rollouts, lambda s: s > number - keep)
+        self._remove_old_rollouts()
         self._view.step(
             StepReport(
                 step=number,
@@ -243,6 +242,16 @@ class Run:
     def _prune(self) -> None:
         keep = {self._best_step()} if self.config.save.keep_best else set()
         checkpoint.prune(self.directory.checkpoints, keep_last=self.config.save.keep_last, keep=keep)
+
+    def _remove_old_rollouts(self) -> None:
+        """Those beyond what is to be kept; but replay after a resume reads back from the checkpoint, not from here."""
+        if not self.config.save.rollouts:
+            return
+        oldest = self.step - self.config.save.rollouts
+        if self.config.replay.prompts:
+            saved = max(checkpoint.steps(self.directory.checkpoints), default=0)
+            oldest = min(oldest, saved - self.config.replay.steps)
+        remove_rollouts(self.directory.rollouts, lambda step: step > oldest)
 
     def _times(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Everything that depends on the clock, under time/: comparisons of two runs leave it out."""

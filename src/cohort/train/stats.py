@@ -26,7 +26,7 @@ def step_stats(groups: Sequence[Group], batch: Batch, update: Mapping[str, float
     packs = {"pack/microbatches": float(len(micros)), "pack/tokens": float(sum(len(m.tokens) for m in micros))}
     fresh, ages = [g for g in groups if not g.age], [g.age for g in groups if g.age]
     reused = {"replay/groups": float(len(ages)), "replay/age": _mean(ages), "replay/age_max": max(ages)} if ages else {}
-    metrics = {**rollout_metrics(fresh), **account(groups), **packs, **reused, **update}
+    metrics = {**rollout_metrics(fresh), **account(fresh), **packs, **reused, **update}
     if "importance/square" in update:  # how many samples of equal weight these are worth
         metrics["importance/ess"] = update["importance/mean"] ** 2 / max(update["importance/square"], 1e-300)
     return StepStats(metrics=metrics)

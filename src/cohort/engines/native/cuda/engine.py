@@ -97,7 +97,7 @@ class GraphEngine:
         )
         need = 1 + pages_for(shared) + own_pages(draft)
         if need > (0 if self.arena is None else self.arena.num) and need > (
-            room := self._room().kv // self._page_bytes
+            room := self._room(len(tokens)).kv // self._page_bytes
         ):
             raise ConfigError(
                 f'request "{request.id}" cannot fit: it needs {need} pages of KV '
@@ -186,8 +186,8 @@ class GraphEngine:
 
     # ---- memory
 
-    def _room(self) -> Room:
-        """What KV and prompts may take now."""
+    def _room(self, longest: int) -> Room:
+        """What KV and prompts, the longest of so many tokens, may take now."""
         limit = 1 << 60 if self.memory is None else self.memory
         if self.device.type != "cuda":
             return Room(kv=limit, prefill_tokens=MOST_PREFILL)
@@ -196,7 +196,7 @@ class GraphEngine:
         free += torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
         free += 0 if self.arena is None else self.arena.num * self._page_bytes
         width = self.decoder.embed.dtype.itemsize
-        room = divide(free, self.decoder.config, width, self.num_slots, self.max_context)
+        room = divide(free, self.decoder.config, width, self.num_slots, longest)
         return replace(room, kv=min(limit, room.kv))
 
     def _ensure_arena(self) -> None:
@@ -208,11 +208,12 @@ class GraphEngine:
         wish = 1 + sum(own) + sum(shared)
         have = 0 if self.arena is None else self.arena.num
         least = 1 + max(own) + max(shared)
-        if have >= least and have >= min(wish, self._room().kv // self._page_bytes) / GROWTH:
+        longest = max(len(d.request.tokens) for d in waiting)
+        if have >= least and have >= min(wish, self._room(longest).kv // self._page_bytes) / GROWTH:
             return
         began = time.perf_counter()
         self.release()
-        room = self._room()
+        room = self._room(longest)
         self.prefill_tokens = room.prefill_tokens
         need = min(wish, room.kv // self._page_bytes)
         self.ledger.arena = Arena(self.decoder.config, need, self.decoder.embed.dtype, self.device)

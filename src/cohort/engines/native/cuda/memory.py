@@ -18,20 +18,22 @@ class Room:
     prefill_tokens: int  # most in one forward; a longer prompt goes alone
 
 
-def divide(free: int, c: ModelConfig, width: int, slots: int, max_context: int) -> Room:
-    """`width` is the bytes of a number. Prompts are computed in smaller parts before KV gets too little.
+def divide(free: int, c: ModelConfig, width: int, slots: int, longest: int) -> Room:
+    """`width` is the bytes of a number, `longest` the tokens of the longest prompt that waits, computed in one go.
+
+    Prompts are computed in smaller parts before KV gets too little.
 
     A 7B model sampled on a card of 24 GiB, where 5.2 are left beside it, or 100:
 
     >>> from cohort.models.shapes import named_shape
     >>> for gib in (5.2, 100):
-    ...     room = divide(int(gib * 2**30), named_shape("qwen2.5-7b"), 2, slots=128, max_context=768)
+    ...     room = divide(int(gib * 2**30), named_shape("qwen2.5-7b"), 2, slots=128, longest=256)
     ...     print(f"{room.kv / 2**30:.1f} GiB of KV, {room.prefill_tokens} tokens")
     3.4 GiB of KV, 4276 tokens
     85.5 GiB of KV, 16384 tokens
     """
     usable = max(0, int(SHARE * free) - 8 * slots * c.vocab_size)  # logits, and what draws from them
     per_token = (8 * c.hidden + 6 * c.ff) * width
-    least = max(LEAST_PREFILL, max_context)
+    least = max(LEAST_PREFILL, longest)
     tokens = max(least, min(MOST_PREFILL, usable // WORK_SHARE // per_token))
     return Room(kv=max(0, usable - tokens * per_token), prefill_tokens=tokens)
