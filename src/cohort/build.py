@@ -15,7 +15,7 @@ import torch
 from cohort import bench, checkpoint
 from cohort.algos.algorithm import Algorithm, build_algorithm
 from cohort.checkpoint import Checkpoint
-from cohort.config.document import dump, parse
+from cohort.config.document import dump, parse, variant_name
 from cohort.config.options import BenchOptions, BenchResult, EngineBenchOptions, EvalOptions, LearnerBenchOptions
 from cohort.config.schema import LoraConfig, RunConfig, SamplingConfig
 from cohort.device import DTYPES, available_bytes, find_device, find_dtype
@@ -290,11 +290,22 @@ def _run(parts: Parts, directory: RunDirectory, log: str, sinks: Mapping[str, Vi
     with Run(directory, parts.config, hooks, make_view(log), sinks) as run, forwarded(run.event, run.notice):
         if parts.tasks.sampling.truncates and run.step == 0:  # told once: a resumed run has it on record
             run.event("sampling", "top-p, top-k or min-p: the policy that acts is not the one that is trained")
+        if (note := _idle_ratio(parts.config)) and run.step < parts.config.steps:
+            run.notice("algo", note)
         replay = Replay(parts.config.replay, parts.config.seed, directory.rollouts)
         run_loop(run, parts.engine, parts.learner, parts.tasks, parts.algo, replay)
         summary = run.finish()
     if not summary.complete:  # all is saved; whoever called must not go on as if it were done
         raise KeyboardInterrupt
+
+
+def _idle_ratio(config: RunConfig) -> str:
+    """Said where an algorithm is chosen for what it does to ratios, and these are all 1."""
+    name = variant_name("algo", config.algo)
+    alone = config.learner.epochs * config.learner.minibatches == 1
+    if not alone or name not in ("gspo", "gspo_token", "cispo", "sapo", "gmpo"):
+        return ""
+    return f"with one update a batch every ratio is 1, and {name} is the plain policy gradient: see learner.minibatches"
 
 
 def evaluate(task: Task, model: str, options: EvalOptions) -> Evaluation:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shlex
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from cohort.store.reader import Reader
+from cohort.store.rundir import RunDirectory
 from tests.real_run import Done, cohort, differences, next_args, only_run, remains
 
 # As a user would write it: nothing of it is in the package.
@@ -154,3 +156,18 @@ def test_4_9_above_five_percent_the_run_stops_and_is_resumed_when_the_grader_is_
     write("pass")
     run = trained(cohort(*next_args(bad), at=bad), bad)
     assert differences(remains(run), remains(reference)) == []
+
+
+def test_the_example_in_the_readme_checks_and_trains(tmp_path):
+    """As it stands there, with fewer steps: the reward is sound, the update is right, and it learns."""
+    text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    [code] = re.findall(r"```python\n(# sums.py.*?)```", text, re.DOTALL)
+    (tmp_path / "sums.py").write_text(code, encoding="utf-8")
+    done = cohort("check", "sums.py:sums", "--threads=1", at=tmp_path)
+    assert done.returncode == 0 and ": 0 failed, 0 with a warning" in done.stdout, done
+    done = cohort("train", "sums.py:sums", "--steps=8", "--eval.problems=200", "--threads=1", at=tmp_path)
+    assert done.returncode == 0, done
+    run = only_run(tmp_path)
+    assert run is not None
+    found = RunDirectory.open(run).evaluations()
+    assert found[8].accuracy > found[0].accuracy + 0.1

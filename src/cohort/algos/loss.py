@@ -65,7 +65,7 @@ class PolicyLoss:
             if held is not None:
                 tally.mean(name, held.double())
         tally.mean("kl/old", kl_per_token(old, x.logprobs, "k3"))
-        tally.mean("kl/sampler", kl_per_token(x.logprobs, x.sampler_logprobs, self.config.kl.estimator))
+        tally.mean("kl/sampler", kl_per_token(x.sampler_logprobs, x.logprobs, "k3"))  # of tokens that the sampler drew
         tally.mean("entropy", x.entropy).minimum("entropy/min", x.entropy).maximum("entropy/max", x.entropy)
         tally.mean("advantage/mean", x.advantages).mean("advantage/abs", x.advantages.abs())
         # against the learner's logprobs at the step's start: later updates do not change the sampler's error

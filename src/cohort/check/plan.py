@@ -67,7 +67,8 @@ def one_step(trial: Trial, score_seconds: float) -> Finding:
     if not metrics.get("updates/done"):
         return fail(name, "an update did not move the weights: the gradient is zero or not finite.")
     step = (seconds + update) * asked / size + score_seconds * asked
-    text = f"about {_words(step)} a step, {_words(step * config.steps)} for {config.steps} steps without evaluation"
+    about = "about" if size == asked else "at most about"  # a few samples cost nearly as much as many
+    text = f"{about} {_words(step)} a step, {_words(step * config.steps)} for {config.steps} steps without evaluation"
     measured = f"sampling {seconds:.2g} s and update {update:.2g} s of {size} samples"
     scaled = "" if size == asked else f", scaled to {asked}"
     return ok(name, f"{text}: an estimate, from {measured}{scaled}", step_seconds=step)

@@ -49,6 +49,7 @@ def run(args: list[str]) -> None:
         print(json.dumps(report, allow_nan=False))
     else:
         print(f"{len(found)} checks: {counts['FAIL']} failed, {counts['warn']} with a warning")
+        print("".join(f"{f}\n" for f in found if f.status == "FAIL"), end="")  # once more, where the eye is
     if counts["FAIL"]:
         raise SystemExit(1)
 

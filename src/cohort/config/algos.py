@@ -57,7 +57,7 @@ class Policy:
     """Mean over all tokens; over samples of the token mean; over prompts of the token mean; over samples of the token
     sum over max_tokens."""
     truncated: Literal["keep", "mask", "penalize"] = "keep"
-    """What a sample cut at max_tokens does: train as any other, leave the loss, or score 0."""
+    """What a sample cut at max_tokens does: train as any other, leave the loss, or score at most 0."""
     dead: Dead = "keep"
     """A group of equal rewards has no gradient. It counts in the mean, or not, or other prompts take its place."""
     entropy: float = 0.0

@@ -96,7 +96,7 @@ class TaskStream:
         if n > len(rows):
             raise ConfigError(
                 f'task "{self.task.name}" has {len(rows)} {split} rows, fewer than eval.problems = {n}; '
-                f"lower eval.problems, or 0 for all"
+                f"set --eval.problems to {len(rows)} or less, or 0 for all of them"
             )
         rendered = (self._render(row, visit=0) for row in rows[: n or None])
         prompts = [prompt for prompt in rendered if prompt is not None]
