@@ -83,8 +83,9 @@ def test_a_broken_task_ends_with_exit_code_1_and_its_name(tmp_path: Path, capsys
             assert not report["ok"] and [f["name"] for f in failed] == ["reward/echo"]
             assert failed[0]["details"] == {"reward": 1.0} and "repeating the prompt earns 1 of 1" in failed[0]["text"]
         else:
-            [line] = [line for line in out.splitlines() if line.startswith("FAIL")]
-            assert line.split()[1] == "reward/echo" and "1 failed" in out.splitlines()[-1]
+            lines = out.splitlines()
+            first, again = [line for line in lines if line.startswith("FAIL")]
+            assert first == again == lines[-1] and first.split()[1] == "reward/echo" and "1 failed" in lines[-2]
 
 
 def test_what_cannot_be_checked_is_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -466,13 +466,15 @@ README = Path(__file__).resolve().parents[2] / "README.md"
 
 
 def test_the_task_in_the_readme_loads(tmp_path: Path) -> None:
-    block = re.search(r"```python\n(# reverse\.py.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+    block = re.search(r"```python\n(# sums\.py.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
     assert block is not None
-    (tmp_path / "reverse.py").write_text(block[1], encoding="utf-8")
-    config = load(f"{tmp_path}/reverse.py:reverse")
-    row = next(iter(config.task.rows("train")))
-    assert config.task.score(row, plain_answer("puorg")) == {"correct": 1.0}
-    assert config.batch.prompts == len(list(config.task.rows("train")))
+    (tmp_path / "sums.py").write_text(block[1], encoding="utf-8")
+    task = load(f"{tmp_path}/sums.py:sums").task
+    train, test = ([(row["a"], row["b"]) for row in task.rows(split)] for split in ("train", "test"))
+    assert len(test) >= 500 and not set(train) & set(test)
+    row = {"a": 12, "b": 30}
+    for text, expected in (("<answer>42</answer>", 1.0), ("<answer>41</answer>", 0.0), ("42", 0.0)):
+        assert task.score(row, plain_answer(text)) == {"correct": expected}
 
 
 def test_the_commands_in_the_readme_load() -> None:
