@@ -43,6 +43,24 @@ def test_groups_of_the_last_steps_join_without_what_another_policy_was_told(tmp_
     assert Replay(ReplayConfig(prompts=99, steps=2), 0, tmp_path).draw(5)[8:] == []
 
 
+def test_age_is_that_of_the_oldest_policy_that_drew_a_token(tmp_path):
+    """A sample begun by version 1 and ended by version 3 is as old as its beginning."""
+    old, new = (
+        make_group(
+            [3],
+            [make_sample([5, 6], reward=r, advantage=r - 0.5, versions=spans) for r in (0.0, 1.0)],
+            id=name,
+        )
+        for name, spans in (("old", [(0, 1), (1, 3)]), ("new", [(0, 3)]))
+    )
+    save_rollouts(rollout_path(tmp_path, 4), [old, new])
+    for step in range(3):
+        save_rollouts(rollout_path(tmp_path, step + 1), [])
+    drawn = {steps: Replay(ReplayConfig(prompts=9, steps=steps), 0, tmp_path).draw(4) for steps in (1, 3)}
+    assert [(g.prompt.id, g.age) for g in drawn[1]] == [("new", 1)]
+    assert sorted((g.prompt.id, g.age) for g in drawn[3]) == [("new", 1), ("old", 3)]
+
+
 def test_what_is_drawn_depends_on_seed_and_step_alone(tmp_path):
     for step in range(4):
         written(tmp_path, step, num=8)

@@ -1,8 +1,8 @@
 """Log-probabilities and entropy of chosen tokens, without ever holding all logits.
 
-The head runs in chunks of rows; at no time do more logits exist than a chunk's. `token_logprobs` keeps the
-log-normaliser of each row, and its backward computes each chunk's logits again. A loss that is a sum over tokens needs
-no second time: `gradient_through_head` takes its gradient while the chunk is there.
+The head runs in chunks of rows; at no time do more logits exist than a chunk's. `gradient_through_head` takes the
+gradient of a loss that is a sum over tokens while the chunk is there. Any other loss sees the log-probabilities of all
+tokens first (`token_logprobs`), and each chunk's logits are computed once more for its gradient.
 """
 
 from __future__ import annotations
@@ -17,54 +17,6 @@ from cohort.models.functions import add_product, fused, product, wide_product
 
 CHUNK_LOGITS = 1 << 25  # 128 MiB of fp32 logits at a time; each chunk reads the whole head and its gradient
 GPU_CHUNK_LOGITS = 1 << 29  # there, 2 GiB: thousands of rows, or the matrix products are too narrow
-
-
-class _ChunkedHead(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, hidden, weight, targets, temperature, with_entropy):  # type: ignore[no-untyped-def]
-        N = hidden.shape[0]
-        wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-        logprobs = torch.empty(N, dtype=wide, device=hidden.device)
-        entropy = torch.zeros(N, dtype=wide, device=hidden.device)
-        log_z = torch.empty(N, dtype=wide, device=hidden.device)
-        for rows in _chunks(hidden, weight):
-            if fused(hidden):
-                from cohort.learner import kernels
-
-                logits = wide_product(hidden[rows], weight)
-                logprobs[rows], entropy[rows], log_z[rows] = kernels.describe(logits, targets[rows], temperature)
-                continue
-            logits = _logits(hidden[rows], weight, temperature)  # [n, V]
-            z = torch.logsumexp(logits, dim=-1)
-            log_z[rows] = z
-            logprobs[rows] = logits.gather(1, targets[rows, None])[:, 0] - z
-            if with_entropy:
-                probs = (logits - z[:, None]).exp_()
-                entropy[rows] = z - (probs * logits).sum(-1)
-        ctx.save_for_backward(hidden, weight, targets, log_z, entropy)
-        ctx.temperature = temperature
-        return logprobs, entropy
-
-    @staticmethod
-    def backward(ctx, d_logprobs, d_entropy):  # type: ignore[no-untyped-def]
-        hidden, weight, targets, log_z, entropy = ctx.saved_tensors
-        d_hidden = torch.empty_like(hidden)
-        d_weight = torch.zeros_like(weight, dtype=log_z.dtype) if ctx.needs_input_grad[1] else None
-        for rows in _chunks(hidden, weight):
-            logits = _logits(hidden[rows], weight, ctx.temperature)
-            g, e = d_logprobs[rows, None], d_entropy[rows, None]
-            logp = logits.sub_(log_z[rows, None])
-            if e.is_cuda or bool(e.any()):  # dH/dlogit = -p (log p + H)
-                probs = logp.exp()
-                d_logits = probs * (-g - e * (logp + entropy[rows, None]))
-            else:
-                d_logits = logp.exp_().mul_(-g)
-            d_logits.scatter_add_(1, targets[rows, None], g)
-            d_logits = (d_logits / ctx.temperature if ctx.temperature != 1.0 else d_logits).to(hidden.dtype)
-            d_hidden[rows] = product(d_logits, weight.t())
-            if d_weight is not None:
-                add_product(d_weight, d_logits, hidden[rows])
-        return d_hidden, None if d_weight is None else d_weight.to(weight.dtype), None, None, None
 
 
 Gradient = Callable[[slice, Tensor, Tensor], tuple[Tensor, Tensor | None]]
@@ -137,12 +89,23 @@ def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
     return logits if temperature == 1.0 else logits.div_(temperature)
 
 
+@torch.no_grad()
 def token_logprobs(
     hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0, with_entropy: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """hidden [N, d], weight [V, d], targets [N] -> log p(target) [N], entropy [N], both differentiable.
+    """hidden [N, d], weight [V, d], targets [N] -> log p(target) [N], entropy [N] (0 if it is not asked for)."""
+    wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    logprobs, entropy = torch.zeros(2, len(hidden), dtype=wide, device=hidden.device)
+    for rows in _chunks(hidden, weight):
+        if fused(hidden):
+            from cohort.learner import kernels
 
-    Without `with_entropy` the second is zero and carries no gradient.
-    """
-    logprobs, entropy = _ChunkedHead.apply(hidden, weight, targets, temperature, with_entropy)
+            logits = wide_product(hidden[rows], weight)
+            logprobs[rows], entropy[rows], _ = kernels.describe(logits, targets[rows], temperature)
+            continue
+        logits = _logits(hidden[rows], weight, temperature)  # [n, V]
+        z = torch.logsumexp(logits, dim=-1)
+        logprobs[rows] = logits.gather(1, targets[rows, None])[:, 0] - z
+        if with_entropy:
+            entropy[rows] = z - ((logits - z[:, None]).exp_() * logits).sum(-1)
     return logprobs, entropy

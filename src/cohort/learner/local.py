@@ -232,9 +232,7 @@ class LocalLearner:
         hidden = self._predicting(self.decoder, micro, embedded)
         slope = gradient
         if not algo.per_token:  # it has to see all tokens first: their logits are computed once more for the gradient
-            with torch.no_grad():
-                outputs = token_logprobs(hidden, head, micro.targets, self.temperature)
-            g, e = gradient(slice(None), *outputs)
+            g, e = gradient(slice(None), *token_logprobs(hidden, head, micro.targets, self.temperature))
             slope = lambda rows, *_: (g[rows], None if e is None else e[rows])  # noqa: E731
         # By hand at both ends: autograd would fill and add a table of the vocabulary's size each time.
         total = self.optimizer.grad_of(head) if head.requires_grad else None
@@ -271,13 +269,6 @@ class LocalLearner:
 
     # ---- log-probabilities -------------------------------------------------------------------------------------
 
-    def logprobs(
-        self, decoder: Decoder, micro: Microbatch, with_entropy: bool = True, embedded: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """log p of the targets and the entropy where they were predicted, [N] each, at the sampling temperature."""
-        hidden = self._predicting(decoder, micro, embedded)
-        return token_logprobs(hidden, decoder.head_weight, micro.targets, self.temperature, with_entropy)
-
     def _predicting(self, decoder: Decoder, micro: Microbatch, embedded: Tensor | None = None) -> Tensor:
         """Hidden states where the targets are predicted, [N, d]: the head runs on these only."""
         attend = packed_attention(micro.layout, decoder.embed, decoder.config.head_dim)
@@ -288,7 +279,9 @@ class LocalLearner:
         samples = [s for g in groups for s in g.samples]
         batch = pack(groups, self.token_budget, share=self.config.prefix_sharing)
         for micro in batch.minibatches[0].microbatches:
-            values, _ = self.logprobs(decoder, micro.to(decoder.embed.device), with_entropy=False)
+            here = micro.to(decoder.embed.device)
+            hidden = self._predicting(decoder, here)
+            values, _ = token_logprobs(hidden, decoder.head_weight, here.targets, self.temperature, with_entropy=False)
             for segment, row in _rows(micro.segments, values.cpu()):
                 yield samples[segment], _spread(row, samples[segment])
 

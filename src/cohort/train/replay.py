@@ -32,14 +32,20 @@ class Replay:
             return []
         recent = range(max(0, step - self.config.steps), step)
         self._kept = {s: self._kept[s] if s in self._kept else self._read(s) for s in recent}
-        found = [(s, group) for s in recent for group in self._kept[s]]
+        aged = [(step - min(s, _oldest_version(g, s)), g) for s in recent for g in self._kept[s]]
+        found = [(age, group) for age, group in aged if age <= self.config.steps]
         order = permutation(len(found), self._seed, "replay", "train", step)[: self.config.prompts]
-        return [_again(found[i][1], step - found[i][0]) for i in order]
+        return [_again(group, age) for age, group in (found[i] for i in order)]
 
     def _read(self, step: int) -> list[Group]:
         """Of the groups sampled in that step those that were trained on: files count completed steps."""
         groups = load_rollouts(rollout_path(self._folder, step + 1))
         return [g for g in groups if not g.age and not g.excluded and any(s.advantage for s in g.samples)]
+
+
+def _oldest_version(group: Group, otherwise: int) -> int:
+    """Of the policies that drew its tokens: a step samples with the version of its own number, or with older ones."""
+    return min((version for s in group.samples for _, version in s.versions), default=otherwise)
 
 
 def _again(group: Group, age: int) -> Group:
