@@ -376,6 +376,22 @@ def test_bf16_logprobs_are_close_to_the_learners():
 
 
 @only_gpu
+def test_splinters_of_blocks_in_use_are_no_room():
+    """What torch holds but cannot give in one piece is not counted as free for KV."""
+    torch.cuda.empty_cache()
+    engine = make()
+    tight = 2 * 2**30
+    beyond = torch.empty(torch.cuda.mem_get_info()[0] - tight, dtype=torch.uint8, device=DEVICE)
+    blocks = [torch.empty(8 * 2**20, dtype=torch.uint8, device=DEVICE) for _ in range(160)]  # two a segment of 20 MiB
+    before = engine._room(10).kv
+    del blocks[::2]
+    splinters = engine._room(10).kv - before
+    del blocks
+    assert splinters < 2**26 and engine._room(10).kv > before + 2**29
+    del beyond
+
+
+@only_gpu
 def test_graphs_are_captured_once_a_variant():
     model = decoder()
     engine = make(model, slots=64)

@@ -192,8 +192,10 @@ class GraphEngine:
         if self.device.type != "cuda":
             return Room(kv=limit, prefill_tokens=MOST_PREFILL)
         free, _ = torch.cuda.mem_get_info(self.device)
-        # what others gave back lies in torch's cache, from which it is taken again
-        free += torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        # What others gave back lies in torch's cache, from which it is taken again, but for splinters of blocks in use.
+        stats = torch.cuda.memory_stats(self.device)
+        cached = stats["reserved_bytes.all.current"] - stats["allocated_bytes.all.current"]
+        free += max(0, cached - stats["inactive_split_bytes.all.current"])
         free += 0 if self.arena is None else self.arena.num * self._page_bytes
         width = self.decoder.embed.dtype.itemsize
         room = divide(free, self.decoder.config, width, self.num_slots, longest)
