@@ -25,13 +25,14 @@ from cohort.checkpoint import Checkpoint
 from cohort.config.schema import BatchConfig, EvalConfig, RunConfig, SaveConfig
 from cohort.logs.view import View, make_view
 from cohort.store.reader import Reader
-from cohort.store.records import EvalItem, Evaluation
+from cohort.store.records import EvalAnswer, EvalItem, Evaluation
 from cohort.store.rollouts import load_rollouts, rollout_steps
 from cohort.store.rundir import RunDirectory
 from cohort.tasks.base import get_task
 from cohort.train.run import Hooks, Run
 from cohort.train.stats import StepStats, rollout_metrics
 from cohort.types import Finish, Group, Prompt, Provenance, Sample
+from tests.evals import eval_setting
 
 PACKAGE = Path(cohort.__file__).parent
 WATCHED = (
@@ -115,16 +116,13 @@ class Pretender:
 
     def evaluate(self, step: int) -> Evaluation:
         accuracy = min(1.0, 0.1 * step + abs(self.weights[0].item()) % 0.1)
-        item = EvalItem(id="0", prompt="1+1", completions=["2"], correct=[1.0], reason=["ok"])
+        answer = EvalAnswer(text="2", finish="stop", num_tokens=3, correct=1.0, parts={"correct": 1.0}, reason="ok")
+        item = EvalItem(id="0", messages=[{"role": "user", "content": "1+1"}], prompt="1+1", answers=[answer])
         return Evaluation(
-            task="arithmetic",
-            split="test",
-            step=step,
+            setting=eval_setting(step=step, num_problems=1),
             accuracy=accuracy,
             low=accuracy - 0.05,
             high=accuracy + 0.05,
-            num_problems=1,
-            num_samples=1,
             mean_tokens=3.0,
             finishes={"stop": 1},
             items=[item],

@@ -12,19 +12,20 @@ from pathlib import Path
 
 import torch
 
-from cohort import bench, checkpoint
+from cohort import bench
 from cohort.algos.algorithm import Algorithm, build_algorithm
 from cohort.checkpoint import Checkpoint
 from cohort.config.document import dump, parse, variant_name
-from cohort.config.options import BenchOptions, BenchResult, EngineBenchOptions, EvalOptions, LearnerBenchOptions
-from cohort.config.schema import LoraConfig, RunConfig, SamplingConfig
+from cohort.config.options import BenchOptions, BenchResult, EngineBenchOptions, LearnerBenchOptions
+from cohort.config.schema import RunConfig, SamplingConfig, ThinkAgain
 from cohort.device import DTYPES, available_bytes, find_device, find_dtype
 from cohort.engines.base import Engine
 from cohort.engines.native import native_engine
-from cohort.engines.rollout import Tasks
-from cohort.errors import ConfigError, ModelError, RunError
+from cohort.engines.rollout import Again, Tasks
+from cohort.errors import ConfigError, RunError
 from cohort.evaluate import evaluate as run_evaluation
-from cohort.learner.local import LocalLearner, adapter_tensors
+from cohort.evaluate import sampling_facts
+from cohort.learner.local import LocalLearner
 from cohort.learner.plan import Load, Plan, plan_memory
 from cohort.logs.forward import forwarded
 from cohort.logs.sinks.registry import make_sinks
@@ -34,14 +35,14 @@ from cohort.models.config import check_context
 from cohort.models.decoder import Decoder
 from cohort.models.files import LoadedModel, load_folder, save_folder
 from cohort.models.lora import Adapters
-from cohort.models.peft import load_adapters, save_adapters
+from cohort.models.peft import load_adapters
 from cohort.models.shapes import named_shape, random_decoder
 from cohort.scoring.pool import ScoringPool
-from cohort.store.records import Evaluation
+from cohort.store.records import EvalSetting, Evaluation
 from cohort.store.rundir import RunDirectory
-from cohort.tasks.base import Task
-from cohort.tasks.stream import TaskStream
-from cohort.text import Tokenizer
+from cohort.tasks.ref import TaskRef, grader_digest
+from cohort.tasks.stream import Renderer, TaskStream
+from cohort.text import RawText, Tokenizer
 from cohort.train.replay import Replay
 from cohort.train.rl import train as run_loop
 from cohort.train.run import Hooks, Run
@@ -63,8 +64,25 @@ class Parts:
     problems: list[Prompt]  # held out
     algo: Algorithm
 
+    tokenizer: Tokenizer
+
     def evaluate(self, step: int) -> Evaluation:
-        return run_evaluation(self.engine, self.held_out, self.problems, self.config.eval.samples, step, "test")
+        c, tasks = self.config, self.held_out
+        setting = EvalSetting(
+            task=c.task.name,
+            split="test",
+            num_problems=len(self.problems),
+            num_samples=c.eval.samples,
+            model=c.model,
+            knobs=TaskRef.of(c.task).knobs,
+            grader=grader_digest(c.task),
+            template=c.template,
+            engine=variant_name("engine", c.engine),
+            sampling=sampling_facts(tasks.sampling),
+            seed=c.seed,
+            step=step,
+        )
+        return run_evaluation(self.engine, tasks, self.problems, setting, self.tokenizer.spell)
 
     def checkpoint(self, step: int) -> Checkpoint:
         tensors, numbers = self.learner.state()
@@ -128,7 +146,7 @@ def assemble(config: RunConfig) -> Parts:
     model.decoder.to(device)
     tokenizer = Tokenizer.load(folder)
     sampling = _sampling(config.sampling, tokenizer)
-    algo = build_algorithm(config.algo, sampling.max_tokens)
+    algo = build_algorithm(config.algo, config.max_sampled)
     updates = config.learner.epochs * config.learner.minibatches
     needs = algo.needs(updates)
     adapters = _adapters(config, model.decoder)
@@ -145,28 +163,30 @@ def assemble(config: RunConfig) -> Parts:
     )
     learner.follow(plan)
     learner.refresh_every = config.algo.kl.refresh
-    limit = _prompt_limit(config, model, learner.token_budget)
-    learner.least_budget = limit + sampling.max_tokens
-    stream = TaskStream(config.task, tokenizer, config.seed, max_prompt_tokens=limit)
+    again = _again(config, tokenizer)
+    longest = config.max_sampled + (0 if again is None else again.room)
+    limit = _prompt_limit(longest, model, learner.token_budget)
+    learner.least_budget = limit + longest
+    stream = TaskStream(config.task, renderer(tokenizer, config.template), config.seed, max_prompt_tokens=limit)
     stream.check(config.batch.prompts)
     problems = stream.held_out(config.eval.problems)
     engine = native_engine(
         model.decoder,
         tokenizer.decode,
         slots=config.engine.slots,
-        max_context=limit + sampling.max_tokens,
+        max_context=limit + longest,
         weights=config.engine.weights,
         reserve=0 if plan is None else plan.update,
     )
     scorer = ScoringPool(config.task)
-    tasks = Tasks(stream=stream, scorer=scorer, sampling=sampling, weights=config.reward, seed=config.seed)
+    tasks = Tasks(stream=stream, scorer=scorer, sampling=sampling, weights=config.reward, seed=config.seed, again=again)
     greedy_or_not = Sampling(
         max_tokens=sampling.max_tokens,
         temperature=config.eval.temperature,
         stop_ids=sampling.stop_ids,
         stop_strings=sampling.stop_strings,
     )
-    held_out = replace(tasks, sampling=greedy_or_not, purpose="eval")
+    held_out = replace(tasks, sampling=greedy_or_not, purpose="eval", again=None)  # the first attempt counts
     return Parts(
         config=config,
         model=model,
@@ -176,10 +196,26 @@ def assemble(config: RunConfig) -> Parts:
         held_out=held_out,
         problems=problems,
         algo=algo,
+        tokenizer=tokenizer,
     )
 
 
-def _sampling(asked: SamplingConfig | EvalOptions, tokenizer: Tokenizer) -> Sampling:
+def renderer(tokenizer: Tokenizer, template: str) -> Renderer:
+    """How prompts become tokens: by the chat template unless raw text was asked for."""
+    return tokenizer if template == "chat" else RawText(tokenizer)
+
+
+def _again(config: RunConfig, tokenizer: Tokenizer) -> Again | None:
+    t = config.turns
+    if not isinstance(t, ThinkAgain):
+        return None
+    longest = t.max_tokens or config.sampling.max_tokens
+    return Again(
+        attempts=t.attempts, below=t.below, max_tokens=longest, cost=t.cost, words=t.words, follow=tokenizer.follow_up
+    )
+
+
+def _sampling(asked: SamplingConfig, tokenizer: Tokenizer) -> Sampling:
     return Sampling(
         max_tokens=asked.max_tokens,
         temperature=asked.temperature,
@@ -187,7 +223,7 @@ def _sampling(asked: SamplingConfig | EvalOptions, tokenizer: Tokenizer) -> Samp
         top_k=asked.top_k,
         min_p=asked.min_p,
         stop_ids=tokenizer.stop_ids,
-        stop_strings=asked.stop if isinstance(asked, SamplingConfig) else (),
+        stop_strings=asked.stop,
     )
 
 
@@ -197,8 +233,8 @@ def _plan(
     """How a GPU's memory is used; a CPU's is the system's affair. How long prompts are is not known yet: a guess."""
     if device.type != "cuda":
         return None
-    batch, new = config.batch, config.sampling.max_tokens
-    prompt = max(1, min(USUAL_PROMPT, _context(model) - new))
+    batch, new = config.batch, config.max_sampled
+    prompt = max(1, min(USUAL_PROMPT, model.config.context - new))
     rows = batch.prompts * batch.samples
     load = Load(
         model=model.config,
@@ -213,21 +249,16 @@ def _plan(
     return plan_memory(load, available_bytes(device), config.learner.token_budget)
 
 
-def _prompt_limit(config: RunConfig, model: LoadedModel, budget: int) -> int:
+def _prompt_limit(longest: int, model: LoadedModel, budget: int) -> int:
     """The longest prompt that fits the model's context and one microbatch together with its completion."""
-    longest, context = config.sampling.max_tokens, _context(model)
+    context = model.config.context
     room = min(context, budget) - longest
     if room < 1:
         raise ConfigError(
-            f"sampling.max_tokens = {longest} leaves no room for a prompt in the model's context of {context} "
-            f"and learner.token_budget = {budget}; lower it or raise the budget"
+            f"completions of {longest} tokens (sampling.max_tokens, turns) leave no room for a prompt in the "
+            f"model's context of {context} and learner.token_budget = {budget}; lower them or raise the budget"
         )
     return room
-
-
-def _context(model: LoadedModel) -> int:
-    """Tokens a sequence may have: beyond a sliding window, attention would not be what the model was trained with."""
-    return min(model.config.max_positions, model.config.sliding_window or model.config.max_positions)
 
 
 def _frozen_copy(model: LoadedModel) -> Decoder:
@@ -306,64 +337,6 @@ def _idle_ratio(config: RunConfig) -> str:
     if not alone or name not in ("gspo", "gspo_token", "cispo", "sapo", "gmpo"):
         return ""
     return f"with one update a batch every ratio is 1, and {name} is the plain policy gradient: see learner.minibatches"
-
-
-def evaluate(task: Task, model: str, options: EvalOptions) -> Evaluation:
-    """Evaluate a model on a task, outside any run."""
-    device = find_device(options.device)
-    use_threads(options.threads, device)
-    folder = resolve(model)
-    loaded, tokenizer = load_folder(folder, DTYPES[find_dtype(options.dtype, device)]), Tokenizer.load(folder)
-    loaded.decoder.to(device)
-    sampling = _sampling(options, tokenizer)
-    context = _context(loaded)
-    if options.max_tokens >= context:
-        raise ConfigError(f"--max-tokens {options.max_tokens} leaves no room for a prompt in the context of {context}")
-    stream = TaskStream(task, tokenizer, options.seed, options.split, max_prompt_tokens=context - options.max_tokens)
-    engine = native_engine(loaded.decoder, tokenizer.decode, slots=options.slots, max_context=context)
-    prompts = stream.held_out(options.problems, options.split)
-    with ScoringPool(task) as scorer:
-        tasks = Tasks(stream=stream, scorer=scorer, sampling=sampling, weights={}, seed=options.seed, purpose="eval")
-        return run_evaluation(engine, tasks, prompts, options.samples, 0, options.split)
-
-
-def export(path: Path, out: Path, which: str) -> Path:
-    """A checkpoint of a run as a plain Hugging Face folder. `which`: a step, "best" or "last"."""
-    state = _exported(RunDirectory.open(path), out, which)
-    assert state.model is not None
-    model = load_folder(state.model)
-    return save_folder(model.decoder, model.hf_config, state.model, out)
-
-
-def export_adapters(path: Path, out: Path, which: str) -> Path:
-    """The adapters of a checkpoint alone, as a folder in PEFT format."""
-    directory = RunDirectory.open(path)
-    state = _exported(directory, out, which)
-    lora = state.numbers.get("lora")
-    if lora is None:
-        raise RunError(f"{path} has no adapters, it trained every weight; leave --adapters out")
-    config = LoraConfig(**{**lora, "targets": tuple(lora["targets"])})
-    return save_adapters(adapter_tensors(state.optimizer), config, directory.config.model, out)
-
-
-def _exported(directory: RunDirectory, out: Path, which: str) -> Checkpoint:
-    path = directory.path
-    found = checkpoint.steps(directory.checkpoints)
-    if not found:
-        raise RunError(f"{path} has no checkpoint yet; it writes one every save.every steps and at its end")
-    step = found[-1]
-    if which == "best":
-        scored = {s: e.accuracy for s, e in directory.evaluations().items() if s in found}
-        if not scored:
-            raise RunError(f"{path} has no evaluated checkpoint; use --step last")
-        step = max(scored, key=lambda s: (scored[s], -s))
-    elif which != "last":
-        step = int(which)
-    if step not in found:
-        raise RunError(f"{path} has no checkpoint of step {step}; it has {', '.join(map(str, found))}")
-    if out.exists():
-        raise ModelError(f"{out} exists already: choose another folder")
-    return checkpoint.load(directory.checkpoints / checkpoint.name(step))
 
 
 def bench_engine(options: EngineBenchOptions) -> BenchResult:

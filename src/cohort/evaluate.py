@@ -2,94 +2,87 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from cohort.clock import stage
 from cohort.engines.base import Engine
-from cohort.engines.rollout import Tasks, roll, stop_if_scoring_is_broken
-from cohort.store.records import EvalItem, Evaluation
-from cohort.types import Group, Prompt
+from cohort.engines.rollout import Tasks, stop_if_scoring_is_broken, stream
+from cohort.scores import accuracy, all_passes, interval, mean
+from cohort.store.records import EvalAnswer, EvalItem, EvalSetting, Evaluation
+from cohort.tasks.base import Task
+from cohort.types import Group, Prompt, Row, Sampling
 
-Z = 1.959963984540054  # 97.5% quantile of the normal distribution
+Spell = Callable[[Sequence[int]], str]
 
 
 @stage("evaluate")
 def evaluate(
-    engine: Engine, tasks: Tasks, prompts: Sequence[Prompt], num_samples: int, step: int, split: str
+    engine: Engine,
+    tasks: Tasks,
+    prompts: Sequence[Prompt],
+    setting: EvalSetting,
+    spell: Spell,
+    known: Mapping[str, EvalItem] | None = None,
+    done: Callable[[EvalItem], None] = lambda item: None,
 ) -> Evaluation:
-    """`num_samples` answers to each prompt. A sample that could not be scored is left out, not counted as wrong."""
-    groups = roll(engine, tasks, prompts, num_samples)
+    """Answers to each prompt, `done` told of each item as it is complete; `known` ones are not sampled again.
+
+    A sample that could not be scored is left out, not counted as wrong.
+    """
+    items = dict(known or {})
+    groups: list[Group] = []
+    missing = [p for p in prompts if p.id not in items]
+    for _, group in stream(engine, tasks, missing, setting.num_samples):
+        groups.append(group)
+        items[group.prompt.id] = _item(group, tasks.stream.task.accuracy, spell)
+        done(items[group.prompt.id])
     stop_if_scoring_is_broken(groups)
-    part = tasks.stream.task.accuracy
-    scores = [[s.parts[part] for s in g.samples if not s.failure] for g in groups]
-    low, high = interval([row for row in scores if row])
-    samples = [s for g in groups for s in g.samples]
+    return summarised(setting, [items[p.id] for p in prompts], tasks.stream.task, [p.row for p in prompts])
+
+
+def summarised(setting: EvalSetting, items: Sequence[EvalItem], task: Task, rows: Sequence[Row]) -> Evaluation:
+    """The numbers of an evaluation, from its items and their rows."""
+    answers = [a for item in items for a in item.answers]
+    scored = [a for a in answers if a.correct is not None]
+    scores = [item.correct for item in items]
+    low, high = interval(scores)
+    names = [name for name in (scored[0].parts if scored else {}) if name != task.accuracy]
+    extra = getattr(task, "summary", None)
+    graded = [(row, a.parts) for row, item in zip(rows, items, strict=True) for a in item.answers if not a.failure]
     return Evaluation(
-        task=tasks.stream.task.name,
-        split=split,
-        step=step,
-        accuracy=_mean([_mean(row) for row in scores if row]),
+        setting=setting,
+        accuracy=accuracy(scores),
         low=low,
         high=high,
-        num_problems=len(groups),
-        num_samples=num_samples,
-        mean_tokens=_mean([len(s.tokens) for s in samples]),
-        finishes=dict(Counter(str(s.finish) for s in samples)),
-        num_failed=sum(bool(s.failure) for s in samples),
-        items=[_item(g, part) for g in groups],
+        passes=all_passes(scores),
+        parts={name: mean([a.parts[name] for a in scored]) for name in names},
+        summary={} if extra is None else extra(*zip(*graded, strict=True)) if graded else {},
+        mean_tokens=mean([a.num_tokens for a in answers]),
+        finishes=dict(sorted(Counter(a.finish for a in answers).items())),
+        num_failed=len(answers) - len(scored),
+        items=list(items),
     )
 
 
-def interval(scores: Sequence[Sequence[float]]) -> tuple[float, float]:
-    """95% interval of the mean over problems of the mean over their samples.
-
-    One 0/1 score a problem: Wilson's interval. Otherwise the normal one over the problems' means, because samples of
-    one problem are not independent.
-
-    >>> [round(x, 3) for x in interval([[1.0]] * 8 + [[0.0]] * 2)]
-    [0.49, 0.943]
-    """
-    n = len(scores)
-    if not n:
-        return 0.0, 1.0
-    means = [_mean(row) for row in scores]
-    p = _mean(means)
-    if all(len(row) == 1 for row in scores) or min(means) == max(means):  # no spread says little about few problems
-        centre = (p + Z * Z / (2 * n)) / (1 + Z * Z / n)
-        half = Z * math.sqrt(p * (1 - p) / n + Z * Z / (4 * n * n)) / (1 + Z * Z / n)
-    else:
-        variance = math.fsum((m - p) ** 2 for m in means) / max(1, n - 1)
-        centre, half = p, Z * math.sqrt(variance / n)
-    return max(0.0, centre - half), min(1.0, centre + half)
+def sampling_facts(sampling: Sampling) -> dict[str, float]:
+    """What an evaluation records of how its answers were drawn."""
+    names = ("max_tokens", "temperature", "top_p", "top_k", "min_p")
+    return {name: getattr(sampling, name) for name in names}
 
 
-def pass_at_k(scores: Sequence[Sequence[float]], k: int) -> float:
-    """Unbiased probability that one of k samples is right (Chen et al. 2021), mean over problems.
-
-    >>> pass_at_k([[1, 0, 0, 0], [0, 0, 0, 0]], 2)
-    0.25
-    """
-    rows = [row for row in scores if len(row) >= k]
-
-    def missed(row: Sequence[float]) -> float:
-        wrong = sum(score == 0.0 for score in row)
-        return math.comb(wrong, k) / math.comb(len(row), k)
-
-    return _mean([1.0 - missed(row) for row in rows])
-
-
-def _item(group: Group, part: str) -> EvalItem:
-    scored = [s for s in group.samples if not s.failure]
-    return EvalItem(
-        id=group.prompt.id,
-        prompt="\n".join(str(m.get("content", "")) for m in group.prompt.messages),
-        completions=[s.text for s in scored],
-        correct=[s.parts[part] for s in scored],
-        reason=[s.reason for s in scored],
-    )
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values) if values else 0.0
+def _item(group: Group, part: str, spell: Spell) -> EvalItem:
+    answers = [
+        EvalAnswer(
+            text=s.text,
+            finish=str(s.finish),
+            num_tokens=len(s.tokens),
+            correct=None if s.failure else s.parts[part],
+            parts=dict(s.parts),
+            reason=s.reason,
+            failure=s.failure,
+        )
+        for s in group.samples
+    ]
+    prompt = group.prompt
+    return EvalItem(id=prompt.id, messages=prompt.messages, prompt=spell(prompt.tokens), answers=answers)

@@ -107,6 +107,12 @@ class Sample:
     def num_sampled(self) -> int:
         return self.provenance.count(Provenance.SAMPLED)
 
+    @property
+    def num_turns(self) -> int:
+        """How often the policy spoke: runs of tokens it drew."""
+        drawn = [p == Provenance.SAMPLED for p in self.provenance]
+        return sum(here and not before for before, here in zip([False, *drawn], drawn, strict=False))
+
 
 CONSTANT_REWARD = "constant reward"
 NO_GAIN = "no gain"

@@ -198,24 +198,24 @@ def test_a_second_ctrl_c_stops_at_once(original: Path, tmp_path: Path) -> None:
 
 def test_eval_prints_a_table_and_writes_every_item(original: Path, tmp_path: Path) -> None:
     model = original / "checkpoints" / "step-000006" / "model"
-    flags = shlex.split("--problems 8 --samples 2 --max-tokens 24 --threads 1 --task.test-size 12 --out found.json")
+    flags = shlex.split("--limit 8 --samples 2 --max-tokens 24 --threads 1 --task.test-size 12 --out found.json")
     done = cohort("eval", "arithmetic", "--model", model, *flags, at=tmp_path)
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "found.json").read_text())
-    scores = [item["correct"] for item in found["items"]]
+    scores = [[answer["correct"] for answer in item["answers"]] for item in found["items"]]
     assert len(scores) == 8 and all(len(row) == 2 for row in scores)
     accuracy = sum(map(sum, scores)) / 16
     both = sum(max(row) for row in scores) / 8
     table = dict(re.split(r"  +", line, maxsplit=1) for line in done.stdout.splitlines()[:-1])
-    assert found["accuracy"] == accuracy and table["accuracy"].startswith(f"{accuracy:.3f}, 95% interval ")
-    assert table["problems"] == "8 (test), samples of each: 2" and table["pass@2"] == f"{both:.3f}"
+    assert found["accuracy"] == accuracy and table["avg@2"].startswith(f"{accuracy:.3f}, 95% interval ")
+    assert table["problems"] == "8 (test), samples of each: 2" and table["pass@2"].startswith(f"{both:.3f}, 95% ")
     assert done.stdout.splitlines()[-1] == "wrote found.json"
 
 
 def test_eval_of_a_checkpoint_repeats_the_evaluation_of_its_run(original: Path, tmp_path: Path) -> None:
     """Same problems, same keys, same weights: the same answers, in the run and outside it."""
     model = original / "checkpoints" / "step-000006" / "model"
-    flags = shlex.split("--problems 12 --max-tokens 24 --threads 1 --task.test-size 12 --out e.json")
+    flags = shlex.split("--limit 12 --max-tokens 24 --threads 1 --task.test-size 12 --out e.json")
     assert cohort("eval", "arithmetic", "--model", model, *flags, at=tmp_path).returncode == 0
     outside = json.loads((tmp_path / "e.json").read_text())
     inside = json.loads((original / "eval" / "step-000006.json").read_text())

@@ -19,13 +19,13 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "cohort"
 
 LAYERS = {
-    0: ("types", "errors", "clock", "disk", "process"),
+    0: ("types", "errors", "clock", "disk", "process", "scores"),
     1: ("config", "text", "tasks", "scoring", "recipes"),
     2: ("algos", "data"),
     3: ("models",),
     4: ("engines", "learner", "checkpoint", "limits", "device"),
-    5: ("evaluate", "logs", "store", "train"),
-    6: ("build", "bench", "check", "explain", "rerun"),
+    5: ("evaluate", "compare", "logs", "store", "train"),
+    6: ("build", "export", "examine", "bench", "check", "explain", "rerun"),
     7: ("cli", "__main__", "__init__"),
 }
 LAYER = {part: layer for layer, parts in LAYERS.items() for part in parts}
@@ -60,6 +60,8 @@ WALLS = {
     "wandb": ("logs.sinks.wandb_sink",),
     "tensorboard": ("logs.sinks.tensorboard_sink",),
     "trackio": ("logs.sinks.trackio_sink",),
+    "pyarrow": ("tasks.source",),
+    "datasets": ("tasks.source",),
     "triton": ("engines.native.cuda", "learner.kernels", "models.kernels"),
 }
 FORBIDDEN_MODULES = {"pickle", "cPickle", "dill", "shelve", "marshal"}

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,8 +19,9 @@ from cohort.cli.main import COMMANDS, main
 from cohort.config.options import BenchOptions, BenchResult, EngineBenchOptions, EvalOptions
 from cohort.config.schema import DrGRPO
 from cohort.errors import CohortError
-from cohort.store.records import EvalItem, Evaluation
+from cohort.tasks.arithmetic import Arithmetic
 from cohort.tasks.countdown import Countdown
+from tests.evals import evaluation
 
 
 @pytest.fixture
@@ -42,35 +44,20 @@ def build(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         limit="48 GFLOP/s",
         details={"gap": 0.125},
     )
-    evaluation = Evaluation(
-        task="countdown",
-        split="test",
-        step=0,
-        accuracy=0.625,
-        low=0.35,
-        high=0.84,
-        num_problems=2,
-        num_samples=4,
-        mean_tokens=31.25,
-        finishes={"stop": 6, "length": 2},
-        items=[
-            EvalItem(id="a", prompt="?", completions=["x"] * 4, correct=[1.0, 1.0, 1.0, 1.0], reason=[""] * 4),
-            EvalItem(id="b", prompt="?", completions=["x"] * 4, correct=[1.0, 0.0, 0.0, 0.0], reason=[""] * 4),
-        ],
-    )
     fake = SimpleNamespace(
         calls=calls,
         train=record("train", Path("runs/x")),
         resume=record("resume"),
         export=record("export"),
         export_adapters=record("export_adapters"),
-        evaluate=record("evaluate", evaluation),
         bench_engine=record("bench_engine", result),
         bench_learner=record("bench_learner", result),
         bench_step=record("bench_step", result),
     )
     monkeypatch.setitem(sys.modules, "cohort.build", fake)  # type: ignore[arg-type]
     monkeypatch.setattr(cohort, "build", fake, raising=False)
+    monkeypatch.setitem(sys.modules, "cohort.export", fake)  # type: ignore[arg-type]
+    monkeypatch.setattr(cohort, "export", fake, raising=False)
     return fake
 
 
@@ -145,6 +132,15 @@ MISTAKES = {
     "eval countdown --temperature 0 --top-k 5": "have no effect at temperature 0",
     "eval countdown --top-p 0": "--top-p is 0.0",
     "eval countdown --out no/such/folder/x.json": "there is no folder",
+    "eval countdown --out x.txt": "--out x.txt must be a folder or end in .json",
+    "eval countdown arithmetic --out x.json": "one file, but there are 2 tasks",
+    "eval countdown countdown": "a task is named twice",
+    "eval countdown --engine server": "--engine server needs --url",
+    "eval countdown --url http://x": "--url has no effect without --engine server",
+    "data countdown arithmetic --out x": "takes one task, not 2",
+    "compare a.json": "B is missing",
+    "compare a.json b.json --show -2": "--show is -2",
+    "compare nowhere.json b.json": "there is no evaluation or run nowhere.json",
     "pull": "MODEL is missing",
     "pull nothing-of-that-name": 'no model "nothing-of-that-name"',
     "export run": "OUT is missing: cohort export RUN OUT [--flags].",
@@ -226,31 +222,44 @@ def test_export(build: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> N
     assert capsys.readouterr().out == "wrote out\n" * 5
 
 
-def test_eval_prints_the_numbers_and_writes_them(
-    build: SimpleNamespace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "e.json"
-    args = [
-        "eval",
-        "countdown",
-        "--model",
-        "m",
-        "--samples",
-        "4",
-        "--task.max-target",
-        "50",
-        "--out",
-        str(out),
-    ]
+@pytest.fixture
+def examined(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """Stands in for `cohort.examine` and keeps the calls."""
+    calls: list[tuple[Any, ...]] = []
+
+    class Examiner:
+        def __init__(self, *args: Any) -> None:
+            calls.append(args)
+
+        def run(self, task: Any, out: Path, progress: Any) -> Any:
+            progress(task.name, 2, 2)
+            calls.append((task, out))
+            scores = {"a": [1.0, 1.0, 1.0, 1.0], "b": [1.0, 0.0, 0.0, 0.0]}
+            return replace(evaluation(scores, task=task.name), finishes={"stop": 6, "length": 2}), out / "x.json"
+
+    monkeypatch.setitem(sys.modules, "cohort.examine", SimpleNamespace(Examiner=Examiner))  # type: ignore[arg-type]
+    return calls
+
+
+def test_eval_prints_the_numbers(examined: list[tuple[Any, ...]], capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["eval", "countdown", "--model", "m", "--samples", "4", "--task.max-target", "50", "--out", "some"]
     assert main(args) == 0
-    assert build.calls == [("evaluate", Countdown(max_target=50), "m", EvalOptions(samples=4))]
-    shown = capsys.readouterr().out
-    assert "accuracy     0.625, 95% interval 0.350 to 0.840" in shown
+    assert examined == [("m", EvalOptions(samples=4)), (Countdown(max_target=50), Path("some"))]
+    shown, progress = capsys.readouterr()
+    assert "avg@4        0.625, 95% interval 0.000 to 1.000" in shown
     assert "pass@2       0.750" in shown  # problem b: 1 of 4 right, 1 - C(3,2)/C(4,2) = 0.5
     assert "pass@4       1.000" in shown
-    assert "mean tokens  31.2" in shown
-    assert "finish       length 25%, stop 75%" in shown
-    assert Evaluation.from_json(json.loads(out.read_text())).accuracy == 0.625
+    assert "how          native engine, chat template, temperature 1, at most 64 tokens" in shown
+    assert "finish       length 25%, stop 75%" in shown and "cut off      2 of 8 answers" in shown
+    assert shown.endswith("wrote some/x.json\n") and progress == "countdown: 2 of 2 problems\n"
+
+
+def test_eval_of_several_tasks(examined: list[tuple[Any, ...]], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["eval", "countdown", "arithmetic", "--countdown.max-target", "50", "--limit", "3"]) == 0
+    assert examined[0] == ("tiny", EvalOptions(limit=3))
+    assert examined[1:] == [(Countdown(max_target=50), Path("evals")), (Arithmetic(), Path("evals"))]
+    shown = capsys.readouterr().out
+    assert shown.index("task         countdown") < shown.index("task         arithmetic")
 
 
 def test_bench(build: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,10 +9,15 @@ from pathlib import Path
 
 import pytest
 
+from cohort.cli.main import main
+from cohort.config.document import dump, parse
+from cohort.config.load import load
 from cohort.errors import TaskError
 from cohort.tasks.base import grade, load_rows, plain_answer, self_check
 from cohort.tasks.countdown import Countdown, _wrapped
+from cohort.tasks.ref import TaskRef
 from cohort.tasks.splits import SPLITS
+from cohort.types import Answer
 
 SMALL = Countdown(train_size=400, test_size=100)
 SETTINGS = {
@@ -89,7 +94,7 @@ def test_rows_from_a_file_are_test_rows(tmp_path: Path) -> None:
         {"nums": [47, 76, 55, 60], "target": 24, "solution": "((76 - 47) + 55) - 60"},
         {"nums": [78, 43, 41], "target": 76, "solution": "78 - (43 - 41)"},
     ]
-    task = Countdown(path=write(tmp_path / "some.jsonl", rows))
+    task = Countdown(data=write(tmp_path / "some.jsonl", rows))
     loaded = load_rows(task, "test")
     assert [row["nums"] for row in loaded] == [[47, 76, 55, 60], [78, 43, 41]]
     assert [grade(task, row, plain_answer(task.gold(row))).parts["correct"] for row in loaded] == [1, 1]
@@ -97,38 +102,83 @@ def test_rows_from_a_file_are_test_rows(tmp_path: Path) -> None:
         load_rows(task, "train")
 
 
-def test_a_file_per_split_must_not_overlap(tmp_path: Path) -> None:
-    one = {"nums": [1, 2, 3], "target": 6, "solution": "1+2+3"}
-    write(tmp_path / "c_train.jsonl", [one])
-    write(tmp_path / "c_test.jsonl", [{"nums": [2, 2, 3], "target": 7, "solution": "2+2+3"}])
-    task = Countdown(path=str(tmp_path / "c_{split}.jsonl"))
-    assert len(load_rows(task, "train")) == len(load_rows(task, "test")) == 1
-    write(tmp_path / "c_test.jsonl", [{"nums": [3, 1, 2], "target": 6}])
-    with pytest.raises(TaskError, match="is also in train"):
-        load_rows(task, "test")
+def test_a_problem_of_test_is_not_in_train_in_whatever_order(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    train = [{"nums": [1, 2, 3], "target": 6}, {"nums": [1, 2, 3], "target": 7}, {"nums": [1, 2, 4], "target": 6}]
+    file = write(tmp_path / "c_train.jsonl", train)
+    write(tmp_path / "c_test.jsonl", [{"nums": [3, 1, 2], "target": 6, "solution": "3+1+2"}])
+    task = Countdown(data=str(tmp_path / "c_{split}.jsonl"))
+    assert [(row["nums"], row["target"]) for row in load_rows(task, "train")] == [([1, 2, 3], 7), ([1, 2, 4], 6)]
+    assert caplog.messages == [f"countdown: {file}: rows of test left out of train: 1 (first: line 1)"]
+    assert load_rows(task, "test") == [{"id": "1-2-3=6", "nums": [3, 1, 2], "target": 6, "solution": "3+1+2"}]
+
+
+def test_order_and_solution_make_no_other_problem(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rows = [
+        {"nums": [3, 1, 2], "target": 6, "solution": "3+1+2"},
+        {"nums": [1, 2, 3], "target": 6, "solution": "1*2*3"},
+        {"nums": [1, 23], "target": 24},
+        {"nums": [3, 1, 2], "target": 6},
+    ]
+    file = write(tmp_path / "c.jsonl", rows)
+    assert [row["nums"] for row in load_rows(Countdown(data=file), "test")] == [[3, 1, 2], [1, 23]]
+    assert caplog.messages == [f"countdown: {file}: repeated rows left out: 2 (line 2 is 1 again)"]
+
+
+def test_a_table_of_other_names_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "some.csv"
+    file.write_text('numbers,goal\n"[47, 76, 55, 60]",24\n"[78,43,41]",76\n')
+    rows = load_rows(Countdown(data=str(file), columns=("nums=numbers", "target=goal")), "test")
+    assert rows == [
+        {"id": "47-55-60-76=24", "nums": [47, 76, 55, 60], "target": 24, "solution": ""},
+        {"id": "41-43-78=76", "nums": [78, 43, 41], "target": 76, "solution": ""},
+    ]
+    with pytest.raises(TaskError, match=r"some.csv, row 1: needs nums .*its columns: \['numbers', 'goal'\]"):
+        load_rows(Countdown(data=str(file)), "test")
+    with pytest.raises(TaskError, match=r'names "number", which .* not read\. Did you mean "nums"\?'):
+        load_rows(Countdown(data=str(file), columns=("number=goal",)), "test")
+    file.write_text('nums,target\n"[1, 2]",3\n"[1, 2",3\n')
+    with pytest.raises(TaskError, match=r"some\.csv, row 2: needs nums"):
+        load_rows(Countdown(data=str(file)), "test")
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ('{"nums": [1, 2], "target": 3}\nnot json\n', "line 2 is not JSON"),
-        ('{"nums": [1, "2"], "target": 3}\n', "needs nums"),
-        ('{"nums": [1, 2]}\n', "needs nums"),
-        ('{"nums": [], "target": 0}\n', "needs nums"),
-        ("[1]\n", "line 1 is a JSON list"),
+        ('{"nums": [1, 2], "target": 3}\nnot json\n', "bad.jsonl, line 2 is not JSON"),
+        ('{"nums": [1, 2], "target": 3}\n\n{"nums": [1, 2.5], "target": 3}\n', "bad.jsonl, line 3: needs nums"),
+        ('{"nums": [1, "2"], "target": 3}\n', "line 1: needs nums"),
+        ('{"nums": [1, true], "target": 3}\n', "line 1: needs nums"),
+        ('{"nums": [1, -2], "target": 3}\n', "line 1: needs nums"),
+        ('{"nums": [1, 2]}\n', "line 1: needs nums"),
+        ('{"nums": [], "target": 0}\n', "line 1: needs nums"),
+        ("[1]\n", r"line 1 is \[1\], not an object"),
         ("\n", "no rows"),
-        ('{"nums": [1, 2], "target": 3}\n' * 2, "same id"),
     ],
 )
 def test_bad_files_are_refused_by_line(tmp_path: Path, content: str, message: str) -> None:
     (tmp_path / "bad.jsonl").write_text(content)
     with pytest.raises(TaskError, match=message):
-        load_rows(Countdown(path=str(tmp_path / "bad.jsonl")), "test")
+        load_rows(Countdown(data=str(tmp_path / "bad.jsonl")), "test")
+
+
+def test_a_file_and_its_columns_are_given_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    file = write(tmp_path / "c_test.jsonl", [{"numbers": [3, 1, 2], "target": 6}])
+    given = ["--task.data", str(tmp_path / "c_{split}.jsonl"), "--task.columns", "nums=numbers"]
+    assert main(["data", "countdown", "--out", "-", "--split", "test", *given]) == 0
+    assert json.loads(capsys.readouterr().out)["messages"] == [{"role": "user", "content": "Make 6 from 3, 1, 2."}]
+    assert main(["data", "countdown", "--out", "-", "--split", "test", *given, "goal=target"]) == 2
+    assert 'columns names "goal", which countdown does not read.' in capsys.readouterr().err
+    assert main(["data", "countdown", "--out", "-", "--task.data", file]) == 2
+    assert "is one file and serves testing only" in capsys.readouterr().err
+    config = load("quickstart", ["--task", "countdown", *given])
+    assert config.task == Countdown(data=str(tmp_path / "c_{split}.jsonl"), columns=("nums=numbers",))
+    assert parse(dump(config)) == config
+    assert TaskRef.of(config.task).load() == config.task
 
 
 def test_a_missing_file_and_a_missing_solution_are_clear(tmp_path: Path) -> None:
     with pytest.raises(TaskError, match=r"cannot read .*nowhere"):
-        load_rows(Countdown(path=str(tmp_path / "nowhere.jsonl")), "test")
+        load_rows(Countdown(data=str(tmp_path / "nowhere.jsonl")), "test")
     with pytest.raises(TaskError, match="without a solution"):
         SMALL.gold({"id": "7", "nums": [1], "target": 1, "solution": ""})
 
@@ -142,6 +192,7 @@ def test_a_missing_file_and_a_missing_solution_are_clear(tmp_path: Path) -> None
         {"operators": "^"},
         {"max_number": 0},
         {"test_size": 0},
+        {"columns": ("nums=numbers",)},
     ],
 )
 def test_impossible_knobs_are_refused(knobs: dict) -> None:
@@ -149,12 +200,29 @@ def test_impossible_knobs_are_refused(knobs: dict) -> None:
         Countdown(**knobs)
 
 
-if "COHORT_DATA" in os.environ:
+@pytest.mark.skipif("COHORT_DATA" not in os.environ, reason="needs the data sets in $COHORT_DATA")
+def test_the_reference_set_is_solved_by_its_solutions(caplog: pytest.LogCaptureFixture) -> None:
+    task = Countdown(data="$COHORT_DATA/countdown_{split}.jsonl")
+    rows = load_rows(task, "test")
+    assert len(rows) == 1024
+    train = load_rows(task, "train")
+    assert len(train) == 4000
+    assert not caplog.messages
+    for row in rows + train:
+        assert grade(task, row, plain_answer(task.gold(row))).parts == {"correct": 1, "format": 1}
+        assert grade(task, row, plain_answer(f"<answer>{row['target']}</answer>")).parts["correct"] == 0
 
-    def test_the_reference_set_is_solved_by_its_solutions() -> None:
-        task = Countdown(path="$COHORT_DATA/countdown_{split}.jsonl")
-        rows = load_rows(task, "test")
-        assert len(rows) == 1024
-        for row in rows + load_rows(task, "train"):
-            assert grade(task, row, plain_answer(task.gold(row))).parts == {"correct": 1, "format": 1}
-            assert grade(task, row, plain_answer(f"<answer>{row['target']}</answer>")).parts["correct"] == 0
+
+def test_a_prompt_may_end_with_an_open_thought_to_continue() -> None:
+    task = Countdown(think=True, instructions=True, test_size=1)
+    row = next(iter(task.rows("test")))
+    user, opened = task.prompt(row)
+    assert user["role"] == "user" and opened["role"] == "assistant" and opened["content"].endswith("<think>")
+    forced = Answer(
+        text=f" 1 + 1</think><answer>{row['solution']}</answer>",
+        full=f"{opened['content']} 1 + 1</think><answer>{row['solution']}</answer>",
+        finish="stop",
+        num_tokens=9,
+        conversation=[],
+    )
+    assert grade(task, row, forced).parts == {"correct": 1.0, "format": 1.0}

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from cohort import build, checkpoint
+from cohort import checkpoint, export
 from cohort.config.algos import KLConfig
 from cohort.config.schema import GRPO, LearnerConfig, LoraConfig, OptimConfig
 from cohort.errors import ModelError, RunError
@@ -137,10 +137,10 @@ def test_the_adapters_of_a_run_are_exported_and_start_another(tmp_path):
         run = run_of(tmp_path / "runs", config, parts, 2)
         trained = {n: p.clone() for n, p in parts.model.decoder.named_parameters()}
         plain = parts.model.folder
-    out = build.export_adapters(run, tmp_path / "adapters", "last")
+    out = export.export_adapters(run, tmp_path / "adapters", "last")
     assert json.loads((out / "adapter_config.json").read_text())["base_model_name_or_path"] == "tiny"
     with pytest.raises(ModelError, match="exists already"):
-        build.export_adapters(run, out, "last")
+        export.export_adapters(run, out, "last")
     again = small_run(
         learner=LearnerConfig(lora=LoraConfig(load=str(out)), minibatches=2), algo=GRPO(kl=KLConfig(weight=0.1))
     )
@@ -159,7 +159,7 @@ def test_a_run_that_trained_every_weight_has_no_adapters(tmp_path):
     with assembled(config) as parts:
         run = run_of(tmp_path / "runs", config, parts, 1)
     with pytest.raises(RunError, match="has no adapters, it trained every weight; leave --adapters out"):
-        build.export_adapters(run, tmp_path / "adapters", "last")
+        export.export_adapters(run, tmp_path / "adapters", "last")
     assert not (tmp_path / "adapters").exists()
 
 

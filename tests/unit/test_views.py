@@ -21,6 +21,7 @@ from cohort.logs.live import LiveView
 from cohort.logs.plain import PlainView
 from cohort.logs.view import Guarded, Header, Showcase, StepReport, Summary, make_view
 from cohort.store.records import Evaluation
+from tests.evals import eval_setting
 
 HOSTILE = [
     "[/INST] [bold]not bold[/bold] [/] [link=http://x]y[/link] :smile:",
@@ -40,14 +41,10 @@ HOSTILE = [
 
 def evaluation(step: int, accuracy: float) -> Evaluation:
     return Evaluation(
-        task="arithmetic",
-        split="test",
-        step=step,
+        setting=eval_setting(step=step, num_problems=512),
         accuracy=accuracy,
         low=accuracy - 0.04,
         high=accuracy + 0.04,
-        num_problems=512,
-        num_samples=1,
         mean_tokens=20.0,
     )
 

@@ -1,20 +1,26 @@
-"""`cohort eval TASK --model M [--samples n --problems n --temperature t --task.x v] [--out FILE]`."""
+"""`cohort eval TASK [TASK ...] --model M [--samples n --limit n --temperature t --task.x v] [--out PATH]`."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cohort.cli.output import table
-from cohort.cli.tasks import read_task
+from cohort.cli.tasks import read_tasks
 from cohort.config.options import EvalOptions
 from cohort.errors import ConfigError
 
 if TYPE_CHECKING:
+    from cohort.examine import Progress
     from cohort.store.records import Evaluation
+
+PLAIN_STEPS = 10  # lines of progress a task where there is no terminal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,57 +28,94 @@ class Options(EvalOptions):
     """How to sample and score."""
 
     model: str = "tiny"
-    """A bundled or pulled name (see `cohort models`), or a folder in Hugging Face format."""
-    out: str = ""
-    """Write the evaluation with per-item results to this JSON file."""
+    """A bundled or pulled name (see `cohort models`), a folder in Hugging Face format, or the server's name for it."""
+    out: str = "evals"
+    """Where the evaluation is written, with every prompt, completion and verdict: a folder, or a .json file."""
 
 
 def run(args: list[str]) -> None:
-    about = "Measure a model's accuracy on a task's held-out problems."
-    task, options = read_task("eval", about, Options(), args)
+    about = (
+        "Measure a model's accuracy on the held-out problems of one task or several. Interrupted, it goes on when "
+        "started again; an evaluation that is there already is shown, not made again."
+    )
+    tasks, options = read_tasks("eval", about, Options(), args)
     options.check()
-    out = Path(options.out) if options.out else None
-    if out is not None and not out.parent.is_dir():
+    out = Path(options.out)
+    if out.suffix and len(tasks) > 1:
+        raise ConfigError(f"--out {out} is one file, but there are {len(tasks)} tasks; name a folder.")
+    if out.suffix and out.suffix != ".json":
+        raise ConfigError(f"--out {out} must be a folder or end in .json.")
+    if out.suffix and not out.parent.is_dir():
         raise ConfigError(f'there is no folder "{out.parent}" for --out; make it first.')
-    from cohort import build
+    from cohort.examine import Examiner
 
     names = [f.name for f in dataclasses.fields(EvalOptions)]
     plain = EvalOptions(**{name: getattr(options, name) for name in names})
-    evaluation = build.evaluate(task, options.model, plain)
-    print(report(options.model, evaluation, passes(evaluation)))
-    if out is not None:
-        out.write_text(json.dumps(evaluation.to_json(), indent=1), encoding="utf-8")
-        print(f"wrote {out}")
+    logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING, stream=sys.stderr)
+    examiner = Examiner(options.model, plain)
+    for task in tasks:
+        with progress_bar() as progress:
+            evaluation, path = examiner.run(task, out, progress)
+        print(report(evaluation))
+        print(f"wrote {path}\n" if len(tasks) > 1 else f"wrote {path}")
 
 
-def passes(evaluation: Evaluation) -> dict[int, float]:
-    """pass@k for k = 2, 4, 8, ... up to the number of samples."""
-    from cohort.evaluate import pass_at_k
+@contextmanager
+def progress_bar() -> Iterator[Progress]:
+    """A bar on a terminal, a line now and then elsewhere; on stderr, so that stdout stays clean for the result."""
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
 
-    scores = [item.correct for item in evaluation.items]
-    ks = [k for k in (2**i for i in range(1, 20)) if k <= evaluation.num_samples]
-    return {k: pass_at_k(scores, k) for k in ks}
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield _plain_progress
+        return
+    columns = [
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    ]
+    with Progress(*columns, console=console, transient=True) as bar:
+        line = bar.add_task("", total=None)
+        yield lambda task, done, of: bar.update(line, description=task, completed=done, total=of)
 
 
-def report(model: str, evaluation: Evaluation, passes: dict[int, float]) -> str:
+def _plain_progress(task: str, done: int, of: int) -> None:
+    part = max(1, of // PLAIN_STEPS)
+    if done == of or done % part == 0:
+        print(f"{task}: {done} of {of} problems", file=sys.stderr, flush=True)
+
+
+def report(evaluation: Evaluation) -> str:
     """An evaluation as a table."""
-    total = sum(evaluation.finishes.values())
-    finishes = ", ".join(f"{name} {100 * n / total:.0f}%" for name, n in sorted(evaluation.finishes.items()))
-    scored = sum(len(item.correct) for item in evaluation.items)
+    e, s = evaluation, evaluation.setting
+    total = max(1, sum(e.finishes.values()))
+    finishes = ", ".join(f"{name} {100 * n / total:.0f}%" for name, n in sorted(e.finishes.items()))
+    drawn = "greedy" if s.sampling["temperature"] == 0 else f"temperature {s.sampling['temperature']:g}"
+    how = f"{s.engine} engine, {s.template} template, {drawn}, at most {s.sampling['max_tokens']:g} tokens"
+    accuracy = "accuracy" if s.num_samples == 1 else f"avg@{s.num_samples}"
     rows = [
-        ["model", model],
-        [
-            "problems",
-            f"{evaluation.num_problems} ({evaluation.split}), samples of each: {evaluation.num_samples}",
-        ],
-        [
-            "accuracy",
-            f"{evaluation.accuracy:.3f}, 95% interval {evaluation.low:.3f} to {evaluation.high:.3f}",
-        ],
-        *([f"pass@{k}", f"{value:.3f}"] for k, value in passes.items()),
-        ["mean tokens", f"{evaluation.mean_tokens:.1f}"],
+        ["model", s.model],
+        ["problems", f"{s.num_problems} ({s.split}), samples of each: {s.num_samples}"],
+        ["how", how],
+        [accuracy, f"{e.accuracy:.3f}, 95% interval {e.low:.3f} to {e.high:.3f}"],
+        *([f"pass@{p.k}", f"{p.value:.3f}, 95% interval {p.low:.3f} to {p.high:.3f}"] for p in e.passes),
+        *([f"mean {name}", f"{value:.3f}"] for name, value in e.parts.items() if value),
+        *([name, f"{value:.3f}"] for name, value in e.summary.items()),
+        ["mean tokens", f"{e.mean_tokens:.1f}"],
         ["finish", finishes],
     ]
-    if scored < total:
-        rows.append(["not scored", f"{total - scored} samples: the grader failed"])
-    return table(["task", evaluation.task], rows)
+    if cut := e.finishes.get("length"):
+        rows.append(["cut off", f"{cut} of {total} answers at the limit of tokens"])
+    if e.num_failed:
+        rows.append(["not scored", f"{e.num_failed} samples: the grader failed"])
+    return table(["task", s.task], rows)

@@ -17,7 +17,8 @@ from cohort.errors import CohortError, nearest
 COMMANDS = {
     "train": ("RECIPE [--flags]", "Train a model with a recipe."),
     "resume": ("RUN [--steps N]", "Continue a run exactly where it stopped."),
-    "eval": ("TASK [--model M]", "Measure a model's accuracy on a task's held-out problems."),
+    "eval": ("TASK ... [--model M]", "Measure a model's accuracy on the held-out problems of tasks."),
+    "compare": ("A B", "Compare two evaluations of the same problems."),
     "models": ("", "List the models that can be loaded."),
     "pull": ("MODEL", "Fetch a model ahead of time."),
     "export": ("RUN OUT [--step N|best]", "Write a run's model as a Hugging Face folder."),

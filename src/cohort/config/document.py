@@ -15,7 +15,7 @@ import yaml
 
 from cohort.config.flags import describe, leaves
 from cohort.config.lookup import find_task, task_spec
-from cohort.config.schema import ALGOS, ENGINES, RunConfig
+from cohort.config.schema import VARIANTS, RunConfig
 from cohort.errors import ConfigError, nearest
 
 _SECRET_NAME = re.compile(r"(api_?key|secret|passw(or)?d|credential|(access|auth|hf|bearer)_token)", re.IGNORECASE)
@@ -23,10 +23,10 @@ _SECRET_VALUE = re.compile(r"://[^/\s]*:[^/\s]*@")
 
 
 def variant_name(kind: str, value: Any) -> str:
-    """The name under which a variant of `task`, `algo` or `engine` is chosen."""
+    """The name under which a variant of `task`, `turns`, `algo` or `engine` is chosen."""
     if kind == "task":
         return task_spec(value)
-    names = {cls: name for name, cls in {"algo": ALGOS, "engine": ENGINES}[kind].items()}
+    names = {cls: name for name, cls in VARIANTS[kind].items()}
     if type(value) not in names:
         raise ConfigError(f"{kind} is a {type(value).__name__}, which is not registered.{nearest('', names.values())}")
     return names[type(value)]
@@ -36,7 +36,7 @@ def find_variant(kind: str, name: str) -> type[Any]:
     """The class of the variant `name`."""
     if kind == "task":
         return find_task(name)
-    registry = {"algo": ALGOS, "engine": ENGINES}[kind]
+    registry = VARIANTS[kind]
     if name not in registry:
         raise ConfigError(f'unknown {kind} "{name}".{nearest(name, registry)}')
     return registry[name]
@@ -47,7 +47,7 @@ def dump(config: RunConfig) -> str:
     tree: dict[str, Any] = {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        if field.name in ("task", "algo", "engine"):
+        if field.name in ("task", *VARIANTS):
             tree[field.name] = {"name": variant_name(field.name, value), **_plain(value, field.name)}
         else:
             tree[field.name] = _plain(value, field.name)
@@ -82,7 +82,7 @@ def parse(text: str, source: str = "config.yaml") -> RunConfig:
     if not isinstance(tree, dict):
         raise ConfigError(f"{source} is not a Cohort config; restore the file the run wrote.")
     hints = typing.get_type_hints(RunConfig)
-    for kind in ("task", "algo", "engine"):
+    for kind in ("task", *VARIANTS):
         section = tree.get(kind)
         if not isinstance(section, dict) or not isinstance(section.get("name"), str):
             raise ConfigError(f"{source}: {kind}.name is missing; restore the file the run wrote.")

@@ -2,7 +2,7 @@
 
     config = load("quickstart", ["--steps", "50", "--algo", "dr_grpo", "--algo.kl.weight", "0.01"])
 
-`--task`, `--algo` and `--engine` choose a variant by name; the chosen one starts from its own defaults, and
+`--task`, `--turns`, `--algo` and `--engine` choose a variant by name; the chosen one starts from its own defaults, and
 only its fields can be set.
 """
 
@@ -19,7 +19,7 @@ from cohort.config import flags
 from cohort.config.document import diff, dump, find_variant, parse, variant_name
 from cohort.config.lookup import find_recipe, find_task, task_spec
 from cohort.config.rules import reward_parts, validate
-from cohort.config.schema import ALGOS, ENGINES, RunConfig
+from cohort.config.schema import VARIANTS, RunConfig
 from cohort.errors import ConfigError
 from cohort.tasks.base import task_names
 
@@ -36,7 +36,7 @@ __all__ = [
     "validate",
 ]
 
-_KINDS = ("task", "algo", "engine")
+_KINDS = ("task", *VARIANTS)
 _PREFIX = "choose_"
 
 
@@ -100,7 +100,7 @@ def _base(recipe: str) -> RunConfig:
 
 
 def _choose(config: RunConfig, given: Collection[flags.Flag]) -> RunConfig:
-    """Apply `--task`, `--algo` and `--engine`."""
+    """Apply `--task`, `--turns`, `--algo` and `--engine`."""
     for flag in given:
         if flag.name not in _KINDS or len(flag.values) != 1:
             continue
@@ -117,7 +117,7 @@ def _choose(config: RunConfig, given: Collection[flags.Flag]) -> RunConfig:
 
 def _settings(config: RunConfig) -> Any:
     """`config` as a class made for it: variants at their exact type, a field for each part of the reward."""
-    choices = {"task": task_names(), "algo": ALGOS, "engine": ENGINES}
+    choices = {"task": task_names(), **VARIANTS}
     fields: list[Any] = [("recipe", tyro.conf.Suppress[str], config.recipe)]
     for kind in _KINDS:
         name = variant_name(kind, getattr(config, kind))

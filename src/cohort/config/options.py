@@ -19,18 +19,24 @@ def _at_least(low: int, options: object, names: str) -> None:
 class EvalOptions:
     """How `cohort eval` samples and scores."""
 
-    problems: int = 0
-    """How many held-out problems; 0 = all of them."""
+    engine: Literal["native", "vllm", "server"] = "native"
+    """native = Cohort's own; vllm = vLLM in this process; server = an OpenAI-compatible server at --url."""
+    url: str = ""
+    """Where the server is, such as http://localhost:8000; its key is read from COHORT_API_KEY or OPENAI_API_KEY."""
+    template: Literal["chat", "text"] = "chat"
+    """chat = the model's chat template; text = the prompt as raw text, for base models. Recorded with the result."""
+    limit: int = 0
+    """Only the first N problems; 0 = all of them."""
     samples: int = 1
-    """Samples per problem; more than one also gives pass@k."""
+    """Samples per problem: their mean is avg@n; more than one also gives pass@k."""
     temperature: float = 1.0
     """0 = greedy."""
     top_p: float = 1.0
     top_k: int = 0
     """0 = off."""
     min_p: float = 0.0
-    max_tokens: int = 256
-    """Longest completion."""
+    max_tokens: int = 0
+    """Longest completion; 0 = what the task needs, as far as the model's context allows."""
     split: Literal["test", "train"] = "test"
     slots: int = 256
     """Samples decoded at once."""
@@ -44,8 +50,11 @@ class EvalOptions:
 
     def check(self) -> None:
         """Refuse values that cannot work, and samples that would all be the same."""
-        _at_least(1, self, "samples max_tokens slots")
-        _at_least(0, self, "problems temperature top_k min_p seed threads")
+        _at_least(1, self, "samples slots")
+        _at_least(0, self, "limit temperature top_k min_p seed threads max_tokens")
+        if (self.engine == "server") != bool(self.url):
+            need = "--engine server needs --url" if not self.url else "--url has no effect without --engine server"
+            raise ConfigError(f"{need}, such as --engine server --url http://localhost:8000.")
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"--top-p is {self.top_p}; it must be above 0 and at most 1.")
         if self.min_p >= 1:

@@ -9,7 +9,7 @@ from typing import Any
 
 from cohort.config.algos import CISPO, GMPO, Clipped, PassAtK
 from cohort.config.flags import leaves, show
-from cohort.config.schema import TARGETS, RunConfig
+from cohort.config.schema import TARGETS, RunConfig, ThinkAgain
 from cohort.errors import ConfigError, nearest
 
 # Bounds of numbers: how they are worded, when they hold, and for which settings.
@@ -23,7 +23,7 @@ _BOUNDS: tuple[tuple[str, Callable[[float], bool], str], ...] = (
         "a finite number",
         math.isfinite,
         "algo.clip_low algo.clip_high algo.dual_clip algo.kl.weight algo.kl.target algo.entropy algo.entropy_target "
-        "algo.tau_pos algo.tau_neg sampling.temperature learner.lora.alpha",
+        "algo.tau_pos algo.tau_neg sampling.temperature learner.lora.alpha turns.below turns.cost",
     ),
     ("at least 1", lambda x: x >= 1, "steps batch.prompts batch.samples sampling.max_tokens engine.slots"),
     ("at least 1", lambda x: x >= 1, "learner.epochs learner.minibatches eval.samples"),
@@ -36,9 +36,10 @@ _BOUNDS: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ),
     ("at least 0", lambda x: x >= 0, "optim.warmup optim.weight_decay optim.clip_norm save.rollouts"),
     ("at least 0", lambda x: x >= 0, "learner.token_budget algo.entropy_target replay.prompts"),
+    ("at least 0", lambda x: x >= 0, "turns.max_tokens turns.cost"),
     ("0 or above 1", lambda x: x == 0 or x > 1, "algo.dual_clip"),
     ("at least 2", lambda x: x >= 2, "algo.k"),
-    ("at least 1", lambda x: x >= 1, "replay.steps"),
+    ("at least 1", lambda x: x >= 1, "replay.steps turns.attempts"),
     ("at least 0", lambda x: x >= 0, "eval.every eval.problems eval.temperature learner.lora.rank"),
     ("above 0", lambda x: x > 0, "sampling.temperature optim.eps learner.lora.alpha algo.tau_pos algo.tau_neg"),
     ("above 0 and at most 1", lambda x: 0 < x <= 1, "sampling.top_p"),
@@ -219,11 +220,16 @@ def _check_combinations(config: RunConfig, given: Collection[str]) -> None:
             f"learner.minibatches is {learner.minibatches}, but a batch has only {batch.prompts} groups "
             "(batch.prompts) to divide; lower --learner.minibatches."
         )
-    if 0 < learner.token_budget <= sampling.max_tokens:
+    if 0 < learner.token_budget <= config.max_sampled:
         raise ConfigError(
             f"learner.token_budget is {learner.token_budget}, too small for a prompt and a completion of "
-            f"sampling.max_tokens = {sampling.max_tokens}; raise --learner.token-budget."
+            f"{config.max_sampled} tokens (sampling.max_tokens, turns); raise --learner.token-budget."
         )
+    if isinstance(config.turns, ThinkAgain):
+        if not config.turns.words or not all(words.strip() for words in config.turns.words):
+            raise ConfigError("turns.words must be one text or more, none of them empty.")
+        if config.template == "text":
+            raise ConfigError("--turns think_again needs a chat template for its turns; use --template chat.")
     if _truncates(config) and not sampling.allow_truncation:
         raise ConfigError(
             "top-p, top-k and min-p make the policy that acts differ from the one that is trained; "

@@ -1,7 +1,7 @@
 """Every setting of a run, typed. A recipe returns one `RunConfig`; the resolved one is written to the run.
 
 Rules: at most about 80 leaves in all and 12 a class; a value that can be computed is not a field; only the
-chosen variant of `task`, `engine` and `algo` exists, so a setting that has no effect cannot be written.
+chosen variant of `task`, `turns`, `engine` and `algo` exists, so a setting that has no effect cannot be written.
 """
 
 from __future__ import annotations
@@ -120,6 +120,31 @@ class LearnerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SingleTurn:
+    """One prompt, one answer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ThinkAgain:
+    """A low reward is answered by a user's turn that asks for another attempt, which is then scored instead."""
+
+    attempts: int = 1
+    """Further attempts at most."""
+    below: float = 0.1
+    """The reward at or under which there is another."""
+    max_tokens: int = 0
+    """Longest further attempt; 0 = sampling.max_tokens."""
+    cost: float = 0.0
+    """What each further attempt takes from the reward."""
+    words: tuple[str, ...] = (
+        "That does not look right. Think again and give your final answer.",
+        "Check your work step by step, then answer again in the same format.",
+        "Are you sure? Go through it once more and answer again.",
+    )
+    """The user's turn is one of these."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ReplayConfig:
     """Rollouts used again. The policy has moved on since, so this needs algo.correction."""
 
@@ -169,6 +194,8 @@ class RunConfig:
     seed: int = 0
     threads: int = 0
     """CPU threads; 0 = all cores. Part of the checkpoint: sums depend on it."""
+    template: Literal["chat", "text"] = "chat"
+    """How prompts are rendered: by the model's chat template, or as raw text (for base models)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to sample and train; auto = on a GPU if torch sees one. The run records which, and goes on there."""
     task: Any = None
@@ -177,6 +204,7 @@ class RunConfig:
     """Weights of the reward's parts; a part not named weighs 1, 0 = only logged."""
     batch: BatchConfig = field(default_factory=BatchConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    turns: SingleTurn | ThinkAgain = field(default_factory=SingleTurn)
     engine: NativeEngine = field(default_factory=NativeEngine)
     algo: Policy = field(default_factory=GRPO)
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -185,5 +213,14 @@ class RunConfig:
     eval: EvalConfig = field(default_factory=EvalConfig)
     save: SaveConfig = field(default_factory=SaveConfig)
 
+    @property
+    def max_sampled(self) -> int:
+        """The most tokens the policy draws for one sample, in all its turns."""
+        first, turns = self.sampling.max_tokens, self.turns
+        return first + (turns.attempts * (turns.max_tokens or first) if isinstance(turns, ThinkAgain) else 0)
+
 
 ENGINES: dict[str, type] = {"native": NativeEngine}
+TURNS: dict[str, type] = {"single": SingleTurn, "think_again": ThinkAgain}
+VARIANTS: dict[str, dict[str, type]] = {"turns": TURNS, "algo": ALGOS, "engine": ENGINES}
+"""What is chosen by name, besides the task: of each only the chosen one's settings exist."""

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from cohort.types import Key, Sample, Sampling
+from cohort.types import Key, Message, Sample, Sampling
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,6 +24,7 @@ class Request:
     key: Key
     shared: int = -1  # leading tokens common to the group; -1 = all of them
     start: int = 0  # position, in the key's stream, of the first token to be drawn (> 0 when continuing)
+    messages: list[Message] = field(default_factory=list)  # what the tokens were made from: a server takes no ids
 
 
 @dataclass(kw_only=True, slots=True)

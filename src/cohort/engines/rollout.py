@@ -5,43 +5,18 @@ What comes back does not depend on who finished first: groups keep the order of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 
 from cohort.clock import stage
-from cohort.engines.base import Engine, Request
+from cohort.engines.base import Engine
+from cohort.engines.member import Again, Member, Tasks, answer_of
 from cohort.errors import TrainingStopped
-from cohort.scoring.pool import ScoringPool
-from cohort.tasks.stream import TaskStream
-from cohort.types import NOT_ACCEPTED, Answer, Group, Key, Outcome, Prompt, Sample, Sampling
+from cohort.types import NOT_ACCEPTED, Group, Prompt
+
+__all__ = ["Again", "Tasks", "answer_of", "collect", "roll", "stop_if_scoring_is_broken", "stream"]
 
 MAX_REFILLS = 10  # rounds of refill before a step goes on with fewer groups
 MAX_FAILED = 0.05  # share of a step's samples that may fail to be scored
-
-
-@dataclass(kw_only=True, slots=True)
-class Tasks:
-    """Where prompts come from and how samples are drawn and scored."""
-
-    stream: TaskStream
-    scorer: ScoringPool
-    sampling: Sampling
-    weights: Mapping[str, float]  # of the reward's parts; a part not named weighs 1
-    seed: int
-    purpose: str = "train"
-
-    def key(self, prompt: Prompt, index: int) -> Key:
-        return Key(
-            seed=self.seed,
-            purpose=self.purpose,
-            task=prompt.task,
-            prompt_id=prompt.id,
-            visit=prompt.visit,
-            sample=index,
-        )
-
-    def reward(self, parts: Mapping[str, float]) -> float:
-        return sum(self.weights.get(name, 1.0) * value for name, value in parts.items())
 
 
 @stage("rollout")
@@ -67,49 +42,36 @@ def collect(
 
 def roll(engine: Engine, tasks: Tasks, prompts: Sequence[Prompt], group_size: int) -> list[Group]:
     """Sample and score one group per prompt."""
-    places: dict[str, tuple[Prompt, int]] = {}
-    for n, prompt in enumerate(prompts):
-        for i in range(group_size):
-            id = f"{n}/{i}"
-            places[id] = (prompt, i)
-            engine.submit(Request(id=id, tokens=prompt.tokens, sampling=tasks.sampling, key=tasks.key(prompt, i)))
-    samples: dict[str, Sample] = {}
-    unscored = set(places)
-    while events := engine.poll():
+    groups = dict(stream(engine, tasks, prompts, group_size))
+    return [groups[n] for n in range(len(prompts))]
+
+
+def stream(engine: Engine, tasks: Tasks, prompts: Sequence[Prompt], group_size: int) -> Iterator[tuple[int, Group]]:
+    """The same as they are complete, each with the place of its prompt."""
+    members = {f"{n}/{i}": Member(prompt=p, index=i) for n, p in enumerate(prompts) for i in range(group_size)}
+    for id, member in members.items():
+        engine.submit(member.request(id, tasks))
+    under_way, with_grader = set(members), 0
+    missing = [group_size] * len(prompts)
+    while under_way:
+        events = engine.poll()
+        assert events or with_grader, "an engine that has nothing under way has ended every request"
         for event in events:
             if event.sample is not None:
-                samples[event.id] = event.sample
-                prompt = places[event.id][0]
-                tasks.scorer.submit(event.id, prompt.row, answer_of(prompt, event.sample))
-        unscored -= _take(tasks, samples, tasks.scorer.poll(0.0))
-    assert samples.keys() == places.keys(), "an engine that has nothing under way has ended every request"
-    while unscored:
-        unscored -= _take(tasks, samples, tasks.scorer.poll(1.0))
-    return [
-        Group(prompt=prompt, samples=[samples[f"{n}/{i}"] for i in range(group_size)])
-        for n, prompt in enumerate(prompts)
-    ]
-
-
-def _take(tasks: Tasks, samples: Mapping[str, Sample], outcomes: Sequence[tuple[str, Outcome]]) -> set[str]:
-    for id, outcome in outcomes:
-        sample = samples[id]
-        sample.parts, sample.reason, sample.failure = dict(outcome.parts), outcome.reason, outcome.failure
-        sample.reward = None if outcome.failure else tasks.reward(outcome.parts)
-    return {id for id, _ in outcomes}
-
-
-def answer_of(prompt: Prompt, sample: Sample) -> Answer:
-    """What the grader sees: the completion alone, and with the prefix the policy was made to continue."""
-    full = prompt.forced_text + sample.text
-    history = prompt.messages[:-1] if prompt.forced_text else prompt.messages
-    return Answer(
-        text=sample.text,
-        full=full,
-        finish=str(sample.finish),
-        num_tokens=len(sample.tokens),
-        conversation=[*history, {"role": "assistant", "content": full}],
-    )
+                answer = members[event.id].answer(event.sample)
+                tasks.scorer.submit(event.id, members[event.id].prompt.row, answer)
+                with_grader += 1
+        for id, outcome in tasks.scorer.poll(0.0 if events else 1.0):
+            member, n = members[id], int(id.partition("/")[0])
+            with_grader -= 1
+            member.take(outcome, tasks)
+            if member.go_on(tasks):
+                engine.submit(member.request(id, tasks))
+                continue
+            under_way.remove(id)
+            missing[n] -= 1
+            if not missing[n]:
+                yield n, Group(prompt=prompts[n], samples=[members[f"{n}/{i}"].sample for i in range(group_size)])
 
 
 def stop_if_scoring_is_broken(groups: Sequence[Group]) -> None:

@@ -51,7 +51,7 @@ def load(path: Path, number: int | None) -> Step:
     # the rollouts tell nearly everything: a database of another version is no reason to stop
     with suppress(RunError), Reader(directory.database, once=True) as reader:
         metrics = {row.name: row.value for row in reader.metrics(step=number)}
-    algo = build_algorithm(config.algo, config.sampling.max_tokens)
+    algo = build_algorithm(config.algo, config.max_sampled)
     if "kl/weight" in metrics:  # steered from step to step: the one that was in force
         algo.load_state({**algo.state(), "kl": metrics["kl/weight"]})
     return Step(

@@ -50,7 +50,7 @@ class PlainView:
     def evaluation(self, evaluation: Evaluation) -> None:
         self._write(
             f"held-out accuracy {evaluation.accuracy:.3f} ({evaluation.low:.3f} to {evaluation.high:.3f})"
-            f" at step {evaluation.step}, {evaluation.num_problems} problems"
+            f" at step {evaluation.step}, {evaluation.setting.num_problems} problems"
         )
 
     def event(self, step: int, kind: str, text: str) -> None:

@@ -81,7 +81,7 @@ class Summary:
             said.append(f"held-out accuracy {a.accuracy:.2f} -> {b.accuracy:.2f}")
             said.append(
                 f"95% intervals {a.low:.3f} to {a.high:.3f} -> {b.low:.3f} to {b.high:.3f},"
-                f" {b.num_problems} problems x {b.num_samples}"
+                f" {b.setting.num_problems} problems x {b.setting.num_samples}"
             )
         elif self.last:
             said.append(f"held-out accuracy {self.last.accuracy:.2f} at step {self.last.step}")

@@ -36,6 +36,11 @@ class ModelConfig:
     def queries_per_kv(self) -> int:
         return self.num_heads // self.num_kv_heads
 
+    @property
+    def context(self) -> int:
+        """Tokens a sequence may have: beyond a sliding window, attention is not what the model was trained with."""
+        return min(self.max_positions, self.sliding_window or self.max_positions)
+
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> ModelConfig:
         """Read a config.json, as transformers 4 or transformers 5 writes it."""

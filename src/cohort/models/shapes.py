@@ -23,6 +23,29 @@ _QWEN = {
 }
 _QWEN2: dict[str, Any] = {"architectures": ["Qwen2ForCausalLM"], **_QWEN}
 _QWEN3: dict[str, Any] = {"architectures": ["Qwen3ForCausalLM"], "head_dim": 128, **_QWEN}
+_LLAMA2: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 32000,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e4,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+}
+_LLAMA3: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 128256,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 5e5,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 32.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": True,
+}
 _SMOLLM2: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "vocab_size": 49152,
@@ -42,6 +65,9 @@ SHAPES: dict[str, dict[str, Any]] = {  # name -> config.json
     "qwen2.5-1.5b": _hf(_QWEN2, 1536, 28, 12, 2, 8960),
     "qwen2.5-3b": _hf(_QWEN2, 2048, 36, 16, 2, 11008),
     "qwen2.5-7b": _hf(_QWEN2, 3584, 28, 28, 4, 18944, vocab_size=152064, tie_word_embeddings=False),
+    "qwen2.5-14b": _hf(_QWEN2, 5120, 48, 40, 8, 13824, vocab_size=152064, tie_word_embeddings=False),
+    "llama-3.2-1b": _hf(_LLAMA3, 2048, 16, 32, 8, 8192),
+    "llama-2-7b": _hf(_LLAMA2, 4096, 32, 32, 32, 11008),
     "qwen3-0.6b": _hf(_QWEN3, 1024, 28, 16, 8, 3072),
     "qwen3-1.7b": _hf(_QWEN3, 2048, 28, 16, 8, 6144),
     "smollm2-135m": _hf(_SMOLLM2, 576, 30, 9, 3, 1536),

@@ -69,8 +69,8 @@ def _results(data: CardData) -> str:
         e = data.evaluations[-1]
         lines += [
             "",
-            f"Held-out accuracy: task `{e.task}`, split `{e.split}`, {e.num_problems} problems,"
-            f" {e.num_samples} sample(s) each, 95% intervals.",
+            f"Held-out accuracy: task `{e.setting.task}`, split `{e.setting.split}`, {e.setting.num_problems} problems,"
+            f" {e.setting.num_samples} sample(s) each, 95% intervals.",
         ]
         rows = [_evaluation_row(e) for e in data.evaluations]
         lines += ["", *_table(("step", "accuracy", "interval", "mean tokens", "finish"), rows)]

@@ -10,36 +10,79 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from cohort.scores import PassAtK
 from cohort.types import Message, Row
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class EvalAnswer:
+    """One answer, whole, with what the grader made of it."""
+
+    text: str
+    finish: str
+    num_tokens: int
+    correct: float | None  # 0 or 1; None where it could not be scored
+    parts: dict[str, float] = field(default_factory=dict)
+    reason: str = ""  # the grader's
+    failure: str = ""  # why it could not be scored
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class EvalItem:
-    """One problem of an evaluation: what was asked, what was answered, what was right and why not."""
+    """One problem of an evaluation: what was asked, to the letter, and what was answered."""
 
     id: str
-    prompt: str
-    completions: list[str]
-    correct: list[float]  # one per completion
-    reason: list[str] = field(default_factory=list)  # the grader's, one per completion
+    messages: list[Message]
+    prompt: str  # as the model saw it, special tokens spelled; "" where a server rendered it
+    answers: list[EvalAnswer]
+
+    @property
+    def correct(self) -> list[float]:
+        """Of the answers that could be scored."""
+        return [a.correct for a in self.answers if a.correct is not None]
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> EvalItem:
+        return cls(**{**data, "answers": [EvalAnswer(**a) for a in data["answers"]]})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvalSetting:
+    """Everything that decides an evaluation's result."""
+
+    task: str
+    split: str
+    num_problems: int
+    num_samples: int  # per problem
+    model: str
+    knobs: dict[str, Any]  # the task's
+    grader: str  # a digest of the grader's code: evaluations under another one cannot be compared
+    template: str  # "chat" or "text"
+    engine: str
+    sampling: dict[str, float]
+    seed: int
+    step: int = 0  # of a run
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evaluation:
     """Accuracy of one policy version on one split, with its 95% interval and every item."""
 
-    task: str
-    split: str
-    step: int
-    accuracy: float
+    setting: EvalSetting
+    accuracy: float  # avg@n
     low: float
     high: float
-    num_problems: int
-    num_samples: int  # per problem
-    mean_tokens: float
+    passes: list[PassAtK] = field(default_factory=list)
+    parts: dict[str, float] = field(default_factory=dict)  # mean of each part of the score besides the accuracy
+    summary: dict[str, float] = field(default_factory=dict)  # what the task counts besides
+    mean_tokens: float = 0.0
     finishes: dict[str, int] = field(default_factory=dict)  # samples by finish reason
     num_failed: int = 0  # samples that could not be scored: left out, not wrong
     items: list[EvalItem] = field(default_factory=list)
+
+    @property
+    def step(self) -> int:
+        return self.setting.step
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -59,7 +102,9 @@ class Evaluation:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Evaluation:
-        return cls(**{**data, "items": [EvalItem(**item) for item in data["items"]]})
+        items = [EvalItem.from_json(item) for item in data["items"]]
+        passes = [PassAtK(**p) for p in data["passes"]]
+        return cls(**{**data, "setting": EvalSetting(**data["setting"]), "passes": passes, "items": items})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

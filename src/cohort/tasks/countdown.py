@@ -1,7 +1,7 @@
 """Countdown: reach the target from the given numbers, each used exactly once, with + - * / and parentheses.
 
 Generated problems are solvable by construction: the target is what a random expression of the numbers gives.
-With `path`, rows come from JSON Lines with `nums`, `target` and, optionally, `solution`.
+With `data`, rows come from there: `nums`, `target` and, optionally, `solution`.
 
 Parts: `correct` (the expression in the answer tag, or else in a box, uses exactly the given numbers and is
 equal to the target, in exact fractions) and `format` (exactly one well-formed answer tag). Advice for
@@ -10,6 +10,7 @@ equal to the target, in exact fractions) and `format` (exactly one well-formed a
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from functools import partial
 from typing import Any, ClassVar
@@ -18,11 +19,12 @@ from cohort.errors import TaskError
 from cohort.tasks.answers import find_answer, read_expression
 from cohort.tasks.base import Verdict, require, task
 from cohort.tasks.draws import Draws
-from cohort.tasks.jsonl import read_jsonl
+from cohort.tasks.source import read_rows
 from cohort.tasks.splits import check_split, split_of
 from cohort.types import Answer, Message, Row
 
 INSTRUCTIONS = " Use each number once, with + - * / and parentheses. Put the expression between <answer> and </answer>."
+OPENING = "Let me solve this step by step.\n<think>"
 TRIES = 8  # expressions over the same numbers before other numbers are drawn
 PATIENCE = 20_000  # candidates in a row that bring nothing new before the space counts as exhausted
 _COMMUTES = "+*"
@@ -40,10 +42,14 @@ class Countdown:
     max_target: int = 99
     operators: str = "+-*/"
     """What the hidden solutions are made of; answers may always use all four."""
-    path: str = ""
-    """A JSON Lines file instead of generated problems: test rows only, unless it has {split} in its name."""
+    data: str = ""
+    """A file or hub data set instead of generated problems; a file is for testing, unless {split} is in its name."""
+    columns: tuple[str, ...] = ()
+    """Columns that `data` names otherwise, as in nums=numbers."""
     instructions: bool = False
     """State the rules and the answer tags; `tiny` knows them."""
+    think: bool = False
+    """End the prompt with an assistant's message that opens <think>, for the model to continue (TinyZero)."""
     train_size: int = 10_000
     """Rows of `train`, and of `traces`."""
     test_size: int = 1_000
@@ -61,14 +67,16 @@ class Countdown:
         need({*self.operators} <= {*"+-*/"}, f"operators among + - * /, not {self.operators!r}")
         need(self.operators != "", "at least one operator")
         need(min(self.train_size, self.test_size) >= 1, "train_size and test_size of at least 1")
+        need(self.data != "" or not self.columns, f"data for its columns {' '.join(self.columns)} to be in")
 
     def rows(self, split: str) -> Iterator[Row]:
         check_split("countdown", split)
-        return self._read(split) if self.path else self._generate(split)
+        return self._read(split) if self.data else self._generate(split)
 
     def prompt(self, row: Row) -> list[Message]:
         question = f"Make {row['target']} from {', '.join(map(str, row['nums']))}."
-        return [{"role": "user", "content": question + (INSTRUCTIONS if self.instructions else "")}]
+        asked = [{"role": "user", "content": question + (INSTRUCTIONS if self.instructions else "")}]
+        return [*asked, {"role": "assistant", "content": OPENING}] if self.think else asked
 
     def score(self, row: Row, answer: Answer) -> Verdict:
         found = find_answer(answer.full)
@@ -137,21 +145,24 @@ class Countdown:
         return pieces[0][0], pieces[0][1]
 
     def _read(self, split: str) -> Iterator[Row]:
-        if "{split}" not in self.path:
-            if split != "test":
-                raise TaskError(
-                    f'countdown: path "{self.path}" is one file and serves testing only; '
-                    f"to train, write {{split}} in its name, as in countdown_{{split}}.jsonl"
-                )
-            yield from (_row(row) for row in read_jsonl(self.path))
-            return
-        train = read_jsonl(self.path.replace("{split}", "train")) if split != "train" else ()
-        trained = {_problem(_row(row)) for row in train}
-        for given in read_jsonl(self.path.replace("{split}", split)):
-            row = _row(given)
-            if _problem(row) in trained:
-                raise TaskError(f'countdown: row "{row["id"]}" of {split} is also in train; remove one of them')
-            yield row
+        first: dict[str, Row] = {}
+
+        def make(raw: dict[str, Any]) -> Row:
+            """Numbers in another order or another solution make no other problem: its first row stands for it."""
+            row = _row(raw)
+            problem = _identity(sorted(row["nums"]), row["target"])
+            return first.setdefault(problem, row | {"id": problem})
+
+        return read_rows(
+            "countdown",
+            split,
+            data=self.data,
+            columns=self.columns,
+            places={},
+            make=make,
+            key="id",
+            own=("nums", "target", "solution"),
+        )
 
 
 def _whole(left: int, operator: str, right: int) -> int | None:
@@ -173,9 +184,20 @@ def _problem(row: Row) -> tuple[tuple[int, ...], int]:
 
 def _row(given: dict[str, Any]) -> Row:
     """A checked row; its id is the problem itself."""
-    nums, target = given.get("nums"), given.get("target")
+    nums, target = _value(given.get("nums")), _value(given.get("target"))
     whole = isinstance(nums, list) and all(type(n) is int and n >= 0 for n in nums) and type(target) is int
     if not whole or not nums:
-        raise TaskError(f"countdown: a row needs nums (whole numbers >= 0) and a whole target, not {str(given)[:80]}")
-    identity = f"{'-'.join(map(str, nums))}={target}"
-    return {"id": identity, "nums": nums, "target": target, "solution": str(given.get("solution") or "")}
+        raise ValueError(f"needs nums (whole numbers >= 0) and a whole target, not {str(given)[:80]}")
+    return {"id": _identity(nums, target), "nums": nums, "target": target, "solution": str(given.get("solution") or "")}
+
+
+def _value(cell: Any) -> Any:
+    """Columns of a CSV file hold text: "[3, 8, 2]", "24"."""
+    try:
+        return json.loads(cell) if isinstance(cell, str) else cell
+    except (ValueError, RecursionError):
+        return cell
+
+
+def _identity(nums: list[int], target: int) -> str:
+    return f"{'-'.join(map(str, nums))}={target}"

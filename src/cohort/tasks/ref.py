@@ -62,6 +62,22 @@ def _restore(value: Any, knob: dataclasses.Field[Any]) -> Any:
     return tuple(value) if isinstance(value, list) and is_tuple else value
 
 
+def grader_digest(task: Task) -> str:
+    """Names the code that scores this task: its own module, and what that takes from other task modules."""
+    waiting, sources = [type(task).__module__], {}
+    while waiting:
+        name = waiting.pop()
+        module = sys.modules.get(name)
+        file = getattr(module, "__file__", None)
+        if name in sources or module is None or file is None:
+            continue
+        sources[name] = Path(file).read_bytes()
+        origins = {getattr(value, "__module__", None) or "" for value in vars(module).values()}
+        waiting += [o for o in origins if o.startswith("cohort.tasks.") and o not in ("cohort.tasks.base", __name__)]
+    joined = b"\0".join(sources[name] for name in sorted(sources))
+    return f"{task.name}-{hashlib.sha256(joined).hexdigest()[:12]}"
+
+
 def load_file(path: str | Path) -> ModuleType:
     """Run a user's Python file once and return its module; its folder becomes importable."""
     file = Path(path).expanduser().resolve()

@@ -95,8 +95,8 @@ class TaskStream:
         rows = load_rows(self.task, split)
         if n > len(rows):
             raise ConfigError(
-                f'task "{self.task.name}" has {len(rows)} {split} rows, fewer than eval.problems = {n}; '
-                f"set --eval.problems to {len(rows)} or less, or 0 for all of them"
+                f'task "{self.task.name}" has {len(rows)} {split} rows, fewer than the {n} that are asked for '
+                f"(--eval.problems, --limit); ask for {len(rows)} or less, or 0 for all of them"
             )
         rendered = (self._render(row, visit=0) for row in rows[: n or None])
         prompts = [prompt for prompt in rendered if prompt is not None]

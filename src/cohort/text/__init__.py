@@ -1,5 +1,5 @@
 """Text: tokenizer, chat template, special tokens."""
 
-from cohort.text.tokenizer import Rendered, TextStream, Tokenizer
+from cohort.text.tokenizer import RawText, Rendered, TextStream, Tokenizer
 
-__all__ = ["Rendered", "TextStream", "Tokenizer"]
+__all__ = ["RawText", "Rendered", "TextStream", "Tokenizer"]

@@ -17,6 +17,7 @@ import tokenizers
 
 from cohort.errors import ModelError, TaskError
 from cohort.text.markup import Markup, added_tokens, mapped, renamed, strings, unused
+from cohort.text.plain import plain_text
 from cohort.text.template import ChatTemplate
 from cohort.types import Message, Provenance
 
@@ -89,6 +90,10 @@ class Tokenizer:
             text = self._core(mark).decode(ids, skip_special_tokens=skip_special)
         return self._markup.restore(text, mark)
 
+    def spell(self, ids: Sequence[int]) -> str:
+        """The text of tokens with every special token spelled: what exactly was asked."""
+        return self.decode(ids, skip_special=False)
+
     def token_id(self, spelling: str) -> int:
         """The id of an added token, e.g. "<think>"."""
         for token in self._markup.tokens:
@@ -114,6 +119,47 @@ class Tokenizer:
         provenance = [int(Provenance.FORCED if end > len(head) else Provenance.PROMPT) for _, end in encoding.offsets]
         forced_text = str(messages[-1].get("content") or "") if forced is not None else ""
         return Rendered(tokens=encoding.ids, provenance=provenance, forced_text=forced_text)
+
+    def render_text(self, messages: Sequence[Message]) -> Rendered:
+        """The same without a chat template: `plain_text`, after what the tokenizer begins every text with."""
+        text = plain_text(messages)
+        forced = str(messages[-1]["content"]) if messages[-1]["role"] == "assistant" else ""
+        mark, begin = unused(1, [text])[0], len(text) - len(forced)
+        written = text[:begin] + self._markup.replace(forced, mark, only=self._assistant_ids)
+        encoding = self._core(mark).encode(written, add_special_tokens=False)
+        own = [int(Provenance.FORCED if end > begin else Provenance.PROMPT) for _, end in encoding.offsets]
+        opening = self._opening
+        provenance = [int(Provenance.PROMPT)] * len(opening) + own
+        return Rendered(tokens=[*opening, *encoding.ids], provenance=provenance, forced_text=forced)
+
+    def follow_up(self, words: str) -> list[int]:
+        """The tokens of a user's turn, from the end token of the assistant's turn before it to the assistant's next.
+
+        What the assistant said is not rendered again: its tokens stay what they were.
+        """
+        template = self._template(with_tools=False)
+        mark, guard, tag = unused(3, [template.source, words])
+        turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": tag}]
+        asked = self._guarded({"role": "user", "content": words}, guard)
+        text = template.render([*turns, asked], None, generation_prompt=True)
+        _, found, rest = text.partition(tag)
+        if not found:
+            raise ModelError("the chat template drops what the assistant said before: there can be no further turn")
+        ends = [
+            t.spelling for t in self._markup.tokens if t.id in self.stop_ids and rest.lstrip().startswith(t.spelling)
+        ]
+        if not ends:
+            raise ModelError("the chat template does not end the assistant's turn: there can be no further turn")
+        rest = rest.lstrip().removeprefix(max(ends, key=len))  # the policy has drawn it itself
+        rest = self._markup.restore(self._markup.replace(rest, mark), guard)
+        return self._core(mark).encode(rest, add_special_tokens=False).ids
+
+    @cached_property
+    def _opening(self) -> list[int]:
+        """The tokens before a text: a beginning-of-sequence token, or none."""
+        whole = tokenizers.Tokenizer.from_str(json.dumps(self._spec))
+        alone, framed = (whole.encode("x", add_special_tokens=special).ids for special in (False, True))
+        return framed[: next((i for i in range(len(framed)) if framed[i : i + len(alone)] == alone), 0)]
 
     @cached_property
     def end_of_turn(self) -> int:
@@ -167,6 +213,18 @@ class Tokenizer:
         if mark not in self._cores:
             self._cores[mark] = renamed(self._spec, self._markup, mark)
         return self._cores[mark]
+
+
+class RawText:
+    """A tokenizer whose prompts are raw text: no chat template."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> Rendered:
+        if tools:
+            raise TaskError("tools need a chat template: drop template = text")
+        return self._tokenizer.render_text(messages)
 
 
 class TextStream:

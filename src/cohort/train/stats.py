@@ -44,6 +44,8 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     metrics["samples/masked"] = sum(bool(s.masked) for s in samples)
     metrics["tokens/sampled"] = sum(s.num_sampled for s in samples)
     metrics["tokens/prompt"] = sum(len(g.prompt.tokens) for g in groups)
+    if max(turns := [s.num_turns for s in samples]) > 1:
+        metrics["turns/mean"] = _mean(turns)
     if kept := [mass for s in samples for mass in s.kept_mass]:  # truncated sampling: how much of the policy acted
         metrics["sampling/kept_mass"] = _mean(kept)
     return metrics

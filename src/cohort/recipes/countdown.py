@@ -1,0 +1,43 @@
+"""Recipes for Countdown: that of TinyZero and miniseq, and one for a smaller model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from cohort.config.algos import GRPO, DrGRPO
+from cohort.config.schema import BatchConfig, EvalConfig, OptimConfig, RunConfig, SamplingConfig, SaveConfig
+from cohort.recipes.registry import recipe
+from cohort.tasks.countdown import Countdown
+
+
+@recipe
+def countdown() -> RunConfig:
+    """Countdown with Qwen2.5-3B: 64 x 8, 1024 tokens, an open think tag to continue (TinyZero, miniseq)."""
+    return RunConfig(
+        model="Qwen/Qwen2.5-3B",
+        steps=125,
+        task=Countdown(instructions=True, think=True),
+        reward={"correct": 0.9, "format": 0.1},  # 0, 0.1 or 1 in all
+        batch=BatchConfig(prompts=64, samples=8),
+        sampling=SamplingConfig(max_tokens=1024),
+        algo=GRPO(scale="none", aggregate="token"),
+        optim=OptimConfig(lr=1e-6, schedule="cosine", warmup=6, weight_decay=0.01),
+        eval=EvalConfig(every=25, problems=500),
+        save=SaveConfig(every=25),
+    )
+
+
+@recipe
+def coder_countdown() -> RunConfig:
+    """Countdown with Qwen2.5-Coder-1.5B-Instruct, every weight, a quarter of an hour on one H200."""
+    return replace(
+        countdown(),
+        model="qwen2.5-coder-1.5b",
+        steps=200,
+        task=Countdown(instructions=True, think=True, data="$COHORT_DATA/countdown_{split}.jsonl"),
+        sampling=SamplingConfig(max_tokens=512),
+        algo=DrGRPO(),
+        optim=OptimConfig(lr=2e-6, warmup=5),
+        eval=EvalConfig(every=50),
+        save=SaveConfig(every=50, rollouts=10),
+    )

@@ -1,0 +1,144 @@
+"""Recipes for GSM8K: those of the miniseq, gsm8k-grpo and TorchRL projects, and small ones of our own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from cohort.config.algos import GRPO, DrGRPO, KLConfig
+from cohort.config.schema import (
+    BatchConfig,
+    EvalConfig,
+    LearnerConfig,
+    LoraConfig,
+    OptimConfig,
+    RunConfig,
+    SamplingConfig,
+    SaveConfig,
+    ThinkAgain,
+)
+from cohort.recipes.registry import recipe
+from cohort.tasks.gsm8k import GSM8K
+
+
+@recipe
+def gsm8k() -> RunConfig:
+    """GSM8K with Qwen2.5-0.5B-Instruct: 128 x 8, 3000 tokens, KL 0.001 (miniseq, but with the chat template)."""
+    return RunConfig(
+        model="Qwen/Qwen2.5-0.5B-Instruct",
+        steps=300,
+        task=GSM8K(style="hashes", reward="verl"),
+        batch=BatchConfig(prompts=128, samples=8),
+        sampling=SamplingConfig(max_tokens=3000),
+        algo=GRPO(scale="none", aggregate="token", kl=KLConfig(weight=0.001)),
+        optim=OptimConfig(lr=1e-6, schedule="cosine", warmup=6, weight_decay=0.01),
+        eval=EvalConfig(every=25),
+        save=SaveConfig(every=50),
+    )
+
+
+@recipe
+def gsm8k_1_5b() -> RunConfig:
+    """The recipe gsm8k with Qwen2.5-1.5B-Instruct."""
+    return replace(gsm8k(), model="Qwen/Qwen2.5-1.5B-Instruct")
+
+
+@recipe
+def gsm8k_3b() -> RunConfig:
+    """The recipe gsm8k with Qwen2.5-3B-Instruct."""
+    return replace(gsm8k(), model="Qwen/Qwen2.5-3B-Instruct")
+
+
+@recipe
+def gsm8k_7b_lora() -> RunConfig:
+    """The recipe gsm8k with Qwen2.5-7B-Instruct: adapters of rank 64 on q, v and o, 64 x 8."""
+    lora = LoraConfig(rank=64, alpha=128.0, targets=("q_proj", "v_proj", "o_proj"))
+    batch = BatchConfig(prompts=64, samples=8)
+    return replace(gsm8k(), model="Qwen/Qwen2.5-7B-Instruct", batch=batch, learner=LearnerConfig(lora=lora))
+
+
+@recipe
+def gsm8k_14b_lora() -> RunConfig:
+    """The recipe gsm8k_7b_lora with Qwen2.5-14B-Instruct."""
+    return replace(gsm8k_7b_lora(), model="Qwen/Qwen2.5-14B-Instruct")
+
+
+@recipe
+def gsm8k_tutor() -> RunConfig:
+    """GSM8K with Qwen2.5-3B-Instruct as a concise tutor: Dr. GRPO, 8 x 4, one epoch (gsm8k-grpo)."""
+    return RunConfig(
+        model="Qwen/Qwen2.5-3B-Instruct",
+        steps=934,
+        task=GSM8K(style="tutor", reward="tutor", test_size=500),
+        batch=BatchConfig(prompts=8, samples=4),
+        sampling=SamplingConfig(max_tokens=512, temperature=0.7),
+        algo=DrGRPO(),
+        optim=OptimConfig(lr=5e-6, warmup=10),
+        eval=EvalConfig(every=200, temperature=0.0),
+        save=SaveConfig(every=200),
+    )
+
+
+@recipe
+def gsm8k_tutor_llama2() -> RunConfig:
+    """The recipe gsm8k_tutor with Llama-2-7b-chat."""
+    return replace(gsm8k_tutor(), model="meta-llama/Llama-2-7b-chat-hf")
+
+
+@recipe
+def gsm8k_again() -> RunConfig:
+    """GSM8K with Qwen2.5-3B and a second attempt after a low reward: adapters, 32 x 16 (TorchRL)."""
+    return RunConfig(
+        model="Qwen/Qwen2.5-3B",
+        steps=195,
+        task=GSM8K(style="tags", reward="verl"),
+        batch=BatchConfig(prompts=32, samples=16),
+        sampling=SamplingConfig(max_tokens=1024),
+        turns=ThinkAgain(),
+        algo=GRPO(aggregate="token", entropy=1e-4),
+        optim=OptimConfig(lr=1e-5, eps=1e-5),
+        learner=LearnerConfig(lora=LoraConfig(rank=8, alpha=16.0)),
+        eval=EvalConfig(every=50),
+        save=SaveConfig(every=50),
+    )
+
+
+@recipe
+def smollm2_gsm8k() -> RunConfig:
+    """GSM8K with SmolLM2-135M on a CPU: to see every part work, not to reach a score."""
+    return RunConfig(
+        model="smollm2-135m",
+        steps=20,
+        task=GSM8K(style="hashes", reward="verl"),
+        batch=BatchConfig(prompts=4, samples=4),
+        sampling=SamplingConfig(max_tokens=128),
+        optim=OptimConfig(lr=3e-6, warmup=2),
+        eval=EvalConfig(problems=20),
+    )
+
+
+@recipe
+def smollm2_gsm8k_tutor() -> RunConfig:
+    """The tutor's GSM8K with SmolLM2-135M on a CPU."""
+    return replace(smollm2_gsm8k(), task=GSM8K(style="tutor", reward="tutor"), algo=DrGRPO())
+
+
+@recipe
+def smollm2_gsm8k_again() -> RunConfig:
+    """A second attempt at GSM8K with SmolLM2-135M on a CPU."""
+    return replace(smollm2_gsm8k(), turns=ThinkAgain())
+
+
+@recipe
+def coder_gsm8k() -> RunConfig:
+    """GSM8K with Qwen2.5-Coder-1.5B-Instruct, every weight, a quarter of an hour on one H200."""
+    return RunConfig(
+        model="qwen2.5-coder-1.5b",
+        steps=150,
+        task=GSM8K(),
+        batch=BatchConfig(prompts=64, samples=8),
+        sampling=SamplingConfig(max_tokens=512),
+        algo=DrGRPO(truncated="penalize"),
+        optim=OptimConfig(lr=2e-6, warmup=5),
+        eval=EvalConfig(problems=0, temperature=0.0),
+        save=SaveConfig(every=50, rollouts=10),
+    )

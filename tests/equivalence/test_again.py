@@ -1,0 +1,95 @@
+"""Think again with a real model: the trained stream is what was sampled, turn by turn, and only that is trained."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from cohort.config.schema import EvalConfig, ThinkAgain
+from cohort.data.pack import pack
+from cohort.engines.rollout import roll
+from cohort.errors import ConfigError
+from cohort.types import Finish, Provenance
+from tests.runs import assembled, gradient_rows, run_steps, small_run
+
+WORDS = ("Think again.", "Look once more at <|im_end|> it.")
+AGAIN = ThinkAgain(attempts=2, below=10.0, max_tokens=12, words=WORDS)
+
+
+@pytest.fixture(scope="module")
+def rolled():
+    with assembled(small_run(turns=AGAIN)) as parts:
+        groups = roll(parts.engine, parts.tasks, parts.tasks.stream.next(4), 3)
+        parts.learner.annotate(groups, ["old"])
+        yield parts, groups
+
+
+def test_the_stream_is_the_conversation_as_the_template_renders_it(rolled):
+    """Every attempt is followed by the user's words, framed as the template frames them; no token is spelled anew."""
+    parts, groups = rolled
+    tokenizer, seen = parts.tokenizer, 0
+    for group in groups:
+        for sample in group.samples:
+            turns, start = [], 0
+            for i in range(1, len(sample.tokens) + 1):
+                if i == len(sample.tokens) or sample.provenance[i] != sample.provenance[start]:
+                    turns.append((sample.provenance[start], sample.tokens[start:i]))
+                    start = i
+            messages = list(group.prompt.messages)
+            for kind, tokens in turns:
+                if kind == Provenance.SAMPLED:
+                    messages.append({"role": "assistant", "content": tokenizer.decode(tokens)})
+                else:
+                    words = next(w for w in WORDS if tokenizer.follow_up(w) == tokens)
+                    messages.append({"role": "user", "content": words})
+                    seen += 1
+            said = [tokens for kind, tokens in turns if kind == Provenance.SAMPLED]
+            again = all(tokenizer.encode(tokenizer.decode(t), markup=True) == t[:-1] for t in said)
+            if sample.finish is Finish.STOP and again:  # what the model wrote is also how it would be encoded
+                end = len(said[-1])
+                whole = [*group.prompt.tokens, *sample.tokens][:-end]
+                assert whole == tokenizer.render(messages[:-1]).tokens
+            assert len(said) <= 3 and (len(said) == 3 or sample.finish is Finish.LENGTH)
+    assert seen > 8
+
+
+def test_sampler_and_learner_agree_on_every_attempt(rolled):
+    _, groups = rolled
+    for sample in (s for g in groups for s in g.samples):
+        assert sample.num_turns > 1 or sample.finish is Finish.LENGTH
+        assert sample.old_logprobs == pytest.approx(sample.sampler_logprobs, abs=2e-4)
+        drawn = [p == Provenance.SAMPLED for p in sample.provenance]
+        assert all(lp == 0.0 for lp, mine in zip(sample.old_logprobs, drawn, strict=True) if not mine)
+        assert sum(sample.old_logprobs) < -0.1
+
+
+def test_only_predictions_of_sampled_tokens_get_a_gradient(rolled):
+    parts, groups = rolled
+    for group in groups:
+        for i, sample in enumerate(group.samples):
+            sample.advantage = 1.0 + i
+    batch = pack(groups, 4096)
+    for micro, touched in gradient_rows(parts.learner, batch, parts.algo):
+        assert touched == set(micro.source.tolist())
+        assert len(micro.targets) == sum(s.num_sampled for g in groups for s in g.samples)
+
+
+def test_a_run_with_it_learns_and_counts_its_turns():
+    with assembled(small_run(turns=replace(AGAIN, attempts=1, below=0.5))) as parts:
+        before = {n: p.clone() for n, p in parts.model.decoder.named_parameters()}
+        (groups, stats), _ = run_steps(parts, 2)
+        assert 1 < stats.metrics["turns/mean"] <= 2
+        rewards = {s.num_turns: s.reward for g in groups for s in g.samples if s.finish is Finish.STOP}
+        assert rewards.keys() == {1, 2}
+        assert any(not torch.equal(before[n], p) for n, p in parts.model.decoder.named_parameters())
+        assert all(len(a.text) and "[" not in a.text for item in parts.evaluate(2).items for a in item.answers[:1])
+
+
+def test_what_does_not_fit_is_refused():
+    with (
+        pytest.raises(ConfigError, match=r"leave no room for a prompt"),
+        assembled(small_run(turns=replace(AGAIN, max_tokens=400), eval=EvalConfig(problems=2))),
+    ):
+        pass

@@ -1,0 +1,112 @@
+"""Evaluation outside a run: the split it names, what is on disk when it is killed, what is not made twice."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cohort.config.options import EvalOptions
+from cohort.errors import ConfigError, RunError
+from cohort.examine import Examiner, file_name
+from cohort.store.journal import Journal
+from cohort.tasks.arithmetic import Arithmetic
+from cohort.tasks.countdown import Countdown
+from tests.evals import eval_item, eval_setting, evaluation
+from tests.runs import preserved
+
+SMALL = EvalOptions(limit=3, max_tokens=8, threads=1, device="cpu")
+TASK = Countdown(train_size=20, test_size=20)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quiet():
+    with preserved():
+        yield
+
+
+@pytest.mark.parametrize("split", ["test", "train"])
+def test_an_evaluation_is_on_the_split_it_names(split, tmp_path: Path):
+    found, path = Examiner("tiny", replace(SMALL, split=split)).run(TASK, tmp_path)
+    rows = [str(row["id"]) for row in TASK.rows(split)]
+    assert [item.id for item in found.items] == rows[:3] and found.setting.split == split
+    assert json.loads(path.read_text())["setting"]["split"] == split
+    with pytest.raises(ConfigError, match=f"20 {split} rows"):
+        Examiner("tiny", replace(SMALL, limit=21, split=split)).run(TASK, tmp_path)
+
+
+def test_completions_as_long_as_the_task_needs_and_the_context_allows(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"max-tokens 1024 .* context of 1024"):
+        Examiner("tiny", replace(SMALL, max_tokens=1024)).run(TASK, tmp_path)
+    longest = Examiner("tiny", replace(SMALL, max_tokens=0, limit=1)).run(TASK, tmp_path)[0].setting
+    assert longest.sampling["max_tokens"] == 256
+
+
+def test_the_same_setting_is_not_evaluated_twice_and_another_has_its_own_file(tmp_path: Path):
+    examiner = Examiner("tiny", SMALL)
+    first, path = examiner.run(TASK, tmp_path)
+    before = path.stat().st_mtime_ns
+    told: list[int] = []
+    again, same = examiner.run(TASK, tmp_path, lambda task, done, of: told.append(done))
+    assert again == first and same == path and path.stat().st_mtime_ns == before and not told
+    _, other = Examiner("tiny", replace(SMALL, seed=1)).run(TASK, tmp_path)
+    assert other != path and path.exists()
+
+
+def test_an_interrupted_evaluation_goes_on_where_it_was(tmp_path: Path):
+    whole, path = Examiner("tiny", replace(SMALL, limit=6)).run(TASK, tmp_path / "whole")
+    out = tmp_path / "cut"
+
+    class Killed(Exception):
+        pass
+
+    def kill(task: str, done: int, of: int) -> None:
+        if done == 4:
+            raise Killed
+
+    examiner = Examiner("tiny", replace(SMALL, limit=6))
+    with pytest.raises(Killed):
+        examiner.run(TASK, out, kill)
+    part = out / (path.name + ".part")
+    assert len(part.read_text().splitlines()) == 1 + 4 and not (out / path.name).exists()
+    with part.open("a") as file:
+        file.write('{"id": "half a li')  # as a kill in the middle of a write leaves it
+    told: list[int] = []
+    found, where = Examiner("tiny", replace(SMALL, limit=6)).run(TASK, out, lambda task, done, of: told.append(done))
+    assert told == [4, 5, 6] and found == whole and where.read_text() == path.read_text() and not part.exists()
+
+
+def test_a_journal_of_other_settings_or_a_damaged_one_is_not_touched(tmp_path: Path):
+    out = tmp_path / "x.json"
+    with Journal(out, eval_setting()) as journal:
+        journal.add(eval_item("a", [1.0]))
+    before = journal.part.read_bytes()
+    with (
+        pytest.raises(RunError, match="other settings; delete it or choose another --out"),
+        Journal(out, eval_setting(seed=1)),
+    ):
+        pass
+    assert journal.part.read_bytes() == before
+    journal.part.write_bytes(before + b"not json\n")
+    with pytest.raises(RunError, match="damaged"), Journal(out, eval_setting()):
+        pass
+    journal.part.write_bytes(b"")
+    with Journal(out, eval_setting()) as journal:
+        assert journal.items == {}
+        journal.finish(evaluation({"a": [1.0]}))
+    assert out.exists() and not journal.part.exists()
+
+
+def test_raw_text_is_recorded_and_asked_without_a_template(tmp_path: Path):
+    examiner = Examiner("tiny", replace(SMALL, template="text"))
+    found, _ = examiner.run(Arithmetic(test_size=5), tmp_path)
+    assert found.setting.template == "text"
+    assert all("<|im_start|>" not in item.prompt for item in found.items)
+    assert found.items[0].prompt == found.items[0].messages[0]["content"] + "\n\n"
+
+
+def test_a_file_is_named_after_everything_that_decides_the_result():
+    names = {file_name(eval_setting(**c)) for c in ({}, {"seed": 1}, {"grader": "g-2"}, {"knobs": {"x": 1}})}
+    assert len(names) == 4 and all(name.startswith("arithmetic-m-") for name in names)
