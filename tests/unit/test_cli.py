@@ -109,9 +109,9 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 MISTAKES = {
     "trian quickstart": 'unknown command "trian". Did you mean "train"?',
     "--hlep": 'unknown flag "--hlep"',
-    "train": "name a recipe: cohort train RECIPE [--flags]. Recipes: quickstart, smollm2_arithmetic, tiny_",
+    "train": "name a recipe: cohort train RECIPE [--flags]. Recipes: arithmetic, coder_",
     "train --steps 5": "name a recipe first",
-    "train quikstart": 'Did you mean "quickstart"? Recipes: quickstart, smollm2_arithmetic,',
+    "train quikstart": 'Did you mean "quickstart"? Recipes: arithmetic, coder_',
     "train missing.py:f": 'there is no file "missing.py"',
     "train quickstart --lr 3": "Did you mean --optim.lr?",
     "train quickstart --steps x": '--steps must be a whole number, not "x".',

@@ -70,6 +70,7 @@ class Handler(BaseHTTPRequestHandler):
 
 class FakeServer(ThreadingHTTPServer):
     daemon_threads = True
+    request_queue_size = 128
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)

@@ -20,6 +20,9 @@ _LATEX_TO = {"\\times": "*", "\\cdot": "*", "\\ast": "*", "\\div": "/", "{,}": "
 _WRAPPING = " \t\r\n$`"
 _MAX_NESTING = 16  # of \frac in \frac
 
+Span = tuple[int, int]
+"""Where a piece of a text begins and ends."""
+
 
 @dataclass(frozen=True, slots=True)
 class Found:
@@ -40,44 +43,49 @@ def find_answer(text: str) -> Found:
     >>> find_answer("it is 4").reason
     'no answer tag'
     """
-    inside, num_marks = _last_tag(text)
-    well_formed = inside is not None and num_marks == 2
-    if inside is None:
-        inside = _last_box(text)
-    if inside is None:
+    tag, num_marks = last_tag(text)
+    well_formed = tag is not None and num_marks == 2
+    span = tag or last_box(text)
+    if span is None:
         return Found(None, False, "no closed answer tag" if num_marks else "no answer tag")
-    for _ in range(2):  # a box inside a tag, or inside a box
-        if len(inside) <= MAX_CHARS and "\\boxed" in inside:
-            inside = _last_box(inside) or inside
+    inside = inner_box(text[slice(*span)])
     if len(inside) > MAX_CHARS:
         return Found(None, well_formed, f"the answer is longer than {MAX_CHARS} characters")
     return Found(plain(inside), well_formed)
 
 
-def _last_tag(text: str) -> tuple[str | None, int]:
+def inner_box(answer: str) -> str:
+    """Without the box inside a tag, or inside a box; a long text is left as it is."""
+    for _ in range(2):
+        if len(answer) <= MAX_CHARS and "\\boxed" in answer and (span := last_box(answer)) and span[0] < span[1]:
+            answer = answer[slice(*span)]
+    return answer
+
+
+def last_tag(text: str) -> tuple[Span | None, int]:
     """Content of the last closed tag (the innermost when nested), and the number of tag marks."""
     start: int | None = None
-    inside: str | None = None
+    inside: Span | None = None
     num_marks = 0
     for mark in _TAG.finditer(text):
         num_marks += 1
         if mark[0] == "<answer>":
             start = mark.end()
         elif start is not None:
-            inside = text[start : mark.start()]
+            inside = start, mark.start()
             start = None
     return inside, num_marks
 
 
-def _last_box(text: str) -> str | None:
+def last_box(text: str) -> Span | None:
     """Content of the \\boxed{...} that closes last; braces inside it must balance."""
     open_braces: list[int | None] = []  # where the content starts, None for braces that are not a box
-    inside: str | None = None
+    inside: Span | None = None
     for mark in _BOX.finditer(text):
         if mark[0] == "}":
             start = open_braces.pop() if open_braces else None
             if start is not None:
-                inside = text[start : mark.start()]
+                inside = start, mark.start()
         else:
             open_braces.append(mark.end() if mark[0] != "{" else None)
     return inside

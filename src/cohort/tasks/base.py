@@ -25,7 +25,12 @@ from cohort.types import Answer, Message, Outcome, Row
 T = TypeVar("T")
 
 MAX_REASON = 500
-BUILT_IN = {"arithmetic": "cohort.tasks.arithmetic", "countdown": "cohort.tasks.countdown"}
+BUILT_IN = {
+    "arithmetic": "cohort.tasks.arithmetic",
+    "countdown": "cohort.tasks.countdown",
+    "gsm8k": "cohort.tasks.gsm8k",
+    "ifeval": "cohort.tasks.ifeval",
+}
 
 _registry: dict[str, type] = {}
 
