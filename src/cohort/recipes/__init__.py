@@ -5,7 +5,7 @@ A recipe in a file of your own needs no registration: `cohort train path/to/file
 
 from __future__ import annotations
 
-from cohort.recipes import arithmetic, countdown, gsm8k, smollm2, tiny
+from cohort.recipes import arithmetic, countdown, gsm8k, ifeval, mathematics, smollm2, tiny
 from cohort.recipes.registry import RECIPES, recipe
 
-__all__ = ["RECIPES", "arithmetic", "countdown", "gsm8k", "recipe", "smollm2", "tiny"]
+__all__ = ["RECIPES", "arithmetic", "countdown", "gsm8k", "ifeval", "mathematics", "recipe", "smollm2", "tiny"]

@@ -1,0 +1,62 @@
+"""Recipes for following instructions."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from cohort.config.algos import GRPO
+from cohort.config.schema import (
+    BatchConfig,
+    EvalConfig,
+    LearnerConfig,
+    LoraConfig,
+    OptimConfig,
+    RunConfig,
+    SamplingConfig,
+    SaveConfig,
+)
+from cohort.recipes.registry import recipe
+from cohort.tasks.ifeval import IFEval
+
+WEIGHTS = {
+    "prompt_strict": 0.4,
+    "instruction_strict": 0.3,
+    "prompt_loose": 0.2,
+    "instruction_loose": 0.1,
+    "format": 0.1,
+    "thinks": 0.05,
+}
+
+
+@recipe
+def ifeval() -> RunConfig:
+    """Instructions with Qwen2.5-7B: adapters, 16 x 16, 2048 tokens (TorchRL); trained on prompts that IFEval lacks."""
+    return RunConfig(
+        model="Qwen/Qwen2.5-7B",
+        steps=390,
+        task=IFEval(answer="tags"),
+        reward=WEIGHTS,
+        batch=BatchConfig(prompts=16, samples=16),
+        sampling=SamplingConfig(max_tokens=2048),
+        algo=GRPO(aggregate="token", entropy=1e-4),
+        optim=OptimConfig(lr=1e-5, eps=1e-5, clip_norm=10.0),
+        learner=LearnerConfig(lora=LoraConfig(rank=8, alpha=16.0)),
+        eval=EvalConfig(every=100),
+        save=SaveConfig(every=100),
+    )
+
+
+@recipe
+def smollm2_ifeval() -> RunConfig:
+    """Instructions with SmolLM2-135M on a CPU: to see every part work, not to reach a score."""
+    return replace(
+        ifeval(),
+        model="smollm2-135m",
+        steps=20,
+        task=IFEval(),
+        batch=BatchConfig(prompts=4, samples=4),
+        sampling=SamplingConfig(max_tokens=128),
+        optim=OptimConfig(lr=3e-6, warmup=2),
+        learner=LearnerConfig(),
+        eval=EvalConfig(problems=20),
+    )

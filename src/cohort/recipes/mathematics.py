@@ -1,0 +1,42 @@
+"""Recipes for competition mathematics."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from cohort.config.algos import DrGRPO
+from cohort.config.schema import BatchConfig, EvalConfig, OptimConfig, RunConfig, SamplingConfig, SaveConfig
+from cohort.recipes.registry import recipe
+from cohort.tasks.mathematics import Math12k
+
+
+@recipe
+def dr_grpo_math() -> RunConfig:
+    """MATH with Qwen2.5-Math-1.5B: 128 x 8, 3000 tokens, greedy MATH-500 (Dr. GRPO, arXiv:2503.20783)."""
+    return RunConfig(
+        model="Qwen/Qwen2.5-Math-1.5B",
+        steps=300,
+        task=Math12k(style="qwen_math"),
+        reward={"correct": 1.0, "format": 0.0},
+        batch=BatchConfig(prompts=128, samples=8),
+        sampling=SamplingConfig(max_tokens=3000),
+        algo=DrGRPO(),
+        optim=OptimConfig(lr=1e-6),
+        eval=EvalConfig(every=50, temperature=0.0),
+        save=SaveConfig(every=50),
+    )
+
+
+@recipe
+def smollm2_math() -> RunConfig:
+    """MATH with SmolLM2-135M on a CPU: to see every part work, not to reach a score."""
+    return replace(
+        dr_grpo_math(),
+        model="smollm2-135m",
+        steps=20,
+        task=Math12k(),
+        batch=BatchConfig(prompts=4, samples=4),
+        sampling=SamplingConfig(max_tokens=128),
+        optim=OptimConfig(lr=3e-6, warmup=2),
+        eval=EvalConfig(problems=20),
+    )

@@ -1,0 +1,133 @@
+"""Every shipped recipe, dry: its config, the data it asks for, its prompts as tokens, its memory on a device."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from cohort import build
+from cohort.config.load import dump, load, parse
+from cohort.config.schema import RunConfig, ThinkAgain
+from cohort.learner.plan import Load, plan_memory
+from cohort.limits import layer_params
+from cohort.models.catalog import resolve
+from cohort.models.shapes import named_shape
+from cohort.recipes import RECIPES
+from cohort.tasks.base import grade, load_rows, plain_answer, self_check
+from cohort.tasks.stream import TaskStream
+from cohort.text import Tokenizer
+from cohort.types import Provenance
+
+# Rows as their public files have them, made up here.
+ROWS = {
+    "gsm8k_train": [
+        {"question": f"Ann has {n} pens and gets 3. How many?", "answer": f"{n}+3\n#### {n + 3}"} for n in range(200)
+    ],
+    "gsm8k_test": [
+        {"question": f"Bob had {n} cups and broke 1. How many?", "answer": f"#### {n - 1}"} for n in range(2, 702)
+    ],
+    "math_train_12k": [
+        {"problem": f"What is ${n}^2$?", "answer": str(n * n), "level": 1 + n % 5, "subject": "Algebra"}
+        for n in range(200)
+    ],
+    "math500": [{"problem": f"What is $\\frac{{{n}}}{{7}}$?", "answer": f"\\frac{{{n}}}{{7}}"} for n in range(1, 41)],
+    "ifeval": [
+        {
+            "key": n,
+            "prompt": f"Write a line about the number {n}, without commas.",
+            "instruction_id_list": ["punctuation:no_comma"],
+            "kwargs": [{}],
+        }
+        for n in range(40)
+    ],
+    "countdown_train": [{"nums": [n, 1, 2], "target": n + 3, "solution": f"{n}+1+2"} for n in range(10, 110)],
+    "countdown_test": [{"nums": [n, 3, 4], "target": n + 7, "solution": f"{n}+3+4"} for n in range(10, 110)],
+}
+DEVICE_GIB = 139.8  # an H200
+ADAPTERS = {"gsm8k_7b_lora", "gsm8k_14b_lora", "gsm8k_again", "ifeval", "arithmetic"}
+
+
+@pytest.fixture(autouse=True)
+def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, rows in ROWS.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.setenv("COHORT_DATA", str(tmp_path))
+
+
+def shape_of(model: str) -> str:
+    """The shape that a published model has."""
+    name = model.rpartition("/")[2].lower()
+    return re.sub(r"-(instruct|math|coder|chat|hf)(?=-|$)", "", name)
+
+
+@pytest.mark.parametrize("name", sorted(RECIPES))
+def test_config_data_prompts_and_graders(name: str) -> None:
+    config = load(name)
+    assert parse(dump(config)) == config and config.recipe == name
+    task = config.task
+    assert self_check(task, 10).num_gold >= 10
+    tokenizer = Tokenizer.load(resolve("tiny"))  # any tokenizer with a chat template will do
+    stream = TaskStream(task, build.renderer(tokenizer, config.template), config.seed)
+    stream.check(config.batch.prompts)
+    prompts = stream.next(config.batch.prompts)
+    held_out = stream.held_out(config.eval.problems if config.eval.problems <= 20 else 0)
+    assert len({p.id for p in prompts}) == len(prompts) and not {p.id for p in prompts} & {p.id for p in held_out}
+    for prompt in [*prompts[:3], *held_out[:3]]:
+        text = tokenizer.spell(prompt.tokens)
+        assert text.endswith("<|im_start|>assistant\n" + prompt.forced_text)
+        assert (Provenance.FORCED in prompt.provenance) == (name.endswith("countdown") and name != "tiny_countdown")
+        if task.name != "ifeval":  # some instructions are followed by any text
+            assert grade(task, prompt.row, plain_answer("I do not know.")).parts[task.accuracy] == 0
+    best = [grade(task, row, plain_answer(task.gold(row))).parts for row in load_rows(task, "train")[:5]]
+    worth = [sum(config.reward.get(part, 1.0) * value for part, value in parts.items()) for parts in best]
+    assert all(w >= 0.7 for w in worth), "a right answer is paid for; the tutor takes 0.5 from these short ones"
+
+
+def test_each_seed_recipe_has_a_variant_for_a_cpu() -> None:
+    small = {"arithmetic": "quickstart", "countdown": "tiny_countdown", "gsm8k": "smollm2_gsm8k"}
+    small |= {"dr_grpo_math": "smollm2_math", "ifeval": "smollm2_ifeval", "gsm8k_tutor": "smollm2_gsm8k_tutor"}
+    small |= {"gsm8k_again": "smollm2_gsm8k_again"}
+    for name, variant in small.items():
+        config = load(variant)
+        assert type(config.task) is type(load(name).task) and config.model in ("tiny", "smollm2-135m")
+        assert config.batch.prompts * config.batch.samples * config.sampling.max_tokens <= 64 * 8 * 128
+
+
+@pytest.mark.parametrize("name", sorted(name for name, recipe in RECIPES.items() if recipe().model != "tiny"))
+def test_memory_plan(name: str) -> None:
+    """Each fits on one large device, as the recipe is."""
+    config = load(name)
+    plan = plan_memory(planned(config), int(DEVICE_GIB * 2**30))
+    assert plan.peak <= DEVICE_GIB * 2**30
+    assert (config.learner.lora.rank > 0) == (name in ADAPTERS)
+
+
+def planned(config: RunConfig) -> Load:
+    c = named_shape(shape_of(config.model))
+    batch, prompt, new = config.batch, 512, config.max_sampled
+    rows = batch.prompts * batch.samples
+    trained, base = None, 0
+    if lora := config.learner.lora.rank:
+        sides = 2 * (c.hidden + c.num_heads * c.head_dim) + 2 * (c.hidden + c.num_kv_heads * c.head_dim)
+        trained = lora * c.num_layers * (sides + 3 * (c.hidden + c.ff))
+        base = layer_params(c) * 2
+    return Load(
+        model=c,
+        width=2,
+        longest=prompt + new,
+        batch_tokens=batch.prompts * prompt + rows * new,
+        kv_tokens=batch.prompts * prompt + min(rows, config.engine.slots) * new,
+        has_reference=config.algo.kl.weight > 0 and not lora,
+        trained=trained,
+        base=base,
+    )
+
+
+def test_second_attempts_fit_into_the_context_of_their_models() -> None:
+    for name in ("gsm8k_again", "smollm2_gsm8k_again"):
+        config = load(name)
+        assert isinstance(config.turns, ThinkAgain)
+        assert config.max_sampled + 1024 <= named_shape(shape_of(config.model)).max_positions
