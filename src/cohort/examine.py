@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -12,15 +11,15 @@ from pathlib import Path
 from cohort import build
 from cohort.config.options import EvalOptions
 from cohort.device import DTYPES, find_device, find_dtype
+from cohort.engines.auto import engine_for
 from cohort.engines.base import Engine
-from cohort.engines.native import native_engine
 from cohort.engines.rollout import Tasks
 from cohort.errors import ConfigError
 from cohort.evaluate import evaluate, sampling_facts
 from cohort.models.catalog import resolve
 from cohort.models.config import ModelConfig
 from cohort.models.files import load_folder, read_config
-from cohort.scoring.pool import ScoringPool
+from cohort.scoring.pool import ScoringPool, default_workers
 from cohort.store.journal import Journal
 from cohort.store.records import EvalItem, EvalSetting, Evaluation
 from cohort.store.rundir import load_evaluation, slug
@@ -34,7 +33,6 @@ Progress = Callable[[str, int, int], None]
 """progress(task, problems done, problems)"""
 
 USUAL_TOKENS = 256  # of a completion, where a task does not say how many it needs
-CORES_A_GRADER = 4
 
 
 class Unrendered:
@@ -72,11 +70,16 @@ class Examiner:
             from cohort.engines.vllm import VllmEngine
 
             self.context = ModelConfig.from_hf(read_config(folder)).context
-            return VllmEngine(folder, max_context=self.context, slots=o.slots, dtype=dtype)
+            return VllmEngine(folder, max_context=self.context, slots=o.slots, dtype=dtype, tokenizer=self.tokenizer)
         loaded = load_folder(folder, DTYPES[dtype])
         loaded.decoder.to(device)
         self.context = loaded.config.context
-        return native_engine(loaded.decoder, self.tokenizer.decode, slots=o.slots, max_context=self.context)
+        return engine_for(loaded.decoder, self.tokenizer.decode, slots=o.slots, max_context=self.context)
+
+    def close(self) -> None:
+        """End what the engine has under way elsewhere."""
+        if hasattr(self.engine, "close"):
+            self.engine.close()
 
     def run(self, task: Task, out: Path, progress: Progress = lambda task, done, of: None) -> tuple[Evaluation, Path]:
         """Evaluate and write; an evaluation with this very setting that is there already is read instead.
@@ -101,7 +104,7 @@ class Examiner:
         path = out / file_name(setting) if out.is_dir() or not out.suffix else out
         if path.exists() and (found := load_evaluation(path)).setting == setting:
             return found, path
-        with Journal(path, setting) as journal, ScoringPool(task, workers=num_graders()) as scorer:
+        with Journal(path, setting) as journal, ScoringPool(task, default_workers(task)) as scorer:
             tasks = Tasks(stream=stream, scorer=scorer, sampling=sampling, weights={}, seed=o.seed, purpose="eval")
             progress(task.name, len(journal.items), len(prompts))
 
@@ -151,8 +154,3 @@ def file_name(setting: EvalSetting) -> str:
     """
     digest = hashlib.sha256(json.dumps(asdict(setting), sort_keys=True).encode()).hexdigest()[:8]
     return f"{setting.task}-{slug(setting.model.rstrip('/'))}-{digest}.json"
-
-
-def num_graders() -> int:
-    """Workers that score: a few where there are cores to spare."""
-    return max(1, min(8, len(os.sched_getaffinity(0)) // CORES_A_GRADER))

@@ -37,7 +37,7 @@ from cohort.types import COUNTED, NOT_ACCEPTED, Group
 
 _GRADED = (*COUNTED, DEAD, TOO_FEW)  # exclusions that the algorithm sets, and will set again
 _SECTIONS = ("algo", "optim", "learner")
-_STEERING = ("algo.kl.target", "algo.kl.refresh", "algo.entropy_target", "optim.max_bad_steps")
+_STEERING = ("algo.kl.target", "algo.kl.refresh", "algo.entropy_target")
 _NOT_COMPARED = ("time/", "eval/", "rollouts/")  # of the clock, of another moment, of a file
 
 Tell = Callable[[str], None]

@@ -14,6 +14,7 @@ from cohort.config.algos import KLConfig
 from cohort.config.schema import GRPO, DrGRPO, LearnerConfig, OptimConfig
 from cohort.data.pack import pack
 from cohort.errors import TrainingStopped
+from cohort.learner import local
 from cohort.learner.local import LocalLearner
 from cohort.learner.optim import learning_rate
 from cohort.learner.world import World
@@ -202,16 +203,17 @@ def test_4_7_masters_moments_and_gradients_are_fp32_in_a_bf16_model():
     assert moved > 2 * rounded > 0, "steps below bf16's resolution survive in the masters"
 
 
-def test_non_finite_gradients_are_skipped_counted_and_finally_stop_the_run():
+def test_non_finite_gradients_are_skipped_counted_and_finally_stop_the_run(monkeypatch):
     decoder = small_decoder()
-    learner = learner_for(decoder, optim=OptimConfig(lr=1e-2, max_bad_steps=2))
+    monkeypatch.setattr(local, "MAX_BAD", 2)
+    learner = learner_for(decoder, optim=OptimConfig(lr=1e-2))
     algo = build_algorithm(GRPO(), 16)
     bad = random_groups()
     bad[0].samples[0].advantage = float("inf")
     before = decoder.embed.detach().clone()
     assert learner.update(pack(bad, 1000), algo)["updates/bad"] == 1.0
     assert torch.equal(decoder.embed, before)
-    with pytest.raises(TrainingStopped, match="max_bad_steps = 2"):
+    with pytest.raises(TrainingStopped, match="2 updates in a row had non-finite"):
         learner.update(pack(bad, 1000), algo)
 
 

@@ -171,3 +171,19 @@ def test_the_example_in_the_readme_checks_and_trains(tmp_path):
     assert run is not None
     found = RunDirectory.open(run).evaluations()
     assert found[8].accuracy > found[0].accuracy + 0.1
+
+
+def test_the_page_about_tasks_has_one_that_works(tmp_path: Path) -> None:
+    """As a newcomer: copy the file, type the commands."""
+    page = (Path(__file__).parents[2] / "docs" / "tasks.md").read_text(encoding="utf-8")
+    [code] = re.findall(r"```python\n(# capitals.py.*?)```", page, re.DOTALL)
+    commands = re.findall(r"^cohort (\w+ capitals\.py.*?)(?: +#.*)?$", page, re.MULTILINE)
+    assert [c.split()[0] for c in commands] == ["check", "train", "eval"]
+    (tmp_path / "capitals.py").write_text(code)
+    for command in commands:
+        done = cohort(*shlex.split(command), at=tmp_path)
+        assert done.returncode == 0, done.stdout + done.stderr
+    [file] = (tmp_path / "evals").glob("capitals-tiny-*.json")
+    found = json.loads(file.read_text())
+    assert {answer["reason"] for item in found["items"] for answer in item["answers"]} <= {"", "not in capitals"}
+    assert found["setting"]["knobs"] == {"shortest": 3}

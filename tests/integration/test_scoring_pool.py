@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from cohort.errors import TaskError
-from cohort.scoring.pool import ScoringPool
+from cohort.scoring.pool import ScoringPool, default_workers
 from cohort.scoring.wire import Limits
 from cohort.tasks.arithmetic import Arithmetic
 from cohort.tasks.base import grade, load_rows, plain_answer
@@ -101,6 +101,43 @@ class Wild:
     def draws(self, row): return repr(random.random())
     def long_reason(self, row): return "r" * 10_000
 
+@task("bounded")
+class Bounded(Wild):
+    """Its work depends on the answer: the row says what an answer makes it do, an empty one is scored at once."""
+
+    parts = ("correct", "format")
+    work_seconds = 0.2
+
+    def score(self, row, answer):
+        if not answer.text:
+            if row.get("fragile"): raise ValueError("even empty answers")
+            return Verdict({"correct": 0, "format": 0.25}, "empty")
+        seen.append(row["id"])
+        getattr(self, row.get("do", "nothing"))(row)
+        return Verdict({"correct": 1, "format": 1}, answer.text)
+
+    def overflows(self, row):
+        import faulthandler
+        faulthandler._stack_overflow()
+    def aborts(self, row): os.abort()
+    def runs(self, row):
+        while True: pass
+    def burns_once(self, row):
+        if len(seen) > 1: self.runs(row)
+    def burns_then_raises(self, row):
+        if len(seen) > 1: self.runs(row)
+        raise ValueError("my own bug")
+    def killed(self, row): os.kill(os.getpid(), signal.SIGKILL)
+
+@task("needs-more")
+class NeedsMore(Wild):
+    packages = {"no_such_module_here": "somewhere[extra]"}
+
+@task("heavy")
+class Heavy(Wild):
+    packages = {"wave": "in the standard library"}
+    def score(self, row, answer): return Verdict({"correct": 1}, str("wave" in sys.modules))
+
 @task("wrong-shape")
 class WrongShape(Wild):
     def score(self, row, answer): return {"correct": float("nan")} if row.get("bad") else {"correct": 0}
@@ -165,6 +202,114 @@ def test_a_failure_is_reported_and_harms_no_neighbour(pool: ScoringPool, deed: s
     assert pool.num_failures == 1
     assert pool.num_restarts >= 1
     assert pool.score(items("nothing"))[0].parts == GOOD
+
+
+def bounded(file: str, workers: int = 1, seconds: float = 1.0) -> ScoringPool:
+    limits = Limits(seconds=seconds, memory_mb=256)
+    return ScoringPool(TaskRef(name="bounded", path=file), workers=workers, limits=limits)
+
+
+OVER = Outcome(parts={"correct": 0.0, "format": 0.25}, reason="over the grader's work limit of 0.2 s")
+
+
+@pytest.mark.parametrize("deed", ["runs", "hangs_in_c", "sleeps", "eats", "overflows", "aborts"])
+def test_too_much_work_is_the_answers_doing(file: str, deed: str) -> None:
+    """Where the task says so: the score of an empty answer, counted apart from failures, its neighbours unharmed."""
+    with bounded(file) as pool:
+        outcomes = pool.score(items("nothing", deed, "nothing"))
+        assert outcomes[1] == OVER
+        assert [outcomes[i].reason for i in (0, 2)] == ["t0", "t2"]
+        assert (pool.num_over_limit, pool.num_failures) == (1, 0)
+        assert pool.score(items("nothing"))[0].reason == "t0"
+
+
+@pytest.mark.parametrize(
+    ("deed", "failure"),
+    [
+        ("raises", "the grader raised ValueError: my own bug"),
+        ("recurses", "RecursionError"),
+        ("exits", "process exited with 3"),
+        ("killed", "process was ended by SIGKILL"),  # by whom cannot be known: the machine may be out of memory
+        ("garbles", "wrote into the scoring protocol"),
+        ("burns_then_raises", "my own bug"),  # too much work once is not enough
+    ],
+)
+def test_a_work_limit_excuses_no_other_failure(file: str, deed: str, failure: str) -> None:
+    with bounded(file) as pool:
+        outcomes = pool.score(items("nothing", deed, "nothing"))
+        assert failure in outcomes[1].failure
+        assert (pool.num_over_limit, pool.num_failures) == (0, 1)
+        assert [outcomes[i].reason for i in (0, 2)] == ["t0", "t2"]
+
+
+def test_an_answer_that_is_too_much_work_once_is_scored_by_the_second_try(file: str) -> None:
+    with bounded(file) as pool:
+        outcomes = pool.score(items("nothing", "burns_once"))
+        assert [o.reason for o in outcomes] == ["t0", "t1"]
+        assert (pool.num_over_limit, pool.num_failures, pool.num_restarts) == (0, 0, 1)
+
+
+def test_a_grader_that_cannot_score_an_empty_answer_either_has_failed(file: str) -> None:
+    with bounded(file) as pool:
+        (outcome,) = pool.score(items("runs", fragile=True))
+        assert "even empty answers" in outcome.failure
+        assert (pool.num_over_limit, pool.num_failures) == (0, 1)
+
+
+def test_over_the_limit_or_not_does_not_depend_on_order_or_workers(file: str) -> None:
+    asked = items("nothing", "runs", "raises", "eats", "nothing", "overflows", "runs", "raises")
+    good = {"correct": 1.0, "format": 1.0}
+    for workers, step in ((1, 1), (3, 1), (2, -1)):
+        with bounded(file, workers) as pool:
+            outcomes = pool.score(asked[::step])[::step]
+            assert [outcomes[i] for i in (1, 3, 5, 6)] == [OVER] * 4
+            assert [outcomes[i] for i in (0, 4)] == [Outcome(parts=good, reason=f"t{i}") for i in (0, 4)]
+            assert all("my own bug" in outcomes[i].failure for i in (2, 7))
+            assert (pool.num_over_limit, pool.num_failures) == (4, 2)
+
+
+def test_a_busy_machine_is_not_the_answers_fault(file: str) -> None:
+    """What counts is CPU time: a worker that had none is waited for, longer than its limit."""
+    with bounded(file, seconds=0.1) as pool:
+        pool.score(items("nothing"))
+        (worker,) = pool._workers
+        os.kill(worker.pid, signal.SIGSTOP)
+        pool.submit("slow", {"id": "0"}, plain_answer("t"))
+        assert pool.poll() == []
+        worker.since -= 1.0  # five times the work limit, ten times the pool's own
+        assert pool.poll(timeout=0.1) == []
+        os.kill(worker.pid, signal.SIGCONT)
+        assert pool.poll(timeout=10) == [("slow", Outcome(parts={"correct": 1.0, "format": 1.0}, reason="t"))]
+        assert pool.num_restarts == 0
+
+
+def test_a_missing_package_is_named_before_anything_starts(file: str) -> None:
+    task = TaskRef(name="needs-more", path=file).load()
+    with pytest.raises(
+        TaskError, match=r"scoring needs-more needs no_such_module_here.*pip install 'somewhere\[extra\]'"
+    ):
+        ScoringPool(task)
+    with (
+        ScoringPool(TaskRef(name="needs-more", path=file)) as pool,  # whose task this process never sees
+        pytest.raises(TaskError, match="cannot be loaded for scoring: ModuleNotFoundError"),
+    ):
+        pool.score(items("nothing"))
+
+
+def test_packages_are_imported_by_workers_before_the_first_answer_and_not_by_their_owner(file: str) -> None:
+    task = TaskRef(name="heavy", path=file).load()
+    assert "wave" not in sys.modules
+    with ScoringPool(task) as pool:
+        (outcome,) = pool.score(items("nothing"))
+    assert outcome.reason == "True"
+    assert "wave" not in sys.modules
+
+
+def test_a_helpful_number_of_workers(monkeypatch: pytest.MonkeyPatch, file: str) -> None:
+    one, many = TaskRef(name="wild", path=file).load(), TaskRef(name="bounded", path=file).load()
+    for processors, workers in ((1, 1), (2, 1), (4, 3), (64, 8)):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _, n=processors: set(range(n)))
+        assert (default_workers(one), default_workers(many)) == (1, workers)
 
 
 def test_every_answer_of_many_may_fail(pool: ScoringPool) -> None:
@@ -353,7 +498,7 @@ def test_a_forgotten_pool_ends_its_workers(file: str) -> None:
 
 OWNER = """
 import sys
-from cohort.scoring.pool import ScoringPool
+from cohort.scoring.pool import ScoringPool, default_workers
 from cohort.tasks.base import plain_answer
 from cohort.tasks.ref import TaskRef
 

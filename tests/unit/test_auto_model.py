@@ -84,6 +84,15 @@ def test_shards_other_types_and_a_config_of_their_own(neo: Path, tmp_path: Path)
     assert loaded.decoder.embed.dtype == torch.float32  # the model itself is left as it was
 
 
+def test_the_model_does_not_lie_in_its_file(folder: Path) -> None:
+    """safetensors maps files: who overwrites one must not reach into a run."""
+    decoder, file = load_folder(folder).decoder, folder / "model.safetensors"
+    before = {n: p.detach().clone() for n, p in decoder.named_parameters()}
+    with open(file, "r+b") as opened:
+        opened.write(b"\0" * file.stat().st_size)
+    assert all(torch.equal(p, before[n]) for n, p in decoder.named_parameters())
+
+
 def test_what_the_rest_of_the_package_asks_of_it(neo: Path, tmp_path: Path) -> None:
     loaded = load_folder(neo)
     assert loaded.config == loaded.decoder.config and loaded.folder == neo
@@ -139,6 +148,7 @@ def refusal(folder: Path, dtype: torch.dtype = torch.float32) -> str:
         ({"model_type": "vit", "architectures": ["ViTModel"]}, "no causal language model for model_type vit"),
         ({"architectures": ["GPTNeoForSequenceClassification"]}, "GPTNeoForSequenceClassification; the causal"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantization_config"),
+        ({"architectures": {"a": 1}, "model_type": ["gpt_neo"]}, "no model_type \"['gpt_neo']\""),
         ({"num_heads": 5}, "embed_dim must be divisible by num_heads"),
         ({"num_layers": "many"}, "cannot read this config.json: Validation error for field 'num_layers'"),
     ],
@@ -168,14 +178,16 @@ def test_wrong_tensors(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         change(folder, **{"transformer.other": torch.ones(2), "transformer.another": torch.ones(2)})
         load_folder(folder)
-    assert 'tensor "transformer.another" and 1 more are not used by GPTNeoForCausalLM' in caplog.text
+    assert 'tensor "transformer.another" and 1 more not used by GPTNeoForCausalLM' in caplog.text
     original = load_file(folder / "model.safetensors")[name]
     change(folder, **{name: original.to(torch.int8)})
     assert f'"{name}" is torch.int8: quantised' in refusal(folder)
     change(folder, **{name: original[:4].clone()})
-    assert "cannot load this GPTNeoForCausalLM" in refusal(folder)
+    assert f'tensor "{name}" is [4, 32], config.json says [48, 32]' in refusal(folder)
+    change(folder, **{name: torch.full_like(original, float("nan"))})
+    assert "not finite: its weights are damaged" in refusal(folder)
     change(folder, **{name: None})
-    assert f'tensor "{name}" and 0 more missing' in refusal(folder)
+    assert f'tensor "{name}" missing: the checkpoint is incomplete' in refusal(folder)
     (folder / "model.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0{")
     assert "corrupted or truncated" in refusal(folder)
 

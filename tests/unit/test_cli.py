@@ -231,6 +231,9 @@ def examined(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         def __init__(self, *args: Any) -> None:
             calls.append(args)
 
+        def close(self) -> None:
+            calls.append(("closed",))
+
         def run(self, task: Any, out: Path, progress: Any) -> Any:
             progress(task.name, 2, 2)
             calls.append((task, out))
@@ -244,7 +247,7 @@ def examined(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 def test_eval_prints_the_numbers(examined: list[tuple[Any, ...]], capsys: pytest.CaptureFixture[str]) -> None:
     args = ["eval", "countdown", "--model", "m", "--samples", "4", "--task.max-target", "50", "--out", "some"]
     assert main(args) == 0
-    assert examined == [("m", EvalOptions(samples=4)), (Countdown(max_target=50), Path("some"))]
+    assert examined == [("m", EvalOptions(samples=4)), (Countdown(max_target=50), Path("some")), ("closed",)]
     shown, progress = capsys.readouterr()
     assert "avg@4        0.625, 95% interval 0.000 to 1.000" in shown
     assert "pass@2       0.750" in shown  # problem b: 1 of 4 right, 1 - C(3,2)/C(4,2) = 0.5
@@ -257,7 +260,7 @@ def test_eval_prints_the_numbers(examined: list[tuple[Any, ...]], capsys: pytest
 def test_eval_of_several_tasks(examined: list[tuple[Any, ...]], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["eval", "countdown", "arithmetic", "--countdown.max-target", "50", "--limit", "3"]) == 0
     assert examined[0] == ("tiny", EvalOptions(limit=3))
-    assert examined[1:] == [(Countdown(max_target=50), Path("evals")), (Arithmetic(), Path("evals"))]
+    assert examined[1:3] == [(Countdown(max_target=50), Path("evals")), (Arithmetic(), Path("evals"))]
     shown = capsys.readouterr().out
     assert shown.index("task         countdown") < shown.index("task         arithmetic")
 

@@ -442,13 +442,13 @@ def test_files_that_cannot_be_used(own_file: Path, tmp_path: Path) -> None:
 
 
 FLAGS = """
-model steps seed threads device task algo engine reward.correct reward.format batch.prompts batch.samples
+model steps seed threads template device task turns algo engine reward.correct reward.format batch.prompts batch.samples
 sampling.max_tokens sampling.temperature sampling.top_p sampling.top_k sampling.min_p sampling.stop
 sampling.allow_truncation engine.slots engine.weights algo.baseline algo.scale algo.aggregate algo.truncated algo.dead
 algo.entropy algo.entropy_target algo.kl.weight algo.kl.to algo.kl.estimator algo.kl.place algo.kl.target
 algo.kl.refresh algo.correction.kind algo.correction.level algo.correction.bounds algo.clip_low algo.clip_high
 algo.dual_clip replay.prompts replay.steps optim.lr optim.schedule optim.warmup
-optim.lr_floor optim.beta1 optim.beta2 optim.eps optim.weight_decay optim.clip_norm optim.max_bad_steps
+optim.lr_floor optim.beta1 optim.beta2 optim.eps optim.weight_decay optim.clip_norm
 learner.epochs learner.minibatches learner.token_budget learner.prefix_sharing learner.dtype learner.lora.rank
 learner.lora.alpha learner.lora.targets learner.lora.base learner.lora.load eval.every
 eval.problems eval.samples eval.temperature save.every save.keep_last save.keep_best save.rollouts

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cohort.models.dequantize import FORMATS, Format
 
-COMMON = "F32 F16 BF16 Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q2_K Q3_K Q4_K Q5_K Q6_K".split()
+COMMON = ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"]
 BY_NAME = {form.name: (number, form) for number, form in FORMATS.items()}
 
 

@@ -12,6 +12,7 @@ from cohort.algos.algorithm import build_algorithm
 from cohort.config.schema import GRPO, LearnerConfig, OptimConfig
 from cohort.data.pack import pack
 from cohort.errors import RunError, TrainingStopped
+from cohort.learner import local
 from cohort.learner.local import LocalLearner
 from cohort.learner.optim import Optimizer, global_norm, learning_rate
 from cohort.models.functions import linear
@@ -182,8 +183,9 @@ def damaged():
     return pack(groups, 1000)
 
 
-def test_bad_updates_must_come_in_a_row_to_stop_the_run():
-    learner, good = learner_for(max_bad_steps=2), pack(random_groups(), 1000)
+def test_bad_updates_must_come_in_a_row_to_stop_the_run(monkeypatch):
+    monkeypatch.setattr(local, "MAX_BAD", 2)
+    learner, good = learner_for(), pack(random_groups(), 1000)
     for _ in range(3):
         assert learner.update(damaged(), ALGO)["updates/bad"] == 1.0
         assert learner.num_bad == 1

@@ -6,11 +6,12 @@ import os
 
 import pytest
 
+from cohort.errors import TaskError
 from cohort.scoring.process import worker_environment
-from cohort.scoring.wire import MAX_FAILURE, Hello, Item, Limits, Reply
+from cohort.scoring.wire import MAX_FAILURE, Hello, Item, Limits, Ready, Reply
 from cohort.scoring.worker import Printed, describe, score_item
 from cohort.tasks.arithmetic import Arithmetic
-from cohort.tasks.base import plain_answer
+from cohort.tasks.base import plain_answer, task
 from cohort.tasks.ref import TaskRef
 from cohort.types import Answer
 
@@ -26,10 +27,12 @@ def test_records_survive_the_wire() -> None:
     assert Item.decode(item.encode()) == item
     assert item.encode().count(b"\n") == 1
     for reply in (
-        Reply(ready=(("correct", "format"), "correct")),
+        Reply(ready=Ready(("correct", "format"), "correct")),
+        Reply(ready=Ready(("correct",), "correct", 2.5)),
         Reply(broken="why"),
         Reply(number=0, parts={"correct": 1.0}, reason="r"),
         Reply(number=3, failure="f"),
+        Reply(number=3, memory="m"),
         Reply(number=3, contract="c"),
     ):
         assert Reply.decode(reply.encode()) == reply
@@ -47,6 +50,7 @@ def test_records_survive_the_wire() -> None:
         b'{"number": true}',
         b'{"number": 0, "parts": [1]}',
         b'{"ready": [["a"]]}',
+        b'{"ready": [["a"], "a", "soon"]}',
         b"\xff\xfe",
     ],
 )
@@ -86,6 +90,35 @@ def test_a_row_the_grader_cannot_read_is_a_failure_not_a_zero() -> None:
     reply = score_item(Arithmetic(), item, Printed(10))
     assert (reply.number, reply.parts) == (4, None)
     assert reply.failure.startswith("KeyError: 'answer' (arithmetic.py, line")
+
+
+def test_running_out_of_memory_is_told_from_other_exceptions() -> None:
+    class Eats:
+        name, parts, accuracy = "eats", ("correct",), "correct"
+
+        def score(self, row: dict, answer: Answer) -> dict:
+            raise MemoryError("no more") if row["eats"] else ValueError("a bug")
+
+    replies = [
+        score_item(Eats(), Item(number=1, row={"eats": eats}, answer=plain_answer("")), Printed(10))  # type: ignore[arg-type]
+        for eats in (True, False)
+    ]
+    assert [bool(reply.memory) for reply in replies] == [True, False]
+    assert replies[0].memory.startswith("MemoryError: no more (test_scoring.py, line")
+    assert replies[1].failure.startswith("ValueError: a bug")
+
+
+@pytest.mark.parametrize("seconds", [-1, float("nan"), float("inf"), "5", None])
+def test_a_work_limit_is_a_number_of_seconds(seconds: object) -> None:
+    class Limited(Arithmetic):
+        work_seconds = seconds
+
+    with pytest.raises(TaskError, match='task "limited": its work_seconds is'):
+        task("limited")(Limited)
+
+
+def test_a_task_has_no_work_limit_unless_it_says_so() -> None:
+    assert (Arithmetic().work_seconds, dict(Arithmetic().packages)) == (0.0, {})
 
 
 def test_the_environment_is_an_allow_list(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from cohort.check.trial import Trial, give_signal, sample
 from cohort.data.pack import pack
 from cohort.learner.plan import Load, state_bytes, update_bytes
 from cohort.limits import kv_bytes
+from cohort.models.config import ModelConfig
 
 GIB = 2**30
 TIGHT = 0.8  # of the memory there is
@@ -21,7 +22,9 @@ def memory(trial: Trial) -> Finding:
     name, learner = "plan/memory", trial.parts.learner
     if learner.plan is not None:
         return ok(name, learner.plan.words, bytes=learner.plan.peak)
-    load = _load(trial)
+    if not isinstance(trial.parts.model.config, ModelConfig):
+        return warn(name, "not estimated: the model is outside the native family, and its shapes are not known")
+    load = _load(trial, trial.parts.model.config)
     state, kv = state_bytes(load), kv_bytes(load.model, load.width) * load.kv_tokens
     update = update_bytes(load, min(learner.token_budget, load.batch_tokens), recompute=False)
     need, there = state + update + kv, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -33,13 +36,13 @@ def memory(trial: Trial) -> Finding:
     return (fail if need > there else warn)(name, f"{text}; {remedy}", bytes=need)
 
 
-def _load(trial: Trial) -> Load:
+def _load(trial: Trial, model: ModelConfig) -> Load:
     parts, config = trial.parts, trial.parts.config
     new, rows = config.sampling.max_tokens, config.batch.prompts * config.batch.samples
     prompt = max(len(g.prompt.tokens) for g in trial.rolled)
     adapters = parts.learner.adapters
     return Load(
-        model=parts.model.config,
+        model=model,
         width=parts.model.decoder.embed.itemsize,
         longest=prompt + new,
         batch_tokens=config.batch.prompts * prompt + rows * new,

@@ -18,6 +18,7 @@ from cohort.check.findings import Finding, fail, ok, warn
 from cohort.check.trial import Seen, Trial, difference
 from cohort.data.batch import Minibatch
 from cohort.learner.world import World
+from cohort.models.auto import AutoDecoder
 from cohort.models.functions import wide_product
 from cohort.text import Tokenizer
 from cohort.types import Finish, Group, Provenance, Sample
@@ -197,7 +198,10 @@ def _alone(trial: Trial, group: Group, sample: Sample) -> Tensor:
     decoder, first = learner.decoder, len(group.prompt.tokens) - 1
     tokens = torch.tensor([*group.prompt.tokens, *sample.tokens], device=decoder.embed.device)
     at = torch.tensor([i for i, p in enumerate(sample.provenance) if p == Provenance.SAMPLED], device=tokens.device)
-    hidden = decoder(tokens, torch.arange(len(tokens), device=tokens.device), _causal)
+    if isinstance(decoder, AutoDecoder):
+        hidden = decoder(tokens)
+    else:
+        hidden = decoder(tokens, torch.arange(len(tokens), device=tokens.device), _causal)
     logits = wide_product(hidden.index_select(0, first + at), decoder.head_weight) / learner.temperature
     logprobs = torch.log_softmax(logits, -1).gather(1, tokens[first + 1 + at, None])[:, 0]
     return logprobs.double().cpu()

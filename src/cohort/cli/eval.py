@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +15,7 @@ from cohort.cli.output import table
 from cohort.cli.tasks import read_tasks
 from cohort.config.options import EvalOptions
 from cohort.errors import ConfigError
+from cohort.tasks.base import OVER_LIMIT, check_packages
 
 if TYPE_CHECKING:
     from cohort.examine import Progress
@@ -47,17 +48,19 @@ def run(args: list[str]) -> None:
         raise ConfigError(f"--out {out} must be a folder or end in .json.")
     if out.suffix and not out.parent.is_dir():
         raise ConfigError(f'there is no folder "{out.parent}" for --out; make it first.')
+    for task in tasks:
+        check_packages(task)
     from cohort.examine import Examiner
 
     names = [f.name for f in dataclasses.fields(EvalOptions)]
     plain = EvalOptions(**{name: getattr(options, name) for name in names})
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING, stream=sys.stderr)
     examiner = Examiner(options.model, plain)
-    for task in tasks:
-        with progress_bar() as progress:
-            evaluation, path = examiner.run(task, out, progress)
-        print(report(evaluation))
-        print(f"wrote {path}\n" if len(tasks) > 1 else f"wrote {path}")
+    with closing(examiner):
+        for n, task in enumerate(tasks):
+            with progress_bar() as progress:
+                evaluation, path = examiner.run(task, out, progress)
+            print(f"{chr(10) * (n > 0)}{report(evaluation)}\nwrote {path}")
 
 
 @contextmanager
@@ -116,6 +119,8 @@ def report(evaluation: Evaluation) -> str:
     ]
     if cut := e.finishes.get("length"):
         rows.append(["cut off", f"{cut} of {total} answers at the limit of tokens"])
+    if over := sum(OVER_LIMIT in answer.reason for item in e.items for answer in item.answers):
+        rows.append(["over limit", f"{over} answers were more work than the grader does, and count as wrong"])
     if e.num_failed:
         rows.append(["not scored", f"{e.num_failed} samples: the grader failed"])
     return table(["task", s.task], rows)

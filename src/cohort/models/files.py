@@ -15,7 +15,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from cohort.errors import ModelError
-from cohort.models.config import ModelConfig, to_hf
+from cohort.models.auto import AnyDecoder, AutoDecoder, ForeignConfig, architecture_of, foreign_decoder, some
+from cohort.models.config import FAMILIES, ModelConfig, to_hf
 from cohort.models.decoder import Decoder, hf_shaped, hf_views
 from cohort.models.staging import staged
 
@@ -41,36 +42,47 @@ FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 class LoadedModel:
     """A decoder and where it came from."""
 
-    decoder: Decoder
-    config: ModelConfig
+    decoder: AnyDecoder
+    config: ModelConfig | ForeignConfig
     hf_config: dict[str, Any]
     folder: Path
 
 
 def load_folder(path: str | Path, dtype: torch.dtype = torch.float32) -> LoadedModel:
-    """Read config.json and the safetensors files of a folder into a decoder."""
+    """Read config.json and the safetensors files of a folder into a decoder: the native one, or transformers' own."""
     folder = Path(path)
     hf_config = read_config(folder)
+    if not is_native(hf_config):
+        files = weight_files(folder)  # before anything heavy is imported
+        foreign = foreign_decoder(folder, hf_config, ((n, t) for n, t, _ in _all_tensors(folder, files)), dtype)
+        return LoadedModel(decoder=foreign, config=foreign.config, hf_config=hf_config, folder=folder)
     config = ModelConfig.from_hf(hf_config)
     files = weight_files(folder)
     decoder = Decoder(config).to(dtype)
     views = dict(hf_views(decoder))
     found: set[str] = set()
     tied_head: Tensor | None = None
-    for file, names in files.items():
-        for name, tensor in stored_tensors(file, names):
-            if name in found:
-                raise ModelError(f'tensor "{name}" is in more than one file of {folder}')
-            found.add(name)
-            if config.tied and name == "lm_head.weight":
-                tied_head = tensor
-            elif not name.endswith(".rotary_emb.inv_freq"):  # old exports wrote it; it follows from the config
-                _place(name, tensor, views, file)
+    for name, tensor, file in _all_tensors(folder, files):
+        found.add(name)
+        if config.tied and name == "lm_head.weight":
+            tied_head = tensor
+        elif not name.endswith(".rotary_emb.inv_freq"):  # old exports wrote it; it follows from the config
+            _place(name, tensor, views, file)
     if missing := sorted(views.keys() - found):
-        raise ModelError(f"{folder}: {_some(missing)} missing: the checkpoint is incomplete, or config.json another's")
+        raise ModelError(f"{folder}: {some(missing)} missing: the checkpoint is incomplete, or config.json another's")
     if tied_head is not None and not torch.equal(tied_head.to(dtype), decoder.embed.data):
         raise ModelError(f"{folder}: lm_head.weight differs from the embedding, but config.json says they are tied")
     return LoadedModel(decoder=decoder, config=config, hf_config=hf_config, folder=folder)
+
+
+def is_native(hf_config: Mapping[str, Any]) -> bool:
+    """Is this of the native family? A config that names nothing is: the error is better there.
+
+    >>> is_native({"architectures": ["LlamaForCausalLM"]}), is_native({"architectures": ["GPTNeoForCausalLM"]})
+    (True, False)
+    """
+    named, kind = architecture_of(hf_config), hf_config.get("model_type")
+    return named in FAMILIES if named else kind in [None, *(family.model_type for family in FAMILIES.values())]
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -105,7 +117,7 @@ def weight_files(folder: Path) -> dict[Path, list[str] | None]:
 
 
 def save_folder(
-    decoder: Decoder,
+    decoder: AnyDecoder,
     hf_config: Mapping[str, Any] | None,
     source: str | Path | None,
     out: str | Path,
@@ -114,12 +126,15 @@ def save_folder(
 ) -> Path:
     """Write a folder that transformers and vLLM load: config, weights, `source`'s tokenizer and template."""
     dtype = dtype or decoder.embed.dtype
-    config = to_hf(decoder.config, hf_config)
-    spelled = str(dtype).removeprefix("torch.")
-    config["dtype" if "dtype" in config else "torch_dtype"] = spelled
     with staged(Path(out)) as folder:
+        if isinstance(decoder, AutoDecoder):
+            decoder.write(folder, dtype, max_shard_bytes)
+            config = dict(hf_config or read_json(folder / "config.json"))
+        else:
+            _write_weights(decoder, folder, dtype, max_shard_bytes)
+            config = to_hf(decoder.config, hf_config)
+        config["dtype" if "dtype" in config else "torch_dtype"] = str(dtype).removeprefix("torch.")
         _write_json(folder / "config.json", config)
-        _write_weights(decoder, folder, dtype, max_shard_bytes)
         for name in SIDE_FILES if source is not None else ():
             file = Path(source or "", name)
             if file.is_file():
@@ -160,13 +175,24 @@ def _place(name: str, tensor: Tensor, views: Mapping[str, Tensor], file: Path) -
     views[name].copy_(tensor.view(views[name].shape))
 
 
+def _all_tensors(folder: Path, files: Mapping[Path, list[str] | None]) -> Iterator[tuple[str, Tensor, Path]]:
+    """Every tensor of a folder, one at a time, and its file."""
+    found: set[str] = set()
+    for file, names in files.items():
+        for name, tensor in stored_tensors(file, names):
+            if name in found:
+                raise ModelError(f'tensor "{name}" is in more than one file of {folder}')
+            found.add(name)
+            yield name, tensor, file
+
+
 def stored_tensors(file: Path, expected: list[str] | None) -> Iterator[tuple[str, Tensor]]:
     """The tensors of one safetensors file, one at a time."""
     try:
         with safe_open(file, framework="pt") as stored:
             names = set(stored.keys())
             if expected is not None and (missing := sorted(set(expected) - names)):
-                raise ModelError(f"{file}: {_some(missing)} missing, though the index says it is there")
+                raise ModelError(f"{file}: {some(missing)} missing, though the index says it is there")
             for name in sorted(names):
                 yield name, stored.get_tensor(name)
     except (SafetensorError, OSError) as e:
@@ -184,11 +210,6 @@ def _inside(folder: Path, file: Any) -> Path:
     if not path.is_file():
         raise ModelError(f"{folder / file} is missing: the download is incomplete, fetch it again")
     return path
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    return f'tensor "{names[0]}"{more}'
 
 
 def read_json(file: Path) -> dict[str, Any]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from array import array
 from typing import Any
 
 from cohort.errors import ModelError, nearest
 
-CONTROL, USER_DEFINED, UNUSED = 3, 4, 5  # token types of the format
+NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # token types of the format
 _ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 # how text is cut before merging, by the name llama.cpp knows it under
 _QWEN2 = (
@@ -16,15 +17,19 @@ _QWEN2 = (
 _LLAMA3 = _QWEN2.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
 
 
-def tokenizer_files(metadata: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """File name -> content."""
+def tokenizer_files(metadata: dict[str, Any], vocab_size: int) -> dict[str, dict[str, Any]]:
+    """File name -> content. The model has `vocab_size` embeddings, some of which may be no token's."""
     kind = metadata.get("tokenizer.ggml.model")
     if kind != "gpt2":
         raise ModelError(f'GGUF tokenizer "{kind}" is not supported: only byte-level BPE ("gpt2") is')
     tokens, merges = metadata.get("tokenizer.ggml.tokens"), metadata.get("tokenizer.ggml.merges")
     if not isinstance(tokens, list) or not isinstance(merges, list):
         raise ModelError("the GGUF file carries no vocabulary or no merges")
-    types = metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens)
+    if len(tokens) > vocab_size:
+        raise ModelError(f"the GGUF file has {len(tokens)} tokens, but embeddings for {vocab_size}")
+    types = metadata.get("tokenizer.ggml.token_type") or [NORMAL] * len(tokens)
+    if not isinstance(types, list | array) or len(types) != len(tokens):
+        raise ModelError("the GGUF file's token types are not one for each of its tokens")
     pre = str(metadata.get("tokenizer.ggml.pre", "default"))
     settings = _settings(metadata, tokens)
     spec = {
@@ -110,12 +115,12 @@ def _settings(metadata: dict[str, Any], tokens: list[str]) -> dict[str, Any]:
     }
     for role, name in _ROLES.items():
         if (id := metadata.get(f"tokenizer.ggml.{name}_token_id")) is not None:
-            if not 0 <= id < len(tokens):
+            if not isinstance(id, int) or not 0 <= id < len(tokens):
                 raise ModelError(f"the GGUF file's {name}_token_id {id} is not in its vocabulary")
             settings[f"{role}_token"] = tokens[id]
     context = metadata.get(f"{metadata.get('general.architecture')}.context_length")
     if context is not None:
         settings["model_max_length"] = context
-    if metadata.get("tokenizer.chat_template"):
-        settings["chat_template"] = metadata["tokenizer.chat_template"]
+    if template := metadata.get("tokenizer.chat_template"):
+        settings["chat_template"] = str(template)
     return settings

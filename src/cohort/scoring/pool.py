@@ -3,6 +3,9 @@
 Two kinds of trouble are kept apart. What the answer causes is the grader's verdict: wrong, with a reason.
 What befalls the grader (it raised, hung, ran out of memory, its process died) is a failure: the answer is
 tried once more on a worker started afterwards, then reported as `Outcome(failure=...)`, which is not a score.
+
+Where a task says that its work depends on the answer (`work_seconds`), too much work is what the answer causes: if both
+tries run out of time or memory, the outcome is the score of an empty answer, with the reason, and is counted.
 """
 
 from __future__ import annotations
@@ -14,18 +17,37 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from types import TracebackType
 
 from cohort.errors import TaskError
 from cohort.scoring.process import Worker
 from cohort.scoring.wire import Hello, Item, Limits, Reply
-from cohort.tasks.base import Task, check_parts
+from cohort.tasks.base import OVER_LIMIT, Task, check_packages, check_parts, plain_answer
 from cohort.tasks.ref import TaskRef
 from cohort.types import Answer, Outcome, Row
 
 WINDOW = 64  # answers a worker has at hand, so that it need not wait for the next poll
 START_SECONDS = 60.0
 TICK = 0.05  # how soon a death without a closed pipe (a forked child holds it open) is noticed
+BUSY = 6.0  # wall clock that a work limit's CPU time may take: a busy machine is not the answer's fault
+MOST_WORKERS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Trouble:
+    """What befell the grader of an answer."""
+
+    reason: str
+    exhausted: bool = False  # it ran out of time or memory
+
+
+def default_workers(task: Task) -> int:
+    """How many workers pay: one keeps up with a quick grader; one a processor for work that depends on the answer."""
+    if not task.work_seconds:
+        return 1
+    processors = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    return max(1, min(MOST_WORKERS, processors - 1))  # one is for whoever samples and trains
 
 
 class ScoringPool:
@@ -37,15 +59,20 @@ class ScoringPool:
     def __init__(self, task: Task | TaskRef, workers: int = 1, limits: Limits | None = None) -> None:
         if workers < 1:
             raise ValueError(f"workers is {workers}; a scoring pool needs at least 1")
+        if not isinstance(task, TaskRef):
+            check_packages(task)
         self.task = task if isinstance(task, TaskRef) else TaskRef.of(task)
         self.limits = limits or Limits()
         self.num_failures = 0  # outcomes that were failures
+        self.num_over_limit = 0  # answers that were wrong because they were too much work
         self.num_restarts = 0  # workers replaced
         self._ids: dict[int, str] = {}  # item number -> the caller's id, of what is not finished
         self._known: set[str] = set()  # the same ids
         self._waiting: deque[Item] = deque()
         self._again: deque[tuple[int, Item]] = deque()  # to be retried, by a worker of at least this serial
-        self._retried: dict[int, str] = {}  # item number -> its first failure
+        self._retried: dict[int, bool] = {}  # item number -> whether its first trouble was too much work
+        self._emptied: set[int] = set()  # items that were too much work twice: an empty answer stands in for theirs
+        self._work_seconds = 0.0  # the task's, once a worker has said it
         self._done: list[tuple[str, Outcome]] = []
         self._errors: deque[TaskError] = deque()
         self._next_number = 0
@@ -137,9 +164,9 @@ class ScoringPool:
             dead = worker.died()  # before reading: what a dead worker wrote last is then all there
             for reply in worker.read():
                 self._take(worker, reply)
-            trouble = self._trouble(worker, dead)
-            if trouble:
-                self._bury(index, worker, trouble)
+            trouble = self._trouble(worker)
+            if dead or trouble:
+                self._bury(index, worker, None if dead else trouble)
 
     def _start(self) -> Worker:
         self._next_serial += 1
@@ -166,7 +193,9 @@ class ScoringPool:
         if reply.ready or reply.broken:
             worker.ready = reply.ready
             self._failed_starts = 0
-            if reply.broken:
+            if reply.ready:
+                self._work_seconds = reply.ready.work_seconds
+            else:
                 message = f'task "{self.task.name}" cannot be loaded for scoring: {reply.broken}'
                 self._errors.append(TaskError(message))
             return
@@ -174,34 +203,36 @@ class ScoringPool:
             worker.garbled = "it answered what was not asked"
             return
         item = worker.items.popleft()
-        if reply.failure:
-            self._fail(item, f"the grader raised {reply.failure}")
+        if reply.failure or reply.memory:
+            raised = f"the grader raised {reply.failure or reply.memory}"
+            self._fail(item, Trouble(raised, exhausted=bool(reply.memory)))
         elif reply.contract:
             self._drop(item, TaskError(reply.contract))
         else:
-            parts, accuracy = worker.ready
+            row_id, ready = str(item.row.get("id", "?")), worker.ready
             try:
-                scored = check_parts(self.task.name, str(item.row.get("id", "?")), parts, accuracy, reply.parts)
+                parts = check_parts(self.task.name, row_id, ready.parts, ready.accuracy, reply.parts)
             except TaskError as error:
                 self._drop(item, error)
             else:
-                self._finish(item, Outcome(parts=scored, reason=reply.reason))
+                self._score(item, parts, reply.reason)
 
-    def _trouble(self, worker: Worker, dead: bool) -> str:
+    def _trouble(self, worker: Worker) -> Trouble | None:
         idle = time.monotonic() - worker.since
-        if dead:
-            return "dead"
         if worker.garbled:
-            return worker.garbled
+            return Trouble(worker.garbled)
         if worker.ready is None:
-            return f"it did not start within {START_SECONDS:g} s" if idle > START_SECONDS else ""
-        if worker.items and idle > self.limits.seconds:
-            return f"it took longer than {self.limits.seconds:g} s"
-        return ""
+            late = Trouble(f"it did not start within {START_SECONDS:g} s")
+            return late if idle > START_SECONDS else None
+        seconds = max(self.limits.seconds, BUSY * self._work_seconds)
+        if worker.items and idle > seconds:
+            return Trouble(f"it took longer than {seconds:g} s", exhausted=True)
+        return None
 
-    def _bury(self, index: int, worker: Worker, trouble: str) -> None:
-        how = worker.kill()
-        reason = f"the grader's process {how}" if trouble == "dead" else trouble
+    def _bury(self, index: int, worker: Worker, trouble: Trouble | None) -> None:
+        """Replace a worker that is in trouble, or (None) dead."""
+        end = worker.kill()
+        trouble = trouble or Trouble(f"the grader's process {end.how}", end.exhausted)
         self.num_restarts += 1
         first = worker.items.popleft() if worker.items and worker.ready else None
         # only the first was begun; the others go back to the front, in their order, with a clean record
@@ -214,20 +245,33 @@ class ScoringPool:
         if worker.ready is None:
             self._failed_starts += 1
             if self._failed_starts >= 3:
-                message = f'task "{self.task.name}": the scoring worker does not start: {reason}'
+                message = f'task "{self.task.name}": the scoring worker does not start: {trouble.reason}'
                 self._errors.append(TaskError(message))
         self._workers[index] = self._start()
         if first is not None:
-            self._fail(first, reason, self._next_serial)
+            self._fail(first, trouble, self._next_serial)
 
-    def _fail(self, item: Item, reason: str, serial: int | None = None) -> None:
-        """A first failure is tried again, on a worker not yet started unless `serial` is fresh already."""
+    def _fail(self, item: Item, trouble: Trouble, serial: int | None = None) -> None:
+        """A first failure is tried again, on a worker not yet started unless `serial` is fresh already.
+
+        What is too much work then too is given up for an empty answer, which any worker may score.
+        """
+        too_much = trouble.exhausted and self._work_seconds > 0
         if item.number not in self._retried:
-            self._retried[item.number] = reason
+            self._retried[item.number] = too_much
             self._again.append((self._next_serial + 1 if serial is None else serial, item))
-            return
-        self.num_failures += 1
-        self._finish(item, Outcome(failure=reason))
+        elif too_much and self._retried[item.number] and item.number not in self._emptied:
+            self._emptied.add(item.number)
+            self._again.append((0, replace(item, answer=plain_answer(""))))
+        else:
+            self.num_failures += 1
+            self._finish(item, Outcome(failure=trouble.reason))
+
+    def _score(self, item: Item, parts: dict[str, float], reason: str) -> None:
+        if item.number in self._emptied:
+            self.num_over_limit += 1
+            reason = f"{OVER_LIMIT} of {self._work_seconds:g} s"
+        self._finish(item, Outcome(parts=parts, reason=reason))
 
     def _drop(self, item: Item, error: TaskError) -> None:
         self._forget(item)
@@ -238,6 +282,7 @@ class ScoringPool:
 
     def _forget(self, item: Item) -> str:
         self._retried.pop(item.number, None)
+        self._emptied.discard(item.number)
         id = self._ids.pop(item.number)
         self._known.discard(id)
         return id

@@ -11,9 +11,10 @@ import tempfile
 import time
 from collections import deque
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
-from cohort.scoring.wire import MAX_LINE, Hello, Item, Reply
+from cohort.scoring.wire import MAX_LINE, Hello, Item, Ready, Reply
 
 # What a worker may know of its surroundings: an allow-list, since keys go by too many names to be denied.
 ENVIRONMENT = ("PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
@@ -28,6 +29,19 @@ def worker_environment() -> dict[str, str]:
     return kept | fixed | dict.fromkeys(ONE_THREAD, "1")
 
 
+# What ends a process that works too much: its CPU limits, a stack or a heap that is used up. Not SIGKILL, which others
+# send: the kernel when the machine runs out of memory, and people.
+EXHAUSTED = (signal.SIGPROF, signal.SIGXCPU, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """How a worker had ended before it was killed."""
+
+    how: str
+    exhausted: bool = False  # by too much work of its own
+
+
 class Worker:
     """A process in a session of its own, with a pipe each way that never blocks the pool.
 
@@ -36,7 +50,7 @@ class Worker:
 
     def __init__(self, hello: Hello, serial: int) -> None:
         self.serial = serial  # a later worker has a higher one
-        self.ready: tuple[tuple[str, ...], str] | None = None  # the task's parts and accuracy
+        self.ready: Ready | None = None
         self.items: deque[Item] = deque()  # sent or about to be, in order; the first is being scored
         self.since = time.monotonic()  # of the last thing it did
         self.garbled = ""
@@ -114,7 +128,7 @@ class Worker:
         except ChildProcessError:  # somebody in this process waits for any child
             return True
 
-    def kill(self) -> str:
+    def kill(self) -> End:
         """End it and everything in its group; say how it had ended if it was dead already."""
         already = self.died()
         with suppress(ProcessLookupError, PermissionError):
@@ -126,6 +140,6 @@ class Worker:
         os.close(self._requests)
         os.close(self._replies)
         if not already:
-            return "was killed"
+            return End("was killed")
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
-        return how + (f"; it said {said[-300:]!r}" if said else "")
+        return End(how + (f"; it said {said[-300:]!r}" if said else ""), -code in EXHAUSTED)

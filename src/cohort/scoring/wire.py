@@ -20,10 +20,10 @@ MAX_FAILURE = 1000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """What scoring one answer may use. Over a limit is a failure of the grader, never a wrong answer."""
+    """What scoring one answer may use. Over a limit is a failure of the grader, unless its task has a work limit."""
 
     seconds: float = 10.0
-    """Wall clock for one answer; also its CPU time, rounded up."""
+    """Wall clock for one answer; also its CPU time, rounded up. A task's work limit takes its place."""
     memory_mb: int = 1024
     """Address space beyond what the loaded task already takes."""
     output_bytes: int = 1 << 20
@@ -66,20 +66,32 @@ class Item:
         return Item(number=number, row=row, answer=answer)
 
 
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """What the pool has to know of the task: it may never load it itself."""
+
+    parts: tuple[str, ...]
+    accuracy: str
+    work_seconds: float = 0.0
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reply:
-    """What a worker says. Exactly one of ready, broken, parts, failure, contract is given."""
+    """What a worker says. Exactly one of ready, broken, parts, failure, memory, contract is given."""
 
-    ready: tuple[tuple[str, ...], str] | None = None  # the task's parts and its accuracy
+    ready: Ready | None = None
     broken: str = ""  # the task could not be loaded
     number: int = -1
     parts: dict[str, Any] | None = None
     reason: str = ""
     failure: str = ""  # the grader raised
+    memory: str = ""  # the grader ran out of memory
     contract: str = ""  # the grader returned something that is no score
 
     def encode(self) -> bytes:
         given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        if self.ready is not None:
+            given["ready"] = dataclasses.astuple(self.ready)
         return _line({k: v for k, v in given.items() if v != _DEFAULTS[k]})
 
     @staticmethod
@@ -93,8 +105,8 @@ class Reply:
             if type(value) is not expected:
                 raise ValueError(f"{key} is not a {expected.__name__}")
         if "ready" in given:
-            parts, accuracy = given["ready"]
-            given["ready"] = (tuple(map(str, parts)), str(accuracy))
+            parts, accuracy, seconds = given["ready"]
+            given["ready"] = Ready(tuple(map(str, parts)), str(accuracy), float(seconds))
         return Reply(**given)
 
 

@@ -6,6 +6,7 @@ file descriptors, so that nothing the grader prints or reads from its terminal c
 
 from __future__ import annotations
 
+import importlib
 import io
 import math
 import os
@@ -17,7 +18,7 @@ from collections.abc import Callable
 from typing import BinaryIO
 
 from cohort.errors import TaskError
-from cohort.scoring.wire import MAX_FAILURE, Hello, Item, Limits, Reply
+from cohort.scoring.wire import MAX_FAILURE, Hello, Item, Limits, Ready, Reply
 from cohort.tasks.base import Task, grade
 
 _PR_SET_PDEATHSIG = 1
@@ -98,6 +99,8 @@ def score_item(task: Task, item: Item, printed: Printed) -> Reply:
         outcome = grade(task, item.row, item.answer)
     except TaskError as error:
         return Reply(number=item.number, contract=_bounded(str(error)))
+    except MemoryError as error:
+        return Reply(number=item.number, memory=describe(error, printed.text))
     except BaseException as error:
         return Reply(number=item.number, failure=describe(error, printed.text))
     return Reply(number=item.number, parts=outcome.parts, reason=outcome.reason)
@@ -126,11 +129,13 @@ def serve(task: Task, limits: Limits, requests: BinaryIO, send: Callable[[bytes]
         item = Item.decode(line)
         printed.clear()
         sys.stdout = sys.stderr = printed  # again, since a grader may have put its own there
-        renew_cpu_limit(limits.seconds)
+        renew_cpu_limit(task.work_seconds or limits.seconds)
+        signal.setitimer(signal.ITIMER_PROF, task.work_seconds)  # the same to the millisecond; 0 is no timer
         seed_random(item)
         reply = score_item(task, item, printed).encode()
         if os.getpid() != me:  # the grader forked and let its child return: one answer, one reply
             os._exit(0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
         send(reply)
 
 
@@ -151,11 +156,13 @@ def main(arguments: list[str]) -> None:
     sys.stdout = sys.stderr = printed
     try:
         task = hello.task.load()
+        for module in task.packages:  # now: no answer's time and memory are for this
+            importlib.import_module(module)
     except BaseException as error:
         send(Reply(broken=describe(error, printed.text)).encode())
         return
     set_limits(hello.limits)
-    send(Reply(ready=(task.parts, task.accuracy)).encode())
+    send(Reply(ready=Ready(task.parts, task.accuracy, task.work_seconds)).encode())
     serve(task, hello.limits, requests, send)
 
 

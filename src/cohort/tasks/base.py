@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import importlib
+import importlib.util
 import json
 import math
 import re
@@ -25,11 +26,18 @@ from cohort.types import Answer, Message, Outcome, Row
 T = TypeVar("T")
 
 MAX_REASON = 500
+OVER_LIMIT = "over the grader's work limit"  # the reason of an answer that is too much work to check
 BUILT_IN = {
+    "aime24": "cohort.tasks.mathematics",
+    "amc": "cohort.tasks.mathematics",
     "arithmetic": "cohort.tasks.arithmetic",
     "countdown": "cohort.tasks.countdown",
     "gsm8k": "cohort.tasks.gsm8k",
     "ifeval": "cohort.tasks.ifeval",
+    "math12k": "cohort.tasks.mathematics",
+    "math500": "cohort.tasks.mathematics",
+    "minerva": "cohort.tasks.mathematics",
+    "olympiad": "cohort.tasks.mathematics",
 }
 
 _registry: dict[str, type] = {}
@@ -49,6 +57,12 @@ class Task(Protocol):
     name: ClassVar[str]
     accuracy: ClassVar[str]  # the part, 0 or 1, that evaluation reports
     parts: ClassVar[tuple[str, ...]]  # every part `score` returns, no more and no fewer
+    work_seconds: ClassVar[float]
+    """An answer on which the grader works longer than this, or for which it runs out of memory, is wrong: for graders
+    whose work depends on the answer. 0 = no such promise: that is a failure of the grader."""
+    packages: ClassVar[Mapping[str, str]]
+    """Modules that grading imports beyond Cohort's own needs, and what to install for each: looked for when a scoring
+    pool is made, imported by its workers before they take answers."""
 
     def rows(self, split: str) -> Iterable[Row]:
         """The items of a split ("train" or "test"), always the same ones in the same order."""
@@ -88,7 +102,11 @@ def task(name: str) -> Callable[[type[T]], type[T]]:
         parts = tuple(getattr(cls, "parts", (accuracy,)))
         if accuracy not in parts:
             raise TaskError(f'task "{name}": its accuracy "{accuracy}" is not among its parts {list(parts)}')
+        work_seconds, packages = getattr(cls, "work_seconds", 0.0), dict(getattr(cls, "packages", {}))
+        if not isinstance(work_seconds, int | float) or not 0 <= work_seconds < math.inf:
+            raise TaskError(f'task "{name}": its work_seconds is {work_seconds!r}, not a number of seconds')
         vars_ = {"name": name, "accuracy": accuracy, "parts": parts, "_source": _source_file(cls)}
+        vars_ |= {"work_seconds": float(work_seconds), "packages": packages}
         for key, value in vars_.items():
             setattr(cls, key, value)
         known = _registry.get(name) or (name in BUILT_IN and cls.__module__ != BUILT_IN[name])
@@ -126,6 +144,13 @@ def require(task: str, holds: bool, rule: str) -> None:
     """For the checks of a task's knobs: one line that names the task and the rule."""
     if not holds:
         raise TaskError(f"{task} needs {rule}")
+
+
+def check_packages(task: Task) -> None:
+    """Refuse a task whose grader's packages are not installed; they are looked for, not imported."""
+    for module, source in task.packages.items():
+        if importlib.util.find_spec(module) is None:
+            raise TaskError(f"scoring {task.name} needs {module}, which is not installed: pip install '{source}'")
 
 
 def load_rows(task: Task, split: str) -> list[Row]:

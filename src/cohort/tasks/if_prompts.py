@@ -47,7 +47,7 @@ TOPICS: dict[str, tuple[str, ...]] = {  # with words that belong to it and stand
     "the first snow of winter": ("frost", "scarf", "sledge", "icicle", "silence", "fireplace"),
     "repairing old bicycles": ("wheel", "chain", "grease", "brake", "saddle", "spanner"),
     "a chess club in the park": ("pawn", "clock", "bench", "checkmate", "rival", "strategy"),
-    "baking sourdough bread": ("flour", "oven", "crust", "yeast", "patience", "dough"),
+    "baking sourdough bread": ("flour", "oven", "crust", "yeast", "patience", "slice"),
     "the history of maps": ("compass", "border", "atlas", "voyage", "scale", "legend"),
     "volunteering at an animal shelter": ("kennel", "leash", "rescue", "kitten", "adoption", "vet"),
     "a solar eclipse": ("shadow", "moon", "telescope", "orbit", "crowd", "dusk"),
@@ -70,6 +70,7 @@ ENDINGS = (
 )
 
 
+SECTION_MARKS = ("Section", "Part", "Chapter", "STEP")
 LETTERS, RARE_LETTERS = "bcdfghklmpuvwy", "jqxz"  # to have often, and to have seldom
 
 
@@ -108,6 +109,10 @@ class Offer:
 
 def _offer(draw: Callable[[Scene], Arguments], *wordings: str) -> Offer:
     return Offer(draw, wordings)
+
+
+def _fixed(*wordings: str) -> Offer:
+    return Offer(lambda _: {}, wordings)
 
 
 OFFERS: dict[str, Offer] = {
@@ -173,9 +178,8 @@ OFFERS: dict[str, Offer] = {
         "Include exactly {num_bullets} bullet points: lines that start with an asterisk and a space.",
         "There should be {num_bullets} bullet points in markdown (* like this) and no more.",
     ),
-    "detectable_format:constrained_response": _offer(
-        lambda _: {},
-        "Choose one of these sentences and put it in: My answer is yes. My answer is no. My answer is maybe.",
+    "detectable_format:constrained_response": _fixed(
+        "Choose one of these sentences and put it in: My answer is yes. My answer is no. My answer is maybe."
     ),
     "detectable_format:number_highlighted_sections": _offer(
         lambda s: {"num_highlights": s.draws.between(2, 5)},
@@ -183,23 +187,19 @@ OFFERS: dict[str, Offer] = {
         "Use markdown italics (*so*) for at least {num_highlights} passages.",
     ),
     "detectable_format:multiple_sections": _offer(
-        lambda s: {"section_spliter": s.draws.choice(("Section", "Part", "Chapter", "STEP"))}
-        | {"num_sections": s.draws.between(2, 5)},
+        lambda s: {"section_spliter": s.draws.choice(SECTION_MARKS), "num_sections": s.draws.between(2, 5)},
         "Structure it in {num_sections} parts and head them {section_spliter} 1 and {section_spliter} 2 and so on.",
         "Mark the beginning of each of the {num_sections} parts with {section_spliter} X where X is its number.",
     ),
-    "detectable_format:json_format": _offer(
-        lambda _: {},
+    "detectable_format:json_format": _fixed(
         "Return nothing but valid JSON; a code fence around it is fine.",
         "The reply is going to be parsed as JSON so there must be nothing outside of it.",
     ),
-    "detectable_format:title": _offer(
-        lambda _: {},
+    "detectable_format:title": _fixed(
         "Give it a title between double angle brackets: <<like this>>.",
         "It needs a <<title>> in double angle brackets.",
     ),
-    "combination:two_responses": _offer(
-        lambda _: {},
+    "combination:two_responses": _fixed(
         "Offer two different versions with a line of six asterisks (******) between them and nowhere else.",
         "I want to choose: write it twice in different ways and separate the two with ******.",
     ),
@@ -213,8 +213,7 @@ OFFERS: dict[str, Offer] = {
         'Finish with the words "{end_phrase}" and write nothing after them.',
         'The sentence "{end_phrase}" has to be the very last one.',
     ),
-    "startend:quotation": _offer(
-        lambda _: {},
+    "startend:quotation": _fixed(
         "Put the entire reply between double quotation marks.",
         'Your reply must open and close with a double quotation mark (").',
     ),
@@ -223,21 +222,13 @@ OFFERS: dict[str, Offer] = {
         "Have {bound} words in CAPITAL letters.",
         "The number of words that are all capitals should be {bound}.",
     ),
-    "change_case:english_capital": _offer(
-        lambda _: {},
-        "Use English and nothing but capital letters.",
-        "SHOUT: every letter of your English reply has to be a capital.",
+    "change_case:english_capital": _fixed(
+        "Use English and nothing but capital letters.", "SHOUT: every letter of your English reply has to be a capital."
     ),
-    "change_case:english_lowercase": _offer(
-        lambda _: {},
-        "Use English and not a single capital letter.",
-        "all of it in small letters please and in English.",
+    "change_case:english_lowercase": _fixed(
+        "Use English and not a single capital letter.", "all of it in small letters please and in English."
     ),
-    "punctuation:no_comma": _offer(
-        lambda _: {},
-        "Do without commas.",
-        "Not one comma is allowed.",
-    ),
+    "punctuation:no_comma": _fixed("Do without commas.", "Not one comma is allowed."),
 }
 
 

@@ -85,13 +85,7 @@ class IFEval:
         if split == "train" and not self.data:
             _find_keywords()
         return read_rows(
-            *("ifeval", split),
-            data=self.data,
-            columns=self.columns,
-            places=PLACES,
-            make=_row,
-            key="prompt",
-            own=COLUMNS,
+            "ifeval", split, data=self.data, columns=self.columns, places=PLACES, make=_row, key="prompt", own=COLUMNS
         )
 
     def prompt(self, row: Row) -> list[Message]:
@@ -107,7 +101,8 @@ class IFEval:
             parts["thinks"] = float(_block(answer.text, "think") is not None)
             parts["format"] = float(text is not None)
         if not text or not text.strip():
-            return Verdict(parts | {"format": 0.0}, "no answer" if text is None else "the answer is empty")
+            nothing = dict.fromkeys(self.parts, 0.0)
+            return Verdict(nothing, "not exactly one answer block" if text is None else "the answer is empty")
         if len(text) > MAX_CHARS:
             return Verdict(parts, f"the answer is longer than {MAX_CHARS} characters")
         followed = follow(names, row["kwargs"], text)

@@ -1,7 +1,7 @@
 r"""How a mathematical answer is written: its LaTeX cleaned, and read as lists, pairs, intervals and matrices of leaves.
 
-What has an order and what has none is decided here, by the brackets alone: `1, 2`, `\{2, 1\}` and `1 \text{ and } 2` are
-values in any order, `(1, 2)` is a pair or an open interval, `[1, 2)` an interval, `x > 2` is `(2, \infty)`,
+What has an order and what has none is decided here, by the brackets alone: `1, 2`, `\{2, 1\}` and `1 \text{ and } 2`
+are values in any order, `(1, 2)` is a pair or an open interval, `[1, 2)` an interval, `x > 2` is `(2, \infty)`,
 `3 \pm 1` two values, `1,234` one number unless it stands in brackets. Leaves are for `equality` to compare.
 
 Every scan is a single pass over at most `MAX_CHARS` characters, and nesting is counted.
@@ -52,7 +52,7 @@ _RULES = tuple(
     (re.compile(pattern), spelling)
     for pattern, spelling in (
         (r"\\?\$|(?<!\\)\\[()\[\]]|\*\*|`", ""),  # money, mathematics mode, Markdown
-        (r"(?<=\d)(?:,\\!\s*|\{,\}|\\[,!]\s*)(?=\d{3}(?!\d))", ""),  # 10,\!080
+        (r"(?<=\d)(?:,\s*\\!\s*|\{,\}|\\[,!]\s*)(?=\d{3}(?!\d))", ""),  # 10,\!080
         (r"\\right\s*\.|\\(?:left|right|[bB]igg?[lrm]?|displaystyle|textstyle)(?![a-zA-Z])|(?<!\\)\\!", ""),
         (r"(?<!\\)\\[,;:> ]|~|\\q?quad(?![a-zA-Z])|\s+", " "),
         (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
@@ -63,21 +63,22 @@ _RULES = tuple(
         (r"\\lt(?![a-zA-Z])", "<"),
         (r"\\gt(?![a-zA-Z])", ">"),
         (r"\\neq(?![a-zA-Z])|!=", r"\\ne "),
-        (r"\\frac\s*(\w)\s*(\w)", r"\\frac{\1}{\2}"),
-        (r"\\frac\s*(\w)\s*\{", r"\\frac{\1}{"),
+        (r"\\frac\s*(\w|\\pi)\s*(\w)", r"\\frac{\1}{\2}"),
+        (r"\\frac\s*(\w|\\pi)\s*\{", r"\\frac{\1}{"),
         (r"(\\frac\s*\{[^{}]*\})\s*(\w)", r"\1{\2}"),
         (r"\\sqrt\s*(\w)", r"\\sqrt{\1}"),
         (r"\\?%|(?<![a-zA-Z\\])per ?cent(?:age)?(?![a-zA-Z])", "%"),
-        (r"(?<![\w\\.])(\d+(?:\.\d+)?)[eE]([-+]?\d{1,3})(?![\w.])", r"\1\\times 10^{\2}"),  # 4.5e33
+        (r"(?<![\w\\.])(\d+(?:\.\d+)?)[eE]([-+]?\d{1,3})(?!\w|\.\d)", r"\1\\times 10^{\2}"),  # 4.5e33
         (r"(?<=\d)(?:\^\{?\s*(?:\\prime\s*)+\}?|'{1,2})", ""),  # seconds of arc
     )
 )
 _TEXT = re.compile(r"\\(text|mbox|hbox|math|operatorname)(?:bf|it|rm|sf|tt|normal)?\s*\{([^{}]*)\}(\^\{?-?\d+\}?)?")
 _AND = re.compile(r"(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])")
 _HOURS = re.compile(r"\s*[ap]\.?\s?m\.?\s*", re.IGNORECASE)
-_UNIT = re.compile(r".*[A-Za-z]{2}.*|\s*[mgshJKNVW]\s*", re.DOTALL)
+_UNIT = re.compile(r"\D*[A-Za-z]{2}[23]?\D*|\s*[mgshJKNVW][23]?\s*")  # no number hides in a unit
 _TRIG = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-zA-Z])")
-_DEGREES = re.compile(r"(\d+(?:\.\d+)?)\s*(?:\^\s*\{?\s*\\circ\s*\}?|\\degree(?![a-zA-Z]))\s*(?:[CF](?![a-zA-Z]))?")
+_CIRCLE = r"\s*(?:\^\s*\{?\s*\\circ\s*\}?|\\degree(?![a-zA-Z]))\s*(?:[CF](?![a-zA-Z]))?"
+_DEGREES, _ANGLE = re.compile(_CIRCLE), re.compile(rf"(\d+(?:\.\d+)?){_CIRCLE}")
 
 # ---- structure
 _TOKEN = re.compile(r"\\\\|\\[a-zA-Z]+|\\.|.", re.DOTALL)
@@ -129,8 +130,9 @@ def clean(text: str) -> str:
     for _ in range(3):  # \text in \text
         text = _TEXT.sub(_without_text, text)
     text = _AND.sub(",", text)
-    # degrees are a unit, but the sine of 30 degrees is not that of 30
-    text = _DEGREES.sub(r"(\\frac{\1\\pi}{180})" if _TRIG.search(text) else r"\1 ", text)
+    if _TRIG.search(text):  # the sine of 30 degrees is not that of 30
+        text = _ANGLE.sub(r"(\\frac{\1\\pi}{180})", text)
+    text = _DEGREES.sub(" ", text)
     return text.lstrip(" ,;:").rstrip(" .,;:")
 
 

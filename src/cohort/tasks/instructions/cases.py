@@ -10,13 +10,19 @@ from cohort.tasks.instructions.language import detect
 # Words as the reference's tokenizer has them, as far as their capitals can be counted: signs stand alone, and
 # contractions are two words ("DON'T" is DO and N'T, "CANNOT" is CAN and NOT).
 _BETWEEN = re.compile(
-    r"""[\s"`;@#$%&?!*\[\](){}<>\u00ab\u00bb\u2018\u2019\u201c\u201d\u201e\u2012-\u2015]|--|''|\.\.+"""
-    r"""|\.(?=[\s"';:@?!*\[\](){}\u00ab\u00bb\u2018\u2019\u201c\u201d]|\Z)"""
-    r"""|[:,](?!\d)|(?<!\w)'(?!(?:re|ve|ll|m|t|s|d|n)\b)(?=\w)""",
+    r"""[\s"`;@#$%&?!*\[\](){}<>\u00ab\u00bb\u2018\u2019\u201c\u201d\u201e]|--|''|\.\.+|[:,](?!\d)"""
+    r"""|\.(?=[\s"';:@?!*\[\](){}]|[\u00bb\u2019\u201d]*\s*\Z)|'(?![mtsdnMTSDN])(?=\w\b)"""
+)
+_CLITICS = (
+    re.compile(r"(?<=[^'])'\Z"),
+    re.compile(r"(?<=[^'])'[sSmMdD]\Z"),
+    re.compile(r"(?<=[^'])(?:'ll|'LL|'re|'RE|'ve|'VE|n't|N'T)\Z"),
+)
+_JOINED = re.compile(
+    r"\b(can)(not)\b|\b(d)('ye)\b|\b(gim|lem)(me)\b|\b(gon)(na)\b|\b(wan)(na)\Z|\b(got)(ta)\b|\b(more)('n)\b"
+    r"|\A('t)(is|was)\b",
     re.IGNORECASE,
 )
-_CLITIC = re.compile(r"(?<=[^'])(?:'[sSmMdD]|'ll|'LL|'re|'RE|'ve|'VE|n't|N'T)\Z")
-_JOINED = re.compile(r"\b(can)(not)\b|\b(d)('ye)\b|\b(gim|lem)(me)\b|\b(gon|wan)(na)\b|\b(got)(ta)\b|\b(more)('n)\b", re.I)
 
 
 def english_capital(text: str) -> bool:
@@ -45,7 +51,9 @@ def count_capital_words(text: str) -> int:
 def _capitals(word: str) -> int:
     if not word or word.islower():
         return 0
-    clitic = _CLITIC.search(word)
-    parts = [word[: clitic.start()], clitic[0]] if clitic else [word]
-    pieces = [piece for part in parts for piece in _JOINED.split(part) if piece]
-    return sum(map(str.isupper, pieces))
+    parts = []
+    for clitic in _CLITICS:
+        if found := clitic.search(word):
+            parts.append(found[0])
+            word = word[: found.start()]
+    return sum(piece.isupper() for part in (word, *parts) for piece in _JOINED.split(part) if piece)

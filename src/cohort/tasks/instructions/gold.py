@@ -154,7 +154,7 @@ def _bullets(draft: Draft, *, num_bullets: int) -> None:
 
 
 def _paragraphs(draft: Draft, *, num_paragraphs: int) -> None:
-    draft.num_blocks, draft.joint = num_paragraphs, "\n***\n"
+    draft.num_blocks, draft.joint = max(1, num_paragraphs), "\n***\n"
 
 
 def _nth_paragraph(draft: Draft, *, num_paragraphs: int, nth_paragraph: int, first_word: str) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from cohort.errors import TaskError
 
-LANGUAGES = frozenset(
-    "af ar bg bn ca cs cy da de el en es et fa fi fr gu he hi hr hu id it ja kn ko lt lv mk ml mr ne nl no pa pl pt ro ru "
-    "sk sl so sq sv sw ta te th tl tr uk ur vi zh-cn zh-tw".split()
+LANGUAGES = (
+    "af ar bg bn ca cs cy da de el en es et fa fi fr gu he hi hr hu id it ja kn ko lt lv mk ml mr ne nl no pa pl pt ro "
+    "ru sk sl so sq sv sw ta te th tl tr uk ur vi zh-cn zh-tw"
 )
 SEED = 0
 MAX_CHARS = 20_000  # langdetect itself looks at 10,000 after it took addresses out, slowly
@@ -42,8 +43,9 @@ def _factory() -> Any:
     try:
         from langdetect.detector_factory import PROFILES_DIRECTORY, DetectorFactory
     except ImportError as error:
-        raise TaskError("ifeval tells languages by langdetect, which is missing: pip install 'cohort[ifeval]'") from error
+        raise TaskError("ifeval needs langdetect to tell languages: pip install 'cohort[ifeval]'") from error
     factory = DetectorFactory()
-    factory.load_profile(PROFILES_DIRECTORY)
+    # sorted, since the order in which a file system lists them would decide the last bits of the sums
+    factory.load_json_profile([file.read_text(encoding="utf-8") for file in sorted(Path(PROFILES_DIRECTORY).iterdir())])
     factory.seed = SEED
     return factory

@@ -15,7 +15,7 @@ class Phrase:
 
 PHRASES = {
     "ar": Phrase("Arabic", "الصباح هادئ والمدينة القديمة تستيقظ ببطء قرب النهر"),
-    "bg": Phrase("Bulgarian", "Сутринта е тиха и старият град бавно се събужда край реката"),
+    "bg": Phrase("Bulgarian", "Сутринта беше тиха докато старият град бавно пробуждаше улиците край реката"),
     "bn": Phrase("Bengali", "সকালটা শান্ত এবং পুরনো শহর নদীর ধারে ধীরে ধীরে জেগে উঠছে"),
     "de": Phrase("German", "Der Morgen ist ruhig und die alte Stadt wacht langsam am Fluss auf"),
     "es": Phrase("Spanish", "La mañana es tranquila y el viejo pueblo despierta despacio junto al río"),
@@ -35,12 +35,12 @@ PHRASES = {
     "pa": Phrase("Punjabi", "ਸਵੇਰ ਸ਼ਾਂਤ ਹੈ ਅਤੇ ਪੁਰਾਣਾ ਸ਼ਹਿਰ ਨਦੀ ਦੇ ਕੰਢੇ ਹੌਲੀ ਹੌਲੀ ਜਾਗ ਰਿਹਾ ਹੈ"),
     "pl": Phrase("Polish", "Poranek jest spokojny i stare miasto powoli budzi się nad rzeką"),
     "pt": Phrase("Portuguese", "A manhã é tranquila e a velha cidade não tem pressa de acordar perto do rio"),
-    "ru": Phrase("Russian", "Утро тихое и старый город медленно просыпается у реки"),
+    "ru": Phrase("Russian", "Утро тихое пока старый город медленно просыпается возле реки"),
     "sw": Phrase("Swahili", "Asubuhi ni tulivu na mji wa kale unaamka polepole kando ya mto"),
     "ta": Phrase("Tamil", "காலை அமைதியாக உள்ளது மற்றும் பழைய நகரம் ஆற்றின் அருகே மெதுவாக விழிக்கிறது"),
     "te": Phrase("Telugu", "ఉదయం ప్రశాంతంగా ఉంది మరియు పాత నగరం నది ఒడ్డున నెమ్మదిగా మేల్కొంటోంది"),
     "th": Phrase("Thai", "เช้านี้เงียบสงบและเมืองเก่าค่อยๆ ตื่นขึ้นริมแม่น้ำ"),
-    "uk": Phrase("Ukrainian", "Ранок тихий і старе місто повільно прокидається біля річки"),
+    "uk": Phrase("Ukrainian", "Ранок тихий доки старе місто повільно прокидається біля річки"),
     "ur": Phrase("Urdu", "صبح خاموش ہے اور پرانا شہر دریا کے کنارے آہستہ آہستہ جاگ رہا ہے"),
     "vi": Phrase("Vietnamese", "Buổi sáng yên tĩnh và thành phố cổ thức dậy chậm rãi bên dòng sông"),
 }

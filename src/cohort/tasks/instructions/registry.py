@@ -11,6 +11,7 @@ from cohort.tasks.instructions import cases, formats, frames, keywords, language
 
 Arguments = dict[str, Any]
 
+MAX_COUNT = 10_000
 MAX_WORD = 200  # characters of a keyword: a search for it costs that much for each character of an answer
 
 
@@ -58,7 +59,11 @@ INSTRUCTIONS: Mapping[str, Instruction] = {
 
 
 def _is_count(value: Any) -> bool:
-    return type(value) is int and value >= 0
+    return type(value) is int and 0 <= value <= MAX_COUNT
+
+
+def _is_relation(value: Any) -> bool:
+    return value in ("at least", "less than")
 
 
 def _is_text(value: Any) -> bool:
@@ -74,28 +79,23 @@ def _is_words(value: Any) -> bool:
 
 
 _RULES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
-    "keywords": (_is_words, f"a list of words of at most {MAX_WORD} characters"),
-    "forbidden_words": (_is_words, f"a list of words of at most {MAX_WORD} characters"),
-    "keyword": (_is_word, f"a word of at most {MAX_WORD} characters"),
-    "section_spliter": (_is_word, f"a word of at most {MAX_WORD} characters"),
-    "postscript_marker": (_is_word, f"a word of at most {MAX_WORD} characters"),
-    "first_word": (_is_word, f"a word of at most {MAX_WORD} characters"),
-    "end_phrase": (_is_text, "a text"),
-    "prompt_to_repeat": (_is_text, "a text"),
+    **dict.fromkeys(("keywords", "forbidden_words"), (_is_words, f"a list of words of at most {MAX_WORD} characters")),
+    **dict.fromkeys(("keyword", "first_word"), (_is_word, f"a word of at most {MAX_WORD} characters")),
+    **dict.fromkeys(("section_spliter", "postscript_marker"), (_is_word, f"a mark of at most {MAX_WORD} characters")),
+    **dict.fromkeys(("end_phrase", "prompt_to_repeat"), (_is_text, "a text")),
+    **dict.fromkeys(("relation", "let_relation", "capital_relation"), (_is_relation, '"at least" or "less than"')),
     "letter": (lambda value: _is_text(value) and len(value) == 1, "one letter"),
-    "language": (lambda value: value in language.LANGUAGES, "a language that langdetect knows"),
-    "relation": (lambda value: value in ("at least", "less than"), '"at least" or "less than"'),
+    "language": (lambda value: value in language.LANGUAGES.split(), "a language that langdetect knows"),
 }
-_RELATIONS = ("relation", "let_relation", "capital_relation")
 
 
-def read_arguments(name: str, given: Any) -> Arguments:
+def read_arguments(name: Any, given: Any) -> Arguments:
     """An instruction's arguments without the empty ones; ValueError says what is wrong with them.
 
     >>> read_arguments("length_constraints:number_words", {"relation": "at least", "num_words": 5, "letter": None})
     {'relation': 'at least', 'num_words': 5}
     """
-    if name not in INSTRUCTIONS:
+    if not isinstance(name, str) or name not in INSTRUCTIONS:
         raise ValueError(f'there is no instruction "{name}".{nearest(str(name), INSTRUCTIONS)}')
     if not isinstance(given, Mapping):
         raise ValueError(f"the kwargs of {name} are {given!r:.60}, not an object")
@@ -104,9 +104,9 @@ def read_arguments(name: str, given: Any) -> Arguments:
     if extra := sorted(arguments.keys() - {*expected}):
         raise ValueError(f'{name} takes no "{extra[0]}"; it takes {", ".join(expected) or "nothing"}')
     for key in expected:
-        holds, what = _RULES.get("relation" if key in _RELATIONS else key, (_is_count, "a whole number >= 0"))
+        holds, what = _RULES.get(key, (_is_count, f"a whole number from 0 to {MAX_COUNT}"))
         if not holds(arguments.get(key)):
             raise ValueError(f'{name} needs "{key}", {what}, not {arguments.get(key)!r:.60}')
     if name.endswith("first_word") and not 1 <= arguments["nth_paragraph"] <= arguments["num_paragraphs"]:
-        raise ValueError(f'{name} has no paragraph {arguments["nth_paragraph"]} of {arguments["num_paragraphs"]}')
+        raise ValueError(f"{name} has no paragraph {arguments['nth_paragraph']} of {arguments['num_paragraphs']}")
     return {key: arguments[key] for key in expected}

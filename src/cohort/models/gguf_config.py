@@ -1,0 +1,109 @@
+"""A config.json and Hugging Face's tensor names from what a GGUF file says of itself."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from cohort.errors import ModelError, nearest
+
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+
+_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_OTHER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+
+
+def hf_config(metadata: dict[str, Any], *, tied: bool, vocab_size: int) -> dict[str, Any]:
+    """A config.json from GGUF metadata."""
+    read = _Numbers(metadata)
+    kind = read.architecture
+    heads, hidden = read("attention.head_count"), read("embedding_length")
+    window = read("attention.sliding_window", None)
+    windowed = kind == "llama" and window is not None
+    config = {
+        "architectures": ["MistralForCausalLM" if windowed else ARCHITECTURES[kind]],
+        "model_type": "mistral" if windowed else kind,
+        "vocab_size": vocab_size,
+        "hidden_size": hidden,
+        "num_hidden_layers": read("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": read("attention.head_count_kv", heads),
+        "head_dim": read("attention.key_length", hidden // max(heads, 1)),
+        "intermediate_size": read("feed_forward_length"),
+        # stored as fp32: 1e-05 comes back as 9.999999747378752e-06
+        "rms_norm_eps": float(f"{read('attention.layer_norm_rms_epsilon', 1e-6):.7g}"),
+        "hidden_act": "silu",
+        "max_position_embeddings": read("context_length"),
+        "rope_theta": read("rope.freq_base", 10000.0),
+        "rope_scaling": _rope_scaling(read),
+        "tie_word_embeddings": tied,
+        # whose layout this is; without it, transformers 5 warns that the tokenizer is a faulty one of Mistral's
+        "transformers_version": "4.57.0",
+    }
+    if windowed:
+        config["sliding_window"] = window
+    for name in ("bos", "eos", "pad"):
+        key = "tokenizer.ggml.padding_token_id" if name == "pad" else f"tokenizer.ggml.{name}_token_id"
+        if key in metadata:
+            config[f"{name}_token_id"] = metadata[key]
+    return config
+
+
+def hf_name(name: str) -> str:
+    """The Hugging Face name of a GGUF tensor.
+
+    >>> hf_name("blk.3.ffn_down.weight")
+    'model.layers.3.mlp.down_proj.weight'
+    """
+    if name == "rope_freqs.weight":
+        raise ModelError(
+            "the GGUF file carries its own rope frequencies (Llama 3.1): use the safetensors model instead"
+        )
+    if (layer := re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)) and layer[2] in _LAYER:
+        return f"model.layers.{layer[1]}.{_LAYER[layer[2]]}.{layer[3]}"
+    if (other := re.fullmatch(r"(\w+)\.(weight|bias)", name)) and other[1] in _OTHER:
+        return f"{_OTHER[other[1]]}.{other[2]}"
+    raise ModelError(f'GGUF tensor "{name}" is unknown: the model is not a plain Llama, Qwen2 or Qwen3')
+
+
+class _Numbers:
+    """The numbers that the metadata give under the architecture's name."""
+
+    def __init__(self, metadata: dict[str, Any]) -> None:
+        self.metadata = metadata
+        self.architecture = str(metadata.get("general.architecture", ""))
+        if self.architecture not in ARCHITECTURES:
+            known = nearest(self.architecture, ARCHITECTURES)
+            raise ModelError(f'GGUF architecture "{self.architecture}" is not supported.{known}')
+
+    def __call__(self, key: str, *default: Any) -> Any:
+        name = f"{self.architecture}.{key}"
+        if name not in self.metadata and default:
+            return default[0]
+        value = self.metadata.get(name)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            said = "nothing" if value is None else "no single number"
+            raise ModelError(f"the GGUF file says {said} for {name}: it is incomplete, or of a kind not supported")
+        return value
+
+
+def _rope_scaling(read: _Numbers) -> dict[str, Any] | None:
+    kind = str(read.metadata.get(f"{read.architecture}.rope.scaling.type", "none"))
+    if kind == "none":
+        return None
+    scaling = {"rope_type": kind, "factor": read("rope.scaling.factor")}
+    if (original := read("rope.scaling.original_context_length", None)) is not None:
+        scaling["original_max_position_embeddings"] = original
+    return scaling

@@ -1,0 +1,59 @@
+"""Models of the Hugging Face hub, by `owner/name`: found in its own cache, fetched on request."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from cohort.errors import ModelError
+
+# What a model folder needs here: no pickled weights, no code.
+WANTED = ("*.safetensors", "*.safetensors.index.json", "*.jinja", *(f"{n}.json" for n in ("config", "tokenizer*")))
+WANTED += ("special_tokens_map.json", "generation_config.json", "chat_template.json", "vocab.json", "merges.txt")
+
+
+def is_hub_name(name: str) -> bool:
+    """`owner/name`, as the hub writes it.
+
+    >>> is_hub_name("Qwen/Qwen2.5-3B"), is_hub_name("./models/x"), is_hub_name("runs/a/b"), is_hub_name("tiny")
+    (True, False, False, False)
+    """
+    return re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", name) is not None
+
+
+def cached(name: str) -> Path | None:
+    """The folder of a model that was fetched before; None where it was not."""
+    hub = _hub()
+    if hub is None:
+        return None
+    try:
+        return Path(hub.snapshot_download(name, allow_patterns=list(WANTED), local_files_only=True))
+    except (OSError, ValueError):  # what is not there, and what is not whole
+        return None
+
+
+def fetch(name: str) -> Path:
+    """Fetch a model; what is there already is not fetched again."""
+    hub = _hub()
+    if hub is None:
+        raise ModelError(f"to fetch {name} from the Hugging Face hub: pip install 'cohort[hub]'")
+    try:
+        folder = Path(hub.snapshot_download(name, allow_patterns=list(WANTED)))
+    except (OSError, ValueError) as error:
+        why = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
+        raise ModelError(
+            f"{name} could not be fetched from the Hugging Face hub: {why}; check the name and the network, and for a "
+            "gated model log in with `hf auth login`"
+        ) from error
+    if not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
+        raise ModelError(f"{name} has no config.json with safetensors weights: it cannot be loaded here")
+    return folder
+
+
+def _hub() -> Any:
+    try:
+        import huggingface_hub
+    except ImportError:
+        return None
+    return huggingface_hub

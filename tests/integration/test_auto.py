@@ -1,0 +1,156 @@
+"""A model outside the native family from the command line: evaluate, train, kill, resume, check, export."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from cohort.build import assemble
+from cohort.config.schema import LearnerConfig, LoraConfig, NativeEngine
+from cohort.errors import ConfigError
+from cohort.tasks.arithmetic import Arithmetic
+from cohort.tasks.stream import TaskStream
+from cohort.text import Tokenizer
+from tests.foreign import folder_of
+from tests.real_run import SMALL, cohort, differences, only_run, remains, start
+from tests.runs import preserved, small_run
+from tests.strike import Strike
+
+# Random weights find no answer to a sum, but half of what they write is of even length.
+RECIPE = """
+from dataclasses import replace
+import cohort
+from cohort.recipes.tiny import quickstart
+
+@cohort.task("even")
+class Even:
+    train_size: int = 24
+    test_size: int = 12
+
+    def rows(self, split):
+        for n in range(self.train_size if split == "train" else self.test_size):
+            yield {"id": f"{split}-{n}", "n": n}
+
+    def prompt(self, row):
+        return [{"role": "user", "content": f"Calculate {row['n']}+1."}]
+
+    def score(self, row, answer):
+        return {"correct": float(answer.num_tokens % 2 == 0 and len(answer.text) % 2 == 0)}
+
+def even():
+    return replace(quickstart(), task=Even(), reward={})
+"""
+# A reference that moves is part of the checkpoint.
+SETTINGS = [*SMALL, "--algo.kl.weight=0.01", "--algo.kl.refresh=3", "--optim.lr=1e-2"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return folder_of(tmp_path_factory.mktemp("model") / "neo")
+
+
+@pytest.fixture(scope="module")
+def recipe(model: Path) -> str:
+    (model.parent / "even.py").write_text(RECIPE)
+    return f"{model.parent / 'even.py'}:even"
+
+
+@pytest.fixture(scope="module")
+def settings(model: Path) -> list[str]:
+    return [*SETTINGS, f"--model={model}"]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(recipe: str, settings: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("auto")
+    done = cohort("train", recipe, *settings, at=folder)
+    assert done.returncode == 0, done.stderr
+    run = only_run(folder)
+    assert run is not None
+    return run
+
+
+def next_args(folder: Path, recipe: str, settings: list[str]) -> list[str]:
+    run = only_run(folder)
+    return ["resume", str(run.relative_to(folder))] if run else ["train", recipe, *settings]
+
+
+def test_4_10_killed_and_resumed_it_ends_the_same(
+    undisturbed: Path, recipe: str, settings: list[str], tmp_path: Path
+) -> None:
+    strike = Strike(signal.SIGKILL, "update", 5, 5)  # after the reference has moved
+    process = start(*next_args(tmp_path, recipe, settings), at=tmp_path, orders=[strike])
+    out, err = process.communicate()
+    assert process.returncode == -signal.SIGKILL, f"{strike} did not happen: {out}{err}"
+    done = cohort(*next_args(tmp_path, recipe, settings), at=tmp_path)
+    assert done.returncode == 0, done.stderr
+    run = only_run(tmp_path)
+    assert run is not None
+    assert differences(remains(run), remains(undisturbed)) == []
+
+
+def test_what_the_run_says_and_what_moved(undisturbed: Path, model: Path) -> None:
+    """Every update was made, each of its samples with its own prompt; the sampler's gap is rounding."""
+    rows = [json.loads(line) for line in (undisturbed / "metrics.jsonl").read_text().splitlines()]
+    steps = [row["metrics"] for row in rows if "loss" in row["metrics"]]
+    assert len(steps) == 6 and all(m["sampler_gap/mean"] <= 1e-5 for m in steps)
+    assert sum(m.get("updates/done", 0) for m in steps) == 6
+    assert "prefix_sharing: false" in (undisturbed / "config.yaml").read_text()
+    first, last = (load_file(f / "model.safetensors") for f in (model, undisturbed / "checkpoints/step-000006/model"))
+    assert first.keys() == last.keys()
+    still = [name for name in first if torch.equal(first[name], last[name])]
+    assert still == []
+
+
+def test_export_is_what_transformers_loads(undisturbed: Path, tmp_path: Path) -> None:
+    done = cohort("export", undisturbed, "out", at=tmp_path)
+    assert done.returncode == 0, done.stderr
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    stored = load_file(undisturbed / "checkpoints/step-000006/model/model.safetensors")
+    state = theirs.state_dict()
+    assert all(torch.equal(state[name], t) for name, t in stored.items())
+    assert theirs.lm_head.weight is theirs.transformer.wte.weight
+    assert Tokenizer.load(tmp_path / "out").stop_ids == (2,)
+
+
+def test_eval_says_what_the_model_said(model: Path, tmp_path: Path) -> None:
+    """Greedy answers in the file are what transformers' own `generate` gives to the prompts in it."""
+    asked = ("--limit=3", "--temperature=0", "--max-tokens=12", "--threads=1", "--out=e.json")
+    done = cohort("eval", "arithmetic", f"--model={model}", *asked, at=tmp_path)
+    assert done.returncode == 0, done.stderr
+    tokenizer, theirs = Tokenizer.load(model), transformers.AutoModelForCausalLM.from_pretrained(model)
+    stream = TaskStream(Arithmetic(), tokenizer, 0, "test")
+    items = json.loads((tmp_path / "e.json").read_text())["items"]
+    assert len(items) == 3
+    for item, prompt in zip(items, stream.held_out(3), strict=True):
+        given = torch.tensor([prompt.tokens])
+        said = theirs.generate(given, do_sample=False, max_new_tokens=12, eos_token_id=[2], pad_token_id=0)[0]
+        new = [t for t in said[len(prompt.tokens) :].tolist() if t != 2]
+        assert item["id"] == prompt.id and [s["text"] for s in item["answers"]] == [tokenizer.decode(new)]
+
+
+def test_check_proves_the_update_on_it(recipe: str, settings: list[str], tmp_path: Path) -> None:
+    done = cohort("check", recipe, *settings, at=tmp_path)
+    findings = [line.split()[:2] for line in done.stdout.splitlines() if " update/" in line]
+    assert len(findings) >= 12 and not [name for verdict, name in findings if verdict == "FAIL"], done.stdout
+    for name in ("sampled-tokens", "unsampled-tokens", "sibling-context", "sampler-gap", "prefix-sharing", "ranks"):
+        assert ["ok", f"update/{name}"] in findings
+    assert "memory" in done.stdout and "outside the native family" in done.stdout
+
+
+def test_what_is_for_native_models_is_refused(model: Path) -> None:
+    lora = LearnerConfig(lora=LoraConfig(rank=4))
+    with (
+        preserved(),
+        pytest.raises(ConfigError, match=r"^learner.lora is for native models, GPTNeoForCausalLM is none"),
+    ):
+        assemble(small_run(model=str(model), learner=lora))
+    packed = NativeEngine(weights="packed")
+    with preserved(), pytest.raises(ConfigError, match=r"^engine.weights = packed is for native models: GPTNeo"):
+        assemble(small_run(model=str(model), engine=packed))

@@ -1,0 +1,85 @@
+"""Models of the hub: a library in its place, that has them, has not, or is not there."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from cohort.errors import ModelError
+from cohort.models import hub
+from cohort.models.catalog import pull, resolve
+
+NAME = "Owner/Some-Model.1"
+
+
+class Library:
+    """huggingface_hub with one model, in a folder of its own once it is fetched."""
+
+    def __init__(self, folder: Path, files: tuple[str, ...] = ("config.json", "model.safetensors")) -> None:
+        self.folder, self.files = folder, files
+        self.asked: list[dict[str, object]] = []
+
+    def snapshot_download(self, name: str, **options: object) -> str:
+        self.asked.append({"name": name, **options})
+        if name != NAME:
+            raise OSError("404 Client Error\nand a page of text")
+        if options.get("local_files_only"):
+            if not self.folder.exists():
+                raise OSError("not in the cache")
+        else:
+            self.folder.mkdir(exist_ok=True)
+            for file in self.files:
+                (self.folder / file).write_text("{}")
+        return str(self.folder)
+
+
+@pytest.fixture
+def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Library:
+    made = Library(tmp_path / "snapshot")
+    monkeypatch.setitem(sys.modules, "huggingface_hub", made)  # type: ignore[arg-type]
+    monkeypatch.setenv("COHORT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    return made
+
+
+def test_a_model_is_fetched_when_asked_for_and_then_found(library: Library) -> None:
+    with pytest.raises(ModelError, match=f"{NAME} is not here yet: fetch it .* with `cohort pull {NAME}`"):
+        resolve(NAME)
+    assert pull(NAME) == library.folder == resolve(NAME)
+    assert "local_files_only" not in library.asked[1] and library.asked[2]["local_files_only"] is True
+    patterns = library.asked[1]["allow_patterns"]
+    assert "*.safetensors" in patterns and not any("bin" in p or "*.py" in p or p == "*" for p in patterns)
+
+
+def test_what_cannot_be_fetched_is_one_line(library: Library) -> None:
+    with pytest.raises(ModelError, match=r"Owner/None could not be fetched .* 404 Client Error; check the name") as e:
+        pull("Owner/None")
+    assert "page of text" not in str(e.value)
+
+
+def test_a_model_without_safetensors_is_refused(library: Library) -> None:
+    library.files = ("config.json", "pytorch_model.bin")
+    with pytest.raises(ModelError, match=r"no config.json with safetensors"):
+        pull(NAME)
+
+
+def test_a_folder_of_that_name_comes_first(library: Library, tmp_path: Path) -> None:
+    (tmp_path / NAME).mkdir(parents=True)
+    assert resolve(NAME) == Path(NAME) and pull(NAME) == Path(NAME) and not library.asked
+
+
+def test_without_the_library_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ModelError, match=r"pip install 'cohort\[hub\]'"):
+        pull(NAME)
+    with pytest.raises(ModelError, match="cohort pull"):
+        resolve(NAME)
+
+
+def test_the_real_library_has_what_is_called_here() -> None:
+    real = pytest.importorskip("huggingface_hub")
+    assert isinstance(hub._hub(), type(real)) and callable(real.snapshot_download)
+    assert hub.cached("no-such-owner-xyz/no-such-model") is None

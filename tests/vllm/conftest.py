@@ -1,0 +1,42 @@
+"""Settings for vLLM on a CPU, before anything imports it, and a watch over what it asks of the network."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
+os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")  # compiling a helper takes longer than these tests
+os.environ.setdefault("HF_HUB_OFFLINE", "0")  # that nothing is asked of the hub must not be owed to this
+
+
+def is_local(host: Any) -> bool:
+    own = {None, "", "localhost", "127.0.0.1", "::1", "0.0.0.0", socket.gethostname()}
+    return host in own or str(host).startswith("127.")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def hosts() -> Iterator[list[str]]:
+    """The hosts that Python code asked for or connected to, this machine apart."""
+    found: list[str] = []
+    find, connect = socket.getaddrinfo, socket.socket.connect
+
+    def watched_find(host: Any, *args: Any, **kwargs: Any) -> Any:
+        if not is_local(host):
+            found.append(str(host))
+        return find(host, *args, **kwargs)
+
+    def watched_connect(self: socket.socket, address: Any) -> None:
+        # A datagram socket sends nothing when it is connected: vLLM learns its own address that way.
+        if self.family != socket.AF_UNIX and self.type != socket.SOCK_DGRAM and not is_local(address[0]):
+            found.append(str(address[0]))
+        connect(self, address)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket, "getaddrinfo", watched_find)
+        patch.setattr(socket.socket, "connect", watched_connect)
+        yield found
