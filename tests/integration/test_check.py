@@ -11,6 +11,7 @@ import pytest
 from cohort.cli.check import run
 from cohort.errors import ConfigError
 from cohort.recipes import RECIPES
+from tests.data_rows import write_rows
 from tests.runs import preserved
 
 SMALL = shlex.split("--threads 1 --batch.prompts 4 --batch.samples 4 --eval.problems 8 --sampling.max-tokens 48")
@@ -61,7 +62,10 @@ def test_the_quickstart_passes_with_a_line_a_check(capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize("name", sorted(set(RECIPES) - {"quickstart"}))
-def test_no_built_in_recipe_raises_an_alarm(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_built_in_recipe_raises_an_alarm(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COHORT_DATA", str(write_rows(tmp_path)))
     run([name, "--model", "tiny", *SMALL, "--json"])
     found = json.loads(capsys.readouterr().out)
     assert found["ok"] and found["recipe"] == name and len(found["findings"]) == 30

@@ -179,7 +179,7 @@ def test_ctrl_c_finishes_the_step_and_says_how_to_go_on(original: Path, tmp_path
 
 
 def test_a_second_ctrl_c_stops_at_once(original: Path, tmp_path: Path) -> None:
-    strikes = [Strike(signal.SIGINT, "rollout", 11, 30), Strike(signal.SIGINT, "rollout", 11, 200)]
+    strikes = [Strike(signal.SIGINT, "update", 2, 30), Strike(signal.SIGINT, "update", 2, 200)]
     process = start(*next_args(tmp_path), at=tmp_path, orders=strikes)
     out, err = process.communicate()
     assert process.returncode == 130 and "Traceback" not in err
@@ -276,4 +276,4 @@ def test_bench_engine_with_random_weights(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "2 x 2 samples, 16+8 tokens at most, log-normal" in done.stdout
     assert re.search(r"^start-up s +\d", done.stdout, re.MULTILINE)
-    assert "Valid: qwen2.5-0.5b, " in refused(bench("--model", "qwen"))
+    assert "Valid: llama-2-7b, " in refused(bench("--model", "qwen"))

@@ -21,7 +21,7 @@ from cohort.cli.check import _record
 from cohort.config.algos import GSPO, CorrectionConfig, PassAtK, ReinforcePP
 from cohort.config.schema import GRPO, LearnerConfig, LoraConfig, SamplingConfig
 from cohort.data import pack as packing
-from cohort.engines import rollout
+from cohort.engines.member import Member
 from cohort.learner.local import LocalLearner
 from cohort.text import Tokenizer
 from cohort.types import Provenance
@@ -86,17 +86,16 @@ def end_dropped(patch: pytest.MonkeyPatch, parts: Parts) -> None:
 
 
 def end_dropped_by_the_rollout(patch: pytest.MonkeyPatch, parts: Parts) -> None:
-    take = rollout._take
+    take = Member.take
 
-    def trimmed(tasks, samples, outcomes):
-        for id, _ in outcomes:
-            s = samples[id]
-            if s.tokens[-1] in tasks.sampling.stop_ids:
-                for row in (s.tokens, s.provenance, s.sampler_logprobs):
-                    del row[-1]
-        return take(tasks, samples, outcomes)
+    def trimmed(member, outcome, tasks):
+        s = member.sample
+        if s.tokens[-1] in tasks.sampling.stop_ids:
+            for row in (s.tokens, s.provenance, s.sampler_logprobs):
+                del row[-1]
+        take(member, outcome, tasks)
 
-    patch.setattr(rollout, "_take", trimmed)
+    patch.setattr(Member, "take", trimmed)
 
 
 def wrong_sibling_context(patch: pytest.MonkeyPatch, parts: Parts) -> None:
@@ -137,18 +136,17 @@ def mean_of_microbatches(patch: pytest.MonkeyPatch, parts: Parts) -> None:
 
 def retokenised(patch: pytest.MonkeyPatch, parts: Parts) -> None:
     """The text of a sample with a letter more a token than it was drawn in: the same text, other ids."""
-    take, tokenizer = rollout._take, Tokenizer.load(parts.model.folder)
+    take, tokenizer = Member.take, Tokenizer.load(parts.model.folder)
 
-    def again(tasks, samples, outcomes):
-        for id, _ in outcomes:
-            s = samples[id]
-            pieces = [tokenizer.decode([t], skip_special=False) for t in s.tokens[:-1]]
-            s.tokens = [i for piece in pieces for c in piece for i in tokenizer.encode(c)] + s.tokens[-1:]
-            s.provenance = [int(Provenance.SAMPLED)] * len(s.tokens)
-            s.sampler_logprobs = [-1.0] * len(s.tokens)
-        return take(tasks, samples, outcomes)
+    def again(member, outcome, tasks):
+        s = member.sample
+        pieces = [tokenizer.decode([t], skip_special=False) for t in s.tokens[:-1]]
+        s.tokens = [i for piece in pieces for c in piece for i in tokenizer.encode(c)] + s.tokens[-1:]
+        s.provenance = [int(Provenance.SAMPLED)] * len(s.tokens)
+        s.sampler_logprobs = [-1.0] * len(s.tokens)
+        take(member, outcome, tasks)
 
-    patch.setattr(rollout, "_take", again)
+    patch.setattr(Member, "take", again)
 
 
 def everything_trained(patch: pytest.MonkeyPatch, parts: Parts) -> None:

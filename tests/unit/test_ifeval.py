@@ -16,7 +16,7 @@ import pytest
 from cohort.errors import TaskError
 from cohort.tasks.base import grade, load_rows, plain_answer, self_check
 from cohort.tasks.if_prompts import AGAINST, OFFERS, QUESTIONS, REQUESTS, TOPICS, are_compatible, make_prompt
-from cohort.tasks.ifeval import LEVELS, MAX_CHARS, SYSTEM, IFEval, summary
+from cohort.tasks.ifeval import LEVELS, MAX_CHARS, SYSTEM, IFEval
 from cohort.tasks.instructions import language
 from cohort.tasks.instructions.gold import write
 from cohort.tasks.instructions.registry import INSTRUCTIONS, read_arguments
@@ -136,13 +136,11 @@ def test_summary_weighs_instructions_once() -> None:
     rows = [{"instruction_id_list": ["a"]}, {"instruction_id_list": ["a", "b", "c"]}]
     first = dict.fromkeys(LEVELS, 1.0)
     second = {"prompt_strict": 0.0, "instruction_strict": 1 / 3, "prompt_loose": 1.0, "instruction_loose": 1.0}
-    assert summary(rows, [first, second]) == pytest.approx(
-        {"prompt_strict": 0.5, "instruction_strict": 0.5, "prompt_loose": 1.0, "instruction_loose": 1.0}
+    assert IFEval().summary(rows, [first, second]) == pytest.approx(
+        {"strict, prompts": 0.5, "strict, instructions": 0.5, "loose, prompts": 1.0, "loose, instructions": 1.0}
     )
     with pytest.raises(ValueError, match="shorter"):
-        summary(rows, [first])
-    with pytest.raises(ValueError, match="no rows"):
-        summary([], [])
+        IFEval().summary(rows, [first])
 
 
 # ---- rows from files

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
@@ -20,41 +19,15 @@ from cohort.tasks.base import grade, load_rows, plain_answer, self_check
 from cohort.tasks.stream import TaskStream
 from cohort.text import Tokenizer
 from cohort.types import Provenance
+from tests.data_rows import write_rows
 
-# Rows as their public files have them, made up here.
-ROWS = {
-    "gsm8k_train": [
-        {"question": f"Ann has {n} pens and gets 3. How many?", "answer": f"{n}+3\n#### {n + 3}"} for n in range(200)
-    ],
-    "gsm8k_test": [
-        {"question": f"Bob had {n} cups and broke 1. How many?", "answer": f"#### {n - 1}"} for n in range(2, 702)
-    ],
-    "math_train_12k": [
-        {"problem": f"What is ${n}^2$?", "answer": str(n * n), "level": 1 + n % 5, "subject": "Algebra"}
-        for n in range(200)
-    ],
-    "math500": [{"problem": f"What is $\\frac{{{n}}}{{7}}$?", "answer": f"\\frac{{{n}}}{{7}}"} for n in range(1, 41)],
-    "ifeval": [
-        {
-            "key": n,
-            "prompt": f"Write a line about the number {n}, without commas.",
-            "instruction_id_list": ["punctuation:no_comma"],
-            "kwargs": [{}],
-        }
-        for n in range(40)
-    ],
-    "countdown_train": [{"nums": [n, 1, 2], "target": n + 3, "solution": f"{n}+1+2"} for n in range(10, 110)],
-    "countdown_test": [{"nums": [n, 3, 4], "target": n + 7, "solution": f"{n}+3+4"} for n in range(10, 110)],
-}
 DEVICE_GIB = 139.8  # an H200
 ADAPTERS = {"gsm8k_7b_lora", "gsm8k_14b_lora", "gsm8k_again", "ifeval", "arithmetic"}
 
 
 @pytest.fixture(autouse=True)
 def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, rows in ROWS.items():
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    monkeypatch.setenv("COHORT_DATA", str(tmp_path))
+    monkeypatch.setenv("COHORT_DATA", str(write_rows(tmp_path)))
 
 
 def shape_of(model: str) -> str:

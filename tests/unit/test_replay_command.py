@@ -40,7 +40,6 @@ def test_a_setting_that_does_not_act_on_the_update_is_refused_by_name(flag: str)
         ("--algo.kl.target=0.1", "from one step to the next"),
         ("--algo.kl.refresh=2", "from one step to the next"),
         ("--algo.entropy-target=0.1", "from one step to the next"),
-        ("--optim.max-bad-steps=2", "from one step to the next"),
         ("--learner.lora.rank=4", "from its beginning"),
     ],
 )

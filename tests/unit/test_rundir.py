@@ -93,7 +93,7 @@ def test_evaluations_round_trip(tmp_path):
     evaluation = Pretender().evaluate(20)
     path = directory.save_evaluation(evaluation)
     assert path == directory.path / "eval" / "step-000020.json"
-    directory.save_evaluation(dataclasses.replace(evaluation, step=3))
+    directory.save_evaluation(Pretender().evaluate(3))
     (directory.eval / "other.json").write_text("made by hand")
     found = directory.evaluations()
     assert list(found) == [3, 20] and found[20] == evaluation and isinstance(found[20], Evaluation)

@@ -64,7 +64,7 @@ def test_accuracy_counts_every_problem_once():
 
 def test_all_passes_go_up_to_the_number_of_samples():
     rows = [[1.0, 0.0, 0.0, 0.0, 0.0]] * 3 + [[1.0] * 5]
-    assert [(p.k, round(p.value, 12)) for p in all_passes(rows)] == [(2, (3 * 0.4 + 1) / 4), (4, (3 * 0.8 + 1) / 4)]
+    assert [(p.k, round(p.value, 12)) for p in all_passes(rows)] == [(2, 0.55), (4, 0.85)]
     assert all(p.low <= p.value <= p.high for p in all_passes(rows)) and not all_passes([[1.0]])
 
 

@@ -136,7 +136,7 @@ def test_held_out_is_the_test_split_in_its_own_order() -> None:
     assert [p.id for p in source.held_out(3)] == ["test-0", "test-1", "test-2"]
     assert len(source.held_out()) == 10
     assert source.cursor == 0
-    with pytest.raises(ConfigError, match=r"has 10 test rows, fewer than eval.problems = 11"):
+    with pytest.raises(ConfigError, match=r"has 10 test rows, fewer than the 11"):
         source.held_out(11)
 
 

@@ -112,7 +112,7 @@ def report(evaluation: Evaluation) -> str:
         ["how", how],
         [accuracy, f"{e.accuracy:.3f}, 95% interval {e.low:.3f} to {e.high:.3f}"],
         *([f"pass@{p.k}", f"{p.value:.3f}, 95% interval {p.low:.3f} to {p.high:.3f}"] for p in e.passes),
-        *([f"mean {name}", f"{value:.3f}"] for name, value in e.parts.items() if value),
+        *([f"mean {name}", f"{value:.3f}"] for name, value in e.parts.items() if value and not e.summary),
         *([name, f"{value:.3f}"] for name, value in e.summary.items()),
         ["mean tokens", f"{e.mean_tokens:.1f}"],
         ["finish", finishes],

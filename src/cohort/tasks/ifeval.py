@@ -112,6 +112,25 @@ class IFEval:
         missed = [name for name, holds in zip(names, followed.strict, strict=True) if not holds]
         return Verdict(parts, f"not followed: {', '.join(missed)}" if missed else "")
 
+    def summary(self, rows: Sequence[Row], parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+        """The four numbers that are reported for IFEval, from answers and their rows.
+
+        Instruction-level accuracy counts every instruction once, so a row weighs as much as it has instructions.
+
+        >>> rows = [{"instruction_id_list": ["a"]}, {"instruction_id_list": ["a", "b", "c"]}]
+        >>> found = IFEval().summary(rows, [dict.fromkeys(LEVELS, 1.0), dict.fromkeys(LEVELS, 0.0)])
+        >>> found["strict, prompts"], found["strict, instructions"]
+        (0.5, 0.25)
+        """
+        sizes = [len(row["instruction_id_list"]) for row in rows]
+        found: dict[str, float] = {}
+        for level in LEVELS:
+            unit, strictness = level.split("_")
+            weights = sizes if unit == "instruction" else [1] * len(rows)
+            followed = sum(weight * part[level] for weight, part in zip(weights, parts, strict=True))
+            found[f"{strictness}, {unit}s"] = followed / sum(weights)
+        return found
+
     def gold(self, row: Row) -> str:
         """A text that follows the row's instructions, whatever it says."""
         text = gold.write(row["instruction_id_list"], row["kwargs"])
@@ -128,26 +147,6 @@ class IFEval:
             if row["prompt"] not in seen:
                 seen.add(row["prompt"])
                 yield row
-
-
-def summary(rows: Sequence[Row], parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The four numbers that are reported for IFEval, from the parts of one answer to each row.
-
-    Instruction-level accuracy counts every instruction once, so a row weighs as much as it has instructions.
-
-    >>> rows = [{"instruction_id_list": ["a"]}, {"instruction_id_list": ["a", "b", "c"]}]
-    >>> summary(rows, [dict.fromkeys(LEVELS, 1.0), dict.fromkeys(LEVELS, 0.0)])["instruction_strict"]
-    0.25
-    """
-    if not rows:
-        raise ValueError("no rows to sum up")
-    sizes = [len(row["instruction_id_list"]) for row in rows]
-    found: dict[str, float] = {}
-    for level in LEVELS:
-        weights = sizes if level.startswith("instruction") else [1] * len(rows)
-        followed = sum(weight * part[level] for weight, part in zip(weights, parts, strict=True))
-        found[level] = followed / sum(weights)
-    return found
 
 
 def _after_thinking(text: str) -> str:

@@ -1,0 +1,39 @@
+"""Small stand-ins for the public files that tasks read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+# Rows as their public files have them, made up here.
+ROWS = {
+    "gsm8k_train": [
+        {"question": f"Ann has {n} pens and gets 3. How many?", "answer": f"{n}+3\n#### {n + 3}"} for n in range(200)
+    ],
+    "gsm8k_test": [
+        {"question": f"Bob had {n} cups and broke 1. How many?", "answer": f"#### {n - 1}"} for n in range(2, 702)
+    ],
+    "math_train_12k": [
+        {"problem": f"What is ${n}^2$?", "answer": str(n * n), "level": 1 + n % 5, "subject": "Algebra"}
+        for n in range(200)
+    ],
+    "math500": [{"problem": f"What is $\\frac{{{n}}}{{7}}$?", "answer": f"\\frac{{{n}}}{{7}}"} for n in range(1, 41)],
+    "ifeval": [
+        {
+            "key": n,
+            "prompt": f"Write a line about the number {n}, without commas.",
+            "instruction_id_list": ["punctuation:no_comma"],
+            "kwargs": [{}],
+        }
+        for n in range(40)
+    ],
+    "countdown_train": [{"nums": [n, 1, 2], "target": n + 3, "solution": f"{n}+1+2"} for n in range(10, 110)],
+    "countdown_test": [{"nums": [n, 3, 4], "target": n + 7, "solution": f"{n}+3+4"} for n in range(10, 110)],
+}
+
+
+def write_rows(folder: Path) -> Path:
+    """The folder for COHORT_DATA."""
+    for name, rows in ROWS.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
