@@ -8,10 +8,18 @@ from pathlib import Path
 # Rows as their public files have them, made up here.
 ROWS = {
     "gsm8k_train": [
-        {"question": f"Ann has {n} pens and gets 3. How many?", "answer": f"{n}+3\n#### {n + 3}"} for n in range(200)
+        {
+            "question": f"Ann has {n} pens and gets 3. How many?",
+            "answer": f"She has {n}+3 pens after that.\n#### {n + 3}",
+        }
+        for n in range(200)
     ],
     "gsm8k_test": [
-        {"question": f"Bob had {n} cups and broke 1. How many?", "answer": f"#### {n - 1}"} for n in range(2, 702)
+        {
+            "question": f"Bob had {n} cups and broke 1. How many?",
+            "answer": f"One cup less than {n} is left.\n#### {n - 1}",
+        }
+        for n in range(2, 702)
     ],
     "math_train_12k": [
         {"problem": f"What is ${n}^2$?", "answer": str(n * n), "level": 1 + n % 5, "subject": "Algebra"}

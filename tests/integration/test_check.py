@@ -70,7 +70,9 @@ def test_no_built_in_recipe_raises_an_alarm(
     found = json.loads(capsys.readouterr().out)
     assert found["ok"] and found["recipe"] == name and len(found["findings"]) == 30
     # the bundled model stands in for others here: what it samples may be all wrong, or never end
-    assert {f["name"] for f in found["findings"] if f["status"] == "warn"} <= {"reward/signal", "update/end-token"}
+    # half of a text that follows an instruction often follows it too
+    usual = {"reward/signal", "update/end-token"} | ({"reward/truncated"} if "ifeval" in name else set())
+    assert {f["name"] for f in found["findings"] if f["status"] == "warn"} <= usual
 
 
 def test_a_broken_task_ends_with_exit_code_1_and_its_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -388,3 +388,26 @@ def test_nothing_of_ifeval_is_trained_on() -> None:
 def test_self_check(train: Any, answer: Any) -> None:
     checked = self_check(IFEval(train=train, answer=answer), num_rows=40)
     assert checked.num_rows == checked.num_gold == 80
+
+
+@pytest.mark.parametrize(
+    ("text", "hollow"),
+    [
+        (".", True),
+        ("{}", True),
+        ("<answer></answer>", True),
+        ("a b a b a b a b a b", True),
+        ("Write a poem about rain, in capitals.", True),  # the prompt
+        ("Write a poem about rain, in capitals. Yes.", True),  # and hardly more
+        ("RAIN FALLS ON THE ROOF ALL NIGHT", False),
+        ("Write a poem about rain, in capitals. RAIN FALLS ALL NIGHT", False),
+        ("My answer is no.", False),
+        ("雨が屋根に降り続ける静かな夜だ", False),
+    ],
+)
+def test_text_that_says_nothing_is_no_effort(text: str, hollow: bool) -> None:
+    row = {"id": "0", "prompt": "Write a poem about rain, in capitals.", "instruction_id_list": [], "kwargs": []}
+    row |= {"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}
+    parts = grade(IFEval(), row, plain_answer(text)).parts
+    assert parts["effort"] == (-1.0 if hollow else 0.0)
+    assert parts["prompt_strict"] == float("," not in text)  # the published verdict stays

@@ -94,9 +94,9 @@ def special_tokens(probe: Group, probed: Seen) -> Finding:
     """A mask made from ids instead of provenance leaves out a pad or end token that the policy did draw."""
     name, sample = "update/special-tokens", probe.samples[1]
     in_loss = sum(t.weight != 0.0 for t in probed.tokens.get(1, []))
-    if in_loss == len(sample.tokens):
+    if in_loss == sample.num_sampled:
         return ok(name, "pad, end and other special ids count like any token the policy drew")
-    text = f"of {len(sample.tokens)} sampled tokens, special ids among them, {in_loss} are in the loss"
+    text = f"of {sample.num_sampled} sampled tokens, special ids among them, {in_loss} are in the loss"
     return fail(name, f"{text}. The mask must come from provenance, not from ids.", in_loss=in_loss)
 
 

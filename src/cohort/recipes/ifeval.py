@@ -25,6 +25,7 @@ WEIGHTS = {
     "instruction_loose": 0.1,
     "format": 0.1,
     "thinks": 0.05,
+    "effort": 2.0,
 }
 
 

@@ -10,14 +10,17 @@ required and forbidden keywords.
 Parts: of the prompt's instructions, all are followed (`prompt_strict`, `prompt_loose`: 0 or 1), or a share of them
 (`instruction_strict`, `instruction_loose`); loose is after taking off asterisks, a first line and a last line. With
 answer = tags, `format` and `thinks` say that there is exactly one answer block and one think block; otherwise they are
-0. An empty answer follows nothing, though it has no comma. RECIPE weights, for `reward`, are those of TorchRL's recipe:
+0. An empty answer follows nothing, though it has no comma. Many instructions are followed by text that says nothing,
+such as a full stop or the prompt again, and a policy would find that: `effort` is -1 there and 0 otherwise (the other
+parts stay what the published checker says). RECIPE weights, for `reward`, are those of TorchRL's recipe, the last ours:
 {"prompt_strict": 0.4, "instruction_strict": 0.3, "prompt_loose": 0.2, "instruction_loose": 0.1, "format": 0.1,
-"thinks": 0.05}.
+"thinks": 0.05, "effort": 2.0}.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -47,6 +50,8 @@ SYSTEM = (
 )
 MAX_CHARS = 200_000  # of an answer: what its checks cost is bounded, and no prompt asks for a tenth of that
 MAX_TRAIN = 1_000_000
+_MARK = re.compile(r"<[^<>]{0,40}>")
+MIN_LETTERS, MIN_DIFFERENT = 8, 4  # of an answer that says something, in any script
 
 
 @task("ifeval")
@@ -66,7 +71,7 @@ class IFEval:
 
     name: ClassVar[str]
     accuracy: ClassVar[str] = "prompt_strict"
-    parts: ClassVar[tuple[str, ...]] = (*LEVELS, "format", "thinks")
+    parts: ClassVar[tuple[str, ...]] = (*LEVELS, "format", "thinks", "effort")
     max_tokens: ClassVar[int] = 1280  # of a completion, in evaluations that do not say
 
     def __post_init__(self) -> None:
@@ -109,6 +114,7 @@ class IFEval:
         for level, verdicts in (("strict", followed.strict), ("loose", followed.loose)):
             parts[f"prompt_{level}"] = float(all(verdicts))
             parts[f"instruction_{level}"] = sum(verdicts) / len(verdicts)
+        parts["effort"] = -1.0 if is_hollow(text, row["prompt"]) else 0.0
         missed = [name for name, holds in zip(names, followed.strict, strict=True) if not holds]
         return Verdict(parts, f"not followed: {', '.join(missed)}" if missed else "")
 
@@ -147,6 +153,22 @@ class IFEval:
             if row["prompt"] not in seen:
                 seen.add(row["prompt"])
                 yield row
+
+
+def is_hollow(text: str, prompt: str) -> bool:
+    """Text that says nothing: hardly a letter, few different ones, or only what the prompt says already.
+
+    >>> [is_hollow(text, "Write a line.") for text in ("{ }", "<answer></answer>", "aaaa aaaa aaaa", "Write a line")]
+    [True, True, True, True]
+    >>> is_hollow("My answer is no.", "Is it so?")
+    False
+    """
+    text, prompt = (_MARK.sub("", t) for t in (text, prompt))
+    letters = [c for c in text.casefold() if c.isalpha()]
+    if len(letters) < MIN_LETTERS or len(set(letters)) < MIN_DIFFERENT:
+        return True
+    said, asked = ("".join(c for c in t.casefold() if c.isalnum()) for t in (text, prompt))
+    return said in asked or len(said.replace(asked, "")) < MIN_LETTERS
 
 
 def _after_thinking(text: str) -> str:
