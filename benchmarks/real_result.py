@@ -1,0 +1,97 @@
+"""A real result from beginning to end: evaluate, train for some minutes, evaluate the untouched test set, compare.
+
+    python benchmarks/real_result.py coder_gsm8k gsm8k --out results/gsm8k --minutes 12 [--greedy] [--steps 150 ...]
+
+The recipe runs as `cohort train` would; after `--minutes` of training (evaluations not counted) it is asked to stop, as
+by Ctrl-C, and saves. Before and after are `cohort eval TASK` on the whole test split under the same settings: greedily
+(--greedy) or at temperature 1, and with --samples N also avg@N and pass@k at temperature 1. Flags that are not known here
+go to the recipe. Writes result.json, the run's config, metrics and curves, and both evaluations.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+COHORT = [sys.executable, "-m", "cohort"]
+
+
+def evaluate(task: str, model: str, out: Path, flags: list[str]) -> dict[str, Any]:
+    """The numbers of one evaluation, without its items."""
+    subprocess.run([*COHORT, "eval", task, "--model", model, "--out", str(out), *flags], check=True)
+    found = json.loads(out.read_text(encoding="utf-8"))
+    names = ("accuracy", "low", "high", "passes", "parts", "mean_tokens", "finishes")
+    return {name: found[name] for name in names} | {"setting": found["setting"]}
+
+
+def train(recipe: str, out: Path, minutes: float, flags: list[str]) -> tuple[Path, dict[str, Any]]:
+    """Train for so many minutes of steps; the run, and what it took."""
+    command = [*COHORT, "train", recipe, "--out", str(out), "--log", "json", *flags]
+    begin, spent, steps = time.monotonic(), 0.0, 0
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    for line in process.stdout:
+        record = json.loads(line)
+        if record["kind"] == "step":
+            steps = record["step"]
+            spent += record["metrics"]["time/step"]
+            reward = record["metrics"]["reward/mean"]
+            print(f"step {steps}: reward {reward:.3f}, {spent / 60:.1f} minutes of training", flush=True)
+            if spent > minutes * 60:
+                process.send_signal(signal.SIGINT)
+    if process.wait() not in (0, 130):
+        raise SystemExit(f"training ended with exit code {process.returncode}")
+    [run] = [folder for folder in out.iterdir() if (folder / "config.yaml").is_file()]
+    return run, {"steps": steps, "training_seconds": spent, "seconds": time.monotonic() - begin}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe")
+    parser.add_argument("task")
+    parser.add_argument("--model", required=True, help="where training starts; also what is evaluated before")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--minutes", type=float, default=15.0)
+    parser.add_argument("--greedy", action="store_true")
+    parser.add_argument("--samples", type=int, default=0)
+    parser.add_argument("--eval-flags", default="", help="further flags of cohort eval, in one string")
+    a, rest = parser.parse_known_args()
+    a.out.mkdir(parents=True, exist_ok=True)
+    kinds = {"first": ["--temperature", "0" if a.greedy else "1"]}
+    if a.samples:
+        kinds["sampled"] = ["--temperature", "1", "--samples", str(a.samples)]
+    extra = a.eval_flags.split()
+    result: dict[str, Any] = {"recipe": a.recipe, "before": {}, "after": {}}
+
+    def measure(when: str, model: str) -> None:
+        for kind, flags in kinds.items():
+            result[when][kind] = evaluate(a.task, model, a.out / f"{when}-{kind}.json", [*flags, *extra])
+
+    measure("before", a.model)
+    flags = ["--model", a.model, *(flag for flag in rest if flag != "--")]
+    run, result["training"] = train(a.recipe, a.out / "runs", a.minutes, flags)
+    last = max((run / "checkpoints").iterdir()) / "model"
+    measure("after", str(last))
+    for kind in kinds:
+        pair = [str(a.out / f"{when}-{kind}.json") for when in ("before", "after")]
+        done = subprocess.run([*COHORT, "compare", *pair, "--json"], check=True, capture_output=True, text=True)
+        result[f"difference-{kind}"] = json.loads(done.stdout)["difference"]
+    for name in ("config.yaml", "metrics.jsonl"):
+        shutil.copy(run / name, a.out / name)
+    curves = [sys.executable, str(ROOT / "scripts" / "curves.py"), str(run), "--out", str(a.out / "curves.svg")]
+    subprocess.run([*curves, "--title", f"{a.recipe}: {a.task}"], check=True, env=os.environ)
+    (a.out / "result.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()
