@@ -11,8 +11,9 @@ from cohort.store.records import EvalAnswer, EvalItem, EvalSetting, Evaluation
 
 def eval_setting(**changes: Any) -> EvalSetting:
     values = {"task": "arithmetic", "split": "test", "num_problems": 2, "num_samples": 1, "model": "m", "knobs": {}}
-    sampling = {"max_tokens": 64, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
+    sampling = {"max_tokens": 64, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "stop": []}
     rest = {"grader": "g-1", "template": "chat", "engine": "native", "sampling": sampling, "seed": 0}
+    rest |= {"weights": "w", "rows": "r", "place": "cpu float32"}
     return EvalSetting(**{**values, **rest, **changes})
 
 

@@ -24,7 +24,7 @@ from cohort.engines.base import Engine
 from cohort.engines.rollout import Again, Tasks
 from cohort.errors import ConfigError, ModelError, RunError
 from cohort.evaluate import evaluate as run_evaluation
-from cohort.evaluate import sampling_facts
+from cohort.evaluate import rows_digest, sampling_facts
 from cohort.learner.local import LocalLearner
 from cohort.learner.plan import Load, Plan, plan_memory
 from cohort.logs.forward import forwarded
@@ -76,10 +76,13 @@ class Parts:
             num_problems=len(self.problems),
             num_samples=c.eval.samples,
             model=c.model,
+            weights="",
             knobs=TaskRef.of(c.task).knobs,
+            rows=rows_digest(self.problems),
             grader=grader_digest(c.task),
             template=c.template,
             engine=variant_name("engine", c.engine),
+            place=f"{c.device} {c.learner.dtype}",
             sampling=sampling_facts(tasks.sampling),
             seed=c.seed,
             step=step,

@@ -90,6 +90,11 @@ def _in_order(first: Evaluation, second: Evaluation) -> list[EvalItem]:
             advice = "; the grader has changed in between: evaluate both again" if what == "graders" else ""
             raise RunError(f"these evaluations have different {what}, {x} and {y}, and cannot be compared{advice}.")
     items = {item.id: item for item in second.items}
+    if a.rows != b.rows and items.keys() == {item.id for item in first.items}:
+        raise RunError(
+            "these evaluations have the same ids but other questions, answers or prompts: their data or the task's "
+            "settings have changed in between; evaluate both again."
+        )
     missing = [item.id for item in first.items if item.id not in items]
     if missing or len(items) != len(first.items):
         raise RunError(
@@ -110,7 +115,7 @@ def _notes(first: Evaluation, second: Evaluation) -> list[str]:
     a, b = asdict(first.setting), asdict(second.setting)
     a |= a.pop("sampling")
     b |= b.pop("sampling")
-    names = [n for n in a if n not in ("model", "step") and a[n] != b.get(n)]
+    names = [n for n in a if n not in ("model", "weights", "step", "rows", "knobs") and a[n] != b.get(n)]
     return [f"{name} is {a[name]} in A and {b.get(name)} in B" for name in names]
 
 

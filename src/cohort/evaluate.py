@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from cohort.clock import stage
 from cohort.engines.base import Engine
-from cohort.engines.rollout import Tasks, stop_if_scoring_is_broken, stream
+from cohort.engines.rollout import Tasks, stop_if_many_failed, stream
 from cohort.scores import accuracy, all_passes, interval, mean
 from cohort.store.records import EvalAnswer, EvalItem, EvalSetting, Evaluation
 from cohort.tasks.base import Task
@@ -28,16 +31,17 @@ def evaluate(
 ) -> Evaluation:
     """Answers to each prompt, `done` told of each item as it is complete; `known` ones are not sampled again.
 
-    A sample that could not be scored is left out, not counted as wrong.
+    A sample that could not be scored is left out, not counted as wrong; with many of them there is no result.
     """
     items = dict(known or {})
-    groups: list[Group] = []
     missing = [p for p in prompts if p.id not in items]
+    failed: list[str] = []
     for _, group in stream(engine, tasks, missing, setting.num_samples):
-        groups.append(group)
-        items[group.prompt.id] = _item(group, tasks.stream.task.accuracy, spell)
-        done(items[group.prompt.id])
-    stop_if_scoring_is_broken(groups)
+        item = _item(group, tasks.stream.task.accuracy, spell)
+        items[item.id] = item
+        failed += [a.failure for a in item.answers if a.failure]
+        stop_if_many_failed(failed, len(prompts) * setting.num_samples, "evaluate again")
+        done(item)
     return summarised(setting, [items[p.id] for p in prompts], tasks.stream.task, [p.row for p in prompts])
 
 
@@ -65,10 +69,18 @@ def summarised(setting: EvalSetting, items: Sequence[EvalItem], task: Task, rows
     )
 
 
-def sampling_facts(sampling: Sampling) -> dict[str, float]:
+def sampling_facts(sampling: Sampling) -> dict[str, Any]:
     """What an evaluation records of how its answers were drawn."""
     names = ("max_tokens", "temperature", "top_p", "top_k", "min_p")
-    return {name: getattr(sampling, name) for name in names}
+    return {**{name: getattr(sampling, name) for name in names}, "stop": list(sampling.stop_strings)}
+
+
+def rows_digest(prompts: Sequence[Prompt]) -> str:
+    """Names the problems, their answers and how they are asked."""
+    digest = hashlib.sha256()
+    for p in prompts:
+        digest.update(json.dumps([p.row, p.messages], sort_keys=True).encode())
+    return digest.hexdigest()[:16]
 
 
 def _item(group: Group, part: str, spell: Spell) -> EvalItem:

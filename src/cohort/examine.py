@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from cohort import build
@@ -14,10 +14,10 @@ from cohort.device import DTYPES, find_device, find_dtype
 from cohort.engines.auto import engine_for
 from cohort.engines.base import Engine
 from cohort.engines.rollout import Tasks
-from cohort.errors import ConfigError
-from cohort.evaluate import evaluate, sampling_facts
+from cohort.errors import ConfigError, RunError
+from cohort.evaluate import evaluate, rows_digest, sampling_facts
 from cohort.models.catalog import resolve
-from cohort.models.config import ModelConfig
+from cohort.models.config import context_of
 from cohort.models.files import load_folder, read_config
 from cohort.scoring.pool import ScoringPool, default_workers
 from cohort.store.journal import Journal
@@ -32,7 +32,7 @@ from cohort.types import Message, Prompt, Sampling
 Progress = Callable[[str, int, int], None]
 """progress(task, problems done, problems)"""
 
-USUAL_TOKENS = 256  # of a completion, where a task does not say how many it needs
+BLOCK = 1 << 20
 
 
 class Unrendered:
@@ -44,6 +44,26 @@ class Unrendered:
         return Rendered(tokens=[], provenance=[], forced_text=forced)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Exam:
+    """One task's problems as the model sees them, and everything that decides the result."""
+
+    task: Task
+    stream: TaskStream
+    prompts: list[Prompt]
+    sampling: Sampling
+    setting: EvalSetting
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Examined:
+    """What came of it, and where it is; `fresh` if it was made now."""
+
+    evaluation: Evaluation
+    path: Path
+    fresh: bool
+
+
 class Examiner:
     """A model ready to answer the problems of any number of tasks."""
 
@@ -51,25 +71,27 @@ class Examiner:
         self.model, self.options = model, options
         self.tokenizer: Tokenizer | None = None
         self.context = 0  # tokens a sequence may have; 0 = the server knows
+        self.weights, self.place = "", options.url
         self.engine = self._served() if options.engine == "server" else self._loaded()
 
     def _served(self) -> Engine:
         from cohort.engines.server import ServerEngine
 
         o = self.options
-        return ServerEngine(o.url, self.model, template=o.template, concurrency=min(o.slots, 64))
+        return ServerEngine(o.url, self.model, template=o.template, concurrency=o.slots)
 
     def _loaded(self) -> Engine:
         o = self.options
         device = find_device(o.device)
         build.use_threads(o.threads, device)
         folder = resolve(self.model)
-        self.tokenizer = Tokenizer.load(folder)
+        self.tokenizer, self.weights = Tokenizer.load(folder), folder_digest(folder)
         dtype = find_dtype(o.dtype, device)
+        self.place = f"{device.type} {dtype}"
         if o.engine == "vllm":
             from cohort.engines.vllm import VllmEngine
 
-            self.context = ModelConfig.from_hf(read_config(folder)).context
+            self.context = context_of(read_config(folder))
             return VllmEngine(folder, max_context=self.context, slots=o.slots, dtype=dtype, tokenizer=self.tokenizer)
         loaded = load_folder(folder, DTYPES[dtype])
         loaded.decoder.to(device)
@@ -81,46 +103,9 @@ class Examiner:
         if hasattr(self.engine, "close"):
             self.engine.close()
 
-    def run(self, task: Task, out: Path, progress: Progress = lambda task, done, of: None) -> tuple[Evaluation, Path]:
-        """Evaluate and write; an evaluation with this very setting that is there already is read instead.
-
-        `out` is the file, or an existing folder in which the file is named after the setting.
-        """
+    def prepare(self, task: Task) -> Exam:
+        """Read the rows and render the prompts: what is wrong with them shows before anything is sampled."""
         o = self.options
-        prompts, sampling, stream = self._prompts(task)
-        setting = EvalSetting(
-            task=task.name,
-            split=o.split,
-            num_problems=len(prompts),
-            num_samples=o.samples,
-            model=self.model,
-            knobs=TaskRef.of(task).knobs,
-            grader=grader_digest(task),
-            template=o.template,
-            engine=o.engine,
-            sampling=sampling_facts(sampling),
-            seed=o.seed,
-        )
-        path = out / file_name(setting) if out.is_dir() or not out.suffix else out
-        if path.exists() and (found := load_evaluation(path)).setting == setting:
-            return found, path
-        with Journal(path, setting) as journal, ScoringPool(task, default_workers(task)) as scorer:
-            tasks = Tasks(stream=stream, scorer=scorer, sampling=sampling, weights={}, seed=o.seed, purpose="eval")
-            progress(task.name, len(journal.items), len(prompts))
-
-            def done(item: EvalItem) -> None:
-                journal.add(item)
-                progress(task.name, len(journal.items), len(prompts))
-
-            spell = (lambda ids: "") if self.tokenizer is None else self.tokenizer.spell
-            evaluation = evaluate(self.engine, tasks, prompts, setting, spell, journal.items, done)
-            journal.finish(evaluation)
-        return evaluation, path
-
-    def _prompts(self, task: Task) -> tuple[list[Prompt], Sampling, TaskStream]:
-        """The problems as this model sees them, and how their answers are drawn."""
-        o = self.options
-        wanted = o.max_tokens or int(getattr(task, "max_tokens", USUAL_TOKENS))
         room = 0 if not self.context else self.context - (o.max_tokens or 1)
         if self.context and room < 1:
             raise ConfigError(
@@ -129,18 +114,78 @@ class Examiner:
         how: Renderer = Unrendered() if self.tokenizer is None else build.renderer(self.tokenizer, o.template)
         stream = TaskStream(task, how, o.seed, o.split, max_prompt_tokens=room)
         prompts = stream.held_out(o.limit, o.split)
-        if self.context:
-            wanted = min(wanted, self.context - max(len(p.tokens) for p in prompts))
-        stops = () if self.tokenizer is None else self.tokenizer.stop_ids
         sampling = Sampling(
-            max_tokens=wanted,
+            max_tokens=o.max_tokens or task.max_tokens,
             temperature=o.temperature,
             top_p=o.top_p,
             top_k=o.top_k,
             min_p=o.min_p,
-            stop_ids=stops,
+            stop_ids=() if self.tokenizer is None else self.tokenizer.stop_ids,
+            stop_strings=o.stop,
         )
-        return prompts, sampling, stream
+        setting = EvalSetting(
+            task=task.name,
+            split=o.split,
+            num_problems=len(prompts),
+            num_samples=o.samples,
+            model=self.model,
+            weights=self.weights,
+            knobs=TaskRef.of(task).knobs,
+            rows=rows_digest(prompts),
+            grader=grader_digest(task),
+            template=o.template,
+            engine=o.engine,
+            place=self.place,
+            sampling=sampling_facts(sampling),
+            seed=o.seed,
+        )
+        return Exam(task=task, stream=stream, prompts=prompts, sampling=sampling, setting=setting)
+
+    def run(self, exam: Exam, out: Path, progress: Progress = lambda task, done, of: None) -> Examined:
+        """Evaluate and write; an evaluation with this very setting that is there already is read instead.
+
+        `out` is a .json file, or a folder in which the file is named after the setting.
+        """
+        name, setting, num = exam.task.name, exam.setting, len(exam.prompts)
+        path = out if out.suffix == ".json" and not out.is_dir() else out / file_name(setting)
+        if path.exists():
+            found = load_evaluation(path)
+            if found.setting == setting:
+                return Examined(evaluation=found, path=path, fresh=False)
+            raise RunError(f"{path} holds an evaluation with other settings; delete it or choose another --out.")
+        with Journal(path, setting) as journal, ScoringPool(exam.task, default_workers(exam.task)) as scorer:
+            tasks = Tasks(
+                stream=exam.stream,
+                scorer=scorer,
+                sampling=exam.sampling,
+                weights={},
+                seed=setting.seed,
+                purpose="eval",
+                context=self.context,
+            )
+            progress(name, len(journal.items), num)
+
+            def done(item: EvalItem) -> None:
+                journal.add(item)
+                progress(name, len(journal.items), num)
+
+            spell = (lambda ids: "") if self.tokenizer is None else self.tokenizer.spell
+            evaluation = evaluate(self.engine, tasks, exam.prompts, setting, spell, dict(journal.items), done)
+            journal.finish(evaluation)
+        return Examined(evaluation=evaluation, path=path, fresh=True)
+
+
+def folder_digest(folder: Path) -> str:
+    """Names a model's files: their sizes, beginnings, middles and ends, which no training leaves as they were."""
+    digest = hashlib.sha256()
+    for file in sorted(p for p in folder.iterdir() if p.suffix in (".safetensors", ".json", ".jinja")):
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size}\n".encode())
+        with file.open("rb") as content:
+            for place in (0, size // 2, max(0, size - BLOCK)):
+                content.seek(place)
+                digest.update(content.read(BLOCK))
+    return digest.hexdigest()[:16]
 
 
 def file_name(setting: EvalSetting) -> str:
@@ -148,7 +193,8 @@ def file_name(setting: EvalSetting) -> str:
 
     >>> import re
     >>> facts = dict(task="gsm8k", split="test", num_problems=5, num_samples=1, knobs={}, grader="g", template="chat")
-    >>> name = file_name(EvalSetting(model="a/b c", engine="native", sampling={}, seed=0, **facts))
+    >>> rest = dict(weights="w", rows="r", place="cpu", engine="native", sampling={}, seed=0)
+    >>> name = file_name(EvalSetting(model="a/b c", **facts, **rest))
     >>> re.sub("[0-9a-f]{8}", "...", name)
     'gsm8k-b-c-....json'
     """

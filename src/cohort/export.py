@@ -40,7 +40,7 @@ def _exported(directory: RunDirectory, out: Path, which: str) -> Checkpoint:
         raise RunError(f"{path} has no checkpoint yet; it writes one every save.every steps and at its end")
     step = found[-1]
     if which == "best":
-        scored = {s: e.accuracy for s, e in directory.evaluations().items() if s in found}
+        scored = {s: e.accuracy for s, e in directory.evaluations().items() if s}
         if not scored:
             raise RunError(f"{path} has no evaluated checkpoint; use --step last")
         step = max(scored, key=lambda s: (scored[s], -s))

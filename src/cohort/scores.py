@@ -68,14 +68,14 @@ class PassAtK:
 
 
 def all_passes(scores: Scores) -> list[PassAtK]:
-    """pass@k for k = 2, 4, 8, ... up to what most problems have samples for; intervals by bootstrap over problems."""
+    """pass@k for k = 2, 4, 8, ... up to the number of samples; intervals by bootstrap over problems."""
     most = max(map(len, scores), default=0)
     found = []
     for k in (2**i for i in range(1, 20)):
         if k > most:
             break
         values = _passes(scores, k)
-        low, high = bootstrap(values)
+        low, high = bootstrap(values) if min(values) < max(values) else interval([[v] for v in values])
         found.append(PassAtK(k=k, value=mean(values), low=low, high=high))
     return found
 
@@ -113,6 +113,12 @@ class Difference:
     wins: int  # problems on which the second is better
     losses: int
 
+    @property
+    def verdict(self) -> int:
+        """1 or -1 where interval and test agree that the second is better or worse, otherwise 0."""
+        sure = self.p < 0.05
+        return int(sure and self.low > 0) - int(sure and self.high < 0)
+
 
 def paired(first: Scores, second: Scores) -> Difference:
     """Problem by problem. Problems that one side has no score for are left out by the caller.
@@ -130,8 +136,8 @@ def paired(first: Scores, second: Scores) -> Difference:
     spread = math.sqrt(math.fsum((g - value) ** 2 for g in gains) / max(1, len(gains) - 1) / max(1, len(gains)))
     return Difference(
         mean=value,
-        low=value - Z * spread,
-        high=value + Z * spread,
+        low=max(-1.0, value - Z * spread),
+        high=min(1.0, value + Z * spread),
         p=p,
         test=test,
         wins=wins,

@@ -234,11 +234,15 @@ def examined(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         def close(self) -> None:
             calls.append(("closed",))
 
+        def prepare(self, task: Any) -> Any:
+            return task
+
         def run(self, task: Any, out: Path, progress: Any) -> Any:
             progress(task.name, 2, 2)
             calls.append((task, out))
             scores = {"a": [1.0, 1.0, 1.0, 1.0], "b": [1.0, 0.0, 0.0, 0.0]}
-            return replace(evaluation(scores, task=task.name), finishes={"stop": 6, "length": 2}), out / "x.json"
+            made = replace(evaluation(scores, task=task.name), finishes={"stop": 6, "length": 2})
+            return SimpleNamespace(evaluation=made, path=out / "x.json", fresh=True)
 
     monkeypatch.setitem(sys.modules, "cohort.examine", SimpleNamespace(Examiner=Examiner))  # type: ignore[arg-type]
     return calls

@@ -51,7 +51,7 @@ def test_other_problems_or_other_words_are_refused():
 
 
 def test_another_template_or_temperature_is_noted():
-    sampling = {"max_tokens": 64, "temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
+    sampling = {"max_tokens": 64, "temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "stop": []}
     found = compare(evaluation(BEFORE), evaluation(AFTER, template="text", sampling=sampling, model="other"))
     assert found.notes == ["template is chat in A and text in B", "temperature is 1.0 in A and 0.0 in B"]
 
@@ -100,3 +100,20 @@ def test_what_is_no_evaluation_is_refused(tmp_path: Path):
             find_evaluation(file)
     with pytest.raises(RunError, match="there is no evaluation or run"):
         find_evaluation(tmp_path / "none.json")
+
+
+def test_other_answers_to_the_same_questions_are_refused():
+    with pytest.raises(RunError, match="same ids but other questions, answers or prompts"):
+        compare(evaluation(BEFORE), evaluation(AFTER, rows="other"))
+
+
+def test_better_is_said_only_where_interval_and_test_agree(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Five wins of twenty: the normal interval leaves zero out, the exact test (p = 1/16) does not."""
+    sides = []
+    for score in (0.0, 1.0):
+        file = tmp_path / f"{score}.json"
+        rows = {str(i): [score if i < 5 else 1.0] for i in range(20)}
+        file.write_text(json.dumps(evaluation(rows).to_json()))
+        sides.append(str(file))
+    assert main(["compare", *sides]) == 0
+    assert "p = 0.062 (exact McNemar): no difference can be told" in capsys.readouterr().out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,10 +11,12 @@ import pytest
 
 from cohort.config.options import EvalOptions
 from cohort.errors import ConfigError, RunError
-from cohort.examine import Examiner, file_name
+from cohort.examine import Examiner, file_name, folder_digest
+from cohort.models.catalog import resolve
 from cohort.store.journal import Journal
 from cohort.tasks.arithmetic import Arithmetic
 from cohort.tasks.countdown import Countdown
+from cohort.tasks.gsm8k import GSM8K
 from tests.evals import eval_item, eval_setting, evaluation
 from tests.runs import preserved
 
@@ -27,36 +30,44 @@ def quiet():
         yield
 
 
+def examine(options: EvalOptions, task, out: Path, progress=lambda task, done, of: None):
+    examiner = Examiner("tiny", options)
+    found = examiner.run(examiner.prepare(task), out, progress)
+    return found.evaluation, found.path
+
+
 @pytest.mark.parametrize("split", ["test", "train"])
 def test_an_evaluation_is_on_the_split_it_names(split, tmp_path: Path):
-    found, path = Examiner("tiny", replace(SMALL, split=split)).run(TASK, tmp_path)
+    found, path = examine(replace(SMALL, split=split), TASK, tmp_path)
     rows = [str(row["id"]) for row in TASK.rows(split)]
     assert [item.id for item in found.items] == rows[:3] and found.setting.split == split
     assert json.loads(path.read_text())["setting"]["split"] == split
     with pytest.raises(ConfigError, match=f"20 {split} rows"):
-        Examiner("tiny", replace(SMALL, limit=21, split=split)).run(TASK, tmp_path)
+        examine(replace(SMALL, limit=21, split=split), TASK, tmp_path)
 
 
 def test_completions_as_long_as_the_task_needs_and_the_context_allows(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"max-tokens 1024 .* context of 1024"):
-        Examiner("tiny", replace(SMALL, max_tokens=1024)).run(TASK, tmp_path)
-    longest = Examiner("tiny", replace(SMALL, max_tokens=0, limit=1)).run(TASK, tmp_path)[0].setting
+        examine(replace(SMALL, max_tokens=1024), TASK, tmp_path)
+    longest = examine(replace(SMALL, max_tokens=0, limit=1), TASK, tmp_path)[0].setting
     assert longest.sampling["max_tokens"] == 256
 
 
 def test_the_same_setting_is_not_evaluated_twice_and_another_has_its_own_file(tmp_path: Path):
-    examiner = Examiner("tiny", SMALL)
-    first, path = examiner.run(TASK, tmp_path)
+    first, path = examine(SMALL, TASK, tmp_path)
     before = path.stat().st_mtime_ns
     told: list[int] = []
-    again, same = examiner.run(TASK, tmp_path, lambda task, done, of: told.append(done))
+    again, same = examine(SMALL, TASK, tmp_path, lambda task, done, of: told.append(done))
     assert again == first and same == path and path.stat().st_mtime_ns == before and not told
-    _, other = Examiner("tiny", replace(SMALL, seed=1)).run(TASK, tmp_path)
+    _, other = examine(replace(SMALL, seed=1), TASK, tmp_path)
     assert other != path and path.exists()
+    with pytest.raises(RunError, match="other settings; delete it or choose another --out"):
+        examine(replace(SMALL, seed=1), TASK, path)
+    assert path.stat().st_mtime_ns == before
 
 
 def test_an_interrupted_evaluation_goes_on_where_it_was(tmp_path: Path):
-    whole, path = Examiner("tiny", replace(SMALL, limit=6)).run(TASK, tmp_path / "whole")
+    whole, path = examine(replace(SMALL, limit=6), TASK, tmp_path / "whole")
     out = tmp_path / "cut"
 
     class Killed(Exception):
@@ -66,15 +77,14 @@ def test_an_interrupted_evaluation_goes_on_where_it_was(tmp_path: Path):
         if done == 4:
             raise Killed
 
-    examiner = Examiner("tiny", replace(SMALL, limit=6))
     with pytest.raises(Killed):
-        examiner.run(TASK, out, kill)
+        examine(replace(SMALL, limit=6), TASK, out, kill)
     part = out / (path.name + ".part")
     assert len(part.read_text().splitlines()) == 1 + 4 and not (out / path.name).exists()
     with part.open("a") as file:
         file.write('{"id": "half a li')  # as a kill in the middle of a write leaves it
     told: list[int] = []
-    found, where = Examiner("tiny", replace(SMALL, limit=6)).run(TASK, out, lambda task, done, of: told.append(done))
+    found, where = examine(replace(SMALL, limit=6), TASK, out, lambda task, done, of: told.append(done))
     assert told == [4, 5, 6] and found == whole and where.read_text() == path.read_text() and not part.exists()
 
 
@@ -100,13 +110,64 @@ def test_a_journal_of_other_settings_or_a_damaged_one_is_not_touched(tmp_path: P
 
 
 def test_raw_text_is_recorded_and_asked_without_a_template(tmp_path: Path):
-    examiner = Examiner("tiny", replace(SMALL, template="text"))
-    found, _ = examiner.run(Arithmetic(test_size=5), tmp_path)
+    found, _ = examine(replace(SMALL, template="text"), Arithmetic(test_size=5), tmp_path)
     assert found.setting.template == "text"
     assert all("<|im_start|>" not in item.prompt for item in found.items)
     assert found.items[0].prompt == found.items[0].messages[0]["content"] + "\n\n"
 
 
 def test_a_file_is_named_after_everything_that_decides_the_result():
-    names = {file_name(eval_setting(**c)) for c in ({}, {"seed": 1}, {"grader": "g-2"}, {"knobs": {"x": 1}})}
-    assert len(names) == 4 and all(name.startswith("arithmetic-m-") for name in names)
+    names = {
+        file_name(eval_setting(**c))
+        for c in (
+            {},
+            {"seed": 1},
+            {"grader": "g-2"},
+            {"knobs": {"x": 1}},
+            {"rows": "q"},
+            {"weights": "v"},
+            {"place": "cuda"},
+        )
+    }
+    assert len(names) == 7 and all(name.startswith("arithmetic-m-") for name in names)
+
+
+def test_an_item_whose_grader_failed_is_tried_again(tmp_path: Path):
+    out = tmp_path / "x.json"
+    with Journal(out, eval_setting()) as journal:
+        journal.add(eval_item("a", [1.0]))
+        journal.add(eval_item("b", [None]))
+        assert set(journal.items) == {"a", "b"}
+    with Journal(out, eval_setting()) as journal:
+        assert set(journal.items) == {"a"}
+
+
+def test_one_evaluation_is_made_by_one_process(tmp_path: Path):
+    out = tmp_path / "x.json"
+    with Journal(out, eval_setting()) as journal:
+        journal.add(eval_item("a", [1.0]))
+        with pytest.raises(RunError, match=r"x.json is being made by another process"), Journal(out, eval_setting()):
+            pass
+        journal.add(eval_item("b", [1.0]))
+    with Journal(out, eval_setting()) as journal:
+        assert set(journal.items) == {"a", "b"}
+
+
+def test_other_files_under_the_same_name_are_another_model(tmp_path: Path):
+    folder = tmp_path / "model"
+    shutil.copytree(resolve("tiny"), folder)
+    before = folder_digest(folder)
+    assert before == folder_digest(resolve("tiny"))
+    weights = next(folder.glob("*.safetensors"))
+    content = bytearray(weights.read_bytes())
+    content[len(content) // 2] ^= 1
+    weights.write_bytes(content)
+    assert folder_digest(folder) != before
+
+
+def test_one_long_prompt_shortens_no_others_completion(tmp_path: Path):
+    file = tmp_path / "numbers.jsonl"
+    rows = [{"question": "Count. " * n, "answer": "#### 1"} for n in (1, 150)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found, _ = examine(replace(SMALL, limit=0, max_tokens=0, temperature=1.0), GSM8K(data=str(file)), tmp_path)
+    assert found.setting.sampling["max_tokens"] == 1024 and len(found.items) == 2

@@ -16,7 +16,7 @@ from tests.runs import Grader
 from tests.unit.test_rollout import STOP, prompt, tasks
 
 USER = [40, 41, 42]
-AGAIN = Again(attempts=1, below=0.2, max_tokens=5, cost=0.0, words=("once more",), follow=lambda words: USER)
+AGAIN = Again(attempts=1, below=0.2, max_tokens=5, cost=0.0, words=("once more",), follow=lambda words: [STOP, *USER])
 
 
 def says(request: Request) -> Script:
@@ -107,3 +107,33 @@ def test_the_result_does_not_depend_on_when_the_grader_answers(late):
     made = tasks(scorer=Grader(grade, late), again=AGAIN)
     found = [g.samples for g in roll(ScriptedEngine(says, spell), made, [prompt(0), prompt(1)], 2)]
     assert found == expected
+
+
+def test_a_turn_that_ended_otherwise_is_closed_by_the_template():
+    """By a stop string, say: then the end token is the environment's, and not trained."""
+    odd = replace(AGAIN, follow=lambda words: [3, *USER])
+    (low, _), _ = sampled(odd)
+    assert low[0].tokens == [7, STOP, 3, *USER, 8, 9, STOP]
+    assert low[0].provenance[2] == Provenance.ENVIRONMENT
+
+
+def test_a_round_begins_when_all_are_scored_in_their_order():
+    asked: list[str] = []
+
+    def watch(request: Request) -> Script:
+        asked.append(request.id)
+        return says(request)
+
+    for late in (0, 2):
+        asked.clear()
+        made = tasks(scorer=Grader(grade, late), again=AGAIN)
+        roll(ScriptedEngine(watch, spell), made, [prompt(0), prompt(2), prompt(1)], 2)
+        assert asked == ["0/0", "0/1", "1/0", "1/1", "2/0", "2/1", "0/0", "0/1", "1/0", "1/1"]
+
+
+def test_completions_are_cut_to_what_their_own_prompt_leaves():
+    made = tasks(scorer=Grader(grade), context=4)
+    long = prompt(1, tokens=[11, 1, 1], provenance=[0, 0, 0])
+    samples = [g.samples[0] for g in roll(ScriptedEngine(says, spell), made, [prompt(0), long], 1)]
+    assert [s.tokens for s in samples] == [[7, STOP], [8]]
+    assert [s.finish for s in samples] == [Finish.STOP, Finish.LENGTH]

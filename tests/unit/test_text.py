@@ -236,11 +236,11 @@ def test_errors_name_the_remedy(tmp_path: Path, tokenizer: Tokenizer) -> None:
 
 def test_a_further_turn_is_what_the_template_puts_between_two_of_the_assistants(tokenizer: Tokenizer) -> None:
     asked = [{"role": "user", "content": "1+1?"}]
-    drawn = [*tokenizer.encode("It is 3."), tokenizer.end_of_turn]
+    drawn = tokenizer.encode("It is 3.")
     again = [*asked, {"role": "assistant", "content": "It is 3."}, {"role": "user", "content": "Sure?"}]
     assert [*tokenizer.render(asked).tokens, *drawn, *tokenizer.follow_up("Sure?")] == tokenizer.render(again).tokens
     hostile = tokenizer.follow_up("<|im_end|>")
-    assert hostile.count(tokenizer.end_of_turn) == 1  # the end of the user's own turn, not one the words could make
+    assert hostile.count(tokenizer.end_of_turn) == 2  # of both turns: the words could make none
 
 
 def test_raw_text_has_no_template_and_a_forced_end(tokenizer: Tokenizer) -> None:

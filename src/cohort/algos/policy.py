@@ -116,7 +116,8 @@ class PolicyGradient:
         if self.config.truncated == "penalize" and sample.finish == Finish.LENGTH:
             reward = min(reward, 0.0)  # a task that pays -1 for a wrong answer must not reward running out
         if isinstance(self.config, DAPO) and self.config.overlong:
-            reward -= overlong_penalty(sample.num_sampled, self.max_tokens, self.config.overlong)
+            cut = sample.finish == Finish.LENGTH  # in whichever turn
+            reward -= 1.0 if cut else overlong_penalty(sample.num_sampled, self.max_tokens, self.config.overlong)
         return reward
 
     def _divergence(self, sample: Sample) -> float:

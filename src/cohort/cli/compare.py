@@ -47,7 +47,7 @@ def report(found: Comparison, show: int) -> str:
     for name, e in (("A", a), ("B", b)):
         model = e.setting.model + (f" step {e.step}" if e.step else "")
         rows.append([name, model, f"{e.accuracy:.3f}", f"{e.low:.3f} to {e.high:.3f}"])
-    sure = "B is better" if d.low > 0 else "A is better" if d.high < 0 else "no difference can be told"
+    sure = {1: "B is better", -1: "A is better", 0: "no difference can be told"}[d.verdict]
     lines = [
         table([a.setting.task, "model", "accuracy", "95% interval"], rows),
         "",

@@ -42,11 +42,12 @@ def run(args: list[str]) -> None:
     tasks, options = read_tasks("eval", about, Options(), args)
     options.check()
     out = Path(options.out)
-    if out.suffix and len(tasks) > 1:
+    one_file = out.suffix != "" and not out.is_dir()
+    if one_file and len(tasks) > 1:
         raise ConfigError(f"--out {out} is one file, but there are {len(tasks)} tasks; name a folder.")
-    if out.suffix and out.suffix != ".json":
+    if one_file and out.suffix != ".json":
         raise ConfigError(f"--out {out} must be a folder or end in .json.")
-    if out.suffix and not out.parent.is_dir():
+    if one_file and not out.parent.is_dir():
         raise ConfigError(f'there is no folder "{out.parent}" for --out; make it first.')
     for task in tasks:
         check_packages(task)
@@ -57,10 +58,16 @@ def run(args: list[str]) -> None:
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING, stream=sys.stderr)
     examiner = Examiner(options.model, plain)
     with closing(examiner):
-        for n, task in enumerate(tasks):
-            with progress_bar() as progress:
-                evaluation, path = examiner.run(task, out, progress)
-            print(f"{chr(10) * (n > 0)}{report(evaluation)}\nwrote {path}")
+        exams = [examiner.prepare(task) for task in tasks]
+        try:
+            for n, exam in enumerate(exams):
+                with progress_bar() as progress:
+                    done = examiner.run(exam, out, progress)
+                said = "wrote" if done.fresh else "this was there already:"
+                print(f"{chr(10) * (n > 0)}{report(done.evaluation)}\n{said} {done.path}")
+        except KeyboardInterrupt:
+            print("cohort: stopped; finished problems are kept, the same command goes on", file=sys.stderr)
+            raise
 
 
 @contextmanager

@@ -28,7 +28,15 @@ COMMANDS = {
     "replay": ("RUN --step N [--flags]", "Redo a step's update from its rollouts, with other settings if asked."),
     "bench": ("engine|learner|step", "Measure throughput against the hardware limit."),
 }
-_REPORTED_OS_ERRORS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
+_REPORTED_OS_ERRORS = (
+    errno.ENAMETOOLONG,
+    errno.EFBIG,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.ENOSPC,
+    errno.EDQUOT,
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import keyword
 from itertools import takewhile
 from typing import Annotated, Any, TypeVar
 
@@ -34,6 +35,10 @@ def read_tasks(command: str, about: str, options: T, args: list[str]) -> tuple[l
     if len(set(classes)) < len(classes):
         raise ConfigError(f"a task is named twice: cohort {command} {' '.join(words)}.")
     keys = ["task"] if len(words) == 1 else [cls.name.replace("-", "_") for cls in classes]
+    taken = {f.name for f in dataclasses.fields(options)}  # type: ignore[arg-type]
+    for key in keys:
+        if key in taken or keys.count(key) > 1 or keyword.iskeyword(key):
+            raise ConfigError(f'the name of task "{key}" is taken among these flags; evaluate it by itself.')
     fields: list[Any] = []
     for key, cls in zip(keys, classes, strict=True):
         knobs = tyro.conf.arg(help=(cls.__doc__ or "").strip())

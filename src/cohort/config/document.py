@@ -136,7 +136,7 @@ def diff(a: RunConfig, b: RunConfig) -> dict[str, tuple[Any, Any]]:
     flat = []
     for config in (a, b):
         values = {name: leaf.value for name, leaf in leaves(config).items()}
-        values |= {kind: variant_name(kind, getattr(config, kind)) for kind in ("task", "algo", "engine")}
+        values |= {kind: variant_name(kind, getattr(config, kind)) for kind in ("task", *VARIANTS)}
         flat.append(values)
     old, new = flat
     names = [*old, *(name for name in new if name not in old)]

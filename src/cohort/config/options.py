@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -37,6 +38,8 @@ class EvalOptions:
     min_p: float = 0.0
     max_tokens: int = 0
     """Longest completion; 0 = what the task needs, as far as the model's context allows."""
+    stop: tuple[str, ...] = ()
+    """Stop strings, besides the tokenizer's end-of-turn ids."""
     split: Literal["test", "train"] = "test"
     slots: int = 256
     """Samples decoded at once."""
@@ -55,6 +58,10 @@ class EvalOptions:
         if (self.engine == "server") != bool(self.url):
             need = "--engine server needs --url" if not self.url else "--url has no effect without --engine server"
             raise ConfigError(f"{need}, such as --engine server --url http://localhost:8000.")
+        if self.engine == "server" and (self.device != "auto" or self.dtype != "auto" or self.threads):
+            raise ConfigError("--device, --dtype and --threads have no effect with --engine server; drop them.")
+        if not math.isfinite(self.temperature) or "" in self.stop:
+            raise ConfigError("--temperature must be a finite number, and --stop no empty text.")
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"--top-p is {self.top_p}; it must be above 0 and at most 1.")
         if self.min_p >= 1:

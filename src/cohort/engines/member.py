@@ -21,7 +21,7 @@ class Again:
     max_tokens: int  # of each
     cost: float  # what each takes from the reward
     words: tuple[str, ...]  # one of these is the user's turn
-    follow: Callable[[str], list[int]]  # the tokens from the end of the policy's turn to the start of its next
+    follow: Callable[[str], list[int]]  # the tokens from the end of the policy's turn, its end token first, to its next
 
     @property
     def room(self) -> int:
@@ -40,6 +40,7 @@ class Tasks:
     seed: int
     purpose: str = "train"
     again: Again | None = None
+    context: int = 0  # tokens a sequence may have, where completions are cut to what their prompt leaves; 0 = they fit
 
     def key(self, prompt: Prompt, index: int) -> Key:
         return Key(
@@ -70,6 +71,8 @@ class Member:
         sampling = tasks.sampling
         if self.num_turns and tasks.again is not None:
             sampling = replace(sampling, max_tokens=tasks.again.max_tokens)
+        if 0 < tasks.context < len(self.prompt.tokens) + sampling.max_tokens:
+            sampling = replace(sampling, max_tokens=tasks.context - len(self.prompt.tokens))
         return Request(
             id=id,
             tokens=[*self.prompt.tokens, *self.sample.tokens],
@@ -111,6 +114,8 @@ class Member:
         draws = Draws("again", key.seed, key.purpose, key.task, key.prompt_id, key.visit, key.sample, self.num_turns)
         words = draws.choice(again.words)
         tokens = again.follow(words)
+        if sample.tokens[-1:] == tokens[:1]:  # the policy has ended its turn itself, as the template would
+            tokens = tokens[1:]
         self.history.append({"role": "user", "content": words})
         said = Sample(
             tokens=tokens,

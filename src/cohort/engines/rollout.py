@@ -5,7 +5,7 @@ What comes back does not depend on who finished first: groups keep the order of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from cohort.clock import stage
 from cohort.engines.base import Engine
@@ -13,7 +13,16 @@ from cohort.engines.member import Again, Member, Tasks, answer_of
 from cohort.errors import TrainingStopped
 from cohort.types import NOT_ACCEPTED, Group, Prompt
 
-__all__ = ["Again", "Tasks", "answer_of", "collect", "roll", "stop_if_scoring_is_broken", "stream"]
+__all__ = [
+    "Again",
+    "Tasks",
+    "answer_of",
+    "collect",
+    "roll",
+    "stop_if_many_failed",
+    "stop_if_scoring_is_broken",
+    "stream",
+]
 
 MAX_REFILLS = 10  # rounds of refill before a step goes on with fewer groups
 MAX_FAILED = 0.05  # share of a step's samples that may fail to be scored
@@ -47,39 +56,56 @@ def roll(engine: Engine, tasks: Tasks, prompts: Sequence[Prompt], group_size: in
 
 
 def stream(engine: Engine, tasks: Tasks, prompts: Sequence[Prompt], group_size: int) -> Iterator[tuple[int, Group]]:
-    """The same as they are complete, each with the place of its prompt."""
+    """The same as they are complete, each with the place of its prompt.
+
+    Turns go in rounds: who gets another is asked again when all have been scored, in their order. Otherwise what is
+    sampled together, and with it the last bits of a log-probability, would depend on how quick the graders are.
+    """
     members = {f"{n}/{i}": Member(prompt=p, index=i) for n, p in enumerate(prompts) for i in range(group_size)}
-    for id, member in members.items():
-        engine.submit(member.request(id, tasks))
-    under_way, with_grader = set(members), 0
     missing = [group_size] * len(prompts)
-    while under_way:
+    going_on = list(members)
+    while going_on:
+        for id in going_on:
+            engine.submit(members[id].request(id, tasks))
+        again: set[str] = set()
+        for id in _turn(engine, tasks, members, len(going_on)):
+            if members[id].go_on(tasks):
+                again.add(id)
+                continue
+            n = int(id.partition("/")[0])
+            missing[n] -= 1
+            if not missing[n]:  # nobody needs its members any more: a long evaluation must not keep them all
+                yield n, Group(prompt=prompts[n], samples=[members.pop(f"{n}/{i}").sample for i in range(group_size)])
+        going_on = [id for id in going_on if id in again]
+
+
+def _turn(engine: Engine, tasks: Tasks, members: Mapping[str, Member], num: int) -> Iterator[str]:
+    """One turn of `num` members, sampled and scored: who they are, as they are scored."""
+    with_grader = 0
+    while num:
         events = engine.poll()
         assert events or with_grader, "an engine that has nothing under way has ended every request"
         for event in events:
             if event.sample is not None:
-                answer = members[event.id].answer(event.sample)
-                tasks.scorer.submit(event.id, members[event.id].prompt.row, answer)
+                member = members[event.id]
+                tasks.scorer.submit(event.id, member.prompt.row, member.answer(event.sample))
                 with_grader += 1
         for id, outcome in tasks.scorer.poll(0.0 if events else 1.0):
-            member, n = members[id], int(id.partition("/")[0])
+            members[id].take(outcome, tasks)
             with_grader -= 1
-            member.take(outcome, tasks)
-            if member.go_on(tasks):
-                engine.submit(member.request(id, tasks))
-                continue
-            under_way.remove(id)
-            missing[n] -= 1
-            if not missing[n]:
-                yield n, Group(prompt=prompts[n], samples=[members[f"{n}/{i}"].sample for i in range(group_size)])
+            num -= 1
+            yield id
 
 
 def stop_if_scoring_is_broken(groups: Sequence[Group]) -> None:
     """Errors are not zeros: a few failures are counted and shown, many mean that no number can be trusted."""
-    samples = [s for g in groups for s in g.samples]
-    failed = [s.failure for s in samples if s.failure]
-    if len(failed) > MAX_FAILED * len(samples):
+    failed = [s.failure for g in groups for s in g.samples if s.failure]
+    stop_if_many_failed(failed, sum(len(g.samples) for g in groups), "resume the run")
+
+
+def stop_if_many_failed(failed: Sequence[str], of: int, then: str) -> None:
+    if len(failed) > MAX_FAILED * of:
         raise TrainingStopped(
-            f"{len(failed)} of {len(samples)} samples could not be scored, more than {MAX_FAILED:.0%}; "
-            f"the first: {failed[0]}. Mend the grader, then resume the run"
+            f"{len(failed)} of {of} samples could not be scored, more than {MAX_FAILED:.0%}; "
+            f"the first: {failed[0]}. Mend the grader, then {then}"
         )

@@ -116,6 +116,11 @@ FAMILIES: dict[str, Family] = {
 }
 
 
+def context_of(hf: Mapping[str, Any]) -> int:
+    """Tokens a sequence may have, of any model, by its config.json alone."""
+    return _count(hf, "max_position_embeddings")
+
+
 def check_context(config: ModelConfig, needed: int) -> None:
     """Refuse a run of `needed` tokens a sequence that the model's attention or positions do not cover."""
     if config.sliding_window is not None and needed > config.sliding_window:

@@ -28,9 +28,10 @@ def cached(name: str) -> Path | None:
     if hub is None:
         return None
     try:
-        return Path(hub.snapshot_download(name, allow_patterns=list(WANTED), local_files_only=True))
-    except (OSError, ValueError):  # what is not there, and what is not whole
+        folder = Path(hub.snapshot_download(name, allow_patterns=list(WANTED), local_files_only=True))
+    except (OSError, ValueError):
         return None
+    return folder if _is_whole(folder) else None
 
 
 def fetch(name: str) -> Path:
@@ -46,9 +47,13 @@ def fetch(name: str) -> Path:
             f"{name} could not be fetched from the Hugging Face hub: {why}; check the name and the network, and for a "
             "gated model log in with `hf auth login`"
         ) from error
-    if not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
+    if not _is_whole(folder):
         raise ModelError(f"{name} has no config.json with safetensors weights: it cannot be loaded here")
     return folder
+
+
+def _is_whole(folder: Path) -> bool:
+    return (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
 
 
 def _hub() -> Any:

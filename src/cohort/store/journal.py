@@ -6,8 +6,10 @@ once the evaluation itself is written.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
@@ -29,23 +31,34 @@ class Journal:
     def __enter__(self) -> Journal:
         with disk_errors(self.part):
             self.part.parent.mkdir(parents=True, exist_ok=True)
-            if self.part.exists():
-                self._read()
-            self._file = self.part.open("r+b" if self.part.exists() else "w+b")
-            self._file.truncate(self._size)  # a line that a kill cut off is not there
-            self._file.seek(self._size)
-        if not self._size:
-            self._write(asdict(self.setting))
+            self._file = self.part.open("a+b")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # freed by the kernel, however this process ends
+        except BlockingIOError:
+            self._file.close()
+            raise RunError(f"{self.path} is being made by another process: wait for it, or stop it.") from None
+        try:
+            self._read()
+            with disk_errors(self.part):
+                self._file.truncate(self._size)  # a line that a kill cut off is not there
+            if not self._size:
+                self._write(asdict(self.setting))
+        except BaseException:
+            self._file.close()
+            raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._file.close()
+        with suppress(OSError):  # what could not be written has been said, and flushing it again would hide that
+            self._file.close()
 
     def add(self, item: EvalItem) -> None:
+        """One whose grader failed is not kept: the next call tries it again."""
         self.items[item.id] = item
-        self._write(asdict(item))
+        if not any(answer.failure for answer in item.answers):
+            self._write(asdict(item))
 
     def finish(self, evaluation: Evaluation) -> None:
         """Write the evaluation; the journal has done its work."""

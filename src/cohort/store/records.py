@@ -55,11 +55,14 @@ class EvalSetting:
     num_problems: int
     num_samples: int  # per problem
     model: str
+    weights: str  # a digest of its files; "" = of the run, or the server's affair
     knobs: dict[str, Any]  # the task's
+    rows: str  # a digest of the problems, their answers and how they are asked
     grader: str  # a digest of the grader's code: evaluations under another one cannot be compared
     template: str  # "chat" or "text"
     engine: str
-    sampling: dict[str, float]
+    place: str  # device and type of numbers, or the server's address
+    sampling: dict[str, Any]
     seed: int
     step: int = 0  # of a run
 

@@ -26,6 +26,7 @@ from cohort.types import Answer, Message, Outcome, Row
 T = TypeVar("T")
 
 MAX_REASON = 500
+USUAL_TOKENS = 256  # of a completion, where a task does not say how many it needs
 OVER_LIMIT = "over the grader's work limit"  # the reason of an answer that is too much work to check
 BUILT_IN = {
     "aime24": "cohort.tasks.mathematics",
@@ -60,6 +61,7 @@ class Task(Protocol):
     work_seconds: ClassVar[float]
     """An answer on which the grader works longer than this, or for which it runs out of memory, is wrong: for graders
     whose work depends on the answer. 0 = no such promise: that is a failure of the grader."""
+    max_tokens: ClassVar[int]  # what a completion may need, in evaluations that do not say
     packages: ClassVar[Mapping[str, str]]
     """Modules that grading imports beyond Cohort's own needs, and what to install for each: looked for when a scoring
     pool is made, imported by its workers before they take answers."""
@@ -106,7 +108,10 @@ def task(name: str) -> Callable[[type[T]], type[T]]:
         if not isinstance(work_seconds, int | float) or not 0 <= work_seconds < math.inf:
             raise TaskError(f'task "{name}": its work_seconds is {work_seconds!r}, not a number of seconds')
         vars_ = {"name": name, "accuracy": accuracy, "parts": parts, "_source": _source_file(cls)}
-        vars_ |= {"work_seconds": float(work_seconds), "packages": packages}
+        max_tokens = getattr(cls, "max_tokens", USUAL_TOKENS)
+        if not isinstance(max_tokens, int) or max_tokens < 1:
+            raise TaskError(f'task "{name}": its max_tokens is {max_tokens!r}, not a number of at least 1')
+        vars_ |= {"work_seconds": float(work_seconds), "packages": packages, "max_tokens": max_tokens}
         for key, value in vars_.items():
             setattr(cls, key, value)
         known = _registry.get(name) or (name in BUILT_IN and cls.__module__ != BUILT_IN[name])

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import hashlib
+import importlib.metadata
 import importlib.util
 import json
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -63,19 +66,39 @@ def _restore(value: Any, knob: dataclasses.Field[Any]) -> Any:
 
 
 def grader_digest(task: Task) -> str:
-    """Names the code that scores this task: its own module, and what that takes from other task modules."""
+    """Names the code that scores this task: its module, what that imports of the tasks and from its own folder, and
+    the versions of the packages it needs."""
     waiting, sources = [type(task).__module__], {}
+    home = Path(getattr(sys.modules[waiting[0]], "__file__", None) or "").parent
     while waiting:
         name = waiting.pop()
-        module = sys.modules.get(name)
-        file = getattr(module, "__file__", None)
-        if name in sources or module is None or file is None:
+        file = Path(getattr(sys.modules.get(name), "__file__", None) or "")
+        own = name.startswith("cohort.tasks.") or (file.is_file() and file.parent == home)
+        if name in sources or not own or name in ("cohort.tasks.base", __name__) or not file.is_file():
             continue
-        sources[name] = Path(file).read_bytes()
-        origins = {getattr(value, "__module__", None) or "" for value in vars(module).values()}
-        waiting += [o for o in origins if o.startswith("cohort.tasks.") and o not in ("cohort.tasks.base", __name__)]
-    joined = b"\0".join(sources[name] for name in sorted(sources))
+        sources[name] = file.read_bytes()
+        waiting += _imported(sources[name])
+    versions = [f"{module} {_version(module)}" for module in sorted(task.packages)]
+    joined = b"\0".join([*(sources[name] for name in sorted(sources)), *map(str.encode, versions)])
     return f"{task.name}-{hashlib.sha256(joined).hexdigest()[:12]}"
+
+
+def _imported(source: bytes) -> Iterator[str]:
+    """The names that a module imports, each perhaps a module."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def _version(module: str) -> str:
+    names = importlib.metadata.packages_distributions().get(module, [module])
+    try:
+        return importlib.metadata.version(names[0])
+    except importlib.metadata.PackageNotFoundError:
+        return "?"
 
 
 def load_file(path: str | Path) -> ModuleType:

@@ -92,7 +92,7 @@ class TaskStream:
 
     def held_out(self, n: int = 0, split: str = "test") -> list[Prompt]:
         """The first n prompts of a split in its own order, 0 = all; the cursor stays."""
-        rows = load_rows(self.task, split)
+        rows = self._rows if split == self.split else load_rows(self.task, split)
         if n > len(rows):
             raise ConfigError(
                 f'task "{self.task.name}" has {len(rows)} {split} rows, fewer than the {n} that are asked for '

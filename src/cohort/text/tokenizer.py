@@ -133,7 +133,7 @@ class Tokenizer:
         return Rendered(tokens=[*opening, *encoding.ids], provenance=provenance, forced_text=forced)
 
     def follow_up(self, words: str) -> list[int]:
-        """The tokens of a user's turn, from the end token of the assistant's turn before it to the assistant's next.
+        """The tokens from the end token of an assistant's turn, through a user's turn, to the assistant's next.
 
         What the assistant said is not rendered again: its tokens stay what they were.
         """
@@ -145,12 +145,9 @@ class Tokenizer:
         _, found, rest = text.partition(tag)
         if not found:
             raise ModelError("the chat template drops what the assistant said before: there can be no further turn")
-        ends = [
-            t.spelling for t in self._markup.tokens if t.id in self.stop_ids and rest.lstrip().startswith(t.spelling)
-        ]
-        if not ends:
+        rest = rest.lstrip()
+        if not any(t.id in self.stop_ids and rest.startswith(t.spelling) for t in self._markup.tokens):
             raise ModelError("the chat template does not end the assistant's turn: there can be no further turn")
-        rest = rest.lstrip().removeprefix(max(ends, key=len))  # the policy has drawn it itself
         rest = self._markup.restore(self._markup.replace(rest, mark), guard)
         return self._core(mark).encode(rest, add_special_tokens=False).ids
 

@@ -22,6 +22,7 @@ import torch
 from cohort import checkpoint, clock
 from cohort.checkpoint import Checkpoint
 from cohort.config.document import variant_name
+from cohort.config.flags import leaves, show
 from cohort.config.schema import RunConfig
 from cohort.disk import readable_size, write_atomic
 from cohort.errors import RunError
@@ -310,11 +311,26 @@ class Run:
         task, model = variant_name("task", config.task), path / "checkpoints" / checkpoint.name(self.step) / "model"
         longer = [program(), "resume", str(path), "--steps", str(2 * config.steps)]
         commands = [
-            [program(), "eval", task, "--model", str(model)],
+            [program(), "eval", task, "--model", str(model), *self._eval_flags()],
             [program(), "export", str(path), f"{path.name}-model"],
             [program(), "train", "tiny_countdown"] if config.recipe == "quickstart" else longer,
         ]
         return [shlex.join(command) for command in commands]
+
+    def _eval_flags(self) -> list[str]:
+        """What makes an evaluation outside the run like those in it, as far as it is not the default."""
+        c, flags = self.config, []
+        if c.template != "chat":
+            flags += ["--template", c.template]
+        if c.eval.temperature != 1.0:
+            flags += ["--temperature", f"{c.eval.temperature:g}"]
+        if c.sampling.max_tokens != c.task.max_tokens:
+            flags += ["--max-tokens", str(c.sampling.max_tokens)]
+        for name, leaf in leaves(c.task, "task.").items():
+            default = getattr(type(c.task), name.removeprefix("task."), None)
+            if leaf.value != default and not isinstance(leaf.value, tuple):
+                flags.append(f"{show(name)}={leaf.value}")
+        return flags
 
     def _card(self, summary: Summary) -> str:
         accelerator = torch.cuda.get_device_name(0) if torch.cuda.is_available() else ""

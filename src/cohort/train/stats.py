@@ -106,7 +106,7 @@ def _rewards(scored: list[Sample]) -> dict[str, float]:
 def _lengths(samples: list[Sample]) -> dict[str, float]:
     lengths: dict[str, list[float]] = defaultdict(list)
     for sample in samples:
-        lengths[str(sample.finish)].append(len(sample.tokens))
+        lengths[str(sample.finish)].append(sample.num_sampled)
     every = [n for values in lengths.values() for n in values]
     metrics = {"length/mean": _mean(every), "length/max": max(every)}
     for finish, values in sorted(lengths.items()):
