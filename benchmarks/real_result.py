@@ -4,7 +4,7 @@
 
 The recipe runs as `cohort train` would; after `--minutes` of training (evaluations not counted) it is asked to stop, as
 by Ctrl-C, and saves. Before and after are `cohort eval TASK` on the whole test split under the same settings: greedily
-(--greedy) or at temperature 1, and with --samples N also avg@N and pass@k at temperature 1. Flags that are not known here
+(--greedy) or at temperature 1, and with --samples N also avg@N and pass@k at temperature 1. Flags not known here
 go to the recipe. Writes result.json, the run's config, metrics and curves, and both evaluations.
 """
 

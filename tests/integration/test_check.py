@@ -61,7 +61,16 @@ def test_the_quickstart_passes_with_a_line_a_check(capsys: pytest.CaptureFixture
     assert {line.split()[1].split("/")[0] for line in lines} == {"reward", "update", "plan"}
 
 
-@pytest.mark.parametrize("name", sorted(set(RECIPES) - {"quickstart"}))
+def different_recipes() -> list[str]:
+    """One of those that differ in their model and adapters alone: here the bundled model takes its place."""
+    seen: dict[str, str] = {}
+    for name, make in sorted(RECIPES.items()):
+        config = make()
+        seen.setdefault(repr((config.task, config.turns, config.reward, config.algo)), name)
+    return sorted(set(seen.values()) - {"quickstart"})
+
+
+@pytest.mark.parametrize("name", different_recipes())
 def test_no_built_in_recipe_raises_an_alarm(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -69,7 +69,8 @@ def test_train_ends_with_the_result_the_place_and_three_commands(original: Path)
     assert interval.startswith("95% intervals ")
     assert place == f"run runs/{original.name}"
     assert commands == [
-        f"next cohort eval arithmetic --model runs/{original.name}/checkpoints/step-000006/model",
+        f"next cohort eval arithmetic --model runs/{original.name}/checkpoints/step-000006/model"
+        " --max-tokens 24 --task.train-size=24 --task.test-size=12",
         f"     cohort export runs/{original.name} {original.name}-model",
         "     cohort train tiny_countdown",
     ]

@@ -86,7 +86,8 @@ def test_a_task_of_ones_own_is_trained_resumed_and_evaluated(write: Callable[[st
     done = cohort("resume", run, "--steps", "3", at=elsewhere)
     assert done.returncode == 0, done.stderr
     assert (run / "checkpoints" / "step-000003").is_dir()
-    assert f"next cohort eval {file}:sums --model {run}/checkpoints/step-000003/model" in done.stdout.splitlines()
+    again = f"next cohort eval {file}:sums --model {run}/checkpoints/step-000003/model --max-tokens 16"
+    assert again in done.stdout.splitlines()
     flags = shlex.split("--max-tokens 16 --threads 1 --out e.json")
     done = cohort(
         "eval", "my_task.py:sums", "--model", run / "checkpoints" / "step-000003" / "model", *flags, at=tmp_path

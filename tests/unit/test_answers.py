@@ -39,7 +39,7 @@ ARITHMETIC = [
     ("<answer>`1200`</answer>", 1, 1, ""),
     ("<answer>**1200.**</answer>", 1, 1, ""),
     ("<answer>1200*</answer>", 0, 1, "not a number"),
-    ("<answer>****</answer>", 0, 1, "not a number"),
+    ("<answer>****</answer>", 0, 0, "not a number"),
     ("<answer>3*400 = 1200</answer>", 1, 1, ""),
     ("<answer>x = 1200.</answer>", 1, 1, ""),
     ("<answer>\\(1200\\)</answer>", 1, 1, ""),
@@ -75,7 +75,24 @@ ARITHMETIC = [
     ("<answer>nan</answer>", 0, 1, "not a number"),
     ("<answer>12,00</answer>", 0, 1, "misplaced comma"),
     ("<answer>1,2,0,0</answer>", 0, 1, "misplaced comma"),
-    ("<answer></answer>", 0, 1, "not a number"),
+    ("<answer></answer>", 0, 0, "not a number"),  # a tag with nothing to read in it has no format
+    ("<answer>?</answer>", 0, 0, "not a number"),
+    ("<answer>\u200b</answer>", 0, 0, "not a number"),
+    ("<answer>\u3164</answer>", 0, 0, "not a number"),  # a letter that nobody sees
+    ("<answer> \n </answer>", 0, 0, "not a number"),
+    ("<answer>\\boxed{}</answer>", 0, 1, "not a number"),
+    # ---- thoughts are not answers
+    ("<think><answer>1200</answer>", 0, 0, "thoughts do not end"),
+    ("<think><answer>1200</answer></think>", 0, 0, "no closed answer tag"),
+    ("<think>\\boxed{1200}</think>", 0, 0, "no answer tag"),
+    ("<think>\\boxed{1200}", 0, 0, "thoughts do not end"),
+    ("<think>3*400", 0, 0, "thoughts do not end"),
+    ("<think>a</think><think><answer>1200</answer>", 0, 0, "thoughts do not end"),
+    ("<answer>1200</answer></think>", 0, 0, "no closed answer tag"),  # the prompt opened the thoughts
+    ("3*400</think><answer>1200</answer>", 1, 1, ""),
+    ("<think>3*400</think>\n<answer>1200</answer><think>sure?", 1, 1, ""),
+    ("<think><answer>7</answer></think><answer>1200</answer>", 1, 0, ""),
+    ("<think><answer>1200</answer></think><answer>7</answer>", 0, 0, "wrong value"),
     ("<answer>" + "1" * (MAX_DIGITS + 1) + "</answer>", 0, 1, "digits"),
     ("<answer>" + "1" * (MAX_CHARS + 1) + "</answer>", 0, 1, "longer than"),
     ("1200", 0, 0, "no answer tag"),
@@ -116,11 +133,37 @@ COUNTDOWN = [
     ("3*8*(2-1)+0", 0, "not exactly the given numbers"),
     ("3+8+2+1", 0, "misses the target"),
     ("3*8*(2-1)=25", 0, "which it is not"),
-    ("24 = 3*8*(2-1)", 0, "not exactly the given numbers"),
+    ("24 = 3*8*(2-1)", 1, ""),  # the target first
+    ("24 = 3*8*(2-1) = 24", 1, ""),
+    ("24 = 24 = 3*8*(2-1)", 0, "not exactly the given numbers"),
+    ("24 = 24", 0, "not exactly the given numbers"),
+    ("25 = 3*8*(2-1)", 0, 'it says "= 25"'),
+    ("24 = 3*8", 0, "not exactly the given numbers"),
+    ("20+4 = 3*8*(2-1)", 0, "not exactly the given numbers"),
+    ("24 = 3+8+2+1", 0, 'it says "= 24"'),
+    ("3*8*(2-1) (=24)", 1, ""),
+    ("3*8*(2-1) ( = 24 ).", 1, ""),
+    ("3*8*(2-1) (=25)", 0, 'it says "= 25"'),
+    ("3*8 (=24) * (2-1)", 0, "not closed"),
     ("3*8*(2-1) = ?", 0, "which it is not"),
     ("38-12-2", 0, "not exactly the given numbers"),
     ("3 8 * 2 1", 0, "unexpected '8'"),
-    ("3*8(2-1)", 0, "unexpected '('"),
+    ("3*8(2-1)", 1, ""),  # a product without a sign, before a parenthesis
+    ("(2-1)(3*8)", 1, ""),
+    ("8 (2-1) * 3", 1, ""),
+    ("(2-1)3*8", 0, "unexpected '3'"),
+    ("3 x 8 x (2 - 1)", 1, ""),
+    ("3x8x(2-1)", 1, ""),
+    ("3 X 8 X (2 - 1)", 1, ""),
+    ("(2 - 1) x 8 x 3", 1, ""),
+    ("x*8*(2-1)", 0, "unexpected character 'x'"),
+    ("3 xx 8*(2-1)", 0, "unexpected character 'x'"),
+    ("3*8*(2-1) x", 0, "unexpected character 'x'"),
+    ("[2-1]*8*3", 1, ""),
+    ("3[8(2-1)]", 1, ""),
+    ("[2-1)*8*3", 0, "not closed"),
+    ("(2-1]*8*3", 0, "not closed"),
+    ("8/3(2+1)", 0, "misses the target"),  # from the left, and so the 3 divides only the 8
     ("3**8**2**1", 0, "'**' is not allowed"),
     ("3*8//(2-1)", 0, "'//' is not allowed"),
     ("3*8^(2-1)", 0, "unexpected character"),
@@ -155,9 +198,34 @@ def test_arithmetic_answers(text: str, correct: int, form: int, reason: str) -> 
 def test_countdown_answers(text: str, correct: int, reason: str) -> None:
     row = {"id": "0", "nums": [3, 8, 2, 1], "target": 24}
     outcome = grade(Countdown(), row, plain_answer(f"<answer>{text}</answer>"))
-    assert outcome.parts == {"correct": correct, "format": 1}
+    assert outcome.parts == {"correct": correct, "format": float(text != "")}
     assert reason in outcome.reason
     assert bool(outcome.reason) == (correct == 0)
+
+
+# the answers of a model as it wrote them; 44 19 35 have to make 98, or 26 88 44 33 to make 85
+@pytest.mark.parametrize(
+    ("text", "nums", "correct", "form"),
+    [
+        ("<think>44+19</think><answer>44+19+35</answer>", [44, 19, 35], 1, 1),
+        ("<think><answer>44+19+35</answer>", [44, 19, 35], 0, 0),
+        ("<think><answer>44+19+35</answer></think>", [44, 19, 35], 0, 0),
+        ("<answer>98 = 44 + 19 + 35</answer>", [44, 19, 35], 1, 1),
+        ("<answer>[44+19]+35</answer>", [44, 19, 35], 1, 1),
+        ("<answer>44+19+35 (=98)</answer>", [44, 19, 35], 1, 1),
+        ("<answer>98 = 98</answer>", [44, 19, 35], 0, 1),
+        ("<answer>26(88/44) + 33</answer>", [26, 88, 44, 33], 1, 1),
+        ("<answer>26 x (88/44) + 33</answer>", [26, 88, 44, 33], 1, 1),
+        ("<answer>26\\left(\\frac{88}{44}\\right) + 33</answer>", [26, 88, 44, 33], 1, 1),
+        ("<answer>26(2) + 33</answer>", [26, 88, 44, 33], 0, 1),
+        ("<answer></answer>", [44, 19, 35], 0, 0),
+        ("<answer>?</answer>", [44, 19, 35], 0, 0),
+        ("<answer>\u200b</answer>", [44, 19, 35], 0, 0),
+    ],
+)
+def test_countdown_completions(text: str, nums: list[int], correct: int, form: int) -> None:
+    row = {"id": "0", "nums": nums, "target": 98 if len(nums) == 3 else 85}
+    assert grade(Countdown(), row, plain_answer(text)).parts == {"correct": correct, "format": form}
 
 
 @pytest.mark.parametrize(

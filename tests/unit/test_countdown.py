@@ -226,3 +226,6 @@ def test_a_prompt_may_end_with_an_open_thought_to_continue() -> None:
         conversation=[],
     )
     assert grade(task, row, forced).parts == {"correct": 1.0, "format": 1.0}
+    for text in (f" <answer>{row['solution']}</answer>", f" <answer>{row['solution']}</answer></think>"):
+        never = replace(forced, text=text, full=opened["content"] + text)  # answered among its thoughts alone
+        assert grade(task, row, never).parts == {"correct": 0.0, "format": 0.0}

@@ -65,6 +65,10 @@ def test_some_followed() -> None:
         ("whole", ""),
         ("whole", " \n "),
         ("whole", "<think>a plan</think>\n"),
+        ("whole", "\u200b"),
+        ("whole", "\u200b\u2060\ufeff \x00\u034f"),
+        ("whole", "\u115f\u1160\u3164\uffa0" * 4),
+        ("tags", "<think>a plan</think><answer>\u200b</answer>"),
         ("tags", ""),
         ("tags", "<think>a plan</think>"),
         ("tags", "<think>a plan</think><answer> </answer>"),
@@ -96,7 +100,13 @@ def test_thinking_is_taken_off(text: str, followed: int, why: str) -> None:
         ('<think>owl, hm</think><answer>"The owl."</answer>', 1.0, 1.0, 1.0),
         ('<answer>\n"The owl."\n</answer>', 1.0, 1.0, 0.0),
         ('<think>a</think><think>b</think><answer>"The owl."</answer>', 1.0, 1.0, 0.0),
-        ('<think>a<answer>"The owl."</answer>', 1.0, 1.0, 0.0),
+        ('<think>a<answer>"The owl."</answer>', 1.0, 0.0, 0.0),
+        ('<think>a<answer>"The owl."</answer></think>', 1.0, 0.0, 0.0),
+        ('<answer>"The owl."</answer><think>a</think>', 1.0, 0.0, 0.0),
+        ('<think></think><answer>"The owl."</answer>', 1.0, 1.0, 0.0),
+        ('<think> \u200b.</think><answer>"The owl."</answer>', 1.0, 1.0, 0.0),
+        ("<think>a</think><answer>.</answer>", 0.0, 0.0, 0.0),
+        ("<think>a</think><answer></answer>", 0.0, 0.0, 0.0),
         ('<answer>"An owl."</answer><answer>"The owl."</answer>', 0.0, 0.0, 0.0),
         ('<think>a</think>"The owl."', 0.0, 0.0, 0.0),
         ('</answer>"The owl."<answer>', 0.0, 0.0, 0.0),
@@ -383,11 +393,25 @@ def test_nothing_of_ifeval_is_trained_on() -> None:
 
 
 @needs_data
+def test_generated_prompts_share_no_wording_with_ifeval() -> None:
+    """Not 30 characters in a row, whatever their case."""
+    size = 30
+    lines = (row["prompt"].lower() for row in load_rows(IFEval(), "test"))
+    tested = {text[i : i + size] for text in lines for i in range(len(text) - size + 1)}
+    for index in range(3000):
+        text = make_prompt(index)["prompt"].lower()
+        assert not [part for i in range(len(text) - size + 1) if (part := text[i : i + size]) in tested], index
+
+
+@needs_data
 @pytest.mark.parametrize("train", ["generated", "keywords"])
 @pytest.mark.parametrize("answer", ["whole", "tags"])
 def test_self_check(train: Any, answer: Any) -> None:
     checked = self_check(IFEval(train=train, answer=answer), num_rows=40)
     assert checked.num_rows == checked.num_gold == 80
+
+
+MARKS = "<<A>> " + "[1] " * 6 + "*1* " * 5 + "P.S. P.P.S " + " ".join(f"Section {n}" for n in range(1, 6))
 
 
 @pytest.mark.parametrize(
@@ -399,10 +423,20 @@ def test_self_check(train: Any, answer: Any) -> None:
         ("a b a b a b a b a b", True),
         ("Write a poem about rain, in capitals.", True),  # the prompt
         ("Write a poem about rain, in capitals. Yes.", True),  # and hardly more
+        ("1", True),
+        ('"1"', True),
+        ("x", True),
+        (MARKS, True),
+        ("<think>RAIN FALLS ON THE ROOF ALL NIGHT", True),  # thoughts that never end
+        ("<think>a</think><think>RAIN FALLS ON THE ROOF ALL NIGHT", True),
+        ("RAIN CAPITALS POEM ABOUT WRITE", True),  # words of the prompt in another order
         ("RAIN FALLS ON THE ROOF ALL NIGHT", False),
+        ("RAIN FALLS ON THE ROOF ALL NIGHT <think>good?", False),
+        ("<think>a plan</think>RAIN FALLS ON THE ROOF ALL NIGHT", False),
         ("Write a poem about rain, in capitals. RAIN FALLS ALL NIGHT", False),
         ("My answer is no.", False),
         ("雨が屋根に降り続ける静かな夜だ", False),
+        ("बारिश पूरी रात छत पर गिरती रही", False),
     ],
 )
 def test_text_that_says_nothing_is_no_effort(text: str, hollow: bool) -> None:
@@ -411,3 +445,22 @@ def test_text_that_says_nothing_is_no_effort(text: str, hollow: bool) -> None:
     parts = grade(IFEval(), row, plain_answer(text)).parts
     assert parts["effort"] == (-1.0 if hollow else 0.0)
     assert parts["prompt_strict"] == float("," not in text)  # the published verdict stays
+
+
+@pytest.mark.parametrize(
+    ("text", "effort"),
+    [
+        ('<think>a</think><answer>"The owl is awake."</answer>', 0.0),
+        ('<think>a<answer>"The owl is awake."</answer>', -1.0),
+        ('<think>a<answer>"The owl is awake."</answer></think>', -1.0),
+        ("<think>a</think><answer>owl</answer>", -1.0),
+    ],
+)
+def test_an_answer_among_thoughts_is_no_effort(text: str, effort: float) -> None:
+    assert scored(text, answer="tags").parts["effort"] == effort
+
+
+def test_a_keyword_that_is_one_letter_is_no_effort() -> None:
+    row = {**ROW, "instruction_id_list": ["keywords:existence"], "kwargs": [{"keywords": ["x"]}]}
+    parts = scored("x", row, train="keywords").parts
+    assert (parts["prompt_strict"], parts["effort"]) == (1.0, -1.0)
