@@ -76,7 +76,7 @@ test-kernels: $(KERNELS_READY)
 
 # The engines that sample with vLLM, against vLLM itself: in process, and as a server.
 test-vllm: $(VLLM_READY)
-	PYTHONPATH=src OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -o addopts="--strict-markers --strict-config --import-mode=importlib -ra" --durations 10 tests/vllm
+	PYTHONPATH=src OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -o addopts="--strict-markers --strict-config --import-mode=importlib -ra" --durations 10 tests/with_vllm
 
 lint: $(READY)
 	$(VENV)/bin/ruff check .

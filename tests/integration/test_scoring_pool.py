@@ -122,10 +122,13 @@ class Bounded(Wild):
     def aborts(self, row): os.abort()
     def runs(self, row):
         while True: pass
-    def burns_once(self, row):
-        if len(seen) > 1: self.runs(row)
     def burns_then_raises(self, row):
         if len(seen) > 1: self.runs(row)
+        raise ValueError("my own bug")
+    def aborts_once(self, row):
+        if len(seen) > 1: os.abort()
+    def aborts_then_raises(self, row):
+        if len(seen) > 1: os.abort()
         raise ValueError("my own bug")
     def killed(self, row): os.kill(os.getpid(), signal.SIGKILL)
 
@@ -212,7 +215,7 @@ def bounded(file: str, workers: int = 1, seconds: float = 1.0) -> ScoringPool:
 OVER = Outcome(parts={"correct": 0.0, "format": 0.25}, reason="over the grader's work limit of 0.2 s")
 
 
-@pytest.mark.parametrize("deed", ["runs", "hangs_in_c", "sleeps", "eats", "overflows", "aborts"])
+@pytest.mark.parametrize("deed", ["runs", "hangs_in_c", "sleeps", "eats", "overflows", "aborts", "burns_then_raises"])
 def test_too_much_work_is_the_answers_doing(file: str, deed: str) -> None:
     """Where the task says so: the score of an empty answer, counted apart from failures, its neighbours unharmed."""
     with bounded(file) as pool:
@@ -231,7 +234,7 @@ def test_too_much_work_is_the_answers_doing(file: str, deed: str) -> None:
         ("exits", "process exited with 3"),
         ("killed", "process was ended by SIGKILL"),  # by whom cannot be known: the machine may be out of memory
         ("garbles", "wrote into the scoring protocol"),
-        ("burns_then_raises", "my own bug"),  # too much work once is not enough
+        ("aborts_then_raises", "my own bug"),  # too much memory once is not enough
     ],
 )
 def test_a_work_limit_excuses_no_other_failure(file: str, deed: str, failure: str) -> None:
@@ -242,9 +245,9 @@ def test_a_work_limit_excuses_no_other_failure(file: str, deed: str, failure: st
         assert [outcomes[i].reason for i in (0, 2)] == ["t0", "t2"]
 
 
-def test_an_answer_that_is_too_much_work_once_is_scored_by_the_second_try(file: str) -> None:
+def test_an_answer_that_is_out_of_memory_once_is_scored_by_the_second_try(file: str) -> None:
     with bounded(file) as pool:
-        outcomes = pool.score(items("nothing", "burns_once"))
+        outcomes = pool.score(items("nothing", "aborts_once"))
         assert [o.reason for o in outcomes] == ["t0", "t1"]
         assert (pool.num_over_limit, pool.num_failures, pool.num_restarts) == (0, 0, 1)
 

@@ -1,12 +1,14 @@
-"""The parts of the scoring boundary that need no process; test_scoring_pool.py attacks the whole."""
+"""The parts of the scoring boundary, and its CPU limit; test_scoring_pool.py attacks the whole."""
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 
 from cohort.errors import TaskError
+from cohort.scoring.pool import ScoringPool
 from cohort.scoring.process import worker_environment
 from cohort.scoring.wire import MAX_FAILURE, Hello, Item, Limits, Ready, Reply
 from cohort.scoring.worker import Printed, describe, score_item
@@ -119,6 +121,42 @@ def test_a_work_limit_is_a_number_of_seconds(seconds: object) -> None:
 
 def test_a_task_has_no_work_limit_unless_it_says_so() -> None:
     assert (Arithmetic().work_seconds, dict(Arithmetic().packages)) == (0.0, {})
+
+
+BURNS = """
+import os, signal
+from cohort.tasks.base import Verdict, task
+
+@task("burns")
+class Burns:
+    work_seconds = 0.2
+    def rows(self, split): yield {"id": "0"}
+    def prompt(self, row): return [{"role": "user", "content": "?"}]
+    def score(self, row, answer):
+        if answer.text:
+            with open(row["tries"], "a") as f: f.write("x")
+        if answer.text == "burn":
+            while True: pass
+        if answer.text == "abort": os.abort()
+        if answer.text in ("SIGPROF", "SIGXCPU"): os.kill(os.getpid(), getattr(signal, answer.text))
+        return Verdict({"correct": 0}, "")
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "num_tries"), [("burn", 1), ("SIGPROF", 1), ("SIGXCPU", 1), ("abort", 2), ("else", 1)]
+)
+def test_what_uses_up_its_cpu_time_is_not_tried_again(tmp_path: Path, text: str, num_tries: int) -> None:
+    """A worker that ends otherwise may have been the machine's doing: that answer has a second try."""
+    (tmp_path / "burns.py").write_text(BURNS)
+    row = {"id": "0", "tries": str(tmp_path / "tries")}
+    with ScoringPool(TaskRef(name="burns", path=str(tmp_path / "burns.py"))) as pool:
+        (outcome,) = pool.score([(row, plain_answer(text))])
+        restarts = 0 if text == "else" else num_tries
+        assert (pool.num_over_limit, pool.num_failures, pool.num_restarts) == (int(text != "else"), 0, restarts)
+    assert outcome.parts == {"correct": 0.0}
+    assert outcome.reason == ("" if text == "else" else "over the grader's work limit of 0.2 s")
+    assert (tmp_path / "tries").read_text() == "x" * num_tries
 
 
 def test_the_environment_is_an_allow_list(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,8 +4,9 @@ Two kinds of trouble are kept apart. What the answer causes is the grader's verd
 What befalls the grader (it raised, hung, ran out of memory, its process died) is a failure: the answer is
 tried once more on a worker started afterwards, then reported as `Outcome(failure=...)`, which is not a score.
 
-Where a task says that its work depends on the answer (`work_seconds`), too much work is what the answer causes: if both
-tries run out of time or memory, the outcome is the score of an empty answer, with the reason, and is counted.
+Where a task says that its work depends on the answer (`work_seconds`), too much work is what the answer causes: if it
+uses up that CPU time once, or runs out of time or memory in both tries, the outcome is the score of an empty answer,
+with the reason, and is counted.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ class Trouble:
 
     reason: str
     exhausted: bool = False  # it ran out of time or memory
+    over_limit: bool = False  # it used up its CPU time: no other try, and no quieter machine, would need less
 
 
 def default_workers(task: Task) -> int:
@@ -71,7 +73,7 @@ class ScoringPool:
         self._waiting: deque[Item] = deque()
         self._again: deque[tuple[int, Item]] = deque()  # to be retried, by a worker of at least this serial
         self._retried: dict[int, bool] = {}  # item number -> whether its first trouble was too much work
-        self._emptied: set[int] = set()  # items that were too much work twice: an empty answer stands in for theirs
+        self._emptied: set[int] = set()  # items found to be too much work: an empty answer stands in for theirs
         self._work_seconds = 0.0  # the task's, once a worker has said it
         self._done: list[tuple[str, Outcome]] = []
         self._errors: deque[TaskError] = deque()
@@ -232,7 +234,9 @@ class ScoringPool:
     def _bury(self, index: int, worker: Worker, trouble: Trouble | None) -> None:
         """Replace a worker that is in trouble, or (None) dead."""
         end = worker.kill()
-        trouble = trouble or Trouble(f"the grader's process {end.how}", end.exhausted)
+        trouble = trouble or Trouble(
+            f"the grader's process {end.how}", end.exhausted, over_limit=end.over_limit
+        )
         self.num_restarts += 1
         first = worker.items.popleft() if worker.items and worker.ready else None
         # only the first was begun; the others go back to the front, in their order, with a clean record
@@ -254,15 +258,17 @@ class ScoringPool:
     def _fail(self, item: Item, trouble: Trouble, serial: int | None = None) -> None:
         """A first failure is tried again, on a worker not yet started unless `serial` is fresh already.
 
-        What is too much work then too is given up for an empty answer, which any worker may score.
+        What is over its CPU limit, or too much work then too, gives way to an empty answer, which any worker may score.
         """
         too_much = trouble.exhausted and self._work_seconds > 0
-        if item.number not in self._retried:
-            self._retried[item.number] = too_much
-            self._again.append((self._next_serial + 1 if serial is None else serial, item))
-        elif too_much and self._retried[item.number] and item.number not in self._emptied:
+        proven = too_much and (trouble.over_limit or self._retried.get(item.number, False))
+        if proven and item.number not in self._emptied:
+            self._retried[item.number] = True
             self._emptied.add(item.number)
             self._again.append((0, replace(item, answer=plain_answer(""))))
+        elif item.number not in self._retried:
+            self._retried[item.number] = too_much
+            self._again.append((self._next_serial + 1 if serial is None else serial, item))
         else:
             self.num_failures += 1
             self._finish(item, Outcome(failure=trouble.reason))

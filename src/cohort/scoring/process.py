@@ -40,6 +40,7 @@ class End:
 
     how: str
     exhausted: bool = False  # by too much work of its own
+    over_limit: bool = False  # of CPU time
 
 
 class Worker:
@@ -142,4 +143,5 @@ class Worker:
         if not already:
             return End("was killed")
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
-        return End(how + (f"; it said {said[-300:]!r}" if said else ""), -code in EXHAUSTED)
+        text = how + (f"; it said {said[-300:]!r}" if said else "")
+        return End(text, -code in EXHAUSTED, -code in (signal.SIGPROF, signal.SIGXCPU))

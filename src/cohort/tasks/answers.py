@@ -1,8 +1,9 @@
 """Finding the answer in what a model wrote.
 
-The last well-formed `<answer>...</answer>` counts; without one, the last closed `\\boxed{...}`. Around and
-inside it, LaTeX, dollar signs, bold marks and a final period are handled on purpose; the rest is left for the
-reader of the answer to refuse. All scans are single passes: time is linear in the text.
+What it thinks is not its answer (`after_thoughts`). In the rest, the last closed `<answer>...</answer>` counts;
+without one, the last closed `\\boxed{...}`. Around and inside it, LaTeX, dollar signs, bold marks and a final period
+are handled on purpose; the rest is left for the reader of the answer to refuse. All scans are single passes: time is
+linear in the text.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ _BOX = re.compile(r"\\boxed\s*\{|[{}]")
 _FRAC = re.compile(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
 _LATEX = re.compile(r"\\(?:(?:times|cdot|ast|div|left|right|quad)(?![a-zA-Z])|[()\[\],;:! ])|\{,\}")
 _LATEX_TO = {"\\times": "*", "\\cdot": "*", "\\ast": "*", "\\div": "/", "{,}": ","}
+_ASIDE = re.compile(r"\(\s*=([^()=]*)\)\s*$")  # of an expression, as in 3*8 (= 24)
 _WRAPPING = " \t\r\n$`"
+_BLANK = "\u115f\u1160\u3164\uffa0"  # Hangul fillers: letters that nobody sees
+OPEN = "its thoughts do not end"
 _MAX_NESTING = 16  # of \frac in \frac
 
 Span = tuple[int, int]
@@ -26,7 +30,10 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The answer as written, or None with the reason. Well-formed: exactly one tag, opened and closed."""
+    """The answer as written, or None with the reason.
+
+    Well-formed: exactly one tag, opened and closed after the thoughts, with a letter or digit in it.
+    """
 
     text: str | None
     well_formed: bool
@@ -43,15 +50,38 @@ def find_answer(text: str) -> Found:
     >>> find_answer("it is 4").reason
     'no answer tag'
     """
-    tag, num_marks = last_tag(text)
-    well_formed = tag is not None and num_marks == 2
-    span = tag or last_box(text)
+    said, is_open = after_thoughts(text)
+    tag, _ = last_tag(said)
+    _, num_marks = last_tag(text)
+    span = tag or last_box(said)
     if span is None:
-        return Found(None, False, "no closed answer tag" if num_marks else "no answer tag")
-    inside = inner_box(text[slice(*span)])
+        none = "no closed answer tag" if num_marks else "no answer tag"
+        return Found(None, False, OPEN if is_open else none)
+    well_formed = tag is not None and num_marks == 2 and has_text(said[slice(*tag)])
+    inside = inner_box(said[slice(*span)])
     if len(inside) > MAX_CHARS:
         return Found(None, well_formed, f"the answer is longer than {MAX_CHARS} characters")
     return Found(plain(inside), well_formed)
+
+
+def after_thoughts(text: str) -> tuple[str, bool]:
+    """What is not thought, and whether the thoughts go on to the end.
+
+    Only what follows the last `</think>` counts (the prompt may have opened the thoughts), and nothing from a `<think>`
+    on that is not closed.
+
+    >>> after_thoughts("<think>4? <answer>4</answer></think>It is 5.")
+    ('It is 5.', False)
+    >>> after_thoughts("Hm. <think>4? <answer>4</answer>")
+    ('Hm. ', True)
+    """
+    said, opened, _ = text.rpartition("</think>")[2].partition("<think>")
+    return said, bool(opened)
+
+
+def has_text(text: str) -> bool:
+    """Whether there is a letter or digit to be seen."""
+    return any(c.isalnum() and c not in _BLANK for c in text)
 
 
 def inner_box(answer: str) -> str:
@@ -122,14 +152,20 @@ def read_value(answer: str) -> Evaluation:
 
 
 def read_expression(answer: str) -> Evaluation:
-    """The expression an answer states: before the first "=". What follows must be equal to it.
+    """The expression an answer states: before the first "=", or after it if only a number is before it.
+
+    All sides must be equal.
 
     >>> read_expression("(1+2)*8 = 24").value
     Fraction(24, 1)
     >>> read_expression("(1+2)*8 = 25").reason
     'it says "= 25", which it is not'
+    >>> read_expression("24 = (1+2)*8").numbers == read_expression("(1+2)*8 (= 24)").numbers == (1, 2, 8)
+    True
     """
-    left, *rest = answer.split("=", 3)
+    left, *rest = _ASIDE.sub(r"=\1", answer).split("=", 3)
+    if rest and read_number(left).value is not None:
+        left, rest = rest[0], [left, *rest[1:]]
     result = evaluate(left)
     for claim in rest:
         if result.value is not None and evaluate(claim).value != result.value:

@@ -10,7 +10,8 @@ functions by math-verify's `verify`, gold first. Different from math-verify on p
 - A pair has an order and a list has none, an interval keeps its brackets, 52_8 is not 52_7, 2(3) is 6, 2 3 is nothing.
 - A longer list than the gold's is wrong, whatever is in it.
 - Work left undone is no answer: a gold that is a number wants one (2 + 3 is not 5, nor \sqrt{25}; but 2^{10} is 1024),
-  and an expression copied from the problem is right only if it is spelt like the gold.
+  and what holds a formula of the problem is right only if the gold holds it too.
+- 50% is 50 if the problem speaks of percent, and otherwise 0.5. A base is right only if the gold has it.
 
 What could take long is counted before it is done (characters, nesting, digits, the size of powers and factorials), so
 that "over the grader's work limit" is the same on every machine. Sums, integrals, limits and determinants are not
@@ -35,13 +36,15 @@ from cohort.tasks.quantity import Quantity, read_quantity
 MAX_LEAF = 300  # characters that are parsed
 MAX_DIGITS = 200  # of a number that is parsed
 MAX_BITS = 50_000  # of a number on the way
+MAX_FUNCTIONS = 5  # in one another
 DIGITS = 40  # that values are worked out to
 SLACK = 1e-25  # relative, between values that were worked out
 PACKAGE, EXTRA = "math_verify", "cohort[math]"
 WRONG = "wrong value"
 
 _SETS = re.compile(r"\\(?:setminus|cap|cup|mathbb)(?![a-zA-Z])")
-_BASED = re.compile(r"([-+]?[0-9A-Z.]+)_\{?([0-9]+)\}?")
+_BASES = ("two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
+_BASED = re.compile(rf"([-+]?[0-9A-Z.]+)_\{{?([0-9]+|{'|'.join(_BASES)})\}}?")
 _WORD = re.compile(r"[A-Za-z]|[A-Za-z]{3,}|[A-Z]{2,}")
 _LETTERS = (
     "alpha|beta|gamma|delta|epsilon|varepsilon|zeta|eta|theta|kappa|lambda|mu|nu|xi|pi|rho|sigma|tau|phi|varphi|chi|psi|"
@@ -55,7 +58,12 @@ _POWER, _DOT = r"[0-9]+\^(?:[0-9]|\{[0-9]+\})", r"(?:\\cdot|\\times|\*)"
 _POWERS = re.compile(rf"[-+]?(?:[0-9]+{_DOT})?{_POWER}(?:{_DOT}{_POWER})*")
 _OVER = re.compile(r"(?<![\w.})^!])([0-9]+)/([0-9]+)(?![0-9.^!])")
 _MIXED = re.compile(r"(?<![\w.^_])([0-9]+) ?(\\frac\{[0-9]+\}\{[0-9]+\})")
-_TIMES = re.compile(r"(?<=[0-9]) ?(?=\(|\\frac)")
+_TIMES = re.compile(r"(?<=[0-9])(?<![_^][0-9]) ?(?=\(|\\frac)")  # but not in \sin^2(x) and \log_2(x)
+_UNDONE, _DIVIDED = re.compile(r"[-+*/^!(\\]"), re.compile(r"\\frac|\\overline|[0-9]/[0-9]")
+_OPERATION = re.compile(rf"[-+*/^!(]|\\(?!{_LETTERS})")
+_ARITHMETIC = re.compile(r"(?:[-+*/^!().0-9{} ]|\\(?:frac|cdot|times|div|binom)(?![a-zA-Z]))+")
+_FORMULA = re.compile(r"\\\[(.+?)\\\]|\\\((.+?)\\\)|(?<!\\)\$([^$]+)\$", re.DOTALL)
+_PERCENT = re.compile(r"%|per ?cent", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +72,14 @@ class Comparison:
 
     equal: bool
     reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Terms:
+    """What decides besides gold and answer: numbers this close are equal, and what 50% is."""
+
+    tolerance: float
+    in_percent: bool
 
 
 class _Unreadable(Exception):
@@ -82,7 +98,8 @@ def compare(gold: str, answer: str, tolerance: float = 0.0, problem: str = "") -
         wanted, given = read(gold), read(answer)
         if isinstance(wanted, Items) and wanted.kind == "any" and is_grouped(answer):
             given = read(answer, grouped=False)  # 45,135,225 is three angles
-        reason = _difference(wanted, given, tolerance)
+        terms = _Terms(tolerance, _PERCENT.search(problem) is not None)
+        reason = _difference(wanted, given, terms)
         if reason and isinstance(wanted, Items) and _SETS.search(answer):
             reason = _symbolic(_set_difference, clean(gold), clean(answer)) and reason
         if not reason and isinstance(given, Leaf) and _is_copied(given.text, wanted, problem):
@@ -93,19 +110,42 @@ def compare(gold: str, answer: str, tolerance: float = 0.0, problem: str = "") -
 
 
 def _is_copied(answer: str, gold: Node, problem: str) -> bool:
-    """Whether an answer with something left to do in it stands in the problem, and not in the gold answer."""
-    spelling = _spelling(_sides(answer)[-1])
-    if not re.search(r"[-+*/^!(\\]", spelling) or read_quantity(spelling) is not None:
+    """Whether an answer with something left to do in it stands in the problem, or holds a formula of it, as E + 0 does.
+
+    What stands in the gold answer too is no copy, nor is a whole number or a decimal.
+    """
+    spelling, wanted = _written(_sides(answer)[-1]), _written(gold.text) if isinstance(gold, Leaf) else ""
+    if not _UNDONE.search(spelling) or (read_quantity(spelling) is not None and not _DIVIDED.search(spelling)):
         return False
-    return spelling in _spelling(clean(problem)) and not (isinstance(gold, Leaf) and spelling in _spelling(gold.text))
+    if spelling in _written(clean(problem)) and spelling not in wanted:
+        return True
+    return any(_holds(spelling, formula) and formula not in wanted for formula in _formulas(problem))
+
+
+def _written(text: str) -> str:
+    return _OVER.sub(r"\\frac{\1}{\2}", _spelling(text))
+
+
+def _formulas(problem: str) -> set[str]:
+    """What stands between dollars, and the sides of it: that which has four characters and an operation."""
+    whole = [clean(next(filter(None, found.groups()))) for found in _FORMULA.finditer(problem)]
+    written = {_written(side) for text in whole for side in (text, *text.split("="))}
+    return {text for text in written if len(text) >= 4 and _OPERATION.search(text) and read_quantity(text) is None}
+
+
+def _holds(text: str, part: str) -> bool:
+    """Whether it is in the text, and not in the middle of a number or a word: 2x+1 is not in 12x+1, but x+1 in 1x+1."""
+    before = r"(?<![0-9.])" if part[0].isdigit() else r"(?<![02-9.a-zA-Z\\])" if part[0].isalpha() else ""
+    after = r"(?![0-9])" if part[-1].isdigit() else ""
+    return re.search(before + re.escape(part) + after, text) is not None
 
 
 # ---- structure: these say why the answer is not the gold one, or ""
 
 
-def _difference(gold: Node, answer: Node, tolerance: float) -> str:
+def _difference(gold: Node, answer: Node, terms: _Terms) -> str:
     if isinstance(gold, Leaf) and isinstance(answer, Leaf):
-        return _leaf_difference(gold.text, answer.text, tolerance)
+        return _leaf_difference(gold.text, answer.text, terms)
     if isinstance(gold, Leaf) or isinstance(answer, Leaf):
         wanted, given = (1 if isinstance(node, Leaf) else len(node.items) for node in (gold, answer))
         return _count_difference(wanted, given)
@@ -116,20 +156,20 @@ def _difference(gold: Node, answer: Node, tolerance: float) -> str:
     if gold.kind != answer.kind:
         return "other brackets than the gold answer's"
     if gold.kind == "any":
-        return _unordered_difference(gold.items, answer.items, tolerance)
+        return _unordered_difference(gold.items, answer.items, terms)
     pairs = zip(gold.items, answer.items, strict=True)
-    return next(filter(None, (_difference(one, other, tolerance) for one, other in pairs)), "")
+    return next(filter(None, (_difference(one, other, terms) for one, other in pairs)), "")
 
 
 def _count_difference(wanted: int, given: int) -> str:
     return f"{given} value{'s' if given > 1 else ''}, not {wanted}"
 
 
-def _unordered_difference(gold: tuple[Node, ...], answer: tuple[Node, ...], tolerance: float) -> str:
+def _unordered_difference(gold: tuple[Node, ...], answer: tuple[Node, ...], terms: _Terms) -> str:
     left = list(answer)
     for one in sorted(gold, key=lambda node: node not in left):  # what is spelt alike first: it needs no work
         for index, other in enumerate(left):
-            if one == other or not _difference(one, other, tolerance):
+            if one == other or not _difference(one, other, terms):
                 del left[index]
                 break
         else:
@@ -140,7 +180,7 @@ def _unordered_difference(gold: tuple[Node, ...], answer: tuple[Node, ...], tole
 # ---- leaves
 
 
-def _leaf_difference(gold: str, answer: str, tolerance: float) -> str:
+def _leaf_difference(gold: str, answer: str, terms: _Terms) -> str:
     if not answer:
         return "the answer is empty"
     if _spelling(gold) == _spelling(answer):
@@ -150,7 +190,7 @@ def _leaf_difference(gold: str, answer: str, tolerance: float) -> str:
         return _symbolic(_equation_difference, wanted, given)
     if len(wanted) > 1 and len(given) == 1 and not is_name(wanted[0]) and read_quantity(wanted[0]) is None:
         return "not an equation"
-    return _value_difference(wanted[-1], given[-1], tolerance)
+    return _value_difference(wanted[-1], given[-1], terms)
 
 
 def _spelling(text: str) -> str:
@@ -167,24 +207,33 @@ def _sides(text: str) -> list[str]:
     return sides[::-1] if len(sides) == 2 and is_name(sides[1]) and not is_name(sides[0]) else sides  # 5 = x
 
 
-def _value_difference(gold: str, answer: str, tolerance: float) -> str:
+def _value_difference(gold: str, answer: str, terms: _Terms) -> str:
     if _spelling(gold) == _spelling(answer):
         return ""
     wanted, given = read_quantity(gold), read_quantity(answer)
     if wanted is not None and given is not None:
-        return "" if wanted.matches(given, tolerance) else WRONG
+        return "" if wanted.matches(given, terms.tolerance, terms.in_percent) else WRONG
     based = [_BASED.fullmatch(side.replace(" ", "")) for side in (gold, answer)]
-    if any(based):  # a base that is left out is the one that was asked for
-        digits = {
-            found[1] if found else side.replace(" ", "") for found, side in zip(based, (gold, answer), strict=True)
-        }
-        bases = {found[2] for found in based if found}
-        return "" if len(digits) == len(bases) == 1 else WRONG
+    if any(based):
+        return "" if _same_based(*based, answer) else WRONG
     if any(_WORD.fullmatch(side) for side in (gold, answer)):
         return WRONG
-    if wanted is not None and not (wanted.rounding or tolerance or _POWERS.fullmatch(answer.replace(" ", ""))):
+    # what was rounded may be said exactly, with roots and \pi, but not as a sum of digits
+    is_exact = wanted is not None and not (wanted.rounding or terms.tolerance)
+    is_undone = is_exact or (wanted is not None and _ARITHMETIC.fullmatch(answer))
+    if is_undone and not _POWERS.fullmatch(answer.replace(" ", "")):
         return "not a number, or not worked out"
-    return _symbolic(_expression_difference, gold, answer, wanted, tolerance)
+    return _symbolic(_expression_difference, gold, answer, wanted, terms.tolerance)
+
+
+def _same_based(gold: re.Match[str] | None, answer: re.Match[str] | None, text: str) -> bool:
+    """A base that the answer leaves out is the gold one; a gold without a base has none to be named."""
+    if gold is None:
+        return False
+    if answer is None:
+        return gold[1] == text.replace(" ", "")
+    bases = {str(_BASES.index(found[2]) + 2) if found[2] in _BASES else found[2] for found in (gold, answer)}
+    return gold[1] == answer[1] and len(bases) == 1
 
 
 def _symbolic(difference: Callable[..., str], *sides: Any) -> str:
@@ -248,6 +297,8 @@ def _parse(text: str) -> Any:
             conversion_config=ConversionConfig(lowercase_symbols=False),
         )
     _bits(parsed)
+    if _functions(parsed) > MAX_FUNCTIONS:
+        raise OverLimit(f"more than {MAX_FUNCTIONS} nested functions")
     exact = {number: Rational(str(number)) for number in parsed.atoms(Float)}
     return parsed.xreplace(exact | {Symbol("i", real=True): I})
 
@@ -261,7 +312,7 @@ def _checked(text: str) -> str:
     commands = re.findall(r"\\([a-zA-Z]+)", text)
     if not text.isprintable() or not text.isascii() or not all(map(_KNOWN.fullmatch, commands)):
         raise _Unreadable
-    if re.search(r"[0-9.] +[0-9.]|%", text):
+    if re.search(r"[0-9.] +[0-9.]|[%']", text):  # of y' the parser would make y
         raise _Unreadable
     text = _OVER.sub(r"\\frac{\1}{\2}", text)  # 1/2 x: the parser would put x below
     return _TIMES.sub(r"\\cdot ", _MIXED.sub(r"(\1+\2)", text))
@@ -288,16 +339,21 @@ def _bits(node: Any) -> float:
     return size
 
 
+def _functions(node: Any) -> int:
+    """How many functions are in one another."""
+    return max(map(_functions, node.args), default=0) + bool(node.is_Function)
+
+
 _POINTS = ((11, 4, 9, 3), (2, 1, 7, 3), (25, 3, 11, 2), (-8, 3, 5, 1), (5, -4, 7, 1))
 
 
 def _points(*expressions: Any) -> list[dict[Any, Any]]:
-    """Where expressions are compared: every letter has its own value, of either sign, whole ones between floors."""
+    """Where expressions are compared: every letter has its own value, of either sign; whole if the gold has floors."""
     from sympy import Integer, Rational, ceiling, floor
 
     letters = sorted(set().union(*(e.free_symbols for e in expressions)), key=str)
-    if any(e.has(floor, ceiling) for e in expressions):
-        return [{s: Integer(6 + 2 * i + 5 * k) for i, s in enumerate(letters)} for k in range(6)]
+    if expressions[0].has(floor, ceiling):  # every remainder up to 12, and no letter in step with another
+        return [{s: Integer(6 + (5 * i + (i + 1) * k) % 13) for i, s in enumerate(letters)} for k in range(13)]
     rows = _POINTS if letters else _POINTS[:1]
     return [{s: Rational(a + b * i, c + d * i) for i, s in enumerate(letters)} for a, b, c, d in rows]
 

@@ -1,8 +1,9 @@
-"""A safe, exact evaluator for + - * / and parentheses. It never raises and never runs long.
+"""A safe, exact evaluator for + - * / and parentheses, round or square. It never raises and never runs long.
 
     sum     = product (("+" | "-") product)*
-    product = factor (("*" | "/") factor)*
-    factor  = ("+" | "-")* (number | "(" sum ")")
+    product = factor (("*" | "/") factor | bracket)*
+    factor  = ("+" | "-")* (number | bracket)
+    bracket = "(" sum ")" | "[" sum "]"
 
 Every limit counts characters, digits, levels, operations or bits, so the verdict on an expression is the same
 on a slow and on a fast machine. There is no power: `2**99**99` is refused while it is still tokens.
@@ -25,7 +26,9 @@ _OVER = "\u00f7\u2215\u2044"  # division sign, division slash, fraction slash
 _MINUS = "\u2212\u2013"  # minus sign, en dash
 _UNICODE = str.maketrans(dict.fromkeys(_TIMES, "*") | dict.fromkeys(_OVER, "/") | dict.fromkeys(_MINUS, "-"))
 _NUMBER = r"[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+"
-_TOKEN = re.compile(rf"({_NUMBER})|(\*\*|//|[-+*/()])|(\s+)")
+_TOKEN = re.compile(rf"({_NUMBER})|(\*\*|//|[-+*/()\[\]])|(\s+)")
+_LETTER_X = re.compile(r"(?<=[0-9)\]])(\s*)[xX](?=\s*[-+.0-9(\[])")
+_CLOSING = {"(": ")", "[": "]"}
 _GROUPED = re.compile(r"[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?")
 _LITERAL = re.compile(rf"([-+]?)\s*({_NUMBER})")
 
@@ -45,12 +48,14 @@ class _Refused(Exception):
 
 
 def normalize(text: str) -> str:
-    r"""Unicode operators as ASCII ones.
+    r"""Unicode operators, and an x between factors, as ASCII ones.
 
     >>> normalize("3 \u00d7 (4 \u2212 1) \u00f7 2")
     '3 * (4 - 1) / 2'
+    >>> normalize("3 x (4 - 1)")
+    '3 * (4 - 1)'
     """
-    return text.translate(_UNICODE)
+    return _LETTER_X.sub(r"\1*", text.translate(_UNICODE))
 
 
 def evaluate(text: str) -> Evaluation:
@@ -152,8 +157,8 @@ class _Parser:
 
     def product(self) -> Fraction:
         value = self.factor()
-        while self.peek() in ("*", "/"):
-            operator = self.take()
+        while self.peek() in ("*", "/", *_CLOSING):
+            operator = "*" if self.peek() in _CLOSING else self.take()  # 3(4 - 1) is a product too
             self.count()
             right = self.factor()
             if operator == "/" and not right:
@@ -166,16 +171,16 @@ class _Parser:
         while self.peek() in ("+", "-"):
             negative ^= self.take() == "-"
             self.count()
-        value = self.parenthesis() if self.peek() == "(" else self.number()
+        value = self.parenthesis() if self.peek() in _CLOSING else self.number()
         return -value if negative else value
 
     def parenthesis(self) -> Fraction:
-        self.take()
+        closing = _CLOSING[self.take()]
         self.depth += 1
         if self.depth > MAX_DEPTH:
             raise _Refused(f"more than {MAX_DEPTH} nested parentheses")
         value = self.sum()
-        if self.take() != ")":
+        if self.take() != closing:
             raise _Refused("a parenthesis is not closed")
         self.depth -= 1
         return value

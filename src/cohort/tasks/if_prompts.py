@@ -1,7 +1,8 @@
 """Prompts to train instruction following on: own requests with one to three instructions, drawn by number.
 
 Prompt k depends on k alone. Its instructions can be followed together: `AGAINST` names the pairs that cannot, or only
-by accident, and `instructions.gold` writes a text for every prompt. No request and no wording is IFEval's.
+by accident, and `instructions.gold` writes a text for every prompt. No request and no wording is IFEval's: no prompt
+shares 30 characters with one of it. (The sentences "My answer is ..." are not wording: they are what is checked.)
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ REQUESTS = (
     "Draft a friendly email to a neighbour about {}.",
     "Compose a poem inspired by {}.",
     "Give practical advice to somebody who has to deal with {}.",
-    "Write a product description for a board game about {}.",
+    "Describe a board game about {} to people who might buy it.",
     "Prepare the opening of a podcast episode on {}.",
     "Argue for spending public money on {}.",
     "Describe {} to a visitor who has never seen it.",
@@ -134,7 +135,7 @@ OFFERS: dict[str, Offer] = {
     "keywords:letter_frequency": _offer(
         Scene.letter,
         "The letter {letter} must occur {bound} times.",
-        "Let the letter {letter} appear {bound} times in all.",
+        "As for the letter {letter}: it is to occur {bound} times.",
     ),
     "language:response_language": _offer(
         lambda s: {"language": s.draws.choice([*PHRASES])},
@@ -170,12 +171,12 @@ OFFERS: dict[str, Offer] = {
     ),
     "detectable_content:postscript": _offer(
         lambda s: {"postscript_marker": s.draws.choice(("P.S.", "P.P.S"))},
-        'Add a postscript that starts with "{postscript_marker}".',
+        'After the end comes a postscript; its mark is "{postscript_marker}".',
         'Do not forget an afterthought marked "{postscript_marker}".',
     ),
     "detectable_format:number_bullet_lists": _offer(
         lambda s: {"num_bullets": s.draws.between(2, 7)},
-        "Include exactly {num_bullets} bullet points: lines that start with an asterisk and a space.",
+        "Have exactly {num_bullets} bullet points: lines that start with an asterisk and a space.",
         "There should be {num_bullets} bullet points in markdown (* like this) and no more.",
     ),
     "detectable_format:constrained_response": _fixed(
@@ -189,7 +190,7 @@ OFFERS: dict[str, Offer] = {
     "detectable_format:multiple_sections": _offer(
         lambda s: {"section_spliter": s.draws.choice(SECTION_MARKS), "num_sections": s.draws.between(2, 5)},
         "Structure it in {num_sections} parts and head them {section_spliter} 1 and {section_spliter} 2 and so on.",
-        "Mark the beginning of each of the {num_sections} parts with {section_spliter} X where X is its number.",
+        "There are to be {num_sections} parts and each begins with {section_spliter} X where X is its number.",
     ),
     "detectable_format:json_format": _fixed(
         "Return nothing but valid JSON; a code fence around it is fine.",
@@ -214,7 +215,7 @@ OFFERS: dict[str, Offer] = {
         'The sentence "{end_phrase}" has to be the very last one.',
     ),
     "startend:quotation": _fixed(
-        "Put the entire reply between double quotation marks.",
+        'Quote the entire reply: it opens with " and it closes with ".',
         'Your reply must open and close with a double quotation mark (").',
     ),
     "change_case:capital_word_frequency": _offer(

@@ -9,24 +9,27 @@ required and forbidden keywords.
 
 Parts: of the prompt's instructions, all are followed (`prompt_strict`, `prompt_loose`: 0 or 1), or a share of them
 (`instruction_strict`, `instruction_loose`); loose is after taking off asterisks, a first line and a last line. With
-answer = tags, `format` and `thinks` say that there is exactly one answer block and one think block; otherwise they are
-0. An empty answer follows nothing, though it has no comma. Many instructions are followed by text that says nothing,
-such as a full stop or the prompt again, and a policy would find that: `effort` is -1 there and 0 otherwise (the other
-parts stay what the published checker says). RECIPE weights, for `reward`, are those of TorchRL's recipe, the last ours:
-{"prompt_strict": 0.4, "instruction_strict": 0.3, "prompt_loose": 0.2, "instruction_loose": 0.1, "format": 0.1,
-"thinks": 0.05, "effort": 2.0}.
+answer = tags, `format` says that there is exactly one answer block, outside of thoughts and with a letter or digit in
+it, and `thinks` that one think block with something in it was closed before that; otherwise they are 0. An answer of
+which nothing can be seen follows nothing, though it has no comma. Many instructions are followed by text that says
+nothing, such as a full stop, the prompt again or thoughts that never end, and a policy would find that: `effort` is -1
+there and 0 otherwise (the other parts stay what the published checker says). RECIPE weights, for `reward`, are those of
+TorchRL's recipe, the last ours: {"prompt_strict": 0.4, "instruction_strict": 0.3, "prompt_loose": 0.2,
+"instruction_loose": 0.1, "format": 0.1, "thinks": 0.05, "effort": 2.0}.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
 
 from cohort.errors import TaskError
+from cohort.tasks.answers import after_thoughts, has_text
 from cohort.tasks.base import Verdict, require, task
 from cohort.tasks.if_prompts import make_prompt
 from cohort.tasks.instructions import gold, language
@@ -51,6 +54,8 @@ SYSTEM = (
 MAX_CHARS = 200_000  # of an answer: what its checks cost is bounded, and no prompt asks for a tenth of that
 MAX_TRAIN = 1_000_000
 _MARK = re.compile(r"<[^<>]{0,40}>")
+_WORD = re.compile(r"[^\W\d_]+")
+_BLANK = "\u115f\u1160\u2800\u3164\uffa0"  # letters and a sign without ink
 MIN_LETTERS, MIN_DIFFERENT = 8, 4  # of an answer that says something, in any script
 
 
@@ -101,11 +106,12 @@ class IFEval:
         names = row["instruction_id_list"]
         parts = dict.fromkeys(self.parts, 0.0)
         text: str | None = _after_thinking(answer.text)
+        said, _ = after_thoughts(answer.text)
         if self.answer == "tags":
-            text = _block(answer.text, "answer")
-            parts["thinks"] = float(_block(answer.text, "think") is not None)
-            parts["format"] = float(text is not None)
-        if not text or not text.strip():
+            text, said = _block(answer.text, "answer"), _block(said, "answer") or ""
+            parts["format"] = float(text is not None and has_text(said))
+            parts["thinks"] = parts["format"] * has_text(_block(answer.text, "think") or "")
+        if text is None or not _is_visible(text):
             nothing = dict.fromkeys(self.parts, 0.0)
             return Verdict(nothing, "not exactly one answer block" if text is None else "the answer is empty")
         if len(text) > MAX_CHARS:
@@ -114,7 +120,7 @@ class IFEval:
         for level, verdicts in (("strict", followed.strict), ("loose", followed.loose)):
             parts[f"prompt_{level}"] = float(all(verdicts))
             parts[f"instruction_{level}"] = sum(verdicts) / len(verdicts)
-        parts["effort"] = -1.0 if is_hollow(text, row["prompt"]) else 0.0
+        parts["effort"] = -1.0 if is_hollow(said, row["prompt"]) else 0.0
         missed = [name for name, holds in zip(names, followed.strict, strict=True) if not holds]
         return Verdict(parts, f"not followed: {', '.join(missed)}" if missed else "")
 
@@ -156,19 +162,27 @@ class IFEval:
 
 
 def is_hollow(text: str, prompt: str) -> bool:
-    """Text that says nothing: hardly a letter, few different ones, or only what the prompt says already.
+    """Text that says nothing: hardly a letter, few different ones, or hardly a word that the prompt does not say.
+
+    A word counts once, and a single Latin letter not at all, so that neither "Section 1 Section 2" nor "P.S." is text.
 
     >>> [is_hollow(text, "Write a line.") for text in ("{ }", "<answer></answer>", "aaaa aaaa aaaa", "Write a line")]
     [True, True, True, True]
     >>> is_hollow("My answer is no.", "Is it so?")
     False
     """
-    text, prompt = (_MARK.sub("", t) for t in (text, prompt))
-    letters = [c for c in text.casefold() if c.isalpha()]
+    text, prompt = (_MARK.sub("", t).casefold() for t in (text, prompt))
+    words = {*_WORD.findall(text)} - {*_WORD.findall(prompt)} - {*"abcdefghijklmnopqrstuvwxyz"}
+    letters = [c for word in words for c in word if c not in _BLANK]
     if len(letters) < MIN_LETTERS or len(set(letters)) < MIN_DIFFERENT:
         return True
-    said, asked = ("".join(c for c in t.casefold() if c.isalnum()) for t in (text, prompt))
+    said, asked = ("".join(filter(str.isalnum, t)) for t in (text, prompt))
     return said in asked or len(said.replace(asked, "")) < MIN_LETTERS
+
+
+def _is_visible(text: str) -> bool:
+    """Whether a letter, digit, punctuation mark or sign is there: no spaces, no controls, no zero widths."""
+    return any(unicodedata.category(c)[0] in "LNPS" and c not in _BLANK for c in text)
 
 
 def _after_thinking(text: str) -> str:

@@ -27,6 +27,7 @@ from cohort.errors import TaskError
 from cohort.tasks.answers import inner_box, last_box, last_tag
 from cohort.tasks.base import Verdict, require, task
 from cohort.tasks.equality import EXTRA, PACKAGE, Comparison, compare
+from cohort.tasks.notation import MAX_CHARS, clean
 from cohort.tasks.source import Place, read_rows
 from cohort.types import Answer, Message, Row
 
@@ -100,7 +101,7 @@ class Mathematics:
         if given is None:
             half = "\\boxed" in said or "<answer>" in said
             return Verdict({"correct": 0, "format": 0}, "the answer is not closed" if half else "no boxed answer")
-        formatted = in_box and said.count("\\boxed") == 1 and given.strip() != ""
+        formatted = in_box and said.count("\\boxed") == 1 and says_something(given)
         result = self.judge(row, given)
         return Verdict({"correct": float(result.equal), "format": float(formatted)}, result.reason)
 
@@ -199,6 +200,15 @@ def find_answer(text: str) -> tuple[str | None, bool]:
     if tag is not None and (box is None or box[1] < tag[0]):
         return text[slice(*tag)], False
     return (None, False) if box is None else (inner_box(text[slice(*box)]), True)
+
+
+def says_something(given: str) -> bool:
+    r"""Whether there is a letter or a digit in it.
+
+    >>> says_something(r"\\text{}"), says_something("?"), says_something(r"\\infty")
+    (False, False, True)
+    """
+    return any(map(str.isalnum, clean(given[:MAX_CHARS])))
 
 
 def make_row(given: dict[str, Any]) -> Row:

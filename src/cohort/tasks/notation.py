@@ -47,15 +47,26 @@ _UNICODE = str.maketrans(
     | {"\u00d7": r"\times ", "\u00f7": "/", "\u2044": "/", "\u00b0": r"^\circ ", "\u00b1": r"\pm ", "\u221a": r"\sqrt "}
     | {"\u03c0": r"\pi ", "\u221e": r"\infty ", "\u222a": r"\cup ", "\u2208": r"\in ", "\u2248": r"\approx "}
     | {"\u2264": r"\le ", "\u2265": r"\ge ", "\u2260": r"\ne ", "\u03b8": r"\theta ", "\u00b2": "^2", "\u00b3": "^3"}
+    | {"\u2205": r"\emptyset "}
 )
 _RULES = tuple(
     (re.compile(pattern), spelling)
     for pattern, spelling in (
-        (r"\\?\$|(?<!\\)\\[()\[\]]|\*\*|`", ""),  # money, mathematics mode, Markdown
+        (r"\\\\\[[0-9.]+ ?[a-z]{2}\]", r"\\\\"),  # space between the rows of a matrix
+        (r"\\?\$|(?<!\\)\\[()\[\]]", ""),  # money, mathematics mode
+        (r"(?<![\w)}])(?:\*\*|`)|(?:\*\*|`)(?![\w({\\])", ""),  # Markdown; 1**2 is not 12
         (r"(?<=\d)(?:,\s*\\!\s*|\{,\}|\\[,!]\s*)(?=\d{3}(?!\d))", ""),  # 10,\!080
         (r"\\right\s*\.|\\(?:left|right|[bB]igg?[lrm]?|displaystyle|textstyle)(?![a-zA-Z])|(?<!\\)\\!", ""),
         (r"(?<!\\)\\[,;:> ]|~|\\q?quad(?![a-zA-Z])|\s+", " "),
         (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
+        (r"^ *\\text(?:bf)? ?\{ ?\([A-E]\) ?\} ?(?=[-\d\\])(?!\\(?:text|math|mbox))", ""),  # (A) 5, but not (A) (B)
+        (r"^ *\\text ?\{ ?[Tt]he (?:final )?answer is:? ?\} ?(?=\S)", ""),
+        (r"(?<=\S),? ?\\(?:text|mbox) ?\{[ ,]*(?:for (?:all|every)|where)(?![a-zA-Z]).*", ""),
+        (r"\\(?:boldsymbol|textcolor ?\{\w+\}) ?(?:\{([^{}]*)\})?", r"\1"),
+        (r"\\[lr]vert(?![a-zA-Z])", "|"),
+        (r"\\langle(?![a-zA-Z])", "("),
+        (r"\\rangle(?![a-zA-Z])", ")"),
+        (r"\\varnothing(?![a-zA-Z])", r"\\emptyset "),
         (r"\\lbrace(?![a-zA-Z])", r"\\{"),
         (r"\\rbrace(?![a-zA-Z])", r"\\}"),
         (r"\\leq(?:slant)?(?![a-zA-Z])|\\lt(?![a-zA-Z])=|<=", r"\\le "),
@@ -65,17 +76,31 @@ _RULES = tuple(
         (r"\\neq(?![a-zA-Z])|!=", r"\\ne "),
         (r"\\frac\s*(\w|\\pi)\s*(\w)", r"\\frac{\1}{\2}"),
         (r"\\frac\s*(\w|\\pi)\s*\{", r"\\frac{\1}{"),
-        (r"(\\frac\s*\{[^{}]*\})\s*(\w)", r"\1{\2}"),
-        (r"\\sqrt\s*(\w)", r"\\sqrt{\1}"),
+        (r"(\\frac\s*\{(?:[^{}]|\{[^{}]*\})*\})\s*(\w)", r"\1{\2}"),
+        (r"((?:\\frac|\})\{\d{1,3}),(\d{3})(?=\})", r"\1\2"),  # \frac{20,000}{\pi}
+        (r"\\sqrt\s*(\[[^\[\]]*\])?\s*(\w)", r"\\sqrt\1{\2}"),
+        (r"\(([0-9A-Z]+)\)(?=_)", r"\1"),  # (52)_8
+        (r"_\{\(([0-9]+)\)\}", r"_{\1}"),  # 52_{(8)}
         (r"\\?%|(?<![a-zA-Z\\])per ?cent(?:age)?(?![a-zA-Z])", "%"),
         (r"(?<![\w\\.])(\d+(?:\.\d+)?)[eE]([-+]?\d{1,3})(?!\w|\.\d)", r"\1\\times 10^{\2}"),  # 4.5e33
         (r"(?<=\d)(?:\^\{?\s*(?:\\prime\s*)+\}?|'{1,2})", ""),  # seconds of arc
+        (r"(?<![a-zA-Z]{2})([a-zA-Z])''(?![a-zA-Z'])", r"\1^{\\prime \\prime}"),
+        (r"(?<![a-zA-Z]{2})([a-zA-Z])'(?![a-zA-Z'])", r"\1^{\\prime}"),
     )
 )
-_TEXT = re.compile(r"\\(text|mbox|hbox|math|operatorname)(?:bf|it|rm|sf|tt|normal)?\s*\{([^{}]*)\}(\^\{?-?\d+\}?)?")
+_TEXT = re.compile(
+    r"\\(text|mbox|hbox|math|operatorname)(?:bf|it|rm|sf|tt|normal)?\s*"
+    r"\{((?:[^{}]|\^\{-?\d\})*)\}(\^\{?-?\d+\}?)?"
+)
 _AND = re.compile(r"(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])")
 _HOURS = re.compile(r"\s*[ap]\.?\s?m\.?\s*", re.IGNORECASE)
-_UNIT = re.compile(r"\D*[A-Za-z]{2}[23]?\D*|\s*[mgshJKNVW][23]?\s*")  # no number hides in a unit
+_FACTOR = r"(?:[mgshdACFJKLNTVW\u00c5]|[A-Za-z]{2,})(?:\^?[23]|\^\{-?[1-3]\})?"
+_UNIT = re.compile(rf"\D*[A-Za-z]{{2}}[23]?\D*|\s*{_FACTOR}(?:[\s/]+{_FACTOR})*\s*")  # no number hides in a unit
+_NO_UNIT = re.compile(  # cm squared is a unit, 5 squared is not 5
+    r"\s*(?:squared|cubed)\b|.*\b(?:(?:hundred|thousand|million|billion|trillion|dozen)s?|pi|factorial|plus|minus|"
+    r"half|twice|one|two|three|four|five|six|seven|eight|nine|ten)\b",
+    re.IGNORECASE,
+)
 _TRIG = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-zA-Z])")
 _CIRCLE = r"\s*(?:\^\s*\{?\s*\\circ\s*\}?|\\degree(?![a-zA-Z]))\s*(?:[CF](?![a-zA-Z]))?"
 _DEGREES, _ANGLE = re.compile(_CIRCLE), re.compile(rf"(\d+(?:\.\d+)?){_CIRCLE}")
@@ -88,7 +113,7 @@ _THOUSANDS = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?%?")
 _MATRIX = re.compile(r"\\begin\{([pb]?matrix|array)\}(.*)\\end\{\1\}", re.DOTALL)
 _NAME = re.compile(
     r"(?:[A-Z]{2,}|[A-Za-z]|\\(?!(?:pi|infty|frac|sqrt|ln|log)(?![a-zA-Z]))[a-zA-Z]+(?:\s*[A-Z]{1,3})?)"
-    r"(?:_\{?\\?\w+\s*\}?)?'*(?:\s*\([a-zA-Z](?:,\s*[a-zA-Z])*\))?"
+    r"(?:_\{?\\?\w+\s*\}?)?(?:'*|\^\{(?:\\prime ?){1,2}\})(?:\s*\([a-zA-Z](?:,\s*[a-zA-Z])*\))?"
 )
 _FLIPPED = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le"}
 
@@ -144,7 +169,9 @@ def _without_text(found: re.Match[str]) -> str:
         (",", ";", ".", ")", "]", "}", "&", r"\text", r"\mbox", r"\mathrm", r"\}", r"\\")
     )
     follows = before[-1:].isalnum() or before.endswith(("}", ")", "%", "!"))
-    is_unit = macro != "operatorname" and _UNIT.fullmatch(words) and not _HOURS.fullmatch(words)
+    is_unit = (
+        macro != "operatorname" and _UNIT.fullmatch(words) and not (_HOURS.fullmatch(words) or _NO_UNIT.match(words))
+    )
     if is_unit and follows and ends and not _AND.search(words):
         return " "
     return words + (power or "")
@@ -204,6 +231,8 @@ def _single(text: str) -> Node:
         rows = [row for row in split(body, [r"\\"])[0] if row.strip()]
         return Items("matrix", tuple(Items("row", tuple(map(_leaf, split(row, "&")[0]))) for row in rows))
     if brackets := _enclosed(text):
+        if text.startswith("(") and text.count(r"\pm") == 1 and "," in text:  # (0, \pm 2) is two pairs
+            return _any([_single(signed) for signed in _signed(text)])
         return _bracketed(*brackets)
     sides, _ = split(text, "=")
     if len(sides) > 1 and isinstance(value := _node(sides[-1], False), Items):
@@ -212,10 +241,14 @@ def _single(text: str) -> Node:
 
 
 def _leaf(text: str) -> Node:
-    if r"\pm" in text:  # with \mp, the sign that goes with the other
-        signs = (("+", "-"), ("-", "+"))
-        return _any([Leaf(text.replace(r"\pm", a).replace(r"\mp", b).strip()) for a, b in signs])
+    if r"\pm" in text:
+        return _any([Leaf(signed.strip().removeprefix("+").lstrip()) for signed in _signed(text)])
     return Leaf(text.strip().rstrip(" .,;:"))
+
+
+def _signed(text: str) -> list[str]:
+    r"""With either sign for `\pm`, and for `\mp` the sign that goes with it."""
+    return [text.replace(r"\pm", a).replace(r"\mp", b) for a, b in (("+", "-"), ("-", "+"))]
 
 
 def _enclosed(text: str) -> tuple[str, str, str] | None:

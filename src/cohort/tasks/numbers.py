@@ -1,11 +1,11 @@
 """Finding and reading a final answer that is one number.
 
 Found: by its marker, `#### 18`, `\\boxed{18}` or `<answer>18</answer>`, whichever was asked for; the last one counts.
-What a model thinks is not its answer: only what follows the last `</think>` is looked at, and nothing from a
-`<think>` on that is not closed. A `####` whose line has no digit is a heading.
+What a model thinks is not its answer (`answers.after_thoughts`), nor is a special token at its end, such as `</s>`. A
+`####` whose line has no digit is a heading.
 
 Read: exactly one number, as people and models write it, with its unit left out. `$1,200.50`, `1 200`, `-3 1/2`,
-`\\frac{1}{2}`, `18\\text{ miles}`, `20%` (that is 20), `5 million`, `x = 18`, `The answer is 18.`, `18 (eighteen)`. Two
+`\\frac{1}{2}`, `18~\\text{miles}`, `20%` (that is 20), `5 million`, `x = 18`, `The answer is 18.`, `18 (eighteen)`. Two
 numbers are no answer, nor is an expression: `18 or 20`, `10-20`, `18:30`, `5+13`, `2^3`, `36/2`. Nor is what would have
 to be guessed: `1,20`, `12,34,567`, `18,5`, `1.2e3`, `18 and a half`, `5k`, digits other than 0 to 9.
 
@@ -20,14 +20,14 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
 
-from cohort.tasks.answers import Span, inner_box, last_box, last_tag
+from cohort.tasks.answers import OPEN, Span, after_thoughts, inner_box, last_box, last_tag
 from cohort.tasks.expression import MAX_CHARS, Evaluation, read_number
 
 Kind = Literal["hashes", "boxed", "tags"]
 
-OPEN = "its thoughts do not end"
-
 _ENDS = re.compile(r"#+|\\boxed|</?answer>")  # of what stands after hashes
+_BARE_BOX = re.compile(r"\\boxed\s*(?=[-+$0-9])((?:[^\s{}<]|\{,\})+)")  # braces forgotten
+_SPECIAL = re.compile(r"(?:</s>|<eos>|<end_of_turn>|<\|[A-Za-z0-9_]{1,40}\|>)\s*$")
 _VULGAR = {"\u00bd": "1/2", "\u00bc": "1/4", "\u00be": "3/4", "\u2153": "1/3", "\u2154": "2/3"}
 _DIGIT = re.compile(f"[0-9{''.join(_VULGAR)}]")
 _LETTERS = "A-Za-z\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u024f"  # Latin alone: others hold pi, or words for ten thousand
@@ -44,6 +44,7 @@ _SPELLING = str.maketrans(
 _FRACTION = re.compile(r"\\[dtc]?frac\s*(?:\{\s*(-?[0-9]+)\s*\}\s*\{\s*([0-9]+)\s*\}|([0-9])\s*([0-9]))")
 _TEXT = re.compile(r"\\(?:text|math|mbox|bold|operatorname)[a-z]*\s*\{([^{}]*)\}")
 _LATEX = re.compile(
+    r"(?<=[0-9A-Za-z%])~(?=\s*(?:[A-Za-z]|\\?[$%]))|"  # a space before a unit; elsewhere it may be "about" or "to"
     r"\{,\}|\^\{[23]\}|\^\{?\\circ\}?|\\[!$%,;:() \[\]]|\\(?:left|right|quad|qquad|displaystyle|approx)(?![a-zA-Z])"
 )
 _LATEX_TO = {"{,}": ",", "\\!": "", "\\$": "$", "\\%": "%", "\\approx": "=", "^{2}": "^2", "^{3}": "^3"}
@@ -93,7 +94,7 @@ def find_marked(text: str) -> Marked:
     """
     said, is_open = _said(text)
     tag, _ = last_tag(said)
-    candidates: dict[Kind, Span | None] = {"hashes": _last_hashes(said), "boxed": last_box(said), "tags": tag}
+    candidates: dict[Kind, Span | None] = {"hashes": _last_hashes(said), "boxed": _last_box(said), "tags": tag}
     spans = {kind: span for kind, span in candidates.items() if span is not None}
     kinds = frozenset(kind for kind, span in spans.items() if _DIGIT.search(said, *span))
     if spans:
@@ -105,9 +106,20 @@ def find_marked(text: str) -> Marked:
 
 
 def _said(text: str) -> tuple[str, bool]:
-    """What is not thought, and whether the thoughts go on to the end. The prompt may have opened them."""
-    said, opened, _ = text.rpartition("</think>")[2].partition("<think>")
-    return said, bool(opened)
+    """What is not thought, without special tokens at its end, and whether the thoughts go on to the end."""
+    said, is_open = after_thoughts(text)
+    for _ in range(4):
+        said = said.rstrip()
+        if special := _SPECIAL.search(said, max(0, len(said) - 64)):
+            said = said[: special.start()]
+    return said, is_open
+
+
+def _last_box(text: str) -> Span | None:
+    """The last closed box, or what stands after a later \\boxed without braces."""
+    bare = deque(_BARE_BOX.finditer(text), maxlen=1)
+    spans = [span for span in (last_box(text), bare[0].span(1) if bare else None) if span is not None]
+    return max(spans, default=None)
 
 
 def _last_hashes(text: str) -> Span | None:

@@ -48,11 +48,17 @@ class Quantity:
         digits = len(str(abs(int(self.value * 10**self.decimals))))
         return Fraction(1, 2 * 10**self.decimals) if self.decimals and digits >= 3 else Fraction(0)
 
-    def matches(self, answer: Quantity, tolerance: float) -> bool:
-        """Whether an answer is this gold number. A percent sign that one of them lacks was left out, or worked in."""
+    def matches(self, answer: Quantity, tolerance: float, in_percent: bool) -> bool:
+        """Whether an answer is this gold number; `in_percent`: the problem speaks of percent.
+
+        To a gold of 50%, 50 left the sign out and 0.5 worked it in. 50% to a gold without the sign is 50 if the problem
+        speaks of percent, and otherwise 0.5.
+        """
         values = [answer.value]
-        if self.percent != answer.percent:
-            values.append(answer.value / 100 if answer.percent else answer.value * 100)
+        if self.percent and not answer.percent:
+            values.append(answer.value * 100)
+        elif answer.percent and not (self.percent or in_percent):
+            values = [answer.value / 100]
         slack = max(abs(self.value) * Fraction(tolerance), Fraction(0) if answer.decimals else self.rounding)
         return any(abs(self.value - value) <= slack for value in values)
 

@@ -18,7 +18,7 @@ from cohort.engines.server import UNKNOWN, ServerEngine
 from cohort.errors import ConfigError
 from cohort.text import Tokenizer
 from cohort.types import Finish
-from tests.vllm.questions import CONTEXT, TINY, asked, native
+from tests.with_vllm.questions import CONTEXT, TINY, asked, native
 
 START_SECONDS = 180
 

@@ -19,7 +19,7 @@ from cohort.text import TextStream, Tokenizer
 from cohort.types import Finish, Key, Sample, Sampling
 from tests.conformance import EngineConformance, request, spell
 from tests.support import naive_logprobs, one_sequence
-from tests.vllm.questions import CONTEXT, TINY, asked, decoder, native
+from tests.with_vllm.questions import CONTEXT, TINY, asked, decoder, native
 
 
 class Speller(Tokenizer):
