@@ -62,7 +62,7 @@ _TIMES = re.compile(r"(?<=[0-9])(?<![_^][0-9]) ?(?=\(|\\frac)")  # but not in \s
 _UNDONE, _DIVIDED = re.compile(r"[-+*/^!(\\]"), re.compile(r"\\frac|\\overline|[0-9]/[0-9]")
 _OPERATION = re.compile(rf"[-+*/^!(]|\\(?!{_LETTERS})")
 _ARITHMETIC = re.compile(r"(?:[-+*/^!().0-9{} ]|\\(?:frac|cdot|times|div|binom)(?![a-zA-Z]))+")
-_FORMULA = re.compile(r"\\\[(.+?)\\\]|\\\((.+?)\\\)|(?<!\\)\$([^$]+)\$", re.DOTALL)
+_FORMULA = re.compile(r"\\\[(.{1,999}?)\\\]|\\\((.{1,999}?)\\\)|(?<!\\)\$([^$]+)\$", re.DOTALL)
 _PERCENT = re.compile(r"%|per ?cent", re.IGNORECASE)
 
 
@@ -215,7 +215,7 @@ def _value_difference(gold: str, answer: str, terms: _Terms) -> str:
         return "" if wanted.matches(given, terms.tolerance, terms.in_percent) else WRONG
     based = [_BASED.fullmatch(side.replace(" ", "")) for side in (gold, answer)]
     if any(based):
-        return "" if _same_based(*based, answer) else WRONG
+        return "" if _same_based(based[0], based[1], answer) else WRONG
     if any(_WORD.fullmatch(side) for side in (gold, answer)):
         return WRONG
     # what was rounded may be said exactly, with roots and \pi, but not as a sum of digits
@@ -318,14 +318,14 @@ def _checked(text: str) -> str:
     return _TIMES.sub(r"\\cdot ", _MIXED.sub(r"(\1+\2)", text))
 
 
-def _bits(node: Any) -> float:
+def _bits(node: Any, letter: float = 2.0) -> float:
     """About how many bits the largest number has that comes up in working this out; the tree is not worked out yet."""
     if node.is_Number and node.is_finite:
         size = float(max(part.bit_length() for part in Fraction(str(node)).as_integer_ratio()))
     elif not node.args:
-        size = 2.0  # letters and constants: the points are small
+        size = letter  # and constants: the points are small
     else:
-        parts = [_bits(arg) for arg in node.args]
+        parts = [_bits(arg, letter) for arg in node.args]
         kind = type(node).__name__
         if kind in ("Pow", "exp", "factorial", "binomial"):  # a product of as many as the last says
             last = node.args[-1]
@@ -353,6 +353,8 @@ def _points(*expressions: Any) -> list[dict[Any, Any]]:
 
     letters = sorted(set().union(*(e.free_symbols for e in expressions)), key=str)
     if expressions[0].has(floor, ceiling):  # every remainder up to 12, and no letter in step with another
+        for expression in expressions:
+            _bits(expression, 5.0)
         return [{s: Integer(6 + (5 * i + (i + 1) * k) % 13) for i, s in enumerate(letters)} for k in range(13)]
     rows = _POINTS if letters else _POINTS[:1]
     return [{s: Rational(a + b * i, c + d * i) for i, s in enumerate(letters)} for a, b, c, d in rows]

@@ -505,6 +505,7 @@ HOSTILE: dict[str, tuple[str, str, str]] = {
     "many dollars": ("\\sqrt{5}", "$" * 900, "empty"),
     "many spaces": ("\\sqrt{5}", " " * 900 + "6", "wrong value"),
     "many text macros": ("\\sqrt{5}", "\\text{" * 100 + "5" + "}" * 100, ""),
+    "a tower between floors": ("\\lfloor a/2 \\rfloor + b + c", "a^{b^{c}}", "work limit"),
     "functions of functions": ("\\sqrt{5}", "\\ln(" * 10 + "7" + ")" * 10, "nested functions"),
     "functions of functions of a letter": ("x+1", "\\cosh(" * 6 + "x" + ")" * 6, "nested functions"),
     "many fractions without braces": ("\\sqrt{5}", "\\frac1" * 150, ""),
