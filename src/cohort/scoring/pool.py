@@ -234,9 +234,7 @@ class ScoringPool:
     def _bury(self, index: int, worker: Worker, trouble: Trouble | None) -> None:
         """Replace a worker that is in trouble, or (None) dead."""
         end = worker.kill()
-        trouble = trouble or Trouble(
-            f"the grader's process {end.how}", end.exhausted, over_limit=end.over_limit
-        )
+        trouble = trouble or Trouble(f"the grader's process {end.how}", end.exhausted, over_limit=end.over_limit)
         self.num_restarts += 1
         first = worker.items.popleft() if worker.items and worker.ready else None
         # only the first was begun; the others go back to the front, in their order, with a clean record
