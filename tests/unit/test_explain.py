@@ -9,6 +9,7 @@ from collections import defaultdict
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,9 +17,10 @@ import torch
 from cohort.algos.algorithm import build_algorithm
 from cohort.cli import explain as command
 from cohort.config.algos import DAPO, GMPO, GRPO, GSPO, CorrectionConfig, DrGRPO, KLConfig, PassAtK, ReinforcePP
-from cohort.config.schema import LearnerConfig, OptimConfig, SamplingConfig
+from cohort.config.schema import LearnerConfig, OptimConfig, SamplingConfig, ThinkAgain
 from cohort.data.pack import pack
 from cohort.errors import CohortError, ConfigError, RunError
+from cohort.explain import group as group_module
 from cohort.explain.effect import CLIPPED, CORRECTED, NO_ADVANTAGE, NOT_FINITE, step_effect
 from cohort.explain.page import page
 from cohort.explain.report import explain, no_signal, report
@@ -467,3 +469,14 @@ def test_a_page_colours_by_sign_and_strength_and_by_provenance(hostile):
     assert re.search(r'<span class="environment" title="id \d+ · environment">', text)
     assert re.search(r'<span class="forced" title="id \d+ · forced">', text)
     assert "http:" not in text and "https:" not in text
+
+
+def test_a_further_attempt_and_its_cost_are_named():
+    sample = make_sample([5, 6, 7, 8], reward=-0.1)
+    sample.provenance = [int(p) for p in (Provenance.SAMPLED, Provenance.ENVIRONMENT, *[Provenance.SAMPLED] * 2)]
+    sample.parts = {"correct": 0.0}
+    algo = SimpleNamespace(config=SimpleNamespace())
+    step = SimpleNamespace(config=SimpleNamespace(reward={}, turns=ThinkAgain(cost=0.1)), algo=algo)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(group_module, "_returned", lambda algo, sample: sample.reward)
+        assert group_module._reward(step, sample) == "-0.100 from correct 0, 1 further attempt at -0.100"

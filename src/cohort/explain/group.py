@@ -199,6 +199,10 @@ def _reward(step: Step, sample: Sample) -> str:
         parts.append(
             f"{name} {number(value)}" + ("" if weight == 1 else f" x {number(weight)}" if weight else " (only logged)")
         )
+    again = sample.num_turns - 1
+    if again > 0:
+        cost = again * getattr(step.config.turns, "cost", 0.0)
+        parts.append(f"{plural(again, 'further attempt')}" + (f" at {number(-cost)}" if cost else ""))
     text = f"{number(sample.reward)} from {', '.join(parts)}" if parts else number(sample.reward)
     returned = _returned(step.algo, sample)
     return text if returned == sample.reward else f"{text}; the baseline sees {number(returned)}"
