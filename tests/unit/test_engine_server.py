@@ -723,6 +723,8 @@ def test_a_bug_in_a_thread_is_not_a_wait_for_ever(server: FakeServer, monkeypatc
 
 
 INTERRUPTED = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where whoever runs the tests runs in the background
 from cohort.engines.server import ServerEngine
 from tests.conformance import request
 engine = ServerEngine("{url}", "small")

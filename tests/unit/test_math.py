@@ -139,15 +139,16 @@ def test_hostile_answers_are_wrong_and_soon(name: str) -> None:
     assert time.process_time() - begin < 2.0
 
 
+@pytest.mark.slow
 def test_math_verify_alone_runs_past_its_limit() -> None:
     """Its limit is a signal, which long arithmetic in C does not see; ours counts before anything is done."""
     from math_verify import LatexExtractionConfig, parse, verify
 
-    answer = "\\frac{3^{1200000}+1}{2^{1800000}+1}"
+    answer = "\\frac{3^{2000000}+1}{2^{3000000}+1}"
     one, other = (parse(f"${text}$", [LatexExtractionConfig()]) for text in ("\\sqrt{5}", answer))
     begin = time.process_time()
-    assert not verify(one, other, timeout_seconds=1)
-    assert time.process_time() - begin > 2.0
+    assert not verify(one, other, timeout_seconds=5)
+    assert time.process_time() - begin > 7.0
     begin = time.process_time()
     assert "work limit" in compare("\\sqrt{5}", answer).reason
     assert time.process_time() - begin < 0.5
