@@ -130,6 +130,8 @@ def main() -> None:
     with open(a.file, "rb") as f:
         while f.read(1 << 24):
             pass
+    if a.scratch:
+        Path(a.scratch).mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(dir=a.scratch))
     print(
         f"{a.file.name}, {a.file.stat().st_size / 1e9:.2f} GB, {gguf._num_cores()} cores, torch {torch.__version__}\n"

@@ -9,8 +9,10 @@ from typing import Any
 from cohort.errors import ModelError
 
 # What a model folder needs here: no pickled weights, no code.
-WANTED = ("*.safetensors", "*.safetensors.index.json", "*.jinja", *(f"{n}.json" for n in ("config", "tokenizer*")))
-WANTED += ("special_tokens_map.json", "generation_config.json", "chat_template.json", "vocab.json", "merges.txt")
+WANTED = (
+    *("config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json"),
+    *("tokenizer*.json", "special_tokens_map.json", "vocab.json", "merges.txt", "chat_template.json", "*.jinja"),
+)
 
 
 def is_hub_name(name: str) -> bool:

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, get_args
 
 from cohort.errors import TaskError
-from cohort.tasks.answers import inner_box, last_box, last_tag
+from cohort.tasks.answers import after_thoughts, inner_box, last_box, last_tag
 from cohort.tasks.base import Verdict, require, task
 from cohort.tasks.equality import EXTRA, PACKAGE, Comparison, compare
 from cohort.tasks.notation import MAX_CHARS, clean
@@ -96,7 +96,7 @@ class Mathematics:
         return [{"role": "user", "content": f"{problem}\n\n{INSTRUCTION}" if self.style == "boxed" else problem}]
 
     def score(self, row: Row, answer: Answer) -> Verdict:
-        said = answer.text.rpartition("</think>")[2].partition("<think>")[0]
+        said, _ = after_thoughts(answer.text)
         given, in_box = find_answer(said)
         if given is None:
             half = "\\boxed" in said or "<answer>" in said
