@@ -5,12 +5,14 @@
 The recipe runs as `cohort train` would; after `--minutes` of training (evaluations not counted) it is asked to stop, as
 by Ctrl-C, and saves. Before and after are `cohort eval TASK` on the whole test split under the same settings: greedily
 (--greedy) or at temperature 1, and with --samples N also avg@N and pass@k at temperature 1. Flags not known here
-go to the recipe. Writes result.json, the run's config, metrics and curves, and both evaluations.
+go to the recipe. Writes result.json, the run's config, metrics (the main ones as CSV, too) and curves, and every
+evaluation with its items.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import os
 import shutil
@@ -18,11 +20,28 @@ import signal
 import subprocess
 import sys
 import time
+from datetime import date
 from pathlib import Path
 from typing import Any
 
+import torch
+
 ROOT = Path(__file__).resolve().parents[1]
 COHORT = [sys.executable, "-m", "cohort"]
+COLUMNS = [
+    "step",
+    "reward/mean",
+    "eval/accuracy",
+    "length/mean",
+    "finish/length",
+    "groups/dead",
+    "entropy",
+    "grad_norm",
+    "sampler_gap/mean",
+    "time/step",
+    "time/stage/rollout",
+    "time/stage/update",
+]
 
 
 def evaluate(task: str, model: str, out: Path, flags: list[str]) -> dict[str, Any]:
@@ -36,7 +55,7 @@ def evaluate(task: str, model: str, out: Path, flags: list[str]) -> dict[str, An
 def train(recipe: str, out: Path, minutes: float, flags: list[str]) -> tuple[Path, dict[str, Any]]:
     """Train for so many minutes of steps; the run, and what it took."""
     command = [*COHORT, "train", recipe, "--out", str(out), "--log", "json", *flags]
-    begin, spent, steps = time.monotonic(), 0.0, 0
+    begin, spent, steps, asked = time.monotonic(), 0.0, 0, False
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     for line in process.stdout:
@@ -46,12 +65,25 @@ def train(recipe: str, out: Path, minutes: float, flags: list[str]) -> tuple[Pat
             spent += record["metrics"]["time/step"]
             reward = record["metrics"]["reward/mean"]
             print(f"step {steps}: reward {reward:.3f}, {spent / 60:.1f} minutes of training", flush=True)
-            if spent > minutes * 60:
+            if spent > minutes * 60 and not asked:  # asked twice it would stop without saving
+                asked = True
                 process.send_signal(signal.SIGINT)
     if process.wait() not in (0, 130):
         raise SystemExit(f"training ended with exit code {process.returncode}")
     [run] = [folder for folder in out.iterdir() if (folder / "config.yaml").is_file()]
     return run, {"steps": steps, "training_seconds": spent, "seconds": time.monotonic() - begin}
+
+
+def write_table(run: Path, out: Path) -> None:
+    """The main metrics, a line a step; an evaluation stands with the step it follows."""
+    steps: dict[int, dict[str, float]] = {}
+    for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        steps.setdefault(row["step"], {"step": row["step"]}).update(row["metrics"])
+    with out.open("w", encoding="utf-8", newline="") as file:
+        table = csv.writer(file, lineterminator="\n")
+        table.writerow(COLUMNS)
+        table.writerows([f"{row[name]:.5g}" if name in row else "" for name in COLUMNS] for row in steps.values())
 
 
 def main() -> None:
@@ -70,7 +102,9 @@ def main() -> None:
     if a.samples:
         kinds["sampled"] = ["--temperature", "1", "--samples", str(a.samples)]
     extra = a.eval_flags.split()
-    result: dict[str, Any] = {"recipe": a.recipe, "before": {}, "after": {}}
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    machine = {"date": date.today().isoformat(), "device": gpu, "torch": torch.__version__}
+    result: dict[str, Any] = {"recipe": a.recipe, **machine, "before": {}, "after": {}}
 
     def measure(when: str, model: str) -> None:
         for kind, flags in kinds.items():
@@ -87,6 +121,7 @@ def main() -> None:
         result[f"difference-{kind}"] = json.loads(done.stdout)["difference"]
     for name in ("config.yaml", "metrics.jsonl"):
         shutil.copy(run / name, a.out / name)
+    write_table(run, a.out / "metrics.csv")
     curves = [sys.executable, str(ROOT / "scripts" / "curves.py"), str(run), "--out", str(a.out / "curves.svg")]
     subprocess.run([*curves, "--title", f"{a.recipe}: {a.task}"], check=True, env=os.environ)
     (a.out / "result.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

@@ -372,6 +372,31 @@ def test_a_damaged_file_is_refused_by_name(old: str) -> None:
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        ("template: chat\n", "template = 'chat'"),
+        ("turns:\n  name: single\n", ""),  # has no settings
+        ("  keep_best: true\n", "save.keep_best = True"),
+        ("replay:\n  prompts: 0\n  steps: 4\n", "replay.prompts = 0, replay.steps = 4"),
+    ],
+)
+def test_a_file_of_before_a_setting_takes_its_default_and_says_so(
+    lines: str, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = load("quickstart")
+    text = dump(config)
+    assert text.count(lines) == 1
+    assert parse(text.replace(lines, ""), "runs/a/config.yaml") == config
+    warned = f"runs/a/config.yaml is of an earlier version of Cohort; what it does not say is taken as {said}"
+    assert [r.getMessage() for r in caplog.records] == ([warned] if said else [])
+
+
+def test_a_whole_file_warns_of_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    parse(dump(load("quickstart")))
+    assert caplog.records == []
+
+
 @pytest.mark.parametrize("text", ["", "just text", "[1, 2]", "steps: 5"])
 def test_what_is_no_config_is_refused(text: str) -> None:
     with pytest.raises(ConfigError):

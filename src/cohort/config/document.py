@@ -1,11 +1,14 @@
 """A config as text and back: the `config.yaml` of a run holds every value, and nothing secret.
 
-`parse` is the exact inverse of `dump`; it accepts no key it does not know and no value of another type.
+`parse` is the exact inverse of `dump`; it accepts no key it does not know and no value of another type. A setting that
+did not exist when the file was written takes its default, and a warning says so: the default of a new setting must be
+what was done before there was a choice.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import logging
 import re
 import types
 import typing
@@ -18,6 +21,9 @@ from cohort.config.lookup import find_task, task_spec
 from cohort.config.schema import VARIANTS, RunConfig
 from cohort.errors import ConfigError, nearest
 
+log = logging.getLogger(__name__)
+
+_ALWAYS_THERE = ("recipe", "model", "steps", "seed")
 _SECRET_NAME = re.compile(r"(api_?key|secret|passw(or)?d|credential|(access|auth|hf|bearer)_token)", re.IGNORECASE)
 _SECRET_VALUE = re.compile(r"://[^/\s]*:[^/\s]*@")
 
@@ -83,11 +89,29 @@ def parse(text: str, source: str = "config.yaml") -> RunConfig:
         raise ConfigError(f"{source} is not a Cohort config; restore the file the run wrote.")
     hints = typing.get_type_hints(RunConfig)
     for kind in ("task", *VARIANTS):
+        if kind in VARIANTS and kind not in tree:
+            continue
         section = tree.get(kind)
         if not isinstance(section, dict) or not isinstance(section.get("name"), str):
             raise ConfigError(f"{source}: {kind}.name is missing; restore the file the run wrote.")
         hints[kind] = find_variant(kind, section.pop("name"))
-    return typing.cast(RunConfig, _record(RunConfig, tree, "", hints, source))
+    for name in _ALWAYS_THERE:
+        if name not in tree:
+            raise ConfigError(f"{source}: {name} is missing; restore the file the run wrote.")
+    config: RunConfig = _record(RunConfig, tree, "", hints, source)
+    if lacking := [name for name in leaves(config) if not _is_in(tree, name)]:
+        taken = ", ".join(f"{name} = {leaves(config)[name].value!r}" for name in lacking)
+        log.warning("%s is of an earlier version of Cohort; what it does not say is taken as %s", source, taken)
+    return config
+
+
+def _is_in(tree: Any, name: str) -> bool:
+    """Whether a setting stands in the file: its dotted name leads to a value."""
+    for part in name.split("."):
+        if not isinstance(tree, dict) or part not in tree:
+            return False
+        tree = tree[part]
+    return True
 
 
 def _record(cls: type[Any], tree: Any, path: str, hints: dict[str, Any], source: str) -> Any:
@@ -97,10 +121,10 @@ def _record(cls: type[Any], tree: Any, path: str, hints: dict[str, Any], source:
     for key in tree:
         if key not in names:
             raise ConfigError(f"{source}: unknown setting {path}{key}.{nearest(str(key), names)}")
-    for name in names:
-        if name not in tree:
-            raise ConfigError(f"{source}: {path}{name} is missing; it was written by another version of Cohort.")
-    return cls(**{name: _value(tree[name], hints[name], path + name, source) for name in names})
+    for field in dataclasses.fields(cls):  # of a user's task; all of ours have defaults
+        if field.name not in tree and field.default is field.default_factory is dataclasses.MISSING:
+            raise ConfigError(f"{source}: {path}{field.name} is missing; restore the file the run wrote.")
+    return cls(**{name: _value(value, hints[name], path + name, source) for name, value in tree.items()})
 
 
 def _value(value: Any, hint: Any, path: str, source: str) -> Any:

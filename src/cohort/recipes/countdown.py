@@ -5,7 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 from cohort.config.algos import GRPO, DrGRPO
-from cohort.config.schema import BatchConfig, EvalConfig, OptimConfig, RunConfig, SamplingConfig, SaveConfig
+from cohort.config.schema import (
+    BatchConfig,
+    EvalConfig,
+    NativeEngine,
+    OptimConfig,
+    RunConfig,
+    SamplingConfig,
+    SaveConfig,
+)
 from cohort.recipes.registry import recipe
 from cohort.tasks.countdown import Countdown
 
@@ -29,15 +37,19 @@ def countdown() -> RunConfig:
 
 @recipe
 def coder_countdown() -> RunConfig:
-    """Countdown with Qwen2.5-Coder-1.5B-Instruct, every weight, a quarter of an hour on one H200."""
+    """Countdown with Qwen2.5-Coder-1.5B-Instruct, every weight, ten minutes on one H200."""
     return replace(
         countdown(),
         model="qwen2.5-coder-1.5b",
         steps=200,
         task=Countdown(instructions=True, think=True, data="$COHORT_DATA/countdown_{split}.jsonl"),
+        # Paid for its format too, this model learns to guess at once: its shortest answers are the tidiest.
+        reward={"correct": 1.0, "format": 0.0},
+        batch=BatchConfig(prompts=32, samples=16),  # one answer in a hundred is right at first
         sampling=SamplingConfig(max_tokens=512),
-        algo=DrGRPO(),
-        optim=OptimConfig(lr=2e-6, warmup=5),
-        eval=EvalConfig(every=50),
-        save=SaveConfig(every=50, rollouts=10),
+        engine=NativeEngine(slots=512),
+        algo=DrGRPO(dead="drop"),
+        optim=OptimConfig(lr=2e-6, warmup=10, beta2=0.99),
+        eval=EvalConfig(every=25, problems=256),
+        save=SaveConfig(every=200, keep_last=1, keep_best=False, rollouts=10),  # a checkpoint takes 25 GB
     )
