@@ -25,26 +25,27 @@ def accuracy(scores: Scores) -> float:
 
 
 def interval(scores: Scores) -> tuple[float, float]:
-    """95% interval of the accuracy.
+    """95% interval of the accuracy: Wilson's, for as many independent answers as those given are worth.
 
-    One 0/1 score a problem: Wilson's interval. Otherwise the normal one over the problems' means, because samples of
-    one problem are not independent.
+    Samples of one problem are not independent: n answers are worth those that would spread as far as the problems'
+    means do. (Plain normal intervals over the means miss too often where few problems are nearly all right or wrong.)
 
     >>> [round(x, 3) for x in interval([[1.0]] * 8 + [[0.0]] * 2)]
     [0.49, 0.943]
+    >>> [round(x, 3) for x in interval([[1.0, 1.0]] * 8 + [[0.0, 0.0]] * 2)]  # twice the same is worth no more
+    [0.474, 0.947]
     """
     scores = [row for row in scores if row]
-    n = len(scores)
+    n: float = len(scores)
     if not n:
         return 0.0, 1.0
     means = [mean(row) for row in scores]
     p = mean(means)
-    if all(len(row) == 1 for row in scores) or min(means) == max(means):  # no spread says little about few problems
-        centre = (p + Z * Z / (2 * n)) / (1 + Z * Z / n)
-        half = Z * math.sqrt(p * (1 - p) / n + Z * Z / (4 * n * n)) / (1 + Z * Z / n)
-    else:
-        variance = math.fsum((m - p) ** 2 for m in means) / max(1, n - 1)
-        centre, half = p, Z * math.sqrt(variance / n)
+    if max(map(len, scores)) > 1 and min(means) < max(means):  # no spread says little about few problems
+        variance = math.fsum((m - p) ** 2 for m in means) / (n - 1)
+        n = min(p * (1 - p) / (variance / n), sum(map(len, scores)))
+    centre = (p + Z * Z / (2 * n)) / (1 + Z * Z / n)
+    half = Z * math.sqrt(p * (1 - p) / n + Z * Z / (4 * n * n)) / (1 + Z * Z / n)
     return max(0.0, centre - half), min(1.0, centre + half)
 
 

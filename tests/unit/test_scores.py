@@ -17,12 +17,22 @@ def test_wilson_interval_by_hand():
     assert (low, high) == pytest.approx((0.30064, 0.95441), abs=2e-5)
 
 
+def wilson(p: float, n: float) -> tuple[float, float]:
+    z = 1.959963984540054
+    half = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
+    return (p + z * z / (2 * n) - half) / (1 + z * z / n), (p + z * z / (2 * n) + half) / (1 + z * z / n)
+
+
 def test_interval_of_several_samples_is_over_problems():
-    # means 1, 0.5, 0, 0.5: mean 0.5, sum of squares 0.5, variance 0.5 / 3, standard error sqrt(1 / 24)
+    # means 1, 0.5, 0, 0.5: mean 0.5, variance 0.5 / 3, of the mean 1 / 24: that of 0.25 * 24 = 6 independent answers
     rows = [[1.0, 1.0], [1.0, 0.0], [0.0, 0.0], [0.0, 1.0]]
-    half = 1.959963984540054 * math.sqrt(0.5 / 3 / 4)
-    assert interval(rows) == pytest.approx((0.5 - half, 0.5 + half), abs=1e-12)
-    assert interval([[1.0] * 9, [0.0]]) == (0.0, 1.0)  # 0.5 +- 0.98, kept inside; each problem counts once
+    assert interval(rows) == pytest.approx(wilson(0.5, 6), abs=1e-12)
+    assert interval([[1.0] * 9, [0.0]]) == pytest.approx(wilson(0.5, 1), abs=1e-12)  # each problem counts once
+
+
+def test_answers_are_worth_no_more_than_there_are():
+    rows = [[1.0, 0.0], [0.0, 1.0], [1.0, 0.0], [0.0, 1.0], [1.0, 0.0, 0.0]]  # hardly any spread
+    assert interval(rows) == pytest.approx(wilson(accuracy(rows), 11), abs=1e-12)
 
 
 def test_interval_at_the_ends_says_how_little_few_problems_tell():
@@ -39,6 +49,17 @@ def test_interval_covers_the_truth_about_95_times_in_100():
         low, high = interval([[float(rng.random() < 0.3)] for _ in range(40)])
         hits += low <= 0.3 <= high
     assert 0.93 < hits / trials < 0.97
+
+
+@pytest.mark.parametrize(("alpha", "beta"), [(0.05, 0.5), (0.5, 0.05), (0.3, 0.3), (50, 2)])
+def test_interval_of_avg_at_n_covers_the_truth_also_where_few_problems_are_nearly_all_right(alpha, beta):
+    """Thirty problems (AIME), eight samples each. Normal intervals over the problems' means hold 0.89 of the truths."""
+    rng, hits, trials = random.Random(0), 0, 1000
+    for _ in range(trials):
+        chances = [rng.betavariate(alpha, beta) for _ in range(30)]
+        low, high = interval([[float(rng.random() < c) for _ in range(8)] for c in chances])
+        hits += low <= alpha / (alpha + beta) <= high
+    assert 0.90 < hits / trials < 0.98
 
 
 @pytest.mark.parametrize("k", [1, 2, 3, 5])

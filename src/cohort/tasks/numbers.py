@@ -5,9 +5,9 @@ What a model thinks is not its answer (`answers.after_thoughts`), nor is a speci
 `####` whose line has no digit is a heading.
 
 Read: exactly one number, as people and models write it, with its unit left out. `$1,200.50`, `1 200`, `-3 1/2`,
-`\\frac{1}{2}`, `18~\\text{miles}`, `20%` (that is 20), `5 million`, `x = 18`, `The answer is 18.`, `18 (eighteen)`. Two
-numbers are no answer, nor is an expression: `18 or 20`, `10-20`, `18:30`, `5+13`, `2^3`, `36/2`. Nor is what would have
-to be guessed: `1,20`, `12,34,567`, `18,5`, `1.2e3`, `18 and a half`, `5k`, digits other than 0 to 9.
+`\\frac{1}{2}`, `18~\\text{miles}`, `20%` (that is 20), `5 million`, `x = 18`, `The answer is 18.`, `18 (eighteen)`,
+`2:00 pm`. Two numbers are no answer, nor is an expression: `18 or 20`, `10-20`, `18:30`, `5+13`, `2^3`, `36/2`. Nor is
+what would have to be guessed: `1,20`, `12,34,567`, `18,5`, `1.2e3`, `18 and a half`, `5k`, digits other than 0 to 9.
 
 Every scan is a single pass, and of an answer at most `MAX_CHARS` characters are read: time is linear in the text.
 """
@@ -65,6 +65,7 @@ _QUANTITY = re.compile(
     (.*)""",
     re.VERBOSE | re.DOTALL,
 )
+_HOUR = re.compile(r"\A:00(?=\s*[ap]\.?m\b)", re.IGNORECASE)  # of the clock: 2:00 pm is 2 pm
 _POWER = re.compile(rf"(?<=[{_LETTERS}])\^?[23\u00b2\u00b3](?![0-9])")  # of a unit, as in cm^2 and m3
 _UNIT = re.compile(rf"[{_LETTERS}\s.,;:'\"/()%$\u20ac\u00a3\u00a5\u20b9\u00a2\u00b0-]*")
 _SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
@@ -231,7 +232,7 @@ def _fraction(whole: str | None, above: str, below: str) -> Fraction:
 
 def _scale(tail: str) -> int:
     """What the words after a number make of it: 1 for a unit, a million for "million dollars"."""
-    tail = _POWER.sub("", tail)
+    tail = _POWER.sub("", _HOUR.sub("", tail))
     if _DIGIT.search(tail):
         raise _Refused("more than one number")
     if not _UNIT.fullmatch(tail):

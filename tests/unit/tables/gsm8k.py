@@ -54,6 +54,10 @@ RIGHT = [
     ("#### 18\n\n####", "18", "hashes with nothing after them"),
     (r"\boxed{18} and then \boxed{", "18", "the last closed box"),
     ("<answer>18</answer> or <answer>7", "18", "the last closed tags"),
+    # ---- the clock
+    (r"\boxed{2:00 \text{ pm}}", "2", "a whole hour, as Qwen2.5-Coder wrote it"),
+    ("#### 11:00 a.m.", "11", "with points"),
+    ("<answer>12:00PM</answer>", "12", "without a space"),
     # ---- slips of the pen
     (r"\boxed{18~\text{apples}}", "18", "a tie as a space"),
     (r"\boxed{18~\text{apples}~\text{per day}}", "18", "two ties"),
@@ -257,6 +261,11 @@ WRONG = [
     ("#### 10-20", "10", "more than one number"),
     (f"#### 10{EN_DASH}20", "20", "more than one number"),
     ("#### 18:30", "18", "more than one number"),
+    ("#### 2:30 pm", "2", "more than one number"),
+    ("#### 2:00", "2", "more than one number"),
+    ("#### 2:00 to 3:00 pm", "2", "more than one number"),
+    ("#### 2:00 pmx", "2", "more than one number"),
+    (r"So \(\boxed{2:60 \text{ pm}}\).", "2", "more than one number"),
     ("#### $18 per day for 5 days", "18", "more than one number"),
     ("#### 18 dollars 50 cents", "18", "more than one number"),
     ("#### 18 (9 * 2)", "18", "more than one number"),
