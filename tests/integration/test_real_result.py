@@ -1,0 +1,35 @@
+"""The script behind docs/results.md, with the bundled model: it stops by the clock, saves, and compares."""
+
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_a_result_from_beginning_to_end(tmp_path: Path) -> None:
+    script = [sys.executable, str(ROOT / "benchmarks" / "real_result.py"), "quickstart", "arithmetic"]
+    times = ["--out", str(tmp_path), "--minutes", "0.001", "--samples", "2", "--eval-flags", "--limit 8 --max-tokens 16"]
+    small = ["--batch.prompts", "2", "--batch.samples", "2", "--sampling.max-tokens", "16", "--eval.problems", "2"]
+    done = subprocess.run([*script, "--model", "tiny", *times, *small], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+    result = json.loads((tmp_path / "result.json").read_text(encoding="utf-8"))
+    steps = result["training"]["steps"]
+    assert 1 <= steps < 20, "it was to stop long before the recipe's last step"
+    assert set(result["before"]) == set(result["after"]) == {"first", "sampled"}
+    assert result["before"]["first"]["setting"]["num_problems"] == 8
+    assert result["before"]["first"]["setting"]["weights"] != result["after"]["first"]["setting"]["weights"]
+    assert result["difference-sampled"].keys() >= {"mean", "low", "high", "p", "wins", "losses"}
+
+    with (tmp_path / "metrics.csv").open(encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert [int(row["step"]) for row in rows] == list(range(steps + 1))
+    assert rows[0]["eval/accuracy"] and not rows[0]["reward/mean"]
+    assert all(row["reward/mean"] and float(row["time/step"]) > 0 for row in rows[1:])
+    assert "<svg" in (tmp_path / "curves.svg").read_text(encoding="utf-8")
+    assert (tmp_path / "config.yaml").is_file()
