@@ -13,7 +13,16 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def test_a_result_from_beginning_to_end(tmp_path: Path) -> None:
     script = [sys.executable, str(ROOT / "benchmarks" / "real_result.py"), "quickstart", "arithmetic"]
-    times = ["--out", str(tmp_path), "--minutes", "0.001", "--samples", "2", "--eval-flags", "--limit 8 --max-tokens 16"]
+    times = [
+        "--out",
+        str(tmp_path),
+        "--minutes",
+        "0.001",
+        "--samples",
+        "2",
+        "--eval-flags",
+        "--limit 8 --max-tokens 16",
+    ]
     small = ["--batch.prompts", "2", "--batch.samples", "2", "--sampling.max-tokens", "16", "--eval.problems", "2"]
     done = subprocess.run([*script, "--model", "tiny", *times, *small], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
