@@ -155,9 +155,8 @@ def assemble(config: RunConfig) -> Parts:
     sampling = _sampling(config.sampling, tokenizer)
     algo = build_algorithm(config.algo, config.max_sampled)
     updates = config.learner.epochs * config.learner.minibatches
-    needs = algo.needs(updates)
     adapters = _adapters(config, model.decoder)
-    has_reference = "ref" in needs and adapters is None
+    has_reference = "ref" in algo.needs() and adapters is None
     plan = _plan(config, model, device, has_reference, adapters)
     learner = LocalLearner(
         model.decoder,

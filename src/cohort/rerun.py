@@ -31,7 +31,7 @@ from cohort.explain.words import ranges
 from cohort.store.reader import Reader
 from cohort.store.rollouts import load_rollouts, rollout_path, rollout_steps
 from cohort.store.rundir import RunDirectory
-from cohort.train.replay import Replay, scored
+from cohort.train.replay import scored
 from cohort.train.rl import improve
 from cohort.types import COUNTED, NOT_ACCEPTED, Group
 
@@ -287,9 +287,7 @@ def _again(parts: Parts, stored: Sequence[Group]) -> tuple[list[Group], dict[str
     """A step's update on its stored groups; returns these as they are graded now, and its metrics."""
     config, algo = parts.config, parts.algo
     groups = [as_sampled(group, algo) for group in stored]  # also those that were used again
-    used_again = Replay(config.replay, config.seed, Path())
-    needs = algo.needs(config.learner.epochs * config.learner.minibatches) | used_again.needs
-    groups, stats = improve(parts.learner, algo, groups, config.learner, needs)
+    groups, stats = improve(parts.learner, algo, groups, config.learner)
     return groups, stats.metrics
 
 

@@ -51,7 +51,7 @@ def groups_of(longest: int = 9) -> list[Group]:
 
 
 def gradient(learner: LocalLearner, groups: list[Group], algo) -> dict[str, Tensor]:
-    learner.annotate(groups, algo.needs(2))
+    learner.annotate(groups, algo.needs() | {"old"})
     batch = pack(groups, learner.token_budget, share=learner.config.prefix_sharing)
     learner.forward_backward(batch.minibatches[0], algo)
     return {n: m.grad.clone() for n, m in learner.optimizer.masters.items() if m.grad is not None}

@@ -241,7 +241,7 @@ def test_4_4_the_whole_loss_written_out(estimator):
     algo, groups = build_algorithm(config, 16), random_groups()
     optim = OptimConfig(lr=1e-2)
     learner = LocalLearner(decoder, LearnerConfig(), optim, num_updates=9, temperature=TEMPERATURE, reference=reference)
-    learner.annotate(groups, algo.needs(2))
+    learner.annotate(groups, algo.needs() | {"old"})
     learner.update(pack(groups, 60), algo)
     learner.forward_backward(pack(groups, 60).minibatches[0], algo)
     got = {n: m.grad.clone() for n, m in learner.optimizer.masters.items()}

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from cohort.algos.algorithm import build_algorithm
-from cohort.config.algos import KLConfig
+from cohort.config.algos import CISPO, GSPO, KLConfig
 from cohort.config.schema import GRPO, DrGRPO, LearnerConfig, OptimConfig
 from cohort.data.pack import pack
 from cohort.errors import TrainingStopped
@@ -39,7 +39,7 @@ def learner_for(decoder, budget=1000, share=True, reference=None, optim=None, **
 
 def gradient(decoder, groups, algo, budget=1000, share=True, reference=None):
     learner = learner_for(decoder, budget, share, reference)
-    learner.annotate(groups, algo.needs(2))
+    learner.annotate(groups, algo.needs() | {"old"})
     batch = pack(groups, budget, share=share)
     assert len(batch.minibatches) == 1
     tally = learner.forward_backward(batch.minibatches[0], algo)
@@ -109,10 +109,10 @@ def test_4_4_both_ways_through_the_head_give_one_gradient(config, monkeypatch):
 def test_4_5_ratio_is_exactly_one_before_the_first_update():
     decoder = small_decoder()
     algo = build_algorithm(GRPO(), 16)
-    for needs in (1, 2):  # detached current log-probabilities, and annotated ones through the same packs
+    for needs in (set(), {"old"}):  # detached current log-probabilities, and annotated ones through the same packs
         groups = random_groups()
         learner = learner_for(decoder)
-        learner.annotate(groups, algo.needs(needs))
+        learner.annotate(groups, needs)
         metrics = learner.forward_backward(pack(groups, 1000).minibatches[0], algo).to_metrics()
         assert metrics["ratio/min"] == metrics["ratio/max"] == 1.0
 
@@ -250,7 +250,7 @@ def test_state_round_trip_continues_bit_for_bit():
 
     def step(learner, seed):
         groups = random_groups(seed=seed, num_groups=4)
-        learner.annotate(groups, algo.needs(4))
+        learner.annotate(groups, algo.needs() | {"old"})
         return learner.update(pack(groups, 1000, minibatches=2), algo)
 
     whole = fresh()
@@ -274,10 +274,45 @@ def test_several_epochs_move_the_ratio_away_from_one():
     learner = learner_for(small_decoder(), epochs=3, optim=OptimConfig(lr=1e-2))
     algo = build_algorithm(GRPO(), 16)
     groups = random_groups()
-    learner.annotate(groups, algo.needs(3))
+    learner.annotate(groups, algo.needs() | {"old"})
     metrics = learner.update(pack(groups, 1000), algo)
     assert metrics["updates/done"] == 3.0
     assert metrics["ratio/min"] < 0.99 and metrics["ratio/max"] > 1.01
+
+
+@pytest.mark.parametrize(("epochs", "minibatches"), [(2, 1), (1, 3), (3, 2)])
+@pytest.mark.parametrize("config", [GRPO(), CISPO(), GSPO(clip_low=0.2, clip_high=0.2)])
+def test_4_5_later_updates_compare_with_the_policy_of_the_beginning(config, epochs, minibatches):
+    """The update finds the old log-probabilities by itself; asked for before, they are the same."""
+    algo, weights, found = build_algorithm(config, 16), [], []
+    for asked in (False, True):
+        groups = random_groups(num_groups=6)
+        learner = learner_for(small_decoder(torch.float64), epochs=epochs, minibatches=minibatches)
+        if asked:
+            learner.annotate(groups, {"old"})
+        found.append(learner.update(pack(groups, 40, minibatches=minibatches), algo))
+        weights.append({name: p.detach().clone() for name, p in learner.decoder.named_parameters()})
+        assert all(s.old_logprobs is not None for g in groups for s in g.samples)
+    assert found[0]["ratio/min"] < 0.99 and found[0]["ratio/max"] > 1.01
+    assert found[0] == pytest.approx(found[1], abs=1e-10)
+    assert_same(*weights, torch.float64)
+
+
+@pytest.mark.parametrize(("epochs", "minibatches", "parts"), [(1, 1, 0), (4, 1, 0), (1, 2, 1), (2, 3, 2)])
+def test_a_pass_for_old_logprobs_is_made_of_later_minibatches_alone(epochs, minibatches, parts, monkeypatch):
+    """The first sees the weights unmoved, a group without signal is in none."""
+    seen = []
+    logprobs = LocalLearner._logprobs
+    watched = lambda self, decoder, micro: (seen.append(len(micro.targets)), logprobs(self, decoder, micro))[1]  # noqa: E731
+    monkeypatch.setattr(LocalLearner, "_logprobs", watched)
+    groups = random_groups(num_groups=6)
+    groups[1].excluded = CONSTANT_REWARD
+    batch = pack(groups, 1000, minibatches=minibatches)
+    learner = learner_for(small_decoder(), epochs=epochs, minibatches=minibatches)
+    learner.update(batch, build_algorithm(GRPO(), 16))
+    later = [sum(len(m.targets) for m in part.microbatches) for part in batch.minibatches[1:]]
+    assert seen == later and len(seen) == parts
+    assert all(s.old_logprobs is None for s in groups[1].samples)
 
 
 def test_failed_samples_are_in_no_denominator():

@@ -35,7 +35,7 @@ def made(decoder, lora=LORA, budget=1000, **optim):
 
 
 def gradient(learner, groups, algo, budget=1000, share=True):
-    learner.annotate(groups, algo.needs(2))
+    learner.annotate(groups, algo.needs() | {"old"})
     tally = learner.forward_backward(pack(groups, budget, share=share).minibatches[0], algo)
     return {n: m.grad.clone() for n, m in learner.optimizer.masters.items()}, tally.to_metrics()
 

@@ -293,6 +293,7 @@ def test_the_initial_model_too_gets_the_threads_of_the_run(
 
 def test_the_command_tells_it_in_words_and_as_json(runs: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
     run = str(runs["grpo"])
+    capsys.readouterr()  # what the run said, if it was made just now
     with preserved():
         command.run(["--step", "3", run])
         said = capsys.readouterr()

@@ -155,15 +155,13 @@ def test_an_empty_completion_is_graded_and_has_no_kl() -> None:
 
 
 def test_needs() -> None:
-    def needs(config: GRPO, num_updates: int) -> set[str]:
-        return set(build_algorithm(config, 8).needs(num_updates))
+    def needs(config: GRPO) -> set[str]:
+        return set(build_algorithm(config, 8).needs())
 
-    assert needs(GRPO(), 1) == set()
-    assert needs(GRPO(), 2) == {"old"}
-    assert needs(GRPO(kl=KLConfig(weight=0.1)), 1) == {"ref"}
-    assert needs(GRPO(kl=KLConfig(weight=0.1)), 4) == {"old", "ref"}
-    assert needs(GRPO(kl=KLConfig(weight=0.1, place="reward")), 1) == {"old", "ref"}
-    assert needs(GRPO(kl=KLConfig(weight=0.0, place="reward")), 1) == set()
+    assert needs(GRPO()) == set()
+    assert needs(GRPO(kl=KLConfig(weight=0.1))) == {"ref"}
+    assert needs(GRPO(kl=KLConfig(weight=0.1, place="reward"))) == {"old", "ref"}
+    assert needs(GRPO(kl=KLConfig(weight=0.0, place="reward"))) == set()
 
 
 def test_every_configured_algorithm_can_be_built() -> None:

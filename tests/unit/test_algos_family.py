@@ -197,7 +197,7 @@ def test_old_data_are_corrected_by_what_they_were_drawn_with_and_clipped_by_what
 @pytest.mark.parametrize(("estimator", "slope"), [("k1", 1.0), ("k2", -0.5), ("k3", 1 - math.exp(0.5)), ("abs", -1.0)])
 def test_kl_to_the_sampler(estimator, slope):
     config = GRPO(kl=KLConfig(weight=2.0, to="sampler", estimator=estimator))
-    assert build_algorithm(config, 8).needs(1) == set()  # no reference is kept
+    assert build_algorithm(config, 8).needs() == set()  # no reference is kept
     assert found(config, inputs([1.0], [0.0], sampler=[-0.5]))[1] == pytest.approx([2.0 * slope])
 
 
@@ -337,10 +337,10 @@ def test_overlong_completions_lose_reward_before_they_are_cut():
     assert algo.returned(sample) == pytest.approx(1.0 - 0.6) and sample.reward == 1.0
 
 
-def test_several_updates_a_batch_and_the_reference_are_what_needs_a_pass():
-    def needs(config: Policy, updates: int) -> set[str]:
-        return set(build_algorithm(config, 8).needs(updates))
+def test_a_divergence_in_the_reward_and_the_reference_are_what_needs_a_pass():
+    def needs(config: Policy) -> set[str]:
+        return set(build_algorithm(config, 8).needs())
 
-    assert needs(CISPO(), 1) == set() and needs(CISPO(), 2) == {"old"}
-    assert needs(ReinforcePP(kl=KLConfig(weight=0.1, estimator="k1", place="reward")), 1) == {"old", "ref"}
-    assert needs(GRPO(kl=KLConfig(weight=0.1, to="sampler", place="reward")), 1) == {"old"}
+    assert needs(CISPO()) == set()
+    assert needs(ReinforcePP(kl=KLConfig(weight=0.1, estimator="k1", place="reward"))) == {"old", "ref"}
+    assert needs(GRPO(kl=KLConfig(weight=0.1, to="sampler", place="reward"))) == {"old"}

@@ -154,7 +154,7 @@ class Watched:
     """An algorithm whose loss remembers what it saw: log-probabilities and |dL/dlogprob| of each sample, each epoch."""
 
     def __init__(self, algo, num_tokens: int) -> None:
-        self.algo, self.per_token, self.weigh = algo, algo.per_token, algo.weigh
+        self.algo, self.per_token, self.has_ratio, self.weigh = algo, algo.per_token, algo.has_ratio, algo.weigh
         self.num_tokens, self.seen = num_tokens, 0
         self.epochs = [(defaultdict(list), defaultdict(float)) for _ in range(2)]
 
@@ -198,7 +198,7 @@ def test_effects_are_what_the_learners_own_loss_calls_saw(config):
         num_updates=10,
         reference=small_decoder(torch.float64, seed=1, std=0.15),
     )
-    learner.annotate(groups, algo.needs(2))
+    learner.annotate(groups, algo.needs() | {"old"})
     groups = algo.advantages(groups)
     batch = pack(groups, 40)
     watched = Watched(algo, sum(len(m.targets) for m in batch.minibatches[0].microbatches))

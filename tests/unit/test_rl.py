@@ -28,9 +28,9 @@ def test_prompts_go_on_where_the_last_step_ended():
     assert len(set(drawn)) == 12  # of 24 rows
 
 
-@pytest.mark.parametrize(("epochs", "minibatches", "old"), [(1, 1, False), (2, 1, True), (1, 3, True)])
-def test_old_logprobs_are_annotated_when_a_batch_gets_several_updates(epochs, minibatches, old, monkeypatch):
-    """Otherwise no pass is made for them: those the update saw are kept, of the samples it saw."""
+@pytest.mark.parametrize(("epochs", "minibatches"), [(1, 1), (2, 1), (1, 3)])
+def test_what_the_update_saw_is_kept_of_the_samples_it_saw(epochs, minibatches, monkeypatch):
+    """No pass is made before it."""
     asked = []
     annotate = LocalLearner.annotate
     monkeypatch.setattr(
@@ -39,11 +39,11 @@ def test_old_logprobs_are_annotated_when_a_batch_gets_several_updates(epochs, mi
     learner = LearnerConfig(token_budget=512, epochs=epochs, minibatches=minibatches)
     with assembled(small_run(learner=learner, batch=BatchConfig(prompts=3, samples=4))) as parts:
         [(groups, stats)] = run_steps(parts, 1)
-    assert asked == [{"old"} if old else set()]
+    assert asked == [set()]
     assert any(not g.excluded for g in groups)
     for group in groups:
         for sample in group.samples:
-            assert (sample.old_logprobs is not None) == (old or not group.excluded)
+            assert (sample.old_logprobs is not None) == (not group.excluded)
             if sample.old_logprobs is not None:
                 assert sample.old_logprobs == pytest.approx(sample.sampler_logprobs, abs=1e-4)
     updates = sum(stats.metrics.get(f"updates/{fate}", 0.0) for fate in ("done", "no_signal"))

@@ -26,6 +26,8 @@ class Loss(Protocol):
 
     per_token: bool
     """Whether each token's term depends on that token alone, so that tokens may be handed over in any pieces."""
+    has_ratio: bool
+    """Whether it compares with the policy of the step's beginning: then later updates are given `old_logprobs`."""
 
     def weigh(self, lengths: Lengths, totals: Totals) -> Tensor:
         """[N] weights of a microbatch's tokens, given the global denominators."""
@@ -37,8 +39,8 @@ class Loss(Protocol):
 class Algorithm(Loss, Protocol):
     """Pure with respect to the model: it sees records and flat vectors only."""
 
-    def needs(self, num_updates: int) -> frozenset[str]:
-        """Which of {"old", "ref"} logprobs to annotate when a batch gets `num_updates` optimizer steps."""
+    def needs(self) -> frozenset[str]:
+        """Which of {"old", "ref"} logprobs the samples must have before their advantages are found."""
 
     def accept(self, group: Group) -> bool:
         """Whether a scored group is kept; a rejected one is replaced by another prompt's."""

@@ -14,6 +14,7 @@ class Imitation:
     """Cross-entropy on target tokens; a `Loss`, without advantages."""
 
     per_token = True
+    has_ratio = False
 
     def weigh(self, lengths: Lengths, totals: Totals) -> Tensor:
         return torch.full_like(lengths.sample, 1.0 / totals.num_tokens, dtype=torch.float64)

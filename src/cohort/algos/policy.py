@@ -31,6 +31,8 @@ _OURS = ("", *COUNTED, DEAD, TOO_FEW)
 class PolicyGradient:
     """An algorithm as its config describes it; `max_tokens` is the longest completion, the constant divisor."""
 
+    has_ratio = True
+
     def __init__(self, name: str, config: Policy, max_tokens: int) -> None:
         self.config, self.max_tokens = config, max_tokens
         self.weights = Weights.of(config)
@@ -39,10 +41,10 @@ class PolicyGradient:
         self._least = 2 if in_groups else 1  # scored samples a group needs
         self.per_token = self._surrogate.per_token and config.correction.level == "token"
 
-    def needs(self, num_updates: int) -> frozenset[str]:
-        """Old logprobs if the policy moves between rollout and last update, or the reward contains the KL."""
+    def needs(self) -> frozenset[str]:
+        """Old logprobs if the reward contains the KL, the reference's if it is to the reference."""
         kl = self.config.kl
-        old = num_updates > 1 or (kl.weight and kl.place == "reward")
+        old = kl.weight and kl.place == "reward"
         ref = kl.weight and kl.to == "reference"
         return frozenset({"old"} if old else ()) | frozenset({"ref"} if ref else ())
 

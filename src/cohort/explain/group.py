@@ -96,7 +96,7 @@ def _returned(algo: Algorithm, sample: Sample) -> float:
     """What the baseline saw of a sample: its reward after penalties, where the algorithm tells."""
     assert sample.reward is not None
     # a group that others took the place of was never annotated, so a KL in its reward is not known
-    known = sample.old_logprobs is not None or "old" not in algo.needs(1)
+    known = sample.old_logprobs is not None or "old" not in algo.needs()
     return algo.returned(sample) if isinstance(algo, _Shapes) and known else sample.reward
 
 

@@ -37,7 +37,7 @@ class Learner(Protocol):
         """Fill in the samples' `old_logprobs` and `ref_logprobs`, those named in `needs`."""
 
     def update(self, batch: Batch, algo: Loss) -> dict[str, float]:
-        """Epochs x minibatches x microbatches; returns metrics."""
+        """Epochs x minibatches x microbatches; returns metrics. Samples it sees get the `old_logprobs` they lack."""
 
     def forward_backward(self, minibatch: Minibatch, algo: Loss) -> Tally:
         """Gradient of one minibatch, summed over ranks, ready for `optim_step`."""

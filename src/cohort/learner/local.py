@@ -97,15 +97,20 @@ class LocalLearner:
     def update(self, batch: Batch, algo: Loss) -> dict[str, float]:
         tally = Tally()
         self._tell_layout(batch)
+        first, *later = batch.minibatches
+        if algo.has_ratio:
+            later = [self._with_old(batch, minibatch) for minibatch in later]
         for epoch in range(self.config.epochs):
-            for minibatch in batch.minibatches:
+            for minibatch in (first, *later):
                 with self._compared_with_plan(minibatch):
                     tally.merge(self.forward_backward(minibatch, algo))
                 if epoch == 0:
-                    self._note_logprobs(batch)
+                    self._note_logprobs(batch, self._seen)
                 for name, value in self.optim_step().items():
                     exact = torch.tensor(value, dtype=torch.float64)
                     tally.sum(name, exact) if name.startswith("updates/") else tally.mean(name, exact)
+            if algo.has_ratio and epoch == 0 and self.config.epochs > 1:
+                first = _packed_again(first)  # with what its first update saw
         self._refresh_reference()
         return tally.to_metrics()
 
@@ -115,12 +120,19 @@ class LocalLearner:
         if self.reference is not None and every and self.update_index % every == 0:
             self.reference.load_state_dict(self.decoder.state_dict())
 
-    def _note_logprobs(self, batch: Batch) -> None:
-        """Samples that have none get the log-probabilities that their first update saw, for whoever explains it."""
-        if not self._seen or all(s.old_logprobs is not None for s in batch.samples):
+    @torch.no_grad()
+    def _with_old(self, batch: Batch, minibatch: Minibatch) -> Minibatch:
+        """With the log-probabilities of before the first update: its own update finds other weights."""
+        if all(m.old_logprobs is not None for m in minibatch.microbatches):
+            return minibatch
+        self._note_logprobs(batch, [(m.segments, self._logprobs(self.decoder, m)) for m in minibatch.microbatches])
+        return _packed_again(minibatch)
+
+    def _note_logprobs(self, batch: Batch, seen: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Samples without `old_logprobs` get these: their ratios are to them, and `cohort explain` shows them."""
+        if not seen or all(s.old_logprobs is not None for s in batch.samples):
             return
-        segments, logprobs = (torch.cat(parts).cpu() for parts in zip(*self._seen, strict=True))
-        self._seen = []
+        segments, logprobs = (torch.cat(parts).cpu() for parts in zip(*seen, strict=True))
         for segment, row in _rows(segments, logprobs):
             sample = batch.samples[segment]
             if sample.old_logprobs is None and sample.num_sampled:  # not targets, given to be imitated
@@ -284,11 +296,15 @@ class LocalLearner:
         samples = [s for g in groups for s in g.samples]
         batch = pack(groups, self.token_budget, share=self.config.prefix_sharing)
         for micro in batch.minibatches[0].microbatches:
-            here = micro.to(decoder.embed.device)
-            hidden = self._predicting(decoder, here)
-            values, _ = token_logprobs(hidden, decoder.head_weight, here.targets, self.temperature, with_entropy=False)
-            for segment, row in _rows(micro.segments, values.cpu()):
+            for segment, row in _rows(micro.segments, self._logprobs(decoder, micro)):
                 yield samples[segment], _spread(row, samples[segment])
+
+    def _logprobs(self, decoder: AnyDecoder, micro: Microbatch) -> Tensor:
+        """[N] of a microbatch's targets, on the host."""
+        here = micro.to(decoder.embed.device)
+        hidden = self._predicting(decoder, here)
+        values, _ = token_logprobs(hidden, decoder.head_weight, here.targets, self.temperature, with_entropy=False)
+        return values.cpu()
 
     @contextmanager
     def _reference_policy(self) -> Iterator[AnyDecoder]:
@@ -348,6 +364,11 @@ def _spread(values: list[float], sample: Sample) -> list[float]:
         return values
     at = iter(values)
     return [next(at) if p == Provenance.SAMPLED else 0.0 for p in sample.provenance]
+
+
+def _packed_again(minibatch: Minibatch) -> Minibatch:
+    """The same packs, with the log-probabilities that their samples have by now."""
+    return replace(minibatch, microbatches=minibatch.repacked(max(minibatch.longest, _largest(minibatch))))
 
 
 def _largest(minibatch: Minibatch) -> int:

@@ -21,11 +21,6 @@ class Replay:
         self.config, self._seed, self._folder = config, seed, folder
         self._kept: dict[int, list[Group]] = {}  # by step
 
-    @property
-    def needs(self) -> frozenset[str]:
-        """What the policy of today says of their tokens."""
-        return frozenset({"old"} if self.config.prompts else ())
-
     def draw(self, step: int) -> list[Group]:
         """`config.prompts` groups (or as many as there are) that had a signal, none older than `config.steps`."""
         if not self.config.prompts:

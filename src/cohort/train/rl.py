@@ -24,20 +24,19 @@ from cohort.types import Group
 def train(run: Run, engine: Engine, learner: Learner, tasks: Tasks, algo: Algorithm, replay: Replay) -> None:
     """Run every remaining step of `run`."""
     batch_size, config = run.config.batch, run.config.learner
-    needs = algo.needs(config.epochs * config.minibatches) | replay.needs
     for step in run.steps():
         groups = collect(engine, tasks, batch_size.prompts, batch_size.samples, accept=algo.accept)
         groups += replay.draw(step)  # of earlier steps, where asked for
-        groups, stats = improve(learner, algo, groups, config, needs)
+        groups, stats = improve(learner, algo, groups, config)
         engine.load(learner.weights(), version=step + 1)  # no copy when storage is shared
         run.end_step(step, groups, stats)  # log, evaluate, checkpoint
 
 
 def improve(
-    learner: Learner, algo: Algorithm, groups: list[Group], config: LearnerConfig, needs: frozenset[str]
+    learner: Learner, algo: Algorithm, groups: list[Group], config: LearnerConfig
 ) -> tuple[list[Group], StepStats]:
     """What a step makes of its scored groups; `cohort replay` makes it of stored ones."""
-    learner.annotate(groups, needs)  # old and reference log-probabilities, only when asked for
+    learner.annotate(groups, algo.needs())  # what other policies say of the tokens, only when asked for
     groups = algo.advantages(groups)  # drops nothing silently: every exclusion carries its reason
     batch = pack(groups, learner.token_budget, config.minibatches, share=config.prefix_sharing)
     update = learner.update(batch, algo)  # epochs x minibatches x microbatches
