@@ -5,8 +5,8 @@
 The recipe runs as `cohort train` would; after `--minutes` of training (evaluations not counted) it is asked to stop, as
 by Ctrl-C, and saves. Before and after are `cohort eval TASK` on the whole test split under the same settings: greedily
 (--greedy) or at temperature 1, and with --samples N also avg@N and pass@k at temperature 1. Flags not known here
-go to the recipe. Writes result.json, the run's config, metrics (the main ones as CSV, too) and curves, and every
-evaluation with its items.
+go to the recipe. Writes result.json, the run's config, metrics (the main ones also as CSV and, in stretches, as a
+Markdown table) and curves, and every evaluation with its items.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ import subprocess
 import sys
 import time
 from datetime import date
+from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -86,6 +88,19 @@ def write_table(run: Path, out: Path) -> None:
         table.writerows([f"{row[name]:.5g}" if name in row else "" for name in COLUMNS] for row in steps.values())
 
 
+def write_stretches(table: Path, out: Path, stretches: int = 6) -> None:
+    """The table again, as means of its first ten steps and of equal stretches of the others, for docs/results.md."""
+    with table.open(encoding="utf-8") as file:
+        rows = [row for row in csv.DictReader(file) if row["reward/mean"]]
+    cuts = [0, *(10 + (len(rows) - 10) * i // stretches for i in range(stretches + 1))] if len(rows) > 20 else [0, 10]
+    names = [name for name in COLUMNS if name not in ("step", "eval/accuracy")]
+    lines = [f"| steps | {' | '.join(names)} |", "|---|" + "---:|" * len(names)]
+    for part in (rows[a:b] for a, b in pairwise(cuts) if rows[a:b]):
+        means = [f"{fmean(float(row[name] or 'nan') for row in part):.3g}" for name in names]
+        lines.append(f"| {part[0]['step']}-{part[-1]['step']} | {' | '.join(means)} |")
+    out.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipe")
@@ -122,6 +137,7 @@ def main() -> None:
     for name in ("config.yaml", "metrics.jsonl"):
         shutil.copy(run / name, a.out / name)
     write_table(run, a.out / "metrics.csv")
+    write_stretches(a.out / "metrics.csv", a.out / "stretches.md")
     curves = [sys.executable, str(ROOT / "scripts" / "curves.py"), str(run), "--out", str(a.out / "curves.svg")]
     subprocess.run([*curves, "--title", f"{a.recipe}: {a.task}"], check=True, env=os.environ)
     (a.out / "result.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

@@ -40,5 +40,6 @@ def test_a_result_from_beginning_to_end(tmp_path: Path) -> None:
     assert [int(row["step"]) for row in rows] == list(range(steps + 1))
     assert rows[0]["eval/accuracy"] and not rows[0]["reward/mean"]
     assert all(row["reward/mean"] and float(row["time/step"]) > 0 for row in rows[1:])
+    assert (tmp_path / "stretches.md").read_text(encoding="utf-8").splitlines()[2].startswith(f"| 1-{steps} |")
     assert "<svg" in (tmp_path / "curves.svg").read_text(encoding="utf-8")
     assert (tmp_path / "config.yaml").is_file()
