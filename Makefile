@@ -17,9 +17,9 @@ PIP := -m pip install --quiet --disable-pip-version-check
 # One thread a test process: the processes already use every core.
 PYTEST := OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(JOBS) --durations 10
 
-.PHONY: help quickstart test test-all test-peers test-kernels test-vllm lint format types check clean
+.PHONY: help quickstart test test-slow test-all test-peers test-kernels test-vllm lint format types check clean
 help:
-	@sed -n 's/^#   //p' Makefile; echo "Also: test-all, test-peers, test-kernels, test-vllm, lint, format, types, check (lint + types + test), clean"
+	@sed -n 's/^#   //p' Makefile; echo "Also: test-slow, test-peers, test-kernels, test-all (test and these three), test-vllm, lint, format, types, check (lint + types + test), clean"
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Cohort needs Python 3.11 or newer; name one with PYTHON=..." >&2; exit 2; }
@@ -62,10 +62,10 @@ quickstart: $(READY)
 test: $(READY)
 	$(PYTEST) -m "not slow and not peers and not gpu"
 
-test-all: $(READY)
-	$(PYTEST) -m "not peers and not gpu"
-	$(MAKE) test-peers
-	$(MAKE) test-kernels
+test-slow: $(READY)
+	$(PYTEST) -m "slow and not peers and not gpu"
+
+test-all: test test-slow test-peers test-kernels
 
 test-peers: $(PEERS_READY)
 	COHORT_REQUIRE_PEERS=1 $(PEERS)/bin/python -m pytest -o addopts="--strict-markers --strict-config --import-mode=importlib -ra" tests/peers
