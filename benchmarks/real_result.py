@@ -92,7 +92,8 @@ def write_stretches(table: Path, out: Path, stretches: int = 6) -> None:
     """The table again, as means of its first ten steps and of equal stretches of the others, for docs/results.md."""
     with table.open(encoding="utf-8") as file:
         rows = [row for row in csv.DictReader(file) if row["reward/mean"]]
-    cuts = [0, *(10 + (len(rows) - 10) * i // stretches for i in range(stretches + 1))] if len(rows) > 20 else [0, 10]
+    rest = len(rows) - 10
+    cuts = [0, *(10 + rest * i // stretches for i in range(stretches + 1))] if rest > 10 else [0, len(rows)]
     names = [name for name in COLUMNS if name not in ("step", "eval/accuracy")]
     lines = [f"| steps | {' | '.join(names)} |", "|---|" + "---:|" * len(names)]
     for part in (rows[a:b] for a, b in pairwise(cuts) if rows[a:b]):

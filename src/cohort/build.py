@@ -105,7 +105,7 @@ class Parts:
     def restore(self, state: Checkpoint) -> None:
         """Become the state of a checkpoint. The weights are copied in place: engine and learner share them."""
         assert state.model is not None
-        RunDirectory(state.model.parents[2], parse(state.numbers["config"])).require_same(self.config)
+        RunDirectory(state.model.parents[2], parse(state.numbers["config"], warn=False)).require_same(self.config)
         # Sums depend on the number of threads, so the run keeps its own, also where there are fewer cores.
         torch.set_num_threads(int(state.numbers["threads"]))
         decoder = self.model.decoder

@@ -27,23 +27,26 @@ def accuracy(scores: Scores) -> float:
 def interval(scores: Scores) -> tuple[float, float]:
     """95% interval of the accuracy: Wilson's, for as many independent answers as those given are worth.
 
-    Samples of one problem are not independent: n answers are worth those that would spread as far as the problems'
-    means do. (Plain normal intervals over the means miss too often where few problems are nearly all right or wrong.)
+    Samples of one problem are not independent: they are worth as many answers as would spread as far as the problems'
+    means do. One problem more, half right and half wrong, goes into that spread: few problems that agree prove little.
+    One sample of each problem is worth one answer, exactly.
 
     >>> [round(x, 3) for x in interval([[1.0]] * 8 + [[0.0]] * 2)]
     [0.49, 0.943]
     >>> [round(x, 3) for x in interval([[1.0, 1.0]] * 8 + [[0.0, 0.0]] * 2)]  # twice the same is worth no more
-    [0.474, 0.947]
+    [0.49, 0.943]
     """
-    scores = [row for row in scores if row]
-    n: float = len(scores)
+    means = [mean(row) for row in scores if row]
+    n = len(means)
     if not n:
         return 0.0, 1.0
-    means = [mean(row) for row in scores]
-    p = mean(means)
-    if max(map(len, scores)) > 1 and min(means) < max(means):  # no spread says little about few problems
-        variance = math.fsum((m - p) ** 2 for m in means) / (n - 1)
-        n = min(p * (1 - p) / (variance / n), sum(map(len, scores)))
+    centre = (math.fsum(means) + 0.5) / (n + 1)
+    squares = math.fsum((m - centre) ** 2 for m in means) + 0.5 * centre**2 + 0.5 * (1 - centre) ** 2
+    worth = min(centre * (1 - centre) * n * (n + 1) / squares, sum(map(len, scores)))
+    return _wilson(mean(means), worth)
+
+
+def _wilson(p: float, n: float) -> tuple[float, float]:
     centre = (p + Z * Z / (2 * n)) / (1 + Z * Z / n)
     half = Z * math.sqrt(p * (1 - p) / n + Z * Z / (4 * n * n)) / (1 + Z * Z / n)
     return max(0.0, centre - half), min(1.0, centre + half)

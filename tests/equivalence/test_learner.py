@@ -305,6 +305,9 @@ def test_a_pass_for_old_logprobs_is_made_of_later_minibatches_alone(epochs, mini
     logprobs = LocalLearner._logprobs
     watched = lambda self, decoder, micro: (seen.append(len(micro.targets)), logprobs(self, decoder, micro))[1]  # noqa: E731
     monkeypatch.setattr(LocalLearner, "_logprobs", watched)
+    trained, backward = [], LocalLearner._backward
+    noted = lambda self, micro, *rest: (trained.append(micro.tokens), backward(self, micro, *rest))[1]  # noqa: E731
+    monkeypatch.setattr(LocalLearner, "_backward", noted)
     groups = random_groups(num_groups=6)
     groups[1].excluded = CONSTANT_REWARD
     batch = pack(groups, 1000, minibatches=minibatches)
@@ -313,6 +316,8 @@ def test_a_pass_for_old_logprobs_is_made_of_later_minibatches_alone(epochs, mini
     later = [sum(len(m.targets) for m in part.microbatches) for part in batch.minibatches[1:]]
     assert seen == later and len(seen) == parts
     assert all(s.old_logprobs is None for s in groups[1].samples)
+    packs = [m.tokens for part in batch.minibatches for m in part.microbatches] * epochs
+    assert all(torch.equal(a, b) for a, b in zip(trained, packs, strict=True)), "they were packed otherwise"
 
 
 def test_failed_samples_are_in_no_denominator():

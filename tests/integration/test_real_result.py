@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import importlib.util
 import json
 import subprocess
 import sys
@@ -43,3 +44,21 @@ def test_a_result_from_beginning_to_end(tmp_path: Path) -> None:
     assert (tmp_path / "stretches.md").read_text(encoding="utf-8").splitlines()[2].startswith(f"| 1-{steps} |")
     assert "<svg" in (tmp_path / "curves.svg").read_text(encoding="utf-8")
     assert (tmp_path / "config.yaml").is_file()
+
+
+def test_stretches_leave_no_step_out(tmp_path: Path) -> None:
+    spec = importlib.util.spec_from_file_location("real_result", ROOT / "benchmarks" / "real_result.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    for steps in (3, 10, 15, 20, 21, 47):
+        rows = [
+            ",".join(module.COLUMNS),
+            *(",".join([str(i), *["1"] * (len(module.COLUMNS) - 1)]) for i in range(1, steps + 1)),
+        ]
+        (tmp_path / "a.csv").write_text("\n".join(rows) + "\n", encoding="utf-8")
+        module.write_stretches(tmp_path / "a.csv", tmp_path / "a.md")
+        lines = (tmp_path / "a.md").read_text(encoding="utf-8").splitlines()[2:]
+        ends = [line.split("|")[1].strip().split("-") for line in lines]
+        covered = [step for first, last in ends for step in range(int(first), int(last) + 1)]
+        assert covered == list(range(1, steps + 1)), steps

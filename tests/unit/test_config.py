@@ -6,10 +6,11 @@ import dataclasses
 import re
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -375,10 +376,9 @@ def test_a_damaged_file_is_refused_by_name(old: str) -> None:
 @pytest.mark.parametrize(
     ("lines", "said"),
     [
-        ("template: chat\n", "template = 'chat'"),
-        ("turns:\n  name: single\n", ""),  # has no settings
         ("  keep_best: true\n", "save.keep_best = True"),
-        ("replay:\n  prompts: 0\n  steps: 4\n", "replay.prompts = 0, replay.steps = 4"),
+        ("  schedule: constant\n", "optim.schedule = 'constant'"),
+        ("    base: keep\n    load: ''\n", "learner.lora.base = 'keep', learner.lora.load = ''"),
     ],
 )
 def test_a_file_of_before_a_setting_takes_its_default_and_says_so(
@@ -389,7 +389,15 @@ def test_a_file_of_before_a_setting_takes_its_default_and_says_so(
     assert text.count(lines) == 1
     assert parse(text.replace(lines, ""), "runs/a/config.yaml") == config
     warned = f"runs/a/config.yaml is of an earlier version of Cohort; what it does not say is taken as {said}"
-    assert [r.getMessage() for r in caplog.records] == ([warned] if said else [])
+    assert [r.getMessage() for r in caplog.records] == [warned]
+
+
+@pytest.mark.parametrize("section", [f.name for f in fields(RunConfig)])
+def test_a_file_without_a_whole_section_is_damaged(section: str) -> None:
+    tree = yaml.safe_load(dump(load("quickstart")))
+    del tree[section]
+    with pytest.raises(ConfigError, match=rf"{section}(\.name)? is missing; restore the file"):
+        parse(yaml.safe_dump(tree))
 
 
 def test_a_whole_file_warns_of_nothing(caplog: pytest.LogCaptureFixture) -> None:

@@ -24,21 +24,29 @@ def wilson(p: float, n: float) -> tuple[float, float]:
 
 
 def test_interval_of_several_samples_is_over_problems():
-    # means 1, 0.5, 0, 0.5: mean 0.5, variance 0.5 / 3, of the mean 1 / 24: that of 0.25 * 24 = 6 independent answers
+    # means 1, 0.5, 0, 0.5 and one problem half right, half wrong: mean 0.5, squares 0.5 + 0.25, over 4; the mean of
+    # five has variance 0.0375, that of 0.25 / 0.0375 = 6 2/3 independent answers
     rows = [[1.0, 1.0], [1.0, 0.0], [0.0, 0.0], [0.0, 1.0]]
-    assert interval(rows) == pytest.approx(wilson(0.5, 6), abs=1e-12)
-    assert interval([[1.0] * 9, [0.0]]) == pytest.approx(wilson(0.5, 1), abs=1e-12)  # each problem counts once
+    assert interval(rows) == pytest.approx(wilson(0.5, 20 / 3), abs=1e-12)
+    assert interval([[1.0] * 9, [0.0]]) == pytest.approx(wilson(0.5, 2), abs=1e-12)  # each problem counts once
 
 
 def test_answers_are_worth_no_more_than_there_are():
-    rows = [[1.0, 0.0], [0.0, 1.0], [1.0, 0.0], [0.0, 1.0], [1.0, 0.0, 0.0]]  # hardly any spread
-    assert interval(rows) == pytest.approx(wilson(accuracy(rows), 11), abs=1e-12)
+    rows = [[1.0, 0.0]] * 50
+    assert interval(rows) == pytest.approx(wilson(0.5, 100), abs=1e-12)
+
+
+def test_a_first_mistake_does_not_make_it_sure():
+    """The interval of 240 right answers of 240 and that of 239 lie near each other."""
+    right, slip = interval([[1.0] * 8] * 30), interval([[1.0] * 8] * 29 + [[1.0] * 7 + [0.0]])
+    assert right == pytest.approx(wilson(1.0, 30), abs=1e-12)
+    assert abs(right[0] - slip[0]) < 0.02 and slip[1] < 1.0
 
 
 def test_interval_at_the_ends_says_how_little_few_problems_tell():
     low, high = interval([[1.0]] * 5)
     assert high == 1.0 and low == pytest.approx(5 / (5 + 3.8414588), abs=1e-6)
-    assert interval([[1.0, 1.0]] * 5) == (low, high)  # no spread between problems is not certainty
+    assert interval([[1.0, 1.0]] * 5) == pytest.approx((low, high))  # no spread between problems is not certainty
     assert interval([[0.0]] * 5) == pytest.approx((0.0, 1 - low), abs=1e-12)
     assert interval([]) == (0.0, 1.0)
 
@@ -51,15 +59,37 @@ def test_interval_covers_the_truth_about_95_times_in_100():
     assert 0.93 < hits / trials < 0.97
 
 
-@pytest.mark.parametrize(("alpha", "beta"), [(0.05, 0.5), (0.5, 0.05), (0.3, 0.3), (50, 2)])
-def test_interval_of_avg_at_n_covers_the_truth_also_where_few_problems_are_nearly_all_right(alpha, beta):
-    """Thirty problems (AIME), eight samples each. Normal intervals over the problems' means hold 0.89 of the truths."""
+def even(alpha: float, beta: float):
+    return alpha / (alpha + beta), lambda rng: rng.betavariate(alpha, beta)
+
+
+def broken(share: float, slips: float):
+    """Some problems that nobody solves, and slips on the others."""
+    return (1 - share) * (1 - slips), lambda rng: 0.0 if rng.random() < share else 1.0 - slips
+
+
+CHANCES = {
+    "hard": even(0.05, 0.5),
+    "easy": even(0.5, 0.05),
+    "all or nothing": even(0.3, 0.3),
+    "alike": even(20, 20),
+    "nearly all right": even(50, 2),
+    "broken problems": broken(0.05, 0.005),
+    "fewer": broken(0.03, 0.003),
+    "and slips": broken(0.05, 0.02),
+}
+
+
+@pytest.mark.parametrize("kind", CHANCES)
+def test_interval_of_avg_at_n_covers_the_truth(kind):
+    """Thirty problems (AIME), eight samples each. Normal intervals over the problems' means hold 0.79 to 0.94 of it."""
+    truth, chance = CHANCES[kind]
     rng, hits, trials = random.Random(0), 0, 1000
     for _ in range(trials):
-        chances = [rng.betavariate(alpha, beta) for _ in range(30)]
+        chances = [chance(rng) for _ in range(30)]
         low, high = interval([[float(rng.random() < c) for _ in range(8)] for c in chances])
-        hits += low <= alpha / (alpha + beta) <= high
-    assert 0.90 < hits / trials < 0.98
+        hits += low <= truth <= high
+    assert hits / trials > 0.93
 
 
 @pytest.mark.parametrize("k", [1, 2, 3, 5])

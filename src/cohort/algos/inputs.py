@@ -17,7 +17,7 @@ class LossInputs:
 
     logprobs: Tensor  # [T] current policy, at the sampling temperature; requires grad
     entropy: Tensor  # [T] of the current policy's next-token distribution; requires grad
-    old_logprobs: Tensor | None  # [T] the learner's own at rollout time; None = one update, ratio exactly 1
+    old_logprobs: Tensor | None  # [T] the learner's own at the step's beginning; None = nothing moved since, ratio 1
     ref_logprobs: Tensor | None  # [T] reference policy; None = no KL to it
     sampler_logprobs: Tensor  # [T] what the engine reported: for the gap metric and the correction
     advantages: Tensor  # [T]

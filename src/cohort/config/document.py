@@ -1,8 +1,8 @@
 """A config as text and back: the `config.yaml` of a run holds every value, and nothing secret.
 
-`parse` is the exact inverse of `dump`; it accepts no key it does not know and no value of another type. A setting that
-did not exist when the file was written takes its default, and a warning says so: the default of a new setting must be
-what was done before there was a choice.
+`parse` is the exact inverse of `dump`; it accepts no key it does not know and no value of another type. A setting
+that a section did not have when the file was written takes its default, and a warning says so: the default of a new
+setting must be what was done before there was a choice. A whole section that is missing is damage.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from cohort.errors import ConfigError, nearest
 
 log = logging.getLogger(__name__)
 
-_ALWAYS_THERE = ("recipe", "model", "steps", "seed")
 _SECRET_NAME = re.compile(r"(api_?key|secret|passw(or)?d|credential|(access|auth|hf|bearer)_token)", re.IGNORECASE)
 _SECRET_VALUE = re.compile(r"://[^/\s]*:[^/\s]*@")
 
@@ -78,7 +77,7 @@ def _plain(value: Any, path: str) -> Any:
     raise ConfigError(f"{path} is a {type(value).__name__}; settings are numbers, text, None and tuples of these.")
 
 
-def parse(text: str, source: str = "config.yaml") -> RunConfig:
+def parse(text: str, source: str = "config.yaml", warn: bool = True) -> RunConfig:
     """The config that `dump` wrote."""
     try:
         tree = yaml.safe_load(text)
@@ -89,17 +88,16 @@ def parse(text: str, source: str = "config.yaml") -> RunConfig:
         raise ConfigError(f"{source} is not a Cohort config; restore the file the run wrote.")
     hints = typing.get_type_hints(RunConfig)
     for kind in ("task", *VARIANTS):
-        if kind in VARIANTS and kind not in tree:
-            continue
         section = tree.get(kind)
         if not isinstance(section, dict) or not isinstance(section.get("name"), str):
             raise ConfigError(f"{source}: {kind}.name is missing; restore the file the run wrote.")
         hints[kind] = find_variant(kind, section.pop("name"))
-    for name in _ALWAYS_THERE:
-        if name not in tree:
-            raise ConfigError(f"{source}: {name} is missing; restore the file the run wrote.")
+    for field in dataclasses.fields(RunConfig):
+        if field.name not in tree:
+            raise ConfigError(f"{source}: {field.name} is missing; restore the file the run wrote.")
     config: RunConfig = _record(RunConfig, tree, "", hints, source)
-    if lacking := [name for name in leaves(config) if not _is_in(tree, name)]:
+    lacking = [name for name in leaves(config) if not _is_in(tree, name)]
+    if lacking and warn:
         taken = ", ".join(f"{name} = {leaves(config)[name].value!r}" for name in lacking)
         log.warning("%s is of an earlier version of Cohort; what it does not say is taken as %s", source, taken)
     return config

@@ -54,6 +54,7 @@ class Minibatch:
     num_tokens: int
     num_prompts: int
     longest: int  # tokens of a packed sample with its prompt: no budget may be smaller
+    token_budget: int  # that of these microbatches
     repacked: Callable[[int], list[Microbatch]]  # the same samples in microbatches of another budget
 
 

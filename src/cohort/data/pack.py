@@ -74,6 +74,7 @@ def pack(
                 num_tokens=num_tokens,
                 num_prompts=num_prompts,
                 longest=max((len(p) + len(s.tokens) for p, row in members for _, s in row), default=0),
+                token_budget=token_budget,
                 repacked=repacked,
             )
         )

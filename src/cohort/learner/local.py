@@ -104,7 +104,7 @@ class LocalLearner:
             for minibatch in (first, *later):
                 with self._compared_with_plan(minibatch):
                     tally.merge(self.forward_backward(minibatch, algo))
-                if epoch == 0:
+                if epoch == 0 and minibatch is first:
                     self._note_logprobs(batch, self._seen)
                 for name, value in self.optim_step().items():
                     exact = torch.tensor(value, dtype=torch.float64)
@@ -368,7 +368,7 @@ def _spread(values: list[float], sample: Sample) -> list[float]:
 
 def _packed_again(minibatch: Minibatch) -> Minibatch:
     """The same packs, with the log-probabilities that their samples have by now."""
-    return replace(minibatch, microbatches=minibatch.repacked(max(minibatch.longest, _largest(minibatch))))
+    return replace(minibatch, microbatches=minibatch.repacked(minibatch.token_budget))
 
 
 def _largest(minibatch: Minibatch) -> int:

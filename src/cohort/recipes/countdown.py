@@ -37,7 +37,7 @@ def countdown() -> RunConfig:
 
 @recipe
 def coder_countdown() -> RunConfig:
-    """Countdown with Qwen2.5-Coder-1.5B-Instruct, every weight, ten minutes on one H200."""
+    """Countdown with Qwen2.5-Coder-1.5B-Instruct, every weight, on one H200."""
     return replace(
         countdown(),
         model="qwen2.5-coder-1.5b",

@@ -131,7 +131,7 @@ def smollm2_gsm8k_again() -> RunConfig:
 
 @recipe
 def coder_gsm8k() -> RunConfig:
-    """GSM8K with Qwen2.5-Coder-1.5B-Instruct, every weight, ten minutes on one H200."""
+    """GSM8K with Qwen2.5-Coder-1.5B-Instruct, every weight, seven minutes on one H200."""
     return RunConfig(
         model="qwen2.5-coder-1.5b",
         steps=120,

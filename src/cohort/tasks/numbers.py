@@ -65,7 +65,7 @@ _QUANTITY = re.compile(
     (.*)""",
     re.VERBOSE | re.DOTALL,
 )
-_HOUR = re.compile(r"\A:00(?=\s*[ap]\.?m\b)", re.IGNORECASE)  # of the clock: 2:00 pm is 2 pm
+_HOUR = re.compile(r"([1-9]|1[0-2]):00(?=\s*[ap]\.?m\Z)", re.IGNORECASE)  # of the clock: 2:00 pm is 2 pm
 _POWER = re.compile(rf"(?<=[{_LETTERS}])\^?[23\u00b2\u00b3](?![0-9])")  # of a unit, as in cm^2 and m3
 _UNIT = re.compile(rf"[{_LETTERS}\s.,;:'\"/()%$\u20ac\u00a3\u00a5\u20b9\u00a2\u00b0-]*")
 _SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
@@ -203,7 +203,8 @@ def _bare(text: str) -> str:
 def _value(stated: str) -> Fraction:
     if not stated:
         raise _Refused("the answer is empty")
-    found = _QUANTITY.fullmatch(stated)
+    hour = _HOUR.match(stated)
+    found = _QUANTITY.fullmatch(hour[1] if hour else stated)
     if found is None or (found[1] and found[2]):
         raise _Refused("not a number")
     *_, whole, above, below, spaced, plain, tail = found.groups()
@@ -232,7 +233,7 @@ def _fraction(whole: str | None, above: str, below: str) -> Fraction:
 
 def _scale(tail: str) -> int:
     """What the words after a number make of it: 1 for a unit, a million for "million dollars"."""
-    tail = _POWER.sub("", _HOUR.sub("", tail))
+    tail = _POWER.sub("", tail)
     if _DIGIT.search(tail):
         raise _Refused("more than one number")
     if not _UNIT.fullmatch(tail):
