@@ -9,9 +9,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.slow
 def test_a_result_from_beginning_to_end(tmp_path: Path) -> None:
     script = [sys.executable, str(ROOT / "benchmarks" / "real_result.py"), "quickstart", "arithmetic"]
     times = [
