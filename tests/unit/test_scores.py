@@ -82,7 +82,7 @@ CHANCES = {
 
 @pytest.mark.parametrize("kind", CHANCES)
 def test_interval_of_avg_at_n_covers_the_truth(kind):
-    """Thirty problems (AIME), eight samples each. Normal intervals over the problems' means hold 0.79 to 0.94 of it."""
+    """Thirty problems (AIME), eight samples each: where few of them disagree, their spread alone would say too much."""
     truth, chance = CHANCES[kind]
     rng, hits, trials = random.Random(0), 0, 1000
     for _ in range(trials):

@@ -61,8 +61,7 @@ class Trial:
         learner, algo = self.parts.learner, self.parts.algo
         for sample in (s for g in groups for s in g.samples):
             sample.old_logprobs = sample.ref_logprobs = None  # a copy's may be of other tokens
-        later = {"old"} if learner.config.epochs * learner.config.minibatches > 1 else set()  # what later updates see
-        learner.annotate(groups, algo.needs() | later)
+        learner.annotate(groups, algo.needs())
         return algo.advantages(groups)
 
     def packed(self, groups: Sequence[Group], budget: int = 0, share: bool = True) -> Minibatch:

@@ -20,7 +20,7 @@ _LATEX = re.compile(r"\\(?:(?:times|cdot|ast|div|left|right|quad)(?![a-zA-Z])|[(
 _LATEX_TO = {"\\times": "*", "\\cdot": "*", "\\ast": "*", "\\div": "/", "{,}": ","}
 _ASIDE = re.compile(r"\(\s*=([^()=]*)\)\s*$")  # of an expression, as in 3*8 (= 24)
 _WRAPPING = " \t\r\n$`"
-_BLANK = "\u115f\u1160\u3164\uffa0"  # Hangul fillers: letters that nobody sees
+BLANK = "\u115f\u1160\u3164\uffa0"  # Hangul fillers: letters that nobody sees
 OPEN = "its thoughts do not end"
 _MAX_NESTING = 16  # of \frac in \frac
 
@@ -81,7 +81,7 @@ def after_thoughts(text: str) -> tuple[str, bool]:
 
 def has_text(text: str) -> bool:
     """Whether there is a letter or digit to be seen."""
-    return any(c.isalnum() and c not in _BLANK for c in text)
+    return any(c.isalnum() and c not in BLANK for c in text)
 
 
 def inner_box(answer: str) -> str:

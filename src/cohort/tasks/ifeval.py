@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
 
 from cohort.errors import TaskError
-from cohort.tasks.answers import after_thoughts, has_text
+from cohort.tasks.answers import BLANK, after_thoughts, has_text
 from cohort.tasks.base import Verdict, require, task
 from cohort.tasks.if_prompts import make_prompt
 from cohort.tasks.instructions import gold, language
@@ -55,7 +55,7 @@ MAX_CHARS = 200_000  # of an answer: what its checks cost is bounded, and no pro
 MAX_TRAIN = 1_000_000
 _MARK = re.compile(r"<[^<>]{0,40}>")
 _WORD = re.compile(r"[^\W\d_]+")
-_BLANK = "\u115f\u1160\u2800\u3164\uffa0"  # letters and a sign without ink
+_BLANK = BLANK + "\u2800"  # and a sign without ink
 MIN_LETTERS, MIN_DIFFERENT = 8, 4  # of an answer that says something, in any script
 
 
