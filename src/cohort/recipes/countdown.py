@@ -8,6 +8,7 @@ from cohort.config.algos import GRPO, DrGRPO
 from cohort.config.schema import (
     BatchConfig,
     EvalConfig,
+    LearnerConfig,
     NativeEngine,
     OptimConfig,
     RunConfig,
@@ -37,19 +38,20 @@ def countdown() -> RunConfig:
 
 @recipe
 def coder_countdown() -> RunConfig:
-    """Countdown with Qwen2.5-Coder-1.5B-Instruct, every weight, on one H200."""
+    """Countdown with Qwen2.5-Coder-1.5B-Instruct, every weight, seven minutes on one H200."""
     return replace(
         countdown(),
         model="qwen2.5-coder-1.5b",
-        steps=200,
+        steps=72,
         task=Countdown(instructions=True, think=True, data="$COHORT_DATA/countdown_{split}.jsonl"),
         # Paid for its format too, this model learns to guess at once: its shortest answers are the tidiest.
         reward={"correct": 1.0, "format": 0.0},
-        batch=BatchConfig(prompts=32, samples=16),  # one answer in a hundred is right at first
+        batch=BatchConfig(prompts=64, samples=16),  # one answer in a hundred is right at first
         sampling=SamplingConfig(max_tokens=512),
-        engine=NativeEngine(slots=512),
-        algo=DrGRPO(dead="drop"),
+        engine=NativeEngine(slots=1024),
+        learner=LearnerConfig(minibatches=2),
+        algo=DrGRPO(dead="drop", clip_high=0.28),
         optim=OptimConfig(lr=2e-6, warmup=10, beta2=0.99),
         eval=EvalConfig(every=25, problems=256),
-        save=SaveConfig(every=200, keep_last=1, keep_best=False, rollouts=10),  # a checkpoint takes 25 GB
+        save=SaveConfig(every=72, keep_last=1, keep_best=False, rollouts=10),  # a checkpoint takes 25 GB
     )
