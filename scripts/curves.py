@@ -15,7 +15,7 @@ from html import escape
 from pathlib import Path
 
 METRICS = ("reward/mean", "length/mean", "entropy", "grad_norm", "sampler_gap/mean")
-WIDTH, HEIGHT, COLUMNS, MARGIN = 340, 200, 3, 44
+WIDTH, HEIGHT, COLUMNS, MARGIN = 340, 200, 3, 54
 INK, LINE, FAINT = "#333333", "#2a6fbb", "#dddddd"
 
 
