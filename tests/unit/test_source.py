@@ -415,17 +415,6 @@ def test_a_file_is_a_file_even_if_it_could_be_a_data_set(tmp_path: Path, monkeyp
     refused("owner/name: it is a folder", "owner/name")
 
 
-def test_the_library_itself_gives_the_same_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    datasets = pytest.importorskip("datasets")
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    folder = tmp_path / "set"
-    folder.mkdir()
-    lines(folder / "validation.jsonl", RAW)
-    places = {"test": Place(file="", hub=str(folder), split="validation")}
-    assert read(places=places) == read(lines(tmp_path / "rows.jsonl", RAW))
-    refused('Unknown split "test"', places={"test": Place(file="", hub=str(folder), split="test")})
-
-
 @pytest.mark.skipif(not DATA, reason="needs the data sets in $COHORT_DATA")
 def test_gsm8k_is_read_whole() -> None:
     """No question is twice in it, and none in both files."""
