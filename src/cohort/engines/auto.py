@@ -22,8 +22,8 @@ from cohort.engines.native.kv import Prefix
 from cohort.engines.native.random import stream_of
 from cohort.engines.native.sampler import draw
 from cohort.engines.native.slots import Slots
-from cohort.engines.requests import check_engine, check_request
-from cohort.errors import CohortError, ConfigError, ModelError
+from cohort.engines.requests import check_engine, check_request, damaged, not_under_way
+from cohort.errors import ConfigError, ModelError
 from cohort.models.auto import AnyDecoder, AutoDecoder
 from cohort.models.functions import wide_product
 from cohort.types import Finish, Sample
@@ -81,9 +81,7 @@ class AutoEngine:
     # ---- protocol
 
     def submit(self, request: Request) -> None:
-        check_request(request, self.max_context, self.decoder.config.vocab_size)
-        if request.id in self.drafts:
-            raise ConfigError(f'request "{request.id}" is already under way; ids must be unique.')
+        check_request(request, self.max_context, self.decoder.config.vocab_size, self.drafts)
         prefix = Prefix(tokens=tuple(request.tokens))
         self.drafts[request.id] = Draft(request=request, stream=stream_of(request.key), prefix=prefix, own=[])
         self.waiting.append(self.drafts[request.id])
@@ -102,7 +100,7 @@ class AutoEngine:
     def abort(self, id: str) -> Sample:
         draft = self.drafts.get(id)
         if draft is None:
-            raise CohortError(f'request "{id}" is not under way: never submitted, ended or aborted.')
+            raise not_under_way(id)
         draft.finish = Finish.ABORT
         if draft in self.running:
             self._leave([self.running.index(draft)])
@@ -186,10 +184,7 @@ class AutoEngine:
             drawn = draw(logits, self.slots.settings(here), self.slots.uniforms(here))
             if not bool(drawn.logprobs.isfinite().all()):
                 self._return_all()
-                raise ModelError(
-                    f"the model (version {self.version}) gives logits that are not finite: its weights are "
-                    "damaged; go back to an earlier checkpoint."
-                )
+                raise damaged(self.version)
             done.append(self.slots.record(here, drawn))
         if ended := torch.cat(done).nonzero()[:, 0].tolist():
             self._leave(self._read(ended))
@@ -201,13 +196,9 @@ class AutoEngine:
         ended: list[int] = []
         for row, drawn in zip(rows, self.slots.read_back(rows) if rows else [], strict=True):
             draft = self.running[row]
-            before = len(draft.tokens)
-            draft.extend(*drawn, self.decode)
-            event = Event(id=draft.request.id, tokens=draft.tokens[before:], logprobs=draft.logprobs[before:])
-            self._events.append(event)
+            self._events.append(draft.hear(*drawn, self.decode))
             if draft.finish is not None:
                 ended.append(row)
-                event.sample = draft.sample(self.decode)
         return ended
 
     def _leave(self, rows: Sequence[int]) -> None:

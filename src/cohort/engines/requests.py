@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Container
 
 from cohort.engines.base import Request
-from cohort.errors import ConfigError
+from cohort.errors import CohortError, ConfigError, ModelError
 
 
 def check_engine(slots: int, window: int, max_context: int, max_positions: int) -> None:
@@ -16,10 +17,12 @@ def check_engine(slots: int, window: int, max_context: int, max_positions: int) 
         raise ConfigError(f"max_context = {max_context} is more than the {max_positions} positions of the model.")
 
 
-def check_request(request: Request, max_context: int, vocab_size: int) -> None:
-    """Raise for a request that can never be served."""
+def check_request(request: Request, max_context: int, vocab_size: int, under_way: Container[str]) -> None:
+    """Raise for a request that can never be served, or has the id of one under way."""
     s, num = request.sampling, len(request.tokens)
     who = f'request "{request.id}"'
+    if request.id in under_way:
+        raise ConfigError(f"{who} is already under way; ids must be unique.")
     if num == 0:
         raise ConfigError(f"{who} has an empty prompt; give at least one token.")
     if s.max_tokens < 1:
@@ -47,3 +50,14 @@ def check_request(request: Request, max_context: int, vocab_size: int) -> None:
     if low < 0 or high >= vocab_size:
         bad = low if low < 0 else high
         raise ConfigError(f"{who}: token id {bad} is outside the vocabulary of {vocab_size}.")
+
+
+def not_under_way(id: str) -> CohortError:
+    return CohortError(f'request "{id}" is not under way: never submitted, ended or aborted.')
+
+
+def damaged(version: int) -> ModelError:
+    return ModelError(
+        f"the model (version {version}) gives logits that are not finite: its weights are damaged; "
+        "go back to an earlier checkpoint."
+    )

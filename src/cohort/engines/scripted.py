@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from cohort.engines.base import Abilities, Event, Request, Weights
 from cohort.engines.native.draft import Draft
 from cohort.engines.native.kv import Prefix
-from cohort.engines.requests import check_request
-from cohort.errors import CohortError, ConfigError
+from cohort.engines.requests import check_request, not_under_way
+from cohort.errors import ConfigError
 from cohort.types import Finish, Sample
 
 LOGPROB = -1.0  # of a token whose script gives none
@@ -51,9 +51,7 @@ class ScriptedEngine:
         self.drafts: dict[str, tuple[Draft, Script]] = {}  # in the order they were submitted
 
     def submit(self, request: Request) -> None:
-        check_request(request, self.max_context, self.vocab_size)
-        if request.id in self.drafts:
-            raise ConfigError(f'request "{request.id}" is already under way; ids must be unique.')
+        check_request(request, self.max_context, self.vocab_size, self.drafts)
         script = self.answers(request) if callable(self.answers) else self.answers[request.id]
         prefix = Prefix(tokens=tuple(request.tokens))
         self.drafts[request.id] = (Draft(request=request, stream=0, prefix=prefix, own=[]), script)
@@ -81,7 +79,7 @@ class ScriptedEngine:
 
     def abort(self, id: str) -> Sample:
         if id not in self.drafts:
-            raise CohortError(f'request "{id}" is not under way: never submitted, ended or aborted.')
+            raise not_under_way(id)
         draft, _ = self.drafts.pop(id)
         draft.finish = Finish.ABORT
         return draft.sample(self.decode)

@@ -25,7 +25,7 @@ from typing import Any, Literal
 
 from cohort.engines.base import Abilities, Event, Request, Weights
 from cohort.engines.native.random import stream_of
-from cohort.engines.requests import check_request
+from cohort.engines.requests import check_request, not_under_way
 from cohort.engines.site import Call, Pause, Site, Trouble
 from cohort.errors import CohortError, ConfigError, nearest
 from cohort.text.plain import plain_text
@@ -95,14 +95,13 @@ class ServerEngine:
 
     def submit(self, request: Request) -> None:
         # The server counts and checks the prompt's tokens: what is left to check is how to sample.
-        check_request(replace(request, tokens=[0], shared=-1), max_context=1 << 62, vocab_size=1)
+        alike = replace(request, tokens=[0], shared=-1)
+        check_request(alike, max_context=1 << 62, vocab_size=1, under_way=self._jobs)
         who = f'request "{request.id}"'
         if not request.messages:
             raise ConfigError(f"{who} has no messages, and a server takes no token ids.")
         if request.sampling.stop_ids:
             raise ConfigError(f"{who}: a server takes no stop ids, only stop strings; leave them out.")
-        if request.id in self._jobs:
-            raise ConfigError(f"{who} is already under way; ids must be unique.")
         path = "chat/completions" if self.template == "chat" else "completions"
         call = Call(method="POST", path=path, body=json.dumps(self._body(request)).encode())
         job = self._jobs[request.id] = Job(request=request, call=call)
@@ -168,7 +167,7 @@ class ServerEngine:
     def abort(self, id: str) -> Sample:
         """What an unfinished answer has is not known: the sample is empty."""
         if id not in self._jobs:
-            raise CohortError(f'request "{id}" is not under way: never submitted, ended or aborted.')
+            raise not_under_way(id)
         job = self._jobs.pop(id)
         with self._lock:
             if job in self._waiting:

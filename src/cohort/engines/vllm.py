@@ -24,7 +24,7 @@ from cohort.engines.base import Abilities, Event, Request, Weights
 from cohort.engines.native.draft import Draft
 from cohort.engines.native.kv import Prefix
 from cohort.engines.native.random import stream_of
-from cohort.engines.requests import check_request
+from cohort.engines.requests import check_request, not_under_way
 from cohort.errors import CohortError, ConfigError, ModelError, nearest
 from cohort.text import TextStream, Tokenizer
 from cohort.types import Finish, Sample
@@ -133,9 +133,7 @@ class VllmEngine:
         self._readers: dict[str, Reader] = {}
 
     def submit(self, request: Request) -> None:
-        check_request(request, self.max_context, self.vocab_size)
-        if request.id in self._readers:
-            raise ConfigError(f'request "{request.id}" is already under way; ids must be unique.')
+        check_request(request, self.max_context, self.vocab_size, self._readers)
         if 0 < request.sampling.temperature < COLDEST:
             raise ConfigError(
                 f'request "{request.id}": vLLM draws at no temperature between 0 and {COLDEST}, so not at '
@@ -204,7 +202,7 @@ class VllmEngine:
 
     def abort(self, id: str) -> Sample:
         if id not in self._readers:
-            raise CohortError(f'request "{id}" is not under way: never submitted, ended or aborted.')
+            raise not_under_way(id)
         self._engine.abort_request([id])
         reader = self._readers.pop(id)
         del reader.tokens[reader.num_told :], reader.logprobs[reader.num_told :]

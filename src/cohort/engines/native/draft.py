@@ -6,7 +6,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from cohort.engines.base import Request
+from cohort.engines.base import Event, Request
 from cohort.engines.native.kv import Prefix
 from cohort.types import Finish, Provenance, Sample
 
@@ -49,6 +49,15 @@ class Draft:
             self.finish = Finish.STOP
         elif len(self.tokens) >= sampling.max_tokens:
             self.finish = Finish.LENGTH
+
+    def hear(
+        self, tokens: list[int], logprobs: list[float], kept: list[float], decode: Callable[[list[int]], str]
+    ) -> Event:
+        """Take newly drawn tokens; what there is to report of them."""
+        before = len(self.tokens)
+        self.extend(tokens, logprobs, kept, decode)
+        ended = None if self.finish is None else self.sample(decode)
+        return Event(id=self.request.id, tokens=self.tokens[before:], logprobs=self.logprobs[before:], sample=ended)
 
     def _find(self, before: int, decode: Callable[[list[int]], str]) -> bool:
         """Cut after the first token, of those from `before` on, that completes a stop string."""

@@ -24,9 +24,8 @@ from cohort.engines.native.packed import PackedLinears
 from cohort.engines.native.random import stream_of
 from cohort.engines.native.sampler import draw
 from cohort.engines.native.slots import Slots
-from cohort.engines.requests import check_engine, check_request
+from cohort.engines.requests import check_engine, check_request, damaged, not_under_way
 from cohort.engines.weights import copy_weights
-from cohort.errors import CohortError, ConfigError, ModelError
 from cohort.models.decoder import Attend, Decoder
 from cohort.models.functions import wide_product
 from cohort.types import Finish, Sample
@@ -91,9 +90,7 @@ class NativeEngine:
     # ---- protocol
 
     def submit(self, request: Request) -> None:
-        check_request(request, self.max_context, self.decoder.config.vocab_size)
-        if request.id in self.drafts:
-            raise ConfigError(f'request "{request.id}" is already under way; ids must be unique.')
+        check_request(request, self.max_context, self.decoder.config.vocab_size, self.drafts)
         shared = request.shared if request.shared > 0 else len(request.tokens)
         draft = Draft(
             request=request,
@@ -121,7 +118,7 @@ class NativeEngine:
     def abort(self, id: str) -> Sample:
         draft = self.drafts.get(id)
         if draft is None:
-            raise CohortError(f'request "{id}" is not under way: never submitted, ended or aborted.')
+            raise not_under_way(id)
         draft.finish = Finish.ABORT
         if draft in self.running:
             self._leave([self.running.index(draft)])
@@ -261,10 +258,7 @@ class NativeEngine:
         self.work.num_drawn += len(hidden)
         if not finite:
             self._broken = True
-            raise ModelError(
-                f"the model (version {self.version}) gives logits that are not finite: its weights are "
-                "damaged; go back to an earlier checkpoint."
-            )
+            raise damaged(self.version)
         slots = (first + torch.cat(done).nonzero()[:, 0]).tolist()
         if slots:
             self._leave(self._read(slots))
@@ -285,15 +279,11 @@ class NativeEngine:
         ended: list[int] = []
         if not slots:
             return ended
-        for slot, (tokens, logprobs, kept) in zip(slots, self.slots.read_back(slots), strict=True):
+        for slot, drawn in zip(slots, self.slots.read_back(slots), strict=True):
             draft = self.running[slot]
-            before = len(draft.tokens)
-            draft.extend(tokens, logprobs, kept, self.decode)
-            event = Event(id=draft.request.id, tokens=draft.tokens[before:], logprobs=draft.logprobs[before:])
-            self._events.append(event)
+            self._events.append(draft.hear(*drawn, self.decode))
             if draft.finish is not None:
                 ended.append(slot)
-                event.sample = draft.sample(self.decode)
         return ended
 
     def _leave(self, slots: Sequence[int]) -> None:

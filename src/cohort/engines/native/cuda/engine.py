@@ -29,7 +29,7 @@ from cohort.engines.native.cuda.window import Results, Timer, Window
 from cohort.engines.native.draft import Draft, Line
 from cohort.engines.native.engine import Work
 from cohort.engines.native.random import stream_of
-from cohort.engines.requests import check_engine, check_request
+from cohort.engines.requests import check_engine, check_request, damaged, not_under_way
 from cohort.engines.weights import copy_weights
 from cohort.errors import CohortError, ConfigError, ModelError
 from cohort.models.decoder import Decoder
@@ -86,9 +86,7 @@ class GraphEngine:
     # ---- protocol
 
     def submit(self, request: Request) -> None:
-        check_request(request, self.max_context, self.decoder.config.vocab_size)
-        if request.id in self.drafts:
-            raise ConfigError(f'request "{request.id}" is already under way; ids must be unique.')
+        check_request(request, self.max_context, self.decoder.config.vocab_size, self.drafts)
         tokens = request.tokens
         # the last token is everybody's own: the step that computes it draws the first new one
         shared = min(request.shared if request.shared > 0 else len(tokens), len(tokens) - 1)
@@ -136,7 +134,7 @@ class GraphEngine:
         queued = [e.sample for e in self._events if e.id == id and e.sample is not None]
         draft = self.drafts.get(id)
         if draft is None and not queued:
-            raise CohortError(f'request "{id}" is not under way: never submitted, ended or aborted.')
+            raise not_under_way(id)
         self._events = [e for e in self._events if e.id != id]  # nobody hears of it any more
         if draft is None:  # it has ended and nobody was told yet
             queued[0].finish = Finish.ABORT
@@ -374,20 +372,15 @@ class GraphEngine:
         for row, draft in enumerate(window.rows):
             if draft is None or draft.finish is not None:
                 continue
-            num, before = filled[row], len(draft.tokens)
+            num = filled[row]
             if not all(map(math.isfinite, logprobs[row][:num])):
                 self._broken = True
                 self.flight.clear()  # what later windows drew would leave a hole in those not read here
-                raise ModelError(
-                    f"the model (version {self.version}) gives logits that are not finite: its weights are "
-                    "damaged; go back to an earlier checkpoint."
-                )
-            draft.extend(tokens[row][:num], logprobs[row][:num], kept[row][:num], self.decode)
+                raise damaged(self.version)
+            event = draft.hear(tokens[row][:num], logprobs[row][:num], kept[row][:num], self.decode)
             self.work.num_drawn += num
-            event = Event(id=draft.request.id, tokens=draft.tokens[before:], logprobs=draft.logprobs[before:])
             self._events.append(event)
-            if draft.finish is not None:
-                event.sample = draft.sample(self.decode)  # type: ignore[unreachable]  # `extend` may end it
+            if event.sample is not None:
                 if draft.cut >= 0:  # by a stop string, of which the device knows nothing
                     self.state.done[where[id(draft)]] = 1
                 self._end(where[id(draft)])
