@@ -2,8 +2,8 @@
 
     python benchmarks/countdown_operators.py EVALUATION.json
 
-Reads what `cohort eval countdown` wrote. Also counts how many of the expressions it tried use * or /, and, of the
-answers that were cut, how many expressions they tried and how many of those were different ones.
+Reads what `cohort eval countdown` wrote. Also counts how many of the expressions it tried use * or /, how many answers
+ended by themselves, and how many expressions, and different ones, those that were cut had tried.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ def main() -> None:
     kinds: dict[tuple[int, bool], list[float]] = {}
     tried: list[str] = []
     cut: list[list[str]] = []
+    stopped: list[float] = []
     for item in items:
         left, target = item["id"].split("=")
         nums = tuple(sorted(Fraction(n) for n in left.split("-")))
@@ -53,7 +54,10 @@ def main() -> None:
         for answer in item["answers"]:
             tags = TAG.findall(answer["text"])
             tried += tags
-            cut += [tags] if answer["finish"] == "length" else []
+            if answer["finish"] == "length":
+                cut.append(tags)
+            else:
+                stopped.append(answer["correct"])
             kinds.setdefault((len(nums), simple), []).append(answer["correct"])
     print("| numbers | + and - suffice | answers | right |\n|---:|---|---:|---:|")
     for (count, simple), right in sorted(kinds.items()):
@@ -61,6 +65,7 @@ def main() -> None:
         print(f"| {count} | {'yes' if simple else 'no'} | {len(right)} | {share} |")
     with_product = sum(bool(re.search(r"[*/]", tag)) for tag in tried)
     print(f"\n{len(tried)} expressions in answer tags, {with_product} with * or /")
+    print(f"{len(stopped)} answers ended by themselves, {sum(stopped):.0f} of them right")
     if cut:
         each, different = (sum(map(len, tags)) / len(cut) for tags in (cut, [{*tags} for tags in cut]))
         print(f"{len(cut)} answers were cut, after {each:.1f} expressions each, {different:.1f} of them different")

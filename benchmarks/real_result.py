@@ -113,6 +113,8 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=0)
     parser.add_argument("--eval-flags", default="", help="further flags of cohort eval, in one string")
     a, rest = parser.parse_known_args()
+    if (a.out / "runs").exists():
+        raise SystemExit(f"{a.out} holds a result already: choose another --out")
     a.out.mkdir(parents=True, exist_ok=True)
     kinds = {"first": ["--temperature", "0" if a.greedy else "1"]}
     if a.samples:

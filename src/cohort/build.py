@@ -19,7 +19,7 @@ from cohort.config.document import dump, parse, variant_name
 from cohort.config.options import BenchOptions, BenchResult, EngineBenchOptions, LearnerBenchOptions
 from cohort.config.schema import RunConfig, SamplingConfig, ThinkAgain
 from cohort.device import DTYPES, available_bytes, find_device, find_dtype
-from cohort.engines.auto import engine_for
+from cohort.engines.auto import AutoEngine, engine_for
 from cohort.engines.base import Engine
 from cohort.engines.rollout import Again, Tasks
 from cohort.errors import ConfigError, ModelError, RunError
@@ -43,6 +43,7 @@ from cohort.store.records import EvalSetting, Evaluation
 from cohort.store.rundir import RunDirectory
 from cohort.tasks.base import check_packages
 from cohort.tasks.ref import TaskRef, grader_digest
+from cohort.tasks.source import from_anywhere
 from cohort.tasks.stream import Renderer, TaskStream
 from cohort.text import RawText, Tokenizer
 from cohort.train.replay import Replay
@@ -81,13 +82,15 @@ class Parts:
             rows=rows_digest(self.problems),
             grader=grader_digest(c.task),
             template=c.template,
-            engine=variant_name("engine", c.engine),
+            engine="transformers" if isinstance(self.engine, AutoEngine) else variant_name("engine", c.engine),
             place=f"{c.device} {c.learner.dtype}",
             sampling=sampling_facts(tasks.sampling),
             seed=c.seed,
             step=step,
         )
-        return run_evaluation(self.engine, tasks, self.problems, setting, self.tokenizer.spell)
+        return run_evaluation(
+            self.engine, tasks, self.problems, setting, lambda p: self.tokenizer.spell(p.tokens), then="resume the run"
+        )
 
     def checkpoint(self, step: int) -> Checkpoint:
         tensors, numbers = self.learner.state()
@@ -125,6 +128,8 @@ class Parts:
 
 def settled(config: RunConfig) -> RunConfig:
     """With what depends on the machine decided: the run records it and goes on so elsewhere, or says that it cannot."""
+    if isinstance(data := getattr(config.task, "data", None), str) and data:
+        config = replace(config, task=replace(config.task, data=from_anywhere(data)))
     device = find_device(config.device)
     learner, engine = replace(config.learner, dtype=find_dtype(config.learner.dtype, device)), config.engine
     if device.type == "cpu":

@@ -11,6 +11,13 @@ from cohort.scores import Difference, mean, paired
 from cohort.store.records import EvalItem, Evaluation
 from cohort.store.rundir import RunDirectory, load_evaluation
 
+WHERE = {
+    "data",
+    "columns",
+    "train_size",
+    "test_size",
+}  # knobs that say where rows are: the rows themselves are compared
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pair:
@@ -89,6 +96,12 @@ def _in_order(first: Evaluation, second: Evaluation) -> list[EvalItem]:
         if x != y:
             advice = "; the grader has changed in between: evaluate both again" if what == "graders" else ""
             raise RunError(f"these evaluations have different {what}, {x} and {y}, and cannot be compared{advice}.")
+    for name in sorted({*a.knobs, *b.knobs} - WHERE):
+        if a.knobs.get(name) != b.knobs.get(name):
+            raise RunError(
+                f"these evaluations have different settings of {a.task}, {name} = {a.knobs.get(name)} and "
+                f"{b.knobs.get(name)}, by which it may ask or grade otherwise; evaluate both with the same."
+            )
     items = {item.id: item for item in second.items}
     if a.rows != b.rows and items.keys() == {item.id for item in first.items}:
         raise RunError(

@@ -41,3 +41,13 @@ def nearest(name: str, valid: Iterable[str]) -> str:
     valid = sorted(valid)
     close = difflib.get_close_matches(name, valid, n=1)
     return f' Did you mean "{close[0]}"?' if close else f" Valid: {', '.join(valid)}."
+
+
+def brief(error: BaseException) -> str:
+    """An error's text in one line of reasonable length.
+
+    >>> brief(ValueError("max_model_len is\\n  too large"))
+    'max_model_len is too large'
+    """
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 300 else f"{text[:300]}..."

@@ -16,7 +16,7 @@ from cohort.store.records import EvalAnswer, EvalItem, EvalSetting, Evaluation
 from cohort.tasks.base import Task
 from cohort.types import Group, Prompt, Row, Sampling
 
-Spell = Callable[[Sequence[int]], str]
+Spell = Callable[[Prompt], str]
 
 
 @stage("evaluate")
@@ -28,10 +28,12 @@ def evaluate(
     spell: Spell,
     known: Mapping[str, EvalItem] | None = None,
     done: Callable[[EvalItem], None] = lambda item: None,
+    then: str = "evaluate again",
 ) -> Evaluation:
     """Answers to each prompt, `done` told of each item as it is complete; `known` ones are not sampled again.
 
-    A sample that could not be scored is left out, not counted as wrong; with many of them there is no result.
+    A sample that could not be scored is left out, not counted as wrong; with many of them there is no result, and the
+    error says what to do `then`.
     """
     items = dict(known or {})
     missing = [p for p in prompts if p.id not in items]
@@ -40,7 +42,7 @@ def evaluate(
         item = _item(group, tasks.stream.task.accuracy, spell)
         items[item.id] = item
         failed += [a.failure for a in item.answers if a.failure]
-        stop_if_many_failed(failed, len(prompts) * setting.num_samples, "evaluate again")
+        stop_if_many_failed(failed, len(prompts) * setting.num_samples, then)
         done(item)
     return summarised(setting, [items[p.id] for p in prompts], tasks.stream.task, [p.row for p in prompts])
 
@@ -97,4 +99,4 @@ def _item(group: Group, part: str, spell: Spell) -> EvalItem:
         for s in group.samples
     ]
     prompt = group.prompt
-    return EvalItem(id=prompt.id, messages=prompt.messages, prompt=spell(prompt.tokens), answers=answers)
+    return EvalItem(id=prompt.id, messages=prompt.messages, prompt=spell(prompt), answers=answers)

@@ -11,7 +11,7 @@ from pathlib import Path
 from cohort import build
 from cohort.config.options import EvalOptions
 from cohort.device import DTYPES, find_device, find_dtype
-from cohort.engines.auto import engine_for
+from cohort.engines.auto import AutoEngine, engine_for
 from cohort.engines.base import Engine
 from cohort.engines.rollout import Tasks
 from cohort.errors import ConfigError, RunError
@@ -27,6 +27,7 @@ from cohort.tasks.base import Task
 from cohort.tasks.ref import TaskRef, grader_digest
 from cohort.tasks.stream import Renderer, TaskStream
 from cohort.text import Rendered, Tokenizer
+from cohort.text.plain import plain_text
 from cohort.types import Message, Prompt, Sampling
 
 Progress = Callable[[str, int, int], None]
@@ -103,6 +104,12 @@ class Examiner:
         if hasattr(self.engine, "close"):
             self.engine.close()
 
+    def _spell(self, prompt: Prompt) -> str:
+        """The exact text that the model is given; what a server makes of messages is not known."""
+        if self.tokenizer is not None:
+            return self.tokenizer.spell(prompt.tokens)
+        return plain_text(prompt.messages) if self.options.template == "text" else ""
+
     def prepare(self, task: Task) -> Exam:
         """Read the rows and render the prompts: what is wrong with them shows before anything is sampled."""
         o = self.options
@@ -112,7 +119,7 @@ class Examiner:
                 f"--max-tokens {o.max_tokens} leaves no room for a prompt in the context of {self.context}"
             )
         how: Renderer = Unrendered() if self.tokenizer is None else build.renderer(self.tokenizer, o.template)
-        stream = TaskStream(task, how, o.seed, o.split, max_prompt_tokens=room)
+        stream = TaskStream(task, how, o.seed, o.split, max_prompt_tokens=room, too_long=o.too_long)
         prompts = stream.held_out(o.limit, o.split)
         sampling = Sampling(
             max_tokens=o.max_tokens or task.max_tokens,
@@ -127,6 +134,7 @@ class Examiner:
             task=task.name,
             split=o.split,
             num_problems=len(prompts),
+            num_left_out=stream.num_skipped,
             num_samples=o.samples,
             model=self.model,
             weights=self.weights,
@@ -134,7 +142,7 @@ class Examiner:
             rows=rows_digest(prompts),
             grader=grader_digest(task),
             template=o.template,
-            engine=o.engine,
+            engine="transformers" if isinstance(self.engine, AutoEngine) else o.engine,
             place=self.place,
             sampling=sampling_facts(sampling),
             seed=o.seed,
@@ -148,11 +156,14 @@ class Examiner:
         """
         name, setting, num = exam.task.name, exam.setting, len(exam.prompts)
         path = out if out.suffix == ".json" and not out.is_dir() else out / file_name(setting)
+        known: dict[str, EvalItem] = {}
         if path.exists():
             found = load_evaluation(path)
-            if found.setting == setting:
+            if found.setting != setting:
+                raise RunError(f"{path} holds an evaluation with other settings; delete it or choose another --out.")
+            if not found.num_failed:
                 return Examined(evaluation=found, path=path, fresh=False)
-            raise RunError(f"{path} holds an evaluation with other settings; delete it or choose another --out.")
+            known = {item.id: item for item in found.items if not item.failed}
         with Journal(path, setting) as journal, ScoringPool(exam.task, default_workers(exam.task)) as scorer:
             tasks = Tasks(
                 stream=exam.stream,
@@ -163,14 +174,15 @@ class Examiner:
                 purpose="eval",
                 context=self.context,
             )
-            progress(name, len(journal.items), num)
+            known |= journal.items
+            progress(name, len(known), num)
 
             def done(item: EvalItem) -> None:
                 journal.add(item)
-                progress(name, len(journal.items), num)
+                known[item.id] = item
+                progress(name, len(known), num)
 
-            spell = (lambda ids: "") if self.tokenizer is None else self.tokenizer.spell
-            evaluation = evaluate(self.engine, tasks, exam.prompts, setting, spell, dict(journal.items), done)
+            evaluation = evaluate(self.engine, tasks, exam.prompts, setting, self._spell, dict(known), done)
             journal.finish(evaluation)
         return Examined(evaluation=evaluation, path=path, fresh=True)
 

@@ -66,7 +66,7 @@ WALLS = {
     "latex2sympy2_extended": ("tasks.equality",),
     "langdetect": ("tasks.instructions.language",),
     "huggingface_hub": ("models.hub",),
-    "pyarrow": ("tasks.source",),
+    "pyarrow": ("tasks.formats",),
     "datasets": ("tasks.source",),
     "triton": ("engines.native.cuda", "learner.kernels", "models.kernels"),
 }

@@ -117,6 +117,16 @@ def place_downloads(index: Path, tmp_path: Path, files: list[str]) -> None:
 MODEL = [f"models/some/{f}" for f in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")]
 
 
+def test_a_run_or_a_checkpoint_is_no_model_folder(tmp_path: Path) -> None:
+    model = tmp_path / "run" / "checkpoints" / "step-000006" / "model"
+    model.mkdir(parents=True)
+    (model / "config.json").write_text("{}")
+    for folder in (tmp_path / "run", model.parent):
+        with pytest.raises(ModelError, match=r"is a run or a checkpoint of one: name its checkpoints/STEP/model, or"):
+            resolve(folder)
+    assert resolve(model) == model
+
+
 def test_pull_fetches_converts_and_cleans_up_once(index: Path, tmp_path: Path) -> None:
     seen: list[tuple[str, float]] = []
     folder = pull("some", lambda what, share: seen.append((what, share)))

@@ -39,6 +39,14 @@ def test_another_grader_task_or_split_is_refused(changes, words):
         compare(evaluation(BEFORE), evaluation(AFTER, **changes))
 
 
+def test_another_setting_of_the_task_is_refused_unless_it_says_where_the_rows_are():
+    a = {"find": "marked", "data": "here", "columns": [], "test_size": 5}
+    compare(evaluation(BEFORE, knobs=a), evaluation(AFTER, knobs=a | {"data": "there", "test_size": 0}))
+    for b in (a | {"find": "last"}, {k: v for k, v in a.items() if k != "find"}):
+        with pytest.raises(RunError, match=r"settings of arithmetic, find = marked and (last|None), by which"):
+            compare(evaluation(BEFORE, knobs=a), evaluation(AFTER, knobs=b))
+
+
 def test_other_problems_or_other_words_are_refused():
     with pytest.raises(RunError, match="different problems, 5 and 4, of which 4 are in both"):
         compare(evaluation(BEFORE), evaluation({k: v for k, v in AFTER.items() if k != "a"}))

@@ -132,12 +132,12 @@ def test_a_table_of_other_names_is_read(tmp_path: Path) -> None:
         {"id": "47-55-60-76=24", "nums": [47, 76, 55, 60], "target": 24, "solution": ""},
         {"id": "41-43-78=76", "nums": [78, 43, 41], "target": 76, "solution": ""},
     ]
-    with pytest.raises(TaskError, match=r"some.csv, row 1: needs nums .*its columns: \['numbers', 'goal'\]"):
+    with pytest.raises(TaskError, match=r"some.csv, line 2: needs nums .*its columns: \['numbers', 'goal'\]"):
         load_rows(Countdown(data=str(file)), "test")
     with pytest.raises(TaskError, match=r'names "number", which .* not read\. Did you mean "nums"\?'):
         load_rows(Countdown(data=str(file), columns=("number=goal",)), "test")
     file.write_text('nums,target\n"[1, 2]",3\n"[1, 2",3\n')
-    with pytest.raises(TaskError, match=r"some\.csv, row 2: needs nums"):
+    with pytest.raises(TaskError, match=r"some\.csv, line 3: needs nums"):
         load_rows(Countdown(data=str(file)), "test")
 
 

@@ -22,7 +22,7 @@ def run(grade, num_prompts: int, num_samples: int, accuracy: str = "correct", kn
     prompts = [prompt(n) for n in range(num_prompts)]
     setting = eval_setting(task="t", num_problems=num_prompts, num_samples=num_samples, step=7)
     engine = ScriptedEngine(says, spell)
-    return evaluate(engine, made, prompts, setting, lambda ids: f"ids {ids}", known, done or (lambda item: None))
+    return evaluate(engine, made, prompts, setting, lambda p: f"ids {p.tokens}", known, done or (lambda item: None))
 
 
 def index_of(answer) -> int:
@@ -106,5 +106,5 @@ def test_a_task_may_count_something_of_its_own():
     made = tasks(scorer=Grader(lambda row, a: Outcome(parts={"correct": float(row["n"] == 2)})), purpose="eval")
     made.stream = SimpleNamespace(task=Counting(name="t", accuracy="correct"))
     setting = eval_setting(num_problems=3, num_samples=2)
-    found = evaluate(ScriptedEngine(says, spell), made, [prompt(n) for n in range(3)], setting, lambda ids: "")
+    found = evaluate(ScriptedEngine(says, spell), made, [prompt(n) for n in range(3)], setting, lambda p: "")
     assert found.summary == {"numbers": 6.0, "right": 2.0}

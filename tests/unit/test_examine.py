@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from cohort.cli.eval import report
 from cohort.config.options import EvalOptions
-from cohort.errors import ConfigError, RunError
+from cohort.errors import ConfigError, RunError, TaskError
 from cohort.examine import Examiner, file_name, folder_digest
 from cohort.models.catalog import resolve
+from cohort.scoring.pool import ScoringPool
 from cohort.store.journal import Journal
 from cohort.tasks.arithmetic import Arithmetic
 from cohort.tasks.countdown import Countdown
 from cohort.tasks.gsm8k import GSM8K
+from cohort.types import Outcome
 from tests.evals import eval_item, eval_setting, evaluation
+from tests.fake_server import chat, serving
+from tests.foreign import folder_of
 from tests.runs import preserved
 
 SMALL = EvalOptions(limit=3, max_tokens=8, threads=1, device="cpu")
@@ -49,8 +56,10 @@ def test_an_evaluation_is_on_the_split_it_names(split, tmp_path: Path):
 def test_completions_as_long_as_the_task_needs_and_the_context_allows(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"max-tokens 1024 .* context of 1024"):
         examine(replace(SMALL, max_tokens=1024), TASK, tmp_path)
-    longest = examine(replace(SMALL, max_tokens=0, limit=1), TASK, tmp_path)[0].setting
+    longest = examine(replace(SMALL, max_tokens=0, limit=1), Arithmetic(test_size=5), tmp_path)[0].setting
     assert longest.sampling["max_tokens"] == 256
+    longest = examine(replace(SMALL, max_tokens=0, limit=1), TASK, tmp_path)[0].setting
+    assert longest.sampling["max_tokens"] == 1024
 
 
 def test_the_same_setting_is_not_evaluated_twice_and_another_has_its_own_file(tmp_path: Path):
@@ -142,6 +151,27 @@ def test_an_item_whose_grader_failed_is_tried_again(tmp_path: Path):
         assert set(journal.items) == {"a"}
 
 
+def test_what_could_not_be_scored_is_tried_again_when_the_rest_is_there(tmp_path: Path, monkeypatch):
+    """With the grader mended, it alone is sampled."""
+    options = replace(SMALL, limit=0)
+    monkeypatch.setattr("cohort.engines.rollout.MAX_FAILED", 0.1)
+    whole, _ = examine(options, TASK, tmp_path / "whole")
+    with monkeypatch.context() as broken:
+        poll = ScoringPool.poll
+
+        def fail_one(pool: ScoringPool, timeout: float = 0.0) -> list[tuple[str, Outcome]]:
+            return [
+                (id, Outcome(failure="died") if id.startswith("3/") else found) for id, found in poll(pool, timeout)
+            ]
+
+        broken.setattr(ScoringPool, "poll", fail_one)
+        damaged, path = examine(options, TASK, tmp_path)
+    assert damaged.num_failed == 1
+    told: list[int] = []
+    mended, same = examine(options, TASK, tmp_path, lambda task, done, of: told.append(done))
+    assert told == [19, 20] and same == path and mended == whole
+
+
 def test_one_evaluation_is_made_by_one_process(tmp_path: Path):
     out = tmp_path / "x.json"
     with Journal(out, eval_setting()) as journal:
@@ -171,3 +201,44 @@ def test_one_long_prompt_shortens_no_others_completion(tmp_path: Path):
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     found, _ = examine(replace(SMALL, limit=0, max_tokens=0, temperature=1.0), GSM8K(data=str(file)), tmp_path)
     assert found.setting.sampling["max_tokens"] == 1024 and len(found.items) == 2
+
+
+def test_prompts_that_do_not_fit_are_refused_or_left_out_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    file = tmp_path / "numbers.jsonl"
+    rows = [{"question": f"{n}. " + "Count. " * n, "answer": "#### 1"} for n in (1, 2, 900)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options, task = replace(SMALL, limit=0), GSM8K(data=str(file))
+    with pytest.raises(TaskError, match=r"more than the 1016 that fit .* --too-long skip"):
+        examine(options, task, tmp_path)
+    found, _ = examine(replace(options, too_long="skip"), task, tmp_path)
+    assert len(found.items) == found.setting.num_problems == 2 and found.setting.num_left_out == 1
+    assert "gsm8k: test prompts left out, over 1016 tokens: 1" in caplog.text
+    assert "left out     1 problems whose prompts do not fit" in " ".join(report(found).split("\n")).replace("|", " ")
+    file.write_text(json.dumps(rows[2]) + "\n")
+    with pytest.raises(TaskError, match="every test prompt is longer than 1016 tokens"):
+        examine(replace(options, too_long="skip"), task, tmp_path)
+
+
+@pytest.mark.parametrize("template", ["chat", "text"])
+def test_a_server_is_asked_if_it_is_named(template: str, tmp_path: Path):
+    def right(h, body) -> None:
+        asked = body["messages"][-1]["content"] if template == "chat" else body["prompt"]
+        a, b = map(int, re.findall(r"\d+", asked)[:2])
+        text = f"<answer>{a + b}</answer>"
+        h.reply(chat(text) if template == "chat" else {"choices": [{"text": text, "finish_reason": "stop"}]})
+
+    with serving() as server:
+        server.behaviours = [right]
+        options = EvalOptions(engine="server", url=server.url, limit=4, template=template)
+        with closing(Examiner("small", options)) as examiner:
+            exam = examiner.prepare(Arithmetic(min_terms=2, max_terms=2, operators="+", test_size=5))
+            found = examiner.run(exam, tmp_path).evaluation
+    assert found.accuracy == 1.0 and len(server.asked) == 4
+    assert (found.setting.engine, found.setting.place, found.setting.template) == ("server", server.url, template)
+    asked = found.items[0].messages[0]["content"]
+    assert found.items[0].prompt == ("" if template == "chat" else asked + "\n\n")
+
+
+def test_a_model_outside_the_native_family_is_recorded_as_such(tmp_path: Path):
+    examiner = Examiner(str(folder_of(tmp_path / "neo")), SMALL)
+    assert examiner.prepare(Arithmetic(test_size=5)).setting.engine == "transformers"

@@ -49,6 +49,15 @@ def test_a_low_reward_gets_another_attempt_and_a_high_one_does_not():
     assert [s.tokens for s in high] == [[7, STOP]] * 2 and high[0].reward == 1.0
 
 
+def test_a_reward_of_just_the_threshold_is_low():
+    """As the reward of a format alone, without a right answer."""
+    grader = Grader(lambda row, answer: Outcome(parts={"correct": 0.2}))
+    (low, _), _ = sampled(replace(AGAIN, below=0.2), grader=grader.grade)
+    assert low[0].tokens.count(40) == 1
+    (low, _), _ = sampled(replace(AGAIN, below=0.19), grader=grader.grade)
+    assert low[0].tokens.count(40) == 0
+
+
 def test_without_it_there_is_one_attempt():
     (low, _), _ = sampled(again=None)
     assert [s.tokens for s in low] == [[7, STOP]] * 2 and low[0].reward == 0.0

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,6 +24,7 @@ from cohort.types import Provenance
 from tests.data_rows import write_rows
 
 DEVICE_GIB = 139.8  # an H200
+RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results"
 ADAPTERS = {"gsm8k_7b_lora", "gsm8k_14b_lora", "gsm8k_again", "ifeval", "arithmetic"}
 
 
@@ -104,3 +107,53 @@ def test_second_attempts_fit_into_the_context_of_their_models() -> None:
         config = load(name)
         assert isinstance(config.turns, ThinkAgain)
         assert config.max_sampled + 1024 <= named_shape(shape_of(config.model)).max_positions
+
+
+Q = "Qwen/Qwen2.5"
+# Of the projects: model, steps, prompts, samples, tokens, temperature, learning rate, schedule, KL, rank of the adapters.
+PUBLISHED = {
+    "countdown": (f"{Q}-3B", 125, 64, 8, 1024, 1.0, 1e-6, "cosine", 0.0, 0),
+    "gsm8k": (f"{Q}-0.5B-Instruct", 300, 128, 8, 3000, 1.0, 1e-6, "cosine", 0.001, 0),
+    "gsm8k_1_5b": (f"{Q}-1.5B-Instruct", 300, 128, 8, 3000, 1.0, 1e-6, "cosine", 0.001, 0),
+    "gsm8k_3b": (f"{Q}-3B-Instruct", 300, 128, 8, 3000, 1.0, 1e-6, "cosine", 0.001, 0),
+    "gsm8k_7b_lora": (f"{Q}-7B-Instruct", 300, 64, 8, 3000, 1.0, 1e-6, "cosine", 0.001, 64),
+    "gsm8k_14b_lora": (f"{Q}-14B-Instruct", 300, 64, 8, 3000, 1.0, 1e-6, "cosine", 0.001, 64),
+    "dr_grpo_math": (f"{Q}-Math-1.5B", 300, 128, 8, 3000, 1.0, 1e-6, "constant", 0.0, 0),
+    "gsm8k_tutor": (f"{Q}-3B-Instruct", 934, 8, 4, 512, 0.7, 5e-6, "constant", 0.0, 0),
+    "gsm8k_tutor_llama2": ("meta-llama/Llama-2-7b-chat-hf", 934, 8, 4, 512, 0.7, 5e-6, "constant", 0.0, 0),
+    "gsm8k_again": (f"{Q}-3B", 195, 32, 16, 1024, 1.0, 1e-5, "constant", 0.0, 8),
+    "ifeval": (f"{Q}-7B", 390, 16, 16, 2048, 1.0, 1e-5, "constant", 0.0, 8),
+    "arithmetic": ("unsloth/Llama-3.2-1B-Instruct", 300, 32, 12, 1024, 1.0, 5e-6, "constant", 0.01, 16),
+}
+REWARDS = {
+    "countdown": {"correct": 0.9, "format": 0.1},
+    "ifeval": {
+        "prompt_strict": 0.4,
+        "instruction_strict": 0.3,
+        "prompt_loose": 0.2,
+        "instruction_loose": 0.1,
+        "format": 0.1,
+        "thinks": 0.05,
+        "effort": 2.0,
+    },
+}
+
+
+@pytest.mark.parametrize("name", sorted(PUBLISHED))
+def test_the_settings_are_those_that_were_published(name: str) -> None:
+    c = load(name)
+    run = (c.model, c.steps, c.batch.prompts, c.batch.samples, c.sampling.max_tokens, c.sampling.temperature)
+    assert (*run, c.optim.lr, c.optim.schedule, c.algo.kl.weight, c.learner.lora.rank) == PUBLISHED[name]
+    assert c.reward == REWARDS.get(name, c.reward)
+
+
+@pytest.mark.parametrize("name", ["coder_gsm8k", "coder_countdown"])
+def test_a_recipe_with_a_result_is_the_run_that_gave_it(name: str) -> None:
+    """But for where it was stopped and what depends on the machine."""
+    kept = RESULTS / name
+    ran, recipe = parse((kept / "config.yaml").read_text(encoding="utf-8")), load(name)
+    steps = json.loads((kept / "result.json").read_text(encoding="utf-8"))["training"]["steps"]
+    assert recipe.steps == steps
+    learner = replace(ran.learner, dtype=recipe.learner.dtype)
+    save = replace(ran.save, every=recipe.save.every)
+    assert replace(ran, steps=steps, device=recipe.device, learner=learner, save=save) == recipe

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from cohort.errors import TaskError
-from cohort.tasks.source import Place, read_rows
+from cohort.tasks.source import Place, from_anywhere, read_rows
 from cohort.types import Row
 
 RAW = [
@@ -130,11 +130,11 @@ A = '{"question": "a", "answer": "1"}\n'
         ("a.json", "[NaN]", "a.json is not JSON: NaN"),
         ("a.csv", "", "a.csv has no rows"),
         ("a.csv", "question,answer\n", "a.csv has no rows"),
-        ("a.csv", "question,answer\na,1\nb\n", "a.csv, row 2 has 1 cells, but there are 2 columns"),
-        ("a.csv", "question,answer\na,1,2\n", "a.csv, row 1 has 3 cells"),
+        ("a.csv", "question,answer\na,1\nb\n", "a.csv, line 3 has 1 cells, but there are 2 columns"),
+        ("a.csv", "question,answer\na,1,2\n", "a.csv, line 2 has 3 cells"),
         ("a.csv", "question,question\na,1\n", "two columns have the same name"),
-        ("a.csv", 'question,answer\na,1\n"b,2\n', "a.csv, row 2 is not CSV"),
-        ("a.csv", "question;answer\na;1\n", "row 1: question is not text (its columns: ['question;answer']"),
+        ("a.csv", 'question,answer\na,1\n"b,2\n', "a.csv, line 3 is not CSV"),
+        ("a.csv", "question;answer\na;1\n", "line 2: question is not text (its columns: ['question;answer']"),
         ("a.txt", "x", "a.txt: the name of a file with rows ends in .jsonl, .json, .csv, .parquet"),
     ],
 )
@@ -273,7 +273,23 @@ def test_one_problem_with_two_answers_is_refused(tmp_path: Path) -> None:
     both = f"answer is '4' and '{'5' * 56}...; remove one of them"
     refused(f"sums: {file}, line 1 and line 4 are the same problem ('2 + 2?'), but their {both}", file)
     table(tmp_path / "a.csv", [RAW[0], {"question": "2 + 2?", "answer": "5"}])
-    refused("a.csv, row 1 and row 2 are the same problem", tmp_path / "a.csv")
+    refused("a.csv, line 2 and line 3 are the same problem", tmp_path / "a.csv")
+
+
+def test_two_problems_with_one_id_are_refused(tmp_path: Path) -> None:
+    def named(raw: dict[str, Any]) -> Row:
+        return {"id": raw["answer"], "question": raw["question"]}
+
+    file = table(tmp_path / "a.csv", [RAW[0], RAW[1], {"question": "1 + 3?", "answer": "4"}])
+    refused(f"sums: {file}, line 2 and line 5 have the same id '4'; give each its own", file, make=named)
+
+
+def test_a_path_is_made_good_for_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines(tmp_path / "a_train.jsonl", RAW)
+    monkeypatch.chdir(tmp_path)
+    assert from_anywhere("a_{split}.jsonl") == str(tmp_path / "a_{split}.jsonl")
+    for name in ("owner/name", "$FOLDER/a.jsonl", "~/a.jsonl", "nowhere.jsonl", str(tmp_path / "a_train.jsonl")):
+        assert from_anywhere(name) == name
 
 
 def test_train_has_no_problem_of_test(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

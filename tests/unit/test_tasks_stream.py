@@ -114,7 +114,7 @@ def test_fewer_rows_than_prompts_is_an_error_with_both_numbers() -> None:
 
 
 def test_long_prompts_stop_the_run_or_are_skipped_and_counted() -> None:
-    with pytest.raises(TaskError, match=r'row "train-\d": the prompt has \d+ tokens, more than the limit of 4'):
+    with pytest.raises(TaskError, match=r'row "train-\d": the prompt has \d+ tokens, more than the 4 that fit'):
         stream(max_prompt_tokens=4).next(10)
     skipping = stream(max_prompt_tokens=4, too_long="skip")
     prompts = skipping.next(8)
@@ -153,3 +153,33 @@ def test_what_is_no_conversation_is_refused(messages: Any) -> None:
 def test_a_negative_cursor_is_a_bug() -> None:
     with pytest.raises(ValueError, match="-1"):
         stream(cursor=-1)
+
+
+def test_rows_that_ask_the_same_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    """In one split or in both: what is held out must not be what is trained."""
+
+    @task("alike")
+    class Alike:
+        shared: int = 0
+        repeated: int = 0
+
+        def rows(self, split):
+            names = [f"{split} {n}" for n in range(4)]
+            names[: self.shared] = [f"both {n}" for n in range(self.shared)]
+            names += names[: self.repeated]
+            return ({"id": f"{split}-{n}", "name": name} for n, name in enumerate(names))
+
+        def prompt(self, row):
+            return [{"role": "user", "content": row["name"]}]
+
+        def score(self, row, answer):
+            return {"correct": 0.0}
+
+    stream(task=Alike()).held_out(2)
+    assert not caplog.records
+    stream(task=Alike(shared=2)).held_out(1)
+    stream(task=Alike(repeated=3))
+    assert [record.getMessage() for record in caplog.records] == [
+        "alike: test rows that ask what a train row asks: 2 of 4 (first: test-0 asks what train-0 does)",
+        "alike: train rows that ask what an earlier one asks: 3",
+    ]

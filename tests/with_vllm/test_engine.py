@@ -6,15 +6,20 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
 
+from cohort.config.options import EvalOptions
 from cohort.engines.base import Abilities, sample
 from cohort.engines.vllm import Reader, VllmEngine
 from cohort.errors import ConfigError, ModelError
+from cohort.examine import Examiner
+from cohort.tasks.arithmetic import Arithmetic
 from cohort.text import TextStream, Tokenizer
 from cohort.types import Finish, Key, Sample, Sampling
 from tests.conformance import EngineConformance, request, spell
@@ -263,3 +268,14 @@ def test_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(ConfigError, match=r"pip install 'cohort\[vllm\]'"):
         VllmEngine(TINY, max_context=CONTEXT, slots=1)
+
+
+def test_an_evaluation_that_names_it_has_the_native_engines_answers(tmp_path: Path):
+    found = {}
+    for name in ("native", "vllm"):
+        options = EvalOptions(engine=name, limit=12, temperature=0.0, max_tokens=48, slots=8, device="cpu")
+        examiner = Examiner("tiny", options)
+        with closing(examiner):
+            found[name] = examiner.run(examiner.prepare(Arithmetic(test_size=20)), tmp_path).evaluation
+    assert found["vllm"].setting.engine == "vllm" and found["vllm"].accuracy > 0
+    assert found["vllm"].items == found["native"].items

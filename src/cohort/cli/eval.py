@@ -37,7 +37,7 @@ class Options(EvalOptions):
 def run(args: list[str]) -> None:
     about = (
         "Measure a model's accuracy on the held-out problems of one task or several. Interrupted, it goes on when "
-        "started again; an evaluation that is there already is shown, not made again."
+        "started again; an evaluation that is there already is shown, not made again, save what could not be scored."
     )
     tasks, options = read_tasks("eval", about, Options(), args)
     options.check()
@@ -124,6 +124,8 @@ def report(evaluation: Evaluation) -> str:
         ["mean tokens", f"{e.mean_tokens:.1f}"],
         ["finish", finishes],
     ]
+    if s.num_left_out:
+        rows.append(["left out", f"{s.num_left_out} problems whose prompts do not fit the model's context"])
     if cut := e.finishes.get("length"):
         rows.append(["cut off", f"{cut} of {total} answers at the limit of tokens"])
     if over := sum(OVER_LIMIT in answer.reason for item in e.items for answer in item.answers):

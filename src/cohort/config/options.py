@@ -40,6 +40,8 @@ class EvalOptions:
     """Longest completion; 0 = what the task needs, as far as the model's context allows."""
     stop: tuple[str, ...] = ()
     """Stop strings, besides the tokenizer's end-of-turn ids."""
+    too_long: Literal["error", "skip"] = "error"
+    """A prompt that leaves no room in the model's context: error = refuse, skip = leave it out, count it, say so."""
     split: Literal["test", "train"] = "test"
     slots: int = 256
     """Samples decoded at once."""

@@ -25,7 +25,7 @@ from cohort.engines.native.draft import Draft
 from cohort.engines.native.kv import Prefix
 from cohort.engines.native.random import stream_of
 from cohort.engines.requests import check_request, not_under_way
-from cohort.errors import CohortError, ConfigError, ModelError, nearest
+from cohort.errors import CohortError, ConfigError, ModelError, brief, nearest
 from cohort.text import TextStream, Tokenizer
 from cohort.types import Finish, Sample
 
@@ -128,7 +128,7 @@ class VllmEngine:
                 warnings.simplefilter("ignore", FutureWarning)  # vLLM's own affair
                 self._engine = self._vllm.LLMEngine.from_engine_args(self._vllm.EngineArgs(**settings))
         except (ValueError, RuntimeError, OSError, ImportError) as e:
-            raise ModelError(f"vLLM cannot serve {folder}: {one_line(e)}") from e
+            raise ModelError(f"vLLM cannot serve {folder}: {brief(e)}") from e
         self.vocab_size = int(self._engine.model_config.get_vocab_size())
         self._readers: dict[str, Reader] = {}
 
@@ -143,7 +143,7 @@ class VllmEngine:
         try:
             self._engine.add_request(request.id, prompt, self._params(request))
         except ValueError as e:
-            raise ConfigError(f'request "{request.id}": vLLM refuses it: {one_line(e)}') from e
+            raise ConfigError(f'request "{request.id}": vLLM refuses it: {brief(e)}') from e
         stream = TextStream(self.tokenizer) if request.sampling.stop_strings else None
         self._readers[request.id] = Reader(request=request, stream=stream)
 
@@ -224,7 +224,7 @@ def import_vllm() -> Any:
     except ImportError as e:
         if isinstance(e, ModuleNotFoundError) and e.name == "vllm":
             raise ConfigError("the vllm engine needs vLLM: pip install 'cohort[vllm]'") from e
-        raise ConfigError(f"vLLM is installed but does not load: {one_line(e)}") from e
+        raise ConfigError(f"vLLM is installed but does not load: {brief(e)}") from e
     return vllm
 
 
@@ -235,13 +235,3 @@ def check_options(options: Mapping[str, Any], known: set[str], taken: Mapping[st
             raise ConfigError(f"engine option {name} is not free: the engine sets it to {taken[name]!r} itself.")
         if name not in known:
             raise ConfigError(f"vLLM has no engine option {name}.{nearest(name, known - taken.keys())}")
-
-
-def one_line(error: BaseException) -> str:
-    """An error's text in one line of reasonable length.
-
-    >>> one_line(ValueError("max_model_len is\\n  too large"))
-    'max_model_len is too large'
-    """
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= 300 else f"{text[:300]}..."

@@ -149,6 +149,11 @@ def resolve(name_or_path: str | Path) -> Path:
     if plain and _is_model(cached := cache_root() / "models" / name):
         return cached
     if folder.is_dir():
+        if not _is_model(folder) and ((folder / "checkpoints").is_dir() or (folder / "model").is_dir()):
+            raise ModelError(
+                f"{name} is a run or a checkpoint of one: name its checkpoints/STEP/model, "
+                "or make a folder of it: cohort export RUN OUT"
+            )
         return folder
     if name in PULLABLE:
         raise ModelError(f"{name} is not here yet: fetch it with `cohort pull {name}`")

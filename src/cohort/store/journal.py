@@ -57,7 +57,7 @@ class Journal:
     def add(self, item: EvalItem) -> None:
         """One whose grader failed is not kept: the next call tries it again."""
         self.items[item.id] = item
-        if not any(answer.failure for answer in item.answers):
+        if not item.failed:
             self._write(asdict(item))
 
     def finish(self, evaluation: Evaluation) -> None:

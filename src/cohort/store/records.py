@@ -41,6 +41,11 @@ class EvalItem:
         """Of the answers that could be scored."""
         return [a.correct for a in self.answers if a.correct is not None]
 
+    @property
+    def failed(self) -> bool:
+        """Whether an answer could not be scored."""
+        return any(a.failure for a in self.answers)
+
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> EvalItem:
         return cls(**{**data, "answers": [EvalAnswer(**a) for a in data["answers"]]})
@@ -65,6 +70,7 @@ class EvalSetting:
     sampling: dict[str, Any]
     seed: int
     step: int = 0  # of a run
+    num_left_out: int = 0  # problems too long for the model's context
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -57,6 +57,7 @@ class Countdown:
     name: ClassVar[str]
     accuracy: ClassVar[str] = "correct"
     parts: ClassVar[tuple[str, ...]] = ("correct", "format")
+    max_tokens: ClassVar[int] = 1024
 
     def __post_init__(self) -> None:
         numbers, targets = (self.min_numbers, self.max_numbers), (self.min_target, self.max_target)

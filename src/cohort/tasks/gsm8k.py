@@ -20,7 +20,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from fractions import Fraction
-from itertools import islice
 from typing import Any, ClassVar, Literal, get_args
 
 from cohort.errors import TaskError
@@ -83,12 +82,12 @@ class GSM8K:
         )
         if split != "test" or not self.test_size:
             return rows
-        first = list(islice(rows, self.test_size))
-        if len(first) < self.test_size:
+        whole = list(rows)  # to its end, where what is wrong with it is said
+        if len(whole) < self.test_size:
             raise TaskError(
-                f"gsm8k: test_size is {self.test_size}, but test has {len(first)} rows; lower it, or 0 = all"
+                f"gsm8k: test_size is {self.test_size}, but test has {len(whole)} rows; lower it, or 0 = all"
             )
-        return iter(first)
+        return iter(whole[: self.test_size])
 
     def prompt(self, row: Row) -> list[Message]:
         return [{"role": "user", "content": ASKED[self.style].format(question=row["question"])}]

@@ -7,10 +7,7 @@ with case and spacing put aside.
 
 from __future__ import annotations
 
-import csv
-import json
 import logging
-import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,22 +17,15 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from cohort.errors import TaskError, nearest
+from cohort.errors import TaskError, brief, nearest
+from cohort.tasks.formats import BATCH, EXTRA, FORMATS, Numbered, Raw
 from cohort.types import Row
 
 log = logging.getLogger(__name__)
 
 FOLDER = "COHORT_DATA"
 SPLITS = ("train", "test")
-EXTRA = "pip install 'cohort[data]'"
-MAX_CELL = 2**30  # characters in a cell of a CSV file; the csv module's own limit is shorter than a long solution
-BATCH = 1000  # rows that Parquet files and hub data sets hand over at once
 _HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]+(:[\w.-]+)?")
-_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
-
-Raw = dict[str, Any]
-Numbered = Iterator[tuple[int, Any]]
-"""Raw rows with their numbers from 1: of the line in JSON Lines, of the row elsewhere."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,6 +63,12 @@ def read_rows(
     return reader.distinct(source, lambda: _find(task, "test", data, places))
 
 
+def from_anywhere(data: str) -> str:
+    """The knob `data` with the path of a file that is here made absolute: a run may be resumed from another folder."""
+    here = any(os.path.exists(data.replace("{split}", split)) for split in SPLITS)
+    return os.path.abspath(data) if here else data
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Source:
     """Something with rows in it, not opened yet."""
@@ -101,6 +97,7 @@ class _Reader:
         rows = source.open()
         tested = self._tested(source, find_test) if find_test else set()
         first: dict[str, tuple[int, Row]] = {}
+        named: dict[Any, int] = {}
         repeated: list[tuple[int, int]] = []
         leaked: list[int] = []
         for number, problem, row in self._made(source, rows):
@@ -108,6 +105,9 @@ class _Reader:
                 leaked.append(number)
             elif problem not in first:
                 first[problem] = number, row
+                if (id := row.get("id")) is not None and named.setdefault(id, number) != number:
+                    at = f"{self.task}: {source.at(named[id])} and {source.unit} {number}"
+                    raise TaskError(f"{at} have the same id {_short(id)}; give each its own")
                 yield row if row.get("id") is not None else {**row, "id": problem[:16]}
             else:
                 self._check_same(source, first[problem], (number, row))
@@ -215,7 +215,7 @@ def _default(task: str, split: str, places: Mapping[str, Place]) -> _Source:
 
 
 def _file(path: Path) -> _Source:
-    unit = "line" if path.suffix.lower() == ".jsonl" else "row"
+    unit = "line" if path.suffix.lower() in (".jsonl", ".csv") else "row"
     return _Source(name=str(path), unit=unit, remote=False, open=partial(_open_file, path))
 
 
@@ -237,7 +237,7 @@ def _read_file(path: Path, reader: Callable[[Path], Numbered]) -> Numbered:
     try:
         yield from reader(path)
     except OSError as error:
-        raise TaskError(f"cannot read {path}: {error.strerror or _one_line(error)}") from error
+        raise TaskError(f"cannot read {path}: {error.strerror or brief(error)}") from error
 
 
 def _hub(data_set: str, split: str, remedy: str) -> _Source:
@@ -257,7 +257,7 @@ def _open_hub(data_set: str, split: str, remedy: str) -> Numbered:
         loaded = load_dataset(name, config or None, split=split)
     except (OSError, ValueError, RuntimeError, ImportError, DatasetsError) as error:
         what = f"{data_set}, split {split}, from the Hugging Face hub"
-        raise TaskError(f"cannot read {what}: {_one_line(error)}; {remedy}") from error
+        raise TaskError(f"cannot read {what}: {brief(error)}; {remedy}") from error
     return enumerate(_rows_of(loaded), start=1)
 
 
@@ -267,106 +267,6 @@ def _rows_of(loaded: Any) -> Iterator[Raw]:
             yield dict(zip(batch, values, strict=True))
 
 
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Decoded one by one, so that a line that is not text can be named."""
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            try:
-                yield number, line.decode("utf-8-sig" if number == 1 else "utf-8")
-            except UnicodeDecodeError as error:
-                raise TaskError(f"{path}, line {number} is not UTF-8 text") from error
-
-
-def _read_jsonl(path: Path) -> Numbered:
-    for number, line in _lines(path):
-        if not line.strip():
-            continue
-        try:
-            raw = _parse(line)
-        except (ValueError, RecursionError) as error:
-            raise TaskError(f"{path}, line {number} is not JSON: {_fault(error)}") from error
-        yield number, raw
-
-
-def _read_json(path: Path) -> Numbered:
-    text = "".join(line for _, line in _lines(path))
-    try:
-        rows = _parse(text) if text.strip() else []
-    except (ValueError, RecursionError) as error:
-        line = f", line {error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
-        raise TaskError(f"{path}{line} is not JSON: {_fault(error)}") from error
-    if not isinstance(rows, list):
-        raise TaskError(f"{path} is not an array of objects; a file with one object a line is named .jsonl")
-    yield from enumerate(rows, start=1)
-
-
-def _read_csv(path: Path) -> Numbered:
-    csv.field_size_limit(MAX_CELL)
-    cells = filter(None, csv.reader((line for _, line in _lines(path)), strict=True))  # blank lines have no cells
-    number = 0
-    try:
-        names = next(cells, [])
-        if len({*names}) < len(names):
-            raise TaskError(f"{path}: two columns have the same name in its first line, which holds the names")
-        for number, values in enumerate(cells, start=1):
-            if len(values) != len(names):
-                raise TaskError(f"{path}, row {number} has {len(values)} cells, but there are {len(names)} columns")
-            yield number, dict(zip(names, values, strict=True))
-    except csv.Error as error:
-        raise TaskError(f"{path}, row {number + 1} is not CSV: {error}") from error
-
-
-def _read_parquet(path: Path) -> Numbered:
-    try:
-        from pyarrow import ArrowException
-        from pyarrow.parquet import ParquetFile
-    except ImportError as error:
-        raise TaskError(f"to read {path}, {EXTRA}") from error
-    try:
-        with ParquetFile(path) as file:
-            batches = file.iter_batches(batch_size=BATCH)
-            yield from enumerate((row for batch in batches for row in batch.to_pylist()), start=1)
-    except ArrowException as error:
-        raise TaskError(f"cannot read {path}: {_one_line(error)}") from error
-
-
-FORMATS: dict[str, Callable[[Path], Numbered]] = {
-    ".jsonl": _read_jsonl,
-    ".json": _read_json,
-    ".csv": _read_csv,
-    ".parquet": _read_parquet,
-}
-
-
-def _fault(error: Exception) -> str:
-    return f"{error.msg} (column {error.colno})" if isinstance(error, json.JSONDecodeError) else str(error)
-
-
-def _refuse(name: str) -> Any:
-    raise ValueError(f"{name} is not a number of JSON")
-
-
-def _finite(digits: str) -> float:
-    value = float(digits)
-    if math.isinf(value):
-        raise ValueError(f"{digits[:20]} is too large a number")
-    return value
-
-
-_JSON = json.JSONDecoder(parse_constant=_refuse, parse_float=_finite)
-
-
-def _parse(text: str) -> Any:
-    """JSON, of which Python's reader takes a little too much."""
-    value = _JSON.decode(text)
-    if _SURROGATE.search(text):
-        try:
-            json.dumps(value, ensure_ascii=False).encode()
-        except UnicodeEncodeError as error:
-            raise ValueError("it has half a character (a lone surrogate)") from error
-    return value
-
-
 def _digest(problem: Any) -> str:
     """Names a problem by its text, whatever its case and spacing."""
     return blake2b(" ".join(str(problem).casefold().split()).encode(), digest_size=16).hexdigest()
@@ -374,10 +274,6 @@ def _digest(problem: Any) -> str:
 
 def _columns(raw: Raw) -> str:
     return f" (its columns: {_short([*raw], 200)}; --task.columns ours=theirs gives them other names)"
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]
 
 
 def _short(value: Any, size: int = 60) -> str:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import logging
 from typing import Any, Literal, Protocol
 
 from cohort.errors import ConfigError, TaskError
 from cohort.tasks.base import Task, load_rows
 from cohort.tasks.draws import permutation
 from cohort.types import Message, Prompt, Row
+
+log = logging.getLogger(__name__)
 
 
 class Rendering(Protocol):
@@ -55,6 +59,7 @@ class TaskStream:
         self._limit = max_prompt_tokens
         self._too_long = too_long
         self._rows = load_rows(task, split)
+        self._asked = self._questions(self._rows, split)
         self._order: tuple[int, list[int]] = (-1, [])
 
     @property
@@ -84,15 +89,12 @@ class TaskStream:
             skipped_in_a_row += 1
             self.num_skipped += 1
             if skipped_in_a_row >= len(self._rows):
-                raise TaskError(
-                    f'task "{self.task.name}": every {self.split} prompt is longer than '
-                    f"{self._limit} tokens; raise the limit or shorten the prompts"
-                )
+                raise self._none_fits(self.split)
         return prompts
 
     def held_out(self, n: int = 0, split: str = "test") -> list[Prompt]:
         """The first n prompts of a split in its own order, 0 = all; the cursor stays."""
-        rows = self._rows if split == self.split else load_rows(self.task, split)
+        rows = self._rows if split == self.split else self._apart(load_rows(self.task, split), split)
         if n > len(rows):
             raise ConfigError(
                 f'task "{self.task.name}" has {len(rows)} {split} rows, fewer than the {n} that are asked for '
@@ -100,8 +102,43 @@ class TaskStream:
             )
         rendered = (self._render(row, visit=0) for row in rows[: n or None])
         prompts = [prompt for prompt in rendered if prompt is not None]
-        self.num_skipped += (n or len(rows)) - len(prompts)
+        if not prompts:
+            raise self._none_fits(split)
+        if skipped := (n or len(rows)) - len(prompts):
+            log.warning("%s: %s prompts left out, over %d tokens: %d", self.task.name, split, self._limit, skipped)
+        self.num_skipped += skipped
         return prompts
+
+    def _none_fits(self, split: str) -> TaskError:
+        return TaskError(
+            f'task "{self.task.name}": every {split} prompt is longer than {self._limit} tokens; '
+            "lower max_tokens, shorten the prompts or take a model with a larger context"
+        )
+
+    def _questions(self, rows: list[Row], split: str) -> dict[str, str]:
+        """What the rows ask, each with the id of the first that asks it; says if some ask the same."""
+        asked: dict[str, str] = {}
+        for row in rows:
+            asked.setdefault(_question(self.task, row), row["id"])
+        if repeated := len(rows) - len(asked):
+            log.warning("%s: %s rows that ask what an earlier one asks: %d", self.task.name, split, repeated)
+        return asked
+
+    def _apart(self, rows: list[Row], split: str) -> list[Row]:
+        """These rows; says if some of them ask what this stream asks."""
+        questions = ((_question(self.task, row), row["id"]) for row in rows)
+        both = [(id, self._asked[question]) for question, id in questions if question in self._asked]
+        if both:
+            log.warning(
+                "%s: %s rows that ask what a %s row asks: %d of %d (first: %s asks what %s does)",
+                self.task.name,
+                split,
+                self.split,
+                len(both),
+                len(rows),
+                *both[0],
+            )
+        return rows
 
     def _permutation(self, epoch: int) -> list[int]:
         if self._order[0] != epoch:
@@ -121,7 +158,8 @@ class TaskStream:
                 return None
             raise TaskError(
                 f'task "{self.task.name}", row "{row["id"]}": the prompt has {len(rendered.tokens)} tokens, '
-                f"more than the limit of {self._limit}; raise the limit, shorten the prompt or skip such rows"
+                f"more than the {self._limit} that fit beside its completion; lower max_tokens, shorten the prompt "
+                "or leave such rows out (cohort eval does with --too-long skip)"
             )
         return Prompt(
             task=self.task.name,
@@ -137,3 +175,7 @@ class TaskStream:
 
 def _is_message(message: Any) -> bool:
     return isinstance(message, dict) and isinstance(message.get("role"), str)
+
+
+def _question(task: Task, row: Row) -> str:
+    return json.dumps(task.prompt(row), sort_keys=True, default=str)
