@@ -9,7 +9,7 @@ from pathlib import Path
 from cohort.errors import RunError
 from cohort.scores import Difference, mean, paired
 from cohort.store.records import EvalItem, Evaluation
-from cohort.store.rundir import RunDirectory, load_evaluation
+from cohort.store.rundir import load_evaluation, load_evaluations
 
 WHERE = {
     "data",
@@ -61,9 +61,9 @@ def find_evaluation(path: Path) -> Evaluation:
         raise RunError(
             f"there is no evaluation or run {path}; name a file that `cohort eval` wrote, or a run directory."
         )
-    found = RunDirectory.open(run).evaluations()
+    found = load_evaluations(run)
     if not found:
-        raise RunError(f"{run} has no evaluation yet.")
+        raise RunError(f"{run} has no evaluation yet, or is no run.")
     wanted = step if run != path else str(max(found))
     if not wanted.isdecimal() or int(wanted) not in found:
         raise RunError(f"{run} has no evaluation of step {wanted}; it has {', '.join(map(str, found))}.")

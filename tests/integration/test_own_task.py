@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from cohort.store.reader import Reader
-from cohort.store.rundir import RunDirectory
+from cohort.store.rundir import load_evaluations
 from tests.real_run import Done, cohort, differences, next_args, only_run, remains
 
 # As a user would write it: nothing of it is in the package.
@@ -173,7 +173,7 @@ def test_the_example_in_the_readme_checks_and_trains(tmp_path):
     assert done.returncode == 0, done
     run = only_run(tmp_path)
     assert run is not None
-    found = RunDirectory.open(run).evaluations()
+    found = load_evaluations(run)
     assert found[8].accuracy > found[0].accuracy + 0.1
 
 

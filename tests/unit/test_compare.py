@@ -125,3 +125,14 @@ def test_better_is_said_only_where_interval_and_test_agree(tmp_path: Path, capsy
         sides.append(str(file))
     assert main(["compare", *sides]) == 0
     assert "p = 0.062 (exact McNemar): no difference can be told" in capsys.readouterr().out
+
+
+def test_a_runs_evaluations_are_found_without_its_tasks_file(tmp_path: Path):
+    (tmp_path / "run" / "eval").mkdir(parents=True)
+    (tmp_path / "run" / "config.yaml").write_text("task:\n  name: /gone/sums.py:sums\n")
+    for step, scores in ((0, BEFORE), (4, AFTER)):
+        file = tmp_path / "run" / "eval" / f"step-{step:06d}.json"
+        file.write_text(json.dumps(evaluation(scores, step=step).to_json()))
+    assert find_evaluation(tmp_path / "run").step == 4 and find_evaluation(tmp_path / "run@0").step == 0
+    with pytest.raises(RunError, match="has no evaluation of step 2; it has 0, 4"):
+        find_evaluation(tmp_path / "run@2")

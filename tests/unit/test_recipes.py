@@ -110,7 +110,7 @@ def test_second_attempts_fit_into_the_context_of_their_models() -> None:
 
 
 Q = "Qwen/Qwen2.5"
-# Of the projects: model, steps, prompts, samples, tokens, temperature, learning rate, schedule, KL, rank of the adapters.
+# Of the projects: model, steps, prompts, samples, tokens, temperature, learning rate, schedule, KL, rank of adapters.
 PUBLISHED = {
     "countdown": (f"{Q}-3B", 125, 64, 8, 1024, 1.0, 1e-6, "cosine", 0.0, 0),
     "gsm8k": (f"{Q}-0.5B-Instruct", 300, 128, 8, 3000, 1.0, 1e-6, "cosine", 0.001, 0),

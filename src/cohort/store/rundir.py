@@ -133,12 +133,7 @@ class RunDirectory:
 
     def evaluations(self) -> dict[int, Evaluation]:
         """Every evaluation of the run itself, by step."""
-        found: dict[int, Evaluation] = {}
-        for path in sorted(self.eval.glob("*.json")):
-            match = _EVALUATION.fullmatch(path.name)
-            if match:
-                found[int(match[1])] = load_evaluation(path)
-        return dict(sorted(found.items()))
+        return load_evaluations(self.path)
 
     def remove_after(self, step: int) -> None:
         """Remove rollouts and evaluations of later steps, and what a killed writer left half done."""
@@ -158,6 +153,12 @@ def load_evaluation(path: Path) -> Evaluation:
         return Evaluation.from_json(json.loads(path.read_text()))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RunError(f"{path} is damaged or not an evaluation: {error}.") from error
+
+
+def load_evaluations(run: Path) -> dict[int, Evaluation]:
+    """By step. They stand for themselves: the run's config, and the task's file that it names, are not needed."""
+    named = ((_EVALUATION.fullmatch(path.name), path) for path in (run / "eval").glob("*.json"))
+    return dict(sorted((int(match[1]), load_evaluation(path)) for match, path in named if match))
 
 
 def new_name(recipe: str) -> str:
