@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 from typing import Any, Literal, Protocol
@@ -115,9 +116,9 @@ class TaskStream:
             "lower max_tokens, shorten the prompts or take a model with a larger context"
         )
 
-    def _questions(self, rows: list[Row], split: str) -> dict[str, str]:
+    def _questions(self, rows: list[Row], split: str) -> dict[bytes, str]:
         """What the rows ask, each with the id of the first that asks it; says if some ask the same."""
-        asked: dict[str, str] = {}
+        asked: dict[bytes, str] = {}
         for row in rows:
             asked.setdefault(_question(self.task, row), row["id"])
         if repeated := len(rows) - len(asked):
@@ -177,5 +178,7 @@ def _is_message(message: Any) -> bool:
     return isinstance(message, dict) and isinstance(message.get("role"), str)
 
 
-def _question(task: Task, row: Row) -> str:
-    return json.dumps(task.prompt(row), sort_keys=True, default=str)
+def _question(task: Task, row: Row) -> bytes:
+    """Names what a row asks."""
+    asked = json.dumps(task.prompt(row), sort_keys=True, default=str)
+    return hashlib.blake2b(asked.encode(), digest_size=16).digest()
