@@ -128,8 +128,6 @@ class Parts:
 
 def settled(config: RunConfig) -> RunConfig:
     """With what depends on the machine decided: the run records it and goes on so elsewhere, or says that it cannot."""
-    if isinstance(data := getattr(config.task, "data", None), str) and data:
-        config = replace(config, task=replace(config.task, data=from_anywhere(data)))
     device = find_device(config.device)
     learner, engine = replace(config.learner, dtype=find_dtype(config.learner.dtype, device)), config.engine
     if device.type == "cpu":
@@ -306,6 +304,8 @@ def _require_merged(decoder: AnyDecoder, saved: AnyDecoder, model: str) -> None:
 def train(config: RunConfig, out: Path, log: str, *sinks: str) -> Path:
     """Run a recipe in a new run directory; returns where it is. Asked to stop, saves and raises KeyboardInterrupt."""
     views = make_sinks(sinks)
+    if isinstance(data := getattr(config.task, "data", None), str) and data:
+        config = replace(config, task=replace(config.task, data=from_anywhere(data)))
     parts = assemble(config)
     try:
         typed = shlex.join(["cohort", *sys.argv[1:]]) if sys.argv[1:2] == ["train"] else ""  # not from Python

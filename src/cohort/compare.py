@@ -11,12 +11,8 @@ from cohort.scores import Difference, mean, paired
 from cohort.store.records import EvalItem, Evaluation
 from cohort.store.rundir import load_evaluation, load_evaluations
 
-WHERE = {
-    "data",
-    "columns",
-    "train_size",
-    "test_size",
-}  # knobs that say where rows are: the rows themselves are compared
+# Knobs that say where rows are: the rows themselves are compared.
+WHERE = {"data", "columns", "train_size", "test_size"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -191,3 +191,16 @@ def test_the_page_about_tasks_has_one_that_works(tmp_path: Path) -> None:
     found = json.loads(file.read_text())
     assert {answer["reason"] for item in found["items"] for answer in item["answers"]} <= {"", "not in capitals"}
     assert found["setting"]["knobs"] == {"shortest": 3}
+
+
+def test_rows_named_by_a_relative_path_are_found_from_another_folder(tmp_path: Path) -> None:
+    for split, names in (("train", "abcd"), ("test", "z")):
+        rows = [json.dumps({"question": f"{name}?", "answer": "#### 1"}) for name in names]
+        (tmp_path / f"rows_{split}.jsonl").write_text("\n".join(rows))
+    flags = shlex.split("--model tiny --steps 1 --eval.problems 1 --sampling.max-tokens 8 --threads 1")
+    done = cohort("train", "smollm2_gsm8k", "--task.data", "rows_{split}.jsonl", *flags, at=tmp_path)
+    assert done.returncode == 0, done.stderr
+    run = only_run(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    done = cohort("resume", run, "--steps", "2", at=tmp_path / "elsewhere")
+    assert done.returncode == 0 and run is not None and (run / "checkpoints" / "step-000002").is_dir(), done.stderr
