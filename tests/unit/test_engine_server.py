@@ -626,6 +626,9 @@ def test_a_bug_in_a_thread_is_not_a_wait_for_ever(server: FakeServer, monkeypatc
     engine.submit(request())
     with pytest.raises(CohortError, match="a thread of the server engine failed"):
         engine.poll()
+    for thread in threading.enumerate():  # what it says of its end belongs to this test
+        if thread.name == "cohort-server":
+            thread.join(30)
 
 
 INTERRUPTED = """
