@@ -57,12 +57,13 @@ _RULES = tuple(
         (r"(?<![\w)}])(?:\*\*|`)|(?:\*\*|`)(?![\w({\\])", ""),  # Markdown; 1**2 is not 12
         (r"(?<=\d)(?:,\s*\\!\s*|\{,\}|\\[,!]\s*)(?=\d{3}(?!\d))", ""),  # 10,\!080
         (r"\\right\s*\.|\\(?:left|right|[bB]igg?[lrm]?|displaystyle|textstyle)(?![a-zA-Z])|(?<!\\)\\!", ""),
+        (r"\\(?:tiny|small|normalsize|[lL]arge|LARGE|[hH]uge)(?![a-zA-Z])", ""),
         (r"(?<!\\)\\[,;:> ]|~|\\q?quad(?![a-zA-Z])|\s+", " "),
         (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
         (r"^ *\\text(?:bf)? ?\{ ?\([A-E]\) ?\} ?(?=[-\d\\])(?!\\(?:text|math|mbox))", ""),  # (A) 5, but not (A) (B)
         (r"^ *\\text ?\{ ?[Tt]he (?:final )?answer is:? ?\} ?(?=\S)", ""),
         (r"(?<=\S),? ?\\(?:text|mbox) ?\{[ ,]*(?:for (?:all|every)|where)(?![a-zA-Z]).*", ""),
-        (r"\\(?:boldsymbol|textcolor ?\{\w+\}) ?(?:\{([^{}]*)\})?", r"\1"),
+        (r"\\(?:boldsymbol|(?:text)?color ?\{\w+\}) ?(?:\{([^{}]*)\})?", r"\1"),
         (r"\\[lr]vert(?![a-zA-Z])", "|"),
         (r"\\langle(?![a-zA-Z])", "("),
         (r"\\rangle(?![a-zA-Z])", ")"),

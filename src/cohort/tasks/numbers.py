@@ -42,6 +42,8 @@ _SPELLING = str.maketrans(
     | {sign: f" {value} " for sign, value in _VULGAR.items()}
 )
 _FRACTION = re.compile(r"\\[dtc]?frac\s*(?:\{\s*(-?[0-9]+)\s*\}\s*\{\s*([0-9]+)\s*\}|([0-9])\s*([0-9]))")
+_COLOUR = re.compile(r"\\(?:text)?color\s*\{[A-Za-z]{1,20}\}(?:\s*\{([^{}]*)\})?")
+_SIZE = re.compile(r"\\(?:tiny|small|normalsize|[lL]arge|LARGE|[hH]uge|textstyle)(?![a-zA-Z])")
 _TEXT = re.compile(r"\\(?:text|math|mbox|bold|operatorname)[a-z]*\s*\{([^{}]*)\}")
 _LATEX = re.compile(
     r"(?<=[0-9A-Za-z%])~(?=\s*(?:[A-Za-z]|\\?[$%]))|"  # a space before a unit; elsewhere it may be "about" or "to"
@@ -184,6 +186,7 @@ def _plain(text: str) -> str:
     """LaTeX, Markdown and Unicode spellings as plain ones."""
     text = text.translate(_SPELLING)
     text = _FRACTION.sub(lambda found: f" {found[1] or found[3]}/{found[2] or found[4]} ", text)
+    text = _COLOUR.sub(r" \1", _SIZE.sub(" ", text))
     for _ in range(3):  # \text in \text
         text = _TEXT.sub(r" \1", text)
     text = _LATEX.sub(lambda found: _LATEX_TO.get(found[0], " "), text)

@@ -20,6 +20,11 @@ RIGHT = [
     (r"$\boxed{18}$.", "18", "a box in a sentence"),
     (r"\[ \boxed{18} \]", "18", "a displayed box"),
     (r"\boxed{\boxed{18}}", "18", "a box in a box"),
+    (r"\boxed{\large 18}", "18", "a size"),
+    (r"\boxed{\Huge{18}}", "18", "a size with braces"),
+    (r"\boxed{\color{red}{18}}", "18", "a colour"),
+    (r"\boxed{\textcolor{blue}{18} \text{ miles}}", "18", "a colour and a unit"),
+    (r"\boxed{{\color{red} 18}}", "18", "a colour within braces"),
     (r"{ \boxed{18}", "18", "an open brace before the box"),
     ("<answer>18</answer>", "18", "tags"),
     ("<answer>\n18\n</answer>", "18", "tags on lines of their own"),
@@ -193,6 +198,9 @@ RIGHT = [
 
 # completion, reference, what the reason contains
 WRONG = [
+    (r"\boxed{\color{18}}", "18", "not a number"),
+    (r"\boxed{\textcolor{red}{1}\textcolor{red}{8}}", "18", "more than one number"),
+    (r"\boxed{\textcolor{red}{18} or 20}", "18", "more than one number"),
     # ---- nothing to read
     ("", "18", "no marked number"),
     (" \n\t", "18", "no marked number"),
