@@ -228,6 +228,12 @@ def test_the_first_test_questions(data: str) -> None:
         GSM8K(data=data, test_size=4).rows("test")
 
 
+def test_the_rows_beyond_test_size_are_checked_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    data = write(tmp_path, train=TRAIN, test=[*TEST, TEST[0]])
+    assert len(load_rows(GSM8K(data=data, test_size=1), "test")) == 1
+    assert "repeated rows left out: 1 (line 4 is 1 again)" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
