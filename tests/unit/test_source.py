@@ -282,6 +282,8 @@ def test_two_problems_with_one_id_are_refused(tmp_path: Path) -> None:
 
     file = table(tmp_path / "a.csv", [RAW[0], RAW[1], {"question": "1 + 3?", "answer": "4"}])
     refused(f"sums: {file}, line 2 and line 5 have the same id '4'; give each its own", file, make=named)
+    twice = [{"question": f"{n}?", "answer": [4]} for n in range(2)]  # no id at all, which is for others to say
+    refused("line 1 and line 2 have the same id [4]", lines(tmp_path / "a.jsonl", twice), make=named)
 
 
 def test_a_path_is_made_good_for_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

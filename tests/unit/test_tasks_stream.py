@@ -183,3 +183,19 @@ def test_rows_that_ask_the_same_are_named(caplog: pytest.LogCaptureFixture) -> N
         "alike: test rows that ask what a train row asks: 2 of 4 (first: test-0 asks what train-0 does)",
         "alike: train rows that ask what an earlier one asks: 3",
     ]
+
+
+def test_a_prompt_that_is_none_is_refused_by_name() -> None:
+    @task("odd")
+    class Odd:
+        def rows(self, split):
+            return ({"id": f"{split}-{n}"} for n in range(2))
+
+        def prompt(self, row):
+            return {1: row["id"], "role": "\ud800"}
+
+        def score(self, row, answer):
+            return {"correct": 0.0}
+
+    with pytest.raises(TaskError, match=r'task "odd", row "train-\d": prompt must return a list of messages'):
+        stream(task=Odd()).next(1)

@@ -97,7 +97,7 @@ class _Reader:
         rows = source.open()
         tested = self._tested(source, find_test) if find_test else set()
         first: dict[str, tuple[int, Row]] = {}
-        named: dict[Any, int] = {}
+        named: dict[str, int] = {}
         repeated: list[tuple[int, int]] = []
         leaked: list[int] = []
         for number, problem, row in self._made(source, rows):
@@ -105,8 +105,8 @@ class _Reader:
                 leaked.append(number)
             elif problem not in first:
                 first[problem] = number, row
-                if (id := row.get("id")) is not None and named.setdefault(id, number) != number:
-                    at = f"{self.task}: {source.at(named[id])} and {source.unit} {number}"
+                if (id := row.get("id")) is not None and named.setdefault(str(id), number) != number:
+                    at = f"{self.task}: {source.at(named[str(id)])} and {source.unit} {number}"
                     raise TaskError(f"{at} have the same id {_short(id)}; give each its own")
                 yield row if row.get("id") is not None else {**row, "id": problem[:16]}
             else:

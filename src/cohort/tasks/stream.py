@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 from typing import Any, Literal, Protocol
 
@@ -179,6 +178,5 @@ def _is_message(message: Any) -> bool:
 
 
 def _question(task: Task, row: Row) -> bytes:
-    """Names what a row asks."""
-    asked = json.dumps(task.prompt(row), sort_keys=True, default=str)
-    return hashlib.blake2b(asked.encode(), digest_size=16).digest()
+    """Names what a row asks, whatever it is: `_render` says what is wrong with it."""
+    return hashlib.blake2b(repr(task.prompt(row)).encode(), digest_size=16).digest()
