@@ -20,7 +20,6 @@ from torch import Tensor
 
 from cohort import checkpoint
 from cohort.algos.algorithm import Algorithm
-from cohort.algos.policy import DEAD, TOO_FEW
 from cohort.build import Parts, assemble
 from cohort.config import flags
 from cohort.config.document import diff
@@ -28,14 +27,14 @@ from cohort.config.load import change
 from cohort.config.schema import RunConfig
 from cohort.errors import CohortError, ConfigError, RunError
 from cohort.explain.words import ranges
+from cohort.fates import Fate
 from cohort.store.reader import Reader
 from cohort.store.rollouts import load_rollouts, rollout_path, rollout_steps
 from cohort.store.rundir import RunDirectory
 from cohort.train.replay import scored
 from cohort.train.rl import improve
-from cohort.types import COUNTED, NOT_ACCEPTED, Group
+from cohort.types import Group
 
-_GRADED = (*COUNTED, DEAD, TOO_FEW)  # exclusions that the algorithm sets, and will set again
 _SECTIONS = ("algo", "optim", "learner")
 _STEERING = ("algo.kl.target", "algo.kl.refresh", "algo.entropy_target")
 _NOT_COMPARED = ("time/", "eval/", "rollouts/")  # of the clock, of another moment, of a file
@@ -297,14 +296,14 @@ def _stored(directory: RunDirectory, step: int) -> list[Group]:
 
 def as_sampled(group: Group, algo: Algorithm) -> Group:
     """A stored group as it came from sampling: scored, accepted or not, and nothing more."""
-    excluded = "" if group.excluded in _GRADED else group.excluded
-    if not excluded and not group.age and not algo.accept(group):
-        excluded = NOT_ACCEPTED
+    excluded = Fate.TRAINED if group.excluded.by_algorithm else group.excluded
+    if not excluded and not group.reused and not algo.accept(group):
+        excluded = Fate.NOT_ACCEPTED
     return replace(group, excluded=excluded, samples=[scored(s) for s in group.samples])
 
 
 def _num_refused(groups: Sequence[Group]) -> int:
-    return sum(g.excluded == NOT_ACCEPTED for g in groups)
+    return sum(g.excluded == Fate.NOT_ACCEPTED for g in groups)
 
 
 def _compared(directory: RunDirectory, step: int, replayed: Mapping[str, float]) -> list[Row]:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
-from typing import Any
+from typing import Any, NamedTuple
+
+from cohort.fates import Fate
 
 Message = dict[str, Any]
 """A chat message: {"role": "system" | "user" | "assistant" | "tool", "content": str, ...}."""
@@ -44,6 +46,15 @@ class Key:
     prompt_id: str
     visit: int  # how often this prompt was drawn before
     sample: int  # index in the group
+
+
+class SampleId(NamedTuple):
+    """Names a sample wherever it goes. Unique in a batch."""
+
+    task: str
+    prompt: str
+    visit: int
+    sample: int  # place in its group
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,7 +112,8 @@ class Sample:
     old_logprobs: list[float] | None = None
     ref_logprobs: list[float] | None = None
     advantage: float = 0.0
-    masked: str = ""  # why this sample is out of the loss ("truncated", ...); empty = it is in
+    token_advantages: list[float] | None = None  # per token, where they differ; None = `advantage` for every token
+    masked: Fate = Fate.TRAINED  # why this sample is out of the loss
 
     @property
     def num_sampled(self) -> int:
@@ -114,24 +126,19 @@ class Sample:
         return sum(here and not before for before, here in zip([False, *drawn], drawn, strict=False))
 
 
-CONSTANT_REWARD = "constant reward"
-NO_GAIN = "no gain"
-COUNTED = (CONSTANT_REWARD, NO_GAIN)
-"""The exclusions that keep a group's samples in the denominators: its gradient is zero, its share is not."""
-
-
-NOT_ACCEPTED = "not accepted"
-"""The exclusion of a group that others were sampled in the place of."""
-
-
 @dataclass(kw_only=True, slots=True)
 class Group:
     """A prompt and its samples: the unit of baselines, of prefix sharing and of ranks."""
 
     prompt: Prompt
     samples: list[Sample]
-    excluded: str = ""  # why the whole group is out of the update; empty = it is in
-    age: int = 0  # steps since it was sampled: above 0 where it is used again
+    excluded: Fate = Fate.TRAINED  # why the whole group is out of the update
+    reused: int = 0  # steps since it was sampled, where it is used again; 0 = sampled in this step
+
+    def ids(self) -> list[SampleId]:
+        """The ids of its samples, in their order."""
+        p = self.prompt
+        return [SampleId(p.task, p.id, p.visit, index) for index in range(len(self.samples))]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,12 +16,13 @@ from cohort.config.schema import GRPO, LearnerConfig, OptimConfig
 from cohort.data.pack import pack
 from cohort.engines.auto import AutoEngine, engine_for
 from cohort.engines.base import Request, sample
+from cohort.fates import Fate
 from cohort.learner.local import LocalLearner
 from cohort.models.auto import AnyDecoder, AutoDecoder, foreign_decoder
 from cohort.models.catalog import resolve
 from cohort.models.decoder import Decoder, hf_shaped, hf_views
 from cohort.models.files import load_folder, read_config, stored_tensors
-from cohort.types import CONSTANT_REWARD, Group, Key, Sample, Sampling
+from cohort.types import Group, Key, Sample, Sampling
 from tests.conformance import Same, spell
 from tests.foreign import FAMILIES, folder_of, foreign, plain_logprobs
 from tests.support import TOLERANCE, make_group, make_sample, random_groups
@@ -110,7 +111,7 @@ def test_4_4_the_gradient_is_autograds_through_transformers_own_forward(folders,
         g.prompt.tokens[:] = [t or 5 for t in g.prompt.tokens]
         for s in g.samples:
             s.tokens[:] = [t or 5 for t in s.tokens]
-    groups[1].excluded = CONSTANT_REWARD
+    groups[1].excluded = Fate.CONSTANT_REWARD
     got = gradient(learner_of(decoder), copy.deepcopy(groups), build_algorithm(GRPO(aggregate="token"), 16))
     num_tokens = sum(len(s.tokens) for g in groups for s in g.samples)
     decoder.zero_grad()

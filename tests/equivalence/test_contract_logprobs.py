@@ -24,10 +24,11 @@ from cohort.config.schema import GRPO, BatchConfig, DrGRPO, EvalConfig, LearnerC
 from cohort.data.pack import pack
 from cohort.engines.rollout import collect
 from cohort.errors import ConfigError
+from cohort.fates import Fate
 from cohort.learner.local import LocalLearner
 from cohort.models.catalog import pull
 from cohort.store.reader import Reader
-from cohort.types import CONSTANT_REWARD, Group, Provenance
+from cohort.types import Group, Provenance
 from tests.runs import assembled, preserved, run_steps, small_run
 from tests.support import make_group, make_sample, naive_logprobs, one_sequence, random_groups, small_decoder
 
@@ -214,7 +215,7 @@ def test_4_5_ratio_is_exactly_one_before_anything_has_moved(epochs, minibatches,
 
         monkeypatch.setattr(made.learner, "forward_backward", watched)
         steps = run_steps(made, 2)
-        assert any(g.excluded == CONSTANT_REWARD for groups, _ in steps for g in groups)
+        assert any(g.excluded == Fate.CONSTANT_REWARD for groups, _ in steps for g in groups)
     updates = epochs * minibatches
     assert len(ratios) == 2 * updates
     for first in ratios[::updates]:  # of each step

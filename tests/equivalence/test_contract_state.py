@@ -19,8 +19,9 @@ from cohort.engines.base import Request, sample
 from cohort.engines.native.engine import NativeEngine
 from cohort.engines.native.sampler import Settings, draw
 from cohort.engines.rollout import Tasks, roll
+from cohort.fates import Fate
 from cohort.tasks.arithmetic import Arithmetic
-from cohort.types import CONSTANT_REWARD, Prompt, Provenance
+from cohort.types import Prompt, Provenance
 from tests.runs import assembled, gradient_rows, run_steps, small_run
 
 S, E = Provenance.SAMPLED, Provenance.ENVIRONMENT
@@ -140,7 +141,7 @@ def test_4_8_a_step_without_signal_moves_nothing_though_there_is_momentum():
         moments = {k: v.clone() for k, v in moments.items()}
         made.tasks.weights = {"correct": 0.0, "format": 0.0}  # every reward 0
         groups, stats = run_steps(made, 1, first=1)[0]
-        assert {g.excluded for g in groups} == {CONSTANT_REWARD}
+        assert {g.excluded for g in groups} == {Fate.CONSTANT_REWARD}
         assert stats.metrics["updates/no_signal"] == 1.0 and stats.metrics["groups/constant_reward"] == len(groups)
         assert "updates/done" not in stats.metrics
         assert all(torch.equal(w, before[n]) for n, w in weights(made).items())
@@ -156,7 +157,7 @@ def test_4_8_constant_rewards_packed_all_the_same_give_exactly_zero(parts, rewar
         s.reward = reward
     parts.algo.advantages(groups)
     for g in groups:
-        assert g.excluded == CONSTANT_REWARD
+        assert g.excluded == Fate.CONSTANT_REWARD
         g.excluded = ""
     parts.learner.forward_backward(pack(groups, 512).minibatches[0], parts.algo)
     assert all(not g.any() for g in parts.learner.optimizer.grads())

@@ -65,7 +65,7 @@ def test_a_resumed_run_goes_on_with_them_exactly(tmp_path):
     assert 1 <= found[5, "replay/age"] <= found[5, "replay/age_max"] <= 2
     assert 0 < found[5, "importance/ess"] <= 1 + 1e-12
     stored = load_rollouts(rollout_path(whole / "rollouts", 5))
-    assert sorted(g.age > 0 for g in stored) == [False] * 4 + [True] * 2
+    assert sorted(g.reused > 0 for g in stored) == [False] * 4 + [True] * 2
     assert all(s.old_logprobs is not None for g in stored if not g.excluded for s in g.samples if s.num_sampled)
 
 

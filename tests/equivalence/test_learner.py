@@ -14,11 +14,12 @@ from cohort.config.algos import CISPO, GSPO, KLConfig
 from cohort.config.schema import GRPO, DrGRPO, LearnerConfig, OptimConfig
 from cohort.data.pack import pack
 from cohort.errors import TrainingStopped
+from cohort.fates import Fate
 from cohort.learner import local
 from cohort.learner.local import LocalLearner
 from cohort.learner.optim import learning_rate
 from cohort.learner.world import World
-from cohort.types import CONSTANT_REWARD, Finish, Provenance
+from cohort.types import Finish, Provenance
 from tests.support import (
     TOLERANCE,
     make_group,
@@ -58,7 +59,7 @@ def test_4_4_gradient_independent_of_microbatch_packing_order_and_sharing(dtype,
     decoder, reference = small_decoder(dtype, std=0.15), small_decoder(dtype, seed=1, std=0.15)
     algo = build_algorithm(config, max_tokens=16)
     groups = random_groups(num_groups=5)
-    groups[3].excluded = CONSTANT_REWARD  # in the denominators, not in the pack
+    groups[3].excluded = Fate.CONSTANT_REWARD  # in the denominators, not in the pack
     for s in groups[3].samples:
         s.advantage = 0.0
     expected, metrics = gradient(decoder, copy.deepcopy(groups), algo, reference=reference)
@@ -77,7 +78,7 @@ def test_4_4_the_loss_is_the_formula_written_out():
     """Token mean of -A * logp's gradient, by autograd on naive log-probabilities, dead group in the denominator."""
     decoder = small_decoder(torch.float64)
     groups = random_groups(num_groups=3)
-    groups[1].excluded = CONSTANT_REWARD
+    groups[1].excluded = Fate.CONSTANT_REWARD
     got, _ = gradient(decoder, copy.deepcopy(groups), build_algorithm(GRPO(aggregate="token"), 16))
     num_tokens = sum(len(s.tokens) for g in groups for s in g.samples)
     decoder.zero_grad()
@@ -301,7 +302,7 @@ def test_a_pass_for_old_logprobs_is_made_of_later_minibatches_alone(epochs, mini
     noted = lambda self, micro, *rest: (trained.append(micro.tokens), backward(self, micro, *rest))[1]  # noqa: E731
     monkeypatch.setattr(LocalLearner, "_backward", noted)
     groups = random_groups(num_groups=6)
-    groups[1].excluded = CONSTANT_REWARD
+    groups[1].excluded = Fate.CONSTANT_REWARD
     batch = pack(groups, 1000, minibatches=minibatches)
     learner = learner_for(small_decoder(), epochs=epochs, minibatches=minibatches)
     learner.update(batch, build_algorithm(GRPO(), 16))

@@ -15,6 +15,7 @@ import torch
 from cohort.algos.algorithm import build_algorithm
 from cohort.config.schema import GRPO, LearnerConfig, OptimConfig
 from cohort.data.pack import pack
+from cohort.fates import Fate
 from cohort.learner.local import LocalLearner
 from cohort.models.catalog import resolve
 from cohort.models.decoder import hf_shaped, hf_views
@@ -22,7 +23,7 @@ from cohort.models.files import load_folder
 from cohort.tasks.arithmetic import PHRASINGS, Arithmetic
 from cohort.tasks.expression import evaluate
 from cohort.text import Tokenizer
-from cohort.types import CONSTANT_REWARD, Answer
+from cohort.types import Answer
 from tests.support import make_group, make_sample
 
 FILE = Path(__file__).resolve().parents[2] / "examples" / "grpo_in_one_file.py"
@@ -109,7 +110,7 @@ def test_both_epochs_are_the_librarys(both):
     algo.advantages(theirs)
     for a, b in zip(mine, theirs, strict=True):
         assert one.advantages(a.rewards) == [s.advantage for s in b.samples]  # exactly
-    assert [g.excluded for g in theirs] == ["", "", CONSTANT_REWARD, ""]
+    assert [g.excluded for g in theirs] == ["", "", Fate.CONSTANT_REWARD, ""]
     minibatch = pack(theirs, learner.token_budget).minibatches[0]
 
     metrics = assert_same_update(model, learner, mine, minibatch, algo)

@@ -13,6 +13,7 @@ from cohort.algos.algorithm import name_of
 from cohort.config.algos import KLConfig
 from cohort.config.schema import ALGOS, GRPO, DrGRPO, OptimConfig
 from cohort.errors import ConfigError
+from cohort.fates import Fate
 from cohort.types import Finish, Group, Prompt, Provenance, Sample
 
 S, E = Provenance.SAMPLED, Provenance.ENVIRONMENT
@@ -31,7 +32,7 @@ def sample(reward: float | None, *, num_tokens: int = 2, finish: Finish = Finish
 
 def group(*samples: Sample, excluded: str = "") -> Group:
     prompt = Prompt(task="t", id="0", visit=0, row={}, messages=[], tokens=[1], provenance=[0])
-    return Group(prompt=prompt, samples=list(samples), excluded=excluded)
+    return Group(prompt=prompt, samples=list(samples), excluded=Fate(excluded))
 
 
 def grade(config: GRPO, *samples: Sample) -> Group:
@@ -126,9 +127,9 @@ def test_grading_again_with_other_settings_forgets_the_first_grading() -> None:
 
 
 def test_a_group_excluded_elsewhere_keeps_its_reason() -> None:
-    given = group(sample(1.0), sample(0.0), excluded="prompt too long")
+    given = group(sample(1.0), sample(0.0), excluded="not accepted")
     graded = build_algorithm(GRPO(), 8).advantages([given])[0]
-    assert graded.excluded == "prompt too long"
+    assert graded.excluded == "not accepted"
     assert [s.advantage for s in graded.samples] == [0.0, 0.0]
 
 

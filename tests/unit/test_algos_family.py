@@ -14,7 +14,7 @@ from cohort.algos import build_algorithm
 from cohort.algos.account import account
 from cohort.algos.advantages import advantages, best_of_k
 from cohort.algos.inputs import LossInputs
-from cohort.algos.policy import DEAD, overlong_penalty
+from cohort.algos.policy import overlong_penalty
 from cohort.config.algos import (
     CISPO,
     DAPO,
@@ -32,7 +32,8 @@ from cohort.config.algos import (
     ReinforcePP,
     ReinforcePPBaseline,
 )
-from cohort.types import CONSTANT_REWARD, NO_GAIN, Finish, Group
+from cohort.fates import Fate
+from cohort.types import Finish, Group
 from tests.support import make_group, make_sample
 
 OLD = -1.0
@@ -252,7 +253,7 @@ def test_the_batchs_mean_and_deviation():
     assert given(graded(ReinforcePP(), *rows)) == [pytest.approx(row) for row in expected]
     groups = graded(GRPO(scale="batch"), *rows)
     assert given(groups) == [pytest.approx([0.5 / (std + 1e-4), -0.5 / (std + 1e-4)]), [0.0, 0.0]]
-    assert [g.excluded for g in groups] == ["", CONSTANT_REWARD]
+    assert [g.excluded for g in groups] == ["", Fate.CONSTANT_REWARD]
     # REINFORCE++ with a baseline: the deviation of what is left after it
     left = statistics.stdev([0.5, -0.5, 0.0, 0.0])
     found = given(graded(ReinforcePPBaseline(), *rows))
@@ -305,10 +306,10 @@ def test_advantages_of_a_batch_baseline_do_not_depend_on_the_order():
 
 def test_dead_groups_count_or_do_not_or_are_refilled():
     rows = [1.0, 0.0], [1.0, 1.0]
-    assert [g.excluded for g in graded(GRPO(), *rows)] == ["", CONSTANT_REWARD]
-    assert [g.excluded for g in graded(GRPO(dead="drop"), *rows)] == ["", DEAD]
+    assert [g.excluded for g in graded(GRPO(), *rows)] == ["", Fate.CONSTANT_REWARD]
+    assert [g.excluded for g in graded(GRPO(dead="drop"), *rows)] == ["", Fate.EQUAL_REWARDS]
     with_kl = graded(GRPO(dead="drop", kl=KLConfig(weight=0.1)), *rows)
-    assert [g.excluded for g in with_kl] == ["", DEAD]  # by choice, although the KL would train it
+    assert [g.excluded for g in with_kl] == ["", Fate.EQUAL_REWARDS]  # by choice, although the KL would train it
     algo = build_algorithm(DAPO(overlong=0.9), 10)
     # by what the task paid: lengths differ, and with them what the baseline would see
     assert [algo.accept(g) for g in graded(GRPO(), *rows)] == [True, False]
@@ -318,7 +319,7 @@ def test_dead_groups_count_or_do_not_or_are_refilled():
 
 def test_a_group_that_adds_nothing_to_the_best_of_k_is_no_constant_one():
     groups = graded(PassAtK(k=4), [1.0, 1.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0])
-    assert [g.excluded for g in groups] == [NO_GAIN, CONSTANT_REWARD]
+    assert [g.excluded for g in groups] == [Fate.NO_GAIN, Fate.CONSTANT_REWARD]
     algo = build_algorithm(PassAtK(k=4, dead="refill"), 10)
     assert [algo.accept(g) for g in graded(GRPO(), [1.0, 1.0, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0])] == [False, True]
 

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "cohort"
 
 LAYERS = {
-    0: ("types", "errors", "clock", "disk", "process", "scores"),
+    0: ("types", "fates", "errors", "clock", "disk", "process", "scores"),
     1: ("config", "text", "tasks", "scoring", "recipes"),
     2: ("algos", "data"),
     3: ("models",),

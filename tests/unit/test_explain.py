@@ -26,12 +26,13 @@ from cohort.explain.page import page
 from cohort.explain.report import explain, no_signal, report
 from cohort.explain.screen import show
 from cohort.explain.step import load, num_changed
+from cohort.fates import Fate
 from cohort.learner.local import LocalLearner
 from cohort.models.catalog import resolve
 from cohort.store.rollouts import rollout_path, save_rollouts
 from cohort.store.rundir import RunDirectory
 from cohort.text import Tokenizer
-from cohort.types import NOT_ACCEPTED, Finish, Group, Provenance
+from cohort.types import Finish, Group, Provenance
 from tests.pretend_run import small_run
 from tests.support import make_group, make_sample, random_groups, small_decoder
 
@@ -296,7 +297,7 @@ def test_a_group_that_was_never_annotated_is_shown_with_what_the_task_paid(tmp_p
         s.old_logprobs, s.ref_logprobs = [-1.0] * len(s.tokens), [-1.5] * len(s.tokens)
     for s in groups[1].samples:
         s.old_logprobs = None
-    groups[1].excluded = NOT_ACCEPTED
+    groups[1].excluded = Fate.NOT_ACCEPTED
     build_algorithm(algo, 8).advantages(groups)
     path = stored(tmp_path, groups, algo=algo)
     text = printed(explain(path, 2, "1"))

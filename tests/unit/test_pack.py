@@ -9,7 +9,8 @@ from cohort.algos.algorithm import build_algorithm
 from cohort.config.schema import GRPO, DrGRPO
 from cohort.data.pack import pack
 from cohort.errors import ConfigError
-from cohort.types import CONSTANT_REWARD, NOT_ACCEPTED, Finish, Group, Provenance
+from cohort.fates import Fate
+from cohort.types import Finish, Group, Provenance
 from tests.support import make_group, make_sample
 
 S, E, T = Provenance.SAMPLED, Provenance.ENVIRONMENT, Provenance.TARGET
@@ -21,19 +22,19 @@ def of_length(*lengths: int, **values) -> list:
 
 def group(*samples, prompt: int = 2, excluded: str = "") -> Group:
     made = make_group(list(range(20, 20 + prompt)), list(samples))
-    made.excluded = excluded
+    made.excluded = Fate(excluded)
     return made
 
 
 def test_what_every_fate_counts_for():
     """Masked and empty samples are samples without tokens; failed ones and excluded groups are nothing at all."""
-    truncated, failed = {"masked": "truncated", "finish": Finish.LENGTH}, {"masked": "failed", "failure": "died"}
+    truncated, failed = {"masked": Fate.TRUNCATED, "finish": Finish.LENGTH}, {"masked": Fate.FAILED, "failure": "died"}
     groups = [
         group(*of_length(3, 2)),
-        group(*of_length(4, 1), excluded=CONSTANT_REWARD),
+        group(*of_length(4, 1), excluded=Fate.CONSTANT_REWARD),
         group(*of_length(7, 0), *of_length(6, **truncated), excluded="not accepted"),
         group(*of_length(2, 0), *of_length(5, **truncated), *of_length(8, **failed)),
-        group(*of_length(3, **truncated), *of_length(0), excluded=CONSTANT_REWARD),
+        group(*of_length(3, **truncated), *of_length(0), excluded=Fate.CONSTANT_REWARD),
     ]
     batch = pack(groups, 100)
     assert batch.counts == {"packed": 3, "no_signal": 2, "excluded": 3, "masked": 2, "empty": 2, "failed": 1}
@@ -91,7 +92,7 @@ def test_minibatches_divide_the_groups_and_count_their_own_tokens():
 
 
 def test_a_minibatch_without_signal_is_there_and_empty():
-    batch = pack([group(*of_length(3, 3), excluded=CONSTANT_REWARD), group(*of_length(3, 3))], 100, minibatches=2)
+    batch = pack([group(*of_length(3, 3), excluded=Fate.CONSTANT_REWARD), group(*of_length(3, 3))], 100, minibatches=2)
     assert [len(m.microbatches) for m in batch.minibatches] == [0, 1]
     assert [m.num_tokens for m in batch.minibatches] == [6, 6]
 
@@ -141,11 +142,11 @@ def test_every_minibatch_gets_its_share_of_the_groups_that_count_and_of_those_us
     """Groups that others took the place of lie between the others; they only have to be counted."""
     groups = [group(*of_length(2)) for _ in range(12)]
     for n in (0, 1, 2, 5):
-        groups[n].excluded = NOT_ACCEPTED
+        groups[n].excluded = Fate.NOT_ACCEPTED
     for g in groups[-4:]:
-        g.age = 1
+        g.reused = 1
     parts = pack(groups, 100, minibatches=4).minibatches
     assert [m.num_prompts for m in parts] == [2, 2, 2, 2]
     segments = [sorted({s for micro in m.microbatches for s in micro.segments.tolist()}) for m in parts]
     assert sorted(s for row in segments for s in row) == [n for n in range(12) if n not in (0, 1, 2, 5)]
-    assert all(sum(groups[s].age for s in row) == 1 for row in segments)  # one sample a group: a segment is its group
+    assert all(sum(groups[s].reused for s in row) == 1 for row in segments)  # one sample per group

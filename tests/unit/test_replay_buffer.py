@@ -11,6 +11,7 @@ from cohort.config.algos import GRPO, CorrectionConfig
 from cohort.config.load import change
 from cohort.config.schema import ReplayConfig, RunConfig, SaveConfig
 from cohort.errors import ConfigError
+from cohort.fates import Fate
 from cohort.store.rollouts import load_rollouts, rollout_path, rollout_steps, save_rollouts
 from cohort.store.rundir import RunDirectory
 from cohort.tasks.arithmetic import Arithmetic
@@ -27,7 +28,7 @@ def written(folder, step: int, num: int = 4) -> None:
     samples = lambda: [make_sample([5, 6], reward=r, old_logprobs=[-1.0, -1.0], advantage=1.0) for r in (0.0, 1.0)]  # noqa: E731
     groups = [make_group([3], samples(), id=f"{step}/{i}") for i in range(num)]
     groups += [make_group([3], samples(), id="dead"), make_group([3], samples(), id="old")]
-    groups[-2].excluded, groups[-1].age = "constant reward", 2
+    groups[-2].excluded, groups[-1].reused = Fate.CONSTANT_REWARD, 2
     save_rollouts(rollout_path(folder, step + 1), groups)
 
 
@@ -37,7 +38,7 @@ def test_groups_of_the_last_steps_join_without_what_another_policy_was_told(tmp_
     replay = Replay(ReplayConfig(prompts=6, steps=2), 0, tmp_path)
     drawn = replay.draw(5)
     assert len(drawn) == 6 and {g.prompt.id.split("/")[0] for g in drawn} == {"3", "4"}  # neither "dead" nor "old"
-    assert all(g.age == 5 - int(g.prompt.id.split("/")[0]) for g in drawn)
+    assert all(g.reused == 5 - int(g.prompt.id.split("/")[0]) for g in drawn)
     assert {(s.old_logprobs, s.advantage) for g in drawn for s in g.samples} == {(None, 0.0)}
     assert len({g.prompt.id for g in drawn}) == 6
     assert Replay(ReplayConfig(prompts=99, steps=2), 0, tmp_path).draw(5)[8:] == []
@@ -57,8 +58,8 @@ def test_age_is_that_of_the_oldest_policy_that_drew_a_token(tmp_path):
     for step in range(3):
         save_rollouts(rollout_path(tmp_path, step + 1), [])
     drawn = {steps: Replay(ReplayConfig(prompts=9, steps=steps), 0, tmp_path).draw(4) for steps in (1, 3)}
-    assert [(g.prompt.id, g.age) for g in drawn[1]] == [("new", 1)]
-    assert sorted((g.prompt.id, g.age) for g in drawn[3]) == [("new", 1), ("old", 3)]
+    assert [(g.prompt.id, g.reused) for g in drawn[1]] == [("new", 1)]
+    assert sorted((g.prompt.id, g.reused) for g in drawn[3]) == [("new", 1), ("old", 3)]
 
 
 def test_what_is_drawn_depends_on_seed_and_step_alone(tmp_path):
@@ -105,7 +106,7 @@ def test_a_resume_finds_what_it_needs_behind_its_checkpoint(tmp_path):
 
 def test_age_survives_the_file(tmp_path):
     written(tmp_path, 0)
-    assert [g.age for g in load_rollouts(rollout_path(tmp_path, 1))] == [0, 0, 0, 0, 0, 2]
+    assert [g.reused for g in load_rollouts(rollout_path(tmp_path, 1))] == [0, 0, 0, 0, 0, 2]
 
 
 def test_replay_needs_a_correction():

@@ -13,6 +13,7 @@ from cohort.cli import replay as command
 from cohort.config.algos import DAPO
 from cohort.config.schema import GRPO, LearnerConfig
 from cohort.errors import ConfigError
+from cohort.fates import Fate
 from cohort.rerun import Row, as_sampled, changed_config, replayable
 from cohort.store.db import Store
 from cohort.store.reader import Reader
@@ -106,11 +107,11 @@ def group(*rewards: float, excluded: str = "", age: int = 0) -> Group:
             old_logprobs=[-0.25],
             ref_logprobs=[-1.0],
             advantage=2.0,
-            masked="truncated",
+            masked=Fate.TRUNCATED,
         )
         for r in rewards
     ]
-    return Group(prompt=prompt, samples=samples, excluded=excluded, age=age)
+    return Group(prompt=prompt, samples=samples, excluded=Fate(excluded), reused=age)
 
 
 @pytest.mark.parametrize(

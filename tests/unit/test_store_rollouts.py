@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cohort.errors import RunError
+from cohort.fates import Fate
 from cohort.store.rollouts import load_rollouts, remove_rollouts, rollout_path, rollout_steps, save_rollouts
 from cohort.types import Finish, Group, Prompt, Provenance, Sample
 from tests.pretend_run import pretend_groups
@@ -45,7 +46,7 @@ def sample(draw, logprobs) -> Sample:
         old_logprobs=draw(st.none() | of_length),
         ref_logprobs=draw(st.none() | of_length),
         advantage=draw(doubles),
-        masked=draw(text),
+        masked=draw(st.sampled_from(Fate)),
     )
 
 
@@ -61,7 +62,9 @@ def group(draw, logprobs) -> Group:
         provenance=draw(st.lists(st.sampled_from([0, 3]), max_size=5)),
         forced_text=draw(text),
     )
-    return Group(prompt=prompt, samples=draw(st.lists(sample(logprobs), max_size=3)), excluded=draw(text))
+    return Group(
+        prompt=prompt, samples=draw(st.lists(sample(logprobs), max_size=3)), excluded=draw(st.sampled_from(Fate))
+    )
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))

@@ -19,13 +19,8 @@ from cohort.algos.loss import PolicyLoss
 from cohort.algos.surrogates import find_surrogate
 from cohort.algos.tally import Tally
 from cohort.config.algos import DAPO, PassAtK, Policy
-from cohort.types import CONSTANT_REWARD, COUNTED, NO_GAIN, Finish, Group, Provenance, Sample
-
-DEAD = "equal rewards"  # left out of the mean by choice
-TOO_FEW = "too few scored samples"
-TRUNCATED = "truncated"
-FAILED = "failed"
-_OURS = ("", *COUNTED, DEAD, TOO_FEW)
+from cohort.fates import Fate
+from cohort.types import Finish, Group, Provenance, Sample
 
 
 class PolicyGradient:
@@ -65,12 +60,12 @@ class PolicyGradient:
         for group in groups:
             for sample in group.samples:
                 sample.advantage = 0.0
-                if sample.masked in ("", TRUNCATED, FAILED):
-                    sample.masked = self._mask(sample)
-            if group.excluded in _OURS:
+                sample.token_advantages = None
+                sample.masked = self._mask(sample)
+            if group.excluded.by_algorithm:
                 returns = [self.returned(s) for s in group.samples if not s.failure]
                 # it may have been graded before, with other settings
-                group.excluded = "" if len(returns) >= self._least else TOO_FEW
+                group.excluded = Fate.TRAINED if len(returns) >= self._least else Fate.TOO_FEW
                 graded += [] if group.excluded else [(group, returns)]
         for (group, returns), found in zip(graded, self._found([r for _, r in graded]), strict=True):
             self._grade(group, returns, found)
@@ -136,9 +131,9 @@ class PolicyGradient:
         for sample, advantage in zip(scored, found, strict=True):
             sample.advantage = advantage
         if self.config.dead == "drop" and self._is_dead(returns):
-            group.excluded = DEAD
+            group.excluded = Fate.EQUAL_REWARDS
         elif not any(found) and not self._always_trains:  # exact: every term of the loss has a zero gradient
-            group.excluded = CONSTANT_REWARD if is_constant(returns) else NO_GAIN
+            group.excluded = Fate.CONSTANT_REWARD if is_constant(returns) else Fate.NO_GAIN
 
     @property
     def _always_trains(self) -> bool:
@@ -146,11 +141,11 @@ class PolicyGradient:
         kl = self.config.kl
         return bool((kl.weight and kl.place == "loss") or self.config.entropy or self.config.entropy_target)
 
-    def _mask(self, sample: Sample) -> str:
+    def _mask(self, sample: Sample) -> Fate:
         if sample.failure:
-            return FAILED
+            return Fate.FAILED
         cut = self.config.truncated == "mask" and sample.finish == Finish.LENGTH
-        return TRUNCATED if cut else ""
+        return Fate.TRUNCATED if cut else Fate.TRAINED
 
 
 def overlong_penalty(length: int, max_tokens: int, share: float) -> float:

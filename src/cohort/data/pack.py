@@ -17,7 +17,7 @@ from cohort.clock import stage
 from cohort.data.batch import Batch, Microbatch, Minibatch
 from cohort.data.layout import Layout, Span
 from cohort.errors import ConfigError
-from cohort.types import COUNTED, Group, Provenance, Sample
+from cohort.types import Group, Provenance, Sample
 
 LEAST_SAVED = 0.02  # of the tokens
 
@@ -83,8 +83,8 @@ def pack(
 
 def _divided(groups: Sequence[Group], parts: int) -> list[list[int]]:
     """Indices of the groups of each minibatch: as many that count in every one, and those used again spread evenly."""
-    counting = [n for n, g in enumerate(groups) if g.excluded in ("", *COUNTED)]
-    of_age = {old: [n for n in counting if (groups[n].age > 0) == old] for old in (False, True)}
+    counting = [n for n, g in enumerate(groups) if g.excluded.counts]
+    of_age = {old: [n for n in counting if (groups[n].reused > 0) == old] for old in (False, True)}
     place = {n: (i + 0.5) / len(row) for row in of_age.values() for i, n in enumerate(row)}
     order = sorted(counting, key=place.__getitem__)
     cuts = [len(order) * part // parts for part in range(parts + 1)]
@@ -117,7 +117,7 @@ def pays(members: Sequence[tuple[list[int], list[tuple[int, Sample]]]]) -> bool:
 def _fate(group: Group, sample: Sample, length: int) -> str:
     if sample.failure:
         return "failed"
-    if group.excluded not in ("", *COUNTED):
+    if not group.excluded.counts:
         return "excluded"
     if sample.masked:
         return "masked"

@@ -11,7 +11,8 @@ from cohort.clock import stage
 from cohort.engines.base import Engine
 from cohort.engines.member import Again, Member, Tasks, answer_of
 from cohort.errors import TrainingStopped
-from cohort.types import NOT_ACCEPTED, Group, Prompt
+from cohort.fates import Fate
+from cohort.types import Group, Prompt
 
 __all__ = [
     "Again",
@@ -41,7 +42,7 @@ def collect(
             if accept(group):
                 missing -= 1
             else:
-                group.excluded = NOT_ACCEPTED
+                group.excluded = Fate.NOT_ACCEPTED
         groups += fresh
         if not missing:
             break

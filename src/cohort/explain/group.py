@@ -13,8 +13,9 @@ from cohort.explain.effect import CLIPPED, SampleEffect
 from cohort.explain.records import Fact, GroupLine, GroupReport, SampleReport, Token
 from cohort.explain.step import Step, fate_of
 from cohort.explain.words import WHY, because, mean, mean_std, number, plural, signed, std
+from cohort.fates import Fate
 from cohort.text import TextStream
-from cohort.types import NOT_ACCEPTED, Group, Provenance, Sample
+from cohort.types import Group, Provenance, Sample
 
 _BEFORE = 8  # tokens: what stands before a completion decides on its first token's space
 
@@ -40,7 +41,7 @@ def group_line(step: Step, index: int) -> GroupLine:
 
 
 def _age(group: Group) -> str:
-    return f"used again, {plural(group.age, 'step')} old" if group.age else ""
+    return f"used again, {plural(group.reused, 'step')} old" if group.reused else ""
 
 
 def group_report(step: Step, line: GroupLine) -> GroupReport:
@@ -65,13 +66,13 @@ def _baseline(step: Step, group: Group) -> list[Fact]:
     facts: list[Fact] = []
     if group.excluded:
         facts.append(("out of the loss", because(group.excluded)))
-    if group.age:
+    if group.reused:
         facts.append(("age", _age(group)))
     returns = _returns(step.algo, group)
     facts.append(("returns", f"{_moments(returns)} of {plural(len(returns), 'scored sample')}" if returns else "none"))
     algo = step.config.algo
     if "batch" in (algo.baseline, algo.scale):
-        rows = [_returns(step.algo, g) for g in step.groups if g.excluded != NOT_ACCEPTED]
+        rows = [_returns(step.algo, g) for g in step.groups if g.excluded != Fate.NOT_ACCEPTED]
         facts.append(("of the batch", _moments([value for row in rows if len(row) > 1 for value in row])))
     left = [f"{plural(n, 'sample')} failed: {f}" for f, n in Counter(s.failure for s in group.samples).items() if f]
     facts.append(("left out", "; ".join(left) or "nothing"))

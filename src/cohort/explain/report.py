@@ -67,7 +67,7 @@ def _overview(step: Step) -> list[Fact]:
         ("groups", counted(len(groups), Counter({"in the loss": sum(not g.excluded for g in groups)}) + out)),
         ("samples", counted(len(samples), Counter({"in the loss": sum(e.in_loss for e in sampled)}) + fates)),
     ]
-    samples = [s for g in groups if not g.age for s in g.samples]  # rewards of today's policy
+    samples = [s for g in groups if not g.reused for s in g.samples]  # rewards of today's policy
     rewards = [s.reward for s in samples if s.reward is not None and not s.failure]
     if rewards:
         parts = sorted({name for s in samples for name in s.parts})

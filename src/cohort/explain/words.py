@@ -7,13 +7,13 @@ from collections import Counter
 from collections.abc import Sequence
 
 from cohort.explain.effect import CLIPPED, CORRECTED, NO_ADVANTAGE, NOT_FINITE
+from cohort.fates import Fate
 from cohort.logs.numbers import compact
-from cohort.types import CONSTANT_REWARD, NO_GAIN
 
 WHY = {
-    CONSTANT_REWARD: "all samples of a group were paid the same, so none is better than another",
+    Fate.CONSTANT_REWARD: "all samples of a group were paid the same, so none is better than another",
     "equal rewards": "all samples of a group were paid the same, and algo.dead = drop",
-    NO_GAIN: "no sample of a group makes the best of k better",
+    Fate.NO_GAIN: "no sample of a group makes the best of k better",
     "too few scored samples": "a baseline needs at least two",
     "masked: truncated": "it was cut at max_tokens, and algo.truncated = mask",
     "failed": "the grader broke down, so there is no reward",

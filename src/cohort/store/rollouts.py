@@ -28,6 +28,7 @@ from safetensors.numpy import save as save_tensors
 
 from cohort.disk import write_atomic
 from cohort.errors import RunError
+from cohort.fates import Fate
 from cohort.types import Finish, Group, Prompt, Sample
 
 FORMAT = 1
@@ -99,7 +100,7 @@ def _group_header(group: Group) -> dict[str, Any]:
         "forced_text": prompt.forced_text,
         "num_tokens": [len(prompt.tokens), len(prompt.provenance)],
         "excluded": group.excluded,
-        "age": group.age,
+        "age": group.reused,
         "samples": [_sample_header(s) for s in group.samples],
     }
 
@@ -139,7 +140,7 @@ def _read_group(data: dict[str, Any], take: dict[str, Taker]) -> Group:
         forced_text=data["forced_text"],
     )
     samples = [_read_sample(sample, take) for sample in data["samples"]]
-    return Group(prompt=prompt, samples=samples, excluded=data["excluded"], age=data.get("age", 0))
+    return Group(prompt=prompt, samples=samples, excluded=Fate(data["excluded"]), reused=data.get("age", 0))
 
 
 def _read_sample(data: dict[str, Any], take: dict[str, Taker]) -> Sample:
@@ -160,7 +161,7 @@ def _read_sample(data: dict[str, Any], take: dict[str, Taker]) -> Sample:
         old_logprobs=floats["old_logprobs"],
         ref_logprobs=floats["ref_logprobs"],
         advantage=data["advantage"],
-        masked=data["masked"],
+        masked=Fate(data["masked"]),
     )
 
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from cohort.config.schema import ReplayConfig
+from cohort.fates import Fate
 from cohort.store.rollouts import load_rollouts, rollout_path
 from cohort.tasks.draws import permutation
 from cohort.types import Group, Sample
@@ -35,7 +36,7 @@ class Replay:
     def _read(self, step: int) -> list[Group]:
         """Of the groups sampled in that step those that were trained on: files count completed steps."""
         groups = load_rollouts(rollout_path(self._folder, step + 1))
-        return [g for g in groups if not g.age and not g.excluded and any(s.advantage for s in g.samples)]
+        return [g for g in groups if not g.reused and not g.excluded and any(s.advantage for s in g.samples)]
 
 
 def _oldest_version(group: Group, otherwise: int) -> int:
@@ -45,9 +46,11 @@ def _oldest_version(group: Group, otherwise: int) -> int:
 
 def _again(group: Group, age: int) -> Group:
     """As it was when it had been scored: what the learner and the algorithm say of it is of another policy now."""
-    return replace(group, age=age, samples=[scored(s) for s in group.samples])
+    return replace(group, reused=age, samples=[scored(s) for s in group.samples])
 
 
 def scored(sample: Sample) -> Sample:
     """Without what the learner and the algorithm add to it."""
-    return replace(sample, old_logprobs=None, ref_logprobs=None, advantage=0.0, masked="")
+    return replace(
+        sample, old_logprobs=None, ref_logprobs=None, advantage=0.0, token_advantages=None, masked=Fate.TRAINED
+    )

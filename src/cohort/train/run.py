@@ -144,7 +144,7 @@ class Run:
         assert step == self.step, f"step {step} ended while step {self.step} was under way"
         number = step + 1
         metrics = {**stats.metrics, **self._times(stats.metrics)}
-        fresh = [g for g in groups if not g.age]  # those used again are on record with the step that sampled them
+        fresh = [g for g in groups if not g.reused]  # those used again are on record with the step that sampled them
         if problem := failures(fresh):
             self.event("failure", problem)
         size = save_rollouts(rollout_path(self.directory.rollouts, number), groups)

@@ -24,7 +24,7 @@ def step_stats(groups: Sequence[Group], batch: Batch, update: Mapping[str, float
     """Rewards and lengths of the rollout, fates of groups and samples, shape of the packs, the learner's update."""
     micros = [m for minibatch in batch.minibatches for m in minibatch.microbatches]
     packs = {"pack/microbatches": float(len(micros)), "pack/tokens": float(sum(len(m.tokens) for m in micros))}
-    fresh, ages = [g for g in groups if not g.age], [g.age for g in groups if g.age]
+    fresh, ages = [g for g in groups if not g.reused], [g.reused for g in groups if g.reused]
     reused = {"replay/groups": float(len(ages)), "replay/age": _mean(ages), "replay/age_max": max(ages)} if ages else {}
     metrics = {**rollout_metrics(fresh), **account(fresh), **packs, **reused, **update}
     if "importance/square" in update:  # how many samples of equal weight these are worth
