@@ -105,7 +105,7 @@ def cohort_side(job: Job) -> Result:
 
 
 def cohort_step(job: Job, engine: Any, learner: Any, algo: Any) -> tuple[float, float]:
-    from cohort.data.pack import pack
+    from cohort.data.pack import make_batch
     from cohort.engines.base import Request, sample
     from cohort.types import Group, Key, Prompt, Provenance, Sampling
 
@@ -140,7 +140,7 @@ def cohort_step(job: Job, engine: Any, learner: Any, algo: Any) -> tuple[float, 
         )
         groups.append(Group(prompt=prompt, samples=members))
     groups = algo.advantages(groups)
-    learner.update(pack(groups, learner.token_budget), algo)
+    learner.update(make_batch(groups), algo)
     engine.load(learner.weights(), version=1)
     return time.perf_counter() - begin, sampled - begin
 

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import dataclass
+from itertools import count
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cohort.data.batch import Batch, Minibatch
+from cohort.data.pack import make_batch, pack
 from cohort.models.config import ModelConfig, Rope
 from cohort.models.decoder import Attend, Decoder, initialise
 from cohort.types import Finish, Group, Prompt, Provenance, Sample
 
+_numbers = count()
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 
 
@@ -69,7 +74,9 @@ def make_sample(tokens: list[int], provenance: list[int] | None = None, **values
     return Sample(tokens=tokens, provenance=provenance or [Provenance.SAMPLED] * len(tokens), **values)
 
 
-def make_group(prompt: list[int], samples: list[Sample], id: str = "0") -> Group:
+def make_group(prompt: list[int], samples: list[Sample], id: str = "") -> Group:
+    """With an id of its own, unless one is given."""
+    id = id or f"group {next(_numbers)}"
     marks = [Provenance.PROMPT] * len(prompt)
     p = Prompt(task="t", id=id, visit=0, row={"id": id}, messages=[], tokens=prompt, provenance=marks)
     return Group(prompt=p, samples=samples)
@@ -90,3 +97,30 @@ def random_groups(num_groups: int = 3, group_size: int = 4, seed: int = 0, longe
         )
         for n in range(num_groups)
     ]
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A batch and the minibatches that a learner makes of it."""
+
+    groups: list[Group]
+    batch: Batch
+    minibatches: list[Minibatch]
+
+    @property
+    def counts(self) -> dict[str, int]:
+        return self.batch.fates
+
+    def places(self, minibatch: int = 0) -> list[int]:
+        """The samples of a minibatch, counted over all groups."""
+        number = {id: place for place, id in enumerate(id for g in self.groups for id in g.ids())}
+        found = {n for micro in self.minibatches[minibatch].microbatches for n in micro.segments.tolist()}
+        return sorted(number[self.batch.ids[n]] for n in found)
+
+
+def packed(
+    groups: list[Group], token_budget: int, minibatches: int = 1, share: bool = True, loss_on: int = Provenance.SAMPLED
+) -> Packed:
+    """Groups cut into microbatches as a learner with this budget cuts them."""
+    batch = make_batch(groups, minibatches, Provenance(loss_on))
+    return Packed(groups, batch, pack(batch, token_budget, share))

@@ -15,7 +15,7 @@ from cohort import limits
 from cohort.algos.algorithm import build_algorithm
 from cohort.config.options import BenchOptions, BenchResult, EngineBenchOptions, LearnerBenchOptions
 from cohort.config.schema import GRPO, LearnerConfig, OptimConfig
-from cohort.data.pack import pack
+from cohort.data.pack import make_batch
 from cohort.device import available_bytes
 from cohort.engines import native
 from cohort.engines.base import Engine, Request, sample
@@ -243,7 +243,7 @@ def _trained(learner: LocalLearner, groups: list[Group], shape: limits.Shape) ->
     for group in groups:
         for i, member in enumerate(group.samples):
             member.reward, member.old_logprobs = float(i % 2), None  # as if they had just been drawn
-    learner.update(pack(algo.advantages(groups), learner.token_budget, share=learner.config.prefix_sharing), algo)
+    learner.update(make_batch(algo.advantages(groups)), algo)
     _wait(learner.decoder)
 
 

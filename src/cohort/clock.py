@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -28,6 +28,12 @@ def stage(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
         return timed
 
     return decorate
+
+
+def add(seconds: Mapping[str, float]) -> None:
+    """Add times that were taken elsewhere, perhaps in another process."""
+    for name, spent in seconds.items():
+        _seconds[name] = _seconds.get(name, 0.0) + spent
 
 
 def read_and_reset() -> dict[str, float]:

@@ -8,7 +8,7 @@ from cohort import checkpoint
 from cohort.checkpoint import Checkpoint
 from cohort.config.schema import LoraConfig
 from cohort.errors import ModelError, RunError
-from cohort.learner.local import adapter_tensors
+from cohort.learner.backend import adapter_tensors
 from cohort.models.files import load_folder, save_folder
 from cohort.models.peft import save_adapters
 from cohort.store.rundir import RunDirectory

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from cohort import checkpoint
 from cohort.algos.algorithm import Algorithm
@@ -28,6 +27,7 @@ from cohort.config.schema import RunConfig
 from cohort.errors import CohortError, ConfigError, RunError
 from cohort.explain.words import ranges
 from cohort.fates import Fate
+from cohort.learner.base import Snapshot
 from cohort.store.reader import Reader
 from cohort.store.rollouts import load_rollouts, rollout_path, rollout_steps
 from cohort.store.rundir import RunDirectory
@@ -224,27 +224,16 @@ class _State:
     """What parts under other settings take over, on the host."""
 
     config: RunConfig
-    weights: dict[str, Tensor]
-    tensors: dict[str, Tensor]  # of the learner; masters also where they are the weights: the type may be another
-    numbers: dict[str, Any]
-    reference: dict[str, Tensor] | None
+    learner: Snapshot
     algo: dict[str, float]
-    num_updates: int
     threads: int
 
     @classmethod
     def of(cls, parts: Parts) -> _State:
-        learner = parts.learner
-        tensors, numbers = learner.state()
-        masters = {f"master/{name}": master for name, master in learner.optimizer.masters.items()}
         return cls(
             config=parts.config,
-            weights=_on_host(learner.decoder.state_dict()),
-            tensors=_on_host(tensors | masters),
-            numbers=numbers,
-            reference=None if learner.reference is None else _on_host(learner.reference.state_dict()),
+            learner=parts.learner.snapshot(),
             algo=parts.algo.state(),
-            num_updates=learner.num_updates,
             threads=torch.get_num_threads(),
         )
 
@@ -255,14 +244,7 @@ class _State:
             torch.cuda.empty_cache()
         parts = _assembled(config)
         torch.set_num_threads(self.threads)
-        learner = parts.learner
-        learner.num_updates = self.num_updates
-        learner.refresh_every = 0  # no step follows
-        if learner.adapters is None:
-            learner.decoder.load_state_dict(self.weights)
-        learner.load_state(self.tensors, self.numbers)
-        if learner.reference is not None and self.reference is not None:
-            learner.reference.load_state_dict(self.reference)
+        parts.learner.restore(self.learner)
         parts.algo.load_state(parts.algo.state() | self._steered(config))
         return parts
 
@@ -273,10 +255,6 @@ class _State:
         same = (old.entropy, old.entropy_target) == (new.entropy, new.entropy_target)
         entropy = ("entropy", "low_entropy") if same else ()
         return {name: self.algo[name] for name in (*kl, *entropy)}
-
-
-def _on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
 
 
 # ---- a step ------------------------------------------------------------------------------------------------------

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from cohort.config.schema import EvalConfig, ThinkAgain
-from cohort.data.pack import pack
 from cohort.engines.rollout import roll
 from cohort.errors import ConfigError
 from cohort.types import Finish, Provenance
 from tests.runs import assembled, gradient_rows, run_steps, small_run
+from tests.support import packed
 
 WORDS = ("Think again.", "Look once more at <|im_end|> it.")
 AGAIN = ThinkAgain(attempts=2, below=10.0, max_tokens=12, words=WORDS)
@@ -72,7 +72,7 @@ def test_only_predictions_of_sampled_tokens_get_a_gradient(rolled):
     for group in groups:
         for i, sample in enumerate(group.samples):
             sample.advantage = 1.0 + i
-    batch = pack(groups, 4096)
+    batch = packed(groups, 4096)
     for micro, touched in gradient_rows(parts.learner, batch, parts.algo):
         assert touched == set(micro.source.tolist())
         assert len(micro.targets) == sum(s.num_sampled for g in groups for s in g.samples)

@@ -13,7 +13,7 @@ from torch import Tensor
 from cohort.algos.algorithm import build_algorithm
 from cohort.config.algos import KLConfig
 from cohort.config.schema import GRPO, LearnerConfig, OptimConfig
-from cohort.data.pack import pack
+from cohort.data.pack import make_batch
 from cohort.engines.auto import AutoEngine, engine_for
 from cohort.engines.base import Request, sample
 from cohort.fates import Fate
@@ -25,7 +25,7 @@ from cohort.models.files import load_folder, read_config, stored_tensors
 from cohort.types import Group, Key, Sample, Sampling
 from tests.conformance import Same, spell
 from tests.foreign import FAMILIES, folder_of, foreign, plain_logprobs
-from tests.support import TOLERANCE, make_group, make_sample, random_groups
+from tests.support import TOLERANCE, make_group, make_sample, packed, random_groups
 
 DTYPES = [torch.float64, torch.float32]
 # transformers computes Gemma's norm and GPT-NeoX's softmax in fp32 whatever the model's type
@@ -53,7 +53,7 @@ def groups_of(longest: int = 9) -> list[Group]:
 
 def gradient(learner: LocalLearner, groups: list[Group], algo) -> dict[str, Tensor]:
     learner.annotate(groups, algo.needs() | {"old"})
-    batch = pack(groups, learner.token_budget, share=learner.config.prefix_sharing)
+    batch = packed(groups, learner.token_budget, share=learner.config.prefix_sharing)
     learner.forward_backward(batch.minibatches[0], algo)
     return {n: m.grad.clone() for n, m in learner.optimizer.masters.items() if m.grad is not None}
 
@@ -144,7 +144,7 @@ def test_4_5_ratio_is_exactly_one_before_the_first_update(folders):
     algo, learner = build_algorithm(GRPO(), 16), learner_of(decoder)
     groups = groups_of()
     learner.annotate(groups, {"old"})
-    metrics = learner.forward_backward(pack(groups, 1000).minibatches[0], algo).to_metrics()
+    metrics = learner.forward_backward(packed(groups, 1000).minibatches[0], algo).tally.to_metrics()
     assert metrics["ratio/min"] == metrics["ratio/max"] == 1.0
 
 
@@ -323,7 +323,7 @@ def test_training_raises_the_probability_of_a_rewarded_token(folders, dtype):
             s.reward = float(s.tokens[0] % 2 == 0)
         rewards.append(sum(s.reward for s in samples) / 64)
         groups = algo.advantages([make_group([5, 6, 7], samples)])
-        learner.update(pack(groups, 1000), algo)
+        learner.update(make_batch(groups), algo)
         engine.load(learner.weights(), version=step + 1)
     assert rewards[0] < 0.7 and rewards[-1] > 0.95, rewards
     assert {t.dtype for t in learner.optimizer.state().values()} == {torch.float32}

@@ -11,7 +11,6 @@ from cohort.algos.algorithm import build_algorithm
 from cohort.algos.imitation import Imitation
 from cohort.build import Parts
 from cohort.config.schema import GRPO, DrGRPO, LearnerConfig, OptimConfig, SamplingConfig
-from cohort.data.pack import pack
 from cohort.engines.rollout import collect
 from cohort.errors import TrainingStopped
 from cohort.learner.local import LocalLearner
@@ -21,7 +20,7 @@ from cohort.train.sft import pack_examples
 from cohort.types import Finish, Outcome, Provenance
 from tests.hostile_task import SPELLINGS, Hostile
 from tests.runs import Grader, assembled, gradient_rows, run_steps, small_run
-from tests.support import make_group, make_sample, random_groups, small_decoder
+from tests.support import make_group, make_sample, packed, random_groups, small_decoder
 
 P, S, E, F, T = Provenance.PROMPT, Provenance.SAMPLED, Provenance.ENVIRONMENT, Provenance.FORCED, Provenance.TARGET
 
@@ -117,10 +116,10 @@ def test_4_1_a_forced_prefix_is_marked_and_never_trained():
             assert g.prompt.forced_text == "<think>7"
             for n, s in enumerate(g.samples):
                 s.advantage = 1.0 + n
-        for micro, touched in gradient_rows(made.learner, pack(groups, 512), made.algo):
+        for micro, touched in gradient_rows(made.learner, packed(groups, 512), made.algo):
             assert touched == set(micro.source.tolist())
         sampled = sum(len(s.tokens) for g in groups for s in g.samples)
-        assert sum(len(m.targets) for m in pack(groups, 512).minibatches[0].microbatches) == sampled
+        assert sum(len(m.targets) for m in packed(groups, 512).minibatches[0].microbatches) == sampled
 
 
 MIXED = [5, 6, 7, 8, 9, 10, 11, 12]
@@ -133,7 +132,7 @@ def test_4_1_a_loss_touches_the_tokens_of_its_provenance_only(kind, expected):
     decoder = small_decoder(torch.float64)
     learner = LocalLearner(decoder, LearnerConfig(), OptimConfig(), num_updates=1)
     samples = [make_sample(MIXED, MARKS, advantage=1.0), make_sample([4], [kind], advantage=-1.0)]
-    batch = pack([make_group([1, 2, 3], samples)], 100, loss_on=kind)
+    batch = packed([make_group([1, 2, 3], samples)], 100, loss_on=kind)
     loss = build_algorithm(GRPO(aggregate="token"), 16) if kind == S else Imitation()
     [(micro, touched)] = gradient_rows(learner, batch, loss)
     assert micro.tokens.tolist() == [1, 2, 3, *MIXED[: max(expected)]]  # up to what predicts the last; of [4] nothing
@@ -145,9 +144,9 @@ def test_4_1_sft_targets_only_and_rl_ignores_them():
     example = ([1, 2, 30, 31, 32, 33], [P, P, T, E, T, T])
     batch = pack_examples([example], 100)
     assert batch.minibatches[0].microbatches[0].targets.tolist() == [30, 32, 33]
-    assert batch.minibatches[0].num_tokens == 3
+    assert batch.minibatches[0].counts.num_tokens == 3
     sample = make_sample(example[0][2:], example[1][2:], advantage=1.0)
-    assert pack([make_group([1, 2], [sample])], 100).counts == {"empty": 1}
+    assert packed([make_group([1, 2], [sample])], 100).counts == {"empty": 1}
 
 
 def test_4_2_a_sampled_end_token_is_trained_on_tiny(parts):
@@ -156,7 +155,7 @@ def test_4_2_a_sampled_end_token_is_trained_on_tiny(parts):
     for g in groups:
         for n, s in enumerate(g.samples):
             s.advantage = 1.0 + n
-    batch = pack(groups, 512)
+    batch = packed(groups, 512)
     samples = [s for g in groups for s in g.samples]
     ended = [i for i, s in enumerate(samples) if s.finish == Finish.STOP]
     assert len(ended) > 12
@@ -209,16 +208,16 @@ def test_4_9_a_failed_sample_leaves_its_group_and_the_baseline_is_recomputed():
     assert [s.advantage for s in groups[0].samples] == [0.75, -0.25, -0.25, -0.25]
     assert [s.advantage for s in groups[2].samples] == pytest.approx([2 / 3, 0.0, -1 / 3, -1 / 3], abs=1e-15)
     assert lost.masked == "failed" and not groups[2].excluded
-    batch = pack(groups, 1000)
+    batch = packed(groups, 1000)
     assert batch.counts == {"packed": 23, "failed": 1}
-    assert (batch.minibatches[0].num_samples, batch.minibatches[0].num_tokens) == (23, 69)
+    assert (batch.minibatches[0].counts.num_samples, batch.minibatches[0].counts.num_tokens) == (23, 69)
     decoder = small_decoder(torch.float64)
     learner = LocalLearner(decoder, LearnerConfig(), OptimConfig(), num_updates=1)
     learner.forward_backward(batch.minibatches[0], algo)
     got = {n: g.clone() for n, g in zip(learner.optimizer.masters, learner.optimizer.grads(), strict=True)}
     without = copy.deepcopy(groups)
     del without[2].samples[1]  # as if it had never been drawn
-    learner.forward_backward(pack(algo.advantages(without), 1000).minibatches[0], algo)
+    learner.forward_backward(packed(algo.advantages(without), 1000).minibatches[0], algo)
     for name, g in zip(learner.optimizer.masters, learner.optimizer.grads(), strict=True):
         assert (g - got[name]).abs().max() <= 1e-10 * max(1.0, float(g.abs().max())), name
 
@@ -252,4 +251,4 @@ def test_4_9_a_group_of_failures_trains_nothing():
             s.reward, s.failure = (float(i), "") if i < kept else (None, "service unreachable")
     build_algorithm(GRPO(), 16).advantages(groups)
     assert groups[0].excluded == "too few scored samples" and not groups[1].excluded
-    assert pack(groups, 1000).counts == {"excluded": 1, "failed": 2, "packed": 3}
+    assert packed(groups, 1000).counts == {"excluded": 1, "failed": 2, "packed": 3}

@@ -21,7 +21,7 @@ from cohort.config.algos import KLConfig
 from cohort.config.load import change
 from cohort.config.rules import validate
 from cohort.config.schema import GRPO, BatchConfig, DrGRPO, EvalConfig, LearnerConfig, OptimConfig, SamplingConfig
-from cohort.data.pack import pack
+from cohort.data.pack import make_batch
 from cohort.engines.rollout import collect
 from cohort.errors import ConfigError
 from cohort.fates import Fate
@@ -30,7 +30,7 @@ from cohort.models.catalog import pull
 from cohort.store.reader import Reader
 from cohort.types import Group, Provenance
 from tests.runs import assembled, preserved, run_steps, small_run
-from tests.support import make_group, make_sample, naive_logprobs, one_sequence, random_groups, small_decoder
+from tests.support import make_group, make_sample, naive_logprobs, one_sequence, packed, random_groups, small_decoder
 
 PACKS = [(512, True), (120, True), (512, False), (70, False)]  # token budget, prefix sharing
 TEMPERATURE = 0.8
@@ -105,7 +105,7 @@ def learner_for(decoder, budget=512, share=True, **config) -> LocalLearner:
 
 def gradient(model: Bench, groups: list[Group], algo, budget: int, share: bool):
     learner = learner_for(model.decoder, budget, share)
-    tally = learner.forward_backward(pack(groups, budget, share=share).minibatches[0], algo)
+    tally = learner.forward_backward(packed(groups, budget, share=share).minibatches[0], algo)
     return {n: m.grad.clone() for n, m in learner.optimizer.masters.items()}, tally.to_metrics()
 
 
@@ -141,8 +141,8 @@ def test_4_3_sampler_logprobs_equal_the_learners(model):
     )
     model.check(sampler, learner)
     assert max(abs(s.sampler_logprobs[0] - s.old_logprobs[0]) for s in samples) <= model.most
-    minibatch = pack(groups, 512).minibatches[0]
-    metrics = learner_for(model.decoder).forward_backward(minibatch, model.parts.algo).to_metrics()
+    minibatch = packed(groups, 512).minibatches[0]
+    metrics = learner_for(model.decoder).forward_backward(minibatch, model.parts.algo).tally.to_metrics()
     assert 0 <= metrics["sampler_gap/mean"] <= model.mean and metrics["sampler_gap/max"] <= model.most
 
 
@@ -243,8 +243,8 @@ def test_4_4_the_whole_loss_written_out(estimator):
     optim = OptimConfig(lr=1e-2)
     learner = LocalLearner(decoder, LearnerConfig(), optim, num_updates=9, temperature=TEMPERATURE, reference=reference)
     learner.annotate(groups, algo.needs() | {"old"})
-    learner.update(pack(groups, 60), algo)
-    learner.forward_backward(pack(groups, 60).minibatches[0], algo)
+    learner.update(make_batch(groups), algo)
+    learner.forward_backward(packed(groups, 60).minibatches[0], algo)
     got = {n: m.grad.clone() for n, m in learner.optimizer.masters.items()}
     decoder.zero_grad()
     total, num_tokens, num_clipped = torch.zeros((), dtype=torch.float64), 0, 0
@@ -275,10 +275,10 @@ def test_4_5_old_logprobs_of_another_moment_are_used(tiny):
     for s in (s for g in groups for s in g.samples):
         if s.old_logprobs is not None:
             s.old_logprobs = [lp - 0.1 for lp in s.old_logprobs]
-    minibatch = pack(groups, 512).minibatches[0]
+    minibatch = packed(groups, 512).minibatches[0]
 
     def ratio(of: LocalLearner) -> float:
-        return of.forward_backward(minibatch, tiny.parts.algo).to_metrics()["ratio/mean"]
+        return of.forward_backward(minibatch, tiny.parts.algo).tally.to_metrics()["ratio/mean"]
 
     assert ratio(learner) == 1.0
     learner.update_index = 4  # an update later

@@ -14,7 +14,6 @@ from cohort import checkpoint
 from cohort.build import Parts
 from cohort.config.algos import KLConfig
 from cohort.config.schema import GRPO, BatchConfig, EvalConfig, LearnerConfig, OptimConfig, SamplingConfig
-from cohort.data.pack import pack
 from cohort.engines.base import Request, sample
 from cohort.engines.native.engine import NativeEngine
 from cohort.engines.native.sampler import Settings, draw
@@ -23,6 +22,7 @@ from cohort.fates import Fate
 from cohort.tasks.arithmetic import Arithmetic
 from cohort.types import Prompt, Provenance
 from tests.runs import assembled, gradient_rows, run_steps, small_run
+from tests.support import packed
 
 S, E = Provenance.SAMPLED, Provenance.ENVIRONMENT
 
@@ -116,7 +116,7 @@ def test_4_7_masters_moments_and_gradients_of_a_bf16_run_are_fp32():
         for name, p in made.model.decoder.named_parameters():
             assert torch.equal(p, optimizer.masters[name].to(torch.bfloat16)), name
         # microbatches are added up in fp32: the sum of their own gradients
-        minibatch = pack(groups, 96).minibatches[0]
+        minibatch = packed(groups, 96).minibatches[0]
         made.learner.forward_backward(minibatch, made.algo)
         whole = {n: m.grad.clone() for n, m in optimizer.masters.items()}
         total = {n: torch.zeros_like(g) for n, g in whole.items()}
@@ -159,7 +159,7 @@ def test_4_8_constant_rewards_packed_all_the_same_give_exactly_zero(parts, rewar
     for g in groups:
         assert g.excluded == Fate.CONSTANT_REWARD
         g.excluded = ""
-    parts.learner.forward_backward(pack(groups, 512).minibatches[0], parts.algo)
+    parts.learner.forward_backward(packed(groups, 512).minibatches[0], parts.algo)
     assert all(not g.any() for g in parts.learner.optimizer.grads())
 
 
@@ -173,7 +173,7 @@ def test_4_8_environment_tokens_get_no_gradient_on_tiny(parts):
             s.provenance[middle:middle] = [E] * 3
             s.sampler_logprobs[middle:middle] = [0.0] * 3
             s.advantage = n - 1.0
-    batch = pack(groups, 512)
+    batch = packed(groups, 512)
     num_targets = 0
     for micro, touched in gradient_rows(parts.learner, batch, parts.algo):
         num_targets += len(micro.targets)

@@ -12,20 +12,21 @@ import torch
 from cohort.algos.algorithm import build_algorithm
 from cohort.config.algos import CISPO, GSPO, KLConfig
 from cohort.config.schema import GRPO, DrGRPO, LearnerConfig, OptimConfig
-from cohort.data.pack import pack
+from cohort.data.pack import make_batch
 from cohort.errors import TrainingStopped
 from cohort.fates import Fate
 from cohort.learner import local
 from cohort.learner.local import LocalLearner
 from cohort.learner.optim import learning_rate
-from cohort.learner.world import World
 from cohort.types import Finish, Provenance
+from cohort.world import World
 from tests.support import (
     TOLERANCE,
     make_group,
     make_sample,
     naive_logprobs,
     one_sequence,
+    packed,
     random_groups,
     small_decoder,
 )
@@ -41,7 +42,7 @@ def learner_for(decoder, budget=1000, share=True, reference=None, optim=None, **
 def gradient(decoder, groups, algo, budget=1000, share=True, reference=None):
     learner = learner_for(decoder, budget, share, reference)
     learner.annotate(groups, algo.needs() | {"old"})
-    batch = pack(groups, budget, share=share)
+    batch = packed(groups, budget, share=share)
     assert len(batch.minibatches) == 1
     tally = learner.forward_backward(batch.minibatches[0], algo)
     return {n: m.grad.clone() for n, m in learner.optimizer.masters.items()}, tally.to_metrics()
@@ -114,7 +115,7 @@ def test_4_5_ratio_is_exactly_one_before_the_first_update():
         groups = random_groups()
         learner = learner_for(decoder)
         learner.annotate(groups, needs)
-        metrics = learner.forward_backward(pack(groups, 1000).minibatches[0], algo).to_metrics()
+        metrics = learner.forward_backward(packed(groups, 1000).minibatches[0], algo).tally.to_metrics()
         assert metrics["ratio/min"] == metrics["ratio/max"] == 1.0
 
 
@@ -133,7 +134,7 @@ def test_4_8_environment_tokens_have_exactly_zero_gradient_and_are_seen():
     algo = build_algorithm(GRPO(aggregate="token"), 16)
     turns = make_sample([7, 8, 20, 21, 22, 9, 2], [S, S, E, E, E, S, S], advantage=1.0)
     groups = [make_group([5, 6], [turns, make_sample([3, 2], advantage=-1.0)])]
-    batch = pack(groups, 1000)
+    batch = packed(groups, 1000)
     micro = batch.minibatches[0].microbatches[0]
     assert sorted(micro.targets.tolist()) == sorted([7, 8, 9, 2, 3, 2])
     got, _ = gradient(decoder, groups, algo)
@@ -154,7 +155,7 @@ def test_4_2_a_sampled_end_token_is_trained_and_truncation_is_a_choice():
     for choice, targets in (("keep", [7, 2, 8, 9, 10]), ("mask", [7, 2]), ("penalize", [7, 2, 8, 9, 10])):
         algo = build_algorithm(GRPO(truncated=choice), 16)
         groups = algo.advantages([make_group([5], [copy.copy(s) for s in samples])])
-        micro = pack(groups, 100).minibatches[0].microbatches[0]
+        micro = packed(groups, 100).minibatches[0].microbatches[0]
         assert micro.targets.tolist() == targets
         assert 2 in micro.targets.tolist()
 
@@ -169,16 +170,16 @@ def test_4_8_constant_rewards_give_exactly_zero_gradient_and_no_optimizer_step(r
             s.reward = r
     learner = learner_for(decoder)
     warm = random_groups(seed=3)
-    learner.update(pack(warm, 1000), algo)  # so that momentum could move the weights
+    learner.update(make_batch(warm), algo)  # so that momentum could move the weights
     before = {n: p.detach().clone() for n, p in decoder.named_parameters()}
-    batch = pack(algo.advantages(groups), 1000)
+    batch = packed(algo.advantages(groups), 1000)
     metrics = learner.update(batch, algo)
     assert metrics["updates/no_signal"] == 1.0 and metrics["grad_norm"] == 0.0
     assert batch.counts == {"no_signal": 8}
     assert all(torch.equal(p, before[n]) for n, p in decoder.named_parameters())
     for g in groups:  # packed in spite of it, the gradient is still exactly zero
         g.excluded = ""
-    learner.forward_backward(pack(groups, 1000).minibatches[0], algo)
+    learner.forward_backward(packed(groups, 1000).minibatches[0], algo)
     assert all(not g.any() for g in learner.optimizer.grads())
 
 
@@ -187,7 +188,7 @@ def test_4_7_masters_moments_and_gradients_are_fp32_in_a_bf16_model():
     learner = learner_for(decoder, budget=24, optim=OptimConfig(lr=1e-4, clip_norm=0.0))
     algo = build_algorithm(GRPO(), 16)
     start = {n: m.detach().clone() for n, m in learner.optimizer.masters.items()}
-    batch = pack(random_groups(), 24)
+    batch = packed(random_groups(), 24)
     assert len(batch.minibatches[0].microbatches) > 1
     learner.forward_backward(batch.minibatches[0], algo)
     assert all(g.dtype == torch.float32 for g in learner.optimizer.grads())
@@ -212,10 +213,10 @@ def test_non_finite_gradients_are_skipped_counted_and_finally_stop_the_run(monke
     bad = random_groups()
     bad[0].samples[0].advantage = float("inf")
     before = decoder.embed.detach().clone()
-    assert learner.update(pack(bad, 1000), algo)["updates/bad"] == 1.0
+    assert learner.update(make_batch(bad), algo)["updates/bad"] == 1.0
     assert torch.equal(decoder.embed, before)
     with pytest.raises(TrainingStopped, match="2 updates in a row had non-finite"):
-        learner.update(pack(bad, 1000), algo)
+        learner.update(make_batch(bad), algo)
 
 
 def test_warm_up_reaches_the_optimizer():
@@ -225,7 +226,7 @@ def test_warm_up_reaches_the_optimizer():
         decoder = small_decoder()
         before = decoder.norm.weight.detach().clone()
         learner = learner_for(decoder, optim=OptimConfig(lr=1e-3, warmup=warmup))
-        metrics = learner.update(pack(random_groups(), 1000), build_algorithm(GRPO(), 16))
+        metrics = learner.update(make_batch(random_groups()), build_algorithm(GRPO(), 16))
         moved[warmup] = (decoder.norm.weight - before).abs().max().item()
         assert metrics["lr"] == learning_rate(learner.optim, 0, 10)
     assert moved[10] == pytest.approx(moved[0] / 10, rel=1e-3)
@@ -235,7 +236,7 @@ def test_clipping_bounds_the_global_norm():
     """With Adam's moments at zero, plain SGD would be needed to see the norm: look at the gradients handed over."""
     decoder = small_decoder()
     learner = learner_for(decoder, optim=OptimConfig(lr=1e-3, clip_norm=1e-3))
-    learner.forward_backward(pack(random_groups(), 1000).minibatches[0], build_algorithm(GRPO(), 16))
+    learner.forward_backward(packed(random_groups(), 1000).minibatches[0], build_algorithm(GRPO(), 16))
     metrics = learner.optim_step()
     norm = torch.stack([g.norm() for g in learner.optimizer.grads()]).norm().item()
     assert metrics["grad_norm"] > 1e-3 and metrics["updates/clipped"] == 1.0
@@ -252,7 +253,7 @@ def test_state_round_trip_continues_bit_for_bit():
     def step(learner, seed):
         groups = random_groups(seed=seed, num_groups=4)
         learner.annotate(groups, algo.needs() | {"old"})
-        return learner.update(pack(groups, 1000, minibatches=2), algo)
+        return learner.update(packed(groups, 1000, minibatches=2), algo)
 
     whole = fresh()
     for seed in range(4):
@@ -281,7 +282,7 @@ def test_4_5_later_updates_compare_with_the_policy_of_the_beginning(config, epoc
         learner = learner_for(small_decoder(torch.float64), epochs=epochs, minibatches=minibatches)
         if asked:
             learner.annotate(groups, {"old"})
-        found.append(learner.update(pack(groups, 40, minibatches=minibatches), algo))
+        found.append(learner.update(packed(groups, 40, minibatches=minibatches), algo))
         weights.append({name: p.detach().clone() for name, p in learner.decoder.named_parameters()})
         assert all(s.old_logprobs is not None for g in groups for s in g.samples)
     assert found[0]["ratio/min"] < 0.99 and found[0]["ratio/max"] > 1.01
@@ -303,7 +304,7 @@ def test_a_pass_for_old_logprobs_is_made_of_later_minibatches_alone(epochs, mini
     monkeypatch.setattr(LocalLearner, "_backward", noted)
     groups = random_groups(num_groups=6)
     groups[1].excluded = Fate.CONSTANT_REWARD
-    batch = pack(groups, 1000, minibatches=minibatches)
+    batch = packed(groups, 1000, minibatches=minibatches)
     learner = learner_for(small_decoder(), epochs=epochs, minibatches=minibatches)
     learner.update(batch, build_algorithm(GRPO(), 16))
     later = [sum(len(m.targets) for m in part.microbatches) for part in batch.minibatches[1:]]
@@ -316,7 +317,7 @@ def test_a_pass_for_old_logprobs_is_made_of_later_minibatches_alone(epochs, mini
 def test_failed_samples_are_in_no_denominator():
     groups = random_groups(num_groups=1, group_size=3)
     groups[0].samples[0] = dataclasses.replace(groups[0].samples[0], failure="worker died")
-    minibatch = pack(groups, 100).minibatches[0]
+    minibatch = packed(groups, 100).minibatches[0]
     assert minibatch.num_samples == 2
     assert minibatch.num_tokens == sum(len(s.tokens) for s in groups[0].samples[1:])
 
@@ -370,7 +371,7 @@ def one_update(groups, decoder, token_budget=1000, recompute=False, refuse_above
 
     learner._backward = scarce
     learner.world = CountingWorld()
-    minibatch = pack(groups, learner.token_budget).minibatches[0]
+    minibatch = packed(groups, learner.token_budget).minibatches[0]
     tally = learner.forward_backward(minibatch, build_algorithm(GRPO(), 16))
     return learner, {n: m.grad.clone() for n, m in learner.optimizer.masters.items()}, tally, refused
 

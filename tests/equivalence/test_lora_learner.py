@@ -11,13 +11,13 @@ import torch
 from cohort.algos.algorithm import build_algorithm
 from cohort.config.algos import KLConfig
 from cohort.config.schema import GRPO, BatchConfig, LearnerConfig, LoraConfig, OptimConfig
-from cohort.data.pack import pack
+from cohort.data.pack import make_batch
 from cohort.learner.local import LocalLearner
 from cohort.models.decoder import hf_shaped, hf_views
 from cohort.models.lora import Adapters
 from cohort.recipes.tiny import tiny_lora
 from tests.runs import assembled, run_steps, small_run
-from tests.support import random_groups, small_decoder
+from tests.support import packed, random_groups, small_decoder
 
 LORA = LoraConfig(rank=3, alpha=5.0)
 
@@ -36,7 +36,7 @@ def made(decoder, lora=LORA, budget=1000, **optim):
 
 def gradient(learner, groups, algo, budget=1000, share=True):
     learner.annotate(groups, algo.needs() | {"old"})
-    tally = learner.forward_backward(pack(groups, budget, share=share).minibatches[0], algo)
+    tally = learner.forward_backward(packed(groups, budget, share=share).minibatches[0], algo)
     return {n: m.grad.clone() for n, m in learner.optimizer.masters.items()}, tally.to_metrics()
 
 
@@ -112,7 +112,7 @@ def test_adapters_it_began_with_belong_to_the_reference():
     first = [p.clone() for p in decoder.parameters()]
     assert not torch.equal(decoder.layers[0].out, small_decoder().layers[0].out)
     learner = LocalLearner(decoder, LearnerConfig(), OptimConfig(lr=1e-2), num_updates=1, adapters=adapters)
-    learner.update(pack(random_groups(), 1000), build_algorithm(GRPO(), 16))
+    learner.update(make_batch(random_groups()), build_algorithm(GRPO(), 16))
     assert not torch.equal(decoder.layers[0].out, first[4])
     with adapters.reference():
         assert all(torch.equal(p, f) for p, f in zip(decoder.parameters(), first, strict=True))
@@ -126,7 +126,7 @@ def test_a_step_moves_the_targets_by_their_factors_and_nothing_else(dtype):
     learner = made(decoder, LoraConfig(rank=2, targets=("q_proj", "down_proj")), budget=24)
     addresses = [p.data_ptr() for p in decoder.parameters()]
     before = {n: p.detach().clone() for n, p in decoder.named_parameters()}
-    metrics = learner.update(pack(random_groups(), 24), build_algorithm(GRPO(), 16))
+    metrics = learner.update(make_batch(random_groups()), build_algorithm(GRPO(), 16))
     assert metrics["updates/done"] == 1.0
     moved = {n for n, p in decoder.named_parameters() if not torch.equal(p, before[n])}
     assert moved == {f"layers.{i}.{m}" for i in range(2) for m in ("qkv", "down")}
@@ -155,13 +155,13 @@ def test_in_bf16_an_update_too_small_to_show_waits_in_the_factors():
 def test_a_step_without_signal_moves_nothing():
     learner = made(small_decoder(), weight_decay=0.1)
     algo = build_algorithm(GRPO(), 16)
-    learner.update(pack(random_groups(seed=3), 1000), algo)  # so that momentum could move the factors
+    learner.update(make_batch(random_groups(seed=3)), algo)  # so that momentum could move the factors
     before = {n: t.clone() for n, t in learner.state()[0].items()}
     weights = [p.clone() for p in learner.decoder.parameters()]
     groups = random_groups()
     for sample in (s for g in groups for s in g.samples):
         sample.advantage = 0.0
-    metrics = learner.update(pack(groups, 1000), algo)
+    metrics = learner.update(make_batch(groups), algo)
     assert metrics["updates/no_signal"] == 1.0
     assert all(torch.equal(t, before[n]) for n, t in learner.state()[0].items())
     assert all(torch.equal(p, w) for p, w in zip(learner.decoder.parameters(), weights, strict=True))
@@ -169,7 +169,7 @@ def test_a_step_without_signal_moves_nothing():
 
 def test_state_restores_factors_moments_and_the_merged_weights():
     algo, learner = build_algorithm(GRPO(), 16), made(small_decoder())
-    learner.update(pack(random_groups(), 1000), algo)
+    learner.update(make_batch(random_groups()), algo)
     tensors, numbers = learner.state()
     tensors = {n: t.clone() for n, t in tensors.items()}
     decoder = small_decoder()
@@ -180,7 +180,7 @@ def test_state_restores_factors_moments_and_the_merged_weights():
     for a, b in ((learner, other),) * 2:
         assert all(torch.equal(p, q) for p, q in zip(a.decoder.parameters(), b.decoder.parameters(), strict=True))
         for one in (a, b):
-            one.update(pack(random_groups(seed=5), 1000), algo)
+            one.update(make_batch(random_groups(seed=5)), algo)
 
 
 def test_rank_0_is_a_run_without_adapters():

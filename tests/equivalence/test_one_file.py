@@ -14,7 +14,6 @@ import torch
 
 from cohort.algos.algorithm import build_algorithm
 from cohort.config.schema import GRPO, LearnerConfig, OptimConfig
-from cohort.data.pack import pack
 from cohort.fates import Fate
 from cohort.learner.local import LocalLearner
 from cohort.models.catalog import resolve
@@ -24,7 +23,7 @@ from cohort.tasks.arithmetic import PHRASINGS, Arithmetic
 from cohort.tasks.expression import evaluate
 from cohort.text import Tokenizer
 from cohort.types import Answer
-from tests.support import make_group, make_sample
+from tests.support import make_group, make_sample, packed
 
 FILE = Path(__file__).resolve().parents[2] / "examples" / "grpo_in_one_file.py"
 CLOSE = 1e-10
@@ -89,7 +88,7 @@ def assert_same_update(model, learner, mine, minibatch, algo):
     """Loss and gradients by name; returns the library's metrics."""
     model.zero_grad()
     loss = one.backward(model, mine)
-    metrics = learner.forward_backward(minibatch, algo).to_metrics()
+    metrics = learner.forward_backward(minibatch, algo).tally.to_metrics()
     assert loss == pytest.approx(metrics["loss"], abs=CLOSE)
     params = dict(model.named_parameters())
     grads = dict(hf_views(learner.decoder, of=lambda p: p.grad))
@@ -111,7 +110,7 @@ def test_both_epochs_are_the_librarys(both):
     for a, b in zip(mine, theirs, strict=True):
         assert one.advantages(a.rewards) == [s.advantage for s in b.samples]  # exactly
     assert [g.excluded for g in theirs] == ["", "", Fate.CONSTANT_REWARD, ""]
-    minibatch = pack(theirs, learner.token_budget).minibatches[0]
+    minibatch = packed(theirs, learner.token_budget).minibatches[0]
 
     metrics = assert_same_update(model, learner, mine, minibatch, algo)
     assert metrics["ratio/min"] == metrics["ratio/max"] == 1.0

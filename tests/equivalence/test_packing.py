@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cohort.data.pack import pack
 from cohort.learner.attention import packed_attention
 from cohort.learner.head import gradient_through_head, token_logprobs
 from cohort.types import Provenance
@@ -23,7 +22,7 @@ FAMILIES = {
 def packed(decoder, groups, budget, share, temperature=1.0):
     """{segment: logprobs [n]} through pack, the blocks and the chunked head."""
     out = {}
-    for minibatch in pack(groups, budget, share=share).minibatches:
+    for minibatch in packed(groups, budget, share=share).minibatches:
         for micro in minibatch.microbatches:
             attend = packed_attention(micro.layout, decoder.embed, decoder.config.head_dim)
             hidden = decoder(micro.tokens, micro.positions, attend).index_select(0, micro.source)
@@ -36,7 +35,7 @@ def packed(decoder, groups, budget, share, temperature=1.0):
 def packed_gradients(decoder, groups, budget, share, temperature=1.0):
     """Of the log-probabilities times the advantages, through the same."""
     decoder.zero_grad()
-    for minibatch in pack(groups, budget, share=share).minibatches:
+    for minibatch in packed(groups, budget, share=share).minibatches:
         for micro in minibatch.microbatches:
             attend = packed_attention(micro.layout, decoder.embed, decoder.config.head_dim)
             hidden = decoder(micro.tokens, micro.positions, attend).index_select(0, micro.source)
@@ -133,7 +132,7 @@ def test_what_follows_the_last_target_changes_nothing(share):
 
 def test_a_group_larger_than_the_budget_is_split_with_its_prompt():
     groups = random_groups(num_groups=1, group_size=6, longest=9)
-    batch = pack(groups, token_budget=20)
+    batch = packed(groups, token_budget=20)
     micros = batch.minibatches[0].microbatches
     assert len(micros) > 1
     assert all(len(m.tokens) <= 20 for m in micros)
@@ -141,7 +140,7 @@ def test_a_group_larger_than_the_budget_is_split_with_its_prompt():
 
 
 def test_the_worked_example_of_the_microbatch_record():
-    batch = pack([make_group([5, 6], [make_sample([7, 2]), make_sample([8, 2])])], token_budget=100)
+    batch = packed([make_group([5, 6], [make_sample([7, 2]), make_sample([8, 2])])], token_budget=100)
     micro = batch.minibatches[0].microbatches[0]
     assert micro.tokens.tolist() == [5, 6, 7, 8]
     assert micro.positions.tolist() == [0, 1, 2, 2]

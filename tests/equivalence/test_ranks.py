@@ -9,12 +9,11 @@ import torch.multiprocessing
 from cohort.algos.algorithm import build_algorithm
 from cohort.config.algos import GRPO, GSPO, CorrectionConfig
 from cohort.config.schema import LearnerConfig, OptimConfig
-from cohort.data.pack import pack
 from cohort.learner.local import LocalLearner
-from cohort.learner.world import ProcessGroup, World
 from cohort.models.catalog import resolve
 from cohort.models.files import load_folder
-from tests.support import random_groups, small_decoder
+from cohort.world import ProcessGroup, World
+from tests.support import packed, random_groups, small_decoder
 
 CASES = {
     "token": GRPO(aggregate="token"),
@@ -29,7 +28,7 @@ def gradient(groups, world, case, decoder=None):
     decoder = decoder or small_decoder(torch.float64)
     learner = LocalLearner(decoder, LearnerConfig(token_budget=40), OptimConfig(), num_updates=1, world=world)
     algo = build_algorithm(CASES[case], 16)
-    learner.forward_backward(pack(groups, 40).minibatches[0], algo)
+    learner.forward_backward(packed(groups, 40).minibatches[0], algo)
     return {n: m.grad for n, m in learner.optimizer.masters.items()}
 
 

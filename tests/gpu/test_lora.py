@@ -11,14 +11,14 @@ from tests.gpu.device import DEVICE, only_gpu
 
 from cohort.algos.algorithm import build_algorithm
 from cohort.config.schema import GRPO, LearnerConfig, LoraConfig, OptimConfig
-from cohort.data.pack import pack
+from cohort.data.pack import make_batch
 from cohort.engines.base import sample
 from cohort.engines.native.cuda.engine import GraphEngine
 from cohort.engines.native.engine import NativeEngine
 from cohort.learner.local import LocalLearner
 from cohort.models.lora import Adapters
 from tests.conformance import request, spell
-from tests.support import random_groups, small_decoder
+from tests.support import packed, random_groups, small_decoder
 
 SMALL = {"head_dim": 32, "num_layers": 1, "num_heads": 3, "num_kv_heads": 1}
 
@@ -44,7 +44,7 @@ def test_an_update_of_adapters_is_seen_without_a_copy_and_graphs_stay_valid(base
     learner.annotate(random_groups(), {"ref"})  # the base for a while, and back
     engine.load(learner.weights(), version=1)
     assert sample(engine, [request()])["0/0"].tokens == before
-    metrics = learner.update(pack(random_groups(), 1000), build_algorithm(GRPO(), 16))
+    metrics = learner.update(make_batch(random_groups()), build_algorithm(GRPO(), 16))
     assert metrics["updates/done"] == 1.0
     engine.load(learner.weights(), version=2)
     after = sample(engine, [request()])["0/0"].tokens
@@ -61,7 +61,7 @@ def test_weights_and_gradients_are_those_of_a_cpu(base):
         torch.testing.assert_close(p.cpu(), q, rtol=1e-6, atol=1e-6)
     algo = build_algorithm(GRPO(), 16)
     for learner in (here, there):
-        learner.forward_backward(pack(random_groups(), 1000).minibatches[0], algo)
+        learner.forward_backward(packed(random_groups(), 1000).minibatches[0], algo)
     for (name, p), q in zip(here.adapters.named_parameters(), there.adapters.parameters(), strict=True):
         assert (p.grad.cpu() - q.grad).abs().max() <= 1e-4 * q.grad.abs().max(), name
 

@@ -13,7 +13,7 @@ from tests.gpu.device import DEVICE, HALF, only_gpu
 
 from cohort.algos.algorithm import build_algorithm
 from cohort.config.schema import GRPO, LearnerConfig, OptimConfig
-from cohort.data.pack import pack
+from cohort.data.pack import make_batch
 from cohort.learner import flash, kernels
 from cohort.learner.attention import packed_attention
 from cohort.learner.flash import flash_attention
@@ -176,9 +176,9 @@ def layouts():
     groups = random_groups(num_groups=4, longest=12)
     groups += [make_group([3, 4], [make_sample([5], advantage=1.0), make_sample([6], advantage=-1.0)], id="9")]
     short = make_group([3, 4, 5], [make_sample([5, 6], advantage=1.0), make_sample([6], advantage=-1.0)], id="10")
-    yield pack([short], 1000).minibatches[0].microbatches[0].layout  # one query to the shared prompt
+    yield packed([short], 1000).minibatches[0].microbatches[0].layout  # one query to the shared prompt
     for budget, share in ((1000, True), (45, True), (1000, False)):
-        for micro in pack(groups, budget, share=share).minibatches[0].microbatches:
+        for micro in packed(groups, budget, share=share).minibatches[0].microbatches:
             yield micro.layout
 
 
@@ -213,7 +213,7 @@ def test_flash_attention_is_attention_over_blocks():
 
 def gradients(decoder, groups, share: bool) -> dict[str, Tensor]:
     learner = LocalLearner(decoder, LearnerConfig(token_budget=200, prefix_sharing=share), OptimConfig(), num_updates=1)
-    batch = pack(groups, 200, share=share)
+    batch = packed(groups, 200, share=share)
     learner.forward_backward(batch.minibatches[0], build_algorithm(GRPO(entropy=0.01), 16))
     return {name: master.grad.clone() for name, master in learner.optimizer.masters.items()}
 
@@ -294,7 +294,7 @@ def test_nothing_is_compiled_after_the_first_steps():
     counts = []
     for step in range(6):
         groups = random_groups(num_groups=3 + step, group_size=2 + step, seed=step, longest=5 + 4 * step)
-        learner.update(pack(groups, learner.token_budget), algo)
+        learner.update(make_batch(groups), algo)
         counts.append(compiled())
     assert counts[1] == counts[-1] > 0
 

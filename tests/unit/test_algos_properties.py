@@ -18,9 +18,8 @@ from cohort.algos.inputs import LossInputs
 from cohort.algos.tally import Tally
 from cohort.config.algos import ALGOS, CorrectionConfig, KLConfig, Policy
 from cohort.data.batch import Microbatch, Minibatch
-from cohort.data.pack import pack
 from cohort.types import Finish, Group, Provenance, Sample
-from tests.support import make_group, make_sample
+from tests.support import make_group, make_sample, packed
 
 LONGEST = 12
 AGGREGATES = ("token", "sequence", "prompt", "constant")
@@ -107,7 +106,7 @@ def total(
     algo: Algorithm, groups: list[Group], seed: int, budget: int, share: bool, pieces: int = 1
 ) -> tuple[Tensor, Policies, Tally]:
     """The loss of one optimizer step, computed in microbatches and, where the algorithm allows, in smaller pieces."""
-    policies, batch = Policies(groups, seed), pack(groups, budget, share=share)
+    policies, batch = Policies(groups, seed), packed(groups, budget, share=share)
     [minibatch] = batch.minibatches
     loss, tally = torch.zeros((), dtype=torch.float64), Tally()
     for micro in minibatch.microbatches:
@@ -121,7 +120,11 @@ def total(
 
 
 def totals(minibatch: Minibatch) -> Totals:
-    return Totals(num_tokens=minibatch.num_tokens, num_samples=minibatch.num_samples, num_prompts=minibatch.num_prompts)
+    return Totals(
+        num_tokens=minibatch.counts.num_tokens,
+        num_samples=minibatch.counts.num_samples,
+        num_prompts=minibatch.counts.num_prompts,
+    )
 
 
 def cut(x: LossInputs, pieces: int) -> list[LossInputs]:

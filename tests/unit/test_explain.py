@@ -18,7 +18,6 @@ from cohort.algos.algorithm import build_algorithm
 from cohort.cli import explain as command
 from cohort.config.algos import DAPO, GMPO, GRPO, GSPO, CorrectionConfig, DrGRPO, KLConfig, PassAtK, ReinforcePP
 from cohort.config.schema import LearnerConfig, OptimConfig, SamplingConfig, ThinkAgain
-from cohort.data.pack import pack
 from cohort.errors import CohortError, ConfigError, RunError
 from cohort.explain import group as group_module
 from cohort.explain.effect import CLIPPED, CORRECTED, NO_ADVANTAGE, NOT_FINITE, step_effect
@@ -34,7 +33,7 @@ from cohort.store.rundir import RunDirectory
 from cohort.text import Tokenizer
 from cohort.types import Finish, Group, Provenance
 from tests.pretend_run import small_run
-from tests.support import make_group, make_sample, random_groups, small_decoder
+from tests.support import make_group, make_sample, packed, random_groups, small_decoder
 
 S, E, F = Provenance.SAMPLED, Provenance.ENVIRONMENT, Provenance.FORCED
 PLAIN = GRPO(scale="none")  # advantages are rewards minus their mean
@@ -201,7 +200,7 @@ def test_effects_are_what_the_learners_own_loss_calls_saw(config):
     )
     learner.annotate(groups, algo.needs() | {"old"})
     groups = algo.advantages(groups)
-    batch = pack(groups, 40)
+    batch = packed(groups, 40)
     watched = Watched(algo, sum(len(m.targets) for m in batch.minibatches[0].microbatches))
     learner.update(batch, watched)
     samples = [s for g in groups for s in g.samples]

@@ -10,13 +10,12 @@ from torch import nn
 
 from cohort.algos.algorithm import build_algorithm
 from cohort.config.schema import GRPO, LearnerConfig, OptimConfig
-from cohort.data.pack import pack
 from cohort.errors import RunError, TrainingStopped
 from cohort.learner import local
 from cohort.learner.local import LocalLearner
 from cohort.learner.optim import Optimizer, global_norm, learning_rate
 from cohort.models.functions import linear
-from tests.support import random_groups, small_decoder
+from tests.support import packed, random_groups, small_decoder
 
 SETTINGS = OptimConfig(lr=0.1, beta1=0.7, beta2=0.8, eps=1e-2, weight_decay=0.3)
 ALGO = build_algorithm(GRPO(), 16)
@@ -170,7 +169,7 @@ def learner_for(decoder=None, **optim) -> LocalLearner:
 @pytest.mark.parametrize("clip", [0.0, 1e9])
 def test_a_gradient_below_the_limit_is_left_alone(clip):
     learner = learner_for(clip_norm=clip)
-    learner.forward_backward(pack(random_groups(), 1000).minibatches[0], ALGO)
+    learner.forward_backward(packed(random_groups(), 1000).minibatches[0], ALGO)
     before = [g.clone() for g in learner.optimizer.grads()]
     metrics = learner.optim_step()
     assert metrics["updates/clipped"] == 0.0 and metrics["grad_norm"] == pytest.approx(global_norm(before))
@@ -180,12 +179,12 @@ def test_a_gradient_below_the_limit_is_left_alone(clip):
 def damaged():
     groups = random_groups()
     groups[0].samples[0].advantage = float("nan")
-    return pack(groups, 1000)
+    return packed(groups, 1000)
 
 
 def test_bad_updates_must_come_in_a_row_to_stop_the_run(monkeypatch):
     monkeypatch.setattr(local, "MAX_BAD", 2)
-    learner, good = learner_for(), pack(random_groups(), 1000)
+    learner, good = learner_for(), packed(random_groups(), 1000)
     for _ in range(3):
         assert learner.update(damaged(), ALGO)["updates/bad"] == 1.0
         assert learner.num_bad == 1
@@ -202,6 +201,8 @@ def test_the_schedule_goes_on_through_updates_that_move_nothing():
     dead = random_groups()
     for s in (s for g in dead for s in g.samples):
         s.advantage = 0.0
-    rates = [learner.update(batch, ALGO)["lr"] for batch in (pack(dead, 1000), damaged(), pack(random_groups(), 1000))]
+    rates = [
+        learner.update(batch, ALGO)["lr"] for batch in (packed(dead, 1000), damaged(), packed(random_groups(), 1000))
+    ]
     assert rates == [1 / 8, 2 / 8, 3 / 8]
     assert (learner.update_index, learner.optimizer.num_steps) == (3, 1)

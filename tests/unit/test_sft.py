@@ -43,7 +43,7 @@ def test_an_example_is_a_group_of_one_whose_prompt_precedes_the_first_target():
 def test_targets_only_are_imitated_and_counted(budget):
     batch = pack_examples(EXAMPLES, budget)
     [minibatch] = batch.minibatches
-    assert (minibatch.num_tokens, minibatch.num_samples) == (8, 3)
+    assert (minibatch.counts.num_tokens, minibatch.counts.num_samples) == (8, 3)
     targets = sorted(t for m in minibatch.microbatches for t in m.targets.tolist())
     assert targets == sorted([30, 31, 2, 32, 33, 2, 34, 2])  # the end of every turn among them
     assert batch.counts == {"packed": 3}
@@ -54,7 +54,7 @@ def test_targets_only_are_imitated_and_counted(budget):
 def test_the_gradient_is_that_of_the_mean_over_all_targets(budget):
     decoder = small_decoder(torch.float64)
     learner = learner_for(decoder)
-    metrics = learner.forward_backward(pack_examples(EXAMPLES, budget).minibatches[0], Imitation()).to_metrics()
+    metrics = learner.forward_backward(pack_examples(EXAMPLES, budget).minibatches[0], Imitation()).tally.to_metrics()
     got = {n: m.grad.clone() for n, m in learner.optimizer.masters.items()}
     decoder.zero_grad()
     total = torch.zeros((), dtype=torch.float64)
@@ -114,7 +114,7 @@ def test_an_example_without_targets_trains_nothing():
     decoder = small_decoder()
     before = decoder.embed.detach().clone()
     batch = pack_examples([([1, 2, 3], [P, P, P])], 100)
-    assert batch.counts == {"empty": 1} and batch.minibatches[0].num_tokens == 0
+    assert batch.counts == {"empty": 1} and batch.minibatches[0].counts.num_tokens == 0
     metrics = learner_for(decoder).update(batch, Imitation())
     assert metrics["updates/no_signal"] == 1.0 and torch.equal(decoder.embed, before)
 

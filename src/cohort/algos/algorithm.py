@@ -19,6 +19,7 @@ from cohort.algos.tally import Tally
 from cohort.config.algos import ALGOS
 from cohort.errors import ConfigError, nearest
 from cohort.types import Group
+from cohort.world import ONE_PROCESS, World
 
 
 class Loss(Protocol):
@@ -45,8 +46,11 @@ class Algorithm(Loss, Protocol):
     def accept(self, group: Group) -> bool:
         """Whether a scored group is kept; a rejected one is replaced by another prompt's."""
 
-    def advantages(self, groups: list[Group]) -> list[Group]:
-        """Set samples' `advantage` and `masked` and groups' `excluded`, in place. Drops nothing."""
+    def advantages(self, groups: list[Group], world: World = ONE_PROCESS) -> list[Group]:
+        """Set samples' `advantage` and `masked` and groups' `excluded`, in place. Drops nothing.
+
+        Baselines over the batch are over the groups of all ranks.
+        """
 
     def observe(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Learn from a step's metrics what the next one needs; returns metrics of its own."""

@@ -21,6 +21,7 @@ from cohort.algos.tally import Tally
 from cohort.config.algos import DAPO, PassAtK, Policy
 from cohort.fates import Fate
 from cohort.types import Finish, Group, Provenance, Sample
+from cohort.world import ONE_PROCESS, World
 
 
 class PolicyGradient:
@@ -54,7 +55,7 @@ class PolicyGradient:
             return not any(best_of_k(rewards, self.config.k))
         return is_constant(rewards)
 
-    def advantages(self, groups: list[Group]) -> list[Group]:
+    def advantages(self, groups: list[Group], world: World = ONE_PROCESS) -> list[Group]:
         """A group excluded for a reason of somebody else's keeps it and gets no advantages."""
         graded: list[tuple[Group, list[float]]] = []  # with the returns of its scored samples
         for group in groups:
@@ -67,15 +68,19 @@ class PolicyGradient:
                 # it may have been graded before, with other settings
                 group.excluded = Fate.TRAINED if len(returns) >= self._least else Fate.TOO_FEW
                 graded += [] if group.excluded else [(group, returns)]
-        for (group, returns), found in zip(graded, self._found([r for _, r in graded]), strict=True):
+        for (group, returns), found in zip(graded, self._found([r for _, r in graded], world), strict=True):
             self._grade(group, returns, found)
         return groups
 
-    def _found(self, returns: list[list[float]]) -> list[list[float]]:
+    def _found(self, returns: list[list[float]], world: World) -> list[list[float]]:
+        """Advantages of this rank's groups, from the returns of their samples."""
         c = self.config
         if isinstance(c, PassAtK):
             return [best_of_k(row, c.k) for row in returns]
-        return advantages(returns, c.scale, c.baseline)
+        everywhere = world.gather(returns)
+        first = sum(map(len, everywhere[: world.rank]))  # of this rank's groups among all
+        found = advantages([row for part in everywhere for row in part], c.scale, c.baseline)
+        return found[first : first + len(returns)]
 
     def weigh(self, lengths: Lengths, totals: Totals) -> Tensor:
         return token_weights(lengths, self.config.aggregate, totals, self.max_tokens)

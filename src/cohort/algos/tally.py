@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
+
+from cohort.world import World
 
 _INFINITY = float("inf")
 
@@ -63,11 +63,23 @@ class Tally:
             self._minima[name] = -_larger(_negated(self._minima.get(name)), -value)
         return self
 
-    def state(self) -> tuple[Tensor, Tensor]:
-        """(sums, maxima): two flat float64 vectors in name order; minima are negated maxima.
+    def over(self, world: World) -> Tally:
+        """The tally over all ranks. A rank may have counted other names than this one, or none."""
+        if world.size == 1:
+            return self
+        whole = Tally()
+        for names, sums, maxima in world.gather(self._plain()):
+            whole.merge(_named(names).with_state(*(torch.tensor(x, dtype=torch.float64) for x in (sums, maxima))))
+        return whole
 
-        Ranks that ran the same loss have the same names (an empty microbatch's too): their vectors line up.
-        """
+    def _plain(self) -> tuple[list[list[str]], list[float], list[float]]:
+        """Names (of means, sums, maxima and minima) and values, to be sent."""
+        sums, maxima = self.state()
+        names = [sorted(table) for table in (self._means, self._sums, self._maxima, self._minima)]
+        return names, sums.tolist(), maxima.tolist()
+
+    def state(self) -> tuple[Tensor, Tensor]:
+        """(sums, maxima): two flat float64 vectors in name order; minima are negated maxima."""
         sums = [part for name in sorted(self._means) for part in self._means[name]]
         sums += [self._sums[name] for name in sorted(self._sums)]
         maxima = [self._maxima[name] for name in sorted(self._maxima)]
@@ -87,11 +99,6 @@ class Tally:
             new._minima[name] = -maxima[num_maxima + i]
         return new
 
-    def reduce(self, all_sum: Callable[[Tensor], Tensor], all_max: Callable[[Tensor], Tensor]) -> Tally:
-        """The tally over all ranks, given the two collective operations on a flat vector."""
-        sums, maxima = self.state()
-        return self.with_state(all_sum(sums), all_max(maxima))
-
     def to_metrics(self) -> dict[str, float]:
         """Name -> number, in name order. A mean, minimum or maximum of nothing is left out."""
         sums, maxima = (vector.tolist() for vector in self.state())  # one transfer each
@@ -107,6 +114,15 @@ class Tally:
             if value != -_INFINITY:
                 metrics[name] = sign * value
         return dict(sorted(metrics.items()))
+
+
+def _named(names: list[list[str]]) -> Tally:
+    """A tally with these names and no values yet."""
+    tally, zero = Tally(), torch.zeros((), dtype=torch.float64)
+    means, sums, maxima, minima = names
+    tally._means = dict.fromkeys(means, (zero, zero))
+    tally._sums, tally._maxima, tally._minima = (dict.fromkeys(n, zero) for n in (sums, maxima, minima))
+    return tally
 
 
 def _sum(values: Tensor) -> Tensor:

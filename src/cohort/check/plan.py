@@ -7,7 +7,7 @@ import time
 
 from cohort.check.findings import Finding, fail, ok, warn
 from cohort.check.trial import Trial, give_signal, sample
-from cohort.data.pack import pack
+from cohort.data.pack import make_batch
 from cohort.learner.plan import Load, state_bytes, update_bytes
 from cohort.limits import kv_bytes
 from cohort.models.config import ModelConfig
@@ -64,8 +64,7 @@ def one_step(trial: Trial, score_seconds: float) -> Finding:
         seconds = trial.seconds
     begin, size = time.perf_counter(), _count(trial)
     parts_of = config.learner.minibatches if size == asked else 1
-    batch = pack(trial.groups, parts.learner.token_budget, parts_of, share=config.learner.prefix_sharing)
-    metrics = parts.learner.update(batch, parts.algo)
+    metrics = parts.learner.update(make_batch(trial.groups, parts_of), parts.algo).metrics
     update = time.perf_counter() - begin
     if not metrics.get("updates/done"):
         return fail(name, "an update did not move the weights: the gradient is zero or not finite.")

@@ -15,12 +15,14 @@ from cohort.algos.algorithm import Loss
 from cohort.algos.inputs import LossInputs
 from cohort.algos.tally import Tally
 from cohort.build import Parts
-from cohort.data.batch import Minibatch
-from cohort.data.pack import pack
+from cohort.data.pack import make_batch, pack_minibatch
 from cohort.engines.base import Engine, Event, Request
 from cohort.engines.rollout import roll
+from cohort.learner.base import Cut
 from cohort.scoring.pool import ScoringPool
+from cohort.train.rl import annotate
 from cohort.types import Answer, Finish, Group, Outcome, Row
+from cohort.world import World
 
 
 class Token(NamedTuple):
@@ -61,20 +63,31 @@ class Trial:
         learner, algo = self.parts.learner, self.parts.algo
         for sample in (s for g in groups for s in g.samples):
             sample.old_logprobs = sample.ref_logprobs = None  # a copy's may be of other tokens
-        learner.annotate(groups, algo.needs())
+        annotate(learner, groups, algo.needs())
         return algo.advantages(groups)
 
-    def packed(self, groups: Sequence[Group], budget: int = 0, share: bool = True) -> Minibatch:
-        longest = max((len(g.prompt.tokens) + len(s.tokens) for g in groups for s in g.samples), default=1)
-        return pack(groups, max(longest, budget or self.parts.learner.token_budget), share=share).minibatches[0]
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sample with its prompt: no microbatch may be smaller."""
+        return max((len(g.prompt.tokens) + len(s.tokens) for g in self.groups for s in g.samples), default=1)
 
-    def backward(self, minibatch: Minibatch) -> Seen:
-        learner, loss = self.parts.learner, _Watched(self.parts.algo)
-        metrics = learner.forward_backward(minibatch, cast(Loss, loss)).to_metrics()
-        masters = learner.optimizer.masters.items()
-        gradient = {n: m.grad.detach().to("cpu", copy=True) for n, m in masters if m.grad is not None}
-        learner.optimizer.zero_grad()
-        return Seen(gradient=gradient, metrics=metrics, tokens=loss.tokens)
+    def backward(self, groups: Sequence[Group], cut: Cut | None = None, world: World | None = None) -> Seen:
+        """The gradient of an update on these groups, and what the loss was given for each token."""
+        loss, batch = _Watched(self.parts.algo), make_batch(groups)
+        found = self.parts.learner.gradient(batch, cast(Loss, loss), cut, world)
+        places = {id: place for place, id in enumerate(id for g in groups for id in g.ids())}
+        tokens = {places[batch.ids[number]]: row for number, row in loss.tokens.items()}
+        return Seen(gradient=found.tensors, metrics=found.metrics, tokens=tokens)
+
+    def trained(self) -> dict[int, list[int]]:
+        """The ids that an update trains, by sample (counted over the groups)."""
+        batch = make_batch(self.groups)
+        places = {id: place for place, id in enumerate(id for g in self.groups for id in g.ids())}
+        found: dict[int, list[int]] = {}
+        for micro in pack_minibatch(batch, 0, max(self.longest, self.parts.learner.token_budget)).microbatches:
+            for number, target in zip(micro.segments.tolist(), micro.targets.tolist(), strict=True):
+                found.setdefault(places[batch.ids[number]], []).append(target)
+        return found
 
 
 def sample(parts: Parts, num_prompts: int, num_samples: int) -> Trial:

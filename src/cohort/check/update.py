@@ -11,17 +11,16 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from cohort.check.findings import Finding, fail, ok, warn
 from cohort.check.trial import Seen, Trial, difference
-from cohort.data.batch import Minibatch
-from cohort.learner.world import World
-from cohort.models.auto import AutoDecoder
+from cohort.learner.base import Cut
 from cohort.models.functions import wide_product
 from cohort.text import Tokenizer
+from cohort.train.rl import annotate
 from cohort.types import Finish, Group, Provenance, Sample
+from cohort.world import World
 
 # (mean, most) of gradients and of log-probabilities: ten times the numerics contract's, because a user's model may be
 # deeper than those it is tested on; faults are thousands of times larger. Low precision rounds every sum anew.
@@ -31,9 +30,9 @@ NUM_SPECIAL = 8
 
 
 def check_update(trial: Trial) -> Iterator[Finding]:
-    base = trial.backward(trial.packed(trial.groups))
+    base = trial.backward(trial.groups)
     probe = _probe(trial)
-    probed = trial.backward(trial.packed([probe]))
+    probed = trial.backward([probe])
     yield sampled_tokens(trial, base)
     yield end_token(trial)
     yield special_tokens(probe, probed)
@@ -47,7 +46,7 @@ def check_update(trial: Trial) -> Iterator[Finding]:
 
 
 def bound(trial: Trial) -> tuple[float, float]:
-    like = trial.parts.learner.decoder.embed
+    like = trial.parts.model.decoder.embed
     return ON_GPU if like.is_cuda and like.dtype == torch.float32 else EXACT.get(like.dtype, ROUNDED)
 
 
@@ -56,7 +55,7 @@ def bound(trial: Trial) -> tuple[float, float]:
 
 def sampled_tokens(trial: Trial, base: Seen) -> Finding:
     name, count = "update/sampled-tokens", 0
-    targets = _targets(trial)
+    targets = trial.trained()
     for n, group, i in trial.samples():
         if n not in targets:
             continue  # masked or excluded by the algorithm
@@ -73,7 +72,7 @@ def sampled_tokens(trial: Trial, base: Seen) -> Finding:
 
 def end_token(trial: Trial) -> Finding:
     name, sampling = "update/end-token", trial.parts.tasks.sampling
-    stops, targets, ended, lost = set(sampling.stop_ids), _targets(trial), 0, 0
+    stops, targets, ended, lost = set(sampling.stop_ids), trial.trained(), 0, 0
     finishes = [s.finish for g in trial.rolled for s in g.samples]
     for n, group, i in trial.samples():
         drawn = trial.drawn.get((group.prompt.id, i), [])
@@ -110,9 +109,9 @@ def unsampled_tokens(trial: Trial, probe: Group) -> Finding:
         hidden.retain_grad()
         kept.append(hidden)
 
-    handle = trial.parts.learner.decoder.register_forward_hook(keep)
+    handle = trial.parts.model.decoder.register_forward_hook(keep)
     try:
-        seen = trial.backward(trial.packed(alone))
+        seen = trial.backward(alone)
     finally:
         handle.remove()
     touched = {i for h in kept if h.grad is not None for i in h.grad.abs().sum(-1).nonzero()[:, 0].tolist()}
@@ -131,11 +130,12 @@ def constant_rewards(trial: Trial) -> Finding:
     """Copies of one sample: equal rewards, and equal whatever an algorithm makes of lengths and ends."""
     name, group = "update/constant-rewards", trial.groups[0]
     one = replace(group.samples[0], reward=0.1 + 0.2)
-    groups = [Group(prompt=group.prompt, samples=[copy.deepcopy(one) for _ in group.samples]) for _ in range(2)]
+    prompts = [replace(group.prompt, visit=visit) for visit in range(2)]
+    groups = [Group(prompt=p, samples=[copy.deepcopy(one) for _ in group.samples]) for p in prompts]
     if getattr(trial.parts.config.algo, "baseline", "mean") in ("batch", "none"):
         return ok(name, "does not apply: this baseline is not the group's")
     trial.graded(groups)
-    gradient = trial.backward(trial.packed(groups)).gradient
+    gradient = trial.backward(groups).gradient
     moved = any(bool(g.any()) for g in gradient.values())
     if any(s.advantage != 0.0 for g in groups for s in g.samples) or (moved and all(g.excluded for g in groups)):
         text = "a group of equal rewards has a gradient"
@@ -194,25 +194,13 @@ def one_at_a_time(trial: Trial, base: Seen, probe: Group, probed: Seen) -> Itera
 @torch.no_grad()
 def _alone(trial: Trial, group: Group, sample: Sample) -> Tensor:
     """Log-probabilities of the sampled tokens by definition: the whole sequence, plain causal attention."""
-    learner = trial.parts.learner
-    decoder, first = learner.decoder, len(group.prompt.tokens) - 1
+    decoder, first = trial.parts.model.decoder, len(group.prompt.tokens) - 1
     tokens = torch.tensor([*group.prompt.tokens, *sample.tokens], device=decoder.embed.device)
     at = torch.tensor([i for i, p in enumerate(sample.provenance) if p == Provenance.SAMPLED], device=tokens.device)
-    if isinstance(decoder, AutoDecoder):
-        hidden = decoder(tokens)
-    else:
-        hidden = decoder(tokens, torch.arange(len(tokens), device=tokens.device), _causal)
-    logits = wide_product(hidden.index_select(0, first + at), decoder.head_weight) / learner.temperature
+    hidden = decoder.one_sequence(tokens).index_select(0, first + at)
+    logits = wide_product(hidden, decoder.head_weight) / trial.parts.config.sampling.temperature
     logprobs = torch.log_softmax(logits, -1).gather(1, tokens[first + 1 + at, None])[:, 0]
     return logprobs.double().cpu()
-
-
-def _causal(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """q [T, K, g, D], k, v [T, K, D] of one sequence."""
-    queries = q.flatten(1, 2).transpose(0, 1)[None]  # [1, H, T, D]
-    keys, values = (x.repeat_interleave(q.shape[2], 1).transpose(0, 1)[None] for x in (k, v))
-    mixed = F.scaled_dot_product_attention(queries, keys, values, is_causal=True)
-    return mixed[0].transpose(0, 1).reshape(q.shape)
 
 
 def sampler_gap(trial: Trial, base: Seen) -> Finding:
@@ -248,19 +236,18 @@ def _close(
 
 
 def cuts(trial: Trial, base: Seen) -> Iterator[Finding]:
-    groups, longest = trial.groups, trial.packed(trial.groups).longest
-    yield _same(trial, "microbatches", base, *(trial.packed(groups, n * longest) for n in (1, 3)))
-    small = trial.packed(groups, longest)
-    yield _same(trial, "accumulation-order", base, replace(small, microbatches=small.microbatches[::-1]))
+    groups, longest = trial.groups, trial.longest
     turned = [replace(g, samples=g.samples[::-1]) for g in groups[::-1]]
-    yield _same(trial, "packing-order", base, trial.packed(turned, longest))
-    yield _same(trial, "prefix-sharing", base, trial.packed(groups, share=False))
+    ways = {
+        "microbatches": [(groups, Cut(token_budget=longest)), (groups, Cut(token_budget=3 * longest))],
+        "accumulation-order": [(groups, Cut(token_budget=longest, backwards=True))],
+        "packing-order": [(turned, Cut(token_budget=longest))],
+        "prefix-sharing": [(groups, Cut(share=False))],
+    }
+    for what, cut in ways.items():
+        seen = [trial.backward(*way) for way in cut]
+        yield _equal(trial, what, [difference(s.gradient, base.gradient) for s in seen])
     yield ranks(trial, base)
-
-
-def _same(trial: Trial, what: str, base: Seen, *others: Minibatch) -> Finding:
-    seen = [trial.backward(m) for m in others]
-    return _equal(trial, what, [difference(s.gradient, base.gradient) for s in seen])
 
 
 def _equal(trial: Trial, what: str, found: list[tuple[float, float]]) -> Finding:
@@ -290,30 +277,16 @@ class _Rank(World):
 
 def ranks(trial: Trial, base: Seen) -> Finding:
     """Unequal shares. The first round learns the counts, the second with them the gradients, the third has both."""
-    learner, groups = trial.parts.learner, trial.groups
-    before, totals, gradient = learner.world, list[Tensor](), base.gradient
-    try:
-        for _ in range(3):
-            worlds = [_Rank(rank, totals) for rank in (1, 0)]
-            for world, share in zip(worlds, (groups[1:], groups[:1]), strict=True):
-                learner.world = world
-                gradient = trial.backward(trial.packed(share)).gradient
-            totals = [a + b for a, b in zip(*(w.seen for w in worlds), strict=True)]
-    finally:
-        learner.world = before
+    groups, totals, gradient = trial.groups, list[Tensor](), base.gradient
+    for _ in range(3):
+        worlds = [_Rank(rank, totals) for rank in (1, 0)]
+        for world, share in zip(worlds, (groups[1:], groups[:1]), strict=True):
+            gradient = trial.backward(share, world=world).gradient
+        totals = [a + b for a, b in zip(*(w.seen for w in worlds), strict=True)]
     return _equal(trial, "ranks", [difference(gradient, base.gradient)])
 
 
 # ---- helpers
-
-
-def _targets(trial: Trial) -> dict[int, list[int]]:
-    """By sample, the ids in the batch that are trained."""
-    found: dict[int, list[int]] = {}
-    for micro in trial.packed(trial.groups).microbatches:
-        for segment, target in zip(micro.segments.tolist(), micro.targets.tolist(), strict=True):
-            found.setdefault(segment, []).append(target)
-    return found
 
 
 def _probe(trial: Trial) -> Group:
@@ -327,7 +300,7 @@ def _probe(trial: Trial) -> Group:
     _insert(group.samples[1], special, [int(Provenance.SAMPLED)] * len(special))
     if trial.parts.config.algo.correction.kind != "none":
         # as if the engine had drawn it all: a correction would otherwise leave out what was put in
-        trial.parts.learner.annotate([group], {"old"})
+        annotate(trial.parts.learner, [group], {"old"})
         for s in group.samples:
             s.sampler_logprobs, s.old_logprobs = s.old_logprobs or s.sampler_logprobs, None
     for i, s in enumerate(group.samples):

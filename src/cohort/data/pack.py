@@ -1,91 +1,88 @@
-"""Groups -> microbatches under a token budget, a group's prompt stored once."""
+"""Groups -> a batch of plain arrays; a batch -> microbatches under a token budget, a group's prompt stored once."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
-from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from cohort.clock import stage
-from cohort.data.batch import Batch, Microbatch, Minibatch
+from cohort.data.batch import Batch, Counts, Floats, Ints, Microbatch, Minibatch
 from cohort.data.layout import Layout, Span
 from cohort.errors import ConfigError
-from cohort.types import Group, Provenance, Sample
+from cohort.fates import Fate
+from cohort.types import Group, Provenance, Sample, SampleId
 
 LEAST_SAVED = 0.02  # of the tokens
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Unit:
-    """Samples that share one copy of their prompt: a group, or a part of one that exceeds the budget."""
-
-    prompt: list[int]
-    samples: list[tuple[int, Sample]]  # (segment number, sample)
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.prompt) + sum(len(s.tokens) for _, s in self.samples)
+# ---- groups -> batch -------------------------------------------------------------------------------------------------
 
 
 @stage("pack")
-def pack(
-    groups: Sequence[Group],
-    token_budget: int,
-    minibatches: int = 1,
-    share: bool = True,
-    loss_on: Provenance = Provenance.SAMPLED,
-) -> Batch:
-    """Split the groups into minibatches and each into microbatches of at most `token_budget` tokens.
+def make_batch(groups: Sequence[Group], minibatches: int = 1, loss_on: Provenance = Provenance.SAMPLED) -> Batch:
+    """The samples of these groups that have a gradient, divided into `minibatches` optimizer steps.
 
-    Groups of constant reward are counted in the denominators and not packed: their gradient is exactly zero, their
-    share of the mean is not. Masked and empty samples count as samples, without tokens.
+    Groups of constant reward are counted in the denominators and left out: their gradient is exactly zero, their share
+    of the mean is not. Masked and empty samples count as samples, without tokens.
     """
-    counts: Counter[str] = Counter()
-    packed: list[Minibatch] = []
-    first = [0, *accumulate(len(g.samples) for g in groups)]  # each group's first segment
-    for chosen in _divided(groups, minibatches):
-        members: list[tuple[list[int], list[tuple[int, Sample]]]] = []  # (prompt, samples) of each group
+    fates: Counter[str] = Counter()
+    counts: list[Counts] = []
+    rows: list[_Row] = []
+    prompts: list[Ints] = []
+    for index, chosen in enumerate(_divided(groups, minibatches)):
         num_samples = num_tokens = num_prompts = 0
         for n in chosen:
-            group = groups[n]
-            members.append((group.prompt.tokens, []))
-            before = num_samples
-            for segment, sample in enumerate(group.samples, first[n]):
-                length = sample.provenance.count(int(loss_on))
-                fate = _fate(group, sample, length)
-                counts[fate] += 1
+            group, before = groups[n], num_samples
+            prompts.append(np.array(group.prompt.tokens, dtype=np.int64))
+            for id, sample in zip(group.ids(), group.samples, strict=True):
+                targets = _targets(sample, loss_on)
+                fate = _fate(group, sample, len(targets))
+                fates[fate] += 1
                 num_samples += fate not in ("failed", "excluded")
-                num_tokens += length if fate in ("packed", "no_signal") else 0
+                num_tokens += len(targets) if fate in ("packed", "no_signal") else 0
                 if fate == "packed":
-                    members[-1][1].append((segment, sample))
+                    rows.append(_Row(id, len(prompts) - 1, index, targets, sample))
             num_prompts += num_samples > before
-        repacked = partial(_microbatches, members, share, loss_on)
-        packed.append(
-            Minibatch(
-                microbatches=repacked(token_budget),
-                num_samples=num_samples,
-                num_tokens=num_tokens,
-                num_prompts=num_prompts,
-                longest=max((len(p) + len(s.tokens) for p, row in members for _, s in row), default=0),
-                token_budget=token_budget,
-                repacked=repacked,
-            )
-        )
-    return Batch(minibatches=packed, counts=dict(counts), samples=[s for g in groups for s in g.samples])
+        counts.append(Counts(num_samples=num_samples, num_tokens=num_tokens, num_prompts=num_prompts))
+    if len({row.id for row in rows}) < len(rows):
+        raise ValueError("two samples of a batch have the same id (task, prompt, visit, sample)")
+    return Batch(
+        ids=[row.id for row in rows],
+        group=[row.group for row in rows],
+        minibatch=[row.minibatch for row in rows],
+        prompts=prompts,
+        tokens=[np.array(row.sample.tokens, dtype=np.int64) for row in rows],
+        targets=[row.targets for row in rows],
+        advantages=[_advantages(row.sample) for row in rows],
+        sampler_logprobs=[np.array(row.sample.sampler_logprobs, dtype=np.float64) for row in rows],
+        old_logprobs=[_optional(row.sample.old_logprobs) for row in rows],
+        ref_logprobs=[_optional(row.sample.ref_logprobs) for row in rows],
+        counts=counts,
+        fates=dict(fates),
+    )
+
+
+class _Row(NamedTuple):
+    """A sample that has a gradient, and its places."""
+
+    id: SampleId
+    group: int  # index of its prompt
+    minibatch: int
+    targets: Ints
+    sample: Sample
 
 
 def _divided(groups: Sequence[Group], parts: int) -> list[list[int]]:
     """Indices of the groups of each minibatch: as many that count in every one, and those used again spread evenly."""
     counting = [n for n, g in enumerate(groups) if g.excluded.counts]
-    of_age = {old: [n for n in counting if (groups[n].reused > 0) == old] for old in (False, True)}
-    place = {n: (i + 0.5) / len(row) for row in of_age.values() for i, n in enumerate(row)}
+    by_origin = [[n for n in counting if bool(groups[n].reused) == reused] for reused in (False, True)]
+    place = {n: (i + 0.5) / len(row) for row in by_origin for i, n in enumerate(row)}
     order = sorted(counting, key=place.__getitem__)
     cuts = [len(order) * part // parts for part in range(parts + 1)]
     divided = [order[a:b] for a, b in pairwise(cuts)]
@@ -93,55 +90,109 @@ def _divided(groups: Sequence[Group], parts: int) -> list[list[int]]:
     return divided
 
 
-def _microbatches(
-    members: Sequence[tuple[list[int], list[tuple[int, Sample]]]], share: bool, loss_on: Provenance, token_budget: int
-) -> list[Microbatch]:
-    share = share and pays(members)
-    units = [unit for prompt, samples in members for unit in _units(prompt, samples, token_budget, share)]
-    group_lengths = {  # by sample
-        segment: total
-        for _, samples in members
-        for total in [sum(s.provenance.count(int(loss_on)) for _, s in samples)]
-        for segment, _ in samples
-    }
-    return [_microbatch(bin, loss_on, group_lengths) for bin in fit(units, token_budget)]
-
-
-def pays(members: Sequence[tuple[list[int], list[tuple[int, Sample]]]]) -> bool:
-    """Is it worth a second call of attention to compute prompts once a group?"""
-    alone = sum((len(prompt) + len(s.tokens)) for prompt, samples in members for _, s in samples)
-    saved = sum(len(prompt) * (len(samples) - 1) for prompt, samples in members if samples)
-    return saved > LEAST_SAVED * alone
-
-
-def _fate(group: Group, sample: Sample, length: int) -> str:
+def _fate(group: Group, sample: Sample, num_targets: int) -> str:
     if sample.failure:
         return "failed"
     if not group.excluded.counts:
         return "excluded"
     if sample.masked:
         return "masked"
-    if not length:
+    if not num_targets:
         return "empty"
-    return "no_signal" if group.excluded else "packed"
+    return "no_signal" if group.excluded is not Fate.TRAINED else "packed"
 
 
-def _units(prompt: list[int], members: list[tuple[int, Sample]], budget: int, share: bool) -> list[Unit]:
+def _targets(sample: Sample, loss_on: Provenance) -> Ints:
+    """Where in the sample the tokens lie that the loss may touch."""
+    return np.flatnonzero(np.array(sample.provenance) == int(loss_on))
+
+
+def _advantages(sample: Sample) -> Floats:
+    if sample.token_advantages is not None:
+        return np.array(sample.token_advantages, dtype=np.float64)
+    return np.full(len(sample.tokens), sample.advantage, dtype=np.float64)
+
+
+def _optional(values: list[float] | None) -> Floats | None:
+    return None if values is None else np.array(values, dtype=np.float64)
+
+
+# ---- batch -> microbatches -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Unit:
+    """Samples that share one copy of their prompt: a group, or a part of one that exceeds the budget."""
+
+    prompt: Ints
+    samples: list[int]  # their numbers in the batch
+    num_tokens: int  # of the prompt and the samples
+
+
+def pack(batch: Batch, token_budget: int, share: bool = True) -> list[Minibatch]:
+    """Every minibatch of the batch, cut into microbatches of at most `token_budget` tokens."""
+    return [pack_minibatch(batch, index, token_budget, share) for index in range(batch.num_minibatches)]
+
+
+def pack_minibatch(batch: Batch, index: int, token_budget: int, share: bool = True) -> Minibatch:
+    """One minibatch of the batch, cut into microbatches of at most `token_budget` tokens.
+
+    `share` stores a group's prompt once, where that saves enough.
+    """
+    groups: dict[int, list[int]] = {}
+    for n in batch.members(index):
+        groups.setdefault(batch.group[n], []).append(n)
+    shared = share and pays(batch, groups)
+    units = [u for group, members in groups.items() for u in _units(batch, group, members, token_budget, shared)]
+    group_lengths = {group: sum(len(batch.targets[n]) for n in members) for group, members in groups.items()}
+    return Minibatch(
+        batch=batch,
+        index=index,
+        microbatches=[_microbatch(batch, bin, group_lengths) for bin in fit(units, token_budget)],
+        share=share,
+        longest=max((_size(batch, n) for members in groups.values() for n in members), default=0),
+    )
+
+
+def pays(batch: Batch, groups: Mapping[int, Sequence[int]]) -> bool:
+    """Whether computing a prompt once per group is worth a second call of attention."""
+    alone = sum(_size(batch, n) for members in groups.values() for n in members)
+    saved = sum(len(batch.prompts[group]) * (len(members) - 1) for group, members in groups.items())
+    return saved > LEAST_SAVED * alone
+
+
+def with_old_logprobs(minibatch: Minibatch, old: Mapping[int, Floats]) -> Minibatch:
+    """The same microbatches with old log-probabilities: `old` has those of every sample [T], by its number."""
+    batch = minibatch.batch
+    micros = []
+    for micro in minibatch.microbatches:
+        order = torch.unique_consecutive(micro.segments).tolist()
+        micros.append(replace(micro, old_logprobs=_joined([old[n][batch.targets[n]] for n in order])))
+    return replace(minibatch, microbatches=micros)
+
+
+def _size(batch: Batch, n: int) -> int:
+    return len(batch.prompts[batch.group[n]]) + len(batch.tokens[n])
+
+
+def _units(batch: Batch, group: int, members: Sequence[int], budget: int, share: bool) -> list[Unit]:
     """One unit if the group fits and sharing is on; otherwise as few as fit."""
     units: list[Unit] = []
-    if members and not prompt:
+    prompt = batch.prompts[group]
+    if not len(prompt):
         raise ConfigError("a sample has no token before it: nothing can predict its first one; give it a prompt")
-    for member in members:
-        size = len(prompt) + len(member[1].tokens)
-        if size > budget:
+    for n in members:
+        num = len(batch.tokens[n])
+        if len(prompt) + num > budget:
             raise ConfigError(
-                f"a sample of {len(prompt)} prompt + {len(member[1].tokens)} completion tokens exceeds "
-                f"learner.token_budget = {budget}; raise it to at least {size}"
+                f"a sample of {len(prompt)} prompt + {num} completion tokens exceeds "
+                f"learner.token_budget = {budget}; raise it to at least {len(prompt) + num}"
             )
-        if share and units and units[-1].num_tokens + len(member[1].tokens) <= budget:
-            units[-1].samples.append(member)
+        if share and units and units[-1].num_tokens + num <= budget:
+            last = units[-1]
+            units[-1] = replace(last, samples=[*last.samples, n], num_tokens=last.num_tokens + num)
         else:
-            units.append(Unit(prompt=prompt, samples=[member]))
+            units.append(Unit(prompt=prompt, samples=[n], num_tokens=len(prompt) + num))
     return units
 
 
@@ -161,93 +212,71 @@ def fit(units: Sequence[Unit], budget: int) -> list[list[Unit]]:
     return bins
 
 
-def _microbatch(units: Sequence[Unit], loss_on: Provenance, group_lengths: Mapping[int, int]) -> Microbatch:
+def _microbatch(batch: Batch, units: Sequence[Unit], group_lengths: Mapping[int, int]) -> Microbatch:
     stream = _Stream()
-    chosen: list[_Chosen] = []
-    source: list[np.ndarray] = []
+    source: list[Ints] = []
+    chosen = [n for unit in units for n in unit.samples]
     for unit in units:
-        row = [_Chosen(segment, sample, _targets(sample, loss_on)) for segment, sample in unit.samples]
-        size, shared = len(unit.prompt), len(row) > 1 and any(c.num_inputs for c in row)
-        # one sample, or several without inputs of their own, are one plain sequence with the prompt
-        own = [] if shared else max((c.inputs for c in row), key=len)
-        start = stream.add(unit.prompt + own, 0)
-        for c in row:
+        size = len(unit.prompt)
+        # The last target and what follows it predict nothing: a sample of one target has no input of its own.
+        inputs = {n: batch.tokens[n][: batch.targets[n][-1]] for n in unit.samples}
+        shared = len(unit.samples) > 1 and any(map(len, inputs.values()))
+        # One sample, or several without inputs of their own, are one plain sequence with the prompt.
+        own = inputs[unit.samples[0]][:0] if shared else max(inputs.values(), key=len)
+        start = stream.add(np.concatenate([unit.prompt, own]), 0)
+        for n in unit.samples:
             first = start + size
-            if shared and c.num_inputs:
-                first = stream.add(c.inputs, size, (start, size))
-            source.append(np.where(c.at > 0, first + c.at - 1, start + size - 1))
-        chosen += row
-    num = [len(c.at) for c in chosen]
+            if shared and len(inputs[n]):
+                first = stream.add(inputs[n], size, (start, size))
+            at = batch.targets[n]
+            source.append(np.where(at > 0, first + at - 1, start + size - 1))
+    num = [len(batch.targets[n]) for n in chosen]
     return Microbatch(
         tokens=_joined(stream.tokens),
         positions=_joined(stream.positions),
         layout=Layout(spans=stream.spans, num_tokens=stream.num),
         source=_joined(source),
-        targets=_flat(chosen, lambda s: s.tokens, np.int64),
-        segments=_repeat([c.segment for c in chosen], num),
+        targets=_joined([batch.tokens[n][batch.targets[n]] for n in chosen]),
+        segments=_repeat(chosen, num),
         lengths=_repeat(num, num),
-        group_lengths=_repeat([group_lengths[c.segment] for c in chosen], num),
-        advantages=_repeat([c.sample.advantage for c in chosen], num),
-        sampler_logprobs=_flat(chosen, lambda s: s.sampler_logprobs),
-        old_logprobs=_optional(chosen, lambda s: s.old_logprobs),
-        ref_logprobs=_optional(chosen, lambda s: s.ref_logprobs),
+        group_lengths=_repeat([group_lengths[batch.group[n]] for n in chosen], num),
+        advantages=_joined([batch.advantages[n][batch.targets[n]] for n in chosen]),
+        sampler_logprobs=_joined([batch.sampler_logprobs[n][batch.targets[n]] for n in chosen]),
+        old_logprobs=_chosen(batch, batch.old_logprobs, chosen),
+        ref_logprobs=_chosen(batch, batch.ref_logprobs, chosen),
     )
-
-
-class _Chosen(NamedTuple):
-    """A sample and which of its tokens are targets."""
-
-    segment: int
-    sample: Sample
-    at: np.ndarray
-
-    @property
-    def num_inputs(self) -> int:
-        """The last target and what follows it predict nothing: a sample of one target has no input of its own."""
-        return int(self.at[-1])
-
-    @property
-    def inputs(self) -> list[int]:
-        return self.sample.tokens[: self.num_inputs]
 
 
 class _Stream:
     """Tokens end to end."""
 
     def __init__(self) -> None:
-        self.tokens: list[np.ndarray] = []
-        self.positions: list[np.ndarray] = []
+        self.tokens: list[Ints] = []
+        self.positions: list[Ints] = []
         self.spans: list[Span] = []
         self.num = 0
 
-    def add(self, tokens: list[int], position: int, prompt: tuple[int, int] | None = None) -> int:
+    def add(self, tokens: Ints, position: int, prompt: tuple[int, int] | None = None) -> int:
         """Append a span whose first token stands at `position`; returns where it begins."""
         start, length = self.num, len(tokens)
-        self.tokens.append(np.array(tokens))
+        self.tokens.append(tokens)
         self.positions.append(np.arange(position, position + length))
         self.spans.append(Span(start, length, *(prompt or (start, 0))))
         self.num += length
         return start
 
 
-def _targets(sample: Sample, loss_on: Provenance) -> np.ndarray:
-    return np.flatnonzero(np.array(sample.provenance) == int(loss_on))
-
-
-def _joined(parts: list[np.ndarray]) -> Tensor:
+def _joined(parts: Sequence[Ints] | Sequence[Floats]) -> Tensor:
     return torch.from_numpy(np.concatenate(parts))
 
 
-def _repeat(values: list[int] | list[float], counts: list[int]) -> Tensor:
+def _repeat(values: list[int], counts: list[int]) -> Tensor:
     """A sample's value for each of its tokens."""
     return torch.from_numpy(np.repeat(np.array(values), counts))
 
 
-def _flat(chosen: list[_Chosen], values: Callable[[Sample], Any], dtype: type = np.float64) -> Tensor:
-    return _joined([np.array(values(c.sample), dtype)[c.at] for c in chosen])
-
-
-def _optional(chosen: list[_Chosen], values: Callable[[Sample], Any]) -> Tensor | None:
-    present = [values(c.sample) is not None for c in chosen]
-    assert all(present) or not any(present), "some samples of a batch are annotated and some are not"
-    return _flat(chosen, values) if any(present) else None
+def _chosen(batch: Batch, values: Sequence[Floats | None], chosen: Sequence[int]) -> Tensor | None:
+    """Of these samples' targets, [N]; None where the samples have none."""
+    present = [(n, v) for n in chosen if (v := values[n]) is not None]
+    assert len(present) in (0, len(chosen)), "some samples of a batch are annotated and some are not"
+    return _joined([v[batch.targets[n]] for n, v in present]) if present else None

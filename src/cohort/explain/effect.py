@@ -18,7 +18,7 @@ from cohort.algos.aggregate import Lengths, Totals
 from cohort.algos.algorithm import Loss
 from cohort.algos.inputs import LossInputs
 from cohort.data.batch import Microbatch
-from cohort.data.pack import pack
+from cohort.data.pack import make_batch, pack
 from cohort.types import Group, Provenance, Sample
 
 CLIPPED, CORRECTED, NO_ADVANTAGE = "clipped", "sampler correction", "advantage is 0"
@@ -77,17 +77,19 @@ def step_effect(groups: Sequence[Group], algo: Loss, minibatches: int = 1, polic
     rows = iter(samples)
     same = [replace(g, samples=[next(rows) for _ in g.samples]) for g in groups]
     longest = max((len(g.prompt.tokens) + len(s.tokens) for g in same for s in g.samples), default=0)
-    for minibatch in pack(same, max(longest, _BUDGET), minibatches, share=False).minibatches:
-        totals = Totals(
-            num_tokens=minibatch.num_tokens, num_samples=minibatch.num_samples, num_prompts=minibatch.num_prompts
-        )
+    batch = make_batch(same, minibatches)
+    places = {id: place for place, id in enumerate(id for g in same for id in g.ids())}
+    for minibatch in pack(batch, max(longest, _BUDGET), share=False):
+        counts = minibatch.counts
+        totals = Totals(num_tokens=counts.num_tokens, num_samples=counts.num_samples, num_prompts=counts.num_prompts)
         for micro in minibatch.microbatches:
             weights = algo.weigh(Lengths(sample=micro.lengths, group=micro.group_lengths), totals)
             begin = 0
             # a whole sample a call: the tokens of a sequence-level loss depend on each other
             for segment, num in zip(*_runs(micro.segments), strict=True):
                 at = slice(begin, begin + num)
-                effects[segment] = _effect(samples[segment], _inputs(micro, weights, at), algo, policy)
+                place = places[batch.ids[segment]]
+                effects[place] = _effect(samples[place], _inputs(micro, weights, at), algo, policy)
                 begin += num
     found = iter(effects)
     return StepEffect(groups=[[next(found) for _ in g.samples] for g in groups], exact=exact)

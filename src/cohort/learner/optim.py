@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from functools import partial
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 
 from cohort.config.schema import OptimConfig
 from cohort.errors import RunError
-from cohort.models.functions import add_product, taken
+from cohort.models.functions import Collector, add_product
 
 
 def learning_rate(config: OptimConfig, update: int, num_updates: int) -> float:
@@ -51,19 +50,19 @@ class Optimizer:
             self.masters[name].grad = None
 
     def collect_grads(self) -> None:
-        """Move the microbatch's gradients of low-precision parameters to their masters, those that were not taken."""
+        """Move a microbatch's gradients of low-precision parameters to their masters, if they were not collected."""
         for name, p in self.params.items():
             master = self.masters[name]
             if master is not p and p.grad is not None:
                 master.grad = p.grad.float() if master.grad is None else master.grad.add_(p.grad)
                 p.grad = None
 
-    def gradients(self) -> AbstractContextManager[None]:
-        """Within, gradients of low-precision matrices are added to their masters' as they are formed: in fp32."""
-        low = {n: p for n, p in self.params.items() if p.ndim > 1 and self.masters[n] is not p}
-        return taken({p.data_ptr(): partial(self._take, n) for n, p in low.items()})
+    def collectors(self) -> dict[str, Collector]:
+        """By name of a low-precision matrix: its gradient is added to its master's as it is formed, in fp32."""
+        low = [n for n, p in self.params.items() if p.ndim > 1 and self.masters[n] is not p]
+        return {n: partial(self._collect, n) for n in low}
 
-    def _take(self, name: str, grad: Tensor, x: Tensor) -> None:
+    def _collect(self, name: str, grad: Tensor, x: Tensor) -> None:
         add_product(self._grad(name).flatten(0, -2), grad, x)
 
     def grad_of(self, param: Tensor) -> Tensor:

@@ -61,6 +61,8 @@ class ForeignConfig:
 class AutoDecoder(nn.Module):
     """tokens [T], layout -> final hidden states [T, d], by a model of transformers."""
 
+    is_native = False
+
     def __init__(self, model: Any, architecture: str) -> None:
         super().__init__()
         self.model = model
@@ -114,6 +116,14 @@ class AutoDecoder(nn.Module):
             given["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
         out = self.model.base_model(**given)
         return out.last_hidden_state, out.past_key_values if keep else None
+
+    def one_sequence(self, tokens: Tensor) -> Tensor:
+        """Final hidden states [T, d] of one sequence."""
+        return self(tokens)
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, tensor), named as the model's class names them."""
+        return iter(self.model.named_parameters())
 
     def write(self, folder: Path, dtype: torch.dtype, max_shard_bytes: int) -> None:
         """config.json and the weights, tied ones once, under the names they are published with."""

@@ -12,14 +12,16 @@ Letters: T tokens, d hidden, K KV heads, g query heads a KV head, D head size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from cohort.models.config import ModelConfig
-from cohort.models.functions import add_norm, gated, linear, rms_norm, split_rotated, wide
+from cohort.models.functions import Collector, add_norm, gated, linear, rms_norm, split_rotated, wide
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """attend(layer, q [T, K, g, D], k [T, K, D], v [T, K, D]) -> [T, K, g, D]"""
@@ -57,26 +59,30 @@ class Layer(nn.Module):
         self.gate_up_bias = nn.Parameter(torch.zeros(2, c.ff)) if c.mlp_bias else None
         self.down = nn.Parameter(torch.empty(c.hidden, c.ff))
         self.down_bias = nn.Parameter(torch.zeros(c.hidden)) if c.mlp_bias else None
+        self.collectors: dict[str, Collector] = {}  # by the name of a matrix: see `collecting`
 
     def forward(self, x: Tensor, y: Tensor | None, cos: Tensor, sin: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
         """The stream x and what is still to be added to it, before and after."""
-        T = x.shape[0]
+        T, collect = x.shape[0], self.collectors.get
         x, normed = add_norm(x, y, self.attn_norm.weight, self.attn_norm.eps)
-        qkv = linear(normed, self.qkv, self.qkv_bias).view(T, *self.shape)  # [T, K, g + 2, D]
+        qkv = linear(normed, self.qkv, self.qkv_bias, collect("qkv")).view(T, *self.shape)  # [T, K, g + 2, D]
         if self.q_norm is not None and self.k_norm is not None:
             q, k, v = qkv.split([self.shape[1] - 2, 1, 1], dim=2)
             qkv = torch.cat([self.q_norm(q), self.k_norm(k), v], dim=2)
         mixed = attend(self.index, *split_rotated(qkv, cos, sin))  # [T, K, g, D]
-        y = linear(mixed.reshape(T, -1), self.out, self.out_bias)
+        y = linear(mixed.reshape(T, -1), self.out, self.out_bias, collect("out"))
         x, normed = add_norm(x, y, self.mlp_norm.weight, self.mlp_norm.eps)
         bias = None if self.gate_up_bias is None else self.gate_up_bias.flatten()
-        return x, gated(normed, self.gate_up.flatten(0, 1), bias, self.down, self.down_bias)
+        gate_up = self.gate_up.flatten(0, 1)
+        y = gated(normed, gate_up, bias, self.down, self.down_bias, collect("gate_up"), collect("down"))
+        return x, y
 
 
 class Decoder(nn.Module):
     """tokens [T], positions [T], attend -> final hidden states [T, d]."""
 
     inv_freq: Tensor
+    is_native = True
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -109,6 +115,14 @@ class Decoder(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         return linear(hidden, self.head_weight)  # [T, vocab]
 
+    def one_sequence(self, tokens: Tensor) -> Tensor:
+        """Final hidden states [T, d] of one sequence, by plain causal attention: what packs must be equal to."""
+        return self(tokens, torch.arange(len(tokens), device=tokens.device), _causal)
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, tensor in the shape Hugging Face stores)."""
+        return ((name, hf_shaped(name, view)) for name, view in hf_views(self))
+
     def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """cos and sin, [T, 1, 1, D/2]."""
         angle = positions.to(torch.float32)[:, None] * self.inv_freq.float()
@@ -122,6 +136,35 @@ class Decoder(nn.Module):
         super()._apply(fn, recurse)
         self.inv_freq = exact.to(self.embed.device)
         return self
+
+
+def _causal(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """q [T, K, g, D], k, v [T, K, D] of one sequence."""
+    queries = q.flatten(1, 2).transpose(0, 1)[None]  # [1, H, T, D]
+    keys, values = (x.repeat_interleave(q.shape[2], 1).transpose(0, 1)[None] for x in (k, v))
+    mixed = F.scaled_dot_product_attention(queries, keys, values, is_causal=True)
+    return mixed[0].transpose(0, 1).reshape(q.shape)
+
+
+MATRICES = ("qkv", "out", "gate_up", "down")  # of a layer
+
+
+@contextmanager
+def collecting(decoder: Decoder, collectors: Mapping[str, Collector]) -> Iterator[None]:
+    """Within, matrices of layers get no gradient of their own: what it is made of goes to these.
+
+    `collectors` are named as parameters are: "layers.0.qkv".
+    """
+    for i, layer in enumerate(decoder.layers):
+        assert isinstance(layer, Layer)
+        names = {name: f"layers.{i}.{name}" for name in MATRICES}
+        layer.collectors = {short: collectors[name] for short, name in names.items() if name in collectors}
+    try:
+        yield
+    finally:
+        for layer in decoder.layers:
+            assert isinstance(layer, Layer)
+            layer.collectors = {}
 
 
 def initialise(decoder: Decoder, seed: int, std: float = 0.02) -> None:

@@ -20,16 +20,17 @@ HAS_ONEDNN = torch.backends.mkldnn.is_available() and torch.backends.cpu.get_cpu
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias):  # type: ignore[no-untyped-def]
+    def forward(ctx, x, weight, bias, collect):  # type: ignore[no-untyped-def]
         ctx.save_for_backward(x, weight)
+        ctx.collect = collect
         return product(x, weight, bias, exact=True)
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         x, weight = ctx.saved_tensors
         d_x = product(grad, weight.t()) if ctx.needs_input_grad[0] else None
-        d_weight = _weight_grad(weight, grad, x, ctx.needs_input_grad[1])
-        return d_x, d_weight, grad.sum(0) if ctx.needs_input_grad[2] else None
+        d_weight = _weight_grad(grad, x, ctx.needs_input_grad[1], ctx.collect)
+        return d_x, d_weight, grad.sum(0) if ctx.needs_input_grad[2] else None, None
 
 
 class _RmsNorm(torch.autograd.Function):
@@ -90,9 +91,10 @@ class _SplitRotated(torch.autograd.Function):
 
 class _Gated(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, gate_up, gate_up_bias, down, down_bias):  # type: ignore[no-untyped-def]
+    def forward(ctx, x, gate_up, gate_up_bias, down, down_bias, collect_gate_up, collect_down):  # type: ignore[no-untyped-def]
         both = product(x, gate_up, gate_up_bias)  # [T, 2 ff]
         ctx.save_for_backward(x, gate_up, down, both)
+        ctx.collect_gate_up, ctx.collect_down = collect_gate_up, collect_down
         return product(_opened(both), down, down_bias, exact=True)
 
     @staticmethod
@@ -100,10 +102,12 @@ class _Gated(torch.autograd.Function):
         x, gate_up, down, both = ctx.saved_tensors
         needs = ctx.needs_input_grad
         d_both, inner = _opened_backward(both, product(grad, down.t()))
-        d_down = _weight_grad(down, grad, inner, needs[3])
+        d_down = _weight_grad(grad, inner, needs[3], ctx.collect_down)
         d_x = product(d_both, gate_up.t()) if needs[0] else None
-        d_gate_up = _weight_grad(gate_up, d_both, x, needs[1])
-        return d_x, d_gate_up, d_both.sum(0) if needs[2] else None, d_down, grad.sum(0) if needs[4] else None
+        d_gate_up = _weight_grad(d_both, x, needs[1], ctx.collect_gate_up)
+        d_gate_up_bias = d_both.sum(0) if needs[2] else None
+        d_down_bias = grad.sum(0) if needs[4] else None
+        return d_x, d_gate_up, d_gate_up_bias, d_down, d_down_bias, None, None
 
 
 class _Rotate(torch.autograd.Function):
@@ -135,30 +139,14 @@ def substituted(products: Mapping[int, Product]) -> Iterator[None]:
         _substitutes = before
 
 
-Taker = Callable[[Tensor, Tensor], None]
-"""(gradient [T, n] of a product's output, its input x [T, d]): what the matrix's gradient would be made of."""
-
-_takers: Mapping[int, Taker] = {}
+Collector = Callable[[Tensor, Tensor], None]
+"""Gets (gradient [T, n] of a product's output, its input x [T, d]): what the matrix's gradient is made of."""
 
 
-@contextmanager
-def taken(takers: Mapping[int, Taker]) -> Iterator[None]:
-    """Within, the matrices at these addresses get no gradient: what it is made of goes to these.
-
-    For all threads: on a GPU it is autograd's own that runs backward.
-    """
-    global _takers
-    before, _takers = _takers, takers
-    try:
-        yield
-    finally:
-        _takers = before
-
-
-def _weight_grad(weight: Tensor, grad: Tensor, x: Tensor, needed: bool) -> Tensor | None:
-    """The gradient of a matrix [n, d] from that of its product [T, n], if it is wanted and nobody takes it."""
-    if _takers and (taker := _takers.get(weight.data_ptr())) is not None:
-        taker(grad, x)
+def _weight_grad(grad: Tensor, x: Tensor, needed: bool, collect: Collector | None) -> Tensor | None:
+    """The gradient [n, d] of a matrix from that of its product [T, n]; None where a collector gets its parts."""
+    if collect is not None:
+        collect(grad, x)
         return None
     return grad.t() @ x if needed else None
 
@@ -201,9 +189,11 @@ def wide_product(x: Tensor, weight: Tensor) -> Tensor:
     return F.linear(x.float(), weight.float())
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [T, d], weight [n, d], bias [n] -> [T, n]."""
-    return _Linear.apply(x, weight, bias) if torch.is_grad_enabled() else product(x, weight, bias, exact=True)
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, collect: Collector | None = None) -> Tensor:
+    """x [T, d], weight [n, d], bias [n] -> [T, n]. With `collect` the weight gets no gradient: see `Collector`."""
+    if not torch.is_grad_enabled():
+        return product(x, weight, bias, exact=True)
+    return _Linear.apply(x, weight, bias, collect)
 
 
 def add_norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -223,9 +213,17 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return _RmsNorm.apply(x, weight, eps)
 
 
-def gated(x: Tensor, gate_up: Tensor, gate_up_bias: Tensor | None, down: Tensor, down_bias: Tensor | None) -> Tensor:
+def gated(
+    x: Tensor,
+    gate_up: Tensor,
+    gate_up_bias: Tensor | None,
+    down: Tensor,
+    down_bias: Tensor | None,
+    collect_gate_up: Collector | None = None,
+    collect_down: Collector | None = None,
+) -> Tensor:
     """down(silu(gate(x)) * up(x)): x [T, d], gate_up [2 ff, d], down [d, ff]. Keeps [T, 2 ff], not the product."""
-    return _Gated.apply(x, gate_up, gate_up_bias, down, down_bias)
+    return _Gated.apply(x, gate_up, gate_up_bias, down, down_bias, collect_gate_up, collect_down)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from cohort.config.schema import TARGETS, LoraConfig
 from cohort.errors import ModelError, nearest
 from cohort.models.decoder import Decoder, hf_shaped, hf_views
-from cohort.models.functions import Taker, taken
+from cohort.models.functions import Collector
 from cohort.models.nf4 import quantise
 
 PIECE = 1 << 24  # entries of a matrix that are fp32 at one time: 64 MiB
@@ -94,7 +94,7 @@ class Adapters(nn.Module):
         self.layers = nn.ModuleList([nn.ModuleDict() for _ in decoder.layers])
         self.by_name: dict[str, Adapter] = {}  # "model.layers.0.self_attn.q_proj"
         generator = torch.Generator().manual_seed(seed)  # on the CPU: the same numbers for every device
-        parts: dict[int, list[Taker]] = {}
+        parts: dict[str, list[Collector]] = {}  # by the name of the stored matrix
         views = dict(hf_views(decoder))
         for name, matrix, rows in _places(decoder):
             target = name.split(".")[-2]
@@ -105,8 +105,8 @@ class Adapters(nn.Module):
             assert isinstance(layer, nn.ModuleDict)
             layer[target] = adapter
             self.by_name[name.removesuffix(".weight")] = adapter
-            parts.setdefault(matrix.data_ptr(), []).append(_part(adapter, rows))
-        self._takers = {address: _each(takers) for address, takers in parts.items()}
+            parts.setdefault(matrix, []).append(_part(adapter, rows))
+        self._collectors = {matrix: _each(collectors) for matrix, collectors in parts.items()}
         self._start: dict[str, tuple[Tensor, Tensor]] = {}
         if start is None:
             self.merge()
@@ -122,9 +122,9 @@ class Adapters(nn.Module):
     def base_bytes(self) -> int:
         return sum(adapter.base.num_bytes for adapter in self.by_name.values())
 
-    def gradients(self) -> AbstractContextManager[None]:
-        """Within, a backward through the decoder adds to the gradients of A and B."""
-        return taken(self._takers)
+    def collectors(self) -> dict[str, Collector]:
+        """For the decoder's matrices, by name: what their gradients are made of goes into those of A and B."""
+        return self._collectors
 
     def tensors(self) -> dict[str, Tensor]:
         """A and B of every matrix, under the names that PEFT gives them."""
@@ -169,8 +169,9 @@ class Adapters(nn.Module):
             self.merge()
 
 
-def _places(decoder: Decoder) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """(Hugging Face name, the stored matrix it is a part of, its rows there)."""
+def _places(decoder: Decoder) -> Iterator[tuple[str, str, Tensor]]:
+    """(Hugging Face name, the name of the stored matrix it is a part of, its rows there)."""
+    stored = {p: name for name, p in decoder.named_parameters()}
     last: list[nn.Parameter] = []
 
     def rows(p: nn.Parameter) -> Tensor:
@@ -178,11 +179,11 @@ def _places(decoder: Decoder) -> Iterator[tuple[str, Tensor, Tensor]]:
         return torch.arange(p.numel() // p.shape[-1]).view(*p.shape[:-1], 1).expand(p.shape)
 
     for name, view in hf_views(decoder, of=rows):
-        yield name, last[0], view[..., 0].flatten()
+        yield name, stored[last[0]], view[..., 0].flatten()
 
 
-def _part(adapter: Adapter, rows: Tensor) -> Taker:
-    """Takes for an adapter what concerns its rows of a matrix."""
+def _part(adapter: Adapter, rows: Tensor) -> Collector:
+    """Collects for an adapter what concerns its rows of a matrix."""
     start, stop = int(rows[0]), int(rows[-1]) + 1
     if len(rows) == stop - start:  # side by side: no copy
         return lambda grad, x: adapter.add_gradient(grad[:, start:stop], x)
@@ -190,9 +191,9 @@ def _part(adapter: Adapter, rows: Tensor) -> Taker:
     return lambda grad, x: adapter.add_gradient(grad.index_select(1, rows), x)
 
 
-def _each(takers: Sequence[Taker]) -> Taker:
-    def take(grad: Tensor, x: Tensor) -> None:
-        for taker in takers:
-            taker(grad, x)
+def _each(collectors: Sequence[Collector]) -> Collector:
+    def collect(grad: Tensor, x: Tensor) -> None:
+        for one in collectors:
+            one(grad, x)
 
-    return take
+    return collect

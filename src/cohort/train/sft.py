@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from cohort.algos.imitation import Imitation
 from cohort.data.batch import Batch
-from cohort.data.pack import pack
+from cohort.data.pack import make_batch
 from cohort.learner.base import Learner
 from cohort.types import Finish, Group, Prompt, Provenance, Sample
 
@@ -18,20 +18,26 @@ def sft(learner: Learner, batches: Iterable[Batch], report: Callable[[int, dict[
     """One update per batch until they are used up."""
     loss = Imitation()
     for step, batch in enumerate(batches):
-        report(step, learner.update(batch, loss))
+        report(step, learner.update(batch, loss).metrics)
 
 
-def pack_examples(examples: Iterable[Example], token_budget: int) -> Batch:
-    """Examples -> one optimizer step. Pure and picklable, so that other processes can pack ahead."""
-    groups = [as_group(tokens, provenance) for tokens, provenance in examples]
-    return pack(groups, token_budget, loss_on=Provenance.TARGET)
+def batch_of(examples: Iterable[Example]) -> Batch:
+    """Examples -> one optimizer step: plain arrays, which other processes can make ahead."""
+    groups = [as_group(str(n), tokens, provenance) for n, (tokens, provenance) in enumerate(examples)]
+    return make_batch(groups, loss_on=Provenance.TARGET)
 
 
-def as_group(tokens: Sequence[int], provenance: Sequence[int]) -> Group:
+def as_group(id: str, tokens: Sequence[int], provenance: Sequence[int]) -> Group:
     """An example as a group of one: what precedes the first target is the prompt."""
     first = next((i for i, p in enumerate(provenance) if p == Provenance.TARGET), len(tokens))
     prompt = Prompt(
-        task="", id="", visit=0, row={}, messages=[], tokens=list(tokens[:first]), provenance=list(provenance[:first])
+        task="sft",
+        id=id,
+        visit=0,
+        row={},
+        messages=[],
+        tokens=list(tokens[:first]),
+        provenance=list(provenance[:first]),
     )
     rest = len(tokens) - first
     sample = Sample(

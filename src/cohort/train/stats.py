@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from cohort.algos.account import account
-from cohort.data.batch import Batch
 from cohort.logs.view import Showcase
 from cohort.types import Group, Sample
+from cohort.world import ONE_PROCESS, World
 
 
 @dataclass(kw_only=True, slots=True)
@@ -20,16 +21,24 @@ class StepStats:
     metrics: dict[str, float] = field(default_factory=dict)
 
 
-def step_stats(groups: Sequence[Group], batch: Batch, update: Mapping[str, float]) -> StepStats:
-    """Rewards and lengths of the rollout, fates of groups and samples, shape of the packs, the learner's update."""
-    micros = [m for minibatch in batch.minibatches for m in minibatch.microbatches]
-    packs = {"pack/microbatches": float(len(micros)), "pack/tokens": float(sum(len(m.tokens) for m in micros))}
+def step_stats(groups: Sequence[Group], update: Mapping[str, float], world: World = ONE_PROCESS) -> StepStats:
+    """Rewards and lengths of the rollouts of all ranks, fates of groups and samples, and the learner's metrics."""
+    if world.size > 1:
+        groups = [group for part in world.gather([_light(g) for g in groups]) for group in part]
     fresh, ages = [g for g in groups if not g.reused], [g.reused for g in groups if g.reused]
     reused = {"replay/groups": float(len(ages)), "replay/age": _mean(ages), "replay/age_max": max(ages)} if ages else {}
-    metrics = {**rollout_metrics(fresh), **account(fresh), **packs, **reused, **update}
+    metrics = {**rollout_metrics(fresh), **account(fresh), **reused, **update}
     if "importance/square" in update:  # how many samples of equal weight these are worth
         metrics["importance/ess"] = update["importance/mean"] ** 2 / max(update["importance/square"], 1e-300)
     return StepStats(metrics=metrics)
+
+
+def _light(group: Group) -> Group:
+    """Without what no metric reads: what ranks tell each other."""
+    prompt = replace(group.prompt, row={}, messages=[], provenance=[], forced_text="")
+    dropped: dict[str, Any] = {"tokens": [], "sampler_logprobs": [], "old_logprobs": None, "ref_logprobs": None}
+    samples = [replace(s, **dropped, token_advantages=None, text="", reason="") for s in group.samples]
+    return replace(group, prompt=prompt, samples=samples)
 
 
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
