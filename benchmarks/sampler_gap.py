@@ -56,6 +56,7 @@ def cohort_side(job: Job) -> list[float]:
     from cohort.engines.native import native_engine
     from cohort.learner.local import LocalLearner
     from cohort.models.files import load_folder
+    from cohort.train.rl import annotate
     from cohort.types import Group, Key, Prompt, Provenance, Sampling
 
     decoder = load_folder(job.folder, torch.bfloat16).decoder.to(device())
@@ -87,7 +88,7 @@ def cohort_side(job: Job) -> list[float]:
         for p, tokens in enumerate(job.prompts)
     ]
     learner = LocalLearner(decoder, LearnerConfig(token_budget=4096), OptimConfig(), num_updates=1)
-    learner.annotate(groups, ["old"])
+    annotate(learner, groups, ["old"])
     return [
         abs(a - b)
         for group in groups

@@ -14,7 +14,7 @@ from cohort import build
 from cohort.algos.algorithm import Loss
 from cohort.build import Parts
 from cohort.config.schema import BatchConfig, EvalConfig, LearnerConfig, RunConfig, SamplingConfig
-from cohort.data.batch import Batch, Microbatch
+from cohort.data.batch import Microbatch
 from cohort.learner.local import LocalLearner
 from cohort.recipes.tiny import quickstart
 from cohort.tasks.arithmetic import Arithmetic
@@ -22,6 +22,7 @@ from cohort.train.replay import Replay
 from cohort.train.rl import train
 from cohort.train.stats import StepStats
 from cohort.types import Answer, Group, Outcome, Row
+from tests.support import Packed
 
 
 def small_run(**changes: Any) -> RunConfig:
@@ -108,7 +109,7 @@ class Grader:
         return held
 
 
-def gradient_rows(learner: LocalLearner, batch: Batch, loss: Loss) -> list[tuple[Microbatch, set[int]]]:
+def gradient_rows(learner: LocalLearner, batch: Packed, loss: Loss) -> list[tuple[Microbatch, set[int]]]:
     """Each microbatch with the rows of its final hidden states that got a gradient: the predictions the loss used."""
     seen: list[Any] = []
 

@@ -10,6 +10,7 @@ import torch
 from cohort.config.schema import EvalConfig, ThinkAgain
 from cohort.engines.rollout import roll
 from cohort.errors import ConfigError
+from cohort.train.rl import annotate
 from cohort.types import Finish, Provenance
 from tests.runs import assembled, gradient_rows, run_steps, small_run
 from tests.support import packed
@@ -22,7 +23,7 @@ AGAIN = ThinkAgain(attempts=2, below=10.0, max_tokens=12, words=WORDS)
 def rolled():
     with assembled(small_run(turns=AGAIN)) as parts:
         groups = roll(parts.engine, parts.tasks, parts.tasks.stream.next(4), 3)
-        parts.learner.annotate(groups, ["old"])
+        annotate(parts.learner, groups, ["old"])
         yield parts, groups
 
 

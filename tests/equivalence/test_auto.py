@@ -22,6 +22,7 @@ from cohort.models.auto import AnyDecoder, AutoDecoder, foreign_decoder
 from cohort.models.catalog import resolve
 from cohort.models.decoder import Decoder, hf_shaped, hf_views
 from cohort.models.files import load_folder, read_config, stored_tensors
+from cohort.train.rl import annotate
 from cohort.types import Group, Key, Sample, Sampling
 from tests.conformance import Same, spell
 from tests.foreign import FAMILIES, folder_of, foreign, plain_logprobs
@@ -52,7 +53,7 @@ def groups_of(longest: int = 9) -> list[Group]:
 
 
 def gradient(learner: LocalLearner, groups: list[Group], algo) -> dict[str, Tensor]:
-    learner.annotate(groups, algo.needs() | {"old"})
+    annotate(learner, groups, algo.needs() | {"old"})
     batch = packed(groups, learner.token_budget, share=learner.config.prefix_sharing)
     learner.forward_backward(batch.minibatches[0], algo)
     return {n: m.grad.clone() for n, m in learner.optimizer.masters.items() if m.grad is not None}
@@ -96,7 +97,7 @@ def test_4_3_packed_padded_shared_and_alone_have_the_same_logprobs(folders, fami
     decoder, groups = foreign(folders[family], dtype), groups_of()
     expected = [plain_logprobs(decoder.model, g.prompt.tokens, s.tokens) for g in groups for s in g.samples]
     for budget, share in ((1000, True), (1000, False), (40, True), (17, False)):
-        learner_of(decoder, budget, share).annotate(groups, {"old"})
+        annotate(learner_of(decoder, budget, share), groups, {"old"})
         for s, logprobs in zip((s for g in groups for s in g.samples), expected, strict=True):
             gap = (torch.tensor(s.old_logprobs, dtype=dtype) - logprobs).abs()
             assert gap.max() <= TOLERANCE[dtype], (budget, share, len(s.tokens))
@@ -143,7 +144,7 @@ def test_4_5_ratio_is_exactly_one_before_the_first_update(folders):
     assert decoder.train().training is False and not any(m.training for m in decoder.modules())
     algo, learner = build_algorithm(GRPO(), 16), learner_of(decoder)
     groups = groups_of()
-    learner.annotate(groups, {"old"})
+    annotate(learner, groups, {"old"})
     metrics = learner.forward_backward(packed(groups, 1000).minibatches[0], algo).tally.to_metrics()
     assert metrics["ratio/min"] == metrics["ratio/max"] == 1.0
 
@@ -201,7 +202,7 @@ def test_engine_and_learner_agree(folders, family):
     decoder, requests = foreign(folders[family]), load_requests()
     samples = run(decoder, requests, slots=7)
     groups = [make_group(r.tokens, [samples[r.id]], id=r.id) for r in requests]
-    learner_of(decoder, budget=200).annotate(groups, {"old"})
+    annotate(learner_of(decoder, budget=200), groups, {"old"})
     drawn = [s for g in groups for s in g.samples]
     a = torch.tensor([x for s in drawn for x in s.sampler_logprobs])
     b = torch.tensor([x for s in drawn for x in s.old_logprobs or []])

@@ -28,6 +28,7 @@ from cohort.fates import Fate
 from cohort.learner.local import LocalLearner
 from cohort.models.catalog import pull
 from cohort.store.reader import Reader
+from cohort.train.rl import annotate, record
 from cohort.types import Group, Provenance
 from tests.runs import assembled, preserved, run_steps, small_run
 from tests.support import make_group, make_sample, naive_logprobs, one_sequence, packed, random_groups, small_decoder
@@ -105,7 +106,7 @@ def learner_for(decoder, budget=512, share=True, **config) -> LocalLearner:
 
 def gradient(model: Bench, groups: list[Group], algo, budget: int, share: bool):
     learner = learner_for(model.decoder, budget, share)
-    tally = learner.forward_backward(packed(groups, budget, share=share).minibatches[0], algo)
+    tally = learner.forward_backward(packed(groups, budget, share=share).minibatches[0], algo).tally
     return {n: m.grad.clone() for n, m in learner.optimizer.masters.items()}, tally.to_metrics()
 
 
@@ -119,8 +120,8 @@ def test_4_3_logprobs_of_real_samples_equal_one_sequence_at_a_time(model):
     for budget, share in PACKS:
         groups = model.fresh()
         for g in groups:
-            g.excluded = ""
-        learner_for(model.decoder, budget, share).annotate(groups, {"old"})
+            g.excluded = Fate.TRAINED
+        annotate(learner_for(model.decoder, budget, share), groups, {"old"})
         got = [torch.tensor(s.old_logprobs, dtype=torch.float64) for g in groups for s in g.samples]
         model.check(torch.cat(got), torch.cat(expected))
         firsts = torch.stack([lp[0] for lp in got])  # of every sibling: predicted at the shared prompt's last token
@@ -132,8 +133,8 @@ def test_4_3_sampler_logprobs_equal_the_learners(model):
     """The engine decodes with a cache and a shared prompt; the learner reads the whole sequence at once."""
     groups = model.fresh()
     for g in groups:
-        g.excluded = ""
-    learner_for(model.decoder).annotate(groups, {"old"})
+        g.excluded = Fate.TRAINED
+    annotate(learner_for(model.decoder), groups, {"old"})
     samples = [s for g in groups for s in g.samples]
     sampler, learner = (
         torch.tensor([lp for s in samples for lp in getattr(s, name)], dtype=torch.float64)
@@ -153,13 +154,13 @@ def test_4_3_annotations_stand_where_their_tokens_do():
     learner = LocalLearner(decoder, LearnerConfig(), OptimConfig(), num_updates=1, reference=reference)
     turns = make_sample([7, 8, 20, 21, 9, 2], [S, S, E, E, S, S])
     groups = [make_group([5, 6], [make_sample([3, 2]), turns, make_sample([], [])])]
-    learner.annotate(groups, {"old", "ref"})
+    annotate(learner, groups, {"old", "ref"})
     for values, of in ((turns.old_logprobs, decoder), (turns.ref_logprobs, reference)):
         expected = naive_logprobs(of, [5, 6], turns.tokens) * torch.tensor([1.0, 1.0, 0.0, 0.0, 1.0, 1.0])
         assert values == pytest.approx(expected.tolist(), abs=1e-10)
     assert groups[0].samples[2].old_logprobs is None  # nothing was said
     with pytest.raises(AssertionError, match="reference"):
-        learner_for(decoder).annotate(groups, {"ref"})
+        annotate(learner_for(decoder), groups, {"ref"})
 
 
 def test_4_3_gradients_of_real_samples_equal_one_sequence_at_a_time(model):
@@ -209,9 +210,9 @@ def test_4_5_ratio_is_exactly_one_before_anything_has_moved(epochs, minibatches,
         whole = made.learner.forward_backward
 
         def watched(minibatch, algo):
-            tally = whole(minibatch, algo)
-            ratios.append(tally.to_metrics())
-            return tally
+            result = whole(minibatch, algo)
+            ratios.append(result.tally.to_metrics())
+            return result
 
         monkeypatch.setattr(made.learner, "forward_backward", watched)
         steps = run_steps(made, 2)
@@ -242,8 +243,8 @@ def test_4_4_the_whole_loss_written_out(estimator):
     algo, groups = build_algorithm(config, 16), random_groups()
     optim = OptimConfig(lr=1e-2)
     learner = LocalLearner(decoder, LearnerConfig(), optim, num_updates=9, temperature=TEMPERATURE, reference=reference)
-    learner.annotate(groups, algo.needs() | {"old"})
-    learner.update(make_batch(groups), algo)
+    annotate(learner, groups, algo.needs() | {"old"})
+    record(groups, learner.update(make_batch(groups), algo))
     learner.forward_backward(packed(groups, 60).minibatches[0], algo)
     got = {n: m.grad.clone() for n, m in learner.optimizer.masters.items()}
     decoder.zero_grad()
@@ -271,7 +272,7 @@ def test_4_5_old_logprobs_of_another_moment_are_used(tiny):
     """Only weights that have not moved since the annotation make the ratio 1 by definition."""
     learner, groups = learner_for(tiny.decoder), tiny.fresh()
     learner.update_index = 3
-    learner.annotate(groups, {"old"})
+    annotate(learner, groups, {"old"})
     for s in (s for g in groups for s in g.samples):
         if s.old_logprobs is not None:
             s.old_logprobs = [lp - 0.1 for lp in s.old_logprobs]

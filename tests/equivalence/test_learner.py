@@ -16,8 +16,10 @@ from cohort.data.pack import make_batch
 from cohort.errors import TrainingStopped
 from cohort.fates import Fate
 from cohort.learner import local
+from cohort.learner.backend import FusedBackend
 from cohort.learner.local import LocalLearner
 from cohort.learner.optim import learning_rate
+from cohort.train.rl import annotate, record
 from cohort.types import Finish, Provenance
 from cohort.world import World
 from tests.support import (
@@ -41,10 +43,10 @@ def learner_for(decoder, budget=1000, share=True, reference=None, optim=None, **
 
 def gradient(decoder, groups, algo, budget=1000, share=True, reference=None):
     learner = learner_for(decoder, budget, share, reference)
-    learner.annotate(groups, algo.needs() | {"old"})
+    annotate(learner, groups, algo.needs() | {"old"})
     batch = packed(groups, budget, share=share)
     assert len(batch.minibatches) == 1
-    tally = learner.forward_backward(batch.minibatches[0], algo)
+    tally = learner.forward_backward(batch.minibatches[0], algo).tally
     return {n: m.grad.clone() for n, m in learner.optimizer.masters.items()}, tally.to_metrics()
 
 
@@ -114,7 +116,7 @@ def test_4_5_ratio_is_exactly_one_before_the_first_update():
     for needs in (set(), {"old"}):  # detached current log-probabilities, and annotated ones through the same packs
         groups = random_groups()
         learner = learner_for(decoder)
-        learner.annotate(groups, needs)
+        annotate(learner, groups, needs)
         metrics = learner.forward_backward(packed(groups, 1000).minibatches[0], algo).tally.to_metrics()
         assert metrics["ratio/min"] == metrics["ratio/max"] == 1.0
 
@@ -123,7 +125,7 @@ def test_4_5_the_learner_divides_by_the_sampling_temperature():
     decoder = small_decoder(torch.float64)
     groups = random_groups(num_groups=1, group_size=2)
     learner = LocalLearner(decoder, LearnerConfig(), OptimConfig(), num_updates=1, temperature=0.5)
-    learner.annotate(groups, {"old"})
+    annotate(learner, groups, {"old"})
     expected = naive_logprobs(decoder, groups[0].prompt.tokens, groups[0].samples[0].tokens, 0.5)
     torch.testing.assert_close(torch.tensor(groups[0].samples[0].old_logprobs, dtype=torch.float64), expected)
 
@@ -173,12 +175,12 @@ def test_4_8_constant_rewards_give_exactly_zero_gradient_and_no_optimizer_step(r
     learner.update(make_batch(warm), algo)  # so that momentum could move the weights
     before = {n: p.detach().clone() for n, p in decoder.named_parameters()}
     batch = packed(algo.advantages(groups), 1000)
-    metrics = learner.update(batch, algo)
+    metrics = learner.update(batch.batch, algo).metrics
     assert metrics["updates/no_signal"] == 1.0 and metrics["grad_norm"] == 0.0
     assert batch.counts == {"no_signal": 8}
     assert all(torch.equal(p, before[n]) for n, p in decoder.named_parameters())
     for g in groups:  # packed in spite of it, the gradient is still exactly zero
-        g.excluded = ""
+        g.excluded = Fate.TRAINED
     learner.forward_backward(packed(groups, 1000).minibatches[0], algo)
     assert all(not g.any() for g in learner.optimizer.grads())
 
@@ -213,7 +215,7 @@ def test_non_finite_gradients_are_skipped_counted_and_finally_stop_the_run(monke
     bad = random_groups()
     bad[0].samples[0].advantage = float("inf")
     before = decoder.embed.detach().clone()
-    assert learner.update(make_batch(bad), algo)["updates/bad"] == 1.0
+    assert learner.update(make_batch(bad), algo).metrics["updates/bad"] == 1.0
     assert torch.equal(decoder.embed, before)
     with pytest.raises(TrainingStopped, match="2 updates in a row had non-finite"):
         learner.update(make_batch(bad), algo)
@@ -226,7 +228,7 @@ def test_warm_up_reaches_the_optimizer():
         decoder = small_decoder()
         before = decoder.norm.weight.detach().clone()
         learner = learner_for(decoder, optim=OptimConfig(lr=1e-3, warmup=warmup))
-        metrics = learner.update(make_batch(random_groups()), build_algorithm(GRPO(), 16))
+        metrics = learner.update(make_batch(random_groups()), build_algorithm(GRPO(), 16)).metrics
         moved[warmup] = (decoder.norm.weight - before).abs().max().item()
         assert metrics["lr"] == learning_rate(learner.optim, 0, 10)
     assert moved[10] == pytest.approx(moved[0] / 10, rel=1e-3)
@@ -252,8 +254,8 @@ def test_state_round_trip_continues_bit_for_bit():
 
     def step(learner, seed):
         groups = random_groups(seed=seed, num_groups=4)
-        learner.annotate(groups, algo.needs() | {"old"})
-        return learner.update(packed(groups, 1000, minibatches=2), algo)
+        annotate(learner, groups, algo.needs() | {"old"})
+        return learner.update(make_batch(groups, minibatches=2), algo).metrics
 
     whole = fresh()
     for seed in range(4):
@@ -279,10 +281,13 @@ def test_4_5_later_updates_compare_with_the_policy_of_the_beginning(config, epoc
     algo, weights, found = build_algorithm(config, 16), [], []
     for asked in (False, True):
         groups = random_groups(num_groups=6)
-        learner = learner_for(small_decoder(torch.float64), epochs=epochs, minibatches=minibatches)
+        learner = learner_for(small_decoder(torch.float64), budget=40, epochs=epochs, minibatches=minibatches)
         if asked:
-            learner.annotate(groups, {"old"})
-        found.append(learner.update(packed(groups, 40, minibatches=minibatches), algo))
+            annotate(learner, groups, {"old"})
+        update = learner.update(make_batch(groups, minibatches), algo)
+        assert sorted(update.old.ids) == ([] if asked else sorted(id for g in groups for id in g.ids()))
+        record(groups, update)
+        found.append(update.metrics)
         weights.append({name: p.detach().clone() for name, p in learner.decoder.named_parameters()})
         assert all(s.old_logprobs is not None for g in groups for s in g.samples)
     assert found[0]["ratio/min"] < 0.99 and found[0]["ratio/max"] > 1.01
@@ -296,17 +301,17 @@ def test_4_5_later_updates_compare_with_the_policy_of_the_beginning(config, epoc
 def test_a_pass_for_old_logprobs_is_made_of_later_minibatches_alone(epochs, minibatches, parts, monkeypatch):
     """The first sees the weights unmoved, a group without signal is in none."""
     seen = []
-    logprobs = LocalLearner._logprobs
-    watched = lambda self, decoder, micro: (seen.append(len(micro.targets)), logprobs(self, decoder, micro))[1]  # noqa: E731
-    monkeypatch.setattr(LocalLearner, "_logprobs", watched)
-    trained, backward = [], LocalLearner._backward
+    logprobs = FusedBackend.logprobs
+    watched = lambda self, micro, *rest: (seen.append(len(micro.targets)), logprobs(self, micro, *rest))[1]  # noqa: E731
+    monkeypatch.setattr(FusedBackend, "logprobs", watched)
+    trained, backward = [], FusedBackend.backward
     noted = lambda self, micro, *rest: (trained.append(micro.tokens), backward(self, micro, *rest))[1]  # noqa: E731
-    monkeypatch.setattr(LocalLearner, "_backward", noted)
+    monkeypatch.setattr(FusedBackend, "backward", noted)
     groups = random_groups(num_groups=6)
     groups[1].excluded = Fate.CONSTANT_REWARD
     batch = packed(groups, 1000, minibatches=minibatches)
     learner = learner_for(small_decoder(), epochs=epochs, minibatches=minibatches)
-    learner.update(batch, build_algorithm(GRPO(), 16))
+    record(groups, learner.update(batch.batch, build_algorithm(GRPO(), 16)))
     later = [sum(len(m.targets) for m in part.microbatches) for part in batch.minibatches[1:]]
     assert seen == later and len(seen) == parts
     assert all(s.old_logprobs is None for s in groups[1].samples)
@@ -318,8 +323,8 @@ def test_failed_samples_are_in_no_denominator():
     groups = random_groups(num_groups=1, group_size=3)
     groups[0].samples[0] = dataclasses.replace(groups[0].samples[0], failure="worker died")
     minibatch = packed(groups, 100).minibatches[0]
-    assert minibatch.num_samples == 2
-    assert minibatch.num_tokens == sum(len(s.tokens) for s in groups[0].samples[1:])
+    assert minibatch.counts.num_samples == 2
+    assert minibatch.counts.num_tokens == sum(len(s.tokens) for s in groups[0].samples[1:])
 
 
 def test_in_bf16_the_residual_stream_is_fp32():
@@ -361,7 +366,7 @@ def one_update(groups, decoder, token_budget=1000, recompute=False, refuse_above
     """Gradients of a GRPO minibatch; microbatches above `refuse_above` tokens find no memory."""
     learner = LocalLearner(decoder, LearnerConfig(token_budget=token_budget), OptimConfig(), num_updates=1)
     decoder.recompute = recompute
-    backward, refused = learner._backward, []
+    backward, refused = learner.backend.backward, []
 
     def scarce(micro, *rest):
         if refuse_above is not None and len(micro.tokens) > refuse_above:
@@ -369,10 +374,10 @@ def one_update(groups, decoder, token_budget=1000, recompute=False, refuse_above
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore lines.")
         return backward(micro, *rest)
 
-    learner._backward = scarce
+    learner.backend.backward = scarce
     learner.world = CountingWorld()
     minibatch = packed(groups, learner.token_budget).minibatches[0]
-    tally = learner.forward_backward(minibatch, build_algorithm(GRPO(), 16))
+    tally = learner.forward_backward(minibatch, build_algorithm(GRPO(), 16)).tally
     return learner, {n: m.grad.clone() for n, m in learner.optimizer.masters.items()}, tally, refused
 
 
@@ -383,15 +388,15 @@ def test_recomputed_activations_change_no_bit():
     assert all(torch.equal(kept[name], again[name]) for name in kept)
 
 
-def test_out_of_memory_starts_the_update_again_in_smaller_microbatches(caplog):
+def test_out_of_memory_starts_the_update_again_in_smaller_microbatches():
     groups = random_groups(num_groups=6)
     _, expected, tally, _ = one_update(groups, small_decoder(torch.float64))
-    with caplog.at_level("WARNING", logger="cohort"):
-        learner, got, got_tally, refused = one_update(groups, small_decoder(torch.float64), refuse_above=50)
+    learner, got, got_tally, refused = one_update(groups, small_decoder(torch.float64), refuse_above=50)
     assert refused and refused[0] > 50, "memory was not short"
     assert learner.token_budget <= refused[0] // 2
     assert learner.world.num_sums == 1, "other ranks do not start again"
-    assert f"instead of {refused[0]} tokens a microbatch" in caplog.text
+    told = learner.update(make_batch([]), build_algorithm(GRPO(), 16)).notices  # what an update has to tell
+    assert [level for level, text in told if f"instead of {refused[0]} tokens a microbatch" in text] == ["warning"]
     for name, grad in expected.items():
         torch.testing.assert_close(got[name], grad, atol=1e-12, rtol=1e-9)
     assert got_tally.to_metrics()["tokens"] == tally.to_metrics()["tokens"], "half an attempt was counted"

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from cohort.config.schema import TARGETS, LoraConfig
 from cohort.errors import ModelError
-from cohort.models.decoder import Decoder, hf_shaped, hf_views
+from cohort.models.decoder import Decoder, collecting, hf_shaped, hf_views
 from cohort.models.lora import Adapters
 from tests.support import one_sequence, small_decoder
 
@@ -57,14 +57,14 @@ def apart(monkeypatch: pytest.MonkeyPatch, decoder: Decoder, base: Decoder, adap
             matrix = getattr(base.layers[i], part).detach().flatten(0, -2)
             known[getattr(layer, part).data_ptr()] = (matrix, here)
 
-    def linear(x, weight, bias=None):
+    def linear(x, weight, bias=None, collect=None):
         matrix, here = known[weight.data_ptr()]
         y = F.linear(x, matrix, bias)
         for rows, adapter in here:
             y = y.index_add(1, rows, adapter.scale * (x @ adapter.A.t()) @ adapter.B.t())
         return y
 
-    def gated(x, gate_up, gate_up_bias, down, down_bias):
+    def gated(x, gate_up, gate_up_bias, down, down_bias, *collectors):
         gate, up = linear(x, gate_up, gate_up_bias).chunk(2, dim=-1)
         return linear(F.silu(gate) * up, down, down_bias)
 
@@ -91,7 +91,7 @@ def test_forward_and_gradients_are_those_of_adapters_apart(monkeypatch, shape, d
             dict(base.named_parameters())[name].data.copy_(p.data)
     adapters = Adapters(decoder, LORA)
     stir(adapters)
-    with adapters.gradients():
+    with collecting(decoder, adapters.collectors()):
         merged, got = hidden_and_gradients(decoder, adapters)
     assert len(got) == 2 * len(TARGETS) * 2
     assert all(p.grad is None for p in decoder.parameters())
@@ -111,7 +111,7 @@ def test_each_target_alone(monkeypatch, target):
     stir(adapters)
     for (name, mine), (_, before) in zip(hf_views(decoder), hf_views(base), strict=True):
         assert torch.equal(mine, before) == (f".{target}." not in name), name
-    with adapters.gradients():
+    with collecting(decoder, adapters.collectors()):
         merged, got = hidden_and_gradients(decoder, adapters)
     assert sorted(got) == [f"layers.{i}.{target}.{x}" for i in range(2) for x in "AB"]
     apart(monkeypatch, decoder, base, adapters)
@@ -124,7 +124,7 @@ def test_gradients_add_up():
     decoder = small_decoder(torch.float64)
     adapters = Adapters(decoder, LORA)
     stir(adapters)
-    with adapters.gradients():
+    with collecting(decoder, adapters.collectors()):
         _, once = hidden_and_gradients(decoder, adapters)
         embedded = decoder.embed.detach().index_select(0, TOKENS).requires_grad_()
         hidden = decoder(TOKENS, torch.arange(len(TOKENS)), one_sequence(), embedded)
@@ -182,7 +182,7 @@ def test_computed_twice_layers_give_their_gradients_once():
     decoder = small_decoder(torch.float64)
     adapters = Adapters(decoder, LORA)
     stir(adapters)
-    with adapters.gradients():
+    with collecting(decoder, adapters.collectors()):
         hidden, expected = hidden_and_gradients(decoder, adapters)
         decoder.recompute = True
         again, got = hidden_and_gradients(decoder, adapters)

@@ -16,6 +16,7 @@ from cohort.learner.local import LocalLearner
 from cohort.models.decoder import hf_shaped, hf_views
 from cohort.models.lora import Adapters
 from cohort.recipes.tiny import tiny_lora
+from cohort.train.rl import annotate
 from tests.runs import assembled, run_steps, small_run
 from tests.support import packed, random_groups, small_decoder
 
@@ -35,8 +36,8 @@ def made(decoder, lora=LORA, budget=1000, **optim):
 
 
 def gradient(learner, groups, algo, budget=1000, share=True):
-    learner.annotate(groups, algo.needs() | {"old"})
-    tally = learner.forward_backward(packed(groups, budget, share=share).minibatches[0], algo)
+    annotate(learner, groups, algo.needs() | {"old"})
+    tally = learner.forward_backward(packed(groups, budget, share=share).minibatches[0], algo).tally
     return {n: m.grad.clone() for n, m in learner.optimizer.masters.items()}, tally.to_metrics()
 
 
@@ -97,8 +98,8 @@ def test_the_reference_is_the_decoder_without_adapters():
     merged = [p.clone() for p in learner.decoder.parameters()]
     frozen = LocalLearner(base, LearnerConfig(), OptimConfig(), num_updates=1, reference=copy.deepcopy(base))
     ours, theirs = random_groups(), random_groups()
-    learner.annotate(ours, {"old", "ref"})
-    frozen.annotate(theirs, {"ref"})
+    annotate(learner, ours, {"old", "ref"})
+    annotate(frozen, theirs, {"ref"})
     for a, b in zip(ours, theirs, strict=True):
         for s, t in zip(a.samples, b.samples, strict=True):
             assert s.ref_logprobs == t.ref_logprobs and s.ref_logprobs != s.old_logprobs
@@ -126,7 +127,7 @@ def test_a_step_moves_the_targets_by_their_factors_and_nothing_else(dtype):
     learner = made(decoder, LoraConfig(rank=2, targets=("q_proj", "down_proj")), budget=24)
     addresses = [p.data_ptr() for p in decoder.parameters()]
     before = {n: p.detach().clone() for n, p in decoder.named_parameters()}
-    metrics = learner.update(make_batch(random_groups()), build_algorithm(GRPO(), 16))
+    metrics = learner.update(make_batch(random_groups()), build_algorithm(GRPO(), 16)).metrics
     assert metrics["updates/done"] == 1.0
     moved = {n for n, p in decoder.named_parameters() if not torch.equal(p, before[n])}
     assert moved == {f"layers.{i}.{m}" for i in range(2) for m in ("qkv", "down")}
@@ -161,7 +162,7 @@ def test_a_step_without_signal_moves_nothing():
     groups = random_groups()
     for sample in (s for g in groups for s in g.samples):
         sample.advantage = 0.0
-    metrics = learner.update(make_batch(groups), algo)
+    metrics = learner.update(make_batch(groups), algo).metrics
     assert metrics["updates/no_signal"] == 1.0
     assert all(torch.equal(t, before[n]) for n, t in learner.state()[0].items())
     assert all(torch.equal(p, w) for p, w in zip(learner.decoder.parameters(), weights, strict=True))

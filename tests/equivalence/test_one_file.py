@@ -22,6 +22,7 @@ from cohort.models.files import load_folder
 from cohort.tasks.arithmetic import PHRASINGS, Arithmetic
 from cohort.tasks.expression import evaluate
 from cohort.text import Tokenizer
+from cohort.train.rl import annotate
 from cohort.types import Answer
 from tests.support import make_group, make_sample, packed
 
@@ -77,7 +78,7 @@ def ragged(rows, completions):
 
 def assert_same_logprobs(model, learner, mine, theirs):
     """Leaves them in the library's groups as the old ones."""
-    learner.annotate(theirs, {"old"})
+    annotate(learner, theirs, {"old"})
     for a, b in zip(mine, theirs, strict=True):
         rows = ragged(one.completion_logprobs(model, a), a.completions)
         for row, s in zip(rows, b.samples, strict=True):

@@ -8,7 +8,7 @@ import torch
 from cohort.learner.attention import packed_attention
 from cohort.learner.head import gradient_through_head, token_logprobs
 from cohort.types import Provenance
-from tests.support import TOLERANCE, make_group, make_sample, naive_logprobs, random_groups, small_decoder
+from tests.support import TOLERANCE, make_group, make_sample, naive_logprobs, packed, random_groups, small_decoder
 
 S, E = Provenance.SAMPLED, Provenance.ENVIRONMENT
 FAMILIES = {
@@ -19,7 +19,7 @@ FAMILIES = {
 }
 
 
-def packed(decoder, groups, budget, share, temperature=1.0):
+def logprobs_of_packs(decoder, groups, budget, share, temperature=1.0):
     """{segment: logprobs [n]} through pack, the blocks and the chunked head."""
     out = {}
     for minibatch in packed(groups, budget, share=share).minibatches:
@@ -73,7 +73,7 @@ def test_4_3_packed_padded_prefix_shared_and_naive_agree(dtype, family):
             i += 1
     expected_grads = gradients(decoder, expected, groups)
     for budget, share in ((1000, True), (40, True), (1000, False), (17, False)):
-        got = packed(decoder, groups, budget, share, 0.7)
+        got = logprobs_of_packs(decoder, groups, budget, share, 0.7)
         assert got.keys() == expected.keys()
         for segment, lp in expected.items():
             assert close(got[segment], lp, dtype), (segment, budget, share)
@@ -88,9 +88,9 @@ def test_4_3_padding_never_leaks_into_a_real_token():
     decoder = small_decoder(torch.float64)
     lengths = [1, 2, 30]
     groups = [make_group([5, 6, 7], [make_sample(list(range(n)), advantage=1.0) for n in lengths])]
-    before = packed(decoder, groups, 1000, True)
+    before = logprobs_of_packs(decoder, groups, 1000, True)
     groups[0].samples[2] = make_sample([9] * 31, advantage=1.0)
-    after = packed(decoder, groups, 1000, True)
+    after = logprobs_of_packs(decoder, groups, 1000, True)
     assert torch.equal(before[0], after[0]) and torch.equal(before[1], after[1])
     assert not torch.equal(before[2][1:], after[2][1:30])
 
@@ -109,11 +109,11 @@ def with_tail(tail: list[int], heard: int = 6) -> list:
 def test_what_follows_the_last_target_changes_nothing(share):
     """No log-probability and no gradient moves, to the last bit; both are those of the whole sequences."""
     decoder = small_decoder(torch.float64)
-    seen = packed(decoder, with_tail([]), 1000, share)
+    seen = logprobs_of_packs(decoder, with_tail([]), 1000, share)
     grads = packed_gradients(decoder, with_tail([]), 1000, share)
     for tail in ([30], [31, 32, 33]):
         groups = with_tail(tail)
-        got = packed(decoder, groups, 1000, share)
+        got = logprobs_of_packs(decoder, groups, 1000, share)
         assert all(torch.equal(got[i], lp) for i, lp in seen.items()) and [len(lp) for lp in got.values()] == [2, 1, 1]
         assert all(
             torch.equal(grad, grads[name]) for name, grad in packed_gradients(decoder, groups, 1000, share).items()
@@ -126,7 +126,9 @@ def test_what_follows_the_last_target_changes_nothing(share):
         assert all(close(got[i], lp, torch.float64) for i, lp in naive.items())
         for name, grad in gradients(decoder, naive, groups).items():
             assert close(grads[name], grad, torch.float64), name
-    before = packed(decoder, with_tail([], heard=16), 1000, share)  # what the environment says before it does count
+    before = logprobs_of_packs(
+        decoder, with_tail([], heard=16), 1000, share
+    )  # what the environment says before it does count
     assert torch.equal(before[0][0], seen[0][0]) and not close(before[0][1], seen[0][1], torch.float64)
 
 

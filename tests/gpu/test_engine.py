@@ -20,6 +20,7 @@ from cohort.engines.native.engine import NativeEngine
 from cohort.errors import ConfigError, ModelError
 from cohort.learner.local import LocalLearner
 from cohort.models.decoder import Decoder
+from cohort.train.rl import annotate
 from cohort.types import Finish, Sample
 from tests.conformance import PROMPTS, EngineConformance, Same, request, spell
 from tests.support import make_group, make_sample, small_decoder
@@ -354,7 +355,7 @@ def gap(model: Decoder, prompts: int = 3, siblings: int = 4, length: int = 100) 
         make_group(PROMPTS[p], [make_sample(samples[f"{p}/{i}"].tokens) for i in range(siblings)])
         for p in range(prompts)
     ]
-    learner.annotate(groups, ["old"])
+    annotate(learner, groups, ["old"])
     difference = []
     for p, group in enumerate(groups):
         for i, one in enumerate(group.samples):

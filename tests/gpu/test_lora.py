@@ -17,6 +17,7 @@ from cohort.engines.native.cuda.engine import GraphEngine
 from cohort.engines.native.engine import NativeEngine
 from cohort.learner.local import LocalLearner
 from cohort.models.lora import Adapters
+from cohort.train.rl import annotate
 from tests.conformance import request, spell
 from tests.support import packed, random_groups, small_decoder
 
@@ -41,10 +42,10 @@ def test_an_update_of_adapters_is_seen_without_a_copy_and_graphs_stay_valid(base
     before = sample(engine, [request()])["0/0"].tokens
     assert engine.graphs is not None
     captured, addresses = engine.graphs.captures, [p.data_ptr() for p in model.parameters()]
-    learner.annotate(random_groups(), {"ref"})  # the base for a while, and back
+    annotate(learner, random_groups(), {"ref"})  # the base for a while, and back
     engine.load(learner.weights(), version=1)
     assert sample(engine, [request()])["0/0"].tokens == before
-    metrics = learner.update(make_batch(random_groups()), build_algorithm(GRPO(), 16))
+    metrics = learner.update(make_batch(random_groups()), build_algorithm(GRPO(), 16)).metrics
     assert metrics["updates/done"] == 1.0
     engine.load(learner.weights(), version=2)
     after = sample(engine, [request()])["0/0"].tokens

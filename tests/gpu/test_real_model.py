@@ -29,6 +29,7 @@ from cohort.models.decoder import Decoder
 from cohort.models.files import load_folder
 from cohort.models.shapes import named_shape, random_decoder
 from cohort.text import Tokenizer
+from cohort.train.rl import annotate
 from cohort.types import Key, Sample, Sampling
 from tests.support import make_group, make_sample
 
@@ -142,7 +143,7 @@ def gaps(decoder: Decoder, prompts: list[list[int]], samples: dict[str, Sample],
     groups = [
         make_group(tokens, [make_sample(s.tokens) for s in row]) for tokens, row in zip(prompts, rows, strict=True)
     ]
-    learner.annotate(groups, ["old"])
+    annotate(learner, groups, ["old"])
     ours = [lp for row in rows for s in row for lp in s.sampler_logprobs]
     theirs = [lp for group in groups for s in group.samples for lp in s.old_logprobs]
     found = (torch.tensor(ours) - torch.tensor(theirs)).abs()

@@ -22,7 +22,8 @@ from cohort.learner.local import LocalLearner
 from cohort.models import functions
 from cohort.models import kernels as layer_kernels
 from cohort.models.functions import add_norm, add_product, gated, rms_norm, split_rotated
-from tests.support import make_group, make_sample, naive_logprobs, random_groups, small_decoder
+from cohort.train.rl import annotate
+from tests.support import make_group, make_sample, naive_logprobs, packed, random_groups, small_decoder
 
 DTYPES = [torch.float32, HALF]
 BOUND = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
@@ -304,7 +305,7 @@ def test_log_probabilities_in_bf16():
     decoder = small_decoder(torch.bfloat16, std=0.1, head_dim=64).to(DEVICE)
     groups = random_groups()
     learner = LocalLearner(decoder, LearnerConfig(token_budget=200), OptimConfig(), num_updates=1)
-    learner.annotate(groups, ["old"])
+    annotate(learner, groups, ["old"])
     for group in groups:
         for s in group.samples:
             with torch.device(DEVICE):

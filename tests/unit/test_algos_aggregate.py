@@ -9,6 +9,8 @@ from cohort.algos import build_algorithm
 from cohort.algos.aggregate import Lengths, Totals, token_weights
 from cohort.algos.tally import Tally
 from cohort.config.schema import GRPO, DrGRPO
+from cohort.serialize import dumps, loads
+from cohort.world import World
 
 # two samples in the loss, of 1 and 3 tokens, every token with the loss 6 (first sample) or 2 (second)
 LENGTHS = torch.tensor([1, 3, 3, 3])
@@ -82,12 +84,24 @@ def test_a_tally_merges() -> None:
     assert Tally().merge(b).to_metrics() == b.to_metrics()
 
 
-def test_a_tally_reduces_over_ranks_as_it_merges() -> None:
+class Ranks(World):
+    """This rank, and others that tell what they were told to."""
+
+    def __init__(self, *others: Tally) -> None:
+        self.others, self.size = others, 1 + len(others)
+
+    def gather(self, value):
+        return [loads(dumps(part)) for part in (value, *(other._plain() for other in self.others))]
+
+
+def test_a_tally_over_ranks_is_the_merged_one() -> None:
+    """Also where a rank counted nothing, or something that no other did."""
     a, b = tallies()
-    (sums, maxima), (other_sums, other_maxima) = a.state(), b.state()
+    sums, maxima = a.state()
     assert sums.tolist() == [3.0, 2.0, 3.0] and maxima.tolist() == [4.0, 1.0]  # minima are negated maxima
-    reduced = a.reduce(lambda x: x + other_sums, lambda x: torch.maximum(x, other_maxima))
-    assert reduced.to_metrics() == a.merge(b).to_metrics()
+    alone = Tally().mean("own", 7.0)
+    found = a.over(Ranks(b, Tally(), alone)).to_metrics()
+    assert found == a.merge(b).merge(alone).to_metrics() and found["own"] == 7.0
 
 
 def test_nothing_counted_is_left_out_and_changes_nothing() -> None:

@@ -108,10 +108,12 @@ def total(
     """The loss of one optimizer step, computed in microbatches and, where the algorithm allows, in smaller pieces."""
     policies, batch = Policies(groups, seed), packed(groups, budget, share=share)
     [minibatch] = batch.minibatches
+    by_id = {id: s for g in groups for id, s in zip(g.ids(), g.samples, strict=True)}
+    samples = [by_id[id] for id in batch.batch.ids]
     loss, tally = torch.zeros((), dtype=torch.float64), Tally()
     for micro in minibatch.microbatches:
         weights = algo.weigh(Lengths(sample=micro.lengths, group=micro.group_lengths), totals(minibatch))
-        whole = policies.inputs(micro, batch.samples, weights)
+        whole = policies.inputs(micro, samples, weights)
         for part in cut(whole, pieces if algo.per_token else 1):
             value, metrics = algo.loss(part)
             loss = loss + value

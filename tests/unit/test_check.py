@@ -22,6 +22,9 @@ from cohort.config.algos import GSPO, CorrectionConfig, PassAtK, ReinforcePP
 from cohort.config.schema import GRPO, LearnerConfig, LoraConfig, SamplingConfig
 from cohort.data import pack as packing
 from cohort.engines.member import Member
+from cohort.fates import Fate
+from cohort.learner.backend import FusedBackend
+from cohort.learner.base import Annotations, Found
 from cohort.learner.local import LocalLearner
 from cohort.text import Tokenizer
 from cohort.types import Provenance
@@ -55,13 +58,13 @@ def inverted_ratio(patch: pytest.MonkeyPatch, parts: Parts) -> None:
 
 
 def shifted_logprobs(patch: pytest.MonkeyPatch, parts: Parts) -> None:
-    whole = LocalLearner._predicting
+    whole = FusedBackend._hidden
 
-    def shifted(self, decoder, micro, embedded=None):
+    def shifted(self, decoder, micro, embedded):
         later = (micro.source + 1).clamp(max=len(micro.tokens) - 1)
         return whole(self, decoder, replace(micro, source=later), embedded)
 
-    patch.setattr(LocalLearner, "_predicting", shifted)
+    patch.setattr(FusedBackend, "_hidden", shifted)
 
 
 def targets_where(patch: pytest.MonkeyPatch, keep: Callable[[Any, np.ndarray], np.ndarray]) -> None:
@@ -159,7 +162,7 @@ def noise_in_constant_groups(patch: pytest.MonkeyPatch, parts: Parts) -> None:
     def noisy(groups):
         whole(groups)
         for g in groups:
-            g.excluded = ""
+            g.excluded = Fate.TRAINED
             for n, s in enumerate(g.samples):
                 s.advantage += 1e-9 * (-1) ** n
         return groups
@@ -169,8 +172,8 @@ def noise_in_constant_groups(patch: pytest.MonkeyPatch, parts: Parts) -> None:
 
 def ratio_to_the_sampler(patch: pytest.MonkeyPatch, parts: Parts) -> None:
     def of_sampler(self, groups, needs):
-        for s in (s for g in groups for s in g.samples):
-            s.old_logprobs = list(s.sampler_logprobs)
+        rows = [(id, list(s.sampler_logprobs)) for g in groups for id, s in zip(g.ids(), g.samples, strict=True)]
+        return Annotations(old=Found(ids=[id for id, _ in rows], logprobs=[row for _, row in rows]))
 
     patch.setattr(LocalLearner, "annotate", of_sampler)
 

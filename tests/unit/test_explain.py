@@ -31,6 +31,7 @@ from cohort.models.catalog import resolve
 from cohort.store.rollouts import rollout_path, save_rollouts
 from cohort.store.rundir import RunDirectory
 from cohort.text import Tokenizer
+from cohort.train.rl import annotate
 from cohort.types import Finish, Group, Provenance
 from tests.pretend_run import small_run
 from tests.support import make_group, make_sample, packed, random_groups, small_decoder
@@ -198,18 +199,21 @@ def test_effects_are_what_the_learners_own_loss_calls_saw(config):
         num_updates=10,
         reference=small_decoder(torch.float64, seed=1, std=0.15),
     )
-    learner.annotate(groups, algo.needs() | {"old"})
+    annotate(learner, groups, algo.needs() | {"old"})
     groups = algo.advantages(groups)
     batch = packed(groups, 40)
     watched = Watched(algo, sum(len(m.targets) for m in batch.minibatches[0].microbatches))
-    learner.update(batch, watched)
+    learner.update(batch.batch, watched)
     samples = [s for g in groups for s in g.samples]
-    later = {id(samples[segment]): values for segment, values in watched.epochs[1][0].items()}
+    ids = [sample_id for g in groups for sample_id in g.ids()]
+    place = [ids.index(sample_id) for sample_id in batch.batch.ids]  # by number in the batch
+    later = {id(samples[place[number]]): values for number, values in watched.epochs[1][0].items()}
     effects = [step_effect(groups, algo), step_effect(groups, algo, policy=lambda s: later[id(s)])]
     assert effects[0].exact
     for (_, sizes), effect in zip(watched.epochs, effects, strict=True):
         found = [e.size for g in effect.groups for e in g]
-        assert found == pytest.approx([sizes[i] for i in range(len(samples))], abs=1e-9)
+        seen = dict.fromkeys(range(len(samples)), 0.0) | {place[number]: size for number, size in sizes.items()}
+        assert found == pytest.approx([seen[i] for i in range(len(samples))], abs=1e-9)
         assert effect.total > 0.01
     ratios = [e.metrics["ratio/max"] for g in effects[1].groups for e in g if e.in_loss]
     assert max(ratios) > 1.05  # the second epoch is another policy

@@ -25,7 +25,7 @@ from cohort.limits import (
     matmul_rate,
 )
 from cohort.models.shapes import SHAPES, named_shape
-from tests.support import small_config, small_decoder
+from tests.support import packed, small_config, small_decoder
 
 SHAPE = Shape(prompts=2, samples=3, prompt_tokens=4, completion_tokens=5)
 CONFIG = small_config()  # hidden 32, 2 layers, 6 query and 2 KV heads of 8, ff 40, vocabulary 61
@@ -52,7 +52,7 @@ def test_forward_operations_agree_with_a_counted_forward():
     """torch counts the matrix products of the real packs; attention aside, which it counts with its padding."""
     decoder = small_decoder(torch.float64)  # in fp32 the products are oneDNN's, which torch does not count
     groups = bench._random_groups(decoder, SHAPE)
-    [micro] = bench.pack(groups, 1000).minibatches[0].microbatches
+    [micro] = packed(groups, 1000).minibatches[0].microbatches
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         hidden = decoder(
             micro.tokens, micro.positions, packed_attention(micro.layout, decoder.embed, decoder.config.head_dim)

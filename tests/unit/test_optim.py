@@ -10,6 +10,7 @@ from torch import nn
 
 from cohort.algos.algorithm import build_algorithm
 from cohort.config.schema import GRPO, LearnerConfig, OptimConfig
+from cohort.data.pack import make_batch
 from cohort.errors import RunError, TrainingStopped
 from cohort.learner import local
 from cohort.learner.local import LocalLearner
@@ -117,8 +118,8 @@ def test_gradients_of_low_precision_matrices_go_to_the_master_as_they_are_formed
     optimizer = Optimizer(module, SETTINGS)
     x = torch.ones(1, 2, dtype=torch.bfloat16)
     for value in (256.0, 1.0):
-        with optimizer.gradients():
-            linear(x, module.matrix).backward(torch.full((1, 3), value, dtype=torch.bfloat16))
+        collect = optimizer.collectors()["matrix"]
+        linear(x, module.matrix, collect=collect).backward(torch.full((1, 3), value, dtype=torch.bfloat16))
         assert module.matrix.grad is None
         optimizer.collect_grads()
     assert torch.equal(optimizer.masters["matrix"].grad, torch.full((3, 2), 257.0))
@@ -128,8 +129,8 @@ def test_gradients_of_low_precision_matrices_go_to_the_master_as_they_are_formed
 
 def test_gradients_of_fp32_matrices_are_autograds():
     module = Two(torch.float32)
-    with Optimizer(module, SETTINGS).gradients():
-        linear(torch.ones(1, 2), module.matrix).sum().backward()
+    assert Optimizer(module, SETTINGS).collectors() == {}
+    linear(torch.ones(1, 2), module.matrix).sum().backward()
     assert torch.equal(module.matrix.grad, torch.ones(3, 2))
 
 
@@ -179,16 +180,16 @@ def test_a_gradient_below_the_limit_is_left_alone(clip):
 def damaged():
     groups = random_groups()
     groups[0].samples[0].advantage = float("nan")
-    return packed(groups, 1000)
+    return make_batch(groups)
 
 
 def test_bad_updates_must_come_in_a_row_to_stop_the_run(monkeypatch):
     monkeypatch.setattr(local, "MAX_BAD", 2)
-    learner, good = learner_for(), packed(random_groups(), 1000)
+    learner, good = learner_for(), make_batch(random_groups())
     for _ in range(3):
-        assert learner.update(damaged(), ALGO)["updates/bad"] == 1.0
+        assert learner.update(damaged(), ALGO).metrics["updates/bad"] == 1.0
         assert learner.num_bad == 1
-        assert learner.update(good, ALGO)["updates/done"] == 1.0
+        assert learner.update(good, ALGO).metrics["updates/done"] == 1.0
         assert learner.num_bad == 0
     learner.update(damaged(), ALGO)
     with pytest.raises(TrainingStopped, match="2 updates in a row"):
@@ -201,8 +202,7 @@ def test_the_schedule_goes_on_through_updates_that_move_nothing():
     dead = random_groups()
     for s in (s for g in dead for s in g.samples):
         s.advantage = 0.0
-    rates = [
-        learner.update(batch, ALGO)["lr"] for batch in (packed(dead, 1000), damaged(), packed(random_groups(), 1000))
-    ]
+    batches = (make_batch(dead), damaged(), make_batch(random_groups()))
+    rates = [learner.update(batch, ALGO).metrics["lr"] for batch in batches]
     assert rates == [1 / 8, 2 / 8, 3 / 8]
     assert (learner.update_index, learner.optimizer.num_steps) == (3, 1)

@@ -9,8 +9,8 @@ import pytest
 from cohort.config.algos import KLConfig
 from cohort.config.schema import GRPO, BatchConfig, LearnerConfig, OptimConfig
 from cohort.data import pack as packing
+from cohort.learner import local
 from cohort.learner.local import LocalLearner
-from cohort.train import rl
 from tests.runs import assembled, run_steps, small_run
 
 
@@ -33,9 +33,8 @@ def test_what_the_update_saw_is_kept_of_the_samples_it_saw(epochs, minibatches, 
     """No pass is made before it."""
     asked = []
     annotate = LocalLearner.annotate
-    monkeypatch.setattr(
-        LocalLearner, "annotate", lambda self, g, needs: (asked.append(needs), annotate(self, g, needs))
-    )
+    watched = lambda self, g, needs: (asked.append(needs), annotate(self, g, needs))[1]  # noqa: E731
+    monkeypatch.setattr(LocalLearner, "annotate", watched)
     learner = LearnerConfig(token_budget=512, epochs=epochs, minibatches=minibatches)
     with assembled(small_run(learner=learner, batch=BatchConfig(prompts=3, samples=4))) as parts:
         [(groups, stats)] = run_steps(parts, 1)
@@ -54,15 +53,15 @@ def test_what_the_update_saw_is_kept_of_the_samples_it_saw(epochs, minibatches, 
 def test_packs_are_cut_as_configured(share, budget, monkeypatch):
     asked = []
 
-    def watched(groups, *args, **kwargs):
-        batch = packing.pack(groups, *args, **kwargs)
-        asked.append(batch)
-        return batch
+    def watched(*args, **kwargs):
+        minibatches = packing.pack(*args, **kwargs)
+        asked.append(minibatches)
+        return minibatches
 
-    monkeypatch.setattr(rl, "pack", watched)
+    monkeypatch.setattr(local, "pack", watched)
     with assembled(small_run(learner=LearnerConfig(token_budget=budget, prefix_sharing=share))) as parts:
         [(groups, stats)] = run_steps(parts, 1)
-    micros = asked[0].minibatches[0].microbatches
+    micros = asked[0][0].microbatches
     alive = [g for g in groups if not g.excluded]
     copies = sum(len(g.prompt.tokens) * (1 if share else len(g.samples)) for g in alive)
     whole = sum(len(s.tokens) for g in alive for s in g.samples) + copies

@@ -91,7 +91,9 @@ def test_float32_numbers_take_four_bytes_and_tokens_too(tmp_path):
     """14 bytes a token at most: id 4, provenance 1, two logprobs 8."""
     n = 10_000
     logprobs = np.random.default_rng(0).normal(size=n).astype(np.float32).tolist()
-    one = Sample(tokens=[7] * n, provenance=[1] * n, sampler_logprobs=logprobs, old_logprobs=logprobs, text="a " * n)
+    one = Sample(
+        tokens=[70_000] * n, provenance=[1] * n, sampler_logprobs=logprobs, old_logprobs=logprobs, text="a " * n
+    )
     groups = pretend_groups(0, num_groups=1, group_size=1)
     groups[0].samples = [one]
     assert save_rollouts(tmp_path / "a", groups) < 14 * n
