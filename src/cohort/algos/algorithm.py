@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cohort.algos.aggregate import Lengths, Totals
 from cohort.algos.inputs import LossInputs
-from cohort.algos.policy import PolicyGradient
+from cohort.algos.policy import PlainAlgorithm, PolicyGradient
 from cohort.algos.surrogates import registered
 from cohort.algos.tally import Tally
 from cohort.config.algos import ALGOS
@@ -55,6 +55,9 @@ class Algorithm(Loss, Protocol):
     def observe(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Learn from a step's metrics what the next one needs; returns metrics of its own."""
 
+    def plain(self) -> PlainAlgorithm:
+        """Settings and state, to be sent elsewhere."""
+
     def state(self) -> dict[str, float]:
         """What a checkpoint must know."""
 
@@ -80,3 +83,10 @@ def build_algorithm(config: Any, max_tokens: int) -> Algorithm:
     if name not in registered():
         raise ConfigError(f'algo "{name}" is configured but not implemented.{nearest(name, registered())}')
     return PolicyGradient(name, config, max_tokens)
+
+
+def from_plain(plain: PlainAlgorithm) -> Algorithm:
+    """An algorithm that was sent here: `plain` of another process's."""
+    algo = build_algorithm(plain.config, plain.max_tokens)
+    algo.load_state(plain.state)
+    return algo

@@ -6,7 +6,7 @@ They differ by the registered policy loss (`cohort.algos.surrogates`) and by def
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 
 from torch import Tensor
 
@@ -18,10 +18,25 @@ from cohort.algos.kl import kl_of_sample
 from cohort.algos.loss import PolicyLoss
 from cohort.algos.surrogates import find_surrogate
 from cohort.algos.tally import Tally
-from cohort.config.algos import DAPO, PassAtK, Policy
+from cohort.config.algos import ALGOS, DAPO, CorrectionConfig, KLConfig, PassAtK, Policy
 from cohort.fates import Fate
+from cohort.serialize import record
 from cohort.types import Finish, Group, Provenance, Sample
 from cohort.world import ONE_PROCESS, World
+
+
+@record
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlainAlgorithm:
+    """An algorithm as it travels: its settings and its state."""
+
+    config: Policy
+    max_tokens: int
+    state: dict[str, float]
+
+
+for _cls in (KLConfig, CorrectionConfig, *ALGOS.values()):
+    record(_cls)
 
 
 class PolicyGradient:
@@ -98,6 +113,9 @@ class PolicyGradient:
             used["entropy/weight"] = self.weights.bonus
         self.weights.observe(self.config, metrics)
         return used
+
+    def plain(self) -> PlainAlgorithm:
+        return PlainAlgorithm(config=self.config, max_tokens=self.max_tokens, state=self.state())
 
     def state(self) -> dict[str, float]:
         return asdict(self.weights)
