@@ -21,7 +21,7 @@ PACKAGE = ROOT / "src" / "cohort"
 LAYERS = {
     0: ("types", "fates", "errors", "clock", "disk", "process", "scores"),
     1: ("config", "text", "tasks", "scoring", "recipes"),
-    2: ("algos", "data"),
+    2: ("serialize", "world", "algos", "data"),
     3: ("models",),
     4: ("engines", "learner", "checkpoint", "limits", "device"),
     5: ("evaluate", "compare", "logs", "store", "train"),
@@ -54,10 +54,10 @@ WALLS = {
     "vllm": ("engines.vllm",),
     "multiprocessing": ("scoring",),
     "torch": (
-        *("algos", "data", "models", "limits", "engines", "learner", "checkpoint"),
+        *("world", "algos", "data", "models", "limits", "engines", "learner", "checkpoint"),
         *("evaluate", "store", "train", "build", "bench", "check", "device", "explain.effect", "rerun"),
     ),
-    "safetensors": ("models", "checkpoint", "store"),
+    "safetensors": ("serialize", "models", "checkpoint", "store"),
     "wandb": ("logs.sinks.wandb_sink",),
     "tensorboard": ("logs.sinks.tensorboard_sink",),
     "trackio": ("logs.sinks.trackio_sink",),

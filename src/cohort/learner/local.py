@@ -10,25 +10,23 @@ import math
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from cohort.algos.aggregate import Lengths, Totals
 from cohort.algos.algorithm import Loss
-from cohort.algos.inputs import LossInputs
 from cohort.algos.tally import Tally
 from cohort.config.schema import LearnerConfig, OptimConfig
-from cohort.data.batch import Batch, Floats, Microbatch, Minibatch
+from cohort.data.batch import Batch, Floats, Minibatch
 from cohort.data.pack import make_batch, pack, pack_minibatch, with_old_logprobs
 from cohort.data.transfer import put
 from cohort.errors import TrainingStopped
 from cohort.learner.backend import make_backend
-from cohort.learner.base import Annotations, Cut, Found, Gradient, LiveWeights, Snapshot, Update
+from cohort.learner.base import Annotations, Cut, Gradient, LiveWeights, Snapshot, Update
+from cohort.learner.minibatch import Result, TokenLoss, by_sample, found_of, packed_again
 from cohort.learner.optim import Optimizer, global_norm, learning_rate
 from cohort.learner.plan import Plan
 from cohort.models.auto import AnyDecoder
@@ -39,14 +37,6 @@ from cohort.world import World
 CPU_BUDGET = 2048  # tokens per microbatch where none are asked for and nothing is planned
 MAX_BAD = 5  # updates in a row with non-finite gradients, each skipped and counted, before the run stops
 REFERENCE = "reference/"  # what a reference that moves is called in the state, before its names
-
-
-@dataclass(kw_only=True, slots=True)
-class Result:
-    """What a forward and backward of one minibatch gave."""
-
-    tally: Tally = field(default_factory=Tally)
-    seen: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # (segments, log-probabilities), in pieces
 
 
 class LocalLearner:
@@ -110,10 +100,10 @@ class LocalLearner:
             minibatch = pack_minibatch(batch, 0, self.token_budget, self.config.prefix_sharing)
             if "old" in needs:
                 self._annotated = self.update_index
-                old = _found(batch, self._logprobs(minibatch))
+                old = found_of(batch, self._logprobs(minibatch))
             if "ref" in needs:
                 with self.backend.as_reference(self.reference):
-                    ref = _found(batch, self._logprobs(minibatch))
+                    ref = found_of(batch, self._logprobs(minibatch))
         return Annotations(old=old, ref=ref, seconds={"annotate": time.perf_counter() - begin})
 
     def update(self, batch: Batch, algo: Loss) -> Update:
@@ -137,7 +127,7 @@ class LocalLearner:
                     result = self.forward_backward(minibatch, algo)
                 tally.merge(result.tally)
                 if epoch == 0 and minibatch.index == 0 and algo.has_ratio:
-                    found |= _by_sample(batch, result.seen)
+                    found |= by_sample(batch, result.seen)
                 for name, value in self.optim_step().items():
                     exact = torch.tensor(value, dtype=torch.float64)
                     steps.sum(name, exact) if name.startswith("updates/") else steps.mean(name, exact)
@@ -146,7 +136,7 @@ class LocalLearner:
         self._refresh_reference()
         notices, self._notices = self._notices, []
         return Update(
-            old=_found(batch, {n: values for n, values in found.items() if n not in known}),
+            old=found_of(batch, {n: values for n, values in found.items() if n not in known}),
             metrics=dict(sorted((tally.over(self.world).to_metrics() | steps.to_metrics()).items())) | packs,
             notices=notices,
             seconds={"pack": packed - begin, "update": time.perf_counter() - packed},
@@ -196,7 +186,7 @@ class LocalLearner:
     def _accumulated(self, minibatch: Minibatch, totals: Totals, algo: Loss) -> Result:
         """The gradients of all microbatches."""
         if self._fitting and minibatch.largest > self._fitting:  # it ran out before, in another epoch
-            minibatch = _packed_again(minibatch, self._fitting)
+            minibatch = packed_again(minibatch, self._fitting)
         while True:
             try:
                 return self._attempt(minibatch, totals, algo)
@@ -220,7 +210,7 @@ class LocalLearner:
         self.token_budget = min(self.token_budget, max(budget, self.least_budget))
         text = f"out of memory: the update starts again with {budget} instead of {largest} tokens a microbatch"
         self._notices.append(("warning", text))
-        return _packed_again(minibatch, budget)
+        return packed_again(minibatch, budget)
 
     def _attempt(self, minibatch: Minibatch, totals: Totals, algo: Loss) -> Result:
         self.optimizer.zero_grad()
@@ -236,7 +226,7 @@ class LocalLearner:
             micro = micro.to(device)
             if unmoved:
                 micro = replace(micro, old_logprobs=None)
-            loss = _TokenLoss(algo, micro, put(weights, device), whole, result)
+            loss = TokenLoss(algo, micro, put(weights, device), whole, result)
             self.backend.backward(micro, self.temperature, loss.gradient, algo.per_token)
         return result
 
@@ -265,7 +255,7 @@ class LocalLearner:
         """[T] of every sample, by its number: those of the policy that the backend holds now."""
         micros = minibatch.microbatches
         seen = [(m.segments, self.backend.logprobs(m, self.temperature)) for m in micros]
-        return _by_sample(minibatch.batch, seen)
+        return by_sample(minibatch.batch, seen)
 
     def _sum_grads(self) -> None:
         if self.world.size == 1:
@@ -345,67 +335,6 @@ class LocalLearner:
         self.load_state(snapshot.tensors, snapshot.numbers)
         if self.reference is not None and snapshot.reference is not None:
             self.reference.load_state_dict(snapshot.reference)
-
-
-class _TokenLoss:
-    """An algorithm's loss on one microbatch. It never sees the model: its gradient on [N] vectors is carried on."""
-
-    def __init__(self, algo: Loss, micro: Microbatch, weights: Tensor, whole: bool, result: Result) -> None:
-        self.algo, self.micro, self.weights = algo, micro, weights  # weights [N]: of the tokens
-        self.whole = whole  # no weight is 0
-        self.result = result
-
-    def gradient(self, rows: slice, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Of the loss on these rows' log-probabilities and entropies; counts what happened."""
-        leaves = [x.detach().requires_grad_() for x in (logprobs, entropy)]
-        with torch.enable_grad():
-            loss, metrics = self.algo.loss(self._inputs(rows, *leaves))
-        self.result.tally.merge(metrics)
-        self.result.seen.append((self.micro.segments[rows], logprobs))
-        d_logprobs, d_entropy = torch.autograd.grad(loss, leaves, allow_unused=True)
-        assert d_logprobs is not None, "a loss without log-probabilities trains nothing"
-        self.result.tally.sum("signal", d_logprobs.abs())
-        return d_logprobs, d_entropy
-
-    def _inputs(self, rows: slice, logprobs: Tensor, entropy: Tensor) -> LossInputs:
-        micro = self.micro
-        return LossInputs(
-            logprobs=logprobs,
-            entropy=entropy,
-            old_logprobs=None if micro.old_logprobs is None else micro.old_logprobs[rows].to(logprobs),
-            ref_logprobs=None if micro.ref_logprobs is None else micro.ref_logprobs[rows].to(logprobs),
-            sampler_logprobs=micro.sampler_logprobs[rows].to(logprobs),
-            advantages=micro.advantages[rows].to(logprobs),
-            weights=self.weights[rows].to(logprobs),
-            segments=micro.segments[rows],
-            whole=self.whole,
-        )
-
-
-def _by_sample(batch: Batch, seen: Sequence[tuple[Tensor, Tensor]]) -> dict[int, Floats]:
-    """(segments, values) of targets -> [T] of every sample, by its number; 0 where a token is no target."""
-    found: dict[int, Floats] = {}
-    if not seen:
-        return found
-    segments, values = (torch.cat(parts).cpu() for parts in zip(*seen, strict=True))
-    exact = values.double().numpy()
-    edges = [0, *(1 + (segments[1:] != segments[:-1]).nonzero().flatten()).tolist(), len(segments)]
-    for begin, end in pairwise(edges):
-        n = int(segments[begin])
-        found[n] = np.zeros(len(batch.tokens[n]))
-        found[n][batch.targets[n]] = exact[begin:end]
-    return found
-
-
-def _found(batch: Batch, values: Mapping[int, Floats]) -> Found:
-    return Found(ids=[batch.ids[n] for n in values], logprobs=[row.tolist() for row in values.values()])
-
-
-def _packed_again(minibatch: Minibatch, budget: int) -> Minibatch:
-    """In microbatches of another budget, with the old log-probabilities that it has."""
-    again = pack_minibatch(minibatch.batch, minibatch.index, budget, minibatch.share)
-    old = [(m.segments, m.old_logprobs) for m in minibatch.microbatches if m.old_logprobs is not None]
-    return with_old_logprobs(again, _by_sample(minibatch.batch, old)) if old else again
 
 
 def _on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
