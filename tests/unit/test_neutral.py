@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import json
 import math
 from pathlib import Path
@@ -48,6 +49,10 @@ def base(tmp_path: Path) -> Path:
 @pytest.fixture
 def new(tmp_path: Path) -> Path:
     return write_run(tmp_path / "new")
+
+
+def test_the_examples() -> None:
+    assert doctest.testmod(neutral).attempted > 0 == doctest.testmod(neutral).failed
 
 
 def test_equal_runs_are_equal(base: Path, new: Path, tmp_path: Path) -> None:
