@@ -15,7 +15,7 @@ KERNELS_READY := $(KERNELS)/.ready
 VLLM_READY := $(VLLM)/.ready
 PIP := -m pip install --quiet --disable-pip-version-check
 # One thread a test process: the processes already use every core.
-# worksteal: the slow tests come first, and by default the process that is given them is the last by minutes.
+# worksteal: a process without work takes tests from another. By default one process gets all the slow tests and the others wait for it.
 PYTEST := OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(JOBS) --dist worksteal --durations 10
 
 .PHONY: help quickstart test test-slow test-all test-peers test-kernels test-vllm lint format types check clean
