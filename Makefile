@@ -15,7 +15,9 @@ KERNELS_READY := $(KERNELS)/.ready
 VLLM_READY := $(VLLM)/.ready
 PIP := -m pip install --quiet --disable-pip-version-check
 # One thread a test process: the processes already use every core.
-PYTEST := OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(JOBS) --durations 10
+# worksteal: a process without work takes tests from another. By default one process gets all the slow tests and the others wait for it.
+# Compiled files are kept, whatever the environment says: the tests start more than a hundred processes.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(JOBS) --dist worksteal --durations 10
 
 .PHONY: help quickstart test test-slow test-all test-peers test-kernels test-vllm lint format types check clean
 help:

@@ -8,6 +8,7 @@ import random
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,7 @@ from tests.real_run import (
     workers_of,
 )
 from tests.strike import Strike
+from tests.strike_server import StrikeServer
 
 # Each story is one run: the place and the call of it at which the first process is killed, then the one that
 # resumes, and so on; the line within the call is drawn. Saves come after steps 2, 3, 4 and 6.
@@ -42,6 +44,12 @@ STORIES = {
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Census]:
     return shared_reference(tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[StrikeServer]:
+    with StrikeServer() as server:
+        yield server
 
 
 def assert_same(run: Path | None, original: Path) -> None:
@@ -67,16 +75,15 @@ def test_4_10_the_reference_is_what_is_compared(undisturbed: tuple[Path, Census]
 
 @pytest.mark.parametrize("story", STORIES)
 def test_4_10_killed_anywhere_and_resumed_it_ends_the_same(
-    story: str, undisturbed: tuple[Path, Census], tmp_path: Path
+    story: str, undisturbed: tuple[Path, Census], server: StrikeServer, tmp_path: Path
 ) -> None:
     original, census = undisturbed
     rng = random.Random(story)
     for place, call in STORIES[story]:
         strike = census.strike(place, call, rng)
-        process = start(*next_args(tmp_path), at=tmp_path, orders=[strike])
-        out, err = process.communicate()
-        assert process.returncode == -signal.SIGKILL, f"{strike} did not happen: {out}{err}"
-        assert no_worker_is_left(process.pid)
+        ended = server.run(*next_args(tmp_path), at=tmp_path, orders=[strike])
+        assert ended.returncode == -signal.SIGKILL, f"{strike} did not happen: {ended}"
+        assert no_worker_is_left(ended.pid)
     done = cohort(*next_args(tmp_path), at=tmp_path)
     assert done.returncode == 0, done.stderr
     assert_same(only_run(tmp_path), original)

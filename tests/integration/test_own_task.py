@@ -6,6 +6,7 @@ import json
 import math
 import re
 import shlex
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -51,19 +52,32 @@ def recipe():
         save=SaveConfig(every=1),
     )
 '''
-TRAIN = ["train", "my_task.py:recipe", "--optim.lr=1e-4", "--algo.scale=none"]
+FLAGS = ["--optim.lr=1e-4", "--algo.scale=none"]
 
 
-@pytest.fixture
-def write(tmp_path: Path) -> Callable[[str], Path]:
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where `my_task.py` is. Shared, because a config names its file."""
+    return tmp_path_factory.mktemp("own_task")
+
+
+@pytest.fixture(scope="module")
+def write(folder: Path) -> Callable[[str], Path]:
     """Write `my_task.py` with a bug in its grader, or with none."""
 
     def write_file(bug: str) -> Path:
-        path = tmp_path / "my_task.py"
+        path = folder / "my_task.py"
         path.write_text(FILE.replace("# a bug may be here", bug))
         return path
 
     return write_file
+
+
+@pytest.fixture(scope="module")
+def sound(write: Callable[[str], Path], folder: Path) -> Path:
+    """The run of a grader without a bug. Shared: only to be read."""
+    file = write("pass")
+    return trained(cohort("train", f"{file}:recipe", *FLAGS, at=folder), folder)
 
 
 def trained(done: Done, folder: Path) -> Path:
@@ -73,9 +87,11 @@ def trained(done: Done, folder: Path) -> Path:
     return run
 
 
-def test_a_task_of_ones_own_is_trained_resumed_and_evaluated(write: Callable[[str], Path], tmp_path: Path) -> None:
+def test_a_task_of_ones_own_is_trained_resumed_and_evaluated(
+    sound: Path, write: Callable[[str], Path], tmp_path: Path
+) -> None:
     file = write("pass")
-    run = trained(cohort(*TRAIN, at=tmp_path), tmp_path)
+    run = Path(shutil.copytree(sound, tmp_path / "runs" / sound.name))
     assert f"name: {file}:sums" in (run / "config.yaml").read_text()
     with Reader(run / "run.db") as reader:
         rewards = [row.reward for row in reader.samples()]
@@ -89,11 +105,11 @@ def test_a_task_of_ones_own_is_trained_resumed_and_evaluated(write: Callable[[st
     again = f"next cohort eval {file}:sums --model {run}/checkpoints/step-000003/model --max-tokens 16"
     assert again in done.stdout.splitlines()
     flags = shlex.split("--max-tokens 16 --threads 1 --out e.json")
-    done = cohort(
-        "eval", "my_task.py:sums", "--model", run / "checkpoints" / "step-000003" / "model", *flags, at=tmp_path
-    )
+    model = run / "checkpoints" / "step-000003" / "model"
+    done = cohort("eval", "my_task.py:sums", "--model", model, *flags, at=file.parent)
     assert done.returncode == 0, done.stderr
-    found, known = (json.loads(path.read_text()) for path in (tmp_path / "e.json", run / "eval" / "step-000003.json"))
+    written = file.with_name("e.json"), run / "eval" / "step-000003.json"
+    found, known = (json.loads(path.read_text()) for path in written)
     assert found["setting"]["task"] == "sums" and found["items"] == known["items"]
 
 
@@ -110,15 +126,15 @@ def one_answer(run: Path) -> tuple[str, str]:
     raise AssertionError("no such group")
 
 
-def test_4_9_a_sample_that_cannot_be_scored_leaves_its_group(write: Callable[[str], Path], tmp_path: Path) -> None:
+def test_4_9_a_sample_that_cannot_be_scored_leaves_its_group(
+    sound: Path, write: Callable[[str], Path], tmp_path: Path
+) -> None:
     """The grader raises at one answer, less than 5% of a step: that is no zero, and the baseline is the others'."""
-    sound, flawed = tmp_path / "sound", tmp_path / "flawed"
-    sound.mkdir(), flawed.mkdir()
-    args = ["train", f"{write('pass')}:recipe", *TRAIN[2:], "--steps=1"]
-    row, text = one_answer(trained(cohort(*args, at=sound), sound))
-    write(f'if row["id"] == {row!r} and answer.text == {text!r}: raise ZeroDivisionError("my own bug")')
-    done = cohort(*args, at=flawed)
-    run = trained(done, flawed)
+    row, text = one_answer(sound)
+    file = write(f'if row["id"] == {row!r} and answer.text == {text!r}: raise ZeroDivisionError("my own bug")')
+    done = cohort("train", "my_task.py:recipe", *FLAGS, "--steps=1", "--out", tmp_path / "runs", at=file.parent)
+    run = trained(done, tmp_path)
+    assert f"name: {file}:sums" in (run / "config.yaml").read_text()  # wherever it is resumed
     with Reader(run / "run.db") as reader:
         [failed] = [sample for sample in reader.samples() if sample.failure]
         [group] = [group for group in reader.groups() if group.id == failed.group]
@@ -137,27 +153,22 @@ def test_4_9_a_sample_that_cannot_be_scored_leaves_its_group(write: Callable[[st
 
 
 def test_4_9_above_five_percent_the_run_stops_and_is_resumed_when_the_grader_is_mended(
-    write: Callable[[str], Path], tmp_path: Path
+    sound: Path, write: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    good, bad = tmp_path / "good", tmp_path / "bad"
-    good.mkdir(), bad.mkdir()
-    file = write("pass")
-    args = ["train", f"{file}:recipe", *TRAIN[2:]]
-    reference = trained(cohort(*args, at=good), good)
-    with Reader(reference / "run.db") as reader:
+    with Reader(sound / "run.db") as reader:
         names = {prompt.id: prompt.prompt_id for prompt in reader.prompts()}
         second = [names[group.prompt] for group in reader.groups(step=2)]
-    write(f'if row["id"] in {tuple(second[:2])}: raise ZeroDivisionError("my own bug")')
-    done = cohort(*args, at=bad)  # two rows of 24: 8 samples of 96
+    file = write(f'if row["id"] in {tuple(second[:2])}: raise ZeroDivisionError("my own bug")')
+    done = cohort("train", f"{file}:recipe", *FLAGS, at=tmp_path)  # two rows of 24: 8 samples of 96
     assert done.returncode == 2 and "step 1/2" in done.stdout and "step 2/2" not in done.stdout
     assert done.stderr.count("\n") == 1 and "Traceback" not in done.stderr
     assert "8 of 96 samples could not be scored, more than 5%; the first: the grader raised" in done.stderr
     assert "ZeroDivisionError: my own bug" in done.stderr and "Mend the grader, then resume" in done.stderr
     assert "go on with: cohort resume runs/" in done.stdout
     write("pass")
-    run = trained(cohort(*next_args(bad), at=bad), bad)
-    assert differences(remains(run), remains(reference)) == ["eval/step-000000.json"]
-    first, expected = (json.loads((r / "eval" / "step-000000.json").read_text()) for r in (run, reference))
+    run = trained(cohort(*next_args(tmp_path), at=tmp_path), tmp_path)
+    assert differences(remains(run), remains(sound)) == ["eval/step-000000.json"]
+    first, expected = (json.loads((r / "eval" / "step-000000.json").read_text()) for r in (run, sound))
     assert first["setting"].pop("grader") != expected["setting"].pop("grader")  # the one with the bug made it
     assert first == expected
 
@@ -169,12 +180,12 @@ def test_the_example_in_the_readme_checks_and_trains(tmp_path):
     (tmp_path / "sums.py").write_text(code, encoding="utf-8")
     done = cohort("check", "sums.py:sums", "--threads=1", at=tmp_path)
     assert done.returncode == 0 and ": 0 failed, 0 with a warning" in done.stdout, done
-    done = cohort("train", "sums.py:sums", "--steps=8", "--eval.problems=200", "--threads=1", at=tmp_path)
+    done = cohort("train", "sums.py:sums", "--steps=5", "--eval.problems=200", "--threads=1", at=tmp_path)
     assert done.returncode == 0, done
     run = only_run(tmp_path)
     assert run is not None
     found = load_evaluations(run)
-    assert found[8].accuracy > found[0].accuracy + 0.1
+    assert found[5].accuracy > found[0].accuracy + 0.1
 
 
 def test_the_page_about_tasks_has_one_that_works(tmp_path: Path) -> None:

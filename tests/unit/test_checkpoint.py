@@ -177,27 +177,35 @@ def test_the_system_stops_the_write_of_the_tensors(tmp_path):
     assert "cannot write" in result.stdout and "everything written before is intact" in result.stdout
 
 
+# A child for every line that comes in, because torch takes two seconds to import; each writes until it is killed.
 WRITER = """
-import sys, torch
+import os, sys, torch
 from pathlib import Path
 from safetensors.torch import save_file
 from cohort import checkpoint
-def write(folder):
-    folder.mkdir()
-    save_file({"w": torch.full((200_000,), float(step))}, folder / "model.safetensors")
-folder = Path(sys.argv[1])
-folder.mkdir(exist_ok=True)
-checkpoint.clean(folder)
-last = checkpoint.latest(folder)
-step = checkpoint.load(last).step if last else 0
-print("ready", flush=True)
-while True:
-    step += 1
-    optimizer = {"w": torch.full((200_000,), float(step))}
-    state = checkpoint.Checkpoint(step=step, cursor=step, optimizer=optimizer)
-    checkpoint.save(folder, state, write)
-    checkpoint.prune(folder, keep_last=2, keep=set())
-    print(step, flush=True)
+
+def write_on(folder):
+    folder.mkdir(exist_ok=True)
+    checkpoint.clean(folder)
+    last = checkpoint.latest(folder)
+    step = checkpoint.load(last).step if last else 0
+    print("ready", os.getpid(), flush=True)
+    def write(model):
+        model.mkdir()
+        save_file({"w": torch.full((200_000,), float(step))}, model / "model.safetensors")
+    while True:
+        step += 1
+        optimizer = {"w": torch.full((200_000,), float(step))}
+        state = checkpoint.Checkpoint(step=step, cursor=step, optimizer=optimizer)
+        checkpoint.save(folder, state, write)
+        checkpoint.prune(folder, keep_last=2, keep=set())
+        print("saved", step, flush=True)
+
+for _ in sys.stdin:
+    pid = os.fork()
+    if pid == 0:
+        write_on(Path(sys.argv[1]))
+    print("ended", os.WTERMSIG(os.waitpid(pid, 0)[1]), flush=True)
 """
 
 
@@ -205,22 +213,35 @@ def test_killed_while_writing_the_newest_checkpoint_loads(tmp_path):
     """A process that does nothing but save is killed from outside, wherever it happens to be."""
     folder, rng, newest = tmp_path / "checkpoints", random.Random(0), 0
     env = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
-    for _ in range(3):
-        process = subprocess.Popen([sys.executable, "-c", WRITER, str(folder)], stdout=subprocess.PIPE, env=env)
-        assert process.stdout is not None and process.stdout.readline() == b"ready\n"
-        for _ in range(rng.randint(1, 6)):
-            announced = int(process.stdout.readline())
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        process.stdout.close()
-        path = checkpoint.latest(folder)
-        assert path is not None
-        loaded = checkpoint.load(path)
-        assert loaded.step >= announced > newest  # what was announced is there
-        newest = announced
-        assert loaded.model is not None
-        assert torch.equal(loaded.optimizer["w"], torch.full((200_000,), float(loaded.step)))
-        assert torch.equal(load_file(loaded.model / "model.safetensors")["w"], loaded.optimizer["w"])
-        assert 1 <= len(checkpoint.steps(folder)) <= 3
+    command = [sys.executable, "-c", WRITER, str(folder)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env, text=True) as parent:
+        assert parent.stdin is not None and parent.stdout is not None
+
+        def hear(kind: str) -> int:
+            """The number of the next line, which is of this kind."""
+            said, number = parent.stdout.readline().split()
+            assert said == kind
+            return int(number)
+
+        for _ in range(3):
+            parent.stdin.write("\n")
+            parent.stdin.flush()
+            pid = hear("ready")
+            for _ in range(rng.randint(1, 6)):
+                announced = hear("saved")
+            os.kill(pid, signal.SIGKILL)
+            ended = next(line for line in parent.stdout if line.startswith("ended"))
+            assert ended == f"ended {signal.SIGKILL:d}\n"
+            path = checkpoint.latest(folder)
+            assert path is not None
+            loaded = checkpoint.load(path)
+            assert loaded.step >= announced > newest  # what was announced is there
+            newest = announced
+            assert loaded.model is not None
+            assert torch.equal(loaded.optimizer["w"], torch.full((200_000,), float(loaded.step)))
+            assert torch.equal(load_file(loaded.model / "model.safetensors")["w"], loaded.optimizer["w"])
+            assert 1 <= len(checkpoint.steps(folder)) <= 3
+        parent.stdin.close()
+    assert parent.returncode == 0
     checkpoint.clean(folder)
     assert all(p.name.startswith("step-") for p in folder.iterdir())

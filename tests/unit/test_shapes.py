@@ -51,7 +51,9 @@ def test_an_unknown_name_lists_the_known_ones():
 
 
 def test_random_weights(monkeypatch):
-    monkeypatch.setitem(SHAPES, "little", {**SHAPES["qwen2.5-7b"], "num_hidden_layers": 1, "vocab_size": 50})
+    little = {"num_hidden_layers": 1, "vocab_size": 50, "hidden_size": 448, "intermediate_size": 1184}
+    little |= {"num_attention_heads": 14, "num_key_value_heads": 2}
+    monkeypatch.setitem(SHAPES, "little", {**SHAPES["qwen2.5-7b"], **little})
     config = named_shape("little")
     one, same, other = (random_decoder(config, torch.bfloat16, "cpu", seed=seed) for seed in (0, 0, 1))
     assert one.head is not None and torch.equal(one.head, same.head) and not torch.equal(one.head, other.head)

@@ -1,0 +1,278 @@
+"""Prove that two trees of this repository train the same, bit for bit.
+
+    python benchmarks/neutral.py --base COMMIT [--new COMMIT] [--cases NAME ...] [--keep DIR]
+
+Each case is a `cohort` command on the CPU. It runs once in the tree of `--base` (default: the commit before HEAD) and
+once in the tree of `--new` (default: the files of this checkout as they are). Compared are every metric of every step
+except times and file sizes, the tensors of the last checkpoint's model, and the evaluations with the text of every
+answer. Prints a table and exits with 1 if anything differs.
+
+A metric that has a new name is a difference, unless `--renamed old=new` or the table `METRICS` in the new tree's
+`cohort/config/names.py` says so. `--flags old=new` gives the new tree a setting under another name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import io
+import json
+import os
+import runpy
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cohort.config.algos import ALGOS
+
+ROOT = Path(__file__).resolve().parents[1]
+NAMES = Path("src/cohort/config/names.py")
+SHORT = ("--steps", "8")
+
+
+def quickstart(*flags: str) -> tuple[str, ...]:
+    return ("train", "quickstart", *flags)
+
+
+CASES: dict[str, tuple[str, ...]] = {
+    **{f"quickstart-{seed}": quickstart("--seed", str(seed)) for seed in range(3)},
+    # two updates per batch, so that ratios, clips and gates act
+    **{name: quickstart("--algo", name, "--learner.minibatches", "2", *SHORT) for name in ALGOS},
+    "lora": ("train", "tiny_lora", *SHORT),
+    "think_again": quickstart("--turns", "think_again", *SHORT),
+    "replay": quickstart("--replay.prompts", "8", "--algo.correction.kind", "truncate", *SHORT),
+    "kl_entropy": quickstart(
+        *("--algo.kl.weight", "0.01", "--algo.kl.target", "0.005"),
+        *("--algo.entropy", "0.01", "--algo.entropy-target", "0.6"),
+        *SHORT,
+    ),
+    "refill": quickstart("--algo", "dapo", "--algo.dead", "refill", *SHORT),
+    "eval": ("eval", "arithmetic", "--model", "tiny", "--limit", "64"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tree:
+    """One side of the comparison. `flags` maps names of settings in `CASES` to this tree's names."""
+
+    folder: Path
+    flags: Mapping[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What came of a case. `difference` is the first one found; empty = none."""
+
+    case: str
+    difference: str
+    seconds: float
+
+
+def is_compared(metric: str) -> bool:
+    """Times differ from run to run, and the size of a file says nothing about what was trained."""
+    return not metric.startswith("time/") and metric != "rollouts/bytes"
+
+
+def metrics(run: Path) -> dict[int, dict[str, str]]:
+    """The metrics of each step, as text that differs when a bit does; NaN equals NaN."""
+    found: dict[int, dict[str, str]] = {}
+    for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
+        record = json.loads(line)
+        values = {name: repr(float(value)) for name, value in record["metrics"].items() if is_compared(name)}
+        found.setdefault(record["step"], {}).update(values)
+    return found
+
+
+def tensors(file: Path) -> dict[str, str]:
+    """The type, shape and digest of the bytes of each tensor in a safetensors file."""
+    content = file.read_bytes()
+    begin = 8 + int.from_bytes(content[:8], "little")
+    header: dict[str, Any] = json.loads(content[8:begin])
+    header.pop("__metadata__", None)
+    described = {}
+    for name, entry in header.items():
+        first, last = entry["data_offsets"]
+        digest = hashlib.sha256(content[begin + first : begin + last]).hexdigest()[:16]
+        described[name] = f"{entry['dtype']} {entry['shape']} {digest}"
+    return described
+
+
+def weights(run: Path) -> dict[str, str]:
+    """Every tensor of the last checkpoint's model, adapters included."""
+    checkpoints = sorted((run / "checkpoints").glob("step-*"))
+    if not checkpoints:
+        return {}
+    last = checkpoints[-1]
+    files = sorted((last / "model").rglob("*.safetensors"))
+    found = {f"{file.relative_to(last)}: {name}": what for file in files for name, what in tensors(file).items()}
+    return {"checkpoint": last.name} | found
+
+
+def answers(file: Path) -> dict[str, str]:
+    """An evaluation's accuracy, and each answer's text and score."""
+    evaluation = json.loads(file.read_text(encoding="utf-8"))
+    found = {"accuracy": repr(evaluation["accuracy"])}
+    for number, item in enumerate(evaluation["items"]):
+        for sample, answer in enumerate(item["answers"]):
+            found[f"problem {number} ({item['id']}), answer {sample}"] = repr((answer["text"], answer["correct"]))
+    return found
+
+
+def first_difference(base: Mapping[str, str], new: Mapping[str, str]) -> str:
+    """The first key whose values differ, or that one side lacks; empty if there is none.
+
+    >>> first_difference({"loss": "0.1"}, {"loss": "0.1"})
+    ''
+    >>> first_difference({"loss": "0.1", "lr": "1.0"}, {"loss": "0.1", "lr": "2.0"})
+    'lr: 1.0 became 2.0'
+    >>> first_difference({"loss": "0.1"}, {"loss": "0.1", "lr": "2.0"})
+    'lr: only the new tree has it (2.0)'
+    """
+    for key in [*base, *(key for key in new if key not in base)]:
+        if key not in new:
+            return f"{key}: only the base has it ({base[key]})"
+        if key not in base:
+            return f"{key}: only the new tree has it ({new[key]})"
+        if base[key] != new[key]:
+            return f"{key}: {base[key]} became {new[key]}"
+    return ""
+
+
+def compare_metrics(base: Path, new: Path, renamed: Mapping[str, str]) -> str:
+    """The first step and metric that differ. `renamed` maps names of the base to names of the new tree."""
+    old_steps, new_steps = metrics(base), metrics(new)
+    if not old_steps:
+        return "the base has no metrics"
+    for step in sorted(old_steps.keys() | new_steps.keys()):
+        if step not in old_steps or step not in new_steps:
+            return f"step {step}: only the {'base' if step in old_steps else 'new tree'} has it"
+        expected = {renamed.get(name, name): value for name, value in old_steps[step].items()}
+        difference = first_difference(expected, new_steps[step])
+        if difference:
+            return f"step {step}, {difference}"
+    return ""
+
+
+def compare_evaluations(base: Path, new: Path) -> str:
+    """The first evaluation, problem and answer that differ between two folders of evaluations."""
+    old_files, new_files = (sorted(p.name for p in folder.glob("*.json")) for folder in (base, new))
+    if old_files != new_files or not old_files:
+        return f"evaluations of the base: {old_files}, of the new tree: {new_files}"
+    for name in old_files:
+        difference = first_difference(answers(base / name), answers(new / name))
+        if difference:
+            return f"evaluation {name}, {difference}"
+    return ""
+
+
+def compare_runs(base: Path, new: Path, renamed: Mapping[str, str]) -> str:
+    """The first difference between two run directories: metrics, then weights, then evaluations; empty = none."""
+    difference = compare_metrics(base, new, renamed)
+    if difference:
+        return difference
+    old_weights, new_weights = weights(base), weights(new)
+    if not old_weights:
+        return "the base has no checkpoint"
+    return first_difference(old_weights, new_weights) or compare_evaluations(base / "eval", new / "eval")
+
+
+def run_case(command: tuple[str, ...], tree: Tree, out: Path, threads: int) -> str:
+    """Run a case in one tree, with its files under `out`; returns why it failed, empty if it did not."""
+    here = [tree.flags.get(word.removeprefix("--"), word) if word.startswith("--") else word for word in command]
+    here += ["--device", "cpu", "--threads", str(threads)]
+    # by itself, `cohort eval` names its file after a digest of the grader's code
+    here += ["--log", "plain", "--out", str(out)] if command[0] == "train" else ["--out", str(out / "evaluation.json")]
+    environment = os.environ | {"PYTHONPATH": str(tree.folder / "src"), "OMP_NUM_THREADS": str(threads)}
+    out.mkdir(parents=True)
+    said = out.with_name(f"{out.name}.log")
+    with said.open("w") as log:
+        program = [sys.executable, "-m", "cohort", *here]
+        done = subprocess.run(program, cwd=out, env=environment, stdout=log, stderr=log, check=False)
+    if done.returncode == 0:
+        return ""
+    last = said.read_text().strip().splitlines()[-1:]
+    return f"exit status {done.returncode}: {''.join(last)}"
+
+
+def try_case(name: str, trees: tuple[Tree, Tree], folder: Path, renamed: Mapping[str, str], threads: int) -> Verdict:
+    """Run a case in both trees, one after the other, and compare what they left."""
+    begin = time.monotonic()
+    command = CASES[name]
+    outs = folder / name / "base", folder / name / "new"
+    difference = ""
+    for side, tree, out in zip(("base", "new tree"), trees, outs, strict=True):
+        failure = run_case(command, tree, out, threads)
+        if failure:
+            difference = f"the {side} failed: {failure}"
+            break
+    if not difference and command[0] == "eval":
+        difference = compare_evaluations(*outs)
+    elif not difference:
+        base, new = (next(path for path in out.iterdir() if path.is_dir()) for out in outs)
+        difference = compare_runs(base, new, renamed)
+    return Verdict(case=name, difference=difference, seconds=time.monotonic() - begin)
+
+
+def unpack(commit: str, folder: Path) -> Path:
+    """The files of a commit, in `folder`."""
+    packed = subprocess.run(["git", "archive", commit], cwd=ROOT, check=True, capture_output=True).stdout
+    with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
+        archive.extractall(folder, filter="data")
+    return folder
+
+
+def renamed_metrics(tree: Path) -> dict[str, str]:
+    """Old to new names of metrics, from the tree's own table; empty where it has none."""
+    file = tree / NAMES
+    if not file.is_file():
+        return {}
+    return dict(runpy.run_path(str(file)).get("METRICS", {}))
+
+
+def pairs(given: list[str]) -> dict[str, str]:
+    """`["old=new"]` as `{"old": "new"}`."""
+    for pair in given:
+        if "=" not in pair:
+            sys.exit(f"{pair}: write old=new")
+    return {old: new for old, _, new in (pair.partition("=") for pair in given)}
+
+
+def rows(verdicts: Iterator[Verdict]) -> Iterator[Verdict]:
+    """Print each verdict as a line of a table when it is there."""
+    print("| case | verdict | seconds |\n|---|---|---:|", flush=True)
+    for verdict in verdicts:
+        print(f"| `{verdict.case}` | {verdict.difference or 'equal'} | {verdict.seconds:.0f} |", flush=True)
+        yield verdict
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--base", default="HEAD~1", metavar="COMMIT")
+    parser.add_argument("--new", metavar="COMMIT", help="default: the files of this checkout")
+    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES), metavar="NAME")
+    parser.add_argument("--renamed", nargs="+", default=[], metavar="OLD=NEW", help="metrics")
+    parser.add_argument("--flags", nargs="+", default=[], metavar="OLD=NEW", help="settings of the new tree")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="of each run (default: all cores)")
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="a new folder in which the runs are kept")
+    a = parser.parse_args()
+    if a.keep and a.keep.exists():
+        sys.exit(f"{a.keep} exists already")
+    with tempfile.TemporaryDirectory() as temporary:
+        trees = Path(temporary) / "trees"
+        base = Tree(folder=unpack(a.base, trees / "base"), flags={})
+        flags = {old: f"--{new}" for old, new in pairs(a.flags).items()}
+        new = Tree(folder=unpack(a.new, trees / "new") if a.new else ROOT, flags=flags)
+        renamed = renamed_metrics(new.folder) | pairs(a.renamed)
+        folder = (a.keep or Path(temporary) / "runs").resolve()
+        verdicts = list(rows(try_case(case, (base, new), folder, renamed, a.threads) for case in a.cases))
+    sys.exit(1 if any(verdict.difference for verdict in verdicts) else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""Struck command lines without the two seconds in which torch is imported: children of one process that has done so.
+
+`python -m tests.strike_server` reads a request per line and answers each with a line when its child has ended.
+A child is what `python -m tests.strike` is after its imports.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from tests import strike
+from tests.real_run import ENV, ROOT
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """A command line that has ended, as `subprocess.CompletedProcess` tells it, and its process id."""
+
+    pid: int
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+class StrikeServer:
+    """Starts the server; `run` is one command line to its end."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, "-m", "tests.strike_server"]
+        self._process = subprocess.Popen(
+            command, cwd=ROOT, env=ENV, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def __enter__(self) -> StrikeServer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._process.communicate()
+
+    def run(self, *args: object, at: Path, orders: Sequence[object]) -> Ended:
+        """`cohort ARGS` in the folder `at`, with `orders` as in `tests.strike`."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        out, err = at / "struck.out", at / "struck.err"
+        words = [*map(str, orders), "--", *map(str, args)]
+        request = {"at": str(at), "out": str(out), "err": str(err), "words": words}
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        answer = json.loads(self._process.stdout.readline())
+        return Ended(**answer, stdout=out.read_text(), stderr=err.read_text())
+
+
+def become(request: dict[str, object]) -> int:
+    """In the child: the folder and the output of the request, then its command line."""
+    os.chdir(str(request["at"]))
+    for number, path in ((0, os.devnull), (1, request["out"]), (2, request["err"])):
+        os.dup2(os.open(str(path), os.O_RDWR | os.O_CREAT | os.O_TRUNC), number)
+    return strike.main(list(request["words"]))  # type: ignore[call-overload]
+
+
+def serve() -> None:
+    os.environ.setdefault("GOMP_SPINCOUNT", "5000")  # as in `tests.strike`
+    import cohort.build
+    import cohort.cli.main  # noqa: F401
+
+    for line in sys.stdin:
+        pid = os.fork()
+        if pid == 0:
+            sys.exit(become(json.loads(line)))
+        status = os.waitpid(pid, 0)[1]
+        print(json.dumps({"pid": pid, "returncode": os.waitstatus_to_exitcode(status)}), flush=True)
+
+
+if __name__ == "__main__":
+    serve()
