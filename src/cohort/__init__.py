@@ -44,9 +44,11 @@ class _Train(ModuleType):
         sinks: Sequence[str] = (),
     ) -> Path:
         """Train a recipe (a name, `file.py:function`, or a config) and return the run directory."""
+        from cohort import process
         from cohort.build import train as build_train
         from cohort.config import load
 
+        process.require_one_process()
         if isinstance(recipe, str):
             config = load.load(recipe, load.as_args(settings or {}))
         else:

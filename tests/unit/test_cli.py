@@ -180,6 +180,35 @@ def test_a_mistake_is_one_line_and_exit_code_2(
     assert build.calls == [] and list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    "command", ["train quickstart", "resume runs/a", "eval countdown", "check quickstart", "replay runs/a --step 1"]
+)
+def test_several_ranks_are_refused_before_anything_is_done(
+    command: str, build: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Under torchrun every process would make the whole run, and say nothing of the others."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(command.split()) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1
+    assert "WORLD_SIZE is 2" in err and "Start one process" in err and "unset WORLD_SIZE" in err
+    assert build.calls == []
+
+
+def test_train_from_python_refuses_several_ranks(build: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    with pytest.raises(CohortError, match="WORLD_SIZE is 8"):
+        cohort.train("quickstart")
+    assert build.calls == []
+
+
+@pytest.mark.parametrize("size", ["1", "", "auto"])
+def test_one_rank_is_no_reason_to_refuse(size: str, build: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", size)
+    assert main(["train", "quickstart"]) == 0
+    assert len(build.calls) == 1
+
+
 def test_a_mistake_in_a_process_of_its_own(run_cohort: Callable[..., Any]) -> None:
     done = run_cohort("train", "quickstart", "--algo.clip-hihg", "0.3")
     assert done.returncode == 2
