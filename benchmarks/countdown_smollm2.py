@@ -23,12 +23,12 @@ import torch
 
 from cohort import build
 from cohort.config.document import dump
+from cohort.config.kinds import RL
 from cohort.config.schema import (
     BatchConfig,
     EvalConfig,
     LearnerConfig,
     OptimConfig,
-    RunConfig,
     SamplingConfig,
     SaveConfig,
 )
@@ -75,8 +75,8 @@ def imitate(folder: str, task: Countdown, updates: int, lr: float, out: Path) ->
     return losses
 
 
-def recipe(model: Path, task: Countdown, a: argparse.Namespace) -> RunConfig:
-    return RunConfig(
+def recipe(model: Path, task: Countdown, a: argparse.Namespace) -> RL:
+    return RL(
         model=str(model),
         steps=a.steps,
         task=task,

@@ -22,7 +22,8 @@ from safetensors.torch import load_file, save_file
 
 import cohort
 from cohort.checkpoint import Checkpoint
-from cohort.config.schema import BatchConfig, EvalConfig, RunConfig, SaveConfig
+from cohort.config.kinds import RL
+from cohort.config.schema import BatchConfig, EvalConfig, SaveConfig
 from cohort.logs.view import View, make_view
 from cohort.store.reader import Reader
 from cohort.store.records import EvalAnswer, EvalItem, Evaluation
@@ -41,7 +42,7 @@ WATCHED = (
 )
 
 
-def small_run(**changes: Any) -> RunConfig:
+def small_run(**changes: Any) -> RL:
     values: dict[str, Any] = {
         "recipe": "pretend",
         "steps": 6,
@@ -50,7 +51,7 @@ def small_run(**changes: Any) -> RunConfig:
         "eval": EvalConfig(every=3),
         "save": SaveConfig(every=2, keep_last=2),
     }
-    return RunConfig(**{**values, **changes})
+    return RL(**{**values, **changes})
 
 
 def pretend_groups(seed: int, num_groups: int = 2, group_size: int = 2) -> list[Group]:

@@ -13,7 +13,8 @@ import torch
 from cohort import build
 from cohort.algos.algorithm import Loss
 from cohort.build import Parts
-from cohort.config.schema import BatchConfig, EvalConfig, LearnerConfig, RunConfig, SamplingConfig
+from cohort.config.kinds import RL
+from cohort.config.schema import BatchConfig, EvalConfig, LearnerConfig, SamplingConfig
 from cohort.data.batch import Batch, Microbatch
 from cohort.learner.local import LocalLearner
 from cohort.recipes.tiny import quickstart
@@ -24,7 +25,7 @@ from cohort.train.stats import StepStats
 from cohort.types import Answer, Group, Outcome, Row
 
 
-def small_run(**changes: Any) -> RunConfig:
+def small_run(**changes: Any) -> RL:
     """The quickstart with less of everything. One thread: what else runs on the machine changes nothing."""
     values = {
         "threads": 1,
@@ -49,7 +50,7 @@ def preserved() -> Iterator[None]:
 
 
 @contextmanager
-def assembled(config: RunConfig) -> Iterator[Parts]:
+def assembled(config: RL) -> Iterator[Parts]:
     """The parts of a run, closed afterwards."""
     with preserved():
         parts = build.assemble(config)
@@ -63,7 +64,7 @@ def assembled(config: RunConfig) -> Iterator[Parts]:
 class Steps:
     """What the loop needs of a `Run`, without a directory: remembers what every step ended with."""
 
-    config: RunConfig
+    config: RL
     first: int
     num: int
     ended: list[tuple[list[Group], StepStats]] = field(default_factory=list)

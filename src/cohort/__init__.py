@@ -18,12 +18,14 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from cohort.config.kinds import RL as RL
     from cohort.config.schema import RunConfig as RunConfig
     from cohort.recipes import recipe as recipe
     from cohort.tasks.base import Verdict as Verdict
     from cohort.tasks.base import task as task
 
 _LAZY = {
+    "RL": "cohort.config.kinds",
     "RunConfig": "cohort.config.schema",
     "Verdict": "cohort.tasks.base",
     "recipe": "cohort.recipes",

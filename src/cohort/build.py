@@ -16,8 +16,9 @@ from cohort import bench
 from cohort.algos.algorithm import Algorithm, build_algorithm
 from cohort.checkpoint import Checkpoint
 from cohort.config.document import dump, parse, variant_name
+from cohort.config.kinds import RL
 from cohort.config.options import BenchOptions, BenchResult, EngineBenchOptions, LearnerBenchOptions
-from cohort.config.schema import RunConfig, SamplingConfig, ThinkAgain
+from cohort.config.schema import SamplingConfig, ThinkAgain
 from cohort.device import DTYPES, available_bytes, find_device, find_dtype
 from cohort.engines.auto import AutoEngine, engine_for
 from cohort.engines.base import Engine
@@ -58,7 +59,7 @@ USUAL_PROMPT = 1024  # tokens: what a plan of memory supposes
 class Parts:
     """Everything a run is made of."""
 
-    config: RunConfig
+    config: RL
     model: LoadedModel
     engine: Engine
     learner: LocalLearner
@@ -126,7 +127,7 @@ class Parts:
         self.tasks.scorer.close()
 
 
-def settled(config: RunConfig) -> RunConfig:
+def settled(config: RL) -> RL:
     """With what depends on the machine decided: the run records it and goes on so elsewhere, or says that it cannot."""
     device = find_device(config.device)
     learner, engine = replace(config.learner, dtype=find_dtype(config.learner.dtype, device)), config.engine
@@ -144,7 +145,7 @@ def use_threads(threads: int, device: torch.device) -> None:
     torch.set_deterministic_debug_mode("error" if device.type == "cpu" else "default")
 
 
-def assemble(config: RunConfig) -> Parts:
+def assemble(config: RL) -> Parts:
     """Load the model and the task and connect the parts; refuses what cannot work before anything is written."""
     config = settled(config)
     check_packages(config.task)
@@ -209,7 +210,7 @@ def renderer(tokenizer: Tokenizer, template: str) -> Renderer:
     return tokenizer if template == "chat" else RawText(tokenizer)
 
 
-def _again(config: RunConfig, tokenizer: Tokenizer) -> Again | None:
+def _again(config: RL, tokenizer: Tokenizer) -> Again | None:
     t = config.turns
     if not isinstance(t, ThinkAgain):
         return None
@@ -232,7 +233,7 @@ def _sampling(asked: SamplingConfig, tokenizer: Tokenizer) -> Sampling:
 
 
 def _plan(
-    config: RunConfig, model: LoadedModel, device: torch.device, has_reference: bool, adapters: Adapters | None
+    config: RL, model: LoadedModel, device: torch.device, has_reference: bool, adapters: Adapters | None
 ) -> Plan | None:
     """How a GPU's memory is used; a CPU's is the system's affair. How long prompts are is not known yet: a guess."""
     if device.type != "cuda" or not isinstance(model.config, ModelConfig):  # of others the shapes are not known
@@ -271,7 +272,7 @@ def _frozen_copy(model: LoadedModel) -> AnyDecoder:
     return frozen
 
 
-def _suited(config: RunConfig, decoder: AnyDecoder) -> RunConfig:
+def _suited(config: RL, decoder: AnyDecoder) -> RL:
     """For a model outside the native family: a prompt is computed once a sample, so microbatches are packed so."""
     if not isinstance(decoder, AutoDecoder):
         return config
@@ -280,7 +281,7 @@ def _suited(config: RunConfig, decoder: AnyDecoder) -> RunConfig:
     return replace(config, learner=replace(config.learner, prefix_sharing=False))
 
 
-def _adapters(config: RunConfig, decoder: AnyDecoder) -> Adapters | None:
+def _adapters(config: RL, decoder: AnyDecoder) -> Adapters | None:
     lora = config.learner.lora
     if not isinstance(decoder, Decoder):
         return None
@@ -301,7 +302,7 @@ def _require_merged(decoder: AnyDecoder, saved: AnyDecoder, model: str) -> None:
             )
 
 
-def train(config: RunConfig, out: Path, log: str, *sinks: str) -> Path:
+def train(config: RL, out: Path, log: str, *sinks: str) -> Path:
     """Run a recipe in a new run directory; returns where it is. Asked to stop, saves and raises KeyboardInterrupt."""
     views = make_sinks(sinks)
     if isinstance(data := getattr(config.task, "data", None), str) and data:
@@ -347,7 +348,7 @@ def _run(parts: Parts, directory: RunDirectory, log: str, sinks: Mapping[str, Vi
         raise KeyboardInterrupt
 
 
-def _idle_ratio(config: RunConfig) -> str:
+def _idle_ratio(config: RL) -> str:
     """Said where an algorithm is chosen for what it does to ratios, and these are all 1."""
     name = variant_name("algo", config.algo)
     alone = config.learner.epochs * config.learner.minibatches == 1

@@ -40,7 +40,7 @@ class Sums:
 
 
 def recipe():
-    return cohort.RunConfig(
+    return cohort.RL(
         model="tiny",
         task=Sums(),
         steps=2,

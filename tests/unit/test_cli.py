@@ -374,7 +374,7 @@ def test_train_from_python(build: SimpleNamespace) -> None:
 
     run = cohort.train("quickstart", {"steps": 3, "algo": "dr_grpo"}, out="here")
     assert run == Path("runs/x")
-    config = cohort.RunConfig(task=Countdown(), steps=2)
+    config = cohort.RL(task=Countdown(), steps=2)
     cohort.train(config)
     (_, first, out, log), (_, second, *_) = build.calls
     assert (first.steps, first.algo, out, log) == (3, DrGRPO(), Path("here"), "plain")

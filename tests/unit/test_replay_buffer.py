@@ -8,8 +8,9 @@ import pytest
 
 from cohort import checkpoint
 from cohort.config.algos import GRPO, CorrectionConfig
+from cohort.config.kinds import RL
 from cohort.config.load import change
-from cohort.config.schema import ReplayConfig, RunConfig, SaveConfig
+from cohort.config.schema import ReplayConfig, SaveConfig
 from cohort.errors import ConfigError
 from cohort.fates import Fate
 from cohort.store.rollouts import load_rollouts, rollout_path, rollout_steps, save_rollouts
@@ -110,12 +111,12 @@ def test_age_survives_the_file(tmp_path):
 
 
 def test_replay_needs_a_correction():
-    config = RunConfig(task=Arithmetic(), replay=ReplayConfig(prompts=2))
+    config = RL(task=Arithmetic(), replay=ReplayConfig(prompts=2))
     with pytest.raises(ConfigError, match="samples of older policies"):
         change(config)
-    corrected = RunConfig(
+    corrected = RL(
         task=Arithmetic(), replay=ReplayConfig(prompts=2), algo=GRPO(correction=CorrectionConfig(kind="truncate"))
     )
     assert change(corrected).replay.prompts == 2
     with pytest.raises(ConfigError, match="steps has no effect: nothing is used again"):
-        change(RunConfig(task=Arithmetic()), ["--replay.steps", "2"])
+        change(RL(task=Arithmetic()), ["--replay.steps", "2"])
