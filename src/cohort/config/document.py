@@ -22,6 +22,7 @@ import yaml
 from cohort.config.flags import describe, leaves
 from cohort.config.kinds import KINDS, VARIANTS
 from cohort.config.lookup import find_task, task_spec
+from cohort.config.names import with_current_settings
 from cohort.config.schema import RunConfig
 from cohort.config.section import Section, sections, tidied
 from cohort.errors import ConfigError, nearest
@@ -108,6 +109,7 @@ def parse(text: str, source: str = "config.yaml", warn: bool = True) -> RunConfi
     if not isinstance(tree, dict):
         raise ConfigError(f"{source} is not a Cohort config; restore the file the run wrote.")
     cls = _kind(tree, source)
+    tree = with_current_settings(tree)
     hints = typing.get_type_hints(cls)
     for field in cls.variants:
         section = tree.get(field)
@@ -124,6 +126,11 @@ def parse(text: str, source: str = "config.yaml", warn: bool = True) -> RunConfi
         taken = ", ".join(f"{name} = {leaves(config)[name].value!r}" for name in lacking)
         log.warning("%s is of an earlier version of Cohort; what it does not say is taken as %s", source, taken)
     return config
+
+
+def format_of(text: str) -> int:
+    """The format of a file that `parse` has accepted."""
+    return int(yaml.safe_load(text).get("format", 1))
 
 
 def _kind(tree: dict[str, Any], source: str) -> type[RunConfig]:

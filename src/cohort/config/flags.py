@@ -18,6 +18,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 import tyro
 
+from cohort.config.names import current_setting
 from cohort.config.section import Bound
 from cohort.errors import CohortError, ConfigError
 
@@ -155,7 +156,8 @@ def check(flags: Sequence[Flag], valid: dict[str, Leaf]) -> None:
     seen: set[str] = set()
     for flag in flags:
         if flag.name not in valid:
-            raise unknown(flag.name, valid)
+            new = current_setting(flag.name)
+            raise ConfigError(f"{flag.shown} is now {show(new)}.") if new in valid else unknown(flag.name, valid)
         if flag.name in seen:
             raise ConfigError(f"{flag.shown} is given twice; give it once.")
         seen.add(flag.name)
