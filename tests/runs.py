@@ -19,9 +19,9 @@ from cohort.data.batch import Batch, Microbatch
 from cohort.learner.local import LocalLearner
 from cohort.recipes.tiny import quickstart
 from cohort.tasks.arithmetic import Arithmetic
+from cohort.train.job import StepRecord
 from cohort.train.replay import Replay
 from cohort.train.rl import train
-from cohort.train.stats import StepStats
 from cohort.types import Answer, Group, Outcome, Row
 
 
@@ -64,26 +64,25 @@ def assembled(config: RL) -> Iterator[Parts]:
 class Steps:
     """What the loop needs of a `Run`, without a directory: remembers what every step ended with."""
 
-    config: RL
     first: int
     num: int
-    ended: list[tuple[list[Group], StepStats]] = field(default_factory=list)
+    ended: list[tuple[list[Group], StepRecord]] = field(default_factory=list)
 
     def steps(self) -> Iterator[int]:
         for step in range(self.first, self.first + self.num):
             yield step
             assert len(self.ended) == step + 1 - self.first
 
-    def end_step(self, step: int, groups: list[Group], stats: StepStats) -> None:
-        assert step == self.first + len(self.ended)
-        self.ended.append((groups, stats))
+    def end_step(self, step: int, record: StepRecord) -> None:
+        assert step == self.first + len(self.ended) and record.groups is not None
+        self.ended.append((list(record.groups), record))
 
 
-def run_steps(parts: Parts, num: int, first: int = 0) -> list[tuple[list[Group], StepStats]]:
+def run_steps(parts: Parts, num: int, first: int = 0) -> list[tuple[list[Group], StepRecord]]:
     """`num` steps of the real loop."""
-    run = Steps(parts.config, first, num)
+    run = Steps(first, num)
     replay = Replay(parts.config.replay, parts.config.seed, Path())  # nothing is kept here
-    train(run, parts.engine, parts.learner, parts.tasks, parts.algo, replay)  # type: ignore[arg-type]
+    train(run, parts.config, parts.engine, parts.learner, parts.tasks, parts.algo, replay)
     return run.ended
 
 

@@ -25,7 +25,7 @@ LAYERS = {
     3: ("models",),
     4: ("engines", "learner", "checkpoint", "limits", "device"),
     5: ("evaluate", "compare", "logs", "store", "train"),
-    6: ("build", "export", "examine", "bench", "check", "explain", "rerun"),
+    6: ("build", "jobs", "export", "examine", "bench", "check", "explain", "rerun"),
     7: ("cli", "__main__", "__init__"),
 }
 LAYER = {part: layer for layer, parts in LAYERS.items() for part in parts}
@@ -55,7 +55,7 @@ WALLS = {
     "multiprocessing": ("scoring",),
     "torch": (
         *("algos", "data", "models", "limits", "engines", "learner", "checkpoint"),
-        *("evaluate", "store", "train", "build", "bench", "check", "device", "explain.effect", "rerun"),
+        *("evaluate", "store", "train", "build", "jobs", "bench", "check", "device", "explain.effect", "rerun"),
     ),
     "safetensors": ("models", "checkpoint", "store"),
     "wandb": ("logs.sinks.wandb_sink",),

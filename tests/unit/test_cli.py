@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 import cohort
+import cohort.jobs
 from cohort.cli.main import COMMANDS, main
 from cohort.config.options import BenchOptions, BenchResult, EngineBenchOptions, EvalOptions
 from cohort.config.schema import DrGRPO
@@ -56,6 +57,8 @@ def build(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     )
     monkeypatch.setitem(sys.modules, "cohort.build", fake)  # type: ignore[arg-type]
     monkeypatch.setattr(cohort, "build", fake, raising=False)
+    monkeypatch.setitem(sys.modules, "cohort.jobs.bench", fake)  # type: ignore[arg-type]
+    monkeypatch.setattr(cohort.jobs, "bench", fake, raising=False)
     monkeypatch.setitem(sys.modules, "cohort.export", fake)  # type: ignore[arg-type]
     monkeypatch.setattr(cohort, "export", fake, raising=False)
     return fake

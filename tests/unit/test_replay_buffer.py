@@ -18,6 +18,7 @@ from cohort.store.rundir import RunDirectory
 from cohort.tasks.arithmetic import Arithmetic
 from cohort.train.replay import Replay
 from cohort.train.run import Run
+from tests.pretend_run import Pretender
 from tests.runs import small_run
 from tests.support import make_group, make_sample
 
@@ -96,11 +97,12 @@ def test_a_resume_finds_what_it_needs_behind_its_checkpoint(tmp_path):
     for step in range(1, 6):
         written(directory.rollouts, step - 1)
     (directory.checkpoints / checkpoint.name(3)).mkdir(parents=True)
-    run = Run(directory, config, hooks=None)  # type: ignore[arg-type]
+    run = Run(directory, config, Pretender(config))
     run.step = 5
     run._remove_old_rollouts()
     assert rollout_steps(directory.rollouts) == [2, 3, 4, 5]
-    run.config = replace(config, replay=ReplayConfig())
+    run = Run(directory, config, Pretender(replace(config, replay=ReplayConfig())))
+    run.step = 5
     run._remove_old_rollouts()
     assert rollout_steps(directory.rollouts) == [5]
 

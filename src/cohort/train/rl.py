@@ -10,26 +10,29 @@ until a batch is reused (learner.epochs, learner.minibatches > 1). Only `replay`
 from __future__ import annotations
 
 from cohort.algos.algorithm import Algorithm
+from cohort.config.kinds import RL
 from cohort.config.schema import LearnerConfig
 from cohort.data.pack import pack
 from cohort.engines.base import Engine
 from cohort.engines.rollout import Tasks, collect
 from cohort.learner.base import Learner
+from cohort.train.job import Steps, rollout_record
 from cohort.train.replay import Replay
-from cohort.train.run import Run
 from cohort.train.stats import StepStats, step_stats
 from cohort.types import Group
 
 
-def train(run: Run, engine: Engine, learner: Learner, tasks: Tasks, algo: Algorithm, replay: Replay) -> None:
+def train(
+    run: Steps, config: RL, engine: Engine, learner: Learner, tasks: Tasks, algo: Algorithm, replay: Replay
+) -> None:
     """Run every remaining step of `run`."""
-    batch_size, config = run.config.batch, run.config.learner
+    batch_size = config.batch
     for step in run.steps():
         groups = collect(engine, tasks, batch_size.prompts, batch_size.samples, accept=algo.accept)
         groups += replay.draw(step)  # of earlier steps, where asked for
-        groups, stats = improve(learner, algo, groups, config)
+        groups, stats = improve(learner, algo, groups, config.learner)
         engine.load(learner.weights(), version=step + 1)  # no copy when storage is shared
-        run.end_step(step, groups, stats)  # log, evaluate, checkpoint
+        run.end_step(step, rollout_record(step, groups, stats.metrics))  # log, evaluate, checkpoint
 
 
 def improve(
