@@ -19,6 +19,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from cohort.config.kinds import RL as RL
+    from cohort.config.kinds import SFT as SFT
     from cohort.config.schema import RunConfig as RunConfig
     from cohort.recipes import recipe as recipe
     from cohort.tasks.base import Verdict as Verdict
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 _LAZY = {
     "RL": "cohort.config.kinds",
     "RunConfig": "cohort.config.schema",
+    "SFT": "cohort.config.kinds",
     "Verdict": "cohort.tasks.base",
     "recipe": "cohort.recipes",
     "task": "cohort.tasks.base",

@@ -6,13 +6,14 @@ import copy
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
 from cohort.algos.algorithm import Algorithm, build_algorithm
 from cohort.checkpoint import Checkpoint
 from cohort.config.document import variant_name
-from cohort.config.kinds import RL
+from cohort.config.kinds import RL, SFT
 from cohort.config.schema import RunConfig, SamplingConfig, ThinkAgain
 from cohort.device import DTYPES, available_bytes, find_device, find_dtype
 from cohort.engines.auto import AutoEngine, engine_for
@@ -22,6 +23,7 @@ from cohort.errors import ConfigError
 from cohort.evaluate import evaluate as run_evaluation
 from cohort.evaluate import rows_digest, sampling_facts
 from cohort.jobs import life, rl
+from cohort.jobs.sft import SFTParts, examples_of
 from cohort.jobs.state import Trained
 from cohort.learner.local import LocalLearner
 from cohort.learner.plan import Load, Plan, plan_memory
@@ -43,6 +45,8 @@ from cohort.train.replay import Replay
 from cohort.train.rl import train as run_loop
 from cohort.train.run import Run
 from cohort.types import Prompt, Sampling
+
+C = TypeVar("C", bound=RunConfig)
 
 USUAL_PROMPT = 1024  # tokens: what a plan of memory supposes
 
@@ -257,7 +261,7 @@ def _frozen_copy(model: LoadedModel) -> AnyDecoder:
     return frozen
 
 
-def _suited(config: RL, decoder: AnyDecoder) -> RL:
+def _suited(config: C, decoder: AnyDecoder) -> C:
     """For a model outside the native family: a prompt is computed once a sample, so microbatches are packed so."""
     if not isinstance(decoder, AutoDecoder):
         return config
@@ -266,7 +270,7 @@ def _suited(config: RL, decoder: AnyDecoder) -> RL:
     return replace(config, learner=replace(config.learner, prefix_sharing=False))
 
 
-def _adapters(config: RL, decoder: AnyDecoder) -> Adapters | None:
+def _adapters(config: RunConfig, decoder: AnyDecoder) -> Adapters | None:
     lora = config.learner.lora
     if not isinstance(decoder, Decoder):
         return None
@@ -290,5 +294,31 @@ def resume(path: Path, steps: int | None, log: str, *sinks: str) -> Path:
 
 def _work(config: RunConfig) -> life.Work:
     """The job of a config, by its kind."""
+    if isinstance(config, SFT):
+        return assemble_sft(config)
     assert isinstance(config, RL), f"nothing is built for the kind {config.kind}"
     return assemble(config)
+
+
+def assemble_sft(config: SFT) -> SFTParts:
+    """Load the model and the examples of supervised fine-tuning."""
+    device = find_device(config.device)
+    learner = replace(config.learner, dtype=find_dtype(config.learner.dtype, device))
+    config = replace(config, device="cpu" if device.type == "cpu" else "cuda", learner=learner)
+    use_threads(config.threads, device)
+    folder = resolve(config.model)
+    model = load_folder(folder, DTYPES[config.learner.dtype])
+    model.decoder.to(device)
+    config = _suited(config, model.decoder)
+    return SFTParts(
+        config=config,
+        model=model,
+        learner=LocalLearner(
+            model.decoder,
+            config.learner,
+            config.optim,
+            num_updates=config.steps * config.learner.updates,
+            adapters=_adapters(config, model.decoder),
+        ),
+        examples=examples_of(config, Tokenizer.load(folder)),
+    )

@@ -21,8 +21,9 @@ from cohort.config.schema import (
     SingleTurn,
     ThinkAgain,
 )
-from cohort.config.section import Effect
+from cohort.config.section import AtLeast1, Effect, Section
 from cohort.errors import ConfigError, nearest
+from cohort.tasks.traces.styles import Mix
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +113,58 @@ class RL(RunConfig):
             )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Traces(Mix):
+    """Synthetic conversations about sums, Countdown and a calculator: what the bundled model was taught on."""
+
+    rows: AtLeast1 = 2000
+    """Distinct sums of three terms, and as many others in proportion."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExamplesConfig(Section):
+    """What one step trains on. Micro-batching is automatic."""
+
+    examples: AtLeast1 = 32
+    """Examples per step."""
+
+
+_NOT_EVALUATED = "an sft run is not evaluated; measure its model with cohort eval"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SFT(RunConfig):
+    """Supervised fine-tuning: imitate the assistant's words in given conversations."""
+
+    kind: ClassVar[str] = "sft"
+    variants: ClassVar[tuple[str, ...]] = ("data",)
+    unused: ClassVar[tuple[str, ...]] = ("eval",)
+
+    data: Traces = field(default_factory=Traces)
+    batch: ExamplesConfig = field(default_factory=ExamplesConfig)
+
+    effects: ClassVar[tuple[Effect, ...]] = (
+        Effect(
+            ("eval.every", "eval.problems", "eval.samples", "eval.temperature", "save.keep_best"),
+            (),
+            lambda config: False,
+            _NOT_EVALUATED,
+        ),
+        Effect(("save.rollouts",), (), lambda config: False, "an sft run samples nothing"),
+        Effect(("learner.prefix_sharing",), (), lambda config: False, "an example has one answer"),
+    )
+
+    def check(self, given: Collection[str]) -> None:
+        super().check(given)
+        if self.template != "chat":
+            raise ConfigError("the examples are conversations, which need a chat template; use --template chat.")
+        if self.learner.minibatches > self.batch.examples:
+            raise ConfigError(
+                f"learner.minibatches is {self.learner.minibatches}, but a step has only {self.batch.examples} "
+                "examples (batch.examples) to divide; lower --learner.minibatches."
+            )
+
+
 def reward_parts(task: Any) -> tuple[str, ...]:
     """The parts a task scores, in its own order."""
     return tuple(getattr(type(task), "parts", ("correct",)))
@@ -144,8 +197,9 @@ def _check_reward(task: Any, reward: Mapping[str, float]) -> None:
         raise ConfigError("every part of the reward weighs 0: there is nothing to learn; raise one of --reward.*.")
 
 
-KINDS: dict[str, type[RunConfig]] = {"rl": RL}
-VARIANTS: dict[str, dict[str, type]] = {"turns": TURNS, "algo": ALGOS, "engine": ENGINES}
+DATA: dict[str, type] = {"traces": Traces}
+KINDS: dict[str, type[RunConfig]] = {"rl": RL, "sft": SFT}
+VARIANTS: dict[str, dict[str, type]] = {"turns": TURNS, "algo": ALGOS, "engine": ENGINES, "data": DATA}
 """What is chosen by name, besides the task: of each only the chosen one's settings exist."""
 
 

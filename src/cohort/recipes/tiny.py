@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from cohort.config.kinds import RL
+from cohort.config.kinds import RL, SFT, ExamplesConfig, Traces
 from cohort.config.schema import (
     BatchConfig,
     DrGRPO,
@@ -54,3 +54,17 @@ def tiny_lora() -> RL:
 def tiny_countdown() -> RL:
     """Countdown with the bundled model: reach a target from three or four numbers."""
     return replace(quickstart(), steps=150, task=Countdown(), sampling=SamplingConfig(max_tokens=192))
+
+
+@recipe
+def tiny_sft() -> SFT:
+    """Supervised fine-tuning of the bundled model: imitate answers that work step by step."""
+    return SFT(
+        model="tiny",
+        steps=40,
+        data=Traces(think=0.85, broken=0.0, right=1.0),
+        batch=ExamplesConfig(examples=64),
+        optim=OptimConfig(lr=3e-4, warmup=4, schedule="cosine", lr_floor=0.1),
+        learner=LearnerConfig(token_budget=8192),
+        save=SaveConfig(every=20),
+    )
