@@ -15,6 +15,7 @@ import argparse
 import json
 import random
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -23,12 +24,12 @@ import torch
 
 from cohort import build
 from cohort.config.document import dump
+from cohort.config.kinds import RL
 from cohort.config.schema import (
     BatchConfig,
     EvalConfig,
     LearnerConfig,
     OptimConfig,
-    RunConfig,
     SamplingConfig,
     SaveConfig,
 )
@@ -39,10 +40,11 @@ from cohort.models.files import load_folder, save_folder
 from cohort.store.reader import Reader
 from cohort.store.rundir import RunDirectory
 from cohort.tasks.countdown import Countdown
+from cohort.tasks.traces.encode import encode
+from cohort.tasks.traces.styles import Mix, countdown
 from cohort.text import Tokenizer
-from cohort.train.sft import pack_examples, sft
-from scripts.tiny.encode import encode
-from scripts.tiny.traces import Mix, countdown
+from cohort.train.job import StepRecord
+from cohort.train.sft import pack_examples, train
 
 SHOWN = ("reward/mean", "sampler_gap/mean", "sampler_gap/max", "entropy", "grad_norm", "length/mean", "groups/dead")
 STYLES = Mix(think=0.9, broken=0.0, right=0.3, system=0.0)  # one in ten answers at once, mostly wrong
@@ -54,7 +56,8 @@ def imitate(folder: str, task: Countdown, updates: int, lr: float, out: Path) ->
     device = find_device("auto")
     model = load_folder(folder, DTYPES[find_dtype("auto", device)])
     model.decoder.to(device)
-    tokenizer, losses = Tokenizer.load(folder), []
+    tokenizer = Tokenizer.load(folder)
+    losses: list[float] = []
     rows = list(islice(replace(task, train_size=updates * SFT_BATCH).rows("traces"), updates * SFT_BATCH))
     rng = random.Random(0)
 
@@ -63,20 +66,24 @@ def imitate(folder: str, task: Countdown, updates: int, lr: float, out: Path) ->
         traces = [countdown(rng, task.prompt(r)[0]["content"], r["nums"], r["target"], STYLES) for r in part]
         return pack_examples([encode(tokenizer, trace) for trace in traces], SFT_BUDGET)
 
-    def report(update: int, stats: dict[str, float]) -> None:
-        losses.append(stats["loss"])
-        if (update + 1) % 20 == 0:
-            print(f"imitation, update {update + 1}: loss {stats['loss']:.3f}", flush=True)
+    class Updates:
+        def steps(self) -> Iterator[int]:
+            yield from range(updates)
+
+        def end_step(self, step: int, record: StepRecord) -> None:
+            losses.append(record.metrics["loss"])
+            if (step + 1) % 20 == 0:
+                print(f"imitation, update {step + 1}: loss {losses[-1]:.3f}", flush=True)
 
     optim = OptimConfig(lr=lr, warmup=10, schedule="cosine", beta2=0.98)
     learner = LocalLearner(model.decoder, LearnerConfig(token_budget=SFT_BUDGET), optim, num_updates=updates)
-    sft(learner, (batch(u) for u in range(updates)), report)
+    train(Updates(), learner, batch)
     save_folder(model.decoder, model.hf_config, model.folder, out)
     return losses
 
 
-def recipe(model: Path, task: Countdown, a: argparse.Namespace) -> RunConfig:
-    return RunConfig(
+def recipe(model: Path, task: Countdown, a: argparse.Namespace) -> RL:
+    return RL(
         model=str(model),
         steps=a.steps,
         task=task,

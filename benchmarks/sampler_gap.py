@@ -56,7 +56,7 @@ def cohort_side(job: Job) -> list[float]:
     from cohort.engines.native import native_engine
     from cohort.learner.local import LocalLearner
     from cohort.models.files import load_folder
-    from cohort.train.rl import annotate
+    from cohort.train.update import annotate
     from cohort.types import Group, Key, Prompt, Provenance, Sampling
 
     decoder = load_folder(job.folder, torch.bfloat16).decoder.to(device())

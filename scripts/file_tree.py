@@ -16,7 +16,7 @@ ORDER = [
     *("algos", "data", "models"),
     *("limits", "engines", "learner", "checkpoint"),
     *("evaluate", "logs", "store", "train"),
-    *("build", "bench", "cli"),
+    *("build", "jobs", "bench", "cli"),
 ]
 
 

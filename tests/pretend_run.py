@@ -22,15 +22,18 @@ from safetensors.torch import load_file, save_file
 
 import cohort
 from cohort.checkpoint import Checkpoint
-from cohort.config.schema import BatchConfig, EvalConfig, RunConfig, SaveConfig
+from cohort.config.kinds import RL
+from cohort.config.schema import BatchConfig, EvalConfig, SaveConfig
+from cohort.jobs import rl
 from cohort.logs.view import View, make_view
 from cohort.store.reader import Reader
-from cohort.store.records import EvalAnswer, EvalItem, Evaluation
+from cohort.store.records import About, EvalAnswer, EvalItem, Evaluation
 from cohort.store.rollouts import load_rollouts, rollout_steps
 from cohort.store.rundir import RunDirectory
 from cohort.tasks.base import get_task
-from cohort.train.run import Hooks, Run
-from cohort.train.stats import StepStats, rollout_metrics
+from cohort.train.job import StepRecord, rollout_record
+from cohort.train.run import Run
+from cohort.train.stats import rollout_metrics
 from cohort.types import Finish, Group, Prompt, Provenance, Sample
 from tests.evals import eval_setting
 
@@ -41,7 +44,7 @@ WATCHED = (
 )
 
 
-def small_run(**changes: Any) -> RunConfig:
+def small_run(**changes: Any) -> RL:
     values: dict[str, Any] = {
         "recipe": "pretend",
         "steps": 6,
@@ -50,7 +53,7 @@ def small_run(**changes: Any) -> RunConfig:
         "eval": EvalConfig(every=3),
         "save": SaveConfig(every=2, keep_last=2),
     }
-    return RunConfig(**{**values, **changes})
+    return RL(**{**values, **changes})
 
 
 def pretend_groups(seed: int, num_groups: int = 2, group_size: int = 2) -> list[Group]:
@@ -93,26 +96,33 @@ def pretend_groups(seed: int, num_groups: int = 2, group_size: int = 2) -> list[
 
 
 class Pretender:
-    """A model of four numbers, moved by momentum, so that any lost or repeated step changes the end."""
+    """The job of training four numbers, moved by momentum, so that any lost or repeated step changes the end."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: RL | None = None) -> None:
+        self.config = config or small_run()
         self.weights = torch.zeros(4)
         self.momentum = torch.zeros(4)
         self.cursor = 0
 
-    def hooks(self) -> Hooks:
-        return Hooks(evaluate=self.evaluate, checkpoint=self.state, write_model=self.write, restore=self.restore)
+    def about(self) -> About:
+        return rl.about(self.config)
 
-    def update(self, groups: Sequence[Group]) -> StepStats:
+    def next_commands(self, run: Path, step: int) -> list[list[str]]:
+        return rl.next_commands(self.config, run, step)
+
+    def step(self, step: int, groups: Sequence[Group]) -> StepRecord:
+        """Train on the groups; what is to be recorded of it."""
+        return rollout_record(step, groups, self.update(groups))
+
+    def update(self, groups: Sequence[Group]) -> dict[str, float]:
         gradient = torch.tensor([s.advantage for g in groups for s in g.samples][:4])
         self.momentum = 0.9 * self.momentum + gradient
         self.weights = self.weights - 0.1 * self.momentum
         self.cursor += len(groups)
-        metrics = rollout_metrics(groups) | {
+        return rollout_metrics(groups) | {
             "loss": self.weights.sum().item(),
             "grad_norm": gradient.norm().item(),
         }
-        return StepStats(metrics=metrics)
 
     def evaluate(self, step: int) -> Evaluation:
         accuracy = min(1.0, 0.1 * step + abs(self.weights[0].item()) % 0.1)
@@ -128,11 +138,11 @@ class Pretender:
             items=[item],
         )
 
-    def state(self, step: int) -> Checkpoint:
+    def checkpoint(self, step: int) -> Checkpoint:
         numbers = {"threads": torch.get_num_threads()}
         return Checkpoint(step=step, cursor=self.cursor, optimizer={"w.momentum": self.momentum}, numbers=numbers)
 
-    def write(self, folder: Path) -> None:
+    def write_model(self, folder: Path) -> None:
         folder.mkdir()
         save_file({"w": self.weights}, folder / "model.safetensors")
         (folder / "config.json").write_text("{}")
@@ -148,13 +158,14 @@ def live(
     directory: RunDirectory, view: View | None = None, during: Callable[[int], None] = lambda step: None
 ) -> Pretender:
     """Start or resume, to the end. `during` is called inside every step."""
-    pretender = Pretender()
-    with Run(directory, directory.config, pretender.hooks(), view or make_view("plain")) as run:
+    config = directory.config
+    assert isinstance(config, RL)
+    pretender = Pretender(config)
+    with Run(directory, config, pretender, view or make_view("plain")) as run:
         for step in run.steps():
-            groups = pretend_groups(step)
-            stats = pretender.update(groups)
+            record = pretender.step(step, pretend_groups(step))
             during(step)
-            run.end_step(step, groups, stats)
+            run.end_step(step, record)
         run.finish()
     return pretender
 

@@ -13,19 +13,20 @@ import torch
 from cohort import build
 from cohort.algos.algorithm import Loss
 from cohort.build import Parts
-from cohort.config.schema import BatchConfig, EvalConfig, LearnerConfig, RunConfig, SamplingConfig
+from cohort.config.kinds import RL
+from cohort.config.schema import BatchConfig, EvalConfig, LearnerConfig, SamplingConfig
 from cohort.data.batch import Microbatch
 from cohort.learner.local import LocalLearner
 from cohort.recipes.tiny import quickstart
 from cohort.tasks.arithmetic import Arithmetic
+from cohort.train.job import StepRecord
 from cohort.train.replay import Replay
 from cohort.train.rl import train
-from cohort.train.stats import StepStats
 from cohort.types import Answer, Group, Outcome, Row
 from tests.support import Packed
 
 
-def small_run(**changes: Any) -> RunConfig:
+def small_run(**changes: Any) -> RL:
     """The quickstart with less of everything. One thread: what else runs on the machine changes nothing."""
     values = {
         "threads": 1,
@@ -50,7 +51,7 @@ def preserved() -> Iterator[None]:
 
 
 @contextmanager
-def assembled(config: RunConfig) -> Iterator[Parts]:
+def assembled(config: RL) -> Iterator[Parts]:
     """The parts of a run, closed afterwards."""
     with preserved():
         parts = build.assemble(config)
@@ -64,26 +65,25 @@ def assembled(config: RunConfig) -> Iterator[Parts]:
 class Steps:
     """What the loop needs of a `Run`, without a directory: remembers what every step ended with."""
 
-    config: RunConfig
     first: int
     num: int
-    ended: list[tuple[list[Group], StepStats]] = field(default_factory=list)
+    ended: list[tuple[list[Group], StepRecord]] = field(default_factory=list)
 
     def steps(self) -> Iterator[int]:
         for step in range(self.first, self.first + self.num):
             yield step
             assert len(self.ended) == step + 1 - self.first
 
-    def end_step(self, step: int, groups: list[Group], stats: StepStats) -> None:
-        assert step == self.first + len(self.ended)
-        self.ended.append((groups, stats))
+    def end_step(self, step: int, record: StepRecord) -> None:
+        assert step == self.first + len(self.ended) and record.groups is not None
+        self.ended.append((list(record.groups), record))
 
 
-def run_steps(parts: Parts, num: int, first: int = 0) -> list[tuple[list[Group], StepStats]]:
+def run_steps(parts: Parts, num: int, first: int = 0) -> list[tuple[list[Group], StepRecord]]:
     """`num` steps of the real loop."""
-    run = Steps(parts.config, first, num)
+    run = Steps(first, num)
     replay = Replay(parts.config.replay, parts.config.seed, Path())  # nothing is kept here
-    train(run, parts.engine, parts.learner, parts.tasks, parts.algo, replay)  # type: ignore[arg-type]
+    train(run, parts.config, parts.engine, parts.learner, parts.tasks, parts.algo, replay)
     return run.ended
 
 

@@ -13,9 +13,9 @@ from cohort.models.decoder import Decoder
 from cohort.tasks.arithmetic import Arithmetic
 from cohort.tasks.base import Task, grade, plain_answer
 from cohort.tasks.countdown import Countdown
+from cohort.tasks.traces.styles import CALCULATOR
 from cohort.text import Tokenizer
 from cohort.types import Key, Message, Row, Sampling
-from scripts.tiny.traces import CALCULATOR
 
 CALL = re.compile(r"<tool_call>(.*)</tool_call>", re.DOTALL)
 MAX_TOKENS = 160

@@ -15,16 +15,16 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
-import pickle
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from cohort.serialize import dumps, loads
+from cohort.tasks.traces import mixture
+from cohort.tasks.traces.styles import Mix
 from cohort.text import Tokenizer
-from scripts.tiny import mixture
-from scripts.tiny.encode import encode
-from scripts.tiny.traces import Mix
+from cohort.train.job import StepRecord
 
 SOURCE = Path("src/cohort/models/tiny")  # tokenizer and chat template
 CONFIG: dict[str, Any] = {
@@ -66,12 +66,12 @@ def start_worker(num_rows: int) -> None:
 
 
 def make_batch(job: tuple[int, int, int, Mix]) -> bytes:
-    """Update number `update`: its traces packed. Pickled by value: shared memory would need a handle per tensor."""
-    from cohort.train.sft import pack_examples
+    """The batch of update number `update`, in the form that travels."""
+    from cohort.train.sft import batch_of
 
     seed, update, size, mix = job
-    stream = (mixture.trace(_worker["rows"], seed, update * size + i, mix) for i in range(size))
-    return pickle.dumps(pack_examples([encode(_worker["tokenizer"], t) for t in stream], TOKEN_BUDGET), protocol=5)
+    examples = mixture.examples(_worker["rows"], _worker["tokenizer"], seed, update, size, mix)
+    return dumps(batch_of(examples))
 
 
 def batches(args: argparse.Namespace) -> Iterator[Any]:
@@ -81,7 +81,7 @@ def batches(args: argparse.Namespace) -> Iterator[Any]:
     with multiprocessing.get_context("spawn").Pool(args.workers, start_worker, (args.rows,)) as pool:
         yield None  # the workers start before this process holds a device
         for made in pool.imap(make_batch, jobs):
-            yield pickle.loads(made)  # our own workers' bytes
+            yield loads(made)
 
 
 def main() -> None:
@@ -106,7 +106,7 @@ def train(args: argparse.Namespace, stream: Iterator[Any]) -> None:
     from cohort.models.config import ModelConfig
     from cohort.models.decoder import Decoder, initialise
     from cohort.models.files import save_folder
-    from cohort.train.sft import sft
+    from cohort.train import sft
 
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     torch.backends.cuda.matmul.allow_tf32 = True
@@ -116,21 +116,25 @@ def train(args: argparse.Namespace, stream: Iterator[Any]) -> None:
     optim = OptimConfig(lr=args.lr, schedule="cosine", warmup=200, lr_floor=0.02, beta2=0.98, weight_decay=0.05)
     learner = LocalLearner(decoder, LearnerConfig(token_budget=TOKEN_BUDGET), optim, num_updates=args.updates)
     report = Progress(args, decoder)
-    sft(learner, stream, report)
+    sft.train(report, learner, lambda update: next(stream))
     num = sum(p.numel() for p in decoder.parameters())
     print(f"{num / 1e6:.2f}M parameters on {device}: {report.targets / 1e6:.1f}M target tokens", flush=True)
     save_folder(decoder, CONFIG, SOURCE, args.out, dtype=torch.bfloat16)
 
 
 class Progress:
-    """A line every few hundred updates, and now and then what the model can do on problems of the `train` split."""
+    """The updates, with a line every few hundred, and now and then what the model can do on the `train` split."""
 
     def __init__(self, args: argparse.Namespace, decoder: Any) -> None:
         self.args, self.decoder, self.targets, self.start = args, decoder, 0.0, time.monotonic()
 
-    def __call__(self, update: int, stats: dict[str, float]) -> None:
+    def steps(self) -> Iterator[int]:
+        yield from range(self.args.updates)
+
+    def end_step(self, step: int, record: StepRecord) -> None:
+        stats = record.metrics
         self.targets += stats["tokens"]
-        done, last = update + 1, update + 1 == self.args.updates
+        done, last = step + 1, step + 1 == self.args.updates
         if done % 200 == 0 or last:
             passed = time.monotonic() - self.start
             told = f"loss {stats['loss']:.4f} targets {self.targets / 1e6:.1f}M {passed:.0f} s"

@@ -18,13 +18,17 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from cohort.config.kinds import RL as RL
+    from cohort.config.kinds import SFT as SFT
     from cohort.config.schema import RunConfig as RunConfig
     from cohort.recipes import recipe as recipe
     from cohort.tasks.base import Verdict as Verdict
     from cohort.tasks.base import task as task
 
 _LAZY = {
+    "RL": "cohort.config.kinds",
     "RunConfig": "cohort.config.schema",
+    "SFT": "cohort.config.kinds",
     "Verdict": "cohort.tasks.base",
     "recipe": "cohort.recipes",
     "task": "cohort.tasks.base",
@@ -44,9 +48,11 @@ class _Train(ModuleType):
         sinks: Sequence[str] = (),
     ) -> Path:
         """Train a recipe (a name, `file.py:function`, or a config) and return the run directory."""
+        from cohort import process
         from cohort.build import train as build_train
         from cohort.config import load
 
+        process.require_one_process()
         if isinstance(recipe, str):
             config = load.load(recipe, load.as_args(settings or {}))
         else:

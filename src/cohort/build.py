@@ -4,43 +4,38 @@ from __future__ import annotations
 
 import copy
 import os
-import shlex
-import sys
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
-from cohort import bench
 from cohort.algos.algorithm import Algorithm, build_algorithm
 from cohort.checkpoint import Checkpoint
-from cohort.config.document import dump, parse, variant_name
-from cohort.config.options import BenchOptions, BenchResult, EngineBenchOptions, LearnerBenchOptions
+from cohort.config.document import variant_name
+from cohort.config.kinds import RL, SFT
 from cohort.config.schema import RunConfig, SamplingConfig, ThinkAgain
 from cohort.device import DTYPES, available_bytes, find_device, find_dtype
 from cohort.engines.auto import AutoEngine, engine_for
 from cohort.engines.base import Engine
 from cohort.engines.rollout import Again, Tasks
-from cohort.errors import ConfigError, ModelError, RunError
+from cohort.errors import ConfigError
 from cohort.evaluate import evaluate as run_evaluation
 from cohort.evaluate import rows_digest, sampling_facts
+from cohort.jobs import life, rl
+from cohort.jobs.sft import SFTParts, examples_of
+from cohort.jobs.state import Trained
 from cohort.learner.local import LocalLearner
 from cohort.learner.plan import Load, Plan, plan_memory
-from cohort.logs.forward import forwarded
-from cohort.logs.sinks.registry import make_sinks
-from cohort.logs.view import View, make_view
 from cohort.models.auto import AnyDecoder, AutoDecoder
 from cohort.models.catalog import resolve
-from cohort.models.config import ModelConfig, check_context
+from cohort.models.config import ModelConfig
 from cohort.models.decoder import Decoder
-from cohort.models.files import LoadedModel, load_folder, save_folder
+from cohort.models.files import LoadedModel, load_folder
 from cohort.models.lora import Adapters
 from cohort.models.peft import load_adapters
-from cohort.models.shapes import named_shape, random_decoder
 from cohort.scoring.pool import ScoringPool, default_workers
-from cohort.store.records import EvalSetting, Evaluation
-from cohort.store.rundir import RunDirectory
+from cohort.store.records import About, EvalSetting, Evaluation
 from cohort.tasks.base import check_packages
 from cohort.tasks.ref import TaskRef, grader_digest
 from cohort.tasks.source import from_anywhere
@@ -48,20 +43,20 @@ from cohort.tasks.stream import Renderer, TaskStream
 from cohort.text import RawText, Tokenizer
 from cohort.train.replay import Replay
 from cohort.train.rl import train as run_loop
-from cohort.train.run import Hooks, Run
+from cohort.train.run import Run
 from cohort.types import Prompt, Sampling
+
+C = TypeVar("C", bound=RunConfig)
 
 USUAL_PROMPT = 1024  # tokens: what a plan of memory supposes
 
 
 @dataclass(kw_only=True)
-class Parts:
-    """Everything a run is made of."""
+class Parts(Trained):
+    """Everything a run of reinforcement learning is made of; the job that it does."""
 
-    config: RunConfig
-    model: LoadedModel
+    config: RL
     engine: Engine
-    learner: LocalLearner
     tasks: Tasks
     held_out: Tasks
     problems: list[Prompt]  # held out
@@ -93,40 +88,35 @@ class Parts:
         )
 
     def checkpoint(self, step: int) -> Checkpoint:
-        tensors, numbers = self.learner.state()
-        # The number of steps is the one setting that may change, so a checkpoint does not know it.
-        settings = dump(replace(self.config, steps=0))
-        numbers |= {"threads": torch.get_num_threads(), "torch": torch.__version__, "config": settings}
-        numbers["algo"] = self.algo.state()
-        if self.learner.adapters is not None:
-            numbers["lora"] = asdict(self.learner.adapters.config)
-        return Checkpoint(step=step, cursor=self.tasks.stream.cursor, optimizer=tensors, numbers=numbers)
-
-    def write_model(self, folder: Path) -> None:
-        save_folder(self.model.decoder, self.model.hf_config, self.model.folder, folder)
+        state = self.learner_checkpoint(step, self.tasks.stream.cursor)
+        state.numbers["algo"] = self.algo.state()
+        return state
 
     def restore(self, state: Checkpoint) -> None:
-        """Become the state of a checkpoint. The weights are copied in place: engine and learner share them."""
-        assert state.model is not None
-        RunDirectory(state.model.parents[2], parse(state.numbers["config"], warn=False)).require_same(self.config)
-        # Sums depend on the number of threads, so the run keeps its own, also where there are fewer cores.
-        torch.set_num_threads(int(state.numbers["threads"]))
-        decoder = self.model.decoder
-        saved = load_folder(state.model, decoder.embed.dtype).decoder
-        if self.learner.adapters is None:
-            decoder.load_state_dict(saved.state_dict())
-        self.learner.load_state(state.optimizer, state.numbers)
+        self.restore_learner(state)
         self.algo.load_state(state.numbers["algo"])
-        if self.learner.adapters is not None:
-            _require_merged(decoder, saved, self.config.model)
         self.tasks.stream.cursor = state.cursor
         self.engine.load(self.learner.weights(), version=state.step)
+
+    def about(self) -> About:
+        return rl.about(self.config)
+
+    def next_commands(self, run: Path, step: int) -> list[list[str]]:
+        return rl.next_commands(self.config, run, step)
+
+    def work(self, run: Run) -> None:
+        if self.tasks.sampling.truncates and run.step == 0:  # told once: a resumed run has it on record
+            run.event("sampling", "top-p, top-k or min-p: the policy that acts is not the one that is trained")
+        if (note := rl.idle_ratio(self.config)) and run.step < self.config.steps:
+            run.notice("algo", note)
+        replay = Replay(self.config.replay, self.config.seed, run.directory.rollouts)
+        run_loop(run, self.config, self.engine, self.learner, self.tasks, self.algo, replay)
 
     def close(self) -> None:
         self.tasks.scorer.close()
 
 
-def settled(config: RunConfig) -> RunConfig:
+def settled(config: RL) -> RL:
     """With what depends on the machine decided: the run records it and goes on so elsewhere, or says that it cannot."""
     device = find_device(config.device)
     learner, engine = replace(config.learner, dtype=find_dtype(config.learner.dtype, device)), config.engine
@@ -144,7 +134,7 @@ def use_threads(threads: int, device: torch.device) -> None:
     torch.set_deterministic_debug_mode("error" if device.type == "cpu" else "default")
 
 
-def assemble(config: RunConfig) -> Parts:
+def assemble(config: RL) -> Parts:
     """Load the model and the task and connect the parts; refuses what cannot work before anything is written."""
     config = settled(config)
     check_packages(config.task)
@@ -209,7 +199,7 @@ def renderer(tokenizer: Tokenizer, template: str) -> Renderer:
     return tokenizer if template == "chat" else RawText(tokenizer)
 
 
-def _again(config: RunConfig, tokenizer: Tokenizer) -> Again | None:
+def _again(config: RL, tokenizer: Tokenizer) -> Again | None:
     t = config.turns
     if not isinstance(t, ThinkAgain):
         return None
@@ -232,7 +222,7 @@ def _sampling(asked: SamplingConfig, tokenizer: Tokenizer) -> Sampling:
 
 
 def _plan(
-    config: RunConfig, model: LoadedModel, device: torch.device, has_reference: bool, adapters: Adapters | None
+    config: RL, model: LoadedModel, device: torch.device, has_reference: bool, adapters: Adapters | None
 ) -> Plan | None:
     """How a GPU's memory is used; a CPU's is the system's affair. How long prompts are is not known yet: a guess."""
     if device.type != "cuda" or not isinstance(model.config, ModelConfig):  # of others the shapes are not known
@@ -271,7 +261,7 @@ def _frozen_copy(model: LoadedModel) -> AnyDecoder:
     return frozen
 
 
-def _suited(config: RunConfig, decoder: AnyDecoder) -> RunConfig:
+def _suited(config: C, decoder: AnyDecoder) -> C:
     """For a model outside the native family: a prompt is computed once a sample, so microbatches are packed so."""
     if not isinstance(decoder, AutoDecoder):
         return config
@@ -290,94 +280,45 @@ def _adapters(config: RunConfig, decoder: AnyDecoder) -> Adapters | None:
     return Adapters(decoder, lora, config.seed) if lora.rank else None
 
 
-def _require_merged(decoder: AnyDecoder, saved: AnyDecoder, model: str) -> None:
-    """The base is read from the run's model again: with the adapters it must be what the checkpoint has."""
-    for (name, p), q in zip(decoder.state_dict().items(), saved.state_dict().values(), strict=True):
-        close = 4 * torch.finfo(p.dtype).eps
-        if not torch.allclose(p.cpu(), q, rtol=close, atol=close * float(q.abs().max())):
-            raise RunError(
-                f"{model} is no longer the model this run was started from: with the checkpoint's adapters, {name} "
-                "is not the checkpoint's; put the original back."
-            )
-
-
 def train(config: RunConfig, out: Path, log: str, *sinks: str) -> Path:
-    """Run a recipe in a new run directory; returns where it is. Asked to stop, saves and raises KeyboardInterrupt."""
-    views = make_sinks(sinks)
-    if isinstance(data := getattr(config.task, "data", None), str) and data:
+    """Run a config in a new run directory; returns where it is. Asked to stop, saves and raises KeyboardInterrupt."""
+    if isinstance(config, RL) and isinstance(data := getattr(config.task, "data", None), str) and data:
         config = replace(config, task=replace(config.task, data=from_anywhere(data)))
-    parts = assemble(config)
-    try:
-        typed = shlex.join(["cohort", *sys.argv[1:]]) if sys.argv[1:2] == ["train"] else ""  # not from Python
-        directory = RunDirectory.create(out, parts.config, command=typed)
-        _run(parts, directory, log, views)
-    finally:
-        parts.close()
-    return directory.path
+    return life.start(config, _work, out, log, sinks)
 
 
 def resume(path: Path, steps: int | None, log: str, *sinks: str) -> Path:
     """Continue a run exactly where it stopped, to `steps` if given; stops as `train` does."""
-    views = make_sinks(sinks)
-    directory = RunDirectory.open(path)
-    directory.lock()  # a second writer is refused before it loads anything
-    config = directory.config if steps is None else replace(directory.config, steps=steps)
-    directory.require_same(config)
-    parts = assemble(config)
-    try:
-        _run(parts, directory, log, views)
-    finally:
-        parts.close()
-    return directory.path
+    return life.go_on(path, _work, steps, log, sinks)
 
 
-def _run(parts: Parts, directory: RunDirectory, log: str, sinks: Mapping[str, View]) -> None:
-    hooks = Hooks(
-        evaluate=parts.evaluate, checkpoint=parts.checkpoint, write_model=parts.write_model, restore=parts.restore
+def _work(config: RunConfig) -> life.Work:
+    """The job of a config, by its kind."""
+    if isinstance(config, SFT):
+        return assemble_sft(config)
+    assert isinstance(config, RL), f"nothing is built for the kind {config.kind}"
+    return assemble(config)
+
+
+def assemble_sft(config: SFT) -> SFTParts:
+    """Load the model and the examples of supervised fine-tuning."""
+    device = find_device(config.device)
+    learner = replace(config.learner, dtype=find_dtype(config.learner.dtype, device))
+    config = replace(config, device="cpu" if device.type == "cpu" else "cuda", learner=learner)
+    use_threads(config.threads, device)
+    folder = resolve(config.model)
+    model = load_folder(folder, DTYPES[config.learner.dtype])
+    model.decoder.to(device)
+    config = _suited(config, model.decoder)
+    return SFTParts(
+        config=config,
+        model=model,
+        learner=LocalLearner(
+            model.decoder,
+            config.learner,
+            config.optim,
+            num_updates=config.steps * config.learner.updates,
+            adapters=_adapters(config, model.decoder),
+        ),
+        examples=examples_of(config, Tokenizer.load(folder)),
     )
-    with Run(directory, parts.config, hooks, make_view(log), sinks) as run, forwarded(run.event, run.notice):
-        if parts.tasks.sampling.truncates and run.step == 0:  # told once: a resumed run has it on record
-            run.event("sampling", "top-p, top-k or min-p: the policy that acts is not the one that is trained")
-        if (note := _idle_ratio(parts.config)) and run.step < parts.config.steps:
-            run.notice("algo", note)
-        replay = Replay(parts.config.replay, parts.config.seed, directory.rollouts)
-        run_loop(run, parts.engine, parts.learner, parts.tasks, parts.algo, replay)
-        summary = run.finish()
-    if not summary.complete:  # all is saved; whoever called must not go on as if it were done
-        raise KeyboardInterrupt
-
-
-def _idle_ratio(config: RunConfig) -> str:
-    """Said where an algorithm is chosen for what it does to ratios, and these are all 1."""
-    name = variant_name("algo", config.algo)
-    alone = config.learner.epochs * config.learner.minibatches == 1
-    if not alone or name not in ("gspo", "gspo_token", "cispo", "sapo", "gmpo"):
-        return ""
-    return f"with one update a batch every ratio is 1, and {name} is the plain policy gradient: see learner.minibatches"
-
-
-def bench_engine(options: EngineBenchOptions) -> BenchResult:
-    return bench.bench_engine(_bench_model(options), options)
-
-
-def bench_learner(options: LearnerBenchOptions) -> BenchResult:
-    return bench.bench_learner(_bench_model(options), options)
-
-
-def bench_step(options: BenchOptions) -> BenchResult:
-    return bench.bench_step(_bench_model(options), options)
-
-
-def _bench_model(options: BenchOptions) -> Decoder:
-    """The model to be measured, on its device; refuses what cannot be measured before anything is loaded."""
-    device = find_device(options.device)
-    use_threads(options.threads, device)
-    dtype = DTYPES[find_dtype(options.dtype, device)]
-    if options.weights == "random":
-        config = named_shape(options.model)
-        check_context(config, options.prompt_tokens + options.completion_tokens)
-        return random_decoder(config, dtype, str(device))
-    decoder = load_folder(resolve(options.model), dtype).decoder
-    if not isinstance(decoder, Decoder):
-        raise ModelError(f"{options.model} is no native model: the limits it could be measured against are not known")
-    return decoder.to(device)

@@ -7,6 +7,8 @@ import gc
 import os
 import sys
 
+from cohort.errors import ConfigError
+
 # mallopt(3): glibc's parameters, and the values that keep freed memory in the process
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
 
@@ -45,3 +47,13 @@ def settle_objects() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+def require_one_process() -> None:
+    """Refuse a process that torchrun or a scheduler started as one of several: each would do the whole work again."""
+    size = os.environ.get("WORLD_SIZE", "1")
+    if size.isdecimal() and int(size) > 1:
+        raise ConfigError(
+            f"WORLD_SIZE is {size}, but a run has one process: each of the {size} would make the same run again. "
+            "Start one process, without torchrun, or unset WORLD_SIZE."
+        )

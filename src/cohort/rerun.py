@@ -22,8 +22,8 @@ from cohort.algos.algorithm import Algorithm
 from cohort.build import Parts, assemble
 from cohort.config import flags
 from cohort.config.document import diff
+from cohort.config.kinds import RL, require_rl
 from cohort.config.load import change
-from cohort.config.schema import RunConfig
 from cohort.errors import CohortError, ConfigError, RunError
 from cohort.explain.words import ranges
 from cohort.fates import Fate
@@ -93,7 +93,7 @@ class Replayed:
 def replay(path: Path, step: int, settings: Sequence[str], tell: Tell) -> Replayed:
     """Do `step` (counted from 1) again, with the flags in `settings` applied to it alone."""
     directory = RunDirectory.open(path)
-    config = directory.config
+    config = require_rl(directory.config, "cohort replay")
     changed = changed_config(config, settings)
     differences = diff(config, changed)
     _base(directory, step)  # refuse before anything is loaded
@@ -123,7 +123,7 @@ def replay(path: Path, step: int, settings: Sequence[str], tell: Tell) -> Replay
 # ---- which settings ----------------------------------------------------------------------------------------------
 
 
-def changed_config(config: RunConfig, settings: Sequence[str]) -> RunConfig:
+def changed_config(config: RL, settings: Sequence[str]) -> RL:
     """`config` with flags applied, of which only those are taken that act on one update."""
     others = {f.name for f in fields(config)} - set(_SECTIONS)
     for flag in flags.split(settings)[1]:
@@ -187,7 +187,7 @@ def _last_step(directory: RunDirectory) -> int:
 # ---- the state before the step -----------------------------------------------------------------------------------
 
 
-def _assembled(config: RunConfig) -> Parts:
+def _assembled(config: RL) -> Parts:
     parts = assemble(config)
     parts.close()  # nothing is scored
     return parts
@@ -223,7 +223,7 @@ def _recorded(directory: RunDirectory) -> dict[str, Any]:
 class _State:
     """What parts under other settings take over, on the host."""
 
-    config: RunConfig
+    config: RL
     learner: Snapshot
     algo: dict[str, float]
     threads: int
@@ -237,7 +237,7 @@ class _State:
             threads=torch.get_num_threads(),
         )
 
-    def under(self, config: RunConfig) -> Parts:
+    def under(self, config: RL) -> Parts:
         """New parts in this state. The schedule stays the run's: its length, and where it stands."""
         if config.device == "cuda":  # what the old parts had, before the new ones' memory is planned
             gc.collect()
@@ -248,7 +248,7 @@ class _State:
         parts.algo.load_state(parts.algo.state() | self._steered(config))
         return parts
 
-    def _steered(self, config: RunConfig) -> dict[str, float]:
+    def _steered(self, config: RL) -> dict[str, float]:
         """Weights that the run had steered away from their settings stay so, unless these settings are others now."""
         old, new = self.config.algo, config.algo
         kl = ("kl",) if (old.kl.weight, old.kl.target) == (new.kl.weight, new.kl.target) else ()

@@ -10,7 +10,7 @@ import torch
 from cohort.config.schema import EvalConfig, ThinkAgain
 from cohort.engines.rollout import roll
 from cohort.errors import ConfigError
-from cohort.train.rl import annotate
+from cohort.train.update import annotate
 from cohort.types import Finish, Provenance
 from tests.runs import assembled, gradient_rows, run_steps, small_run
 from tests.support import packed

@@ -28,7 +28,7 @@ from cohort.fates import Fate
 from cohort.learner.local import LocalLearner
 from cohort.models.catalog import pull
 from cohort.store.reader import Reader
-from cohort.train.rl import annotate, record
+from cohort.train.update import annotate, record
 from cohort.types import Group, Provenance
 from tests.runs import assembled, preserved, run_steps, small_run
 from tests.support import make_group, make_sample, naive_logprobs, one_sequence, packed, random_groups, small_decoder

@@ -16,7 +16,7 @@ from cohort.learner.local import LocalLearner
 from cohort.models.decoder import hf_shaped, hf_views
 from cohort.models.lora import Adapters
 from cohort.recipes.tiny import tiny_lora
-from cohort.train.rl import annotate
+from cohort.train.update import annotate
 from tests.runs import assembled, run_steps, small_run
 from tests.support import packed, random_groups, small_decoder
 

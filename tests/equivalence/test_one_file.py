@@ -22,7 +22,7 @@ from cohort.models.files import load_folder
 from cohort.tasks.arithmetic import PHRASINGS, Arithmetic
 from cohort.tasks.expression import evaluate
 from cohort.text import Tokenizer
-from cohort.train.rl import annotate
+from cohort.train.update import annotate
 from cohort.types import Answer
 from tests.support import make_group, make_sample, packed
 

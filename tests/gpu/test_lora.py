@@ -17,7 +17,7 @@ from cohort.engines.native.cuda.engine import GraphEngine
 from cohort.engines.native.engine import NativeEngine
 from cohort.learner.local import LocalLearner
 from cohort.models.lora import Adapters
-from cohort.train.rl import annotate
+from cohort.train.update import annotate
 from tests.conformance import request, spell
 from tests.support import packed, random_groups, small_decoder
 

@@ -29,7 +29,7 @@ from cohort.models.decoder import Decoder
 from cohort.models.files import load_folder
 from cohort.models.shapes import named_shape, random_decoder
 from cohort.text import Tokenizer
-from cohort.train.rl import annotate
+from cohort.train.update import annotate
 from cohort.types import Key, Sample, Sampling
 from tests.support import make_group, make_sample
 

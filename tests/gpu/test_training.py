@@ -22,7 +22,7 @@ from cohort.learner.local import LocalLearner
 from cohort.models import functions
 from cohort.models import kernels as layer_kernels
 from cohort.models.functions import add_norm, add_product, gated, rms_norm, split_rotated
-from cohort.train.rl import annotate
+from cohort.train.update import annotate
 from tests.support import make_group, make_sample, naive_logprobs, packed, random_groups, small_decoder
 
 DTYPES = [torch.float32, HALF]

@@ -38,7 +38,7 @@ class Pasted:
 
 
 def recipe():
-    return cohort.RunConfig(
+    return cohort.RL(
         model="tiny", task=Pasted(), steps=2, threads=1, batch=BatchConfig(prompts=4, samples=4),
         sampling=SamplingConfig(max_tokens=16), eval=EvalConfig(problems=4),
     )

@@ -41,7 +41,7 @@ class Sums:
 
 
 def recipe():
-    return cohort.RunConfig(
+    return cohort.RL(
         model="tiny",
         task=Sums(),
         steps=2,

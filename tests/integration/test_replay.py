@@ -19,6 +19,7 @@ from cohort import build, checkpoint, rerun
 from cohort.algos.algorithm import build_algorithm
 from cohort.cli import replay as command
 from cohort.config.algos import DAPO, CorrectionConfig, KLConfig
+from cohort.config.kinds import RL
 from cohort.config.schema import (
     GRPO,
     BatchConfig,
@@ -27,7 +28,6 @@ from cohort.config.schema import (
     LoraConfig,
     OptimConfig,
     ReplayConfig,
-    RunConfig,
     SamplingConfig,
     SaveConfig,
 )
@@ -41,7 +41,7 @@ from cohort.types import Group
 from tests.runs import assembled, preserved, run_steps, small_run
 
 
-def short_run(**changes: Any) -> RunConfig:
+def short_run(**changes: Any) -> RL:
     """Four steps; checkpoints after 2 and 4 unless told otherwise, so that two steps need one before them again."""
     values: dict[str, Any] = {
         "steps": 4,

@@ -38,15 +38,14 @@ from cohort.train.run import Run
 from tests.pretend_run import Pretender, pretend_groups
 path, names, how, at = sys.argv[1:]
 directory, pretender = RunDirectory.open(Path(path)), Pretender()
-with Run(directory, directory.config, pretender.hooks(), make_view("json"), make_sinks(names.split(","))) as run:
+with Run(directory, directory.config, pretender, make_view("json"), make_sinks(names.split(","))) as run:
     for step in run.steps():
-        groups = pretend_groups(step)
-        stats = pretender.update(groups)
+        record = pretender.step(step, pretend_groups(step))
         if step + 1 == int(at):
             if how == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             raise RuntimeError("bug")
-        run.end_step(step, groups, stats)
+        run.end_step(step, record)
     run.finish()
 """
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 import cohort
+import cohort.jobs
 from cohort.cli.main import COMMANDS, main
 from cohort.config.options import BenchOptions, BenchResult, EngineBenchOptions, EvalOptions
 from cohort.config.schema import DrGRPO
@@ -56,6 +57,8 @@ def build(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     )
     monkeypatch.setitem(sys.modules, "cohort.build", fake)  # type: ignore[arg-type]
     monkeypatch.setattr(cohort, "build", fake, raising=False)
+    monkeypatch.setitem(sys.modules, "cohort.jobs.bench", fake)  # type: ignore[arg-type]
+    monkeypatch.setattr(cohort.jobs, "bench", fake, raising=False)
     monkeypatch.setitem(sys.modules, "cohort.export", fake)  # type: ignore[arg-type]
     monkeypatch.setattr(cohort, "export", fake, raising=False)
     return fake
@@ -178,6 +181,35 @@ def test_a_mistake_is_one_line_and_exit_code_2(
     assert err.startswith("cohort: ") and err.count("\n") == 1
     assert message in err
     assert build.calls == [] and list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "command", ["train quickstart", "resume runs/a", "eval countdown", "check quickstart", "replay runs/a --step 1"]
+)
+def test_several_ranks_are_refused_before_anything_is_done(
+    command: str, build: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Under torchrun every process would make the whole run, and say nothing of the others."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(command.split()) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1
+    assert "WORLD_SIZE is 2" in err and "Start one process" in err and "unset WORLD_SIZE" in err
+    assert build.calls == []
+
+
+def test_train_from_python_refuses_several_ranks(build: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    with pytest.raises(CohortError, match="WORLD_SIZE is 8"):
+        cohort.train("quickstart")
+    assert build.calls == []
+
+
+@pytest.mark.parametrize("size", ["1", "", "auto"])
+def test_one_rank_is_no_reason_to_refuse(size: str, build: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", size)
+    assert main(["train", "quickstart"]) == 0
+    assert len(build.calls) == 1
 
 
 def test_a_mistake_in_a_process_of_its_own(run_cohort: Callable[..., Any]) -> None:
@@ -345,7 +377,7 @@ def test_train_from_python(build: SimpleNamespace) -> None:
 
     run = cohort.train("quickstart", {"steps": 3, "algo": "dr_grpo"}, out="here")
     assert run == Path("runs/x")
-    config = cohort.RunConfig(task=Countdown(), steps=2)
+    config = cohort.RL(task=Countdown(), steps=2)
     cohort.train(config)
     (_, first, out, log), (_, second, *_) = build.calls
     assert (first.steps, first.algo, out, log) == (3, DrGRPO(), Path("here"), "plain")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import json
 import re
 import subprocess
 import sys
-from dataclasses import fields, replace
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,8 @@ from hypothesis import strategies as st
 
 from cohort.config import flags
 from cohort.config.algos import KLConfig
+from cohort.config.document import variant_name
+from cohort.config.kinds import RL
 from cohort.config.load import as_args, change, diff, dump, load, parse, validate
 from cohort.config.schema import (
     ALGOS,
@@ -88,11 +92,28 @@ def test_every_recipe_loads_and_survives_its_file(name: str) -> None:
     assert type(parse(text).task) is type(config.task)
 
 
+def num_settings(config: RunConfig) -> int:
+    """Lines of config.yaml that hold a value; a list counts as one."""
+
+    def count(tree: object) -> int:
+        return sum(map(count, tree.values())) if isinstance(tree, dict) else 1
+
+    return count(yaml.safe_load(dump(config)))
+
+
+@pytest.mark.parametrize("recipe", sorted(RECIPES))
+def test_no_file_has_more_than_120_settings(recipe: str) -> None:
+    everything_on = "--learner.lora.rank=2 --algo.kl.weight=0.1 --algo.correction.kind=mask --replay.prompts=1"
+    assert num_settings(load(recipe)) <= 120
+    if isinstance(load(recipe), RL):
+        assert num_settings(load(recipe, everything_on.split())) <= 120
+
+
 @pytest.mark.parametrize("task", ["arithmetic", "countdown"])
 @pytest.mark.parametrize("algo", sorted(ALGOS))
-def test_no_config_has_more_than_80_settings(algo: str, task: str) -> None:
+def test_the_quickstarts_file_has_at_most_80_settings(algo: str, task: str) -> None:
     config = load("quickstart", ["--algo", algo, "--task", task])
-    assert len(flags.leaves(config)) <= 80
+    assert num_settings(config) <= 80
     for section in dataclasses.fields(config):
         value = getattr(config, section.name)
         if dataclasses.is_dataclass(value):
@@ -248,18 +269,18 @@ def test_settings_with_an_effect_are_accepted(args: str) -> None:
 
 
 def test_a_recipes_own_setting_without_effect_is_refused() -> None:
-    config = RunConfig(task=Arithmetic(), optim=OptimConfig(lr_floor=0.1))
+    config = RL(task=Arithmetic(), optim=OptimConfig(lr_floor=0.1))
     with pytest.raises(ConfigError, match="lr-floor has no effect"):
         change(config)
 
 
 def test_adapters_of_a_recipe_are_checked_as_deep_as_they_lie() -> None:
-    tuned = RunConfig(task=Arithmetic(), learner=LearnerConfig(lora=LoraConfig(alpha=8.0)))
+    tuned = RL(task=Arithmetic(), learner=LearnerConfig(lora=LoraConfig(alpha=8.0)))
     with pytest.raises(ConfigError, match=r"lora\.alpha has no effect"):
         change(tuned)
     lora = LoraConfig(rank=2, targets=("q_prj",))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r'targets has no "q_prj". Did you mean "q_proj"'):
-        validate(RunConfig(task=Arithmetic(), learner=LearnerConfig(lora=lora)))
+        validate(RL(task=Arithmetic(), learner=LearnerConfig(lora=lora)))
 
 
 @pytest.mark.parametrize(
@@ -303,7 +324,7 @@ def test_algorithms_accept_what_acts(args: str) -> None:
 
 
 def test_switching_off_what_a_recipe_tuned_is_no_error() -> None:
-    config = RunConfig(task=Arithmetic(), algo=GRPO(kl=KLConfig(weight=0.1, estimator="k1")))
+    config = RL(task=Arithmetic(), algo=GRPO(kl=KLConfig(weight=0.1, estimator="k1")))
     assert change(config, ["--algo.kl.weight", "0"]).algo.kl.weight == 0
     with pytest.raises(ConfigError, match=r"kl\.estimator has no effect"):
         change(config, ["--algo.kl.weight", "0", "--algo.kl.estimator", "k2"])
@@ -311,12 +332,12 @@ def test_switching_off_what_a_recipe_tuned_is_no_error() -> None:
 
 def test_a_config_without_a_task_is_refused() -> None:
     with pytest.raises(ConfigError, match="has no task"):
-        change(RunConfig())
+        change(RL())
 
 
 def test_unknown_reward_part_in_a_recipe() -> None:
     with pytest.raises(ConfigError, match=r'unknown reward part "formt".*Did you mean "format"'):
-        change(RunConfig(task=Arithmetic(), reward={"formt": 0.5}))
+        change(RL(task=Arithmetic(), reward={"formt": 0.5}))
 
 
 nasty = st.one_of(
@@ -379,12 +400,13 @@ def test_a_damaged_file_is_refused_by_name(old: str) -> None:
         ("  keep_best: true\n", "save.keep_best = True"),
         ("  schedule: constant\n", "optim.schedule = 'constant'"),
         ("    base: keep\n    load: ''\n", "learner.lora.base = 'keep', learner.lora.load = ''"),
+        ("    refresh: 0\n", "algo.kl.refresh = 0"),
     ],
 )
 def test_a_file_of_before_a_setting_takes_its_default_and_says_so(
     lines: str, said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = load("quickstart")
+    config = load("tiny_lora", ["--algo.kl.weight", "0.1"])
     text = dump(config)
     assert text.count(lines) == 1
     assert parse(text.replace(lines, ""), "runs/a/config.yaml") == config
@@ -392,7 +414,7 @@ def test_a_file_of_before_a_setting_takes_its_default_and_says_so(
     assert [r.getMessage() for r in caplog.records] == [warned]
 
 
-@pytest.mark.parametrize("section", [f.name for f in fields(RunConfig)])
+@pytest.mark.parametrize("section", [f.name for f in fields(RL) if f.name != "replay"])
 def test_a_file_without_a_whole_section_is_damaged(section: str) -> None:
     tree = yaml.safe_load(dump(load("quickstart")))
     del tree[section]
@@ -403,6 +425,100 @@ def test_a_file_without_a_whole_section_is_damaged(section: str) -> None:
 def test_a_whole_file_warns_of_nothing(caplog: pytest.LogCaptureFixture) -> None:
     parse(dump(load("quickstart")))
     assert caplog.records == []
+
+
+OFF = {  # what can be off, the setting that turns it on, and another of its settings
+    "learner.lora": ("--learner.lora.rank 4", "--learner.lora.alpha 8"),
+    "replay": ("--replay.prompts 2 --algo.correction.kind mask", "--replay.steps 9"),
+    "algo.kl": ("--algo.kl.weight 0.5", "--algo.kl.estimator k2"),
+    "algo.correction": ("--algo.correction.kind truncate", "--algo.correction.level sequence"),
+}
+
+
+@pytest.mark.parametrize("section", OFF)
+def test_what_is_off_is_not_written_and_what_decides_turns_it_on(section: str) -> None:
+    on, other = (args.split() for args in OFF[section])
+    off = yaml.safe_load(dump(load("quickstart")))
+    config = load("quickstart", [*on, *other])
+    text = dump(config)
+    written = yaml.safe_load(text)
+    for part in section.split(".")[:-1]:
+        off, written = off[part], written[part]
+    name = section.rpartition(".")[2]
+    assert name not in off
+    assert written[name][other[0].rpartition(".")[2]] is not None
+    assert parse(text) == config and dump(parse(text)) == text
+    with pytest.raises(ConfigError, match="has no effect"):
+        load("quickstart", other)
+
+
+def test_what_is_off_makes_no_difference() -> None:
+    """A setting of what does not act is neither written nor compared: a run with it is the same run."""
+    idle = replace(load("quickstart"), algo=GRPO(kl=KLConfig(estimator="k2")))
+    assert diff(idle, load("quickstart")) == {} and dump(idle) == dump(load("quickstart"))
+    switched_off = change(
+        RL(task=Arithmetic(), algo=GRPO(kl=KLConfig(weight=0.1, estimator="k2"))), ["--algo.kl.weight", "0"]
+    )
+    assert parse(dump(switched_off)) == switched_off
+
+
+def test_a_missing_kl_section_is_the_algorithms_own_default() -> None:
+    config = load("quickstart", ["--algo", "reinforce_pp"])
+    assert parse(dump(config)).algo.kl.estimator == "k1" and "kl:" not in dump(config)
+
+
+def first_format(config: RL) -> str:
+    """The file that the first version of Cohort wrote: no format, no kind, and all that is off."""
+    tree = {"reward": config.reward}
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if field.name != "reward":
+            tree[field.name] = json.loads(json.dumps(dataclasses.asdict(value))) if is_dataclass(value) else value
+    for field in config.variants:
+        tree[field] = {"name": variant_name(field, getattr(config, field)), **tree[field]}
+    return yaml.safe_dump(tree)
+
+
+@pytest.mark.parametrize("recipe", sorted(RECIPES))
+def test_a_file_of_the_first_format_is_the_same_config(recipe: str, caplog: pytest.LogCaptureFixture) -> None:
+    config = load(recipe)
+    if isinstance(config, RL):
+        text = first_format(config)
+        assert "correction:" in text and not {"format: 2", "kind: rl"} & set(text.splitlines())
+        assert parse(text) == config and diff(parse(text), config) == {}
+        assert caplog.records == []
+
+
+def test_files_of_later_versions_and_other_kinds_are_refused() -> None:
+    text = dump(load("quickstart"))
+    assert text.startswith("format: 2\nkind: rl\n")
+    for old, new, message in (
+        ("format: 2", "format: 3", "config.yaml has format 3, this Cohort knows 2: upgrade Cohort"),
+        ("format: 2", "format: two", "format must be a whole number"),
+        ("kind: rl", "kind: rll", "kind is 'rll'. Did you mean \"rl\"?"),
+        ("kind: rl\n", "", "kind is None"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            parse(text.replace(old, new, 1))
+        assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_recipe_of_before_there_were_kinds_is_told_what_to_write() -> None:
+    with pytest.raises(ConfigError, match=r"write RL\(\.\.\.\) instead"):
+        RunConfig(task=Arithmetic(), steps=5)
+    assert isinstance(RL(), RunConfig) and copy.deepcopy(RL(steps=5)) == RL(steps=5)
+
+
+def test_every_number_has_bounds() -> None:
+    """Also where an algorithm declares a field again for another default."""
+    loose = set()
+    for algo in ALGOS:
+        for turns in ("single", "think_again"):
+            config = load("quickstart", ["--algo", algo, "--turns", turns])
+            for name, leaf in flags.leaves(config).items():
+                if leaf.type in (int, float) and not leaf.bounds and not name.startswith(("task.", "reward.")):
+                    loose.add(name)
+    assert loose == set()
 
 
 @pytest.mark.parametrize("text", ["", "just text", "[1, 2]", "steps: 5"])

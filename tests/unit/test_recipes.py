@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from cohort import build
+from cohort.config.kinds import RL
 from cohort.config.load import dump, load, parse
-from cohort.config.schema import RunConfig, ThinkAgain
+from cohort.config.schema import ThinkAgain
 from cohort.learner.plan import Load, plan_memory
 from cohort.limits import layer_params
 from cohort.models.catalog import resolve
@@ -81,7 +82,7 @@ def test_memory_plan(name: str) -> None:
     assert (config.learner.lora.rank > 0) == (name in ADAPTERS)
 
 
-def planned(config: RunConfig) -> Load:
+def planned(config: RL) -> Load:
     c = named_shape(shape_of(config.model))
     batch, prompt, new = config.batch, 512, config.max_sampled
     rows = batch.prompts * batch.samples

@@ -8,8 +8,9 @@ import pytest
 
 from cohort import checkpoint
 from cohort.config.algos import GRPO, CorrectionConfig
+from cohort.config.kinds import RL
 from cohort.config.load import change
-from cohort.config.schema import ReplayConfig, RunConfig, SaveConfig
+from cohort.config.schema import ReplayConfig, SaveConfig
 from cohort.errors import ConfigError
 from cohort.fates import Fate
 from cohort.store.rollouts import load_rollouts, rollout_path, rollout_steps, save_rollouts
@@ -17,6 +18,7 @@ from cohort.store.rundir import RunDirectory
 from cohort.tasks.arithmetic import Arithmetic
 from cohort.train.replay import Replay
 from cohort.train.run import Run
+from tests.pretend_run import Pretender
 from tests.runs import small_run
 from tests.support import make_group, make_sample
 
@@ -95,11 +97,12 @@ def test_a_resume_finds_what_it_needs_behind_its_checkpoint(tmp_path):
     for step in range(1, 6):
         written(directory.rollouts, step - 1)
     (directory.checkpoints / checkpoint.name(3)).mkdir(parents=True)
-    run = Run(directory, config, hooks=None)  # type: ignore[arg-type]
+    run = Run(directory, config, Pretender(config))
     run.step = 5
     run._remove_old_rollouts()
     assert rollout_steps(directory.rollouts) == [2, 3, 4, 5]
-    run.config = replace(config, replay=ReplayConfig())
+    run = Run(directory, config, Pretender(replace(config, replay=ReplayConfig())))
+    run.step = 5
     run._remove_old_rollouts()
     assert rollout_steps(directory.rollouts) == [5]
 
@@ -110,12 +113,12 @@ def test_age_survives_the_file(tmp_path):
 
 
 def test_replay_needs_a_correction():
-    config = RunConfig(task=Arithmetic(), replay=ReplayConfig(prompts=2))
+    config = RL(task=Arithmetic(), replay=ReplayConfig(prompts=2))
     with pytest.raises(ConfigError, match="samples of older policies"):
         change(config)
-    corrected = RunConfig(
+    corrected = RL(
         task=Arithmetic(), replay=ReplayConfig(prompts=2), algo=GRPO(correction=CorrectionConfig(kind="truncate"))
     )
     assert change(corrected).replay.prompts == 2
     with pytest.raises(ConfigError, match="steps has no effect: nothing is used again"):
-        change(RunConfig(task=Arithmetic()), ["--replay.steps", "2"])
+        change(RL(task=Arithmetic()), ["--replay.steps", "2"])

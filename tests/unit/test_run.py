@@ -20,10 +20,13 @@ from cohort.config.schema import EvalConfig, SaveConfig
 from cohort.errors import RunError
 from cohort.logs.view import Guarded, View, make_view
 from cohort.store.reader import Reader
+from cohort.store.records import About, Curve
 from cohort.store.rollouts import rollout_steps
 from cohort.store.rundir import RunDirectory
+from cohort.train.job import StepRecord, rollout_record
 from cohort.train.run import Run
-from cohort.train.stats import StepStats, failures, rollout_metrics, showcase
+from cohort.train.silent import SilentRun
+from cohort.train.stats import failures, rollout_metrics, showcase
 from tests.pretend_run import LineCounter, Pretender, live, pretend_groups, remains, small_run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -71,13 +74,11 @@ def test_the_best_checkpoint_is_kept_besides_the_last(tmp_path):
     directory = RunDirectory.create(tmp_path, config, "a")
     accuracies = {0: 0.1, 3: 0.9, 6: 0.5, 9: 0.9}
     pretender = Pretender()
-    hooks = dataclasses.replace(
-        pretender.hooks(),
-        evaluate=lambda s: dataclasses.replace(pretender.evaluate(s), accuracy=accuracies[s]),
-    )
-    with Run(directory, config, hooks, quiet()) as run:
+    measured = pretender.evaluate
+    pretender.evaluate = lambda s: dataclasses.replace(measured(s), accuracy=accuracies[s])
+    with Run(directory, config, pretender, quiet()) as run:
         for step in run.steps():
-            run.end_step(step, [], pretender.update(pretend_groups(step)))
+            run.end_step(step, StepRecord(metrics=pretender.update(pretend_groups(step))))
         run.finish()
     # 3 is not on the schedule of saving: it was saved because it was the best; 9 only equals it.
     assert checkpoint.steps(directory.checkpoints) == [3, 9]
@@ -122,7 +123,7 @@ def test_the_first_signal_finishes_the_step_and_resume_gives_the_same_run(tmp_pa
 def test_a_signal_before_the_first_step_leaves_a_run_that_can_be_resumed(tmp_path):
     directory = RunDirectory.create(tmp_path, small_run(), "a")
     pretender = Pretender()
-    with Run(directory, directory.config, pretender.hooks(), quiet()) as run:
+    with Run(directory, directory.config, pretender, quiet()) as run:
         os.kill(os.getpid(), signal.SIGINT)
         assert list(run.steps()) == []
         assert not run.finish().complete
@@ -183,9 +184,9 @@ def test_other_settings_are_refused_and_nothing_is_touched(tmp_path):
     before = remains(directory)
     other = RunDirectory.open(directory.path)
     with pytest.raises(RunError, match=r"seed = 0, not 7.*only --steps may change"):
-        Run(other, small_run(seed=7), Pretender().hooks(), quiet()).__enter__()
+        Run(other, small_run(seed=7), Pretender(), quiet()).__enter__()
     with pytest.raises(RunError, match="extended, not cut to 2"):
-        Run(other, small_run(steps=2), Pretender().hooks(), quiet()).__enter__()
+        Run(other, small_run(steps=2), Pretender(), quiet()).__enter__()
     assert remains(directory) == before
     other.lock()  # the refusal gave the lock back
 
@@ -205,9 +206,10 @@ def test_a_refused_restore_removes_nothing(tmp_path):
     def refuse(state: checkpoint.Checkpoint) -> None:
         raise RunError("the run used 8 threads")
 
-    hooks = dataclasses.replace(Pretender().hooks(), restore=refuse)
+    refusing = Pretender()
+    refusing.restore = refuse
     with pytest.raises(RunError, match="8 threads"):
-        Run(RunDirectory.open(directory.path), directory.config, hooks, quiet()).__enter__()
+        Run(RunDirectory.open(directory.path), directory.config, refusing, quiet()).__enter__()
     assert remains(directory) == before
 
 
@@ -273,12 +275,12 @@ def test_metrics_of_groups_by_hand():
 def test_failures_are_recorded_with_their_step(tmp_path):
     directory = RunDirectory.create(tmp_path, small_run(steps=1), "a")
     pretender = Pretender()
-    with Run(directory, directory.config, pretender.hooks(), quiet()) as run:
+    with Run(directory, directory.config, pretender, quiet()) as run:
         for step in run.steps():
             groups = pretend_groups(step)
             groups[0].samples[0].failure, groups[0].samples[0].reward = "worker died", None
             run.event("skip", "non-finite gradient")
-            run.end_step(step, groups, StepStats(metrics={}))
+            run.end_step(step, rollout_record(step, groups, {}))
         run.finish()
     with Reader(directory.database) as reader:
         told = [(e.step, e.kind) for e in reader.events()]
@@ -290,6 +292,70 @@ def test_failures_are_recorded_with_their_step(tmp_path):
         "- samples that could not be scored: 0",
         "- samples left out of the loss: 0",
     ]
+
+
+class Counter(Pretender):
+    """A job without a task, rollouts or an evaluation: the run asks for none of them."""
+
+    evaluate = None
+
+    def about(self) -> About:
+        return About(
+            source="numbers",
+            source_is="data",
+            algo="counting",
+            batch="3 numbers",
+            curve=Curve(label="loss", metric="loss", rising=False),
+            columns=(("loss", "loss"),),
+        )
+
+    def next_commands(self, run, step):
+        return [["count", str(step), f"{run} on"]]
+
+
+def count(directory: RunDirectory, view: View) -> Counter:
+    job = Counter()
+    with Run(directory, directory.config, job, view) as run:
+        for step in run.steps():
+            run.end_step(step, StepRecord(metrics=job.update(pretend_groups(step))))
+        assert run.finish().complete
+    return job
+
+
+def test_a_run_without_tasks_rollouts_and_evaluations(tmp_path):
+    directory = RunDirectory.create(tmp_path, small_run(recipe="counted"), "a b")
+    output = io.StringIO()
+    count(directory, make_view("plain", output))
+    assert checkpoint.steps(directory.checkpoints) == [4, 6]
+    assert rollout_steps(directory.rollouts) == [] and directory.evaluations() == {}
+    with Reader(directory.database) as reader:
+        assert list(reader.series("loss")) == [1, 2, 3, 4, 5, 6]
+        assert reader.series("rollouts/bytes") == {} and reader.groups() == []
+    first, *_, last = output.getvalue().splitlines()
+    assert first == "cohort · counted · tiny · numbers · counting · 3 numbers · to step 6"
+    assert last == f"next count 6 '{directory.path} on'" and "held-out" not in output.getvalue()
+    card = directory.card.read_text()
+    assert "model `tiny`, data `numbers`, algorithm `counting`, 6 steps of 3 numbers, seed 0." in card
+    assert "| step | loss |" in card and "## Skips and failures\n\nnone\n" in card
+
+
+def test_a_silent_run_does_the_same_steps_and_leaves_nothing(tmp_path):
+    directory = RunDirectory.create(tmp_path, small_run(), "a")
+    loud = count(directory, quiet())
+    longer = RunDirectory.open(directory.path).config
+    before = {path: path.stat().st_mtime_ns for path in directory.path.rglob("*")}
+    job = Counter()
+    with SilentRun(directory, dataclasses.replace(longer, steps=8), job) as run:
+        assert run.step == 6 and torch.equal(job.weights, loud.weights)  # from the newest checkpoint
+        done = []
+        for step in run.steps():
+            run.event("skip", "told by the first rank")
+            run.notice("algo", "told by the first rank")
+            run.end_step(step, StepRecord(metrics=job.update(pretend_groups(step))))
+            done.append(step)
+        run.finish()
+    assert done == [6, 7]
+    assert {path: path.stat().st_mtime_ns for path in directory.path.rglob("*")} == before
 
 
 CAMPAIGN = """

@@ -22,6 +22,7 @@ from cohort.logs.sinks.registry import SINKS, check_sinks, make_sinks
 from cohort.logs.view import Header, View, make_view
 from cohort.store.reader import Reader
 from cohort.store.rundir import RunDirectory
+from cohort.train.job import StepRecord
 from cohort.train.run import Run
 from tests.pretend_run import Pretender, pretend_groups, small_run
 
@@ -86,13 +87,12 @@ def go(
     """Start or resume; a bug in the step numbered `fail_at` (from 1) ends it before that step is recorded."""
     pretender = Pretender()
     view = view or make_view("plain", io.StringIO())
-    with Run(directory, directory.config, pretender.hooks(), view, sinks) as run:
+    with Run(directory, directory.config, pretender, view, sinks) as run:
         for step in run.steps():
-            groups = pretend_groups(step)
-            stats = pretender.update(groups)
+            record = pretender.step(step, pretend_groups(step))
             if step + 1 == fail_at:
                 raise RuntimeError("bug")
-            run.end_step(step, groups, stats)
+            run.end_step(step, record)
         run.finish()
 
 
@@ -120,10 +120,10 @@ def test_every_step_and_evaluation_is_one_line_with_the_values_of_the_database(t
 
 def test_a_number_that_json_lacks_is_null(tmp_path):
     directory = RunDirectory.create(tmp_path, small_run(steps=1), "a")
-    with Run(directory, directory.config, Pretender().hooks(), make_view("plain", io.StringIO())) as run:
+    with Run(directory, directory.config, Pretender(), make_view("plain", io.StringIO())) as run:
         for step in run.steps():
             metrics = {"loss": float("nan"), "grad_norm": float("inf"), "lr": 0.5}
-            run.end_step(step, [], SimpleNamespace(metrics=metrics))
+            run.end_step(step, StepRecord(metrics=metrics))
         run.finish()
     line = next(line["metrics"] for line in lines_of(directory) if "lr" in line["metrics"])
     assert (line["loss"], line["grad_norm"], line["lr"]) == (None, None, 0.5)

@@ -13,12 +13,12 @@ from cohort.tasks.base import grade, plain_answer
 from cohort.tasks.countdown import Countdown
 from cohort.tasks.expression import evaluate
 from cohort.tasks.splits import split_of
+from cohort.tasks.traces import encode, mixture, scratchpad, search, styles
 from cohort.text import Tokenizer
 from cohort.types import Provenance
-from scripts.tiny import encode, mixture, scratchpad, search, traces
 from scripts.tiny.train import SOURCE
 
-MIX = traces.Mix()
+MIX = styles.Mix()
 NUM = 3000
 
 
@@ -28,7 +28,7 @@ def rows() -> mixture.Rows:
 
 
 @cache
-def many() -> tuple[traces.Trace, ...]:
+def many() -> tuple[styles.Trace, ...]:
     return tuple(mixture.trace(rows(), "test", i, MIX) for i in range(NUM))
 
 
@@ -101,7 +101,7 @@ def test_styles_come_in_their_shares() -> None:
 
 def test_a_slip_is_wrong() -> None:
     rng = random.Random(1)
-    assert all(traces.slip(rng, value) != value for value in (0, 7, -3, 10, 9999) for _ in range(200))
+    assert all(styles.slip(rng, value) != value for value in (0, 7, -3, 10, 9999) for _ in range(200))
 
 
 def test_the_seed_decides() -> None:

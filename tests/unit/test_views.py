@@ -190,7 +190,7 @@ def test_checkpoints_do_not_push_failures_out_of_sight():
 
 def test_a_resumed_run_shows_its_whole_history():
     view, _ = live_view()
-    view.start(header(first_step=30, rewards={s: s / 30 for s in range(1, 31)}, evaluations=[evaluation(0, 0.1)]))
+    view.start(header(first_step=30, values={s: s / 30 for s in range(1, 31)}, evaluations=[evaluation(0, 0.1)]))
     frame = frame_of(view)
     view.close()
     assert "step 30/60" in frame and "1.0" in frame

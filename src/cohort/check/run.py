@@ -10,6 +10,7 @@ from cohort.check.plan import memory, one_step
 from cohort.check.reward import check_reward
 from cohort.check.trial import give_signal, sample
 from cohort.check.update import check_update
+from cohort.config.kinds import require_rl
 from cohort.config.schema import RunConfig
 from cohort.logs.escape import one_line
 
@@ -19,7 +20,7 @@ NUM_PROMPTS, NUM_SAMPLES = 3, 4
 def check(config: RunConfig, progress: Callable[[str], None]) -> Iterator[Finding]:
     """Findings as they come. `progress` is told what is under way."""
     progress("loading the model and the task")
-    parts = build.assemble(config)
+    parts = build.assemble(require_rl(config, "cohort check"))
     try:
         progress("sampling a few groups")
         trial = sample(parts, NUM_PROMPTS, NUM_SAMPLES)

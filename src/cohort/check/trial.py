@@ -20,7 +20,7 @@ from cohort.engines.base import Engine, Event, Request
 from cohort.engines.rollout import roll
 from cohort.learner.base import Cut
 from cohort.scoring.pool import ScoringPool
-from cohort.train.rl import annotate
+from cohort.train.update import annotate
 from cohort.types import Answer, Finish, Group, Outcome, Row
 from cohort.world import World
 

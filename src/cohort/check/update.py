@@ -18,7 +18,7 @@ from cohort.check.trial import Seen, Trial, difference
 from cohort.learner.base import Cut
 from cohort.models.functions import wide_product
 from cohort.text import Tokenizer
-from cohort.train.rl import annotate
+from cohort.train.update import annotate
 from cohort.types import Finish, Group, Provenance, Sample
 from cohort.world import World
 

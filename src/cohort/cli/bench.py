@@ -35,12 +35,12 @@ def run(args: list[str]) -> None:
     about, default = WHAT[what]
     _, options = read(f"bench {what}", [], about, default, rest)
     options.check()
-    from cohort import build
+    from cohort.jobs import bench
 
     measures: dict[str, Callable[[Any], BenchResult]] = {
-        "engine": build.bench_engine,
-        "learner": build.bench_learner,
-        "step": build.bench_step,
+        "engine": bench.bench_engine,
+        "learner": bench.bench_learner,
+        "step": bench.bench_step,
     }
     print(report(measures[what](options), options))
 

@@ -28,6 +28,7 @@ COMMANDS = {
     "replay": ("RUN --step N [--flags]", "Redo a step's update from its rollouts, with other settings if asked."),
     "bench": ("engine|learner|step", "Measure throughput against the hardware limit."),
 }
+_ONE_PROCESS = ("train", "resume", "eval", "check", "replay")  # commands that several ranks cannot share
 _REPORTED_OS_ERRORS = (
     errno.ENAMETOOLONG,
     errno.EFBIG,
@@ -72,6 +73,8 @@ def _dispatch(args: list[str]) -> int:
     if command not in COMMANDS:
         kind = "flag" if command.startswith("-") else "command"
         raise CohortError(f'unknown {kind} "{command}".{nearest(command, COMMANDS)}')
+    if command in _ONE_PROCESS:
+        process.require_one_process()
     importlib.import_module(f"cohort.cli.{command}").run(rest)
     return 0
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from cohort.cli.arguments import read
 from cohort.cli.output import Log, choose_log, choose_sinks
 from cohort.config import flags
-from cohort.config.schema import RunConfig
+from cohort.config.kinds import KINDS
 from cohort.errors import ConfigError
 
 
@@ -26,7 +26,7 @@ class Options:
 
 
 def run(args: list[str]) -> None:
-    settings = {field.name for field in fields(RunConfig)} - {"steps"}
+    settings = {field.name for kind in KINDS.values() for field in fields(kind)} - {"steps"}
     for flag in flags.split(args)[1]:
         if flag.name.partition(".")[0] in settings:
             raise ConfigError(

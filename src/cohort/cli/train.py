@@ -13,7 +13,7 @@ from cohort.recipes import RECIPES
 
 HELP = """usage: cohort train RECIPE [--a.b value ...] [--out DIR] [--log live|plain|json] [--sinks NAME,...]
 
-RECIPE is one of these, or path/to/file.py:function returning a RunConfig:
+RECIPE is one of these, or path/to/file.py:function returning a config (cohort.RL):
 
 {recipes}
 

@@ -18,6 +18,8 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 import tyro
 
+from cohort.config.names import current_setting
+from cohort.config.section import Bound
 from cohort.errors import CohortError, ConfigError
 
 T = TypeVar("T")
@@ -28,11 +30,12 @@ _TYRO = (tyro.conf.FlagConversionOff,)  # `--flag true`, not `--no-flag`: one wa
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """One setting: its dotted name with underscores, its type and its value in the defaults."""
+    """One setting: its dotted name with underscores, its type, its value in the defaults, and its bounds."""
 
     name: str
     type: Any
     value: Any
+    bounds: tuple[Bound, ...] = ()
 
     @property
     def many(self) -> bool:
@@ -77,7 +80,7 @@ def leaves(config: Any, prefix: str = "") -> dict[str, Leaf]:
             found |= {f"{name}.{key}": Leaf(f"{name}.{key}", float, item) for key, item in value.items()}
         else:
             name = prefix + renamed[0] if renamed else name
-            found[name] = Leaf(name, hint, value)
+            found[name] = Leaf(name, hint, value, tuple(m for m in marks if isinstance(m, Bound)))
     return found
 
 
@@ -153,7 +156,8 @@ def check(flags: Sequence[Flag], valid: dict[str, Leaf]) -> None:
     seen: set[str] = set()
     for flag in flags:
         if flag.name not in valid:
-            raise unknown(flag.name, valid)
+            new = current_setting(flag.name)
+            raise ConfigError(f"{flag.shown} is now {show(new)}.") if new in valid else unknown(flag.name, valid)
         if flag.name in seen:
             raise ConfigError(f"{flag.shown} is given twice; give it once.")
         seen.add(flag.name)

@@ -1,4 +1,4 @@
-"""From a recipe's name and command-line flags to a complete, checked `RunConfig`.
+"""From a recipe's name and command-line flags to a complete, checked config.
 
     config = load("quickstart", ["--steps", "50", "--algo", "dr_grpo", "--algo.kl.weight", "0.01"])
 
@@ -9,19 +9,18 @@ only its fields can be set.
 from __future__ import annotations
 
 import dataclasses
-import keyword
 from collections.abc import Collection, Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import tyro
 
 from cohort.config import flags
-from cohort.config.document import diff, dump, find_variant, parse, variant_name
+from cohort.config.document import diff, dump, find_variant, parse, variant_name, variant_names
 from cohort.config.lookup import find_recipe, find_task, task_spec
-from cohort.config.rules import reward_parts, validate
-from cohort.config.schema import VARIANTS, RunConfig
+from cohort.config.rules import validate
+from cohort.config.schema import RunConfig
+from cohort.config.section import tidied
 from cohort.errors import ConfigError
-from cohort.tasks.base import task_names
 
 __all__ = [
     "as_args",
@@ -36,7 +35,8 @@ __all__ = [
     "validate",
 ]
 
-_KINDS = ("task", *VARIANTS)
+C = TypeVar("C", bound=RunConfig)
+
 _PREFIX = "choose_"
 
 
@@ -45,23 +45,22 @@ def load(recipe: str, args: Sequence[str] = ()) -> RunConfig:
     return change(_base(recipe), args)
 
 
-def change(config: RunConfig, args: Sequence[str] = ()) -> RunConfig:
-    """`config` with the flags in `args` applied, every part of the reward weighted, checked."""
+def change(config: C, args: Sequence[str] = ()) -> C:
+    """`config` with the flags in `args` applied, every part of the reward weighted, what is off at rest, checked."""
     words, given = flags.split(args)
     if words:
         raise ConfigError(f'unexpected "{words[0]}"; settings are flags, such as --steps 100.')
     config = _choose(config, given)
-    if config.task is None:
-        raise ConfigError("the config has no task; give it one, for example task=Arithmetic().")
+    config.require_complete()
     settings = _settings(config)
     valid = flags.leaves(settings)
     for flag in given:  # choices were applied above, but repeating one is still an error
-        if flag.name in _KINDS:
+        if flag.name in config.variants:
             flags.check([f for f in given if f.name == flag.name], valid)
-    settings = flags.read(settings, [f for f in given if f.name not in _KINDS], _prog(config.recipe))
-    config = _config(settings)
+    settings = flags.read(settings, [f for f in given if f.name not in config.variants], _prog(config.recipe))
+    config = _config(config, settings)
     validate(config, {flag.name for flag in given})
-    return config
+    return tidied(config)
 
 
 def as_args(settings: Mapping[str, Any]) -> list[str]:
@@ -95,43 +94,36 @@ def _base(recipe: str) -> RunConfig:
     name, function = find_recipe(recipe)
     config = function()
     if not isinstance(config, RunConfig):
-        raise ConfigError(f"recipe {recipe} returned a {type(config).__name__}; it must return a RunConfig.")
+        raise ConfigError(f"recipe {recipe} returned a {type(config).__name__}; it must return a RunConfig: RL(...).")
     return dataclasses.replace(config, recipe=name)
 
 
-def _choose(config: RunConfig, given: Collection[flags.Flag]) -> RunConfig:
-    """Apply `--task`, `--turns`, `--algo` and `--engine`."""
+def _choose(config: C, given: Collection[flags.Flag]) -> C:
+    """Apply the flags that choose a variant, such as `--task`, `--turns`, `--algo` and `--engine`."""
     for flag in given:
-        if flag.name not in _KINDS or len(flag.values) != 1:
+        if flag.name not in config.variants or len(flag.values) != 1:
             continue
-        name = flag.values[0]
-        cls = find_variant(flag.name, name)
-        if type(getattr(config, flag.name)) is cls:
-            continue
-        changes: dict[str, Any] = {flag.name: cls()}
-        if flag.name == "task":
-            changes["reward"] = {}  # the weights were for the other task's parts
-        config = dataclasses.replace(config, **changes)
+        cls = find_variant(flag.name, flag.values[0])
+        if type(getattr(config, flag.name)) is not cls:
+            config = config.with_variant(flag.name, cls())
     return config
 
 
 def _settings(config: RunConfig) -> Any:
     """`config` as a class made for it: variants at their exact type, a field for each part of the reward."""
-    choices = {"task": task_names(), **VARIANTS}
     fields: list[Any] = [("recipe", tyro.conf.Suppress[str], config.recipe)]
-    for kind in _KINDS:
-        name = variant_name(kind, getattr(config, kind))
-        names = tuple(dict.fromkeys([*choices[kind], name]))
-        arg = tyro.conf.arg(name=kind, help=f"Choose the {kind} by name; it starts from its own defaults.")
-        fields.append((_PREFIX + kind, Annotated[Literal[names], arg], name))
-        value = getattr(config, kind)
+    for field in config.variants:
+        value = getattr(config, field)
+        name = variant_name(field, value)
+        names = tuple(dict.fromkeys([*variant_names(field), name]))
+        arg = tyro.conf.arg(name=field, help=f"Choose the {field} by name; it starts from its own defaults.")
+        fields.append((_PREFIX + field, Annotated[Literal[names], arg], name))
         about = tyro.conf.arg(help=(type(value).__doc__ or "").strip())
-        fields.append((kind, Annotated[type(value), about], _fixed(value)))
-    weights = _weights(config)
-    fields.append(("reward", type(weights), _fixed(weights)))
+        fields.append((field, Annotated[type(value), about], _fixed(value)))
+    fields += [(name, type(record), _fixed(record)) for name, record in config.records().items()]
     made = {name for name, *_ in fields}
     same = {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.name not in made}
-    cls = dataclasses.make_dataclass("Settings", fields, bases=(RunConfig,), frozen=True, kw_only=True)
+    cls = dataclasses.make_dataclass("Settings", fields, bases=(type(config),), frozen=True, kw_only=True)
     return cls(**same)
 
 
@@ -140,20 +132,8 @@ def _fixed(value: Any) -> Any:
     return dataclasses.field(default_factory=lambda: value)
 
 
-def _weights(config: RunConfig) -> Any:
-    """The reward's weights as a record with one field a part."""
-    parts = reward_parts(config.task)
-    for part in parts:
-        if not part.isidentifier() or keyword.iskeyword(part):
-            raise ConfigError(f'task {type(config.task).name}: reward part "{part}" must be a plain word.')
-    fields = [(part, float, config.reward.get(part, 1.0)) for part in parts]
-    unknown = set(config.reward) - set(parts)
-    if unknown:
-        validate(config)  # says so
-    return dataclasses.make_dataclass("Reward", fields, frozen=True, kw_only=True)()
-
-
-def _config(settings: Any) -> RunConfig:
-    values = {f.name: getattr(settings, f.name) for f in dataclasses.fields(RunConfig)}
-    values["reward"] = dataclasses.asdict(values["reward"])
-    return RunConfig(**values)
+def _config(config: C, settings: Any) -> C:
+    """The settings as a config of the kind that `config` has."""
+    values = {f.name: getattr(settings, f.name) for f in dataclasses.fields(config)}
+    values |= {name: dataclasses.asdict(values[name]) for name in config.records()}
+    return type(config)(**values)

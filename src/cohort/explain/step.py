@@ -10,7 +10,7 @@ from pathlib import Path
 
 from cohort import checkpoint
 from cohort.algos.algorithm import Algorithm, build_algorithm
-from cohort.config.schema import RunConfig
+from cohort.config.kinds import RL, require_rl
 from cohort.errors import CohortError, RunError
 from cohort.explain.effect import StepEffect, step_effect
 from cohort.explain.words import ranges
@@ -26,7 +26,7 @@ from cohort.types import Group, Sample
 class Step:
     """A recorded step, loaded."""
 
-    config: RunConfig
+    config: RL
     number: int
     groups: list[Group]
     algo: Algorithm
@@ -46,7 +46,7 @@ def load(path: Path, number: int | None) -> Step:
     if number not in kept:
         raise RunError(f"{path} has no rollouts of step {number}; those of step {ranges(kept)} are kept.")
     groups = load_rollouts(rollout_path(directory.rollouts, number))
-    config = directory.config
+    config = require_rl(directory.config, "cohort explain")
     metrics: dict[str, float] = {}
     # the rollouts tell nearly everything: a database of another version is no reason to stop
     with suppress(RunError), Reader(directory.database, once=True) as reader:

@@ -11,7 +11,7 @@ from typing import Any, TextIO
 from cohort.logs.view import Header, StepReport, Summary
 from cohort.store.records import Evaluation
 
-_UNTOLD = ("rewards", "evaluations", "config")  # of the header: all of it is in the run directory
+_UNTOLD = ("curve", "values", "evaluates", "evaluations", "config")  # of the header: all of it is in the run directory
 
 
 class JsonView:

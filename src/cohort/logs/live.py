@@ -16,7 +16,7 @@ from rich.text import Text
 from cohort.logs import panels
 from cohort.logs.escape import one_line
 from cohort.logs.view import Header, Showcase, StepReport, Summary
-from cohort.store.records import Evaluation
+from cohort.store.records import Curve, Evaluation
 
 
 class LiveView:
@@ -28,7 +28,7 @@ class LiveView:
         self._header: Header | None = None
         self._report: StepReport | None = None
         self._showcase: Showcase | None = None
-        self._rewards: dict[int, float] = {}
+        self._values: dict[int, float] = {}
         self._evaluations: list[Evaluation] = []
         self._events: deque[tuple[int, str, str]] = deque(maxlen=3)
         self._phase = "starting"
@@ -36,7 +36,7 @@ class LiveView:
 
     def start(self, header: Header) -> None:
         self._header = header
-        self._rewards = dict(header.rewards)
+        self._values = dict(header.values)
         self._evaluations = list(header.evaluations)
         self._begin = time.monotonic()
         # Twice a second is alive enough, and leaves the cores to the training.
@@ -48,8 +48,9 @@ class LiveView:
 
     def step(self, report: StepReport) -> None:
         self._report = report
-        if "reward/mean" in report.metrics:
-            self._rewards[report.step] = report.metrics["reward/mean"]
+        drawn = Curve().metric if self._header is None else self._header.curve.metric
+        if drawn in report.metrics:
+            self._values[report.step] = report.metrics[drawn]
         self._showcase = report.showcase or self._showcase
         self._phase = "training"
 
@@ -91,8 +92,8 @@ class LiveView:
             panels.title(header, self._phase),
             panels.progress(step, header.num_steps, time.monotonic() - self._begin, eta),
             panels.middle(
-                panels.curve(self._rewards, self._evaluations, header.num_steps, max(16, width - 46), curve_height),
-                panels.numbers(metrics, self._rewards, self._evaluations, curve_height + 1),
+                panels.curve(header, self._values, self._evaluations, max(16, width - 46), curve_height),
+                panels.numbers(header.curve, metrics, self._values, self._evaluations, curve_height + 1),
             ),
             panels.stages(metrics, width),
         ]

@@ -35,7 +35,8 @@ def duration(seconds: float) -> str:
 
 
 def tokens_per_second(metrics: Mapping[str, float]) -> str:
-    value = metrics.get("time/tokens_per_s", math.nan)
+    """Of the whole step, or of the update where nothing is sampled."""
+    value = metrics.get("time/tokens_per_s", metrics.get("time/trained_per_s", math.nan))
     return f"{value:,.0f}" if math.isfinite(value) else ""
 
 

@@ -17,7 +17,7 @@ from cohort.logs.curve import bounds, braille, place
 from cohort.logs.escape import one_line, visible
 from cohort.logs.numbers import compact, duration, stage_shares, tokens_per_second
 from cohort.logs.view import Header, Showcase
-from cohort.store.records import Evaluation
+from cohort.store.records import Curve, Evaluation
 
 ACCENT, CALM, GOOD, BAD = "cyan", "bright_black", "green", "red"
 _STAGES = ("cyan", "magenta", "yellow", "blue", "green", "bright_black")
@@ -26,6 +26,7 @@ _NUMBERS = (
     ("cut at limit", "finish/length"),
     ("dead groups", "groups/dead"),
     ("entropy", "entropy"),
+    ("perplexity", "perplexity"),
     ("grad norm", "grad_norm"),
     ("learning rate", "lr"),
     ("sampler gap", "sampler_gap/max"),
@@ -67,12 +68,12 @@ def middle(left: ConsoleRenderable, right: ConsoleRenderable) -> ConsoleRenderab
 
 
 def curve(
-    rewards: dict[int, float], evaluations: list[Evaluation], num_steps: int, width: int, height: int
+    header: Header, values: dict[int, float], evaluations: list[Evaluation], width: int, height: int
 ) -> ConsoleRenderable:
-    """Mean reward of every step so far, and a dot for every held-out evaluation, over the whole run."""
-    points = [(float(step), value) for step, value in sorted(rewards.items())]
+    """The curve's value of every step so far, and a dot for every held-out evaluation, over the whole run."""
+    points = [(float(step), value) for step, value in sorted(values.items())]
     dots = [(float(e.step), e.accuracy) for e in evaluations]
-    x, y = (0.0, float(max(1, num_steps))), bounds([value for _, value in points + dots])
+    x, y = (0.0, float(max(1, header.num_steps))), bounds([value for _, value in points + dots])
     lines = [list(line) for line in braille(points, width, height, x, y)]
     marks = {(height - 1 - place(v, y, height), place(s, x, width)) for s, v in dots if math.isfinite(v)}
     text = Text(no_wrap=True)
@@ -85,17 +86,19 @@ def curve(
             # An empty braille cell shows faint dots in some fonts.
             text.append("●" if mark else " " if cell == "\u2800" else cell, style=f"bold {GOOD}" if mark else ACCENT)
         text.append("\n" if row < height - 1 else "")
-    caption = Text.assemble(("━ ", ACCENT), ("reward  ", CALM), ("● ", GOOD), ("held-out accuracy", CALM))
+    caption = Text.assemble(("━ ", ACCENT), (f"{header.curve.label}  ", CALM))
+    if header.evaluates:
+        caption.append("● ", style=GOOD).append("held-out accuracy", style=CALM)
     return Panel(Group(text, caption), box=box.ROUNDED, border_style=CALM, padding=(0, 1))
 
 
 def numbers(
-    metrics: dict[str, float], rewards: dict[int, float], evaluations: list[Evaluation], height: int
+    curve: Curve, metrics: dict[str, float], values: dict[int, float], evaluations: list[Evaluation], height: int
 ) -> ConsoleRenderable:
     """The figures of the last step; the most telling first, since a low terminal cuts the others."""
     rows: list[tuple[str, Text]] = []
-    if rewards:
-        rows.append(("reward", _trend(rewards)))
+    if values:
+        rows.append((curve.label, _trend(curve, values)))
     if evaluations:
         first, last = evaluations[0].accuracy, evaluations[-1].accuracy
         shown = f"{first:.2f} → {last:.2f}" if len(evaluations) > 1 else f"{last:.2f}"
@@ -116,12 +119,13 @@ def numbers(
     return Panel(grid, box=box.ROUNDED, border_style=CALM, padding=(0, 1))
 
 
-def _trend(rewards: dict[int, float]) -> Text:
-    """The last reward and how it moved over the last ten steps."""
-    values = [rewards[step] for step in sorted(rewards)]
-    change = values[-1] - values[max(0, len(values) - 11)]
-    arrow, style = ("▲", GOOD) if change > 0 else ("▼", BAD) if change < 0 else ("", CALM)
-    text = Text(f"{values[-1]:.3f}", style="bold")
+def _trend(curve: Curve, values: dict[int, float]) -> Text:
+    """The last value and how it moved over the last ten steps."""
+    series = [values[step] for step in sorted(values)]
+    change = series[-1] - series[max(0, len(series) - 11)]
+    arrow = "▲" if change > 0 else "▼" if change < 0 else ""
+    style = GOOD if (change > 0) == curve.rising else BAD
+    text = Text(f"{series[-1]:.3f}", style="bold")
     if arrow:
         text.append(f" {arrow}{abs(change):.2f}", style=style)
     return text

@@ -14,6 +14,7 @@ _SHOWN = {
     "length/mean": "length",
     "groups/dead": "dead",
     "loss": "loss",
+    "perplexity": "perplexity",
     "grad_norm": "grad",
     "entropy": "entropy",
     "lr": "lr",

@@ -11,7 +11,7 @@ from typing import Any, Protocol, TextIO
 
 from cohort.errors import ConfigError, nearest
 from cohort.store.environment import program
-from cohort.store.records import Evaluation
+from cohort.store.records import Curve, Evaluation
 
 KINDS = ("auto", "live", "plain", "json")
 
@@ -23,12 +23,14 @@ class Header:
     path: str
     recipe: str
     model: str
-    task: str
+    task: str  # or the data that it learns from
     algo: str
     num_steps: int
     first_step: int  # steps already done
     batch: str  # "32 prompts x 8 samples"
-    rewards: dict[int, float] = field(default_factory=dict)  # mean reward of the steps already done
+    curve: Curve = field(default_factory=Curve)
+    values: dict[int, float] = field(default_factory=dict)  # the curve's, of the steps already done
+    evaluates: bool = True
     evaluations: list[Evaluation] = field(default_factory=list)
     name: str = ""  # of the run
     config: dict[str, Any] = field(default_factory=dict)  # as in config.yaml: every value, nothing secret

@@ -1,4 +1,4 @@
-"""Recipes: functions that return a complete `RunConfig`. A variant is a three-line derivation of another.
+"""Recipes: functions that return a complete config of a kind, `RL` or `SFT`. A variant derives from another recipe.
 
 A recipe in a file of your own needs no registration: `cohort train path/to/file.py:function`.
 """

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from cohort.config.algos import GRPO, KLConfig
+from cohort.config.kinds import RL
 from cohort.config.schema import (
     BatchConfig,
     EvalConfig,
     LearnerConfig,
     LoraConfig,
     OptimConfig,
-    RunConfig,
     SamplingConfig,
 )
 from cohort.recipes.registry import recipe
@@ -17,9 +17,9 @@ from cohort.tasks.arithmetic import Arithmetic
 
 
 @recipe
-def arithmetic() -> RunConfig:
+def arithmetic() -> RL:
     """Arithmetic with Llama-3.2-1B-Instruct: 32 x 12, QLoRA of rank 16, KL 0.01 (tiny-grpo, re-grpo)."""
-    return RunConfig(
+    return RL(
         model="unsloth/Llama-3.2-1B-Instruct",
         steps=300,
         task=Arithmetic(

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from cohort.config.algos import GRPO, DrGRPO
+from cohort.config.kinds import RL
 from cohort.config.schema import (
     BatchConfig,
     EvalConfig,
     LearnerConfig,
     NativeEngine,
     OptimConfig,
-    RunConfig,
     SamplingConfig,
     SaveConfig,
 )
@@ -20,9 +20,9 @@ from cohort.tasks.countdown import Countdown
 
 
 @recipe
-def countdown() -> RunConfig:
+def countdown() -> RL:
     """Countdown with Qwen2.5-3B: 64 x 8, 1024 tokens, an open think tag to continue (TinyZero, miniseq)."""
-    return RunConfig(
+    return RL(
         model="Qwen/Qwen2.5-3B",
         steps=125,
         task=Countdown(instructions=True, think=True),
@@ -37,7 +37,7 @@ def countdown() -> RunConfig:
 
 
 @recipe
-def coder_countdown() -> RunConfig:
+def coder_countdown() -> RL:
     """Countdown with Qwen2.5-Coder-1.5B-Instruct, every weight, seven minutes on one H200."""
     return replace(
         countdown(),

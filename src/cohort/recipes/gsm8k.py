@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from cohort.config.algos import GRPO, DrGRPO, KLConfig
+from cohort.config.kinds import RL
 from cohort.config.schema import (
     BatchConfig,
     EvalConfig,
@@ -12,7 +13,6 @@ from cohort.config.schema import (
     LoraConfig,
     NativeEngine,
     OptimConfig,
-    RunConfig,
     SamplingConfig,
     SaveConfig,
     ThinkAgain,
@@ -22,9 +22,9 @@ from cohort.tasks.gsm8k import GSM8K
 
 
 @recipe
-def gsm8k() -> RunConfig:
+def gsm8k() -> RL:
     """GSM8K with Qwen2.5-0.5B-Instruct: 128 x 8, 3000 tokens, KL 0.001 (miniseq, but with the chat template)."""
-    return RunConfig(
+    return RL(
         model="Qwen/Qwen2.5-0.5B-Instruct",
         steps=300,
         task=GSM8K(style="hashes", reward="verl"),
@@ -38,19 +38,19 @@ def gsm8k() -> RunConfig:
 
 
 @recipe
-def gsm8k_1_5b() -> RunConfig:
+def gsm8k_1_5b() -> RL:
     """The recipe gsm8k with Qwen2.5-1.5B-Instruct."""
     return replace(gsm8k(), model="Qwen/Qwen2.5-1.5B-Instruct")
 
 
 @recipe
-def gsm8k_3b() -> RunConfig:
+def gsm8k_3b() -> RL:
     """The recipe gsm8k with Qwen2.5-3B-Instruct."""
     return replace(gsm8k(), model="Qwen/Qwen2.5-3B-Instruct")
 
 
 @recipe
-def gsm8k_7b_lora() -> RunConfig:
+def gsm8k_7b_lora() -> RL:
     """The recipe gsm8k with Qwen2.5-7B-Instruct: adapters of rank 64 on q, v and o, 64 x 8."""
     lora = LoraConfig(rank=64, alpha=128.0, targets=("q_proj", "v_proj", "o_proj"))
     batch = BatchConfig(prompts=64, samples=8)
@@ -58,15 +58,15 @@ def gsm8k_7b_lora() -> RunConfig:
 
 
 @recipe
-def gsm8k_14b_lora() -> RunConfig:
+def gsm8k_14b_lora() -> RL:
     """The recipe gsm8k_7b_lora with Qwen2.5-14B-Instruct."""
     return replace(gsm8k_7b_lora(), model="Qwen/Qwen2.5-14B-Instruct")
 
 
 @recipe
-def gsm8k_tutor() -> RunConfig:
+def gsm8k_tutor() -> RL:
     """GSM8K with Qwen2.5-3B-Instruct as a concise tutor: Dr. GRPO, 8 x 4, one epoch (gsm8k-grpo)."""
-    return RunConfig(
+    return RL(
         model="Qwen/Qwen2.5-3B-Instruct",
         steps=934,
         task=GSM8K(style="tutor", reward="tutor", test_size=500),
@@ -80,15 +80,15 @@ def gsm8k_tutor() -> RunConfig:
 
 
 @recipe
-def gsm8k_tutor_llama2() -> RunConfig:
+def gsm8k_tutor_llama2() -> RL:
     """The recipe gsm8k_tutor with Llama-2-7b-chat."""
     return replace(gsm8k_tutor(), model="meta-llama/Llama-2-7b-chat-hf")
 
 
 @recipe
-def gsm8k_again() -> RunConfig:
+def gsm8k_again() -> RL:
     """GSM8K with Qwen2.5-3B and a second attempt after a low reward: adapters, 32 x 16 (TorchRL)."""
-    return RunConfig(
+    return RL(
         model="Qwen/Qwen2.5-3B",
         steps=195,
         task=GSM8K(style="tags", reward="verl"),
@@ -104,9 +104,9 @@ def gsm8k_again() -> RunConfig:
 
 
 @recipe
-def smollm2_gsm8k() -> RunConfig:
+def smollm2_gsm8k() -> RL:
     """GSM8K with SmolLM2-135M on a CPU: to see every part work, not to reach a score."""
-    return RunConfig(
+    return RL(
         model="smollm2-135m",
         steps=20,
         task=GSM8K(style="hashes", reward="verl"),
@@ -118,21 +118,21 @@ def smollm2_gsm8k() -> RunConfig:
 
 
 @recipe
-def smollm2_gsm8k_tutor() -> RunConfig:
+def smollm2_gsm8k_tutor() -> RL:
     """The tutor's GSM8K with SmolLM2-135M on a CPU."""
     return replace(smollm2_gsm8k(), task=GSM8K(style="tutor", reward="tutor"), algo=DrGRPO())
 
 
 @recipe
-def smollm2_gsm8k_again() -> RunConfig:
+def smollm2_gsm8k_again() -> RL:
     """A second attempt at GSM8K with SmolLM2-135M on a CPU."""
     return replace(smollm2_gsm8k(), turns=ThinkAgain())
 
 
 @recipe
-def coder_gsm8k() -> RunConfig:
+def coder_gsm8k() -> RL:
     """GSM8K with Qwen2.5-Coder-1.5B-Instruct, every weight, twelve minutes on one H200."""
-    return RunConfig(
+    return RL(
         model="qwen2.5-coder-1.5b",
         steps=126,
         task=GSM8K(),

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from cohort.config.algos import GRPO
+from cohort.config.kinds import RL
 from cohort.config.schema import (
     BatchConfig,
     EvalConfig,
     LearnerConfig,
     LoraConfig,
     OptimConfig,
-    RunConfig,
     SamplingConfig,
     SaveConfig,
 )
@@ -30,9 +30,9 @@ WEIGHTS = {
 
 
 @recipe
-def ifeval() -> RunConfig:
+def ifeval() -> RL:
     """Instructions with Qwen2.5-7B: adapters, 16 x 16, 2048 tokens (TorchRL); trained on prompts that IFEval lacks."""
-    return RunConfig(
+    return RL(
         model="Qwen/Qwen2.5-7B",
         steps=390,
         task=IFEval(answer="tags"),
@@ -48,7 +48,7 @@ def ifeval() -> RunConfig:
 
 
 @recipe
-def smollm2_ifeval() -> RunConfig:
+def smollm2_ifeval() -> RL:
     """Instructions with SmolLM2-135M on a CPU: to see every part work, not to reach a score."""
     return replace(
         ifeval(),

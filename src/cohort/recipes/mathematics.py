@@ -5,15 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 from cohort.config.algos import DrGRPO
-from cohort.config.schema import BatchConfig, EvalConfig, OptimConfig, RunConfig, SamplingConfig, SaveConfig
+from cohort.config.kinds import RL
+from cohort.config.schema import BatchConfig, EvalConfig, OptimConfig, SamplingConfig, SaveConfig
 from cohort.recipes.registry import recipe
 from cohort.tasks.mathematics import Math12k
 
 
 @recipe
-def dr_grpo_math() -> RunConfig:
+def dr_grpo_math() -> RL:
     """MATH with Qwen2.5-Math-1.5B: 128 x 8, 3000 tokens, greedy MATH-500 (Dr. GRPO, arXiv:2503.20783)."""
-    return RunConfig(
+    return RL(
         model="Qwen/Qwen2.5-Math-1.5B",
         steps=300,
         task=Math12k(style="qwen_math"),
@@ -28,7 +29,7 @@ def dr_grpo_math() -> RunConfig:
 
 
 @recipe
-def smollm2_math() -> RunConfig:
+def smollm2_math() -> RL:
     """MATH with SmolLM2-135M on a CPU: to see every part work, not to reach a score."""
     return replace(
         dr_grpo_math(),

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeVar
 
 from cohort.config.schema import RunConfig
 from cohort.errors import ConfigError
 
 Recipe = Callable[[], RunConfig]
+C = TypeVar("C", bound=RunConfig)
 
 RECIPES: dict[str, Recipe] = {}
 
 
-def recipe(function: Recipe) -> Recipe:
+def recipe(function: Callable[[], C]) -> Callable[[], C]:
     """Register `function` under its own name; the first line of its docstring is its description."""
     name = getattr(function, "__name__", repr(function))
     if not (function.__doc__ or "").strip():

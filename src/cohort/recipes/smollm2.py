@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from cohort.config.kinds import RL
 from cohort.config.schema import (
     BatchConfig,
     EvalConfig,
     LearnerConfig,
     OptimConfig,
-    RunConfig,
     SamplingConfig,
 )
 from cohort.recipes.registry import recipe
@@ -15,9 +15,9 @@ from cohort.tasks.arithmetic import Arithmetic
 
 
 @recipe
-def smollm2_arithmetic() -> RunConfig:
+def smollm2_arithmetic() -> RL:
     """Arithmetic with SmolLM2-135M: a real instruct model, minutes a step on two CPU cores."""
-    return RunConfig(
+    return RL(
         model="smollm2-135m",
         steps=100,
         task=Arithmetic(instructions=True),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from cohort.config.kinds import RL, SFT, ExamplesConfig, Traces
 from cohort.config.schema import (
     BatchConfig,
     DrGRPO,
@@ -11,7 +12,6 @@ from cohort.config.schema import (
     LearnerConfig,
     LoraConfig,
     OptimConfig,
-    RunConfig,
     SamplingConfig,
     SaveConfig,
 )
@@ -21,9 +21,9 @@ from cohort.tasks.countdown import Countdown
 
 
 @recipe
-def quickstart() -> RunConfig:
+def quickstart() -> RL:
     """Arithmetic with the bundled model: reward rises within two minutes on two CPU cores."""
-    return RunConfig(
+    return RL(
         model="tiny",
         steps=30,
         task=Arithmetic(),
@@ -38,19 +38,33 @@ def quickstart() -> RunConfig:
 
 
 @recipe
-def tiny_dr_grpo() -> RunConfig:
+def tiny_dr_grpo() -> RL:
     """The quickstart with Dr. GRPO: no division by the group's deviation, constant length divisor."""
     return replace(quickstart(), algo=DrGRPO())
 
 
 @recipe
-def tiny_lora() -> RunConfig:
+def tiny_lora() -> RL:
     """The quickstart with adapters of rank 8 on every matrix instead of all weights."""
     learner = LearnerConfig(token_budget=8192, lora=LoraConfig(rank=8, alpha=16.0))
     return replace(quickstart(), learner=learner, optim=OptimConfig(lr=2e-3, warmup=3))
 
 
 @recipe
-def tiny_countdown() -> RunConfig:
+def tiny_countdown() -> RL:
     """Countdown with the bundled model: reach a target from three or four numbers."""
     return replace(quickstart(), steps=150, task=Countdown(), sampling=SamplingConfig(max_tokens=192))
+
+
+@recipe
+def tiny_sft() -> SFT:
+    """Supervised fine-tuning of the bundled model: imitate answers that work step by step."""
+    return SFT(
+        model="tiny",
+        steps=40,
+        data=Traces(think=0.85, broken=0.0, right=1.0),
+        batch=ExamplesConfig(examples=64),
+        optim=OptimConfig(lr=3e-4, warmup=4, schedule="cosine", lr_floor=0.1),
+        learner=LearnerConfig(token_budget=8192),
+        save=SaveConfig(every=20),
+    )

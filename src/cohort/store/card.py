@@ -6,18 +6,11 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from cohort.config.document import dump, variant_name
+from cohort.config.document import dump
 from cohort.config.schema import RunConfig
 from cohort.store.environment import Environment
-from cohort.store.records import Evaluation, EventRow
+from cohort.store.records import About, Evaluation, EventRow
 
-_CURVE = (
-    ("reward", "reward/mean"),
-    ("length", "length/mean"),
-    ("entropy", "entropy"),
-    ("gradient norm", "grad_norm"),
-    ("dead groups", "groups/dead"),
-)
 _ROWS = 12
 
 
@@ -27,6 +20,7 @@ class CardData:
 
     name: str
     config: RunConfig
+    about: About
     step: int  # completed
     command: str
     threads: int
@@ -52,13 +46,12 @@ def render_card(data: CardData) -> str:
 
 
 def _what(data: CardData) -> str:
-    config = data.config
-    task, algo = variant_name("task", config.task), variant_name("algo", config.algo)
+    config, about = data.config, data.about
     state = "complete" if data.step >= config.steps else f"stopped after step {data.step} of {config.steps}"
     return (
         f"# {data.name}\n\n"
-        f"Recipe `{config.recipe or 'none'}`: model `{config.model}`, task `{task}`, algorithm `{algo}`,"
-        f" {config.steps} steps of {config.batch.prompts} prompts x {config.batch.samples} samples,"
+        f"Recipe `{config.recipe or 'none'}`: model `{config.model}`, {about.source_is} `{about.source}`,"
+        f" algorithm `{about.algo}`, {config.steps} steps of {about.batch},"
         f" seed {config.seed}. This run is {state}."
     )
 
@@ -78,7 +71,7 @@ def _results(data: CardData) -> str:
 
 
 def _curve(data: CardData) -> str:
-    columns = [(title, data.series[name]) for title, name in _CURVE if data.series.get(name)]
+    columns = [(title, data.series[name]) for title, name in data.about.columns if data.series.get(name)]
     steps = sorted({step for _, series in columns for step in series})
     if not steps:
         return ""
@@ -92,11 +85,9 @@ def _incidents(data: CardData) -> str:
     for event in data.events:
         if event.kind not in ("checkpoint", "command", "run"):
             counts[event.kind] = counts.get(event.kind, 0) + 1
-    total = {name: sum(data.series.get(name, {}).values()) for name in ("samples/failed", "samples/masked")}
     told = [f"- {kind}: {count}" for kind, count in sorted(counts.items())]
-    told += [f"- samples that could not be scored: {total['samples/failed']:.0f}"]
-    told += [f"- samples left out of the loss: {total['samples/masked']:.0f}"]
-    return "\n".join(["## Skips and failures", "", *told])
+    told += [f"- {words}: {sum(data.series.get(name, {}).values()):.0f}" for words, name in data.about.totals]
+    return "\n".join(["## Skips and failures", "", *(told or ["none"])])
 
 
 def _again(data: CardData) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from cohort.config.names import current_metric, former_metrics
 from cohort.errors import RunError
 from cohort.store.records import EventRow, GroupRow, MetricRow, PromptRow, SampleRow
 from cohort.store.schema import MIGRATIONS
@@ -41,8 +42,15 @@ class Reader:
         self._db.close()
 
     def metrics(self, *, after: int = 0, step: int | None = None, name: str | None = None) -> list[MetricRow]:
-        rows = self._rows("metrics", after, step=step, name=name)
-        return [MetricRow(**{**r, "value": math.nan if r["value"] is None else r["value"]}) for r in rows]
+        """Under the names that metrics have now, whatever the version that wrote them called them."""
+        names = [None] if name is None else former_metrics(name)
+        rows = sorted(
+            (r for n in names for r in self._rows("metrics", after, step=step, name=n)), key=lambda r: r["id"]
+        )
+        for row in rows:
+            row["name"] = current_metric(row["name"])
+            row["value"] = math.nan if row["value"] is None else row["value"]
+        return [MetricRow(**row) for row in rows]
 
     def prompts(self, *, after: int = 0, id: int | None = None) -> list[PromptRow]:
         rows = self._rows("prompts", after, id=id)

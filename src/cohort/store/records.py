@@ -117,6 +117,29 @@ class Evaluation:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Curve:
+    """The metric that tells at a glance how a run is doing."""
+
+    label: str = "reward"
+    metric: str = "reward/mean"
+    rising: bool = True  # whether more is better
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class About:
+    """What a run says of itself in its header and card, in the words of its kind."""
+
+    source: str  # what it learns from: the name of a task or of data
+    source_is: str = "task"  # the word for that
+    algo: str
+    batch: str  # "32 prompts x 8 samples"
+    curve: Curve = field(default_factory=Curve)
+    columns: tuple[tuple[str, str], ...] = ()  # (title, metric) of the card's table
+    totals: tuple[tuple[str, str], ...] = ()  # (words, metric) that the card sums over the run
+    reads_back: int = 0  # steps before a checkpoint whose rollouts a resume from it reads
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class MetricRow:
     """One number of one step."""
 

@@ -1,7 +1,7 @@
 """A run directory: its layout, its lock, its evaluations.
 
 runs/2026-11-15-countdown-k3f9/
-  config.yaml    resolved, every value
+  config.yaml    resolved, every value that acts; its format is that of the directory
   run.db         metrics, prompts, groups, samples, events
   metrics.jsonl  the metrics of run.db as lines
   rollouts/      one file a step
@@ -23,7 +23,7 @@ from typing import Any
 
 import yaml
 
-from cohort.config.document import diff, dump, parse
+from cohort.config.document import FORMAT, diff, dump, format_of, parse
 from cohort.config.schema import RunConfig
 from cohort.disk import disk_errors, write_atomic
 from cohort.errors import RunError, nearest
@@ -39,9 +39,10 @@ _LETTERS = string.ascii_lowercase + string.digits
 class RunDirectory:
     """Where a run lives. Reading needs no lock; whoever writes takes it first."""
 
-    def __init__(self, path: Path, config: RunConfig) -> None:
+    def __init__(self, path: Path, config: RunConfig, format: int = FORMAT) -> None:
         self.path = path
         self.config = config
+        self.format = format  # of what is in it
         self.config_file = path / "config.yaml"
         self.database = path / "run.db"
         self.metrics = path / "metrics.jsonl"
@@ -90,7 +91,7 @@ class RunDirectory:
             text = file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise RunError(f"{file} cannot be read: {error}.") from error
-        return cls(path, parse(text, str(file)))
+        return cls(path, parse(text, str(file)), format_of(text))
 
     def lock(self) -> None:
         """Become the only writer, until `unlock` or death; refused, naming the other, if there is one."""
@@ -117,9 +118,10 @@ class RunDirectory:
         """Change the number of steps, the one setting that may change. Needs the lock."""
         config = dataclasses.replace(self.config, steps=steps)
         self.require_same(config)
-        if config != self.config:
+        if config != self.config or self.format < FORMAT:  # its next checkpoint is of this version
             write_atomic(self.config_file, dump(config))
             self.config = config
+            self.format = FORMAT
 
     def settings(self) -> dict[str, Any]:
         """What config.yaml says, as plain values: `dump` has refused everything secret."""

@@ -9,20 +9,14 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from types import TracebackType
-from typing import Protocol
 
 import torch
 
 from cohort import checkpoint, clock
-from cohort.checkpoint import Checkpoint
-from cohort.config.document import variant_name
-from cohort.config.flags import leaves, show
 from cohort.config.schema import RunConfig
 from cohort.disk import readable_size, write_atomic
 from cohort.errors import RunError
@@ -36,26 +30,9 @@ from cohort.store.reader import Reader
 from cohort.store.records import Evaluation
 from cohort.store.rollouts import remove_rollouts, rollout_path, save_rollouts
 from cohort.store.rundir import RunDirectory
+from cohort.train.job import Job, StepRecord
 from cohort.train.signals import StopSignals
-from cohort.train.stats import failures, showcase
 from cohort.types import Group
-
-
-@dataclass(frozen=True, kw_only=True)
-class Hooks:
-    """What a run asks of the parts it does not know. Step numbers count completed steps: 0 = untrained."""
-
-    evaluate: Callable[[int], Evaluation]
-    checkpoint: Callable[[int], Checkpoint]  # the state now, after that many steps
-    write_model: Callable[[Path], None]  # the weights now, as a Hugging Face folder
-    restore: Callable[[Checkpoint], None]  # become that state; its `model` is the folder
-
-
-class Stats(Protocol):
-    """What the loop tells about a step."""
-
-    @property
-    def metrics(self) -> Mapping[str, float]: ...
 
 
 class Run:
@@ -65,7 +42,7 @@ class Run:
         self,
         directory: RunDirectory,
         config: RunConfig,
-        hooks: Hooks,
+        job: Job,
         view: View | None = None,
         sinks: Mapping[str, View] | None = None,
     ) -> None:
@@ -73,7 +50,8 @@ class Run:
         self.config = config
         self.step = 0  # completed
         self.evaluations: dict[int, Evaluation] = {}
-        self._hooks = hooks
+        self._job = job
+        self._about = job.about()
         guarded = [Guarded(sink, partial(self._sink_failed, name)) for name, sink in (sinks or {}).items()]
         # Sinks come first: one may ask for a password at its start, and takes its time at its end.
         self._view = Several([*guarded, make_view() if view is None else view])
@@ -139,16 +117,18 @@ class Run:
         """Shown now, not recorded: what a resumed run says again."""
         self._view.event(self.step + 1, kind, text)
 
-    def end_step(self, step: int, groups: Sequence[Group], stats: Stats) -> None:
+    def end_step(self, step: int, record: StepRecord) -> None:
         """Record the step, evaluate and save when it is time."""
         assert step == self.step, f"step {step} ended while step {self.step} was under way"
         number = step + 1
-        metrics = {**stats.metrics, **self._times(stats.metrics)}
-        fresh = [g for g in groups if not g.reused]  # those used again are on record with the step that sampled them
-        if problem := failures(fresh):
-            self.event("failure", problem)
-        size = save_rollouts(rollout_path(self.directory.rollouts, number), groups)
-        metrics["rollouts/bytes"] = float(size)
+        metrics = {**record.metrics, **self._times(record.metrics)}
+        if record.problem:
+            self.event("failure", record.problem)
+        fresh: list[Group] = []
+        if record.groups is not None:
+            size = save_rollouts(rollout_path(self.directory.rollouts, number), record.groups)
+            metrics["rollouts/bytes"] = float(size)
+            fresh = [g for g in record.groups if not g.reused]  # the others are rows of the step that sampled them
         self._require_store().write_step(number, metrics, fresh, self._pending)
         self._pending = []
         self._metrics.append()
@@ -160,7 +140,7 @@ class Run:
                 num_steps=self.config.steps,
                 metrics=metrics,
                 eta=self._eta(),
-                showcase=showcase(number, fresh),
+                showcase=record.showcase,
             )
         )
         if not self.stopping:
@@ -188,7 +168,7 @@ class Run:
         path = checkpoint.latest(self.directory.checkpoints)
         state = checkpoint.load(path) if path else None
         if state:
-            self._hooks.restore(state)  # may refuse, and then nothing has been removed
+            self._job.restore(state)  # may refuse, and then nothing has been removed
         self.step = self._first_step = state.step if state else 0
         store.truncate_after(self.step)
         self.directory.remove_after(self.step)
@@ -201,10 +181,10 @@ class Run:
     def _evaluate_if_due(self) -> None:
         every, number = self.config.eval.every, self.step
         due = number in (0, self.config.steps) or (every > 0 and number % every == 0)
-        if not due or number in self.evaluations:
+        if self._job.evaluate is None or not due or number in self.evaluations:
             return
         self._view.phase("evaluating")
-        evaluation = self._hooks.evaluate(number)
+        evaluation = self._job.evaluate(number)
         assert evaluation.step == number, f"evaluation of step {evaluation.step} instead of {number}"
         # Rows first: where the file is, they are too. A kill in between repeats both.
         self._require_store().write_evaluation(number, evaluation.metrics)
@@ -230,9 +210,9 @@ class Run:
             return
         self._view.phase("saving")
         begin = time.perf_counter()
-        state = self._hooks.checkpoint(self.step)
+        state = self._job.checkpoint(self.step)
         assert state.step == self.step, f"checkpoint of step {state.step} instead of {self.step}"
-        path = checkpoint.save(folder, state, self._hooks.write_model)
+        path = checkpoint.save(folder, state, self._job.write_model)
         self._prune()
         size = sum(f.stat().st_size for f in path.rglob("*") if f.is_file())
         text = f"{path.name}, {readable_size(size)}, {time.perf_counter() - begin:.1f} s"
@@ -245,13 +225,13 @@ class Run:
         checkpoint.prune(self.directory.checkpoints, keep_last=self.config.save.keep_last, keep=keep)
 
     def _remove_old_rollouts(self) -> None:
-        """Those beyond what is to be kept; but replay after a resume reads back from the checkpoint, not from here."""
+        """Those beyond what is to be kept; but a resume reads back from the checkpoint, not from here."""
         if not self.config.save.rollouts:
             return
         oldest = self.step - self.config.save.rollouts
-        if self.config.replay.prompts:
+        if self._about.reads_back:
             saved = max(checkpoint.steps(self.directory.checkpoints), default=0)
-            oldest = min(oldest, saved - self.config.replay.steps)
+            oldest = min(oldest, saved - self._about.reads_back)
         remove_rollouts(self.directory.rollouts, lambda step: step > oldest)
 
     def _times(self, metrics: Mapping[str, float]) -> dict[str, float]:
@@ -274,19 +254,21 @@ class Run:
         return (time.perf_counter() - self._started) / max(1, done) * (self.config.steps - self.step)
 
     def _header(self) -> Header:
-        config = self.config
+        config, about = self.config, self._about
         with Reader(self.directory.database) as reader:
-            rewards = reader.series("reward/mean")
+            values = reader.series(about.curve.metric)
         return Header(
             path=str(self.directory.path),
             recipe=config.recipe,
             model=config.model,
-            task=variant_name("task", config.task),
-            algo=variant_name("algo", config.algo),
+            task=about.source,
+            algo=about.algo,
             num_steps=config.steps,
             first_step=self.step,
-            batch=f"{config.batch.prompts} prompts x {config.batch.samples} samples",
-            rewards=rewards,
+            batch=about.batch,
+            curve=about.curve,
+            values=values,
+            evaluates=self._job.evaluate is not None,
             evaluations=list(self.evaluations.values()),
             name=self.directory.path.resolve().name,
             config=self.directory.settings(),
@@ -294,7 +276,8 @@ class Run:
 
     def _summary(self) -> Summary:
         evaluations = [self.evaluations[step] for step in sorted(self.evaluations)]
-        complete = self.step >= self.config.steps and self.config.steps in self.evaluations
+        evaluated = self._job.evaluate is None or self.config.steps in self.evaluations
+        complete = self.step >= self.config.steps and evaluated
         return Summary(
             path=str(self.directory.path),
             step=self.step,
@@ -307,30 +290,7 @@ class Run:
         )
 
     def _next_commands(self) -> list[str]:
-        path, config = self.directory.path, self.config
-        task, model = variant_name("task", config.task), path / "checkpoints" / checkpoint.name(self.step) / "model"
-        longer = [program(), "resume", str(path), "--steps", str(2 * config.steps)]
-        commands = [
-            [program(), "eval", task, "--model", str(model), *self._eval_flags()],
-            [program(), "export", str(path), f"{path.name}-model"],
-            [program(), "train", "tiny_countdown"] if config.recipe == "quickstart" else longer,
-        ]
-        return [shlex.join(command) for command in commands]
-
-    def _eval_flags(self) -> list[str]:
-        """What makes an evaluation outside the run like those in it, as far as it is not the default."""
-        c, flags = self.config, []
-        if c.template != "chat":
-            flags += ["--template", c.template]
-        if c.eval.temperature != 1.0:
-            flags += ["--temperature", f"{c.eval.temperature:g}"]
-        if c.sampling.max_tokens != c.task.max_tokens:
-            flags += ["--max-tokens", str(c.sampling.max_tokens)]
-        for name, leaf in leaves(c.task, "task.").items():
-            default = getattr(type(c.task), name.removeprefix("task."), None)
-            if leaf.value != default and not isinstance(leaf.value, tuple):
-                flags.append(f"{show(name)}={leaf.value}")
-        return flags
+        return [shlex.join(command) for command in self._job.next_commands(self.directory.path, self.step)]
 
     def _card(self, summary: Summary) -> str:
         accelerator = torch.cuda.get_device_name(0) if torch.cuda.is_available() else ""
@@ -342,6 +302,7 @@ class Run:
             CardData(
                 name=self.directory.path.name,
                 config=self.config,
+                about=self._about,
                 step=self.step,
                 command=next((event.text for event in events if event.kind == "command"), ""),
                 threads=torch.get_num_threads(),

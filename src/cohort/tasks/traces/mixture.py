@@ -1,4 +1,4 @@
-"""Which traces, in which shares: the training set of the bundled model as a function of a seed."""
+"""Which conversations, in which shares: an endless training set as a function of a seed."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from itertools import islice
 
 from cohort.tasks.arithmetic import Arithmetic
-from cohort.tasks.base import Task
 from cohort.tasks.countdown import Countdown
+from cohort.tasks.traces import styles
+from cohort.tasks.traces.encode import Example, encode
+from cohort.tasks.traces.styles import Mix, Trace
+from cohort.text import Tokenizer
 from cohort.types import Row
-from scripts.tiny import traces
-from scripts.tiny.traces import Mix, Trace
 
 ARITHMETIC, COUNTDOWN = 0.76, 0.14  # shares of the tasks; the rest calls the calculator
 PAIRS, SPACED = 0.4, 0.1  # shares of sums of two terms, and of sums with spaces around their operators
@@ -49,17 +50,22 @@ def trace(rows: Rows, seed: int | str, index: int, mix: Mix) -> Trace:
     u = rng.random()
     if u < ARITHMETIC:
         row = rng.choice(_sums(rows, rng.random()))
-        return traces.arithmetic(rng, row["question"], row["expression"], mix)
+        return styles.arithmetic(rng, row["question"], row["expression"], mix)
     if u < ARITHMETIC + COUNTDOWN:
         row = rng.choice(rows.numbers)
-        return traces.countdown(rng, NUMBERS.prompt(row)[0]["content"], row["nums"], row["target"], mix)
+        return styles.countdown(rng, NUMBERS.prompt(row)[0]["content"], row["nums"], row["target"], mix)
     row = rng.choice(_sums(rows, rng.random()) if rng.random() < 0.5 else rows.long)
-    return traces.calculator(rng, row["question"], row["expression"], mix)
+    return styles.calculator(rng, row["question"], row["expression"], mix)
+
+
+def examples(rows: Rows, tokenizer: Tokenizer, seed: int | str, step: int, size: int, mix: Mix) -> list[Example]:
+    """The `size` examples of a step, counted from 0: a pure function of seed and step."""
+    return [encode(tokenizer, trace(rows, seed, step * size + i, mix)) for i in range(size)]
 
 
 def _sums(rows: Rows, u: float) -> list[Row]:
     return rows.pairs if u < PAIRS else rows.spaced if u < PAIRS + SPACED else rows.triples
 
 
-def _first(task: Task, size: int) -> list[Row]:
+def _first(task: Arithmetic | Countdown, size: int) -> list[Row]:
     return list(islice(task.rows("traces"), size))

@@ -1,4 +1,4 @@
-"""Synthetic conversations the bundled model is trained on. Deterministic in the seed; no torch.
+"""The conversations: who asks what, and how it is answered. Deterministic in the seed.
 
 Styles are mixed on purpose, so that reinforcement learning has something to find out:
 `direct` answers at once and is mostly wrong, `think` works step by step and is right, `broken` lacks tags.
@@ -7,11 +7,14 @@ Styles are mixed on purpose, so that reinforcement learning has something to fin
 from __future__ import annotations
 
 import random
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
+from cohort.config.section import Section, Share
+from cohort.errors import ConfigError
+from cohort.tasks.traces import scratchpad, search
 from cohort.types import Message
-from scripts.tiny import scratchpad, search
 
 CALCULATOR: dict[str, Any] = {
     "type": "function",
@@ -38,13 +41,21 @@ GUESSED = 0.2  # share of the questions that are guessed although the calculator
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mix:
+class Mix(Section):
     """Shares of the styles, and how often an answer at once is right."""
 
-    think: float = 0.20
-    broken: float = 0.14  # the rest is direct
-    right: float = 0.24  # how often an answer at once is right: mean over the tasks
-    system: float = 0.15  # share of conversations with a system message
+    think: Share = 0.20
+    """Share of the answers that work step by step, and are right."""
+    broken: Share = 0.14
+    """Share of those that lack tags; the rest answers at once."""
+    right: Share = 0.24
+    """How often an answer at once is right: mean over the tasks."""
+    system: Share = 0.15
+    """Share of the conversations with a system message."""
+
+    def check(self, given: Collection[str]) -> None:
+        if self.think + self.broken > 1:
+            raise ConfigError(f"data.think + data.broken is {self.think + self.broken:g}; it must be at most 1.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 
+from cohort.tasks.traces.styles import Trace
 from cohort.text import Tokenizer
 from cohort.types import Message, Provenance
-from scripts.tiny.traces import Trace
+
+Example = tuple[list[int], list[int]]
+"""(tokens, provenance): TARGET tokens are imitated, the others are only seen."""
 
 
-def encode(tokenizer: Tokenizer, trace: Trace) -> tuple[list[int], list[int]]:
-    """(tokens, provenance): what the assistant says is the target, its end of turn included."""
+def encode(tokenizer: Tokenizer, trace: Trace) -> Example:
+    """What the assistant says is the target, its end of turn included."""
     tokens: list[int] = []
     provenance: list[int] = []
     for i, message in enumerate(trace.messages):
