@@ -43,8 +43,8 @@ def test_4_1_the_ids_the_engine_drew_are_the_ids_that_are_trained(parts, monkeyp
     poll, update = parts.engine.poll, parts.learner.update
     batches = []
 
-    def watched_poll():
-        events = poll()
+    def watched_poll(timeout=0.0):
+        events = poll(timeout)
         for event in events:
             drawn.setdefault(event.id, []).extend(event.tokens)
         return events

@@ -184,9 +184,9 @@ def test_an_engine_that_loses_a_request_is_found_out():
     lossy = engine()
     poll = lossy.poll
 
-    def losing():
+    def losing(timeout=0.0):
         lossy.drafts.pop("1/0", None)
-        return poll()
+        return poll(timeout)
 
     lossy.poll = losing  # type: ignore[method-assign]
     with pytest.raises(AssertionError, match="every request"):

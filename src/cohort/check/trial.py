@@ -144,8 +144,12 @@ class _Listening:
         self._places[request.id] = (request.key.prompt_id, request.key.sample)
         self.engine.submit(request)
 
-    def poll(self) -> list[Event]:
-        events = self.engine.poll()
+    @property
+    def idle(self) -> bool:
+        return self.engine.idle
+
+    def poll(self, timeout: float = 0.0) -> list[Event]:
+        events = self.engine.poll(timeout)
         for event in events:
             self.drawn.setdefault(self._places[event.id], []).extend(event.tokens)
         return events

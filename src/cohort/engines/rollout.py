@@ -84,8 +84,8 @@ def _turn(engine: Engine, tasks: Tasks, members: Mapping[str, Member], num: int)
     """One turn of `num` members, sampled and scored: who they are, as they are scored."""
     with_grader = 0
     while num:
-        events = engine.poll()
-        assert events or with_grader, "an engine that has nothing under way has ended every request"
+        events = engine.poll(0.0 if with_grader else 1.0)
+        assert events or with_grader or not engine.idle, "an engine that is idle has ended every request"
         for event in events:
             if event.sample is not None:
                 member = members[event.id]
