@@ -17,10 +17,10 @@ from cohort.algos.algorithm import Algorithm, build_algorithm
 from cohort.checkpoint import Checkpoint
 from cohort.config.document import dump, parse, variant_name
 from cohort.config.options import BenchOptions, BenchResult, EngineBenchOptions, LearnerBenchOptions
-from cohort.config.schema import RunConfig, SamplingConfig, ThinkAgain
+from cohort.config.schema import NativeEngine, RunConfig, SamplingConfig, ThinkAgain
 from cohort.device import DTYPES, available_bytes, find_device, find_dtype
-from cohort.engines.auto import AutoEngine, engine_for
-from cohort.engines.base import Engine
+from cohort.engines.base import Engine, require_for_training
+from cohort.engines.factory import Subject, abilities_of, make_engine
 from cohort.engines.rollout import Again, Tasks
 from cohort.errors import ConfigError, ModelError, RunError
 from cohort.evaluate import evaluate as run_evaluation
@@ -82,7 +82,7 @@ class Parts:
             rows=rows_digest(self.problems),
             grader=grader_digest(c.task),
             template=c.template,
-            engine="transformers" if isinstance(self.engine, AutoEngine) else variant_name("engine", c.engine),
+            engine=self.engine.name,
             place=f"{c.device} {c.learner.dtype}",
             sampling=sampling_facts(tasks.sampling),
             seed=c.seed,
@@ -132,9 +132,11 @@ def settled(config: RunConfig) -> RunConfig:
     learner, engine = replace(config.learner, dtype=find_dtype(config.learner.dtype, device)), config.engine
     if device.type == "cpu":
         return replace(config, device="cpu", learner=learner)
-    if engine.weights != "shared" and config.device == "cuda":
-        raise ConfigError(f"engine.weights = {engine.weights} is for CPUs: on a GPU drop it.")
-    return replace(config, device="cuda", learner=learner, engine=replace(engine, weights="shared"))
+    if isinstance(engine, NativeEngine) and engine.weights != "shared":
+        if config.device == "cuda":
+            raise ConfigError(f"engine.weights = {engine.weights} is for CPUs: on a GPU drop it.")
+        engine = replace(engine, weights="shared")
+    return replace(config, device="cuda", learner=learner, engine=engine)
 
 
 def use_threads(threads: int, device: torch.device) -> None:
@@ -146,6 +148,7 @@ def use_threads(threads: int, device: torch.device) -> None:
 
 def assemble(config: RunConfig) -> Parts:
     """Load the model and the task and connect the parts; refuses what cannot work before anything is written."""
+    require_for_training(abilities_of(config.engine), variant_name("engine", config.engine))
     config = settled(config)
     check_packages(config.task)
     device = find_device(config.device)
@@ -179,14 +182,13 @@ def assemble(config: RunConfig) -> Parts:
     stream = TaskStream(config.task, renderer(tokenizer, config.template), config.seed, max_prompt_tokens=limit)
     stream.check(config.batch.prompts)
     problems = stream.held_out(config.eval.problems)
-    engine = engine_for(
-        model.decoder,
-        tokenizer.decode,
-        slots=config.engine.slots,
-        max_context=limit + longest,
-        weights=config.engine.weights,
+    subject = Subject(
+        decoder=model.decoder,
+        decode=tokenizer.decode,
+        context=limit + longest,
         reserve=0 if plan is None else plan.update,
     )
+    engine = make_engine(config.engine, subject)
     scorer = ScoringPool(config.task, default_workers(config.task))
     tasks = Tasks(stream=stream, scorer=scorer, sampling=sampling, weights=config.reward, seed=config.seed, again=again)
     whole = replace(sampling, temperature=config.eval.temperature, top_p=1.0, top_k=0, min_p=0.0)

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from cohort.config.algos import ALGOS, GRPO, DrGRPO, Policy
+from cohort.config.engines import ENGINES, EngineConfig, NativeEngine
 
-__all__ = ["ALGOS", "ENGINES", "GRPO", "DrGRPO", "Policy", "RunConfig"]
+__all__ = ["ALGOS", "ENGINES", "GRPO", "DrGRPO", "NativeEngine", "Policy", "RunConfig"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,17 +43,6 @@ class SamplingConfig:
     """Stop strings, besides the tokenizer's end-of-turn ids."""
     allow_truncation: bool = False
     """Permit top-p/top-k/min-p in training; the kept probability mass is recorded."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class NativeEngine:
-    """The built-in engine: continuous batching on the learner's own weights."""
-
-    slots: int = 256
-    """Samples decoded at once; more wait and take the slots that finish."""
-    weights: Literal["shared", "packed", "fp16"] = "shared"
-    """shared = the learner's storage. On CPU also packed = fp32 copy laid out for the processor, faster and exact;
-    fp16 = half the bytes, faster at few slots, gap measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,7 +193,7 @@ class RunConfig:
     batch: BatchConfig = field(default_factory=BatchConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     turns: SingleTurn | ThinkAgain = field(default_factory=SingleTurn)
-    engine: NativeEngine = field(default_factory=NativeEngine)
+    engine: EngineConfig = field(default_factory=NativeEngine)
     algo: Policy = field(default_factory=GRPO)
     optim: OptimConfig = field(default_factory=OptimConfig)
     learner: LearnerConfig = field(default_factory=LearnerConfig)
@@ -218,7 +208,6 @@ class RunConfig:
         return first + (turns.attempts * (turns.max_tokens or first) if isinstance(turns, ThinkAgain) else 0)
 
 
-ENGINES: dict[str, type] = {"native": NativeEngine}
 TURNS: dict[str, type] = {"single": SingleTurn, "think_again": ThinkAgain}
 VARIANTS: dict[str, dict[str, type]] = {"turns": TURNS, "algo": ALGOS, "engine": ENGINES}
 """What is chosen by name, besides the task: of each only the chosen one's settings exist."""

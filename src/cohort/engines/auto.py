@@ -8,45 +8,25 @@ at every token. A batch is begun when the one before has ended.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cohort.engines.base import Abilities, Engine, Event, Request, Weights
+from cohort.engines.base import Abilities, Event, Request, Weights, Work
 from cohort.engines.draft import Draft
-from cohort.engines.native import native_engine
 from cohort.engines.native.engine import LOGITS
 from cohort.engines.native.random import stream_of
 from cohort.engines.native.sampler import draw
 from cohort.engines.native.slots import Slots
 from cohort.engines.requests import check_engine, check_request, closed, damaged, not_under_way
 from cohort.errors import ConfigError, ModelError
-from cohort.models.auto import AnyDecoder, AutoDecoder
+from cohort.models.auto import AutoDecoder
 from cohort.models.functions import wide_product
 from cohort.types import Finish, Sample
 
 PREFILL_TOKENS = 1 << 15  # most prompt tokens in one forward, padding included (a longer prompt goes alone)
-
-
-def engine_for(
-    decoder: AnyDecoder,
-    tokenizer_decode: Callable[[list[int]], str],
-    *,
-    slots: int,
-    max_context: int,
-    weights: Literal["shared", "packed", "fp16"] = "shared",
-    reserve: int = 0,
-) -> Engine:
-    """The engine that samples from a decoder in this process: see `native_engine`, or this module."""
-    if not isinstance(decoder, AutoDecoder):
-        return native_engine(
-            decoder, tokenizer_decode, slots=slots, max_context=max_context, weights=weights, reserve=reserve
-        )
-    if weights != "shared":
-        raise ConfigError(f"engine.weights = {weights} is for native models: {decoder.config.architecture} is none.")
-    return AutoEngine(decoder, tokenizer_decode, slots=slots, max_context=max_context)
 
 
 class AutoEngine:
@@ -78,6 +58,7 @@ class AutoEngine:
         self.mask = torch.zeros(0, 0, dtype=torch.long, device=self.device)  # [rows, columns of the cache], 0 = padding
         self._events: list[Event] = []
         self._closed = False
+        self.work = Work()
 
     # ---- protocol
 

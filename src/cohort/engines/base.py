@@ -49,6 +49,18 @@ class Abilities:
     live_weights: bool = True
 
 
+@dataclass(kw_only=True, slots=True)
+class Work:
+    """What the engine did since it was made: tokens and seconds by phase. One that does not measure leaves it at 0."""
+
+    num_prompt_tokens: int = 0
+    num_drawn: int = 0
+    num_steps: int = 0
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    draw_seconds: float = 0.0
+
+
 class Weights(Protocol):
     """A learner's weights, to be loaded by an engine.
 
@@ -71,6 +83,7 @@ class Engine(Protocol):
     name: str  # what evaluations record: "native", "transformers", "vllm", "server" or "scripted"
     abilities: Abilities
     version: int  # of the weights it samples from
+    work: Work
 
     def submit(self, request: Request) -> None:
         """Queue a request. Refuses, naming the numbers, one that can never fit."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from cohort.engines.base import Abilities, Event, Request, Weights
+from cohort.engines.base import Abilities, Event, Request, Weights, Work
 from cohort.engines.draft import Draft
 from cohort.engines.requests import check_request, closed, not_under_way
 from cohort.errors import ConfigError, EngineError
@@ -54,6 +54,7 @@ class ScriptedEngine:
         self.num_polls = 0
         self.version = 0
         self._closed = False
+        self.work = Work()
         self.drafts: dict[str, tuple[Draft, Script]] = {}  # in the order they were submitted
 
     def submit(self, request: Request) -> None:

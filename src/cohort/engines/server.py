@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from http.client import HTTPConnection
 from typing import Any, Literal
 
-from cohort.engines.base import Abilities, Event, Request, Weights
+from cohort.engines.base import Abilities, Event, Request, Weights, Work
 from cohort.engines.native.random import stream_of
 from cohort.engines.requests import check_request, closed, not_under_way
 from cohort.engines.site import Call, Pause, Site, Trouble
@@ -92,6 +92,7 @@ class ServerEngine:
         self._waiting: deque[Job] = deque()
         self._num_threads = 0
         self._closed = False
+        self.work = Work()
         served = self.site.ask(self.site.connection(), Call(method="GET", path="models"), read_models, patient=False)
         if model not in served:
             names = self.site.clean(nearest(model, served) if served else "It serves none.")

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from cohort.engines.base import Abilities, Event, Request, Weights
+from cohort.engines.base import Abilities, Event, Request, Weights, Work
 from cohort.engines.draft import Draft
 from cohort.engines.native.random import stream_of
 from cohort.engines.requests import check_request, closed, not_under_way
@@ -133,6 +133,7 @@ class VllmEngine:
         self.vocab_size = int(self._engine.model_config.get_vocab_size())
         self._readers: dict[str, Reader] = {}
         self._closed = False
+        self.work = Work()
 
     def submit(self, request: Request) -> None:
         if self._closed:

@@ -10,13 +10,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from cohort.engines.base import Abilities, Event, Request, Weights
+from cohort.engines.base import Abilities, Event, Request, Weights, Work
 from cohort.engines.native.attention import Prompts, decode_attend, extend_attend, plan, prefill_attend
 from cohort.engines.native.draft import Line, NativeDraft
 from cohort.engines.native.kv import Arena, Prefix, Prefixes, length_class
@@ -35,18 +34,6 @@ EXTEND_TOKENS = 256  # a slot's own tokens computed at once; with EXTEND_ROWS it
 EXTEND_ROWS = 32
 FIRST_ROOM = 64  # own tokens a slot has room for at first
 LOGITS = 1 << 24  # most logits in memory at once
-
-
-@dataclass(kw_only=True, slots=True)
-class Work:
-    """What the engine did since it was made: tokens and seconds by phase."""
-
-    num_prompt_tokens: int = 0
-    num_drawn: int = 0
-    num_steps: int = 0
-    prefill_seconds: float = 0.0
-    decode_seconds: float = 0.0
-    draw_seconds: float = 0.0
 
 
 class NativeEngine:

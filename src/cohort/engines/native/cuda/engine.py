@@ -18,7 +18,7 @@ from dataclasses import replace
 import torch
 
 from cohort.data.transfer import put
-from cohort.engines.base import Abilities, Event, Request, Weights
+from cohort.engines.base import Abilities, Event, Request, Weights, Work
 from cohort.engines.native.cuda.graphs import Graphs, bucket
 from cohort.engines.native.cuda.ledger import Ledger, own_pages
 from cohort.engines.native.cuda.memory import MOST_PREFILL, Room, divide
@@ -27,7 +27,6 @@ from cohort.engines.native.cuda.prefill import Run, prefill
 from cohort.engines.native.cuda.step import State, Variant, prefix_splits, tile_size
 from cohort.engines.native.cuda.window import Results, Timer, Window
 from cohort.engines.native.draft import Line, NativeDraft
-from cohort.engines.native.engine import Work
 from cohort.engines.native.random import stream_of
 from cohort.engines.requests import check_engine, check_request, closed, damaged, not_under_way
 from cohort.engines.weights import copy_weights
@@ -81,8 +80,7 @@ class GraphEngine:
         self.prefill_tokens = MOST_PREFILL  # in one forward
         self._variant: Variant | None = None  # None = to be planned
         self._events: list[Event] = []
-        self._broken = False
-        self._closed = False
+        self._broken = self._closed = False
         self._page_bytes = page_bytes(decoder.config, decoder.embed.dtype)
 
     # ---- protocol
