@@ -17,11 +17,12 @@ from cohort.algos.algorithm import Algorithm, build_algorithm
 from cohort.checkpoint import Checkpoint
 from cohort.config.document import dump, parse, variant_name
 from cohort.config.options import BenchOptions, BenchResult, EngineBenchOptions, LearnerBenchOptions
+from cohort.config.rollout import RolloutConfig
 from cohort.config.schema import NativeEngine, RunConfig, SamplingConfig, ThinkAgain
 from cohort.device import DTYPES, available_bytes, find_device, find_dtype
 from cohort.engines.base import Engine, require_for_training
 from cohort.engines.factory import Subject, abilities_of, make_engine
-from cohort.engines.rollout import Again, Tasks
+from cohort.engines.sync import WeightSync
 from cohort.errors import ConfigError, ModelError, RunError
 from cohort.evaluate import evaluate as run_evaluation
 from cohort.evaluate import rows_digest, sampling_facts
@@ -38,10 +39,13 @@ from cohort.models.files import LoadedModel, load_folder, save_folder
 from cohort.models.lora import Adapters
 from cohort.models.peft import load_adapters
 from cohort.models.shapes import named_shape, random_decoder
+from cohort.rollout.episode import Drawing, Further
+from cohort.rollout.producer import Order, Producer
 from cohort.scoring.pool import ScoringPool, default_workers
 from cohort.store.records import EvalSetting, Evaluation
 from cohort.store.rundir import RunDirectory
 from cohort.tasks.base import check_packages
+from cohort.tasks.environment import AgainRules
 from cohort.tasks.ref import TaskRef, grader_digest
 from cohort.tasks.source import from_anywhere
 from cohort.tasks.stream import Renderer, TaskStream
@@ -62,15 +66,17 @@ class Parts:
     model: LoadedModel
     engine: Engine
     learner: LocalLearner
-    tasks: Tasks
-    held_out: Tasks
+    sync: WeightSync  # from the learner to the engine
+    scorer: ScoringPool
+    producer: Producer  # of what is trained
+    examiner: Producer  # of what is evaluated
     problems: list[Prompt]  # held out
     algo: Algorithm
 
     tokenizer: Tokenizer
 
     def evaluate(self, step: int) -> Evaluation:
-        c, tasks = self.config, self.held_out
+        c = self.config
         setting = EvalSetting(
             task=c.task.name,
             split="test",
@@ -84,12 +90,13 @@ class Parts:
             template=c.template,
             engine=self.engine.name,
             place=f"{c.device} {c.learner.dtype}",
-            sampling=sampling_facts(tasks.sampling),
+            sampling=sampling_facts(self.examiner.drawing.sampling),
             seed=c.seed,
             step=step,
+            turns="first" if self.examiner.drawing.further is None else "all",
         )
         return run_evaluation(
-            self.engine, tasks, self.problems, setting, lambda p: self.tokenizer.spell(p.tokens), then="resume the run"
+            self.examiner, self.problems, setting, lambda p: self.tokenizer.spell(p.tokens), then="resume the run"
         )
 
     def checkpoint(self, step: int) -> Checkpoint:
@@ -100,7 +107,10 @@ class Parts:
         numbers["algo"] = self.algo.state()
         if self.learner.adapters is not None:
             numbers["lora"] = asdict(self.learner.adapters.config)
-        return Checkpoint(step=step, cursor=self.tasks.stream.cursor, optimizer=tensors, numbers=numbers)
+        rollouts = self.producer.state()
+        if rollouts["open"]:  # none after a step that waits for all its groups
+            numbers["open"] = rollouts["open"]
+        return Checkpoint(step=step, cursor=rollouts["cursor"], optimizer=tensors, numbers=numbers)
 
     def write_model(self, folder: Path) -> None:
         save_folder(self.model.decoder, self.model.hf_config, self.model.folder, folder)
@@ -119,17 +129,20 @@ class Parts:
         self.algo.load_state(state.numbers["algo"])
         if self.learner.adapters is not None:
             _require_merged(decoder, saved, self.config.model)
-        self.tasks.stream.cursor = state.cursor
-        self.engine.load(self.learner.weights(), version=state.step)
+        self.producer.load_state({"cursor": state.cursor, "open": state.numbers.get("open", [])})
+        self.sync.send(state.step)
 
     def close(self) -> None:
-        self.tasks.scorer.close()
+        self.scorer.close()
+        self.engine.close()
 
 
 def settled(config: RunConfig) -> RunConfig:
     """With what depends on the machine decided: the run records it and goes on so elsewhere, or says that it cannot."""
     device = find_device(config.device)
     learner, engine = replace(config.learner, dtype=find_dtype(config.learner.dtype, device)), config.engine
+    if config.rollout.order == "auto":
+        config = replace(config, rollout=RolloutConfig(order="rounds" if device.type == "cpu" else "continuous"))
     if device.type == "cpu":
         return replace(config, device="cpu", learner=learner)
     if isinstance(engine, NativeEngine) and engine.weights != "shared":
@@ -175,8 +188,7 @@ def assemble(config: RunConfig) -> Parts:
     )
     learner.follow(plan)
     learner.refresh_every = config.algo.kl.refresh
-    again = _again(config, tokenizer)
-    longest = config.max_sampled + (0 if again is None else again.room)
+    longest = config.max_sampled + _room_between(config, tokenizer)
     limit = _prompt_limit(longest, model, learner.token_budget)
     learner.least_budget = limit + longest
     stream = TaskStream(config.task, renderer(tokenizer, config.template), config.seed, max_prompt_tokens=limit)
@@ -189,17 +201,18 @@ def assemble(config: RunConfig) -> Parts:
         reserve=0 if plan is None else plan.update,
     )
     engine = make_engine(config.engine, subject)
-    scorer = ScoringPool(config.task, default_workers(config.task))
-    tasks = Tasks(stream=stream, scorer=scorer, sampling=sampling, weights=config.reward, seed=config.seed, again=again)
-    whole = replace(sampling, temperature=config.eval.temperature, top_p=1.0, top_k=0, min_p=0.0)
-    held_out = replace(tasks, sampling=whole, purpose="eval", again=None)  # the first attempt counts
+    scorer = ScoringPool(config.task, default_workers(config.task), again=_again_rules(config))
+    training, evaluation = _drawings(config, sampling, tokenizer)
+    order: Order = "continuous" if config.rollout.order == "continuous" else "rounds"
     return Parts(
         config=config,
         model=model,
         engine=engine,
         learner=learner,
-        tasks=tasks,
-        held_out=held_out,
+        sync=WeightSync(weights=learner.weights, engine=engine),
+        scorer=scorer,
+        producer=Producer(engine, scorer, stream, training, order),
+        examiner=Producer(engine, scorer, stream, evaluation, order),
         problems=problems,
         algo=algo,
         tokenizer=tokenizer,
@@ -211,14 +224,44 @@ def renderer(tokenizer: Tokenizer, template: str) -> Renderer:
     return tokenizer if template == "chat" else RawText(tokenizer)
 
 
-def _again(config: RunConfig, tokenizer: Tokenizer) -> Again | None:
+def _drawings(config: RunConfig, sampling: Sampling, tokenizer: Tokenizer) -> tuple[Drawing, Drawing]:
+    """How samples are drawn in training and in evaluation."""
+    turns, further = config.turns, None
+    if isinstance(turns, ThinkAgain):
+        longest = turns.max_tokens or config.sampling.max_tokens
+        further = Further(max_tokens=longest, follow_up=tokenizer.follow_up)
+    training = Drawing(
+        sampling=sampling,
+        group_size=config.batch.samples,
+        seed=config.seed,
+        coefficients=config.reward,
+        further=further,
+    )
+    whole = replace(sampling, temperature=config.eval.temperature, top_p=1.0, top_k=0, min_p=0.0)
+    evaluation = replace(
+        training,
+        sampling=whole,
+        group_size=config.eval.samples,
+        purpose="eval",
+        further=further if config.eval.turns == "all" else None,
+    )
+    return training, evaluation
+
+
+def _again_rules(config: RunConfig) -> AgainRules | None:
+    """How graders' workers go on with an episode; None = an answer ends it."""
     t = config.turns
     if not isinstance(t, ThinkAgain):
         return None
-    longest = t.max_tokens or config.sampling.max_tokens
-    return Again(
-        attempts=t.attempts, below=t.below, max_tokens=longest, cost=t.cost, words=t.words, follow=tokenizer.follow_up
-    )
+    return AgainRules(attempts=t.attempts, below=t.below, cost=t.cost, words=t.words, coefficients=dict(config.reward))
+
+
+def _room_between(config: RunConfig, tokenizer: Tokenizer) -> int:
+    """The most tokens that an environment's turns take."""
+    t = config.turns
+    if not isinstance(t, ThinkAgain):
+        return 0
+    return t.attempts * max(len(tokenizer.follow_up(words)) for words in t.words)
 
 
 def _sampling(asked: SamplingConfig, tokenizer: Tokenizer) -> Sampling:
@@ -338,12 +381,12 @@ def _run(parts: Parts, directory: RunDirectory, log: str, sinks: Mapping[str, Vi
         evaluate=parts.evaluate, checkpoint=parts.checkpoint, write_model=parts.write_model, restore=parts.restore
     )
     with Run(directory, parts.config, hooks, make_view(log), sinks) as run, forwarded(run.event, run.notice):
-        if parts.tasks.sampling.truncates and run.step == 0:  # told once: a resumed run has it on record
+        if parts.producer.drawing.sampling.truncates and run.step == 0:  # told once: a resumed run has it on record
             run.event("sampling", "top-p, top-k or min-p: the policy that acts is not the one that is trained")
         if (note := _idle_ratio(parts.config)) and run.step < parts.config.steps:
             run.notice("algo", note)
         replay = Replay(parts.config.replay, parts.config.seed, directory.rollouts)
-        run_loop(run, parts.engine, parts.learner, parts.tasks, parts.algo, replay)
+        run_loop(run, parts.producer, parts.learner, parts.sync, parts.algo, replay)
         summary = run.finish()
     if not summary.complete:  # all is saved; whoever called must not go on as if it were done
         raise KeyboardInterrupt

@@ -14,12 +14,13 @@ from cohort.config.options import EvalOptions
 from cohort.device import DTYPES, find_device, find_dtype
 from cohort.engines.base import Engine
 from cohort.engines.factory import Subject, make_engine
-from cohort.engines.rollout import Tasks
 from cohort.errors import ConfigError, RunError
 from cohort.evaluate import evaluate, rows_digest, sampling_facts
 from cohort.models.catalog import resolve
 from cohort.models.config import context_of
 from cohort.models.files import load_folder, read_config
+from cohort.rollout.episode import Drawing
+from cohort.rollout.producer import Producer
 from cohort.scoring.pool import ScoringPool, default_workers
 from cohort.store.journal import Journal
 from cohort.store.records import EvalItem, EvalSetting, Evaluation
@@ -164,15 +165,15 @@ class Examiner:
                 return Examined(evaluation=found, path=path, fresh=False)
             known = {item.id: item for item in found.items if not item.failed}
         with Journal(path, setting) as journal, ScoringPool(exam.task, default_workers(exam.task)) as scorer:
-            tasks = Tasks(
-                stream=exam.stream,
-                scorer=scorer,
+            drawing = Drawing(
                 sampling=exam.sampling,
-                weights={},
+                group_size=setting.num_samples,
                 seed=setting.seed,
                 purpose="eval",
+                coefficients={},
                 context=self.context,
             )
+            producer = Producer(self.engine, scorer, exam.stream, drawing)
             known |= journal.items
             progress(name, len(known), num)
 
@@ -181,7 +182,7 @@ class Examiner:
                 known[item.id] = item
                 progress(name, len(known), num)
 
-            evaluation = evaluate(self.engine, tasks, exam.prompts, setting, self._spell, dict(known), done)
+            evaluation = evaluate(producer, exam.prompts, setting, self._spell, dict(known), done)
             journal.finish(evaluation)
         return Examined(evaluation=evaluation, path=path, fresh=True)
 
@@ -209,5 +210,8 @@ def file_name(setting: EvalSetting) -> str:
     >>> re.sub("[0-9a-f]{8}", "...", name)
     'gsm8k-b-c-....json'
     """
-    digest = hashlib.sha256(json.dumps(asdict(setting), sort_keys=True).encode()).hexdigest()[:8]
+    facts = asdict(setting)
+    if facts["turns"] == "first":  # as every evaluation was before there was a choice: their names stay
+        del facts["turns"]
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:8]
     return f"{setting.task}-{slug(setting.model.rstrip('/'))}-{digest}.json"

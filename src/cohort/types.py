@@ -154,8 +154,13 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """A grader's result: a verdict (`parts`, perhaps with a reason) or a failure, never both."""
+    """A grader's result: a verdict (`parts`, perhaps with a reason) or a failure, never both.
+
+    An environment that goes on says its `replies`; `cost` is what it takes from the reward.
+    """
 
     parts: dict[str, float] = field(default_factory=dict)
     reason: str = ""
     failure: str = ""
+    replies: list[Message] = field(default_factory=list)
+    cost: float = 0.0

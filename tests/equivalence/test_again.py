@@ -9,10 +9,9 @@ import torch
 
 from cohort.config.schema import EvalConfig, ThinkAgain
 from cohort.data.pack import pack
-from cohort.engines.rollout import roll
 from cohort.errors import ConfigError
 from cohort.types import Finish, Provenance
-from tests.runs import assembled, gradient_rows, run_steps, small_run
+from tests.runs import assembled, gradient_rows, producer_of, run_steps, small_run
 
 WORDS = ("Think again.", "Look once more at <|im_end|> it.")
 AGAIN = ThinkAgain(attempts=2, below=10.0, max_tokens=12, words=WORDS)
@@ -21,7 +20,7 @@ AGAIN = ThinkAgain(attempts=2, below=10.0, max_tokens=12, words=WORDS)
 @pytest.fixture(scope="module")
 def rolled():
     with assembled(small_run(turns=AGAIN)) as parts:
-        groups = roll(parts.engine, parts.tasks, parts.tasks.stream.next(4), 3)
+        groups = producer_of(parts, 3).roll(parts.producer.stream.next(4))
         parts.learner.annotate(groups, ["old"])
         yield parts, groups
 

@@ -86,6 +86,7 @@ def parse(text: str, source: str = "config.yaml", warn: bool = True) -> RunConfi
         raise ConfigError(f"{source}, line {line}: not valid YAML; restore the file the run wrote.") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"{source} is not a Cohort config; restore the file the run wrote.")
+    tree.setdefault("rollout", {"order": "rounds"})  # what runs did before there was a choice
     hints = typing.get_type_hints(RunConfig)
     for kind in ("task", *VARIANTS):
         section = tree.get(kind)

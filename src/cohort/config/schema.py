@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 
 from cohort.config.algos import ALGOS, GRPO, DrGRPO, Policy
 from cohort.config.engines import ENGINES, EngineConfig, NativeEngine
+from cohort.config.rollout import RolloutConfig
 
 __all__ = ["ALGOS", "ENGINES", "GRPO", "DrGRPO", "NativeEngine", "Policy", "RunConfig"]
 
@@ -153,6 +154,8 @@ class EvalConfig:
     samples: int = 1
     """Samples per problem."""
     temperature: float = 1.0
+    turns: Literal["first", "all"] = "first"
+    """first = the first attempt counts, whatever `turns` trains; all = as in training."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,6 +197,7 @@ class RunConfig:
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     turns: SingleTurn | ThinkAgain = field(default_factory=SingleTurn)
     engine: EngineConfig = field(default_factory=NativeEngine)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
     algo: Policy = field(default_factory=GRPO)
     optim: OptimConfig = field(default_factory=OptimConfig)
     learner: LearnerConfig = field(default_factory=LearnerConfig)

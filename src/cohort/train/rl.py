@@ -12,23 +12,24 @@ from __future__ import annotations
 from cohort.algos.algorithm import Algorithm
 from cohort.config.schema import LearnerConfig
 from cohort.data.pack import pack
-from cohort.engines.base import Engine
-from cohort.engines.rollout import Tasks, collect
+from cohort.engines.sync import WeightSync
 from cohort.learner.base import Learner
+from cohort.rollout.producer import Producer
 from cohort.train.replay import Replay
 from cohort.train.run import Run
 from cohort.train.stats import StepStats, step_stats
 from cohort.types import Group
 
 
-def train(run: Run, engine: Engine, learner: Learner, tasks: Tasks, algo: Algorithm, replay: Replay) -> None:
+def train(run: Run, producer: Producer, learner: Learner, sync: WeightSync, algo: Algorithm, replay: Replay) -> None:
     """Run every remaining step of `run`."""
-    batch_size, config = run.config.batch, run.config.learner
+    num_prompts, config = run.config.batch.prompts, run.config.learner
     for step in run.steps():
-        groups = collect(engine, tasks, batch_size.prompts, batch_size.samples, accept=algo.accept)
+        groups = producer.collect(num_prompts, accept=algo.accept)
         groups += replay.draw(step)  # of earlier steps, where asked for
         groups, stats = improve(learner, algo, groups, config)
-        engine.load(learner.weights(), version=step + 1)  # no copy when storage is shared
+        producer.settle(groups)  # none is open: a checkpoint of this step needs the cursor alone
+        sync.send(version=step + 1)  # no copy when storage is shared
         run.end_step(step, groups, stats)  # log, evaluate, checkpoint
 
 
