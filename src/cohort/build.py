@@ -18,7 +18,7 @@ from cohort.checkpoint import Checkpoint
 from cohort.config.document import dump, parse, variant_name
 from cohort.config.options import BenchOptions, BenchResult, EngineBenchOptions, LearnerBenchOptions
 from cohort.config.rollout import RolloutConfig
-from cohort.config.schema import NativeEngine, RunConfig, SamplingConfig, ThinkAgain
+from cohort.config.schema import NativeEngine, RunConfig
 from cohort.device import DTYPES, available_bytes, find_device, find_dtype
 from cohort.engines.base import Engine, require_for_training
 from cohort.engines.factory import Subject, abilities_of, make_engine
@@ -39,13 +39,12 @@ from cohort.models.files import LoadedModel, load_folder, save_folder
 from cohort.models.lora import Adapters
 from cohort.models.peft import load_adapters
 from cohort.models.shapes import named_shape, random_decoder
-from cohort.rollout.episode import Drawing, Further
 from cohort.rollout.producer import Order, Producer
+from cohort.rollout.settings import again_rules, drawings, room_between, sampling_of
 from cohort.scoring.pool import ScoringPool, default_workers
 from cohort.store.records import EvalSetting, Evaluation
 from cohort.store.rundir import RunDirectory
 from cohort.tasks.base import check_packages
-from cohort.tasks.environment import AgainRules
 from cohort.tasks.ref import TaskRef, grader_digest
 from cohort.tasks.source import from_anywhere
 from cohort.tasks.stream import Renderer, TaskStream
@@ -53,7 +52,7 @@ from cohort.text import RawText, Tokenizer
 from cohort.train.replay import Replay
 from cohort.train.rl import train as run_loop
 from cohort.train.run import Hooks, Run
-from cohort.types import Prompt, Sampling
+from cohort.types import Prompt
 
 USUAL_PROMPT = 1024  # tokens: what a plan of memory supposes
 
@@ -171,7 +170,7 @@ def assemble(config: RunConfig) -> Parts:
     model.decoder.to(device)
     config = _suited(config, model.decoder)
     tokenizer = Tokenizer.load(folder)
-    sampling = _sampling(config.sampling, tokenizer)
+    sampling = sampling_of(config.sampling, tokenizer)
     algo = build_algorithm(config.algo, config.max_sampled)
     updates = config.learner.epochs * config.learner.minibatches
     adapters = _adapters(config, model.decoder)
@@ -188,7 +187,7 @@ def assemble(config: RunConfig) -> Parts:
     )
     learner.follow(plan)
     learner.refresh_every = config.algo.kl.refresh
-    longest = config.max_sampled + _room_between(config, tokenizer)
+    longest = config.max_sampled + room_between(config, tokenizer)
     limit = _prompt_limit(longest, model, learner.token_budget)
     learner.least_budget = limit + longest
     stream = TaskStream(config.task, renderer(tokenizer, config.template), config.seed, max_prompt_tokens=limit)
@@ -201,8 +200,8 @@ def assemble(config: RunConfig) -> Parts:
         reserve=0 if plan is None else plan.update,
     )
     engine = make_engine(config.engine, subject)
-    scorer = ScoringPool(config.task, default_workers(config.task), again=_again_rules(config))
-    training, evaluation = _drawings(config, sampling, tokenizer)
+    scorer = ScoringPool(config.task, default_workers(config.task), again=again_rules(config))
+    training, evaluation = drawings(config, sampling, tokenizer)
     order: Order = "continuous" if config.rollout.order == "continuous" else "rounds"
     return Parts(
         config=config,
@@ -222,58 +221,6 @@ def assemble(config: RunConfig) -> Parts:
 def renderer(tokenizer: Tokenizer, template: str) -> Renderer:
     """How prompts become tokens: by the chat template unless raw text was asked for."""
     return tokenizer if template == "chat" else RawText(tokenizer)
-
-
-def _drawings(config: RunConfig, sampling: Sampling, tokenizer: Tokenizer) -> tuple[Drawing, Drawing]:
-    """How samples are drawn in training and in evaluation."""
-    turns, further = config.turns, None
-    if isinstance(turns, ThinkAgain):
-        longest = turns.max_tokens or config.sampling.max_tokens
-        further = Further(max_tokens=longest, follow_up=tokenizer.follow_up)
-    training = Drawing(
-        sampling=sampling,
-        group_size=config.batch.samples,
-        seed=config.seed,
-        coefficients=config.reward,
-        further=further,
-    )
-    whole = replace(sampling, temperature=config.eval.temperature, top_p=1.0, top_k=0, min_p=0.0)
-    evaluation = replace(
-        training,
-        sampling=whole,
-        group_size=config.eval.samples,
-        purpose="eval",
-        further=further if config.eval.turns == "all" else None,
-    )
-    return training, evaluation
-
-
-def _again_rules(config: RunConfig) -> AgainRules | None:
-    """How graders' workers go on with an episode; None = an answer ends it."""
-    t = config.turns
-    if not isinstance(t, ThinkAgain):
-        return None
-    return AgainRules(attempts=t.attempts, below=t.below, cost=t.cost, words=t.words, coefficients=dict(config.reward))
-
-
-def _room_between(config: RunConfig, tokenizer: Tokenizer) -> int:
-    """The most tokens that an environment's turns take."""
-    t = config.turns
-    if not isinstance(t, ThinkAgain):
-        return 0
-    return t.attempts * max(len(tokenizer.follow_up(words)) for words in t.words)
-
-
-def _sampling(asked: SamplingConfig, tokenizer: Tokenizer) -> Sampling:
-    return Sampling(
-        max_tokens=asked.max_tokens,
-        temperature=asked.temperature,
-        top_p=asked.top_p,
-        top_k=asked.top_k,
-        min_p=asked.min_p,
-        stop_ids=tokenizer.stop_ids,
-        stop_strings=asked.stop,
-    )
 
 
 def _plan(

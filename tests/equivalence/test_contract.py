@@ -177,7 +177,7 @@ def test_4_2_truncated_samples_follow_an_explicit_choice(choice, monkeypatch):
     config = small_run(sampling=SamplingConfig(max_tokens=5), algo=DrGRPO(truncated=choice))
     with assembled(config) as made:
         right = Outcome(parts={"correct": 1.0, "format": 0.0})
-        monkeypatch.setattr(made.tasks, "scorer", Grader(lambda row, answer: right))
+        monkeypatch.setattr(made.producer, "scorer", Grader(lambda row, answer: right))
         groups, stats = run_steps(made, 1)[0]
         monkeypatch.undo()
     samples = [s for g in groups for s in g.samples]

@@ -141,7 +141,8 @@ def test_4_8_a_step_without_signal_moves_nothing_though_there_is_momentum():
         assert run_steps(made, 1)[0][1].metrics["updates/done"] == 1.0
         before, (moments, numbers) = weights(made), made.learner.state()
         moments = {k: v.clone() for k, v in moments.items()}
-        made.tasks.weights = {"correct": 0.0, "format": 0.0}  # every reward 0
+        nothing = {"correct": 0.0, "format": 0.0}  # every reward 0
+        made.producer.drawing = replace(made.producer.drawing, coefficients=nothing)
         groups, stats = run_steps(made, 1, first=1)[0]
         assert {g.excluded for g in groups} == {Fate.CONSTANT_REWARD}
         assert stats.metrics["updates/no_signal"] == 1.0 and stats.metrics["groups/constant_reward"] == len(groups)
@@ -160,7 +161,7 @@ def test_4_8_constant_rewards_packed_all_the_same_give_exactly_zero(parts, rewar
     parts.algo.advantages(groups)
     for g in groups:
         assert g.excluded == Fate.CONSTANT_REWARD
-        g.excluded = ""
+        g.excluded = Fate.TRAINED
     parts.learner.forward_backward(pack(groups, 512).minibatches[0], parts.algo)
     assert all(not g.any() for g in parts.learner.optimizer.grads())
 
@@ -206,7 +207,7 @@ def test_4_10_two_learners_from_one_checkpoint_make_the_same_next_steps(tmp_path
         with assembled(config) as resumed:
             resumed.restore(checkpoint.load(path))
             assert all(torch.equal(w, saved[n]) for n, w in weights(resumed).items())
-            assert resumed.engine.version == 2 and resumed.tasks.stream.cursor == 8
+            assert resumed.engine.version == 2 and resumed.producer.stream.cursor == 8
             again = run_steps(resumed, 2, first=2)
             assert [stats for _, stats in again] == [stats for _, stats in expected]
             assert [groups for groups, _ in again] == [groups for groups, _ in expected]  # every list of every record

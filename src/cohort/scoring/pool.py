@@ -295,6 +295,8 @@ class ScoringPool:
         if item.number in self._emptied:
             self.num_over_limit += 1
             outcome = replace(outcome, reason=f"{OVER_LIMIT} of {self._work_seconds:g} s")
+            if item.past is not None:
+                outcome = replace(outcome, stand_in=item.answer)
         self._finish(item, outcome)
 
     def _drop(self, item: Item, error: TaskError) -> None:
