@@ -88,6 +88,22 @@ def test_a_run_with_it_learns_and_counts_its_turns():
         assert all(len(a.text) and "[" not in a.text for item in parts.evaluate(2).items for a in item.answers[:1])
 
 
+def test_an_evaluation_may_have_all_turns_and_says_so():
+    again = replace(AGAIN, below=0.5)
+    with assembled(small_run(turns=again, eval=EvalConfig(problems=6, turns="all"))) as parts:
+        found = parts.evaluate(0)
+        assert found.setting.turns == "all"
+        talked = [a for item in found.items for a in item.answers if any(f"[{w}]" in a.text for w in WORDS)]
+        wrong_at_first = [a for item in found.items for a in item.answers if a.correct == 0.0 and a.finish == "stop"]
+        assert talked and all(a in talked for a in wrong_at_first)
+    with assembled(small_run(turns=again)) as parts:
+        first = parts.evaluate(0)
+        assert first.setting.turns == "first"
+        for short, long in zip(first.items, found.items, strict=True):
+            for a, b in zip(short.answers, long.answers, strict=True):
+                assert b.text.startswith(a.text) and (b.text == a.text or b.text[len(a.text) :].startswith("\n\n["))
+
+
 def test_what_does_not_fit_is_refused():
     with (
         pytest.raises(ConfigError, match=r"leave no room for a prompt"),

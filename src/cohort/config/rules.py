@@ -118,6 +118,12 @@ _EFFECTS = (
         "at temperature 0 all samples of a problem are equal; set --eval.temperature above 0",
     ),
     Effect(
+        ("eval.turns",),
+        ("turns",),
+        lambda c: isinstance(c.turns, ThinkAgain),
+        "there is one turn only; set --turns think_again",
+    ),
+    Effect(
         ("learner.lora.alpha", "learner.lora.targets", "learner.lora.base"),
         ("learner.lora.rank", "learner.lora.load"),
         lambda c: c.learner.lora.on,

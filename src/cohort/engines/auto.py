@@ -103,9 +103,9 @@ class AutoEngine:
         self.version = version
 
     def close(self) -> None:
-        for id in list(self.drafts):
-            self.abort(id)
-        self._events = []
+        self.drafts.clear()
+        self.waiting, self.running, self._events = [], [], []
+        self.cache = None
         self._closed = True
 
     def _return_all(self) -> None:

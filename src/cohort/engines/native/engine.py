@@ -137,10 +137,10 @@ class NativeEngine:
         self._broken = False
 
     def close(self) -> None:
-        for id in list(self.drafts):
-            self.abort(id)
+        # Not by `abort`: whoever was interrupted in the middle of a step must be able to close.
+        self.drafts.clear()
+        self.line, self.running, self._events = Line(), [], []
         self.release()
-        self._events = []
         self._closed = True
 
     def release(self) -> None:

@@ -167,11 +167,10 @@ class GraphEngine:
         self.version = version
 
     def close(self) -> None:
-        for id in list(self.drafts):
-            self.abort(id)
-        with self._device():
-            self.release()
-        self._events = []
+        self.drafts.clear()
+        self.flight.clear()
+        self.line, self.rows, self._events = Line(), [], []
+        self.ledger.arena = self.graphs = None
         self._closed = True
 
     def release(self) -> None:
