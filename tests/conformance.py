@@ -7,13 +7,13 @@ the tests that need it, and those alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, TypeVar
 
 import pytest
 
-from cohort.engines.base import Abilities, Engine, Request, sample
-from cohort.errors import CohortError, ConfigError
+from cohort.engines.base import WAIT, Abilities, Engine, Event, Request, sample
+from cohort.errors import CohortError, ConfigError, EngineError
 from cohort.types import Finish, Key, Provenance, Sampling
 
 PROMPTS = [[5, 9, 2, 11], [7, 7, 1], [3, 14, 15, 9, 2, 6, 5, 3, 5, 8, 9, 7]]
@@ -34,6 +34,18 @@ def request(prompt: int = 0, index: int = 0, max_tokens: int = 12, **changes: An
         "messages": [{"role": "user", "content": f"prompt {prompt}"}],
     }
     return Request(**{**values, **changes})
+
+
+def events_of(engine: Engine) -> Iterator[list[Event]]:
+    """Every poll that reported something, until nothing is under way."""
+    while not engine.idle:
+        if events := engine.poll(WAIT):
+            yield events
+
+
+def first_of(engine: Engine) -> list[Event]:
+    """The first poll that reports something."""
+    return next(events_of(engine))
 
 
 Test = TypeVar("Test", bound=Callable[..., None])
@@ -62,12 +74,16 @@ class Same:
 class EngineConformance:
     """Subclasses give `make(slots) -> Engine` with `spell` as decode, and `weights(engine) -> Weights`.
 
-    One whose engine cannot do everything names its `abilities`, which have to be the engine's.
+    One whose engine cannot do everything names its `abilities`, which have to be the engine's. One whose engine can die
+    while this process lives gives `dying() -> Engine`, which takes a request and dies of it.
     """
 
     abilities: ClassVar[Abilities] = Abilities()
+    dying: Callable[..., Engine] | None = None
 
     def __init_subclass__(cls) -> None:
+        if cls.dying is None:
+            cls.test_a_dead_engine_says_so = None  # type: ignore[assignment,method-assign]
         for name in dir(cls):
             ability = getattr(getattr(cls, name), "needs", None)
             if ability is not None and not getattr(cls.abilities, ability):
@@ -87,9 +103,38 @@ class EngineConformance:
 
     def test_idle_engine_reports_nothing(self):
         engine = self.make()
-        assert engine.poll() == []
-        sample(engine, [request()])
-        assert engine.poll() == []
+        assert engine.idle and engine.poll() == []
+        engine.submit(request())
+        assert not engine.idle
+        ended = [e.id for events in events_of(engine) for e in events if e.sample is not None]
+        assert ended == ["0/0"] and engine.idle and engine.poll() == []
+
+    def test_aborted_requests_leave_it_idle(self):
+        engine = self.make(slots=1)
+        for index in range(3):
+            engine.submit(request(0, index, max_tokens=50))
+        engine.poll()
+        for index in range(3):
+            assert not engine.idle
+            engine.abort(f"0/{index}")
+        assert engine.idle and engine.poll() == []
+
+    def test_close_gives_up_what_is_under_way_and_takes_nothing_more(self):
+        engine = self.make()
+        engine.submit(request(max_tokens=50))
+        engine.poll()
+        for _ in range(2):
+            engine.close()
+            assert engine.idle
+        with pytest.raises(EngineError, match="closed"):
+            engine.submit(request(1, 0))
+
+    def test_a_dead_engine_says_so(self):
+        assert self.dying is not None
+        engine = self.dying()
+        with pytest.raises(EngineError) as error:
+            sample(engine, [request(max_tokens=50), request(1, 0, max_tokens=50)])
+        assert "\n" not in str(error.value)
 
     def test_more_requests_than_slots_all_end_once(self):
         requests = [request(p, i, max_tokens=5 + i) for p in range(3) for i in range(4)]
@@ -97,7 +142,7 @@ class EngineConformance:
         for r in requests:
             engine.submit(r)
         ended: list[str] = []
-        while events := engine.poll():
+        for events in events_of(engine):
             ended += [e.id for e in events if e.sample is not None]
         assert sorted(ended) == sorted(r.id for r in requests)
 
@@ -117,7 +162,7 @@ class EngineConformance:
         tokens: dict[str, list[int]] = {}
         logprobs: dict[str, list[float]] = {}
         samples = {}
-        while events := engine.poll():
+        for events in events_of(engine):
             for e in events:
                 tokens.setdefault(e.id, []).extend(e.tokens)
                 logprobs.setdefault(e.id, []).extend(e.logprobs)
@@ -171,14 +216,14 @@ class EngineConformance:
         engine = self.make()
         engine.submit(request(0, 0, max_tokens=60))
         engine.submit(request(0, 1, max_tokens=20))
-        reported = [t for e in engine.poll() if e.id == "0/0" for t in e.tokens]
+        reported = [t for e in first_of(engine) if e.id == "0/0" for t in e.tokens]
         s = engine.abort("0/0")
         assert s.finish == Finish.ABORT
         assert 0 < len(s.tokens) < 60
         assert s.tokens == reported == plain[: len(s.tokens)]
         assert s.text == spell(s.tokens)
         rest = []
-        while events := engine.poll():
+        for events in events_of(engine):
             rest += events
         assert {e.id for e in rest} == {"0/1"}
         assert [e.sample.tokens for e in rest if e.sample] == [self.drawn(0, 1, 20)]
@@ -190,7 +235,7 @@ class EngineConformance:
         s = engine.abort("0/1")
         assert s.tokens == [] and s.finish == Finish.ABORT and s.text == ""
         ids = set()
-        while events := engine.poll():
+        for events in events_of(engine):
             ids |= {e.id for e in events}
         assert ids == {"0/0"}
 
@@ -214,11 +259,11 @@ class EngineConformance:
         engine = self.make()
         engine.load(self.weights(engine), version=3)
         engine.submit(request(max_tokens=60))
-        first = sum(len(e.tokens) for e in engine.poll())
+        first = sum(len(e.tokens) for e in first_of(engine))
         engine.load(self.weights(engine), version=4)
         engine.submit(request(1, 0, max_tokens=5))
         samples = {}
-        while events := engine.poll():
+        for events in events_of(engine):
             samples.update({e.id: e.sample for e in events if e.sample is not None})
         [(_, old), (begin, new)] = samples["0/0"].versions
         assert (old, new) == (3, 4) and first <= begin < 60  # an engine may have drawn more than it has reported

@@ -18,7 +18,9 @@ from cohort.config.schema import BatchConfig, EvalConfig, LearnerConfig, Samplin
 from cohort.data.batch import Microbatch
 from cohort.learner.local import LocalLearner
 from cohort.recipes.tiny import quickstart
+from cohort.rollout.producer import Producer
 from cohort.tasks.arithmetic import Arithmetic
+from cohort.tasks.environment import AgainRules, Episodes, KeyedDraws, Opening, Past, Step, ThinkAgain
 from cohort.train.job import StepRecord
 from cohort.train.replay import Replay
 from cohort.train.rl import train
@@ -83,25 +85,56 @@ def run_steps(parts: Parts, num: int, first: int = 0) -> list[tuple[list[Group],
     """`num` steps of the real loop."""
     run = Steps(first, num)
     replay = Replay(parts.config.replay, parts.config.seed, Path())  # nothing is kept here
-    train(run, parts.config, parts.engine, parts.learner, parts.tasks, parts.algo, replay)
+    train(run, parts.config, parts.producer, parts.learner, parts.sync, parts.algo, replay)
     return run.ended
+
+
+def producer_of(parts: Parts, group_size: int, **changes: Any) -> Producer:
+    """The run's own rollouts in groups of another size, or with another engine, scorer or order."""
+    values: dict[str, Any] = {"engine": parts.engine, "scorer": parts.scorer, "stream": parts.producer.stream}
+    drawing = replace(parts.producer.drawing, group_size=group_size)
+    return Producer(**{**values, "drawing": drawing, **changes})
+
+
+class Graded:
+    """An environment that scores every answer with a function."""
+
+    def __init__(self, grade: Any) -> None:
+        self.grade = grade
+        self.row: Row = {}
+
+    def start(self, row: Row, draws: KeyedDraws) -> Opening:
+        self.row = row
+        return Opening(messages=[])
+
+    def step(self, answer: Answer) -> Step:
+        outcome = self.grade(self.row, answer)
+        return Step(parts=None if outcome.failure else outcome.parts, reason=outcome.failure or outcome.reason)
 
 
 class Grader:
     """A scoring pool in this process: `grade(row, answer) -> Outcome`, given back `late` polls later, last first."""
 
-    def __init__(self, grade: Any, late: int = 0) -> None:
+    def __init__(self, grade: Any, late: int = 0, again: AgainRules | None = None) -> None:
         self.grade, self.late = grade, late
+        make = (lambda: Graded(grade)) if again is None else (lambda: ThinkAgain(Graded(grade), again))
+        self.episodes = Episodes(make)
         self.seen: dict[str, Answer] = {}
         self._held: list[tuple[str, Outcome]] = []
         self._polls = 0
 
-    def submit(self, id: str, row: Row, answer: Answer) -> None:
+    def submit(self, id: str, row: Row, answer: Answer, past: Past | None = None) -> None:
         assert id not in self.seen or id not in dict(self._held), f"{id} twice"
         self.seen[id] = answer
-        self._held.append((id, self.grade(row, answer)))
+        self._held.append((id, self.grade(row, answer) if past is None else self._step(row, answer, past)))
 
-    def poll(self, timeout: float) -> list[tuple[str, Outcome]]:
+    def _step(self, row: Row, answer: Answer, past: Past) -> Outcome:
+        step = self.episodes.step(row, past, answer)
+        if step.parts is None:
+            return Outcome(failure=step.reason)
+        return Outcome(parts=step.parts, reason=step.reason, replies=step.replies, cost=step.cost)
+
+    def poll(self, timeout: float = 0.0) -> list[tuple[str, Outcome]]:
         self._polls += 1
         if self._polls % (self.late + 1):
             return []

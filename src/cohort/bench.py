@@ -14,11 +14,11 @@ import torch
 from cohort import limits
 from cohort.algos.algorithm import build_algorithm
 from cohort.config.options import BenchOptions, BenchResult, EngineBenchOptions, LearnerBenchOptions
-from cohort.config.schema import GRPO, LearnerConfig, OptimConfig
+from cohort.config.schema import GRPO, LearnerConfig, NativeEngine, OptimConfig
 from cohort.data.pack import make_batch
 from cohort.device import available_bytes
-from cohort.engines import native
 from cohort.engines.base import Engine, Request, sample
+from cohort.engines.factory import Subject, make_engine
 from cohort.errors import ConfigError
 from cohort.learner.local import LocalLearner
 from cohort.learner.plan import Load, Plan, plan_memory
@@ -47,7 +47,7 @@ def bench_engine(decoder: Decoder, options: EngineBenchOptions) -> BenchResult:
     slots = options.slots or (options.prompts * options.samples if decoder.embed.is_cuda else 64)
     _forget_peak(decoder)
     begin = time.perf_counter()
-    engine = native.native_engine(decoder, lambda ids: "", slots=slots, max_context=context, weights=options.copies)
+    engine = make_engine(NativeEngine(slots=slots, weights=options.copies), Subject(decoder=decoder, context=context))
     first = batches[0][0]
     sample(engine, [replace(first, sampling=replace(first.sampling, max_tokens=1))])
     start_up = time.perf_counter() - begin
@@ -80,13 +80,8 @@ def bench_step(decoder: Decoder, options: BenchOptions) -> BenchResult:
     context = options.prompt_tokens + options.completion_tokens
     plan = _plan(decoder, shape, 0, kv=True)
     learner = _learner(decoder, 0, True, plan)
-    engine = native.native_engine(
-        decoder,
-        lambda ids: "",
-        slots=options.prompts * options.samples,
-        max_context=context,
-        reserve=0 if plan is None else plan.update,
-    )
+    subject = Subject(decoder=decoder, context=context, reserve=0 if plan is None else plan.update)
+    engine = make_engine(NativeEngine(slots=options.prompts * options.samples), subject)
     _forget_peak(decoder)
     phases: dict[str, list[float]] = {"sample s": [], "train s": []}
 

@@ -14,11 +14,12 @@ from cohort.algos.algorithm import Algorithm, build_algorithm
 from cohort.checkpoint import Checkpoint
 from cohort.config.document import variant_name
 from cohort.config.kinds import RL, SFT
-from cohort.config.schema import RunConfig, SamplingConfig, ThinkAgain
+from cohort.config.rollout import RolloutConfig
+from cohort.config.schema import NativeEngine, RunConfig
 from cohort.device import DTYPES, available_bytes, find_device, find_dtype
-from cohort.engines.auto import AutoEngine, engine_for
-from cohort.engines.base import Engine
-from cohort.engines.rollout import Again, Tasks
+from cohort.engines.base import Engine, require_for_training
+from cohort.engines.factory import Subject, abilities_of, make_engine
+from cohort.engines.sync import WeightSync
 from cohort.errors import ConfigError
 from cohort.evaluate import evaluate as run_evaluation
 from cohort.evaluate import rows_digest, sampling_facts
@@ -34,6 +35,8 @@ from cohort.models.decoder import Decoder
 from cohort.models.files import LoadedModel, load_folder
 from cohort.models.lora import Adapters
 from cohort.models.peft import load_adapters
+from cohort.rollout.producer import Order, Producer
+from cohort.rollout.settings import again_rules, drawings, room_between, sampling_of
 from cohort.scoring.pool import ScoringPool, default_workers
 from cohort.store.records import About, EvalSetting, Evaluation
 from cohort.tasks.base import check_packages
@@ -44,7 +47,7 @@ from cohort.text import RawText, Tokenizer
 from cohort.train.replay import Replay
 from cohort.train.rl import train as run_loop
 from cohort.train.run import Run
-from cohort.types import Prompt, Sampling
+from cohort.types import Prompt
 
 C = TypeVar("C", bound=RunConfig)
 
@@ -57,15 +60,17 @@ class Parts(Trained):
 
     config: RL
     engine: Engine
-    tasks: Tasks
-    held_out: Tasks
+    sync: WeightSync  # from the learner to the engine
+    scorer: ScoringPool
+    producer: Producer  # of what is trained
+    examiner: Producer  # of what is evaluated
     problems: list[Prompt]  # held out
     algo: Algorithm
 
     tokenizer: Tokenizer
 
     def evaluate(self, step: int) -> Evaluation:
-        c, tasks = self.config, self.held_out
+        c = self.config
         setting = EvalSetting(
             task=c.task.name,
             split="test",
@@ -77,26 +82,30 @@ class Parts(Trained):
             rows=rows_digest(self.problems),
             grader=grader_digest(c.task),
             template=c.template,
-            engine="transformers" if isinstance(self.engine, AutoEngine) else variant_name("engine", c.engine),
+            engine=self.engine.name,
             place=f"{c.device} {c.learner.dtype}",
-            sampling=sampling_facts(tasks.sampling),
+            sampling=sampling_facts(self.examiner.drawing.sampling),
             seed=c.seed,
             step=step,
+            turns="first" if self.examiner.drawing.further is None else "all",
         )
         return run_evaluation(
-            self.engine, tasks, self.problems, setting, lambda p: self.tokenizer.spell(p.tokens), then="resume the run"
+            self.examiner, self.problems, setting, lambda p: self.tokenizer.spell(p.tokens), then="resume the run"
         )
 
     def checkpoint(self, step: int) -> Checkpoint:
-        state = self.learner_checkpoint(step, self.tasks.stream.cursor)
+        rollouts = self.producer.state()
+        state = self.learner_checkpoint(step, rollouts["cursor"])
         state.numbers["algo"] = self.algo.state()
+        if rollouts["open"]:  # none after a step that waits for all its groups
+            state.numbers["open"] = rollouts["open"]
         return state
 
     def restore(self, state: Checkpoint) -> None:
         self.restore_learner(state)
         self.algo.load_state(state.numbers["algo"])
-        self.tasks.stream.cursor = state.cursor
-        self.engine.load(self.learner.weights(), version=state.step)
+        self.producer.load_state({"cursor": state.cursor, "open": state.numbers.get("open", [])})
+        self.sync.send(state.step)
 
     def about(self) -> About:
         return rl.about(self.config)
@@ -105,26 +114,31 @@ class Parts(Trained):
         return rl.next_commands(self.config, run, step)
 
     def work(self, run: Run) -> None:
-        if self.tasks.sampling.truncates and run.step == 0:  # told once: a resumed run has it on record
+        if self.producer.drawing.sampling.truncates and run.step == 0:  # told once: a resumed run has it on record
             run.event("sampling", "top-p, top-k or min-p: the policy that acts is not the one that is trained")
         if (note := rl.idle_ratio(self.config)) and run.step < self.config.steps:
             run.notice("algo", note)
         replay = Replay(self.config.replay, self.config.seed, run.directory.rollouts)
-        run_loop(run, self.config, self.engine, self.learner, self.tasks, self.algo, replay)
+        run_loop(run, self.config, self.producer, self.learner, self.sync, self.algo, replay)
 
     def close(self) -> None:
-        self.tasks.scorer.close()
+        self.scorer.close()
+        self.engine.close()
 
 
 def settled(config: RL) -> RL:
     """With what depends on the machine decided: the run records it and goes on so elsewhere, or says that it cannot."""
     device = find_device(config.device)
     learner, engine = replace(config.learner, dtype=find_dtype(config.learner.dtype, device)), config.engine
+    if config.rollout.order == "auto":
+        config = replace(config, rollout=RolloutConfig(order="rounds" if device.type == "cpu" else "continuous"))
     if device.type == "cpu":
         return replace(config, device="cpu", learner=learner)
-    if engine.weights != "shared" and config.device == "cuda":
-        raise ConfigError(f"engine.weights = {engine.weights} is for CPUs: on a GPU drop it.")
-    return replace(config, device="cuda", learner=learner, engine=replace(engine, weights="shared"))
+    if isinstance(engine, NativeEngine) and engine.weights != "shared":
+        if config.device == "cuda":
+            raise ConfigError(f"engine.weights = {engine.weights} is for CPUs: on a GPU drop it.")
+        engine = replace(engine, weights="shared")
+    return replace(config, device="cuda", learner=learner, engine=engine)
 
 
 def use_threads(threads: int, device: torch.device) -> None:
@@ -136,6 +150,7 @@ def use_threads(threads: int, device: torch.device) -> None:
 
 def assemble(config: RL) -> Parts:
     """Load the model and the task and connect the parts; refuses what cannot work before anything is written."""
+    require_for_training(abilities_of(config.engine), variant_name("engine", config.engine))
     config = settled(config)
     check_packages(config.task)
     device = find_device(config.device)
@@ -145,7 +160,7 @@ def assemble(config: RL) -> Parts:
     model.decoder.to(device)
     config = _suited(config, model.decoder)
     tokenizer = Tokenizer.load(folder)
-    sampling = _sampling(config.sampling, tokenizer)
+    sampling = sampling_of(config.sampling, tokenizer)
     algo = build_algorithm(config.algo, config.max_sampled)
     updates = config.learner.epochs * config.learner.minibatches
     adapters = _adapters(config, model.decoder)
@@ -162,32 +177,31 @@ def assemble(config: RL) -> Parts:
     )
     learner.follow(plan)
     learner.refresh_every = config.algo.kl.refresh
-    again = _again(config, tokenizer)
-    longest = config.max_sampled + (0 if again is None else again.room)
+    longest = config.max_sampled + room_between(config, tokenizer)
     limit = _prompt_limit(longest, model, learner.token_budget)
     learner.least_budget = limit + longest
     stream = TaskStream(config.task, renderer(tokenizer, config.template), config.seed, max_prompt_tokens=limit)
     stream.check(config.batch.prompts)
     problems = stream.held_out(config.eval.problems)
-    engine = engine_for(
-        model.decoder,
-        tokenizer.decode,
-        slots=config.engine.slots,
-        max_context=limit + longest,
-        weights=config.engine.weights,
+    subject = Subject(
+        decoder=model.decoder,
+        decode=tokenizer.decode,
+        context=limit + longest,
         reserve=0 if plan is None else plan.update,
     )
-    scorer = ScoringPool(config.task, default_workers(config.task))
-    tasks = Tasks(stream=stream, scorer=scorer, sampling=sampling, weights=config.reward, seed=config.seed, again=again)
-    whole = replace(sampling, temperature=config.eval.temperature, top_p=1.0, top_k=0, min_p=0.0)
-    held_out = replace(tasks, sampling=whole, purpose="eval", again=None)  # the first attempt counts
+    engine = make_engine(config.engine, subject)
+    scorer = ScoringPool(config.task, default_workers(config.task), again=again_rules(config))
+    training, evaluation = drawings(config, sampling, tokenizer)
+    order: Order = "continuous" if config.rollout.order == "continuous" else "rounds"
     return Parts(
         config=config,
         model=model,
         engine=engine,
         learner=learner,
-        tasks=tasks,
-        held_out=held_out,
+        sync=WeightSync(weights=learner.weights, engine=engine),
+        scorer=scorer,
+        producer=Producer(engine, scorer, stream, training, order),
+        examiner=Producer(engine, scorer, stream, evaluation, order),
         problems=problems,
         algo=algo,
         tokenizer=tokenizer,
@@ -197,28 +211,6 @@ def assemble(config: RL) -> Parts:
 def renderer(tokenizer: Tokenizer, template: str) -> Renderer:
     """How prompts become tokens: by the chat template unless raw text was asked for."""
     return tokenizer if template == "chat" else RawText(tokenizer)
-
-
-def _again(config: RL, tokenizer: Tokenizer) -> Again | None:
-    t = config.turns
-    if not isinstance(t, ThinkAgain):
-        return None
-    longest = t.max_tokens or config.sampling.max_tokens
-    return Again(
-        attempts=t.attempts, below=t.below, max_tokens=longest, cost=t.cost, words=t.words, follow=tokenizer.follow_up
-    )
-
-
-def _sampling(asked: SamplingConfig, tokenizer: Tokenizer) -> Sampling:
-    return Sampling(
-        max_tokens=asked.max_tokens,
-        temperature=asked.temperature,
-        top_p=asked.top_p,
-        top_k=asked.top_k,
-        min_p=asked.min_p,
-        stop_ids=tokenizer.stop_ids,
-        stop_strings=asked.stop,
-    )
 
 
 def _plan(

@@ -26,6 +26,10 @@ class RunError(CohortError):
     """A run directory is missing, locked, full, read-only or from something else."""
 
 
+class EngineError(CohortError):
+    """An engine has died or was closed: it answers nothing any more. A run it belonged to can be resumed."""
+
+
 class TrainingStopped(CohortError):
     """Training gave up on purpose (non-finite gradients, too many failures); the run can be resumed."""
 

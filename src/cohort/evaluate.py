@@ -9,8 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from cohort.clock import stage
-from cohort.engines.base import Engine
-from cohort.engines.rollout import Tasks, stop_if_many_failed, stream
+from cohort.rollout.producer import Producer, stop_if_many_failed
 from cohort.scores import accuracy, all_passes, interval, mean
 from cohort.store.records import EvalAnswer, EvalItem, EvalSetting, Evaluation
 from cohort.tasks.base import Task
@@ -21,8 +20,7 @@ Spell = Callable[[Prompt], str]
 
 @stage("evaluate")
 def evaluate(
-    engine: Engine,
-    tasks: Tasks,
+    producer: Producer,
     prompts: Sequence[Prompt],
     setting: EvalSetting,
     spell: Spell,
@@ -38,13 +36,14 @@ def evaluate(
     items = dict(known or {})
     missing = [p for p in prompts if p.id not in items]
     failed: list[str] = []
-    for _, group in stream(engine, tasks, missing, setting.num_samples):
-        item = _item(group, tasks.stream.task.accuracy, spell)
+    task = producer.stream.task
+    for _, group in producer.start(missing):
+        item = _item(group, task.accuracy, spell)
         items[item.id] = item
         failed += [a.failure for a in item.answers if a.failure]
         stop_if_many_failed(failed, len(prompts) * setting.num_samples, then)
         done(item)
-    return summarised(setting, [items[p.id] for p in prompts], tasks.stream.task, [p.row for p in prompts])
+    return summarised(setting, [items[p.id] for p in prompts], task, [p.row for p in prompts])
 
 
 def summarised(setting: EvalSetting, items: Sequence[EvalItem], task: Task, rows: Sequence[Row]) -> Evaluation:

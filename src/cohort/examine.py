@@ -9,16 +9,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from cohort import build
+from cohort.config.engines import NativeEngine, ServerEngine, VllmEngine
 from cohort.config.options import EvalOptions
 from cohort.device import DTYPES, find_device, find_dtype
-from cohort.engines.auto import AutoEngine, engine_for
 from cohort.engines.base import Engine
-from cohort.engines.rollout import Tasks
+from cohort.engines.factory import Subject, make_engine
 from cohort.errors import ConfigError, RunError
 from cohort.evaluate import evaluate, rows_digest, sampling_facts
 from cohort.models.catalog import resolve
 from cohort.models.config import context_of
 from cohort.models.files import load_folder, read_config
+from cohort.rollout.episode import Drawing
+from cohort.rollout.producer import Producer
 from cohort.scoring.pool import ScoringPool, default_workers
 from cohort.store.journal import Journal
 from cohort.store.records import EvalItem, EvalSetting, Evaluation
@@ -76,10 +78,9 @@ class Examiner:
         self.engine = self._served() if options.engine == "server" else self._loaded()
 
     def _served(self) -> Engine:
-        from cohort.engines.server import ServerEngine
-
         o = self.options
-        return ServerEngine(o.url, self.model, template=o.template, concurrency=o.slots)
+        subject = Subject(name=self.model, template=o.template, context=0)
+        return make_engine(ServerEngine(url=o.url, slots=o.slots), subject)
 
     def _loaded(self) -> Engine:
         o = self.options
@@ -90,19 +91,18 @@ class Examiner:
         dtype = find_dtype(o.dtype, device)
         self.place = f"{device.type} {dtype}"
         if o.engine == "vllm":
-            from cohort.engines.vllm import VllmEngine
-
             self.context = context_of(read_config(folder))
-            return VllmEngine(folder, max_context=self.context, slots=o.slots, dtype=dtype, tokenizer=self.tokenizer)
+            subject = Subject(folder=folder, context=self.context, dtype=dtype, tokenizer=self.tokenizer)
+            return make_engine(VllmEngine(slots=o.slots), subject)
         loaded = load_folder(folder, DTYPES[dtype])
         loaded.decoder.to(device)
         self.context = loaded.config.context
-        return engine_for(loaded.decoder, self.tokenizer.decode, slots=o.slots, max_context=self.context)
+        subject = Subject(decoder=loaded.decoder, decode=self.tokenizer.decode, context=self.context)
+        return make_engine(NativeEngine(slots=o.slots), subject)
 
     def close(self) -> None:
         """End what the engine has under way elsewhere."""
-        if hasattr(self.engine, "close"):
-            self.engine.close()
+        self.engine.close()
 
     def _spell(self, prompt: Prompt) -> str:
         """The exact text that the model is given; what a server makes of messages is not known."""
@@ -142,7 +142,7 @@ class Examiner:
             rows=rows_digest(prompts),
             grader=grader_digest(task),
             template=o.template,
-            engine="transformers" if isinstance(self.engine, AutoEngine) else o.engine,
+            engine=self.engine.name,
             place=self.place,
             sampling=sampling_facts(sampling),
             seed=o.seed,
@@ -165,15 +165,15 @@ class Examiner:
                 return Examined(evaluation=found, path=path, fresh=False)
             known = {item.id: item for item in found.items if not item.failed}
         with Journal(path, setting) as journal, ScoringPool(exam.task, default_workers(exam.task)) as scorer:
-            tasks = Tasks(
-                stream=exam.stream,
-                scorer=scorer,
+            drawing = Drawing(
                 sampling=exam.sampling,
-                weights={},
+                group_size=setting.num_samples,
                 seed=setting.seed,
                 purpose="eval",
+                coefficients={},
                 context=self.context,
             )
+            producer = Producer(self.engine, scorer, exam.stream, drawing)
             known |= journal.items
             progress(name, len(known), num)
 
@@ -182,7 +182,7 @@ class Examiner:
                 known[item.id] = item
                 progress(name, len(known), num)
 
-            evaluation = evaluate(self.engine, tasks, exam.prompts, setting, self._spell, dict(known), done)
+            evaluation = evaluate(producer, exam.prompts, setting, self._spell, dict(known), done)
             journal.finish(evaluation)
         return Examined(evaluation=evaluation, path=path, fresh=True)
 
@@ -210,5 +210,8 @@ def file_name(setting: EvalSetting) -> str:
     >>> re.sub("[0-9a-f]{8}", "...", name)
     'gsm8k-b-c-....json'
     """
-    digest = hashlib.sha256(json.dumps(asdict(setting), sort_keys=True).encode()).hexdigest()[:8]
+    facts = asdict(setting)
+    if facts["turns"] == "first":  # as every evaluation was before there was a choice: their names stay
+        del facts["turns"]
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:8]
     return f"{setting.task}-{slug(setting.model.rstrip('/'))}-{digest}.json"

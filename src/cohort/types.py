@@ -154,8 +154,15 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """A grader's result: a verdict (`parts`, perhaps with a reason) or a failure, never both."""
+    """A grader's result: a verdict (`parts`, perhaps with a reason) or a failure, never both.
+
+    An environment that goes on says its `replies`; `cost` is what it takes from the reward. `stand_in` is what was
+    scored instead of an answer that was too much work, where the episode may go on from it.
+    """
 
     parts: dict[str, float] = field(default_factory=dict)
     reason: str = ""
     failure: str = ""
+    replies: list[Message] = field(default_factory=list)
+    cost: float = 0.0
+    stand_in: Answer | None = None

@@ -8,11 +8,10 @@ import pytest
 import torch
 
 from cohort.config.schema import EvalConfig, ThinkAgain
-from cohort.engines.rollout import roll
 from cohort.errors import ConfigError
 from cohort.train.update import annotate
 from cohort.types import Finish, Provenance
-from tests.runs import assembled, gradient_rows, run_steps, small_run
+from tests.runs import assembled, gradient_rows, producer_of, run_steps, small_run
 from tests.support import packed
 
 WORDS = ("Think again.", "Look once more at <|im_end|> it.")
@@ -22,7 +21,7 @@ AGAIN = ThinkAgain(attempts=2, below=10.0, max_tokens=12, words=WORDS)
 @pytest.fixture(scope="module")
 def rolled():
     with assembled(small_run(turns=AGAIN)) as parts:
-        groups = roll(parts.engine, parts.tasks, parts.tasks.stream.next(4), 3)
+        groups = producer_of(parts, 3).roll(parts.producer.stream.next(4))
         annotate(parts.learner, groups, ["old"])
         yield parts, groups
 
@@ -88,6 +87,22 @@ def test_a_run_with_it_learns_and_counts_its_turns():
         assert rewards.keys() == {1, 2}
         assert any(not torch.equal(before[n], p) for n, p in parts.model.decoder.named_parameters())
         assert all(len(a.text) and "[" not in a.text for item in parts.evaluate(2).items for a in item.answers[:1])
+
+
+def test_an_evaluation_may_have_all_turns_and_says_so():
+    again = replace(AGAIN, below=0.5)
+    with assembled(small_run(turns=again, eval=EvalConfig(problems=6, turns="all"))) as parts:
+        found = parts.evaluate(0)
+        assert found.setting.turns == "all"
+        talked = [a for item in found.items for a in item.answers if any(f"[{w}]" in a.text for w in WORDS)]
+        wrong_at_first = [a for item in found.items for a in item.answers if a.correct == 0.0 and a.finish == "stop"]
+        assert talked and all(a in talked for a in wrong_at_first)
+    with assembled(small_run(turns=again)) as parts:
+        first = parts.evaluate(0)
+        assert first.setting.turns == "first"
+        for short, long in zip(first.items, found.items, strict=True):
+            for a, b in zip(short.answers, long.answers, strict=True):
+                assert b.text.startswith(a.text) and (b.text == a.text or b.text[len(a.text) :].startswith("\n\n["))
 
 
 def test_what_does_not_fit_is_refused():

@@ -14,8 +14,9 @@ from cohort.algos.algorithm import build_algorithm
 from cohort.config.algos import KLConfig
 from cohort.config.schema import GRPO, LearnerConfig, OptimConfig
 from cohort.data.pack import make_batch
-from cohort.engines.auto import AutoEngine, engine_for
+from cohort.engines.auto import AutoEngine
 from cohort.engines.base import Request, sample
+from cohort.engines.native import native_engine
 from cohort.fates import Fate
 from cohort.learner.local import LocalLearner
 from cohort.models.auto import AnyDecoder, AutoDecoder, foreign_decoder
@@ -235,7 +236,7 @@ def test_4_6_samples_do_not_depend_on_slots_order_or_company(folders, family):
 def test_4_6_the_draws_are_the_native_engines():
     """`tiny` both ways: the same keys draw the same tokens."""
     other = through_transformers("tiny")
-    native = engine_for(load_folder(resolve("tiny")).decoder, spell, slots=8, max_context=200)
+    native = native_engine(load_folder(resolve("tiny")).decoder, spell, slots=8, max_context=200)
     for values in ({}, {"temperature": 0.5, "top_p": 0.9}, {"top_k": 5, "min_p": 0.02}):
         requests = load_requests(**values)
         a, b = run(other, requests), sample(native, requests)

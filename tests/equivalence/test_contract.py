@@ -11,7 +11,6 @@ from cohort.algos.algorithm import build_algorithm
 from cohort.algos.imitation import Imitation
 from cohort.build import Parts
 from cohort.config.schema import GRPO, DrGRPO, LearnerConfig, OptimConfig, SamplingConfig
-from cohort.engines.rollout import collect
 from cohort.errors import TrainingStopped
 from cohort.learner.local import LocalLearner
 from cohort.tasks.base import grade, plain_answer
@@ -19,7 +18,7 @@ from cohort.text import Tokenizer
 from cohort.train.sft import pack_examples
 from cohort.types import Finish, Outcome, Provenance
 from tests.hostile_task import SPELLINGS, Hostile
-from tests.runs import Grader, assembled, gradient_rows, run_steps, small_run
+from tests.runs import Grader, assembled, gradient_rows, producer_of, run_steps, small_run
 from tests.support import make_group, make_sample, packed, random_groups, small_decoder
 
 P, S, E, F, T = Provenance.PROMPT, Provenance.SAMPLED, Provenance.ENVIRONMENT, Provenance.FORCED, Provenance.TARGET
@@ -37,13 +36,13 @@ def refuse(*args, **kwargs):
 
 def test_4_1_the_ids_the_engine_drew_are_the_ids_that_are_trained(parts, monkeypatch):
     """A whole step with tokenising forbidden once the prompts exist."""
-    prompts = parts.tasks.stream.next(6)
+    prompts = parts.producer.stream.next(6)
     drawn: dict[str, list[int]] = {}
     poll, update = parts.engine.poll, parts.learner.update
     batches = []
 
-    def watched_poll():
-        events = poll()
+    def watched_poll(timeout=0.0):
+        events = poll(timeout)
         for event in events:
             drawn.setdefault(event.id, []).extend(event.tokens)
         return events
@@ -54,7 +53,7 @@ def test_4_1_the_ids_the_engine_drew_are_the_ids_that_are_trained(parts, monkeyp
 
     monkeypatch.setattr(parts.engine, "poll", watched_poll)
     monkeypatch.setattr(parts.learner, "update", watched_update)
-    monkeypatch.setattr(parts.tasks.stream, "next", lambda n: prompts)
+    monkeypatch.setattr(parts.producer.stream, "next", lambda n: prompts)
     monkeypatch.setattr(Tokenizer, "encode", refuse)
     monkeypatch.setattr(Tokenizer, "render", refuse)
     (groups, stats) = run_steps(parts, 1)[0]
@@ -80,7 +79,7 @@ def test_4_1_the_ids_the_engine_drew_are_the_ids_that_are_trained(parts, monkeyp
 
 
 def test_4_1_every_token_has_its_provenance(parts):
-    for group in collect(parts.engine, parts.tasks, 4, 3, parts.algo.accept):
+    for group in producer_of(parts, 3).collect(4, parts.algo.accept):
         assert group.prompt.provenance == [P] * len(group.prompt.tokens)
         for s in group.samples:
             assert s.provenance == [S] * len(s.tokens)
@@ -108,7 +107,7 @@ def test_4_1_special_token_spellings_in_rows_stay_text_to_the_end():
 
 def test_4_1_a_forced_prefix_is_marked_and_never_trained():
     with assembled(small_run(task=Hostile(plain=True, forced="<think>7"), reward={})) as made:
-        groups = collect(made.engine, made.tasks, 3, 4, made.algo.accept)
+        groups = producer_of(made, 4).collect(3, made.algo.accept)
         for g in groups:
             marks = g.prompt.provenance
             first = marks.index(F)
@@ -150,8 +149,8 @@ def test_4_1_sft_targets_only_and_rl_ignores_them():
 
 
 def test_4_2_a_sampled_end_token_is_trained_on_tiny(parts):
-    stops = set(parts.tasks.sampling.stop_ids)
-    groups = collect(parts.engine, parts.tasks, 6, 4, parts.algo.accept)
+    stops = set(parts.producer.drawing.sampling.stop_ids)
+    groups = producer_of(parts, 4).collect(6, parts.algo.accept)
     for g in groups:
         for n, s in enumerate(g.samples):
             s.advantage = 1.0 + n
@@ -177,7 +176,7 @@ def test_4_2_truncated_samples_follow_an_explicit_choice(choice, monkeypatch):
     config = small_run(sampling=SamplingConfig(max_tokens=5), algo=DrGRPO(truncated=choice))
     with assembled(config) as made:
         right = Outcome(parts={"correct": 1.0, "format": 0.0})
-        monkeypatch.setattr(made.tasks, "scorer", Grader(lambda row, answer: right))
+        monkeypatch.setattr(made.producer, "scorer", Grader(lambda row, answer: right))
         groups, stats = run_steps(made, 1)[0]
         monkeypatch.undo()
     samples = [s for g in groups for s in g.samples]
@@ -223,22 +222,22 @@ def test_4_9_a_failed_sample_leaves_its_group_and_the_baseline_is_recomputed():
 
 
 @pytest.mark.parametrize("num_failed", [1, 2])
-def test_4_9_above_five_percent_of_a_step_the_run_stops(parts, num_failed, monkeypatch):
+def test_4_9_above_five_percent_of_a_step_the_run_stops(parts, num_failed):
     """20 samples: one failure is 5% and is counted and shown, two are more and stop the run."""
     failing = iter([True] * num_failed + [False] * 20)
     ok, broken = Outcome(parts={"correct": 1.0, "format": 0.0}), Outcome(failure="the grader's process died")
-    monkeypatch.setattr(parts.tasks, "scorer", Grader(lambda row, answer: broken if next(failing) else ok))
+    producer = producer_of(parts, 4, scorer=Grader(lambda row, answer: broken if next(failing) else ok))
     if num_failed == 2:
         with pytest.raises(TrainingStopped, match=r"2 of 20 samples .* more than 5%.*process died"):
-            collect(parts.engine, parts.tasks, 5, 4, parts.algo.accept)
+            producer.collect(5, parts.algo.accept)
         return
-    groups = collect(parts.engine, parts.tasks, 5, 4, parts.algo.accept)
+    groups = producer.collect(5, parts.algo.accept)
     lost = [s for g in groups for s in g.samples if s.failure]
     assert len(lost) == 1 and lost[0].reward is None and lost[0].parts == {}
 
 
 def test_4_9_what_the_answer_causes_is_a_verdict_with_its_reason(parts):
-    row = parts.tasks.stream.next(1)[0].row
+    row = parts.producer.stream.next(1)[0].row
     for text in ("", "<answer>", "<answer>9**9**9**9</answer>", "<answer>" + "(" * 10_000 + "</answer>"):
         outcome = grade(parts.config.task, row, plain_answer(text))
         assert outcome.parts["correct"] == 0.0 and outcome.reason and not outcome.failure

@@ -22,7 +22,6 @@ from cohort.config.load import change
 from cohort.config.rules import validate
 from cohort.config.schema import GRPO, BatchConfig, DrGRPO, EvalConfig, LearnerConfig, OptimConfig, SamplingConfig
 from cohort.data.pack import make_batch
-from cohort.engines.rollout import collect
 from cohort.errors import ConfigError
 from cohort.fates import Fate
 from cohort.learner.local import LocalLearner
@@ -30,7 +29,7 @@ from cohort.models.catalog import pull
 from cohort.store.reader import Reader
 from cohort.train.update import annotate, record
 from cohort.types import Group, Provenance
-from tests.runs import assembled, preserved, run_steps, small_run
+from tests.runs import assembled, preserved, producer_of, run_steps, small_run
 from tests.support import make_group, make_sample, naive_logprobs, one_sequence, packed, random_groups, small_decoder
 
 PACKS = [(512, True), (120, True), (512, False), (70, False)]  # token budget, prefix sharing
@@ -64,7 +63,7 @@ class Bench:
 
 
 def sampled(parts: Parts, num_prompts: int, group_size: int) -> list[Group]:
-    groups = collect(parts.engine, parts.tasks, num_prompts, group_size, parts.algo.accept)
+    groups = producer_of(parts, group_size).collect(num_prompts, parts.algo.accept)
     for n, group in enumerate(groups):
         for i, s in enumerate(group.samples):
             s.reward = float((n + i) % 3 == 0)

@@ -17,11 +17,11 @@ from cohort.config.schema import GRPO, BatchConfig, EvalConfig, LearnerConfig, O
 from cohort.engines.base import Request, sample
 from cohort.engines.native.engine import NativeEngine
 from cohort.engines.native.sampler import Settings, draw
-from cohort.engines.rollout import Tasks, roll
 from cohort.fates import Fate
+from cohort.rollout.episode import Drawing
 from cohort.tasks.arithmetic import Arithmetic
 from cohort.types import Prompt, Provenance
-from tests.runs import assembled, gradient_rows, run_steps, small_run
+from tests.runs import assembled, gradient_rows, producer_of, run_steps, small_run
 from tests.support import packed
 
 S, E = Provenance.SAMPLED, Provenance.ENVIRONMENT
@@ -37,16 +37,16 @@ def weights(parts: Parts) -> dict[str, torch.Tensor]:
     return {n: p.detach().clone() for n, p in parts.model.decoder.named_parameters()}
 
 
-def requests(tasks: Tasks, prompts: list[Prompt], group_size: int = 4) -> list[Request]:
+def requests(drawing: Drawing, prompts: list[Prompt], group_size: int = 4) -> list[Request]:
     return [
-        Request(id=f"{p.id}/{p.visit}/{i}", tokens=p.tokens, sampling=tasks.sampling, key=tasks.key(p, i))
+        Request(id=f"{p.id}/{p.visit}/{i}", tokens=p.tokens, sampling=drawing.sampling, key=drawing.key(p, i))
         for p in prompts
         for i in range(group_size)
     ]
 
 
 def test_4_6_equal_samples_in_any_order_batch_and_number_of_slots(parts):
-    asked = requests(parts.tasks, parts.tasks.stream.next(6))
+    asked = requests(parts.producer.drawing, parts.producer.stream.next(6))
     reference = sample(parts.engine, asked)
     for seed, slots, window in ((1, 256, 8), (2, 3, 1), (3, 7, 5)):
         shuffled = random.Random(seed).sample(asked, len(asked))
@@ -59,31 +59,33 @@ def test_4_6_equal_samples_in_any_order_batch_and_number_of_slots(parts):
 
 
 def test_4_6_groups_do_not_depend_on_the_order_of_the_prompts(parts):
-    prompts = parts.tasks.stream.next(6)
-    forward = roll(parts.engine, parts.tasks, prompts, 4)
-    backward = roll(parts.engine, parts.tasks, prompts[::-1], 4)[::-1]
+    prompts = parts.producer.stream.next(6)
+    forward = producer_of(parts, 4).roll(prompts)
+    backward = producer_of(parts, 4).roll(prompts[::-1])[::-1]
     assert [[s.tokens for s in g.samples] for g in forward] == [[s.tokens for s in g.samples] for g in backward]
     assert [[s.reward for s in g.samples] for g in forward] == [[s.reward for s in g.samples] for g in backward]
 
 
 def test_4_6_training_and_evaluation_draw_from_different_streams(parts):
-    prompts = parts.tasks.stream.next(4)
-    assert parts.tasks.key(prompts[0], 1) == replace(parts.held_out.key(prompts[0], 1), purpose="train")
-    train = sample(parts.engine, requests(parts.tasks, prompts))
-    eval = sample(parts.engine, requests(parts.held_out, prompts))
-    assert parts.tasks.sampling == parts.held_out.sampling
+    prompts = parts.producer.stream.next(4)
+    train, held_out = parts.producer.drawing, parts.examiner.drawing
+    assert train.key(prompts[0], 1) == replace(held_out.key(prompts[0], 1), purpose="train")
+    train = sample(parts.engine, requests(parts.producer.drawing, prompts))
+    eval = sample(parts.engine, requests(parts.examiner.drawing, prompts))
+    assert parts.producer.drawing.sampling == parts.examiner.drawing.sampling
     same = sum(train[id].tokens == eval[id].tokens for id in train)
     assert same < len(train) / 2
 
 
 def test_4_6_every_visit_of_a_prompt_draws_anew(parts):
-    stream = copy.copy(parts.tasks.stream)
+    stream = copy.copy(parts.producer.stream)
     stream.cursor = 0
     epochs = [stream.next(stream.num_rows) for _ in range(2)]
     first, again = ({p.id: p for p in epoch} for epoch in epochs)
     assert {p.visit for p in epochs[0]} == {0} and {p.visit for p in epochs[1]} == {1}
     ids = list(first)[:4]
-    drawn = [sample(parts.engine, requests(parts.tasks, [epoch[id] for id in ids])) for epoch in (first, again)]
+    drawing = parts.producer.drawing
+    drawn = [sample(parts.engine, requests(drawing, [epoch[id] for id in ids])) for epoch in (first, again)]
     same = sum(drawn[0][f"{id}/0/{i}"].tokens == drawn[1][f"{id}/1/{i}"].tokens for id in ids for i in range(4))
     assert same < 8
 
@@ -139,7 +141,8 @@ def test_4_8_a_step_without_signal_moves_nothing_though_there_is_momentum():
         assert run_steps(made, 1)[0][1].metrics["updates/done"] == 1.0
         before, (moments, numbers) = weights(made), made.learner.state()
         moments = {k: v.clone() for k, v in moments.items()}
-        made.tasks.weights = {"correct": 0.0, "format": 0.0}  # every reward 0
+        nothing = {"correct": 0.0, "format": 0.0}  # every reward 0
+        made.producer.drawing = replace(made.producer.drawing, coefficients=nothing)
         groups, stats = run_steps(made, 1, first=1)[0]
         assert {g.excluded for g in groups} == {Fate.CONSTANT_REWARD}
         assert stats.metrics["updates/no_signal"] == 1.0 and stats.metrics["groups/constant_reward"] == len(groups)
@@ -152,7 +155,7 @@ def test_4_8_a_step_without_signal_moves_nothing_though_there_is_momentum():
 
 @pytest.mark.parametrize("reward", [0.1, 1 / 3, 1e6])
 def test_4_8_constant_rewards_packed_all_the_same_give_exactly_zero(parts, reward):
-    groups = roll(parts.engine, parts.tasks, parts.tasks.stream.next(2), 3)
+    groups = producer_of(parts, 3).roll(parts.producer.stream.next(2))
     for s in (s for g in groups for s in g.samples):
         s.reward = reward
     parts.algo.advantages(groups)
@@ -165,7 +168,7 @@ def test_4_8_constant_rewards_packed_all_the_same_give_exactly_zero(parts, rewar
 
 def test_4_8_environment_tokens_get_no_gradient_on_tiny(parts):
     """A tool's answer inside a sample: the gradient is that of the sampled tokens alone, to the last bit."""
-    groups = roll(parts.engine, parts.tasks, parts.tasks.stream.next(2), 3)
+    groups = producer_of(parts, 3).roll(parts.producer.stream.next(2))
     for g in groups:
         for n, s in enumerate(g.samples):
             middle = len(s.tokens) // 2
@@ -204,7 +207,7 @@ def test_4_10_two_learners_from_one_checkpoint_make_the_same_next_steps(tmp_path
         with assembled(config) as resumed:
             resumed.restore(checkpoint.load(path))
             assert all(torch.equal(w, saved[n]) for n, w in weights(resumed).items())
-            assert resumed.engine.version == 2 and resumed.tasks.stream.cursor == 8
+            assert resumed.engine.version == 2 and resumed.producer.stream.cursor == 8
             again = run_steps(resumed, 2, first=2)
             assert [stats for _, stats in again] == [stats for _, stats in expected]
             assert [groups for groups, _ in again] == [groups for groups, _ in expected]  # every list of every record

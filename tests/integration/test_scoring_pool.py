@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import os
 import random
 import select
@@ -11,19 +12,21 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cohort.errors import TaskError
-from cohort.scoring.pool import ScoringPool, default_workers
-from cohort.scoring.wire import Limits
+from cohort.scoring.pool import ScoringPool, check_step, default_workers
+from cohort.scoring.wire import Limits, Reply
 from cohort.tasks.arithmetic import Arithmetic
 from cohort.tasks.base import grade, load_rows, plain_answer
+from cohort.tasks.draws import Draws
+from cohort.tasks.environment import AgainRules, Past
 from cohort.tasks.ref import TaskRef
-from cohort.types import Outcome
+from cohort.types import Answer, Key, Outcome
 
 GRADER = '''
 import os, random, re, signal, subprocess, sys, time
@@ -48,6 +51,8 @@ class Wild:
 
     def score(self, row, answer):
         seen.append(row["id"])
+        if answer.text == "die": os._exit(5)
+        if answer.text == "raise": raise ValueError("my own bug")
         reason = getattr(self, row.get("do", "nothing"))(row) or answer.text
         return Verdict({"correct": 1}, reason)
 
@@ -109,6 +114,8 @@ class Bounded(Wild):
     work_seconds = 0.2
 
     def score(self, row, answer):
+        if answer.text == "burn": self.runs(row)
+        if answer.text == "die": os._exit(5)
         if not answer.text:
             if row.get("fragile"): raise ValueError("even empty answers")
             return Verdict({"correct": 0, "format": 0.25}, "empty")
@@ -284,6 +291,95 @@ def test_a_busy_machine_is_not_the_answers_fault(file: str) -> None:
         os.kill(worker.pid, signal.SIGCONT)
         assert pool.poll(timeout=10) == [("slow", Outcome(parts={"correct": 1.0, "format": 1.0}, reason="t"))]
         assert pool.num_restarts == 0
+
+
+# ---- episodes
+
+AGAIN = AgainRules(attempts=3, below=1.0, cost=0.5, words=tuple("abcdefgh"), coefficients={"format": 0.0})
+
+
+def episodes(pool: ScoringPool, num: int, says: Callable[[int, int], str], turns: int = 4) -> dict[int, list[Outcome]]:
+    """Play `num` episodes side by side: `says(episode, turn)` is the policy's answer. Their outcomes, turn by turn."""
+    told: dict[int, list[Answer]] = {n: [] for n in range(num)}
+    found: dict[int, list[Outcome]] = {n: [] for n in range(num)}
+    going = set(range(num))
+    for turn in range(turns):
+        for n in sorted(going):
+            answer = plain_answer(says(n, turn))
+            key = Key(seed=1, purpose="train", task="wild", prompt_id=str(n), visit=0, sample=0)
+            pool.submit(str(n), {"id": str(n)}, answer, Past(key=key, answers=tuple(told[n])))
+            told[n].append(answer)
+        waiting = set(going)
+        while waiting:
+            for id, outcome in pool.poll(timeout=1.0):
+                waiting.discard(int(id))
+                found[int(id)].append(outcome)
+                if outcome.stand_in is not None:
+                    told[int(id)][-1] = outcome.stand_in
+        going = {n for n in going if found[n][-1].replies}
+    assert not pool.num_pending
+    return found
+
+
+def talking(file: str, workers: int = 1, name: str = "wild") -> ScoringPool:
+    limits = Limits(seconds=1.0, memory_mb=256)
+    return ScoringPool(TaskRef(name=name, path=file), workers=workers, limits=limits, again=AGAIN)
+
+
+def calm(episode: int, turn: int) -> str:
+    return f"{episode}.{turn}"
+
+
+def test_an_episode_asks_for_another_attempt_by_its_key_whoever_plays_it(file: str) -> None:
+    with talking(file) as pool:
+        expected = episodes(pool, 20, calm)
+    for n, outcomes in expected.items():
+        words = [Draws("again", 1, "train", "wild", str(n), 0, 0, turn).choice(AGAIN.words) for turn in (1, 2, 3)]
+        assert [o.replies for o in outcomes] == [[{"role": "user", "content": w}] for w in words] + [[]]
+        assert [o.cost for o in outcomes] == [0.0, 0.5, 1.0, 1.5]
+        assert [(o.parts, o.reason) for o in outcomes] == [(GOOD, calm(n, turn)) for turn in range(4)]
+    with talking(file, workers=3) as pool:
+        assert episodes(pool, 20, calm) == expected
+
+
+@pytest.mark.parametrize("turn", [0, 2])
+@pytest.mark.parametrize("deed", ["die", "raise"])
+def test_a_worker_that_dies_with_many_episodes_in_it_fails_exactly_one(file: str, turn: int, deed: str) -> None:
+    with talking(file) as pool:
+        expected = episodes(pool, 50, calm)
+        found = episodes(pool, 50, lambda n, at: deed if (n, at) == (17, turn) else calm(n, at))
+        assert pool.num_failures == 1 and pool.num_restarts >= 1
+    assert len(found[17]) == turn + 1 and found[17][-1].failure and not found[17][-1].replies
+    del found[17], expected[17]
+    assert found == expected
+
+
+def test_what_is_too_much_work_is_an_empty_answer_and_the_episode_goes_on(file: str) -> None:
+    """Also where another worker has to play it again: it is not given the work a second time."""
+
+    def says(n: int, turn: int) -> str:
+        return {(1, 1): "burn", (0, 2): "die"}.get((n, turn), calm(n, turn))
+
+    with talking(file, name="bounded") as pool:
+        found = episodes(pool, 3, says)
+        assert (pool.num_over_limit, pool.num_failures) == (1, 1)
+    over = found[1][1]
+    assert (over.parts, over.reason) == (OVER.parts, OVER.reason) and over.replies and over.cost == 0.5
+    assert over.stand_in == plain_answer("")
+    assert [len(outcomes) for outcomes in found.values()] == [3, 4, 4]
+    assert [o.reason for o in found[1][2:]] == ["1.2", "1.3"]
+
+
+def test_an_answer_outside_an_episode_is_scored_alone(file: str) -> None:
+    """By the same pool: evaluation reads the first answer only."""
+    with talking(file) as pool:
+        assert pool.score(items("nothing")) == [Outcome(parts=GOOD, reason="t0")]
+
+
+def test_a_reply_that_is_no_message_is_refused() -> None:
+    for reply in (Reply(replies=["hello"]), Reply(replies=[{"role": "user"}]), Reply(cost=math.nan)):
+        with pytest.raises(TaskError, match='task "t", row "r": the environment'):
+            check_step("t", "r", reply)
 
 
 def test_a_missing_package_is_named_before_anything_starts(file: str) -> None:

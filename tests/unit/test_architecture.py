@@ -24,7 +24,7 @@ LAYERS = {
     2: ("serialize", "world", "algos", "data"),
     3: ("models",),
     4: ("engines", "learner", "checkpoint", "limits", "device"),
-    5: ("evaluate", "compare", "logs", "store", "train"),
+    5: ("evaluate", "compare", "logs", "rollout", "store", "train"),
     6: ("build", "jobs", "export", "examine", "bench", "check", "explain", "rerun"),
     7: ("cli", "__main__", "__init__"),
 }
@@ -38,7 +38,7 @@ NEVER = {
     "data": {"tasks", "scoring", "recipes"},
 }
 # Layer 5 sees layers 3 and 4 only through these.
-PROTOCOLS = {"engines.base", "engines.rollout", "learner.base", "checkpoint"}
+PROTOCOLS = {"engines.base", "engines.sync", "learner.base", "checkpoint"}
 
 # A third-party (or weighty standard) module, and where alone it may be imported.
 WALLS = {

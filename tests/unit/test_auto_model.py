@@ -17,8 +17,10 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from cohort.engines.auto import AutoEngine, engine_for
+from cohort.config import engines as variants
+from cohort.engines.auto import AutoEngine
 from cohort.engines.base import sample
+from cohort.engines.factory import Subject, make_engine
 from cohort.engines.native.engine import NativeEngine
 from cohort.errors import ConfigError, ModelError
 from cohort.models.auto import UNLIMITED
@@ -332,12 +334,14 @@ def test_out_of_memory_names_the_setting(neo: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_which_engine_for_which_decoder(neo: Path) -> None:
-    values: dict[str, Any] = {"slots": 2, "max_context": 64}
-    assert type(engine_for(foreign(neo), spell, **values)) is AutoEngine
-    assert type(engine_for(small_decoder(), spell, **values, weights="packed")) is NativeEngine
+    def made(decoder: Any, context: int = 64, **values: Any) -> Any:
+        return make_engine(variants.NativeEngine(slots=2, **values), Subject(decoder=decoder, context=context))
+
+    assert type(made(foreign(neo))) is AutoEngine
+    assert type(made(small_decoder(), weights="packed")) is NativeEngine
     with pytest.raises(ConfigError, match=r"engine.weights = packed is for native models: GPTNeoForCausalLM is none"):
-        engine_for(foreign(neo), spell, **values, weights="packed")
+        made(foreign(neo), weights="packed")
     with pytest.raises(ConfigError, match="257 is more than the 256 positions"):
-        engine_for(foreign(neo), spell, slots=2, max_context=257)
+        made(foreign(neo), context=257)
     with pytest.raises(ModelError, match="takes no weights from elsewhere"):
         make(neo).load(Same(foreign(neo)), version=1)

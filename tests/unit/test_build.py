@@ -93,7 +93,7 @@ def test_the_parts_share_what_must_be_shared():
     with assembled(config) as parts:
         assert parts.engine.decoder is parts.learner.decoder is parts.model.decoder
         assert parts.learner.weights().module is parts.engine.decoder  # a load copies nothing
-        assert parts.learner.temperature == parts.tasks.sampling.temperature == 0.7
+        assert parts.learner.temperature == parts.producer.drawing.sampling.temperature == 0.7
         assert parts.learner.num_updates == 9 * 2 * 3
         assert parts.learner.reference is not None and parts.learner.reference is not parts.model.decoder
         assert not any(p.requires_grad for p in parts.learner.reference.parameters())
@@ -101,11 +101,11 @@ def test_the_parts_share_what_must_be_shared():
             torch.equal(a, b)
             for a, b in zip(parts.learner.reference.parameters(), parts.model.decoder.parameters(), strict=True)
         )
-        assert (parts.tasks.purpose, parts.held_out.purpose) == ("train", "eval")
-        assert parts.tasks.seed == parts.held_out.seed == parts.tasks.stream.seed == 11
-        assert parts.tasks.weights == {"correct": 2.0, "format": 0.5}
-        assert parts.held_out.sampling == replace(parts.tasks.sampling, temperature=0.3)
-        assert parts.tasks.sampling.stop_ids and parts.tasks.sampling.stop_strings == ("zz",)
+        assert (parts.producer.drawing.purpose, parts.examiner.drawing.purpose) == ("train", "eval")
+        assert parts.producer.drawing.seed == parts.examiner.drawing.seed == parts.producer.stream.seed == 11
+        assert parts.producer.drawing.coefficients == {"correct": 2.0, "format": 0.5}
+        assert parts.examiner.drawing.sampling == replace(parts.producer.drawing.sampling, temperature=0.3)
+        assert parts.producer.drawing.sampling.stop_ids and parts.producer.drawing.sampling.stop_strings == ("zz",)
         assert parts.engine.max_context == 400  # the budget is what limits here
         assert torch.get_num_threads() == 1
         assert torch.get_deterministic_debug_mode() == 2  # an operation that is not deterministic is an error
@@ -114,9 +114,9 @@ def test_the_parts_share_what_must_be_shared():
 def test_truncation_reaches_the_sampler_in_training_and_not_in_evaluation():
     sampling = SamplingConfig(max_tokens=8, top_p=0.9, top_k=7, min_p=0.01, allow_truncation=True)
     with assembled(small_run(sampling=sampling)) as parts:
-        drawn = parts.tasks.sampling
+        drawn = parts.producer.drawing.sampling
         assert (drawn.top_p, drawn.top_k, drawn.min_p) == (0.9, 7, 0.01)
-        assert not parts.held_out.sampling.truncates
+        assert not parts.examiner.drawing.sampling.truncates
 
 
 def test_without_a_kl_there_is_no_reference():
@@ -126,9 +126,9 @@ def test_without_a_kl_there_is_no_reference():
 
 def test_evaluation_is_on_the_test_split_and_leaves_the_stream_alone():
     with assembled(small_run()) as parts:
-        parts.tasks.stream.next(2)
+        parts.producer.stream.next(2)
         found = parts.evaluate(3)
-        assert parts.tasks.stream.cursor == 2
+        assert parts.producer.stream.cursor == 2
         rows = [row["id"] for row in parts.config.task.rows("test")]
         assert [item.id for item in found.items] == rows[:6]
         s = found.setting
@@ -155,7 +155,7 @@ def test_a_checkpoint_carries_the_cursor_the_counters_and_the_threads(tmp_path):
         decoder = other.model.decoder
         other.restore(checkpoint.load(path))
         assert other.model.decoder is decoder is other.engine.decoder  # in place: what is shared stays shared
-        assert (other.tasks.stream.cursor, other.held_out.stream.cursor) == (6, 6)
+        assert (other.producer.stream.cursor, other.examiner.stream.cursor) == (6, 6)
         assert (other.learner.update_index, other.learner.num_bad, other.learner.optimizer.num_steps) == (1, 2, 1)
         assert other.engine.version == 1
 

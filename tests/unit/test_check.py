@@ -21,11 +21,11 @@ from cohort.cli.check import _record
 from cohort.config.algos import GSPO, CorrectionConfig, PassAtK, ReinforcePP
 from cohort.config.schema import GRPO, LearnerConfig, LoraConfig, SamplingConfig
 from cohort.data import pack as packing
-from cohort.engines.member import Member
 from cohort.fates import Fate
 from cohort.learner.backend import FusedBackend
 from cohort.learner.base import Annotations, Found
 from cohort.learner.local import LocalLearner
+from cohort.rollout.episode import Episode
 from cohort.text import Tokenizer
 from cohort.types import Provenance
 from tests.faulty_task import Faulty
@@ -78,27 +78,27 @@ def mask_from_pad(patch: pytest.MonkeyPatch, parts: Parts) -> None:
 
 
 def mask_from_end(patch: pytest.MonkeyPatch, parts: Parts) -> None:
-    ends = parts.tasks.sampling.stop_ids
+    ends = parts.producer.drawing.sampling.stop_ids
     targets_where(patch, lambda s, at: at[~np.isin(np.array(s.tokens)[at], ends)])
 
 
 def end_dropped(patch: pytest.MonkeyPatch, parts: Parts) -> None:
     """By the packer: the last of a sample that ended."""
-    ends = parts.tasks.sampling.stop_ids
+    ends = parts.producer.drawing.sampling.stop_ids
     targets_where(patch, lambda s, at: at[:-1] if s.tokens[-1] in ends else at)
 
 
 def end_dropped_by_the_rollout(patch: pytest.MonkeyPatch, parts: Parts) -> None:
-    take = Member.take
+    add = Episode.add_outcome
 
-    def trimmed(member, outcome, tasks):
-        s = member.sample
-        if s.tokens[-1] in tasks.sampling.stop_ids:
+    def trimmed(episode, outcome):
+        s = episode.sample
+        if s.tokens[-1] in episode.drawing.sampling.stop_ids:
             for row in (s.tokens, s.provenance, s.sampler_logprobs):
                 del row[-1]
-        take(member, outcome, tasks)
+        add(episode, outcome)
 
-    patch.setattr(Member, "take", trimmed)
+    patch.setattr(Episode, "add_outcome", trimmed)
 
 
 def wrong_sibling_context(patch: pytest.MonkeyPatch, parts: Parts) -> None:
@@ -139,17 +139,17 @@ def mean_of_microbatches(patch: pytest.MonkeyPatch, parts: Parts) -> None:
 
 def retokenised(patch: pytest.MonkeyPatch, parts: Parts) -> None:
     """The text of a sample with a letter more a token than it was drawn in: the same text, other ids."""
-    take, tokenizer = Member.take, Tokenizer.load(parts.model.folder)
+    add, tokenizer = Episode.add_outcome, Tokenizer.load(parts.model.folder)
 
-    def again(member, outcome, tasks):
-        s = member.sample
+    def again(episode, outcome):
+        s = episode.sample
         pieces = [tokenizer.decode([t], skip_special=False) for t in s.tokens[:-1]]
         s.tokens = [i for piece in pieces for c in piece for i in tokenizer.encode(c)] + s.tokens[-1:]
         s.provenance = [int(Provenance.SAMPLED)] * len(s.tokens)
         s.sampler_logprobs = [-1.0] * len(s.tokens)
-        take(member, outcome, tasks)
+        add(episode, outcome)
 
-    patch.setattr(Member, "take", again)
+    patch.setattr(Episode, "add_outcome", again)
 
 
 def everything_trained(patch: pytest.MonkeyPatch, parts: Parts) -> None:

@@ -422,6 +422,12 @@ def test_a_file_without_a_whole_section_is_damaged(section: str) -> None:
         parse(yaml.safe_dump(tree))
 
 
+def test_a_run_from_before_there_was_an_order_goes_on_in_rounds() -> None:
+    tree = yaml.safe_load(dump(load("quickstart"))) | {"format": 1}
+    del tree["rollout"]
+    assert parse(yaml.safe_dump(tree)).rollout.order == "rounds"
+
+
 def test_a_whole_file_warns_of_nothing(caplog: pytest.LogCaptureFixture) -> None:
     parse(dump(load("quickstart")))
     assert caplog.records == []
@@ -593,7 +599,8 @@ def test_files_that_cannot_be_used(own_file: Path, tmp_path: Path) -> None:
 FLAGS = """
 model steps seed threads template device task turns algo engine reward.correct reward.format batch.prompts batch.samples
 sampling.max_tokens sampling.temperature sampling.top_p sampling.top_k sampling.min_p sampling.stop
-sampling.allow_truncation engine.slots engine.weights algo.baseline algo.scale algo.aggregate algo.truncated algo.dead
+sampling.allow_truncation engine.slots engine.weights rollout.order eval.turns
+algo.baseline algo.scale algo.aggregate algo.truncated algo.dead
 algo.entropy algo.entropy_target algo.kl.weight algo.kl.to algo.kl.estimator algo.kl.place algo.kl.target
 algo.kl.refresh algo.correction.kind algo.correction.level algo.correction.bounds algo.clip_low algo.clip_high
 algo.dual_clip replay.prompts replay.steps optim.lr optim.schedule optim.warmup

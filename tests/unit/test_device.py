@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from cohort import build
+from cohort.config.rollout import RolloutConfig
 from cohort.config.schema import LearnerConfig, NativeEngine
 from cohort.device import find_device, find_dtype
 from cohort.errors import ConfigError
@@ -26,6 +27,7 @@ def test_without_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     settled = build.settled(quickstart())
     assert (settled.device, settled.learner.dtype) == ("cpu", "float32")
+    assert settled.rollout.order == "rounds"
     assert find_device("cpu") == torch.device("cpu")
     with pytest.raises(ConfigError, match="sees no CUDA device here; use --device cpu"):
         build.settled(replace(quickstart(), device="cuda"))
@@ -34,6 +36,9 @@ def test_without_a_gpu(monkeypatch):
 def test_with_a_gpu(gpu, monkeypatch):
     settled = build.settled(quickstart())
     assert (settled.device, settled.learner.dtype) == ("cuda", "bfloat16")
+    assert settled.rollout.order == "continuous"
+    asked = replace(quickstart(), rollout=RolloutConfig(order="rounds"))
+    assert build.settled(asked).rollout.order == "rounds", "a choice, or that of an older run, stays"
     assert build.settled(settled) == settled, "what was decided once stays"
     chosen = build.settled(replace(quickstart(), device="cpu"))
     assert (chosen.device, chosen.learner.dtype) == ("cpu", "float32")

@@ -22,6 +22,19 @@ class TestConformance(EngineConformance):
     def make(self, slots: int = 4) -> ScriptedEngine:
         return ScriptedEngine(babble, spell, at_once=slots)
 
+    def dying(self) -> ScriptedEngine:
+        return ScriptedEngine(babble, spell, lives=2)
+
+
+class TestLateConformance(EngineConformance):
+    """An engine whose polls report nothing most of the time, as one elsewhere does."""
+
+    def make(self, slots: int = 4) -> ScriptedEngine:
+        return ScriptedEngine(babble, spell, at_once=slots, late=3)
+
+    def dying(self) -> ScriptedEngine:
+        return ScriptedEngine(babble, spell, lives=5, late=3)
+
 
 def test_answers_by_id_with_logprobs():
     engine = ScriptedEngine({"0/0": Script(tokens=[4, 5, 6, 9, 9], logprobs=[-0.1, -0.2, -0.3, -9, -9])}, spell)

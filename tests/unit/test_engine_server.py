@@ -20,9 +20,9 @@ from cohort.engines import server as server_module
 from cohort.engines.base import Abilities, sample
 from cohort.engines.server import UNKNOWN, ServerEngine
 from cohort.engines.site import LONGEST_PAUSE, TRIES, Site, checked_url, find_key, retry_after
-from cohort.errors import CohortError, ConfigError, ModelError
+from cohort.errors import CohortError, ConfigError, EngineError, ModelError
 from cohort.types import Finish, Provenance
-from tests.conformance import EngineConformance, request
+from tests.conformance import EngineConformance, events_of, request
 from tests.fake_server import (
     Behaviour,
     FakeServer,
@@ -79,6 +79,26 @@ class TestConformance(EngineConformance):
 
     def make(self, slots: int = 4) -> ServerEngine:
         return make(self.server, concurrency=slots)
+
+    def dying(self) -> ServerEngine:
+        engine = make(self.server)
+        self.server.behaviours = [hangs_up]
+        return engine
+
+
+def test_a_poll_that_may_not_wait_reports_nothing_yet(server: FakeServer):
+    release = threading.Event()
+
+    def slow(h: Handler, body: dict[str, Any]) -> None:
+        assert release.wait(30)
+        babble(h, body)
+
+    server.behaviours = [slow]
+    engine = make(server)
+    engine.submit(request())
+    assert engine.poll() == [] and engine.poll(0.01) == [] and not engine.idle
+    release.set()
+    assert [e.id for e in engine.poll(30)] == ["0/0"] and engine.idle
 
 
 def test_what_is_sent(server: FakeServer):
@@ -253,7 +273,7 @@ def test_trouble_that_stays_ends_after_so_many_tries(server: FakeServer, kind: s
     server.behaviours = [TROUBLE[kind]]
     pauses = Pauses()
     engine = make(server, pause=pauses)
-    with pytest.raises(ModelError, match=f"failed {TRIES} times") as error:
+    with pytest.raises(EngineError, match=f"failed {TRIES} times") as error:
         one(engine)
     assert words in str(error.value) and server.url in str(error.value) and "\n" not in str(error.value)
     assert len(server.asked) == TRIES and len(pauses) == TRIES - 1
@@ -280,7 +300,7 @@ def test_a_pause_that_the_server_asks_for_is_kept(server: FakeServer):
 
 def test_a_pause_too_long_is_an_error_at_once(server: FakeServer):
     server.behaviours = [fails(429, {"error": {"message": "quota"}}, Retry_After="86400")]
-    with pytest.raises(ModelError, match="a pause of 86400 seconds: 429 quota"):
+    with pytest.raises(EngineError, match="a pause of 86400 seconds: 429 quota"):
         one(make(server))
     assert len(server.asked) == 1 and LONGEST_PAUSE < 86400
 
@@ -336,9 +356,9 @@ def test_an_error_gives_up_everything_else(server: FakeServer):
     assert waiting.wait(30)
     engine.submit(request(0, 1))
     with pytest.raises(ConfigError, match="400"):
-        engine.poll()
+        engine.poll(30)
     assert gone.wait(30)
-    assert engine.poll() == []
+    assert engine.idle and engine.poll() == []
     server.behaviours = [babble]
     assert one(engine).finish == Finish.LENGTH  # it can go on
 
@@ -356,9 +376,9 @@ def test_samples_come_as_they_end(server: FakeServer):
     engine.submit(request(0, 0))
     assert waiting.wait(30)
     engine.submit(request(0, 1))
-    [first] = engine.poll()
+    [first] = engine.poll(30)
     release.set()
-    [second] = engine.poll()
+    [second] = engine.poll(30)
     assert (first.id, second.id) == ("0/1", "0/0")
     assert engine.poll() == []
 
@@ -408,9 +428,7 @@ def test_abort_tells_the_server_and_frees_the_place(server: FakeServer):
     assert (s.tokens, s.text, s.finish) == ([], "", Finish.ABORT)
     assert gone.wait(30)
     engine.submit(request(0, 0))  # the id is free again
-    ids = set()
-    while events := engine.poll():
-        ids |= {e.id for e in events}
+    ids = {e.id for events in events_of(engine) for e in events}
     assert ids == {"0/0", "0/1"} and len(server.asked) == 3
 
 
@@ -429,8 +447,7 @@ def test_a_waiting_request_that_is_aborted_is_never_sent(server: FakeServer):
     assert waiting.wait(30)
     engine.abort("0/1")
     release.set()
-    while engine.poll():
-        pass
+    assert {e.id for events in events_of(engine) for e in events} == {"0/0", "0/2"}
     assert len(server.asked) == 2
 
 
@@ -606,7 +623,7 @@ def test_requests_that_a_server_cannot_answer(server: FakeServer):
     with pytest.raises(ConfigError, match='"0/0": a server takes no stop ids'):
         engine.submit(request(stop_ids=(1,)))
     engine.submit(request(tokens=[]))  # it needs none
-    assert [e.id for e in engine.poll()] == ["0/0"]
+    assert [e.id for e in engine.poll(30)] == ["0/0"]
 
 
 def test_a_server_that_counts_no_tokens_is_told_of_once(server: FakeServer, caplog: pytest.LogCaptureFixture):
@@ -624,8 +641,8 @@ def test_a_bug_in_a_thread_is_not_a_wait_for_ever(server: FakeServer, monkeypatc
     monkeypatch.setattr(server_module, "read_sample", bug)
     engine = make(server)
     engine.submit(request())
-    with pytest.raises(CohortError, match="a thread of the server engine failed"):
-        engine.poll()
+    with pytest.raises(EngineError, match="a thread of the server engine failed"):
+        engine.poll(30)
     for thread in threading.enumerate():  # what it says of its end belongs to this test
         if thread.name == "cohort-server":
             thread.join(30)
@@ -640,7 +657,7 @@ engine = ServerEngine("{url}", "small")
 for i in range(3):
     engine.submit(request(0, i))
 try:
-    engine.poll()
+    engine.poll(60)
 finally:
     print("under way:", len(engine._jobs))
 """

@@ -6,23 +6,20 @@ from types import SimpleNamespace
 
 import pytest
 
-from cohort.engines.scripted import ScriptedEngine
 from cohort.errors import TrainingStopped
 from cohort.evaluate import evaluate
 from cohort.scores import interval
 from cohort.types import Outcome, Sampling
 from tests.evals import eval_item, eval_setting
-from tests.runs import Grader
-from tests.unit.test_rollout import STOP, prompt, says, spell, tasks
+from tests.unit.test_rollout import STOP, producer, prompt
 
 
 def run(grade, num_prompts: int, num_samples: int, accuracy: str = "correct", known=None, done=None, **changes):
     named = SimpleNamespace(task=SimpleNamespace(name="t", accuracy=accuracy))
-    made = tasks(scorer=Grader(grade), stream=named, purpose="eval", **changes)
+    made = producer(grade, stream=named, purpose="eval", group_size=num_samples, **changes)
     prompts = [prompt(n) for n in range(num_prompts)]
     setting = eval_setting(task="t", num_problems=num_prompts, num_samples=num_samples, step=7)
-    engine = ScriptedEngine(says, spell)
-    return evaluate(engine, made, prompts, setting, lambda p: f"ids {p.tokens}", known, done or (lambda item: None))
+    return evaluate(made, prompts, setting, lambda p: f"ids {p.tokens}", known, done or (lambda item: None))
 
 
 def index_of(answer) -> int:
@@ -103,8 +100,8 @@ def test_a_task_may_count_something_of_its_own():
         def summary(self, rows, parts):
             return {"numbers": float(sum(r["n"] for r in rows)), "right": sum(p["correct"] for p in parts)}
 
-    made = tasks(scorer=Grader(lambda row, a: Outcome(parts={"correct": float(row["n"] == 2)})), purpose="eval")
-    made.stream = SimpleNamespace(task=Counting(name="t", accuracy="correct"))
+    stream = SimpleNamespace(task=Counting(name="t", accuracy="correct"))
+    made = producer(lambda row, a: Outcome(parts={"correct": float(row["n"] == 2)}), stream=stream, purpose="eval")
     setting = eval_setting(num_problems=3, num_samples=2)
-    found = evaluate(ScriptedEngine(says, spell), made, [prompt(n) for n in range(3)], setting, lambda p: "")
+    found = evaluate(made, [prompt(n) for n in range(3)], setting, lambda p: "")
     assert found.summary == {"numbers": 6.0, "right": 2.0}

@@ -154,7 +154,7 @@ def test_an_item_whose_grader_failed_is_tried_again(tmp_path: Path):
 def test_what_could_not_be_scored_is_tried_again_when_the_rest_is_there(tmp_path: Path, monkeypatch):
     """With the grader mended, it alone is sampled."""
     options = replace(SMALL, limit=0)
-    monkeypatch.setattr("cohort.engines.rollout.MAX_FAILED", 0.1)
+    monkeypatch.setattr("cohort.rollout.producer.MAX_FAILED", 0.1)
     whole, _ = examine(options, TASK, tmp_path / "whole")
     with monkeypatch.context() as broken:
         poll = ScoringPool.poll

@@ -8,9 +8,10 @@ from collections.abc import Callable
 import pytest
 
 from cohort.engines.base import Request
-from cohort.engines.rollout import MAX_REFILLS, Tasks, answer_of, collect, roll, stop_if_scoring_is_broken
 from cohort.engines.scripted import Script, ScriptedEngine
-from cohort.errors import TrainingStopped
+from cohort.errors import EngineError, TrainingStopped
+from cohort.rollout.episode import Drawing, answer_of
+from cohort.rollout.producer import MAX_REFILLS, Producer, stop_if_scoring_is_broken
 from cohort.types import Finish, Group, Key, Outcome, Prompt, Sample, Sampling
 from tests.conformance import spell
 from tests.runs import Grader
@@ -48,10 +49,16 @@ def right_if_even(row, answer) -> Outcome:
     return Outcome(parts={"correct": float((row["n"] + index) % 2 == 0), "style": 0.5}, reason=f"{row['n']}/{index}")
 
 
-def tasks(grade: Callable = right_if_even, late: int = 0, **changes) -> Tasks:
+def drawing(**changes) -> Drawing:
     sampling = Sampling(max_tokens=20, stop_ids=(STOP,))
-    values = {"stream": Stream(), "scorer": Grader(grade, late), "sampling": sampling, "weights": {}, "seed": 3}
-    return Tasks(**{**values, **changes})
+    return Drawing(**{"sampling": sampling, "group_size": 2, "seed": 3, "coefficients": {}, **changes})
+
+
+def producer(grade: Callable = right_if_even, late: int = 0, *, answers=says, order="rounds", **changes) -> Producer:
+    """`changes` are the drawing's, or one of engine, scorer and stream."""
+    engine = changes.pop("engine", None) or ScriptedEngine(answers, spell)
+    scorer, stream = changes.pop("scorer", None) or Grader(grade, late), changes.pop("stream", None) or Stream()
+    return Producer(engine, scorer, stream, drawing(**changes), order)
 
 
 def engine(**changes) -> ScriptedEngine:
@@ -59,7 +66,7 @@ def engine(**changes) -> ScriptedEngine:
 
 
 def test_groups_keep_the_order_of_their_prompts_and_samples_their_index():
-    groups = roll(engine(), tasks(), [prompt(n) for n in (4, 0, 2)], 3)
+    groups = producer(group_size=3).roll([prompt(n) for n in (4, 0, 2)])
     assert [g.prompt.id for g in groups] == ["p4", "p0", "p2"]
     for g in groups:
         n = g.prompt.row["n"]
@@ -71,8 +78,10 @@ def test_groups_keep_the_order_of_their_prompts_and_samples_their_index():
 @pytest.mark.parametrize(("at_once", "window", "late"), [(1, 1, 0), (2, 3, 2), (64, 50, 7)])
 def test_who_finishes_or_is_scored_first_changes_nothing(at_once, window, late):
     prompts = [prompt(n) for n in range(5)]
-    expected = roll(engine(), tasks(), prompts, 4)
-    assert roll(engine(at_once=at_once, window=window), tasks(late=late), prompts, 4) == expected
+    expected = producer(group_size=4).roll(prompts)
+    for order in ("rounds", "continuous"):
+        driven = engine(at_once=at_once, window=window, late=late)
+        assert producer(late=late, engine=driven, order=order, group_size=4).roll(prompts) == expected
 
 
 def test_the_key_of_a_sample_names_everything_it_depends_on():
@@ -82,21 +91,21 @@ def test_the_key_of_a_sample_names_everything_it_depends_on():
         asked.append(request)
         return says(request)
 
-    held_out = tasks(purpose="eval")
-    roll(ScriptedEngine(listening, spell), held_out, [prompt(4), prompt(5)], 2)
+    held_out = producer(purpose="eval", answers=listening)
+    held_out.roll([prompt(4), prompt(5)])
     assert [r.key for r in asked] == [
         Key(seed=3, purpose="eval", task="t", prompt_id=f"p{n}", visit=n % 3, sample=i) for n in (4, 5) for i in (0, 1)
     ]
-    assert all(r.sampling is held_out.sampling and r.start == 0 for r in asked)
+    assert all(r.sampling is held_out.drawing.sampling and r.start == 0 for r in asked)
     assert [r.tokens for r in asked] == [[14, 1], [14, 1], [15, 1], [15, 1]]
 
 
 def test_the_reward_is_the_weighted_sum_of_the_parts():
     parts = {"correct": 1.0, "format": 0.5, "length": -2.0}
-    assert tasks().reward(parts) == -0.5  # a part not named weighs 1
-    assert tasks(weights={"length": 0.0}).reward(parts) == 1.5
-    assert tasks(weights={"correct": 2.0, "format": -1.0, "length": 0.25}).reward(parts) == 1.0
-    [group] = roll(engine(), tasks(weights={"style": 4.0}), [prompt(0)], 2)
+    assert drawing().reward(parts) == -0.5  # a part not named weighs 1
+    assert drawing(coefficients={"length": 0.0}).reward(parts) == 1.5
+    assert drawing(coefficients={"correct": 2.0, "format": -1.0, "length": 0.25}).reward(parts) == 1.0
+    [group] = producer(coefficients={"style": 4.0}).roll([prompt(0)])
     assert [s.reward for s in group.samples] == [3.0, 2.0]  # correct 1 and 0, style 0.5 x 4
     assert [s.parts for s in group.samples] == [{"correct": 1.0, "style": 0.5}, {"correct": 0.0, "style": 0.5}]
 
@@ -106,7 +115,7 @@ def test_a_failure_is_not_a_zero():
         broken = answer.text.startswith("11.")
         return Outcome(failure="worker died") if broken else Outcome(parts={"correct": 0.0})
 
-    groups = roll(engine(), tasks(grade), [prompt(0), prompt(1)], 2)
+    groups = producer(grade).roll([prompt(0), prompt(1)])
     assert [(s.reward, s.failure) for g in groups for s in g.samples] == [(0.0, "")] * 2 + [(None, "worker died")] * 2
     assert groups[1].samples[0].parts == {}
 
@@ -115,7 +124,7 @@ def test_the_grader_sees_the_completion_and_the_forced_prefix():
     messages = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "<think>"}]
     forced = prompt(0, messages=messages, forced_text="<think>")
     scorer = Grader(lambda row, answer: Outcome(parts={"correct": 1.0}))
-    [group] = roll(engine(), tasks(scorer=scorer), [forced], 1)
+    [group] = producer(scorer=scorer, group_size=1).roll([forced])
     answer = scorer.seen["0/0"]
     assert answer.text == group.samples[0].text == "10.100.5.5.5.5."
     assert answer.full == "<think>" + answer.text
@@ -131,14 +140,14 @@ def test_without_a_forced_prefix_the_whole_history_is_kept():
 
 
 def test_collect_takes_what_is_accepted_the_first_time():
-    made = tasks()
-    groups = collect(engine(), made, 4, 2, accept=lambda g: True)
+    made = producer()
+    groups = made.collect(4, accept=lambda g: True)
     assert made.stream.asked == [4] and [g.excluded for g in groups] == [""] * 4
 
 
 def test_collect_refills_what_is_not_accepted_and_keeps_it_marked():
-    made = tasks()
-    groups = collect(engine(), made, 4, 2, accept=lambda g: g.prompt.row["n"] % 3 == 0)
+    made = producer()
+    groups = made.collect(4, accept=lambda g: g.prompt.row["n"] % 3 == 0)
     # 0 1 2 3 -> two missing; 4 5 -> two; 6 7 -> one; 8 -> one; 9 -> none
     assert made.stream.asked == [4, 2, 2, 1, 1]
     assert [g.prompt.row["n"] for g in groups] == list(range(10))
@@ -147,8 +156,8 @@ def test_collect_refills_what_is_not_accepted_and_keeps_it_marked():
 
 
 def test_collect_gives_up_after_a_bounded_number_of_refills():
-    made = tasks()
-    groups = collect(engine(), made, 2, 2, accept=lambda g: False)
+    made = producer()
+    groups = made.collect(2, accept=lambda g: False)
     assert made.stream.asked == [2] * MAX_REFILLS
     assert {g.excluded for g in groups} == {"not accepted"} and len(groups) == 2 * MAX_REFILLS
 
@@ -176,7 +185,7 @@ def test_collect_looks_at_all_groups_of_the_step_together():
     def grade(row, answer) -> Outcome:
         return Outcome(failure="died") if next(failing, False) else Outcome(parts={"correct": 1.0})
 
-    groups = collect(engine(), tasks(grade), 4, 2, accept=lambda g: g.prompt.row["n"] >= 6)
+    groups = producer(grade).collect(4, accept=lambda g: g.prompt.row["n"] >= 6)
     assert len(groups) == 10 and sum(bool(s.failure) for g in groups for s in g.samples) == 1
 
 
@@ -184,17 +193,17 @@ def test_an_engine_that_loses_a_request_is_found_out():
     lossy = engine()
     poll = lossy.poll
 
-    def losing():
+    def losing(timeout=0.0):
         lossy.drafts.pop("1/0", None)
-        return poll()
+        return poll(timeout)
 
     lossy.poll = losing  # type: ignore[method-assign]
-    with pytest.raises(AssertionError, match="every request"):
-        roll(lossy, tasks(), [prompt(0), prompt(1)], 2)
+    with pytest.raises(EngineError, match="is idle and has not ended every request: 1 are lost"):
+        producer(engine=lossy).roll([prompt(0), prompt(1)])
 
 
 def test_the_order_of_prompts_changes_no_sample():
     prompts = [prompt(n) for n in range(6)]
-    expected = {g.prompt.id: g for g in roll(engine(), tasks(), prompts, 3)}
-    for g in roll(engine(), tasks(), random.Random(0).sample(prompts, 6), 3):
+    expected = {g.prompt.id: g for g in producer(group_size=3).roll(prompts)}
+    for g in producer(group_size=3).roll(random.Random(0).sample(prompts, 6)):
         assert g == expected[g.prompt.id]

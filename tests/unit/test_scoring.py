@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,7 @@ from cohort.scoring.wire import MAX_FAILURE, Hello, Item, Limits, Ready, Reply
 from cohort.scoring.worker import Printed, describe, score_item
 from cohort.tasks.arithmetic import Arithmetic
 from cohort.tasks.base import plain_answer, task
+from cohort.tasks.environment import Episodes, SingleTurn
 from cohort.tasks.ref import TaskRef
 from cohort.types import Answer
 
@@ -87,9 +89,13 @@ def test_failures_say_what_and_where_in_a_bounded_line() -> None:
     assert "it had printed 'printed before'" in text
 
 
+def scored(task: Any, item: Item) -> Reply:
+    return score_item(task, Episodes(lambda: SingleTurn(task)), item, lambda answer: None, Printed(10))
+
+
 def test_a_row_the_grader_cannot_read_is_a_failure_not_a_zero() -> None:
     item = Item(number=4, row={"id": "1"}, answer=plain_answer("<answer>1</answer>"))
-    reply = score_item(Arithmetic(), item, Printed(10))
+    reply = scored(Arithmetic(), item)
     assert (reply.number, reply.parts) == (4, None)
     assert reply.failure.startswith("KeyError: 'answer' (arithmetic.py, line")
 
@@ -101,10 +107,7 @@ def test_running_out_of_memory_is_told_from_other_exceptions() -> None:
         def score(self, row: dict, answer: Answer) -> dict:
             raise MemoryError("no more") if row["eats"] else ValueError("a bug")
 
-    replies = [
-        score_item(Eats(), Item(number=1, row={"eats": eats}, answer=plain_answer("")), Printed(10))  # type: ignore[arg-type]
-        for eats in (True, False)
-    ]
+    replies = [scored(Eats(), Item(number=1, row={"eats": eats}, answer=plain_answer(""))) for eats in (True, False)]
     assert [bool(reply.memory) for reply in replies] == [True, False]
     assert replies[0].memory.startswith("MemoryError: no more (test_scoring.py, line")
     assert replies[1].failure.startswith("ValueError: a bug")

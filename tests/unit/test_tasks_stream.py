@@ -131,6 +131,32 @@ def test_when_every_prompt_is_too_long_it_says_so() -> None:
         hopeless.next(1)
 
 
+@pytest.mark.parametrize("size", [1, 2, 3, 7])
+def test_the_shards_of_all_ranks_are_the_whole_stream(size: int) -> None:
+    whole, ranks = stream(), [stream(shard=(rank, size)) for rank in range(size)]
+    for num in (6, 1, 4, 13):
+        expected, parts = whole.next(num), [rank.next(num) for rank in ranks]
+        assert {rank.cursor for rank in ranks} == {whole.cursor}
+        together = [part[place] for place in range(num) for part in parts if place < len(part)]
+        assert together == expected  # round robin: rank 0, 1, ... in the order of the prompts
+        assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+def test_a_shard_that_cannot_be_is_refused() -> None:
+    for shard in ((2, 2), (-1, 2), (0, 0)):
+        with pytest.raises(ValueError, match="shard"):
+            stream(shard=shard)
+
+
+def test_a_prompt_is_found_again_by_its_row_and_visit() -> None:
+    source = stream()
+    drawn = source.next(source.num_rows + 5)
+    cursor = source.cursor
+    assert [source.find(p.id, p.visit) for p in drawn] == drawn and source.cursor == cursor
+    with pytest.raises(TaskError, match='no train row "gone" any more'):
+        source.find("gone", 0)
+
+
 def test_held_out_is_the_test_split_in_its_own_order() -> None:
     source = stream()
     assert [p.id for p in source.held_out(3)] == ["test-0", "test-1", "test-2"]

@@ -22,7 +22,7 @@ from cohort.examine import Examiner
 from cohort.tasks.arithmetic import Arithmetic
 from cohort.text import TextStream, Tokenizer
 from cohort.types import Finish, Key, Sample, Sampling
-from tests.conformance import EngineConformance, request, spell
+from tests.conformance import EngineConformance, events_of, first_of, request, spell
 from tests.support import naive_logprobs, one_sequence
 from tests.with_vllm.questions import CONTEXT, TINY, asked, decoder, native
 
@@ -158,7 +158,7 @@ def test_events_add_up_with_stop_strings():
         engine.submit(r)
     told: dict[str, list[int]] = {r.id: [] for r in requests}
     done: dict[str, Sample] = {}
-    while events := engine.poll():
+    for events in events_of(engine):
         for e in events:
             told[e.id] += e.tokens
             assert len(e.tokens) == len(e.logprobs)
@@ -206,7 +206,7 @@ def test_many_requests_end_once_each():
     ended: list[str] = []
     for r in requests:
         engine.submit(r)
-    while events := engine.poll():
+    for events in events_of(engine):
         for e in events:
             if e.sample is not None:
                 ended.append(e.id)
@@ -220,11 +220,11 @@ def test_abort_frees_the_place_of_a_request():
     first, second = asked(2)
     engine.submit(replace(first, id="long", sampling=Sampling(max_tokens=150)))
     engine.submit(second)
-    [event] = engine.poll()
+    [event] = first_of(engine)
     partial = engine.abort("long")
     assert event.id == "long" and partial.tokens == event.tokens and partial.finish == Finish.ABORT
     rest: dict[str, Sample] = {}
-    while events := engine.poll():
+    for events in events_of(engine):
         rest.update({e.id: e.sample for e in events if e.sample is not None})
     assert_equal(rest, sample(native(), [second]))
 

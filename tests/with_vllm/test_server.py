@@ -96,7 +96,7 @@ def test_what_the_server_refuses(url: str):
     engine = ServerEngine(url, "tiny")
     engine.submit(as_sent(asked(1, max_tokens=5000))[0])
     with pytest.raises(ConfigError, match=r"chat/completions refuses: 400 .*5000"):
-        engine.poll()
+        engine.poll(60)
     engine.submit(as_sent(asked(1))[0])
-    [event] = engine.poll()
+    [event] = engine.poll(60)
     assert event.sample is not None and event.sample.finish == Finish.STOP

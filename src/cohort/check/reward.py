@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 from cohort.build import Parts
 from cohort.check.findings import Finding, fail, ok, shown, warn
 from cohort.check.trial import Trial
-from cohort.engines.rollout import answer_of
 from cohort.errors import TaskError
 from cohort.logs.escape import one_line
+from cohort.rollout.episode import answer_of
 from cohort.scoring.pool import ScoringPool
 from cohort.types import Answer, Outcome, Prompt, Sample
 
@@ -43,9 +43,10 @@ class Case:
 def check_reward(trial: Trial, seconds: float = SECONDS) -> Iterator[Finding]:
     """Also scores the trial's own samples."""
     parts, task = trial.parts, trial.parts.config.task
-    rows = parts.tasks.stream.next(min(NUM_TRAIN, parts.tasks.stream.num_rows)) + parts.problems[:NUM_TEST]
+    stream = parts.producer.stream
+    rows = stream.next(min(NUM_TRAIN, stream.num_rows)) + parts.problems[:NUM_TEST]
     try:
-        scored = list(_scored(parts, parts.tasks.scorer, cases(task, rows), seconds))
+        scored = list(_scored(parts, parts.scorer, cases(task, rows), seconds))
         yield failures(scored)
         yield speed(parts, scored)
         judged = [c for c in scored if not c.outcome.failure]
@@ -98,7 +99,7 @@ def _scored(parts: Parts, pool: ScoringPool, given: Iterable[Case], seconds: flo
         start = time.perf_counter()
         [outcome] = pool.score([(case.prompt.row, case.answer)])
         now = time.perf_counter()
-        reward, correct = parts.tasks.reward(outcome.parts), outcome.parts.get(accuracy, 0.0) == 1.0
+        reward, correct = parts.producer.drawing.reward(outcome.parts), outcome.parts.get(accuracy, 0.0) == 1.0
         yield replace(case, outcome=outcome, seconds=now - start, reward=reward, correct=correct)
         if now - begin > seconds:
             return
@@ -128,7 +129,7 @@ def speed(parts: Parts, scored: Sequence[Case]) -> Finding:
 
 
 def repeatable(parts: Parts, scored: Sequence[Case], seconds: float) -> Finding:
-    again = _scored(parts, parts.tasks.scorer, scored, seconds)
+    again = _scored(parts, parts.scorer, scored, seconds)
     remedy = "A score may depend on the row and the answer alone: no clock, no counter, no unseeded random numbers."
     return _equal("reward/repeatable", list(zip(scored, again, strict=False)), "scored twice", remedy)
 
@@ -159,7 +160,8 @@ def verdicts(parts: Parts, scored: Sequence[Case]) -> Iterator[Finding]:
     for case in scored:
         kinds.setdefault(case.kind, []).append(case)
     gold = kinds.get("gold", [])
-    full = max([c.reward for c in gold], default=parts.tasks.reward(dict.fromkeys(parts.config.task.parts, 1.0)))
+    most = parts.producer.drawing.reward(dict.fromkeys(parts.config.task.parts, 1.0))
+    full = max([c.reward for c in gold], default=most)
     yield right(gold)
     yield nothing(kinds.get("empty", []))
     yield varies(scored, gold)
@@ -257,7 +259,7 @@ def signal(trial: Trial, seconds: float) -> Finding:
         for s in group.samples:
             case = Case(prompt=group.prompt, kind="sample", answer=answer_of(group.prompt, s))
             left = time.perf_counter() - begin < seconds
-            found = list(_scored(parts, parts.tasks.scorer, [case] if left else [], seconds))
+            found = list(_scored(parts, parts.scorer, [case] if left else [], seconds))
             s.reward = found[0].reward if found and not found[0].outcome.failure else None
     rewards = [s.reward for g in trial.rolled for s in g.samples if s.reward is not None]
     alive = sum(len({s.reward for s in g.samples} - {None}) > 1 for g in trial.rolled)

@@ -17,9 +17,9 @@ from cohort.algos.tally import Tally
 from cohort.build import Parts
 from cohort.data.pack import make_batch, pack_minibatch
 from cohort.engines.base import Engine, Event, Request
-from cohort.engines.rollout import roll
 from cohort.learner.base import Cut
-from cohort.scoring.pool import ScoringPool
+from cohort.rollout.producer import Producer
+from cohort.tasks.environment import AgainRules, Episodes, KeyedDraws, Opening, Past, Step, ThinkAgain
 from cohort.train.update import annotate
 from cohort.types import Answer, Finish, Group, Outcome, Row
 from cohort.world import World
@@ -93,10 +93,12 @@ class Trial:
 def sample(parts: Parts, num_prompts: int, num_samples: int) -> Trial:
     """Through the run's own rollout; the reward is rehearsed elsewhere, so that a broken one does not end this."""
     batch, engine = parts.config.batch, _Listening(parts.engine)
-    prompts = parts.tasks.stream.next(min(num_prompts, batch.prompts))
-    tasks = replace(parts.tasks, scorer=cast(ScoringPool, _Unscored()))
+    stream = parts.producer.stream
+    prompts = stream.next(min(num_prompts, batch.prompts))
+    drawing = replace(parts.producer.drawing, group_size=min(num_samples, batch.samples))
+    producer = Producer(cast(Engine, engine), _Unscored(parts.scorer.again), stream, drawing, parts.producer.order)
     begin = time.perf_counter()
-    rolled = roll(cast(Engine, engine), tasks, prompts, min(num_samples, batch.samples))
+    rolled = producer.roll(prompts)
     return Trial(parts=parts, rolled=rolled, drawn=engine.drawn, seconds=time.perf_counter() - begin)
 
 
@@ -149,7 +151,7 @@ class _Listening:
     """An engine, and by prompt and sample the tokens it told."""
 
     def __init__(self, engine: Engine) -> None:
-        self.engine, self.abilities = engine, engine.abilities
+        self.engine, self.name = engine, engine.name
         self.drawn: dict[tuple[str, int], list[int]] = {}
         self._places: dict[str, tuple[str, int]] = {}
 
@@ -157,22 +159,39 @@ class _Listening:
         self._places[request.id] = (request.key.prompt_id, request.key.sample)
         self.engine.submit(request)
 
-    def poll(self) -> list[Event]:
-        events = self.engine.poll()
+    @property
+    def idle(self) -> bool:
+        return self.engine.idle
+
+    def poll(self, timeout: float = 0.0) -> list[Event]:
+        events = self.engine.poll(timeout)
         for event in events:
             self.drawn.setdefault(self._places[event.id], []).extend(event.tokens)
         return events
 
 
+class _Worthless:
+    """An environment in which every answer is worth nothing."""
+
+    def start(self, row: Row, draws: KeyedDraws) -> Opening:
+        return Opening(messages=[])
+
+    def step(self, answer: Answer) -> Step:
+        return Step(parts={})
+
+
 class _Unscored:
-    """In the place of graders: every answer is worth nothing, at once."""
+    """In the place of graders: every answer is worth nothing, at once. Conversations go on as in the run."""
 
-    def __init__(self) -> None:
-        self.waiting: list[str] = []
+    def __init__(self, again: AgainRules | None) -> None:
+        inner = _Worthless()
+        self.episodes = Episodes(lambda: inner if again is None else ThinkAgain(inner, again))
+        self.done: list[tuple[str, Outcome]] = []
 
-    def submit(self, id: str, row: Row, answer: Answer) -> None:
-        self.waiting.append(id)
+    def submit(self, id: str, row: Row, answer: Answer, past: Past | None = None) -> None:
+        step = Step() if past is None else self.episodes.step(row, past, answer)
+        self.done.append((id, Outcome(replies=step.replies, cost=step.cost)))
 
-    def poll(self, timeout: float) -> list[tuple[str, Outcome]]:
-        done, self.waiting = self.waiting, []
-        return [(id, Outcome()) for id in done]
+    def poll(self, timeout: float = 0.0) -> list[tuple[str, Outcome]]:
+        done, self.done = self.done, []
+        return done

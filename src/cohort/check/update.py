@@ -71,7 +71,7 @@ def sampled_tokens(trial: Trial, base: Seen) -> Finding:
 
 
 def end_token(trial: Trial) -> Finding:
-    name, sampling = "update/end-token", trial.parts.tasks.sampling
+    name, sampling = "update/end-token", trial.parts.producer.drawing.sampling
     stops, targets, ended, lost = set(sampling.stop_ids), trial.trained(), 0, 0
     finishes = [s.finish for g in trial.rolled for s in g.samples]
     for n, group, i in trial.samples():

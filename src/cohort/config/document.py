@@ -143,6 +143,8 @@ def _kind(tree: dict[str, Any], source: str) -> type[RunConfig]:
     name = tree.pop("kind", "rl" if number == 1 else None)
     if not isinstance(name, str) or name not in KINDS:
         raise ConfigError(f"{source}: kind is {name!r}.{nearest(str(name), KINDS)}")
+    if number == 1:
+        tree |= {name: dict(section) for name, section in KINDS[name].since_format_1.items() if name not in tree}
     return KINDS[name]
 
 

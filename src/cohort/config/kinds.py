@@ -10,12 +10,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self
 
 from cohort.config.algos import ALGOS, GRPO, Policy
+from cohort.config.engines import EngineConfig
 from cohort.config.schema import (
     ENGINES,
     TURNS,
     BatchConfig,
     NativeEngine,
     ReplayConfig,
+    RolloutConfig,
     RunConfig,
     SamplingConfig,
     SingleTurn,
@@ -32,6 +34,7 @@ class RL(RunConfig):
 
     kind: ClassVar[str] = "rl"
     variants: ClassVar[tuple[str, ...]] = ("task", "turns", "algo", "engine")
+    since_format_1: ClassVar[Mapping[str, Mapping[str, Any]]] = {"rollout": {"order": "rounds"}}
 
     task: Any = None
     """The task, an instance of a registered task class; its fields are the difficulty knobs."""
@@ -40,7 +43,8 @@ class RL(RunConfig):
     batch: BatchConfig = field(default_factory=BatchConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     turns: SingleTurn | ThinkAgain = field(default_factory=SingleTurn)
-    engine: NativeEngine = field(default_factory=NativeEngine)
+    engine: EngineConfig = field(default_factory=NativeEngine)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
     algo: Policy = field(default_factory=GRPO)
     replay: ReplayConfig = field(default_factory=ReplayConfig)
 
@@ -50,6 +54,12 @@ class RL(RunConfig):
             ("learner.epochs", "learner.minibatches"),
             lambda config: config.learner.updates > 1,
             "with one update per batch the ratio is exactly 1; raise --learner.epochs or --learner.minibatches",
+        ),
+        Effect(
+            ("eval.turns",),
+            ("turns",),
+            lambda config: isinstance(config.turns, ThinkAgain),
+            "there is one turn only; set --turns think_again",
         ),
     )
 
@@ -145,7 +155,7 @@ class SFT(RunConfig):
 
     effects: ClassVar[tuple[Effect, ...]] = (
         Effect(
-            ("eval.every", "eval.problems", "eval.samples", "eval.temperature", "save.keep_best"),
+            ("eval.every", "eval.problems", "eval.samples", "eval.temperature", "eval.turns", "save.keep_best"),
             (),
             lambda config: False,
             _NOT_EVALUATED,

@@ -7,11 +7,13 @@ has no effect cannot be written. Bounds and rules stand beside the fields they s
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from cohort.config.algos import ALGOS, GRPO, DrGRPO, Policy
+from cohort.config.engines import ENGINES, NativeEngine
+from cohort.config.rollout import RolloutConfig
 from cohort.config.section import (
     AtLeast0,
     AtLeast1,
@@ -26,7 +28,7 @@ from cohort.config.section import (
 )
 from cohort.errors import ConfigError, nearest
 
-__all__ = ["ALGOS", "ENGINES", "GRPO", "DrGRPO", "Policy", "RunConfig"]
+__all__ = ["ALGOS", "ENGINES", "GRPO", "DrGRPO", "NativeEngine", "Policy", "RolloutConfig", "RunConfig"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,17 +82,6 @@ class SamplingConfig(Section):
             )
         if "" in self.stop:
             raise ConfigError("sampling.stop holds an empty string, which would stop at once; remove it.")
-
-
-@dataclass(frozen=True, kw_only=True)
-class NativeEngine(Section):
-    """The built-in engine: continuous batching on the learner's own weights."""
-
-    slots: AtLeast1 = 256
-    """Samples decoded at once; more wait and take the slots that finish."""
-    weights: Literal["shared", "packed", "fp16"] = "shared"
-    """shared = the learner's storage. On CPU also packed = fp32 copy laid out for the processor, faster and exact;
-    fp16 = half the bytes, faster at few slots, gap measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,6 +247,8 @@ class EvalConfig(Section):
     samples: AtLeast1 = 1
     """Samples per problem."""
     temperature: FiniteAtLeast0 = 1.0
+    turns: Literal["first", "all"] = "first"
+    """first = the first attempt counts, whatever `turns` trains; all = as in training."""
 
     effects: ClassVar[tuple[Effect, ...]] = (
         Effect(
@@ -288,6 +281,7 @@ class RunConfig(Section):
     kind: ClassVar[str]
     variants: ClassVar[tuple[str, ...]] = ()  # its fields whose class is chosen by name
     unused: ClassVar[tuple[str, ...]] = ()  # its fields that do nothing in this kind, and are not written
+    since_format_1: ClassVar[Mapping[str, Mapping[str, Any]]] = {}  # sections that came later: what was done before
 
     recipe: str = ""
     """Name of the recipe this came from; filled in by the loader."""
@@ -332,5 +326,4 @@ class RunConfig(Section):
             )
 
 
-ENGINES: dict[str, type] = {"native": NativeEngine}
 TURNS: dict[str, type] = {"single": SingleTurn, "think_again": ThinkAgain}

@@ -8,51 +8,31 @@ at every token. A batch is begun when the one before has ended.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cohort.engines.base import Abilities, Engine, Event, Request, Weights
-from cohort.engines.native import native_engine
-from cohort.engines.native.draft import Draft
+from cohort.engines.base import Abilities, Event, Request, Weights, Work
+from cohort.engines.draft import Draft
 from cohort.engines.native.engine import LOGITS
-from cohort.engines.native.kv import Prefix
 from cohort.engines.native.random import stream_of
 from cohort.engines.native.sampler import draw
 from cohort.engines.native.slots import Slots
-from cohort.engines.requests import check_engine, check_request, damaged, not_under_way
+from cohort.engines.requests import check_engine, check_request, closed, damaged, not_under_way
 from cohort.errors import ConfigError, ModelError
-from cohort.models.auto import AnyDecoder, AutoDecoder
+from cohort.models.auto import AutoDecoder
 from cohort.models.functions import wide_product
 from cohort.types import Finish, Sample
 
 PREFILL_TOKENS = 1 << 15  # most prompt tokens in one forward, padding included (a longer prompt goes alone)
 
 
-def engine_for(
-    decoder: AnyDecoder,
-    tokenizer_decode: Callable[[list[int]], str],
-    *,
-    slots: int,
-    max_context: int,
-    weights: Literal["shared", "packed", "fp16"] = "shared",
-    reserve: int = 0,
-) -> Engine:
-    """The engine that samples from a decoder in this process: see `native_engine`, or this module."""
-    if not isinstance(decoder, AutoDecoder):
-        return native_engine(
-            decoder, tokenizer_decode, slots=slots, max_context=max_context, weights=weights, reserve=reserve
-        )
-    if weights != "shared":
-        raise ConfigError(f"engine.weights = {weights} is for native models: {decoder.config.architecture} is none.")
-    return AutoEngine(decoder, tokenizer_decode, slots=slots, max_context=max_context)
-
-
 class AutoEngine:
     """Samples with the decoder that the learner trains. Protocol, random numbers and meaning as `NativeEngine`."""
 
+    name = "transformers"
     abilities = Abilities()
 
     def __init__(
@@ -77,17 +57,24 @@ class AutoEngine:
         self.cache: Any = None  # what the model remembers of the rows
         self.mask = torch.zeros(0, 0, dtype=torch.long, device=self.device)  # [rows, columns of the cache], 0 = padding
         self._events: list[Event] = []
+        self._closed = False
+        self.work = Work()
 
     # ---- protocol
 
     def submit(self, request: Request) -> None:
+        if self._closed:
+            raise closed(self.name)
         check_request(request, self.max_context, self.decoder.config.vocab_size, self.drafts)
-        prefix = Prefix(tokens=tuple(request.tokens))
-        self.drafts[request.id] = Draft(request=request, stream=stream_of(request.key), prefix=prefix, own=[])
+        self.drafts[request.id] = Draft(request=request, stream=stream_of(request.key))
         self.waiting.append(self.drafts[request.id])
 
+    @property
+    def idle(self) -> bool:
+        return not self.drafts and not self._events
+
     @torch.no_grad()
-    def poll(self) -> list[Event]:
+    def poll(self, timeout: float = 0.0) -> list[Event]:
         """Up to `window` steps. Reports every running request's new tokens and what ended."""
         for _ in range(self.window):
             if not self.drafts:
@@ -115,6 +102,12 @@ class AutoEngine:
         self._return_all()
         self.version = version
 
+    def close(self) -> None:
+        self.drafts.clear()
+        self.waiting, self.running, self._events = [], [], []
+        self.cache = None
+        self._closed = True
+
     def _return_all(self) -> None:
         """Nobody has a row, nothing is cached. What was drawn and not yet read will be drawn again, the same."""
         self.waiting, self.running = self.running + self.waiting, []
@@ -141,7 +134,7 @@ class AutoEngine:
         order = []
         for draft in self.running:
             draft.begin(self.version)
-            order.append(rows.setdefault(_known(draft), len(rows)))
+            order.append(rows.setdefault(draft.known, len(rows)))
         width = max(map(len, rows))
         self.mask = self._tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
         hidden = self._forward(self._tensor([[0] * (width - len(row)) + list(row) for row in rows]))
@@ -156,7 +149,7 @@ class AutoEngine:
         rows: set[tuple[int, ...]] = set()
         longest = left = 0
         for draft in self.waiting[: self.num_slots]:
-            rows.add(known := _known(draft))
+            rows.add(known := draft.known)
             longest = max(longest, len(known))
             left = max(left, draft.request.sampling.max_tokens - len(draft.tokens))
             if taken and (longest + left > self.max_context or longest * len(rows) > PREFILL_TOKENS):
@@ -223,8 +216,3 @@ class AutoEngine:
 
     def _tensor(self, values: Any) -> Tensor:
         return torch.tensor(values, dtype=torch.long, device=self.device)
-
-
-def _known(draft: Draft) -> tuple[int, ...]:
-    """Its tokens so far, the prompt's among them."""
-    return (*draft.prefix.tokens, *draft.tokens)

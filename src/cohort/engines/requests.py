@@ -6,7 +6,7 @@ import math
 from collections.abc import Container
 
 from cohort.engines.base import Request
-from cohort.errors import CohortError, ConfigError, ModelError
+from cohort.errors import CohortError, ConfigError, EngineError, ModelError
 
 
 def check_engine(slots: int, window: int, max_context: int, max_positions: int) -> None:
@@ -54,6 +54,10 @@ def check_request(request: Request, max_context: int, vocab_size: int, under_way
 
 def not_under_way(id: str) -> CohortError:
     return CohortError(f'request "{id}" is not under way: never submitted, ended or aborted.')
+
+
+def closed(name: str) -> EngineError:
+    return EngineError(f"the {name} engine is closed: make a new one.")
 
 
 def damaged(version: int) -> ModelError:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from cohort.engines.base import Abilities, Event, Request, Weights
-from cohort.engines.native.draft import Draft
-from cohort.engines.native.kv import Prefix
-from cohort.engines.requests import check_request, not_under_way
-from cohort.errors import ConfigError
+from cohort.engines.base import Abilities, Event, Request, Weights, Work
+from cohort.engines.draft import Draft
+from cohort.engines.requests import check_request, closed, not_under_way
+from cohort.errors import ConfigError, EngineError
 from cohort.types import Finish, Sample
 
 LOGPROB = -1.0  # of a token whose script gives none
@@ -30,9 +29,11 @@ class ScriptedEngine:
     """Answers requests from a function, or from a mapping by request id.
 
     `at_once` requests run together and get `window` tokens a poll, so that partial samples, refills and loads
-    under way happen as in a real engine. A script that runs out before anything stops it is a mistake.
+    under way happen as in a real engine. A script that runs out before anything stops it is a mistake. As an engine
+    elsewhere may, it says nothing in `late` polls before each that says something, and dies after `lives` polls.
     """
 
+    name = "scripted"
     abilities = Abilities()
 
     def __init__(
@@ -43,20 +44,36 @@ class ScriptedEngine:
         vocab_size: int = 1 << 20,
         at_once: int = 64,
         window: int = 4,
+        late: int = 0,
+        lives: int | None = None,
     ) -> None:
         self.answers, self.decode = answers, tokenizer_decode
         self.max_context, self.vocab_size = max_context, vocab_size
         self.at_once, self.window = at_once, window
+        self.late, self.lives = late, lives
+        self.num_polls = 0
         self.version = 0
+        self._closed = False
+        self.work = Work()
         self.drafts: dict[str, tuple[Draft, Script]] = {}  # in the order they were submitted
 
     def submit(self, request: Request) -> None:
+        self._check_alive()
+        if self._closed:
+            raise closed(self.name)
         check_request(request, self.max_context, self.vocab_size, self.drafts)
         script = self.answers(request) if callable(self.answers) else self.answers[request.id]
-        prefix = Prefix(tokens=tuple(request.tokens))
-        self.drafts[request.id] = (Draft(request=request, stream=0, prefix=prefix, own=[]), script)
+        self.drafts[request.id] = (Draft(request=request), script)
 
-    def poll(self) -> list[Event]:
+    @property
+    def idle(self) -> bool:
+        return not self.drafts
+
+    def poll(self, timeout: float = 0.0) -> list[Event]:
+        self._check_alive()
+        self.num_polls += 1
+        if self.num_polls % (self.late + 1):
+            return []
         events = []
         for draft, script in list(self.drafts.values())[: self.at_once]:
             before = len(draft.tokens)
@@ -85,4 +102,13 @@ class ScriptedEngine:
         return draft.sample(self.decode)
 
     def load(self, weights: Weights, version: int) -> None:
+        self._check_alive()
         self.version = version
+
+    def close(self) -> None:
+        self.drafts.clear()
+        self._closed = True
+
+    def _check_alive(self) -> None:
+        if self.lives is not None and self.num_polls >= self.lives:
+            raise EngineError(f"the scripted engine died with {len(self.drafts)} requests under way.")

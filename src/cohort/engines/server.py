@@ -15,19 +15,21 @@ a final assistant message is continued where the server can (vLLM and SGLang do)
 
 from __future__ import annotations
 
+import contextlib
 import json
 import queue
 import threading
+import time
 from collections import deque
 from dataclasses import dataclass, replace
 from http.client import HTTPConnection
 from typing import Any, Literal
 
-from cohort.engines.base import Abilities, Event, Request, Weights
+from cohort.engines.base import Abilities, Event, Request, Weights, Work
 from cohort.engines.native.random import stream_of
-from cohort.engines.requests import check_request, not_under_way
+from cohort.engines.requests import check_request, closed, not_under_way
 from cohort.engines.site import Call, Pause, Site, Trouble
-from cohort.errors import CohortError, ConfigError, nearest
+from cohort.errors import CohortError, ConfigError, EngineError, nearest
 from cohort.text.plain import plain_text
 from cohort.types import Finish, Provenance, Sample
 
@@ -63,7 +65,9 @@ class ServerEngine:
     OPENAI_API_KEY for OpenAI's own servers alone. `timeout` is in seconds, for a connection or an answer.
     """
 
+    name = "server"
     abilities = Abilities(token_ids=False, logprobs=False, live_weights=False)
+    version = 0  # what it serves is its own affair
 
     def __init__(
         self,
@@ -87,6 +91,8 @@ class ServerEngine:
         self._lock = threading.Lock()  # of the two that follow
         self._waiting: deque[Job] = deque()
         self._num_threads = 0
+        self._closed = False
+        self.work = Work()
         served = self.site.ask(self.site.connection(), Call(method="GET", path="models"), read_models, patient=False)
         if model not in served:
             names = self.site.clean(nearest(model, served) if served else "It serves none.")
@@ -94,6 +100,8 @@ class ServerEngine:
         self._complete = served[model] in COMPLETE
 
     def submit(self, request: Request) -> None:
+        if self._closed:
+            raise closed(self.name)
         # The server counts and checks the prompt's tokens: what is left to check is how to sample.
         alike = replace(request, tokens=[0], shared=-1)
         check_request(alike, max_context=1 << 62, vocab_size=1, under_way=self._jobs)
@@ -135,26 +143,40 @@ class ServerEngine:
             body |= {"continue_final_message": True, "add_generation_prompt": False}
         return body | {"messages": request.messages}
 
-    def poll(self) -> list[Event]:
+    @property
+    def idle(self) -> bool:
+        return not self._jobs
+
+    def poll(self, timeout: float = 0.0) -> list[Event]:
         """Wait until something ended. Interrupted, or at the first error, everything else is given up too."""
+        deadline = time.monotonic() + timeout
         events: list[Event] = []
         try:
             while self._jobs and not events:
-                ended = [self._ended.get()]
-                while not self._ended.empty():
-                    ended.append(self._ended.get())
+                ended = self._wait(deadline - time.monotonic())
+                if not ended:
+                    break
                 events = [e for job, outcome in ended if (e := self._take(job, outcome)) is not None]
         except BaseException:
-            self.close()
+            self._give_up()
             raise
         return events
+
+    def _wait(self, seconds: float) -> list[tuple[Job, Outcome]]:
+        """What has ended, the first of it within so many seconds."""
+        ended: list[tuple[Job, Outcome]] = []
+        with contextlib.suppress(queue.Empty):
+            ended.append(self._ended.get(timeout=max(0.0, seconds)))
+            while True:
+                ended.append(self._ended.get_nowait())
+        return ended
 
     def _take(self, job: Job, outcome: Outcome) -> Event | None:
         id = job.request.id
         if self._jobs.get(id) is not job:
             return None  # aborted
         if outcome is None:
-            raise CohortError("a thread of the server engine failed: its traceback is above.")
+            raise EngineError("a thread of the server engine failed: its traceback is above.")
         if isinstance(outcome, CohortError):
             raise outcome
         del self._jobs[id]
@@ -179,7 +201,10 @@ class ServerEngine:
         raise ConfigError("a server takes no new weights: it evaluates; train with the native engine.")
 
     def close(self) -> None:
-        """Give up every request."""
+        self._give_up()
+        self._closed = True
+
+    def _give_up(self) -> None:
         for id in list(self._jobs):
             self.abort(id)
 

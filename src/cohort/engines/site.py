@@ -23,7 +23,7 @@ from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from cohort.errors import ConfigError, ModelError
+from cohort.errors import ConfigError, EngineError, ModelError
 
 TRIES = 8
 LONGEST_PAUSE = 120.0  # seconds a server may ask for
@@ -107,7 +107,7 @@ class Site:
                     words = f"no server answers at {self.url} ({trouble}): start it, or mend its address."
                     raise ModelError(words) from trouble
                 if n == TRIES or call.cancelled.is_set():
-                    raise ModelError(f"{self.url} failed {n} times, at last so: {trouble}") from trouble
+                    raise EngineError(f"{self.url} failed {n} times, at last so: {trouble}") from trouble
                 self.warn(f"is asked again after: {trouble}")
                 usual = 2 ** (n - 1) * random.uniform(0.5, 1.0)  # not all threads at once
                 self.pause(call.cancelled, usual if trouble.pause is None else trouble.pause)
@@ -135,7 +135,7 @@ class Site:
             raise ConfigError(f"{self.url}/v1/{call.path} refuses: {words}{HINTS.get(status, '')}")
         pause = retry_after(reply.retry_after)
         if pause is not None and pause > LONGEST_PAUSE:
-            raise ModelError(f"{self.url} asks for a pause of {pause:.0f} seconds: {words}")
+            raise EngineError(f"{self.url} asks for a pause of {pause:.0f} seconds: {words}")
         raise Trouble(words, pause=pause)
 
     def _send(self, connection: HTTPConnection, call: Call) -> Reply:

@@ -20,12 +20,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from cohort.engines.base import Abilities, Event, Request, Weights
-from cohort.engines.native.draft import Draft
-from cohort.engines.native.kv import Prefix
+from cohort.engines.base import Abilities, Event, Request, Weights, Work
+from cohort.engines.draft import Draft
 from cohort.engines.native.random import stream_of
-from cohort.engines.requests import check_request, not_under_way
-from cohort.errors import CohortError, ConfigError, ModelError, brief, nearest
+from cohort.engines.requests import check_request, closed, not_under_way
+from cohort.errors import ConfigError, EngineError, ModelError, brief, nearest
 from cohort.text import TextStream, Tokenizer
 from cohort.types import Finish, Sample
 
@@ -67,7 +66,7 @@ class Reader:
 
     def draft(self, tokenizer: Tokenizer) -> Draft:
         """All of it as a draft, which knows how a sample ends and what its text is."""
-        draft = Draft(request=self.request, stream=0, prefix=Prefix(tokens=tuple(self.request.tokens)), own=[])
+        draft = Draft(request=self.request)
         draft.begin(version=0)
         sure = max(0, len(self.tokens) - LATE)  # a stop string is looked for token by token only after these
         for part in (slice(sure), slice(sure, None)):
@@ -85,7 +84,9 @@ class Reader:
 class VllmEngine:
     """Samples with a model folder that vLLM can load. `options` are further arguments of vLLM's `EngineArgs`."""
 
+    name = "vllm"
     abilities = Abilities(live_weights=False)
+    version = 0  # it takes no other
 
     def __init__(
         self,
@@ -131,8 +132,12 @@ class VllmEngine:
             raise ModelError(f"vLLM cannot serve {folder}: {brief(e)}") from e
         self.vocab_size = int(self._engine.model_config.get_vocab_size())
         self._readers: dict[str, Reader] = {}
+        self._closed = False
+        self.work = Work()
 
     def submit(self, request: Request) -> None:
+        if self._closed:
+            raise closed(self.name)
         check_request(request, self.max_context, self.vocab_size, self._readers)
         if 0 < request.sampling.temperature < COLDEST:
             raise ConfigError(
@@ -164,15 +169,18 @@ class VllmEngine:
             output_kind=self._vllm.sampling_params.RequestOutputKind.DELTA,
         )
 
-    def poll(self) -> list[Event]:
-        while self._readers:
-            outputs = self._engine.step()
-            events = [event for output in outputs if (event := self._take(output)) is not None]
-            if events:
-                return events
-            if not outputs and not self._engine.has_unfinished_requests():
-                raise CohortError(f"vLLM has ended without an answer to {len(self._readers)} requests.")
-        return []
+    @property
+    def idle(self) -> bool:
+        return not self._readers
+
+    def poll(self, timeout: float = 0.0) -> list[Event]:
+        """One step of vLLM's; what it drew may not be ready to be told."""
+        if not self._readers:
+            return []
+        outputs = self._engine.step()
+        if not outputs and not self._engine.has_unfinished_requests():
+            raise EngineError(f"vLLM has ended without an answer to {len(self._readers)} requests.")
+        return [event for output in outputs if (event := self._take(output)) is not None]
 
     def _take(self, output: Any) -> Event | None:
         """One request's news, if there is any that can be told."""
@@ -185,7 +193,7 @@ class VllmEngine:
         logprobs = [row[t].logprob if t in row else 0.0 for t, row in zip(tokens, rows, strict=True)]
         stopped = reader.take(tokens, logprobs)
         if output.finished and drawn.finish_reason not in ("stop", "length"):
-            raise CohortError(f'vLLM ended request "{reader.request.id}" with "{drawn.finish_reason}".')
+            raise EngineError(f'vLLM ended request "{reader.request.id}" with "{drawn.finish_reason}".')
         if stopped or output.finished:
             draft = reader.draft(self.tokenizer)
             if draft.finish is not None:
@@ -212,6 +220,11 @@ class VllmEngine:
 
     def load(self, weights: Weights, version: int) -> None:
         raise ConfigError("the vllm engine takes no new weights: it evaluates; train with the native engine.")
+
+    def close(self) -> None:
+        for id in list(self._readers):
+            self.abort(id)
+        self._closed = True
 
 
 def import_vllm() -> Any:

@@ -7,10 +7,15 @@ tried once more on a worker started afterwards, then reported as `Outcome(failur
 Where a task says that its work depends on the answer (`work_seconds`), too much work is what the answer causes: if it
 uses up that CPU time once, or runs out of time or memory in both tries, the outcome is the score of an empty answer,
 with the reason, and is counted.
+
+An answer may belong to an episode with several (`Past`). Its environment lives in the worker that stepped it last; any
+other plays it again from its key and the answers so far. So a death costs the episode that was being stepped its first
+try, and the others in that worker nothing.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import sys
@@ -25,6 +30,7 @@ from cohort.errors import TaskError
 from cohort.scoring.process import Worker
 from cohort.scoring.wire import Hello, Item, Limits, Reply
 from cohort.tasks.base import OVER_LIMIT, Task, check_packages, check_parts, plain_answer
+from cohort.tasks.environment import AgainRules, Past
 from cohort.tasks.ref import TaskRef
 from cohort.types import Answer, Outcome, Row
 
@@ -58,13 +64,20 @@ class ScoringPool:
     Driven like an engine: `submit`, then `poll`; or `score` a whole list. Not for several threads at once.
     """
 
-    def __init__(self, task: Task | TaskRef, workers: int = 1, limits: Limits | None = None) -> None:
+    def __init__(
+        self,
+        task: Task | TaskRef,
+        workers: int = 1,
+        limits: Limits | None = None,
+        again: AgainRules | None = None,
+    ) -> None:
         if workers < 1:
             raise ValueError(f"workers is {workers}; a scoring pool needs at least 1")
         if not isinstance(task, TaskRef):
             check_packages(task)
         self.task = task if isinstance(task, TaskRef) else TaskRef.of(task)
         self.limits = limits or Limits()
+        self.again = again  # how episodes go on
         self.num_failures = 0  # outcomes that were failures
         self.num_over_limit = 0  # answers that were wrong because they were too much work
         self.num_restarts = 0  # workers replaced
@@ -81,19 +94,19 @@ class ScoringPool:
         self._next_serial = 0
         self._failed_starts = 0
         import_path = [entry or os.getcwd() for entry in sys.path]
-        self._hello = Hello(task=self.task, limits=self.limits, import_path=import_path)
+        self._hello = Hello(task=self.task, limits=self.limits, import_path=import_path, again=again)
         self._workers: list[Worker] = []
         self._finalizer = weakref.finalize(self, _kill_all, self._workers, os.getpid())
         for _ in range(workers):
             self._workers.append(self._start())
 
-    def submit(self, id: str, row: Row, answer: Answer) -> None:
-        """Queue an answer; its outcome comes from `poll` under this id."""
+    def submit(self, id: str, row: Row, answer: Answer, past: Past | None = None) -> None:
+        """Queue an answer; its outcome comes from `poll` under this id. With a `past` it is an episode's next."""
         if not self._finalizer.alive:
             raise ValueError("the scoring pool is closed")
         if id in self._known:
             raise ValueError(f'"{id}" is being scored already')
-        item = Item(number=self._next_number, row=row, answer=answer)
+        item = Item(number=self._next_number, row=row, answer=answer, past=past)
         self._next_number += 1
         self._ids[item.number] = id
         self._known.add(id)
@@ -213,11 +226,15 @@ class ScoringPool:
         else:
             row_id, ready = str(item.row.get("id", "?")), worker.ready
             try:
-                parts = check_parts(self.task.name, row_id, ready.parts, ready.accuracy, reply.parts)
+                parts: dict[str, float] = {}
+                if reply.parts is not None or not reply.replies:
+                    parts = check_parts(self.task.name, row_id, ready.parts, ready.accuracy, reply.parts)
+                check_step(self.task.name, row_id, reply)
             except TaskError as error:
                 self._drop(item, error)
             else:
-                self._score(item, parts, reply.reason)
+                outcome = Outcome(parts=parts, reason=reply.reason, replies=reply.replies, cost=reply.cost)
+                self._score(item, outcome)
 
     def _trouble(self, worker: Worker) -> Trouble | None:
         idle = time.monotonic() - worker.since
@@ -227,7 +244,7 @@ class ScoringPool:
             late = Trouble(f"it did not start within {START_SECONDS:g} s")
             return late if idle > START_SECONDS else None
         seconds = max(self.limits.seconds, BUSY * self._work_seconds)
-        if worker.items and idle > seconds:
+        if worker.items and idle > seconds * worker.items[0].num_answers:
             return Trouble(f"it took longer than {seconds:g} s", exhausted=True)
         return None
 
@@ -263,7 +280,10 @@ class ScoringPool:
         if proven and item.number not in self._emptied:
             self._retried[item.number] = True
             self._emptied.add(item.number)
-            self._again.append((0, replace(item, answer=plain_answer(""))))
+            empty = plain_answer("")
+            if item.past is not None:  # whether the episode goes on depends on how the answer ended
+                empty = replace(empty, finish=item.answer.finish)
+            self._again.append((0, replace(item, answer=empty)))
         elif item.number not in self._retried:
             self._retried[item.number] = too_much
             self._again.append((self._next_serial + 1 if serial is None else serial, item))
@@ -271,11 +291,13 @@ class ScoringPool:
             self.num_failures += 1
             self._finish(item, Outcome(failure=trouble.reason))
 
-    def _score(self, item: Item, parts: dict[str, float], reason: str) -> None:
+    def _score(self, item: Item, outcome: Outcome) -> None:
         if item.number in self._emptied:
             self.num_over_limit += 1
-            reason = f"{OVER_LIMIT} of {self._work_seconds:g} s"
-        self._finish(item, Outcome(parts=parts, reason=reason))
+            outcome = replace(outcome, reason=f"{OVER_LIMIT} of {self._work_seconds:g} s")
+            if item.past is not None:
+                outcome = replace(outcome, stand_in=item.answer)
+        self._finish(item, outcome)
 
     def _drop(self, item: Item, error: TaskError) -> None:
         self._forget(item)
@@ -290,6 +312,16 @@ class ScoringPool:
         id = self._ids.pop(item.number)
         self._known.discard(id)
         return id
+
+
+def check_step(name: str, row_id: str, reply: Reply) -> None:
+    """Raise for replies that are no messages and a cost that is no number: foreign code shares the worker's process."""
+    where = f'task "{name}", row "{row_id}": the environment'
+    for said in reply.replies:
+        if not isinstance(said, dict) or not all(isinstance(said.get(key), str) for key in ("role", "content")):
+            raise TaskError(f"{where} replied {str(said)[:60]}, which is no message")
+    if not math.isfinite(reply.cost):
+        raise TaskError(f"{where} takes {reply.cost} from the reward; a cost is a finite number")
 
 
 def _kill_all(workers: list[Worker], owner: int) -> None:

@@ -1,6 +1,7 @@
 """What travels between a scoring pool and its workers: JSON, one record a line.
 
-To the worker: a hello (task, limits, import path), then one line per answer to score.
+To the worker: a hello (task, limits, import path), then one line per answer to score. An answer of an episode comes
+with the episode's key and its earlier answers, so that any worker can go on with it.
 To the pool: "ready" or "broken" once, then one line per answer, in the order they came.
 """
 
@@ -8,11 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from cohort.tasks.environment import AgainRules, Past
 from cohort.tasks.ref import TaskRef
-from cohort.types import Answer, Row
+from cohort.types import Answer, Key, Message, Row
 
 MAX_LINE = 1 << 20  # of a worker's reply; a longer one is not a reply
 MAX_FAILURE = 1000
@@ -35,6 +37,7 @@ class Hello:
     task: TaskRef
     limits: Limits
     import_path: list[str]
+    again: AgainRules | None = None  # how episodes go on; None = an episode is one answer
 
     def encode(self) -> bytes:
         return _line(dataclasses.asdict(self))
@@ -42,28 +45,50 @@ class Hello:
     @staticmethod
     def decode(line: bytes) -> Hello:
         given = json.loads(line)
-        task, limits = TaskRef(**given["task"]), Limits(**given["limits"])
-        return Hello(task=task, limits=limits, import_path=given["import_path"])
+        task, limits, again = TaskRef(**given["task"]), Limits(**given["limits"]), given["again"]
+        rules = AgainRules(**{**again, "words": tuple(again["words"])}) if again else None
+        return Hello(task=task, limits=limits, import_path=given["import_path"], again=rules)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Item:
-    """One answer to score."""
+    """One answer to score; of an episode if it has a `past`."""
 
     number: int
     row: Row
     answer: Answer
+    past: Past | None = None
+
+    @property
+    def num_answers(self) -> int:
+        """Those that a worker may have to be told: the newest and, of an episode, the earlier ones."""
+        return 1 if self.past is None else 1 + len(self.past.answers)
 
     def encode(self) -> bytes:
-        a = self.answer
-        fields = [self.number, self.row, a.text, a.full, a.finish, a.num_tokens, a.conversation]
+        past = self.past
+        fields = [self.number, self.row, *_listed(self.answer)]
+        if past is not None:
+            fields += [dataclasses.astuple(past.key), [_listed(a) for a in past.answers]]
         return _line(fields)
 
     @staticmethod
     def decode(line: bytes) -> Item:
-        number, row, text, full, finish, num_tokens, conversation = json.loads(line)
-        answer = Answer(text=text, full=full, finish=finish, num_tokens=num_tokens, conversation=conversation)
-        return Item(number=number, row=row, answer=answer)
+        number, row, *rest = json.loads(line)
+        answer, more = _answer(rest[:5]), rest[5:]
+        if not more:
+            return Item(number=number, row=row, answer=answer)
+        names = [f.name for f in dataclasses.fields(Key)]
+        key = Key(**dict(zip(names, more[0], strict=True)))
+        return Item(number=number, row=row, answer=answer, past=Past(key=key, answers=tuple(map(_answer, more[1]))))
+
+
+def _listed(a: Answer) -> list[Any]:
+    return [a.text, a.full, a.finish, a.num_tokens, a.conversation]
+
+
+def _answer(fields: list[Any]) -> Answer:
+    text, full, finish, num_tokens, conversation = fields
+    return Answer(text=text, full=full, finish=finish, num_tokens=num_tokens, conversation=conversation)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +109,8 @@ class Reply:
     number: int = -1
     parts: dict[str, Any] | None = None
     reason: str = ""
+    replies: list[Message] = field(default_factory=list)  # of an environment that goes on
+    cost: float = 0.0
     failure: str = ""  # the grader raised
     memory: str = ""  # the grader ran out of memory
     contract: str = ""  # the grader returned something that is no score
@@ -101,7 +128,7 @@ class Reply:
         if not isinstance(given, dict) or not given.keys() <= _DEFAULTS.keys():
             raise ValueError("not a reply")
         for key, value in given.items():
-            expected: type = {"ready": list, "number": int, "parts": dict}.get(key, str)
+            expected: type = _TYPES.get(key, str)
             if type(value) is not expected:
                 raise ValueError(f"{key} is not a {expected.__name__}")
         if "ready" in given:
@@ -110,7 +137,8 @@ class Reply:
         return Reply(**given)
 
 
-_DEFAULTS = {f.name: f.default for f in dataclasses.fields(Reply)}
+_TYPES: dict[str, type] = {"ready": list, "number": int, "parts": dict, "replies": list, "cost": float}
+_DEFAULTS: dict[str, Any] = {f.name: [] if f.name == "replies" else f.default for f in dataclasses.fields(Reply)}
 
 
 def _line(value: Any) -> bytes:

@@ -19,7 +19,9 @@ from typing import BinaryIO
 
 from cohort.errors import TaskError
 from cohort.scoring.wire import MAX_FAILURE, Hello, Item, Limits, Ready, Reply
-from cohort.tasks.base import Task, grade
+from cohort.tasks.base import MAX_REASON, Task, check_parts, grade
+from cohort.tasks.environment import Environment, Episodes, SingleTurn, Step, ThinkAgain
+from cohort.types import Answer
 
 _PR_SET_PDEATHSIG = 1
 
@@ -86,16 +88,19 @@ def _soft_limit(which: int, value: int) -> None:
     resource.setrlimit(which, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
 
 
-def seed_random(item: Item) -> None:
+def seed_random(item: Item, answer: Answer) -> None:
     """A grader that draws random numbers draws the same ones for the same row and answer, in any order."""
     module = sys.modules.get("random")
     if module is not None:
-        module.seed(f"{item.row.get('id')}\0{item.answer.full}".encode(errors="surrogatepass"))
+        module.seed(f"{item.row.get('id')}\0{answer.full}".encode(errors="surrogatepass"))
 
 
-def score_item(task: Task, item: Item, printed: Printed) -> Reply:
+def score_item(task: Task, episodes: Episodes, item: Item, before: Callable[[Answer], None], printed: Printed) -> Reply:
     """The foreign call. Everything it can raise becomes a record; nothing is caught anywhere else."""
     try:
+        if item.past is not None:
+            return step_reply(task, item, episodes.step(item.row, item.past, item.answer, before))
+        before(item.answer)
         outcome = grade(task, item.row, item.answer)
     except TaskError as error:
         return Reply(number=item.number, contract=_bounded(str(error)))
@@ -104,6 +109,21 @@ def score_item(task: Task, item: Item, printed: Printed) -> Reply:
     except BaseException as error:
         return Reply(number=item.number, failure=describe(error, printed.text))
     return Reply(number=item.number, parts=outcome.parts, reason=outcome.reason)
+
+
+def step_reply(task: Task, item: Item, step: Step) -> Reply:
+    """What an environment made of an answer, as it travels; raises TaskError for what breaks the contract."""
+    where = f'task "{task.name}", row "{item.row.get("id", "?")}"'
+    if step.done and step.parts is None:
+        raise TaskError(f"{where}: the episode ended without a reward")
+    if not step.done and not step.replies:
+        raise TaskError(f"{where}: the episode goes on, but the environment said nothing")
+    parts = None
+    if step.parts is not None:
+        parts = check_parts(task.name, str(item.row.get("id", "?")), task.parts, task.accuracy, step.parts)
+    replies = [] if step.done else list(step.replies)
+    reason = str(step.reason)[:MAX_REASON]
+    return Reply(number=item.number, parts=parts, reason=reason, replies=replies, cost=float(step.cost))
 
 
 def describe(error: BaseException, printed: str = "") -> str:
@@ -118,21 +138,30 @@ def _bounded(text: str) -> str:
     return text if len(text) <= MAX_FAILURE else text[:MAX_FAILURE] + "..."
 
 
-def serve(task: Task, limits: Limits, requests: BinaryIO, send: Callable[[bytes], None]) -> None:
+def serve(task: Task, hello: Hello, requests: BinaryIO, send: Callable[[bytes], None]) -> None:
     """Score until the requests end.
 
     Each reply leaves before the next answer begins, so that the pool knows which answer a worker died of.
     """
     me = os.getpid()
-    printed = Printed(limits.output_bytes)
+    printed = Printed(hello.limits.output_bytes)
+    again = hello.again
+
+    def environment() -> Environment:
+        return SingleTurn(task) if again is None else ThinkAgain(SingleTurn(task), again)
+
+    def begin(answer: Answer) -> None:
+        """Every answer has its own time, also one of an episode that is played again."""
+        renew_cpu_limit(task.work_seconds or hello.limits.seconds)
+        signal.setitimer(signal.ITIMER_PROF, task.work_seconds)  # the same to the millisecond; 0 is no timer
+        seed_random(item, answer)
+
+    episodes = Episodes(environment)
     for line in requests:
         item = Item.decode(line)
         printed.clear()
         sys.stdout = sys.stderr = printed  # again, since a grader may have put its own there
-        renew_cpu_limit(task.work_seconds or limits.seconds)
-        signal.setitimer(signal.ITIMER_PROF, task.work_seconds)  # the same to the millisecond; 0 is no timer
-        seed_random(item)
-        reply = score_item(task, item, printed).encode()
+        reply = score_item(task, episodes, item, begin, printed).encode()
         if os.getpid() != me:  # the grader forked and let its child return: one answer, one reply
             os._exit(0)
         signal.setitimer(signal.ITIMER_PROF, 0)
@@ -163,7 +192,7 @@ def main(arguments: list[str]) -> None:
         return
     set_limits(hello.limits)
     send(Reply(ready=Ready(task.parts, task.accuracy, task.work_seconds)).encode())
-    serve(task, hello.limits, requests, send)
+    serve(task, hello, requests, send)
 
 
 if __name__ == "__main__":

@@ -71,6 +71,7 @@ class EvalSetting:
     seed: int
     step: int = 0  # of a run
     num_left_out: int = 0  # problems too long for the model's context
+    turns: str = "first"  # "first" = the first answer counts; "all" = the environment of the run decides
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

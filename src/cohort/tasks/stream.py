@@ -35,7 +35,8 @@ class TaskStream:
     """Endless prompts: every epoch is a new permutation of the rows, keyed by (seed, task, split, epoch).
 
     `cursor`, one integer, is the whole state: a stream made with it continues exactly. A prompt over
-    `max_prompt_tokens` (0 = no limit) stops the run, or with too_long="skip" is passed over and counted.
+    `max_prompt_tokens` (0 = no limit) stops the run, or with too_long="skip" is passed over and counted. With a `shard`
+    (rank, number of ranks) only every so many-th prompt is this rank's; the cursor counts those of all ranks.
     """
 
     def __init__(
@@ -47,13 +48,17 @@ class TaskStream:
         cursor: int = 0,
         max_prompt_tokens: int = 0,
         too_long: Literal["error", "skip"] = "error",
+        shard: tuple[int, int] = (0, 1),
     ) -> None:
         if cursor < 0:
             raise ValueError(f"cursor {cursor} is negative")
+        if not 0 <= shard[0] < shard[1]:
+            raise ValueError(f"shard {shard} is no (rank, number of ranks)")
         self.task = task
         self.seed = seed
         self.split = split
         self.cursor = cursor
+        self.shard = shard
         self.num_skipped = 0
         self._tokenizer = tokenizer
         self._limit = max_prompt_tokens
@@ -75,7 +80,7 @@ class TaskStream:
             )
 
     def next(self, n: int) -> list[Prompt]:
-        """The next n prompts; the cursor moves past them and past what was skipped on the way."""
+        """Of the next n prompts this rank's; the cursor moves past all of them and past what was skipped on the way."""
         prompts: list[Prompt] = []
         skipped_in_a_row = 0
         while len(prompts) < n:
@@ -90,7 +95,16 @@ class TaskStream:
             self.num_skipped += 1
             if skipped_in_a_row >= len(self._rows):
                 raise self._none_fits(self.split)
-        return prompts
+        rank, size = self.shard
+        return prompts[rank::size]
+
+    def find(self, id: str, visit: int) -> Prompt:
+        """The prompt of a row in an epoch, as `next` gave it; the cursor stays."""
+        row = next((row for row in self._rows if row["id"] == id), None)
+        prompt = None if row is None else self._render(row, visit)
+        if prompt is None:
+            raise TaskError(f'task "{self.task.name}" has no {self.split} row "{id}" any more; put its rows back')
+        return prompt
 
     def held_out(self, n: int = 0, split: str = "test") -> list[Prompt]:
         """The first n prompts of a split in its own order, 0 = all; the cursor stays."""

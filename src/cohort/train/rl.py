@@ -13,9 +13,9 @@ from cohort.algos.algorithm import Algorithm
 from cohort.config.kinds import RL
 from cohort.config.schema import LearnerConfig
 from cohort.data.pack import make_batch
-from cohort.engines.base import Engine
-from cohort.engines.rollout import Tasks, collect
+from cohort.engines.sync import WeightSync
 from cohort.learner.base import Learner
+from cohort.rollout.producer import Producer
 from cohort.train.job import Steps, rollout_record
 from cohort.train.replay import Replay
 from cohort.train.stats import StepStats, step_stats
@@ -25,15 +25,15 @@ from cohort.world import ONE_PROCESS, World
 
 
 def train(
-    run: Steps, config: RL, engine: Engine, learner: Learner, tasks: Tasks, algo: Algorithm, replay: Replay
+    run: Steps, config: RL, producer: Producer, learner: Learner, sync: WeightSync, algo: Algorithm, replay: Replay
 ) -> None:
     """Run every remaining step of `run`."""
-    batch_size = config.batch
     for step in run.steps():
-        groups = collect(engine, tasks, batch_size.prompts, batch_size.samples, accept=algo.accept)
+        groups = producer.collect(config.batch.prompts, accept=algo.accept)
         groups += replay.draw(step)  # of earlier steps, where asked for
         groups, stats = improve(learner, algo, groups, config.learner)
-        engine.load(learner.weights(), version=step + 1)  # no copy when storage is shared
+        producer.settle(groups)  # none is open: a checkpoint of this step needs the cursor alone
+        sync.send(version=step + 1)  # no copy when storage is shared
         run.end_step(step, rollout_record(step, groups, stats.metrics))  # log, evaluate, checkpoint
 
 

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from cohort.engines.native.engine import NativeEngine, Work
+from cohort.engines.native.engine import NativeEngine
 from cohort.models.decoder import Decoder
 
 if TYPE_CHECKING:
     from cohort.engines.native.cuda.engine import GraphEngine
 
-__all__ = ["NativeEngine", "Work", "native_engine"]
+__all__ = ["NativeEngine", "native_engine"]
 
 HEAD_SIZES, DTYPES = (32, 64, 128), (torch.float32, torch.bfloat16, torch.float16)  # what the kernels take
 

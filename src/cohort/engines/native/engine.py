@@ -10,21 +10,20 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from cohort.engines.base import Abilities, Event, Request, Weights
+from cohort.engines.base import Abilities, Event, Request, Weights, Work
 from cohort.engines.native.attention import Prompts, decode_attend, extend_attend, plan, prefill_attend
-from cohort.engines.native.draft import Draft, Line
+from cohort.engines.native.draft import Line, NativeDraft
 from cohort.engines.native.kv import Arena, Prefix, Prefixes, length_class
 from cohort.engines.native.packed import PackedLinears
 from cohort.engines.native.random import stream_of
 from cohort.engines.native.sampler import draw
 from cohort.engines.native.slots import Slots
-from cohort.engines.requests import check_engine, check_request, damaged, not_under_way
+from cohort.engines.requests import check_engine, check_request, closed, damaged, not_under_way
 from cohort.engines.weights import copy_weights
 from cohort.models.decoder import Attend, Decoder
 from cohort.models.functions import wide_product
@@ -37,18 +36,6 @@ FIRST_ROOM = 64  # own tokens a slot has room for at first
 LOGITS = 1 << 24  # most logits in memory at once
 
 
-@dataclass(kw_only=True, slots=True)
-class Work:
-    """What the engine did since it was made: tokens and seconds by phase."""
-
-    num_prompt_tokens: int = 0
-    num_drawn: int = 0
-    num_steps: int = 0
-    prefill_seconds: float = 0.0
-    decode_seconds: float = 0.0
-    draw_seconds: float = 0.0
-
-
 class NativeEngine:
     """Samples with a decoder whose storage it shares with the learner.
 
@@ -58,6 +45,7 @@ class NativeEngine:
     training any number.
     """
 
+    name = "native"
     abilities = Abilities()
 
     def __init__(
@@ -76,9 +64,9 @@ class NativeEngine:
         self.packed = None if weights == "shared" else PackedLinears(decoder, weights, slots)
         self.version = 0
         self.work = Work()
-        self.drafts: dict[str, Draft] = {}  # all that are not ended, by request id
+        self.drafts: dict[str, NativeDraft] = {}  # all that are not ended, by request id
         self.line = Line()
-        self.running: list[Draft] = []  # by slot
+        self.running: list[NativeDraft] = []  # by slot
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         self.slots = Slots(slots, window + 1, wide, device)
         self.arena = Arena(decoder.config, dtype, device)
@@ -86,13 +74,16 @@ class NativeEngine:
         self._prompts: Prompts | None = None  # how `running` read their prompts; None = to be planned
         self._events: list[Event] = []
         self._broken = False
+        self._closed = False
 
     # ---- protocol
 
     def submit(self, request: Request) -> None:
+        if self._closed:
+            raise closed(self.name)
         check_request(request, self.max_context, self.decoder.config.vocab_size, self.drafts)
         shared = request.shared if request.shared > 0 else len(request.tokens)
-        draft = Draft(
+        draft = NativeDraft(
             request=request,
             stream=stream_of(request.key),
             prefix=self.prefixes.take(tuple(request.tokens[:shared])),
@@ -101,8 +92,12 @@ class NativeEngine:
         self.drafts[request.id] = draft
         self.line.join(draft)
 
+    @property
+    def idle(self) -> bool:
+        return not self.drafts and not self._events
+
     @torch.no_grad()
-    def poll(self) -> list[Event]:
+    def poll(self, timeout: float = 0.0) -> list[Event]:
         """Up to `window` steps. Reports every running request's new tokens and what ended."""
         for _ in range(self.window):
             self._admit()
@@ -140,6 +135,13 @@ class NativeEngine:
         self.prefixes.forget()
         self._prompts = None
         self._broken = False
+
+    def close(self) -> None:
+        # Not by `abort`: whoever was interrupted in the middle of a step must be able to close.
+        self.drafts.clear()
+        self.line, self.running, self._events = Line(), [], []
+        self.release()
+        self._closed = True
 
     def release(self) -> None:
         """Give the cache's memory back; what runs is computed again when it goes on."""
@@ -194,7 +196,7 @@ class NativeEngine:
                 prefix.hidden = hidden[end].clone()
             self.work.num_prompt_tokens += total
 
-    def _enter(self, entering: list[Draft], first: int) -> Tensor:
+    def _enter(self, entering: list[NativeDraft], first: int) -> Tensor:
         """Hidden states to draw from, [n, d]: after the prefix, or after own tokens where there are some.
 
         `entering` is sorted by the number of own tokens, so those that still have some are the last slots.
@@ -211,7 +213,7 @@ class NativeEngine:
                 self._extend(part[begin:], first + low + begin, have, hidden[low + begin : low + len(part)])
         return hidden
 
-    def _extend(self, drafts: list[Draft], first: int, have: int, hidden: Tensor) -> None:
+    def _extend(self, drafts: list[NativeDraft], first: int, have: int, hidden: Tensor) -> None:
         """Compute own tokens from `have` on (EXTEND_TOKENS at most) of the slots from `first` on."""
         todo = [(d.own + d.tokens)[have : have + EXTEND_TOKENS] for d in drafts]
         counts = [len(t) for t in todo]
@@ -305,7 +307,7 @@ class NativeEngine:
         self.slots.survey(self.running)
         self._prompts = None
 
-    def _forget(self, draft: Draft) -> None:
+    def _forget(self, draft: NativeDraft) -> None:
         del self.drafts[draft.request.id]
         self.prefixes.leave(draft.prefix)
         self._prompts = None  # the pool may have moved a prefix

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cohort.data.transfer import put
-from cohort.engines.native.draft import Draft
+from cohort.engines.draft import Draft
 from cohort.engines.native.random import uniforms
 from cohort.engines.native.sampler import Drawn, Settings
 
@@ -37,7 +37,7 @@ class Slots:
         self.left = self.ints[LEFT]  # tokens that may still be drawn
         self.filled = self.ints[FILLED]  # tokens in the window
 
-    def place(self, drafts: list[Draft], first: int) -> None:
+    def place(self, drafts: Sequence[Draft], first: int) -> None:
         """Put drafts into the slots from `first` on. Nothing of them is cached yet."""
         ints, reals = [], []
         widest = max(len(d.request.sampling.stop_ids) for d in drafts)
@@ -48,8 +48,7 @@ class Slots:
         width, stops = self.stops.shape[1], []
         for d in drafts:
             s, drawn = d.request.sampling, len(d.tokens)
-            base = len(d.prefix.tokens)
-            ints.append([d.stream, d.request.start + drawn, 0, 0, base, s.max_tokens - drawn, 0, s.top_k])
+            ints.append([d.stream, d.request.start + drawn, 0, 0, d.num_shared, s.max_tokens - drawn, 0, s.top_k])
             reals.append([s.temperature, s.top_p, s.min_p])
             stops.append([*s.stop_ids, *[-1] * (width - len(s.stop_ids))])
         here = slice(first, first + len(drafts))
@@ -64,7 +63,7 @@ class Slots:
         for held in (self.stops, self.tokens, self.logprobs, self.kept):
             held[new] = held[old]
 
-    def survey(self, drafts: list[Draft]) -> None:
+    def survey(self, drafts: Sequence[Draft]) -> None:
         """Note what nobody among these asks for, so that no step pays for it."""
         asked = [d.request.sampling for d in drafts]
         self.scaled = any(s.temperature not in (0.0, 1.0) for s in asked)

@@ -18,7 +18,7 @@ from dataclasses import replace
 import torch
 
 from cohort.data.transfer import put
-from cohort.engines.base import Abilities, Event, Request, Weights
+from cohort.engines.base import Abilities, Event, Request, Weights, Work
 from cohort.engines.native.cuda.graphs import Graphs, bucket
 from cohort.engines.native.cuda.ledger import Ledger, own_pages
 from cohort.engines.native.cuda.memory import MOST_PREFILL, Room, divide
@@ -26,10 +26,9 @@ from cohort.engines.native.cuda.pages import Arena, PagedPrefix, page_bytes, pag
 from cohort.engines.native.cuda.prefill import Run, prefill
 from cohort.engines.native.cuda.step import State, Variant, prefix_splits, tile_size
 from cohort.engines.native.cuda.window import Results, Timer, Window
-from cohort.engines.native.draft import Draft, Line
-from cohort.engines.native.engine import Work
+from cohort.engines.native.draft import Line, NativeDraft
 from cohort.engines.native.random import stream_of
-from cohort.engines.requests import check_engine, check_request, damaged, not_under_way
+from cohort.engines.requests import check_engine, check_request, closed, damaged, not_under_way
 from cohort.engines.weights import copy_weights
 from cohort.errors import CohortError, ConfigError, ModelError
 from cohort.models.decoder import Decoder
@@ -50,6 +49,7 @@ class GraphEngine:
     graphs are captured again afterwards.
     """
 
+    name = "native"
     abilities = Abilities()
 
     def __init__(
@@ -69,9 +69,9 @@ class GraphEngine:
         self.device = decoder.embed.device
         self.version = 0
         self.work = Work()
-        self.drafts: dict[str, Draft] = {}
+        self.drafts: dict[str, NativeDraft] = {}
         self.line = Line()
-        self.rows: list[Draft | None] = []  # None = ended, its row not yet taken by another
+        self.rows: list[NativeDraft | None] = []  # None = ended, its row not yet taken by another
         self.flight: deque[Window] = deque()
         self.state = State(decoder, slots, window, max_context)
         self.results = Results(self.state.slots)
@@ -80,17 +80,19 @@ class GraphEngine:
         self.prefill_tokens = MOST_PREFILL  # in one forward
         self._variant: Variant | None = None  # None = to be planned
         self._events: list[Event] = []
-        self._broken = False
+        self._broken = self._closed = False
         self._page_bytes = page_bytes(decoder.config, decoder.embed.dtype)
 
     # ---- protocol
 
     def submit(self, request: Request) -> None:
+        if self._closed:
+            raise closed(self.name)
         check_request(request, self.max_context, self.decoder.config.vocab_size, self.drafts)
         tokens = request.tokens
         # the last token is everybody's own: the step that computes it draws the first new one
         shared = min(request.shared if request.shared > 0 else len(tokens), len(tokens) - 1)
-        draft = Draft(
+        draft = NativeDraft(
             request=request, stream=stream_of(request.key), prefix=PagedPrefix(tokens=()), own=tokens[shared:]
         )
         need = 1 + pages_for(shared) + own_pages(draft)
@@ -110,8 +112,12 @@ class GraphEngine:
     def arena(self) -> Arena | None:
         return self.ledger.arena
 
+    @property
+    def idle(self) -> bool:
+        return not self.drafts and not self._events
+
     @torch.no_grad()
-    def poll(self) -> list[Event]:
+    def poll(self, timeout: float = 0.0) -> list[Event]:
         """Start windows, take the oldest, report it."""
         with self._device():
             while not self._events:
@@ -159,6 +165,13 @@ class GraphEngine:
                 self.arena.kv.zero_()  # what is not finite must not be read again, not even with weight zero
         self._broken = False
         self.version = version
+
+    def close(self) -> None:
+        self.drafts.clear()
+        self.flight.clear()
+        self.line, self.rows, self._events = Line(), [], []
+        self.ledger.arena = self.graphs = None
+        self._closed = True
 
     def release(self) -> None:
         """Give the KV memory back; what runs is computed again when it goes on, and graphs are captured again."""
@@ -258,7 +271,7 @@ class GraphEngine:
     def _admit(self, free: int) -> None:
         """Reserve pages for as many as there is room for, compute what they have, give them rows."""
         began = time.perf_counter()
-        entering: list[Draft] = []
+        entering: list[NativeDraft] = []
         while len(entering) < free and self.line and self.ledger.reserve(next(iter(self.line))):
             entering += self.line.take(1)
         try:
@@ -282,7 +295,7 @@ class GraphEngine:
         self._variant = None
         self.work.prefill_seconds += time.perf_counter() - began
 
-    def _compute(self, entering: list[Draft]) -> None:
+    def _compute(self, entering: list[NativeDraft]) -> None:
         """KV of new prefixes, then of what the drafts have of their own behind them."""
         assert self.arena is not None
         fresh = self.ledger.fresh
@@ -305,7 +318,7 @@ class GraphEngine:
         self.rows[row] = None
         self._forget(draft)
 
-    def _forget(self, draft: Draft) -> None:
+    def _forget(self, draft: NativeDraft) -> None:
         del self.drafts[draft.request.id]
         self.ledger.leave(draft)
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from cohort.engines.native.cuda.pages import Arena, PagedPrefix, Tables, pages_for
-from cohort.engines.native.draft import Draft
+from cohort.engines.native.draft import NativeDraft
 
 
-def own_pages(draft: Draft) -> int:
+def own_pages(draft: NativeDraft) -> int:
     """Pages for the longest the draft may become, without its prefix."""
     return pages_for(len(draft.own) + draft.request.sampling.max_tokens)
 
@@ -18,7 +18,7 @@ class Ledger:
         self.tables = tables
         self.arena: Arena | None = None
         self.prefixes: dict[tuple[int, ...], PagedPrefix] = {}
-        self.running: dict[str, tuple[Draft, list[int]]] = {}  # by request id: those with pages of their own
+        self.running: dict[str, tuple[NativeDraft, list[int]]] = {}  # by request id: those with pages of their own
         self.fresh: list[PagedPrefix] = []  # have pages and are not computed yet
 
     def join(self, tokens: tuple[int, ...]) -> PagedPrefix:
@@ -27,7 +27,7 @@ class Ledger:
         prefix.users += 1
         return prefix
 
-    def leave(self, draft: Draft) -> None:
+    def leave(self, draft: NativeDraft) -> None:
         """The draft is gone: its pages, and its prefix when it was the last user."""
         self.give(draft)
         prefix = _prefix(draft)
@@ -36,7 +36,7 @@ class Ledger:
             self._drop(prefix)
             del self.prefixes[prefix.tokens]
 
-    def reserve(self, draft: Draft) -> bool:
+    def reserve(self, draft: NativeDraft) -> bool:
         """Take the draft's pages, and its prefix's if it has none; False when there are too few."""
         if not self.fits(draft):
             return False
@@ -49,7 +49,7 @@ class Ledger:
         self.running[draft.request.id] = (draft, self.arena.take(own_pages(draft)))
         return True
 
-    def fits(self, draft: Draft) -> bool:
+    def fits(self, draft: NativeDraft) -> bool:
         """Is there room? Prefixes that only waiting drafts will need make way, this draft's own stays."""
         if self._room(draft):
             return True
@@ -59,23 +59,23 @@ class Ledger:
                 self._drop(prefix)
         return self._room(draft)
 
-    def _room(self, draft: Draft) -> bool:
+    def _room(self, draft: NativeDraft) -> bool:
         assert self.arena is not None
         prefix, need = _prefix(draft), own_pages(draft)
         if not _absent(prefix):
             return need <= len(self.arena.free)
         return need + pages_for(len(prefix.tokens)) <= len(self.arena.free) and bool(self.tables.entries)
 
-    def pages(self, draft: Draft) -> list[int]:
+    def pages(self, draft: NativeDraft) -> list[int]:
         return self.running[draft.request.id][1]
 
-    def give(self, draft: Draft) -> None:
+    def give(self, draft: NativeDraft) -> None:
         """The draft's own pages back, if it has some."""
         _, pages = self.running.pop(draft.request.id, (draft, []))
         if self.arena is not None:
             self.arena.give(pages)
 
-    def undo(self, drafts: list[Draft]) -> None:
+    def undo(self, drafts: list[NativeDraft]) -> None:
         """Reservations that came to nothing."""
         for draft in drafts:
             self.give(draft)
@@ -98,7 +98,7 @@ class Ledger:
             prefix.pages, prefix.entry = [], -1
 
 
-def _prefix(draft: Draft) -> PagedPrefix:
+def _prefix(draft: NativeDraft) -> PagedPrefix:
     assert isinstance(draft.prefix, PagedPrefix)
     return draft.prefix
 

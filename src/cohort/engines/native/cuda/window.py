@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cohort.engines.native.draft import Draft
+from cohort.engines.native.draft import NativeDraft
 from cohort.engines.native.slots import Slots
 
 
@@ -44,7 +44,7 @@ class Timer:
 class Window:
     """Steps that were started, and where their results will lie on the host."""
 
-    rows: list[Draft | None]
+    rows: list[NativeDraft | None]
     steps: int
     results: list[Tensor]
     timer: Timer

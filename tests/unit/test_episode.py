@@ -7,16 +7,16 @@ from dataclasses import replace
 import pytest
 
 from cohort.engines.base import Request
-from cohort.engines.member import Again
-from cohort.engines.rollout import roll
-from cohort.engines.scripted import Script, ScriptedEngine
+from cohort.engines.scripted import Script
+from cohort.rollout.episode import Further
+from cohort.tasks.environment import AgainRules
 from cohort.types import Finish, Outcome, Provenance, Sampling
-from tests.conformance import spell
 from tests.runs import Grader
-from tests.unit.test_rollout import STOP, prompt, tasks
+from tests.unit.test_rollout import STOP, producer, prompt
 
 USER = [40, 41, 42]
-AGAIN = Again(attempts=1, below=0.2, max_tokens=5, cost=0.0, words=("once more",), follow=lambda words: [STOP, *USER])
+AGAIN = AgainRules(attempts=1, below=0.2, cost=0.0, words=("once more",), coefficients={})
+FURTHER = Further(max_tokens=5, follow_up=lambda words: [STOP, *USER])
 
 
 def says(request: Request) -> Script:
@@ -30,10 +30,14 @@ def grade(row, answer) -> Outcome:
     return Outcome(parts={"correct": float(answer.text.startswith("8") or row["n"] == 1)}, reason=answer.text)
 
 
-def sampled(again: Again | None = AGAIN, answers=says, grader=grade, **changes):
-    made = tasks(scorer=Grader(grader), again=again, **changes)
-    engine = ScriptedEngine(answers, spell)
-    return [g.samples for g in roll(engine, made, [prompt(0), prompt(1)], 2)], made
+def talking(rules: AgainRules | None = AGAIN, late: int = 0, further=FURTHER, grader=grade, answers=says, **changes):
+    scorer = Grader(grader, late, again=rules)
+    return producer(scorer=scorer, answers=answers, further=None if rules is None else further, **changes)
+
+
+def sampled(rules: AgainRules | None = AGAIN, **changes):
+    made = talking(rules, **changes)
+    return [g.samples for g in made.roll([prompt(0), prompt(1)])], made
 
 
 def test_a_low_reward_gets_another_attempt_and_a_high_one_does_not():
@@ -59,7 +63,7 @@ def test_a_reward_of_just_the_threshold_is_low():
 
 
 def test_without_it_there_is_one_attempt():
-    (low, _), _ = sampled(again=None)
+    (low, _), _ = sampled(None)
     assert [s.tokens for s in low] == [[7, STOP]] * 2 and low[0].reward == 0.0
 
 
@@ -102,8 +106,8 @@ def test_a_cut_off_attempt_and_one_that_could_not_be_scored_are_the_last():
 def test_a_forced_prefix_belongs_to_the_first_attempt_only():
     messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "<think>"}]
     asked = prompt(0, messages=messages, forced_text="<think>")
-    made = tasks(scorer=Grader(grade), again=AGAIN)
-    roll(ScriptedEngine(says, spell), made, [asked], 1)
+    made = talking(group_size=1)
+    made.roll([asked])
     answer = made.scorer.seen["0/0"]
     assert answer.full == answer.text
     assert [m["role"] for m in answer.conversation] == ["user", "assistant", "user", "assistant"]
@@ -113,15 +117,15 @@ def test_a_forced_prefix_belongs_to_the_first_attempt_only():
 @pytest.mark.parametrize("late", [0, 1, 3])
 def test_the_result_does_not_depend_on_when_the_grader_answers(late):
     expected, _ = sampled()
-    made = tasks(scorer=Grader(grade, late), again=AGAIN)
-    found = [g.samples for g in roll(ScriptedEngine(says, spell), made, [prompt(0), prompt(1)], 2)]
-    assert found == expected
+    for order in ("rounds", "continuous"):
+        found, _ = sampled(late=late, order=order)
+        assert found == expected
 
 
 def test_a_turn_that_ended_otherwise_is_closed_by_the_template():
     """By a stop string, say: then the end token is the environment's, and not trained."""
-    odd = replace(AGAIN, follow=lambda words: [3, *USER])
-    (low, _), _ = sampled(odd)
+    odd = replace(FURTHER, follow_up=lambda words: [3, *USER])
+    (low, _), _ = sampled(further=odd)
     assert low[0].tokens == [7, STOP, 3, *USER, 8, 9, STOP]
     assert low[0].provenance[2] == Provenance.ENVIRONMENT
 
@@ -135,14 +139,13 @@ def test_a_round_begins_when_all_are_scored_in_their_order():
 
     for late in (0, 2):
         asked.clear()
-        made = tasks(scorer=Grader(grade, late), again=AGAIN)
-        roll(ScriptedEngine(watch, spell), made, [prompt(0), prompt(2), prompt(1)], 2)
+        talking(late=late, answers=watch).roll([prompt(0), prompt(2), prompt(1)])
         assert asked == ["0/0", "0/1", "1/0", "1/1", "2/0", "2/1", "0/0", "0/1", "1/0", "1/1"]
 
 
 def test_completions_are_cut_to_what_their_own_prompt_leaves():
-    made = tasks(scorer=Grader(grade), context=4)
+    made = talking(None, context=4, group_size=1)
     long = prompt(1, tokens=[11, 1, 1], provenance=[0, 0, 0])
-    samples = [g.samples[0] for g in roll(ScriptedEngine(says, spell), made, [prompt(0), long], 1)]
+    samples = [g.samples[0] for g in made.roll([prompt(0), long])]
     assert [s.tokens for s in samples] == [[7, STOP], [8]]
     assert [s.finish for s in samples] == [Finish.STOP, Finish.LENGTH]

@@ -1,0 +1,1 @@
+"""Prompts into scored groups: see `producer`. Engines are seen only through `engines.base`."""
