@@ -12,11 +12,13 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from cohort.errors import ConfigError
+from cohort.serialize import record
 from cohort.types import Key, Message, Sample, Sampling
 
 WAIT = 1.0  # seconds a poll may wait for somebody else where nothing else is to be done
 
 
+@record
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
     """Continue `tokens`. Requests whose first `shared` tokens are equal may share them in memory."""
@@ -30,6 +32,7 @@ class Request:
     messages: list[Message] = field(default_factory=list)  # what the tokens were made from: a server takes no ids
 
 
+@record
 @dataclass(kw_only=True, slots=True)
 class Event:
     """New tokens of one request, and its finished sample when it ended."""
