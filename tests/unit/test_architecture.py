@@ -89,7 +89,9 @@ GGUF = ("models.gguf", "models.gguf_config", "models.gguf_reader", "models.gguf_
 FILE_SOFT, FILE_HARD = 400, 500
 FUNCTION_SOFT, FUNCTION_HARD = 60, 80
 MAX_PARAMETERS = 8
-MAX_PACKAGE = 12_000  # what every training run is made of: all but the areas and tools below
+# What every training run is made of: all but the areas and tools below. 12,000 until records had a serialisation, rollouts
+# a producer and ledger, learners backends, and runs kinds: boundaries cost lines.
+MAX_PACKAGE = 13_000
 AREAS = {  # leaves that nothing of it imports, or doors to other people's programs
     ("tasks", "recipes"): 3_900,  # the traces that SFT imitates among them
     ("models.auto", "engines.auto", "engines.vllm", "engines.server", "engines.site"): 1_200,

@@ -40,6 +40,10 @@ class Loss(Protocol):
 class Algorithm(Loss, Protocol):
     """Pure with respect to the model: it sees records and flat vectors only."""
 
+    @property
+    def judging(self) -> str:
+        """How samples are judged, in words."""
+
     def needs(self) -> frozenset[str]:
         """Which of {"old", "ref"} logprobs the samples must have before their advantages are found."""
 

@@ -10,15 +10,16 @@ from dataclasses import asdict, dataclass
 
 from torch import Tensor
 
-from cohort.algos.advantages import advantages, best_of_k, is_constant
+from cohort.algos.advantages import is_constant
 from cohort.algos.aggregate import Lengths, Totals, token_weights
 from cohort.algos.control import Weights
+from cohort.algos.estimators import find_estimator
 from cohort.algos.inputs import LossInputs
 from cohort.algos.kl import kl_of_sample
 from cohort.algos.loss import PolicyLoss
 from cohort.algos.surrogates import find_surrogate
 from cohort.algos.tally import Tally
-from cohort.config.algos import ALGOS, DAPO, CorrectionConfig, KLConfig, PassAtK, Policy
+from cohort.config.algos import ALGOS, DAPO, CorrectionConfig, KLConfig, Policy
 from cohort.fates import Fate
 from cohort.serialize import record
 from cohort.types import Finish, Group, Provenance, Sample
@@ -48,8 +49,8 @@ class PolicyGradient:
         self.config, self.max_tokens = config, max_tokens
         self.weights = Weights.of(config)
         self._surrogate = find_surrogate(name)
-        in_groups = config.baseline in ("mean", "leave_one_out") or isinstance(config, PassAtK)
-        self._least = 2 if in_groups else 1  # scored samples a group needs
+        self._estimator = find_estimator(name)
+        self._least = 2 if config.needs_siblings else 1  # scored samples a group needs
         self.per_token = self._surrogate.per_token and config.correction.level == "token"
 
     def needs(self) -> frozenset[str]:
@@ -66,9 +67,7 @@ class PolicyGradient:
         return not self._is_dead([s.reward for s in group.samples if s.reward is not None and not s.failure])
 
     def _is_dead(self, rewards: list[float]) -> bool:
-        if isinstance(self.config, PassAtK):
-            return not any(best_of_k(rewards, self.config.k))
-        return is_constant(rewards)
+        return self._estimator.is_dead(rewards, self.config)
 
     def advantages(self, groups: list[Group], world: World = ONE_PROCESS) -> list[Group]:
         """A group excluded for a reason of somebody else's keeps it and gets no advantages."""
@@ -89,13 +88,15 @@ class PolicyGradient:
 
     def _found(self, returns: list[list[float]], world: World) -> list[list[float]]:
         """Advantages of this rank's groups, from the returns of their samples."""
-        c = self.config
-        if isinstance(c, PassAtK):
-            return [best_of_k(row, c.k) for row in returns]
         everywhere = world.gather(returns)
         first = sum(map(len, everywhere[: world.rank]))  # of this rank's groups among all
-        found = advantages([row for part in everywhere for row in part], c.scale, c.baseline)
+        found = self._estimator.advantages([row for part in everywhere for row in part], self.config)
         return found[first : first + len(returns)]
+
+    @property
+    def judging(self) -> str:
+        """How samples are judged, in words."""
+        return self._estimator.words(self.config)
 
     def weigh(self, lengths: Lengths, totals: Totals) -> Tensor:
         return token_weights(lengths, self.config.aggregate, totals, self.max_tokens)

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 from cohort.algos.algorithm import Algorithm
-from cohort.config.algos import PassAtK
 from cohort.explain.effect import CLIPPED, SampleEffect
 from cohort.explain.records import Fact, GroupLine, GroupReport, SampleReport, Token
 from cohort.explain.step import Step, fate_of
@@ -78,10 +77,7 @@ def _baseline(step: Step, group: Group) -> list[Fact]:
     facts.append(("left out", "; ".join(left) or "nothing"))
     if masked := sum(bool(s.masked and not s.failure) for s in group.samples):
         facts.append(("masked", f"{plural(masked, 'sample')}: in the baseline, not in the loss"))
-    how = f"baseline = {algo.baseline}, scale = {algo.scale}"
-    if isinstance(algo, PassAtK):
-        how = f"what each adds to the best of {algo.k}"
-    facts.append(("advantages", f"{how}, aggregate = {algo.aggregate}"))
+    facts.append(("advantages", f"{step.algo.judging}, aggregate = {algo.aggregate}"))
     return facts
 
 
