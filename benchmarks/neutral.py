@@ -8,7 +8,8 @@ except times and file sizes, the tensors of the last checkpoint's model, and the
 answer. Prints a table and exits with 1 if anything differs.
 
 A metric that has a new name is a difference, unless `--renamed old=new` or the table `METRICS` in the new tree's
-`cohort/config/names.py` says so. `--flags old=new` gives the new tree a setting under another name.
+`cohort/config/names.py` says so. Likewise, the new tree is given a setting under the name that `--flags old=new` or the
+table `SETTINGS` says.
 """
 
 from __future__ import annotations
@@ -59,10 +60,10 @@ CASES: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Tree:
-    """One side of the comparison. `flags` maps names of settings in `CASES` to this tree's names."""
+    """One side of the comparison. `settings` maps names in `CASES`, of settings or sections, to this tree's names."""
 
     folder: Path
-    flags: Mapping[str, str]
+    settings: Mapping[str, str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,9 +183,24 @@ def compare_runs(base: Path, new: Path, renamed: Mapping[str, str]) -> str:
     return first_difference(old_weights, new_weights) or compare_evaluations(base / "eval", new / "eval")
 
 
+def translated(word: str, settings: Mapping[str, str]) -> str:
+    """A word of a command line, with the name that its setting has in a tree.
+
+    >>> translated("--replay.max-age", {"replay": "reuse"}), translated("--algo.entropy-target", {"algo.entropy": "x"})
+    ('--reuse.max-age', '--algo.entropy-target')
+    """
+    if not word.startswith("--"):
+        return word
+    name = word.removeprefix("--").replace("-", "_")
+    for old, new in settings.items():
+        if name == old or name.startswith(old + "."):
+            return "--" + (new + name.removeprefix(old)).replace("_", "-")
+    return word
+
+
 def run_case(command: tuple[str, ...], tree: Tree, out: Path, threads: int) -> str:
     """Run a case in one tree, with its files under `out`; returns why it failed, empty if it did not."""
-    here = [tree.flags.get(word.removeprefix("--"), word) if word.startswith("--") else word for word in command]
+    here = [translated(word, tree.settings) for word in command]
     here += ["--device", "cpu", "--threads", str(threads)]
     # by itself, `cohort eval` names its file after a digest of the grader's code
     here += ["--log", "plain", "--out", str(out)] if command[0] == "train" else ["--out", str(out / "evaluation.json")]
@@ -227,12 +243,10 @@ def unpack(commit: str, folder: Path) -> Path:
     return folder
 
 
-def renamed_metrics(tree: Path) -> dict[str, str]:
-    """Old to new names of metrics, from the tree's own table; empty where it has none."""
+def renamed(tree: Path, table: str) -> dict[str, str]:
+    """Old to new names of METRICS or SETTINGS, from the tree's own module; empty where it has none."""
     file = tree / NAMES
-    if not file.is_file():
-        return {}
-    return dict(runpy.run_path(str(file)).get("METRICS", {}))
+    return dict(runpy.run_path(str(file)).get(table, {})) if file.is_file() else {}
 
 
 def pairs(given: list[str]) -> dict[str, str]:
@@ -265,12 +279,12 @@ def main() -> None:
         sys.exit(f"{a.keep} exists already")
     with tempfile.TemporaryDirectory() as temporary:
         trees = Path(temporary) / "trees"
-        base = Tree(folder=unpack(a.base, trees / "base"), flags={})
-        flags = {old: f"--{new}" for old, new in pairs(a.flags).items()}
-        new = Tree(folder=unpack(a.new, trees / "new") if a.new else ROOT, flags=flags)
-        renamed = renamed_metrics(new.folder) | pairs(a.renamed)
+        base = Tree(folder=unpack(a.base, trees / "base"), settings={})
+        here = unpack(a.new, trees / "new") if a.new else ROOT
+        new = Tree(folder=here, settings=renamed(here, "SETTINGS") | pairs(a.flags))
+        metrics = renamed(here, "METRICS") | pairs(a.renamed)
         folder = (a.keep or Path(temporary) / "runs").resolve()
-        verdicts = list(rows(try_case(case, (base, new), folder, renamed, a.threads) for case in a.cases))
+        verdicts = list(rows(try_case(case, (base, new), folder, metrics, a.threads) for case in a.cases))
     sys.exit(1 if any(verdict.difference for verdict in verdicts) else 0)
 
 

@@ -130,9 +130,10 @@ def test_runs_without_anything_are_not_equal(tmp_path: Path) -> None:
     assert compare(tmp_path) == "the base has no metrics"
 
 
-def test_names_of_metrics_come_from_the_tree(tmp_path: Path) -> None:
-    assert neutral.renamed_metrics(tmp_path) == {}
+def test_new_names_come_from_the_tree(tmp_path: Path) -> None:
+    assert neutral.renamed(tmp_path, "METRICS") == {}
     file = tmp_path / neutral.NAMES
     file.parent.mkdir(parents=True)
     file.write_text('METRICS = {"kl": "divergence"}\n')
-    assert neutral.renamed_metrics(tmp_path) == {"kl": "divergence"}
+    assert neutral.renamed(tmp_path, "METRICS") == {"kl": "divergence"}
+    assert neutral.renamed(tmp_path, "SETTINGS") == {}
