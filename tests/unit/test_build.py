@@ -160,6 +160,20 @@ def test_a_checkpoint_carries_the_cursor_the_counters_and_the_threads(tmp_path):
         assert other.engine.version == 1
 
 
+def test_prompts_that_are_still_open_stand_beside_the_cursor(tmp_path):
+    with assembled(small_run()) as parts:
+        run_steps(parts, 1)
+        assert "open" not in parts.checkpoint(1).numbers  # a step that waits for all its groups leaves none
+        taken = parts.producer._next(2)  # as if the run ended while they are sampled
+        state = parts.checkpoint(1)
+        assert state.cursor == 8 and state.numbers["open"] == [[p.id, p.visit] for p in taken]
+        path = checkpoint.save(tmp_path, state, parts.write_model)
+    with assembled(small_run()) as other:
+        other.restore(checkpoint.load(path))
+        groups = other.producer.collect(3, accept=lambda group: True)
+        assert [g.prompt for g in groups[:2]] == taken and other.producer.stream.cursor == 9
+
+
 def test_an_optimizer_state_that_lacks_a_moment_is_refused(tmp_path):
     with assembled(small_run()) as parts:
         run_steps(parts, 1)
