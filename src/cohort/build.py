@@ -63,7 +63,7 @@ class Parts(Trained):
     sync: WeightSync  # from the learner to the engine
     scorer: ScoringPool
     producer: Producer  # of what is trained
-    examiner: Producer  # of what is evaluated
+    eval_producer: Producer  # of what is evaluated
     problems: list[Prompt]  # held out
     algo: Algorithm
 
@@ -84,13 +84,13 @@ class Parts(Trained):
             template=c.template,
             engine=self.engine.name,
             place=f"{c.device} {c.learner.dtype}",
-            sampling=sampling_facts(self.examiner.drawing.sampling),
+            sampling=sampling_facts(self.eval_producer.drawing.sampling),
             seed=c.seed,
             step=step,
-            turns="first" if self.examiner.drawing.further is None else "all",
+            turns="first" if self.eval_producer.drawing.further is None else "all",
         )
         return run_evaluation(
-            self.examiner, self.problems, setting, lambda p: self.tokenizer.spell(p.tokens), then="resume the run"
+            self.eval_producer, self.problems, setting, lambda p: self.tokenizer.spell(p.tokens), then="resume the run"
         )
 
     def checkpoint(self, step: int) -> Checkpoint:
@@ -201,7 +201,7 @@ def assemble(config: RL) -> Parts:
         sync=WeightSync(weights=learner.weights, engine=engine),
         scorer=scorer,
         producer=Producer(engine, scorer, stream, training, order),
-        examiner=Producer(engine, scorer, stream, evaluation, order),
+        eval_producer=Producer(engine, scorer, stream, evaluation, order),
         problems=problems,
         algo=algo,
         tokenizer=tokenizer,

@@ -68,11 +68,11 @@ def test_4_6_groups_do_not_depend_on_the_order_of_the_prompts(parts):
 
 def test_4_6_training_and_evaluation_draw_from_different_streams(parts):
     prompts = parts.producer.stream.next(4)
-    train, held_out = parts.producer.drawing, parts.examiner.drawing
+    train, held_out = parts.producer.drawing, parts.eval_producer.drawing
     assert train.key(prompts[0], 1) == replace(held_out.key(prompts[0], 1), purpose="train")
     train = sample(parts.engine, requests(parts.producer.drawing, prompts))
-    eval = sample(parts.engine, requests(parts.examiner.drawing, prompts))
-    assert parts.producer.drawing.sampling == parts.examiner.drawing.sampling
+    eval = sample(parts.engine, requests(parts.eval_producer.drawing, prompts))
+    assert parts.producer.drawing.sampling == parts.eval_producer.drawing.sampling
     same = sum(train[id].tokens == eval[id].tokens for id in train)
     assert same < len(train) / 2
 

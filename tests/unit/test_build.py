@@ -101,10 +101,10 @@ def test_the_parts_share_what_must_be_shared():
             torch.equal(a, b)
             for a, b in zip(parts.learner.reference.parameters(), parts.model.decoder.parameters(), strict=True)
         )
-        assert (parts.producer.drawing.purpose, parts.examiner.drawing.purpose) == ("train", "eval")
-        assert parts.producer.drawing.seed == parts.examiner.drawing.seed == parts.producer.stream.seed == 11
+        assert (parts.producer.drawing.purpose, parts.eval_producer.drawing.purpose) == ("train", "eval")
+        assert parts.producer.drawing.seed == parts.eval_producer.drawing.seed == parts.producer.stream.seed == 11
         assert parts.producer.drawing.coefficients == {"correct": 2.0, "format": 0.5}
-        assert parts.examiner.drawing.sampling == replace(parts.producer.drawing.sampling, temperature=0.3)
+        assert parts.eval_producer.drawing.sampling == replace(parts.producer.drawing.sampling, temperature=0.3)
         assert parts.producer.drawing.sampling.stop_ids and parts.producer.drawing.sampling.stop_strings == ("zz",)
         assert parts.engine.max_context == 400  # the budget is what limits here
         assert torch.get_num_threads() == 1
@@ -116,7 +116,7 @@ def test_truncation_reaches_the_sampler_in_training_and_not_in_evaluation():
     with assembled(small_run(sampling=sampling)) as parts:
         drawn = parts.producer.drawing.sampling
         assert (drawn.top_p, drawn.top_k, drawn.min_p) == (0.9, 7, 0.01)
-        assert not parts.examiner.drawing.sampling.truncates
+        assert not parts.eval_producer.drawing.sampling.truncates
 
 
 def test_without_a_kl_there_is_no_reference():
@@ -155,9 +155,23 @@ def test_a_checkpoint_carries_the_cursor_the_counters_and_the_threads(tmp_path):
         decoder = other.model.decoder
         other.restore(checkpoint.load(path))
         assert other.model.decoder is decoder is other.engine.decoder  # in place: what is shared stays shared
-        assert (other.producer.stream.cursor, other.examiner.stream.cursor) == (6, 6)
+        assert (other.producer.stream.cursor, other.eval_producer.stream.cursor) == (6, 6)
         assert (other.learner.update_index, other.learner.num_bad, other.learner.optimizer.num_steps) == (1, 2, 1)
         assert other.engine.version == 1
+
+
+def test_prompts_that_are_still_open_stand_beside_the_cursor(tmp_path):
+    with assembled(small_run()) as parts:
+        run_steps(parts, 1)
+        assert "open" not in parts.checkpoint(1).numbers  # a step that waits for all its groups leaves none
+        taken = parts.producer._next(2)  # as if the run ended while they are sampled
+        state = parts.checkpoint(1)
+        assert state.cursor == 8 and state.numbers["open"] == [[p.id, p.visit] for p in taken]
+        path = checkpoint.save(tmp_path, state, parts.write_model)
+    with assembled(small_run()) as other:
+        other.restore(checkpoint.load(path))
+        groups = other.producer.collect(3, accept=lambda group: True)
+        assert [g.prompt for g in groups[:2]] == taken and other.producer.stream.cursor == 9
 
 
 def test_an_optimizer_state_that_lacks_a_moment_is_refused(tmp_path):

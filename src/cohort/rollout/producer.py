@@ -28,8 +28,8 @@ log = logging.getLogger(__name__)
 
 MAX_REFILLS = 10  # generations of replacements before a step goes on with fewer groups
 MAX_FAILED = 0.05  # share of a step's samples that may fail to be scored
-SHORT = 0.02  # seconds to wait for the engine or the graders while the other has work too
-PAUSE = 0.001
+SHORT = 0.02  # seconds to wait for the engine while the graders have work, too
+PAUSE = 0.001  # seconds between two looks at an engine that has nothing to say and does not wait
 QUIET = 30.0  # seconds without any news before a line says what is waited for
 
 Order = Literal["rounds", "continuous"]
@@ -134,8 +134,10 @@ class Producer:
         if self._groups:
             raise EngineError("what was begun before has not ended; make a new producer.")
         self._count = 0
+        self._quiet = Quiet()  # the time between two calls is not the engine's or the graders'
 
     def _next(self, num: int) -> list[Prompt]:
+        """The next prompts: those of a loaded state first, then the stream's."""
         again, self._reopened = self._reopened[:num], self._reopened[num:]
         fresh = self.stream.next(num - len(again)) if num > len(again) else []
         for prompt in fresh:
@@ -203,14 +205,15 @@ class Producer:
                 self._grade(event.id, event.sample)
         scored: list[tuple[str, Outcome]] = []
         if self._grading:
-            scored = self.scorer.poll(0.0 if events else SHORT if busy else WAIT)
+            scored = self.scorer.poll(0.0 if busy else WAIT)
             self._grading -= {id for id, _ in scored}
-        elif not events:
+        if busy and not events and not scored:
             time.sleep(PAUSE)  # an engine need not wait as long as it may
         self._quiet.heard(bool(events or scored), len(self._sampling), len(self._grading))
         return scored
 
     def _grade(self, id: str, turn: Sample) -> None:
+        """Hand a finished turn to the graders."""
         number, index = map(int, id.split("/"))
         group = self._groups[number]
         episode = group.episodes[index]
@@ -249,6 +252,7 @@ def stop_if_scoring_is_broken(groups: Sequence[Group]) -> None:
 
 
 def stop_if_many_failed(failed: Sequence[str], of: int, then: str) -> None:
+    """Raise where too many of so many samples failed; `failed` says why, `then` what to do after mending it."""
     if len(failed) > MAX_FAILED * of:
         raise TrainingStopped(
             f"{len(failed)} of {of} samples could not be scored, more than {MAX_FAILED:.0%}; "

@@ -244,7 +244,9 @@ class ScoringPool:
             late = Trouble(f"it did not start within {START_SECONDS:g} s")
             return late if idle > START_SECONDS else None
         seconds = max(self.limits.seconds, BUSY * self._work_seconds)
-        if worker.items and idle > seconds * worker.items[0].num_answers:
+        if worker.items:  # a worker that plays an episode again has time for each of its answers
+            seconds *= worker.items[0].num_answers
+        if worker.items and idle > seconds:
             return Trouble(f"it took longer than {seconds:g} s", exhausted=True)
         return None
 
