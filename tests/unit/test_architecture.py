@@ -24,7 +24,7 @@ LAYERS = {
     2: ("algos", "data"),
     3: ("models",),
     4: ("engines", "learner", "checkpoint", "limits", "device"),
-    5: ("evaluate", "compare", "logs", "store", "train"),
+    5: ("evaluate", "compare", "logs", "store", "loops"),
     6: ("build", "jobs", "export", "examine", "bench", "check", "explain", "rerun"),
     7: ("cli", "__main__", "__init__"),
 }
@@ -55,7 +55,7 @@ WALLS = {
     "multiprocessing": ("scoring",),
     "torch": (
         *("algos", "data", "models", "limits", "engines", "learner", "checkpoint"),
-        *("evaluate", "store", "train", "build", "jobs", "bench", "check", "device", "explain.effect", "rerun"),
+        *("evaluate", "store", "loops", "build", "jobs", "bench", "check", "device", "explain.effect", "rerun"),
     ),
     "safetensors": ("models", "checkpoint", "store"),
     "wandb": ("logs.sinks.wandb_sink",),
@@ -314,13 +314,14 @@ def test_parameter_counts() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_the_training_loop_fits_on_a_screen() -> None:
+@pytest.mark.parametrize("kind", ["rl", "sft"])
+def test_the_training_loop_fits_on_a_screen(kind: str) -> None:
     loops = [
         node
-        for node in ast.walk(tree(PACKAGE / "train" / "rl.py"))
+        for node in ast.walk(tree(PACKAGE / "loops" / f"{kind}.py"))
         if isinstance(node, ast.For) and ".steps(" in ast.unparse(node.iter)
     ]
-    assert len(loops) == 1, "train/rl.py has one loop, over run.steps()"
+    assert len(loops) == 1, f"loops/{kind}.py has one loop, over run.steps()"
     length = (loops[0].end_lineno or 0) - loops[0].lineno
     assert length <= MAX_LOOP, f"the loop's body has {length} lines, more than {MAX_LOOP}"
 

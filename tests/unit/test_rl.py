@@ -10,7 +10,7 @@ from cohort.config.algos import KLConfig
 from cohort.config.schema import GRPO, BatchConfig, LearnerConfig, OptimConfig
 from cohort.data import pack as packing
 from cohort.learner.local import LocalLearner
-from cohort.train import rl
+from cohort.loops import rl
 from tests.runs import assembled, run_steps, small_run
 
 

@@ -15,10 +15,10 @@ from cohort.algos.inputs import LossInputs
 from cohort.config.schema import LearnerConfig, OptimConfig
 from cohort.errors import ConfigError
 from cohort.learner.local import LocalLearner
+from cohort.loops.job import StepRecord
+from cohort.loops.sft import as_group, pack_examples, step_metrics, train
 from cohort.models.catalog import resolve
 from cohort.text import Tokenizer
-from cohort.train.job import StepRecord
-from cohort.train.sft import as_group, pack_examples, step_metrics, train
 from cohort.types import Finish, Provenance
 from tests.support import naive_logprobs, small_decoder
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from cohort.algos.imitation import Imitation
 from cohort.config.schema import LearnerConfig, OptimConfig
 from cohort.learner.local import LocalLearner
+from cohort.loops.sft import pack_examples
 from cohort.models.catalog import resolve
 from cohort.models.config import ModelConfig
 from cohort.models.decoder import Decoder, initialise
@@ -21,7 +22,6 @@ from cohort.models.files import load_folder
 from cohort.tasks.traces import encode, mixture
 from cohort.tasks.traces.styles import CALCULATOR
 from cohort.text import Tokenizer
-from cohort.train.sft import pack_examples
 from cohort.types import Provenance
 from scripts.tiny import tokenizer as made
 from scripts.tiny import train as script

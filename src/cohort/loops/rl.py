@@ -16,9 +16,9 @@ from cohort.data.pack import pack
 from cohort.engines.base import Engine
 from cohort.engines.rollout import Tasks, collect
 from cohort.learner.base import Learner
-from cohort.train.job import Steps, rollout_record
-from cohort.train.replay import Replay
-from cohort.train.stats import StepStats, step_stats
+from cohort.loops.job import Steps, rollout_record
+from cohort.loops.replay import Replay
+from cohort.loops.stats import StepStats, step_stats
 from cohort.types import Group
 
 
