@@ -67,6 +67,23 @@ def test_killed_anywhere_and_resumed_it_ends_the_same(
     assert differences(left, remains(original)) == []
 
 
+def test_adapters_are_trained_and_go_on(tmp_path: Path) -> None:
+    """Extended by a resume, the run ends as the one that was that long from the beginning."""
+    lora = [*SMALL[1:], "--learner.lora.rank=2", "--learner.minibatches=2", "--optim.schedule=constant", "--out=."]
+    assert cohort("train", "tiny_sft", *lora, "--steps=2", at=tmp_path).returncode == 0
+    [run] = tmp_path.glob("*tiny_sft*")
+    done = cohort("resume", run.name, "--steps=4", at=tmp_path)
+    assert done.returncode == 0, done.stderr
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    assert cohort("train", "tiny_sft", *lora, "--steps=4", at=whole).returncode == 0
+    [other] = whole.glob("*tiny_sft*")
+    for file in ("model/model.safetensors", "optimizer.safetensors"):
+        same = [(r / "checkpoints/step-000004" / file).read_bytes() for r in (run, other)]
+        assert same[0] == same[1], file
+    assert cohort("export", run.name, "adapters", "--adapters", at=tmp_path).returncode == 0
+
+
 def test_its_model_is_exported_and_other_commands_say_what_they_are_for(
     undisturbed: tuple[Path, Census], tmp_path: Path
 ) -> None:

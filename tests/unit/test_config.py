@@ -544,14 +544,11 @@ def test_a_recipe_of_before_there_were_kinds_is_told_what_to_write() -> None:
 
 def test_every_number_has_bounds() -> None:
     """Also where an algorithm declares a field again for another default."""
-    loose = set()
-    for algo in ALGOS:
-        for turns in ("single", "think_again"):
-            config = load("quickstart", ["--algo", algo, "--turns", turns])
-            for name, leaf in flags.leaves(config).items():
-                if leaf.type in (int, float) and not leaf.bounds and not name.startswith(("task.", "reward.")):
-                    loose.add(name)
-    assert loose == set()
+    configs = [load("quickstart", ["--algo", algo]) for algo in ALGOS]
+    configs += [load("quickstart", ["--turns", "think_again"]), load("tiny_sft")]
+    numbers = [(n, leaf) for c in configs for n, leaf in flags.leaves(c).items() if leaf.type in (int, float)]
+    assert {n for n, leaf in numbers if not leaf.bounds and not n.startswith(("task.", "reward."))} == set()
+    assert len({n for n, _ in numbers}) > 50
 
 
 @pytest.mark.parametrize("text", ["", "just text", "[1, 2]", "steps: 5"])
