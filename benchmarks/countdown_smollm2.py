@@ -36,6 +36,8 @@ from cohort.config.schema import (
 from cohort.data.batch import Batch
 from cohort.device import DTYPES, find_device, find_dtype
 from cohort.learner.local import LocalLearner
+from cohort.loops.job import StepRecord
+from cohort.loops.sft import pack_examples, train
 from cohort.models.files import load_folder, save_folder
 from cohort.store.reader import Reader
 from cohort.store.rundir import RunDirectory
@@ -43,8 +45,6 @@ from cohort.tasks.countdown import Countdown
 from cohort.tasks.traces.encode import encode
 from cohort.tasks.traces.styles import Mix, countdown
 from cohort.text import Tokenizer
-from cohort.train.job import StepRecord
-from cohort.train.sft import pack_examples, train
 
 SHOWN = ("reward/mean", "sampler_gap/mean", "sampler_gap/max", "entropy", "grad_norm", "length/mean", "groups/dead")
 STYLES = Mix(think=0.9, broken=0.0, right=0.3, system=0.0)  # one in ten answers at once, mostly wrong

@@ -55,8 +55,8 @@ def cohort_side(job: Job) -> list[float]:
     from cohort.engines.base import Request, sample
     from cohort.engines.native import native_engine
     from cohort.learner.local import LocalLearner
+    from cohort.loops.update import annotate
     from cohort.models.files import load_folder
-    from cohort.train.update import annotate
     from cohort.types import Group, Key, Prompt, Provenance, Sampling
 
     decoder = load_folder(job.folder, torch.bfloat16).decoder.to(device())

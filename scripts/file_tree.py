@@ -15,7 +15,7 @@ ORDER = [
     *("config", "text", "tasks", "scoring", "recipes"),
     *("algos", "data", "models"),
     *("limits", "engines", "learner", "checkpoint"),
-    *("evaluate", "logs", "store", "train"),
+    *("evaluate", "logs", "store", "loops"),
     *("build", "jobs", "bench", "cli"),
 ]
 

@@ -26,20 +26,20 @@ from cohort.config.kinds import RL
 from cohort.config.schema import BatchConfig, EvalConfig, SaveConfig
 from cohort.jobs import rl
 from cohort.logs.view import View, make_view
+from cohort.loops.job import StepRecord, rollout_record
+from cohort.loops.run import Run
+from cohort.loops.stats import rollout_metrics
 from cohort.store.reader import Reader
 from cohort.store.records import About, EvalAnswer, EvalItem, Evaluation
 from cohort.store.rollouts import load_rollouts, rollout_steps
 from cohort.store.rundir import RunDirectory
 from cohort.tasks.base import get_task
-from cohort.train.job import StepRecord, rollout_record
-from cohort.train.run import Run
-from cohort.train.stats import rollout_metrics
 from cohort.types import Finish, Group, Prompt, Provenance, Sample
 from tests.evals import eval_setting
 
 PACKAGE = Path(cohort.__file__).parent
 WATCHED = (
-    *(str(PACKAGE / part) for part in ("store", "checkpoint.py", "disk.py", "train/run.py")),
+    *(str(PACKAGE / part) for part in ("store", "checkpoint.py", "disk.py", "loops/run.py")),
     shutil.__file__,  # where directories are removed file by file
 )
 

@@ -62,10 +62,10 @@ def only_run(folder: Path) -> Path | None:
     return found[0] if found else None
 
 
-def next_args(folder: Path, settings: Sequence[str] = SMALL) -> list[str]:
+def next_args(folder: Path, settings: Sequence[str] = SMALL, recipe: str = "quickstart") -> list[str]:
     """Resume the run of a folder, or start one where a kill came before there was any."""
     run = only_run(folder)
-    return ["resume", str(run.relative_to(folder))] if run else ["train", "quickstart", *settings]
+    return ["resume", str(run.relative_to(folder))] if run else ["train", recipe, *settings]
 
 
 def workers_of(pid: int) -> list[int]:
@@ -131,11 +131,11 @@ def shared_reference(factory: pytest.TempPathFactory) -> tuple[Path, Census]:
     return run, Census(**json.loads(record.read_text()))
 
 
-def reference(folder: Path, settings: Sequence[str] = SMALL) -> tuple[Path, Census]:
+def reference(folder: Path, settings: Sequence[str] = SMALL, recipe: str = "quickstart") -> tuple[Path, Census]:
     """The run that nobody disturbs, and its census."""
     begin = time.monotonic()
     file = folder / "census.json"
-    done = cohort("train", "quickstart", *settings, at=folder, orders=[f"census={file}"])
+    done = cohort("train", recipe, *settings, at=folder, orders=[f"census={file}"])
     assert done.returncode == 0, done.stderr
     (folder / "output.txt").write_text(done.stdout)
     run = only_run(folder)

@@ -17,13 +17,13 @@ from cohort.config.kinds import RL
 from cohort.config.schema import BatchConfig, EvalConfig, LearnerConfig, SamplingConfig
 from cohort.data.batch import Microbatch
 from cohort.learner.local import LocalLearner
+from cohort.loops.job import StepRecord
+from cohort.loops.replay import Replay
+from cohort.loops.rl import train
 from cohort.recipes.tiny import quickstart
 from cohort.rollout.producer import Producer
 from cohort.tasks.arithmetic import Arithmetic
 from cohort.tasks.environment import AgainRules, Episodes, KeyedDraws, Opening, Past, Step, ThinkAgain
-from cohort.train.job import StepRecord
-from cohort.train.replay import Replay
-from cohort.train.rl import train
 from cohort.types import Answer, Group, Outcome, Row
 from tests.support import Packed
 

@@ -27,7 +27,7 @@ WATCHED = (str(PACKAGE), shutil.__file__)  # shutil: where folders are removed f
 PLACES = {
     "anywhere": ("cli/main.py", "main"),
     "creation": ("store/rundir.py", "RunDirectory.create"),
-    "recovery": ("train/run.py", "Run._recover"),
+    "recovery": ("loops/run.py", "Run._recover"),
     "rollout": ("engines/native/engine.py", "NativeEngine.poll"),
     "scoring": ("scoring/pool.py", "ScoringPool.poll"),
     "update": ("learner/local.py", "LocalLearner.update"),
@@ -38,7 +38,7 @@ PLACES = {
     "evaluation_file": ("store/rundir.py", "RunDirectory.save_evaluation"),
     "checkpoint": ("checkpoint.py", "save"),
     "prune": ("checkpoint.py", "prune"),
-    "finish": ("train/run.py", "Run.finish"),
+    "finish": ("loops/run.py", "Run.finish"),
 }
 
 

@@ -15,9 +15,9 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from cohort.tasks.traces import mixture
+from cohort.tasks.traces.styles import Mix
 from cohort.text.template import ChatTemplate
-from scripts.tiny import mixture
-from scripts.tiny.traces import Mix
 
 FOLDER = Path("src/cohort/models/tiny")
 SIZE = 512

@@ -20,11 +20,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from cohort.loops.job import StepRecord
 from cohort.serialize import dumps, loads
 from cohort.tasks.traces import mixture
 from cohort.tasks.traces.styles import Mix
 from cohort.text import Tokenizer
-from cohort.train.job import StepRecord
 
 SOURCE = Path("src/cohort/models/tiny")  # tokenizer and chat template
 CONFIG: dict[str, Any] = {
@@ -67,7 +67,7 @@ def start_worker(num_rows: int) -> None:
 
 def make_batch(job: tuple[int, int, int, Mix]) -> bytes:
     """The batch of update number `update`, in the form that travels."""
-    from cohort.train.sft import batch_of
+    from cohort.loops.sft import batch_of
 
     seed, update, size, mix = job
     examples = mixture.examples(_worker["rows"], _worker["tokenizer"], seed, update, size, mix)
@@ -103,10 +103,10 @@ def train(args: argparse.Namespace, stream: Iterator[Any]) -> None:
 
     from cohort.config.schema import LearnerConfig, OptimConfig
     from cohort.learner.local import LocalLearner
+    from cohort.loops import sft
     from cohort.models.config import ModelConfig
     from cohort.models.decoder import Decoder, initialise
     from cohort.models.files import save_folder
-    from cohort.train import sft
 
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     torch.backends.cuda.matmul.allow_tf32 = True

@@ -9,10 +9,8 @@ Importing it is cheap: torch comes in when something is trained, sampled or load
 from __future__ import annotations
 
 import importlib
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
@@ -35,33 +33,27 @@ _LAZY = {
 }
 
 
-class _Train(ModuleType):
-    """The package `cohort.train`, callable: importing a part of it must not hide the function."""
+def train(
+    recipe: str | RunConfig,
+    settings: Mapping[str, Any] | None = None,
+    *,
+    out: str | Path = "runs",
+    log: str = "plain",
+    sinks: Sequence[str] = (),
+) -> Path:
+    """Train a recipe and return the run directory.
 
-    def __call__(
-        self,
-        recipe: str | RunConfig,
-        settings: Mapping[str, Any] | None = None,
-        *,
-        out: str | Path = "runs",
-        log: str = "plain",
-        sinks: Sequence[str] = (),
-    ) -> Path:
-        """Train a recipe (a name, `file.py:function`, or a config) and return the run directory."""
-        from cohort import process
-        from cohort.build import train as build_train
-        from cohort.config import load
+    `recipe` is a name, `file.py:function`, or a config such as `RL(...)`; `settings` are its flags by dotted name.
+    `out` is the folder in which the run directory is made, `log` the progress view (live, plain or json).
+    """
+    from cohort import process
+    from cohort.build import train as build_train
+    from cohort.config import load
 
-        process.require_one_process()
-        if isinstance(recipe, str):
-            config = load.load(recipe, load.as_args(settings or {}))
-        else:
-            config = load.change(recipe, load.as_args(settings or {}))
-        return build_train(config, Path(out), log, *sinks)
-
-
-importlib.import_module("cohort.train")
-sys.modules["cohort.train"].__class__ = _Train
+    process.require_one_process()
+    args = load.as_args(settings or {})
+    config = load.load(recipe, args) if isinstance(recipe, str) else load.change(recipe, args)
+    return build_train(config, Path(out), log, *sinks)
 
 
 def __getattr__(name: str) -> Any:

@@ -28,6 +28,9 @@ from cohort.jobs.sft import SFTParts, examples_of
 from cohort.jobs.state import Trained
 from cohort.learner.local import LocalLearner
 from cohort.learner.plan import Load, Plan, plan_memory
+from cohort.loops.replay import Replay
+from cohort.loops.rl import train as run_loop
+from cohort.loops.run import Run
 from cohort.models.auto import AnyDecoder, AutoDecoder
 from cohort.models.catalog import resolve
 from cohort.models.config import ModelConfig
@@ -44,9 +47,6 @@ from cohort.tasks.ref import TaskRef, grader_digest
 from cohort.tasks.source import from_anywhere
 from cohort.tasks.stream import Renderer, TaskStream
 from cohort.text import RawText, Tokenizer
-from cohort.train.replay import Replay
-from cohort.train.rl import train as run_loop
-from cohort.train.run import Run
 from cohort.types import Prompt
 
 C = TypeVar("C", bound=RunConfig)

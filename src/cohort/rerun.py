@@ -28,11 +28,11 @@ from cohort.errors import CohortError, ConfigError, RunError
 from cohort.explain.words import ranges
 from cohort.fates import Fate
 from cohort.learner.base import Snapshot
+from cohort.loops.replay import scored
+from cohort.loops.rl import improve
 from cohort.store.reader import Reader
 from cohort.store.rollouts import load_rollouts, rollout_path, rollout_steps
 from cohort.store.rundir import RunDirectory
-from cohort.train.replay import scored
-from cohort.train.rl import improve
 from cohort.types import Group
 
 _SECTIONS = ("algo", "optim", "learner")

@@ -9,7 +9,7 @@ import torch
 
 from cohort.config.schema import EvalConfig, ThinkAgain
 from cohort.errors import ConfigError
-from cohort.train.update import annotate
+from cohort.loops.update import annotate
 from cohort.types import Finish, Provenance
 from tests.runs import assembled, gradient_rows, producer_of, run_steps, small_run
 from tests.support import packed

@@ -19,11 +19,11 @@ from cohort.engines.base import Request, sample
 from cohort.engines.native import native_engine
 from cohort.fates import Fate
 from cohort.learner.local import LocalLearner
+from cohort.loops.update import annotate
 from cohort.models.auto import AnyDecoder, AutoDecoder, foreign_decoder
 from cohort.models.catalog import resolve
 from cohort.models.decoder import Decoder, hf_shaped, hf_views
 from cohort.models.files import load_folder, read_config, stored_tensors
-from cohort.train.update import annotate
 from cohort.types import Group, Key, Sample, Sampling
 from tests.conformance import Same, spell
 from tests.foreign import FAMILIES, folder_of, foreign, plain_logprobs

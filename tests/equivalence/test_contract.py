@@ -13,9 +13,9 @@ from cohort.build import Parts
 from cohort.config.schema import GRPO, DrGRPO, LearnerConfig, OptimConfig, SamplingConfig
 from cohort.errors import TrainingStopped
 from cohort.learner.local import LocalLearner
+from cohort.loops.sft import pack_examples
 from cohort.tasks.base import grade, plain_answer
 from cohort.text import Tokenizer
-from cohort.train.sft import pack_examples
 from cohort.types import Finish, Outcome, Provenance
 from tests.hostile_task import SPELLINGS, Hostile
 from tests.runs import Grader, assembled, gradient_rows, producer_of, run_steps, small_run

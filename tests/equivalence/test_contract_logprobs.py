@@ -25,9 +25,9 @@ from cohort.data.pack import make_batch
 from cohort.errors import ConfigError
 from cohort.fates import Fate
 from cohort.learner.local import LocalLearner
+from cohort.loops.update import annotate, record
 from cohort.models.catalog import pull
 from cohort.store.reader import Reader
-from cohort.train.update import annotate, record
 from cohort.types import Group, Provenance
 from tests.runs import assembled, preserved, producer_of, run_steps, small_run
 from tests.support import make_group, make_sample, naive_logprobs, one_sequence, packed, random_groups, small_decoder

@@ -19,7 +19,7 @@ from cohort.learner import local
 from cohort.learner.backend import FusedBackend
 from cohort.learner.local import LocalLearner
 from cohort.learner.optim import learning_rate
-from cohort.train.update import annotate, record
+from cohort.loops.update import annotate, record
 from cohort.types import Finish, Provenance
 from cohort.world import World
 from tests.support import (

@@ -16,13 +16,13 @@ from cohort.algos.algorithm import build_algorithm
 from cohort.config.schema import GRPO, LearnerConfig, OptimConfig
 from cohort.fates import Fate
 from cohort.learner.local import LocalLearner
+from cohort.loops.update import annotate
 from cohort.models.catalog import resolve
 from cohort.models.decoder import hf_shaped, hf_views
 from cohort.models.files import load_folder
 from cohort.tasks.arithmetic import PHRASINGS, Arithmetic
 from cohort.tasks.expression import evaluate
 from cohort.text import Tokenizer
-from cohort.train.update import annotate
 from cohort.types import Answer
 from tests.support import make_group, make_sample, packed
 

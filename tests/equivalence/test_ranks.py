@@ -19,10 +19,10 @@ from cohort.algos.algorithm import build_algorithm
 from cohort.config.algos import ALGOS, DAPO, GRPO, GSPO, CorrectionConfig, KLConfig, Policy
 from cohort.config.schema import LearnerConfig, OptimConfig
 from cohort.learner.local import LocalLearner
+from cohort.loops.rl import improve
 from cohort.models.catalog import resolve
 from cohort.models.files import load_folder
 from cohort.serialize import dumps, loads
-from cohort.train.rl import improve
 from cohort.types import Finish, Group
 from cohort.world import ProcessGroup, World
 from tests.support import packed, random_groups, small_decoder

@@ -19,8 +19,8 @@ from cohort.engines.native.cuda.pages import page_bytes
 from cohort.engines.native.engine import NativeEngine
 from cohort.errors import ConfigError, ModelError
 from cohort.learner.local import LocalLearner
+from cohort.loops.update import annotate
 from cohort.models.decoder import Decoder
-from cohort.train.update import annotate
 from cohort.types import Finish, Sample
 from tests.conformance import PROMPTS, EngineConformance, Same, request, spell
 from tests.support import make_group, make_sample, small_decoder

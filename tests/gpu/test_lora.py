@@ -16,8 +16,8 @@ from cohort.engines.base import sample
 from cohort.engines.native.cuda.engine import GraphEngine
 from cohort.engines.native.engine import NativeEngine
 from cohort.learner.local import LocalLearner
+from cohort.loops.update import annotate
 from cohort.models.lora import Adapters
-from cohort.train.update import annotate
 from tests.conformance import request, spell
 from tests.support import packed, random_groups, small_decoder
 

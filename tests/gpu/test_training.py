@@ -19,10 +19,10 @@ from cohort.learner.attention import packed_attention
 from cohort.learner.flash import flash_attention
 from cohort.learner.head import gradient_through_head, token_logprobs
 from cohort.learner.local import LocalLearner
+from cohort.loops.update import annotate
 from cohort.models import functions
 from cohort.models import kernels as layer_kernels
 from cohort.models.functions import add_norm, add_product, gated, rms_norm, split_rotated
-from cohort.train.update import annotate
 from tests.support import make_group, make_sample, naive_logprobs, packed, random_groups, small_decoder
 
 DTYPES = [torch.float32, HALF]

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from cohort.cli.check import run
+from cohort.config.kinds import RL
 from cohort.errors import ConfigError
 from cohort.recipes import RECIPES
 from tests.data_rows import write_rows
@@ -66,6 +67,8 @@ def different_recipes() -> list[str]:
     seen: dict[str, str] = {}
     for name, make in sorted(RECIPES.items()):
         config = make()
+        if not isinstance(config, RL):
+            continue
         seen.setdefault(repr((config.task, config.turns, config.reward, config.algo)), name)
     return sorted(set(seen.values()) - {"quickstart"})
 

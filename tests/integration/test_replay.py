@@ -32,11 +32,11 @@ from cohort.config.schema import (
     SaveConfig,
 )
 from cohort.errors import RunError
+from cohort.loops.stats import StepStats
 from cohort.rerun import Replayed, replay
 from cohort.store.db import Store
 from cohort.store.rollouts import load_rollouts, rollout_path, save_rollouts
 from cohort.store.rundir import RunDirectory
-from cohort.train.stats import StepStats
 from cohort.types import Group
 from tests.runs import assembled, preserved, run_steps, small_run
 

@@ -34,7 +34,7 @@ from pathlib import Path
 from cohort.logs.sinks.registry import make_sinks
 from cohort.logs.view import make_view
 from cohort.store.rundir import RunDirectory
-from cohort.train.run import Run
+from cohort.loops.run import Run
 from tests.pretend_run import Pretender, pretend_groups
 path, names, how, at = sys.argv[1:]
 directory, pretender = RunDirectory.open(Path(path)), Pretender()

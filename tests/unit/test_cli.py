@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import pydoc
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -373,8 +375,10 @@ def test_errors_of_a_run(build: SimpleNamespace, capsys: pytest.CaptureFixture[s
 
 
 def test_train_from_python(build: SimpleNamespace) -> None:
-    import cohort.train.rl  # importing a part of the package must not hide the function
+    import cohort.loops.rl  # importing any part of the package must not hide the function
 
+    assert inspect.isfunction(cohort.train) and type(cohort) is ModuleType
+    assert pydoc.plain(pydoc.render_doc(cohort.train)).splitlines()[2].startswith("train(recipe: ")
     run = cohort.train("quickstart", {"steps": 3, "algo": "dr_grpo"}, out="here")
     assert run == Path("runs/x")
     config = cohort.RL(task=Countdown(), steps=2)

@@ -85,11 +85,13 @@ def own_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_recipe_loads_and_survives_its_file(name: str) -> None:
     config = load(name)
     assert config.recipe == name
-    assert set(config.reward) == set(config.task.parts), "every part has its weight written down"
     text = dump(config)
     assert parse(text) == config
     assert dump(parse(text)) == text
-    assert type(parse(text).task) is type(config.task)
+    for field in config.variants:
+        assert type(getattr(parse(text), field)) is type(getattr(config, field))
+    if isinstance(config, RL):
+        assert set(config.reward) == set(config.task.parts), "every part has its weight written down"
 
 
 def num_settings(config: RunConfig) -> int:
@@ -323,6 +325,37 @@ def test_algorithms_accept_what_acts(args: str) -> None:
     load("quickstart", args.split())
 
 
+BAD_SFT = {
+    "--eval.every 3": "--eval.every has no effect: an sft run is not evaluated; measure its model with cohort eval",
+    "--save.keep-best false": "--save.keep-best has no effect: an sft run is not evaluated",
+    "--save.rollouts 2": "--save.rollouts has no effect: an sft run samples nothing",
+    "--learner.prefix-sharing false": "--learner.prefix-sharing has no effect: an example has one answer",
+    "--template text": "use --template chat",
+    "--learner.minibatches 99": "a step has only 64 examples (batch.examples) to divide",
+    "--data.think 0.9 --data.broken 0.2": "data.think + data.broken is 1.1; it must be at most 1",
+    "--data.right 2": "data.right is 2.0; it must be from 0 to 1",
+    "--batch.examples 0": "batch.examples is 0; it must be at least 1",
+    "--batch.prompts 4": "unknown flag --batch.prompts. Did you mean --batch.examples?",
+    "--data tracse": 'unknown data "tracse". Did you mean "traces"?',
+    "--sampling.max-tokens 4": "unknown flag --sampling.max-tokens",
+}
+
+
+@pytest.mark.parametrize(("args", "message"), BAD_SFT.items(), ids=BAD_SFT)
+def test_sft_has_its_own_settings_and_no_others(args: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load("tiny_sft", args.split())
+    assert message in str(caught.value)
+
+
+def test_a_file_of_sft_has_no_settings_of_evaluations() -> None:
+    config = load("tiny_sft", ["--batch.examples", "8", "--learner.lora.rank", "2"])
+    tree = yaml.safe_load(dump(config))
+    assert (tree["kind"], tree["data"]["name"], tree["batch"]) == ("sft", "traces", {"examples": 8})
+    assert "eval" not in tree and "task" not in tree
+    assert diff(config, load("quickstart"))["kind"] == ("sft", "rl")
+
+
 def test_switching_off_what_a_recipe_tuned_is_no_error() -> None:
     config = RL(task=Arithmetic(), algo=GRPO(kl=KLConfig(weight=0.1, estimator="k1")))
     assert change(config, ["--algo.kl.weight", "0"]).algo.kl.weight == 0
@@ -517,14 +550,11 @@ def test_a_recipe_of_before_there_were_kinds_is_told_what_to_write() -> None:
 
 def test_every_number_has_bounds() -> None:
     """Also where an algorithm declares a field again for another default."""
-    loose = set()
-    for algo in ALGOS:
-        for turns in ("single", "think_again"):
-            config = load("quickstart", ["--algo", algo, "--turns", turns])
-            for name, leaf in flags.leaves(config).items():
-                if leaf.type in (int, float) and not leaf.bounds and not name.startswith(("task.", "reward.")):
-                    loose.add(name)
-    assert loose == set()
+    configs = [load("quickstart", ["--algo", algo]) for algo in ALGOS]
+    configs += [load("quickstart", ["--turns", "think_again"]), load("tiny_sft")]
+    numbers = [(n, leaf) for c in configs for n, leaf in flags.leaves(c).items() if leaf.type in (int, float)]
+    assert {n for n, leaf in numbers if not leaf.bounds and not n.startswith(("task.", "reward."))} == set()
+    assert len({n for n, _ in numbers}) > 50
 
 
 @pytest.mark.parametrize("text", ["", "just text", "[1, 2]", "steps: 5"])

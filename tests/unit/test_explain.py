@@ -27,11 +27,11 @@ from cohort.explain.screen import show
 from cohort.explain.step import load, num_changed
 from cohort.fates import Fate
 from cohort.learner.local import LocalLearner
+from cohort.loops.update import annotate
 from cohort.models.catalog import resolve
 from cohort.store.rollouts import rollout_path, save_rollouts
 from cohort.store.rundir import RunDirectory
 from cohort.text import Tokenizer
-from cohort.train.update import annotate
 from cohort.types import Finish, Group, Provenance
 from tests.pretend_run import small_run
 from tests.support import make_group, make_sample, packed, random_groups, small_decoder

@@ -13,11 +13,11 @@ from cohort.config.load import change
 from cohort.config.schema import ReplayConfig, SaveConfig
 from cohort.errors import ConfigError
 from cohort.fates import Fate
+from cohort.loops.replay import Replay
+from cohort.loops.run import Run
 from cohort.store.rollouts import load_rollouts, rollout_path, rollout_steps, save_rollouts
 from cohort.store.rundir import RunDirectory
 from cohort.tasks.arithmetic import Arithmetic
-from cohort.train.replay import Replay
-from cohort.train.run import Run
 from tests.pretend_run import Pretender
 from tests.runs import small_run
 from tests.support import make_group, make_sample

@@ -19,14 +19,14 @@ from cohort import checkpoint
 from cohort.config.schema import EvalConfig, SaveConfig
 from cohort.errors import RunError
 from cohort.logs.view import Guarded, View, make_view
+from cohort.loops.job import StepRecord, rollout_record
+from cohort.loops.run import Run
+from cohort.loops.silent import SilentRun
+from cohort.loops.stats import failures, rollout_metrics, showcase
 from cohort.store.reader import Reader
 from cohort.store.records import About, Curve
 from cohort.store.rollouts import rollout_steps
 from cohort.store.rundir import RunDirectory
-from cohort.train.job import StepRecord, rollout_record
-from cohort.train.run import Run
-from cohort.train.silent import SilentRun
-from cohort.train.stats import failures, rollout_metrics, showcase
 from tests.pretend_run import LineCounter, Pretender, live, pretend_groups, remains, small_run
 
 ROOT = Path(__file__).resolve().parents[2]

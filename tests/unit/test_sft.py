@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 import pytest
 import torch
@@ -13,9 +15,10 @@ from cohort.algos.inputs import LossInputs
 from cohort.config.schema import LearnerConfig, OptimConfig
 from cohort.errors import ConfigError
 from cohort.learner.local import LocalLearner
+from cohort.loops.job import StepRecord
+from cohort.loops.sft import as_group, pack_examples, step_metrics, train
 from cohort.models.catalog import resolve
 from cohort.text import Tokenizer
-from cohort.train.sft import as_group, pack_examples, sft
 from cohort.types import Finish, Provenance
 from tests.support import naive_logprobs, small_decoder
 
@@ -85,20 +88,57 @@ def test_the_loss_by_hand():
     assert loss.item() == pytest.approx(1.5) and tally.to_metrics()["loss"] == pytest.approx(3.0)  # 9/6, 9/3
 
 
+@dataclass
+class Updates:
+    """So many steps, and what each ended with."""
+
+    num: int
+    ended: list[StepRecord] = field(default_factory=list)
+
+    def steps(self) -> Iterator[int]:
+        for step in range(self.num):
+            yield step
+            assert len(self.ended) == step + 1
+
+    def end_step(self, step: int, record: StepRecord) -> None:
+        assert step == len(self.ended)
+        self.ended.append(record)
+
+
 def test_one_update_lowers_the_loss_and_many_learn_the_examples():
-    decoder = small_decoder()
-    losses: list[float] = []
+    run = Updates(40)
     batch = pack_examples(EXAMPLES, 100)
-    sft(learner_for(decoder), [batch] * 40, lambda step, metrics: losses.append(metrics["loss"]))
-    assert len(losses) == 40 and losses[1] < losses[0]
+    train(run, learner_for(small_decoder()), lambda step: batch)
+    losses = [record.metrics["loss"] for record in run.ended]
+    assert losses[1] < losses[0]
     assert losses[0] > math.log(61) / 2 and losses[-1] < 0.1
+    assert [r.metrics["perplexity"] for r in run.ended] == pytest.approx([math.exp(loss) for loss in losses])
+    assert all(record.groups is None and record.showcase is None for record in run.ended)
 
 
-def test_steps_are_reported_in_order_with_their_numbers():
-    seen: list[tuple[int, float]] = []
-    batches = (pack_examples([e], 100) for e in EXAMPLES)
-    sft(learner_for(small_decoder()), batches, lambda step, m: seen.append((step, m["tokens"])))
-    assert seen == [(0, 3.0), (1, 3.0), (2, 2.0)]
+def test_every_step_trains_on_the_batch_of_its_number():
+    run = Updates(3)
+    train(run, learner_for(small_decoder()), lambda step: pack_examples([EXAMPLES[step]], 100))
+    assert [record.metrics["tokens"] for record in run.ended] == [3.0, 3.0, 2.0]
+
+
+def test_the_loop_is_one_update_after_the_other():
+    """The loop written out: the weights are equal to the last bit."""
+    by_loop, by_hand = small_decoder(), small_decoder()
+    batches = [pack_examples(EXAMPLES[:n], 100, minibatches) for n, minibatches in ((1, 1), (2, 2), (3, 1))]
+    train(Updates(3), learner_for(by_loop), lambda step: batches[step])
+    learner = learner_for(by_hand)
+    for batch in batches:
+        for minibatch in batch.minibatches:
+            learner.forward_backward(minibatch, Imitation())
+            learner.optim_step()
+    assert all(p.equal(q) for p, q in zip(by_loop.parameters(), by_hand.parameters(), strict=True))
+    assert not by_loop.embed.equal(small_decoder().embed)
+
+
+def test_a_step_without_a_loss_has_no_perplexity():
+    assert step_metrics({"updates/no_signal": 1.0}) == {"updates/no_signal": 1.0}
+    assert step_metrics({"loss": 1e6})["perplexity"] == pytest.approx(math.exp(700))
 
 
 def test_the_end_of_the_turn_is_a_target_of_the_bundled_tokenizer():

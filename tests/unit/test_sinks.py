@@ -20,10 +20,10 @@ from cohort.errors import ConfigError, RunError
 from cohort.logs.sinks.base import Sink, SinkRow
 from cohort.logs.sinks.registry import SINKS, check_sinks, make_sinks
 from cohort.logs.view import Header, View, make_view
+from cohort.loops.job import StepRecord
+from cohort.loops.run import Run
 from cohort.store.reader import Reader
 from cohort.store.rundir import RunDirectory
-from cohort.train.job import StepRecord
-from cohort.train.run import Run
 from tests.pretend_run import Pretender, pretend_groups, small_run
 
 ROOT = Path(__file__).resolve().parents[2]

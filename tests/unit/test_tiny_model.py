@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cohort.algos.imitation import Imitation
+from cohort.config.schema import LearnerConfig, OptimConfig
+from cohort.learner.local import LocalLearner
+from cohort.loops.sft import pack_examples
 from cohort.models.catalog import resolve
+from cohort.models.config import ModelConfig
+from cohort.models.decoder import Decoder, initialise
 from cohort.models.files import load_folder
+from cohort.tasks.traces import encode, mixture
+from cohort.tasks.traces.styles import CALCULATOR
 from cohort.text import Tokenizer
+from cohort.types import Provenance
 from scripts.tiny import tokenizer as made
-from scripts.tiny.traces import CALCULATOR
+from scripts.tiny import train as script
 from scripts.tiny.train import CONFIG
 
 FOLDER = Path(made.FOLDER)
@@ -123,3 +134,26 @@ def _causal(length: int):  # type: ignore[no-untyped-def]
         return out[0].transpose(0, 1).view(q.shape)
 
     return attend
+
+
+def test_the_script_makes_the_model_that_its_updates_written_out_make(tmp_path: Path) -> None:
+    """Skill first, then habits; trace by trace and update by update. The weights are equal to the last bit."""
+    args = argparse.Namespace(
+        out=tmp_path / "made", seed=3, updates=5, batch=6, lr=1.5e-3, rows=40, probe=0, workers=1, device="cpu"
+    )
+    stream = script.batches(args)
+    next(stream)
+    script.train(args, stream)
+    decoder = Decoder(ModelConfig.from_hf(CONFIG))
+    initialise(decoder, 3)
+    optim = OptimConfig(lr=1.5e-3, schedule="cosine", warmup=200, lr_floor=0.02, beta2=0.98, weight_decay=0.05)
+    learner = LocalLearner(decoder, LearnerConfig(token_budget=script.TOKEN_BUDGET), optim, num_updates=5)
+    rows, tokenizer = mixture.load(40), Tokenizer.load(script.SOURCE)
+    for update, mix in enumerate([script.SKILL] * 4 + [script.HABITS]):
+        traces = [mixture.trace(rows, 3, 6 * update + i, mix) for i in range(6)]
+        examples = [encode.encode(tokenizer, trace) for trace in traces]
+        assert all(provenance[-1] == Provenance.TARGET for _, provenance in examples)
+        learner.update(pack_examples(examples, script.TOKEN_BUDGET), Imitation())
+    found = load_folder(tmp_path / "made", torch.bfloat16).decoder.state_dict()
+    for name, tensor in decoder.state_dict().items():
+        assert found[name].equal(tensor.to(torch.bfloat16)), name

@@ -14,13 +14,14 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from cohort.errors import ConfigError
+from cohort.logs import panels
 from cohort.logs.curve import braille
 from cohort.logs.escape import one_line, visible
 from cohort.logs.jsonlines import JsonView
 from cohort.logs.live import LiveView
 from cohort.logs.plain import PlainView
 from cohort.logs.view import Guarded, Header, Showcase, StepReport, Summary, make_view
-from cohort.store.records import Evaluation
+from cohort.store.records import Curve, Evaluation
 from tests.evals import eval_setting
 
 HOSTILE = [
@@ -195,6 +196,23 @@ def test_a_resumed_run_shows_its_whole_history():
     view.close()
     assert "step 30/60" in frame and "1.0" in frame
     assert sum(0x2800 < ord(c) < 0x2900 for c in frame) > 15
+
+
+def test_a_run_without_rewards_shows_its_own_curve():
+    """A loss that falls is good news, and no evaluation is announced that never comes."""
+    view, _ = live_view()
+    curve = Curve(label="loss", metric="loss", rising=False)
+    view.start(header(task="traces", algo="sft", batch="64 examples", curve=curve, evaluates=False))
+    for step, loss in ((1, 2.0), (2, 1.5)):
+        metrics = {"loss": loss, "perplexity": 4.5, "time/trained_per_s": 812.0}
+        view.step(StepReport(step=step, num_steps=60, metrics=metrics, eta=1.0))
+    frame = frame_of(view)
+    assert "64 examples" in frame and "━ loss" in frame and "1.500 ▼0.50" in frame
+    assert "perplexity" in frame and "812" in frame
+    assert "reward" not in frame and "held-out" not in frame
+    trend = panels._trend(curve, {1: 2.0, 2: 1.5})
+    assert [str(span.style) for span in trend.spans][-1] == panels.GOOD
+    view.close()
 
 
 @pytest.mark.parametrize("text", HOSTILE)

@@ -18,9 +18,9 @@ from cohort.build import Parts
 from cohort.data.pack import make_batch, pack_minibatch
 from cohort.engines.base import Engine, Event, Request
 from cohort.learner.base import Cut
+from cohort.loops.update import annotate
 from cohort.rollout.producer import Producer
 from cohort.tasks.environment import AgainRules, Episodes, KeyedDraws, Opening, Past, Step, ThinkAgain
-from cohort.train.update import annotate
 from cohort.types import Answer, Finish, Group, Outcome, Row
 from cohort.world import World
 

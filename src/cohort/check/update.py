@@ -16,9 +16,9 @@ from torch import Tensor
 from cohort.check.findings import Finding, fail, ok, warn
 from cohort.check.trial import Seen, Trial, difference
 from cohort.learner.base import Cut
+from cohort.loops.update import annotate
 from cohort.models.functions import wide_product
 from cohort.text import Tokenizer
-from cohort.train.update import annotate
 from cohort.types import Finish, Group, Provenance, Sample
 from cohort.world import World
 

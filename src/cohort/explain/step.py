@@ -39,6 +39,7 @@ class Step:
 def load(path: Path, number: int | None) -> Step:
     """A step of a run by its number; None = the newest whose rollouts are kept."""
     directory = RunDirectory.open(path)
+    config = require_rl(directory.config, "cohort explain")
     kept = rollout_steps(directory.rollouts) if directory.rollouts.is_dir() else []
     if not kept:
         raise RunError(f"{path} keeps no rollouts: it has not finished a step yet, or they were removed.")
@@ -46,7 +47,6 @@ def load(path: Path, number: int | None) -> Step:
     if number not in kept:
         raise RunError(f"{path} has no rollouts of step {number}; those of step {ranges(kept)} are kept.")
     groups = load_rollouts(rollout_path(directory.rollouts, number))
-    config = require_rl(directory.config, "cohort explain")
     metrics: dict[str, float] = {}
     # the rollouts tell nearly everything: a database of another version is no reason to stop
     with suppress(RunError), Reader(directory.database, once=True) as reader:

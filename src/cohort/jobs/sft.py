@@ -14,13 +14,13 @@ from cohort.config.document import variant_name
 from cohort.config.kinds import SFT
 from cohort.data.batch import Batch
 from cohort.jobs.state import Trained
+from cohort.loops import sft
+from cohort.loops.run import Run
 from cohort.store.environment import program
 from cohort.store.records import About, Curve
 from cohort.tasks.traces import mixture
 from cohort.tasks.traces.encode import Example
 from cohort.text import Tokenizer
-from cohort.train import sft
-from cohort.train.run import Run
 
 
 def examples_of(config: SFT, tokenizer: Tokenizer) -> Callable[[int], list[Example]]:

@@ -15,11 +15,11 @@ from cohort.config.schema import LearnerConfig
 from cohort.data.pack import make_batch
 from cohort.engines.sync import WeightSync
 from cohort.learner.base import Learner
+from cohort.loops.job import Steps, rollout_record
+from cohort.loops.replay import Replay
+from cohort.loops.stats import StepStats, step_stats
+from cohort.loops.update import annotate, record
 from cohort.rollout.producer import Producer
-from cohort.train.job import Steps, rollout_record
-from cohort.train.replay import Replay
-from cohort.train.stats import StepStats, step_stats
-from cohort.train.update import annotate, record
 from cohort.types import Group
 from cohort.world import ONE_PROCESS, World
 

@@ -23,6 +23,8 @@ from cohort.errors import RunError
 from cohort.logs.escape import one_line
 from cohort.logs.metrics_file import MetricsFile
 from cohort.logs.view import Guarded, Header, Several, StepReport, Summary, View, make_view
+from cohort.loops.job import Job, StepRecord
+from cohort.loops.signals import StopSignals
 from cohort.store.card import CardData, render_card
 from cohort.store.db import Store
 from cohort.store.environment import describe_environment, program
@@ -30,8 +32,6 @@ from cohort.store.reader import Reader
 from cohort.store.records import Evaluation
 from cohort.store.rollouts import remove_rollouts, rollout_path, save_rollouts
 from cohort.store.rundir import RunDirectory
-from cohort.train.job import Job, StepRecord
-from cohort.train.signals import StopSignals
 from cohort.types import Group
 
 

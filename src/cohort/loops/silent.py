@@ -7,8 +7,8 @@ from types import TracebackType
 
 from cohort import checkpoint
 from cohort.config.schema import RunConfig
+from cohort.loops.job import Job, StepRecord
 from cohort.store.rundir import RunDirectory
-from cohort.train.job import Job, StepRecord
 
 
 class SilentRun:

@@ -9,8 +9,8 @@ from typing import Protocol
 
 from cohort.checkpoint import Checkpoint
 from cohort.logs.view import Showcase
+from cohort.loops.stats import failures, showcase
 from cohort.store.records import About, Evaluation
-from cohort.train.stats import failures, showcase
 from cohort.types import Group
 
 

@@ -15,9 +15,9 @@ from cohort.algos.imitation import Imitation
 from cohort.data.batch import Batch
 from cohort.data.pack import make_batch
 from cohort.learner.base import Learner
+from cohort.loops.job import StepRecord, Steps
+from cohort.loops.update import pass_on
 from cohort.tasks.traces.encode import Example
-from cohort.train.job import StepRecord, Steps
-from cohort.train.update import pass_on
 from cohort.types import Finish, Group, Prompt, Provenance, Sample
 
 
