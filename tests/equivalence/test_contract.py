@@ -11,9 +11,10 @@ from cohort.algos.algorithm import build_algorithm
 from cohort.algos.imitation import Imitation
 from cohort.build import Parts
 from cohort.config.schema import GRPO, DrGRPO, LearnerConfig, OptimConfig, SamplingConfig
+from cohort.data.pack import pack
 from cohort.errors import TrainingStopped
 from cohort.learner.local import LocalLearner
-from cohort.loops.sft import pack_examples
+from cohort.loops.sft import batch_of
 from cohort.tasks.base import grade, plain_answer
 from cohort.text import Tokenizer
 from cohort.types import Finish, Outcome, Provenance
@@ -141,9 +142,9 @@ def test_4_1_a_loss_touches_the_tokens_of_its_provenance_only(kind, expected):
 
 def test_4_1_sft_targets_only_and_rl_ignores_them():
     example = ([1, 2, 30, 31, 32, 33], [P, P, T, E, T, T])
-    batch = pack_examples([example], 100)
-    assert batch.minibatches[0].microbatches[0].targets.tolist() == [30, 32, 33]
-    assert batch.minibatches[0].counts.num_tokens == 3
+    [minibatch] = pack(batch_of([example]), 100)
+    assert minibatch.microbatches[0].targets.tolist() == [30, 32, 33]
+    assert minibatch.counts.num_tokens == 3
     sample = make_sample(example[0][2:], example[1][2:], advantage=1.0)
     assert packed([make_group([1, 2], [sample])], 100).counts == {"empty": 1}
 

@@ -89,8 +89,8 @@ GGUF = ("models.gguf", "models.gguf_config", "models.gguf_reader", "models.gguf_
 FILE_SOFT, FILE_HARD = 400, 500
 FUNCTION_SOFT, FUNCTION_HARD = 60, 80
 MAX_PARAMETERS = 8
-# What every training run is made of: all but the areas and tools below. It was 12,000 before records had a serialisation,
-# rollouts a producer, learners backends and runs kinds: boundaries cost lines.
+# What every training run is made of: all but the areas and tools below. It was 12,000 before records had a
+# serialisation, rollouts a producer, learners backends and runs kinds: boundaries cost lines.
 MAX_PACKAGE = 13_000
 AREAS = {  # leaves that nothing of it imports, or doors to other people's programs
     ("tasks", "recipes"): 3_900,  # the traces that SFT imitates among them

@@ -13,10 +13,11 @@ from cohort.algos.aggregate import Lengths, Totals
 from cohort.algos.imitation import Imitation
 from cohort.algos.inputs import LossInputs
 from cohort.config.schema import LearnerConfig, OptimConfig
+from cohort.data.pack import pack
 from cohort.errors import ConfigError
 from cohort.learner.local import LocalLearner
 from cohort.loops.job import StepRecord
-from cohort.loops.sft import as_group, pack_examples, step_metrics, train
+from cohort.loops.sft import as_group, batch_of, step_metrics, train
 from cohort.models.catalog import resolve
 from cohort.text import Tokenizer
 from cohort.types import Finish, Provenance
@@ -35,7 +36,7 @@ def learner_for(decoder, **optim) -> LocalLearner:
 
 
 def test_an_example_is_a_group_of_one_whose_prompt_precedes_the_first_target():
-    group = as_group(*EXAMPLES[1])
+    group = as_group("1", *EXAMPLES[1])
     assert (group.prompt.tokens, group.prompt.provenance) == ([4, 5], [P, F])
     [sample] = group.samples
     assert (sample.tokens, sample.provenance) == ([32, 40, 41, 33, 2], [T, E, E, T, T])
@@ -44,12 +45,12 @@ def test_an_example_is_a_group_of_one_whose_prompt_precedes_the_first_target():
 
 @pytest.mark.parametrize("budget", [100, 8])
 def test_targets_only_are_imitated_and_counted(budget):
-    batch = pack_examples(EXAMPLES, budget)
-    [minibatch] = batch.minibatches
+    batch = batch_of(EXAMPLES)
+    [minibatch] = pack(batch, budget)
     assert (minibatch.counts.num_tokens, minibatch.counts.num_samples) == (8, 3)
     targets = sorted(t for m in minibatch.microbatches for t in m.targets.tolist())
     assert targets == sorted([30, 31, 2, 32, 33, 2, 34, 2])  # the end of every turn among them
-    assert batch.counts == {"packed": 3}
+    assert batch.fates == {"packed": 3}
     assert len(minibatch.microbatches) == (1 if budget == 100 else 3)
 
 
@@ -57,7 +58,8 @@ def test_targets_only_are_imitated_and_counted(budget):
 def test_the_gradient_is_that_of_the_mean_over_all_targets(budget):
     decoder = small_decoder(torch.float64)
     learner = learner_for(decoder)
-    metrics = learner.forward_backward(pack_examples(EXAMPLES, budget).minibatches[0], Imitation()).tally.to_metrics()
+    [minibatch] = pack(batch_of(EXAMPLES), budget)
+    metrics = learner.forward_backward(minibatch, Imitation()).tally.to_metrics()
     got = {n: m.grad.clone() for n, m in learner.optimizer.masters.items()}
     decoder.zero_grad()
     total = torch.zeros((), dtype=torch.float64)
@@ -107,7 +109,7 @@ class Updates:
 
 def test_one_update_lowers_the_loss_and_many_learn_the_examples():
     run = Updates(40)
-    batch = pack_examples(EXAMPLES, 100)
+    batch = batch_of(EXAMPLES)
     train(run, learner_for(small_decoder()), lambda step: batch)
     losses = [record.metrics["loss"] for record in run.ended]
     assert losses[1] < losses[0]
@@ -118,18 +120,18 @@ def test_one_update_lowers_the_loss_and_many_learn_the_examples():
 
 def test_every_step_trains_on_the_batch_of_its_number():
     run = Updates(3)
-    train(run, learner_for(small_decoder()), lambda step: pack_examples([EXAMPLES[step]], 100))
+    train(run, learner_for(small_decoder()), lambda step: batch_of([EXAMPLES[step]]))
     assert [record.metrics["tokens"] for record in run.ended] == [3.0, 3.0, 2.0]
 
 
 def test_the_loop_is_one_update_after_the_other():
     """The loop written out: the weights are equal to the last bit."""
     by_loop, by_hand = small_decoder(), small_decoder()
-    batches = [pack_examples(EXAMPLES[:n], 100, minibatches) for n, minibatches in ((1, 1), (2, 2), (3, 1))]
+    batches = [batch_of(EXAMPLES[:n], minibatches) for n, minibatches in ((1, 1), (2, 2), (3, 1))]
     train(Updates(3), learner_for(by_loop), lambda step: batches[step])
     learner = learner_for(by_hand)
     for batch in batches:
-        for minibatch in batch.minibatches:
+        for minibatch in pack(batch, 100):
             learner.forward_backward(minibatch, Imitation())
             learner.optim_step()
     assert all(p.equal(q) for p, q in zip(by_loop.parameters(), by_hand.parameters(), strict=True))
@@ -146,20 +148,20 @@ def test_the_end_of_the_turn_is_a_target_of_the_bundled_tokenizer():
     prompt = tokenizer.render([{"role": "user", "content": "2+2 = ?"}])
     target = [*tokenizer.encode("<answer>4</answer>", markup=True), tokenizer.end_of_turn]
     example = (prompt.tokens + target, prompt.provenance + [int(T)] * len(target))
-    [micro] = pack_examples([example], 200).minibatches[0].microbatches
+    [micro] = pack(batch_of([example]), 200)[0].microbatches
     assert micro.targets.tolist() == target and micro.targets[-1] in tokenizer.stop_ids
 
 
 def test_an_example_without_targets_trains_nothing():
     decoder = small_decoder()
     before = decoder.embed.detach().clone()
-    batch = pack_examples([([1, 2, 3], [P, P, P])], 100)
-    assert batch.counts == {"empty": 1} and batch.minibatches[0].counts.num_tokens == 0
-    metrics = learner_for(decoder).update(batch, Imitation())
+    batch = batch_of([([1, 2, 3], [P, P, P])])
+    assert batch.fates == {"empty": 1} and batch.counts[0].num_tokens == 0
+    metrics = learner_for(decoder).update(batch, Imitation()).metrics
     assert metrics["updates/no_signal"] == 1.0 and torch.equal(decoder.embed, before)
 
 
 def test_an_example_that_begins_with_a_target_is_refused():
     """Nothing precedes it; in a pack, its neighbour's last token would have predicted it."""
     with pytest.raises(ConfigError, match="no token before it"):
-        pack_examples([EXAMPLES[0], ([30, 31], [T, T])], 100)
+        pack(batch_of([EXAMPLES[0], ([30, 31], [T, T])]), 100)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from cohort.algos.imitation import Imitation
 from cohort.config.schema import LearnerConfig, OptimConfig
 from cohort.learner.local import LocalLearner
-from cohort.loops.sft import pack_examples
+from cohort.loops.sft import batch_of
 from cohort.models.catalog import resolve
 from cohort.models.config import ModelConfig
 from cohort.models.decoder import Decoder, initialise
@@ -153,7 +153,7 @@ def test_the_script_makes_the_model_that_its_updates_written_out_make(tmp_path: 
         traces = [mixture.trace(rows, 3, 6 * update + i, mix) for i in range(6)]
         examples = [encode.encode(tokenizer, trace) for trace in traces]
         assert all(provenance[-1] == Provenance.TARGET for _, provenance in examples)
-        learner.update(pack_examples(examples, script.TOKEN_BUDGET), Imitation())
+        learner.update(batch_of(examples), Imitation())
     found = load_folder(tmp_path / "made", torch.bfloat16).decoder.state_dict()
     for name, tensor in decoder.state_dict().items():
         assert found[name].equal(tensor.to(torch.bfloat16)), name
