@@ -34,7 +34,7 @@ from tests.strike import Strike
 # resumes, and so on; the line within the call is drawn. Saves come after steps 2, 3, 4 and 6.
 STORIES = {
     "checkpoint": [("creation", 1), ("checkpoint", 2), ("recovery", 1), ("prune", 2)],
-    "scoring": [("scoring", 6), ("rollout", 18), ("rollout_file", 3), ("finish", 1)],
+    "scoring": [("scoring", 6), ("rollout", 12), ("rollout_file", 3), ("finish", 1)],
     "step": [("update", 3), ("evaluation", 1), ("database", 3), ("evaluation_rows", 1)],
 }
 
