@@ -131,12 +131,14 @@ def main() -> None:
     parser.add_argument("--warm", type=int, default=4)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--sides", nargs="+", default=["before", "rounds", "continuous"])
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     names = ("shape", "device", "prompts", "samples", "prompt", "completion", "rejected", "warm", "steps")
     options = {name: getattr(args, name) for name in names}
     sources = {"before": args.base} if args.base else {}
     sources |= {"rounds": HERE, "continuous": HERE}
+    sources = {side: source for side, source in sources.items() if side in args.sides}
     found: dict[str, list[dict[str, float]]] = {side: [] for side in sources}
     for _ in range(args.repeats):
         for side, source in sources.items():
