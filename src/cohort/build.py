@@ -4,32 +4,24 @@ from __future__ import annotations
 
 import copy
 import os
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
 import torch
 
-from cohort.algos.algorithm import Algorithm, build_algorithm
-from cohort.checkpoint import Checkpoint
-from cohort.config.document import variant_name
+from cohort.algos.algorithm import build_algorithm
 from cohort.config.kinds import RL, SFT
 from cohort.config.schema import RunConfig, SamplingConfig, ThinkAgain
 from cohort.device import DTYPES, available_bytes, find_device, find_dtype
-from cohort.engines.auto import AutoEngine, engine_for
-from cohort.engines.base import Engine
+from cohort.engines.auto import engine_for
 from cohort.engines.rollout import Again, Tasks
 from cohort.errors import ConfigError
-from cohort.evaluate import evaluate as run_evaluation
-from cohort.evaluate import rows_digest, sampling_facts
-from cohort.jobs import life, rl
+from cohort.jobs import life
+from cohort.jobs.rl import Parts
 from cohort.jobs.sft import SFTParts, examples_of
-from cohort.jobs.state import Trained
 from cohort.learner.local import LocalLearner
 from cohort.learner.plan import Load, Plan, plan_memory
-from cohort.loops.replay import Replay
-from cohort.loops.rl import train as run_loop
-from cohort.loops.run import Run
 from cohort.models.auto import AnyDecoder, AutoDecoder
 from cohort.models.catalog import resolve
 from cohort.models.config import ModelConfig
@@ -38,82 +30,15 @@ from cohort.models.files import LoadedModel, load_folder
 from cohort.models.lora import Adapters
 from cohort.models.peft import load_adapters
 from cohort.scoring.pool import ScoringPool, default_workers
-from cohort.store.records import About, EvalSetting, Evaluation
 from cohort.tasks.base import check_packages
-from cohort.tasks.ref import TaskRef, grader_digest
 from cohort.tasks.source import from_anywhere
 from cohort.tasks.stream import Renderer, TaskStream
 from cohort.text import RawText, Tokenizer
-from cohort.types import Prompt, Sampling
+from cohort.types import Sampling
 
 C = TypeVar("C", bound=RunConfig)
 
 USUAL_PROMPT = 1024  # tokens: what a plan of memory supposes
-
-
-@dataclass(kw_only=True)
-class Parts(Trained):
-    """Everything a run of reinforcement learning is made of; the job that it does."""
-
-    config: RL
-    engine: Engine
-    tasks: Tasks
-    held_out: Tasks
-    problems: list[Prompt]  # held out
-    algo: Algorithm
-
-    tokenizer: Tokenizer
-
-    def evaluate(self, step: int) -> Evaluation:
-        c, tasks = self.config, self.held_out
-        setting = EvalSetting(
-            task=c.task.name,
-            split="test",
-            num_problems=len(self.problems),
-            num_samples=c.eval.samples,
-            model=c.model,
-            weights="",
-            knobs=TaskRef.of(c.task).knobs,
-            rows=rows_digest(self.problems),
-            grader=grader_digest(c.task),
-            template=c.template,
-            engine="transformers" if isinstance(self.engine, AutoEngine) else variant_name("engine", c.engine),
-            place=f"{c.device} {c.learner.dtype}",
-            sampling=sampling_facts(tasks.sampling),
-            seed=c.seed,
-            step=step,
-        )
-        return run_evaluation(
-            self.engine, tasks, self.problems, setting, lambda p: self.tokenizer.spell(p.tokens), then="resume the run"
-        )
-
-    def checkpoint(self, step: int) -> Checkpoint:
-        state = self.learner_checkpoint(step, self.tasks.stream.cursor)
-        state.numbers["algo"] = self.algo.state()
-        return state
-
-    def restore(self, state: Checkpoint) -> None:
-        self.restore_learner(state)
-        self.algo.load_state(state.numbers["algo"])
-        self.tasks.stream.cursor = state.cursor
-        self.engine.load(self.learner.weights(), version=state.step)
-
-    def about(self) -> About:
-        return rl.about(self.config)
-
-    def next_commands(self, run: Path, step: int) -> list[list[str]]:
-        return rl.next_commands(self.config, run, step)
-
-    def work(self, run: Run) -> None:
-        if self.tasks.sampling.truncates and run.step == 0:  # told once: a resumed run has it on record
-            run.event("sampling", "top-p, top-k or min-p: the policy that acts is not the one that is trained")
-        if (note := rl.idle_ratio(self.config)) and run.step < self.config.steps:
-            run.notice("algo", note)
-        replay = Replay(self.config.replay, self.config.seed, run.directory.rollouts)
-        run_loop(run, self.config, self.engine, self.learner, self.tasks, self.algo, replay)
-
-    def close(self) -> None:
-        self.tasks.scorer.close()
 
 
 def settled(config: RL) -> RL:
