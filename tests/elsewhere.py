@@ -198,7 +198,7 @@ def assemble_apart(config: RL) -> ApartParts:
             p.fill_(float("nan"))  # whoever used the weights of this process would notice
     engine = RemoteEngine(Elsewhere("engine", parts.config))
     learner = RemoteLearner(Elsewhere("learner", parts.config))
-    for producer in (parts.producer, parts.examiner):
+    for producer in (parts.producer, parts.eval_producer):
         producer.engine = engine
     values = {name: getattr(parts, name) for name in Parts.__dataclass_fields__}
     values |= {"engine": engine, "learner": learner, "sync": WeightSync(weights=learner.weights, engine=engine)}

@@ -4,33 +4,27 @@ from __future__ import annotations
 
 import copy
 import os
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
 import torch
 
-from cohort.algos.algorithm import Algorithm, build_algorithm
-from cohort.checkpoint import Checkpoint
+from cohort.algos.algorithm import build_algorithm
 from cohort.config.document import variant_name
 from cohort.config.kinds import RL, SFT
 from cohort.config.rollout import RolloutConfig
 from cohort.config.schema import NativeEngine, RunConfig
 from cohort.device import DTYPES, available_bytes, find_device, find_dtype
-from cohort.engines.base import Engine, require_for_training
+from cohort.engines.base import require_for_training
 from cohort.engines.factory import Subject, abilities_of, make_engine
 from cohort.engines.sync import WeightSync
 from cohort.errors import ConfigError
-from cohort.evaluate import evaluate as run_evaluation
-from cohort.evaluate import rows_digest, sampling_facts
-from cohort.jobs import life, rl
+from cohort.jobs import life
+from cohort.jobs.rl import Parts
 from cohort.jobs.sft import SFTParts, examples_of
-from cohort.jobs.state import Trained
 from cohort.learner.local import LocalLearner
 from cohort.learner.plan import Load, Plan, plan_memory
-from cohort.loops.replay import Replay
-from cohort.loops.rl import train as run_loop
-from cohort.loops.run import Run
 from cohort.models.auto import AnyDecoder, AutoDecoder
 from cohort.models.catalog import resolve
 from cohort.models.config import ModelConfig
@@ -41,89 +35,14 @@ from cohort.models.peft import load_adapters
 from cohort.rollout.producer import Order, Producer
 from cohort.rollout.settings import again_rules, drawings, room_between, sampling_of
 from cohort.scoring.pool import ScoringPool, default_workers
-from cohort.store.records import About, EvalSetting, Evaluation
 from cohort.tasks.base import check_packages
-from cohort.tasks.ref import TaskRef, grader_digest
 from cohort.tasks.source import from_anywhere
 from cohort.tasks.stream import Renderer, TaskStream
 from cohort.text import RawText, Tokenizer
-from cohort.types import Prompt
 
 C = TypeVar("C", bound=RunConfig)
 
 USUAL_PROMPT = 1024  # tokens: what a plan of memory supposes
-
-
-@dataclass(kw_only=True)
-class Parts(Trained):
-    """Everything a run of reinforcement learning is made of; the job that it does."""
-
-    config: RL
-    engine: Engine
-    sync: WeightSync  # from the learner to the engine
-    scorer: ScoringPool
-    producer: Producer  # of what is trained
-    eval_producer: Producer  # of what is evaluated
-    problems: list[Prompt]  # held out
-    algo: Algorithm
-
-    tokenizer: Tokenizer
-
-    def evaluate(self, step: int) -> Evaluation:
-        c = self.config
-        setting = EvalSetting(
-            task=c.task.name,
-            split="test",
-            num_problems=len(self.problems),
-            num_samples=c.eval.samples,
-            model=c.model,
-            weights="",
-            knobs=TaskRef.of(c.task).knobs,
-            rows=rows_digest(self.problems),
-            grader=grader_digest(c.task),
-            template=c.template,
-            engine=self.engine.name,
-            place=f"{c.device} {c.learner.dtype}",
-            sampling=sampling_facts(self.eval_producer.drawing.sampling),
-            seed=c.seed,
-            step=step,
-            turns="first" if self.eval_producer.drawing.further is None else "all",
-        )
-        return run_evaluation(
-            self.eval_producer, self.problems, setting, lambda p: self.tokenizer.spell(p.tokens), then="resume the run"
-        )
-
-    def checkpoint(self, step: int) -> Checkpoint:
-        rollouts = self.producer.state()
-        state = self.learner_checkpoint(step, rollouts["cursor"])
-        state.numbers["algo"] = self.algo.state()
-        if rollouts["open"]:  # none after a step that waits for all its groups
-            state.numbers["open"] = rollouts["open"]
-        return state
-
-    def restore(self, state: Checkpoint) -> None:
-        self.restore_learner(state)
-        self.algo.load_state(state.numbers["algo"])
-        self.producer.load_state({"cursor": state.cursor, "open": state.numbers.get("open", [])})
-        self.sync.send(state.step)
-
-    def about(self) -> About:
-        return rl.about(self.config)
-
-    def next_commands(self, run: Path, step: int) -> list[list[str]]:
-        return rl.next_commands(self.config, run, step)
-
-    def work(self, run: Run) -> None:
-        if self.producer.drawing.sampling.truncates and run.step == 0:  # told once: a resumed run has it on record
-            run.event("sampling", "top-p, top-k or min-p: the policy that acts is not the one that is trained")
-        if (note := rl.idle_ratio(self.config)) and run.step < self.config.steps:
-            run.notice("algo", note)
-        replay = Replay(self.config.replay, self.config.seed, run.directory.rollouts)
-        run_loop(run, self.config, self.producer, self.learner, self.sync, self.algo, replay)
-
-    def close(self) -> None:
-        self.scorer.close()
-        self.engine.close()
 
 
 def settled(config: RL) -> RL:

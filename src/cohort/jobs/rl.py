@@ -1,15 +1,31 @@
-"""What a run of reinforcement learning says of itself: in its header and card, at its start, after its end."""
+"""Reinforcement learning as a job: its parts, its evaluations and checkpoints, what it says of itself."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 from cohort import checkpoint
+from cohort.algos.algorithm import Algorithm
+from cohort.checkpoint import Checkpoint
 from cohort.config.document import variant_name
 from cohort.config.flags import leaves, show
 from cohort.config.kinds import RL
+from cohort.engines.base import Engine
+from cohort.engines.sync import WeightSync
+from cohort.evaluate import evaluate as run_evaluation
+from cohort.evaluate import rows_digest, sampling_facts
+from cohort.jobs.state import Trained
+from cohort.loops.replay import Replay
+from cohort.loops.rl import train
+from cohort.loops.run import Run
+from cohort.rollout.producer import Producer
+from cohort.scoring.pool import ScoringPool
 from cohort.store.environment import program
-from cohort.store.records import About
+from cohort.store.records import About, EvalSetting, Evaluation
+from cohort.tasks.ref import TaskRef, grader_digest
+from cohort.text import Tokenizer
+from cohort.types import Prompt
 
 COLUMNS = (
     ("reward", "reward/mean"),
@@ -22,6 +38,78 @@ TOTALS = (
     ("samples that could not be scored", "samples/failed"),
     ("samples left out of the loss", "samples/masked"),
 )
+
+
+@dataclass(kw_only=True)
+class Parts(Trained):
+    """Everything a run of reinforcement learning is made of; the job that it does."""
+
+    config: RL
+    engine: Engine
+    sync: WeightSync  # from the learner to the engine
+    scorer: ScoringPool
+    producer: Producer  # of what is trained
+    eval_producer: Producer  # of what is evaluated
+    problems: list[Prompt]  # held out
+    algo: Algorithm
+
+    tokenizer: Tokenizer
+
+    def evaluate(self, step: int) -> Evaluation:
+        c = self.config
+        setting = EvalSetting(
+            task=c.task.name,
+            split="test",
+            num_problems=len(self.problems),
+            num_samples=c.eval.samples,
+            model=c.model,
+            weights="",
+            knobs=TaskRef.of(c.task).knobs,
+            rows=rows_digest(self.problems),
+            grader=grader_digest(c.task),
+            template=c.template,
+            engine=self.engine.name,
+            place=f"{c.device} {c.learner.dtype}",
+            sampling=sampling_facts(self.eval_producer.drawing.sampling),
+            seed=c.seed,
+            step=step,
+            turns="first" if self.eval_producer.drawing.further is None else "all",
+        )
+        return run_evaluation(
+            self.eval_producer, self.problems, setting, lambda p: self.tokenizer.spell(p.tokens), then="resume the run"
+        )
+
+    def checkpoint(self, step: int) -> Checkpoint:
+        rollouts = self.producer.state()
+        state = self.learner_checkpoint(step, rollouts["cursor"])
+        state.numbers["algo"] = self.algo.state()
+        if rollouts["open"]:  # none after a step that waits for all its groups
+            state.numbers["open"] = rollouts["open"]
+        return state
+
+    def restore(self, state: Checkpoint) -> None:
+        self.restore_learner(state)
+        self.algo.load_state(state.numbers["algo"])
+        self.producer.load_state({"cursor": state.cursor, "open": state.numbers.get("open", [])})
+        self.sync.send(state.step)
+
+    def about(self) -> About:
+        return about(self.config)
+
+    def next_commands(self, run: Path, step: int) -> list[list[str]]:
+        return next_commands(self.config, run, step)
+
+    def work(self, run: Run) -> None:
+        if self.producer.drawing.sampling.truncates and run.step == 0:  # told once: a resumed run has it on record
+            run.event("sampling", "top-p, top-k or min-p: the policy that acts is not the one that is trained")
+        if (note := idle_ratio(self.config)) and run.step < self.config.steps:
+            run.notice("algo", note)
+        replay = Replay(self.config.replay, self.config.seed, run.directory.rollouts)
+        train(run, self.config, self.producer, self.learner, self.sync, self.algo, replay)
+
+    def close(self) -> None:
+        self.scorer.close()
+        self.engine.close()
 
 
 def about(config: RL) -> About:
