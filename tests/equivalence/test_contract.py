@@ -59,13 +59,15 @@ def test_4_1_the_ids_the_engine_drew_are_the_ids_that_are_trained(parts, monkeyp
     monkeypatch.setattr(Tokenizer, "render", refuse)
     (groups, stats) = run_steps(parts, 1)[0]
     assert [g.prompt for g in groups] == prompts and stats.metrics["updates/done"] == 1.0
-    segment, trained = 0, 0
-    micros = batches[0].minibatches[0].microbatches
+    trained = 0
+    [batch] = batches
+    micros = pack(batch, parts.learner.token_budget)[0].microbatches
     for n, group in enumerate(groups):
-        for i, sample in enumerate(group.samples):
+        for i, (id, sample) in enumerate(zip(group.ids(), group.samples, strict=True)):
             assert sample.tokens == drawn[f"{n}/{i}"]
+            number = batch.ids.index(id) if id in batch.ids else -1
             for micro in micros:
-                at = micro.segments == segment
+                at = micro.segments == number
                 if not at.any():
                     continue
                 trained += 1
@@ -74,7 +76,6 @@ def test_4_1_the_ids_the_engine_drew_are_the_ids_that_are_trained(parts, monkeyp
                 assert micro.tokens[source].tolist() == [group.prompt.tokens[-1], *sample.tokens[:-1]]
                 first = len(group.prompt.tokens) - 1
                 assert micro.positions[source].tolist() == list(range(first, first + len(sample.tokens)))
-            segment += 1
     alive = [g for g in groups if not g.excluded]
     assert trained == sum(len(g.samples) for g in alive) > 0
 

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from cohort import bench, build
+from cohort import bench
 from cohort.config.options import BenchOptions, EngineBenchOptions, LearnerBenchOptions
 from cohort.errors import ConfigError, ModelError
+from cohort.jobs import bench as bench_jobs
 from cohort.learner.attention import packed_attention
 from cohort.limits import (
     Rates,
@@ -220,12 +221,12 @@ def test_every_run_has_its_own_prompts():
 
 def test_the_model_of_a_benchmark(monkeypatch):
     monkeypatch.setitem(SHAPES, "little", {**SHAPES["qwen2.5-0.5b"], "num_hidden_layers": 1, "vocab_size": 99})
-    decoder = build._bench_model(EngineBenchOptions(model="little", weights="random", dtype="bfloat16"))
+    decoder = bench_jobs._bench_model(EngineBenchOptions(model="little", weights="random", dtype="bfloat16"))
     assert decoder.embed.shape == (99, 896) and decoder.embed.dtype == torch.bfloat16
     with pytest.raises(ModelError, match=r'no shape is known under the name "tiny".*qwen2.5-0.5b'):
-        build._bench_model(EngineBenchOptions(weights="random"))
+        bench_jobs._bench_model(EngineBenchOptions(weights="random"))
     with pytest.raises(ModelError, match="context is 32768 tokens and the run needs 40064"):
-        build._bench_model(EngineBenchOptions(model="little", weights="random", completion_tokens=40_000))
+        bench_jobs._bench_model(EngineBenchOptions(model="little", weights="random", completion_tokens=40_000))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match=r"device cuda: .* sees no CUDA device"):
-        build._bench_model(EngineBenchOptions(device="cuda"))
+        bench_jobs._bench_model(EngineBenchOptions(device="cuda"))
