@@ -134,6 +134,10 @@ class Grader:
             return Outcome(failure=step.reason)
         return Outcome(parts=step.parts, reason=step.reason, replies=step.replies, cost=step.cost)
 
+    def drop(self, id: str) -> None:
+        assert id in dict(self._held), f"{id} is not being scored"
+        self._held = [held for held in self._held if held[0] != id]
+
     def poll(self, timeout: float = 0.0) -> list[tuple[str, Outcome]]:
         self._polls += 1
         if self._polls % (self.late + 1):

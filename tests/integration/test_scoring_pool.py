@@ -293,6 +293,30 @@ def test_a_busy_machine_is_not_the_answers_fault(file: str) -> None:
         assert pool.num_restarts == 0
 
 
+@pytest.mark.parametrize("deed", ["nothing", "raises", "exits"])
+def test_a_dropped_answer_is_not_heard_of_and_its_id_is_free_again(pool: ScoringPool, deed: str) -> None:
+    """Before a worker has it, while one works on it (and perhaps dies of it), and when it is done."""
+    ((row, answer),) = items(deed)
+    ((_, good),) = items("nothing")
+    for moment in ("waiting", "working", "done"):
+        pool.submit("one", row, answer)
+        pool.submit("two", {"id": "2"}, good)
+        if moment == "working":
+            pool._advance(0.0)  # hands them out
+        if moment == "done":
+            while pool.num_pending > len(pool._done):
+                pool._advance(0.05)
+        pool.drop("one")
+        pool.submit("one", {"id": "1"}, good)
+        outcomes: dict[str, Outcome] = {}
+        while pool.num_pending:
+            for id, outcome in pool.poll(timeout=5.0):
+                assert id not in outcomes
+                outcomes[id] = outcome
+        assert set(outcomes) == {"one", "two"} and not any(outcome.failure for outcome in outcomes.values())
+    pool.drop("never submitted")
+
+
 # ---- episodes
 
 AGAIN = AgainRules(attempts=3, below=1.0, cost=0.5, words=tuple("abcdefgh"), coefficients={"format": 0.0})

@@ -192,6 +192,9 @@ class _Unscored:
         step = Step() if past is None else self.episodes.step(row, past, answer)
         self.done.append((id, Outcome(replies=step.replies, cost=step.cost)))
 
+    def drop(self, id: str) -> None:
+        self.done = [(other, outcome) for other, outcome in self.done if other != id]
+
     def poll(self, timeout: float = 0.0) -> list[tuple[str, Outcome]]:
         done, self.done = self.done, []
         return done

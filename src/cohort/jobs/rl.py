@@ -83,7 +83,7 @@ class Parts(Trained):
         rollouts = self.producer.state()
         state = self.learner_checkpoint(step, rollouts["cursor"])
         state.numbers["algo"] = self.algo.state()
-        if rollouts["open"]:  # none after a step that waits for all its groups
+        if rollouts["open"]:  # prompts begun ahead that were not needed; none in rounds
             state.numbers["open"] = rollouts["open"]
         return state
 

@@ -32,7 +32,7 @@ def train(
         groups = producer.collect(config.batch.prompts, accept=algo.accept)
         groups += replay.draw(step)  # of earlier steps, where asked for
         groups, stats = improve(learner, algo, groups, config.learner)
-        producer.settle(groups)  # none is open: a checkpoint of this step needs the cursor alone
+        producer.settle(groups)  # these prompts are done with: a checkpoint need not bring them back
         sync.send(version=step + 1)  # no copy when storage is shared
         run.end_step(step, rollout_record(step, groups, stats.metrics))  # log, evaluate, checkpoint
 

@@ -9,7 +9,9 @@ at once, so that a slow grader delays nobody else.
 from __future__ import annotations
 
 import logging
+import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -26,7 +28,10 @@ from cohort.types import Answer, Group, Outcome, Prompt, Row, Sample
 
 log = logging.getLogger(__name__)
 
-MAX_REFILLS = 10  # generations of replacements before a step goes on with fewer groups
+MAX_REFILLS = 10  # rounds of replacements before a step goes on with fewer groups
+MOST_REJECTED = 0.9  # the largest share of rejected groups that prompts are begun ahead for
+MEMORY = 256  # groups over which that share is remembered
+DOUBT = 8  # accepted groups that are taken to have come before: a few rejections are no share yet
 MAX_FAILED = 0.05  # share of a step's samples that may fail to be scored
 SHORT = 0.02  # seconds to wait for the engine while the graders have work, too
 PAUSE = 0.001  # seconds between two looks at an engine that has nothing to say and does not wait
@@ -44,6 +49,42 @@ class Scorer(Protocol):
 
     def poll(self, timeout: float = 0.0) -> list[tuple[str, Outcome]]: ...
 
+    def drop(self, id: str) -> None: ...
+
+
+def num_needed(verdicts: Sequence[bool | None], num: int) -> int:
+    """How many prompts a step needs that wants `num` accepted groups: as many as it would take in rounds.
+
+    `verdicts` says of the prompts in their order whether their group was accepted. One that is not known (None) counts
+    as accepted, so this is the least that is needed. It is exact once the verdicts of all these prompts are known.
+
+    >>> num_needed([], 3), num_needed([True, False, None], 3), num_needed([True, False, True, False], 3)
+    (3, 4, 5)
+    """
+    total, missing = 0, num
+    for _ in range(MAX_REFILLS):
+        this_round = verdicts[total : total + missing]
+        total += missing
+        missing = sum(verdict is False for verdict in this_round)
+        if not missing:
+            break
+    return total
+
+
+class RejectionRate:
+    """The share of groups that were rejected lately. It decides what is begun ahead, never what is trained."""
+
+    def __init__(self) -> None:
+        self._rejected: deque[bool] = deque(maxlen=MEMORY)
+
+    def count(self, rejected: bool) -> None:
+        self._rejected.append(rejected)
+
+    def likely(self, num: int) -> int:
+        """How many more prompts `num` open groups are likely to need: each rejected one needs another, and so on."""
+        rate = min(MOST_REJECTED, sum(self._rejected) / (len(self._rejected) + DOUBT))
+        return math.ceil(num * rate / (1.0 - rate))
+
 
 @dataclass(kw_only=True, slots=True)
 class _Open:
@@ -52,7 +93,6 @@ class _Open:
     prompt: Prompt
     episodes: list[Episode]
     missing: int  # episodes that have not ended
-    generation: int  # 0, or one more than that of the group it replaces
 
 
 class Producer:
@@ -69,8 +109,10 @@ class Producer:
         self._ready: list[Place] = []  # to be submitted to the engine
         self._sampling: set[str] = set()  # with the engine
         self._grading: set[str] = set()  # with the graders
+        self._taken: list[Prompt] = []  # of the call under way, by number
         self._count = 0  # of groups begun
         self._quiet = Quiet()
+        self._rate = RejectionRate()
 
     # ---- what others call
 
@@ -78,27 +120,39 @@ class Producer:
     def collect(self, num: int, accept: Callable[[Group], bool]) -> list[Group]:
         """`num` accepted groups and, marked as excluded, those that were not accepted, in the order of their prompts.
 
-        A rejected group is replaced by the next prompt, MAX_REFILLS - 1 times in a row at most.
+        A rejected group is replaced by the next prompt. Both orders use the same prompts: see `num_needed`. In
+        continuous order prompts that are likely to be needed are begun ahead. Those that are not needed after all come
+        first in the next step.
         """
         self._begin()
-        groups: dict[int, Group] = {}
-        wanted = [0] * num  # the generation of every group that has to be begun
-        while wanted:
-            self._open(self._next(len(wanted)), wanted)
-            wanted = []
-            for number, generation, group in self._run():
+        groups: dict[int, Group] = {}  # complete, by the number of their prompt
+        verdicts: list[bool | None] = []  # of the prompts in their order; None = not complete
+        while self._top_up(verdicts, num):
+            for number, group in self._run():
                 groups[number] = group
-                if accept(group):
-                    continue
+                verdicts[number] = accept(group)
+                self._rate.count(rejected=not verdicts[number])
+                if self.order == "continuous" and not self._top_up(verdicts, num):
+                    break
+        needed = num_needed(verdicts, num)
+        self._put_back(needed)
+        found = [groups[number] for number in range(needed)]
+        for group, accepted in zip(found, verdicts, strict=False):
+            if not accepted:
                 group.excluded = Fate.NOT_ACCEPTED
-                if generation + 1 < MAX_REFILLS:
-                    wanted.append(generation + 1)
-                if self.order == "continuous":  # replaced while the others go on
-                    self._open(self._next(len(wanted)), wanted)
-                    wanted = []
-        found = [groups[number] for number in sorted(groups)]
         stop_if_scoring_is_broken(found)
         return found
+
+    def _top_up(self, verdicts: list[bool | None], num: int) -> bool:
+        """Begin the prompts that are needed, and in continuous order those that may be; False when all are scored."""
+        needed = num_needed(verdicts, num)
+        missing = needed - sum(verdict is not None for verdict in verdicts[:needed])
+        ahead = self._rate.likely(missing) if self.order == "continuous" else 0
+        if missing and needed + ahead > len(verdicts):
+            prompts = self._next(needed + ahead - len(verdicts))
+            verdicts += [None] * len(prompts)
+            self._open(prompts)
+        return missing > 0
 
     def settle(self, groups: Sequence[Group]) -> None:
         """These groups were trained or excluded: a saved state need not bring them back."""
@@ -107,9 +161,8 @@ class Producer:
     def start(self, prompts: Sequence[Prompt]) -> Iterator[tuple[int, Group]]:
         """One group per prompt as they are complete, each with the place of its prompt. Nothing is replaced."""
         self._begin()
-        self._open(prompts, [0] * len(prompts))
-        for number, _, group in self._run():
-            yield number, group
+        self._open(prompts)
+        yield from self._run()
 
     def roll(self, prompts: Sequence[Prompt]) -> list[Group]:
         """One group per prompt, in their order."""
@@ -133,7 +186,7 @@ class Producer:
     def _begin(self) -> None:
         if self._groups:
             raise EngineError("what was begun before has not ended; make a new producer.")
-        self._count = 0
+        self._count, self._taken = 0, []
         self._quiet = Quiet()  # the time between two calls is not the engine's or the graders'
 
     def _next(self, num: int) -> list[Prompt]:
@@ -144,22 +197,40 @@ class Producer:
             self.ledger.add(prompt)
         return again + fresh
 
-    def _open(self, prompts: Sequence[Prompt], generations: Sequence[int]) -> None:
+    def _put_back(self, first: int) -> None:
+        """Give up the prompts from number `first` on: they come before all others the next time."""
+        late = range(first, self._count)
+        for number in late:
+            group = self._groups.pop(number, None)
+            for index in range(self.drawing.group_size if group is not None else 0):
+                id = f"{number}/{index}"
+                if id in self._sampling:
+                    self.engine.abort(id)
+                elif id in self._grading:
+                    self.scorer.drop(id)
+            self.ledger.advance(self._taken[number], Status.WAITING)
+        ids = {f"{number}/{index}" for number in late for index in range(self.drawing.group_size)}
+        self._sampling -= ids
+        self._grading -= ids
+        self._ready = [place for place in self._ready if place[0] < first]
+        self._reopened = self._taken[first:] + self._reopened
+
+    def _open(self, prompts: Sequence[Prompt]) -> None:
         """Begin a group per prompt."""
         size = self.drawing.group_size
-        for prompt, generation in zip(prompts, generations, strict=True):
+        self._taken += prompts
+        for prompt in prompts:
             number = self._count
             self._count += 1
             self._groups[number] = _Open(
                 prompt=prompt,
                 episodes=[Episode(prompt=prompt, index=i, drawing=self.drawing) for i in range(size)],
                 missing=size,
-                generation=generation,
             )
             self._ready += [(number, i) for i in range(size)]
 
-    def _run(self) -> Iterator[tuple[int, int, Group]]:
-        """Sample and score what is open until it is done: (number of the prompt, generation, group) as they are."""
+    def _run(self) -> Iterator[tuple[int, Group]]:
+        """Sample and score what is open until it is done: (number of the prompt, group) as they are."""
         while self._ready or self._sampling or self._grading:
             if self._ready and (self.order == "continuous" or not (self._sampling or self._grading)):
                 self._submit()
@@ -176,7 +247,7 @@ class Producer:
                     del self._groups[number]
                     self.ledger.advance(group.prompt, Status.SCORED)
                     samples = [e.sample for e in group.episodes]
-                    yield number, group.generation, Group(prompt=group.prompt, samples=samples)
+                    yield number, Group(prompt=group.prompt, samples=samples)
 
     def _submit(self) -> None:
         """Everything that is ready, in the order of the prompts and their samples."""

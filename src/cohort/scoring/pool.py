@@ -81,7 +81,7 @@ class ScoringPool:
         self.num_failures = 0  # outcomes that were failures
         self.num_over_limit = 0  # answers that were wrong because they were too much work
         self.num_restarts = 0  # workers replaced
-        self._ids: dict[int, str] = {}  # item number -> the caller's id, of what is not finished
+        self._ids: dict[int, str] = {}  # item number -> the caller's id, of what is wanted and not finished
         self._known: set[str] = set()  # the same ids
         self._waiting: deque[Item] = deque()
         self._again: deque[tuple[int, Item]] = deque()  # to be retried, by a worker of at least this serial
@@ -130,6 +130,16 @@ class ScoringPool:
             if self._done or not self._ids or time.monotonic() >= deadline:
                 done, self._done = self._done, []
                 return done
+
+    def drop(self, id: str) -> None:
+        """Nobody wants this outcome any more: it is not reported, and the id may be used again."""
+        self._known.discard(id)
+        self._done = [(other, outcome) for other, outcome in self._done if other != id]
+        numbers = {number for number, other in self._ids.items() if other == id}
+        for number in numbers:
+            del self._ids[number]
+        self._waiting = deque(item for item in self._waiting if item.number not in numbers)
+        self._again = deque(entry for entry in self._again if entry[1].number not in numbers)
 
     def score(self, items: Iterable[tuple[Row, Answer]]) -> list[Outcome]:
         """Score all and return the outcomes in the order given. An error closes the pool."""
@@ -222,7 +232,7 @@ class ScoringPool:
             raised = f"the grader raised {reply.failure or reply.memory}"
             self._fail(item, Trouble(raised, exhausted=bool(reply.memory)))
         elif reply.contract:
-            self._drop(item, TaskError(reply.contract))
+            self._refuse(item, TaskError(reply.contract))
         else:
             row_id, ready = str(item.row.get("id", "?")), worker.ready
             try:
@@ -231,7 +241,7 @@ class ScoringPool:
                     parts = check_parts(self.task.name, row_id, ready.parts, ready.accuracy, reply.parts)
                 check_step(self.task.name, row_id, reply)
             except TaskError as error:
-                self._drop(item, error)
+                self._refuse(item, error)
             else:
                 outcome = Outcome(parts=parts, reason=reply.reason, replies=reply.replies, cost=reply.cost)
                 self._score(item, outcome)
@@ -277,6 +287,9 @@ class ScoringPool:
 
         What is over its CPU limit, or too much work then too, gives way to an empty answer, which any worker may score.
         """
+        if item.number not in self._ids:  # dropped: nobody would hear of another try
+            self._forget(item)
+            return
         too_much = trouble.exhausted and self._work_seconds > 0
         proven = too_much and (trouble.over_limit or self._retried.get(item.number, False))
         if proven and item.number not in self._emptied:
@@ -301,18 +314,21 @@ class ScoringPool:
                 outcome = replace(outcome, stand_in=item.answer)
         self._finish(item, outcome)
 
-    def _drop(self, item: Item, error: TaskError) -> None:
-        self._forget(item)
-        self._errors.append(error)
+    def _refuse(self, item: Item, error: TaskError) -> None:
+        if self._forget(item) is not None:
+            self._errors.append(error)
 
     def _finish(self, item: Item, outcome: Outcome) -> None:
-        self._done.append((self._forget(item), outcome))
+        if (id := self._forget(item)) is not None:
+            self._done.append((id, outcome))
 
-    def _forget(self, item: Item) -> str:
+    def _forget(self, item: Item) -> str | None:
+        """The id of an item that is finished; None = it was dropped while a worker had it."""
         self._retried.pop(item.number, None)
         self._emptied.discard(item.number)
-        id = self._ids.pop(item.number)
-        self._known.discard(id)
+        id = self._ids.pop(item.number, None)
+        if id is not None:
+            self._known.discard(id)
         return id
 
 
