@@ -133,7 +133,8 @@ def main(args: list[str]) -> int:
     from cohort.cli.main import main as cohort_main
 
     sys.argv = ["cohort", *command]
-    sys.settrace(Tracer(watches).call)
+    if orders:
+        sys.settrace(Tracer(watches).call)
     try:
         return cohort_main(command)
     finally:

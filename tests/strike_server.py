@@ -1,4 +1,4 @@
-"""Struck command lines without the two seconds in which torch is imported: children of one process that has done so.
+"""Command lines without the two seconds in which torch is imported: children of one process that has done so.
 
 `python -m tests.strike_server` reads a request per line and answers each with a line when its child has ended.
 A child is what `python -m tests.strike` is after its imports.
@@ -6,12 +6,15 @@ A child is what `python -m tests.strike` is after its imports.
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import TracebackType
 
@@ -44,16 +47,25 @@ class StrikeServer:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._process.communicate()
 
-    def run(self, *args: object, at: Path, orders: Sequence[object]) -> Ended:
+    def run(self, *args: object, at: Path, orders: Sequence[object] = ()) -> Ended:
         """`cohort ARGS` in the folder `at`, with `orders` as in `tests.strike`."""
         assert self._process.stdin is not None and self._process.stdout is not None
-        out, err = at / "struck.out", at / "struck.err"
-        words = [*map(str, orders), "--", *map(str, args)]
-        request = {"at": str(at), "out": str(out), "err": str(err), "words": words}
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
-        answer = json.loads(self._process.stdout.readline())
-        return Ended(**answer, stdout=out.read_text(), stderr=err.read_text())
+        with tempfile.TemporaryDirectory() as folder:
+            out, err = Path(folder, "out"), Path(folder, "err")
+            words = [*map(str, orders), "--", *map(str, args)]
+            request = {"at": str(at), "out": str(out), "err": str(err), "words": words}
+            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.flush()
+            answer = json.loads(self._process.stdout.readline())
+            return Ended(**answer, stdout=out.read_text(), stderr=err.read_text())
+
+
+@cache
+def shared_server() -> StrikeServer:
+    """One server for all tests of this process."""
+    server = StrikeServer()
+    atexit.register(server.__exit__, None, None, None)
+    return server
 
 
 def become(request: dict[str, object]) -> int:

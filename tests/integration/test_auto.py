@@ -18,7 +18,7 @@ from cohort.tasks.arithmetic import Arithmetic
 from cohort.tasks.stream import TaskStream
 from cohort.text import Tokenizer
 from tests.foreign import folder_of
-from tests.real_run import SMALL, cohort, differences, only_run, remains, start
+from tests.real_run import SMALL, cohort, differences, only_run, remains
 from tests.runs import preserved, small_run
 from tests.strike import Strike
 
@@ -85,9 +85,8 @@ def test_4_10_killed_and_resumed_it_ends_the_same(
     undisturbed: Path, recipe: str, settings: list[str], tmp_path: Path
 ) -> None:
     strike = Strike(signal.SIGKILL, "update", 5, 5)  # after the reference has moved
-    process = start(*next_args(tmp_path, recipe, settings), at=tmp_path, orders=[strike])
-    out, err = process.communicate()
-    assert process.returncode == -signal.SIGKILL, f"{strike} did not happen: {out}{err}"
+    struck = cohort(*next_args(tmp_path, recipe, settings), at=tmp_path, orders=[strike])
+    assert struck.returncode == -signal.SIGKILL, f"{strike} did not happen: {struck.stdout}{struck.stderr}"
     done = cohort(*next_args(tmp_path, recipe, settings), at=tmp_path)
     assert done.returncode == 0, done.stderr
     run = only_run(tmp_path)

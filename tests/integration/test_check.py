@@ -15,7 +15,7 @@ from cohort.recipes import RECIPES
 from tests.data_rows import write_rows
 from tests.runs import preserved
 
-SMALL = shlex.split("--threads 1 --batch.prompts 4 --batch.samples 4 --eval.problems 8 --sampling.max-tokens 48")
+SMALL = shlex.split("--threads 1 --batch.prompts 2 --batch.samples 4 --eval.problems 8 --sampling.max-tokens 24")
 OWN = '''
 import cohort
 from cohort.config.schema import BatchConfig, EvalConfig, SamplingConfig

@@ -30,7 +30,7 @@ from tests.real_run import (
     workers_of,
 )
 from tests.strike import Strike
-from tests.strike_server import StrikeServer
+from tests.strike_server import StrikeServer, shared_server
 
 # Each story is one run: the place and the call of it at which the first process is killed, then the one that
 # resumes, and so on; the line within the call is drawn. Saves come after steps 2, 3, 4 and 6. A step has two or more
@@ -49,8 +49,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Census]
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[StrikeServer]:
-    with StrikeServer() as server:
-        yield server
+    yield shared_server()
 
 
 def assert_same(run: Path | None, original: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.real_run import SMALL, cohort, differences, next_args, only_run, remains, start
+from tests.real_run import SMALL, cohort, differences, next_args, only_run, remains
 from tests.strike import Strike
 
 LORA = [*SMALL, "--learner.lora.rank=4", "--algo.kl.weight=0.01", "--optim.lr=1e-3"]
@@ -28,9 +28,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_4_10_a_run_with_adapters_killed_and_resumed_ends_the_same(undisturbed: Path, tmp_path: Path) -> None:
     for strike in (Strike(signal.SIGKILL, "update", 3, 5), Strike(signal.SIGKILL, "update", 2, 9)):
-        process = start(*next_args(tmp_path, LORA), at=tmp_path, orders=[strike])
-        out, err = process.communicate()
-        assert process.returncode == -signal.SIGKILL, f"{strike} did not happen: {out}{err}"
+        struck = cohort(*next_args(tmp_path, LORA), at=tmp_path, orders=[strike])
+        assert struck.returncode == -signal.SIGKILL, f"{strike} did not happen: {struck.stdout}{struck.stderr}"
     done = cohort(*next_args(tmp_path, LORA), at=tmp_path)
     assert done.returncode == 0, done.stderr
     run = only_run(tmp_path)

@@ -13,7 +13,7 @@ from cohort.config.kinds import SFT
 from cohort.models.files import load_folder
 from cohort.store.reader import Reader
 from cohort.store.rundir import RunDirectory
-from tests.real_run import Census, cohort, differences, next_args, only_run, reference, remains, start
+from tests.real_run import Census, cohort, differences, next_args, only_run, reference, remains
 
 # Saves at 2, 4 and 6.
 SMALL = ["--steps=6", "--batch.examples=6", "--data.rows=40", "--save.every=2", "--optim.warmup=2", "--threads=1"]
@@ -54,9 +54,8 @@ def test_killed_anywhere_and_resumed_it_ends_the_same(
     rng = random.Random(story)
     for place, call in STORIES[story]:
         strike = census.strike(place, call, rng)
-        process = start(*next_args(tmp_path, SMALL, "tiny_sft"), at=tmp_path, orders=[strike])
-        out, err = process.communicate()
-        assert process.returncode == -signal.SIGKILL, f"{strike} did not happen: {out}{err}"
+        struck = cohort(*next_args(tmp_path, SMALL, "tiny_sft"), at=tmp_path, orders=[strike])
+        assert struck.returncode == -signal.SIGKILL, f"{strike} did not happen: {struck.stdout}{struck.stderr}"
     done = cohort(*next_args(tmp_path, SMALL, "tiny_sft"), at=tmp_path)
     assert done.returncode == 0, done.stderr
     run = only_run(tmp_path)
