@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +17,15 @@ settings.load_profile("cohort")
 
 SOURCE = Path(__file__).resolve().parents[1] / "src"
 Done = subprocess.CompletedProcess[str]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """A run in this process sets torch's threads. Left at two, with two test processes, they make later tests crawl."""
+    yield
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.get_num_threads() != 1 and os.environ.get("OMP_NUM_THREADS") == "1":
+        torch.set_num_threads(1)
 
 
 @pytest.fixture

@@ -9,6 +9,8 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import select
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -20,6 +22,8 @@ from types import TracebackType
 
 from tests import strike
 from tests.real_run import ENV, ROOT
+
+PATIENCE = 300.0  # seconds a command may take
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +60,8 @@ class StrikeServer:
             request = {"at": str(at), "out": str(out), "err": str(err), "words": words}
             self._process.stdin.write(json.dumps(request) + "\n")
             self._process.stdin.flush()
+            ready, _, _ = select.select([self._process.stdout], [], [], PATIENCE)
+            assert ready, f"cohort {shlex.join(map(str, args))} has not ended within {PATIENCE} s"
             answer = json.loads(self._process.stdout.readline())
             return Ended(**answer, stdout=out.read_text(), stderr=err.read_text())
 

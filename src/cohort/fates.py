@@ -1,7 +1,7 @@
 """What became of a sample or a group on its way into the update: one enumeration, used everywhere.
 
-The producer of rollouts sets FAILED, NOT_ACCEPTED and STALE, the algorithm sets the others. Everybody else only reads.
-The values are what run.db and the rollout files hold.
+The producer of rollouts sets NOT_ACCEPTED (and, once rollouts may be older than the weights, STALE), the algorithm sets
+the others. Everybody else only reads. The values are what run.db and the rollout files hold.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ class Fate(StrEnum):
     STALE = "stale"  # sampled by a policy that is older than the bound allows
     TRUNCATED = "truncated"  # a sample cut at max_tokens, left out of the loss by choice
     FAILED = "failed"  # a sample that could not be scored
-    EMPTY = "empty"  # a sample without a token that the loss may touch
 
     @property
     def counts(self) -> bool:

@@ -405,3 +405,45 @@ def test_out_of_memory_starts_the_update_again_in_smaller_microbatches():
 def test_a_sample_that_never_fits_stops_training_with_the_reason():
     with pytest.raises(TrainingStopped, match=r"single sample of \d+ tokens .*Tried to allocate 2.00 GiB"):
         one_update(random_groups(), small_decoder(torch.float32), refuse_above=3)
+
+
+def test_after_a_shortage_a_longer_sample_still_fits_where_nobody_says_how_long_they_get():
+    learner = learner_for(small_decoder(), budget=200)
+    backward, short = learner.backend.backward, [True]
+
+    def scarce(micro, *rest):
+        if short and short.pop():
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return backward(micro, *rest)
+
+    learner.backend.backward = scarce
+    algo = build_algorithm(GRPO(), 16)
+    told = learner.update(make_batch(random_groups(num_groups=6)), algo).notices
+    assert any("out of memory" in text for _, text in told)
+    long = make_group([1, 2], [make_sample([3] * 150, advantage=1.0), make_sample([4] * 3, advantage=-1.0)])
+    assert learner.update(make_batch([long]), algo).metrics["updates/done"] == 1.0
+
+
+def test_a_gradient_of_a_batch_that_is_longer_than_the_budget_is_taken():
+    """`cohort check` puts tokens into samples that a run has sampled to its limit."""
+    long = make_group([1, 2], [make_sample([3] * 30, advantage=1.0), make_sample([4] * 3, advantage=-1.0)])
+    algo = build_algorithm(GRPO(), 16)
+    small, large = (
+        learner_for(small_decoder(torch.float64), budget=b).gradient(make_batch([long]), algo) for b in (20, 99)
+    )
+    assert_same(small.tensors, large.tensors, torch.float64)
+
+
+def test_a_restored_learner_knows_nothing_of_what_it_annotated():
+    """Else it would take given log-probabilities for its own, and every ratio for 1."""
+    learner, algo = learner_for(small_decoder(torch.float64)), build_algorithm(GRPO(), 16)
+    before = learner.snapshot()
+    groups = random_groups()
+    annotate(learner, groups, {"old"})
+    learner.update(make_batch(groups), algo)
+    learner.restore(before)
+    for s in (s for g in groups for s in g.samples):
+        s.old_logprobs = [-3.0] * len(s.tokens)
+    metrics = learner.update(make_batch(groups), algo).metrics
+    assert metrics["ratio/max"] > 1.1
+    assert metrics == learner_for(small_decoder(torch.float64)).update(make_batch(groups), algo).metrics

@@ -129,7 +129,7 @@ MISTAKES = {
     "resume a --steps 0": "--steps is 0; it must be at least 1.",
     "resume a --steps two": "--steps must be a whole number or None",
     "resume a --algo.kl.weight 1": "--algo.kl.weight cannot change",
-    "eval": "name a task first: cohort eval TASK [--flags]. Tasks: aime24, amc, arithmetic, ",
+    "eval": "name a task first: cohort eval TASK [--flags]. Tasks: aime24, ",
     "eval cuontdown": 'unknown task "cuontdown". Did you mean "countdown"?',
     "eval countdown --sample 4": "unknown flag --sample. Did you mean --samples?",
     "eval countdown --samples 0": "--samples is 0; it must be at least 1.",

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from cohort.config.schema import NativeEngine
 from cohort.engines.base import Request
 from cohort.engines.scripted import Script, ScriptedEngine
 from cohort.errors import EngineError, TaskError
@@ -18,7 +19,7 @@ from cohort.rollout.ledger import Status
 from cohort.rollout.producer import MAX_REFILLS, Producer, RejectionRate
 from cohort.types import Group, Outcome, Prompt
 from tests.conformance import spell
-from tests.runs import Grader
+from tests.runs import Grader, assembled, producer_of, small_run
 from tests.unit.test_episode import AGAIN, FURTHER, grade, says, talking
 from tests.unit.test_rollout import Stream, engine, producer, prompt
 
@@ -308,3 +309,17 @@ def test_a_producer_that_was_left_in_the_middle_is_not_used_again():
 def test_an_environment_that_answers_in_another_role_is_refused():
     with pytest.raises(TaskError, match="one user's message only"):
         Further(max_tokens=3, follow_up=lambda words: [1]).tokens([{"role": "tool", "content": "4"}])
+
+
+@pytest.mark.parametrize("weights", ["shared", "packed"])
+def test_after_a_step_the_engine_holds_no_memory_although_requests_were_given_up(weights: str):
+    """The learner needs it then, and nobody polls an idle engine."""
+    with assembled(small_run(engine=NativeEngine(slots=24, weights=weights))) as parts:
+        right = Grader(lambda row, answer: Outcome(parts={"correct": 1.0}))
+        made = producer_of(parts, 4, scorer=right, order="continuous")
+        for n in range(40):
+            made._rate.count(rejected=n % 2 == 0)
+        made.settle(made.collect(6, lambda group: True))
+        assert made.ledger.open, "nothing was begun ahead"
+        assert made.engine.idle and made.engine.arena.kv.numel() == 0
+        assert made.engine.packed is None or not made.engine.packed.products

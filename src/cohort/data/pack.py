@@ -154,6 +154,11 @@ def pack_minibatch(batch: Batch, index: int, token_budget: int, share: bool = Tr
     )
 
 
+def longest_sample(batch: Batch) -> int:
+    """Tokens of the longest sample with its prompt: no microbatch can be smaller."""
+    return max((_size(batch, n) for n in range(len(batch.ids))), default=0)
+
+
 def pays(batch: Batch, groups: Mapping[int, Sequence[int]]) -> bool:
     """Whether computing a prompt once per group is worth a second call of attention."""
     alone = sum(_size(batch, n) for members in groups.values() for n in members)

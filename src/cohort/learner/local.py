@@ -21,7 +21,7 @@ from cohort.algos.algorithm import Loss
 from cohort.algos.tally import Tally
 from cohort.config.schema import LearnerConfig, OptimConfig
 from cohort.data.batch import Batch, Floats, Minibatch
-from cohort.data.pack import make_batch, pack, pack_minibatch, with_old_logprobs
+from cohort.data.pack import longest_sample, make_batch, pack, pack_minibatch, with_old_logprobs
 from cohort.data.transfer import put
 from cohort.errors import TrainingStopped
 from cohort.learner.backend import make_backend
@@ -144,7 +144,7 @@ class LocalLearner:
 
     def gradient(self, batch: Batch, algo: Loss, cut: Cut | None = None, world: World | None = None) -> Gradient:
         cut, own = cut or Cut(), self.world
-        budget = cut.token_budget or self.token_budget
+        budget = max(cut.token_budget or self.token_budget, longest_sample(batch))
         minibatch = pack_minibatch(batch, 0, budget, self.config.prefix_sharing and cut.share)
         if cut.backwards:
             minibatch = replace(minibatch, microbatches=minibatch.microbatches[::-1])
@@ -185,8 +185,8 @@ class LocalLearner:
 
     def _accumulated(self, minibatch: Minibatch, totals: Totals, algo: Loss) -> Result:
         """The gradients of all microbatches."""
-        if self._fitting and minibatch.largest > self._fitting:  # it ran out before, in another epoch
-            minibatch = packed_again(minibatch, self._fitting)
+        if self._fitting and minibatch.largest > self._fitting:  # it ran out before
+            minibatch = packed_again(minibatch, max(self._fitting, minibatch.longest))
         while True:
             try:
                 return self._attempt(minibatch, totals, algo)
@@ -207,7 +207,8 @@ class LocalLearner:
         if self.decoder.embed.is_cuda:
             torch.cuda.empty_cache()
         self._fitting = budget
-        self.token_budget = min(self.token_budget, max(budget, self.least_budget))
+        if self.least_budget:  # else nobody says how long a later sample may be, and `_fitting` alone is remembered
+            self.token_budget = min(self.token_budget, max(budget, self.least_budget))
         text = f"out of memory: the update starts again with {budget} instead of {largest} tokens a microbatch"
         self._notices.append(("warning", text))
         return packed_again(minibatch, budget)
@@ -309,9 +310,13 @@ class LocalLearner:
         numbers = {"update_index": self.update_index, "num_bad": self.num_bad}
         return tensors, {**numbers, "optimizer_steps": self.optimizer.num_steps}
 
-    def load_state(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> None:
+    def _load_numbers(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> None:
         self.update_index, self.num_bad = int(numbers["update_index"]), int(numbers["num_bad"])
+        self._annotated = -1  # what was annotated before was of other weights
         self.backend.load_state(tensors, int(numbers["optimizer_steps"]))
+
+    def load_state(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> None:
+        self._load_numbers(tensors, numbers)
         if self.reference is not None and self.refresh_every:
             for name, p in self.reference.named_parameters():
                 p.data.copy_(tensors[REFERENCE + name])
@@ -332,7 +337,7 @@ class LocalLearner:
         self.num_updates = snapshot.num_updates
         if self.adapters is None:
             self.decoder.load_state_dict(snapshot.weights)
-        self.load_state(snapshot.tensors, snapshot.numbers)
+        self._load_numbers(snapshot.tensors, snapshot.numbers)
         if self.reference is not None and snapshot.reference is not None:
             self.reference.load_state_dict(snapshot.reference)
 

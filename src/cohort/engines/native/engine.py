@@ -120,6 +120,8 @@ class NativeEngine:
         else:
             self.line.leave(draft)
             self._forget(draft)
+        if not self.drafts:
+            self.release()  # as when the last request ends: nobody may poll an idle engine
         return draft.sample(self.decode)
 
     def load(self, weights: Weights, version: int) -> None:

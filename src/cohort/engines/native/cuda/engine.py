@@ -153,6 +153,9 @@ class GraphEngine:
         else:
             self.line.leave(draft)
             self._forget(draft)
+        if not self.drafts and not self.keep:
+            with self._device():
+                self.release()  # as when the last request ends: nobody may poll an idle engine
         return draft.sample(self.decode)
 
     @torch.no_grad()
