@@ -366,6 +366,7 @@ def one_update(groups, decoder, token_budget=1000, recompute=False, refuse_above
     """Gradients of a GRPO minibatch; microbatches above `refuse_above` tokens find no memory."""
     learner = LocalLearner(decoder, LearnerConfig(token_budget=token_budget), OptimConfig(), num_updates=1)
     decoder.recompute = recompute
+    learner.least_budget = 1  # samples get no longer than these
     backward, refused = learner.backend.backward, []
 
     def scarce(micro, *rest):
