@@ -9,7 +9,6 @@ import multiprocessing
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,12 +22,10 @@ from cohort.data.batch import Batch
 from cohort.data.tensors import as_plain, as_tensors
 from cohort.engines.base import Abilities, Event, Request, Work
 from cohort.engines.sync import WeightSync
-from cohort.engines.weights import copy_weights
 from cohort.learner.base import Annotations, Update
-from cohort.models.decoder import Decoder
-from cohort.models.files import save_folder
 from cohort.serialize import dumps, loads
 from cohort.types import Group, Sample
+from cohort.world import ONE_PROCESS
 
 PATIENCE = 120.0  # seconds a call may take
 
@@ -101,6 +98,9 @@ class EngineThere:
     def idle(self) -> bool:
         return self.engine.idle
 
+    def abort(self, id: str) -> Sample:
+        return self.engine.abort(id)
+
     def version(self) -> int:
         return self.engine.version
 
@@ -147,7 +147,7 @@ class RemoteEngine:
         return self.there.call("poll", timeout)
 
     def abort(self, id: str) -> Sample:
-        raise NotImplementedError
+        return self.there.call("abort", id)
 
     def load(self, weights: Any, version: int) -> None:
         self.there.call("load", as_plain(weights), version)
@@ -157,7 +157,7 @@ class RemoteEngine:
 
 
 class RemoteLearner:
-    adapters = None
+    adapters, world = None, ONE_PROCESS
 
     def __init__(self, there: Elsewhere) -> None:
         self.there = there
@@ -178,12 +178,6 @@ class RemoteLearner:
 
 class ApartParts(Parts):
     """The parts of a run whose engine and learner are elsewhere."""
-
-    def write_model(self, folder: Path) -> None:
-        decoder = self.model.decoder
-        assert isinstance(decoder, Decoder)
-        copy_weights(self.learner.weights(), decoder)  # type: ignore[arg-type]
-        save_folder(decoder, self.model.hf_config, self.model.folder, folder)
 
     def close(self) -> None:
         super().close()

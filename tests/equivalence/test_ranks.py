@@ -95,7 +95,7 @@ def three_steps(name: str, world: World) -> Seen:
     for step in range(3):
         groups = step_groups(step)
         mine = share_of(groups, world.rank, world.size) if step < 2 else groups if not world.rank else []
-        metrics.append(improve(learner, algo, mine, config, world)[1].metrics)
+        metrics.append(improve(learner, algo, mine, config)[1].metrics)
     return Seen(metrics=metrics, state=algo.state(), gradients=gradients)
 
 

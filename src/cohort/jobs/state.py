@@ -10,9 +10,11 @@ import torch
 from cohort.checkpoint import Checkpoint
 from cohort.config.document import dump, parse
 from cohort.config.schema import RunConfig
+from cohort.engines.weights import copy_weights
 from cohort.errors import RunError
 from cohort.learner.local import LocalLearner
 from cohort.models.auto import AnyDecoder
+from cohort.models.decoder import Decoder
 from cohort.models.files import LoadedModel, load_folder, save_folder
 from cohort.store.rundir import RunDirectory
 
@@ -26,8 +28,12 @@ class Trained:
     learner: LocalLearner
 
     def write_model(self, folder: Path) -> None:
-        """The weights now, as a Hugging Face folder."""
-        save_folder(self.model.decoder, self.model.hf_config, self.model.folder, folder)
+        """The weights now, as a Hugging Face folder. They are the learner's, which may be in another process."""
+        weights, decoder = self.learner.weights(), self.model.decoder
+        if weights.module is not decoder:
+            assert isinstance(decoder, Decoder), "a foreign model is trained in this process"
+            copy_weights(weights, decoder)
+        save_folder(decoder, self.model.hf_config, self.model.folder, folder)
 
     def learner_checkpoint(self, step: int, cursor: int) -> Checkpoint:
         """The learner's state after `step` steps; `cursor` says how far the data is used."""

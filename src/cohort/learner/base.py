@@ -91,6 +91,7 @@ class Learner(Protocol):
     """`update` is the whole of a step."""
 
     token_budget: int  # most tokens of a microbatch; it shrinks when memory runs out
+    world: World  # the ranks that train together
 
     def annotate(self, groups: Sequence[Group], needs: Collection[str]) -> Annotations:
         """The log-probabilities named in `needs` ("old", "ref") of these groups' samples."""

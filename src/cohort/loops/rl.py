@@ -21,7 +21,6 @@ from cohort.loops.stats import StepStats, step_stats
 from cohort.loops.update import annotate, record
 from cohort.rollout.producer import Producer
 from cohort.types import Group
-from cohort.world import ONE_PROCESS, World
 
 
 def train(
@@ -38,9 +37,10 @@ def train(
 
 
 def improve(
-    learner: Learner, algo: Algorithm, groups: list[Group], config: LearnerConfig, world: World = ONE_PROCESS
+    learner: Learner, algo: Algorithm, groups: list[Group], config: LearnerConfig
 ) -> tuple[list[Group], StepStats]:
     """What a step makes of its scored groups; `cohort replay` makes it of stored ones."""
+    world = learner.world  # baselines and metrics are over the groups of all ranks
     annotate(learner, groups, algo.needs())  # what other policies say of the tokens, only when asked for
     groups = algo.advantages(groups, world)  # drops nothing silently: every exclusion carries its reason
     update = learner.update(make_batch(groups, config.minibatches), algo)  # epochs x minibatches x microbatches
