@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import math
+import tracemalloc
+import zlib
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.numpy import save
 
 from cohort import serialize
 from cohort.fates import Fate
@@ -115,3 +119,144 @@ def test_a_field_that_was_added_since_takes_its_default(monkeypatch):
     data = dumps(Stranger(5))
     monkeypatch.setitem(serialize._records, "Stranger", Grown)
     assert loads(data) == Grown(y=7, x=5, z="new")
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [True, False],
+        [True, 2],
+        [1, 2.5],
+        [1.0, 2],
+        [True, 1.0],
+        [2**63 - 1, -(2**63)],
+        [2**63],
+        [-(2**63) - 1, 0],
+        [255, 0],
+        [256],
+        [-1],
+        [2**31],
+        [-(2**31) - 1],
+        [1e39],
+        [3.5e38, 1.0],
+        [None, 1],
+        ["1", 1],
+    ],
+)
+def test_lists_of_numbers_keep_values_and_types(values):
+    assert repr(loads(dumps(values))) == repr(values)
+
+
+def test_members_of_whole_number_enums_become_their_numbers():
+    again = loads(dumps([[Provenance.SAMPLED, 7], [Provenance.PROMPT, Provenance.TARGET]]))
+    assert again == [[1, 7], [0, 4]] and {type(number) for numbers in again for number in numbers} == {int}
+
+
+def nested(levels: int) -> list:
+    value: list = []
+    for _ in range(levels - 1):
+        value = [value]
+    return value
+
+
+def test_depth_has_one_limit_for_both_sides():
+    assert loads(dumps(nested(100))) == nested(100)
+    for levels in (101, 5000):
+        with pytest.raises(SerialError, match="nested too deep"):
+            dumps(nested(levels))
+
+
+def test_a_whole_number_of_too_many_digits_is_refused_on_writing():
+    with pytest.raises(SerialError, match="cannot be serialised"):
+        dumps(10**5000)
+
+
+def made(value: object, fields: object = None, **arrays: np.ndarray) -> bytes:
+    """Bytes as `dumps` would not write them; a text is the whole header."""
+    header = value if isinstance(value, bytes) else json.dumps({"format": 1, "fields": fields or {}, "value": value})
+    text = header if isinstance(header, bytes) else header.encode()
+    return save({**arrays, "json": np.frombuffer(zlib.compress(text, 9), dtype=np.uint8)})
+
+
+FOUR = np.zeros(4, np.float32)
+DAMAGED = {
+    "deep text": (made(b"[" * 100_000), "nested too deep"),
+    "deep value": (made(json.loads('["l",' * 150 + "1" + "]" * 150)), "nested too deep"),
+    "a list as dict": (made(["d", []]), "marked as a dict"),
+    "nothing as dict": (made(["d"]), "marked as a dict"),
+    "bare dict": (made({"x": 1}), "no mark"),
+    "empty entry": (made([]), "no mark"),
+    "unknown mark": (made(["?", 1]), "no mark"),
+    "record as enum": (made(["e", "Sample", 1]), "no enum"),
+    "enum as record": (made(["r", "Fate", ""], {"Fate": ["value"]}), "has not the fields"),
+    "no such member": (made(["e", "Fate", "x"]), "not a valid Fate"),
+    "no fields": (made(["r", "Sample"]), "has not the fields"),
+    "fields of nothing": (made(["r", "Sample", 1], {"Sample": None}), "which fields"),
+    "too few values": (made(["r", "Group", 1], {"Group": ["prompt", "samples"]}), "has not the fields"),
+    "unknown field": (made(["r", "Group", 1], {"Group": ["x"]}), "makes no sense"),
+    "negative shape": (made(["a", "float32", 0, [-1, -4]], float32=FOUR), "shape"),
+    "huge shape": (made(["a", "float32", 0, [10**9, 10**9]], float32=FOUR), "shorter"),
+    "huge empty shape": (made(["a", "float32", 0, [0, 10**18, 10**18]], float32=FOUR), "makes no sense"),
+    "its own text": (made(["a", "json", 0, [1]]), "does not hold"),
+    "no such store": (made(["n", 3, 0, 1]), "does not hold"),
+    "no such type": (made(["n", 99, 0, 1]), "no known type"),
+    "before the store": (made(["n", 3, -2, 1], float32=FOUR), "a place that is none"),
+    "negative length": (made(["n", 3, 4, -1], float32=FOUR), "a place that is none"),
+    "past the store": (made(["n", 3, 2, 3], float32=FOUR), "shorter"),
+    "a place twice": (made(["l", ["n", 3, 0, 3], ["n", 3, 1, 3]], float32=FOUR), "more than once"),
+    "list and array": (made(["l", ["n", 3, 0, 4], ["a", "float32", 0, [1]]], float32=FOUR), "more than once"),
+    "format as text": (made(b'{"format": "x", "fields": {}, "value": 1}'), "format"),
+    "format below one": (made(b'{"format": -5, "fields": {}, "value": 1}'), "format"),
+    "later format": (made(b'{"format": 2, "fields": {}, "value": 1}'), "its format is 2"),
+    "no value": (made(b'{"format": 1, "fields": {}}'), "incomplete"),
+    "header is a list": (made(b"[]"), "incomplete"),
+    "header is no JSON": (made(b"{"), "damaged"),
+    "header is no text": (made(b"\xff\xff"), "damaged"),
+    "too many digits": (made(b'{"format": 1, "fields": {}, "value": ' + b"9" * 5000 + b"}"), "makes no sense"),
+    "no header": (save({"float32": FOUR}), "lacks the part"),
+    "cut text": (save({"json": np.frombuffer(zlib.compress(b"x" * 99)[:-5], dtype=np.uint8)}), "cut off"),
+    "no packed text": (save({"json": np.zeros(9, np.uint8)}), "damaged"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_damage_is_said_in_a_sentence(name):
+    data, says = DAMAGED[name]
+    with pytest.raises(SerialError, match=says):
+        loads(data)
+
+
+@given(st.binary(min_size=1, max_size=3), st.integers(0, 10**6))
+def test_overwritten_bytes_are_refused_or_read(noise, place):
+    data = bytearray(dumps([sample(), {"x": [1, 2.5]}]))
+    place %= len(data)
+    data[place : place + len(noise)] = noise
+    try:
+        loads(bytes(data))
+    except SerialError as error:
+        assert str(error)
+
+
+def peak_of_refusing(data: bytes, says: str) -> int:
+    tracemalloc.start()
+    try:
+        with pytest.raises(SerialError, match=says):
+            loads(data)
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def test_small_bytes_take_little_memory():
+    """Text that inflates a thousandfold, and many references to the same numbers."""
+    bomb = made(b'{"format":1,"fields":{},"value":"' + b"a" * 2**27 + b'"}')
+    assert peak_of_refusing(bomb, "inflates to more than") < 2**26
+    num = 100_000
+    repeated = made(["l", *[["n", 0, 0, num]] * 400], uint8=np.zeros(num, np.uint8))
+    assert peak_of_refusing(repeated, "more than once") < 2**24
+
+
+def test_text_that_deflates_too_well_is_still_written_so_that_it_can_be_read():
+    text = "a" * 2**25
+    assert loads(dumps(text)) == text
+    assert len(dumps(text[: 2**23])) < 2**15  # as long as it may be packed, it is

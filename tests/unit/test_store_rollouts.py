@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
+import zlib
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.numpy import save
 
 from cohort.errors import RunError
 from cohort.fates import Fate
+from cohort.serialize import dumps
 from cohort.store.rollouts import load_rollouts, remove_rollouts, rollout_path, rollout_steps, save_rollouts
 from cohort.types import Finish, Group, Prompt, Provenance, Sample
 from tests.pretend_run import pretend_groups
@@ -52,14 +57,15 @@ def sample(draw, logprobs) -> Sample:
 
 @st.composite
 def group(draw, logprobs) -> Group:
+    n = draw(st.integers(0, 5))
     prompt = Prompt(
         task=draw(text),
         id=draw(text),
         visit=draw(st.integers(0, 9)),
         row=draw(st.dictionaries(text, json_values, max_size=3)),
         messages=[{"role": "user", "content": draw(text)}],
-        tokens=draw(st.lists(tokens, max_size=5)),
-        provenance=draw(st.lists(st.sampled_from([0, 3]), max_size=5)),
+        tokens=draw(st.lists(tokens, min_size=n, max_size=n)),
+        provenance=draw(st.lists(st.sampled_from([0, 3]), min_size=n, max_size=n)),
         forced_text=draw(text),
     )
     return Group(
@@ -135,3 +141,115 @@ def test_a_full_disk_leaves_the_old_file(tmp_path):
         save_rollouts(path, pretend_groups(1))
     assert load_rollouts(path) == pretend_groups(0)
     assert [p.name for p in tmp_path.iterdir()] == ["a"]
+
+
+def test_what_cannot_be_written_is_said_and_leaves_no_file(tmp_path):
+    groups = pretend_groups(0)
+    groups[0].prompt.row = {"x": object()}
+    with pytest.raises(RunError, match=r"step-000001.safetensors cannot be written.* a object cannot be serialised"):
+        save_rollouts(rollout_path(tmp_path, 1), groups)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("of", "field", "value"),
+    [
+        ("group", "prompt", "x"),
+        ("group", "samples", "y"),
+        ("group", "samples", ["y"]),
+        ("group", "excluded", ""),
+        ("group", "reused", True),
+        ("prompt", "id", 5),
+        ("prompt", "messages", ["hello"]),
+        ("prompt", "provenance", [0]),
+        ("prompt", "tokens", [1, 2, "3"]),
+        ("sample", "tokens", [1.0, 2.0, 3.0]),
+        ("sample", "tokens", [1, 2]),
+        ("sample", "provenance", [1, 1, 9]),
+        ("sample", "provenance", [True, True, True]),
+        ("sample", "sampler_logprobs", []),
+        ("sample", "sampler_logprobs", None),
+        ("sample", "kept_mass", [1.0]),
+        ("sample", "old_logprobs", [0.0]),
+        ("sample", "token_advantages", [0.0] * 4),
+        ("sample", "versions", [[0, 1]]),
+        ("sample", "finish", "stop"),
+        ("sample", "masked", None),
+        ("sample", "parts", {"correct": "1"}),
+        ("sample", "reward", "1"),
+        ("sample", "text", None),
+    ],
+)
+def test_a_wrong_thing_in_a_field_is_damage(tmp_path, of, field, value):
+    [group] = pretend_groups(0, num_groups=1, group_size=1)
+    three = {"tokens": [1, 2, 3], "provenance": [1, 1, 1], "sampler_logprobs": [0.0, 0.0, 0.0], "old_logprobs": None}
+    group.samples = [replace(group.samples[0], **three)]
+    path = rollout_path(tmp_path, 1)
+    path.write_bytes(dumps([group]))
+    assert load_rollouts(path) == [group]
+    setattr({"group": group, "prompt": group.prompt, "sample": group.samples[0]}[of], field, value)
+    path.write_bytes(dumps([group]))
+    with pytest.raises(RunError, match=r"step-000001.safetensors is damaged"):
+        load_rollouts(path)
+
+
+@pytest.mark.parametrize("value", [None, 5, "groups", {"groups": []}, [1, 2], [["x"]]])
+def test_what_holds_no_groups_is_refused(tmp_path, value):
+    (tmp_path / "a").write_bytes(dumps(value))
+    with pytest.raises(RunError, match=r"a is damaged or not a rollout file: it holds"):
+        load_rollouts(tmp_path / "a")
+
+
+def format_1(text: bytes) -> bytes:
+    return save(
+        {
+            "prompt_tokens": np.array([5, 6], dtype=np.int32),
+            "prompt_provenance": np.array([0, 3], dtype=np.uint8),
+            "tokens": np.array([7], dtype=np.int32),
+            "provenance": np.array([1], dtype=np.uint8),
+            "sampler_logprobs": np.array([-0.5], dtype=np.float32),
+            "text": np.frombuffer(zlib.compress(text, 9), dtype=np.uint8),
+        }
+    )
+
+
+SAMPLE_1 = {
+    **{"num": [1, 1, 1, -1, -1, -1], "versions": [[0, 2]], "finish": "length", "text": "b", "parts": {"correct": 1.0}},
+    **{"reward": 1.0, "reason": "", "failure": "", "advantage": 0.5, "masked": ""},
+}
+GROUP_1 = {
+    **{"num_tokens": [2, 2], "task": "t", "id": "0", "visit": 1, "row": {}, "messages": [], "forced_text": "a"},
+    **{"excluded": "no gain", "age": 2, "samples": [SAMPLE_1]},
+}
+
+
+def test_files_of_format_1_are_read(tmp_path):
+    (tmp_path / "a").write_bytes(format_1(json.dumps({"groups": [GROUP_1]}).encode()))
+    prompt = Prompt(
+        task="t", id="0", visit=1, row={}, messages=[], tokens=[5, 6], provenance=[0, 3], forced_text="a"
+    )  # fmt: skip
+    one = Sample(
+        tokens=[7], provenance=[1], sampler_logprobs=[-0.5], versions=[(0, 2)], finish=Finish.LENGTH, text="b",
+        parts={"correct": 1.0}, reward=1.0, advantage=0.5,
+    )  # fmt: skip
+    assert load_rollouts(tmp_path / "a") == [Group(prompt=prompt, samples=[one], excluded=Fate.NO_GAIN, reused=2)]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"[]",
+        b'{"groups": 5}',
+        b'{"groups": [5]}',
+        b'{"groups": [{}]}',
+        b"[" * 100_000,
+        b'{"groups": "' + b"a" * 2**25 + b'"}',
+        json.dumps({"groups": [{**GROUP_1, "num_tokens": [2, -1]}]}).encode(),
+        json.dumps({"groups": [{**GROUP_1, "samples": [{**SAMPLE_1, "reward": "1"}]}]}).encode(),
+    ],
+    ids=["list", "number", "entry", "empty", "deep", "bomb", "negative", "type"],
+)
+def test_damage_in_format_1_is_named(tmp_path, text):
+    (tmp_path / "a").write_bytes(format_1(text))
+    with pytest.raises(RunError, match=r"a is damaged or not a rollout file: .*[a-z]"):
+        load_rollouts(tmp_path / "a")

@@ -1,16 +1,21 @@
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from cohort.errors import ConfigError, TaskError
+from cohort.store.rollouts import load_rollouts, save_rollouts
 from cohort.tasks.base import task
 from cohort.tasks.draws import Draws, permutation
 from cohort.tasks.stream import TaskStream
-from cohort.types import Provenance
+from cohort.types import Group, Provenance
 
 
 @dataclass
@@ -225,3 +230,52 @@ def test_a_prompt_that_is_none_is_refused_by_name() -> None:
 
     with pytest.raises(TaskError, match=r'task "odd", row "train-\d": prompt must return a list of messages'):
         stream(task=Odd()).next(1)
+
+
+class Speaker(StrEnum):
+    USER = "user"
+
+
+class Shout(str):
+    pass
+
+
+@task("asks-anyhow")
+class AsksAnyhow:
+    how: str = "plain"
+
+    def rows(self, split: str) -> Iterator[dict]:
+        yield {"id": f"{split}-0"}
+
+    def score(self, row: dict, answer: Any) -> dict:
+        return {"correct": 1.0}
+
+    def prompt(self, row: dict) -> list[dict]:
+        plain = {"role": "user", "content": "ab"}
+        changed: dict[str, dict] = {
+            "enum": {**plain, "role": Speaker.USER},
+            "numpy": {**plain, "content": np.str_("ab")},
+            "subclass": {**plain, "content": Shout("ab")},
+            "ordered": OrderedDict(plain),
+            "keys": {**plain, "extra": {1: (2, None)}},
+            "object": {**plain, "extra": object()},
+            "set": {**plain, "extra": {1}},
+        }
+        return [changed.get(self.how, plain)]
+
+
+@pytest.mark.parametrize("how", ["plain", "enum", "numpy", "subclass", "ordered", "keys"])
+def test_messages_of_any_make_become_plain_values_that_rollout_files_hold(how: str, tmp_path: Path) -> None:
+    [prompt] = stream(task=AsksAnyhow(how=how)).next(1)
+    extra = {"extra": {"1": [2, None]}} if how == "keys" else {}
+    assert prompt.messages == [{"role": "user", "content": "ab", **extra}]
+    assert type(prompt.messages[0]) is dict
+    assert {type(prompt.messages[0][name]) for name in ("role", "content")} == {str}
+    save_rollouts(tmp_path / "a", [Group(prompt=prompt, samples=[])])
+    assert load_rollouts(tmp_path / "a")[0].prompt == prompt
+
+
+@pytest.mark.parametrize("how", ["object", "set"])
+def test_messages_that_are_no_json_name_task_and_row(how: str) -> None:
+    with pytest.raises(TaskError, match=r'task "asks-anyhow", row "train-\d": its messages cannot be written as JSON'):
+        stream(task=AsksAnyhow(how=how)).next(1)

@@ -7,13 +7,13 @@ provenance, four arrays of floats, and `text`, deflated JSON with everything tha
 from __future__ import annotations
 
 import json
-import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from numpy.typing import NDArray
 
 from cohort.fates import Fate
+from cohort.serialize import inflate
 from cohort.types import Finish, Group, Prompt, Sample
 
 _FLOATS = ("sampler_logprobs", "kept_mass", "old_logprobs", "ref_logprobs")
@@ -27,7 +27,7 @@ def is_format_1(arrays: Mapping[str, Array]) -> bool:
 
 def read_format_1(arrays: Mapping[str, Array]) -> list[Group]:
     """The groups of such a file."""
-    header = json.loads(zlib.decompress(arrays["text"].tobytes()))
+    header = json.loads(inflate(arrays["text"].tobytes(), sum(array.nbytes for array in arrays.values())))
     take = {name: _taker(array) for name, array in arrays.items()}
     return [_read_group(data, take) for data in header["groups"]]
 
@@ -80,6 +80,8 @@ def _taker(array: Array) -> Taker:
 
     def take(num: int) -> list[Any]:
         nonlocal position
+        if num < 0:
+            raise ValueError("a length is negative")
         taken = values[position : position + num]
         if len(taken) != num:
             raise ValueError("an array is shorter than its lengths say")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 from typing import Any, Literal, Protocol
 
@@ -166,6 +167,12 @@ class TaskStream:
                 f'task "{self.task.name}", row "{row["id"]}": prompt must return a list of messages '
                 f'like {{"role": "user", "content": "..."}}, not {str(messages)[:60]}'
             )
+        try:
+            messages = json.loads(json.dumps(messages))  # rollout files hold them as plain values
+        except (TypeError, ValueError, RecursionError) as error:
+            raise TaskError(
+                f'task "{self.task.name}", row "{row["id"]}": its messages cannot be written as JSON ({error})'
+            ) from error
         rendered = self._tokenizer.render(messages)
         if self._limit and len(rendered.tokens) > self._limit:
             if self._too_long == "skip":
