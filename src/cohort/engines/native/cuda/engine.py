@@ -153,9 +153,8 @@ class GraphEngine:
         else:
             self.line.leave(draft)
             self._forget(draft)
-        if not self.drafts and not self.keep:
-            with self._device():
-                self.release()  # as when the last request ends: nobody may poll an idle engine
+        if not self.drafts and not self.keep:  # as when the last request ends: nobody may poll an idle engine
+            self.release()
         return draft.sample(self.decode)
 
     @torch.no_grad()
@@ -178,10 +177,11 @@ class GraphEngine:
 
     def release(self) -> None:
         """Give the KV memory back; what runs is computed again when it goes on, and graphs are captured again."""
-        self._return_all()
-        self.ledger.arena = self.graphs = None
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        with self._device():
+            self._return_all()
+            self.ledger.arena = self.graphs = None
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
 
     def _return_all(self) -> None:
         """Nobody has a row, nothing is cached. Windows under way are taken first, up to one that is damaged."""
@@ -353,7 +353,6 @@ class GraphEngine:
 
     def _plan(self) -> Variant:
         """Which rows read which prefix together."""
-        assert self.graphs is not None
         groups: dict[int, list[int]] = {}
         for row, draft in enumerate(self.rows):
             if draft is not None and draft.prefix.tokens:
