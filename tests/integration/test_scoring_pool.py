@@ -19,8 +19,10 @@ from typing import Any
 import pytest
 
 from cohort.errors import TaskError
-from cohort.scoring.pool import ScoringPool, check_step, default_workers
-from cohort.scoring.wire import Limits, Reply
+from cohort.scoring import pool as pool_module
+from cohort.scoring.pool import WINDOW, ScoringPool, check_step, default_workers, window
+from cohort.scoring.process import Worker
+from cohort.scoring.wire import Item, Limits, Reply
 from cohort.tasks.arithmetic import Arithmetic
 from cohort.tasks.base import grade, load_rows, plain_answer
 from cohort.tasks.draws import Draws
@@ -33,6 +35,7 @@ import os, random, re, signal, subprocess, sys, time
 from cohort.tasks.base import Verdict, task
 
 seen = []
+heard = []
 
 def everywhere(data):
     """Write to every descriptor but the standard ones: the protocol's is among them."""
@@ -51,12 +54,15 @@ class Wild:
 
     def score(self, row, answer):
         seen.append(row["id"])
+        heard.append(answer.text)
         if answer.text == "die": os._exit(5)
         if answer.text == "raise": raise ValueError("my own bug")
         reason = getattr(self, row.get("do", "nothing"))(row) or answer.text
         return Verdict({"correct": 1}, reason)
 
     def nothing(self, row): return None
+    def hears(self, row): return " ".join(heard)
+    def naps(self, row): time.sleep(0.05)
     def raises(self, row): raise ValueError("my own bug")
     def leaves(self, row): sys.exit("bye")
     def exits(self, row): os._exit(3)
@@ -317,6 +323,158 @@ def test_a_dropped_answer_is_not_heard_of_and_its_id_is_free_again(pool: Scoring
     pool.drop("never submitted")
 
 
+def patient(file: str, workers: int = 1) -> ScoringPool:
+    """A pool in which what sleeps would be waited for longer than any test may take."""
+    return ScoringPool(TaskRef(name="wild", path=file), workers=workers, limits=Limits(seconds=120.0, memory_mb=256))
+
+
+def drain(pool: ScoringPool) -> dict[str, Outcome]:
+    outcomes: dict[str, Outcome] = {}
+    while pool.num_pending:
+        outcomes.update(pool.poll(timeout=5.0))
+    return outcomes
+
+
+def hand_out(pool: ScoringPool, **deeds: str) -> None:
+    """Submit these and let the workers have them."""
+    for id, deed in deeds.items():
+        pool.submit(id, {"id": id, "do": deed}, plain_answer(id))
+    pool._advance(0.0)
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The rows of what workers are given, in order."""
+    rows: list[str] = []
+    send = Worker.send
+
+    def listen(worker: Worker, item: Item) -> None:
+        rows.append(item.row["id"])
+        send(worker, item)
+
+    monkeypatch.setattr(Worker, "send", listen)
+    return rows
+
+
+@pytest.mark.parametrize("quick_before", [0, 20])
+def test_a_quick_answer_does_not_wait_for_dropped_slow_ones(file: str, quick_before: int) -> None:
+    """Whether the worker has two of the slow ones (it is new) or all (its answers have been quick so far)."""
+    with patient(file) as pool:
+        pool.score(items(*["nothing"] * quick_before))
+        slow = [f"slow{i}" for i in range(10)]
+        hand_out(pool, **dict.fromkeys(slow, "sleeps"))
+        for id in slow:
+            pool.drop(id)
+        assert pool.num_pending == 0
+        begin = time.monotonic()
+        hand_out(pool, quick="nothing")
+        assert drain(pool) == {"quick": Outcome(parts=GOOD, reason="quick")}
+        assert time.monotonic() - begin < 60  # of the 120 s that a single slow one has
+        assert pool.num_restarts == 1 and pool.num_failures == 0  # one for all ten
+        assert not pool._waiting and not pool._again and not pool._retried
+
+
+def test_what_waits_behind_a_dropped_answer_is_scored_elsewhere_with_a_clean_record(file: str) -> None:
+    with patient(file) as pool:
+        pool.score(items(*["nothing"] * 20))
+        pool._typical = 0.0
+        hand_out(pool, slow="sleeps", a="nothing", b="once")
+        assert [item.row["id"] for item in pool._workers[0].items] == ["slow", "a", "b"]
+        pool.drop("slow")
+        # b fails behind a, and has a second try of its own
+        assert drain(pool) == {id: Outcome(parts=GOOD, reason=id) for id in "ab"}
+        assert pool.num_failures == 0 and pool.num_restarts == 2
+
+
+def test_a_dropped_answer_costs_no_worker_where_nobody_waits_for_it(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_module, "PATIENCE", 0.0)
+    with patient(file, workers=2) as pool:
+        while not all(worker.ready for worker in pool._workers):
+            pool._advance(0.0)
+        hand_out(pool, slow="sleeps")
+        pool.drop("slow")
+        for _ in range(3):
+            assert pool.poll() == []
+        hand_out(pool, quick="nothing")  # the other worker takes it
+        assert drain(pool) == {"quick": Outcome(parts=GOOD, reason="quick")}
+        assert pool.num_restarts == 0
+
+
+def test_a_dropped_answer_is_not_begun_again_when_its_worker_dies(file: str, sent: list[str]) -> None:
+    with patient(file) as pool:
+        pool._typical = 0.0
+        hand_out(pool, bad="exits", dropped="sleeps", kept="nothing")
+        pool.submit("waits", {"id": "waits"}, plain_answer("waits"))
+        pool.submit("gone", {"id": "gone", "do": "sleeps"}, plain_answer("gone"))
+        for id in ("dropped", "gone"):
+            pool.drop(id)
+        outcomes = drain(pool)
+    assert outcomes.keys() == {"bad", "kept", "waits"} and "exited with 3" in outcomes["bad"].failure
+    assert sent[:3] == ["bad", "dropped", "kept"] and not {"dropped", "gone"} & set(sent[3:])
+
+
+def test_a_dropped_second_try_is_not_made_and_starts_no_worker(file: str, sent: list[str]) -> None:
+    with patient(file) as pool:
+        hand_out(pool, bad="raises")
+        while not pool._again:
+            pool._advance(0.01)
+        pool.drop("bad")
+        hand_out(pool, good="nothing")
+        assert drain(pool) == {"good": Outcome(parts=GOOD, reason="good")}
+        assert sent == ["bad", "good"] and pool.num_restarts == 0 and not pool._retried
+
+
+def test_a_worker_has_as_much_at_hand_as_it_does_in_a_while() -> None:
+    assert [window(s) for s in (0.0, 0.001, 0.0015)] == [WINDOW] * 3
+    assert [window(s) for s in (None, 0.05, 0.1, 1e9)] == [2] * 4
+    between = [window(s / 1000) for s in range(1, 60)]
+    assert between == sorted(between, reverse=True) and len(set(between)) > 10
+
+
+def test_slow_answers_are_handed_out_as_workers_get_free(file: str) -> None:
+    with patient(file, workers=2) as pool:
+        pool.score(items(*["naps"] * 6))
+        for id in map(str, range(10)):
+            pool.submit(id, {"id": id, "do": "naps"}, plain_answer(id))
+        most = [0, 0]
+        while pool.num_pending:
+            for index, worker in enumerate(pool._workers):
+                pool._feed(index, worker)
+                most[index] = max(most[index], len(worker.items))
+            pool.poll(timeout=0.05)
+        assert most == [2, 2]
+
+
+def test_quick_answers_are_as_quick_as_with_a_full_window(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Generous: without a window (one answer a poll) they take many times as long where polls are rare."""
+    asked = items(*["nothing"] * 2000)
+    took: dict[str, int] = {}
+    for name, seconds in (("fixed", math.inf), ("measured", pool_module.AHEAD)):
+        monkeypatch.setattr(pool_module, "AHEAD", seconds)
+        with patient(file) as pool:
+            pool.score(items("nothing"))
+            for i, (row, answer) in enumerate(asked):
+                pool.submit(str(i), row, answer)
+            polls = 0
+            while pool.num_pending:
+                time.sleep(0.005)  # an owner that is busy with something else
+                pool.poll()
+                polls += 1
+            took[name] = polls
+    assert took["measured"] < 3 * took["fixed"] + 50 < 1000
+
+
+@pytest.mark.parametrize("seconds", ["NaN", "-1.0", "Infinity"])
+def test_a_time_that_is_none_does_not_count(pool: ScoringPool, seconds: str) -> None:
+    pool.score(items("nothing"))
+    (worker,), typical = pool._workers, pool._typical
+    pool.submit("a", {"id": "a"}, plain_answer(""))
+    worker.items.append(Item(number=0, row={"id": "a"}, answer=plain_answer("")))
+    reply = Reply.decode(f'{{"number":0,"parts":{{"correct":1}},"seconds":{seconds}}}'.encode())
+    pool._take(worker, reply)
+    assert typical is not None and pool._typical == typical > 0
+
+
 # ---- episodes
 
 AGAIN = AgainRules(attempts=3, below=1.0, cost=0.5, words=tuple("abcdefgh"), coefficients={"format": 0.0})
@@ -364,6 +522,18 @@ def test_an_episode_asks_for_another_attempt_by_its_key_whoever_plays_it(file: s
         assert [(o.parts, o.reason) for o in outcomes] == [(GOOD, calm(n, turn)) for turn in range(4)]
     with talking(file, workers=3) as pool:
         assert episodes(pool, 20, calm) == expected
+
+
+def test_an_episode_with_a_key_that_was_used_is_told_its_own_answers(file: str) -> None:
+    """The grader says all that its process has heard. The environment it has knows X; this episode began with Y."""
+    key = Key(seed=1, purpose="eval", task="wild", prompt_id="0", visit=0, sample=0)
+    with talking(file) as pool:
+        said = []
+        for earlier, newest in (((), "X"), (("X",), "Z"), ((), "X"), (("Y",), "Z")):
+            answers = tuple(map(plain_answer, earlier))
+            pool.submit("0", {"id": "0", "do": "hears"}, plain_answer(newest), Past(key=key, answers=answers))
+            said.append(drain(pool)["0"].reason)
+    assert said == ["X", "X Z", "X Z X", "X Z X Y Z"]
 
 
 @pytest.mark.parametrize("turn", [0, 2])

@@ -96,6 +96,58 @@ def test_an_episode_goes_on_where_it_is_and_is_played_again_where_it_is_not():
     assert Counting.made == 3
 
 
+def said(step: Step) -> str:
+    return step.replies[0]["content"]
+
+
+def test_an_environment_that_heard_other_answers_is_not_gone_on_with():
+    """Keys repeat, and an episode's answers go to any worker: as many answers are not the same answers."""
+    here, elsewhere = Episodes(Counting), Episodes(Counting)
+    assert said(here.step({}, past(), plain_answer("X"))) == "p X"
+    assert said(elsewhere.step({}, past(), plain_answer("Y"))) == "p Y"  # the same key again, at another worker
+    assert said(here.step({}, past("Y"), plain_answer("Z"))) == "p Y Z"
+    assert said(elsewhere.step({}, past("Y"), plain_answer("Z"))) == "p Y Z"
+    assert said(here.step({}, past("Y", "Q"), plain_answer("R"))) == "p Y Q R"
+
+
+@pytest.mark.parametrize(
+    "other", [{"finish": "length"}, {"full": "<think>one"}, {"num_tokens": 9}, {"conversation": [{"role": "user"}]}]
+)
+def test_all_of_an_answer_is_compared(other):
+    one, two = plain_answer("one"), plain_answer("two")
+    for answer, made in ((one, 1), (replace(one, **other), 2)):
+        Counting.made, episodes = 0, Episodes(Counting)
+        episodes.step({}, past(), one)
+        episodes.step({}, replace(past(), answers=(answer,)), two)
+        assert Counting.made == made
+
+
+def test_the_row_is_compared_too():
+    Counting.made = 0
+    episodes = Episodes(Counting)
+    episodes.step({"n": 1}, past(), plain_answer("one"))
+    episodes.step({"n": 1}, past("one"), plain_answer("two"))
+    assert Counting.made == 1
+    episodes.step({"n": 2}, past("one", "two"), plain_answer("three"))
+    assert Counting.made == 2
+
+
+class Scribbling(Counting):
+    """Changes what it is given."""
+
+    def step(self, answer: Answer) -> Step:
+        answer.conversation.append({"role": "user", "content": "mine"})
+        return super().step(answer)
+
+
+def test_an_environment_that_changes_an_answer_is_still_gone_on_with():
+    Counting.made = 0
+    episodes = Episodes(Scribbling)
+    episodes.step({}, past(), plain_answer("one"))
+    assert said(episodes.step({}, past("one"), plain_answer("two"))) == "p one two"
+    assert Counting.made == 1
+
+
 def test_what_raised_or_ended_is_not_kept():
     episodes = Episodes(Counting)
     episodes.step({}, past(), plain_answer("one"))

@@ -232,6 +232,63 @@ def test_a_prompt_that_is_none_is_refused_by_name() -> None:
         stream(task=Odd()).next(1)
 
 
+def shards(size: int, **given: Any) -> list[TaskStream]:
+    return [stream(shard=(rank, size), **given) for rank in range(size)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7])
+def test_every_rank_gets_as_many_as_it_asks_for_and_all_together_the_whole_stream(size: int) -> None:
+    whole, ranks = stream(), shards(size)
+    for num in (1, 6, 0, 4, 13):
+        expected, parts = whole.next(num * size), [rank.next(num) for rank in ranks]
+        assert [len(part) for part in parts] == [num] * size
+        assert {rank.cursor for rank in ranks} == {whole.cursor}
+        assert [part[place] for place in range(num) for part in parts] == expected  # rank 0, 1, ... in turn
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_rank_goes_on_from_its_cursor(size: int) -> None:
+    for rank in range(size):
+        whole, begun = stream(shard=(rank, size)).next(25), stream(shard=(rank, size))
+        assert begun.next(9) == whole[:9]
+        assert stream(shard=(rank, size), cursor=begun.cursor).next(16) == whole[9:]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_ranks_that_begin_at_any_cursor_share_out_what_follows(size: int) -> None:
+    parts = [rank.next(4) for rank in shards(size, cursor=5)]  # 5: as a run with another number of ranks left it
+    assert [part[place] for place in range(4) for part in parts] == stream(cursor=5).next(4 * size)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 10])
+def test_a_rank_replaces_what_it_skips_by_its_own_next_prompt(size: int) -> None:
+    """Ten rows of which four fit: the ranks run ahead of each other and still have nothing in common."""
+    fits = {"max_prompt_tokens": 4, "too_long": "skip"}
+    every = stream().next(10_000)
+    seen: set[tuple[str, int]] = set()
+    for rank, one in enumerate(shards(size, **fits)):
+        taken = one.next(5) + one.next(7)
+        assert one.cursor % size == 0 and one.num_skipped == one.cursor // size - 12
+        own = [prompt.id for prompt in every[rank : one.cursor : size] if prompt.row["n"] < 4]
+        assert [prompt.id for prompt in taken] == own and len(own) == 12
+        names = {(prompt.id, prompt.visit) for prompt in taken}
+        assert len(names) == 12 and not names & seen
+        seen |= names
+        again = stream(shard=(rank, size), **fits)
+        first = again.next(5)
+        assert first + stream(shard=(rank, size), cursor=again.cursor, **fits).next(7) == taken
+
+
+def test_rows_that_fit_are_found_however_many_are_skipped_before() -> None:
+    """The end of one epoch and the beginning of the next may skip the same rows."""
+    for size in (1, 2, 3):
+        for one in shards(size, task=Count(size=3), max_prompt_tokens=1, too_long="skip"):
+            assert [prompt.row["n"] for prompt in one.next(40)] == [0] * 40
+        for one in shards(size, task=Count(size=3, prefix="x" * 9), max_prompt_tokens=1, too_long="skip"):
+            with pytest.raises(TaskError, match="every train prompt is longer than 1 tokens"):
+                one.next(1)
+
+
 class Speaker(StrEnum):
     USER = "user"
 

@@ -11,6 +11,9 @@ with the reason, and is counted.
 An answer may belong to an episode with several (`Past`). Its environment lives in the worker that stepped it last; any
 other plays it again from its key and the answers so far. So a death costs the episode that was being stepped its first
 try, and the others in that worker nothing.
+
+A worker is handed as many answers as it scores in a short while, by its own clock. One that is busy with answers that
+were dropped, while others wait, is replaced; what it had not begun goes to another with a clean record.
 """
 
 from __future__ import annotations
@@ -34,7 +37,10 @@ from cohort.tasks.environment import AgainRules, Past
 from cohort.tasks.ref import TaskRef
 from cohort.types import Answer, Outcome, Row
 
-WINDOW = 64  # answers a worker has at hand, so that it need not wait for the next poll
+WINDOW = 64  # answers a worker has at hand at most, so that it need not wait for the next poll
+FEWEST = 2  # the one that it scores and the next
+AHEAD = 0.1  # seconds of work that it has at hand: what is begun, or lies with one worker, helps nobody else
+PATIENCE = 0.25  # seconds a worker may hold up others with answers nobody wants; to start another takes about as long
 START_SECONDS = 60.0
 TICK = 0.05  # how soon a death without a closed pipe (a forked child holds it open) is noticed
 BUSY = 6.0  # wall clock that a work limit's CPU time may take: a busy machine is not the answer's fault
@@ -56,6 +62,17 @@ def default_workers(task: Task) -> int:
         return 1
     processors = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     return max(1, min(MOST_WORKERS, processors - 1))  # one is for whoever samples and trains
+
+
+def window(seconds: float | None) -> int:
+    """How many answers a worker is handed where one takes so long; None = not known yet.
+
+    >>> [window(seconds) for seconds in (None, 0.0, 0.001, 0.01, 0.05, 5.0)]
+    [2, 64, 64, 10, 2, 2]
+    """
+    if seconds is None:
+        return FEWEST
+    return WINDOW if seconds * WINDOW <= AHEAD else max(FEWEST, round(AHEAD / seconds))
 
 
 class ScoringPool:
@@ -82,12 +99,13 @@ class ScoringPool:
         self.num_over_limit = 0  # answers that were wrong because they were too much work
         self.num_restarts = 0  # workers replaced
         self._ids: dict[int, str] = {}  # item number -> the caller's id, of what is wanted and not finished
-        self._known: set[str] = set()  # the same ids
+        self._known: dict[str, int] = {}  # the same the other way round
         self._waiting: deque[Item] = deque()
         self._again: deque[tuple[int, Item]] = deque()  # to be retried, by a worker of at least this serial
         self._retried: dict[int, bool] = {}  # item number -> whether its first trouble was too much work
         self._emptied: set[int] = set()  # items found to be too much work: an empty answer stands in for theirs
         self._work_seconds = 0.0  # the task's, once a worker has said it
+        self._typical: float | None = None  # seconds that an answer took lately, by the workers' own clocks
         self._done: list[tuple[str, Outcome]] = []
         self._errors: deque[TaskError] = deque()
         self._next_number = 0
@@ -109,7 +127,7 @@ class ScoringPool:
         item = Item(number=self._next_number, row=row, answer=answer, past=past)
         self._next_number += 1
         self._ids[item.number] = id
-        self._known.add(id)
+        self._known[id] = item.number
         self._waiting.append(item)
 
     @property
@@ -132,14 +150,16 @@ class ScoringPool:
                 return done
 
     def drop(self, id: str) -> None:
-        """Nobody wants this outcome any more: it is not reported, and the id may be used again."""
-        self._known.discard(id)
+        """Nobody wants this outcome any more: it is not reported, and the id may be used again.
+
+        A worker that is at it already is not in the way for long: see `_trouble`.
+        """
         self._done = [(other, outcome) for other, outcome in self._done if other != id]
-        numbers = {number for number, other in self._ids.items() if other == id}
-        for number in numbers:
-            del self._ids[number]
-        self._waiting = deque(item for item in self._waiting if item.number not in numbers)
-        self._again = deque(entry for entry in self._again if entry[1].number not in numbers)
+        number = self._known.pop(id, None)
+        if number is not None:
+            del self._ids[number]  # where it waits it is passed over
+            for worker in self._workers:
+                self._look(worker)
 
     def score(self, items: Iterable[tuple[Row, Answer]]) -> list[Outcome]:
         """Score all and return the outcomes in the order given. An error closes the pool."""
@@ -189,6 +209,7 @@ class ScoringPool:
             dead = worker.died()  # before reading: what a dead worker wrote last is then all there
             for reply in worker.read():
                 self._take(worker, reply)
+            self._look(worker)
             trouble = self._trouble(worker)
             if dead or trouble:
                 self._bury(index, worker, None if dead else trouble)
@@ -197,7 +218,26 @@ class ScoringPool:
         self._next_serial += 1
         return Worker(self._hello, self._next_serial)
 
+    def _wanted(self, item: Item) -> bool:
+        """Whether it was not dropped; what was is forgotten."""
+        if item.number not in self._ids:
+            self._forget(item)
+            return False
+        return True
+
+    def _look(self, worker: Worker) -> None:
+        """Note since when a worker has been at answers that were dropped."""
+        if worker.ready is None or not worker.items or worker.items[0].number in self._ids:
+            worker.wasted_since = None
+        elif worker.wasted_since is None:
+            worker.wasted_since = time.monotonic()
+
     def _feed(self, index: int, worker: Worker) -> None:
+        # what was dropped must neither cost a worker nor seem to wait for one
+        while self._again and not self._wanted(self._again[0][1]):
+            self._again.popleft()
+        while self._waiting and not self._wanted(self._waiting[0]):
+            self._waiting.popleft()
         newest = max(w.serial for w in self._workers)
         if self._again and self._again[0][0] > newest:
             if worker.items:
@@ -205,13 +245,16 @@ class ScoringPool:
             worker.kill()
             self.num_restarts += 1
             worker = self._workers[index] = self._start()
-        while len(worker.items) < WINDOW:
+        most = window(self._typical) if worker.wasted_since is None else 0
+        while len(worker.items) < most:
             if self._again and self._again[0][0] <= worker.serial:
-                worker.send(self._again.popleft()[1])
+                item = self._again.popleft()[1]
             elif self._waiting:
-                worker.send(self._waiting.popleft())
+                item = self._waiting.popleft()
             else:
                 break
+            if self._wanted(item):
+                worker.send(item)
         worker.flush()
 
     def _take(self, worker: Worker, reply: Reply) -> None:
@@ -228,6 +271,9 @@ class ScoringPool:
             worker.garbled = "it answered what was not asked"
             return
         item = worker.items.popleft()
+        if 0 <= reply.seconds < math.inf:
+            typical = reply.seconds if self._typical is None else self._typical
+            self._typical = typical + (reply.seconds - typical) / 4
         if reply.failure or reply.memory:
             raised = f"the grader raised {reply.failure or reply.memory}"
             self._fail(item, Trouble(raised, exhausted=bool(reply.memory)))
@@ -258,6 +304,10 @@ class ScoringPool:
             seconds *= worker.items[0].num_answers
         if worker.items and idle > seconds:
             return Trouble(f"it took longer than {seconds:g} s", exhausted=True)
+        if worker.wasted_since is not None and time.monotonic() - worker.wasted_since > PATIENCE:
+            held_up = (item for item in worker.items if item.number in self._ids)
+            if self._waiting or self._again or next(held_up, None):  # else it costs nobody anything
+                return Trouble("nobody wants its answer any more")
         return None
 
     def _bury(self, index: int, worker: Worker, trouble: Trouble | None) -> None:
@@ -269,6 +319,8 @@ class ScoringPool:
         # only the first was begun; the others go back to the front, in their order, with a clean record
         while worker.items:
             item = worker.items.pop()
+            if not self._wanted(item):
+                continue
             if item.number in self._retried:
                 self._again.appendleft((self._next_serial + 1, item))
             else:
@@ -328,7 +380,7 @@ class ScoringPool:
         self._emptied.discard(item.number)
         id = self._ids.pop(item.number, None)
         if id is not None:
-            self._known.discard(id)
+            del self._known[id]
         return id
 
 

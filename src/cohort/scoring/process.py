@@ -54,6 +54,7 @@ class Worker:
         self.ready: Ready | None = None
         self.items: deque[Item] = deque()  # sent or about to be, in order; the first is being scored
         self.since = time.monotonic()  # of the last thing it did
+        self.wasted_since: float | None = None  # when it was first seen at work that nobody wants any more
         self.garbled = ""
         self._incoming = bytearray()
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  (lives as long as the worker)

@@ -114,6 +114,7 @@ class Reply:
     failure: str = ""  # the grader raised
     memory: str = ""  # the grader ran out of memory
     contract: str = ""  # the grader returned something that is no score
+    seconds: float = 0.0  # how long it took
 
     def encode(self) -> bytes:
         given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
@@ -137,7 +138,8 @@ class Reply:
         return Reply(**given)
 
 
-_TYPES: dict[str, type] = {"ready": list, "number": int, "parts": dict, "replies": list, "cost": float}
+_TYPES: dict[str, type] = {"ready": list, "number": int, "parts": dict, "replies": list}
+_TYPES |= {"cost": float, "seconds": float}
 _DEFAULTS: dict[str, Any] = {f.name: [] if f.name == "replies" else f.default for f in dataclasses.fields(Reply)}
 
 

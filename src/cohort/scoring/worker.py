@@ -13,8 +13,10 @@ import os
 import resource
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from typing import BinaryIO
 
 from cohort.errors import TaskError
@@ -143,7 +145,7 @@ def serve(task: Task, hello: Hello, requests: BinaryIO, send: Callable[[bytes], 
 
     Each reply leaves before the next answer begins, so that the pool knows which answer a worker died of.
     """
-    me = os.getpid()
+    me, monotonic = os.getpid(), time.monotonic  # a grader may put its own in their place
     printed = Printed(hello.limits.output_bytes)
     again = hello.again
 
@@ -157,15 +159,17 @@ def serve(task: Task, hello: Hello, requests: BinaryIO, send: Callable[[bytes], 
         seed_random(item, answer)
 
     episodes = Episodes(environment)
-    for line in requests:
-        item = Item.decode(line)
+    for request in requests:
+        item = Item.decode(request)
         printed.clear()
         sys.stdout = sys.stderr = printed  # again, since a grader may have put its own there
-        reply = score_item(task, episodes, item, begin, printed).encode()
+        began = monotonic()
+        reply = score_item(task, episodes, item, begin, printed)
+        line = replace(reply, seconds=monotonic() - began).encode()
         if os.getpid() != me:  # the grader forked and let its child return: one answer, one reply
             os._exit(0)
         signal.setitimer(signal.ITIMER_PROF, 0)
-        send(reply)
+        send(line)
 
 
 def main(arguments: list[str]) -> None:

@@ -7,6 +7,9 @@ so far, so an environment must do the same whenever it is given the same.
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
+import json
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -139,21 +142,23 @@ class Past:
 class Episodes:
     """Plays episodes and keeps their environments while they last.
 
-    `make` gives a new environment. One that is not here, or that is not where the episode is, is made anew and told
-    the earlier answers.
+    `make` gives a new environment. One that is not here, or that has heard anything else than the episode's answers,
+    is made anew and told the earlier answers. Keys repeat, and an answer may have gone to another worker, so the number
+    of answers would not tell.
     """
 
     def __init__(self, make: Callable[[], Environment]) -> None:
         self.make = make
-        self._live: OrderedDict[Key, tuple[Environment, int]] = OrderedDict()  # with the number of answers it has seen
+        self._live: OrderedDict[Key, tuple[Environment, bytes]] = OrderedDict()  # with the name of what it has heard
 
     def step(
         self, row: Row, past: Past, answer: Answer, before: Callable[[Answer], None] = lambda answer: None
     ) -> Step:
         """The environment's next step; `before` is told every answer that it is about to get."""
         # Out of the table while it works: what raises is not in a state to go on from.
-        environment, seen = self._live.pop(past.key, (None, 0))
-        if environment is None or seen != len(past.answers):
+        environment, heard = self._live.pop(past.key, (None, b""))
+        then = _name(row, (*past.answers, answer))  # now: a grader may change what it is given
+        if environment is None or heard != _name(row, past.answers):
             environment = self.make()
             before(answer)
             environment.start(row, KeyedDraws(past.key))
@@ -163,10 +168,16 @@ class Episodes:
         before(answer)
         found = environment.step(answer)
         if not found.done:
-            self._live[past.key] = (environment, len(past.answers) + 1)
+            self._live[past.key] = (environment, then)
             if len(self._live) > MOST_LIVE:
                 self._live.popitem(last=False)
         return found
 
     def __len__(self) -> int:
         return len(self._live)
+
+
+def _name(row: Row, answers: tuple[Answer, ...]) -> bytes:
+    """Names what an environment was given: the row and the answers, in full."""
+    given = [row, *([getattr(a, f.name) for f in dataclasses.fields(a)] for a in answers)]
+    return hashlib.blake2b(json.dumps(given, default=repr).encode(), digest_size=16).digest()

@@ -36,8 +36,12 @@ class TaskStream:
     """Endless prompts: every epoch is a new permutation of the rows, keyed by (seed, task, split, epoch).
 
     `cursor`, one integer, is the whole state: a stream made with it continues exactly. A prompt over
-    `max_prompt_tokens` (0 = no limit) stops the run, or with too_long="skip" is passed over and counted. With a `shard`
-    (rank, number of ranks) only every so many-th prompt is this rank's; the cursor counts those of all ranks.
+    `max_prompt_tokens` (0 = no limit) stops the run, or with too_long="skip" is passed over and counted.
+
+    With a `shard` (rank, number of ranks) the stream is the rank's own: from cursor c it has the places c + rank,
+    c + rank + ranks, and so on, and every place moves the cursor by the number of ranks. Ranks that begin at the same
+    cursor never have a prompt in common. Their cursors stay equal while all take as many and none is skipped. A rank
+    replaces a prompt that it skips by its own next one, so its cursor may then run ahead: each rank keeps its own.
     """
 
     def __init__(
@@ -81,23 +85,23 @@ class TaskStream:
             )
 
     def next(self, n: int) -> list[Prompt]:
-        """Of the next n prompts this rank's; the cursor moves past all of them and past what was skipped on the way."""
+        """This rank's next n prompts, always n; the cursor moves past them and past what was skipped on the way."""
+        rank, size = self.shard
         prompts: list[Prompt] = []
-        skipped_in_a_row = 0
+        skipped: set[int] = set()  # rows, not places: one epoch may end with the rows that the next begins with
         while len(prompts) < n:
-            epoch, place = divmod(self.cursor, len(self._rows))
-            prompt = self._render(self._rows[self._permutation(epoch)[place]], epoch)
-            self.cursor += 1
+            epoch, place = divmod(self.cursor + rank, len(self._rows))
+            index = self._permutation(epoch)[place]
+            prompt = self._render(self._rows[index], epoch)
+            self.cursor += size
             if prompt is not None:
                 prompts.append(prompt)
-                skipped_in_a_row = 0
                 continue
-            skipped_in_a_row += 1
+            skipped.add(index)
             self.num_skipped += 1
-            if skipped_in_a_row >= len(self._rows):
+            if len(skipped) == len(self._rows):
                 raise self._none_fits(self.split)
-        rank, size = self.shard
-        return prompts[rank::size]
+        return prompts
 
     def find(self, id: str, visit: int) -> Prompt:
         """The prompt of a row in an epoch, as `next` gave it; the cursor stays."""
