@@ -136,17 +136,6 @@ def test_when_every_prompt_is_too_long_it_says_so() -> None:
         hopeless.next(1)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 7])
-def test_the_shards_of_all_ranks_are_the_whole_stream(size: int) -> None:
-    whole, ranks = stream(), [stream(shard=(rank, size)) for rank in range(size)]
-    for num in (6, 1, 4, 13):
-        expected, parts = whole.next(num), [rank.next(num) for rank in ranks]
-        assert {rank.cursor for rank in ranks} == {whole.cursor}
-        together = [part[place] for place in range(num) for part in parts if place < len(part)]
-        assert together == expected  # round robin: rank 0, 1, ... in the order of the prompts
-        assert max(map(len, parts)) - min(map(len, parts)) <= 1
-
-
 def test_a_shard_that_cannot_be_is_refused() -> None:
     for shard in ((2, 2), (-1, 2), (0, 0)):
         with pytest.raises(ValueError, match="shard"):
