@@ -31,7 +31,7 @@ from types import TracebackType
 
 from cohort.errors import TaskError
 from cohort.scoring.process import Worker
-from cohort.scoring.wire import Hello, Item, Limits, Reply
+from cohort.scoring.wire import Hello, Item, Limits, Reply, check_step
 from cohort.tasks.base import OVER_LIMIT, Task, check_packages, check_parts, plain_answer
 from cohort.tasks.environment import AgainRules, Past
 from cohort.tasks.ref import TaskRef
@@ -382,16 +382,6 @@ class ScoringPool:
         if id is not None:
             del self._known[id]
         return id
-
-
-def check_step(name: str, row_id: str, reply: Reply) -> None:
-    """Raise for replies that are no messages and a cost that is no number: foreign code shares the worker's process."""
-    where = f'task "{name}", row "{row_id}": the environment'
-    for said in reply.replies:
-        if not isinstance(said, dict) or not all(isinstance(said.get(key), str) for key in ("role", "content")):
-            raise TaskError(f"{where} replied {str(said)[:60]}, which is no message")
-    if not math.isfinite(reply.cost):
-        raise TaskError(f"{where} takes {reply.cost} from the reward; a cost is a finite number")
 
 
 def _kill_all(workers: list[Worker], owner: int) -> None:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
+from cohort.errors import TaskError
 from cohort.tasks.environment import AgainRules, Past
 from cohort.tasks.ref import TaskRef
 from cohort.types import Answer, Key, Message, Row
@@ -145,3 +147,13 @@ _DEFAULTS: dict[str, Any] = {f.name: [] if f.name == "replies" else f.default fo
 
 def _line(value: Any) -> bytes:
     return json.dumps(value, separators=(",", ":")).encode() + b"\n"
+
+
+def check_step(name: str, row_id: str, reply: Reply) -> None:
+    """Raise for replies that are no messages and a cost that is no number: foreign code shares the worker's process."""
+    where = f'task "{name}", row "{row_id}": the environment'
+    for said in reply.replies:
+        if not isinstance(said, dict) or not all(isinstance(said.get(key), str) for key in ("role", "content")):
+            raise TaskError(f"{where} replied {str(said)[:60]}, which is no message")
+    if not math.isfinite(reply.cost):
+        raise TaskError(f"{where} takes {reply.cost} from the reward; a cost is a finite number")
