@@ -17,7 +17,7 @@ from torch import Tensor
 
 from cohort.config.schema import TARGETS, LoraConfig
 from cohort.models.config import ModelConfig
-from cohort.models.decoder import Decoder, hf_views
+from cohort.models.decoder import Decoder, collecting, hf_views
 from cohort.models.lora import Adapters
 from cohort.models.nf4 import CODE, Quantised, dynamic_code, quantise
 from cohort.models.peft import load_adapters, save_adapters
@@ -98,7 +98,7 @@ def test_adapters_we_save_are_pefts_with_our_logits_and_gradients(case: str, tar
     save_adapters(adapters.tensors(), config, str(tmp_path), tmp_path / "adapters")
     theirs = peft.PeftModel.from_pretrained(model, tmp_path / "adapters", is_trainable=True)
     expected = theirs(TOKENS[None]).logits[0]
-    with adapters.gradients():
+    with collecting(decoder, adapters.collectors()):
         mine = logits(decoder)
         assert_close(mine.detach(), expected.detach())
         assert (expected - plain).abs().max() > 0.1  # the adapters do something
