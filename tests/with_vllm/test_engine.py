@@ -42,6 +42,7 @@ def started(slots: int) -> VllmEngine:
 def make(slots: int = 12, tokenizer: type[Tokenizer] = Tokenizer) -> VllmEngine:
     """An idle engine. Starting one takes seconds, so tests share them."""
     engine = started(slots)
+    engine._closed = False  # one test closes it, which gives up requests and no more
     for id in list(engine._readers):
         engine.abort(id)
     engine.tokenizer = tokenizer.load(TINY)
