@@ -130,7 +130,7 @@ class Producer:
         while self._top_up(verdicts, num):
             for number, group in self._run():
                 groups[number] = group
-                verdicts[number] = accept(group)
+                verdicts[number] = bool(accept(group))
                 self._rate.count(rejected=not verdicts[number])
                 if self.order == "continuous" and not self._top_up(verdicts, num):
                     break
