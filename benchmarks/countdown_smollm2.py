@@ -22,7 +22,6 @@ from pathlib import Path
 
 import torch
 
-from cohort import build
 from cohort.config.document import dump
 from cohort.config.kinds import RL
 from cohort.config.schema import (
@@ -34,13 +33,14 @@ from cohort.config.schema import (
     SaveConfig,
 )
 from cohort.data.batch import Batch
-from cohort.device import DTYPES, find_device, find_dtype
+from cohort.jobs import build
 from cohort.learner.local import LocalLearner
-from cohort.loops.job import StepRecord
 from cohort.loops.sft import pack_examples, train
+from cohort.models.device import DTYPES, find_device, find_dtype
 from cohort.models.files import load_folder, save_folder
-from cohort.store.reader import Reader
-from cohort.store.rundir import RunDirectory
+from cohort.run.directory import RunDirectory
+from cohort.run.job import StepRecord
+from cohort.run.store.reader import Reader
 from cohort.tasks.countdown import Countdown
 from cohort.tasks.traces.encode import encode
 from cohort.tasks.traces.styles import Mix, countdown

@@ -73,7 +73,7 @@ def reward(text: str) -> float:
 
 def cohort_side(job: Job) -> Result:
     """The library's own stages, in the order of its training loop."""
-    from cohort.process import keep_memory
+    from cohort.system.process import keep_memory
 
     keep_memory()  # as the command line does
     import torch

@@ -13,7 +13,7 @@ log-probabilities and no tokenizer. The first model's first case is run with asy
 everything else with the faster of the two.
 
 Cohort's start-up is from the weights on the GPU to the first token of the first request, vLLM's from the call of
-LLM(...). The limit (see `cohort.limits`) is computed from rates measured in Cohort's own process.
+LLM(...). The limit (see `cohort.models.limits`) is computed from rates measured in Cohort's own process.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def timed(run: Callable[[], Any]) -> tuple[float, Any]:
 def cohort_side(job: Job) -> Iterator[Result]:
     import torch
 
-    from cohort import limits
+    from cohort.models import limits
     from cohort.models.shapes import named_shape, random_decoder
 
     dtype = torch.bfloat16
@@ -318,8 +318,8 @@ def measure(side: str, job: Job, python: str, path: str | None) -> Iterator[Resu
 
 def jobs(a: argparse.Namespace, root: Path) -> Iterator[Job]:
     """One for each model, its config.json written to a folder of its own."""
-    from cohort.limits import lognormal_lengths
     from cohort.models.config import to_hf
+    from cohort.models.limits import lognormal_lengths
     from cohort.models.shapes import named_shape
 
     chosen = [c for c in CASES if c.model in a.models and c.name in a.cases]

@@ -26,12 +26,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cohort.disk import sync_tree
-from cohort.models import gguf
 from cohort.models.files import load_folder
-from cohort.models.gguf_reader import read_head
-from cohort.models.gguf_tokenizer import tokenizer_files
+from cohort.models.gguf import convert as gguf
+from cohort.models.gguf.reader import read_head
+from cohort.models.gguf.tokenizer import tokenizer_files
 from cohort.models.shards import Shards, Spec
+from cohort.system.disk import sync_tree
 from cohort.text import Tokenizer
 
 

@@ -23,7 +23,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tests.real_run import (
+from tests.helpers.command_line import (
     Census,
     differences,
     next_args,

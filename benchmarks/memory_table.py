@@ -16,8 +16,8 @@ import gc
 
 from cohort.errors import ConfigError
 from cohort.learner.plan import Load, Plan, plan_memory
-from cohort.limits import Shape, layer_params
 from cohort.models.config import ModelConfig
+from cohort.models.limits import Shape, layer_params
 from cohort.models.shapes import SHAPES, named_shape
 
 GIB = 2**30
@@ -61,9 +61,9 @@ def measured(name: str, base: str | None, gib: float) -> str:
     """Two steps under the plan for a device of `gib`: what a larger one has beyond that is occupied meanwhile."""
     import torch
 
-    from cohort import bench
     from cohort.config.schema import LearnerConfig, LoraConfig, OptimConfig
     from cohort.engines.native import native_engine
+    from cohort.inspect.bench import measure as bench
     from cohort.learner.local import LocalLearner
     from cohort.models.lora import Adapters
     from cohort.models.shapes import random_decoder

@@ -14,9 +14,9 @@ import time
 from datetime import date
 from pathlib import Path
 
-from cohort.store.environment import describe_environment
-from cohort.store.reader import Reader
-from cohort.store.rundir import RunDirectory
+from cohort.run.directory import RunDirectory
+from cohort.run.machine import describe_environment
+from cohort.run.store.reader import Reader
 
 
 def run(seed: int, out: Path) -> str:

@@ -25,7 +25,10 @@ import hashlib, json, random, sys, time
 from dataclasses import replace
 import torch
 from cohort.engines import native
-from cohort.limits import lognormal_lengths
+try:
+    from cohort.models.limits import lognormal_lengths
+except ImportError:  # an earlier tree
+    from cohort.limits import lognormal_lengths
 from cohort.models.shapes import named_shape, random_decoder
 from cohort.types import Outcome, Prompt, Provenance, Sampling
 

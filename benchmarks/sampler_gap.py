@@ -55,7 +55,7 @@ def cohort_side(job: Job) -> list[float]:
     from cohort.engines.base import Request, sample
     from cohort.engines.native import native_engine
     from cohort.learner.local import LocalLearner
-    from cohort.loops.update import annotate
+    from cohort.loops.learning import annotate
     from cohort.models.files import load_folder
     from cohort.types import Group, Key, Prompt, Provenance, Sampling
 

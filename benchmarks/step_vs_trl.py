@@ -66,10 +66,11 @@ class Result(CpuResult):
 def cohort_side(job: Job) -> Result:
     import torch
 
-    from cohort import bench, limits
     from cohort.algos.algorithm import build_algorithm
     from cohort.config.schema import GRPO
     from cohort.engines.native import native_engine
+    from cohort.inspect.bench import measure as bench
+    from cohort.models import limits
     from cohort.models.files import load_folder
 
     dtype = torch.bfloat16 if job.device == "cuda" else torch.float32

@@ -21,10 +21,13 @@ HERE = Path(__file__).resolve().parents[1] / "src"
 PROGRAM = """
 import json, sys
 from cohort.config.options import BenchOptions, EngineBenchOptions, LearnerBenchOptions
-try:
-    from cohort.jobs import bench
+try:  # where the benchmarks are, in this tree and in earlier ones
+    from cohort.inspect.bench import run as bench
 except ImportError:
-    from cohort import build as bench
+    try:
+        from cohort.jobs import bench
+    except ImportError:
+        from cohort import build as bench
 what, settings = sys.argv[1], json.loads(sys.argv[2])
 options = {"engine": EngineBenchOptions, "learner": LearnerBenchOptions, "step": BenchOptions}[what](**settings)
 print("SECONDS", getattr(bench, f"bench_{what}")(options).seconds)

@@ -3,7 +3,7 @@
     python scripts/architecture.py [--base COMMIT] [--markdown]
 
 A part is a top-level module or package of src/cohort; its layer is read from LAYERS in
-tests/unit/test_architecture.py. With `--base`, every number of that commit stands before the number of this checkout.
+tests/unit/project/test_architecture.py. With `--base`, every number of that commit stands before this checkout's.
 The last column of the table of parts is for a sentence by hand: why the part grew.
 """
 

@@ -1,4 +1,7 @@
-"""Write the file tree in README.md from the modules' docstrings: python scripts/file_tree.py"""
+"""Write docs/files.md: every file of the package with the first sentence of its docstring.
+
+python scripts/file_tree.py
+"""
 
 from __future__ import annotations
 
@@ -7,47 +10,52 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "src" / "cohort"
-README = ROOT / "README.md"
-BEGIN, END = "<!-- tree: begin -->", "<!-- tree: end -->"
-# from the bottom layer to the top, as in docs/design.md
+PAGE = ROOT / "docs" / "files.md"
+# From the bottom layer to the top, as in docs/design.md.
 ORDER = [
-    *("types", "errors", "clock", "disk"),
+    *("types", "fates", "errors", "system"),
     *("config", "text", "tasks", "scoring", "recipes"),
-    *("algos", "data", "models"),
-    *("limits", "engines", "learner", "checkpoint"),
-    *("evaluate", "logs", "store", "loops"),
-    *("build", "jobs", "bench", "cli"),
+    *("serialize", "world", "algos", "data", "models", "engines", "learner"),
+    *("rollout", "loops", "run", "evaluation", "logs"),
+    *("jobs", "inspect", "cli"),
 ]
+HEAD = """# The files of the package
+
+`scripts/file_tree.py` writes this page from the modules' docstrings. The order is that of the layers, lowest first
+([design.md](design.md)). Paths are below `src/cohort/`; `tests/unit/` has the same folders.
+"""
 
 
-def about(path: Path) -> str:
-    """The first sentence of a module's docstring."""
-    text = " ".join((ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").split("\n\n")[0].split())
-    return text.split(". ")[0].rstrip(".")
+def first_sentence(path: Path) -> str:
+    """Return the first sentence of a module's docstring, without its full stop."""
+    docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    paragraph = " ".join(docstring.split("\n\n")[0].split())
+    return paragraph.split(". ")[0].rstrip(".")
 
 
-def tree() -> str:
-    """One line a file."""
-    tops = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
-    unordered = sorted(tops - set(ORDER) - {"__init__", "__main__"})
-    lines = []
-    for top in [*ORDER, *unordered]:
-        file, folder = PACKAGE / f"{top}.py", PACKAGE / top
-        if file.exists():
-            lines.append(f"{file.name:<23} {about(file)}")
-        if folder.is_dir():
-            lines.append(f"{top}/")
-            names = sorted(p for p in folder.rglob("*.py") if p.name != "__init__.py")
-            lines += [f"  {p.relative_to(folder).as_posix():<21} {about(p)}" for p in names]
-    return "\n".join(lines)
+def section(part: str) -> list[str]:
+    """Return the lines of one folder or of one module at the root."""
+    module = PACKAGE / f"{part}.py"
+    if module.exists():
+        return [f"- `{part}.py`: {first_sentence(module)}"]
+    folder = PACKAGE / part
+    files = sorted(p for p in folder.rglob("*.py") if p.name != "__init__.py")
+    about = first_sentence(folder / "__init__.py")
+    lines = ["", f"## `{part}/`", "", *([f"{about}.", ""] if about else [])]
+    return lines + [f"- `{p.relative_to(PACKAGE).as_posix()}`: {first_sentence(p)}" for p in files]
 
 
-def with_tree(text: str) -> str:
-    """README's text with the tree brought up to date."""
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n```\n{tree()}\n```\n{END}{after}"
+def page() -> str:
+    """Return the whole page as Markdown."""
+    parts = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+    parts -= {"__init__", "__main__"}
+    assert parts == set(ORDER), f"ORDER and the package differ by {sorted(parts ^ set(ORDER))}"
+    modules = [part for part in ORDER if (PACKAGE / f"{part}.py").exists()]
+    folders = [part for part in ORDER if part not in modules]
+    lines = ["## At the root", "", *(line for part in modules for line in section(part))]
+    lines += [line for part in folders for line in section(part)]
+    return HEAD + "\n" + "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":
-    README.write_text(with_tree(README.read_text(encoding="utf-8")), encoding="utf-8")
+    PAGE.write_text(page(), encoding="utf-8")

@@ -16,9 +16,9 @@ from cohort.config.document import variant_name
 from cohort.logs.live import LiveView
 from cohort.logs.view import Header, StepReport, Summary
 from cohort.loops.stats import showcase
-from cohort.store.reader import Reader
-from cohort.store.rollouts import load_rollouts, rollout_path, rollout_steps
-from cohort.store.rundir import RunDirectory
+from cohort.run.directory import RunDirectory
+from cohort.run.store.reader import Reader
+from cohort.run.store.rollouts import load_rollouts, rollout_path, rollout_steps
 
 
 def main(run: Path, out: Path) -> None:

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from cohort.loops.job import StepRecord
+from cohort.run.job import StepRecord
 from cohort.serialize import dumps, loads
 from cohort.tasks.traces import mixture
 from cohort.tasks.traces.styles import Mix

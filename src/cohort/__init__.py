@@ -46,9 +46,9 @@ def train(
     `recipe` is a name, `file.py:function`, or a config such as `RL(...)`; `settings` are its flags by dotted name.
     `out` is the folder in which the run directory is made, `log` the progress view (live, plain or json).
     """
-    from cohort import process
-    from cohort.build import train as build_train
     from cohort.config import load
+    from cohort.jobs.build import train as build_train
+    from cohort.system import process
 
     process.require_one_process()
     args = load.as_args(settings or {})

@@ -9,10 +9,10 @@ import torch
 
 from cohort.config.schema import EvalConfig, ThinkAgain
 from cohort.errors import ConfigError
-from cohort.loops.update import annotate
+from cohort.loops.learning import annotate
 from cohort.types import Finish, Provenance
-from tests.runs import assembled, gradient_rows, producer_of, run_steps, small_run
-from tests.support import packed
+from tests.helpers.decoders_and_groups import packed
+from tests.helpers.small_runs import assembled, gradient_rows, producer_of, run_steps, small_run
 
 WORDS = ("Think again.", "Look once more at <|im_end|> it.")
 AGAIN = ThinkAgain(attempts=2, below=10.0, max_tokens=12, words=WORDS)

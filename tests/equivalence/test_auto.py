@@ -19,15 +19,15 @@ from cohort.engines.base import Request, sample
 from cohort.engines.native import native_engine
 from cohort.fates import Fate
 from cohort.learner.local import LocalLearner
-from cohort.loops.update import annotate
+from cohort.loops.learning import annotate
 from cohort.models.auto import AnyDecoder, AutoDecoder, foreign_decoder
 from cohort.models.catalog import resolve
 from cohort.models.decoder import Decoder, hf_shaped, hf_views
 from cohort.models.files import load_folder, read_config, stored_tensors
 from cohort.types import Group, Key, Sample, Sampling
-from tests.conformance import Same, spell
-from tests.foreign import FAMILIES, folder_of, foreign, plain_logprobs
-from tests.support import TOLERANCE, make_group, make_sample, packed, random_groups
+from tests.helpers.decoders_and_groups import TOLERANCE, make_group, make_sample, packed, random_groups
+from tests.helpers.engine_conformance import Same, spell
+from tests.helpers.foreign_models import FAMILIES, folder_of, foreign, plain_logprobs
 
 DTYPES = [torch.float64, torch.float32]
 # transformers computes Gemma's norm and GPT-NeoX's softmax in fp32 whatever the model's type

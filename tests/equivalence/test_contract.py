@@ -9,18 +9,18 @@ import torch
 
 from cohort.algos.algorithm import build_algorithm
 from cohort.algos.imitation import Imitation
-from cohort.build import Parts
 from cohort.config.schema import GRPO, DrGRPO, LearnerConfig, OptimConfig, SamplingConfig
 from cohort.data.pack import pack
 from cohort.errors import TrainingStopped
+from cohort.jobs.build import Parts
 from cohort.learner.local import LocalLearner
 from cohort.loops.sft import batch_of
 from cohort.tasks.base import grade, plain_answer
 from cohort.text import Tokenizer
 from cohort.types import Finish, Outcome, Provenance
-from tests.hostile_task import SPELLINGS, Hostile
-from tests.runs import Grader, assembled, gradient_rows, producer_of, run_steps, small_run
-from tests.support import make_group, make_sample, packed, random_groups, small_decoder
+from tests.helpers.decoders_and_groups import make_group, make_sample, packed, random_groups, small_decoder
+from tests.helpers.hostile_task import SPELLINGS, Hostile
+from tests.helpers.small_runs import Grader, assembled, gradient_rows, producer_of, run_steps, small_run
 
 P, S, E, F, T = Provenance.PROMPT, Provenance.SAMPLED, Provenance.ENVIRONMENT, Provenance.FORCED, Provenance.TARGET
 

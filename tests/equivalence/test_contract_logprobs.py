@@ -14,9 +14,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from cohort import build
 from cohort.algos.algorithm import build_algorithm
-from cohort.build import Parts
 from cohort.config.algos import KLConfig
 from cohort.config.load import change
 from cohort.config.rules import validate
@@ -24,13 +22,23 @@ from cohort.config.schema import GRPO, BatchConfig, DrGRPO, EvalConfig, LearnerC
 from cohort.data.pack import make_batch
 from cohort.errors import ConfigError
 from cohort.fates import Fate
+from cohort.jobs import build
+from cohort.jobs.build import Parts
 from cohort.learner.local import LocalLearner
-from cohort.loops.update import annotate, record
+from cohort.loops.learning import annotate, record
 from cohort.models.catalog import pull
-from cohort.store.reader import Reader
+from cohort.run.store.reader import Reader
 from cohort.types import Group, Provenance
-from tests.runs import assembled, preserved, producer_of, run_steps, small_run
-from tests.support import make_group, make_sample, naive_logprobs, one_sequence, packed, random_groups, small_decoder
+from tests.helpers.decoders_and_groups import (
+    make_group,
+    make_sample,
+    naive_logprobs,
+    one_sequence,
+    packed,
+    random_groups,
+    small_decoder,
+)
+from tests.helpers.small_runs import assembled, preserved, producer_of, run_steps, small_run
 
 PACKS = [(512, True), (120, True), (512, False), (70, False)]  # token budget, prefix sharing
 TEMPERATURE = 0.8

@@ -10,19 +10,19 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cohort import checkpoint
-from cohort.build import Parts
 from cohort.config.algos import KLConfig
 from cohort.config.schema import GRPO, BatchConfig, EvalConfig, LearnerConfig, OptimConfig, SamplingConfig
 from cohort.engines.base import Request, sample
 from cohort.engines.native.engine import NativeEngine
 from cohort.engines.native.sampler import Settings, draw
 from cohort.fates import Fate
+from cohort.jobs.build import Parts
 from cohort.rollout.episode import Drawing
+from cohort.run import checkpoint
 from cohort.tasks.arithmetic import Arithmetic
 from cohort.types import Prompt, Provenance
-from tests.runs import assembled, gradient_rows, producer_of, run_steps, small_run
-from tests.support import packed
+from tests.helpers.decoders_and_groups import packed
+from tests.helpers.small_runs import assembled, gradient_rows, producer_of, run_steps, small_run
 
 S, E = Provenance.SAMPLED, Provenance.ENVIRONMENT
 

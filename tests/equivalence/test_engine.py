@@ -16,8 +16,8 @@ from cohort.engines.native.engine import NativeEngine
 from cohort.engines.native.random import stream_of, uniforms
 from cohort.models.decoder import Decoder
 from cohort.types import Key, Sample, Sampling
-from tests.conformance import Same, spell
-from tests.support import TOLERANCE, naive_logprobs, one_sequence, small_decoder
+from tests.helpers.decoders_and_groups import TOLERANCE, naive_logprobs, one_sequence, small_decoder
+from tests.helpers.engine_conformance import Same, spell
 
 # (prompt length, siblings, longest completion): four length classes, crowded and lonely, unequal ends
 LOAD = [(1, 3, 20), (5, 9, 12), (31, 1, 40), (33, 4, 9), (40, 1, 1), (64, 2, 30), (70, 5, 25), (3, 1, 70)]

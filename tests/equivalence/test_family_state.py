@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cohort import build
 from cohort.config.algos import GRPO, CorrectionConfig, KLConfig
 from cohort.config.schema import (
     BatchConfig,
@@ -17,10 +16,11 @@ from cohort.config.schema import (
     SaveConfig,
 )
 from cohort.errors import ConfigError
+from cohort.jobs import build
 from cohort.models.files import load_folder
-from cohort.store.reader import Reader
-from cohort.store.rollouts import load_rollouts, rollout_path
-from tests.runs import assembled, preserved, run_steps, small_run
+from cohort.run.store.reader import Reader
+from cohort.run.store.rollouts import load_rollouts, rollout_path
+from tests.helpers.small_runs import assembled, preserved, run_steps, small_run
 
 STEERED = GRPO(
     kl=KLConfig(weight=0.05, target=1e-4, refresh=2),

@@ -19,10 +19,10 @@ from cohort.learner import local
 from cohort.learner.backend import FusedBackend
 from cohort.learner.local import LocalLearner
 from cohort.learner.optim import learning_rate
-from cohort.loops.update import annotate, record
+from cohort.loops.learning import annotate, record
 from cohort.types import Finish, Provenance
 from cohort.world import World
-from tests.support import (
+from tests.helpers.decoders_and_groups import (
     TOLERANCE,
     make_group,
     make_sample,

@@ -10,7 +10,7 @@ from cohort.config.schema import TARGETS, LoraConfig
 from cohort.errors import ModelError
 from cohort.models.decoder import Decoder, collecting, hf_shaped, hf_views
 from cohort.models.lora import Adapters
-from tests.support import one_sequence, small_decoder
+from tests.helpers.decoders_and_groups import one_sequence, small_decoder
 
 SHAPES = {
     "gqa": {},

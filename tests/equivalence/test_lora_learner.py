@@ -13,12 +13,12 @@ from cohort.config.algos import KLConfig
 from cohort.config.schema import GRPO, BatchConfig, LearnerConfig, LoraConfig, OptimConfig
 from cohort.data.pack import make_batch
 from cohort.learner.local import LocalLearner
-from cohort.loops.update import annotate
+from cohort.loops.learning import annotate
 from cohort.models.decoder import hf_shaped, hf_views
 from cohort.models.lora import Adapters
 from cohort.recipes.tiny import tiny_lora
-from tests.runs import assembled, run_steps, small_run
-from tests.support import packed, random_groups, small_decoder
+from tests.helpers.decoders_and_groups import packed, random_groups, small_decoder
+from tests.helpers.small_runs import assembled, run_steps, small_run
 
 LORA = LoraConfig(rank=3, alpha=5.0)
 

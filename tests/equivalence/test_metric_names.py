@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from cohort import build
 from cohort.config.algos import GRPO, CorrectionConfig, KLConfig
 from cohort.config.schema import BatchConfig, EvalConfig, OptimConfig, ReplayConfig, SamplingConfig
-from cohort.store.reader import Reader
-from tests.runs import preserved, small_run
+from cohort.jobs import build
+from cohort.run.store.reader import Reader
+from tests.helpers.small_runs import preserved, small_run
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "algorithms.md"
 # what a healthy run never shows

@@ -16,7 +16,7 @@ from cohort.algos.algorithm import build_algorithm
 from cohort.config.schema import GRPO, LearnerConfig, OptimConfig
 from cohort.fates import Fate
 from cohort.learner.local import LocalLearner
-from cohort.loops.update import annotate
+from cohort.loops.learning import annotate
 from cohort.models.catalog import resolve
 from cohort.models.decoder import hf_shaped, hf_views
 from cohort.models.files import load_folder
@@ -24,7 +24,7 @@ from cohort.tasks.arithmetic import PHRASINGS, Arithmetic
 from cohort.tasks.expression import evaluate
 from cohort.text import Tokenizer
 from cohort.types import Answer
-from tests.support import make_group, make_sample, packed
+from tests.helpers.decoders_and_groups import make_group, make_sample, packed
 
 FILE = Path(__file__).resolve().parents[2] / "examples" / "grpo_in_one_file.py"
 CLOSE = 1e-10

@@ -8,7 +8,15 @@ import torch
 from cohort.learner.attention import packed_attention
 from cohort.learner.head import gradient_through_head, token_logprobs
 from cohort.types import Provenance
-from tests.support import TOLERANCE, make_group, make_sample, naive_logprobs, packed, random_groups, small_decoder
+from tests.helpers.decoders_and_groups import (
+    TOLERANCE,
+    make_group,
+    make_sample,
+    naive_logprobs,
+    packed,
+    random_groups,
+    small_decoder,
+)
 
 S, E = Provenance.SAMPLED, Provenance.ENVIRONMENT
 FAMILIES = {

@@ -25,7 +25,7 @@ from cohort.models.files import load_folder
 from cohort.serialize import dumps, loads
 from cohort.types import Finish, Group
 from cohort.world import ProcessGroup, World
-from tests.support import packed, random_groups, small_decoder
+from tests.helpers.decoders_and_groups import packed, random_groups, small_decoder
 
 LIMIT = timedelta(seconds=120)  # of a collective: a rank that waits for nobody ends
 CASES: dict[str, Policy] = {name: config() for name, config in ALGOS.items()}

@@ -19,11 +19,11 @@ from cohort.engines.native.cuda.pages import page_bytes
 from cohort.engines.native.engine import NativeEngine
 from cohort.errors import ConfigError, ModelError
 from cohort.learner.local import LocalLearner
-from cohort.loops.update import annotate
+from cohort.loops.learning import annotate
 from cohort.models.decoder import Decoder
 from cohort.types import Finish, Sample
-from tests.conformance import PROMPTS, EngineConformance, Same, request, spell
-from tests.support import make_group, make_sample, small_decoder
+from tests.helpers.decoders_and_groups import make_group, make_sample, small_decoder
+from tests.helpers.engine_conformance import PROMPTS, EngineConformance, Same, request, spell
 
 WHOLE = {"num_layers": 2, "num_heads": 6, "num_kv_heads": 2}
 FAMILIES = [WHOLE, {"qk_norm": True}, {"qkv_bias": True}, {"out_bias": True, "mlp_bias": True, "tied": False}]

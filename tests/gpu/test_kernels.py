@@ -19,7 +19,7 @@ from cohort.engines.native.sampler import Settings, draw
 from cohort.models.decoder import Decoder
 from cohort.models.functions import rms_norm, rotate
 from cohort.models.kernels import add_norm, gate
-from tests.support import small_config
+from tests.helpers.decoders_and_groups import small_config
 
 BOUND = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 DTYPES = [torch.float32, HALF]

@@ -16,10 +16,10 @@ from cohort.engines.base import sample
 from cohort.engines.native.cuda.engine import GraphEngine
 from cohort.engines.native.engine import NativeEngine
 from cohort.learner.local import LocalLearner
-from cohort.loops.update import annotate
+from cohort.loops.learning import annotate
 from cohort.models.lora import Adapters
-from tests.conformance import request, spell
-from tests.support import packed, random_groups, small_decoder
+from tests.helpers.decoders_and_groups import packed, random_groups, small_decoder
+from tests.helpers.engine_conformance import request, spell
 
 SMALL = {"head_dim": 32, "num_layers": 1, "num_heads": 3, "num_kv_heads": 1}
 

@@ -25,13 +25,13 @@ from cohort.engines.base import Request, sample
 from cohort.engines.native import native_engine
 from cohort.engines.native.cuda.engine import GraphEngine
 from cohort.learner.local import LocalLearner
-from cohort.loops.update import annotate
+from cohort.loops.learning import annotate
 from cohort.models.decoder import Decoder
 from cohort.models.files import load_folder
 from cohort.models.shapes import named_shape, random_decoder
 from cohort.text import Tokenizer
 from cohort.types import Key, Sample, Sampling
-from tests.support import make_group, make_sample
+from tests.helpers.decoders_and_groups import make_group, make_sample
 
 FOLDER = os.environ.get("COHORT_SMOLLM2", "")
 pytestmark = only_gpu

@@ -12,11 +12,11 @@ pytest.importorskip("tyro")
 
 # isort: split
 
-from cohort import build
 from cohort.config.schema import BatchConfig, EvalConfig, LearnerConfig
+from cohort.jobs import build
 from cohort.recipes.tiny import quickstart
-from cohort.store.reader import Reader
-from cohort.store.rundir import RunDirectory
+from cohort.run.directory import RunDirectory
+from cohort.run.store.reader import Reader
 
 pytestmark = only_gpu
 

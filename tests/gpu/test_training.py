@@ -19,11 +19,18 @@ from cohort.learner.attention import packed_attention
 from cohort.learner.flash import flash_attention
 from cohort.learner.head import gradient_through_head, token_logprobs
 from cohort.learner.local import LocalLearner
-from cohort.loops.update import annotate
+from cohort.loops.learning import annotate
 from cohort.models import functions
 from cohort.models import kernels as layer_kernels
 from cohort.models.functions import add_norm, add_product, gated, rms_norm, split_rotated
-from tests.support import make_group, make_sample, naive_logprobs, packed, random_groups, small_decoder
+from tests.helpers.decoders_and_groups import (
+    make_group,
+    make_sample,
+    naive_logprobs,
+    packed,
+    random_groups,
+    small_decoder,
+)
 
 DTYPES = [torch.float32, HALF]
 BOUND = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}

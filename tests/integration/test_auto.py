@@ -11,16 +11,16 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from cohort.build import assemble
 from cohort.config.schema import LearnerConfig, LoraConfig, NativeEngine
 from cohort.errors import ConfigError
+from cohort.jobs.build import assemble
 from cohort.tasks.arithmetic import Arithmetic
 from cohort.tasks.stream import TaskStream
 from cohort.text import Tokenizer
-from tests.foreign import folder_of
-from tests.real_run import SMALL, cohort, differences, only_run, remains
-from tests.runs import preserved, small_run
-from tests.strike import Strike
+from tests.helpers.command_line import SMALL, cohort, differences, only_run, remains
+from tests.helpers.foreign_models import folder_of
+from tests.helpers.small_runs import preserved, small_run
+from tests.helpers.struck_command import Strike
 
 # Random weights find no answer to a sum, but half of what they write is of even length.
 RECIPE = """

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from cohort.build import assemble
 from cohort.config.kinds import RL
 from cohort.config.load import load
 from cohort.jobs import life
-from tests.elsewhere import assemble_apart
+from cohort.jobs.build import assemble
+from tests.helpers.other_processes import assemble_apart
 
 FEW = ["--steps=3", "--batch.prompts=8", "--batch.samples=4", "--eval.problems=24", "--threads=1", "--device=cpu"]
 STEERED = [

@@ -12,8 +12,8 @@ from cohort.cli.check import run
 from cohort.config.kinds import RL
 from cohort.errors import ConfigError
 from cohort.recipes import RECIPES
-from tests.data_rows import write_rows
-from tests.runs import preserved
+from tests.helpers.data_rows import write_rows
+from tests.helpers.small_runs import preserved
 
 SMALL = shlex.split("--threads 1 --batch.prompts 2 --batch.samples 4 --eval.problems 8 --sampling.max-tokens 24")
 OWN = '''

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from cohort.models.files import load_folder
-from cohort.store.reader import Reader
-from tests.real_run import (
+from cohort.run.store.reader import Reader
+from tests.helpers.command_line import (
     SMALL,
     Done,
     cohort,
@@ -28,8 +28,8 @@ from tests.real_run import (
     shared_reference,
     start,
 )
-from tests.strike import Strike
-from tests.support import one_sequence
+from tests.helpers.decoders_and_groups import one_sequence
+from tests.helpers.struck_command import Strike
 
 BENCH = shlex.split("--repeats 1 --prompts 2 --samples 2 --prompt-tokens 16 --completion-tokens 8 --threads 1")
 CAP_DAC_OVERRIDE, PR_CAPBSET_DROP = 1, 24

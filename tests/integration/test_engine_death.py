@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from cohort import build
 from cohort.config.schema import SaveConfig
 from cohort.engines.native.engine import NativeEngine
 from cohort.errors import EngineError
-from cohort.store.reader import Reader
-from tests.runs import preserved, small_run
+from cohort.jobs import build
+from cohort.run.store.reader import Reader
+from tests.helpers.small_runs import preserved, small_run
 
 
 def metrics(path: Path) -> list[tuple[int, str, float]]:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from cohort.explain.step import load
-from cohort.store.reader import Reader
-from tests.real_run import SMALL, cohort, only_run
+from cohort.inspect.explain.step import load
+from cohort.run.store.reader import Reader
+from tests.helpers.command_line import SMALL, cohort, only_run
 
 
 @pytest.fixture(scope="module")

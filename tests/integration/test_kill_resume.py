@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.real_run import (
+from tests.helpers.command_line import (
     ENV,
     ROOT,
     SMALL,
@@ -29,8 +29,8 @@ from tests.real_run import (
     start,
     workers_of,
 )
-from tests.strike import Strike
-from tests.strike_server import StrikeServer, shared_server
+from tests.helpers.fork_server import StrikeServer, shared_server
+from tests.helpers.struck_command import Strike
 
 # Each story is one run: the place and the call of it at which the first process is killed, then the one that
 # resumes, and so on; the line within the call is drawn. Saves come after steps 2, 3, 4 and 6. A step has two or more

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from cohort.errors import RunError
-from cohort.store.rundir import RunDirectory
-from tests.pretend_run import live, remains, small_run
+from cohort.run.directory import RunDirectory
+from tests.helpers.pretend_run import live, remains, small_run
 
 ROOT = Path(__file__).resolve().parents[2]
 ENV = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
@@ -22,8 +22,8 @@ ENV = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", "OMP_NUM
 HOLDER = """
 import subprocess, sys, time
 from pathlib import Path
-from cohort.store.rundir import RunDirectory
-from tests.pretend_run import live
+from cohort.run.directory import RunDirectory
+from tests.helpers.pretend_run import live
 def during(step):
     if step == 3:
         child = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=sys.stdin)

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.real_run import SMALL, cohort, differences, next_args, only_run, remains
-from tests.strike import Strike
+from tests.helpers.command_line import SMALL, cohort, differences, next_args, only_run, remains
+from tests.helpers.struck_command import Strike
 
 LORA = [*SMALL, "--learner.lora.rank=4", "--algo.kl.weight=0.01", "--optim.lr=1e-3"]
 

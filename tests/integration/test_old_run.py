@@ -12,10 +12,10 @@ from cohort.cli.main import main
 from cohort.config.document import FORMAT
 from cohort.errors import CohortError
 from cohort.models.files import load_folder
-from cohort.store.reader import Reader
-from cohort.store.rollouts import load_rollouts, rollout_path, rollout_steps
-from cohort.store.rundir import RunDirectory
-from tests.runs import preserved
+from cohort.run.directory import RunDirectory
+from cohort.run.store.reader import Reader
+from cohort.run.store.rollouts import load_rollouts, rollout_path, rollout_steps
+from tests.helpers.small_runs import preserved
 
 DATA = Path(__file__).resolve().parents[1] / "data"
 

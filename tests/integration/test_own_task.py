@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from cohort.store.reader import Reader
-from cohort.store.rundir import load_evaluations
-from tests.real_run import Done, cohort, differences, next_args, only_run, remains
+from cohort.run.directory import load_evaluations
+from cohort.run.store.reader import Reader
+from tests.helpers.command_line import Done, cohort, differences, next_args, only_run, remains
 
 # As a user would write it: nothing of it is in the package.
 FILE = '''

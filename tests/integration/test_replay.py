@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 
-from cohort import build, checkpoint, rerun
 from cohort.algos.algorithm import build_algorithm
 from cohort.cli import replay as command
 from cohort.config.algos import DAPO, CorrectionConfig, KLConfig
@@ -32,13 +31,16 @@ from cohort.config.schema import (
     SaveConfig,
 )
 from cohort.errors import RunError
+from cohort.inspect import replay as replay_module
+from cohort.inspect.replay import Replayed, replay
+from cohort.jobs import build
 from cohort.loops.stats import StepStats
-from cohort.rerun import Replayed, replay
-from cohort.store.db import Store
-from cohort.store.rollouts import load_rollouts, rollout_path, save_rollouts
-from cohort.store.rundir import RunDirectory
+from cohort.run import checkpoint
+from cohort.run.directory import RunDirectory
+from cohort.run.store.db import Store
+from cohort.run.store.rollouts import load_rollouts, rollout_path, save_rollouts
 from cohort.types import Group
-from tests.runs import assembled, preserved, run_steps, small_run
+from tests.helpers.small_runs import assembled, preserved, run_steps, small_run
 
 
 def short_run(**changes: Any) -> RL:
@@ -267,7 +269,7 @@ def test_a_checkpoint_removed_meanwhile_is_done_without(copied: Path, monkeypatc
         shutil.rmtree(path)
         return load(path)
 
-    monkeypatch.setattr(rerun.checkpoint, "load", removed)
+    monkeypatch.setattr(replay_module.checkpoint, "load", removed)
     found = done(copied, 4)
     assert (found.base, found.differing) == (0, [])
 
@@ -286,7 +288,7 @@ def test_the_initial_model_too_gets_the_threads_of_the_run(
         used.append(torch.get_num_threads())
         return [], StepStats()
 
-    monkeypatch.setattr(rerun, "improve", counted)
+    monkeypatch.setattr(replay_module, "improve", counted)
     done(copied, 2, *settings)
     assert used == [3, 3]
 

@@ -11,9 +11,9 @@ import torch
 
 from cohort.config.kinds import SFT
 from cohort.models.files import load_folder
-from cohort.store.reader import Reader
-from cohort.store.rundir import RunDirectory
-from tests.real_run import Census, cohort, differences, next_args, only_run, reference, remains
+from cohort.run.directory import RunDirectory
+from cohort.run.store.reader import Reader
+from tests.helpers.command_line import Census, cohort, differences, next_args, only_run, reference, remains
 
 # Saves at 2, 4 and 6.
 SMALL = ["--steps=6", "--batch.examples=6", "--data.rows=40", "--save.every=2", "--optim.warmup=2", "--threads=1"]

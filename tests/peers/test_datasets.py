@@ -1,4 +1,4 @@
-"""Rows through the `datasets` library itself, which tests/unit/test_source.py replaces: a folder stands for the hub."""
+"""Rows through the `datasets` library itself (tests/unit/tasks/test_source.py replaces it). A folder stands for the hub."""
 
 from __future__ import annotations
 

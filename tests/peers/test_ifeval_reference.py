@@ -44,13 +44,13 @@ from typing import Any
 import pytest
 
 from cohort.tasks.draws import Draws
-from cohort.tasks.if_prompts import make_prompt
-from cohort.tasks.ifeval import IFEval
-from cohort.tasks.instructions.cases import count_capital_words
-from cohort.tasks.instructions.gold import write
-from cohort.tasks.instructions.phrases import PHRASES
-from cohort.tasks.instructions.sentences import count_sentences
-from cohort.tasks.instructions.verdicts import follow
+from cohort.tasks.ifeval.instructions.cases import count_capital_words
+from cohort.tasks.ifeval.instructions.gold import write
+from cohort.tasks.ifeval.instructions.phrases import PHRASES
+from cohort.tasks.ifeval.instructions.sentences import count_sentences
+from cohort.tasks.ifeval.instructions.verdicts import follow
+from cohort.tasks.ifeval.prompts import make_prompt
+from cohort.tasks.ifeval.task import IFEval
 
 pytestmark = pytest.mark.peers
 

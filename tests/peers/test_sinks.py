@@ -18,9 +18,9 @@ import wandb  # noqa: F401
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from wandb.proto import wandb_internal_pb2
 
-from cohort.store.reader import Reader
-from cohort.store.rundir import RunDirectory
-from tests.pretend_run import small_run
+from cohort.run.directory import RunDirectory
+from cohort.run.store.reader import Reader
+from tests.helpers.pretend_run import small_run
 
 pytestmark = pytest.mark.peers
 
@@ -33,9 +33,9 @@ import io, os, signal, sys
 from pathlib import Path
 from cohort.logs.sinks.registry import make_sinks
 from cohort.logs.view import make_view
-from cohort.store.rundir import RunDirectory
-from cohort.loops.run import Run
-from tests.pretend_run import Pretender, pretend_groups
+from cohort.run.directory import RunDirectory
+from cohort.run.life import Run
+from tests.helpers.pretend_run import Pretender, pretend_groups
 path, names, how, at = sys.argv[1:]
 directory, pretender = RunDirectory.open(Path(path)), Pretender()
 with Run(directory, directory.config, pretender, make_view("json"), make_sinks(names.split(","))) as run:

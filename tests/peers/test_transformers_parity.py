@@ -16,7 +16,7 @@ from cohort.models.config import ModelConfig
 from cohort.models.decoder import Decoder, hf_shaped, hf_views
 from cohort.models.files import load_folder, save_folder
 from cohort.text import Tokenizer
-from tests.chat import TEMPLATES, write_tokenizer
+from tests.helpers.chat_templates import TEMPLATES, write_tokenizer
 
 BASE = {
     "vocab_size": 96,

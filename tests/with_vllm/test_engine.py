@@ -18,12 +18,12 @@ from cohort.config.options import EvalOptions
 from cohort.engines.base import Abilities, sample
 from cohort.engines.vllm import Reader, VllmEngine
 from cohort.errors import ConfigError, ModelError
-from cohort.examine import Examiner
+from cohort.evaluation.standalone import Examiner
 from cohort.tasks.arithmetic import Arithmetic
 from cohort.text import TextStream, Tokenizer
 from cohort.types import Finish, Key, Sample, Sampling
-from tests.conformance import EngineConformance, events_of, first_of, request, spell
-from tests.support import naive_logprobs, one_sequence
+from tests.helpers.decoders_and_groups import naive_logprobs, one_sequence
+from tests.helpers.engine_conformance import EngineConformance, events_of, first_of, request, spell
 from tests.with_vllm.questions import CONTEXT, TINY, asked, decoder, native
 
 

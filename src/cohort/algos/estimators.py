@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cohort.algos.advantages import advantages, best_of_k, is_constant
-from cohort.config.algos import PassAtK, Policy
+from cohort.algos.advantages import advantages, is_constant
+from cohort.config.algos import Policy
 
 Returns = Sequence[Sequence[float]]
 """Per group, what each of its scored samples returned."""
@@ -46,17 +46,3 @@ def register_estimator(name: str, estimator: Estimator) -> None:
 def find_estimator(name: str) -> Estimator:
     """The estimator of an algorithm: its own, or that of a baseline."""
     return _estimators.get(name, RELATIVE)
-
-
-def _best_of_k(returns: Returns, c: PassAtK) -> list[list[float]]:
-    return [best_of_k(group, c.k) for group in returns]
-
-
-register_estimator(
-    "pass_at_k",
-    Estimator(
-        advantages=_best_of_k,
-        is_dead=lambda returns, c: not any(best_of_k(returns, c.k)),
-        words=lambda c: f"what each adds to the best of {c.k}",
-    ),
-)

@@ -35,7 +35,7 @@ def run(args: list[str]) -> None:
     about, default = WHAT[what]
     _, options = read(f"bench {what}", [], about, default, rest)
     options.check()
-    from cohort.jobs import bench
+    from cohort.inspect.bench import run as bench
 
     measures: dict[str, Callable[[Any], BenchResult]] = {
         "engine": bench.bench_engine,

@@ -13,7 +13,7 @@ from cohort.errors import ConfigError
 from cohort.recipes import RECIPES
 
 if TYPE_CHECKING:
-    from cohort.check.findings import Finding
+    from cohort.inspect.check.findings import Finding
 
 HELP = """usage: cohort check RECIPE [--a.b value ...] [--json]
 
@@ -36,7 +36,7 @@ def run(args: list[str]) -> None:
     if not rest or rest[0].startswith("-"):
         raise ConfigError(f"name a recipe: cohort check RECIPE [--flags]. Recipes: {', '.join(sorted(RECIPES))}.")
     config = load.load(rest[0], rest[1:])
-    from cohort.check.run import check
+    from cohort.inspect.check.run import check
 
     found = []
     for finding in check(config, _progress):

@@ -12,7 +12,7 @@ from cohort.cli.output import table
 from cohort.errors import ConfigError
 
 if TYPE_CHECKING:
-    from cohort.compare import Comparison, Pair
+    from cohort.evaluation.compare import Comparison, Pair
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ def run(args: list[str]) -> None:
     (first, second), options = read("compare", ["A", "B"], about, Options(), args)
     if options.show < -1:
         raise ConfigError(f"--show is {options.show}; it must be at least -1.")
-    from cohort.compare import compare, find_evaluation
+    from cohort.evaluation.compare import compare, find_evaluation
 
     found = compare(find_evaluation(Path(first)), find_evaluation(Path(second)))
     print(found.to_json() if options.json else report(found, options.show))

@@ -18,8 +18,8 @@ from cohort.errors import ConfigError
 from cohort.tasks.base import OVER_LIMIT, check_packages
 
 if TYPE_CHECKING:
-    from cohort.examine import Progress
-    from cohort.store.records import Evaluation
+    from cohort.evaluation.records import Evaluation
+    from cohort.evaluation.standalone import Progress
 
 PLAIN_STEPS = 10  # lines of progress a task where there is no terminal
 
@@ -51,7 +51,7 @@ def run(args: list[str]) -> None:
         raise ConfigError(f'there is no folder "{out.parent}" for --out; make it first.')
     for task in tasks:
         check_packages(task)
-    from cohort.examine import Examiner
+    from cohort.evaluation.standalone import Examiner
 
     names = [f.name for f in dataclasses.fields(EvalOptions)]
     plain = EvalOptions(**{name: getattr(options, name) for name in names})

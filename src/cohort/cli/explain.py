@@ -29,9 +29,9 @@ def run(args: list[str]) -> None:
         raise ConfigError(f'there is no folder "{out.parent}" for --html; make it first.')
     if out is not None and out.is_dir():
         raise ConfigError(f"--html {out} is a folder; name a file.")
-    from cohort.explain.page import page
-    from cohort.explain.report import explain
-    from cohort.explain.screen import show
+    from cohort.inspect.explain.page import page
+    from cohort.inspect.explain.report import explain
+    from cohort.inspect.explain.screen import show
 
     report = explain(Path(where), options.step, options.group)
     if out is None:

@@ -24,7 +24,7 @@ def run(args: list[str]) -> None:
     (where, out), options = read("export", ["RUN", "OUT"], about, Options(), args)
     if options.step not in ("best", "last") and not options.step.isdecimal():
         raise ConfigError(f'--step must be a step number, best or last, not "{options.step}".')
-    from cohort import export
+    from cohort.inspect import export
 
     (export.export_adapters if options.adapters else export.export)(Path(where), Path(out), options.step)
     print(f"wrote {out}")

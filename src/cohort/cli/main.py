@@ -11,8 +11,9 @@ import os
 import sys
 from collections.abc import Sequence
 
-from cohort import __version__, process
+from cohort import __version__
 from cohort.errors import CohortError, nearest
+from cohort.system import process
 
 COMMANDS = {
     "train": ("RECIPE [--flags]", "Train a model with a recipe."),

@@ -14,7 +14,7 @@ from cohort.config import flags
 from cohort.errors import ConfigError
 
 if TYPE_CHECKING:
-    from cohort.rerun import Replayed, Row
+    from cohort.inspect.replay import Replayed, Row
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +39,8 @@ def run(args: list[str]) -> None:
     (where,), options = read("replay", ["RUN"], ABOUT, Options(), own)
     if options.step is None:
         raise ConfigError("--step is missing: cohort replay RUN --step N.")
+    from cohort.inspect.replay import replay
     from cohort.logs.jsonlines import finite
-    from cohort.rerun import replay
 
     replayed = replay(Path(where), options.step, settings, _progress)
     if options.json:

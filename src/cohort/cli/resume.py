@@ -38,6 +38,6 @@ def run(args: list[str]) -> None:
     if options.steps is not None and options.steps < 1:
         raise ConfigError(f"--steps is {options.steps}; it must be at least 1.")
     sinks = choose_sinks(options.sinks)
-    from cohort import build
+    from cohort.jobs import build
 
     build.resume(Path(where), options.steps, choose_log(options.log or "", sys.stdout.isatty()), *sinks)

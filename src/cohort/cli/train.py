@@ -39,7 +39,7 @@ def run(args: list[str]) -> None:
         return
     rest, out, log, sinks = _take_own(rest)
     config = load.load(recipe, rest)
-    from cohort import build
+    from cohort.jobs import build
 
     build.train(config, Path(out), log, *sinks)
 

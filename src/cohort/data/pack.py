@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cohort.clock import stage
 from cohort.data.batch import Batch, Counts, Floats, Ints, Microbatch, Minibatch
 from cohort.data.layout import Layout, Span
 from cohort.errors import ConfigError
 from cohort.fates import Fate
+from cohort.system.clock import stage
 from cohort.types import Group, Provenance, Sample, SampleId
 
 LEAST_SAVED = 0.02  # of the tokens

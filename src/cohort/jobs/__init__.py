@@ -1,1 +1,1 @@
-"""Jobs: what a run does, one module per kind, on the parts that `cohort.build` puts together."""
+"""Jobs: what a run does, one module per kind, on the parts that `cohort.jobs.build` puts together."""

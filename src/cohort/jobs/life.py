@@ -13,9 +13,9 @@ from cohort.config.schema import RunConfig
 from cohort.logs.forward import forwarded
 from cohort.logs.sinks.registry import make_sinks
 from cohort.logs.view import View, make_view
-from cohort.loops.job import Job
-from cohort.loops.run import Run
-from cohort.store.rundir import RunDirectory
+from cohort.run.directory import RunDirectory
+from cohort.run.job import Job
+from cohort.run.life import Run
 
 
 class Work(Job, Protocol):

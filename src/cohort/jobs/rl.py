@@ -5,24 +5,25 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from cohort import checkpoint
 from cohort.algos.algorithm import Algorithm
-from cohort.checkpoint import Checkpoint
 from cohort.config.document import variant_name
 from cohort.config.flags import leaves, show
 from cohort.config.kinds import RL
 from cohort.engines.base import Engine
 from cohort.engines.sync import WeightSync
-from cohort.evaluate import evaluate as run_evaluation
-from cohort.evaluate import rows_digest, sampling_facts
+from cohort.evaluation.evaluate import evaluate as run_evaluation
+from cohort.evaluation.evaluate import rows_digest, sampling_facts
+from cohort.evaluation.records import EvalSetting, Evaluation
 from cohort.jobs.state import Trained
-from cohort.loops.replay import Replay
+from cohort.loops.reuse import Replay
 from cohort.loops.rl import train
-from cohort.loops.run import Run
 from cohort.rollout.producer import Producer
+from cohort.run import checkpoint
+from cohort.run.checkpoint import Checkpoint
+from cohort.run.life import Run
+from cohort.run.machine import program
+from cohort.run.store.records import About
 from cohort.scoring.pool import ScoringPool
-from cohort.store.environment import program
-from cohort.store.records import About, EvalSetting, Evaluation
 from cohort.tasks.ref import TaskRef, grader_digest
 from cohort.text import Tokenizer
 from cohort.types import Prompt

@@ -7,17 +7,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from cohort import checkpoint
-from cohort.checkpoint import Checkpoint
-from cohort.clock import stage
 from cohort.config.document import variant_name
 from cohort.config.kinds import SFT
 from cohort.data.batch import Batch
 from cohort.jobs.state import Trained
 from cohort.loops import sft
-from cohort.loops.run import Run
-from cohort.store.environment import program
-from cohort.store.records import About, Curve
+from cohort.run import checkpoint
+from cohort.run.checkpoint import Checkpoint
+from cohort.run.life import Run
+from cohort.run.machine import program
+from cohort.run.store.records import About, Curve
+from cohort.system.clock import stage
 from cohort.tasks.traces import mixture
 from cohort.tasks.traces.encode import Example
 from cohort.text import Tokenizer

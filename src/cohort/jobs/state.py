@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 
-from cohort.checkpoint import Checkpoint
 from cohort.config.document import dump, parse
 from cohort.config.schema import RunConfig
 from cohort.engines.weights import copy_weights
@@ -16,7 +15,8 @@ from cohort.learner.local import LocalLearner
 from cohort.models.auto import AnyDecoder
 from cohort.models.decoder import Decoder
 from cohort.models.files import LoadedModel, load_folder, save_folder
-from cohort.store.rundir import RunDirectory
+from cohort.run.checkpoint import Checkpoint
+from cohort.run.directory import RunDirectory
 
 
 @dataclass(kw_only=True)

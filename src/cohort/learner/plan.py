@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from cohort.errors import ConfigError
 from cohort.learner.head import GPU_CHUNK_LOGITS
-from cohort.limits import kv_bytes, layer_params
 from cohort.models.config import ModelConfig
+from cohort.models.limits import kv_bytes, layer_params
 
 SHARE = 0.92  # of the device's memory: the rest is the driver's, the libraries' and lost between blocks
 WORK = 1 << 30  # workspaces of matrix products, a captured step's own memory

@@ -8,8 +8,8 @@ import time
 from dataclasses import asdict
 from typing import Any, TextIO
 
+from cohort.evaluation.records import Evaluation
 from cohort.logs.view import Header, StepReport, Summary
-from cohort.store.records import Evaluation
 
 _UNTOLD = ("curve", "values", "evaluates", "evaluations", "config")  # of the header: all of it is in the run directory
 

@@ -13,10 +13,11 @@ from rich.console import Console, ConsoleRenderable, Group, RichCast
 from rich.live import Live
 from rich.text import Text
 
+from cohort.evaluation.records import Evaluation
 from cohort.logs import panels
 from cohort.logs.escape import one_line
 from cohort.logs.view import Header, Showcase, StepReport, Summary
-from cohort.store.records import Curve, Evaluation
+from cohort.run.store.records import Curve
 
 
 class LiveView:

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 
-from cohort.disk import disk_errors, write_atomic
 from cohort.logs.jsonlines import finite
-from cohort.store.reader import Reader
-from cohort.store.records import MetricRow
+from cohort.run.store.reader import Reader
+from cohort.run.store.records import MetricRow
+from cohort.system.disk import disk_errors, write_atomic
 
 
 class MetricsFile:

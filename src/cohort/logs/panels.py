@@ -13,11 +13,12 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
+from cohort.evaluation.records import Evaluation
 from cohort.logs.curve import bounds, braille, place
 from cohort.logs.escape import one_line, visible
 from cohort.logs.numbers import compact, duration, stage_shares, tokens_per_second
 from cohort.logs.view import Header, Showcase
-from cohort.store.records import Curve, Evaluation
+from cohort.run.store.records import Curve
 
 ACCENT, CALM, GOOD, BAD = "cyan", "bright_black", "green", "red"
 _STAGES = ("cyan", "magenta", "yellow", "blue", "green", "bright_black")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TextIO
 
+from cohort.evaluation.records import Evaluation
 from cohort.logs.escape import one_line
 from cohort.logs.numbers import compact, duration, tokens_per_second
 from cohort.logs.view import Header, StepReport, Summary
-from cohort.store.records import Evaluation
 
 _SHOWN = {
     "reward/mean": "reward",

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TextIO
 
 from cohort.errors import ConfigError, nearest
-from cohort.store.environment import program
-from cohort.store.records import Curve, Evaluation
+from cohort.evaluation.records import Evaluation
+from cohort.run.machine import program
+from cohort.run.store.records import Curve
 
 KINDS = ("auto", "live", "plain", "json")
 

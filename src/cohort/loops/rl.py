@@ -15,11 +15,11 @@ from cohort.config.schema import LearnerConfig
 from cohort.data.pack import make_batch
 from cohort.engines.sync import WeightSync
 from cohort.learner.base import Learner
-from cohort.loops.job import Steps, rollout_record
-from cohort.loops.replay import Replay
+from cohort.loops.learning import annotate, record
+from cohort.loops.reuse import Replay
 from cohort.loops.stats import StepStats, step_stats
-from cohort.loops.update import annotate, record
 from cohort.rollout.producer import Producer
+from cohort.run.job import Steps, rollout_record
 from cohort.types import Group
 
 

@@ -15,8 +15,8 @@ from cohort.algos.imitation import Imitation
 from cohort.data.batch import Batch
 from cohort.data.pack import make_batch
 from cohort.learner.base import Learner
-from cohort.loops.job import StepRecord, Steps
-from cohort.loops.update import pass_on
+from cohort.loops.learning import pass_on
+from cohort.run.job import StepRecord, Steps
 from cohort.tasks.traces.encode import Example
 from cohort.types import Finish, Group, Prompt, Provenance, Sample
 

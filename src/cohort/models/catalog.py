@@ -193,7 +193,7 @@ def _fetch_and_convert(model: Pullable, folder: Path, progress: Progress) -> Non
     missing = sum(part.num_bytes for part in model.parts if not (downloads / part.file).is_file())
     _check_space(missing + model.gguf_bytes + model.converted_bytes)
     fetch_all(model.parts, downloads, lambda share: progress("fetching", share))
-    from cohort.models.gguf import convert  # torch: only when there is something to convert
+    from cohort.models.gguf.convert import convert  # torch: only when there is something to convert
 
     progress("unpacking", 0.0)
     with joined(model.parts, downloads, model.sha256) as gguf:
@@ -207,7 +207,7 @@ def _convert_file(file: Path, progress: Progress) -> Path:
     with locked(cache_root() / "locks" / folder.name, lambda: progress("waiting for another pull", 0.0)):
         if not _is_model(folder):
             clear_leftovers(folder)
-            from cohort.models.gguf import convert
+            from cohort.models.gguf.convert import convert
 
             convert(file, folder, lambda share: progress("converting", share))
     return folder

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from cohort.disk import sync_directory, sync_tree
 from cohort.errors import ModelError
+from cohort.system.disk import sync_directory, sync_tree
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from cohort.disk import sync_directory, sync_tree
 from cohort.errors import ModelError
+from cohort.system.disk import sync_directory, sync_tree
 
 
 @contextmanager

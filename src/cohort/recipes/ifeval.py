@@ -16,7 +16,7 @@ from cohort.config.schema import (
     SaveConfig,
 )
 from cohort.recipes.registry import recipe
-from cohort.tasks.ifeval import IFEval
+from cohort.tasks.ifeval.task import IFEval
 
 WEIGHTS = {
     "prompt_strict": 0.4,

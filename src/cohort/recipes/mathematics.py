@@ -8,7 +8,7 @@ from cohort.config.algos import DrGRPO
 from cohort.config.kinds import RL
 from cohort.config.schema import BatchConfig, EvalConfig, OptimConfig, SamplingConfig, SaveConfig
 from cohort.recipes.registry import recipe
-from cohort.tasks.mathematics import Math12k
+from cohort.tasks.mathematics.task import Math12k
 
 
 @recipe

@@ -16,12 +16,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from cohort.clock import stage
 from cohort.engines.base import WAIT, Engine, Event
 from cohort.errors import EngineError, TrainingStopped
 from cohort.fates import Fate
 from cohort.rollout.episode import Drawing, Episode
 from cohort.rollout.ledger import Ledger, Status
+from cohort.system.clock import stage
 from cohort.tasks.environment import Past
 from cohort.tasks.stream import TaskStream
 from cohort.types import Answer, Group, Outcome, Prompt, Row, Sample

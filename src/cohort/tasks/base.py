@@ -29,16 +29,16 @@ MAX_REASON = 500
 USUAL_TOKENS = 256  # of a completion, where a task does not say how many it needs
 OVER_LIMIT = "over the grader's work limit"  # the reason of an answer that is too much work to check
 BUILT_IN = {
-    "aime24": "cohort.tasks.mathematics",
-    "amc": "cohort.tasks.mathematics",
+    "aime24": "cohort.tasks.mathematics.task",
+    "amc": "cohort.tasks.mathematics.task",
     "arithmetic": "cohort.tasks.arithmetic",
     "countdown": "cohort.tasks.countdown",
     "gsm8k": "cohort.tasks.gsm8k",
-    "ifeval": "cohort.tasks.ifeval",
-    "math12k": "cohort.tasks.mathematics",
-    "math500": "cohort.tasks.mathematics",
-    "minerva": "cohort.tasks.mathematics",
-    "olympiad": "cohort.tasks.mathematics",
+    "ifeval": "cohort.tasks.ifeval.task",
+    "math12k": "cohort.tasks.mathematics.task",
+    "math500": "cohort.tasks.mathematics.task",
+    "minerva": "cohort.tasks.mathematics.task",
+    "olympiad": "cohort.tasks.mathematics.task",
 }
 
 _registry: dict[str, type] = {}

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from cohort.evaluation.records import Evaluation
 from cohort.logs.view import Header, StepReport, Summary
-from cohort.store.records import Evaluation
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

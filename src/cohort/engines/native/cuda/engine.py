@@ -32,7 +32,7 @@ from cohort.engines.requests import check_engine, check_request, closed, damaged
 from cohort.engines.weights import copy_weights
 from cohort.errors import CohortError, ConfigError, ModelError
 from cohort.models.decoder import Decoder
-from cohort.process import settle_objects
+from cohort.system.process import settle_objects
 from cohort.types import Finish, Sample
 
 log = logging.getLogger(__name__)

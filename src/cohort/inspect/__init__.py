@@ -1,0 +1,1 @@
+"""Tools that look at runs, configs and machines: check, explain, replay, bench, export."""

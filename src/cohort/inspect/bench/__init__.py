@@ -1,0 +1,1 @@
+"""`cohort bench`: throughput beside what the hardware allows."""

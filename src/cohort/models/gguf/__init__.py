@@ -1,0 +1,1 @@
+"""GGUF files: reading them and converting them to a Hugging Face folder."""

@@ -1,0 +1,1 @@
+"""Competition mathematics: reading final answers and deciding whether they equal the reference."""

@@ -1,0 +1,236 @@
+"""A run whose training is pretended: everything about a run but the model. Tests call it, and kill it.
+
+python -m tests.helpers.pretend_run DIRECTORY          start or resume, print the closing line
+python -m tests.helpers.pretend_run DIRECTORY kill N   the same, and SIGKILL itself at the N-th line of the store
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+import cohort
+from cohort.config.kinds import RL
+from cohort.config.schema import BatchConfig, EvalConfig, SaveConfig
+from cohort.evaluation.records import EvalAnswer, EvalItem, Evaluation
+from cohort.jobs import rl
+from cohort.logs.view import View, make_view
+from cohort.loops.stats import rollout_metrics
+from cohort.run.checkpoint import Checkpoint
+from cohort.run.directory import RunDirectory
+from cohort.run.job import StepRecord, rollout_record
+from cohort.run.life import Run
+from cohort.run.store.reader import Reader
+from cohort.run.store.records import About
+from cohort.run.store.rollouts import load_rollouts, rollout_steps
+from cohort.tasks.base import get_task
+from cohort.types import Finish, Group, Prompt, Provenance, Sample
+from tests.helpers.evaluations import eval_setting
+
+PACKAGE = Path(cohort.__file__).parent
+WATCHED = (
+    *(str(PACKAGE / part) for part in ("run", "system/disk.py")),
+    shutil.__file__,  # where directories are removed file by file
+)
+
+
+def small_run(**changes: Any) -> RL:
+    values: dict[str, Any] = {
+        "recipe": "pretend",
+        "steps": 6,
+        "task": get_task("arithmetic")(),
+        "batch": BatchConfig(prompts=2, samples=2),
+        "eval": EvalConfig(every=3),
+        "save": SaveConfig(every=2, keep_last=2),
+    }
+    return RL(**{**values, **changes})
+
+
+def pretend_groups(seed: int, num_groups: int = 2, group_size: int = 2) -> list[Group]:
+    """Groups with every field filled, of float32 numbers, from a seed."""
+    rng = random.Random(seed)
+
+    def floats(n: int) -> list[float]:
+        return torch.tensor([rng.uniform(-3, 0) for _ in range(n)]).tolist()
+
+    def sample(index: int) -> Sample:
+        n = rng.randint(1, 8)
+        return Sample(
+            tokens=[rng.randrange(50_000) for _ in range(n)],
+            provenance=[Provenance.SAMPLED] * n,
+            sampler_logprobs=floats(n),
+            versions=[(0, seed)],
+            finish=rng.choice([Finish.STOP, Finish.LENGTH]),
+            text=f"answer {rng.randrange(100)}",
+            parts={"correct": float(index == 0), "format": rng.random()},
+            reward=float(index == 0) + rng.random(),
+            old_logprobs=floats(n),
+            advantage=rng.uniform(-1, 1),
+        )
+
+    return [
+        Group(
+            prompt=Prompt(
+                task="arithmetic",
+                id=str(rng.randrange(4)),  # prompts come again
+                visit=seed,
+                row={"id": "x", "numbers": [1, 2]},
+                messages=[{"role": "user", "content": f"what is {position}?"}],
+                tokens=[1, 2, 3],
+                provenance=[Provenance.PROMPT] * 3,
+            ),
+            samples=[sample(i) for i in range(group_size)],
+        )
+        for position in range(num_groups)
+    ]
+
+
+class Pretender:
+    """The job of training four numbers, moved by momentum, so that any lost or repeated step changes the end."""
+
+    def __init__(self, config: RL | None = None) -> None:
+        self.config = config or small_run()
+        self.weights = torch.zeros(4)
+        self.momentum = torch.zeros(4)
+        self.cursor = 0
+
+    def about(self) -> About:
+        return rl.about(self.config)
+
+    def next_commands(self, run: Path, step: int) -> list[list[str]]:
+        return rl.next_commands(self.config, run, step)
+
+    def step(self, step: int, groups: Sequence[Group]) -> StepRecord:
+        """Train on the groups; what is to be recorded of it."""
+        return rollout_record(step, groups, self.update(groups))
+
+    def update(self, groups: Sequence[Group]) -> dict[str, float]:
+        gradient = torch.tensor([s.advantage for g in groups for s in g.samples][:4])
+        self.momentum = 0.9 * self.momentum + gradient
+        self.weights = self.weights - 0.1 * self.momentum
+        self.cursor += len(groups)
+        return rollout_metrics(groups) | {
+            "loss": self.weights.sum().item(),
+            "grad_norm": gradient.norm().item(),
+        }
+
+    def evaluate(self, step: int) -> Evaluation:
+        accuracy = min(1.0, 0.1 * step + abs(self.weights[0].item()) % 0.1)
+        answer = EvalAnswer(text="2", finish="stop", num_tokens=3, correct=1.0, parts={"correct": 1.0}, reason="ok")
+        item = EvalItem(id="0", messages=[{"role": "user", "content": "1+1"}], prompt="1+1", answers=[answer])
+        return Evaluation(
+            setting=eval_setting(step=step, num_problems=1),
+            accuracy=accuracy,
+            low=accuracy - 0.05,
+            high=accuracy + 0.05,
+            mean_tokens=3.0,
+            finishes={"stop": 1},
+            items=[item],
+        )
+
+    def checkpoint(self, step: int) -> Checkpoint:
+        numbers = {"threads": torch.get_num_threads()}
+        return Checkpoint(step=step, cursor=self.cursor, optimizer={"w.momentum": self.momentum}, numbers=numbers)
+
+    def write_model(self, folder: Path) -> None:
+        folder.mkdir()
+        save_file({"w": self.weights}, folder / "model.safetensors")
+        (folder / "config.json").write_text("{}")
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        assert checkpoint.model is not None
+        self.weights = load_file(checkpoint.model / "model.safetensors")["w"]
+        self.momentum = checkpoint.optimizer["w.momentum"]
+        self.cursor = checkpoint.cursor
+
+
+def live(
+    directory: RunDirectory, view: View | None = None, during: Callable[[int], None] = lambda step: None
+) -> Pretender:
+    """Start or resume, to the end. `during` is called inside every step."""
+    config = directory.config
+    assert isinstance(config, RL)
+    pretender = Pretender(config)
+    with Run(directory, config, pretender, view or make_view("plain")) as run:
+        for step in run.steps():
+            record = pretender.step(step, pretend_groups(step))
+            during(step)
+            run.end_step(step, record)
+        run.finish()
+    return pretender
+
+
+def remains(directory: RunDirectory) -> dict[str, Any]:
+    """All that is left of a run apart from clock times, ids and the story of its interruptions."""
+    with Reader(directory.database) as reader:
+        metrics = [(m.step, m.name, m.value) for m in reader.metrics() if not m.name.startswith("time/")]
+        prompts = {p.id: (p.step, p.task, p.prompt_id) for p in reader.prompts()}
+        groups = [(g.step, g.position, prompts[g.prompt], g.visit, g.reward_mean) for g in reader.groups()]
+        samples = [(s.step, s.position, s.text, s.reward, s.advantage) for s in reader.samples()]
+    rollouts = {
+        s: load_rollouts(directory.rollouts / f"step-{s:06d}.safetensors") for s in rollout_steps(directory.rollouts)
+    }
+    newest = max(directory.checkpoints.glob("step-*"))
+    return {
+        "metrics": sorted(metrics),
+        "prompts": sorted(prompts.values()),
+        "groups": groups,
+        "samples": samples,
+        "rollouts": rollouts,
+        "evaluations": directory.evaluations(),
+        "model": (newest / "model" / "model.safetensors").read_bytes(),
+        "optimizer": (newest / "optimizer.safetensors").read_bytes(),
+        "state": {k: v for k, v in json.loads((newest / "state.json").read_text()).items() if k != "files"},
+        "left over": sorted(p.name for p in directory.path.rglob(".*") if p.name != ".lock"),
+    }
+
+
+class LineCounter:
+    """Counts the lines executed in the watched files, and kills this process at one of them."""
+
+    def __init__(self, kill_at: int = -1) -> None:
+        self.count = 0
+        self.kill_at = kill_at
+
+    def __enter__(self) -> LineCounter:
+        sys.settrace(self._call)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+
+    def _call(self, frame: FrameType, what: str, _: Any) -> Any:
+        return self._line if frame.f_code.co_filename.startswith(WATCHED) else None
+
+    def _line(self, frame: FrameType, what: str, _: Any) -> Any:
+        if what == "line":
+            self.count += 1
+            if self.count == self.kill_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return self._line
+
+
+def open_or_create(path: Path) -> RunDirectory:
+    return RunDirectory.open(path) if path.exists() else RunDirectory.create(path.parent, small_run(), path.name)
+
+
+def main(args: list[str]) -> None:
+    torch.set_num_threads(1)
+    directory = open_or_create(Path(args[0]))
+    with LineCounter(int(args[2]) if len(args) > 2 else -1):
+        live(directory)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

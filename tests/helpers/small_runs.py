@@ -1,0 +1,163 @@
+"""Whole steps in this process: a small run of the bundled model, assembled as `cohort train` does it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cohort.algos.algorithm import Loss
+from cohort.config.kinds import RL
+from cohort.config.schema import BatchConfig, EvalConfig, LearnerConfig, SamplingConfig
+from cohort.data.batch import Microbatch
+from cohort.jobs import build
+from cohort.jobs.build import Parts
+from cohort.learner.local import LocalLearner
+from cohort.loops.reuse import Replay
+from cohort.loops.rl import train
+from cohort.recipes.tiny import quickstart
+from cohort.rollout.producer import Producer
+from cohort.run.job import StepRecord
+from cohort.tasks.arithmetic import Arithmetic
+from cohort.tasks.environment import AgainRules, Episodes, KeyedDraws, Opening, Past, Step, ThinkAgain
+from cohort.types import Answer, Group, Outcome, Row
+from tests.helpers.decoders_and_groups import Packed
+
+
+def small_run(**changes: Any) -> RL:
+    """The quickstart with less of everything. One thread: what else runs on the machine changes nothing."""
+    values = {
+        "threads": 1,
+        "task": Arithmetic(train_size=24, test_size=12),
+        "batch": BatchConfig(prompts=6, samples=4),
+        "sampling": SamplingConfig(max_tokens=32),
+        "learner": LearnerConfig(token_budget=512),
+        "eval": EvalConfig(problems=6),
+    }
+    return replace(quickstart(), **{**values, **changes})
+
+
+@contextmanager
+def preserved() -> Iterator[None]:
+    """Leave torch's threads and determinism as they were found: a run sets them for its whole process."""
+    threads, mode = torch.get_num_threads(), torch.get_deterministic_debug_mode()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        torch.set_deterministic_debug_mode(mode)
+
+
+@contextmanager
+def assembled(config: RL) -> Iterator[Parts]:
+    """The parts of a run, closed afterwards."""
+    with preserved():
+        parts = build.assemble(config)
+        try:
+            yield parts
+        finally:
+            parts.close()
+
+
+@dataclass
+class Steps:
+    """What the loop needs of a `Run`, without a directory: remembers what every step ended with."""
+
+    first: int
+    num: int
+    ended: list[tuple[list[Group], StepRecord]] = field(default_factory=list)
+
+    def steps(self) -> Iterator[int]:
+        for step in range(self.first, self.first + self.num):
+            yield step
+            assert len(self.ended) == step + 1 - self.first
+
+    def end_step(self, step: int, record: StepRecord) -> None:
+        assert step == self.first + len(self.ended) and record.groups is not None
+        self.ended.append((list(record.groups), record))
+
+
+def run_steps(parts: Parts, num: int, first: int = 0) -> list[tuple[list[Group], StepRecord]]:
+    """`num` steps of the real loop."""
+    run = Steps(first, num)
+    replay = Replay(parts.config.replay, parts.config.seed, Path())  # nothing is kept here
+    train(run, parts.config, parts.producer, parts.learner, parts.sync, parts.algo, replay)
+    return run.ended
+
+
+def producer_of(parts: Parts, group_size: int, **changes: Any) -> Producer:
+    """The run's own rollouts in groups of another size, or with another engine, scorer or order."""
+    values: dict[str, Any] = {"engine": parts.engine, "scorer": parts.scorer, "stream": parts.producer.stream}
+    drawing = replace(parts.producer.drawing, group_size=group_size)
+    return Producer(**{**values, "drawing": drawing, **changes})
+
+
+class Graded:
+    """An environment that scores every answer with a function."""
+
+    def __init__(self, grade: Any) -> None:
+        self.grade = grade
+        self.row: Row = {}
+
+    def start(self, row: Row, draws: KeyedDraws) -> Opening:
+        self.row = row
+        return Opening(messages=[])
+
+    def step(self, answer: Answer) -> Step:
+        outcome = self.grade(self.row, answer)
+        return Step(parts=None if outcome.failure else outcome.parts, reason=outcome.failure or outcome.reason)
+
+
+class Grader:
+    """A scoring pool in this process: `grade(row, answer) -> Outcome`, given back `late` polls later, last first."""
+
+    def __init__(self, grade: Any, late: int = 0, again: AgainRules | None = None) -> None:
+        self.grade, self.late = grade, late
+        make = (lambda: Graded(grade)) if again is None else (lambda: ThinkAgain(Graded(grade), again))
+        self.episodes = Episodes(make)
+        self.seen: dict[str, Answer] = {}
+        self._held: list[tuple[str, Outcome]] = []
+        self._polls = 0
+
+    def submit(self, id: str, row: Row, answer: Answer, past: Past | None = None) -> None:
+        assert id not in self.seen or id not in dict(self._held), f"{id} twice"
+        self.seen[id] = answer
+        self._held.append((id, self.grade(row, answer) if past is None else self._step(row, answer, past)))
+
+    def _step(self, row: Row, answer: Answer, past: Past) -> Outcome:
+        step = self.episodes.step(row, past, answer)
+        if step.parts is None:
+            return Outcome(failure=step.reason)
+        return Outcome(parts=step.parts, reason=step.reason, replies=step.replies, cost=step.cost)
+
+    def drop(self, id: str) -> None:
+        assert id in dict(self._held), f"{id} is not being scored"
+        self._held = [held for held in self._held if held[0] != id]
+
+    def poll(self, timeout: float = 0.0) -> list[tuple[str, Outcome]]:
+        self._polls += 1
+        if self._polls % (self.late + 1):
+            return []
+        held, self._held = self._held[::-1], []
+        return held
+
+
+def gradient_rows(learner: LocalLearner, batch: Packed, loss: Loss) -> list[tuple[Microbatch, set[int]]]:
+    """Each microbatch with the rows of its final hidden states that got a gradient: the predictions the loss used."""
+    seen: list[Any] = []
+
+    def watch(module: Any, inputs: Any, hidden: Any) -> None:
+        hidden.retain_grad()
+        seen.append(hidden)
+
+    handle = learner.decoder.register_forward_hook(watch)
+    try:
+        learner.forward_backward(batch.minibatches[0], loss)
+    finally:
+        handle.remove()
+    touched = [set(h.grad.abs().sum(-1).nonzero()[:, 0].tolist()) for h in seen]
+    return list(zip(batch.minibatches[0].microbatches, touched, strict=True))

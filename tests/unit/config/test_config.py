@@ -1,0 +1,671 @@
+"""Recipes, overrides and the config file."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cohort.config import flags
+from cohort.config.algos import KLConfig
+from cohort.config.document import variant_name
+from cohort.config.kinds import RL
+from cohort.config.load import as_args, change, diff, dump, load, parse, validate
+from cohort.config.schema import (
+    ALGOS,
+    GRPO,
+    BatchConfig,
+    DrGRPO,
+    LearnerConfig,
+    LoraConfig,
+    OptimConfig,
+    RunConfig,
+    SamplingConfig,
+)
+from cohort.errors import ConfigError
+from cohort.recipes import RECIPES
+from cohort.tasks.arithmetic import Arithmetic
+from cohort.tasks.base import plain_answer
+from cohort.tasks.countdown import Countdown
+
+OWN_FILE = '''
+from __future__ import annotations
+
+from dataclasses import replace
+
+import cohort
+from cohort.recipes.tiny import quickstart
+
+
+@cohort.task("reverse_for_tests")
+class Reverse:
+    """Spell backwards."""
+
+    length: int = 5
+    alphabet: tuple[str, ...] = ("a", "b")
+
+    def rows(self, split):
+        yield {"id": split, "word": "ab"}
+
+    def prompt(self, row):
+        return [{"role": "user", "content": row["word"]}]
+
+    def score(self, row, answer):
+        return {"correct": float(answer.text == row["word"][::-1])}
+
+
+def mine():
+    """My own."""
+    return replace(quickstart(), task=Reverse(length=7), reward={})
+
+
+def wrong():
+    return {"steps": 5}
+'''
+
+
+@pytest.fixture(scope="module")
+def own_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("own") / "own.py"
+    path.write_text(OWN_FILE)
+    return path
+
+
+@pytest.mark.parametrize("name", sorted(RECIPES))
+def test_every_recipe_loads_and_survives_its_file(name: str) -> None:
+    config = load(name)
+    assert config.recipe == name
+    text = dump(config)
+    assert parse(text) == config
+    assert dump(parse(text)) == text
+    for field in config.variants:
+        assert type(getattr(parse(text), field)) is type(getattr(config, field))
+    if isinstance(config, RL):
+        assert set(config.reward) == set(config.task.parts), "every part has its weight written down"
+
+
+def num_settings(config: RunConfig) -> int:
+    """Lines of config.yaml that hold a value; a list counts as one."""
+
+    def count(tree: object) -> int:
+        return sum(map(count, tree.values())) if isinstance(tree, dict) else 1
+
+    return count(yaml.safe_load(dump(config)))
+
+
+@pytest.mark.parametrize("recipe", sorted(RECIPES))
+def test_no_file_has_more_than_120_settings(recipe: str) -> None:
+    everything_on = "--learner.lora.rank=2 --algo.kl.weight=0.1 --algo.correction.kind=mask --replay.prompts=1"
+    assert num_settings(load(recipe)) <= 120
+    if isinstance(load(recipe), RL):
+        assert num_settings(load(recipe, everything_on.split())) <= 120
+
+
+@pytest.mark.parametrize("task", ["arithmetic", "countdown"])
+@pytest.mark.parametrize("algo", sorted(ALGOS))
+def test_the_quickstarts_file_has_at_most_80_settings(algo: str, task: str) -> None:
+    config = load("quickstart", ["--algo", algo, "--task", task])
+    assert num_settings(config) <= 80
+    for section in dataclasses.fields(config):
+        value = getattr(config, section.name)
+        if dataclasses.is_dataclass(value):
+            assert len(dataclasses.fields(value)) <= 12, section.name
+
+
+def test_overrides_reach_their_field_and_no_other() -> None:
+    args = "--steps 7 --algo.kl.weight 0.01 --algo.kl.estimator k2 --task.max-digits=3 --learner.prefix-sharing false"
+    config = load("quickstart", args.split())
+    changed = diff(load("quickstart"), config)
+    assert {name: new for name, (_, new) in changed.items()} == {
+        "steps": 7,
+        "algo.kl.weight": 0.01,
+        "algo.kl.estimator": "k2",
+        "task.max_digits": 3,
+        "learner.prefix_sharing": False,
+    }
+
+
+def test_several_values_and_values_that_look_like_flags() -> None:
+    config = load("quickstart", ["--sampling.stop", "</answer>", "END", "--task.keep", "10", "500"])
+    assert config.sampling.stop == ("</answer>", "END")
+    assert config.task.keep == (10, 500)
+    assert load("quickstart", ["--model=--odd"]).model == "--odd"
+
+
+def test_a_variant_starts_from_its_own_defaults() -> None:
+    config = load("quickstart", ["--algo", "dr_grpo", "--task", "countdown", "--task.max-target", "50"])
+    assert config.algo == DrGRPO()
+    assert config.task == Countdown(max_target=50)
+    assert config.reward == dict.fromkeys(Countdown.parts, 1.0), "the weights belonged to the other task"
+
+
+def test_choosing_the_same_variant_keeps_the_recipes_values() -> None:
+    base = load("smollm2_arithmetic")
+    assert base.task.instructions
+    assert load("smollm2_arithmetic", ["--task", "arithmetic"]) == base
+
+
+def test_reward_weights_by_part() -> None:
+    config = load("quickstart", ["--reward.format", "0.25"])
+    assert config.reward == {"correct": 1.0, "format": 0.25}
+
+
+def test_python_callers_use_the_same_names() -> None:
+    settings = {"steps": 7, "sampling.stop": ("a", "b"), "algo": "dr_grpo", "learner.prefix_sharing": False}
+    config = load("quickstart", as_args(settings))
+    assert (config.steps, config.sampling.stop, config.algo) == (7, ("a", "b"), DrGRPO())
+    assert config.learner.prefix_sharing is False
+
+
+BAD_FLAGS = {
+    "--algo.clip-hi 0.3": "unknown flag --algo.clip-hi. Did you mean --algo.clip-high?",
+    "--lr 1e-4": "unknown flag --lr. Did you mean --optim.lr?",
+    "--stesp 3": "unknown flag --stesp. Did you mean --steps?",
+    "--zzzzz 3": "unknown flag --zzzzz. Add --help",
+    "--reward.fromat 0": "unknown flag --reward.fromat. Did you mean --reward.format?",
+    "--task countdown --task.max-digits 3": "unknown flag --task.max-digits. Did you mean --task.max-",
+    "--recipe x": "unknown flag --recipe",
+    "--algo dr_gpo": 'unknown algo "dr_gpo". Did you mean "dr_grpo"?',
+    "--task cuontdown": 'unknown task "cuontdown". Did you mean "countdown"?',
+    "--engine nativ": 'unknown engine "nativ". Did you mean "native"?',
+    "--steps many": '--steps must be a whole number, not "many".',
+    "--steps 1.5": '--steps must be a whole number, not "1.5".',
+    "--optim.lr fast": '--optim.lr must be a number, not "fast".',
+    "--algo.scale max": '--algo.scale must be one of std, batch, centred, mean, none, not "max".',
+    "--save.keep-best maybe": '--save.keep-best must be True or False, not "maybe".',
+    "--task.keep 1": '--task.keep must be 2 values (a whole number, a whole number), not "1".',
+    "--steps": "--steps takes one value (a whole number), got none.",
+    "--steps 1 2": "--steps takes one value (a whole number), got 2: 1 2.",
+    "--steps 1 --steps 2": "--steps is given twice",
+    "--algo grpo --algo grpo": "--algo is given twice",
+    "steps=3": 'unexpected "steps=3"',
+    "--task.min-digits 5 --steps x": '--steps must be a whole number, not "x".',
+    "--task.min-digits 5": "min_digits",
+    "--lora.rank 4": "unknown flag --lora.rank. Did you mean --learner.lora.rank?",
+    "--learner.lora.targets q": "must be one of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj (several",
+}
+
+
+@pytest.mark.parametrize(("args", "message"), BAD_FLAGS.items(), ids=BAD_FLAGS)
+def test_bad_flags(args: str, message: str, capfd: pytest.CaptureFixture[str]) -> None:
+    from cohort.errors import CohortError
+
+    with pytest.raises(CohortError) as caught:
+        load("quickstart", args.split())
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert capfd.readouterr() == ("", ""), "the parser must not print a message of its own"
+
+
+BAD_VALUES = {
+    "--steps 0": "steps is 0; it must be at least 1",
+    "--optim.lr nan": "optim.lr is nan; it must be a finite number",
+    "--optim.lr -1": "optim.lr is -1.0; it must be at least 0",
+    "--sampling.temperature 0": "sampling.temperature is 0.0; it must be above 0",
+    "--optim.beta2 1": "optim.beta2 is 1.0; it must be at least 0 and below 1",
+    "--optim.schedule linear --optim.lr-floor 2": "optim.lr_floor is 2.0; it must be from 0 to 1",
+    "--optim.schedule linear --optim.lr-floor -1": "optim.lr_floor is -1.0; it must be from 0 to 1",
+    "--sampling.top-p nan": "sampling.top_p is nan; it must be above 0 and at most 1",
+    "--reward.format inf": "reward.format is inf; it must be a finite number",
+    "--batch.samples 1": "set --batch.samples to 2 or more",
+    "--learner.minibatches 100": "learner.minibatches is 100, but a batch has only 32 groups",
+    "--learner.token-budget 60": "learner.token_budget is 60, too small",
+    "--sampling.top-p 0.9": "add --sampling.allow-truncation True",
+    "--sampling.top-k 5": "add --sampling.allow-truncation True",
+    "--sampling.min-p 0.1": "add --sampling.allow-truncation True",
+    "--sampling.stop=": "empty string",
+    "--optim.warmup 60 --steps 60": "the run makes only 60 optimizer steps",
+    "--reward.correct 0 --reward.format 0": "there is nothing to learn",
+    "--algo.kl.estimator k1": "--algo.kl.estimator has no effect: algo.kl.weight is 0",
+    "--algo.kl.place loss": "--algo.kl.place has no effect: algo.kl.weight is 0",
+    "--optim.lr-floor 0.1": "--optim.lr-floor has no effect: the schedule is constant",
+    "--sampling.allow-truncation True": "--sampling.allow-truncation has no effect",
+    "--algo.clip-high 0.28": "--algo.clip-high has no effect: with one update per batch",
+    "--eval.temperature 0 --eval.samples 4": "--eval.samples has no effect: at temperature 0",
+    "--learner.lora.rank -1": "learner.lora.rank is -1; it must be at least 0",
+    "--learner.lora.rank 4 --learner.lora.alpha 0": "learner.lora.alpha is 0.0; it must be above 0",
+    "--learner.lora.rank 4 --learner.lora.alpha inf": "learner.lora.alpha is inf; it must be a finite number",
+    "--learner.lora.rank 4 --learner.lora.targets": "learner.lora.targets is []; name one matrix or more",
+    "--learner.lora.rank 4 --learner.lora.targets q_proj q_proj": "['q_proj', 'q_proj']; name one matrix or more, each",
+    "--learner.lora.alpha 16": "--learner.lora.alpha has no effect: there are no adapters; set --learner.lora.rank",
+    "--learner.lora.base nf4": "--learner.lora.base has no effect: there are no adapters",
+    "--learner.lora.load x --learner.lora.rank 4": "--learner.lora.rank has no effect: it comes with the adapters of",
+}
+
+
+@pytest.mark.parametrize(("args", "message"), BAD_VALUES.items(), ids=BAD_VALUES)
+def test_impossible_and_ineffective_settings(args: str, message: str) -> None:
+    base = replace(RECIPES["quickstart"](), batch=BatchConfig(prompts=32, samples=8))
+    with pytest.raises(ConfigError) as caught:
+        change(base, args.split())
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+GOOD_VALUES = [
+    "--algo.kl.weight 0.01 --algo.kl.estimator k1 --algo.kl.place reward",
+    "--optim.schedule cosine --optim.lr-floor 0.1",
+    "--sampling.top-p 0.9 --sampling.allow-truncation true",
+    "--learner.epochs 2 --algo.clip-high 0.28",
+    "--learner.minibatches 2 --algo.clip-low 0.1",
+    "--eval.temperature 0",
+    "--steps 3",
+    "--learner.lora.rank 16 --learner.lora.alpha 8 --learner.lora.targets q_proj down_proj --learner.lora.base nf4",
+    "--learner.lora.load folder --learner.lora.base nf4",
+]
+
+
+@pytest.mark.parametrize("args", GOOD_VALUES)
+def test_settings_with_an_effect_are_accepted(args: str) -> None:
+    load("quickstart", args.split())
+
+
+def test_a_recipes_own_setting_without_effect_is_refused() -> None:
+    config = RL(task=Arithmetic(), optim=OptimConfig(lr_floor=0.1))
+    with pytest.raises(ConfigError, match="lr-floor has no effect"):
+        change(config)
+
+
+def test_adapters_of_a_recipe_are_checked_as_deep_as_they_lie() -> None:
+    tuned = RL(task=Arithmetic(), learner=LearnerConfig(lora=LoraConfig(alpha=8.0)))
+    with pytest.raises(ConfigError, match=r"lora\.alpha has no effect"):
+        change(tuned)
+    lora = LoraConfig(rank=2, targets=("q_prj",))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r'targets has no "q_prj". Did you mean "q_proj"'):
+        validate(RL(task=Arithmetic(), learner=LearnerConfig(lora=lora)))
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ("--algo.baseline batch", "algo.scale = std divides"),
+        ("--algo reinforce --algo.scale mean", "algo.scale = mean divides"),
+        ("--algo reinforce --algo.dead drop", "groups of equal rewards have a gradient"),
+        ("--algo reinforce_pp --algo.dead refill", "groups of equal rewards have a gradient"),
+        ("--algo.kl.weight 0.1 --algo.kl.to sampler", "the sampler is the policy"),
+        ("--algo.kl.weight 0.1 --algo.kl.refresh 1", "the reference is the policy"),
+        ("--algo.kl.weight 0.1 --algo.kl.estimator k1", "gradient of zero on average"),
+        ("--algo.correction.kind mask --algo.correction.bounds 1.5 2", "with 1 between them"),
+        ("--algo.correction.kind truncate --algo.correction.bounds 0 inf", "with 1 between them"),
+        ("--algo cispo --learner.minibatches 2 --algo.clip-high 0.2", "at least 1"),
+        ("--algo gspo --learner.minibatches 2 --algo.clip-low 2", "from 0 to 1"),
+        ("--algo.entropy 3 --algo.entropy-target 0.5", "at most 1"),
+        ("--algo pass_at_k --algo.k 99", "more than batch.samples"),
+        ("--algo rloo --batch.samples 1", "batch.samples is 1"),
+    ],
+)
+def test_algorithms_refuse_what_would_do_nothing_or_harm(args: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load("quickstart", args.split())
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        "--algo reinforce --batch.samples 1",
+        "--algo gmpo --learner.minibatches 2 --algo.clip-low 1.5",
+        "--algo.kl.weight 0.1 --algo.kl.to sampler --learner.epochs 2",
+        "--algo.kl.weight 0.1 --algo.kl.refresh 2",
+        "--algo.kl.weight 0.1 --algo.kl.estimator k1 --algo.kl.place reward",
+        "--algo.correction.kind mask --algo.correction.bounds 0.5 5 --replay.prompts 4",
+        "--algo.baseline batch --algo.scale batch",
+    ],
+)
+def test_algorithms_accept_what_acts(args: str) -> None:
+    load("quickstart", args.split())
+
+
+BAD_SFT = {
+    "--eval.every 3": "--eval.every has no effect: an sft run is not evaluated; measure its model with cohort eval",
+    "--save.keep-best false": "--save.keep-best has no effect: an sft run is not evaluated",
+    "--save.rollouts 2": "--save.rollouts has no effect: an sft run samples nothing",
+    "--learner.prefix-sharing false": "--learner.prefix-sharing has no effect: an example has one answer",
+    "--template text": "use --template chat",
+    "--learner.minibatches 99": "a step has only 64 examples (batch.examples) to divide",
+    "--data.think 0.9 --data.broken 0.2": "data.think + data.broken is 1.1; it must be at most 1",
+    "--data.right 2": "data.right is 2.0; it must be from 0 to 1",
+    "--batch.examples 0": "batch.examples is 0; it must be at least 1",
+    "--batch.prompts 4": "unknown flag --batch.prompts. Did you mean --batch.examples?",
+    "--data tracse": 'unknown data "tracse". Did you mean "traces"?',
+    "--sampling.max-tokens 4": "unknown flag --sampling.max-tokens",
+}
+
+
+@pytest.mark.parametrize(("args", "message"), BAD_SFT.items(), ids=BAD_SFT)
+def test_sft_has_its_own_settings_and_no_others(args: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load("tiny_sft", args.split())
+    assert message in str(caught.value)
+
+
+def test_a_file_of_sft_has_no_settings_of_evaluations() -> None:
+    config = load("tiny_sft", ["--batch.examples", "8", "--learner.lora.rank", "2"])
+    tree = yaml.safe_load(dump(config))
+    assert (tree["kind"], tree["data"]["name"], tree["batch"]) == ("sft", "traces", {"examples": 8})
+    assert "eval" not in tree and "task" not in tree
+    assert diff(config, load("quickstart"))["kind"] == ("sft", "rl")
+
+
+def test_switching_off_what_a_recipe_tuned_is_no_error() -> None:
+    config = RL(task=Arithmetic(), algo=GRPO(kl=KLConfig(weight=0.1, estimator="k1")))
+    assert change(config, ["--algo.kl.weight", "0"]).algo.kl.weight == 0
+    with pytest.raises(ConfigError, match=r"kl\.estimator has no effect"):
+        change(config, ["--algo.kl.weight", "0", "--algo.kl.estimator", "k2"])
+
+
+def test_a_config_without_a_task_is_refused() -> None:
+    with pytest.raises(ConfigError, match="has no task"):
+        change(RL())
+
+
+def test_unknown_reward_part_in_a_recipe() -> None:
+    with pytest.raises(ConfigError, match=r'unknown reward part "formt".*Did you mean "format"'):
+        change(RL(task=Arithmetic(), reward={"formt": 0.5}))
+
+
+nasty = st.one_of(
+    st.text(min_size=1, max_size=12),
+    st.sampled_from(["yes", "null", "1e-3", "~", "a: b", "- x", "#", "1", "\x85"]),
+)
+
+
+@given(
+    model=nasty,
+    stop=st.lists(nasty, max_size=3),
+    lr=st.floats(0, 1, allow_nan=False),
+    eps=st.floats(1e-300, 1, exclude_min=True),
+    seed=st.integers(0, 2**63),
+    dr=st.booleans(),
+)
+def test_parse_is_the_inverse_of_dump(model: str, stop: list[str], lr: float, eps: float, seed: int, dr: bool) -> None:
+    config = replace(
+        RECIPES["quickstart"](),
+        model=model,
+        seed=seed,
+        sampling=SamplingConfig(stop=tuple(stop)),
+        optim=OptimConfig(lr=lr, eps=eps),
+        algo=DrGRPO(clip_high=0.3) if dr else GRPO(kl=KLConfig(weight=0.1)),
+    )
+    again = parse(dump(config))
+    assert again == config
+    assert type(again.algo) is type(config.algo)
+    assert diff(again, config) == {}
+
+
+BROKEN = {
+    "steps: 60": ("steps: sixty", "steps must be a whole number, not 'sixty'"),
+    "seed: 0": ("seed: 0.5", "seed must be a whole number, not 0.5"),
+    "prompts:": ("promts:", 'unknown setting batch.promts. Did you mean "prompts"?'),
+    "schedule: constant": (
+        "schedule: wavy",
+        "optim.schedule must be one of constant, linear, cosine, not 'wavy'",
+    ),
+    "name: grpo": ("name: grop", 'unknown algo "grop". Did you mean "grpo"?'),
+    "model: tiny": ("", "model is missing"),
+    "threads: 0": ("threads: true", "threads must be a whole number, not True"),
+    "recipe: quickstart": ("recipe: [", "not valid YAML"),
+}
+
+
+@pytest.mark.parametrize("old", BROKEN)
+def test_a_damaged_file_is_refused_by_name(old: str) -> None:
+    new, message = BROKEN[old]
+    text = dump(replace(load("quickstart"), steps=60, seed=0, threads=0))
+    assert text.count(old) >= 1
+    with pytest.raises(ConfigError) as caught:
+        parse(text.replace(old, new, 1))
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        ("  keep_best: true\n", "save.keep_best = True"),
+        ("  schedule: constant\n", "optim.schedule = 'constant'"),
+        ("    base: keep\n    load: ''\n", "learner.lora.base = 'keep', learner.lora.load = ''"),
+        ("    refresh: 0\n", "algo.kl.refresh = 0"),
+    ],
+)
+def test_a_file_of_before_a_setting_takes_its_default_and_says_so(
+    lines: str, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = load("tiny_lora", ["--algo.kl.weight", "0.1"])
+    text = dump(config)
+    assert text.count(lines) == 1
+    assert parse(text.replace(lines, ""), "runs/a/config.yaml") == config
+    warned = f"runs/a/config.yaml is of an earlier version of Cohort; what it does not say is taken as {said}"
+    assert [r.getMessage() for r in caplog.records] == [warned]
+
+
+@pytest.mark.parametrize("section", [f.name for f in fields(RL) if f.name != "replay"])
+def test_a_file_without_a_whole_section_is_damaged(section: str) -> None:
+    tree = yaml.safe_load(dump(load("quickstart")))
+    del tree[section]
+    with pytest.raises(ConfigError, match=rf"{section}(\.name)? is missing; restore the file"):
+        parse(yaml.safe_dump(tree))
+
+
+def test_a_run_from_before_there_was_an_order_goes_on_in_rounds() -> None:
+    tree = yaml.safe_load(dump(load("quickstart"))) | {"format": 1}
+    del tree["rollout"]
+    assert parse(yaml.safe_dump(tree)).rollout.order == "rounds"
+
+
+def test_a_whole_file_warns_of_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    parse(dump(load("quickstart")))
+    assert caplog.records == []
+
+
+OFF = {  # what can be off, the setting that turns it on, and another of its settings
+    "learner.lora": ("--learner.lora.rank 4", "--learner.lora.alpha 8"),
+    "replay": ("--replay.prompts 2 --algo.correction.kind mask", "--replay.steps 9"),
+    "algo.kl": ("--algo.kl.weight 0.5", "--algo.kl.estimator k2"),
+    "algo.correction": ("--algo.correction.kind truncate", "--algo.correction.level sequence"),
+}
+
+
+@pytest.mark.parametrize("section", OFF)
+def test_what_is_off_is_not_written_and_what_decides_turns_it_on(section: str) -> None:
+    on, other = (args.split() for args in OFF[section])
+    off = yaml.safe_load(dump(load("quickstart")))
+    config = load("quickstart", [*on, *other])
+    text = dump(config)
+    written = yaml.safe_load(text)
+    for part in section.split(".")[:-1]:
+        off, written = off[part], written[part]
+    name = section.rpartition(".")[2]
+    assert name not in off
+    assert written[name][other[0].rpartition(".")[2]] is not None
+    assert parse(text) == config and dump(parse(text)) == text
+    with pytest.raises(ConfigError, match="has no effect"):
+        load("quickstart", other)
+
+
+def test_what_is_off_makes_no_difference() -> None:
+    """A setting of what does not act is neither written nor compared: a run with it is the same run."""
+    idle = replace(load("quickstart"), algo=GRPO(kl=KLConfig(estimator="k2")))
+    assert diff(idle, load("quickstart")) == {} and dump(idle) == dump(load("quickstart"))
+    switched_off = change(
+        RL(task=Arithmetic(), algo=GRPO(kl=KLConfig(weight=0.1, estimator="k2"))), ["--algo.kl.weight", "0"]
+    )
+    assert parse(dump(switched_off)) == switched_off
+
+
+def test_a_missing_kl_section_is_the_algorithms_own_default() -> None:
+    config = load("quickstart", ["--algo", "reinforce_pp"])
+    assert parse(dump(config)).algo.kl.estimator == "k1" and "kl:" not in dump(config)
+
+
+def first_format(config: RL) -> str:
+    """The file that the first version of Cohort wrote: no format, no kind, and all that is off."""
+    tree = {"reward": config.reward}
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if field.name != "reward":
+            tree[field.name] = json.loads(json.dumps(dataclasses.asdict(value))) if is_dataclass(value) else value
+    for field in config.variants:
+        tree[field] = {"name": variant_name(field, getattr(config, field)), **tree[field]}
+    return yaml.safe_dump(tree)
+
+
+@pytest.mark.parametrize("recipe", sorted(RECIPES))
+def test_a_file_of_the_first_format_is_the_same_config(recipe: str, caplog: pytest.LogCaptureFixture) -> None:
+    config = load(recipe)
+    if isinstance(config, RL):
+        text = first_format(config)
+        assert "correction:" in text and not {"format: 2", "kind: rl"} & set(text.splitlines())
+        assert parse(text) == config and diff(parse(text), config) == {}
+        assert caplog.records == []
+
+
+def test_files_of_later_versions_and_other_kinds_are_refused() -> None:
+    text = dump(load("quickstart"))
+    assert text.startswith("format: 2\nkind: rl\n")
+    for old, new, message in (
+        ("format: 2", "format: 3", "config.yaml has format 3, this Cohort knows 2: upgrade Cohort"),
+        ("format: 2", "format: two", "format must be a whole number"),
+        ("kind: rl", "kind: rll", "kind is 'rll'. Did you mean \"rl\"?"),
+        ("kind: rl\n", "", "kind is None"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            parse(text.replace(old, new, 1))
+        assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_recipe_of_before_there_were_kinds_is_told_what_to_write() -> None:
+    with pytest.raises(ConfigError, match=r"write RL\(\.\.\.\) instead"):
+        RunConfig(task=Arithmetic(), steps=5)
+    assert isinstance(RL(), RunConfig) and copy.deepcopy(RL(steps=5)) == RL(steps=5)
+
+
+def test_every_number_has_bounds() -> None:
+    """Also where an algorithm declares a field again for another default."""
+    configs = [load("quickstart", ["--algo", algo]) for algo in ALGOS]
+    configs += [load("quickstart", ["--turns", "think_again"]), load("tiny_sft")]
+    numbers = [(n, leaf) for c in configs for n, leaf in flags.leaves(c).items() if leaf.type in (int, float)]
+    assert {n for n, leaf in numbers if not leaf.bounds and not n.startswith(("task.", "reward."))} == set()
+    assert len({n for n, _ in numbers}) > 50
+
+
+@pytest.mark.parametrize("text", ["", "just text", "[1, 2]", "steps: 5"])
+def test_what_is_no_config_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError):
+        parse(text)
+
+
+def test_secrets_are_never_written() -> None:
+    config = load("quickstart")
+    with pytest.raises(ConfigError, match="password in an address"):
+        dump(replace(config, model="https://me:hunter2@host/model"))
+
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Keyed(DrGRPO):
+        api_key: str = "sk-123"
+
+    ALGOS["keyed"] = Keyed
+    try:
+        with pytest.raises(ConfigError, match=r"algo\.api_key looks like a secret"):
+            dump(replace(config, algo=Keyed()))
+    finally:
+        del ALGOS["keyed"]
+
+
+def test_diff_names_what_changed() -> None:
+    a = load("quickstart")
+    b = load("quickstart", ["--steps", "3", "--algo", "dr_grpo", "--task", "countdown"])
+    changed = diff(a, b)
+    assert changed["steps"] == (a.steps, 3)
+    assert changed["algo"] == ("grpo", "dr_grpo")
+    assert changed["algo.scale"] == ("std", "none")
+    assert changed["task"] == ("arithmetic", "countdown")
+    assert "optim.lr" not in changed
+    assert diff(a, a) == {}
+
+
+def test_recipe_and_task_in_a_file_of_ones_own(own_file: Path) -> None:
+    config = load(f"{own_file}:mine", ["--task.alphabet", "x", "y", "z"])
+    assert config.recipe == f"{own_file}:mine"
+    assert (config.task.length, config.task.alphabet) == (7, ("x", "y", "z"))
+    assert config.reward == {"correct": 1.0}
+    text = dump(config)
+    assert parse(text) == config
+    # another process knows nothing of the file until the config leads it there
+    program = "import sys; from cohort.config.load import parse; print(parse(sys.stdin.read()).task.length)"
+    done = subprocess.run([sys.executable, "-c", program], input=text, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "7"
+
+
+def test_task_from_a_file_on_a_built_in_recipe(own_file: Path) -> None:
+    config = load("quickstart", ["--task", f"{own_file}:reverse_for_tests", "--task.length", "3"])
+    assert config.task.length == 3
+    assert parse(dump(config)) == config
+
+
+def test_files_that_cannot_be_used(own_file: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken.py"
+    broken.write_text("def f(:\n")
+    for spec, message in {
+        f"{own_file}:mien": 'no function "mien".*Did you mean "mine"',
+        f"{own_file}:wrong": "returned a dict; it must return a RunConfig",
+        str(own_file): "names a file but nothing in it",
+        f"{tmp_path}/none.py:f": "there is no file",
+        f"{broken}:f": "line 1",
+        "quickstrat": 'unknown recipe "quickstrat". Did you mean "quickstart"',
+    }.items():
+        with pytest.raises(ConfigError, match=message):
+            load(spec)
+
+
+FLAGS = """
+model steps seed threads template device task turns algo engine reward.correct reward.format batch.prompts batch.samples
+sampling.max_tokens sampling.temperature sampling.top_p sampling.top_k sampling.min_p sampling.stop
+sampling.allow_truncation engine.slots engine.weights rollout.order eval.turns
+algo.baseline algo.scale algo.aggregate algo.truncated algo.dead
+algo.entropy algo.entropy_target algo.kl.weight algo.kl.to algo.kl.estimator algo.kl.place algo.kl.target
+algo.kl.refresh algo.correction.kind algo.correction.level algo.correction.bounds algo.clip_low algo.clip_high
+algo.dual_clip replay.prompts replay.steps optim.lr optim.schedule optim.warmup
+optim.lr_floor optim.beta1 optim.beta2 optim.eps optim.weight_decay optim.clip_norm
+learner.epochs learner.minibatches learner.token_budget learner.prefix_sharing learner.dtype learner.lora.rank
+learner.lora.alpha learner.lora.targets learner.lora.base learner.lora.load eval.every
+eval.problems eval.samples eval.temperature save.every save.keep_last save.keep_best save.rollouts
+""".split()  # noqa: SIM905 (a list of sixty literals is no easier to read)
+
+
+def test_the_flags_of_train_change_only_on_purpose() -> None:
+    from cohort.config.load import _settings
+
+    found = {name for name in flags.leaves(_settings(load("quickstart"))) if not name.startswith("task.")}
+    assert found == set(FLAGS)
+
+
+README = Path(__file__).resolve().parents[3] / "README.md"
+
+
+def test_the_task_in_the_readme_loads(tmp_path: Path) -> None:
+    block = re.search(r"```python\n(# sums\.py.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+    assert block is not None
+    (tmp_path / "sums.py").write_text(block[1], encoding="utf-8")
+    task = load(f"{tmp_path}/sums.py:sums").task
+    train, test = ([(row["a"], row["b"]) for row in task.rows(split)] for split in ("train", "test"))
+    assert len(test) >= 500 and not set(train) & set(test)
+    row = {"a": 12, "b": 30}
+    for text, expected in (("<answer>42</answer>", 1.0), ("<answer>41</answer>", 0.0), ("42", 0.0)):
+        assert task.score(row, plain_answer(text)) == {"correct": expected}
+
+
+def test_the_commands_in_the_readme_load() -> None:
+    commands = re.findall(r"^cohort train (quickstart.*)$", README.read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(commands) >= 3
+    for command in commands:
+        recipe, *args = command.split()
+        load(recipe, args)

@@ -1,0 +1,138 @@
+"""Comparing evaluations: what is refused, what is noted, what is listed."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cohort.cli.main import main
+from cohort.errors import RunError
+from cohort.evaluation.compare import compare, find_evaluation
+from tests.helpers.evaluations import evaluation
+
+BEFORE = {"a": [0.0], "b": [0.0], "c": [1.0], "d": [1.0], "e": [0.0]}
+AFTER = {"e": [1.0], "d": [1.0], "c": [0.0], "b": [1.0], "a": [1.0]}
+
+
+def test_problems_are_matched_by_id_not_by_place():
+    found = compare(evaluation(BEFORE), evaluation(AFTER))
+    assert [p.id for p in found.won] == ["a", "b", "e"] and [p.id for p in found.lost] == ["c"]
+    assert (found.num_problems, found.difference.wins, found.difference.losses) == (5, 3, 1)
+    assert found.difference.mean == pytest.approx(0.4, abs=1e-12)
+    assert (found.won[0].question, found.won[0].first, found.won[0].second) == ("question a", 0.0, 1.0)
+    assert found.notes == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"grader": "g-2"}, "different graders, g-1 and g-2, and cannot be compared; the grader has changed"),
+        ({"task": "countdown"}, "different tasks, arithmetic and countdown"),
+        ({"split": "train"}, "different splits, test and train"),
+    ],
+)
+def test_another_grader_task_or_split_is_refused(changes, words):
+    with pytest.raises(RunError, match=words):
+        compare(evaluation(BEFORE), evaluation(AFTER, **changes))
+
+
+def test_another_setting_of_the_task_is_refused_unless_it_says_where_the_rows_are():
+    a = {"find": "marked", "data": "here", "columns": [], "test_size": 5}
+    compare(evaluation(BEFORE, knobs=a), evaluation(AFTER, knobs=a | {"data": "there", "test_size": 0}))
+    for b in (a | {"find": "last"}, {k: v for k, v in a.items() if k != "find"}):
+        with pytest.raises(RunError, match=r"settings of arithmetic, find = marked and (last|None), by which"):
+            compare(evaluation(BEFORE, knobs=a), evaluation(AFTER, knobs=b))
+
+
+def test_other_problems_or_other_words_are_refused():
+    with pytest.raises(RunError, match="different problems, 5 and 4, of which 4 are in both"):
+        compare(evaluation(BEFORE), evaluation({k: v for k, v in AFTER.items() if k != "a"}))
+    with pytest.raises(RunError, match="different problems, 4 and 5"):
+        compare(evaluation({k: v for k, v in AFTER.items() if k != "a"}), evaluation(BEFORE))
+    other = evaluation(AFTER)
+    items = [replace(item, messages=[{"role": "user", "content": "else"}]) for item in other.items]
+    with pytest.raises(RunError, match='problem "a" was asked in other words'):
+        compare(evaluation(BEFORE), replace(other, items=items))
+
+
+def test_another_template_or_temperature_is_noted():
+    sampling = {"max_tokens": 64, "temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "stop": []}
+    found = compare(evaluation(BEFORE), evaluation(AFTER, template="text", sampling=sampling, model="other"))
+    assert found.notes == ["template is chat in A and text in B", "temperature is 1.0 in A and 0.0 in B"]
+
+
+def test_problems_without_a_score_are_left_out_and_noted():
+    found = compare(evaluation({**BEFORE, "f": [None]}), evaluation({**AFTER, "f": [1.0]}))
+    assert found.num_problems == 5 and found.notes[0] == "1 problems without a score are left out"
+    with pytest.raises(RunError, match="no problem that both"):
+        compare(evaluation({"f": [None]}), evaluation({"f": [1.0]}))
+
+
+def test_the_command_prints_the_difference(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    for name, scores in (("a", BEFORE), ("b", AFTER)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(evaluation(scores, model=f"model {name}").to_json()))
+    files = [str(tmp_path / "a.json"), str(tmp_path / "b.json")]
+    assert main(["compare", *files, "--show", "2"]) == 0
+    shown = capsys.readouterr().out
+    assert "A           model a  0.400" in shown and "B           model b  0.800" in shown
+    assert "B - A: +0.400" in shown and "p = 0.62 (exact McNemar): no difference can be told" in shown
+    assert "of 5 problems B wins 3, loses 1, and is equal on 1" in shown
+    assert "won by B (3, the first 2):" in shown and "  0.00 -> 1.00  a: question a" in shown
+    assert "lost by B (1):" in shown and "  1.00 -> 0.00  c: question c" in shown
+    assert main(["compare", *files, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["difference"]["wins"] == 3 and [p["id"] for p in found["lost"]] == ["c"]
+    assert found["first"]["setting"]["model"] == "model a"
+
+
+def test_hostile_questions_are_escaped(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    sides = []
+    for score in (0.0, 1.0):
+        made = evaluation({"x": [score]})
+        item = replace(made.items[0], messages=[{"role": "user", "content": "\x1b[2Jboo"}])
+        file = tmp_path / f"{score}.json"
+        file.write_text(json.dumps(replace(made, items=[item]).to_json()))
+        sides.append(str(file))
+    assert main(["compare", *sides]) == 0
+    assert "\\x1b[2Jboo" in capsys.readouterr().out
+
+
+def test_what_is_no_evaluation_is_refused(tmp_path: Path):
+    file = tmp_path / "x.json"
+    for text in ("", "{}", "[1]", '{"setting": {}}'):
+        file.write_text(text)
+        with pytest.raises(RunError, match="damaged or not an evaluation"):
+            find_evaluation(file)
+    with pytest.raises(RunError, match="there is no evaluation or run"):
+        find_evaluation(tmp_path / "none.json")
+
+
+def test_other_answers_to_the_same_questions_are_refused():
+    with pytest.raises(RunError, match="same ids but other questions, answers or prompts"):
+        compare(evaluation(BEFORE), evaluation(AFTER, rows="other"))
+
+
+def test_better_is_said_only_where_interval_and_test_agree(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Five wins of twenty: the normal interval leaves zero out, the exact test (p = 1/16) does not."""
+    sides = []
+    for score in (0.0, 1.0):
+        file = tmp_path / f"{score}.json"
+        rows = {str(i): [score if i < 5 else 1.0] for i in range(20)}
+        file.write_text(json.dumps(evaluation(rows).to_json()))
+        sides.append(str(file))
+    assert main(["compare", *sides]) == 0
+    assert "p = 0.062 (exact McNemar): no difference can be told" in capsys.readouterr().out
+
+
+def test_a_runs_evaluations_are_found_without_its_tasks_file(tmp_path: Path):
+    (tmp_path / "run" / "eval").mkdir(parents=True)
+    (tmp_path / "run" / "config.yaml").write_text("task:\n  name: /gone/sums.py:sums\n")
+    for step, scores in ((0, BEFORE), (4, AFTER)):
+        file = tmp_path / "run" / "eval" / f"step-{step:06d}.json"
+        file.write_text(json.dumps(evaluation(scores, step=step).to_json()))
+    assert find_evaluation(tmp_path / "run").step == 4 and find_evaluation(tmp_path / "run@0").step == 0
+    with pytest.raises(RunError, match="has no evaluation of step 2; it has 0, 4"):
+        find_evaluation(tmp_path / "run@2")

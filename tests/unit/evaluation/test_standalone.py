@@ -1,0 +1,244 @@
+"""Evaluation outside a run: the split it names, what is on disk when it is killed, what is not made twice."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cohort.cli.eval import report
+from cohort.config.options import EvalOptions
+from cohort.errors import ConfigError, RunError, TaskError
+from cohort.evaluation.journal import Journal
+from cohort.evaluation.standalone import Examiner, file_name, folder_digest
+from cohort.models.catalog import resolve
+from cohort.scoring.pool import ScoringPool
+from cohort.tasks.arithmetic import Arithmetic
+from cohort.tasks.countdown import Countdown
+from cohort.tasks.gsm8k import GSM8K
+from cohort.types import Outcome
+from tests.helpers.evaluations import eval_item, eval_setting, evaluation
+from tests.helpers.fake_server import chat, serving
+from tests.helpers.foreign_models import folder_of
+from tests.helpers.small_runs import preserved
+
+SMALL = EvalOptions(limit=3, max_tokens=8, threads=1, device="cpu")
+TASK = Countdown(train_size=20, test_size=20)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quiet():
+    with preserved():
+        yield
+
+
+def examine(options: EvalOptions, task, out: Path, progress=lambda task, done, of: None):
+    examiner = Examiner("tiny", options)
+    found = examiner.run(examiner.prepare(task), out, progress)
+    return found.evaluation, found.path
+
+
+@pytest.mark.parametrize("split", ["test", "train"])
+def test_an_evaluation_is_on_the_split_it_names(split, tmp_path: Path):
+    found, path = examine(replace(SMALL, split=split), TASK, tmp_path)
+    rows = [str(row["id"]) for row in TASK.rows(split)]
+    assert [item.id for item in found.items] == rows[:3] and found.setting.split == split
+    assert json.loads(path.read_text())["setting"]["split"] == split
+    with pytest.raises(ConfigError, match=f"20 {split} rows"):
+        examine(replace(SMALL, limit=21, split=split), TASK, tmp_path)
+
+
+def test_completions_as_long_as_the_task_needs_and_the_context_allows(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"max-tokens 1024 .* context of 1024"):
+        examine(replace(SMALL, max_tokens=1024), TASK, tmp_path)
+    longest = examine(replace(SMALL, max_tokens=0, limit=1), Arithmetic(test_size=5), tmp_path)[0].setting
+    assert longest.sampling["max_tokens"] == 256
+    longest = examine(replace(SMALL, max_tokens=0, limit=1), TASK, tmp_path)[0].setting
+    assert longest.sampling["max_tokens"] == 1024
+
+
+def test_the_same_setting_is_not_evaluated_twice_and_another_has_its_own_file(tmp_path: Path):
+    first, path = examine(SMALL, TASK, tmp_path)
+    before = path.stat().st_mtime_ns
+    told: list[int] = []
+    again, same = examine(SMALL, TASK, tmp_path, lambda task, done, of: told.append(done))
+    assert again == first and same == path and path.stat().st_mtime_ns == before and not told
+    _, other = examine(replace(SMALL, seed=1), TASK, tmp_path)
+    assert other != path and path.exists()
+    with pytest.raises(RunError, match="other settings; delete it or choose another --out"):
+        examine(replace(SMALL, seed=1), TASK, path)
+    assert path.stat().st_mtime_ns == before
+
+
+def test_an_interrupted_evaluation_goes_on_where_it_was(tmp_path: Path):
+    whole, path = examine(replace(SMALL, limit=6), TASK, tmp_path / "whole")
+    out = tmp_path / "cut"
+
+    class Killed(Exception):
+        pass
+
+    def kill(task: str, done: int, of: int) -> None:
+        if done == 4:
+            raise Killed
+
+    with pytest.raises(Killed):
+        examine(replace(SMALL, limit=6), TASK, out, kill)
+    part = out / (path.name + ".part")
+    assert len(part.read_text().splitlines()) == 1 + 4 and not (out / path.name).exists()
+    with part.open("a") as file:
+        file.write('{"id": "half a li')  # as a kill in the middle of a write leaves it
+    told: list[int] = []
+    found, where = examine(replace(SMALL, limit=6), TASK, out, lambda task, done, of: told.append(done))
+    assert told == [4, 5, 6] and found == whole and where.read_text() == path.read_text() and not part.exists()
+
+
+def test_a_journal_of_other_settings_or_a_damaged_one_is_not_touched(tmp_path: Path):
+    out = tmp_path / "x.json"
+    with Journal(out, eval_setting()) as journal:
+        journal.add(eval_item("a", [1.0]))
+    before = journal.part.read_bytes()
+    with (
+        pytest.raises(RunError, match="other settings; delete it or choose another --out"),
+        Journal(out, eval_setting(seed=1)),
+    ):
+        pass
+    assert journal.part.read_bytes() == before
+    journal.part.write_bytes(before + b"not json\n")
+    with pytest.raises(RunError, match="damaged"), Journal(out, eval_setting()):
+        pass
+    journal.part.write_bytes(b"")
+    with Journal(out, eval_setting()) as journal:
+        assert journal.items == {}
+        journal.finish(evaluation({"a": [1.0]}))
+    assert out.exists() and not journal.part.exists()
+
+
+def test_raw_text_is_recorded_and_asked_without_a_template(tmp_path: Path):
+    found, _ = examine(replace(SMALL, template="text"), Arithmetic(test_size=5), tmp_path)
+    assert found.setting.template == "text"
+    assert all("<|im_start|>" not in item.prompt for item in found.items)
+    assert found.items[0].prompt == found.items[0].messages[0]["content"] + "\n\n"
+
+
+def test_a_file_is_named_after_everything_that_decides_the_result():
+    names = {
+        file_name(eval_setting(**c))
+        for c in (
+            {},
+            {"seed": 1},
+            {"grader": "g-2"},
+            {"knobs": {"x": 1}},
+            {"rows": "q"},
+            {"weights": "v"},
+            {"place": "cuda"},
+        )
+    }
+    assert len(names) == 7 and all(name.startswith("arithmetic-m-") for name in names)
+
+
+def test_an_item_whose_grader_failed_is_tried_again(tmp_path: Path):
+    out = tmp_path / "x.json"
+    with Journal(out, eval_setting()) as journal:
+        journal.add(eval_item("a", [1.0]))
+        journal.add(eval_item("b", [None]))
+        assert set(journal.items) == {"a", "b"}
+    with Journal(out, eval_setting()) as journal:
+        assert set(journal.items) == {"a"}
+
+
+def test_what_could_not_be_scored_is_tried_again_when_the_rest_is_there(tmp_path: Path, monkeypatch):
+    """With the grader mended, it alone is sampled."""
+    options = replace(SMALL, limit=0)
+    monkeypatch.setattr("cohort.rollout.producer.MAX_FAILED", 0.1)
+    whole, _ = examine(options, TASK, tmp_path / "whole")
+    with monkeypatch.context() as broken:
+        poll = ScoringPool.poll
+
+        def fail_one(pool: ScoringPool, timeout: float = 0.0) -> list[tuple[str, Outcome]]:
+            return [
+                (id, Outcome(failure="died") if id.startswith("3/") else found) for id, found in poll(pool, timeout)
+            ]
+
+        broken.setattr(ScoringPool, "poll", fail_one)
+        damaged, path = examine(options, TASK, tmp_path)
+    assert damaged.num_failed == 1
+    told: list[int] = []
+    mended, same = examine(options, TASK, tmp_path, lambda task, done, of: told.append(done))
+    assert told == [19, 20] and same == path and mended == whole
+
+
+def test_one_evaluation_is_made_by_one_process(tmp_path: Path):
+    out = tmp_path / "x.json"
+    with Journal(out, eval_setting()) as journal:
+        journal.add(eval_item("a", [1.0]))
+        with pytest.raises(RunError, match=r"x.json is being made by another process"), Journal(out, eval_setting()):
+            pass
+        journal.add(eval_item("b", [1.0]))
+    with Journal(out, eval_setting()) as journal:
+        assert set(journal.items) == {"a", "b"}
+
+
+def test_other_files_under_the_same_name_are_another_model(tmp_path: Path):
+    folder = tmp_path / "model"
+    shutil.copytree(resolve("tiny"), folder)
+    before = folder_digest(folder)
+    assert before == folder_digest(resolve("tiny"))
+    weights = next(folder.glob("*.safetensors"))
+    content = bytearray(weights.read_bytes())
+    content[len(content) // 2] ^= 1
+    weights.write_bytes(content)
+    assert folder_digest(folder) != before
+
+
+def test_one_long_prompt_shortens_no_others_completion(tmp_path: Path):
+    file = tmp_path / "numbers.jsonl"
+    rows = [{"question": "Count. " * n, "answer": "#### 1"} for n in (1, 150)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found, _ = examine(replace(SMALL, limit=0, max_tokens=0, temperature=1.0), GSM8K(data=str(file)), tmp_path)
+    assert found.setting.sampling["max_tokens"] == 1024 and len(found.items) == 2
+
+
+def test_prompts_that_do_not_fit_are_refused_or_left_out_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    file = tmp_path / "numbers.jsonl"
+    rows = [{"question": f"{n}. " + "Count. " * n, "answer": "#### 1"} for n in (1, 2, 900)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options, task = replace(SMALL, limit=0), GSM8K(data=str(file))
+    with pytest.raises(TaskError, match=r"more than the 1016 that fit .* --too-long skip"):
+        examine(options, task, tmp_path)
+    found, _ = examine(replace(options, too_long="skip"), task, tmp_path)
+    assert len(found.items) == found.setting.num_problems == 2 and found.setting.num_left_out == 1
+    assert "gsm8k: test prompts left out, over 1016 tokens: 1" in caplog.text
+    assert "left out     1 problems whose prompts do not fit" in " ".join(report(found).split("\n")).replace("|", " ")
+    file.write_text(json.dumps(rows[2]) + "\n")
+    with pytest.raises(TaskError, match="every test prompt is longer than 1016 tokens"):
+        examine(replace(options, too_long="skip"), task, tmp_path)
+
+
+@pytest.mark.parametrize("template", ["chat", "text"])
+def test_a_server_is_asked_if_it_is_named(template: str, tmp_path: Path):
+    def right(h, body) -> None:
+        asked = body["messages"][-1]["content"] if template == "chat" else body["prompt"]
+        a, b = map(int, re.findall(r"\d+", asked)[:2])
+        text = f"<answer>{a + b}</answer>"
+        h.reply(chat(text) if template == "chat" else {"choices": [{"text": text, "finish_reason": "stop"}]})
+
+    with serving() as server:
+        server.behaviours = [right]
+        options = EvalOptions(engine="server", url=server.url, limit=4, template=template)
+        with closing(Examiner("small", options)) as examiner:
+            exam = examiner.prepare(Arithmetic(min_terms=2, max_terms=2, operators="+", test_size=5))
+            found = examiner.run(exam, tmp_path).evaluation
+    assert found.accuracy == 1.0 and len(server.asked) == 4
+    assert (found.setting.engine, found.setting.place, found.setting.template) == ("server", server.url, template)
+    asked = found.items[0].messages[0]["content"]
+    assert found.items[0].prompt == ("" if template == "chat" else asked + "\n\n")
+
+
+def test_a_model_outside_the_native_family_is_recorded_as_such(tmp_path: Path):
+    examiner = Examiner(str(folder_of(tmp_path / "neo")), SMALL)
+    assert examiner.prepare(Arithmetic(test_size=5)).setting.engine == "transformers"

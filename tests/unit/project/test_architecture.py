@@ -1,0 +1,393 @@
+"""The shape of the code: who may import whom, how large things may grow, what must not appear at all."""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import subprocess
+import sys
+import tokenize
+import tomllib
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+PACKAGE = ROOT / "src" / "cohort"
+
+# A part is a folder or module of the package, or a module inside a folder where that one has another layer.
+LAYERS = {
+    0: ("types", "fates", "errors", "system"),
+    1: ("config", "text", "tasks", "scoring", "recipes"),
+    2: ("serialize", "world", "algos", "data"),
+    3: ("models",),
+    4: ("engines", "learner"),
+    5: ("rollout", "loops", "run", "evaluation", "logs"),
+    6: ("jobs", "evaluation.standalone", "inspect"),
+    7: ("cli", "__main__", "__init__"),
+}
+LAYER = {part: layer for layer, parts in LAYERS.items() for part in parts}
+
+# Besides its layer's rule: a part on the left never imports a part on the right.
+NEVER = {
+    "engines": {"learner"},
+    "learner": {"engines"},
+    "algos": {"tasks", "scoring", "recipes"},
+    "data": {"tasks", "scoring", "recipes"},
+}
+# Layer 5 sees layers 3 and 4 only through these.
+PROTOCOLS = {"engines.base", "engines.sync", "learner.base"}
+
+# A third-party (or weighty standard) module, and where alone it may be imported.
+WALLS = {
+    "rich": ("logs", "cli", "inspect.explain.screen"),
+    "tyro": ("config.flags", "config.load", "cli"),
+    "yaml": ("config.document", "run"),
+    "gguf": ("models.gguf",),
+    "jinja2": ("text",),
+    "tokenizers": ("text",),
+    "sqlite3": ("run.store",),
+    "transformers": ("models.auto",),
+    "urllib": ("models", "engines.site"),
+    "vllm": ("engines.vllm",),
+    "multiprocessing": ("scoring",),
+    "torch": (
+        *("world", "algos", "data", "models", "engines", "learner"),
+        *("evaluation", "run", "loops", "jobs", "inspect"),
+    ),
+    "safetensors": ("serialize", "models", "run"),
+    "wandb": ("logs.sinks.wandb_sink",),
+    "tensorboard": ("logs.sinks.tensorboard_sink",),
+    "trackio": ("logs.sinks.trackio_sink",),
+    "math_verify": ("tasks.mathematics.equality",),
+    "sympy": ("tasks.mathematics.equality",),
+    "latex2sympy2_extended": ("tasks.mathematics.equality",),
+    "langdetect": ("tasks.ifeval.instructions.language",),
+    "huggingface_hub": ("models.hub",),
+    "pyarrow": ("tasks.formats",),
+    "datasets": ("tasks.source",),
+    "triton": ("engines.native.cuda", "learner.kernels", "models.kernels"),
+}
+FORBIDDEN_MODULES = {"pickle", "cPickle", "dill", "shelve", "marshal"}
+FORBIDDEN_CALLS = {"eval", "exec", "torch.load", "torch.save"}
+
+# Named exceptions; they may only shrink: an entry that is no longer needed fails the test.
+LONG_FILES = {"engines.native.cuda.engine"}  # one class, whose parts are modules already; two lines over
+LONG_FUNCTIONS: set[str] = set()
+BROAD_EXCEPTS = {
+    "scoring.worker",  # the boundary around foreign graders
+    "logs.view",  # a terminal that breaks must not stop a run
+    "inspect.check.run",  # a loss that raises is a finding
+    "models.auto",  # the boundary of transformers: its classes raise what they like about a broken folder
+    "tasks.mathematics.equality",  # sympy and its parser raise every kind of error
+    "text.markup",  # the tokenizers library raises bare Exception for every malformed file
+}
+
+FILE_SOFT, FILE_HARD = 400, 500
+FUNCTION_SOFT, FUNCTION_HARD = 60, 80
+MAX_PARAMETERS = 8
+# What every training run is made of: all but the areas and tools below. It was 12,000 before records had a
+# serialisation, rollouts a producer, learners backends and runs kinds: boundaries cost lines.
+MAX_PACKAGE = 13_000
+AREAS = {  # leaves that nothing of it imports, or doors to other people's programs
+    ("tasks", "recipes"): 3_900,  # the traces that SFT imitates among them
+    ("models.auto", "engines.auto", "engines.vllm", "engines.server", "engines.site"): 1_200,
+    (*("models.catalog", "models.download", "models.hub", "models.shards", "models.gguf", "cli.pull"),): 1_200,
+}
+MAX_TOOL = 800
+TOOLS = (  # what only looks at runs, configs and machines
+    ("evaluation", "cli.eval", "cli.compare"),
+    ("inspect.bench", "models.limits", "cli.bench"),
+    ("inspect.check", "cli.check"),
+    ("inspect.explain", "cli.explain"),
+    ("inspect.replay", "cli.replay"),
+    ("logs.sinks",),
+)
+MAX_LOOP = 40
+
+
+def modules() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def dotted(path: Path) -> str:
+    """`engines.native.engine` for a file of the package; `__init__` for its root."""
+    parts = list(path.relative_to(PACKAGE).with_suffix("").parts)
+    if len(parts) > 1 and parts[-1] == "__init__":
+        parts.pop()
+    return ".".join(parts)
+
+
+def part_of(name: str) -> str:
+    """The longest part in LAYERS that holds the module `name`; its first word where none does."""
+    words = name.split(".")
+    prefixes = [".".join(words[:n]) for n in range(len(words), 0, -1)]
+    return next((prefix for prefix in prefixes if prefix in LAYER), words[0])
+
+
+def imports(path: Path) -> Iterator[tuple[str, int]]:
+    """Every imported module with its line, wherever in the file; `from a import b` counts as a and as a.b."""
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: relative import; write the full name"
+            module = node.module or ""
+            if module == "cohort":
+                yield from ((f"cohort.{alias.name}", node.lineno) for alias in node.names)
+            else:
+                yield module, node.lineno
+                if module.startswith("cohort."):
+                    inner = PACKAGE.joinpath(*module.split(".")[1:])
+                    for alias in node.names:
+                        if (inner / f"{alias.name}.py").exists() or (inner / alias.name).is_dir():
+                            yield f"{module}.{alias.name}", node.lineno
+
+
+def own_imports(path: Path) -> Iterator[tuple[str, int]]:
+    for name, line in imports(path):
+        if name.startswith("cohort."):
+            yield name.removeprefix("cohort."), line
+
+
+def is_inside(name: str, places: tuple[str, ...] | set[str]) -> bool:
+    return any(name == place or name.startswith(place + ".") for place in places)
+
+
+def functions(path: Path) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield f"{dotted(path)}:{node.name}", node
+
+
+def is_kernel(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    return any("triton.jit" in ast.unparse(decorator) for decorator in node.decorator_list)
+
+
+def test_every_module_has_a_layer() -> None:
+    unknown = sorted({part_of(dotted(path)) for path in modules()} - LAYER.keys())
+    assert not unknown, f"give these a layer in LAYERS: {unknown}"
+
+
+def test_imports_point_downwards() -> None:
+    wrong = []
+    for path in modules():
+        here = part_of(dotted(path))
+        for name, line in own_imports(path):
+            there = part_of(name)
+            if there == "__version__":
+                continue
+            if LAYER[there] > LAYER[here] or there in NEVER.get(here, set()):
+                wrong.append(f"{path.relative_to(ROOT)}:{line} {here} (layer {LAYER[here]}) imports {name}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_layer_five_sees_engines_and_learner_as_protocols() -> None:
+    wrong = []
+    for path in modules():
+        if LAYER[part_of(dotted(path))] != 5:
+            continue
+        for name, line in own_imports(path):
+            if LAYER[part_of(name)] in (3, 4) and name not in PROTOCOLS | {part_of(p) for p in PROTOCOLS}:
+                wrong.append(f"{path.relative_to(ROOT)}:{line} imports {name}; allowed: {sorted(PROTOCOLS)}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_third_party_walls() -> None:
+    wrong = []
+    for path in modules():
+        for name, line in imports(path):
+            top = part_of(name)
+            if top in WALLS and not is_inside(dotted(path), WALLS[top]):
+                wrong.append(f"{path.relative_to(ROOT)}:{line} imports {top}; allowed in: {WALLS[top] or 'nowhere'}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_third_party_imports_are_declared() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    optional = (
+        "data",
+        "hub",
+        "math",
+        "ifeval",
+        "vllm",
+        "gguf",
+        "cuda",
+        "wandb",
+        "tensorboard",
+        "trackio",
+        "transformers",
+    )
+    declared = [*project["dependencies"], *(e for name in optional for e in extras[name])]
+    names = {re.split(r"[<>=!~\[; ]", entry)[0].lower().replace("-", "_") for entry in declared}
+    names |= {"yaml"} if "pyyaml" in names else set()
+    used = {part_of(name) for path in modules() for name, _ in imports(path)}
+    foreign = used - set(sys.stdlib_module_names) - {"cohort"}
+    assert foreign <= names, f"imported but not in pyproject.toml: {sorted(foreign - names)}"
+
+
+def test_no_pickle_and_no_eval() -> None:
+    wrong = []
+    for path in modules():
+        for name, line in imports(path):
+            if part_of(name) in FORBIDDEN_MODULES:
+                wrong.append(f"{path.relative_to(ROOT)}:{line} imports {name}")
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in FORBIDDEN_CALLS:
+                wrong.append(f"{path.relative_to(ROOT)}:{node.lineno} calls {ast.unparse(node.func)}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_broad_excepts_are_named() -> None:
+    """Catching everything is for the boundary of foreign code; cleaning up and raising again is not that."""
+    found = set()
+    for path in modules():
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.ExceptHandler):
+                caught = "BaseException" if node.type is None else ast.unparse(node.type)
+                again = isinstance(node.body[-1], ast.Raise) and node.body[-1].exc is None
+            elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("suppress", "contextlib.suppress"):
+                caught, again = ast.unparse(node), False
+            else:
+                continue
+            if re.search(r"\b(Exception|BaseException)\b", caught) and not again:
+                found.add(dotted(path))
+    assert found == BROAD_EXCEPTS, f"new: {found - BROAD_EXCEPTS}; gone: {BROAD_EXCEPTS - found}"
+
+
+def test_file_sizes() -> None:
+    lines = {dotted(path): len(path.read_text(encoding="utf-8").splitlines()) for path in modules()}
+    huge = {name: n for name, n in lines.items() if n > FILE_HARD}
+    assert not huge, f"files over {FILE_HARD} lines: {huge}"
+    long = {name for name, n in lines.items() if n > FILE_SOFT}
+    assert long == LONG_FILES, f"over {FILE_SOFT} lines: {sorted(long - LONG_FILES)}; gone: {LONG_FILES - long}"
+
+
+def code_lines(path: Path) -> int:
+    """Lines that do something: blank lines, comments and docstrings are free, or the budget would be paid in them."""
+    source = path.read_text(encoding="utf-8")
+    skipped = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    lines = {line for t in tokens if t.type not in skipped for line in range(t.start[0], t.end[0] + 1)}
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            lines -= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    return len(lines)
+
+
+def test_package_size() -> None:
+    sizes = {dotted(path): code_lines(path) for path in modules()}
+    budgets = {**AREAS, **dict.fromkeys(TOOLS, MAX_TOOL)}
+    total = sum(size for name, size in sizes.items() if not any(is_inside(name, part) for part in budgets))
+    assert total <= MAX_PACKAGE, f"the package has {total} lines of code, more than {MAX_PACKAGE}"
+    for part, most in budgets.items():
+        own = sum(size for name, size in sizes.items() if is_inside(name, part))
+        assert 0 < own <= most, f"{part[0]} has {own} lines of code, more than {most}"
+
+
+def test_function_sizes() -> None:
+    long = set()
+    for path in modules():
+        for name, node in functions(path):
+            length = (node.end_lineno or node.lineno) - node.lineno + 1
+            assert length <= FUNCTION_HARD, f"{name} has {length} lines, more than {FUNCTION_HARD}"
+            if length > FUNCTION_SOFT:
+                long.add(name)
+    assert long == LONG_FUNCTIONS, f"over {FUNCTION_SOFT} lines: {long - LONG_FUNCTIONS}; gone: {LONG_FUNCTIONS - long}"
+
+
+def test_parameter_counts() -> None:
+    wrong = []
+    for path in modules():
+        for name, node in functions(path):
+            names = [a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+            count = len([n for n in names if n not in ("self", "cls")])
+            if count > MAX_PARAMETERS and not is_kernel(node):
+                wrong.append(f"{name} takes {count} parameters, more than {MAX_PARAMETERS}")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("kind", ["rl", "sft"])
+def test_the_training_loop_fits_on_a_screen(kind: str) -> None:
+    loops = [
+        node
+        for node in ast.walk(tree(PACKAGE / "loops" / f"{kind}.py"))
+        if isinstance(node, ast.For) and ".steps(" in ast.unparse(node.iter)
+    ]
+    assert len(loops) == 1, f"loops/{kind}.py has one loop, over run.steps()"
+    length = (loops[0].end_lineno or 0) - loops[0].lineno
+    assert length <= MAX_LOOP, f"the loop's body has {length} lines, more than {MAX_LOOP}"
+
+
+def test_config_and_cli_import_without_torch() -> None:
+    light = [path for path in modules() if LAYER[part_of(dotted(path))] in (0, 1, 7)]
+    names = ["cohort" if dotted(path) == "__init__" else f"cohort.{dotted(path)}" for path in light]
+    heavy = {"torch", "transformers", "numpy", "rich", "gguf"}
+    program = (
+        "import importlib, sys\n"
+        f"for name in {names!r}: importlib.import_module(name)\n"
+        f"print(sorted({heavy!r} & sys.modules.keys()))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[]", f"imported on the way: {done.stdout}"
+
+
+def project_files() -> list[Path]:
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if listed.returncode == 0:
+        return [path for name in listed.stdout.splitlines() if (path := ROOT / name).is_file()]
+    skipped = {".git", ".venv", ".venv-vllm", ".venv-peers", ".venv-kernels", "runs", "build", "dist"}
+    return [p for p in ROOT.rglob("*") if p.is_file() and not skipped & set(p.relative_to(ROOT).parts)]
+
+
+@pytest.mark.parametrize(
+    ("what", "pattern"),
+    [
+        ("package registry host", r"(pypi|pythonhosted|npmjs|crates|anaconda|conda)" + r"\.(org|io|com)\b"),
+        ("wheel index host", r"download\.pytorch" + r"\.org"),
+        ("path of one machine", r"(?<![\w.<{}])/(work|root|home|Users|opt|tmp/coord)" + r"/[\w.]"),
+    ],
+)
+def test_files_name_no_hosts_and_no_machine_paths(what: str, pattern: str) -> None:
+    found = []
+    for path in project_files():
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue  # weights and pictures
+        for number, line in enumerate(text.splitlines(), 1):
+            if re.search(pattern, line):
+                found.append(f"{path.relative_to(ROOT)}:{number}: {line.strip()[:100]}")
+    assert not found, f"{what}:\n" + "\n".join(found)
+
+
+def test_the_page_of_files_is_up_to_date() -> None:
+    found = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "import sys; sys.path[:0] = ['scripts']; import file_tree; print(file_tree.page(), end='')",
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    page = (ROOT / "docs" / "files.md").read_text(encoding="utf-8")
+    assert page == found.stdout, "docs/files.md is old; run python scripts/file_tree.py"

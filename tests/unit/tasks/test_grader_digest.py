@@ -1,0 +1,74 @@
+"""The digest of a grader names all the code that scores, and nothing else."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from cohort.tasks.arithmetic import Arithmetic
+from cohort.tasks.base import get_task
+from cohort.tasks.gsm8k import GSM8K
+from cohort.tasks.ifeval import instructions
+from cohort.tasks.ifeval.task import IFEval
+from cohort.tasks.mathematics.task import Math500
+from cohort.tasks.ref import grader_digest, load_file
+
+FILE = """
+import cohort
+from helper import right
+
+
+@cohort.task("helped")
+class Helped:
+    def rows(self, split): yield {"id": "0"}
+    def prompt(self, row): return [{"role": "user", "content": "?"}]
+    def score(self, row, answer): return {"correct": right(answer.text)}
+"""
+
+
+def read_through(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """The names of the files that are read from now on."""
+    seen: set[str] = set()
+    read = Path.read_bytes
+
+    def watched(path: Path) -> bytes:
+        seen.add(path.name)
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", watched)
+    return seen
+
+
+def test_every_check_of_ifeval_is_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = Path(instructions.__file__).parent
+    seen = read_through(monkeypatch)
+    grader_digest(IFEval())
+    checks = {p.name for p in folder.glob("*.py")} - {"__init__.py"}
+    assert checks - seen <= {"gold.py", "phrases.py"} and {"formats.py", "sentences.py", "ifeval.py"} <= seen
+
+
+def test_what_reads_numbers_and_compares_expressions_is_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = read_through(monkeypatch)
+    grader_digest(GSM8K())
+    assert {"gsm8k.py", "numbers.py", "answers.py", "expression.py"} <= seen and "arithmetic.py" not in seen
+    grader_digest(Math500())
+    assert {"mathematics.py", "equality.py", "notation.py", "quantity.py"} <= seen
+
+
+def test_it_names_the_task_and_not_its_settings() -> None:
+    assert grader_digest(Arithmetic()).startswith("arithmetic-")
+    assert grader_digest(Arithmetic()) == grader_digest(Arithmetic(max_terms=5))
+
+
+def test_a_users_own_module_beside_the_task_is_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "helper.py").write_text("def right(text): return float(text == 'a')\n")
+    (tmp_path / "my_task.py").write_text(FILE)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    load_file(tmp_path / "my_task.py")
+    task = get_task("helped")()
+    before = grader_digest(task)
+    (tmp_path / "helper.py").write_text("def right(text): return float(text == 'b')\n")
+    assert grader_digest(task) != before
+    sys.modules.pop("helper", None)

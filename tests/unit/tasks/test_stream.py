@@ -1,0 +1,327 @@
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cohort.errors import ConfigError, TaskError
+from cohort.run.store.rollouts import load_rollouts, save_rollouts
+from cohort.tasks.base import task
+from cohort.tasks.draws import Draws, permutation
+from cohort.tasks.stream import TaskStream
+from cohort.types import Group, Provenance
+
+
+@dataclass
+class Rendered:
+    tokens: list[int]
+    provenance: list[int]
+    forced_text: str
+
+
+class Letters:
+    """A tokenizer of one token a letter; a final assistant message is forced."""
+
+    def render(self, messages: list[dict], tools: Any = None) -> Rendered:
+        asked = "".join(m["content"] for m in messages if m["role"] != "assistant")
+        forced = messages[-1]["content"] if messages[-1]["role"] == "assistant" else ""
+        provenance = [Provenance.PROMPT] * len(asked) + [Provenance.FORCED] * len(forced)
+        return Rendered([ord(c) for c in asked + forced], provenance, forced)
+
+
+@task("count")
+class Count:
+    size: int = 10
+    prefix: str = ""
+
+    def rows(self, split: str) -> Iterator[dict]:
+        for i in range(self.size):
+            yield {"id": f"{split}-{i}", "n": i}
+
+    def prompt(self, row: dict) -> list[dict]:
+        asked = [{"role": "user", "content": "n" * (row["n"] + 1)}]
+        return asked + ([{"role": "assistant", "content": self.prefix}] if self.prefix else [])
+
+    def score(self, row: dict, answer: Any) -> dict:
+        return {"correct": 1.0}
+
+
+def stream(**given: Any) -> TaskStream:
+    return TaskStream(given.pop("task", Count()), Letters(), **{"seed": 3, **given})
+
+
+def test_every_epoch_is_a_different_permutation_and_counts_visits() -> None:
+    prompts = stream().next(40)
+    epochs = [prompts[i : i + 10] for i in range(0, 40, 10)]
+    for visit, epoch in enumerate(epochs):
+        assert sorted(p.id for p in epoch) == sorted(f"train-{i}" for i in range(10))
+        assert {p.visit for p in epoch} == {visit}
+    assert len({tuple(p.id for p in epoch) for epoch in epochs}) == 4
+
+
+def test_the_cursor_is_the_whole_state() -> None:
+    whole = stream().next(37)
+    pieces = stream()
+    assert pieces.next(5) + pieces.next(0) + pieces.next(19) + pieces.next(13) == whole
+    assert pieces.cursor == 37
+    for cursor in (0, 1, 9, 10, 23):
+        assert stream(cursor=cursor).next(3) == whole[cursor : cursor + 3]
+
+
+def test_seed_and_split_name_the_order() -> None:
+    def order(**given: Any) -> list[int]:
+        return [p.row["n"] for p in stream(**given).next(10)]
+
+    assert order() == order()
+    assert order(seed=4) != order()
+    assert order(split="test") != order()
+
+
+def test_the_order_never_changes() -> None:
+    """A resumed run must meet the rows it would have met, whatever version wrote its checkpoint."""
+    assert permutation(8, 0, "t", "train", 0) == PINNED
+    assert [Draws("t", 0).below(100), Draws("t", 1).below(100)] == PINNED_DRAWS
+
+
+PINNED = [4, 5, 3, 1, 0, 7, 2, 6]
+PINNED_DRAWS = [26, 58]
+
+
+def test_draws_are_uniform_and_in_range() -> None:
+    draws = Draws("uniform")
+    counts = [0] * 10
+    for _ in range(20_000):
+        counts[draws.below(10)] += 1
+    assert sum((c - 2000) ** 2 / 2000 for c in counts) < 27.9  # chi-square, 9 degrees of freedom, p = 0.001
+    assert {draws.between(3, 5) for _ in range(200)} == {3, 4, 5}
+
+
+def test_prompts_carry_their_rendering() -> None:
+    (prompt,) = stream(task=Count(size=1, prefix="<think>")).next(1)
+    assert (prompt.task, prompt.id, prompt.visit) == ("count", "train-0", 0)
+    assert prompt.tokens == [ord(c) for c in "n<think>"]
+    assert prompt.provenance == [0] + [3] * 7
+    assert prompt.forced_text == "<think>"
+    assert prompt.messages[0] == {"role": "user", "content": "n"}
+    assert prompt.row == {"id": "train-0", "n": 0}
+
+
+def test_fewer_rows_than_prompts_is_an_error_with_both_numbers() -> None:
+    stream().check(10)
+    with pytest.raises(ConfigError, match=r"has 10 train rows, fewer than batch.prompts = 11"):
+        stream().check(11)
+
+
+def test_long_prompts_stop_the_run_or_are_skipped_and_counted() -> None:
+    with pytest.raises(TaskError, match=r'row "train-\d": the prompt has \d+ tokens, more than the 4 that fit'):
+        stream(max_prompt_tokens=4).next(10)
+    skipping = stream(max_prompt_tokens=4, too_long="skip")
+    prompts = skipping.next(8)
+    assert sorted(p.row["n"] for p in prompts) == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert skipping.num_skipped == skipping.cursor - 8
+    again = stream(max_prompt_tokens=4, too_long="skip")
+    assert again.next(3) + again.next(5) == prompts
+    assert again.cursor == skipping.cursor
+
+
+def test_when_every_prompt_is_too_long_it_says_so() -> None:
+    hopeless = stream(task=Count(size=3, prefix="x" * 50), max_prompt_tokens=4, too_long="skip")
+    with pytest.raises(TaskError, match="every train prompt is longer than 4 tokens"):
+        hopeless.next(1)
+
+
+def test_a_shard_that_cannot_be_is_refused() -> None:
+    for shard in ((2, 2), (-1, 2), (0, 0)):
+        with pytest.raises(ValueError, match="shard"):
+            stream(shard=shard)
+
+
+def test_a_prompt_is_found_again_by_its_row_and_visit() -> None:
+    source = stream()
+    drawn = source.next(source.num_rows + 5)
+    cursor = source.cursor
+    assert [source.find(p.id, p.visit) for p in drawn] == drawn and source.cursor == cursor
+    with pytest.raises(TaskError, match='no train row "gone" any more'):
+        source.find("gone", 0)
+
+
+def test_held_out_is_the_test_split_in_its_own_order() -> None:
+    source = stream()
+    assert [p.id for p in source.held_out(3)] == ["test-0", "test-1", "test-2"]
+    assert len(source.held_out()) == 10
+    assert source.cursor == 0
+    with pytest.raises(ConfigError, match=r"has 10 test rows, fewer than the 11"):
+        source.held_out(11)
+
+
+@pytest.mark.parametrize("messages", [[], "hello", [{"content": "no role"}], None])
+def test_what_is_no_conversation_is_refused(messages: Any) -> None:
+    class Mute(Count):
+        def prompt(self, row: dict) -> Any:
+            return messages
+
+    with pytest.raises(TaskError, match=r'row "train-.": prompt must return a list of messages'):
+        stream(task=Mute()).next(1)
+
+
+def test_a_negative_cursor_is_a_bug() -> None:
+    with pytest.raises(ValueError, match="-1"):
+        stream(cursor=-1)
+
+
+def test_rows_that_ask_the_same_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    """In one split or in both: what is held out must not be what is trained."""
+
+    @task("alike")
+    class Alike:
+        shared: int = 0
+        repeated: int = 0
+
+        def rows(self, split):
+            names = [f"{split} {n}" for n in range(4)]
+            names[: self.shared] = [f"both {n}" for n in range(self.shared)]
+            names += names[: self.repeated]
+            return ({"id": f"{split}-{n}", "name": name} for n, name in enumerate(names))
+
+        def prompt(self, row):
+            return [{"role": "user", "content": row["name"]}]
+
+        def score(self, row, answer):
+            return {"correct": 0.0}
+
+    stream(task=Alike()).held_out(2)
+    assert not caplog.records
+    stream(task=Alike(shared=2)).held_out(1)
+    stream(task=Alike(repeated=3))
+    assert [record.getMessage() for record in caplog.records] == [
+        "alike: test rows that ask what a train row asks: 2 of 4 (first: test-0 asks what train-0 does)",
+        "alike: train rows that ask what an earlier one asks: 3",
+    ]
+
+
+def test_a_prompt_that_is_none_is_refused_by_name() -> None:
+    @task("odd")
+    class Odd:
+        def rows(self, split):
+            return ({"id": f"{split}-{n}"} for n in range(2))
+
+        def prompt(self, row):
+            return {1: row["id"], "role": "\ud800"}
+
+        def score(self, row, answer):
+            return {"correct": 0.0}
+
+    with pytest.raises(TaskError, match=r'task "odd", row "train-\d": prompt must return a list of messages'):
+        stream(task=Odd()).next(1)
+
+
+def shards(size: int, **given: Any) -> list[TaskStream]:
+    return [stream(shard=(rank, size), **given) for rank in range(size)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7])
+def test_every_rank_gets_as_many_as_it_asks_for_and_all_together_the_whole_stream(size: int) -> None:
+    whole, ranks = stream(), shards(size)
+    for num in (1, 6, 0, 4, 13):
+        expected, parts = whole.next(num * size), [rank.next(num) for rank in ranks]
+        assert [len(part) for part in parts] == [num] * size
+        assert {rank.cursor for rank in ranks} == {whole.cursor}
+        assert [part[place] for place in range(num) for part in parts] == expected  # rank 0, 1, ... in turn
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_rank_goes_on_from_its_cursor(size: int) -> None:
+    for rank in range(size):
+        whole, begun = stream(shard=(rank, size)).next(25), stream(shard=(rank, size))
+        assert begun.next(9) == whole[:9]
+        assert stream(shard=(rank, size), cursor=begun.cursor).next(16) == whole[9:]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_ranks_that_begin_at_any_cursor_share_out_what_follows(size: int) -> None:
+    parts = [rank.next(4) for rank in shards(size, cursor=5)]  # 5: as a run with another number of ranks left it
+    assert [part[place] for place in range(4) for part in parts] == stream(cursor=5).next(4 * size)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 10])
+def test_a_rank_replaces_what_it_skips_by_its_own_next_prompt(size: int) -> None:
+    """Ten rows of which four fit: the ranks run ahead of each other and still have nothing in common."""
+    fits = {"max_prompt_tokens": 4, "too_long": "skip"}
+    every = stream().next(10_000)
+    seen: set[tuple[str, int]] = set()
+    for rank, one in enumerate(shards(size, **fits)):
+        taken = one.next(5) + one.next(7)
+        assert one.cursor % size == 0 and one.num_skipped == one.cursor // size - 12
+        own = [prompt.id for prompt in every[rank : one.cursor : size] if prompt.row["n"] < 4]
+        assert [prompt.id for prompt in taken] == own and len(own) == 12
+        names = {(prompt.id, prompt.visit) for prompt in taken}
+        assert len(names) == 12 and not names & seen
+        seen |= names
+        again = stream(shard=(rank, size), **fits)
+        first = again.next(5)
+        assert first + stream(shard=(rank, size), cursor=again.cursor, **fits).next(7) == taken
+
+
+def test_rows_that_fit_are_found_however_many_are_skipped_before() -> None:
+    """The end of one epoch and the beginning of the next may skip the same rows."""
+    for size in (1, 2, 3):
+        for one in shards(size, task=Count(size=3), max_prompt_tokens=1, too_long="skip"):
+            assert [prompt.row["n"] for prompt in one.next(40)] == [0] * 40
+        for one in shards(size, task=Count(size=3, prefix="x" * 9), max_prompt_tokens=1, too_long="skip"):
+            with pytest.raises(TaskError, match="every train prompt is longer than 1 tokens"):
+                one.next(1)
+
+
+class Speaker(StrEnum):
+    USER = "user"
+
+
+class Shout(str):
+    pass
+
+
+@task("asks-anyhow")
+class AsksAnyhow:
+    how: str = "plain"
+
+    def rows(self, split: str) -> Iterator[dict]:
+        yield {"id": f"{split}-0"}
+
+    def score(self, row: dict, answer: Any) -> dict:
+        return {"correct": 1.0}
+
+    def prompt(self, row: dict) -> list[dict]:
+        plain = {"role": "user", "content": "ab"}
+        changed: dict[str, dict] = {
+            "enum": {**plain, "role": Speaker.USER},
+            "numpy": {**plain, "content": np.str_("ab")},
+            "subclass": {**plain, "content": Shout("ab")},
+            "ordered": OrderedDict(plain),
+            "keys": {**plain, "extra": {1: (2, None)}},
+            "object": {**plain, "extra": object()},
+            "set": {**plain, "extra": {1}},
+        }
+        return [changed.get(self.how, plain)]
+
+
+@pytest.mark.parametrize("how", ["plain", "enum", "numpy", "subclass", "ordered", "keys"])
+def test_messages_of_any_make_become_plain_values_that_rollout_files_hold(how: str, tmp_path: Path) -> None:
+    [prompt] = stream(task=AsksAnyhow(how=how)).next(1)
+    extra = {"extra": {"1": [2, None]}} if how == "keys" else {}
+    assert prompt.messages == [{"role": "user", "content": "ab", **extra}]
+    assert type(prompt.messages[0]) is dict
+    assert {type(prompt.messages[0][name]) for name in ("role", "content")} == {str}
+    save_rollouts(tmp_path / "a", [Group(prompt=prompt, samples=[])])
+    assert load_rollouts(tmp_path / "a")[0].prompt == prompt
+
+
+@pytest.mark.parametrize("how", ["object", "set"])
+def test_messages_that_are_no_json_name_task_and_row(how: str) -> None:
+    with pytest.raises(TaskError, match=r'task "asks-anyhow", row "train-\d": its messages cannot be written as JSON'):
+        stream(task=AsksAnyhow(how=how)).next(1)
