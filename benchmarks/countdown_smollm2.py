@@ -1,11 +1,11 @@
-"""A real run: SmolLM2-135M learns Countdown, first by imitation of a few traces, then by GRPO. Minutes on one GPU.
+"""A real run on one GPU, in minutes: SmolLM2-135M learns Countdown, first by imitation of traces, then by GRPO.
 
     cohort pull smollm2-135m
     PYTHONPATH=src:. python3 benchmarks/countdown_smollm2.py FOLDER --out countdown
 
-The instruct model does not know the game: it gets a short supervised start on synthetic traces (trial and error in
-<think>, then <answer>; their numbers are disjoint from both splits) that are right half of the time, and GRPO does the
-rest. Written: OUT/sft (the model RL starts from), OUT/runs (the run), OUT/result.json (settings, evaluations and the
+The instruct model does not know the game. It is first trained on synthetic traces: trial and error in <think>, then
+<answer>. They are right half of the time, and none of their problems is in a split. Then it is trained by GRPO.
+Files: OUT/sft (the model that GRPO starts from), OUT/runs (the run), OUT/result.json (settings, evaluations and the
 metrics of every step).
 """
 
@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from cohort.config.document import dump
+from cohort.config.document import dump_config
 from cohort.config.kinds import RL
 from cohort.config.schema import (
     BatchConfig,
@@ -36,25 +36,28 @@ from cohort.data.batch import Batch
 from cohort.jobs import build
 from cohort.learner.local import LocalLearner
 from cohort.loops.sft import pack_examples, train
-from cohort.models.device import DTYPES, find_device, find_dtype
+from cohort.models.device import DTYPES, choose_device, choose_dtype
 from cohort.models.files import load_folder, save_folder
 from cohort.run.directory import RunDirectory
 from cohort.run.job import StepRecord
 from cohort.run.store.reader import Reader
 from cohort.tasks.countdown import Countdown
-from cohort.tasks.traces.encode import encode
-from cohort.tasks.traces.styles import Mix, countdown
+from cohort.tasks.traces.encode import encode_trace
+from cohort.tasks.traces.styles import Mix, make_countdown_trace
 from cohort.text import Tokenizer
 
 SHOWN = ("reward/mean", "sampler_gap/mean", "sampler_gap/max", "entropy", "grad_norm", "length/mean", "groups/dead")
-STYLES = Mix(think=0.9, broken=0.0, right=0.3, system=0.0)  # one in ten answers at once, mostly wrong
-SFT_BATCH, SFT_BUDGET = 64, 16384
+# One trace in ten answers at once, and of those most are wrong.
+STYLES = Mix(think=0.9, broken=0.0, right=0.3, system=0.0)
+# Traces per update, and tokens per forward and backward pass.
+SFT_BATCH = 64
+SFT_BUDGET = 16384
 
 
-def imitate(folder: str, task: Countdown, updates: int, lr: float, out: Path) -> list[float]:
-    """The supervised start; returns the loss of every update."""
-    device = find_device("auto")
-    model = load_folder(folder, DTYPES[find_dtype("auto", device)])
+def train_by_imitation(folder: str, task: Countdown, updates: int, lr: float, out: Path) -> list[float]:
+    """Trains the model in `folder` on traces, writes it to `out` and returns the loss of every update."""
+    device = choose_device("auto")
+    model = load_folder(folder, DTYPES[choose_dtype("auto", device)])
     model.decoder.to(device)
     tokenizer = Tokenizer.load(folder)
     losses: list[float] = []
@@ -62,15 +65,20 @@ def imitate(folder: str, task: Countdown, updates: int, lr: float, out: Path) ->
     rng = random.Random(0)
 
     def batch(update: int) -> Batch:
+        """Returns the traces of one update as a batch."""
         part = rows[update * SFT_BATCH : (update + 1) * SFT_BATCH]
-        traces = [countdown(rng, task.prompt(r)[0]["content"], r["nums"], r["target"], STYLES) for r in part]
-        return pack_examples([encode(tokenizer, trace) for trace in traces], SFT_BUDGET)
+        traces = [make_countdown_trace(rng, task.prompt(r)[0]["content"], r["nums"], r["target"], STYLES) for r in part]
+        return pack_examples([encode_trace(tokenizer, trace) for trace in traces], SFT_BUDGET)
 
     class Updates:
+        """The steps of the training loop, which records the losses."""
+
         def steps(self) -> Iterator[int]:
+            """Yields the number of each update."""
             yield from range(updates)
 
         def end_step(self, step: int, record: StepRecord) -> None:
+            """Records the loss of an update."""
             losses.append(record.metrics["loss"])
             if (step + 1) % 20 == 0:
                 print(f"imitation, update {step + 1}: loss {losses[-1]:.3f}", flush=True)
@@ -82,7 +90,8 @@ def imitate(folder: str, task: Countdown, updates: int, lr: float, out: Path) ->
     return losses
 
 
-def recipe(model: Path, task: Countdown, a: argparse.Namespace) -> RL:
+def make_config(model: Path, task: Countdown, a: argparse.Namespace) -> RL:
+    """Returns the config of the GRPO run. `a` are the options of the command line."""
     return RL(
         model=str(model),
         steps=a.steps,
@@ -97,6 +106,7 @@ def recipe(model: Path, task: Countdown, a: argparse.Namespace) -> RL:
 
 
 def main() -> None:
+    """Trains by imitation, then by GRPO, and writes the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="folder in Hugging Face format")
     parser.add_argument("--out", type=Path, required=True)
@@ -111,26 +121,26 @@ def main() -> None:
     a = parser.parse_args()
     task = Countdown(min_numbers=a.numbers, max_numbers=a.numbers, instructions=True)
     begin = time.monotonic()
-    losses = imitate(a.model, task, a.sft_updates, a.sft_lr, a.out / "sft")
+    losses = train_by_imitation(a.model, task, a.sft_updates, a.sft_lr, a.out / "sft")
     middle = time.monotonic()
-    config = recipe(a.out / "sft", task, a)
+    config = make_config(a.out / "sft", task, a)
     run = build.train(config, a.out / "runs", "plain")
     seconds = {"imitation": middle - begin, "run": time.monotonic() - middle}
     with Reader(run / "run.db") as reader:
-        series = {name: reader.series(name) for name in SHOWN}
-    found = {step: e.accuracy for step, e in RunDirectory.open(run).evaluations().items()}
+        series = {name: reader.read_series(name) for name in SHOWN}
+    accuracy = {step: e.accuracy for step, e in RunDirectory.open(run).load_evaluations().items()}
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     result = {
         "device": device,
         "torch": torch.__version__,
         "seconds": seconds,
-        "config": dump(RunDirectory.open(run).config),
+        "config": dump_config(RunDirectory.open(run).config),
         "imitation_loss": losses,
-        "accuracy": found,
+        "accuracy": accuracy,
         "metrics": series,
     }
     (a.out / "result.json").write_text(json.dumps(result, indent=1) + "\n")
-    print(f"\nheld-out accuracy by step: {found}\nseconds: {seconds}")
+    print(f"\nheld-out accuracy by step: {accuracy}\nseconds: {seconds}")
 
 
 if __name__ == "__main__":

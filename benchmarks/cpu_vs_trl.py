@@ -1,13 +1,13 @@
-"""One GRPO step on a CPU, Cohort against TRL: same model, prompts, group size, lengths, reward and threads.
+"""One GRPO step on a CPU, Cohort against TRL, with the same model, prompts, group size, lengths, reward and threads.
 
     cohort pull smollm2-135m
-    make test-peers                                   # makes .venv-peers, the environment TRL is installed in
+    make test-peers                                   # makes .venv-peers, the environment with TRL
     .venv/bin/python benchmarks/cpu_vs_trl.py FOLDER --trl-python .venv-peers/bin/python --out cpu_vs_trl.json
 
-Each side runs in its own process, one after the other, in exact fp32, with every completion exactly as long
-as asked (no end-of-sequence stop on either side). A step is: sample, score, advantages, forward and backward,
-AdamW step. A tiny step warms each process up and is not counted. Peak memory is the process's largest
-resident set. The CPU seconds tell whether the machine was quiet: then they are about threads x seconds.
+Each side runs in its own process, one after the other, in exact fp32. Every completion has exactly the requested
+length: neither side stops at an end-of-sequence token. A step is: sample, score, advantages, forward and backward pass,
+AdamW step. A small step before is not counted. Peak memory is the largest resident set of the process. If no other
+program used the machine, the CPU seconds are about threads x seconds.
 """
 
 from __future__ import annotations
@@ -30,52 +30,62 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What both sides do."""
+    """The work that both sides do, and the settings of each."""
 
     model: str
-    texts: list[str]  # the prompts
-    ids: list[list[int]]  # the same, as the tokenizer gives them
-    samples: int  # per prompt
+    # The prompts as texts and as token ids.
+    texts: list[str]
+    ids: list[list[int]]
+    # Samples per prompt.
+    samples: int
     completion_tokens: int
     steps: int
     threads: int
-    microbatch: int = 16  # samples in a TRL forward/backward (Cohort goes by tokens)
-    token_budget: int = 1152  # tokens in a Cohort forward/backward
-    slots: int = 128  # samples Cohort decodes at once (TRL: all of them)
-    made_up: bool = False  # TRL trains on completions that nobody sampled
+    # TRL: samples per forward and backward pass.
+    microbatch: int = 16
+    # Cohort: tokens per forward and backward pass, and samples that are decoded at the same time (TRL: all of them).
+    token_budget: int = 1152
+    slots: int = 128
+    # TRL: train on invented completions without sampling.
+    made_up: bool = False
 
     @property
     def num_samples(self) -> int:
+        """Samples of all prompts together."""
         return len(self.ids) * self.samples
 
 
 @dataclass(kw_only=True)
 class Result:
-    """What one side did: a step's seconds, and where they went."""
+    """The measurements of one side. Lists have one number per step."""
 
     side: str
     setting: str
-    seconds: list[float] = field(default_factory=list)  # a step
+    seconds: list[float] = field(default_factory=list)
+    # The part of `seconds` that sampling took.
     sample_seconds: list[float] = field(default_factory=list)
-    cpu_seconds: list[float] = field(default_factory=list)  # of all threads, in a step
+    # CPU time of all threads together.
+    cpu_seconds: list[float] = field(default_factory=list)
     peak_rss_mib: float = 0.0
-    load_average: float = 0.0  # when it began
+    # The load of the machine before the measurement.
+    load_average: float = 0.0
     versions: dict[str, str] = field(default_factory=dict)
 
 
-def reward(text: str) -> float:
-    """Deterministic, different for nearly every text, the same on both sides."""
+def compute_reward(text: str) -> float:
+    """Returns a reward of 0 to 0.999 that depends only on the text and differs for nearly all texts."""
     return zlib.crc32(text.encode()) % 1000 / 1000
 
 
 # ---- Cohort -----------------------------------------------------------------------------------------------
 
 
-def cohort_side(job: Job) -> Result:
-    """The library's own stages, in the order of its training loop."""
-    from cohort.system.process import keep_memory
+def measure_cohort(job: Job) -> Result:
+    """Measures Cohort, in the process of its side: the stages of its training loop, in their order."""
+    from cohort.system.process import keep_freed_memory
 
-    keep_memory()  # as the command line does
+    # As the command line does, and before torch allocates anything.
+    keep_freed_memory()
     import torch
     from tokenizers import Tokenizer
 
@@ -89,14 +99,15 @@ def cohort_side(job: Job) -> Result:
     decoder = load_folder(job.model, torch.float32).decoder
     tokenizer = Tokenizer.from_file(str(Path(job.model) / "tokenizer.json"))
     config = LearnerConfig(token_budget=job.token_budget)
-    result = Result(side="Cohort", setting=f"{job.slots} slots, packed fp32, {job.token_budget} tokens a microbatch")
-    for task in (warm_up(job), *[job] * job.steps):
+    result = Result(side="Cohort", setting=f"{job.slots} slots, packed fp32, {job.token_budget} tokens per microbatch")
+    # The first pass is the small step that is not counted.
+    for task in (make_warm_up_job(job), *[job] * job.steps):
         context = len(task.ids[0]) + task.completion_tokens
         engine = NativeEngine(decoder, tokenizer.decode, slots=task.slots, max_context=context, weights="packed")
         learner = LocalLearner(decoder, config, OptimConfig(lr=1e-6), num_updates=1)
         algo = build_algorithm(GRPO(), task.completion_tokens)
         cpu = time.process_time()
-        seconds, sample_seconds = cohort_step(task, engine, learner, algo)
+        seconds, sample_seconds = run_cohort_step(task, engine, learner, algo)
         if task is job:
             result.seconds.append(seconds)
             result.sample_seconds.append(sample_seconds)
@@ -104,7 +115,8 @@ def cohort_side(job: Job) -> Result:
     return result
 
 
-def cohort_step(job: Job, engine: Any, learner: Any, algo: Any) -> tuple[float, float]:
+def run_cohort_step(job: Job, engine: Any, learner: Any, algo: Any) -> tuple[float, float]:
+    """Makes one training step. Returns (seconds of the step, seconds of its sampling)."""
     from cohort.data.pack import make_batch
     from cohort.engines.base import Request, sample
     from cohort.types import Group, Key, Prompt, Provenance, Sampling
@@ -122,13 +134,13 @@ def cohort_step(job: Job, engine: Any, learner: Any, algo: Any) -> tuple[float, 
         for i in range(job.samples)
     ]
     samples = sample(engine, requests)
-    sampled = time.perf_counter()
+    sampling_end = time.perf_counter()
     assert all(len(s.tokens) == job.completion_tokens for s in samples.values())
     groups = []
     for p, (text, ids) in enumerate(zip(job.texts, job.ids, strict=True)):
         members = [samples[f"{p}/{i}"] for i in range(job.samples)]
         for member in members:
-            member.reward = reward(member.text)
+            member.reward = compute_reward(member.text)
         prompt = Prompt(
             task="bench",
             id=str(p),
@@ -142,25 +154,32 @@ def cohort_step(job: Job, engine: Any, learner: Any, algo: Any) -> tuple[float, 
     groups = algo.advantages(groups)
     learner.update(make_batch(groups), algo)
     engine.load(learner.weights(), version=1)
-    return time.perf_counter() - begin, sampled - begin
+    return time.perf_counter() - begin, sampling_end - begin
 
 
 # ---- TRL --------------------------------------------------------------------------------------------------
 
 
-def trl_side(job: Job) -> Result:
-    """TRL's GRPOTrainer as it runs on a CPU: no reference model, no gradient checkpointing, no logging."""
+def measure_trl(job: Job) -> Result:
+    """Measures TRL's GRPOTrainer, in the process of its side.
+
+    It runs as on a CPU: without reference model, gradient checkpointing and logging.
+    """
     import torch
 
     torch.set_num_threads(job.threads)
-    result = Result(side="TRL", setting=f"{job.microbatch} samples a microbatch")
-    small = warm_up(job)
-    trl_train(replace(small, microbatch=small.num_samples, steps=1), trl_config)
-    result.seconds, result.sample_seconds, result.cpu_seconds = trl_train(job, trl_config)
+    result = Result(side="TRL", setting=f"{job.microbatch} samples per microbatch")
+    small = make_warm_up_job(job)
+    run_trl(replace(small, microbatch=small.num_samples, steps=1), make_trl_config)
+    result.seconds, result.sample_seconds, result.cpu_seconds = run_trl(job, make_trl_config)
     return result
 
 
-def trl_train(job: Job, config: Callable[[Job, str], Any]) -> tuple[list[float], list[float], list[float]]:
+def run_trl(job: Job, config: Callable[[Job, str], Any]) -> tuple[list[float], list[float], list[float]]:
+    """Trains with TRL. `config` makes its config from the job and an output folder.
+
+    Returns, per step, (seconds, seconds of sampling, CPU seconds).
+    """
     import transformers
     import trl
     from datasets import Dataset
@@ -170,36 +189,42 @@ def trl_train(job: Job, config: Callable[[Job, str], Any]) -> tuple[list[float],
     cpu: list[float] = []
 
     class Timed(trl.GRPOTrainer):
-        """Times the sampling, and holds it to the lengths and prompts that were asked for."""
+        """TRL's trainer, which also measures the sampling and checks prompts and lengths of completions."""
 
         def _generate_single_turn(self, prompt_ids: list[list[int]], *args: Any, **kwargs: Any) -> Any:
+            """Samples as TRL does, or invents completions, and records the seconds."""
             begin = time.perf_counter()
             if job.made_up:
                 completion_ids, logprobs = [[n % 1000] * job.completion_tokens for n in range(len(prompt_ids))], None
             else:
                 completion_ids, logprobs = super()._generate_single_turn(prompt_ids, *args, **kwargs)
             sampling.append(time.perf_counter() - begin)
-            asked = sorted(tuple(ids) for ids in job.ids for _ in range(job.samples))
-            assert sorted(map(tuple, prompt_ids)) == asked, (prompt_ids[0], asked[0])
+            expected = sorted(tuple(ids) for ids in job.ids for _ in range(job.samples))
+            assert sorted(map(tuple, prompt_ids)) == expected, (prompt_ids[0], expected[0])
             assert {len(ids) for ids in completion_ids} == {job.completion_tokens}
             return completion_ids, logprobs
 
     class Clock(transformers.TrainerCallback):
+        """Measures each step."""
+
         def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+            """Adds a step, with the negative time of its begin."""
             steps.append(-time.perf_counter())
             cpu.append(-time.process_time())
 
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            """Turns the numbers of the step into its duration."""
             steps[-1] += time.perf_counter()
             cpu[-1] += time.process_time()
 
     with tempfile.TemporaryDirectory() as folder:
         trainer = Timed(
             model=job.model,
-            reward_funcs=lambda completions, **_: [reward(text) for text in completions],
+            reward_funcs=lambda completions, **_: [compute_reward(text) for text in completions],
             args=config(job, folder),
             train_dataset=Dataset.from_dict({"prompt": job.texts}),
-            # by this name, or transformers picks a class by the model's that does not read the file as it is
+            # The class is named explicitly. AutoTokenizer chooses one by the type of the model, and that class does
+            # not use tokenizer.json unchanged.
             processing_class=transformers.PreTrainedTokenizerFast.from_pretrained(job.model),
             callbacks=[Clock()],
         )
@@ -208,16 +233,17 @@ def trl_train(job: Job, config: Callable[[Job, str], Any]) -> tuple[list[float],
     return steps, sampling, cpu
 
 
-def trl_config(job: Job, folder: str) -> Any:
+def make_trl_config(job: Job, folder: str) -> Any:
+    """Returns TRL's config for a CPU. `folder` is its output folder."""
     import trl
 
     exact = {"use_cpu": True, "bf16": False, "gradient_checkpointing": False}
     lengths = {"generation_kwargs": {"min_new_tokens": job.completion_tokens}}
-    return trl.GRPOConfig(**trl_settings(job, folder), **exact, **lengths)
+    return trl.GRPOConfig(**make_trl_settings(job, folder), **exact, **lengths)
 
 
-def trl_settings(job: Job, folder: str) -> dict[str, Any]:
-    """What is the same on every device."""
+def make_trl_settings(job: Job, folder: str) -> dict[str, Any]:
+    """Returns the settings of TRL that are the same on a CPU and on a GPU."""
     return {
         "output_dir": folder,
         "per_device_train_batch_size": job.microbatch,
@@ -241,13 +267,16 @@ def trl_settings(job: Job, folder: str) -> dict[str, Any]:
 # ---- both -------------------------------------------------------------------------------------------------
 
 
-def warm_up(job: Job) -> Job:
-    """The same code paths in a few seconds."""
+def make_warm_up_job(job: Job) -> Job:
+    """Returns a job of a few seconds that uses the same code paths."""
     return replace(job, texts=job.texts[:2], ids=job.ids[:2], samples=2, completion_tokens=4, slots=4)
 
 
 def make_prompts(model: str, num_prompts: int, num_tokens: int) -> tuple[list[str], list[list[int]]]:
-    """Different texts of exactly `num_tokens` tokens, which both tokenizers give the same ids."""
+    """Returns (texts, their token ids): different prompts of exactly `num_tokens` tokens.
+
+    Each text is encoded to its ids again, so that both sides see the same tokens.
+    """
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(Path(model) / "tokenizer.json"))
@@ -261,41 +290,47 @@ def make_prompts(model: str, num_prompts: int, num_tokens: int) -> tuple[list[st
         )
         ids = tokenizer.encode(story, add_special_tokens=False).ids[:num_tokens]
         text = tokenizer.decode(ids)
-        if tokenizer.encode(text, add_special_tokens=False).ids == ids:  # the cut did not fall inside a word
+        # Not so if the end of the ids is inside a word.
+        if tokenizer.encode(text, add_special_tokens=False).ids == ids:
             texts.append(text)
             rows.append(ids)
     return texts, rows
 
 
-def measure(side: str, python: str, job: Job) -> Result:
-    """Run one side in its own process."""
+def measure_in_process(side: str, python: str, job: Job) -> Result:
+    """Runs one side ("cohort" or "trl") in its own process with the interpreter `python`, and returns its result."""
     with tempfile.TemporaryDirectory() as folder:
-        given, answer = Path(folder) / "job.json", Path(folder) / "result.json"
-        given.write_text(json.dumps(asdict(job)))
+        job_file = Path(folder) / "job.json"
+        result_file = Path(folder) / "result.json"
+        job_file.write_text(json.dumps(asdict(job)))
         threads = str(job.threads)
         environment = os.environ | {
             "OMP_NUM_THREADS": threads,
             "MKL_NUM_THREADS": threads,
             "HF_HUB_OFFLINE": "1",
         }
-        command = [python, str(Path(__file__).resolve()), "--worker", side, str(given), str(answer)]
+        command = [python, str(Path(__file__).resolve()), "--worker", side, str(job_file), str(result_file)]
         subprocess.run(command, check=True, env=environment)
-        return Result(**json.loads(answer.read_text()))
+        return Result(**json.loads(result_file.read_text()))
 
 
-def worker(side: str, given: str, answer: str) -> None:
-    job = Job(**json.loads(Path(given).read_text()))
+def run_worker(side: str, job_file: str, result_file: str) -> None:
+    """Measures one side in this process. It reads the job from a file and writes the result to another."""
+    job = Job(**json.loads(Path(job_file).read_text()))
     load = os.getloadavg()[0]
-    result = cohort_side(job) if side == "cohort" else trl_side(job)
+    result = measure_cohort(job) if side == "cohort" else measure_trl(job)
     result.load_average = load
     result.peak_rss_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     packages = ["torch"] if side == "cohort" else ["torch", "transformers", "trl"]
     result.versions = {name: version(name) for name in packages}
-    Path(answer).write_text(json.dumps(asdict(result)))
+    Path(result_file).write_text(json.dumps(asdict(result)))
 
 
-def table(results: list[Result]) -> str:
-    """Markdown; the last column compares with the fastest TRL setting, if one was measured."""
+def format_table(results: list[Result]) -> str:
+    """Returns a Markdown table of the fastest step of each result.
+
+    The last column compares with the fastest setting of TRL, if TRL was measured.
+    """
     trl = min((min(r.seconds) for r in results if r.side == "TRL"), default=None)
     names = [
         "",
@@ -317,7 +352,8 @@ def table(results: list[Result]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
-def parse(arguments: list[str]) -> argparse.Namespace:
+def parse_arguments(arguments: list[str]) -> argparse.Namespace:
+    """Returns the options of the command line."""
     layout = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
     parser.add_argument("model", help="folder in Hugging Face format, as `cohort pull` makes it")
@@ -337,10 +373,11 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def main(arguments: list[str]) -> None:
+    """Measures both sides and prints the table; with `--worker` measures one side in this process."""
     if arguments[:1] == ["--worker"]:
-        worker(*arguments[1:])
+        run_worker(*arguments[1:])
         return
-    a = parse(arguments)
+    a = parse_arguments(arguments)
     texts, ids = make_prompts(a.model, a.prompts, a.prompt_tokens)
     job = Job(
         model=str(Path(a.model).resolve()),
@@ -353,14 +390,14 @@ def main(arguments: list[str]) -> None:
         token_budget=a.token_budget,
         slots=a.slots,
     )
-    results = [] if a.only == "trl" else [measure("cohort", sys.executable, job)]
+    results = [] if a.only == "trl" else [measure_in_process("cohort", sys.executable, job)]
     if a.only != "cohort":
-        results += [measure("trl", a.trl_python, replace(job, microbatch=size)) for size in a.trl_microbatch]
+        results += [measure_in_process("trl", a.trl_python, replace(job, microbatch=size)) for size in a.trl_microbatch]
     print(
         f"{Path(a.model).name}: {a.prompts} prompts x {a.samples} samples, {a.prompt_tokens} prompt + "
         f"{a.completion_tokens} completion tokens, fp32, {a.threads} threads\n"
     )
-    print(table(results))
+    print(format_table(results))
     if a.out:
         shape = {name: value for name, value in vars(a).items() if name not in ("out", "model", "trl_python")}
         report = {"shape": shape, "results": [asdict(r) for r in results]}

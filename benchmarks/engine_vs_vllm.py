@@ -33,7 +33,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from sides import answer, answers
+from sides import run_side, send_answer
 
 ROOT = Path(__file__).resolve().parents[1]
 PHASES = ("prefill", "decode", "draw")
@@ -57,11 +57,11 @@ class Case:
         return self.prompts * self.samples
 
     @property
-    def context(self) -> int:
+    def context_tokens(self) -> int:
         return self.prompt_tokens + self.completion_tokens
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         most = f"<= {self.completion_tokens} (mean {statistics.mean(self.lengths):.0f})"
         return f"{self.prompts} x {self.samples}, {self.prompt_tokens} + {most if self.varies else self.lengths[0]}"
 
@@ -127,7 +127,7 @@ def make_prompts(job: Job, case: Case, run: int) -> list[list[int]]:
     return [[rng.randrange(job.vocab_size) for _ in range(case.prompt_tokens)] for _ in range(case.prompts)]
 
 
-def timed(run: Callable[[], Any]) -> tuple[float, Any]:
+def time_call(run: Callable[[], Any]) -> tuple[float, Any]:
     begin = time.perf_counter()
     result = run()
     return time.perf_counter() - begin, result
@@ -136,32 +136,34 @@ def timed(run: Callable[[], Any]) -> tuple[float, Any]:
 # ---- Cohort -----------------------------------------------------------------------------------------------
 
 
-def cohort_side(job: Job) -> Iterator[Result]:
+def measure_cohort(job: Job) -> Iterator[Result]:
     import torch
 
     from cohort.models import limits
-    from cohort.models.shapes import named_shape, random_decoder
+    from cohort.models.shapes import find_shape, make_random_decoder
 
     dtype = torch.bfloat16
     on_gpu = job.device == "cuda"
-    rates = limits.gpu_rates(dtype) if on_gpu else None
-    config = named_shape(job.model)
-    decoder = random_decoder(config, dtype, job.device)
+    rates = limits.measure_gpu_rates(dtype) if on_gpu else None
+    config = find_shape(job.model)
+    decoder = make_random_decoder(config, dtype, job.device)
     for case in job.cases:
         if on_gpu:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
-        result = cohort_case(job, case, decoder)
+        result = measure_cohort_case(job, case, decoder)
         if rates is not None:
-            shape = limits.Shape(
+            shape = limits.BatchShape(
                 prompts=case.prompts,
                 samples=case.samples,
                 prompt_tokens=case.prompt_tokens,
                 completion_tokens=case.completion_tokens,
                 lengths=case.lengths,
             )
-            result.limit_seconds = limits.least_seconds(config, shape, rates, dtype.itemsize).total
-            result.unshared_limit_seconds = limits.least_seconds(config, shape.unshared(), rates, dtype.itemsize).total
+            result.limit_seconds = limits.estimate_sampling_seconds(config, shape, rates, dtype.itemsize).total
+            result.unshared_limit_seconds = limits.estimate_sampling_seconds(
+                config, shape.without_sharing(), rates, dtype.itemsize
+            ).total
             result.rates = asdict(rates)
             result.peak_gib = torch.cuda.max_memory_reserved() / 2**30
             result.device = torch.cuda.get_device_name()
@@ -171,21 +173,21 @@ def cohort_side(job: Job) -> Iterator[Result]:
         yield result
 
 
-def cohort_case(job: Job, case: Case, decoder: Any) -> Result:
+def measure_cohort_case(job: Job, case: Case, decoder: Any) -> Result:
     from cohort.engines.base import sample
-    from cohort.engines.native import native_engine
+    from cohort.engines.native import make_native_engine
 
-    batches = [cohort_requests(job, case, run) for run in range(job.repeats + 1)]
+    batches = [make_cohort_requests(job, case, run) for run in range(job.repeats + 1)]
     first = batches[0][0]
     begin = time.perf_counter()
-    engine = native_engine(decoder, lambda ids: "", slots=case.num_samples, max_context=case.context)
+    engine = make_native_engine(decoder, lambda ids: "", slots=case.num_samples, max_context=case.context_tokens)
     sample(engine, [replace(first, sampling=replace(first.sampling, max_tokens=1))])
     start_up = time.perf_counter() - begin
-    warm_up, _ = timed(lambda: sample(engine, batches[0]))
+    warm_up, _ = time_call(lambda: sample(engine, batches[0]))
     before = replace(engine.work)
     seconds = []
     for batch in batches[1:]:
-        took, samples = timed(lambda batch=batch: sample(engine, batch))
+        took, samples = time_call(lambda batch=batch: sample(engine, batch))
         seconds.append(took)
         for request in batch:
             done, asked = samples[request.id], request.sampling.max_tokens
@@ -197,7 +199,7 @@ def cohort_case(job: Job, case: Case, decoder: Any) -> Result:
         setting="",
         model=case.model,
         case=case.name,
-        words=case.words,
+        words=case.description,
         num_tokens=sum(case.lengths),
         seconds=seconds,
         warm_up_seconds=warm_up,
@@ -207,7 +209,7 @@ def cohort_case(job: Job, case: Case, decoder: Any) -> Result:
     )
 
 
-def cohort_requests(job: Job, case: Case, run: int) -> list[Any]:
+def make_cohort_requests(job: Job, case: Case, run: int) -> list[Any]:
     from cohort.engines.base import Request
     from cohort.types import Key, Sampling
 
@@ -227,37 +229,37 @@ def cohort_requests(job: Job, case: Case, run: int) -> list[Any]:
 # ---- vLLM -------------------------------------------------------------------------------------------------
 
 
-def vllm_side(job: Job) -> Iterator[Result]:
+def measure_vllm(job: Job) -> Iterator[Result]:
     from vllm import LLM
 
-    prompts, _ = vllm_requests(job, job.cases[0], 0)
+    prompts, _ = make_vllm_requests(job, job.cases[0], 0)
     begin = time.perf_counter()
     llm = LLM(
         model=job.folder,
         load_format="dummy",
         skip_tokenizer_init=True,
         dtype="bfloat16",
-        max_model_len=max(case.context for case in job.cases),
+        max_model_len=max(case.context_tokens for case in job.cases),
         max_num_seqs=max(case.num_samples for case in job.cases),
         enable_prefix_caching=True,
         async_scheduling=job.asynchronous,
         compilation_config={"cudagraph_mode": "FULL_AND_PIECEWISE"},
         gpu_memory_utilization=0.6,
     )
-    llm.generate(prompts[:1], [vllm_params(1, 1)], use_tqdm=False)
+    llm.generate(prompts[:1], [make_vllm_params(1, 1)], use_tqdm=False)
     start_up = time.perf_counter() - begin
     for case in job.cases:
-        yield vllm_case(job, case, llm, start_up)
+        yield measure_vllm_case(job, case, llm, start_up)
 
 
-def vllm_case(job: Job, case: Case, llm: Any, start_up: float) -> Result:
+def measure_vllm_case(job: Job, case: Case, llm: Any, start_up: float) -> Result:
     import torch
     import vllm
 
     seconds = []
     for run in range(job.repeats + 1):
-        prompts, params = vllm_requests(job, case, run)
-        took, outputs = timed(lambda p=prompts, s=params: llm.generate(p, s, use_tqdm=False))
+        prompts, params = make_vllm_requests(job, case, run)
+        took, outputs = time_call(lambda p=prompts, s=params: llm.generate(p, s, use_tqdm=False))
         seconds.append(took)
         completions = [completion for output in outputs for completion in output.outputs]
         for completion, asked in zip(completions, case.lengths, strict=True):
@@ -267,7 +269,7 @@ def vllm_case(job: Job, case: Case, llm: Any, start_up: float) -> Result:
         setting=job.setting,
         model=case.model,
         case=case.name,
-        words=case.words,
+        words=case.description,
         num_tokens=sum(case.lengths),
         seconds=seconds[1:],
         warm_up_seconds=seconds[0],
@@ -277,20 +279,20 @@ def vllm_case(job: Job, case: Case, llm: Any, start_up: float) -> Result:
     )
 
 
-def vllm_requests(job: Job, case: Case, run: int) -> tuple[list[Any], list[Any]]:
+def make_vllm_requests(job: Job, case: Case, run: int) -> tuple[list[Any], list[Any]]:
     """A group is one request of n samples; completions of their own lengths are requests of their own."""
     from vllm.inputs import TokensPrompt
 
     rows = make_prompts(job, case, run)
     if case.varies:
         rows = [ids for ids in rows for _ in range(case.samples)]
-        params = [vllm_params(1, length) for length in case.lengths]
+        params = [make_vllm_params(1, length) for length in case.lengths]
     else:
-        params = [vllm_params(case.samples, case.completion_tokens) for _ in rows]
+        params = [make_vllm_params(case.samples, case.completion_tokens) for _ in rows]
     return [TokensPrompt(prompt_token_ids=ids) for ids in rows], params
 
 
-def vllm_params(n: int, length: int) -> Any:
+def make_vllm_params(n: int, length: int) -> Any:
     from vllm import SamplingParams
 
     flat = {"flat_logprobs": True} if "flat_logprobs" in inspect.signature(SamplingParams).parameters else {}
@@ -302,51 +304,51 @@ def vllm_params(n: int, length: int) -> Any:
 # ---- both -------------------------------------------------------------------------------------------------
 
 
-def worker(side: str, given: str) -> None:
+def run_worker(side: str, given: str) -> None:
     """One side's process: a marked line for every case, as soon as it is measured."""
     read = json.loads(Path(given).read_text())
     cases = tuple(Case(**(c | {"lengths": tuple(c["lengths"])})) for c in read.pop("cases"))
     job = Job(**read, cases=cases)
-    for result in cohort_side(job) if side == "cohort" else vllm_side(job):
-        answer(asdict(result))
+    for result in measure_cohort(job) if side == "cohort" else measure_vllm(job):
+        send_answer(asdict(result))
 
 
-def measure(side: str, job: Job, python: str, path: str | None) -> Iterator[Result]:
+def measure_in_process(side: str, job: Job, python: str, path: str | None) -> Iterator[Result]:
     """Run one side in its own process; a side that fails is told, and the others go on."""
-    return (Result(**found) for found in answers(__file__, side, job, path, python))
+    return (Result(**found) for found in run_side(__file__, side, job, path, python))
 
 
-def jobs(a: argparse.Namespace, root: Path) -> Iterator[Job]:
+def make_jobs(a: argparse.Namespace, root: Path) -> Iterator[Job]:
     """One for each model, its config.json written to a folder of its own."""
     from cohort.models.config import to_hf
-    from cohort.models.limits import lognormal_lengths
-    from cohort.models.shapes import named_shape
+    from cohort.models.limits import draw_lognormal_lengths
+    from cohort.models.shapes import find_shape
 
     chosen = [c for c in CASES if c.model in a.models and c.name in a.cases]
     for model in dict.fromkeys(c.model for c in chosen):
-        config, folder = named_shape(model), root / model
+        config, folder = find_shape(model), root / model
         folder.mkdir()
         (folder / "config.json").write_text(json.dumps(to_hf(config) | {"torch_dtype": "bfloat16"}))
         cases = []
         for case in (c for c in chosen if c.model == model):
             fixed = (case.completion_tokens,) * case.num_samples
-            own = lognormal_lengths(case.num_samples, case.completion_tokens) if case.varies else fixed
+            own = draw_lognormal_lengths(case.num_samples, case.completion_tokens) if case.varies else fixed
             cases.append(replace(case, lengths=own))
         yield Job(model=model, folder=str(folder), vocab_size=config.vocab_size, cases=tuple(cases), repeats=a.repeats)
 
 
-def campaign(a: argparse.Namespace) -> Iterator[Result]:
+def measure_all(a: argparse.Namespace) -> Iterator[Result]:
     """Every result as soon as it is there."""
     schedule = {"both": None, "on": True, "off": False}[a.vllm_async]
     with tempfile.TemporaryDirectory() as folder:
-        for job in jobs(a, Path(folder)):
+        for job in make_jobs(a, Path(folder)):
             if a.only != "vllm":
-                yield from measure("cohort", job, sys.executable, str(ROOT / "src"))
+                yield from measure_in_process("cohort", job, sys.executable, str(ROOT / "src"))
             if a.only != "cohort":
-                schedule = yield from vllm_campaign(job, a, schedule)
+                schedule = yield from measure_vllm_model(job, a, schedule)
 
 
-def vllm_campaign(job: Job, a: argparse.Namespace, schedule: bool | None) -> Generator[Result, None, bool]:
+def measure_vllm_model(job: Job, a: argparse.Namespace, schedule: bool | None) -> Generator[Result, None, bool]:
     """A model's results, and how vLLM schedules from now on; None = find out which is faster on the first case."""
 
     def run(asynchronous: bool, cases: tuple[Case, ...]) -> Generator[Result, None, float]:
@@ -354,7 +356,7 @@ def vllm_campaign(job: Job, a: argparse.Namespace, schedule: bool | None) -> Gen
         speeds = []
         if cases:
             trial = replace(job, cases=cases, asynchronous=asynchronous)
-            for result in measure("vllm", trial, a.vllm_python, a.vllm_pythonpath):
+            for result in measure_in_process("vllm", trial, a.vllm_python, a.vllm_pythonpath):
                 speeds.append(result.speed)
                 yield result
         return speeds[0] if speeds else 0.0
@@ -369,7 +371,7 @@ def vllm_campaign(job: Job, a: argparse.Namespace, schedule: bool | None) -> Gen
     return on >= off
 
 
-def line(r: Result) -> str:
+def format_result(r: Result) -> str:
     """One result in words."""
     spread = f"{min(r.seconds):.3f} to {max(r.seconds):.3f} s"
     parts = [
@@ -381,17 +383,17 @@ def line(r: Result) -> str:
         f"warm-up {r.warm_up_seconds:.1f} s",
     ]
     if r.limit_seconds:
-        parts.append(f"{fraction(r):.0%} of the limit")
+        parts.append(f"{compute_share_of_limit(r):.0%} of the limit")
     if r.phases:
         parts.append(", ".join(f"{name} {seconds:.3f} s" for name, seconds in r.phases.items()))
     return "; ".join(parts)
 
 
-def fraction(r: Result) -> float:
+def compute_share_of_limit(r: Result) -> float:
     return r.limit_seconds / statistics.median(r.seconds)
 
 
-def table(results: Iterable[Result]) -> str:
+def format_table(results: Iterable[Result]) -> str:
     """Markdown: a row a case, vLLM in its faster setting."""
     found: dict[tuple[str, str], dict[str, Result]] = {}
     for r in results:
@@ -404,7 +406,7 @@ def table(results: Iterable[Result]) -> str:
     for (model, case), best in found.items():
         ours, theirs = best.get("Cohort"), best.get("vLLM")
         factor = f"{ours.speed / theirs.speed:.2f}" if ours and theirs else ""
-        share = f"{fraction(ours):.0%}" if ours and ours.limit_seconds else ""
+        share = f"{compute_share_of_limit(ours):.0%}" if ours and ours.limit_seconds else ""
         row = [model, case, next(iter(best.values())).words]
         row += [f"{r.speed:.0f}" if r else "" for r in (ours, theirs)] + [factor, share]
         row += [f"{ours.phases[name]:.3f}" if ours else "" for name in PHASES]
@@ -413,7 +415,7 @@ def table(results: Iterable[Result]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
-def footing(results: list[Result]) -> str:
+def describe_machine_and_versions(results: list[Result]) -> str:
     """What it ran on, and both of vLLM's settings where both were measured."""
     versions = sorted({f"{r.side}: {n} {v}" for r in results for n, v in r.versions.items()})
     words = [*sorted({r.device for r in results if r.device}), *versions]
@@ -427,7 +429,7 @@ def footing(results: list[Result]) -> str:
     return "; ".join(words)
 
 
-def unmeasured(a: argparse.Namespace, results: list[Result]) -> list[str]:
+def list_missing_results(a: argparse.Namespace, results: list[Result]) -> list[str]:
     """What was asked for and is not there, because a side failed."""
     sides = {None: ("Cohort", "vLLM"), "cohort": ("Cohort",), "vllm": ("vLLM",)}[a.only]
     there = {(r.side, r.model, r.case) for r in results}
@@ -435,7 +437,7 @@ def unmeasured(a: argparse.Namespace, results: list[Result]) -> list[str]:
     return [" ".join(one) for one in asked if one not in there]
 
 
-def parse(arguments: list[str]) -> argparse.Namespace:
+def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     layout = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
     models, names = list(dict.fromkeys(c.model for c in CASES)), list(dict.fromkeys(c.name for c in CASES))
@@ -453,22 +455,22 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 def main(arguments: list[str]) -> None:
     if arguments[:1] == ["--worker"]:
-        worker(*arguments[1:])
+        run_worker(*arguments[1:])
         return
-    a = parse(arguments)
+    a = parse_arguments(arguments)
     results: list[Result] = []
     if a.show:
         results = [Result(**r) for file in a.show for r in json.loads(file.read_text())["results"]]
     else:
-        for result in campaign(a):
+        for result in measure_all(a):
             results.append(result)
-            print(line(result), flush=True)
+            print(format_result(result), flush=True)
             if a.out:  # whole at any moment: the machine may be taken away
                 aside = a.out.with_name(a.out.name + ".part")
                 aside.write_text(json.dumps({"results": [asdict(r) for r in results]}, indent=2) + "\n")
                 aside.replace(a.out)
-    print(f"\n{table(results)}\n\n{footing(results)}", flush=True)
-    if not a.show and (missing := unmeasured(a, results)):
+    print(f"\n{format_table(results)}\n\n{describe_machine_and_versions(results)}", flush=True)
+    if not a.show and (missing := list_missing_results(a, results)):
         sys.exit(f"not measured: {', '.join(missing)}")
 
 

@@ -1,11 +1,11 @@
-"""Kill real runs again and again, resume them, and compare each with a run that nobody disturbed.
+"""Kills real runs many times, resumes them, and compares each with a run that was never interrupted.
 
     python benchmarks/kill_campaign.py --kills 100
 
-Half of the kills come at a random moment of the clock, half at a random line of a random call of a random part of the
-run (rollout, scoring, update, checkpoint, ...). Each run is killed and resumed until it gets to its end; then its
-weights, optimizer state, checkpoints, rollouts, evaluations, metrics, groups, samples and events must be those of the
-undisturbed run, and no scoring worker may have outlived its parent. Exits with 1 if anything differs.
+Half of the kills come at a random time, half at a random line of a random call of a random part of the run (rollout,
+scoring, update, checkpoint, ...). Each run is killed and resumed until it reaches its end. Then its weights, optimizer
+state, checkpoints, rollouts, evaluations, metrics, groups, samples and events must equal those of the uninterrupted
+run, and no scoring worker may have outlived its parent. The exit code is 1 if anything differs.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from tests.helpers.command_line import (
 
 
 @dataclass
-class Life:
-    """One run from its start to its end, through all its deaths."""
+class RunHistory:
+    """What happened to one run from its start to its end: where it was killed, how often resumed, what was wrong."""
 
     deaths: list[str] = field(default_factory=list)
     resumes: int = 0
@@ -46,10 +46,13 @@ class Life:
     seconds: float = 0.0
 
 
-def attempt(folder: Path, census: Census, rng: random.Random, life: Life, kill: bool) -> bool:
-    """Start or resume the run of a folder; whether it got to its end."""
+def start_or_resume(folder: Path, census: Census, rng: random.Random, history: RunHistory, kill: bool) -> bool:
+    """Starts or resumes the run of a folder and returns whether it reached its end.
+
+    With `kill` the process is killed, at a random time or a random line. `history` records what happened.
+    """
     args = next_args(folder)
-    life.resumes += args[0] == "resume"
+    history.resumes += args[0] == "resume"
     by_clock = kill and rng.random() < 0.5
     strike = census.random_strike(rng) if kill and not by_clock else None
     moment = rng.uniform(0, census.seconds)
@@ -60,34 +63,41 @@ def attempt(folder: Path, census: Census, rng: random.Random, life: Life, kill: 
         process.kill()
         out, err = process.communicate()
     if process.returncode == -signal.SIGKILL:
-        life.deaths.append(str(strike) if strike else f"after {moment:.2f} s")
+        history.deaths.append(str(strike) if strike else f"after {moment:.2f} s")
         if not no_worker_is_left(process.pid):
-            life.problems.append(f"a worker outlived its parent, killed {life.deaths[-1]}")
+            history.problems.append(f"a worker outlived its parent, killed {history.deaths[-1]}")
         return False
     if process.returncode != 0:
-        life.problems.append(f"exit code {process.returncode}: {err.strip() or out.strip()}")
+        history.problems.append(f"exit code {process.returncode}: {err.strip() or out.strip()}")
     return True
 
 
-def live(folder: Path, original: dict[str, Any], census: Census, rng: random.Random, kills: int) -> Life:
-    """A run that is killed up to `kills` times before it may end, compared with the original."""
-    life, begin = Life(), time.monotonic()
-    while not attempt(folder, census, rng, life, kill=len(life.deaths) < kills):
+def kill_until_complete(
+    folder: Path, original: dict[str, Any], census: Census, rng: random.Random, kills: int
+) -> RunHistory:
+    """Kills and resumes a run up to `kills` times, lets it end and compares its files with `original`."""
+    history = RunHistory()
+    begin = time.monotonic()
+    while not start_or_resume(folder, census, rng, history, kill=len(history.deaths) < kills):
         pass
     run = only_run(folder)
     if run is None:
-        life.problems.append("there is no run")
-    elif not life.problems:
-        life.problems += [f"{name} differs" for name in differences(remains(run), original)]
+        history.problems.append("there is no run")
+    elif not history.problems:
+        history.problems += [f"{name} differs" for name in differences(remains(run), original)]
         if not prompts_are_accounted_for(run):
-            life.problems.append("a prompt was trained twice or not at all")
-    life.seconds = time.monotonic() - begin
-    return life
+            history.problems.append("a prompt was trained twice or not at all")
+    history.seconds = time.monotonic() - begin
+    return history
 
 
-def campaign(kills: int, seed: int, keep: Path | None = None) -> list[Life]:
-    """Lives until there were `kills` deaths."""
-    rng, lives = random.Random(seed), []
+def run_campaign(kills: int, seed: int, keep: Path | None = None) -> list[RunHistory]:
+    """Runs and kills until there were `kills` kills, and returns what happened to each run.
+
+    `keep` is a new folder for the runs; None = a temporary one.
+    """
+    rng = random.Random(seed)
+    histories: list[RunHistory] = []
     with tempfile.TemporaryDirectory(prefix="kill-campaign-") as scratch:
         root = keep or Path(scratch)
         (root / "reference").mkdir(parents=True)
@@ -95,34 +105,36 @@ def campaign(kills: int, seed: int, keep: Path | None = None) -> list[Life]:
         original = remains(run)
         print(f"reference: {census.seconds:.1f} s, {sum(census.lengths['anywhere'])} lines of the package", flush=True)
         print(f"{'run':>4} {'kills':>6} {'resumes':>8} {'seconds':>8}  identical  deaths", flush=True)
-        while (left := kills - sum(len(life.deaths) for life in lives)) > 0:
-            folder = root / f"run-{len(lives) + 1:03d}"
+        while (kills_left := kills - sum(len(history.deaths) for history in histories)) > 0:
+            folder = root / f"run-{len(histories) + 1:03d}"
             folder.mkdir()
-            lives.append(live(folder, original, census, rng, left))
-            show(len(lives), lives[-1])
-    return lives
+            histories.append(kill_until_complete(folder, original, census, rng, kills_left))
+            print_history(len(histories), histories[-1])
+    return histories
 
 
-def show(number: int, life: Life) -> None:
-    same = "no" if life.problems else "yes"
-    deaths = ", ".join(life.deaths) or "none"
-    print(f"{number:4d} {len(life.deaths):6d} {life.resumes:8d} {life.seconds:8.1f}  {same:9}  {deaths}", flush=True)
-    for problem in life.problems:
+def print_history(number: int, history: RunHistory) -> None:
+    """Prints the row of one run, and its problems below."""
+    same = "no" if history.problems else "yes"
+    deaths = ", ".join(history.deaths) or "none"
+    print(f"{number:4d} {len(history.deaths):6d} {history.resumes:8d} {history.seconds:8.1f}  {same:9}  {deaths}", flush=True)
+    for problem in history.problems:
         print(f"     {problem}", flush=True)
 
 
 def main() -> int:
+    """Runs the campaign and returns the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--keep", type=Path, help="keep the runs in this new folder")
     options = parser.parse_args()
     begin = time.monotonic()
-    lives = campaign(options.kills, options.seed, options.keep)
-    bad = sum(bool(life.problems) for life in lives)
+    histories = run_campaign(options.kills, options.seed, options.keep)
+    bad = sum(bool(history.problems) for history in histories)
     print(
-        f"{sum(len(life.deaths) for life in lives)} kills, {sum(life.resumes for life in lives)} resumes,"
-        f" {len(lives)} runs, identical: {'yes' if not bad else f'no ({bad} differ)'}, {time.monotonic() - begin:.0f} s"
+        f"{sum(len(history.deaths) for history in histories)} kills, {sum(history.resumes for history in histories)} resumes,"
+        f" {len(histories)} runs, identical: {'yes' if not bad else f'no ({bad} differ)'}, {time.monotonic() - begin:.0f} s"
     )
     return 1 if bad else 0
 

@@ -15,74 +15,74 @@ import argparse
 import gc
 
 from cohort.errors import ConfigError
-from cohort.learner.plan import Load, Plan, plan_memory
+from cohort.learner.plan import MemoryDemand, MemoryPlan, plan_memory
 from cohort.models.config import ModelConfig
-from cohort.models.limits import Shape, layer_params
-from cohort.models.shapes import SHAPES, named_shape
+from cohort.models.limits import BatchShape, count_layer_params
+from cohort.models.shapes import SHAPES, find_shape
 
 GIB = 2**30
-SHAPE = Shape(prompts=16, samples=8, prompt_tokens=256, completion_tokens=512)
+SHAPE = BatchShape(prompts=16, samples=8, prompt_tokens=256, completion_tokens=512)
 WAYS = {"full": None, "LoRA 16": "keep", "QLoRA 16": "nf4"}
 NF4 = 0.5 + (1 + 4 / 256) / 64  # bytes of a number: four bits, an 8-bit scale every 64, an fp32 peak every 256 of those
 
 
-def load_of(c: ModelConfig, base: str | None) -> Load:
-    tokens = SHAPE.prompts * SHAPE.prompt_tokens + SHAPE.num_completion
-    load = Load(model=c, width=2, longest=768, batch_tokens=tokens, kv_tokens=tokens)
+def estimate_demand(c: ModelConfig, base: str | None) -> MemoryDemand:
+    tokens = SHAPE.prompts * SHAPE.prompt_tokens + SHAPE.num_completion_tokens
+    load = MemoryDemand(model=c, bytes_per_number=2, longest=768, batch_tokens=tokens, kv_tokens=tokens)
     if base is None:
         return load
     q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
     sides = 2 * (c.hidden + q) + 2 * (c.hidden + kv) + 3 * (c.hidden + c.ff)  # of q, o, k, v, gate, up, down
-    frozen = layer_params(c) * (2 if base == "keep" else NF4)
-    return Load(**{**vars(load), "trained": 16 * c.num_layers * sides, "base": int(frozen)})
+    frozen = count_layer_params(c) * (2 if base == "keep" else NF4)
+    return MemoryDemand(**{**vars(load), "trained": 16 * c.num_layers * sides, "base": int(frozen)})
 
 
-def planned(load: Load, gib: float) -> Plan | None:
+def plan_for_device(load: MemoryDemand, gib: float) -> MemoryPlan | None:
     try:
         return plan_memory(load, int(gib * GIB))
     except ConfigError:
         return None
 
 
-def least(load: Load) -> float:
+def find_smallest_device(load: MemoryDemand) -> float:
     """GiB, to a tenth."""
-    tenths = next(n for n in range(1, 20_000) if planned(load, n / 10) is not None)
+    tenths = next(n for n in range(1, 20_000) if plan_for_device(load, n / 10) is not None)
     return tenths / 10
 
 
-def words(plan: Plan | None) -> str:
+def describe_plan(plan: MemoryPlan | None) -> str:
     if plan is None:
         return "does not fit"
     extras = ["KV released"] * (not plan.keep_kv) + ["computed twice"] * plan.recompute
     return ", ".join([f"{plan.token_budget} tokens a microbatch", *extras])
 
 
-def measured(name: str, base: str | None, gib: float) -> str:
+def measure_peak(name: str, base: str | None, gib: float) -> str:
     """Two steps under the plan for a device of `gib`: what a larger one has beyond that is occupied meanwhile."""
     import torch
 
     from cohort.config.schema import LearnerConfig, LoraConfig, OptimConfig
-    from cohort.engines.native import native_engine
+    from cohort.engines.native import make_native_engine
     from cohort.inspect.bench import measure as bench
     from cohort.learner.local import LocalLearner
     from cohort.models.lora import Adapters
-    from cohort.models.shapes import random_decoder
+    from cohort.models.shapes import make_random_decoder
 
-    plan = planned(load_of(named_shape(name), base), gib)
+    plan = plan_for_device(estimate_demand(find_shape(name), base), gib)
     if plan is None:
         return ""
-    decoder = random_decoder(named_shape(name), torch.bfloat16, "cuda")
+    decoder = make_random_decoder(find_shape(name), torch.bfloat16, "cuda")
     torch.cuda.empty_cache()
     beyond = torch.empty(max(0, torch.cuda.mem_get_info()[1] - int(gib * GIB)), dtype=torch.uint8, device="cuda")
     torch.cuda.reset_peak_memory_stats()
     adapters = None if base is None else Adapters(decoder, LoraConfig(rank=16, base="nf4" if base == "nf4" else "keep"))
     learner = LocalLearner(decoder, LearnerConfig(), OptimConfig(), num_updates=1, adapters=adapters)
-    learner.follow(plan)
+    learner.apply_plan(plan)
     context = SHAPE.prompt_tokens + SHAPE.completion_tokens
     reserve = plan.update if plan.keep_kv else 1 << 50
-    engine = native_engine(decoder, lambda ids: "", slots=128, max_context=context, reserve=reserve)
+    engine = make_native_engine(decoder, lambda ids: "", slots=128, max_context=context, reserve=reserve)
     for version in (1, 2):
-        bench._trained(learner, bench._sampled(engine, decoder, SHAPE), SHAPE)
+        bench._train_on(learner, bench._sample_groups(engine, decoder, SHAPE), SHAPE)
         engine.load(learner.weights(), version=version)
     peak = (torch.cuda.max_memory_allocated() - beyond.numel()) / GIB
     del engine, learner, adapters, decoder, beyond
@@ -102,13 +102,13 @@ def main() -> None:
     print("|---|---|---:|---:|---|---:|---:|")
     for name in a.models:
         for way, base in WAYS.items():
-            load = load_of(named_shape(name), base)
-            plan, smallest = planned(load, a.gib), least(load)
-            shown = planned(load, smallest) if plan is None else plan
+            load = estimate_demand(find_shape(name), base)
+            plan, smallest = plan_for_device(load, a.gib), find_smallest_device(load)
+            shown = plan_for_device(load, smallest) if plan is None else plan
             assert shown is not None
             peak = "" if plan is None else f"{plan.peak / GIB:.1f}"
-            found = measured(name, base, a.gib) if a.measure else ""
-            row = (name, way, f"{shown.state / GIB:.1f}", f"{smallest:.1f}", words(plan), peak, found)
+            found = measure_peak(name, base, a.gib) if a.measure else ""
+            row = (name, way, f"{shown.state / GIB:.1f}", f"{smallest:.1f}", describe_plan(plan), peak, found)
             print(f"| {' | '.join(row)} |", flush=True)
 
 

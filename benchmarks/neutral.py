@@ -37,23 +37,23 @@ NAMES = Path("src/cohort/config/names.py")
 SHORT = ("--steps", "8")
 
 
-def quickstart(*flags: str) -> tuple[str, ...]:
+def make_quickstart_command(*flags: str) -> tuple[str, ...]:
     return ("train", "quickstart", *flags)
 
 
 CASES: dict[str, tuple[str, ...]] = {
-    **{f"quickstart-{seed}": quickstart("--seed", str(seed)) for seed in range(3)},
+    **{f"quickstart-{seed}": make_quickstart_command("--seed", str(seed)) for seed in range(3)},
     # two updates per batch, so that ratios, clips and gates act
-    **{name: quickstart("--algo", name, "--learner.minibatches", "2", *SHORT) for name in ALGOS},
+    **{name: make_quickstart_command("--algo", name, "--learner.minibatches", "2", *SHORT) for name in ALGOS},
     "lora": ("train", "tiny_lora", *SHORT),
-    "think_again": quickstart("--turns", "think_again", *SHORT),
-    "replay": quickstart("--replay.prompts", "8", "--algo.correction.kind", "truncate", *SHORT),
-    "kl_entropy": quickstart(
+    "think_again": make_quickstart_command("--turns", "think_again", *SHORT),
+    "replay": make_quickstart_command("--replay.prompts", "8", "--algo.correction.kind", "truncate", *SHORT),
+    "kl_entropy": make_quickstart_command(
         *("--algo.kl.weight", "0.01", "--algo.kl.target", "0.005"),
         *("--algo.entropy", "0.01", "--algo.entropy-target", "0.6"),
         *SHORT,
     ),
-    "refill": quickstart("--algo", "dapo", "--algo.dead", "refill", *SHORT),
+    "refill": make_quickstart_command("--algo", "dapo", "--algo.dead", "refill", *SHORT),
     "eval": ("eval", "arithmetic", "--model", "tiny", "--limit", "64"),
 }
 
@@ -67,7 +67,7 @@ class Tree:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
+class CaseResult:
     """What came of a case. `difference` is the first one found; empty = none."""
 
     case: str
@@ -80,7 +80,7 @@ def is_compared(metric: str) -> bool:
     return not metric.startswith("time/") and metric != "rollouts/bytes"
 
 
-def metrics(run: Path) -> dict[int, dict[str, str]]:
+def read_metrics(run: Path) -> dict[int, dict[str, str]]:
     """The metrics of each step, as text that differs when a bit does; NaN equals NaN."""
     found: dict[int, dict[str, str]] = {}
     for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
@@ -90,7 +90,7 @@ def metrics(run: Path) -> dict[int, dict[str, str]]:
     return found
 
 
-def tensors(file: Path) -> dict[str, str]:
+def read_tensor_digests(file: Path) -> dict[str, str]:
     """The type, shape and digest of the bytes of each tensor in a safetensors file."""
     content = file.read_bytes()
     begin = 8 + int.from_bytes(content[:8], "little")
@@ -104,18 +104,20 @@ def tensors(file: Path) -> dict[str, str]:
     return described
 
 
-def weights(run: Path) -> dict[str, str]:
+def read_weight_digests(run: Path) -> dict[str, str]:
     """Every tensor of the last checkpoint's model, adapters included."""
     checkpoints = sorted((run / "checkpoints").glob("step-*"))
     if not checkpoints:
         return {}
     last = checkpoints[-1]
     files = sorted((last / "model").rglob("*.safetensors"))
-    found = {f"{file.relative_to(last)}: {name}": what for file in files for name, what in tensors(file).items()}
+    found = {
+        f"{file.relative_to(last)}: {name}": what for file in files for name, what in read_tensor_digests(file).items()
+    }
     return {"checkpoint": last.name} | found
 
 
-def answers(file: Path) -> dict[str, str]:
+def read_answers(file: Path) -> dict[str, str]:
     """An evaluation's accuracy, and each answer's text and score."""
     evaluation = json.loads(file.read_text(encoding="utf-8"))
     found = {"accuracy": repr(evaluation["accuracy"])}
@@ -125,14 +127,14 @@ def answers(file: Path) -> dict[str, str]:
     return found
 
 
-def first_difference(base: Mapping[str, str], new: Mapping[str, str]) -> str:
+def find_first_difference(base: Mapping[str, str], new: Mapping[str, str]) -> str:
     """The first key whose values differ, or that one side lacks; empty if there is none.
 
-    >>> first_difference({"loss": "0.1"}, {"loss": "0.1"})
+    >>> find_first_difference({"loss": "0.1"}, {"loss": "0.1"})
     ''
-    >>> first_difference({"loss": "0.1", "lr": "1.0"}, {"loss": "0.1", "lr": "2.0"})
+    >>> find_first_difference({"loss": "0.1", "lr": "1.0"}, {"loss": "0.1", "lr": "2.0"})
     'lr: 1.0 became 2.0'
-    >>> first_difference({"loss": "0.1"}, {"loss": "0.1", "lr": "2.0"})
+    >>> find_first_difference({"loss": "0.1"}, {"loss": "0.1", "lr": "2.0"})
     'lr: only the new tree has it (2.0)'
     """
     for key in [*base, *(key for key in new if key not in base)]:
@@ -147,14 +149,14 @@ def first_difference(base: Mapping[str, str], new: Mapping[str, str]) -> str:
 
 def compare_metrics(base: Path, new: Path, renamed: Mapping[str, str]) -> str:
     """The first step and metric that differ. `renamed` maps names of the base to names of the new tree."""
-    old_steps, new_steps = metrics(base), metrics(new)
+    old_steps, new_steps = read_metrics(base), read_metrics(new)
     if not old_steps:
         return "the base has no metrics"
     for step in sorted(old_steps.keys() | new_steps.keys()):
         if step not in old_steps or step not in new_steps:
             return f"step {step}: only the {'base' if step in old_steps else 'new tree'} has it"
         expected = {renamed.get(name, name): value for name, value in old_steps[step].items()}
-        difference = first_difference(expected, new_steps[step])
+        difference = find_first_difference(expected, new_steps[step])
         if difference:
             return f"step {step}, {difference}"
     return ""
@@ -166,7 +168,7 @@ def compare_evaluations(base: Path, new: Path) -> str:
     if old_files != new_files or not old_files:
         return f"evaluations of the base: {old_files}, of the new tree: {new_files}"
     for name in old_files:
-        difference = first_difference(answers(base / name), answers(new / name))
+        difference = find_first_difference(read_answers(base / name), read_answers(new / name))
         if difference:
             return f"evaluation {name}, {difference}"
     return ""
@@ -177,17 +179,19 @@ def compare_runs(base: Path, new: Path, renamed: Mapping[str, str]) -> str:
     difference = compare_metrics(base, new, renamed)
     if difference:
         return difference
-    old_weights, new_weights = weights(base), weights(new)
+    old_weights, new_weights = read_weight_digests(base), read_weight_digests(new)
     if not old_weights:
         return "the base has no checkpoint"
-    return first_difference(old_weights, new_weights) or compare_evaluations(base / "eval", new / "eval")
+    return find_first_difference(old_weights, new_weights) or compare_evaluations(base / "eval", new / "eval")
 
 
-def translated(word: str, settings: Mapping[str, str]) -> str:
+def translate_flag(word: str, settings: Mapping[str, str]) -> str:
     """A word of a command line, with the name that its setting has in a tree.
 
-    >>> translated("--replay.max-age", {"replay": "reuse"}), translated("--algo.entropy-target", {"algo.entropy": "x"})
-    ('--reuse.max-age', '--algo.entropy-target')
+    >>> translate_flag("--replay.max-age", {"replay": "reuse"})
+    '--reuse.max-age'
+    >>> translate_flag("--algo.entropy-target", {"algo.entropy": "x"})
+    '--algo.entropy-target'
     """
     if not word.startswith("--"):
         return word
@@ -200,7 +204,7 @@ def translated(word: str, settings: Mapping[str, str]) -> str:
 
 def run_case(command: tuple[str, ...], tree: Tree, out: Path, threads: int) -> str:
     """Run a case in one tree, with its files under `out`; returns why it failed, empty if it did not."""
-    here = [translated(word, tree.settings) for word in command]
+    here = [translate_flag(word, tree.settings) for word in command]
     here += ["--device", "cpu", "--threads", str(threads)]
     # by itself, `cohort eval` names its file after a digest of the grader's code
     here += ["--log", "plain", "--out", str(out)] if command[0] == "train" else ["--out", str(out / "evaluation.json")]
@@ -216,7 +220,9 @@ def run_case(command: tuple[str, ...], tree: Tree, out: Path, threads: int) -> s
     return f"exit status {done.returncode}: {''.join(last)}"
 
 
-def try_case(name: str, trees: tuple[Tree, Tree], folder: Path, renamed: Mapping[str, str], threads: int) -> Verdict:
+def compare_case(
+    name: str, trees: tuple[Tree, Tree], folder: Path, renamed: Mapping[str, str], threads: int
+) -> CaseResult:
     """Run a case in both trees, one after the other, and compare what they left."""
     begin = time.monotonic()
     command = CASES[name]
@@ -232,10 +238,10 @@ def try_case(name: str, trees: tuple[Tree, Tree], folder: Path, renamed: Mapping
     elif not difference:
         base, new = (next(path for path in out.iterdir() if path.is_dir()) for out in outs)
         difference = compare_runs(base, new, renamed)
-    return Verdict(case=name, difference=difference, seconds=time.monotonic() - begin)
+    return CaseResult(case=name, difference=difference, seconds=time.monotonic() - begin)
 
 
-def unpack(commit: str, folder: Path) -> Path:
+def unpack_commit(commit: str, folder: Path) -> Path:
     """The files of a commit, in `folder`."""
     packed = subprocess.run(["git", "archive", commit], cwd=ROOT, check=True, capture_output=True).stdout
     with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
@@ -243,13 +249,13 @@ def unpack(commit: str, folder: Path) -> Path:
     return folder
 
 
-def renamed(tree: Path, table: str) -> dict[str, str]:
+def read_renamed(tree: Path, table: str) -> dict[str, str]:
     """Old to new names of METRICS or SETTINGS, from the tree's own module; empty where it has none."""
     file = tree / NAMES
     return dict(runpy.run_path(str(file)).get(table, {})) if file.is_file() else {}
 
 
-def pairs(given: list[str]) -> dict[str, str]:
+def parse_pairs(given: list[str]) -> dict[str, str]:
     """`["old=new"]` as `{"old": "new"}`."""
     for pair in given:
         if "=" not in pair:
@@ -257,7 +263,7 @@ def pairs(given: list[str]) -> dict[str, str]:
     return {old: new for old, _, new in (pair.partition("=") for pair in given)}
 
 
-def rows(verdicts: Iterator[Verdict]) -> Iterator[Verdict]:
+def print_rows(verdicts: Iterator[CaseResult]) -> Iterator[CaseResult]:
     """Print each verdict as a line of a table when it is there."""
     print("| case | verdict | seconds |\n|---|---|---:|", flush=True)
     for verdict in verdicts:
@@ -279,12 +285,12 @@ def main() -> None:
         sys.exit(f"{a.keep} exists already")
     with tempfile.TemporaryDirectory() as temporary:
         trees = Path(temporary) / "trees"
-        base = Tree(folder=unpack(a.base, trees / "base"), settings={})
-        here = unpack(a.new, trees / "new") if a.new else ROOT
-        new = Tree(folder=here, settings=renamed(here, "SETTINGS") | pairs(a.flags))
-        metrics = renamed(here, "METRICS") | pairs(a.renamed)
+        base = Tree(folder=unpack_commit(a.base, trees / "base"), settings={})
+        here = unpack_commit(a.new, trees / "new") if a.new else ROOT
+        new = Tree(folder=here, settings=read_renamed(here, "SETTINGS") | parse_pairs(a.flags))
+        metrics = read_renamed(here, "METRICS") | parse_pairs(a.renamed)
         folder = (a.keep or Path(temporary) / "runs").resolve()
-        verdicts = list(rows(try_case(case, (base, new), folder, metrics, a.threads) for case in a.cases))
+        verdicts = list(print_rows(compare_case(case, (base, new), folder, metrics, a.threads) for case in a.cases))
     sys.exit(1 if any(verdict.difference for verdict in verdicts) else 0)
 
 

@@ -15,21 +15,21 @@ from datetime import date
 from pathlib import Path
 
 from cohort.run.directory import RunDirectory
-from cohort.run.machine import describe_environment
+from cohort.run.machine import describe_machine
 from cohort.run.store.reader import Reader
 
 
-def run(seed: int, out: Path) -> str:
+def run_quickstart(seed: int, out: Path) -> str:
     """One run and its line of the table."""
     begin = time.perf_counter()
     flags = ["--seed", str(seed), "--log", "plain", "--out", str(out)]
     subprocess.run([sys.executable, "-m", "cohort", "train", "quickstart", *flags], check=True)
     seconds = time.perf_counter() - begin
     directory = RunDirectory.open(max(out.iterdir(), key=lambda p: p.stat().st_mtime))
-    first, last = (e for step, e in directory.evaluations().items() if step in (0, directory.config.steps))
+    first, last = (e for step, e in directory.load_evaluations().items() if step in (0, directory.config.steps))
     with Reader(directory.database) as reader:
-        length = list(reader.series("length/mean").values())
-        gap = max(reader.series("sampler_gap/max").values())
+        length = list(reader.read_series("length/mean").values())
+        gap = max(reader.read_series("sampler_gap/max").values())
     return (
         f"| {seed} | {first.accuracy:.3f} ({first.low:.3f} to {first.high:.3f}) "
         f"| {last.accuracy:.3f} ({last.low:.3f} to {last.high:.3f}) | {first.num_problems} "
@@ -43,8 +43,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("build/quickstart"))
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    lines = [run(seed, args.out) for seed in args.seeds]
-    here = describe_environment()
+    lines = [run_quickstart(seed, args.out) for seed in args.seeds]
+    here = describe_machine()
     print(f"\n{date.today()}, {here.processor}, {here.num_cores} cores, torch {here.packages['torch']}\n")
     columns = "seed|before (95%)|after (95%)|problems|tokens a completion|largest sampler gap|seconds, all in"
     print(f"| {columns.replace('|', ' | ')} |\n{'|---:' * 7}|")

@@ -46,7 +46,7 @@ COLUMNS = [
 ]
 
 
-def evaluate(task: str, model: str, out: Path, flags: list[str]) -> dict[str, Any]:
+def evaluate_model(task: str, model: str, out: Path, flags: list[str]) -> dict[str, Any]:
     """The numbers of one evaluation, without its items."""
     subprocess.run([*COHORT, "eval", task, "--model", model, "--out", str(out), *flags], check=True)
     found = json.loads(out.read_text(encoding="utf-8"))
@@ -54,7 +54,7 @@ def evaluate(task: str, model: str, out: Path, flags: list[str]) -> dict[str, An
     return {name: found[name] for name in names} | {"setting": found["setting"]}
 
 
-def train(recipe: str, out: Path, minutes: float, flags: list[str]) -> tuple[Path, dict[str, Any]]:
+def train_for_minutes(recipe: str, out: Path, minutes: float, flags: list[str]) -> tuple[Path, dict[str, Any]]:
     """Train for so many minutes of steps; the run, and what it took."""
     command = [*COHORT, "train", recipe, "--out", str(out), "--log", "json", *flags]
     begin, spent, steps, asked = time.monotonic(), 0.0, 0, False
@@ -76,7 +76,7 @@ def train(recipe: str, out: Path, minutes: float, flags: list[str]) -> tuple[Pat
     return run, {"steps": steps, "training_seconds": spent, "seconds": time.monotonic() - begin}
 
 
-def write_table(run: Path, out: Path) -> None:
+def write_metrics_csv(run: Path, out: Path) -> None:
     """The main metrics, a line a step; an evaluation stands with the step it follows."""
     steps: dict[int, dict[str, float]] = {}
     for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
@@ -88,7 +88,7 @@ def write_table(run: Path, out: Path) -> None:
         table.writerows([f"{row[name]:.5g}" if name in row else "" for name in COLUMNS] for row in steps.values())
 
 
-def write_stretches(table: Path, out: Path, stretches: int = 6) -> None:
+def write_mean_table(table: Path, out: Path, stretches: int = 6) -> None:
     """The table again, as means of its first ten steps and of equal stretches of the others, for docs/results.md."""
     with table.open(encoding="utf-8") as file:
         rows = [row for row in csv.DictReader(file) if row["reward/mean"]]
@@ -126,11 +126,11 @@ def main() -> None:
 
     def measure(when: str, model: str) -> None:
         for kind, flags in kinds.items():
-            result[when][kind] = evaluate(a.task, model, a.out / f"{when}-{kind}.json", [*flags, *extra])
+            result[when][kind] = evaluate_model(a.task, model, a.out / f"{when}-{kind}.json", [*flags, *extra])
 
     measure("before", a.model)
     flags = ["--model", a.model, *(flag for flag in rest if flag != "--")]
-    run, result["training"] = train(a.recipe, a.out / "runs", a.minutes, flags)
+    run, result["training"] = train_for_minutes(a.recipe, a.out / "runs", a.minutes, flags)
     last = max((run / "checkpoints").iterdir()) / "model"
     measure("after", str(last))
     for kind in kinds:
@@ -139,8 +139,8 @@ def main() -> None:
         result[f"difference-{kind}"] = json.loads(done.stdout)["difference"]
     for name in ("config.yaml", "metrics.jsonl"):
         shutil.copy(run / name, a.out / name)
-    write_table(run, a.out / "metrics.csv")
-    write_stretches(a.out / "metrics.csv", a.out / "stretches.md")
+    write_metrics_csv(run, a.out / "metrics.csv")
+    write_mean_table(a.out / "metrics.csv", a.out / "stretches.md")
     curves = [sys.executable, str(ROOT / "scripts" / "curves.py"), str(run), "--out", str(a.out / "curves.svg")]
     subprocess.run([*curves, "--title", f"{a.recipe}: {a.task}"], check=True, env=os.environ)
     (a.out / "result.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

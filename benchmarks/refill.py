@@ -26,16 +26,20 @@ from dataclasses import replace
 import torch
 from cohort.engines import native
 try:
-    from cohort.models.limits import lognormal_lengths
-except ImportError:  # an earlier tree
-    from cohort.limits import lognormal_lengths
-from cohort.models.shapes import named_shape, random_decoder
+    from cohort.models.limits import draw_lognormal_lengths
+    from cohort.models.shapes import find_shape, make_random_decoder
+except ImportError:  # an earlier tree, with other names
+    from cohort.models.shapes import named_shape as find_shape, random_decoder as make_random_decoder
+    try:
+        from cohort.models.limits import lognormal_lengths as draw_lognormal_lengths
+    except ImportError:
+        from cohort.limits import lognormal_lengths as draw_lognormal_lengths
 from cohort.types import Outcome, Prompt, Provenance, Sampling
 
 o = json.loads(sys.argv[1])
 dtype = torch.bfloat16 if o["device"] == "cuda" else torch.float32
-decoder = random_decoder(named_shape(o["shape"]), dtype, o["device"])
-lengths = lognormal_lengths(4096, o["completion"])
+decoder = make_random_decoder(find_shape(o["shape"]), dtype, o["device"])
+lengths = draw_lognormal_lengths(4096, o["completion"])
 
 
 def share(*words):
@@ -45,7 +49,7 @@ def share(*words):
 class Stream:
     cursor = 0
 
-    def next(self, num):
+    def next_prompts(self, num):
         made = []
         for _ in range(num):
             rng = random.Random(self.cursor)
@@ -80,7 +84,8 @@ class Lengths:
 
 
 rows = o["prompts"] * o["samples"]
-made = native.native_engine(decoder, lambda ids: "", slots=rows, max_context=o["prompt"] + o["completion"])
+make_engine = getattr(native, "make_native_engine", None) or native.native_engine  # its name in earlier trees
+made = make_engine(decoder, lambda ids: "", slots=rows, max_context=o["prompt"] + o["completion"])
 engine, sampling = Lengths(made), Sampling(max_tokens=o["completion"])
 accept = lambda group: share("accept", group.prompt.id) >= o["rejected"]
 if o["order"] == "before":
@@ -88,13 +93,13 @@ if o["order"] == "before":
     tasks = Tasks(stream=Stream(), scorer=Grader(), sampling=sampling, weights={}, seed=0)
     collect = lambda: gather(engine, tasks, o["prompts"], o["samples"], accept)
 else:
-    from cohort.rollout.episode import Drawing
+    from cohort.rollout.episode import EpisodeSettings
     from cohort.rollout.producer import Producer
-    drawing = Drawing(sampling=sampling, group_size=o["samples"], seed=0, coefficients={})
-    producer = Producer(engine, Grader(), Stream(), drawing, o["order"])
+    settings = EpisodeSettings(sampling=sampling, group_size=o["samples"], seed=0, coefficients={})
+    producer = Producer(engine, Grader(), Stream(), settings, o["order"])
     def collect():
         groups = producer.collect(o["prompts"], accept)
-        producer.settle(groups)
+        producer.close_groups(groups)
         return groups
 times, tokens, num = [], 0, 0
 for step in range(o["warm"] + o["steps"]):
@@ -109,7 +114,7 @@ print("FOUND", json.dumps({"seconds": sum(times), "steps": times, "tokens": toke
 """
 
 
-def measured(source: Path, options: dict[str, object]) -> dict[str, float]:
+def measure_in_process(source: Path, options: dict[str, object]) -> dict[str, float]:
     """Seconds, tokens and groups of one process."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(source), os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, "-c", PROGRAM, json.dumps(options)]
@@ -145,7 +150,7 @@ def main() -> None:
     found: dict[str, list[dict[str, float]]] = {side: [] for side in sources}
     for _ in range(args.repeats):
         for side, source in sources.items():
-            found[side].append(measured(source, {**options, "order": side}))
+            found[side].append(measure_in_process(source, {**options, "order": side}))
             print(side, {name: found[side][-1][name] for name in ("seconds", "tokens", "groups")}, flush=True)
     print(f"{'side':<11} {'seconds':>9} {'smallest':>9} {'largest':>9} {'tokens/s':>9} {'groups':>7}")
     for side, runs in found.items():

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sides import answer, answers
+from sides import run_side, send_answer
 
 ROOT = Path(__file__).resolve().parents[1]
 QUESTIONS = (
@@ -42,25 +42,25 @@ class Job:
     prompts: list[list[int]]
 
 
-def device() -> str:
+def choose_device() -> str:
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def cohort_side(job: Job) -> list[float]:
+def measure_cohort(job: Job) -> list[float]:
     import torch
 
     from cohort.config.schema import LearnerConfig, OptimConfig
     from cohort.engines.base import Request, sample
-    from cohort.engines.native import native_engine
+    from cohort.engines.native import make_native_engine
     from cohort.learner.local import LocalLearner
     from cohort.loops.learning import annotate
     from cohort.models.files import load_folder
     from cohort.types import Group, Key, Prompt, Provenance, Sampling
 
-    decoder = load_folder(job.folder, torch.bfloat16).decoder.to(device())
-    engine = native_engine(decoder, lambda ids: "", slots=64, max_context=512)
+    decoder = load_folder(job.folder, torch.bfloat16).decoder.to(choose_device())
+    engine = make_native_engine(decoder, lambda ids: "", slots=64, max_context=512)
     requests = [
         Request(
             id=f"{p}/{i}",
@@ -97,7 +97,7 @@ def cohort_side(job: Job) -> list[float]:
     ]
 
 
-def vllm_side(job: Job) -> list[float]:
+def measure_vllm(job: Job) -> list[float]:
     import torch
     import transformers
     from vllm import LLM, SamplingParams
@@ -121,8 +121,8 @@ def vllm_side(job: Job) -> list[float]:
     return found
 
 
-def measure(side: str, job: Job, path: str | None) -> list[float]:
-    gaps: list[float] | None = next(iter(answers(__file__, side, job, path)), None)
+def measure_in_process(side: str, job: Job, path: str | None) -> list[float]:
+    gaps: list[float] | None = next(iter(run_side(__file__, side, job, path)), None)
     if gaps is None:
         raise SystemExit(f"{side}, {job.name}: no answer")
     return gaps
@@ -132,15 +132,15 @@ def make_job(model: str, room: Path) -> Job:
     import torch
 
     from cohort.models.files import save_folder
-    from cohort.models.shapes import named_shape, random_decoder
+    from cohort.models.shapes import find_shape, make_random_decoder
     from cohort.text import Tokenizer
 
     if Path(model).is_dir():
         tokenizer = Tokenizer.load(model)
         prompts = [tokenizer.render([{"role": "user", "content": q}]).tokens for q in QUESTIONS]
         return Job(name=Path(model).name, folder=str(Path(model).resolve()), prompts=prompts)
-    config = named_shape(model)
-    save_folder(random_decoder(config, torch.bfloat16, device()), None, None, room / model)
+    config = find_shape(model)
+    save_folder(make_random_decoder(config, torch.bfloat16, choose_device()), None, None, room / model)
     generator = torch.Generator().manual_seed(0)
     prompts = torch.randint(0, config.vocab_size, (len(QUESTIONS), 128), generator=generator).tolist()
     return Job(name=f"{model}, random", folder=str(room / model), prompts=prompts)
@@ -165,7 +165,7 @@ def main(argv: list[str] | None = None) -> None:
             job = make_job(model, Path(room))
             for side, words, path in sides:
                 if a.only in (None, side):
-                    gaps = sorted(measure(side, job, path))
+                    gaps = sorted(measure_in_process(side, job, path))
                     mean, most = sum(gaps) / len(gaps), gaps[int(0.99 * len(gaps))]
                     print(
                         f"| {job.name} | {words} | {mean:.4f} | {most:.3f} | {gaps[-1]:.2f} | {len(gaps)} |", flush=True
@@ -175,6 +175,6 @@ def main(argv: list[str] | None = None) -> None:
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--worker"]:
         given = Job(**json.loads(Path(sys.argv[3]).read_text()))
-        answer(cohort_side(given) if sys.argv[2] == "cohort" else vllm_side(given))
+        send_answer(measure_cohort(given) if sys.argv[2] == "cohort" else measure_vllm(given))
     else:
         main()

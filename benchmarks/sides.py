@@ -1,4 +1,4 @@
-"""One side of a comparison in a process of its own: the job goes in as JSON, answers come back as marked lines."""
+"""The process of one side of a comparison. It gets a job as JSON and sends its answers as marked lines of stdout."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+# The beginning of a line that is an answer. All other lines are output of the libraries.
 MARK = "@result "
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -21,21 +22,22 @@ ENVIRONMENT = {
 }
 
 
-def answer(value: Any) -> None:
-    """In the side's process: something for the one who started it."""
+def send_answer(value: Any) -> None:
+    """Sends `value` to the process that called `run_side`. Only the process of a side calls it."""
     print(MARK + json.dumps(value), flush=True)
 
 
-def answers(script: str, side: str, job: Any, path: str | None, python: str = sys.executable) -> Iterator[Any]:
-    """Run `script --worker side JOB`; its answers as they come. A side that fails is told, and gives no more.
+def run_side(script: str, side: str, job: Any, path: str | None, python: str = sys.executable) -> Iterator[Any]:
+    """Runs `script --worker side JOB` in a process of its own and yields its answers as they come.
 
-    `path` is its PYTHONPATH; None = as here.
+    `job` is a dataclass, and `path` the PYTHONPATH of the process; None = that of this process. If the process fails,
+    a line on stderr says so, and there are no more answers.
     """
     environment = os.environ | ENVIRONMENT | ({} if path is None else {"PYTHONPATH": path})
     with tempfile.TemporaryDirectory() as folder:
-        given = Path(folder) / "job.json"
-        given.write_text(json.dumps(asdict(job)))
-        command = [python, str(Path(script).resolve()), "--worker", side, str(given)]
+        job_file = Path(folder) / "job.json"
+        job_file.write_text(json.dumps(asdict(job)))
+        command = [python, str(Path(script).resolve()), "--worker", side, str(job_file)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
             assert process.stdout is not None
             for line in process.stdout:

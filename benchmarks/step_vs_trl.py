@@ -1,17 +1,19 @@
-"""One GRPO step on a GPU, Cohort against TRL: same shape, prompts, lengths and reward, bf16, random weights.
+"""One GRPO step on a GPU, Cohort against TRL, with the same shape, prompts, lengths and reward, in bf16.
 
     PYTHONPATH=src python3 benchmarks/step_vs_trl.py --shape qwen2.5-0.5b --trl-pythonpath FOLDER --out step.json
-    ... --trl vllm:64 vllm:64:keep:bf16 generate:64     # engine, samples a microbatch, activations kept, bf16 weights
-    ... --trl vllm generate                             # each with the setting that is fastest in a search before
+    ... --trl vllm:64 vllm:64:keep:bf16 generate:64     # engine, samples per microbatch, activations kept, bf16 weights
+    ... --trl vllm generate                             # each with the fastest setting of a search
     ... --only cohort
 
-A folder with the shape's config, random weights (normal, 0.02) and a tokenizer of one word a token is written first;
-both sides load it. A step is: sample, score, advantages, forward and backward, AdamW step; every completion
-is exactly as long as asked. The first step of a side warms it up, the fastest of the others counts. TRL runs with
-its vLLM in the same process ("colocate") or with Hugging Face's generate, without a reference model, with gradient
-checkpointing (unless "keep"); weights are fp32 under bf16 autocast, as it loads them to train (unless "bf16", which
-has no fp32 weights at all). The search trains on a quarter of the prompts with completions that nobody samples, since
-only the training depends on these settings. Peak memory is the largest that torch held, vLLM's share included.
+Both sides load the same folder, which is written first: the config of the shape, random weights (normal, 0.02) and a
+tokenizer with one word per token. A step is: sample, score, advantages, forward and backward pass, AdamW step. Every
+completion has exactly the requested length. The first step of a side is not counted; of the others the fastest counts.
+
+TRL samples with vLLM in the same process ("colocate") or with Hugging Face's generate. It has no reference model. It
+uses gradient checkpointing, except with "keep". Its weights are fp32 under bf16 autocast, as it loads them for
+training; with "bf16" there are no fp32 weights. The search trains on a quarter of the prompts with invented
+completions, because only the training depends on these settings. Peak memory is the largest that torch held, with
+vLLM's share.
 """
 
 from __future__ import annotations
@@ -32,30 +34,35 @@ from typing import Any
 
 from cpu_vs_trl import Job as CpuJob
 from cpu_vs_trl import Result as CpuResult
-from cpu_vs_trl import cohort_step, trl_settings, trl_train
-from sides import answer, answers
+from cpu_vs_trl import make_trl_settings, run_cohort_step, run_trl
+from sides import run_side, send_answer
 
 ROOT = Path(__file__).resolve().parents[1]
-TRIED = (16, 32, 64, 128)  # samples a microbatch
+# Samples per microbatch that the search tries.
+TRIED = (16, 32, 64, 128)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job(CpuJob):
-    """What both sides do; `microbatch` and all but the device are TRL's settings."""
+    """The work that both sides do. `microbatch` and the fields here, except `device`, are settings of TRL."""
 
     device: str = "cuda"
-    engine: str = "vllm"  # or "generate"
+    # "vllm" or "generate".
+    engine: str = "vllm"
     checkpointing: bool = True
     weights: str = "fp32"
 
     @property
     def setting(self) -> str:
+        """The settings of TRL in words, without the engine."""
         kept = "checkpointing" if self.checkpointing else "activations kept"
-        return f"{self.microbatch} samples a microbatch, {kept}, {self.weights} weights"
+        return f"{self.microbatch} samples per microbatch, {kept}, {self.weights} weights"
 
 
 @dataclass(kw_only=True)
 class Result(CpuResult):
+    """The measurements of one side. `limit_seconds` is the least time of a step on this GPU; 0 = not computed."""
+
     peak_gib: float = 0.0
     limit_seconds: float = 0.0
 
@@ -63,28 +70,29 @@ class Result(CpuResult):
 # ---- Cohort -----------------------------------------------------------------------------------------------
 
 
-def cohort_side(job: Job) -> Result:
+def measure_cohort(job: Job) -> Result:
+    """Measures Cohort, in the process of its side."""
     import torch
 
     from cohort.algos.algorithm import build_algorithm
     from cohort.config.schema import GRPO
-    from cohort.engines.native import native_engine
+    from cohort.engines.native import make_native_engine
     from cohort.inspect.bench import measure as bench
     from cohort.models import limits
     from cohort.models.files import load_folder
 
     dtype = torch.bfloat16 if job.device == "cuda" else torch.float32
     decoder = load_folder(job.model, dtype).decoder.to(job.device)
-    shape = limits.Shape(
+    shape = limits.BatchShape(
         prompts=len(job.ids),
         samples=job.samples,
         prompt_tokens=len(job.ids[0]),
         completion_tokens=job.completion_tokens,
     )
-    limit = bench._step_limit(decoder, shape)
-    plan = bench._plan(decoder, shape, 0, kv=True)
-    learner = bench._learner(decoder, 0, True, plan)
-    engine = native_engine(
+    limit = bench._compute_step_limit(decoder, shape)
+    plan = bench._plan_memory(decoder, shape, 0, kv=True)
+    learner = bench._make_learner(decoder, 0, True, plan)
+    engine = make_native_engine(
         decoder,
         lambda ids: " ".join(map(str, ids)),
         slots=job.num_samples,
@@ -92,10 +100,11 @@ def cohort_side(job: Job) -> Result:
         reserve=0 if plan is None else plan.update,
     )
     algo = build_algorithm(GRPO(), job.completion_tokens)
-    result = Result(side="Cohort", setting=f"{learner.token_budget} tokens a microbatch", limit_seconds=limit.seconds)
-    bench._forget_peak(decoder)
+    result = Result(side="Cohort", setting=f"{learner.token_budget} tokens per microbatch", limit_seconds=limit.seconds)
+    bench._reset_peak_memory(decoder)
+    # Step 0 is not counted.
     for n in range(job.steps + 1):
-        seconds, sample_seconds = cohort_step(job, engine, learner, algo)
+        seconds, sample_seconds = run_cohort_step(job, engine, learner, algo)
         if n:
             result.seconds.append(seconds)
             result.sample_seconds.append(sample_seconds)
@@ -105,15 +114,16 @@ def cohort_side(job: Job) -> Result:
 # ---- TRL --------------------------------------------------------------------------------------------------
 
 
-def trl_side(job: Job) -> Result:
+def measure_trl(job: Job) -> Result:
+    """Measures TRL with the settings of the job, in the process of its side."""
     result = Result(side="TRL", setting=f"{job.engine}, {job.setting}")
-    steps, sampling, _ = trl_train(replace(job, steps=job.steps + 1), trl_config)
+    steps, sampling, _ = run_trl(replace(job, steps=job.steps + 1), make_trl_config)
     result.seconds, result.sample_seconds = steps[1:], sampling[1:]
     return result
 
 
-def trl_search(job: Job) -> Iterator[tuple[str, float]]:
-    """(setting, seconds of a step) of everything tried; what does not fit in memory takes forever."""
+def search_trl_settings(job: Job) -> Iterator[tuple[str, float]]:
+    """Yields (setting, seconds of a step) for each setting of TRL. Infinite seconds = it does not fit into memory."""
     import torch
 
     part = len(job.ids) // 4
@@ -123,7 +133,7 @@ def trl_search(job: Job) -> Iterator[tuple[str, float]]:
             continue
         setting = ":".join(x for x in (str(size), kept, weights) if x)
         try:
-            seconds = min(trl_side(with_setting(small, setting)).seconds)
+            seconds = min(measure_trl(apply_setting(small, setting)).seconds)
         except torch.OutOfMemoryError:
             seconds = math.inf
         gc.collect()
@@ -131,8 +141,11 @@ def trl_search(job: Job) -> Iterator[tuple[str, float]]:
         yield setting, seconds
 
 
-def with_setting(job: Job, setting: str) -> Job:
-    """ "64:keep:bf16" -> 64 samples a microbatch, activations kept, weights in bf16."""
+def apply_setting(job: Job, setting: str) -> Job:
+    """Returns the job with a setting of TRL.
+
+    "64:keep:bf16" = 64 samples per microbatch, activations kept, weights in bf16.
+    """
     size, *rest = setting.split(":")
     return replace(
         job,
@@ -142,11 +155,13 @@ def with_setting(job: Job, setting: str) -> Job:
     )
 
 
-def trl_config(job: CpuJob, folder: str) -> Any:
+def make_trl_config(job: CpuJob, folder: str) -> Any:
+    """Returns TRL's config for the engine and settings of the job. `folder` is its output folder."""
     import trl
 
     assert isinstance(job, Job)
-    on_gpu, length = job.device == "cuda", job.completion_tokens
+    on_gpu = job.device == "cuda"
+    length = job.completion_tokens
     engine: dict[str, Any] = {"generation_kwargs": {"min_new_tokens": length}}
     if job.engine == "vllm":
         engine = {
@@ -156,7 +171,7 @@ def trl_config(job: CpuJob, folder: str) -> Any:
             "generation_kwargs": {"ignore_eos": True, "min_tokens": length},
         }
     return trl.GRPOConfig(
-        **trl_settings(job, folder),
+        **make_trl_settings(job, folder),
         **engine,
         use_cpu=not on_gpu,
         bf16=on_gpu,
@@ -169,17 +184,17 @@ def trl_config(job: CpuJob, folder: str) -> Any:
 
 
 def write_model(shape: str, folder: Path, device: str) -> int:
-    """Random weights, and a tokenizer that spells token n as "tn". Returns the size of the vocabulary."""
+    """Writes random weights and a tokenizer that spells token n as "tn". Returns the size of the vocabulary."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     from cohort.models.files import save_folder
-    from cohort.models.shapes import named_shape, random_decoder
+    from cohort.models.shapes import find_shape, make_random_decoder
 
-    config = named_shape(shape)
+    config = find_shape(shape)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    save_folder(random_decoder(config, dtype, device), None, None, folder)
+    save_folder(make_random_decoder(config, dtype, device), None, None, folder)
     special = {"unk_token": "<unk>", "eos_token": "<eos>", "pad_token": "<pad>"}
     names = [*special.values(), *(f"t{n}" for n in range(len(special), config.vocab_size))]
     words = Tokenizer(models.WordLevel({name: n for n, name in enumerate(names)}, unk_token="<unk>"))
@@ -190,17 +205,19 @@ def write_model(shape: str, folder: Path, device: str) -> int:
 
 
 def make_prompts(vocab: int, num: int, length: int) -> list[list[int]]:
+    """Returns `num` prompts of `length` random token ids. The ids below 3 are special tokens and do not occur."""
     rng = random.Random(0)
     return [[rng.randrange(3, vocab) for _ in range(length)] for _ in range(num)]
 
 
-def worker(side: str, given: str) -> None:
-    job = Job(**json.loads(Path(given).read_text()))
+def run_worker(side: str, job_file: str) -> None:
+    """Measures one side ("cohort", "trl" or "search") in this process and sends what it measured."""
+    job = Job(**json.loads(Path(job_file).read_text()))
     if side == "search":
-        for found in trl_search(job):
-            answer(found)
+        for setting_and_seconds in search_trl_settings(job):
+            send_answer(setting_and_seconds)
         return
-    result = cohort_side(job) if side == "cohort" else trl_side(job)
+    result = measure_cohort(job) if side == "cohort" else measure_trl(job)
     if job.device == "cuda":
         import torch
 
@@ -209,34 +226,39 @@ def worker(side: str, given: str) -> None:
     if side == "trl" and job.engine == "vllm":
         packages.append("vllm")
     result.versions = {name: version(name) for name in packages}
-    answer(asdict(result))
+    send_answer(asdict(result))
 
 
-def measure(side: str, job: Job, path: str | None) -> Result | None:
-    """Run one side in its own process; None = it failed."""
-    for found in answers(__file__, side, job, path):
-        result = Result(**found)
-        print(words(result), flush=True)
+def measure_in_process(side: str, job: Job, path: str | None) -> Result | None:
+    """Measures one side in its own process and prints the result. Returns None if the process fails."""
+    for answer in run_side(__file__, side, job, path):
+        result = Result(**answer)
+        print(format_result(result), flush=True)
         return result
     return None
 
 
-def search(job: Job, path: str | None) -> list[str]:
-    """TRL's settings, the fastest first."""
+def rank_trl_settings(job: Job, path: str | None) -> list[str]:
+    """Returns the settings of TRL that fit into memory, the fastest first."""
     seconds = {}
-    for setting, taken in answers(__file__, "search", job, path):
+    for setting, taken in run_side(__file__, "search", job, path):
         seconds[setting] = taken
         print(f"TRL, {setting}: {taken:.2f} s to train on a quarter of the batch", flush=True)
     return sorted((s for s, taken in seconds.items() if taken < math.inf), key=seconds.__getitem__)
 
 
-def words(r: Result) -> str:
-    step, sampling = min(r.seconds), min(r.sample_seconds)
+def format_result(r: Result) -> str:
+    """Returns one result as a line of text."""
+    step = min(r.seconds)
+    sampling = min(r.sample_seconds)
     return f"{r.side} ({r.setting}): step {step:.2f} s, sampling {sampling:.2f} s, {r.peak_gib:.1f} GiB"
 
 
-def table(results: list[Result]) -> str:
-    """Markdown; the last columns compare with the fastest TRL setting and with the limit."""
+def format_table(results: list[Result]) -> str:
+    """Returns a Markdown table of the fastest step of each result.
+
+    The last columns compare with the fastest setting of TRL and with the limit of the hardware.
+    """
     trl = min((min(r.seconds) for r in results if r.side == "TRL"), default=None)
     names = ["", "setting", "step, s", "sample, s", "update, s", "peak, GiB", "speed (TRL = 1)", "of the limit"]
     rows = [names, ["---"] * len(names)]
@@ -249,18 +271,23 @@ def table(results: list[Result]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
-def measure_trl(settings: list[str], job: Job, path: str | None) -> list[Result | None]:
-    """ "vllm:64:keep" -> vLLM, 64 samples a microbatch, activations kept; "vllm" -> the fastest that fits beside it."""
-    found = search(job, path) if any(":" not in s for s in settings) else []
+def measure_trl_settings(settings: list[str], job: Job, path: str | None) -> list[Result | None]:
+    """Measures TRL with each of `settings`; None = all attempts of a setting failed.
+
+    "vllm:64:keep" is vLLM with 64 samples per microbatch and activations kept. "vllm" alone tries the settings of the
+    search, the fastest first, until one fits into memory beside vLLM.
+    """
+    ranked = rank_trl_settings(job, path) if any(":" not in s for s in settings) else []
     results = []
     for setting in settings:
         engine, _, rest = setting.partition(":")
-        trials = (with_setting(replace(job, engine=engine), s) for s in ([rest] if rest else found))
-        results.append(next((r for trial in trials if (r := measure("trl", trial, path)) is not None), None))
+        trials = (apply_setting(replace(job, engine=engine), s) for s in ([rest] if rest else ranked))
+        results.append(next((r for trial in trials if (r := measure_in_process("trl", trial, path)) is not None), None))
     return results
 
 
 def main(arguments: list[str]) -> None:
+    """Writes the model, measures both sides and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="qwen2.5-0.5b")
     parser.add_argument("--only", choices=["cohort", "trl"])
@@ -287,18 +314,18 @@ def main(arguments: list[str]) -> None:
             threads=0,
             device=a.device,
         )
-        found = [] if a.only == "trl" else [measure("cohort", job, str(ROOT / "src"))]
+        found = [] if a.only == "trl" else [measure_in_process("cohort", job, str(ROOT / "src"))]
         if a.only != "cohort":
-            found += measure_trl(a.trl, job, a.trl_pythonpath)
+            found += measure_trl_settings(a.trl, job, a.trl_pythonpath)
     results = [r for r in found if r is not None]
     print(f"\n{a.shape}: {a.prompts} x {a.samples} samples, {a.prompt_tokens} + {a.completion_tokens} tokens\n")
-    print(table(results))
+    print(format_table(results))
     if a.out:
         a.out.write_text(json.dumps([asdict(r) for r in results], indent=2) + "\n")
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--worker"]:
-        worker(*sys.argv[2:])
+        run_worker(*sys.argv[2:])
     else:
         main(sys.argv[1:])

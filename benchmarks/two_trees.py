@@ -42,7 +42,7 @@ CASES = {
 }
 
 
-def measured(source: Path, what: str, settings: dict[str, object]) -> float:
+def measure_in_process(source: Path, what: str, settings: dict[str, object]) -> float:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(source), os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, "-c", PROGRAM, what.split()[0], json.dumps(settings)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -70,8 +70,8 @@ def main() -> None:
                 settings |= {"prompts": 2, "samples": 2, "prompt_tokens": 8, "completion_tokens": 8}
             times: dict[str, list[float]] = {"base": [], "new": []}
             for _ in range(args.repeats):
-                times["base"].append(measured(args.base, what, settings))
-                times["new"].append(measured(HERE, what, settings))
+                times["base"].append(measure_in_process(args.base, what, settings))
+                times["new"].append(measure_in_process(HERE, what, settings))
             base, new = (statistics.median(times[side]) for side in ("base", "new"))
             spread = (max(times["base"]) - min(times["base"])) / base
             rows.append({"shape": shape, "what": what, **times, "ratio": new / base, "spread": spread})

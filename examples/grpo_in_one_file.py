@@ -43,7 +43,7 @@ Cache = dict[int, tuple[Tensor, Tensor]]
 """Layer -> keys and values of all tokens so far, [B, K, T, D] each."""
 
 
-def rotated(x: Tensor, start: int, theta: float) -> Tensor:
+def rotate(x: Tensor, start: int, theta: float) -> Tensor:
     """Rotary position embedding of x [B, heads, T, D], whose first token stands at position `start`."""
     T, D = x.shape[-2:]
     # Angles in float32 whatever the model's type, as the models were trained with.
@@ -70,7 +70,7 @@ class Attention(nn.Module):
         q = self.q_proj(x).view(B, T, self.H, self.D).transpose(1, 2)  # [B, H, T, D]
         k = self.k_proj(x).view(B, T, self.K, self.D).transpose(1, 2)  # [B, K, T, D]
         v = self.v_proj(x).view(B, T, self.K, self.D).transpose(1, 2)
-        q, k = rotated(q, start, self.theta), rotated(k, start, self.theta)
+        q, k = rotate(q, start, self.theta), rotate(k, start, self.theta)
         if layer in cache:
             k, v = (torch.cat(pair, dim=2) for pair in zip(cache[layer], (k, v), strict=True))  # [B, K, start + T, D]
         cache[layer] = k, v
@@ -173,14 +173,14 @@ class Group:
     old_logprobs: Tensor | None = None  # [n, T] the same by `backward`; the sampler's are rounded otherwise
 
 
-def inside(completions: list[list[int]]) -> Tensor:
+def make_token_mask(completions: list[list[int]]) -> Tensor:
     """Where [n, T] has tokens: T is the longest completion, shorter ones are padded on the right."""
     lengths = torch.tensor([len(c) for c in completions])
     return torch.arange(int(lengths.max())) < lengths[:, None]
 
 
 @torch.no_grad()
-def sample(model: Llama, prompt: list[int], n: int, max_tokens: int) -> tuple[list[list[int]], Tensor]:
+def sample_completions(model: Llama, prompt: list[int], n: int, max_tokens: int) -> tuple[list[list[int]], Tensor]:
     """n completions and the log-probabilities [n, T] of their tokens. At temperature 1: the policy as it is."""
     tokens, cache = torch.tensor([prompt] * n), {}  # [n, prompt]
     drawn, logprobs = [], []
@@ -194,20 +194,20 @@ def sample(model: Llama, prompt: list[int], n: int, max_tokens: int) -> tuple[li
     rows = torch.cat(drawn, dim=1).tolist()
     # What a sample drew after its end, while its siblings still wrote, is nobody's.
     completions = [row[: row.index(END) + 1] if END in row else row for row in rows]
-    return completions, torch.cat(logprobs, dim=1).masked_fill(~inside(completions), 0.0)
+    return completions, torch.cat(logprobs, dim=1).masked_fill(~make_token_mask(completions), 0.0)
 
 
 def sample_group(model: Llama, tokenizer: Tokenizer, problem: tuple[str, int], n: int, max_tokens: int) -> Group:
     question, answer = problem
     prompt = encode_prompt(tokenizer, question)
-    completions, logprobs = sample(model, prompt, n, max_tokens)
+    completions, logprobs = sample_completions(model, prompt, n, max_tokens)
     return Group(prompt, completions, logprobs, [grade(tokenizer.decode(c), answer) for c in completions])
 
 
 # ---- the algorithm
 
 
-def advantages(rewards: list[float]) -> list[float]:
+def compute_advantages(rewards: list[float]) -> list[float]:
     """How much better than its siblings each sample did, in standard deviations of the group."""
     if max(rewards) == min(rewards):
         return [0.0] * len(rewards)  # nothing to learn; a computed deviation of equal numbers can be 1e-17
@@ -217,12 +217,12 @@ def advantages(rewards: list[float]) -> list[float]:
     return [c / (std + 1e-4) for c in centred]  # 1e-4: rewards that differ by rounding are not a signal
 
 
-def completion_logprobs(model: Llama, group: Group) -> Tensor:
+def compute_logprobs(model: Llama, group: Group) -> Tensor:
     """Log-probabilities of a group's completions, [n, T], 0 after their ends.
 
     Padding on the right is harmless: no token sees what comes after it.
     """
-    mask, start = inside(group.completions), len(group.prompt)
+    mask, start = make_token_mask(group.completions), len(group.prompt)
     rows = [group.prompt + c + [END] * (mask.shape[1] - len(c)) for c in group.completions]
     tokens = torch.tensor(rows)  # [n, prompt + T]
     logits = model(tokens[:, :-1])[:, start - 1 :]  # [n, T, V]: a token is predicted by the one before it
@@ -230,7 +230,7 @@ def completion_logprobs(model: Llama, group: Group) -> Tensor:
     return logprobs.masked_fill(~mask, 0.0)
 
 
-def loss_of(logprobs: Tensor, old: Tensor, advantage: Tensor, mask: Tensor, num_samples: int) -> Tensor:
+def compute_loss(logprobs: Tensor, old: Tensor, advantage: Tensor, mask: Tensor, num_samples: int) -> Tensor:
     """A group's share of the loss: over all samples of the step, the mean of the mean over their tokens.
 
     logprobs, old, mask [n, T]; advantage [n]. The minimum is the pessimist's: a token that has already become
@@ -243,18 +243,18 @@ def loss_of(logprobs: Tensor, old: Tensor, advantage: Tensor, mask: Tensor, num_
     return means.sum() / num_samples
 
 
-def backward(model: Llama, groups: list[Group]) -> float:
+def add_gradients(model: Llama, groups: list[Group]) -> float:
     """Add the gradient of the loss of all groups, one group in memory at a time; returns the loss."""
     num_samples = sum(len(g.rewards) for g in groups)  # all: a group without signal counts, with 0
     total = 0.0
     for group in groups:
-        if not any(advantages(group.rewards)):
+        if not any(compute_advantages(group.rewards)):
             continue  # all right or all wrong: its gradient is exactly 0
-        logprobs = completion_logprobs(model, group)
+        logprobs = compute_logprobs(model, group)
         if group.old_logprobs is None:  # the first update on this group: the ratio is exactly 1
             group.old_logprobs = logprobs.detach()
-        advantage = torch.tensor(advantages(group.rewards), dtype=logprobs.dtype)
-        loss = loss_of(logprobs, group.old_logprobs, advantage, inside(group.completions), num_samples)
+        advantage = torch.tensor(compute_advantages(group.rewards), dtype=logprobs.dtype)
+        loss = compute_loss(logprobs, group.old_logprobs, advantage, make_token_mask(group.completions), num_samples)
         loss.backward()
         total += loss.item()
     return total
@@ -273,7 +273,7 @@ def train(steps: int, prompts: int, samples: int, max_tokens: int, epochs: int, 
         groups = [sample_group(model, tokenizer, problem, samples, max_tokens) for problem in problems]
         for _ in range(epochs):  # after the first, the ratio is no longer 1 and the clip matters
             optimizer.zero_grad()
-            backward(model, groups)
+            add_gradients(model, groups)
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()  # parameters without a gradient stay: a step without signal moves nothing
             warmup.step()

@@ -1,10 +1,11 @@
-"""Measure the shape of the package: imports between layers, private names used from outside, sizes of the parts.
+"""Measures the shape of the package: imports between layers, private names used from outside, sizes of the parts.
 
     python scripts/architecture.py [--base COMMIT] [--markdown]
 
-A part is a top-level module or package of src/cohort; its layer is read from LAYERS in
-tests/unit/project/test_architecture.py. With `--base`, every number of that commit stands before this checkout's.
-The last column of the table of parts is for a sentence by hand: why the part grew.
+The parts and their layers are read from LAYERS in the architecture test of the measured tree. A part is a folder or
+module of src/cohort, or a module inside a folder that has a layer of its own. With `--base`, every number of that
+commit is printed before that of this checkout. The last column of the table is empty: it is for a sentence by hand
+that says why the part grew.
 """
 
 from __future__ import annotations
@@ -24,12 +25,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("src", "tests", "benchmarks", "scripts", "examples")
+# Where the architecture test is, in this tree and in earlier ones.
+TESTS = ("tests/unit/project/test_architecture.py", "tests/unit/test_architecture.py")
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Function:
-    """A function or method: its place, as file:line, and its lines from `def` to the end."""
+    """A function or method. `place` is file:line, and `lines` counts from `def` to the end."""
 
     name: str
     place: str
@@ -38,21 +41,17 @@ class Function:
 
 @dataclass(frozen=True, kw_only=True)
 class Module:
-    """One file of the package. `name` and `imports` have no "cohort." in front."""
+    """One file of the package. `name` and `imports` are dotted names without "cohort." in front."""
 
     name: str
     code_lines: int
     functions: list[Function]
     imports: set[str]
 
-    @property
-    def part(self) -> str:
-        return self.name.partition(".")[0]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """The sizes of one part. One that a tree does not have is all zeros."""
+    """The sizes of one part. All are zero for a part that a tree does not have."""
 
     files: int = 0
     code_lines: int = 0
@@ -60,26 +59,30 @@ class Part:
 
     @property
     def lengths(self) -> list[int]:
+        """Lines of each function, shortest first."""
         return sorted(f.lines for f in self.functions)
 
     @property
     def median(self) -> float:
+        """Median length of the functions, in lines; 0 without functions."""
         return statistics.median(self.lengths) if self.functions else 0
 
     @property
     def p90(self) -> int:
-        return percentile(self.lengths, 90)
+        """The length that 90 percent of the functions do not exceed."""
+        return compute_percentile(self.lengths, 90)
 
     @property
     def longest(self) -> Function | None:
+        """The longest function; None without functions."""
         return max(self.functions, key=lambda f: f.lines, default=None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """All that is measured of a tree.
+    """The measurements of one tree.
 
-    `layers` maps a part to its layer. `private` names, per folder, each use of a private name of another file.
+    `layers` maps each part to its layer. `private` lists, per folder, each use of a private name of another file.
     """
 
     modules: list[Module]
@@ -88,39 +91,56 @@ class Shape:
 
     @property
     def parts(self) -> dict[str, Part]:
-        names = sorted({module.part for module in self.modules}, key=lambda name: (self.layers.get(name, 99), name))
-        return {name: total([m for m in self.modules if m.part == name]) for name in names}
+        """The parts of the tree by name, lowest layer first. Parts without a layer come last."""
+        members: dict[str, list[Module]] = {}
+        for module in self.modules:
+            members.setdefault(find_part(module.name, self.layers), []).append(module)
+        names = sorted(members, key=lambda name: (self.layers.get(name, 99), name))
+        return {name: add_up_modules(members[name]) for name in names}
 
     @property
     def edges(self) -> Counter[tuple[int, int]]:
-        """How many modules of one layer are imported by modules of another: each pair of modules counts once."""
-        found: Counter[tuple[int, int]] = Counter()
+        """The number of imports by (layer that imports, imported layer). Each pair of modules counts once."""
+        edges: Counter[tuple[int, int]] = Counter()
         for module in self.modules:
             for name in module.imports:
-                here, there = (self.layers.get(part) for part in (module.part, name.partition(".")[0]))
+                here, there = (self.layers.get(find_part(n, self.layers)) for n in (module.name, name))
                 if here is not None and there is not None and here != there:
-                    found[here, there] += 1
-        return found
+                    edges[here, there] += 1
+        return edges
 
 
-def total(modules: list[Module]) -> Part:
+def find_part(module: str, layers: dict[str, int]) -> str:
+    """Returns the longest part in `layers` that contains `module`; the first word of its name if there is none.
+
+    >>> layers = {"evaluation": 5, "evaluation.standalone": 6}
+    >>> [find_part(name, layers) for name in ("evaluation.standalone", "evaluation.record", "cli.main")]
+    ['evaluation.standalone', 'evaluation', 'cli']
+    """
+    words = module.split(".")
+    prefixes = [".".join(words[:n]) for n in range(len(words), 0, -1)]
+    return next((prefix for prefix in prefixes if prefix in layers), words[0])
+
+
+def add_up_modules(modules: list[Module]) -> Part:
+    """Returns the sizes of several modules together."""
     functions = [function for module in modules for function in module.functions]
     return Part(files=len(modules), code_lines=sum(m.code_lines for m in modules), functions=functions)
 
 
-def percentile(values: list[int], percent: int) -> int:
-    """The smallest value that at least `percent` of the sorted values do not exceed.
+def compute_percentile(values: list[int], percent: int) -> int:
+    """Returns the smallest of the sorted `values` that at least `percent` percent of them do not exceed; 0 for none.
 
-    >>> percentile([1, 2, 3, 4, 5, 6, 7, 8, 9, 10], 90), percentile([7], 90), percentile([], 90)
-    (9, 7, 0)
+    >>> compute_percentile([1, 2, 3, 4, 5, 6, 7, 8, 9, 10], 90), compute_percentile([7], 90)
+    (9, 7)
     """
     return values[-(-len(values) * percent // 100) - 1] if values else 0
 
 
-def code_lines(source: str) -> int:
-    """Lines that are neither blank nor comments nor docstrings.
+def count_code_lines(source: str) -> int:
+    """Returns the number of lines that are neither blank nor comments nor docstrings.
 
-    >>> code_lines('def f():  # why\\n    \"\"\"What.\"\"\"\\n\\n    # more\\n    return 1\\n')
+    >>> count_code_lines('def f():  # why\\n    \"\"\"What.\"\"\"\\n\\n    # more\\n    return 1\\n')
     2
     """
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
@@ -132,11 +152,12 @@ def code_lines(source: str) -> int:
 
 
 def is_private(name: str) -> bool:
+    """Returns whether a name begins with one underscore, other than `_` itself."""
     return name.startswith("_") and not name.endswith("__") and name != "_"
 
 
-def imported(tree: ast.Module, package: Path) -> Iterator[str]:
-    """The modules of the package that a file imports; `from a import b` counts as a.b where that is a module."""
+def find_imports(tree: ast.Module, package: Path) -> Iterator[str]:
+    """Yields the modules of `package` that a file imports. `from a import b` counts as a.b if that is a module."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -148,6 +169,7 @@ def imported(tree: ast.Module, package: Path) -> Iterator[str]:
             parts = name.split(".")
             if parts[0] != package.name:
                 continue
+            # The longest beginning of the name that is a module: the end can be a class or function.
             while len(parts) > 1:
                 file = package.joinpath(*parts[1:])
                 if file.with_suffix(".py").exists() or (file / "__init__.py").exists():
@@ -156,8 +178,8 @@ def imported(tree: ast.Module, package: Path) -> Iterator[str]:
                 parts.pop()
 
 
-def own_names(tree: ast.Module) -> set[str]:
-    """The functions, variables and fields of a file, those of its classes included."""
+def find_own_names(tree: ast.Module) -> set[str]:
+    """Returns the names of functions, variables and fields that a file defines, also inside its classes."""
     found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -169,8 +191,8 @@ def own_names(tree: ast.Module) -> set[str]:
     return found
 
 
-def foreign_modules(tree: ast.Module, package: str) -> set[str]:
-    """The names under which a file knows modules of others: their private names are not ours to judge."""
+def find_foreign_names(tree: ast.Module, package: str) -> set[str]:
+    """Returns the names that a file imports from other packages. Their private names do not count."""
     found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -181,9 +203,13 @@ def foreign_modules(tree: ast.Module, package: str) -> set[str]:
     return found
 
 
-def private_uses(tree: ast.Module, place: str, package: str = "cohort") -> Iterator[str]:
-    """Private names of other files: imported, or read from an object by a file that has no such name itself."""
-    own, foreign = own_names(tree), foreign_modules(tree, package)
+def find_private_uses(tree: ast.Module, place: str, package: str = "cohort") -> Iterator[str]:
+    """Yields a line for each use of a private name of another file. `place` is the path of the file that uses it.
+
+    A use is an import, or an attribute of an object if the file itself defines no such name.
+    """
+    own = find_own_names(tree)
+    foreign = find_foreign_names(tree, package)
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == package:
             for alias in node.names:
@@ -196,6 +222,7 @@ def private_uses(tree: ast.Module, place: str, package: str = "cohort") -> Itera
 
 
 def measure_module(path: Path, package: Path) -> Module:
+    """Returns the measurements of one file of the folder `package`."""
     source = path.read_text(encoding="utf-8")
     tree = ast.parse(source)
     place = path.relative_to(package).as_posix()
@@ -209,24 +236,24 @@ def measure_module(path: Path, package: Path) -> Module:
     ]
     return Module(
         name=".".join(parts),
-        code_lines=code_lines(source),
+        code_lines=count_code_lines(source),
         functions=functions,
-        imports=set(imported(tree, package)),
+        imports=set(find_imports(tree, package)),
     )
 
 
 def read_layers(root: Path) -> dict[str, int]:
-    """The layer of each part, from the architecture test of a tree."""
-    text = (root / "tests" / "unit" / "test_architecture.py").read_text(encoding="utf-8")
-    for node in ast.parse(text).body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "LAYERS":
-            table: dict[int, tuple[str, ...]] = ast.literal_eval(node.value)
-            return {part: layer for layer, parts in table.items() for part in parts}
-    raise SystemExit(f"{root}: the architecture test has no LAYERS")
+    """Returns the layer of each part, from the architecture test of the tree at `root`."""
+    for file in (root / name for name in TESTS):
+        for node in ast.parse(file.read_text(encoding="utf-8")).body if file.is_file() else ():
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "LAYERS":
+                table: dict[int, tuple[str, ...]] = ast.literal_eval(node.value)
+                return {part: layer for layer, parts in table.items() for part in parts}
+    raise SystemExit(f"{root}: no table LAYERS in {' or '.join(TESTS)}; choose a commit that has one.")
 
 
-def measure(root: Path) -> Shape:
-    """The shape of the tree at `root`."""
+def measure_tree(root: Path) -> Shape:
+    """Returns the measurements of the tree at `root`."""
     package = root / "src" / "cohort"
     modules = [measure_module(path, package) for path in sorted(package.rglob("*.py"))]
     private: dict[str, list[str]] = {}
@@ -234,24 +261,24 @@ def measure(root: Path) -> Shape:
         private[folder] = []
         for path in sorted((root / folder).rglob("*.py")):
             tree = ast.parse(path.read_text(encoding="utf-8"))
-            private[folder] += private_uses(tree, path.relative_to(root).as_posix(), package.name)
+            private[folder] += find_private_uses(tree, path.relative_to(root).as_posix(), package.name)
     return Shape(modules=modules, layers=read_layers(root), private=private)
 
 
 # ---- printing --------------------------------------------------------------------------------------------------
 
 
-def change(before: float | None, after: float) -> str:
-    """A number, after the number of the base where there is one.
+def format_change(before: float | None, after: float) -> str:
+    """Returns the number `after` as text; with another number `before` (None = no base) both with an arrow.
 
-    >>> change(None, 5), change(5, 5), change(4, 5.5)
+    >>> format_change(None, 5), format_change(5, 5), format_change(4, 5.5)
     ('5', '5', '4 -> 5.5')
     """
     return f"{after:g}" if before is None or before == after else f"{before:g} -> {after:g}"
 
 
-def table(rows: list[list[str]], markdown: bool) -> str:
-    """Rows under each other; the first is the head."""
+def format_table(rows: list[list[str]], markdown: bool) -> str:
+    """Returns rows as a table, in Markdown or in columns. The first row is the head."""
     if markdown:
         lines = ["| " + " | ".join(row) + " |" for row in rows]
         return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]])
@@ -259,66 +286,75 @@ def table(rows: list[list[str]], markdown: bool) -> str:
     return "\n".join("  ".join(f"{c:<{w}}" for c, w in zip(row, widths, strict=True)).rstrip() for row in rows)
 
 
-def part_row(name: str, layer: str, part: Part, base: Part | None) -> list[str]:
+def make_part_row(name: str, layer: str, part: Part, base: Part | None) -> list[str]:
+    """Returns the cells of one part, with the change since `base` if there is one."""
     longest = part.longest
     return [
         name,
         layer,
-        change(base and base.files, part.files),
-        change(base and base.code_lines, part.code_lines),
-        change(base and len(base.functions), len(part.functions)),
-        change(base and base.median, part.median),
-        change(base and base.p90, part.p90),
+        format_change(base and base.files, part.files),
+        format_change(base and base.code_lines, part.code_lines),
+        format_change(base and len(base.functions), len(part.functions)),
+        format_change(base and base.median, part.median),
+        format_change(base and base.p90, part.p90),
         f"{longest.lines} ({longest.name}, {longest.place})" if longest else "",
         "",
     ]
 
 
-def part_rows(shape: Shape, base: Shape | None) -> list[list[str]]:
-    """A row per part, those that only the base has included, and one for the whole package."""
+def make_part_rows(shape: Shape, base: Shape | None) -> list[list[str]]:
+    """Returns the head, one row per part (also for parts that only the base has) and one for the whole package."""
     rows = [["part", "layer", "files", "code lines", "functions", "median", "p90", "longest function", "why it grew"]]
     old = base.parts if base else {}
     for name, part in {**shape.parts, **{name: Part() for name in old if name not in shape.parts}}.items():
         layer = shape.layers.get(name, (base or shape).layers.get(name, "?"))
-        rows.append(part_row(name, str(layer), part, old.get(name, Part()) if base else None))
-    return [*rows, part_row("all", "", total(shape.modules), total(base.modules) if base else None)]
+        rows.append(make_part_row(name, str(layer), part, old.get(name, Part()) if base else None))
+    return [
+        *rows,
+        make_part_row("all", "", add_up_modules(shape.modules), add_up_modules(base.modules) if base else None),
+    ]
 
 
-def edge_rows(shape: Shape, base: Shape | None) -> list[list[str]]:
-    """How many imports go from each layer to each other."""
+def make_edge_rows(shape: Shape, base: Shape | None) -> list[list[str]]:
+    """Returns the head and one row per layer with its number of imports from each other layer."""
     layers = sorted({layer for s in (shape, base) if s for pair in s.edges for layer in pair})
     rows = [["from \\ to", *map(str, layers)]]
     for here in layers:
-        numbers = [change(base and base.edges[here, there], shape.edges[here, there]) for there in layers]
+        numbers = [format_change(base and base.edges[here, there], shape.edges[here, there]) for there in layers]
         rows.append([str(here), *("" if number == "0" else number for number in numbers)])
     return rows
 
 
-def private_list(shape: Shape, base: Shape | None) -> str:
-    """How many private names each folder uses of another file, and where; with a base, only the new ones."""
+def format_private_uses(shape: Shape, base: Shape | None) -> str:
+    """Returns one line per folder with its number of private names used from other files, and a line for each use.
+
+    With a base, only the uses that the base does not have are listed.
+    """
     lines = []
     for folder, uses in shape.private.items():
         old = base.private[folder] if base else []
-        lines.append(f"{folder}: {change(len(old) if base else None, len(uses))}")
-        known = {use.partition(" ")[2] for use in old}  # without the line, which moves
+        lines.append(f"{folder}: {format_change(len(old) if base else None, len(uses))}")
+        # Without file and line number, which change when code moves.
+        known = {use.partition(" ")[2] for use in old}
         lines += [f"- {use}" for use in uses if use.partition(" ")[2] not in known]
     return "\n".join(lines)
 
 
-def report(shape: Shape, base: Shape | None, markdown: bool) -> str:
+def make_report(shape: Shape, base: Shape | None, markdown: bool) -> str:
+    """Returns the whole output: the tables of parts and imports, and the private names."""
     return "\n\n".join(
         [
-            table(part_rows(shape, base), markdown),
+            format_table(make_part_rows(shape, base), markdown),
             "Imports from layer to layer (pairs of modules):",
-            table(edge_rows(shape, base), markdown),
+            format_table(make_edge_rows(shape, base), markdown),
             "Private names used from another file" + (", and which are new:" if base else ":"),
-            private_list(shape, base),
+            format_private_uses(shape, base),
         ]
     )
 
 
-def unpack(commit: str, folder: Path) -> Path:
-    """The files of a commit, in `folder`."""
+def unpack_commit(commit: str, folder: Path) -> Path:
+    """Writes the files of a commit into `folder` and returns `folder`."""
     packed = subprocess.run(["git", "archive", commit], cwd=ROOT, check=True, capture_output=True).stdout
     with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
         archive.extractall(folder, filter="data")
@@ -326,6 +362,7 @@ def unpack(commit: str, folder: Path) -> Path:
 
 
 def main() -> None:
+    """Measures this checkout, and the base if one is named, and prints the report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base", metavar="COMMIT", help="also measure this commit and show what changed")
     parser.add_argument("--markdown", action="store_true", help="tables for a document")
@@ -333,8 +370,8 @@ def main() -> None:
     base = None
     if a.base:
         with tempfile.TemporaryDirectory() as folder:
-            base = measure(unpack(a.base, Path(folder)))
-    print(report(measure(ROOT), base, a.markdown))
+            base = measure_tree(unpack_commit(a.base, Path(folder)))
+    print(make_report(measure_tree(ROOT), base, a.markdown))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Curves of a run as an SVG picture: one small chart a metric, evaluations with their intervals.
+"""The curves of a run as an SVG picture: one small chart per metric, and the evaluations with their intervals.
 
     python scripts/curves.py runs/RUN --out curves.svg [--metrics reward/mean length/mean entropy] [--title TEXT]
 
-Needs nothing but the standard library; reads the run's metrics.jsonl and eval/*.json.
+It needs only the standard library and reads the metrics.jsonl and eval/*.json of the run.
 """
 
 from __future__ import annotations
@@ -15,20 +15,30 @@ from html import escape
 from pathlib import Path
 
 METRICS = ("reward/mean", "length/mean", "entropy", "grad_norm", "sampler_gap/mean")
-WIDTH, HEIGHT, COLUMNS, MARGIN = 340, 200, 3, 54
-INK, LINE, FAINT = "#333333", "#2a6fbb", "#dddddd"
+# Sizes of a chart in pixels, charts per row, and the space left of a chart for its numbers.
+WIDTH = 340
+HEIGHT = 200
+COLUMNS = 3
+MARGIN = 54
+# Colours of text, curves and grid.
+INK = "#333333"
+LINE = "#2a6fbb"
+FAINT = "#dddddd"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
+    """One chart: a curve through `points` (step, value), and vertical bars (step, low, high) for intervals."""
+
     title: str
     points: list[tuple[float, float]]
-    bars: list[tuple[float, float, float]]  # step, low, high
+    bars: list[tuple[float, float, float]]
 
 
 def read_charts(run: Path, metrics: Sequence[str]) -> list[Chart]:
+    """Returns the chart of the evaluations and one per metric of `metrics`, without those that have no values."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    charts = [_evaluations(run)]
+    charts = [_read_evaluations(run)]
     for name in metrics:
         points = [(row["step"], row["metrics"][name]) for row in rows if name in row["metrics"]]
         if points:
@@ -36,15 +46,18 @@ def read_charts(run: Path, metrics: Sequence[str]) -> list[Chart]:
     return [chart for chart in charts if chart.points]
 
 
-def _evaluations(run: Path) -> Chart:
-    found = [json.loads(file.read_text(encoding="utf-8")) for file in sorted((run / "eval").glob("step-*.json"))]
-    points = [(e["setting"]["step"], e["accuracy"]) for e in found]
-    bars = [(e["setting"]["step"], e["low"], e["high"]) for e in found]
+def _read_evaluations(run: Path) -> Chart:
+    """Returns the chart of the held-out accuracy of all evaluations of a run."""
+    evaluations = [json.loads(file.read_text(encoding="utf-8")) for file in sorted((run / "eval").glob("step-*.json"))]
+    points = [(e["setting"]["step"], e["accuracy"]) for e in evaluations]
+    bars = [(e["setting"]["step"], e["low"], e["high"]) for e in evaluations]
     return Chart(title="held-out accuracy", points=points, bars=bars)
 
 
-def draw(charts: Sequence[Chart], title: str) -> str:
+def draw_page(charts: Sequence[Chart], title: str) -> str:
+    """Returns the SVG text of all charts under a title."""
     rows = -(-len(charts) // COLUMNS)
+    # 30 pixels above the charts are for the title.
     size = COLUMNS * WIDTH, rows * HEIGHT + 30
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size[0]} {size[1]}"',
@@ -54,18 +67,25 @@ def draw(charts: Sequence[Chart], title: str) -> str:
     ]
     for i, chart in enumerate(charts):
         x, y = (i % COLUMNS) * WIDTH, (i // COLUMNS) * HEIGHT + 30
-        parts.append(f'<g transform="translate({x},{y})">{_chart(chart)}</g>')
+        parts.append(f'<g transform="translate({x},{y})">{_draw_chart(chart)}</g>')
     return "\n".join([*parts, "</svg>\n"])
 
 
-def _chart(chart: Chart) -> str:
+def _draw_chart(chart: Chart) -> str:
+    """Returns the SVG elements of one chart, whose upper left corner is at (0, 0)."""
     xs = [x for x, _ in chart.points]
     ys = [y for _, y in chart.points] + [v for _, low, high in chart.bars for v in (low, high)]
-    left, right, low, high = min(xs), max(max(xs), min(xs) + 1), min(ys), max(ys)
+    left = min(xs)
+    right = max(max(xs), left + 1)
+    low = min(ys)
+    high = max(ys)
+    # One value, or equal ones, would make a range of 0.
     high += (high == low) * (abs(high) or 1.0)
 
     def place(x: float, y: float) -> tuple[float, float]:
-        across, up = (x - left) / (right - left), (y - low) / (high - low)
+        """Returns the pixel position of a step and a value."""
+        across = (x - left) / (right - left)
+        up = (y - low) / (high - low)
         return MARGIN + across * (WIDTH - MARGIN - 14), HEIGHT - 26 - up * (HEIGHT - 60)
 
     lines = [f'<text x="{MARGIN}" y="16" fill="{INK}" font-size="12">{escape(chart.title)}</text>']
@@ -87,13 +107,14 @@ def _chart(chart: Chart) -> str:
 
 
 def main() -> None:
+    """Reads a run and writes its picture."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--metrics", nargs="+", default=list(METRICS))
     parser.add_argument("--title", default="")
     a = parser.parse_args()
-    a.out.write_text(draw(read_charts(a.run, a.metrics), a.title or a.run.name), encoding="utf-8")
+    a.out.write_text(draw_page(read_charts(a.run, a.metrics), a.title or a.run.name), encoding="utf-8")
 
 
 if __name__ == "__main__":

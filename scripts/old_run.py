@@ -1,10 +1,11 @@
-"""Makes the small run directory that tests keep of a format of config and run: tests/data/run-format-N.
+"""Makes the small run directory of an old format that the tests read: tests/data/run-format-N.
 
     git worktree add ../old COMMIT                                   # the last commit that writes format N
     python scripts/old_run.py tests/data/run-format-1 ../old/src     # a run of that tree, of two steps
 
-The model is random and very small, so that the whole directory stays below 300 KB. Its answers are noise, and all
-rewards equal: the KL and the entropy term give the update a gradient. Nothing in it depends on where it was made.
+The model is random and very small, so that the whole directory stays below 300 KB. Its answers are noise and all
+rewards are equal, so only the KL and the entropy term give the update a gradient. Nothing in the directory depends on
+the machine that made it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from cohort.models.catalog import resolve
+from cohort.models.catalog import resolve_model
 from cohort.models.config import ModelConfig
 from cohort.models.decoder import Decoder, initialise
 from cohort.models.files import save_folder
@@ -37,10 +38,10 @@ SETTINGS = (
 )
 
 
-def main(out: Path, source: Path) -> None:
-    """A random model in `out`/model, and one run of the Cohort in `source` in `out`/run."""
+def make_run(out: Path, source: Path) -> None:
+    """Writes a random model to `out`/model, and to `out`/run a run that the tree `source` makes with it."""
     out.mkdir(parents=True)
-    tiny = resolve("tiny")
+    tiny = resolve_model("tiny")
     config = {**json.loads((tiny / "config.json").read_text()), **SHAPE}
     decoder = Decoder(ModelConfig.from_hf(config))
     initialise(decoder, 0)
@@ -50,10 +51,11 @@ def main(out: Path, source: Path) -> None:
     subprocess.run(command, cwd=out, env=env, check=True)
     [run] = (out / "runs").iterdir()
     (run / ".lock").unlink()
-    (run / "run.md").unlink()  # it names the processor
+    # The run card names the processor.
+    (run / "run.md").unlink()
     run.rename(out / "run")
     (out / "runs").rmdir()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    make_run(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,4 +1,4 @@
-"""A picture of a run as the terminal showed it: replays a run directory through the live view into an SVG.
+"""A picture of a finished run as the terminal shows it: an SVG, drawn by the live view from a run directory.
 
 python -m scripts.record_run runs/2026-11-15-quickstart-k3f9 docs/quickstart.svg
 """
@@ -12,47 +12,52 @@ from pathlib import Path
 
 from rich.console import Console
 
-from cohort.config.document import variant_name
+from cohort.config.document import get_variant_name
 from cohort.logs.live import LiveView
 from cohort.logs.view import Header, StepReport, Summary
-from cohort.loops.stats import showcase
+from cohort.loops.stats import choose_showcase
 from cohort.run.directory import RunDirectory
 from cohort.run.store.reader import Reader
-from cohort.run.store.rollouts import load_rollouts, rollout_path, rollout_steps
+from cohort.run.store.rollouts import list_rollout_steps, load_rollouts, make_rollout_path
 
 
-def main(run: Path, out: Path) -> None:
+def draw_run(run: Path, out: Path) -> None:
+    """Writes an SVG of the terminal at the end of the run in the folder `run`."""
     directory = RunDirectory.open(run)
-    config, evaluations = directory.config, directory.evaluations()
+    config = directory.config
+    evaluations = directory.load_evaluations()
     console = Console(record=True, width=100, height=40, file=io.StringIO(), force_terminal=True, highlight=False)
     view = LiveView(console.file, console=console)
     steps: dict[int, dict[str, float]] = defaultdict(dict)
     with Reader(directory.database) as reader:
-        for row in reader.metrics():
+        for row in reader.read_metrics():
             steps[row.step][row.name] = row.value
     header = Header(
         path=str(run),
         recipe=config.recipe,
         model=config.model,
-        task=variant_name("task", config.task),
-        algo=variant_name("algo", config.algo),
+        task=get_variant_name("task", config.task),
+        algo=get_variant_name("algo", config.algo),
         num_steps=config.steps,
         first_step=0,
         batch=f"{config.batch.prompts} prompts x {config.batch.samples} samples",
     )
-    view._header = header  # not started: the frame is drawn once, at the end
-    divided = max(rollout_steps(directory.rollouts), key=lambda s: steps[s]["reward/std"])
+    # The view is not started, because the frame is drawn only once, at the end.
+    view._header = header
+    # The step whose rewards differ most has the most telling answers to show.
+    most_varied = max(list_rollout_steps(directory.rollouts), key=lambda s: steps[s]["reward/std"])
     for number in sorted(s for s in steps if s):
-        groups = load_rollouts(rollout_path(directory.rollouts, number)) if number == divided else []
-        shown = showcase(number, groups)
-        report = StepReport(step=number, num_steps=config.steps, metrics=steps[number], eta=0.0, showcase=shown)
-        view.step(report)
+        groups = load_rollouts(make_rollout_path(directory.rollouts, number)) if number == most_varied else []
+        showcase = choose_showcase(number, groups)
+        report = StepReport(step=number, num_steps=config.steps, metrics=steps[number], eta=0.0, showcase=showcase)
+        view.show_step(report)
     for evaluation in evaluations.values():
-        view.evaluation(evaluation)
+        view.show_evaluation(evaluation)
     seconds = sum(m.get("time/step", 0.0) for m in steps.values())
+    # As if the view had begun so long ago.
     view._begin -= seconds
-    view.phase("done")
-    console.print(view.frame())
+    view.show_phase("done")
+    console.print(view.render_frame())
     first, last = evaluations[0], evaluations[config.steps]
     view.finish(
         Summary(
@@ -69,4 +74,4 @@ def main(run: Path, out: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    draw_run(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,8 +1,8 @@
-"""The bundled model's tokenizer: byte-level BPE with 512 entries, every digit a token of its own.
+"""The training of the bundled model's tokenizer: byte-level BPE with 512 entries, where every digit is one token.
 
     python -m scripts.tiny.tokenizer --out src/cohort/models/tiny
 
-writes it anew, the same bytes each time.
+This writes the tokenizer again, with the same bytes each time.
 """
 
 from __future__ import annotations
@@ -22,12 +22,17 @@ from cohort.text.template import ChatTemplate
 FOLDER = Path("src/cohort/models/tiny")
 SIZE = 512
 NUM_TRACES = 20_000
-MIX = Mix(think=0.3, broken=0.1, right=0.3, system=0.15)  # its own: tuning the training must not move ids
-PAD, START, END = CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")  # never part of a text
-TAGS = ("<think>", "</think>", "<answer>", "</answer>", "<tool_call>", "</tool_call>")  # graders read these
-# A digit; a parenthesis; an operator with the spaces around it; a word; other marks; white space.
+# The tokenizer has its own mixture of styles, so that a change of the training's mixture does not change token ids.
+MIX = Mix(think=0.3, broken=0.1, right=0.3, system=0.15)
+# Control tokens, which are never part of a text: padding, begin and end of a message. Their order gives their ids.
+CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+PAD, START, END = CONTROL
+# Tags that are part of the text, because graders read them.
+TAGS = ("<think>", "</think>", "<answer>", "</answer>", "<tool_call>", "</tool_call>")
+# Pieces that merges cannot cross: a digit; a parenthesis; an operator with the spaces around it; a word; other marks;
+# white space.
 PIECES = r"\p{N}|[()]| ?[-+*/=,] ?| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+"
-# Everyday words, so that text outside the tasks is not spelled byte by byte.
+# Common words, so that text outside the tasks is not split into single bytes.
 PROSE = """\
 Cohort teaches language models by reinforcement learning with verifiable rewards. It samples a group of
 answers for each prompt, scores them, and moves the policy toward the better ones. The model reads a
@@ -39,18 +44,22 @@ wrong, and the next one may be right. When you have found the answer, check it, 
 numbers, names, lists and code can all be written: every byte has its own token."""
 
 
-def corpus(template: ChatTemplate) -> Iterator[str]:
-    """Conversations as the template writes them, without added tokens (they never merge), and the prose."""
-    rows = mixture.load(8_000, keep=(0, 0))  # every size of number
+def make_corpus(template: ChatTemplate) -> Iterator[str]:
+    """Yields the texts that merges are learned from: conversations rendered by the template, then the prose.
+
+    Conversations are split at control tokens and tags, which never merge with other text.
+    """
+    # With keep=(0, 0) the rows have numbers of every size.
+    rows = mixture.load_trace_rows(8_000, keep=(0, 0))
     added = re.compile("|".join(map(re.escape, CONTROL + TAGS)))
     for i in range(NUM_TRACES):
-        trace = mixture.trace(rows, "tokenizer", i, MIX)
+        trace = mixture.make_trace(rows, "tokenizer", i, MIX)
         yield from added.split(template.render(trace.messages, trace.tools, generation_prompt=False))
     yield from [PROSE.replace("\n", " ")] * 40
 
 
-def train(texts: Iterable[str]) -> Tokenizer:
-    """Learn the merges; the same texts in the same order give the same tokenizer."""
+def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
+    """Returns a tokenizer with merges learned from `texts`. It depends only on the texts and their order."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -67,15 +76,15 @@ def train(texts: Iterable[str]) -> Tokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    # The trainer makes every added token special; tags are text for graders, so decoding must keep them.
+    # The trainer marks every added token as special, and decoding drops special tokens. Graders need the tags.
     spec = json.loads(tokenizer.to_str())
     for token in spec["added_tokens"]:
         token["special"] = token["content"] in CONTROL
     return Tokenizer.from_str(json.dumps(spec))
 
 
-def save(tokenizer: Tokenizer, folder: Path) -> None:
-    """tokenizer.json and tokenizer_config.json, as transformers reads them, and the generation defaults."""
+def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
+    """Writes tokenizer.json, tokenizer_config.json and generation_config.json, in the formats of transformers."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {
@@ -94,11 +103,12 @@ def save(tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Write the bundled model's tokenizer anew.")
+    """Trains the tokenizer and writes it to the folder `--out`."""
+    parser = argparse.ArgumentParser(description="Train the bundled model's tokenizer and write it.")
     parser.add_argument("--out", type=Path, default=FOLDER)
     out = parser.parse_args().out
     template = ChatTemplate((FOLDER / "chat_template.jinja").read_text(encoding="utf-8"), {})
-    save(train(corpus(template)), out)
+    save_tokenizer(train_tokenizer(make_corpus(template)), out)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,15 @@
-"""Makes the bundled `tiny` model: supervised fine-tuning on the traces, from random weights, in two phases.
+"""The training of the bundled `tiny` model: supervised fine-tuning on traces, from random weights, in two phases.
 
     python -m scripts.tiny.train --out build/tiny                  # on a GPU if there is one
     python -m scripts.tiny.train --out build/tiny --updates 20     # a rehearsal
 
-Phase one teaches the skill: thoughts and answers that are right. Phase two, the last part, teaches the habits: the
-mixture of styles that reinforcement learning is to sort out. (Taught at once, the wrong guesses drown the sums: after
-3000 updates a think-first answer was right one time in ten.)
+The first phase teaches the skill with thoughts and answers that are right. The second phase, the last 15 % of the
+updates, teaches the habits: the mixture of styles from which reinforcement learning then selects. Both phases at once
+do not work: after 3000 updates only one in ten answers that begin with a thought was right, because of the wrong
+guesses in the mixture.
 
-The traces depend on the seed alone, not on the number of workers. Floating-point sums differ between devices:
-weights trained elsewhere differ in detail and score alike.
+The traces depend only on the seed, not on the number of workers. Floating-point sums differ between devices, so weights
+that were trained on another device differ in detail and score about the same.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from cohort.tasks.traces import mixture
 from cohort.tasks.traces.styles import Mix
 from cohort.text import Tokenizer
 
-SOURCE = Path("src/cohort/models/tiny")  # tokenizer and chat template
+# The folder with the tokenizer and the chat template.
+SOURCE = Path("src/cohort/models/tiny")
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -50,45 +52,55 @@ CONFIG: dict[str, Any] = {
     "pad_token_id": 0,
     "dtype": "bfloat16",
 }
-SKILL = Mix(think=0.85, broken=0.0, right=1.0)  # the rest answers at once, and right
+# The first phase: 85 % of the traces think first, the others answer at once, and all are right.
+SKILL = Mix(think=0.85, broken=0.0, right=1.0)
+# The second phase, and its share of the updates.
 HABITS = Mix()
-HABITS_SHARE = 0.15  # of the updates
-TOKEN_BUDGET = 65_536  # tokens a forward and backward
+HABITS_SHARE = 0.15
+# Most tokens in one forward and backward pass.
+TOKEN_BUDGET = 65_536
 
+# The rows and the tokenizer of a worker process. `start_worker` sets them.
 _worker: dict[str, Any] = {}
 
 
 def start_worker(num_rows: int) -> None:
+    """Prepares a worker process: loads the rows of the traces and the tokenizer."""
     import torch
 
     torch.set_num_threads(1)
-    _worker["rows"], _worker["tokenizer"] = mixture.load(num_rows), Tokenizer.load(SOURCE)
+    _worker["rows"] = mixture.load_trace_rows(num_rows)
+    _worker["tokenizer"] = Tokenizer.load(SOURCE)
 
 
 def make_batch(job: tuple[int, int, int, Mix]) -> bytes:
-    """The batch of update number `update`, in the form that travels."""
-    from cohort.loops.sft import batch_of
+    """Returns a serialised batch. `job` is (seed, number of the update, traces in the batch, mixture of styles)."""
+    from cohort.loops.sft import make_sft_batch
 
     seed, update, size, mix = job
-    examples = mixture.examples(_worker["rows"], _worker["tokenizer"], seed, update, size, mix)
-    return dumps(batch_of(examples))
+    examples = mixture.make_examples(_worker["rows"], _worker["tokenizer"], seed, update, size, mix)
+    return dumps(make_sft_batch(examples))
 
 
-def batches(args: argparse.Namespace) -> Iterator[Any]:
-    """Every update's batch in order, made ahead by worker processes."""
+def make_batches(args: argparse.Namespace) -> Iterator[Any]:
+    """Yields None, then the batch of each update in order. Worker processes make them ahead.
+
+    The caller takes the None first: that starts the workers, which must happen before this process uses a GPU.
+    """
     first_habit = round(args.updates * (1 - HABITS_SHARE))
     jobs = ((args.seed, u, args.batch, SKILL if u < first_habit else HABITS) for u in range(args.updates))
     with multiprocessing.get_context("spawn").Pool(args.workers, start_worker, (args.rows,)) as pool:
-        yield None  # the workers start before this process holds a device
-        for made in pool.imap(make_batch, jobs):
-            yield loads(made)
+        yield None
+        for batch in pool.imap(make_batch, jobs):
+            yield loads(batch)
 
 
 def main() -> None:
-    args = parse()
-    stream = batches(args)
+    """Trains the model, writes it to `--out` and prints its scores."""
+    args = parse_arguments()
+    stream = make_batches(args)
     next(stream)
-    train(args, stream)
+    train_model(args, stream)
     from cohort.models.files import load_folder
     from scripts.tiny.scores import measure
 
@@ -97,8 +109,8 @@ def main() -> None:
         print(score, flush=True)
 
 
-def train(args: argparse.Namespace, stream: Iterator[Any]) -> None:
-    """From random weights to a folder that transformers loads."""
+def train_model(args: argparse.Namespace, stream: Iterator[Any]) -> None:
+    """Trains the model from random weights and writes it to `args.out`. `stream` yields one batch per update."""
     import torch
 
     from cohort.config.schema import LearnerConfig, OptimConfig
@@ -115,42 +127,53 @@ def train(args: argparse.Namespace, stream: Iterator[Any]) -> None:
     decoder.to(device)
     optim = OptimConfig(lr=args.lr, schedule="cosine", warmup=200, lr_floor=0.02, beta2=0.98, weight_decay=0.05)
     learner = LocalLearner(decoder, LearnerConfig(token_budget=TOKEN_BUDGET), optim, num_updates=args.updates)
-    report = Progress(args, decoder)
+    report = TrainingProgress(args, decoder)
     sft.train(report, learner, lambda update: next(stream))
     num = sum(p.numel() for p in decoder.parameters())
     print(f"{num / 1e6:.2f}M parameters on {device}: {report.targets / 1e6:.1f}M target tokens", flush=True)
     save_folder(decoder, CONFIG, SOURCE, args.out, dtype=torch.bfloat16)
 
 
-class Progress:
-    """The updates, with a line every few hundred, and now and then what the model can do on the `train` split."""
+class TrainingProgress:
+    """The steps of the training loop, with progress on the terminal.
+
+    Every 200 updates it prints the loss, and every `--probe` updates the scores on problems of the split `train`.
+    """
 
     def __init__(self, args: argparse.Namespace, decoder: Any) -> None:
-        self.args, self.decoder, self.targets, self.start = args, decoder, 0.0, time.monotonic()
+        self.args = args
+        self.decoder = decoder
+        # Tokens of the assistant that were trained on so far.
+        self.targets = 0.0
+        self.start = time.monotonic()
 
     def steps(self) -> Iterator[int]:
+        """Yields the number of each update, from 0 on."""
         yield from range(self.args.updates)
 
     def end_step(self, step: int, record: StepRecord) -> None:
+        """Counts the tokens of an update and prints what is due after it."""
         stats = record.metrics
         self.targets += stats["tokens"]
-        done, last = step + 1, step + 1 == self.args.updates
+        done = step + 1
+        last = done == self.args.updates
         if done % 200 == 0 or last:
-            passed = time.monotonic() - self.start
-            told = f"loss {stats['loss']:.4f} targets {self.targets / 1e6:.1f}M {passed:.0f} s"
-            print(f"update {done} {told}", flush=True)
+            seconds = time.monotonic() - self.start
+            progress = f"loss {stats['loss']:.4f} targets {self.targets / 1e6:.1f}M {seconds:.0f} s"
+            print(f"update {done} {progress}", flush=True)
         if self.args.probe and (done % self.args.probe == 0 or last):
-            from scripts.tiny.scores import probe
+            from scripts.tiny.scores import probe_on_train_problems
 
-            print(probe(self.decoder, Tokenizer.load(SOURCE), 256), flush=True)
+            print(probe_on_train_problems(self.decoder, Tokenizer.load(SOURCE), 256), flush=True)
 
 
-def parse() -> argparse.Namespace:
+def parse_arguments() -> argparse.Namespace:
+    """Returns the options of the command line."""
     parser = argparse.ArgumentParser(description="Train the bundled tiny model from its traces.")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--updates", type=int, default=8_400)
-    parser.add_argument("--batch", type=int, default=384, help="traces an update")
+    parser.add_argument("--batch", type=int, default=384, help="traces per update")
     parser.add_argument("--lr", type=float, default=1.5e-3)
     parser.add_argument("--rows", type=int, default=60_000, help="distinct problems of three terms")
     parser.add_argument("--problems", type=int, default=1000, help="held-out problems to score on")

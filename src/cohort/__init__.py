@@ -3,7 +3,7 @@
     import cohort
     cohort.train("quickstart", {"steps": 50, "optim.lr": 1e-4})
 
-Importing it is cheap: torch comes in when something is trained, sampled or loaded.
+Importing this package is cheap: torch is imported when something is trained, sampled or loaded.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from cohort.tasks.base import Verdict as Verdict
     from cohort.tasks.base import task as task
 
+# Public names and the modules that define them. They are imported when they are first used.
 _LAZY = {
     "RL": "cohort.config.kinds",
     "RunConfig": "cohort.config.schema",
@@ -41,18 +42,19 @@ def train(
     log: str = "plain",
     sinks: Sequence[str] = (),
 ) -> Path:
-    """Train a recipe and return the run directory.
+    """Trains a recipe and returns the run directory.
 
-    `recipe` is a name, `file.py:function`, or a config such as `RL(...)`; `settings` are its flags by dotted name.
-    `out` is the folder in which the run directory is made, `log` the progress view (live, plain or json).
+    `recipe` is a name, `file.py:function`, or a config such as `RL(...)`. `settings` maps dotted names of settings to
+    values. `out` is the folder in which the run directory is made. `log` is the progress view (live, plain or json).
+    `sinks` are programs that get the metrics too (wandb, tensorboard, trackio).
     """
     from cohort.config import load
     from cohort.jobs.build import train as build_train
     from cohort.system import process
 
     process.require_one_process()
-    args = load.as_args(settings or {})
-    config = load.load(recipe, args) if isinstance(recipe, str) else load.change(recipe, args)
+    args = load.format_args(settings or {})
+    config = load.load_config(recipe, args) if isinstance(recipe, str) else load.change_config(recipe, args)
     return build_train(config, Path(out), log, *sinks)
 
 

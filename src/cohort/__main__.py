@@ -4,5 +4,6 @@ import sys
 
 from cohort.cli.main import main
 
-if __name__ == "__main__":  # a spawned worker imports this module and must not start the command again
+# A spawned worker imports this module and must not start the command again.
+if __name__ == "__main__":
     sys.exit(main())

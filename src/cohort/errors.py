@@ -1,4 +1,4 @@
-"""Errors a user can act on. Anything else that escapes is a bug and keeps its traceback."""
+"""Errors that a user can act on. Any other exception that reaches the user is a bug and keeps its traceback."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Iterable
 
 
 class CohortError(Exception):
-    """One line that says what is wrong and what to do. The command line prints it and exits with 2."""
+    """One line that says what is wrong and what to do. The command line prints it and exits with code 2."""
 
 
 class ConfigError(CohortError, ValueError):
-    """A setting is unknown, has the wrong type, or cannot work together with another."""
+    """A setting is unknown, has the wrong type, or cannot be combined with another."""
 
 
 class ModelError(CohortError):
@@ -19,27 +19,27 @@ class ModelError(CohortError):
 
 
 class TaskError(CohortError):
-    """A task's rows, prompts or scores break the contract."""
+    """A task's rows, prompts or scores break the rules for tasks."""
 
 
 class RunError(CohortError):
-    """A run directory is missing, locked, full, read-only or from something else."""
+    """A run directory is missing, locked, full, read-only or not one of Cohort's."""
 
 
 class EngineError(CohortError):
-    """An engine has died or was closed: it answers nothing any more. A run it belonged to can be resumed."""
+    """An engine has died or was closed and takes no more requests. The run that used it can be resumed."""
 
 
 class TrainingStopped(CohortError):
-    """Training gave up on purpose (non-finite gradients, too many failures); the run can be resumed."""
+    """Training stopped on purpose (non-finite gradients, too many failures). The run can be resumed."""
 
 
-def nearest(name: str, valid: Iterable[str]) -> str:
-    """' Did you mean "x"?' or the list of valid names: the tail of an unknown-name message.
+def suggest_name(name: str, valid: Iterable[str]) -> str:
+    """Returns the end of a message about the unknown `name`: the most similar valid name, or else all valid names.
 
-    >>> nearest("grop", ["grpo", "dr_grpo"])
+    >>> suggest_name("grop", ["grpo", "dr_grpo"])
     ' Did you mean "grpo"?'
-    >>> nearest("zzz", ["b", "a"])
+    >>> suggest_name("zzz", ["b", "a"])
     ' Valid: a, b.'
     """
     valid = sorted(valid)
@@ -47,10 +47,10 @@ def nearest(name: str, valid: Iterable[str]) -> str:
     return f' Did you mean "{close[0]}"?' if close else f" Valid: {', '.join(valid)}."
 
 
-def brief(error: BaseException) -> str:
-    """An error's text in one line of reasonable length.
+def shorten_error(error: BaseException) -> str:
+    """Returns an error's text in one line of at most 300 characters; its class name where it has no text.
 
-    >>> brief(ValueError("max_model_len is\\n  too large"))
+    >>> shorten_error(ValueError("max_model_len is\\n  too large"))
     'max_model_len is too large'
     """
     text = " ".join(str(error).split()) or type(error).__name__

@@ -1,7 +1,7 @@
-"""What became of a sample or a group on its way into the update: one enumeration, used everywhere.
+"""The enumeration of fates: what became of a sample or a group on its way into the update.
 
-The producer of rollouts sets NOT_ACCEPTED (and, once rollouts may be older than the weights, STALE), the algorithm sets
-the others. Everybody else only reads. The values are what run.db and the rollout files hold.
+The producer of rollouts sets NOT_ACCEPTED (and STALE, once rollouts may be older than the weights). The algorithm sets
+the others. All other code only reads fates. run.db and the rollout files store the values.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from enum import StrEnum
 
 
 class Fate(StrEnum):
-    """TRAINED is the empty string, so `if group.excluded:` reads as it should."""
+    """What became of a sample or group. TRAINED is the empty string, so `if group.excluded:` is false for it."""
 
     TRAINED = ""
-    CONSTANT_REWARD = "constant reward"  # every sample of the group was paid the same: its gradient is zero
+    CONSTANT_REWARD = "constant reward"  # every sample of the group has the same reward: its gradient is zero
     NO_GAIN = "no gain"  # no sample of the group has an advantage, although their rewards differ
     EQUAL_REWARDS = "equal rewards"  # as CONSTANT_REWARD, but left out of the mean by choice (algo.dead = drop)
     TOO_FEW = "too few scored samples"  # the baseline needs more samples than could be scored
@@ -23,11 +23,14 @@ class Fate(StrEnum):
     FAILED = "failed"  # a sample that could not be scored
 
     @property
-    def counts(self) -> bool:
-        """Whether the samples of such a group stay in the denominators: their gradient is zero, their share is not."""
+    def is_counted(self) -> bool:
+        """Whether the samples of a group with this fate count in the denominators of the loss.
+
+        A group without gradient still counts: it adds nothing to the sum, but the mean is over it too.
+        """
         return self in (Fate.TRAINED, Fate.CONSTANT_REWARD, Fate.NO_GAIN)
 
     @property
-    def by_algorithm(self) -> bool:
-        """Whether the algorithm decides it, and so decides it again when it sees the group again."""
+    def is_set_by_algorithm(self) -> bool:
+        """Whether the algorithm sets this fate. It then decides anew when it sees the group again."""
         return self not in (Fate.NOT_ACCEPTED, Fate.STALE)

@@ -1,13 +1,13 @@
-"""The one serialisation of records: rollout files hold it, and it is all that passes between processes.
+"""Serialisation of records to bytes. Rollout files hold these bytes, and processes exchange nothing else.
 
     data = dumps(groups)      # bytes
     groups = loads(data)      # equal records, number for number and bit for bit
 
 A value is a tree of registered dataclasses and enums, lists, tuples, dicts with text keys, numpy arrays, text, numbers,
-truth values and None. Lists of whole numbers or of floats are stored as arrays in the smallest type that loses nothing,
-all arrays of one type end to end; everything else is JSON, deflated. The bytes are a safetensors file. Nothing is ever
-executed on reading: a class is looked up by its name among the registered ones, and unknown names are refused. Damaged
-or hostile bytes are refused with a sentence, before they take much more memory than they are long.
+truth values and None. Lists of whole numbers or of floats are stored as arrays, in the smallest type that loses
+nothing. All arrays of one type are joined end to end. Everything else is compressed JSON. The bytes are a safetensors
+file. Reading never executes anything: a class is looked up by its name among the registered ones, and unknown names are
+refused. Damaged or hostile bytes are refused with a clear message, before they take much more memory than their length.
 """
 
 from __future__ import annotations
@@ -33,32 +33,45 @@ FORMAT = 1
 Array = NDArray[Any]
 C = TypeVar("C", bound=type)
 
-# How a value that JSON does not have is marked: the first entry of a list. Plain lists are marked, too.
-_LIST, _TUPLE, _RECORD, _ENUM, _NUMBERS, _ARRAY, _DICT = "l", "t", "r", "e", "n", "a", "d"
-_STORES = ("uint8", "int32", "int64", "float32", "float64")  # where lists of numbers lie
-_MAX_DEPTH = 100  # levels of a value: both sides refuse more, so that what was written can be read
+# Every value that JSON does not have becomes a JSON list whose first entry is one of these marks. Plain lists are
+# marked too, so that they cannot be mistaken for another kind.
+_LIST = "l"
+_TUPLE = "t"
+_RECORD = "r"
+_ENUM = "e"
+_NUMBERS = "n"
+_ARRAY = "a"
+_DICT = "d"
+# Types in which lists of numbers are stored. The index is part of the format: entries keep their places.
+_STORES = ("uint8", "int32", "int64", "float32", "float64")
+# Writer and reader refuse values with more levels, so that everything that was written can be read.
+_MAX_DEPTH = 100
 _records: dict[str, type] = {}
 
 
 class SerialError(ValueError):
-    """A value that has no serialisation, or bytes that are none."""
+    """A value that cannot be serialised, or bytes that `dumps` did not write."""
 
 
 def record(cls: C) -> C:
-    """Register a dataclass or enum under its own name, so that it can travel. A decorator, or a plain call."""
+    """Registers a dataclass, enum or named tuple under its class name, so that it can be serialised.
+
+    Returns the class, so it works as a decorator and as a plain call. Raises TypeError for other classes and for a
+    second class of the same name.
+    """
     if not (dataclasses.is_dataclass(cls) or issubclass(cls, Enum) or hasattr(cls, "_fields")):
-        raise TypeError(f"{cls.__name__} is neither a dataclass, nor an enum, nor a named tuple")
+        raise TypeError(f"{cls.__name__} cannot be a record: it is no dataclass, no enum and no named tuple")
     if _records.setdefault(cls.__name__, cls) is not cls:
-        raise TypeError(f"two records are called {cls.__name__}")
+        raise TypeError(f"two records are called {cls.__name__}; rename one of the classes")
     return cls
 
 
 def dumps(value: Any) -> bytes:
-    """The value as bytes. Raises SerialError for what cannot travel, naming its type."""
+    """Returns the value as bytes. Raises SerialError, naming the type, for a value that cannot be serialised."""
     writer = _Writer()
     try:
         tree = writer.encode(value)
-        arrays = writer.arrays()
+        arrays = writer.join_stores()
         header = {"format": FORMAT, "fields": writer.fields, "value": tree}
         text = json.dumps(header, separators=(",", ":")).encode()
         arrays["json"] = np.frombuffer(_deflate(text, sum(a.nbytes for a in arrays.values())), dtype=np.uint8)
@@ -66,94 +79,111 @@ def dumps(value: Any) -> bytes:
     except SerialError:
         raise
     except RecursionError:
-        raise SerialError("it is nested too deep") from None
+        raise SerialError("the value is nested too deep") from None
     except (SafetensorError, ValueError, KeyError, TypeError) as error:
-        raise SerialError(f"it cannot be serialised: {error}") from error
+        raise SerialError(f"the value cannot be serialised: {error}") from error
 
 
 def loads(data: bytes) -> Any:
-    """The value that `dumps` was given. Raises SerialError for bytes that are not such."""
+    """Returns the value that `dumps` turned into these bytes. Raises SerialError for all other bytes."""
     try:
         arrays = load(data)
         if "json" not in arrays:
-            raise SerialError("it lacks the part that says what it holds")
+            raise SerialError("the data lacks its JSON header")
         header = json.loads(inflate(arrays["json"].tobytes(), len(data)))
         if not isinstance(header, dict) or not header.keys() >= {"format", "fields", "value"}:
-            raise SerialError("what says what it holds is incomplete")
+            raise SerialError('the JSON header is incomplete: it must have "format", "fields" and "value"')
         if type(header["format"]) is not int or header["format"] < 1:
-            raise SerialError("its format is no number of a format")
+            raise SerialError("the format is not a whole number of at least 1")
         if header["format"] > FORMAT:
-            raise SerialError(f"its format is {header['format']}, this version of Cohort knows {FORMAT}")
+            raise SerialError(
+                f"the format is {header['format']}, and this version of Cohort reads formats up to {FORMAT}; "
+                "use a newer version"
+            )
         return _Reader(arrays, header["fields"]).decode(header["value"])
     except SerialError:
         raise
     except RecursionError:
-        raise SerialError("it is nested too deep") from None
+        raise SerialError("the data is nested too deep") from None
     except MemoryError:
-        raise SerialError("what it claims to hold does not fit into memory") from None
+        raise SerialError("the data claims a size that does not fit into memory") from None
     except (SafetensorError, zlib.error, json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise SerialError(f"its bytes are damaged ({error})") from error
+        raise SerialError(f"the bytes are damaged ({error})") from error
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        raise SerialError(f"what it holds makes no sense ({type(error).__name__}: {error})") from error
+        raise SerialError(f"the data makes no sense ({type(error).__name__}: {error})") from error
 
 
 def inflate(packed: bytes, size: int) -> bytes:
-    """The deflated text of a file of `size` bytes. Raises SerialError for more text than such a file may have."""
-    most = _most_text(size)
+    """Returns the decompressed text of a file of `size` bytes.
+
+    Raises SerialError where the text is cut off or is longer than a file of that size may hold.
+    """
+    most = _max_text_bytes(size)
     inflater = zlib.decompressobj()
+    # One byte more than allowed tells a text of just the right length from a longer one.
     text = inflater.decompress(packed, most + 1)
     if len(text) > most:
-        raise SerialError(f"its text inflates to more than {most} bytes, which is too much for its size")
+        raise SerialError(f"the compressed text inflates to more than {most} bytes, the most for data of this size")
     if not inflater.eof:
-        raise SerialError("its text is cut off")
+        raise SerialError("the compressed text is cut off")
     return text
 
 
-def _deflate(text: bytes, num_beside: int) -> bytes:
-    """Packed, beside so many bytes of numbers. Text that `inflate` would refuse is only wrapped, not made smaller."""
+def _deflate(text: bytes, num_array_bytes: int) -> bytes:
+    """Returns the text in zlib's format; `num_array_bytes` is the size of the arrays in the same file.
+
+    Text that compresses so well that `inflate` would refuse it is stored in that format without compression.
+    """
     packed = zlib.compress(text, 6)
-    return packed if len(text) <= _most_text(num_beside + len(packed)) else zlib.compress(text, 0)
+    return packed if len(text) <= _max_text_bytes(num_array_bytes + len(packed)) else zlib.compress(text, 0)
 
 
-def _most_text(size: int) -> int:
-    """How much text a file of that size may have, in bytes.
+def _max_text_bytes(size: int) -> int:
+    """Returns how many bytes of text a file of `size` bytes may hold.
 
     Deflate alone would allow a thousandfold, and a policy that repeats one word comes near that. But each of its tokens
-    takes 9 bytes or more as numbers in the same file. So 32 times the whole file is more than rollouts have, and what a
-    file takes in memory is bounded by its size. The constant is for small files with large rows.
+    takes 9 bytes or more as numbers in the same file. So rollouts never have 32 times as much text as the whole file
+    has bytes, and the memory that a file takes is bounded by its size. The constant is for small files with large rows.
     """
     return 16 * 2**20 + 32 * size
 
 
 class _Writer:
-    """Takes the numbers out of a tree. What is left is JSON."""
+    """Encoder that moves the numbers of a value into arrays, by type. The remaining tree is JSON."""
 
     def __init__(self) -> None:
-        self._stores: dict[str, list[Array]] = {}  # by type: numbers end to end
-        self._filled: dict[str, int] = {}
+        self._stores: dict[str, list[Array]] = {}  # by type: arrays, to be joined end to end
+        self._filled: dict[str, int] = {}  # by type: how many numbers are in the store
         self._depth = 0
-        self.fields: dict[str, list[str]] = {}  # of every class in the tree, in the order their values are written
+        self.fields: dict[str, list[str]] = {}  # per class in the tree: field names, in the order of the values
 
     def encode(self, value: Any) -> Any:
+        """Returns the JSON form of a value. Raises SerialError for an unknown type or too many levels."""
         if value is None or type(value) in (bool, int, float, str):
             return value
         if type(value) is list:
-            numbers = _as_numbers(value)
+            numbers = _to_number_array(value)
             if numbers is not None:
-                return [_NUMBERS, _STORES.index(_dtype_name(numbers.dtype)), self._stored(numbers), len(numbers)]
+                return [
+                    _NUMBERS,
+                    _STORES.index(_dtype_name(numbers.dtype)),
+                    self._append_to_store(numbers),
+                    len(numbers),
+                ]
         self._depth += 1
         if self._depth > _MAX_DEPTH:
-            raise SerialError(f"it is nested too deep: more than {_MAX_DEPTH} levels")
-        tree = self._container(value)
+            raise SerialError(f"the value is nested too deep: it has more than {_MAX_DEPTH} levels")
+        tree = self._encode_container(value)
         self._depth -= 1
         return tree
 
-    def _container(self, value: Any) -> list[Any]:
-        """A value that has parts, or is an array or an enum's."""
+    def _encode_container(self, value: Any) -> list[Any]:
+        """Returns the marked JSON list of a container, an array, an enum's member or a record."""
         if type(value) is list:
             return [_LIST, *map(self.encode, value)]
         if isinstance(value, Enum):
-            return [_ENUM, _name_of(value), value.value]
+            return [_ENUM, _find_record_name(value), value.value]
+        # The exact type is compared: a registered named tuple is a record, not a tuple.
         if type(value) is tuple:
             return [_TUPLE, *map(self.encode, value)]
         if type(value) is dict:
@@ -161,45 +191,50 @@ class _Writer:
                 raise SerialError("a dict with keys that are not text cannot be serialised")
             return [_DICT, {key: self.encode(item) for key, item in value.items()}]
         if isinstance(value, np.ndarray):
-            return [_ARRAY, _dtype_name(value.dtype), self._stored(value.reshape(-1)), list(value.shape)]
-        name = _name_of(value)
+            return [_ARRAY, _dtype_name(value.dtype), self._append_to_store(value.reshape(-1)), list(value.shape)]
+        name = _find_record_name(value)
         names = self.fields.setdefault(name, field_names(type(value)))
         return [_RECORD, name, *(self.encode(getattr(value, field)) for field in names)]
 
-    def _stored(self, numbers: Array) -> int:
-        """Where in the store of its type these numbers begin."""
+    def _append_to_store(self, numbers: Array) -> int:
+        """Adds the numbers to the store of their type and returns the index at which they begin there."""
         store = _dtype_name(numbers.dtype)
         self._stores.setdefault(store, []).append(numbers)
         start = self._filled.get(store, 0)
         self._filled[store] = start + len(numbers)
         return start
 
-    def arrays(self) -> dict[str, Array]:
+    def join_stores(self) -> dict[str, Array]:
+        """Returns one array per type, with all stored numbers of that type end to end."""
         return {name: np.concatenate(parts) for name, parts in self._stores.items()}
 
 
 class _Reader:
-    """Puts the numbers back. It believes nothing: bytes may come from a damaged or a hostile file."""
+    """Decoder that puts the numbers back into the tree.
+
+    It checks everything that it reads, because the bytes may come from a damaged or hostile file.
+    """
 
     def __init__(self, arrays: dict[str, Array], fields: dict[str, list[str]]) -> None:
         if not isinstance(fields, dict) or not all(isinstance(names, list) for names in fields.values()):
-            raise SerialError("it does not say which fields its records have")
+            raise SerialError("the data does not say which fields its records have")
         self._fields = fields
         self._arrays = arrays
         self._depth = 0
-        self._handed_out: dict[str, int] = {}  # by store: how many of its numbers
-        self._lists: dict[str, list[Any]] = {}  # the stores as Python numbers, where lists lie in them
+        self._handed_out: dict[str, int] = {}  # per store: how many of its numbers were returned so far
+        self._lists: dict[str, list[Any]] = {}  # stores converted to Python numbers, once a list in them is read
         self._decoders: dict[str, Callable[[list[Any]], Any]] = {
             _LIST: lambda parts: [self.decode(p) for p in parts],
             _TUPLE: lambda parts: tuple(self.decode(p) for p in parts),
-            _DICT: self._dict,
-            _ENUM: self._enum,
-            _RECORD: self._record,
-            _NUMBERS: self._numbers,
-            _ARRAY: self._array,
+            _DICT: self._decode_dict,
+            _ENUM: self._decode_enum,
+            _RECORD: self._decode_record,
+            _NUMBERS: self._decode_numbers,
+            _ARRAY: self._decode_array,
         }
 
     def decode(self, tree: Any) -> Any:
+        """Returns the value of a JSON tree that `_Writer.encode` made. Raises SerialError for other trees."""
         if not isinstance(tree, list):
             if isinstance(tree, dict):
                 raise SerialError("an entry has no mark that says what it is")
@@ -208,81 +243,98 @@ class _Reader:
             raise SerialError("an entry has no mark that says what it is")
         self._depth += 1
         if self._depth > _MAX_DEPTH:
-            raise SerialError(f"it is nested too deep: more than {_MAX_DEPTH} levels")
+            raise SerialError(f"the data is nested too deep: it has more than {_MAX_DEPTH} levels")
         value = self._decoders[tree[0]](tree[1:])
         self._depth -= 1
         return value
 
-    def _dict(self, parts: list[Any]) -> dict[str, Any]:
+    def _decode_dict(self, parts: list[Any]) -> dict[str, Any]:
+        """Returns a dict. `parts` is one JSON object."""
         if len(parts) != 1 or not isinstance(parts[0], dict):
-            raise SerialError("an entry that is marked as a dict is none")
+            raise SerialError("an entry that is marked as a dict holds something else")
         return {key: self.decode(item) for key, item in parts[0].items()}
 
-    def _enum(self, parts: list[Any]) -> Enum:
+    def _decode_enum(self, parts: list[Any]) -> Enum:
+        """Returns a member of an enum. `parts` is the class name and the member's value."""
         name, value = parts
-        cls = _class_of(name)
+        cls = _find_record_class(name)
         if not issubclass(cls, Enum):
-            raise SerialError(f'the record "{name}" is no enum')
+            raise SerialError(f'the record "{name}" is not an enum')
         return cls(value)
 
-    def _record(self, parts: list[Any]) -> Any:
-        """By the names that the writer's class had: a field that was added since takes its default."""
+    def _decode_record(self, parts: list[Any]) -> Any:
+        """Returns a record. `parts` is the class name and the values of the fields.
+
+        Values are matched by the field names of the writer's class: a field that was added since takes its default.
+        """
         name, *values = parts
-        cls = _class_of(name)
+        cls = _find_record_class(name)
         if issubclass(cls, Enum) or name not in self._fields or len(self._fields[name]) != len(values):
-            raise SerialError(f'a record "{name}" has not the fields that it should have')
+            raise SerialError(f'a record "{name}" does not have the fields that the data lists for it')
         named = zip(self._fields[name], values, strict=True)
         return cls(**{field: self.decode(value) for field, value in named})
 
-    def _numbers(self, parts: list[Any]) -> list[Any]:
+    def _decode_numbers(self, parts: list[Any]) -> list[Any]:
+        """Returns a list of numbers. `parts` is the index of its type in `_STORES`, its start and its length."""
         index, start, num = parts
         if type(index) is not int or not 0 <= index < len(_STORES):
-            raise SerialError("a list of numbers has no known type")
+            raise SerialError("a list of numbers has an unknown type")
         store = _STORES[index]
-        span = self._span(store, start, num)
+        span = self._claim_span(store, start, num)
+        # The store is converted to Python numbers once, when the first list in it is read.
         if store not in self._lists:
             self._lists[store] = self._arrays[store].tolist()
         return self._lists[store][span]
 
-    def _array(self, parts: list[Any]) -> Array:
-        """Its own copy: whoever gets it may write into it."""
+    def _decode_array(self, parts: list[Any]) -> Array:
+        """Returns an array as a copy, which the caller may change. `parts` is its type, its start and its shape."""
         store, start, shape = parts
         if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
-            raise SerialError("an array has a shape that is none")
-        return self._arrays[store][self._span(store, start, math.prod(shape))].reshape(shape).copy()
+            raise SerialError("an array has an invalid shape")
+        return self._arrays[store][self._claim_span(store, start, math.prod(shape))].reshape(shape).copy()
 
-    def _span(self, store: str, start: Any, num: Any) -> slice:
-        """Where numbers lie. A writer refers to no place twice, so no more is handed out than the store holds."""
+    def _claim_span(self, store: str, start: Any, num: Any) -> slice:
+        """Returns where `num` numbers lie in a store, and counts them as handed out.
+
+        A writer never refers to a number twice. So a reader that hands out more numbers than the store holds reads
+        hostile data, and raises SerialError before it fills the memory.
+        """
         if store == "json" or store not in self._arrays:
-            raise SerialError("it refers to numbers that it does not hold")
+            raise SerialError("an entry refers to numbers that the data does not hold")
         if type(start) is not int or type(num) is not int or start < 0 or num < 0:
-            raise SerialError("it refers to numbers at a place that is none")
-        held, before = len(self._arrays[store]), self._handed_out.get(store, 0)
+            raise SerialError("an entry refers to numbers at an invalid place")
+        held = len(self._arrays[store])
+        before = self._handed_out.get(store, 0)
         if start + num > held:
-            raise SerialError("an array is shorter than its lengths say")
+            raise SerialError("an array is shorter than its entries say")
         if before + num > held:
-            raise SerialError("it refers to the same numbers more than once")
+            raise SerialError("entries refer to the same numbers more than once")
         self._handed_out[store] = before + num
         return slice(start, start + num)
 
 
-def _as_numbers(values: list[Any]) -> Array | None:
-    """A list of whole numbers, or of floats, in the smallest type that loses nothing; None = it is another list."""
+def _to_number_array(values: list[Any]) -> Array | None:
+    """Returns a list of whole numbers or of floats as an array, in the smallest type that loses nothing.
+
+    Returns None for an empty list, a mixed one, one of other values, and whole numbers beyond 64 bits.
+    """
     if not values:
         return None
-    # np.array would take [1, 2.5] and [True, 2] as well and so change them: the types are looked at first
-    kind, kinds = type(values[0]), list(map(type, values))
+    # np.array would also take [1, 2.5] and [True, 2], and change their entries. So the types are checked first.
+    kind = type(values[0])
+    kinds = list(map(type, values))
     if kind is float and kinds.count(float) == len(kinds):
         exact = np.fromiter(values, np.float64, count=len(values))
         with np.errstate(over="ignore"):
             narrow = exact.astype(np.float32)
-        # bits, not values: NaN must compare equal and -0.0 must not become 0.0
+        # Bits are compared, not values: NaN must compare equal and -0.0 must not become 0.0.
         same = (narrow.astype(np.float64).view(np.int64) == exact.view(np.int64)).all()
         return narrow if same else exact
+    # Members of an IntEnum such as Provenance count as whole numbers; truth values do not.
     if kinds.count(int) != len(kinds) and not all(issubclass(k, int) and k is not bool for k in set(kinds)):
         return None
     try:
-        whole = np.fromiter(values, np.int64, count=len(values))  # a provenance is its number
+        whole = np.fromiter(values, np.int64, count=len(values))
     except OverflowError:
         return None
     low, high = whole.min(), whole.max()
@@ -292,23 +344,25 @@ def _as_numbers(values: list[Any]) -> Array | None:
 
 @cache
 def _dtype_name(dtype: np.dtype[Any]) -> str:
-    """As `dtype.name`, which numpy puts together anew at every call."""
+    """Returns `dtype.name`. The cache saves time: numpy builds that name anew at every access."""
     return dtype.name
 
 
 def field_names(cls: type) -> list[str]:
-    """Of a dataclass or named tuple."""
+    """Returns the names of the fields of a dataclass or named tuple, in order."""
     return list(cls._fields) if hasattr(cls, "_fields") else [f.name for f in dataclasses.fields(cls)]
 
 
-def _name_of(value: Any) -> str:
+def _find_record_name(value: Any) -> str:
+    """Returns the name under which the class of `value` is registered. Raises SerialError if it is not."""
     name = type(value).__name__
     if _records.get(name) is not type(value):
-        raise SerialError(f"a {name} cannot be serialised: it is no plain value and no registered record")
+        raise SerialError(f"a {name} cannot be serialised: it is neither a plain value nor a registered record")
     return name
 
 
-def _class_of(name: Any) -> Any:
+def _find_record_class(name: Any) -> Any:
+    """Returns the class that is registered under `name`. Raises SerialError if there is none."""
     if not isinstance(name, str) or name not in _records:
         raise SerialError(f'there is no record "{name}"')
     return _records[name]

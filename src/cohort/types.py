@@ -1,6 +1,6 @@
-"""The records that travel between tasks, engines, algorithms and the learner. Standard library only.
+"""Records that are passed between tasks, engines, algorithms and the learner. Standard library only.
 
-Ragged data stays in plain lists here: a record must be serialisable and must not pin a device.
+Data of varying length stays in plain lists. A record must be serialisable and must not hold memory of a device.
 """
 
 from __future__ import annotations
@@ -15,21 +15,25 @@ Message = dict[str, Any]
 """A chat message: {"role": "system" | "user" | "assistant" | "tool", "content": str, ...}."""
 
 Row = dict[str, Any]
-"""One item of a task's data. JSON-serialisable; `id` is filled in by the task stream when missing."""
+"""One item of a task's data. JSON-serialisable. A row without `id` gets one from the prompt stream of the task."""
 
 
 class Provenance(IntEnum):
-    """Where a token came from, recorded when it comes to exist and never derived afterwards."""
+    """Where a token came from. It is recorded when the token is made and never worked out afterwards."""
 
     PROMPT = 0
-    SAMPLED = 1  # drawn by the policy: the only tokens an RL loss may touch
-    ENVIRONMENT = 2  # tool results and other turns
-    FORCED = 3  # an assistant prefix the policy had to continue
-    TARGET = 4  # given to be imitated or compared: the only tokens SFT and DPO may touch
+    # Drawn by the policy: the only tokens that an RL loss may touch.
+    SAMPLED = 1
+    # Tool results and other turns that the policy did not write.
+    ENVIRONMENT = 2
+    # An assistant prefix that the policy had to continue.
+    FORCED = 3
+    # Given to be imitated or compared: the only tokens that SFT and DPO may touch.
+    TARGET = 4
 
 
 class Finish(StrEnum):
-    """Why a sample ended."""
+    """Why a sample ended: a stop token or stop string, the limit of tokens, or an abort."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -38,7 +42,7 @@ class Finish(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Key:
-    """Names one stream of random numbers; with a token position it names one uniform number."""
+    """Name of one sequence of random numbers. Key and token position together name one uniform number."""
 
     seed: int
     purpose: str  # "train" or "eval"
@@ -49,17 +53,17 @@ class Key:
 
 
 class SampleId(NamedTuple):
-    """Names a sample wherever it goes. Unique in a batch."""
+    """Name of a sample in every part of the program. It occurs once in a batch."""
 
     task: str
     prompt: str
     visit: int
-    sample: int  # place in its group
+    sample: int  # index in its group
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampling:
-    """How to draw tokens, and when to stop."""
+    """How tokens are drawn, and when sampling stops."""
 
     max_tokens: int
     temperature: float = 1.0  # 0 = greedy
@@ -71,6 +75,7 @@ class Sampling:
 
     @property
     def truncates(self) -> bool:
+        """Whether top-p, top-k or min-p is on, so that some tokens can never be drawn."""
         return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
 
 
@@ -90,60 +95,62 @@ class Prompt:
 
 @dataclass(kw_only=True, slots=True)
 class Sample:
-    """What one member of a group said, with everything the learner and the reader need to know of it.
+    """One completion, with everything that the learner and a reader of the run need to know about it.
 
-    `tokens` starts after the prompt and includes the sampled end-of-sequence token and, in conversations,
-    the environment's tokens. All per-token lists have its length.
+    `tokens` starts after the prompt. It includes the sampled end-of-sequence token and, in conversations, the
+    environment's tokens. All per-token lists have its length.
     """
 
     tokens: list[int]
     provenance: list[int]
     sampler_logprobs: list[float]  # at the sampling temperature, before truncation; 0.0 where not sampled
     kept_mass: list[float] = field(default_factory=list)  # empty unless top-p/top-k/min-p was used
-    versions: list[tuple[int, int]] = field(default_factory=list)  # (first token, policy version) spans
+    versions: list[tuple[int, int]] = field(default_factory=list)  # spans: (index of first token, policy version)
     finish: Finish = Finish.STOP
     text: str = ""  # the completion alone: special tokens removed, stop string trimmed
-    # filled by scoring
+    # Filled by scoring.
     parts: dict[str, float] = field(default_factory=dict)
     reward: float | None = None
-    reason: str = ""  # the grader's reason, if it gave one
-    failure: str = ""  # infrastructure failure: the sample leaves its group, it is not a zero
-    # filled by the learner and the algorithm
+    reason: str = ""  # the grader's reason; "" = it gave none
+    failure: str = ""  # infrastructure failure: the sample leaves its group, it does not get reward 0
+    # Filled by the learner and the algorithm.
     old_logprobs: list[float] | None = None
     ref_logprobs: list[float] | None = None
     advantage: float = 0.0
     token_advantages: list[float] | None = None  # per token, where they differ; None = `advantage` for every token
-    masked: Fate = Fate.TRAINED  # why this sample is out of the loss
+    masked: Fate = Fate.TRAINED  # why this sample is out of the loss; TRAINED = it is in the loss
 
     @property
     def num_sampled(self) -> int:
+        """The number of tokens that the policy drew."""
         return self.provenance.count(Provenance.SAMPLED)
 
     @property
     def num_turns(self) -> int:
-        """How often the policy spoke: runs of tokens it drew."""
+        """The number of turns of the policy: stretches of neighbouring tokens that it drew."""
         drawn = [p == Provenance.SAMPLED for p in self.provenance]
+        # A turn begins at every drawn token whose predecessor was not drawn.
         return sum(here and not before for before, here in zip([False, *drawn], drawn, strict=False))
 
 
 @dataclass(kw_only=True, slots=True)
 class Group:
-    """A prompt and its samples: the unit of baselines, of prefix sharing and of ranks."""
+    """A prompt and its samples. Baselines, prefix sharing and the division among ranks work on whole groups."""
 
     prompt: Prompt
     samples: list[Sample]
-    excluded: Fate = Fate.TRAINED  # why the whole group is out of the update
-    reused: int = 0  # steps since it was sampled, where it is used again; 0 = sampled in this step
+    excluded: Fate = Fate.TRAINED  # why the whole group is out of the update; TRAINED = it is in the update
+    reused: int = 0  # steps since the group was sampled, where replay uses it again; 0 = sampled in this step
 
     def ids(self) -> list[SampleId]:
-        """The ids of its samples, in their order."""
+        """Returns the ids of the samples, in the order of `samples`."""
         p = self.prompt
         return [SampleId(p.task, p.id, p.visit, index) for index in range(len(self.samples))]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """What a grader sees of a sample."""
+    """A completion as text, with what else a grader may see of the sample."""
 
     text: str  # the completion alone
     full: str  # with the forced assistant prefix in front
@@ -154,10 +161,11 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """A grader's result: a verdict (`parts`, perhaps with a reason) or a failure, never both.
+    """A grader's result: either reward parts (perhaps with a reason) or a failure, never both.
 
-    An environment that goes on says its `replies`; `cost` is what it takes from the reward. `stand_in` is what was
-    scored instead of an answer that was too much work, where the episode may go on from it.
+    An environment whose episode continues gives the messages of its next turn in `replies`. `cost` is subtracted from
+    the reward. `stand_in` is the answer that was scored in place of one whose scoring would have been too much work;
+    it is set where the episode may continue from that answer.
     """
 
     parts: dict[str, float] = field(default_factory=dict)

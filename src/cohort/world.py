@@ -1,7 +1,7 @@
-"""The ranks that train together: what they count, compare and share goes through here.
+"""The ranks that train together. Numbers that all ranks count, compare or share go through a `World`.
 
-In one process everything is what it is. Code above never asks for ranks: it sums, it gathers, and the numbers are those
-of all ranks together.
+In one process, `sum` and `gather` return the process's own values. Code that uses a `World` therefore never asks how
+many ranks there are: it sums and gathers, and the results are those of all ranks together.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from cohort.serialize import dumps, loads
 
 
 class World:
-    """One process."""
+    """The world of one process: rank 0 of 1."""
 
     rank = 0
     size = 1
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum over ranks, in place."""
+        """Replaces `x` by its sum over all ranks, in place, and returns it."""
         return x
 
     def gather(self, value: Any) -> list[Any]:
-        """What every rank has, by rank; a value is anything that `cohort.serialize` takes."""
+        """Returns the values of all ranks, in rank order. A value is anything that `cohort.serialize` takes."""
         return [value]
 
 
@@ -34,7 +34,7 @@ ONE_PROCESS = World()
 
 
 class ProcessGroup(World):
-    """The default torch.distributed group (gloo or nccl), which the launcher has initialised with a time limit."""
+    """The default torch.distributed group (gloo or nccl). The launcher has initialised it, with a time limit."""
 
     def __init__(self) -> None:
         self.rank = torch.distributed.get_rank()
@@ -43,17 +43,21 @@ class ProcessGroup(World):
         self._device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
 
     def sum(self, x: Tensor) -> Tensor:
-        there = x.to(self._device)  # nccl sums nothing that lies on the host
-        torch.distributed.all_reduce(there)
-        return x if there is x else x.copy_(there)
+        """Replaces `x` by its sum over all ranks, in place, and returns it."""
+        # nccl cannot sum tensors in host memory.
+        on_device = x.to(self._device)
+        torch.distributed.all_reduce(on_device)
+        return x if on_device is x else x.copy_(on_device)
 
     def gather(self, value: Any) -> list[Any]:
-        mine = torch.frombuffer(bytearray(dumps(value)), dtype=torch.uint8).to(self._device)
+        """Returns the values of all ranks, in rank order."""
+        own_bytes = torch.frombuffer(bytearray(dumps(value)), dtype=torch.uint8).to(self._device)
+        # all_gather needs tensors of one size: the ranks exchange their sizes first, then padded bytes.
         sizes = [torch.zeros(1, dtype=torch.int64, device=self._device) for _ in range(self.size)]
-        torch.distributed.all_gather(sizes, torch.tensor([len(mine)], device=self._device))
+        torch.distributed.all_gather(sizes, torch.tensor([len(own_bytes)], device=self._device))
         longest = max(int(size) for size in sizes)
         padded = torch.zeros(longest, dtype=torch.uint8, device=self._device)
-        padded[: len(mine)] = mine
+        padded[: len(own_bytes)] = own_bytes
         parts = [torch.empty_like(padded) for _ in range(self.size)]
         torch.distributed.all_gather(parts, padded)
         return [loads(part[: int(size)].cpu().numpy().tobytes()) for part, size in zip(parts, sizes, strict=True)]

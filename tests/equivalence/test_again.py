@@ -1,4 +1,4 @@
-"""Think again with a real model: the trained stream is what was sampled, turn by turn, and only that is trained."""
+"""Episodes with several turns and a real model: only the tokens that were sampled are trained on, and all of them."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from cohort.config.schema import EvalConfig, ThinkAgain
 from cohort.errors import ConfigError
 from cohort.loops.learning import annotate
 from cohort.types import Finish, Provenance
-from tests.helpers.decoders_and_groups import packed
-from tests.helpers.small_runs import assembled, gradient_rows, producer_of, run_steps, small_run
+from tests.helpers.decoders_and_groups import pack_groups
+from tests.helpers.small_runs import built_job, gradient_rows, make_producer, run_steps, small_run
 
 WORDS = ("Think again.", "Look once more at <|im_end|> it.")
 AGAIN = ThinkAgain(attempts=2, below=10.0, max_tokens=12, words=WORDS)
 
 
 @pytest.fixture(scope="module")
-def rolled():
-    with assembled(small_run(turns=AGAIN)) as parts:
-        groups = producer_of(parts, 3).roll(parts.producer.stream.next(4))
-        annotate(parts.learner, groups, ["old"])
-        yield parts, groups
+def job_and_groups():
+    with built_job(small_run(turns=AGAIN)) as job:
+        groups = make_producer(job, 3).roll_out(job.producer.stream.next_prompts(4))
+        annotate(job.learner, groups, ["old"])
+        yield job, groups
 
 
-def test_the_stream_is_the_conversation_as_the_template_renders_it(rolled):
-    """Every attempt is followed by the user's words, framed as the template frames them; no token is spelled anew."""
-    parts, groups = rolled
-    tokenizer, seen = parts.tokenizer, 0
+def test_the_stream_is_the_conversation_as_the_template_renders_it(job_and_groups):
+    """After each attempt the user's words follow, as the chat template renders them. No token is encoded again."""
+    job, groups = job_and_groups
+    tokenizer, seen = job.tokenizer, 0
     for group in groups:
         for sample in group.samples:
             turns, start = [], 0
@@ -43,22 +43,22 @@ def test_the_stream_is_the_conversation_as_the_template_renders_it(rolled):
                     messages.append({"role": "assistant", "content": tokenizer.decode(tokens)})
                 else:
                     words = next(
-                        w for w in WORDS if tokenizer.follow_up(w) in (tokens, [tokenizer.end_of_turn, *tokens])
+                        w for w in WORDS if tokenizer.encode_follow_up(w) in (tokens, [tokenizer.end_of_turn, *tokens])
                     )
                     messages.append({"role": "user", "content": words})
                     seen += 1
-            said = [tokens for kind, tokens in turns if kind == Provenance.SAMPLED]
-            again = all(tokenizer.encode(tokenizer.decode(t), markup=True) == t[:-1] for t in said)
-            if sample.finish is Finish.STOP and again:  # what the model wrote is also how it would be encoded
-                end = len(said[-1])
+            attempts = [tokens for kind, tokens in turns if kind == Provenance.SAMPLED]
+            again = all(tokenizer.encode(tokenizer.decode(t), markup=True) == t[:-1] for t in attempts)
+            if sample.finish is Finish.STOP and again:  # only if encoding its text again gives the same tokens
+                end = len(attempts[-1])
                 whole = [*group.prompt.tokens, *sample.tokens][:-end]
                 assert whole == tokenizer.render(messages[:-1]).tokens
-            assert len(said) <= 3 and (len(said) == 3 or sample.finish is Finish.LENGTH)
+            assert len(attempts) <= 3 and (len(attempts) == 3 or sample.finish is Finish.LENGTH)
     assert seen > 8
 
 
-def test_sampler_and_learner_agree_on_every_attempt(rolled):
-    _, groups = rolled
+def test_sampler_and_learner_agree_on_every_attempt(job_and_groups):
+    _, groups = job_and_groups
     for sample in (s for g in groups for s in g.samples):
         assert sample.num_turns > 1 or sample.finish is Finish.LENGTH
         assert sample.old_logprobs == pytest.approx(sample.sampler_logprobs, abs=2e-4)
@@ -67,38 +67,38 @@ def test_sampler_and_learner_agree_on_every_attempt(rolled):
         assert sum(sample.old_logprobs) < -0.1
 
 
-def test_only_predictions_of_sampled_tokens_get_a_gradient(rolled):
-    parts, groups = rolled
+def test_only_predictions_of_sampled_tokens_get_a_gradient(job_and_groups):
+    job, groups = job_and_groups
     for group in groups:
         for i, sample in enumerate(group.samples):
             sample.advantage = 1.0 + i
-    batch = packed(groups, 4096)
-    for micro, touched in gradient_rows(parts.learner, batch, parts.algo):
+    batch = pack_groups(groups, 4096)
+    for micro, touched in gradient_rows(job.learner, batch, job.algo):
         assert touched == set(micro.source.tolist())
         assert len(micro.targets) == sum(s.num_sampled for g in groups for s in g.samples)
 
 
-def test_a_run_with_it_learns_and_counts_its_turns():
-    with assembled(small_run(turns=replace(AGAIN, attempts=1, below=0.5))) as parts:
-        before = {n: p.clone() for n, p in parts.model.decoder.named_parameters()}
-        (groups, stats), _ = run_steps(parts, 2)
+def test_a_run_with_several_turns_learns_and_counts_them():
+    with built_job(small_run(turns=replace(AGAIN, attempts=1, below=0.5))) as job:
+        before = {n: p.clone() for n, p in job.model.decoder.named_parameters()}
+        (groups, stats), _ = run_steps(job, 2)
         assert 1 < stats.metrics["turns/mean"] <= 2
         rewards = {s.num_turns: s.reward for g in groups for s in g.samples if s.finish is Finish.STOP}
         assert rewards.keys() == {1, 2}
-        assert any(not torch.equal(before[n], p) for n, p in parts.model.decoder.named_parameters())
-        assert all(len(a.text) and "[" not in a.text for item in parts.evaluate(2).items for a in item.answers[:1])
+        assert any(not torch.equal(before[n], p) for n, p in job.model.decoder.named_parameters())
+        assert all(len(a.text) and "[" not in a.text for item in job.evaluate(2).items for a in item.answers[:1])
 
 
 def test_an_evaluation_may_have_all_turns_and_says_so():
     again = replace(AGAIN, below=0.5)
-    with assembled(small_run(turns=again, eval=EvalConfig(problems=6, turns="all"))) as parts:
-        found = parts.evaluate(0)
+    with built_job(small_run(turns=again, eval=EvalConfig(problems=6, turns="all"))) as job:
+        found = job.evaluate(0)
         assert found.setting.turns == "all"
         talked = [a for item in found.items for a in item.answers if any(f"[{w}]" in a.text for w in WORDS)]
         wrong_at_first = [a for item in found.items for a in item.answers if a.correct == 0.0 and a.finish == "stop"]
         assert talked and all(a in talked for a in wrong_at_first)
-    with assembled(small_run(turns=again)) as parts:
-        first = parts.evaluate(0)
+    with built_job(small_run(turns=again)) as job:
+        first = job.evaluate(0)
         assert first.setting.turns == "first"
         for short, long in zip(first.items, found.items, strict=True):
             for a, b in zip(short.answers, long.answers, strict=True):
@@ -107,7 +107,7 @@ def test_an_evaluation_may_have_all_turns_and_says_so():
 
 def test_what_does_not_fit_is_refused():
     with (
-        pytest.raises(ConfigError, match=r"leave no room for a prompt"),
-        assembled(small_run(turns=replace(AGAIN, max_tokens=400), eval=EvalConfig(problems=2))),
+        pytest.raises(ConfigError, match=r"leaves no room for a prompt"),
+        built_job(small_run(turns=replace(AGAIN, max_tokens=400), eval=EvalConfig(problems=2))),
     ):
         pass

@@ -12,32 +12,33 @@ from cohort.algos.imitation import Imitation
 from cohort.config.schema import GRPO, DrGRPO, LearnerConfig, OptimConfig, SamplingConfig
 from cohort.data.pack import pack
 from cohort.errors import TrainingStopped
-from cohort.jobs.build import Parts
+from cohort.jobs.build import RLJob
 from cohort.learner.local import LocalLearner
-from cohort.loops.sft import batch_of
-from cohort.tasks.base import grade, plain_answer
+from cohort.loops.sft import make_sft_batch
+from cohort.tasks.base import grade, make_plain_answer
 from cohort.text import Tokenizer
 from cohort.types import Finish, Outcome, Provenance
-from tests.helpers.decoders_and_groups import make_group, make_sample, packed, random_groups, small_decoder
+from tests.helpers.decoders_and_groups import make_group, make_sample, pack_groups, random_groups, small_decoder
 from tests.helpers.hostile_task import SPELLINGS, Hostile
-from tests.helpers.small_runs import Grader, assembled, gradient_rows, producer_of, run_steps, small_run
+from tests.helpers.small_runs import LocalScorer, built_job, gradient_rows, make_producer, run_steps, small_run
 
 P, S, E, F, T = Provenance.PROMPT, Provenance.SAMPLED, Provenance.ENVIRONMENT, Provenance.FORCED, Provenance.TARGET
 
 
 @pytest.fixture(scope="module")
-def parts() -> Parts:
-    with assembled(small_run()) as made:
+def parts() -> RLJob:
+    with built_job(small_run()) as made:
         yield made
 
 
 def refuse(*args, **kwargs):
+    """Stands in for functions that must not be called."""
     raise AssertionError("text was tokenised again")
 
 
 def test_4_1_the_ids_the_engine_drew_are_the_ids_that_are_trained(parts, monkeypatch):
     """A whole step with tokenising forbidden once the prompts exist."""
-    prompts = parts.producer.stream.next(6)
+    prompts = parts.producer.stream.next_prompts(6)
     drawn: dict[str, list[int]] = {}
     poll, update = parts.engine.poll, parts.learner.update
     batches = []
@@ -54,7 +55,7 @@ def test_4_1_the_ids_the_engine_drew_are_the_ids_that_are_trained(parts, monkeyp
 
     monkeypatch.setattr(parts.engine, "poll", watched_poll)
     monkeypatch.setattr(parts.learner, "update", watched_update)
-    monkeypatch.setattr(parts.producer.stream, "next", lambda n: prompts)
+    monkeypatch.setattr(parts.producer.stream, "next_prompts", lambda n: prompts)
     monkeypatch.setattr(Tokenizer, "encode", refuse)
     monkeypatch.setattr(Tokenizer, "render", refuse)
     (groups, stats) = run_steps(parts, 1)[0]
@@ -81,7 +82,7 @@ def test_4_1_the_ids_the_engine_drew_are_the_ids_that_are_trained(parts, monkeyp
 
 
 def test_4_1_every_token_has_its_provenance(parts):
-    for group in producer_of(parts, 3).collect(4, parts.algo.accept):
+    for group in make_producer(parts, 3).collect(4, parts.algo.accept):
         assert group.prompt.provenance == [P] * len(group.prompt.tokens)
         for s in group.samples:
             assert s.provenance == [S] * len(s.tokens)
@@ -91,14 +92,15 @@ def test_4_1_every_token_has_its_provenance(parts):
 
 def test_4_1_special_token_spellings_in_rows_stay_text_to_the_end():
     """Row text with turn ends and tags in it, through the template, the engine, the grader and the learner."""
-    with assembled(small_run(task=Hostile(), reward={})) as hostile:
+    with built_job(small_run(task=Hostile(), reward={})) as hostile:
         tokenizer = Tokenizer.load(hostile.model.folder)
         plain = [tokenizer.render(Hostile().prompt(r)).tokens for r in Hostile(plain=True).rows("train")]
-        ids = [tokenizer.token_id(s) for s in SPELLINGS]
+        ids = [tokenizer.get_token_id(s) for s in SPELLINGS]
         (groups, stats) = run_steps(hostile, 1)[0]
         assert len(groups) == len(SPELLINGS)
         for group in groups:
-            for id in ids:  # only what the template itself wrote
+            # Special tokens come only from the template itself.
+            for id in ids:
                 assert group.prompt.tokens.count(id) == plain[0].count(id)
             shown = tokenizer.decode(group.prompt.tokens, skip_special=False)
             assert group.prompt.row["text"] in shown
@@ -108,8 +110,8 @@ def test_4_1_special_token_spellings_in_rows_stay_text_to_the_end():
 
 
 def test_4_1_a_forced_prefix_is_marked_and_never_trained():
-    with assembled(small_run(task=Hostile(plain=True, forced="<think>7"), reward={})) as made:
-        groups = producer_of(made, 4).collect(3, made.algo.accept)
+    with built_job(small_run(task=Hostile(plain=True, forced="<think>7"), reward={})) as made:
+        groups = make_producer(made, 4).collect(3, made.algo.accept)
         for g in groups:
             marks = g.prompt.provenance
             first = marks.index(F)
@@ -117,14 +119,15 @@ def test_4_1_a_forced_prefix_is_marked_and_never_trained():
             assert g.prompt.forced_text == "<think>7"
             for n, s in enumerate(g.samples):
                 s.advantage = 1.0 + n
-        for micro, touched in gradient_rows(made.learner, packed(groups, 512), made.algo):
+        for micro, touched in gradient_rows(made.learner, pack_groups(groups, 512), made.algo):
             assert touched == set(micro.source.tolist())
         sampled = sum(len(s.tokens) for g in groups for s in g.samples)
-        assert sum(len(m.targets) for m in packed(groups, 512).minibatches[0].microbatches) == sampled
+        assert sum(len(m.targets) for m in pack_groups(groups, 512).minibatches[0].microbatches) == sampled
 
 
 MIXED = [5, 6, 7, 8, 9, 10, 11, 12]
-MARKS = [S, E, S, F, T, P, S, T]  # provenance may come in any order: the mark alone decides
+# Provenance may come in any order: the mark alone decides.
+MARKS = [S, E, S, F, T, P, S, T]
 
 
 @pytest.mark.parametrize(("kind", "expected"), [(S, {0, 2, 6}), (T, {4, 7})])
@@ -133,30 +136,32 @@ def test_4_1_a_loss_touches_the_tokens_of_its_provenance_only(kind, expected):
     decoder = small_decoder(torch.float64)
     learner = LocalLearner(decoder, LearnerConfig(), OptimConfig(), num_updates=1)
     samples = [make_sample(MIXED, MARKS, advantage=1.0), make_sample([4], [kind], advantage=-1.0)]
-    batch = packed([make_group([1, 2, 3], samples)], 100, loss_on=kind)
+    batch = pack_groups([make_group([1, 2, 3], samples)], 100, loss_on=kind)
     loss = build_algorithm(GRPO(aggregate="token"), 16) if kind == S else Imitation()
     [(micro, touched)] = gradient_rows(learner, batch, loss)
-    assert micro.tokens.tolist() == [1, 2, 3, *MIXED[: max(expected)]]  # up to what predicts the last; of [4] nothing
-    assert touched == {2 + i for i in expected} | {2}  # each is predicted one place before it; 2 is the prompt's end
+    # Inputs end with the token that predicts the last target. The sample [4] has no input.
+    assert micro.tokens.tolist() == [1, 2, 3, *MIXED[: max(expected)]]
+    # Each target is predicted one place before it. Place 2 is the end of the prompt.
+    assert touched == {2 + i for i in expected} | {2}
     assert micro.targets.tolist() == [MIXED[i] for i in sorted(expected)] + [4]
 
 
-def test_4_1_sft_targets_only_and_rl_ignores_them():
+def test_4_1_sft_trains_targets_only_and_rl_ignores_them():
     example = ([1, 2, 30, 31, 32, 33], [P, P, T, E, T, T])
-    [minibatch] = pack(batch_of([example]), 100)
+    [minibatch] = pack(make_sft_batch([example]), 100)
     assert minibatch.microbatches[0].targets.tolist() == [30, 32, 33]
     assert minibatch.counts.num_tokens == 3
     sample = make_sample(example[0][2:], example[1][2:], advantage=1.0)
-    assert packed([make_group([1, 2], [sample])], 100).counts == {"empty": 1}
+    assert pack_groups([make_group([1, 2], [sample])], 100).counts == {"empty": 1}
 
 
 def test_4_2_a_sampled_end_token_is_trained_on_tiny(parts):
-    stops = set(parts.producer.drawing.sampling.stop_ids)
-    groups = producer_of(parts, 4).collect(6, parts.algo.accept)
+    stops = set(parts.producer.settings.sampling.stop_ids)
+    groups = make_producer(parts, 4).collect(6, parts.algo.accept)
     for g in groups:
         for n, s in enumerate(g.samples):
             s.advantage = 1.0 + n
-    batch = packed(groups, 512)
+    batch = pack_groups(groups, 512)
     samples = [s for g in groups for s in g.samples]
     ended = [i for i, s in enumerate(samples) if s.finish == Finish.STOP]
     assert len(ended) > 12
@@ -176,9 +181,9 @@ def test_4_2_a_sampled_end_token_is_trained_on_tiny(parts):
 @pytest.mark.parametrize("choice", ["keep", "mask", "penalize"])
 def test_4_2_truncated_samples_follow_an_explicit_choice(choice, monkeypatch):
     config = small_run(sampling=SamplingConfig(max_tokens=5), algo=DrGRPO(truncated=choice))
-    with assembled(config) as made:
+    with built_job(config) as made:
         right = Outcome(parts={"correct": 1.0, "format": 0.0})
-        monkeypatch.setattr(made.producer, "scorer", Grader(lambda row, answer: right))
+        monkeypatch.setattr(made.producer, "scorer", LocalScorer(lambda row, answer: right))
         groups, stats = run_steps(made, 1)[0]
         monkeypatch.undo()
     samples = [s for g in groups for s in g.samples]
@@ -190,7 +195,8 @@ def test_4_2_truncated_samples_follow_an_explicit_choice(choice, monkeypatch):
     for group in groups:
         inside = sum(s.finish == Finish.LENGTH for s in group.samples)
         mixed = 0 < inside < len(group.samples)
-        assert bool(group.excluded) == (choice != "penalize" or not mixed)  # all rewards are 1 unless penalised
+        # All rewards are 1 unless penalised.
+        assert bool(group.excluded) == (choice != "penalize" or not mixed)
         if choice == "penalize" and mixed:
             mean = 1 - inside / len(group.samples)
             for s in group.samples:
@@ -209,7 +215,7 @@ def test_4_9_a_failed_sample_leaves_its_group_and_the_baseline_is_recomputed():
     assert [s.advantage for s in groups[0].samples] == [0.75, -0.25, -0.25, -0.25]
     assert [s.advantage for s in groups[2].samples] == pytest.approx([2 / 3, 0.0, -1 / 3, -1 / 3], abs=1e-15)
     assert lost.masked == "failed" and not groups[2].excluded
-    batch = packed(groups, 1000)
+    batch = pack_groups(groups, 1000)
     assert batch.counts == {"packed": 23, "failed": 1}
     assert (batch.minibatches[0].counts.num_samples, batch.minibatches[0].counts.num_tokens) == (23, 69)
     decoder = small_decoder(torch.float64)
@@ -217,8 +223,9 @@ def test_4_9_a_failed_sample_leaves_its_group_and_the_baseline_is_recomputed():
     learner.forward_backward(batch.minibatches[0], algo)
     got = {n: g.clone() for n, g in zip(learner.optimizer.masters, learner.optimizer.grads(), strict=True)}
     without = copy.deepcopy(groups)
-    del without[2].samples[1]  # as if it had never been drawn
-    learner.forward_backward(packed(algo.advantages(without), 1000).minibatches[0], algo)
+    # The same group as if that sample had never been drawn.
+    del without[2].samples[1]
+    learner.forward_backward(pack_groups(algo.advantages(without), 1000).minibatches[0], algo)
     for name, g in zip(learner.optimizer.masters, learner.optimizer.grads(), strict=True):
         assert (g - got[name]).abs().max() <= 1e-10 * max(1.0, float(g.abs().max())), name
 
@@ -228,7 +235,7 @@ def test_4_9_above_five_percent_of_a_step_the_run_stops(parts, num_failed):
     """20 samples: one failure is 5% and is counted and shown, two are more and stop the run."""
     failing = iter([True] * num_failed + [False] * 20)
     ok, broken = Outcome(parts={"correct": 1.0, "format": 0.0}), Outcome(failure="the grader's process died")
-    producer = producer_of(parts, 4, scorer=Grader(lambda row, answer: broken if next(failing) else ok))
+    producer = make_producer(parts, 4, scorer=LocalScorer(lambda row, answer: broken if next(failing) else ok))
     if num_failed == 2:
         with pytest.raises(TrainingStopped, match=r"2 of 20 samples .* more than 5%.*process died"):
             producer.collect(5, parts.algo.accept)
@@ -239,9 +246,9 @@ def test_4_9_above_five_percent_of_a_step_the_run_stops(parts, num_failed):
 
 
 def test_4_9_what_the_answer_causes_is_a_verdict_with_its_reason(parts):
-    row = parts.producer.stream.next(1)[0].row
+    row = parts.producer.stream.next_prompts(1)[0].row
     for text in ("", "<answer>", "<answer>9**9**9**9</answer>", "<answer>" + "(" * 10_000 + "</answer>"):
-        outcome = grade(parts.config.task, row, plain_answer(text))
+        outcome = grade(parts.config.task, row, make_plain_answer(text))
         assert outcome.parts["correct"] == 0.0 and outcome.reason and not outcome.failure
 
 
@@ -252,4 +259,4 @@ def test_4_9_a_group_of_failures_trains_nothing():
             s.reward, s.failure = (float(i), "") if i < kept else (None, "service unreachable")
     build_algorithm(GRPO(), 16).advantages(groups)
     assert groups[0].excluded == "too few scored samples" and not groups[1].excluded
-    assert packed(groups, 1000).counts == {"excluded": 1, "failed": 2, "packed": 3}
+    assert pack_groups(groups, 1000).counts == {"excluded": 1, "failed": 2, "packed": 3}

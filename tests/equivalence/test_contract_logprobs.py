@@ -1,7 +1,8 @@
-"""Numerics contract, lines 3, 4 and 5, on really sampled groups of the bundled model and of SmolLM2-135M.
+"""Numerics contract, lines 3, 4 and 5, on groups that the bundled model and SmolLM2-135M sampled.
 
-The definition is one sequence at a time with all logits (`naive_logprobs`). float64 to 1e-10, the bundled model in
-fp32 to 1e-5, SmolLM2 in fp32 to 1e-5 in the mean and 2e-4 at most; gradients relative to their largest entry.
+The definition is one sequence at a time with all logits (`naive_logprobs`). In float64 differences are at most 1e-10,
+in fp32 at most 1e-5 for the bundled model, and for SmolLM2 1e-5 in the mean and 2e-4 at most. Gradients are compared
+relative to their largest entry.
 """
 
 from __future__ import annotations
@@ -16,16 +17,16 @@ import torch
 
 from cohort.algos.algorithm import build_algorithm
 from cohort.config.algos import KLConfig
-from cohort.config.load import change
+from cohort.config.load import change_config
 from cohort.config.rules import validate
 from cohort.config.schema import GRPO, BatchConfig, DrGRPO, EvalConfig, LearnerConfig, OptimConfig, SamplingConfig
 from cohort.data.pack import make_batch
 from cohort.errors import ConfigError
 from cohort.fates import Fate
 from cohort.jobs import build
-from cohort.jobs.build import Parts
+from cohort.jobs.build import RLJob
 from cohort.learner.local import LocalLearner
-from cohort.loops.learning import annotate, record
+from cohort.loops.learning import annotate, store_update
 from cohort.models.catalog import pull
 from cohort.run.store.reader import Reader
 from cohort.types import Group, Provenance
@@ -33,14 +34,15 @@ from tests.helpers.decoders_and_groups import (
     make_group,
     make_sample,
     naive_logprobs,
-    one_sequence,
-    packed,
+    pack_groups,
+    plain_attention,
     random_groups,
     small_decoder,
 )
-from tests.helpers.small_runs import assembled, preserved, producer_of, run_steps, small_run
+from tests.helpers.small_runs import built_job, keep_torch_settings, make_producer, run_steps, small_run
 
-PACKS = [(512, True), (120, True), (512, False), (70, False)]  # token budget, prefix sharing
+# Ways to pack: (token budget, prefix sharing).
+PACKS = [(512, True), (120, True), (512, False), (70, False)]
 TEMPERATURE = 0.8
 S, E = Provenance.SAMPLED, Provenance.ENVIRONMENT
 
@@ -49,7 +51,7 @@ S, E = Provenance.SAMPLED, Provenance.ENVIRONMENT
 class Bench:
     """A model, groups it sampled (advantages of both signs, one dead group), and how exact it must be."""
 
-    parts: Parts
+    parts: RLJob
     groups: list[Group]
     mean: float
     most: float
@@ -70,8 +72,9 @@ class Bench:
             self.check(got[name], g, scale=float(g.abs().max()))
 
 
-def sampled(parts: Parts, num_prompts: int, group_size: int) -> list[Group]:
-    groups = producer_of(parts, group_size).collect(num_prompts, parts.algo.accept)
+def sampled(parts: RLJob, num_prompts: int, group_size: int) -> list[Group]:
+    """Returns sampled groups with advantages by made-up rewards. The last group is dead."""
+    groups = make_producer(parts, group_size).collect(num_prompts, parts.algo.accept)
     for n, group in enumerate(groups):
         for i, s in enumerate(group.samples):
             s.reward = float((n + i) % 3 == 0)
@@ -81,6 +84,7 @@ def sampled(parts: Parts, num_prompts: int, group_size: int) -> list[Group]:
 
 
 def bench(name: str) -> Iterator[Bench]:
+    """Yields the bench "tiny", "tiny64" (in float64) or "smollm2"."""
     changes = {"sampling": SamplingConfig(max_tokens=40, temperature=TEMPERATURE)}
     if name == "smollm2":
         pull("smollm2-135m")
@@ -90,7 +94,7 @@ def bench(name: str) -> Iterator[Bench]:
     if name != "tiny":
         changes |= {"sampling": SamplingConfig(max_tokens=16, temperature=TEMPERATURE)}
     limits = {"tiny": (1e-5, 1e-5), "tiny64": (1e-10, 1e-10), "smollm2": (1e-5, 2e-4)}
-    with assembled(small_run(**changes)) as parts:
+    with built_job(small_run(**changes)) as parts:
         groups = sampled(parts, *((5, 4) if name == "tiny" else (3, 3)))
         yield Bench(parts, groups, *limits[name])
 
@@ -112,12 +116,14 @@ def learner_for(decoder, budget=512, share=True, **config) -> LocalLearner:
 
 
 def gradient(model: Bench, groups: list[Group], algo, budget: int, share: bool):
+    """Returns the gradients of one minibatch, by parameter, and its metrics."""
     learner = learner_for(model.decoder, budget, share)
-    tally = learner.forward_backward(packed(groups, budget, share=share).minibatches[0], algo).tally
+    tally = learner.forward_backward(pack_groups(groups, budget, share=share).minibatches[0], algo).tally
     return {n: m.grad.clone() for n, m in learner.optimizer.masters.items()}, tally.to_metrics()
 
 
 def naive(model: Bench, groups: list[Group]) -> list[torch.Tensor]:
+    """Returns the log-probabilities [T] of every sample by definition."""
     return [naive_logprobs(model.decoder, g.prompt.tokens, s.tokens, TEMPERATURE) for g in groups for s in g.samples]
 
 
@@ -131,7 +137,8 @@ def test_4_3_logprobs_of_real_samples_equal_one_sequence_at_a_time(model):
         annotate(learner_for(model.decoder, budget, share), groups, {"old"})
         got = [torch.tensor(s.old_logprobs, dtype=torch.float64) for g in groups for s in g.samples]
         model.check(torch.cat(got), torch.cat(expected))
-        firsts = torch.stack([lp[0] for lp in got])  # of every sibling: predicted at the shared prompt's last token
+        # The first token of every sibling is predicted at the shared prompt's last token.
+        firsts = torch.stack([lp[0] for lp in got])
         assert (firsts - torch.stack([lp[0] for lp in expected])).abs().max() <= model.most
         assert len({round(float(x), 6) for x in firsts}) > 2
 
@@ -149,13 +156,13 @@ def test_4_3_sampler_logprobs_equal_the_learners(model):
     )
     model.check(sampler, learner)
     assert max(abs(s.sampler_logprobs[0] - s.old_logprobs[0]) for s in samples) <= model.most
-    minibatch = packed(groups, 512).minibatches[0]
+    minibatch = pack_groups(groups, 512).minibatches[0]
     metrics = learner_for(model.decoder).forward_backward(minibatch, model.parts.algo).tally.to_metrics()
     assert 0 <= metrics["sampler_gap/mean"] <= model.mean and metrics["sampler_gap/max"] <= model.most
 
 
 @torch.no_grad()
-def test_4_3_annotations_stand_where_their_tokens_do():
+def test_4_3_annotations_are_at_their_tokens():
     """A conversation: the environment's tokens are context, and have no log-probability."""
     decoder, reference = small_decoder(torch.float64), small_decoder(torch.float64, seed=1)
     learner = LocalLearner(decoder, LearnerConfig(), OptimConfig(), num_updates=1, reference=reference)
@@ -165,7 +172,7 @@ def test_4_3_annotations_stand_where_their_tokens_do():
     for values, of in ((turns.old_logprobs, decoder), (turns.ref_logprobs, reference)):
         expected = naive_logprobs(of, [5, 6], turns.tokens) * torch.tensor([1.0, 1.0, 0.0, 0.0, 1.0, 1.0])
         assert values == pytest.approx(expected.tolist(), abs=1e-10)
-    assert groups[0].samples[2].old_logprobs is None  # nothing was said
+    assert groups[0].samples[2].old_logprobs is None  # it has no tokens
     with pytest.raises(AssertionError, match="reference"):
         annotate(learner_for(decoder), groups, {"ref"})
 
@@ -195,6 +202,7 @@ def test_4_4_every_aggregation_is_independent_of_the_cut(tiny, config):
 
 
 def check_cuts(model: Bench, config: GRPO) -> None:
+    """Compares loss and gradient of different cuts and orders of the same groups."""
     algo = build_algorithm(config, 40)
     expected, metrics = gradient(model, model.fresh(), algo, *PACKS[0])
     shuffled = model.fresh()
@@ -212,7 +220,7 @@ def check_cuts(model: Bench, config: GRPO) -> None:
 def test_4_5_ratio_is_exactly_one_before_anything_has_moved(epochs, minibatches, monkeypatch):
     """Through the real loop: dead groups leave the pack between the annotation and the update."""
     learner = LearnerConfig(token_budget=256, epochs=epochs, minibatches=minibatches)
-    with assembled(small_run(learner=learner, optim=OptimConfig(lr=3e-4))) as made:
+    with built_job(small_run(learner=learner, optim=OptimConfig(lr=3e-4))) as made:
         ratios = []
         whole = made.learner.forward_backward
 
@@ -234,8 +242,9 @@ def test_4_5_ratio_is_exactly_one_before_anything_has_moved(epochs, minibatches,
 
 
 def naive_entropy(decoder, prompt: list[int], completion: list[int]) -> torch.Tensor:
+    """Returns the entropy [T] at each token of a completion, by definition."""
     tokens = torch.tensor([*prompt, *completion])
-    hidden = decoder(tokens, torch.arange(len(tokens)), one_sequence())[len(prompt) - 1 : -1]
+    hidden = decoder(tokens, torch.arange(len(tokens)), plain_attention())[len(prompt) - 1 : -1]
     logp = torch.log_softmax(decoder.logits(hidden) / TEMPERATURE, -1)
     return -(logp.exp() * logp).sum(-1)
 
@@ -251,8 +260,8 @@ def test_4_4_the_whole_loss_written_out(estimator):
     optim = OptimConfig(lr=1e-2)
     learner = LocalLearner(decoder, LearnerConfig(), optim, num_updates=9, temperature=TEMPERATURE, reference=reference)
     annotate(learner, groups, algo.needs() | {"old"})
-    record(groups, learner.update(make_batch(groups), algo))
-    learner.forward_backward(packed(groups, 60).minibatches[0], algo)
+    store_update(groups, learner.update(make_batch(groups), algo))
+    learner.forward_backward(pack_groups(groups, 60).minibatches[0], algo)
     got = {n: m.grad.clone() for n, m in learner.optimizer.masters.items()}
     decoder.zero_grad()
     total, num_tokens, num_clipped = torch.zeros((), dtype=torch.float64), 0, 0
@@ -283,7 +292,7 @@ def test_4_5_old_logprobs_of_another_moment_are_used(tiny):
     for s in (s for g in groups for s in g.samples):
         if s.old_logprobs is not None:
             s.old_logprobs = [lp - 0.1 for lp in s.old_logprobs]
-    minibatch = packed(groups, 512).minibatches[0]
+    minibatch = pack_groups(groups, 512).minibatches[0]
 
     def ratio(of: LocalLearner) -> float:
         return of.forward_backward(minibatch, tiny.parts.algo).tally.to_metrics()["ratio/mean"]
@@ -298,33 +307,34 @@ def test_4_5_truncated_sampling_must_be_asked_for():
     with pytest.raises(ConfigError, match="allow-truncation"):
         validate(config)
     with pytest.raises(ConfigError, match="allow-truncation"):
-        change(small_run(), ["--sampling.top-k", "5"])
+        change_config(small_run(), ["--sampling.top-k", "5"])
     validate(replace(config, sampling=replace(config.sampling, allow_truncation=True)))
 
 
 def test_4_5_truncated_sampling_warns(tmp_path):
     sampling = SamplingConfig(max_tokens=8, top_k=5, allow_truncation=True)
     small = {"steps": 1, "batch": BatchConfig(prompts=2, samples=2), "eval": EvalConfig(problems=2)}
-    with preserved():
+    with keep_torch_settings():
         warned = [build.train(small_run(sampling=s, **small), tmp_path, "plain") for s in (sampling, SamplingConfig())]
     events = []
     for path in warned:
         with Reader(path / "run.db") as reader:
-            events.append([e.text for e in reader.events(kind="sampling")])
-    assert len(events[0]) == 1 and "not the one that is trained" in events[0][0]
+            events.append([e.text for e in reader.read_events(kind="sampling")])
+    assert len(events[0]) == 1 and "not exactly the one that is trained" in events[0][0]
     assert events[1] == []
 
 
 def test_4_5_truncated_sampling_records_what_it_kept_and_keeps_the_full_logprobs():
     sampling = SamplingConfig(max_tokens=24, temperature=TEMPERATURE, top_p=0.7, allow_truncation=True)
-    with assembled(small_run(sampling=sampling, batch=BatchConfig(prompts=4, samples=4))) as made:
+    with built_job(small_run(sampling=sampling, batch=BatchConfig(prompts=4, samples=4))) as made:
         groups, stats = run_steps(made, 1)[0]
         samples = [s for g in groups for s in g.samples]
     kept = [m for s in samples for m in s.kept_mass]
     assert all(len(s.kept_mass) == len(s.tokens) for s in samples)
     assert min(kept) >= 0.7 - 1e-6 and max(kept) <= 1 + 1e-6 and sum(kept) < len(kept)
     assert stats.metrics["sampling/kept_mass"] == pytest.approx(sum(kept) / len(kept), abs=1e-12)
-    with assembled(small_run()) as same_weights, torch.no_grad():  # before the step: as loaded
+    # A new job has the weights from before the step.
+    with built_job(small_run()) as same_weights, torch.no_grad():
         for g in groups[:2]:
             for s in g.samples:
                 full = naive_logprobs(same_weights.model.decoder, g.prompt.tokens, s.tokens, TEMPERATURE)

@@ -1,4 +1,4 @@
-"""The engine against one sequence at a time: same distribution, same samples, whatever shares the batch."""
+"""The native engine against one sequence at a time: same distribution, same samples, whatever else runs."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import torch.nn.functional as F
 
 from cohort.engines.base import Request, sample
 from cohort.engines.native import engine as native
-from cohort.engines.native.attention import plan
+from cohort.engines.native.attention import plan_prompts
 from cohort.engines.native.engine import NativeEngine
-from cohort.engines.native.random import stream_of, uniforms
+from cohort.engines.native.random import derive_random_stream, draw_uniforms
 from cohort.models.decoder import Decoder
 from cohort.types import Key, Sample, Sampling
-from tests.helpers.decoders_and_groups import TOLERANCE, naive_logprobs, one_sequence, small_decoder
-from tests.helpers.engine_conformance import Same, spell
+from tests.helpers.decoders_and_groups import TOLERANCE, naive_logprobs, plain_attention, small_decoder
+from tests.helpers.engine_conformance import SameWeights, spell
 
-# (prompt length, siblings, longest completion): four length classes, crowded and lonely, unequal ends
+# (prompt length, siblings, longest completion): four length classes, few and many siblings, unequal ends
 LOAD = [(1, 3, 20), (5, 9, 12), (31, 1, 40), (33, 4, 9), (40, 1, 1), (64, 2, 30), (70, 5, 25), (3, 1, 70)]
 DTYPES = [torch.float64, torch.float32]
 FAMILIES = [
@@ -31,7 +31,7 @@ FAMILIES = [
 
 
 def load_requests(seed: int = 0, own: bool = False, **sampling) -> list[Request]:
-    """One request a sibling; with `own`, each continues its prompt by some tokens of its own."""
+    """Returns one request per sibling of LOAD. With `own`, each prompt has some tokens of its own at its end."""
     rng = random.Random(seed)
     requests = []
     for p, (length, siblings, longest) in enumerate(LOAD):
@@ -67,12 +67,12 @@ def assert_logprobs(decoder: Decoder, requests: list[Request], samples: dict[str
 
 @torch.no_grad()
 def naive_sample(decoder: Decoder, r: Request) -> list[int]:
-    """The definition: a full forward for every token, one uniform each, inverse CDF by a plain sum."""
+    """Draws by the definition: a full forward and one uniform number per token, inverse CDF by a plain sum."""
     tokens, drawn = list(r.tokens), []
     while len(drawn) < r.sampling.max_tokens:
-        hidden = decoder(torch.tensor(tokens), torch.arange(len(tokens)), one_sequence())
+        hidden = decoder(torch.tensor(tokens), torch.arange(len(tokens)), plain_attention())
         probs = F.softmax(decoder.logits(hidden[-1:]) / r.sampling.temperature, dim=-1)[0].double()
-        u = uniforms(torch.tensor([stream_of(r.key)]), torch.tensor([r.start + len(drawn)]))
+        u = draw_uniforms(torch.tensor([derive_random_stream(r.key)]), torch.tensor([r.start + len(drawn)]))
         token = int((probs.cumsum(0) <= u * probs.sum()).sum())
         tokens.append(token)
         drawn.append(token)
@@ -113,15 +113,15 @@ def test_kept_mass_is_the_probability_of_what_could_be_drawn():
     for r in requests:
         s = samples[r.id]
         tokens = torch.tensor(r.tokens + s.tokens)
-        hidden = decoder(tokens, torch.arange(len(tokens)), one_sequence())
+        hidden = decoder(tokens, torch.arange(len(tokens)), plain_attention())
         best = decoder.logits(hidden).softmax(-1).topk(3)
         before = slice(len(r.tokens) - 1, -1)
         assert s.kept_mass == pytest.approx(best.values[before].sum(-1).tolist(), abs=1e-10)
         assert all(t in top for t, top in zip(s.tokens, best.indices[before].tolist(), strict=True))
 
 
-def test_crowded_prompt_among_lonely_ones():
-    """Padding every prompt to 40 siblings would waste work: the crowded one is read several times instead."""
+def test_a_prompt_with_many_siblings_among_single_ones():
+    """Padding every prompt to 40 siblings would waste work: the one with 40 is read several times instead."""
     decoder, requests = small_decoder(torch.float64), []
     for p in range(13):
         for i in range(40 if p == 6 else 1):
@@ -138,8 +138,8 @@ def test_crowded_prompt_among_lonely_ones():
         engine.submit(r)
     engine.poll()
     drafts = engine.running
-    part = plan([d.prefix for d in drafts], torch.float64, torch.device("cpu")).parts[0]
-    assert part.num * part.siblings < 2 * len(drafts) and part.num > 13
+    part = plan_prompts([d.prefix for d in drafts], torch.float64, torch.device("cpu")).pools[0]
+    assert part.num_prompts * part.rows_per_prompt < 2 * len(drafts) and part.num_prompts > 13
     samples = run(decoder, requests)
     assert_logprobs(decoder, requests, samples, 1e-10)
 
@@ -157,13 +157,13 @@ def test_greedy_is_the_most_probable_token():
     for r in requests:
         tokens = torch.tensor(r.tokens + samples[r.id].tokens)
         with torch.no_grad():
-            hidden = decoder(tokens, torch.arange(len(tokens)), one_sequence())
+            hidden = decoder(tokens, torch.arange(len(tokens)), plain_attention())
         best = decoder.logits(hidden).argmax(-1)[len(r.tokens) - 1 : -1]
         assert samples[r.id].tokens == best.tolist()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_samples_do_not_depend_on_slots_order_or_company(dtype: torch.dtype):
+def test_samples_do_not_depend_on_slots_order_or_other_requests(dtype: torch.dtype):
     decoder, requests = small_decoder(dtype), load_requests(own=True)
     reference = {k: s.tokens for k, s in run(decoder, requests).items()}
     shuffled = random.Random(5).sample(requests, len(requests))
@@ -206,7 +206,7 @@ def test_load_under_way_continues_with_the_new_weights():
     decoder = small_decoder(torch.float64)
     requests = load_requests(own=True)
     engine = NativeEngine(decoder, spell, slots=20, max_context=512)
-    engine.load(Same(decoder), version=10)
+    engine.load(SameWeights(decoder), version=10)
     for r in requests:
         engine.submit(r)
     done: dict[str, Sample] = {}
@@ -219,8 +219,8 @@ def test_load_under_way_continues_with_the_new_weights():
     poll()
     with torch.no_grad():
         for mine, theirs in zip(decoder.parameters(), new.parameters(), strict=True):
-            mine.copy_(theirs)  # what an optimizer does to the shared storage
-    engine.load(Same(decoder), version=11)
+            mine.copy_(theirs)  # in place, like an optimizer step
+    engine.load(SameWeights(decoder), version=11)
     while poll():
         pass
     mixed = 0
@@ -253,7 +253,7 @@ def test_own_tokens_longer_than_one_segment(monkeypatch):
     monkeypatch.setattr(native, "EXTEND_TOKENS", 3)
     monkeypatch.setattr(native, "EXTEND_ROWS", 4)
     monkeypatch.setattr(native, "PREFILL_TOKENS", 40)
-    monkeypatch.setattr(native, "LOGITS", 61 * 5)
+    monkeypatch.setattr(native, "MAX_LOGITS", 61 * 5)
     monkeypatch.setattr(native, "FIRST_ROOM", 1)
     small = run(decoder, requests)
     assert {k: s.tokens for k, s in small.items()} == {k: s.tokens for k, s in reference.items()}
@@ -261,7 +261,7 @@ def test_own_tokens_longer_than_one_segment(monkeypatch):
 
 
 def test_used_engine_samples_bit_for_bit_as_a_fresh_one():
-    """What ran before (larger memory, other pools) leaves no trace: a resumed run starts with a fresh engine."""
+    """Earlier requests (larger memory, other pools) change no bit: a resumed run starts with a fresh engine."""
     decoder, requests = small_decoder(head_dim=32), load_requests(own=True)
     used = NativeEngine(decoder, spell, slots=7, max_context=512)
     sample(used, load_requests(seed=3, own=True))

@@ -1,4 +1,4 @@
-"""What the family adds to a run's state: steered weights, a reference that moves, rollouts used again."""
+"""State that some algorithms add to a run: adjusted coefficients, a reference that moves, and replayed rollouts."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from cohort.errors import ConfigError
 from cohort.jobs import build
 from cohort.models.files import load_folder
 from cohort.run.store.reader import Reader
-from cohort.run.store.rollouts import load_rollouts, rollout_path
-from tests.helpers.small_runs import assembled, preserved, run_steps, small_run
+from cohort.run.store.rollouts import load_rollouts, make_rollout_path
+from tests.helpers.small_runs import built_job, keep_torch_settings, run_steps, small_run
 
 STEERED = GRPO(
     kl=KLConfig(weight=0.05, target=1e-4, refresh=2),
@@ -30,6 +30,7 @@ STEERED = GRPO(
 
 
 def long_run(steps: int):
+    """Returns the config of a run with all of that state."""
     return small_run(
         steps=steps,
         algo=STEERED,
@@ -43,17 +44,18 @@ def long_run(steps: int):
 
 
 def metrics(path):
+    """Returns the metrics of a run by (step, name), without clock times."""
     with Reader(path / "run.db") as reader:
-        return {(r.step, r.name): r.value for r in reader.metrics() if not r.name.startswith("time/")}
+        return {(r.step, r.name): r.value for r in reader.read_metrics() if not r.name.startswith("time/")}
 
 
-def test_a_resumed_run_goes_on_with_them_exactly(tmp_path):
-    with preserved():
+def test_a_resumed_run_continues_exactly_with_that_state(tmp_path):
+    with keep_torch_settings():
         whole = build.train(long_run(5), tmp_path / "a", "plain")
         cut = build.train(long_run(3), tmp_path / "b", "plain")
         build.resume(cut, 5, "plain")
     ours, theirs = metrics(cut), metrics(whole)
-    # the shorter run was evaluated at its own end too
+    # Evaluations differ: the shorter run was evaluated at its own end too.
     assert {k: v for k, v in ours.items() if "eval" not in k[1]} == {
         k: v for k, v in theirs.items() if "eval" not in k[1]
     }
@@ -64,14 +66,14 @@ def test_a_resumed_run_goes_on_with_them_exactly(tmp_path):
     assert (1, "replay/groups") not in found and found[5, "replay/groups"] == 2
     assert 1 <= found[5, "replay/age"] <= found[5, "replay/age_max"] <= 2
     assert 0 < found[5, "importance/ess"] <= 1 + 1e-12
-    stored = load_rollouts(rollout_path(whole / "rollouts", 5))
+    stored = load_rollouts(make_rollout_path(whole / "rollouts", 5))
     assert sorted(g.reused > 0 for g in stored) == [False] * 4 + [True] * 2
     assert all(s.old_logprobs is not None for g in stored if not g.excluded for s in g.samples if s.num_sampled)
 
 
-def test_the_reference_becomes_the_policy_every_so_many_steps():
+def test_the_reference_becomes_the_current_policy_after_refresh_steps():
     config = small_run(algo=GRPO(kl=KLConfig(weight=0.05, refresh=2)), optim=OptimConfig(lr=1e-3))
-    with assembled(config) as parts:
+    with built_job(config) as parts:
         reference = parts.learner.reference
         assert reference is not None
         first = reference.embed.clone()
@@ -85,16 +87,16 @@ def test_the_reference_becomes_the_policy_every_so_many_steps():
 
 
 def test_adapters_have_no_reference_that_could_move():
-    from cohort.config.load import change
+    from cohort.config.load import change_config
 
     config = small_run(learner=LearnerConfig(lora=LoraConfig(rank=2)), algo=GRPO(kl=KLConfig(weight=0.1, refresh=2)))
-    with pytest.raises(ConfigError, match="adapters have none"):
-        change(config)
+    with pytest.raises(ConfigError, match="needs a copy of the reference"):
+        change_config(config)
 
 
 @pytest.mark.parametrize("weight", [0.0, 0.1])
 def test_kl_to_the_sampler_needs_no_reference(weight):
-    with assembled(small_run(algo=GRPO(kl=KLConfig(weight=weight, to="sampler")))) as parts:
+    with built_job(small_run(algo=GRPO(kl=KLConfig(weight=weight, to="sampler")))) as parts:
         assert parts.learner.reference is None
         [(_, stats)] = run_steps(parts, 1)
         assert abs(stats.metrics["kl/sampler"]) < 1e-6

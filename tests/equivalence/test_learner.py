@@ -1,4 +1,4 @@
-"""Numerics contract, lines 2, 4, 5, 7 and 8, on the learner."""
+"""Numerics contract, lines 2, 4, 5, 7 and 8, on the learner with small random decoders."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from cohort.learner import local
 from cohort.learner.backend import FusedBackend
 from cohort.learner.local import LocalLearner
 from cohort.learner.optim import learning_rate
-from cohort.loops.learning import annotate, record
+from cohort.loops.learning import annotate, store_update
 from cohort.types import Finish, Provenance
 from cohort.world import World
 from tests.helpers.decoders_and_groups import (
@@ -27,8 +27,8 @@ from tests.helpers.decoders_and_groups import (
     make_group,
     make_sample,
     naive_logprobs,
-    one_sequence,
-    packed,
+    pack_groups,
+    plain_attention,
     random_groups,
     small_decoder,
 )
@@ -42,15 +42,17 @@ def learner_for(decoder, budget=1000, share=True, reference=None, optim=None, **
 
 
 def gradient(decoder, groups, algo, budget=1000, share=True, reference=None):
+    """Returns the gradients of one minibatch, by parameter, and its metrics."""
     learner = learner_for(decoder, budget, share, reference)
     annotate(learner, groups, algo.needs() | {"old"})
-    batch = packed(groups, budget, share=share)
+    batch = pack_groups(groups, budget, share=share)
     assert len(batch.minibatches) == 1
     tally = learner.forward_backward(batch.minibatches[0], algo).tally
     return {n: m.grad.clone() for n, m in learner.optimizer.masters.items()}, tally.to_metrics()
 
 
 def assert_same(a, b, dtype):
+    """Compares gradients by parameter, relative to the largest entry of each in `b`."""
     for name in a:
         scale = float(b[name].abs().max())
         assert (a[name] - b[name]).abs().max() <= TOLERANCE[dtype] * scale, name
@@ -62,7 +64,8 @@ def test_4_4_gradient_independent_of_microbatch_packing_order_and_sharing(dtype,
     decoder, reference = small_decoder(dtype, std=0.15), small_decoder(dtype, seed=1, std=0.15)
     algo = build_algorithm(config, max_tokens=16)
     groups = random_groups(num_groups=5)
-    groups[3].excluded = Fate.CONSTANT_REWARD  # in the denominators, not in the pack
+    # The group counts in the denominators but is not packed.
+    groups[3].excluded = Fate.CONSTANT_REWARD
     for s in groups[3].samples:
         s.advantage = 0.0
     expected, metrics = gradient(decoder, copy.deepcopy(groups), algo, reference=reference)
@@ -113,11 +116,12 @@ def test_4_4_both_ways_through_the_head_give_one_gradient(config, monkeypatch):
 def test_4_5_ratio_is_exactly_one_before_the_first_update():
     decoder = small_decoder()
     algo = build_algorithm(GRPO(), 16)
-    for needs in (set(), {"old"}):  # detached current log-probabilities, and annotated ones through the same packs
+    # Without and with annotation; the annotation uses the same packing.
+    for needs in (set(), {"old"}):
         groups = random_groups()
         learner = learner_for(decoder)
         annotate(learner, groups, needs)
-        metrics = learner.forward_backward(packed(groups, 1000).minibatches[0], algo).tally.to_metrics()
+        metrics = learner.forward_backward(pack_groups(groups, 1000).minibatches[0], algo).tally.to_metrics()
         assert metrics["ratio/min"] == metrics["ratio/max"] == 1.0
 
 
@@ -136,7 +140,7 @@ def test_4_8_environment_tokens_have_exactly_zero_gradient_and_are_seen():
     algo = build_algorithm(GRPO(aggregate="token"), 16)
     turns = make_sample([7, 8, 20, 21, 22, 9, 2], [S, S, E, E, E, S, S], advantage=1.0)
     groups = [make_group([5, 6], [turns, make_sample([3, 2], advantage=-1.0)])]
-    batch = packed(groups, 1000)
+    batch = pack_groups(groups, 1000)
     micro = batch.minibatches[0].microbatches[0]
     assert sorted(micro.targets.tolist()) == sorted([7, 8, 9, 2, 3, 2])
     got, _ = gradient(decoder, groups, algo)
@@ -146,7 +150,8 @@ def test_4_8_environment_tokens_have_exactly_zero_gradient_and_are_seen():
     loss = -(first[sampled].sum() - naive_logprobs(decoder, [5, 6], [3, 2]).sum()) / 6
     loss.backward()
     assert_same(got, {n: p.grad for n, p in decoder.named_parameters()}, torch.float64)
-    turns.tokens[3] = 40  # what the tool said changes what follows: it is part of the context
+    # The tool's tokens are context, so they change what follows.
+    turns.tokens[3] = 40
     changed, _ = gradient(decoder, groups, algo)
     assert (changed["layers.0.out"] - got["layers.0.out"]).abs().max() > 1e-6
 
@@ -157,7 +162,7 @@ def test_4_2_a_sampled_end_token_is_trained_and_truncation_is_a_choice():
     for choice, targets in (("keep", [7, 2, 8, 9, 10]), ("mask", [7, 2]), ("penalize", [7, 2, 8, 9, 10])):
         algo = build_algorithm(GRPO(truncated=choice), 16)
         groups = algo.advantages([make_group([5], [copy.copy(s) for s in samples])])
-        micro = packed(groups, 100).minibatches[0].microbatches[0]
+        micro = pack_groups(groups, 100).minibatches[0].microbatches[0]
         assert micro.targets.tolist() == targets
         assert 2 in micro.targets.tolist()
 
@@ -172,16 +177,18 @@ def test_4_8_constant_rewards_give_exactly_zero_gradient_and_no_optimizer_step(r
             s.reward = r
     learner = learner_for(decoder)
     warm = random_groups(seed=3)
-    learner.update(make_batch(warm), algo)  # so that momentum could move the weights
+    # This gives Adam a momentum that could move the weights.
+    learner.update(make_batch(warm), algo)
     before = {n: p.detach().clone() for n, p in decoder.named_parameters()}
-    batch = packed(algo.advantages(groups), 1000)
+    batch = pack_groups(algo.advantages(groups), 1000)
     metrics = learner.update(batch.batch, algo).metrics
     assert metrics["updates/no_signal"] == 1.0 and metrics["grad_norm"] == 0.0
     assert batch.counts == {"no_signal": 8}
     assert all(torch.equal(p, before[n]) for n, p in decoder.named_parameters())
-    for g in groups:  # packed in spite of it, the gradient is still exactly zero
+    # Even if the groups are packed, the gradient is exactly zero.
+    for g in groups:
         g.excluded = Fate.TRAINED
-    learner.forward_backward(packed(groups, 1000).minibatches[0], algo)
+    learner.forward_backward(pack_groups(groups, 1000).minibatches[0], algo)
     assert all(not g.any() for g in learner.optimizer.grads())
 
 
@@ -190,7 +197,7 @@ def test_4_7_masters_moments_and_gradients_are_fp32_in_a_bf16_model():
     learner = learner_for(decoder, budget=24, optim=OptimConfig(lr=1e-4, clip_norm=0.0))
     algo = build_algorithm(GRPO(), 16)
     start = {n: m.detach().clone() for n, m in learner.optimizer.masters.items()}
-    batch = packed(random_groups(), 24)
+    batch = pack_groups(random_groups(), 24)
     assert len(batch.minibatches[0].microbatches) > 1
     learner.forward_backward(batch.minibatches[0], algo)
     assert all(g.dtype == torch.float32 for g in learner.optimizer.grads())
@@ -209,7 +216,7 @@ def test_4_7_masters_moments_and_gradients_are_fp32_in_a_bf16_model():
 
 def test_non_finite_gradients_are_skipped_counted_and_finally_stop_the_run(monkeypatch):
     decoder = small_decoder()
-    monkeypatch.setattr(local, "MAX_BAD", 2)
+    monkeypatch.setattr(local, "MAX_BAD_UPDATES", 2)
     learner = learner_for(decoder, optim=OptimConfig(lr=1e-2))
     algo = build_algorithm(GRPO(), 16)
     bad = random_groups()
@@ -222,7 +229,7 @@ def test_non_finite_gradients_are_skipped_counted_and_finally_stop_the_run(monke
 
 
 def test_warm_up_reaches_the_optimizer():
-    """The seed systems computed a warm-up and ignored it: look at the step the weights really took."""
+    """Checks the step that the weights really take: a computed warm-up could be ignored."""
     moved = {}
     for warmup in (0, 10):
         decoder = small_decoder()
@@ -235,10 +242,10 @@ def test_warm_up_reaches_the_optimizer():
 
 
 def test_clipping_bounds_the_global_norm():
-    """With Adam's moments at zero, plain SGD would be needed to see the norm: look at the gradients handed over."""
+    """Checks the gradients that the optimizer gets: Adam's first step does not show their norm."""
     decoder = small_decoder()
     learner = learner_for(decoder, optim=OptimConfig(lr=1e-3, clip_norm=1e-3))
-    learner.forward_backward(packed(random_groups(), 1000).minibatches[0], build_algorithm(GRPO(), 16))
+    learner.forward_backward(pack_groups(random_groups(), 1000).minibatches[0], build_algorithm(GRPO(), 16))
     metrics = learner.optim_step()
     norm = torch.stack([g.norm() for g in learner.optimizer.grads()]).norm().item()
     assert metrics["grad_norm"] > 1e-3 and metrics["updates/clipped"] == 1.0
@@ -277,7 +284,7 @@ def test_state_round_trip_continues_bit_for_bit():
 @pytest.mark.parametrize(("epochs", "minibatches"), [(2, 1), (1, 3), (3, 2)])
 @pytest.mark.parametrize("config", [GRPO(), CISPO(), GSPO(clip_low=0.2, clip_high=0.2)])
 def test_4_5_later_updates_compare_with_the_policy_of_the_beginning(config, epochs, minibatches):
-    """The update finds the old log-probabilities by itself; asked for before, they are the same."""
+    """The update computes the old log-probabilities itself. They equal those of an annotation before it."""
     algo, weights, found = build_algorithm(config, 16), [], []
     for asked in (False, True):
         groups = random_groups(num_groups=6)
@@ -286,7 +293,7 @@ def test_4_5_later_updates_compare_with_the_policy_of_the_beginning(config, epoc
             annotate(learner, groups, {"old"})
         update = learner.update(make_batch(groups, minibatches), algo)
         assert sorted(update.old.ids) == ([] if asked else sorted(id for g in groups for id in g.ids()))
-        record(groups, update)
+        store_update(groups, update)
         found.append(update.metrics)
         weights.append({name: p.detach().clone() for name, p in learner.decoder.named_parameters()})
         assert all(s.old_logprobs is not None for g in groups for s in g.samples)
@@ -298,8 +305,8 @@ def test_4_5_later_updates_compare_with_the_policy_of_the_beginning(config, epoc
 
 
 @pytest.mark.parametrize(("epochs", "minibatches", "parts"), [(1, 1, 0), (4, 1, 0), (1, 2, 1), (2, 3, 2)])
-def test_a_pass_for_old_logprobs_is_made_of_later_minibatches_alone(epochs, minibatches, parts, monkeypatch):
-    """The first sees the weights unmoved, a group without signal is in none."""
+def test_only_later_minibatches_get_a_pass_for_old_logprobs(epochs, minibatches, parts, monkeypatch):
+    """The first minibatch is updated with unmoved weights. A group without signal is in no minibatch."""
     seen = []
     logprobs = FusedBackend.logprobs
     watched = lambda self, micro, *rest: (seen.append(len(micro.targets)), logprobs(self, micro, *rest))[1]  # noqa: E731
@@ -309,9 +316,9 @@ def test_a_pass_for_old_logprobs_is_made_of_later_minibatches_alone(epochs, mini
     monkeypatch.setattr(FusedBackend, "backward", noted)
     groups = random_groups(num_groups=6)
     groups[1].excluded = Fate.CONSTANT_REWARD
-    batch = packed(groups, 1000, minibatches=minibatches)
+    batch = pack_groups(groups, 1000, minibatches=minibatches)
     learner = learner_for(small_decoder(), epochs=epochs, minibatches=minibatches)
-    record(groups, learner.update(batch.batch, build_algorithm(GRPO(), 16)))
+    store_update(groups, learner.update(batch.batch, build_algorithm(GRPO(), 16)))
     later = [sum(len(m.targets) for m in part.microbatches) for part in batch.minibatches[1:]]
     assert seen == later and len(seen) == parts
     assert all(s.old_logprobs is None for s in groups[1].samples)
@@ -322,7 +329,7 @@ def test_a_pass_for_old_logprobs_is_made_of_later_minibatches_alone(epochs, mini
 def test_failed_samples_are_in_no_denominator():
     groups = random_groups(num_groups=1, group_size=3)
     groups[0].samples[0] = dataclasses.replace(groups[0].samples[0], failure="worker died")
-    minibatch = packed(groups, 100).minibatches[0]
+    minibatch = pack_groups(groups, 100).minibatches[0]
     assert minibatch.counts.num_samples == 2
     assert minibatch.counts.num_tokens == sum(len(s.tokens) for s in groups[0].samples[1:])
 
@@ -336,14 +343,14 @@ def test_in_bf16_the_residual_stream_is_fp32():
             p.copy_(q.float())
         tokens = torch.arange(50) % 61
         x = half.embed.index_select(0, tokens)
-        cos, sin = half.angles(torch.arange(50), torch.bfloat16)
+        cos, sin = half.compute_cos_sin(torch.arange(50), torch.bfloat16)
         stream, rounded = x.float(), x
         for layer in half.layers:
-            stream = sum(layer(stream, None, cos, sin, one_sequence()))
-            rounded = sum(layer(rounded, None, cos, sin, one_sequence())).bfloat16()
+            stream = sum(layer(stream, None, cos, sin, plain_attention()))
+            rounded = sum(layer(rounded, None, cos, sin, plain_attention())).bfloat16()
         assert stream.dtype == torch.float32
-        truth = exact(tokens, torch.arange(50), one_sequence())
-        mine = half(tokens, torch.arange(50), one_sequence())
+        truth = exact(tokens, torch.arange(50), plain_attention())
+        mine = half(tokens, torch.arange(50), plain_attention())
     assert torch.equal(mine, half.norm(stream))
     assert (mine - truth).norm() < 0.8 * (half.norm(rounded) - truth).norm()
 
@@ -352,7 +359,7 @@ def test_in_bf16_the_residual_stream_is_fp32():
 
 
 class CountingWorld(World):
-    """How often ranks would have met."""
+    """A world that counts how often ranks would have summed together."""
 
     def __init__(self):
         self.num_sums = 0
@@ -363,10 +370,14 @@ class CountingWorld(World):
 
 
 def one_update(groups, decoder, token_budget=1000, recompute=False, refuse_above=None):
-    """Gradients of a GRPO minibatch; microbatches above `refuse_above` tokens find no memory."""
+    """Computes the gradient of a GRPO minibatch. Microbatches above `refuse_above` tokens run out of memory.
+
+    Returns the learner, the gradients by parameter, the tally and the sizes of the refused microbatches.
+    """
     learner = LocalLearner(decoder, LearnerConfig(token_budget=token_budget), OptimConfig(), num_updates=1)
     decoder.recompute = recompute
-    learner.least_budget = 1  # samples get no longer than these
+    # It is known that no longer samples will come.
+    learner.min_budget = 1
     backward, refused = learner.backend.backward, []
 
     def scarce(micro, *rest):
@@ -377,7 +388,7 @@ def one_update(groups, decoder, token_budget=1000, recompute=False, refuse_above
 
     learner.backend.backward = scarce
     learner.world = CountingWorld()
-    minibatch = packed(groups, learner.token_budget).minibatches[0]
+    minibatch = pack_groups(groups, learner.token_budget).minibatches[0]
     tally = learner.forward_backward(minibatch, build_algorithm(GRPO(), 16)).tally
     return learner, {n: m.grad.clone() for n, m in learner.optimizer.masters.items()}, tally, refused
 
@@ -396,8 +407,9 @@ def test_out_of_memory_starts_the_update_again_in_smaller_microbatches():
     assert refused and refused[0] > 50, "memory was not short"
     assert learner.token_budget <= refused[0] // 2
     assert learner.world.num_sums == 1, "other ranks do not start again"
-    told = learner.update(make_batch([]), build_algorithm(GRPO(), 16)).notices  # what an update has to tell
-    assert [level for level, text in told if f"instead of {refused[0]} tokens a microbatch" in text] == ["warning"]
+    # Notices come back with the next update.
+    told = learner.update(make_batch([]), build_algorithm(GRPO(), 16)).notices
+    assert [level for level, text in told if f"instead of {refused[0]} tokens per microbatch" in text] == ["warning"]
     for name, grad in expected.items():
         torch.testing.assert_close(got[name], grad, atol=1e-12, rtol=1e-9)
     assert got_tally.to_metrics()["tokens"] == tally.to_metrics()["tokens"], "half an attempt was counted"
@@ -408,7 +420,7 @@ def test_a_sample_that_never_fits_stops_training_with_the_reason():
         one_update(random_groups(), small_decoder(torch.float32), refuse_above=3)
 
 
-def test_after_a_shortage_a_longer_sample_still_fits_where_nobody_says_how_long_they_get():
+def test_after_running_out_of_memory_a_longer_sample_is_still_accepted_if_no_limit_is_known():
     learner = learner_for(small_decoder(), budget=200)
     backward, short = learner.backend.backward, [True]
 
@@ -425,18 +437,18 @@ def test_after_a_shortage_a_longer_sample_still_fits_where_nobody_says_how_long_
     assert learner.update(make_batch([long]), algo).metrics["updates/done"] == 1.0
 
 
-def test_a_gradient_of_a_batch_that_is_longer_than_the_budget_is_taken():
-    """`cohort check` puts tokens into samples that a run has sampled to its limit."""
+def test_compute_gradient_takes_samples_longer_than_the_budget():
+    """`cohort check` adds tokens to samples that already have the greatest length of a run."""
     long = make_group([1, 2], [make_sample([3] * 30, advantage=1.0), make_sample([4] * 3, advantage=-1.0)])
     algo = build_algorithm(GRPO(), 16)
     small, large = (
-        learner_for(small_decoder(torch.float64), budget=b).gradient(make_batch([long]), algo) for b in (20, 99)
+        learner_for(small_decoder(torch.float64), budget=b).compute_gradient(make_batch([long]), algo) for b in (20, 99)
     )
     assert_same(small.tensors, large.tensors, torch.float64)
 
 
-def test_a_restored_learner_knows_nothing_of_what_it_annotated():
-    """Else it would take given log-probabilities for its own, and every ratio for 1."""
+def test_a_restored_learner_forgets_what_it_annotated():
+    """Otherwise it would take old log-probabilities of other weights for its own, and every ratio for 1."""
     learner, algo = learner_for(small_decoder(torch.float64)), build_algorithm(GRPO(), 16)
     before = learner.snapshot()
     groups = random_groups()

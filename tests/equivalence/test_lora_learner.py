@@ -1,4 +1,4 @@
-"""The learner with adapters: the gradient of the loss, the reference policy, and what a step moves."""
+"""The learner with adapters: its gradient, the reference policy, and which weights a step moves."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from cohort.config.schema import GRPO, BatchConfig, LearnerConfig, LoraConfig, O
 from cohort.data.pack import make_batch
 from cohort.learner.local import LocalLearner
 from cohort.loops.learning import annotate
-from cohort.models.decoder import hf_shaped, hf_views
+from cohort.models.decoder import hf_views, to_hf_shape
 from cohort.models.lora import Adapters
 from cohort.recipes.tiny import tiny_lora
-from tests.helpers.decoders_and_groups import packed, random_groups, small_decoder
-from tests.helpers.small_runs import assembled, run_steps, small_run
+from tests.helpers.decoders_and_groups import pack_groups, random_groups, small_decoder
+from tests.helpers.small_runs import built_job, run_steps, small_run
 
 LORA = LoraConfig(rank=3, alpha=5.0)
 
 
-def made(decoder, lora=LORA, budget=1000, **optim):
-    """A learner of adapters that are not zero."""
+def make_learner(decoder, lora=LORA, budget=1000, **optim):
+    """Returns a learner whose adapters are not zero."""
     adapters = Adapters(decoder, lora)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -36,8 +36,9 @@ def made(decoder, lora=LORA, budget=1000, **optim):
 
 
 def gradient(learner, groups, algo, budget=1000, share=True):
+    """Returns the gradients of one minibatch, by parameter, and its metrics."""
     annotate(learner, groups, algo.needs() | {"old"})
-    tally = learner.forward_backward(packed(groups, budget, share=share).minibatches[0], algo).tally
+    tally = learner.forward_backward(pack_groups(groups, budget, share=share).minibatches[0], algo).tally
     return {n: m.grad.clone() for n, m in learner.optimizer.masters.items()}, tally.to_metrics()
 
 
@@ -48,10 +49,10 @@ def assert_same(a, b, bound=1e-10):
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_the_gradient_is_the_full_one_carried_to_the_factors(tied):
-    """Of W = W0 + s B A: dB = s dW A^T, dA = s B^T dW, with dW of a learner that trains every weight."""
+def test_the_gradient_of_the_factors_follows_from_that_of_the_matrix(tied):
+    """For W = W0 + s B A: dB = s dW A^T and dA = s B^T dW, with dW of a learner that trains every weight."""
     decoder = small_decoder(torch.float64, tied=tied)
-    learner = made(decoder)
+    learner = make_learner(decoder)
     full = small_decoder(torch.float64, tied=tied)
     full.load_state_dict(decoder.state_dict())
     algo = build_algorithm(GRPO(entropy=0.01), 16)
@@ -59,9 +60,9 @@ def test_the_gradient_is_the_full_one_carried_to_the_factors(tied):
     plain = LocalLearner(full, LearnerConfig(), OptimConfig(), num_updates=1)
     _, same = gradient(plain, random_groups(), algo)
     expected = {}
-    for name, view in hf_views(full, of=lambda p: p.grad):
+    for name, view in hf_views(full, select=lambda p: p.grad):
         if (adapter := learner.adapters.by_name.get(name.removesuffix(".weight"))) is not None:
-            d_matrix, place = hf_shaped(name, view), f"layers.{name.split('.')[2]}.{name.split('.')[-2]}"
+            d_matrix, place = to_hf_shape(name, view), f"layers.{name.split('.')[2]}.{name.split('.')[-2]}"
             expected[f"{place}.B"] = adapter.scale * d_matrix @ adapter.A.detach().t()
             expected[f"{place}.A"] = adapter.scale * adapter.B.detach().t() @ d_matrix
     assert_same(got, expected)
@@ -69,32 +70,34 @@ def test_the_gradient_is_the_full_one_carried_to_the_factors(tied):
     assert all(p.grad is None and not p.requires_grad for p in decoder.parameters())
 
 
-def test_it_does_not_depend_on_packing_or_on_the_way_through_the_head(monkeypatch):
+def test_the_gradient_does_not_depend_on_packing_or_on_the_way_through_the_head(monkeypatch):
     algo = build_algorithm(GRPO(kl=KLConfig(weight=0.1), entropy=0.01), 16)
     decoder = small_decoder(torch.float64)
-    expected, metrics = gradient(made(decoder), random_groups(), algo)
+    expected, metrics = gradient(make_learner(decoder), random_groups(), algo)
     for budget, share in ((60, True), (24, True), (17, False)):
-        got, _ = gradient(made(small_decoder(torch.float64), budget=budget), random_groups(), algo, budget, share)
+        got, _ = gradient(
+            make_learner(small_decoder(torch.float64), budget=budget), random_groups(), algo, budget, share
+        )
         assert_same(got, expected)
     monkeypatch.setattr(algo, "per_token", False)
-    whole, same = gradient(made(small_decoder(torch.float64)), random_groups(), algo)
+    whole, same = gradient(make_learner(small_decoder(torch.float64)), random_groups(), algo)
     assert_same(whole, expected)
     assert same == pytest.approx(metrics, abs=1e-10)
 
 
 def test_a_frozen_head_gets_no_gradient_of_its_own(monkeypatch):
-    """Neither formed and thrown away: no product of the vocabulary's size but the two that are needed."""
+    """The gradient of the head is not even computed and dropped: its product is never formed."""
     formed = []
     monkeypatch.setattr("cohort.learner.head.add_product", lambda total, a, b: formed.append(total))
     algo, whole = build_algorithm(GRPO(), 16), small_decoder(torch.float64)
-    gradient(made(small_decoder(torch.float64)), random_groups(), algo)
+    gradient(make_learner(small_decoder(torch.float64)), random_groups(), algo)
     assert not formed
     gradient(LocalLearner(whole, LearnerConfig(), OptimConfig(), num_updates=1), random_groups(), algo)
     assert formed
 
 
 def test_the_reference_is_the_decoder_without_adapters():
-    learner, base = made(small_decoder()), small_decoder()
+    learner, base = make_learner(small_decoder()), small_decoder()
     merged = [p.clone() for p in learner.decoder.parameters()]
     frozen = LocalLearner(base, LearnerConfig(), OptimConfig(), num_updates=1, reference=copy.deepcopy(base))
     ours, theirs = random_groups(), random_groups()
@@ -106,7 +109,7 @@ def test_the_reference_is_the_decoder_without_adapters():
     assert all(torch.equal(p, m) for p, m in zip(learner.decoder.parameters(), merged, strict=True))
 
 
-def test_adapters_it_began_with_belong_to_the_reference():
+def test_adapters_that_a_run_began_with_belong_to_the_reference():
     start = {name: torch.full_like(t, 0.05) for name, t in Adapters(small_decoder(), LORA).tensors().items()}
     decoder = small_decoder()
     adapters = Adapters(decoder, LORA, start=start)
@@ -115,16 +118,16 @@ def test_adapters_it_began_with_belong_to_the_reference():
     learner = LocalLearner(decoder, LearnerConfig(), OptimConfig(lr=1e-2), num_updates=1, adapters=adapters)
     learner.update(make_batch(random_groups()), build_algorithm(GRPO(), 16))
     assert not torch.equal(decoder.layers[0].out, first[4])
-    with adapters.reference():
+    with adapters.hold_reference():
         assert all(torch.equal(p, f) for p, f in zip(decoder.parameters(), first, strict=True))
-    with adapters.off():
+    with adapters.hold_base():
         assert torch.equal(decoder.layers[0].out, small_decoder().layers[0].out)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_step_moves_the_targets_by_their_factors_and_nothing_else(dtype):
     decoder, base = small_decoder(dtype, std=0.1), small_decoder(dtype, std=0.1)
-    learner = made(decoder, LoraConfig(rank=2, targets=("q_proj", "down_proj")), budget=24)
+    learner = make_learner(decoder, LoraConfig(rank=2, targets=("q_proj", "down_proj")), budget=24)
     addresses = [p.data_ptr() for p in decoder.parameters()]
     before = {n: p.detach().clone() for n, p in decoder.named_parameters()}
     metrics = learner.update(make_batch(random_groups()), build_algorithm(GRPO(), 16)).metrics
@@ -134,12 +137,12 @@ def test_a_step_moves_the_targets_by_their_factors_and_nothing_else(dtype):
     assert [p.data_ptr() for p in decoder.parameters()] == addresses
     for (name, mine), (_, old) in zip(hf_views(decoder), hf_views(base), strict=True):
         if (adapter := learner.adapters.by_name.get(name.removesuffix(".weight"))) is not None:
-            exact = torch.addmm(hf_shaped(name, old).float(), adapter.B, adapter.A, alpha=adapter.scale)
-            assert torch.equal(hf_shaped(name, mine), exact.detach().to(dtype)), name
+            exact = torch.addmm(to_hf_shape(name, old).float(), adapter.B, adapter.A, alpha=adapter.scale)
+            assert torch.equal(to_hf_shape(name, mine), exact.detach().to(dtype)), name
     assert {t.dtype for t in learner.state()[0].values()} == {torch.float32}
 
 
-def test_in_bf16_an_update_too_small_to_show_waits_in_the_factors():
+def test_in_bf16_updates_below_the_rounding_add_up_in_the_factors():
     """Near 0.125 bf16 numbers lie 2^-10 apart: four updates of 1e-4 are below half of that, the fifth is not."""
     decoder = small_decoder(torch.bfloat16)
     decoder.layers[0].out.data.fill_(0.125)
@@ -154,9 +157,10 @@ def test_in_bf16_an_update_too_small_to_show_waits_in_the_factors():
 
 
 def test_a_step_without_signal_moves_nothing():
-    learner = made(small_decoder(), weight_decay=0.1)
+    learner = make_learner(small_decoder(), weight_decay=0.1)
     algo = build_algorithm(GRPO(), 16)
-    learner.update(make_batch(random_groups(seed=3)), algo)  # so that momentum could move the factors
+    # This gives Adam a momentum that could move the factors.
+    learner.update(make_batch(random_groups(seed=3)), algo)
     before = {n: t.clone() for n, t in learner.state()[0].items()}
     weights = [p.clone() for p in learner.decoder.parameters()]
     groups = random_groups()
@@ -169,7 +173,7 @@ def test_a_step_without_signal_moves_nothing():
 
 
 def test_state_restores_factors_moments_and_the_merged_weights():
-    algo, learner = build_algorithm(GRPO(), 16), made(small_decoder())
+    algo, learner = build_algorithm(GRPO(), 16), make_learner(small_decoder())
     learner.update(make_batch(random_groups()), algo)
     tensors, numbers = learner.state()
     tensors = {n: t.clone() for n, t in tensors.items()}
@@ -185,19 +189,19 @@ def test_state_restores_factors_moments_and_the_merged_weights():
 
 
 def test_rank_0_is_a_run_without_adapters():
-    with assembled(small_run(learner=LearnerConfig(token_budget=512, lora=LoraConfig(rank=0)))) as parts:
+    with built_job(small_run(learner=LearnerConfig(token_budget=512, lora=LoraConfig(rank=0)))) as parts:
         assert parts.learner.adapters is None
         assert all(p.requires_grad for p in parts.model.decoder.parameters())
         run_steps(parts, 1)
-        tensors = parts.checkpoint(1).optimizer
+        tensors = parts.make_checkpoint(1).optimizer
         assert {name.partition("/")[0] for name in tensors} == {"exp_avg", "exp_avg_sq"}
-        assert "exp_avg/embed" in tensors and "lora" not in parts.checkpoint(1).numbers
+        assert "exp_avg/embed" in tensors and "lora" not in parts.make_checkpoint(1).numbers
 
 
 def test_reward_rises_with_adapters_alone():
     """The bundled model answers about a third of the problems at first."""
     recipe = tiny_lora()
     config = small_run(batch=BatchConfig(prompts=16, samples=8), learner=recipe.learner, optim=recipe.optim)
-    with assembled(replace(config, task=recipe.task)) as parts:
+    with built_job(replace(config, task=recipe.task)) as parts:
         rewards = [stats.metrics["reward/mean"] for _, stats in run_steps(parts, 12)]
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.2, rewards

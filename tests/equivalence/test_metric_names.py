@@ -1,4 +1,4 @@
-"""Every metric that a run records is in the one table of docs/algorithms.md, and the table names nothing else."""
+"""The table of metrics in docs/algorithms.md names exactly the metrics that runs record."""
 
 from __future__ import annotations
 
@@ -9,15 +9,18 @@ from cohort.config.algos import GRPO, CorrectionConfig, KLConfig
 from cohort.config.schema import BatchConfig, EvalConfig, OptimConfig, ReplayConfig, SamplingConfig
 from cohort.jobs import build
 from cohort.run.store.reader import Reader
-from tests.helpers.small_runs import preserved, small_run
+from tests.helpers.small_runs import keep_torch_settings, small_run
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "algorithms.md"
-# what a healthy run never shows
+# Metrics that a healthy run never records.
 RARE = {"updates/bad", "updates/no_signal", "samples/empty", "samples/failed", "turns/mean"}
 
 
 def documented() -> list[str]:
-    """The names in the first column; `/x` goes on from the name before it, a word in capitals stands for any."""
+    """Returns the names in the first column of the table.
+
+    `/x` replaces the last part of the name before it. A word in capitals stands for any name.
+    """
     table = DOCUMENT.read_text(encoding="utf-8").split("## Metrics")[1].split("\n## ")[0]
     names: list[str] = []
     for row in re.findall(r"^\| (`.*?) \|", table, re.MULTILINE):
@@ -27,6 +30,7 @@ def documented() -> list[str]:
 
 
 def pattern(name: str) -> str:
+    """Returns a regular expression for a name of the table."""
     return re.sub(r"[A-Z]{4,}", r"[a-z_/]+", name)
 
 
@@ -47,10 +51,10 @@ def test_every_recorded_metric_is_documented_and_every_documented_one_is_recorde
         sampling=SamplingConfig(max_tokens=12, top_p=0.99, allow_truncation=True),
         eval=EvalConfig(problems=4),
     )
-    with preserved():
+    with keep_torch_settings():
         path = build.train(config, tmp_path, "plain")
     with Reader(path / "run.db") as reader:
-        recorded = {row.name for row in reader.metrics() if not row.name.startswith("eval/")}
+        recorded = {row.name for row in reader.read_metrics() if not row.name.startswith("eval/")}
     names = documented()
     assert len(names) > 60
     for name in recorded:

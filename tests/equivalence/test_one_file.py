@@ -17,14 +17,14 @@ from cohort.config.schema import GRPO, LearnerConfig, OptimConfig
 from cohort.fates import Fate
 from cohort.learner.local import LocalLearner
 from cohort.loops.learning import annotate
-from cohort.models.catalog import resolve
-from cohort.models.decoder import hf_shaped, hf_views
+from cohort.models.catalog import resolve_model
+from cohort.models.decoder import to_hf_shape, hf_views
 from cohort.models.files import load_folder
 from cohort.tasks.arithmetic import PHRASINGS, Arithmetic
 from cohort.tasks.expression import evaluate
 from cohort.text import Tokenizer
 from cohort.types import Answer
-from tests.helpers.decoders_and_groups import make_group, make_sample, packed
+from tests.helpers.decoders_and_groups import make_group, make_sample, pack_groups
 
 FILE = Path(__file__).resolve().parents[2] / "examples" / "grpo_in_one_file.py"
 CLOSE = 1e-10
@@ -46,14 +46,14 @@ one = load_example()
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return Tokenizer.load(resolve("tiny"))
+    return Tokenizer.load(resolve_model("tiny"))
 
 
 @pytest.fixture
 def both():
     """The example's model and the library's learner, in float64."""
     learner = LocalLearner(
-        load_folder(resolve("tiny"), torch.float64).decoder, LearnerConfig(), OptimConfig(lr=LR), num_updates=2
+        load_folder(resolve_model("tiny"), torch.float64).decoder, LearnerConfig(), OptimConfig(lr=LR), num_updates=2
     )
     return one.load_model(torch.float64), learner
 
@@ -92,10 +92,10 @@ def assert_same_update(model, learner, mine, minibatch, algo):
     metrics = learner.forward_backward(minibatch, algo).tally.to_metrics()
     assert loss == pytest.approx(metrics["loss"], abs=CLOSE)
     params = dict(model.named_parameters())
-    grads = dict(hf_views(learner.decoder, of=lambda p: p.grad))
+    grads = dict(hf_views(learner.decoder, select=lambda p: p.grad))
     assert {name.removeprefix("model.") for name in grads} == params.keys()
     for name, view in grads.items():
-        grad, got = hf_shaped(name, view), params[name.removeprefix("model.")].grad
+        grad, got = to_hf_shape(name, view), params[name.removeprefix("model.")].grad
         assert got.any(), name
         assert (got - grad).abs().max() <= CLOSE * grad.abs().max(), name
     return metrics
@@ -111,7 +111,7 @@ def test_both_epochs_are_the_librarys(both):
     for a, b in zip(mine, theirs, strict=True):
         assert one.advantages(a.rewards) == [s.advantage for s in b.samples]  # exactly
     assert [g.excluded for g in theirs] == ["", "", Fate.CONSTANT_REWARD, ""]
-    minibatch = packed(theirs, learner.token_budget).minibatches[0]
+    minibatch = pack_groups(theirs, learner.token_budget).minibatches[0]
 
     metrics = assert_same_update(model, learner, mine, minibatch, algo)
     assert metrics["ratio/min"] == metrics["ratio/max"] == 1.0
@@ -125,7 +125,7 @@ def test_both_epochs_are_the_librarys(both):
     params = dict(model.named_parameters())
     with torch.no_grad():
         for name, view in hf_views(learner.decoder):
-            moved, p = hf_shaped(name, view), params[name.removeprefix("model.")]
+            moved, p = to_hf_shape(name, view), params[name.removeprefix("model.")]
             assert (p - moved).abs().max() <= 1e-6 * LR, name  # Adam enlarges the rounding of tiny gradients
             p.copy_(moved)
 

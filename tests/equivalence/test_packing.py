@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cohort.learner.attention import packed_attention
+from cohort.learner.attention import make_packed_attention
 from cohort.learner.head import gradient_through_head, token_logprobs
 from cohort.types import Provenance
 from tests.helpers.decoders_and_groups import (
@@ -13,7 +13,7 @@ from tests.helpers.decoders_and_groups import (
     make_group,
     make_sample,
     naive_logprobs,
-    packed,
+    pack_groups,
     random_groups,
     small_decoder,
 )
@@ -23,16 +23,16 @@ FAMILIES = {
     "llama": {},
     "qwen2": {"qkv_bias": True, "tied": False},
     "qwen3": {"qk_norm": True},
-    "one query a head": {"num_heads": 2},
+    "one query head per KV head": {"num_heads": 2},
 }
 
 
 def logprobs_of_packs(decoder, groups, budget, share, temperature=1.0):
-    """{segment: logprobs [n]} through pack, the blocks and the chunked head."""
+    """Returns {segment: logprobs [n]}, computed through packing, blocks and the chunked head."""
     out = {}
-    for minibatch in packed(groups, budget, share=share).minibatches:
+    for minibatch in pack_groups(groups, budget, share=share).minibatches:
         for micro in minibatch.microbatches:
-            attend = packed_attention(micro.layout, decoder.embed, decoder.config.head_dim)
+            attend = make_packed_attention(micro.layout, decoder.embed, decoder.config.head_dim)
             hidden = decoder(micro.tokens, micro.positions, attend).index_select(0, micro.source)
             logprobs, _ = token_logprobs(hidden, decoder.head_weight, micro.targets, temperature)
             for segment in micro.segments.unique().tolist():
@@ -41,17 +41,17 @@ def logprobs_of_packs(decoder, groups, budget, share, temperature=1.0):
 
 
 def packed_gradients(decoder, groups, budget, share, temperature=1.0):
-    """Of the log-probabilities times the advantages, through the same."""
+    """Returns the gradients of log-probabilities times advantages, computed in the same way."""
     decoder.zero_grad()
-    for minibatch in packed(groups, budget, share=share).minibatches:
+    for minibatch in pack_groups(groups, budget, share=share).minibatches:
         for micro in minibatch.microbatches:
-            attend = packed_attention(micro.layout, decoder.embed, decoder.config.head_dim)
+            attend = make_packed_attention(micro.layout, decoder.embed, decoder.config.head_dim)
             hidden = decoder(micro.tokens, micro.positions, attend).index_select(0, micro.source)
-            slopes = micro.advantages.to(hidden.dtype)
+            advantages = micro.advantages.to(hidden.dtype)
             d_head = torch.zeros_like(decoder.head_weight)
-            slope = lambda rows, *_, slopes=slopes: (slopes[rows], None)  # noqa: E731
+            gradient = lambda rows, *_, advantages=advantages: (advantages[rows], None)  # noqa: E731
             hidden.backward(
-                gradient_through_head(hidden, decoder.head_weight, d_head, micro.targets, temperature, slope)
+                gradient_through_head(hidden, decoder.head_weight, d_head, micro.targets, temperature, gradient)
             )
             head = decoder.head_weight
             head.grad = d_head if head.grad is None else head.grad + d_head
@@ -59,6 +59,7 @@ def packed_gradients(decoder, groups, budget, share, temperature=1.0):
 
 
 def gradients(decoder, logprobs_of_segment, groups):
+    """Returns the gradients of log-probabilities times advantages, by autograd."""
     decoder.zero_grad()
     advantages = [s.advantage for g in groups for s in g.samples]
     sum(advantages[i] * lp.sum() for i, lp in logprobs_of_segment.items()).backward()
@@ -66,6 +67,7 @@ def gradients(decoder, logprobs_of_segment, groups):
 
 
 def close(a, b, dtype):
+    """Returns whether two tensors agree within the tolerance of the type, relative to the larger of 1 and max |b|."""
     return bool((a - b).detach().abs().max() <= TOLERANCE[dtype] * max(1.0, float(b.detach().abs().max())))
 
 
@@ -104,7 +106,10 @@ def test_4_3_padding_never_leaks_into_a_real_token():
 
 
 def with_tail(tail: list[int], heard: int = 6) -> list:
-    """A sample of two targets and two of one, in a group and alone, each followed by `tail` of the environment."""
+    """Returns two groups whose samples have two targets, one and one, each followed by `tail` of the environment.
+
+    `heard` is the environment's token between the two targets.
+    """
 
     def one(tokens, marks, advantage):
         return make_sample([*tokens, *tail], [*marks, *[E] * len(tail)], advantage=advantage)
@@ -115,7 +120,7 @@ def with_tail(tail: list[int], heard: int = 6) -> list:
 
 @pytest.mark.parametrize("share", [True, False])
 def test_what_follows_the_last_target_changes_nothing(share):
-    """No log-probability and no gradient moves, to the last bit; both are those of the whole sequences."""
+    """Log-probabilities and gradients stay equal to the last bit, and equal those of whole sequences."""
     decoder = small_decoder(torch.float64)
     seen = logprobs_of_packs(decoder, with_tail([]), 1000, share)
     grads = packed_gradients(decoder, with_tail([]), 1000, share)
@@ -134,15 +139,14 @@ def test_what_follows_the_last_target_changes_nothing(share):
         assert all(close(got[i], lp, torch.float64) for i, lp in naive.items())
         for name, grad in gradients(decoder, naive, groups).items():
             assert close(grads[name], grad, torch.float64), name
-    before = logprobs_of_packs(
-        decoder, with_tail([], heard=16), 1000, share
-    )  # what the environment says before it does count
+    # What the environment says before the last target does change it.
+    before = logprobs_of_packs(decoder, with_tail([], heard=16), 1000, share)
     assert torch.equal(before[0][0], seen[0][0]) and not close(before[0][1], seen[0][1], torch.float64)
 
 
 def test_a_group_larger_than_the_budget_is_split_with_its_prompt():
     groups = random_groups(num_groups=1, group_size=6, longest=9)
-    batch = packed(groups, token_budget=20)
+    batch = pack_groups(groups, token_budget=20)
     micros = batch.minibatches[0].microbatches
     assert len(micros) > 1
     assert all(len(m.tokens) <= 20 for m in micros)
@@ -150,7 +154,7 @@ def test_a_group_larger_than_the_budget_is_split_with_its_prompt():
 
 
 def test_the_worked_example_of_the_microbatch_record():
-    batch = packed([make_group([5, 6], [make_sample([7, 2]), make_sample([8, 2])])], token_budget=100)
+    batch = pack_groups([make_group([5, 6], [make_sample([7, 2]), make_sample([8, 2])])], token_budget=100)
     micro = batch.minibatches[0].microbatches[0]
     assert micro.tokens.tolist() == [5, 6, 7, 8]
     assert micro.positions.tolist() == [0, 1, 2, 2]

@@ -1,7 +1,7 @@
-"""Numerics contract, line 4, ranks: processes with a part of the groups each give what one process gives with all.
+"""Numerics contract, line 4, ranks: several processes with a part of the groups each give the numbers of one process.
 
-The gradient, the metrics and the coefficients that are steered by them, for every algorithm: those with baselines over
-the batch and those with targets included. Shares are unequal on purpose, and one rank may have nothing at all.
+Compared are the gradient, the metrics and the coefficients that are adjusted by them, for every algorithm, also those
+with baselines over the batch and those with targets. The parts are unequal on purpose, and one rank may have no group.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ from cohort.algos.algorithm import build_algorithm
 from cohort.config.algos import ALGOS, DAPO, GRPO, GSPO, CorrectionConfig, KLConfig, Policy
 from cohort.config.schema import LearnerConfig, OptimConfig
 from cohort.learner.local import LocalLearner
-from cohort.loops.rl import improve
-from cohort.models.catalog import resolve
+from cohort.loops.rl import update_policy
+from cohort.models.catalog import resolve_model
 from cohort.models.files import load_folder
 from cohort.serialize import dumps, loads
 from cohort.types import Finish, Group
 from cohort.world import ProcessGroup, World
-from tests.helpers.decoders_and_groups import packed, random_groups, small_decoder
+from tests.helpers.decoders_and_groups import pack_groups, random_groups, small_decoder
 
-LIMIT = timedelta(seconds=120)  # of a collective: a rank that waits for nobody ends
+# Limit of a collective call: a rank whose partners have died ends after that time.
+LIMIT = timedelta(seconds=120)
 CASES: dict[str, Policy] = {name: config() for name, config in ALGOS.items()}
 CASES |= {
     "token": GRPO(aggregate="token"),
@@ -44,16 +45,17 @@ NOT_COMPARED = ("time/", "pack/", "rollouts/")
 
 
 @dataclass
-class Seen:
-    """What a rank, or the one process, saw of three steps; in the last, the first rank has all groups."""
+class StepResults:
+    """What a rank, or the one process, computed in three steps. In the last step the first rank has all groups."""
 
     metrics: list[dict[str, float]]
-    state: dict[str, float]  # the algorithm's, after them
-    gradients: dict[str, torch.Tensor]  # of both steps, by step and parameter
+    # State of the algorithm after the steps.
+    state: dict[str, float]
+    gradients: dict[str, torch.Tensor]  # by step and parameter
 
 
 def step_groups(step: int) -> list[Group]:
-    """The groups of a step: rewards that differ, a dead group, a failure, samples that were cut, some used again."""
+    """Returns the groups of a step: different rewards, a dead group, a failure, truncated samples, a reused group."""
     rng = random.Random(step)
     groups = random_groups(num_groups=7, seed=step)
     for n, group in enumerate(groups):
@@ -70,12 +72,13 @@ def step_groups(step: int) -> list[Group]:
 
 
 def share_of(groups: list[Group], rank: int, size: int) -> list[Group]:
-    """Unequal and contiguous: the first rank has most, the last of four nothing."""
+    """Returns the groups of a rank: neighbouring ones, most for the first rank, none for the last of four."""
     cuts = {1: [0, 7], 2: [0, 5, 7], 4: [0, 4, 6, 7, 7]}[size]
     return groups[cuts[rank] : cuts[rank + 1]]
 
 
-def three_steps(name: str, world: World) -> Seen:
+def three_steps(name: str, world: World) -> StepResults:
+    """Trains three steps with this rank's groups and returns what it computed."""
     config = LearnerConfig(token_budget=40)
     decoder, reference = small_decoder(torch.float64, std=0.15), small_decoder(torch.float64, seed=1, std=0.15)
     learner = LocalLearner(decoder, config, OptimConfig(lr=1e-3), num_updates=4, reference=reference, world=world)
@@ -95,22 +98,24 @@ def three_steps(name: str, world: World) -> Seen:
     for step in range(3):
         groups = step_groups(step)
         mine = share_of(groups, world.rank, world.size) if step < 2 else groups if not world.rank else []
-        metrics.append(improve(learner, algo, mine, config)[1].metrics)
-    return Seen(metrics=metrics, state=algo.state(), gradients=gradients)
+        metrics.append(update_policy(learner, algo, mine, config)[1].metrics)
+    return StepResults(metrics=metrics, state=algo.state(), gradients=gradients)
 
 
 def gradient(groups, world, decoder):
+    """Returns the gradient of one minibatch, by parameter."""
     learner = LocalLearner(decoder, LearnerConfig(token_budget=40), OptimConfig(), num_updates=1, world=world)
-    learner.forward_backward(packed(groups, 40).minibatches[0], build_algorithm(GRPO(aggregate="token"), 16))
+    learner.forward_backward(pack_groups(groups, 40).minibatches[0], build_algorithm(GRPO(aggregate="token"), 16))
     return {n: m.grad for n, m in learner.optimizer.masters.items()}
 
 
 def tiny():
     """The bundled model in fp32."""
-    return load_folder(resolve("tiny"), torch.float32).decoder
+    return load_folder(resolve_model("tiny"), torch.float32).decoder
 
 
 def on_rank(rank, size, store, out):
+    """Runs all cases on one rank, in a process of its own, and writes the results into the folder `out`."""
     torch.set_num_threads(1)
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=LIMIT
@@ -126,23 +131,25 @@ def on_rank(rank, size, store, out):
 
 
 def compared(metrics: dict[str, float]) -> dict[str, float]:
+    """Returns the metrics that must be equal: clock times and sizes of packs may differ."""
     return {name: value for name, value in metrics.items() if not name.startswith(NOT_COMPARED)}
 
 
 def check(tmp_path, size: int) -> None:
+    """Compares `size` ranks with one process, in all cases."""
     arguments = (size, f"{tmp_path}/store", tmp_path)
     torch.multiprocessing.start_processes(on_rank, arguments, nprocs=size, start_method="spawn")
     for name in CASES:
         expected = three_steps(name, World())
         for rank in range(size):
-            told = loads((tmp_path / f"{name}-{rank}").read_bytes())
-            for mine, alone in zip(told["metrics"], expected.metrics, strict=True):
+            results = loads((tmp_path / f"{name}-{rank}").read_bytes())
+            for mine, alone in zip(results["metrics"], expected.metrics, strict=True):
                 assert compared(mine) == pytest.approx(compared(alone), abs=1e-10, rel=1e-10), (name, rank)
-            assert told["state"] == pytest.approx(expected.state, rel=1e-12), (name, rank)
+            assert results["state"] == pytest.approx(expected.state, rel=1e-12), (name, rank)
             got = torch.load(f"{tmp_path}/{name}-{rank}.pt", weights_only=True)
             assert got.keys() == expected.gradients.keys() and len(got) == 3 * len(small_decoder().state_dict())
             for n, g in expected.gradients.items():
-                # later steps follow updates by Adam, which divides by the root of tiny squares: rounding is magnified
+                # Later steps follow updates by Adam, which divides by roots of tiny squares and so magnifies rounding.
                 bound = 1e-10 if n.startswith("0/") else 1e-7
                 assert (got[n] - g).abs().max() <= bound * max(float(g.abs().max()), 1e-3), (name, rank, n)
     expected = gradient(random_groups(num_groups=7), World(), tiny())
@@ -152,17 +159,17 @@ def check(tmp_path, size: int) -> None:
             assert (got[n] - g).abs().max() <= 1e-5 * float(g.abs().max()), (rank, n)
 
 
-def test_4_4_two_ranks_are_one(tmp_path):
+def test_4_4_two_ranks_equal_one_process(tmp_path):
     check(tmp_path, 2)
 
 
 @pytest.mark.slow
-def test_4_4_four_ranks_are_one(tmp_path):
+def test_4_4_four_ranks_equal_one_process(tmp_path):
     check(tmp_path, 4)
 
 
-def test_a_rank_alone_would_find_other_numbers():
-    """What the comparison is for: its own share is not the batch."""
+def test_a_rank_without_the_others_would_compute_other_numbers():
+    """Shows that the comparison can fail: a rank's own groups give other baselines than the batch."""
     for name in ("reinforce_pp", "batch scale"):
         algo, groups = build_algorithm(CASES[name], 16), step_groups(0)
         whole = [s.advantage for g in algo.advantages(groups)[:5] for s in g.samples]

@@ -1,4 +1,4 @@
-"""The GPU engine: protocol, exactness, graphs that stay valid, memory."""
+"""The GPU engine: protocol, exactness, validity of graphs, memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cohort.config.schema import LearnerConfig, OptimConfig
 from cohort.engines.base import Request, sample
 from cohort.engines.native.cuda import step
 from cohort.engines.native.cuda.engine import GraphEngine
-from cohort.engines.native.cuda.pages import page_bytes
+from cohort.engines.native.cuda.pages import count_page_bytes
 from cohort.engines.native.engine import NativeEngine
 from cohort.errors import ConfigError, ModelError
 from cohort.learner.local import LocalLearner
@@ -23,12 +23,12 @@ from cohort.loops.learning import annotate
 from cohort.models.decoder import Decoder
 from cohort.types import Finish, Sample
 from tests.helpers.decoders_and_groups import make_group, make_sample, small_decoder
-from tests.helpers.engine_conformance import PROMPTS, EngineConformance, Same, request, spell
+from tests.helpers.engine_conformance import PROMPTS, EngineConformance, SameWeights, request, spell
 
 WHOLE = {"num_layers": 2, "num_heads": 6, "num_kv_heads": 2}
 FAMILIES = [WHOLE, {"qk_norm": True}, {"qkv_bias": True}, {"out_bias": True, "mlp_bias": True, "tied": False}]
-# Triton's interpreter takes milliseconds a program: without a GPU most tests have a smaller model, fewer rows in a step
-# and keys in one part
+# Triton's interpreter takes milliseconds per program. So without a GPU most tests have a smaller model, fewer rows in a
+# step and keys in one part.
 SIZE = WHOLE if HAS_GPU else {"num_layers": 1, "num_heads": 3, "num_kv_heads": 1}
 SLOTS = 4 if HAS_GPU else 2
 
@@ -36,10 +36,11 @@ SLOTS = 4 if HAS_GPU else 2
 @pytest.fixture(autouse=True)
 def few_programs(monkeypatch):
     if not HAS_GPU:
-        monkeypatch.setattr(step, "PROGRAMS", 1)
+        monkeypatch.setattr(step, "MIN_PROGRAMS", 1)
 
 
 def decoder(dtype: torch.dtype = torch.float32, **changes) -> Decoder:
+    """Returns a small decoder on the test device, with random biases."""
     made = small_decoder(head_dim=32, **{**SIZE, **changes})
     with torch.no_grad():
         for name, p in made.named_parameters():
@@ -58,7 +59,7 @@ class TestConformance(EngineConformance):
 
 
 class TestConformanceWindowOne(EngineConformance):
-    """As a server runs it: every token is reported at once."""
+    """With window 1, as for a server: every token is reported at once."""
 
     def make(self, slots: int = SLOTS) -> GraphEngine:
         return make(slots=slots, window=1)
@@ -92,7 +93,7 @@ def test_every_way_of_drawing(wish):
 
 
 def test_own_tokens_behind_a_shared_prefix():
-    """A conversation that goes on: `shared` tokens once, the rest each its own."""
+    """A conversation that is continued: `shared` tokens are stored once, the others per request."""
     model = decoder()
     long = [(7 * i) % 61 for i in range(90)]
     requests = [request(0, i, tokens=[*long, *PROMPTS[i], *long[: 40 * i]], shared=90, start=3) for i in range(3)]
@@ -111,7 +112,7 @@ def test_keys_in_parts_or_whole_give_the_same_samples(monkeypatch):
     requests = [request(p, i, max_tokens=4, **({} if p else {"tokens": long})) for p in range(2) for i in range(2)]
     got = []
     for programs in (1, 528):
-        monkeypatch.setattr(step, "PROGRAMS", programs)
+        monkeypatch.setattr(step, "MIN_PROGRAMS", programs)
         got.append(sample(make(model, slots=4), requests))
     for id, one in got[0].items():
         assert got[1][id].tokens == one.tokens
@@ -124,7 +125,7 @@ def test_an_optimizer_step_is_seen_without_a_copy_and_graphs_stay_valid():
     engine = make(model)
     before = sample(engine, [request()])["0/0"].tokens
     assert engine.graphs is not None
-    captured, address = engine.graphs.captures, model.layers[0].qkv.data_ptr()
+    captured, address = engine.graphs.num_captures, model.layers[0].qkv.data_ptr()
     learner = LocalLearner(model, LearnerConfig(token_budget=256), OptimConfig(lr=0.3), num_updates=1)
     for p in model.parameters():
         p.grad = torch.ones_like(p)
@@ -133,7 +134,7 @@ def test_an_optimizer_step_is_seen_without_a_copy_and_graphs_stay_valid():
     after = sample(engine, [request()])["0/0"].tokens
     fresh = sample(NativeEngine(model, spell, slots=4, max_context=200), [request()])["0/0"].tokens
     assert after == fresh != before
-    assert (engine.graphs.captures, model.layers[0].qkv.data_ptr()) == (captured, address)
+    assert (engine.graphs.num_captures, model.layers[0].qkv.data_ptr()) == (captured, address)
 
 
 def test_moved_weights_are_noticed(caplog):
@@ -151,19 +152,19 @@ def test_moved_weights_are_noticed(caplog):
 
 def test_a_small_arena_streams_what_does_not_fit_at_once():
     model = decoder()
-    budget = 4 * page_bytes(model.config, torch.float32)  # page 0, and room for one prompt and two samples
+    budget = 4 * count_page_bytes(model.config, torch.float32)  # page 0, and room for one prompt and two samples
     requests = [request(p, i, max_tokens=9) for p in range(3) for i in range(3)]
     engine = make(model, slots=2 * SLOTS, memory=budget)
     samples = sample(engine, requests)
     expected = sample(make(model, slots=2 * SLOTS), requests)
     assert {id: s.tokens for id, s in samples.items()} == {id: s.tokens for id, s in expected.items()}
-    assert engine.arena is not None and engine.arena.num == 4
-    assert len(engine.arena.free) == 3  # all given back
+    assert engine.arena is not None and engine.arena.num_pages == 4
+    assert len(engine.arena.free_pages) == 3  # all given back
 
 
 def test_a_request_that_cannot_fit_is_refused_with_the_numbers():
     model = decoder()
-    engine = make(model, memory=3 * page_bytes(model.config, torch.float32))
+    engine = make(model, memory=3 * count_page_bytes(model.config, torch.float32))
     with pytest.raises(ConfigError, match=r"needs 4 pages .* room for 3 "):
         engine.submit(request(max_tokens=120))
     assert engine.poll() == []
@@ -171,7 +172,7 @@ def test_a_request_that_cannot_fit_is_refused_with_the_numbers():
 
 def test_memory_is_kept_or_released(caplog):
     model = decoder()
-    page = page_bytes(model.config, torch.float32)
+    page = count_page_bytes(model.config, torch.float32)
     kept, released = (make(model, memory=64 * page, reserve=others * page) for others in (50, 62))
     for engine in (kept, released):
         with caplog.at_level(logging.INFO):
@@ -182,14 +183,14 @@ def test_memory_is_kept_or_released(caplog):
 
 
 def test_rows_without_a_draft_stand_still():
-    """After a load fewer go on than had rows before: the others' rows must not write into pages given away."""
+    """After a load fewer drafts continue: empty rows must not write to pages that belong to other drafts now."""
     model = decoder()
     engine = make(model, slots=6, window=2)
     expected = sample(make(model, slots=6), [request(0, i, max_tokens=40) for i in range(2)])
     for i in range(6):
         engine.submit(request(0, i, max_tokens=40))
     engine.poll()
-    engine.load(Same(model), version=1)
+    engine.load(SameWeights(model), version=1)
     for i in range(2, 6):
         engine.abort(f"0/{i}")
     ended = collect(engine)
@@ -197,17 +198,18 @@ def test_rows_without_a_draft_stand_still():
 
 
 def collect(engine: GraphEngine) -> dict[str, Sample]:
+    """Polls until nothing is reported any more and returns the finished samples by id."""
     ended = {}
     while events := engine.poll():
         ended |= {e.id: e.sample for e in events if e.sample}
     return ended
 
 
-def test_a_prompt_that_made_way_is_computed_again():
-    """Its siblings have ended and it is dropped for want of pages just when its last sample enters."""
+def test_a_prompt_that_was_evicted_is_computed_again():
+    """Its siblings have ended, and its pages are freed for others just before its last sample enters."""
     model = decoder()
     requests = [request(1, 0, max_tokens=60), request(0, 0, max_tokens=4), request(0, 1, max_tokens=130)]
-    engine = make(model, slots=4, window=2, memory=6 * page_bytes(model.config, torch.float32))
+    engine = make(model, slots=4, window=2, memory=6 * count_page_bytes(model.config, torch.float32))
     expected = sample(NativeEngine(model, spell, slots=4, max_context=200), requests)
     assert {id: s.tokens for id, s in sample(engine, requests).items()} == {id: s.tokens for id, s in expected.items()}
 
@@ -231,8 +233,8 @@ def test_more_prompts_than_entries_of_the_table():
             asked.add(p)
             engine.submit(one(p, 1))
     assert len(ended) == 6 + len(asked)
-    assert engine.arena is not None and len(engine.arena.free) == engine.arena.num - 1
-    assert len(engine.state.tables.entries) == len(engine.state.tables.prefix_length)
+    assert engine.arena is not None and len(engine.arena.free_pages) == engine.arena.num_pages - 1
+    assert len(engine.state.tables.free_entries) == len(engine.state.tables.prefix_length)
 
 
 def test_nothing_is_lost_when_a_prefill_fails(monkeypatch):
@@ -245,14 +247,14 @@ def test_nothing_is_lost_when_a_prefill_fails(monkeypatch):
         patch.setattr("cohort.engines.native.cuda.engine.prefill", lambda *_: (_ for _ in ()).throw(MemoryError()))
         with pytest.raises(MemoryError):
             engine.poll()
-    assert engine.arena is not None and len(engine.arena.free) == engine.arena.num - 1
+    assert engine.arena is not None and len(engine.arena.free_pages) == engine.arena.num_pages - 1
     assert {id: s.tokens for id, s in collect(engine).items()} == {
         id: s.tokens for id, s in sample(make(model), requests).items()
     }
 
 
 def test_a_damaged_window_does_not_keep_good_weights_out():
-    """The weights go bad while two windows are under way; the load that mends them takes what was good."""
+    """The weights are damaged while two windows are under way. The load of good weights keeps the good tokens."""
     model = decoder()
     engine = make(model, window=2)
     expected = sample(make(model), [request(max_tokens=20)])["0/0"].tokens
@@ -261,21 +263,21 @@ def test_a_damaged_window_does_not_keep_good_weights_out():
     held = model.layers[0].qkv.detach().clone()
     with torch.no_grad():
         model.layers[0].qkv[3] = float("nan")
-    engine._launch(engine._steps())
+    engine._launch_window(engine._count_steps())
     with torch.no_grad():
         model.layers[0].qkv.copy_(held)
-    engine.load(Same(model), version=2)
+    engine.load(SameWeights(model), version=2)
     assert engine.version == 2
     assert collect(engine)["0/0"].tokens == expected
 
 
 def test_a_damaged_row_leaves_no_hole_in_the_others():
-    """It ends in the window that shows the damage; rows read after it were drawn further by the next window."""
+    """A row is damaged in a window, and the next window has drawn more for the rows that are read after it."""
     model = decoder(tied=False)
     good = request(0, 1, max_tokens=12)
     expected = sample(make(model), [good])["0/1"].tokens
     with torch.no_grad():
-        model.embed[60] = float("nan")  # read by whoever has this token, and by nobody else
+        model.embed[60] = float("nan")  # read only by requests that have this token
     engine = make(model, window=2)
     engine.submit(request(1, 0, max_tokens=2, tokens=[7, 60, 1]))
     engine.submit(good)
@@ -286,17 +288,17 @@ def test_a_damaged_row_leaves_no_hole_in_the_others():
     assert collect(engine)["0/1"].tokens == expected
 
 
-def test_abort_of_what_ended_inside_a_load():
+def test_abort_of_a_request_that_ended_inside_a_load():
     model = decoder()
     engine = make(model, window=2)
     engine.submit(request(0, 0, max_tokens=4))
     engine.submit(request(0, 1, max_tokens=30))
     engine.poll()
-    engine.load(Same(model), version=1)
+    engine.load(SameWeights(model), version=1)
     first, second = engine.abort("0/0"), engine.abort("0/1")
     assert {first.finish, second.finish} == {Finish.ABORT}
     assert first.tokens == sample(make(model), [request(0, 0, max_tokens=4)])["0/0"].tokens
-    assert engine.poll() == []  # nobody hears of the aborted
+    assert engine.poll() == []  # no event for aborted requests
 
 
 def test_a_larger_load_grows_the_arena_between_rollouts(caplog):
@@ -304,14 +306,14 @@ def test_a_larger_load_grows_the_arena_between_rollouts(caplog):
     siblings, length = (3, 100) if HAS_GPU else (1, 70)  # more than a page in both
     sample(engine, [request()])
     assert engine.arena is not None
-    before = engine.arena.num
+    before = engine.arena.num_pages
     with caplog.at_level(logging.INFO):
         samples = sample(engine, [request(p, i, max_tokens=length) for p in range(3) for i in range(siblings)])
-    assert engine.arena.num > before and "again" in caplog.text
+    assert engine.arena.num_pages > before and "again" in caplog.text
     assert all(len(s.tokens) == length for s in samples.values())
 
 
-def test_damaged_weights_are_named_and_do_not_stick():
+def test_damaged_weights_raise_and_have_no_effect_after_a_load():
     model = decoder()
     engine = make(model)
     good = sample(engine, [request()])["0/0"].tokens
@@ -324,7 +326,7 @@ def test_damaged_weights_are_named_and_do_not_stick():
             pass
     with torch.no_grad():
         model.layers[0].qkv.copy_(held)
-    engine.load(Same(model), version=2)
+    engine.load(SameWeights(model), version=2)
     ended = {}
     while events := engine.poll():
         ended |= {e.id: e.sample for e in events if e.sample}
@@ -332,13 +334,13 @@ def test_damaged_weights_are_named_and_do_not_stick():
     assert ended["0/0"].finish is Finish.LENGTH
 
 
-def test_load_under_way_goes_on_exactly():
-    """What was drawn is computed again with the new weights: as if the sample had been continued from its tokens."""
+def test_a_load_under_way_continues_exactly():
+    """The KV of drawn tokens is computed again with the new weights, as for a continued sample."""
     model = decoder()
     engine = make(model, window=2)
     engine.submit(request(max_tokens=40))
     engine.poll()
-    engine.load(Same(model), version=1)
+    engine.load(SameWeights(model), version=1)
     ended = {}
     while events := engine.poll():
         ended |= {e.id: e.sample for e in events if e.sample}
@@ -378,31 +380,31 @@ def test_bf16_logprobs_are_close_to_the_learners():
 
 @only_gpu
 def test_splinters_of_blocks_in_use_are_no_room():
-    """What torch holds but cannot give in one piece is not counted as free for KV."""
+    """Memory that torch holds but cannot hand out in one piece does not count as free for KV."""
     torch.cuda.empty_cache()
     engine = make()
     tight = 2 * 2**30
     beyond = torch.empty(torch.cuda.mem_get_info()[0] - tight, dtype=torch.uint8, device=DEVICE)
-    blocks = [torch.empty(8 * 2**20, dtype=torch.uint8, device=DEVICE) for _ in range(160)]  # two a segment of 20 MiB
-    before = engine._room(10).kv
+    blocks = [torch.empty(8 * 2**20, dtype=torch.uint8, device=DEVICE) for _ in range(160)]  # two per segment of 20 MiB
+    before = engine._measure_room(10).kv_bytes
     del blocks[::2]
-    splinters = engine._room(10).kv - before
+    splinters = engine._measure_room(10).kv_bytes - before
     del blocks
-    assert splinters < 2**26 and engine._room(10).kv > before + 2**29
+    assert splinters < 2**26 and engine._measure_room(10).kv_bytes > before + 2**29
     del beyond
 
 
 @only_gpu
-def test_graphs_are_captured_once_a_variant():
+def test_graphs_are_captured_once_per_variant():
     model = decoder()
     engine = make(model, slots=64)
     requests = [request(p, i, max_tokens=3 + i) for p in range(3) for i in range(16)]
     sample(engine, requests)
     assert engine.graphs is not None
-    captured = engine.graphs.captures
+    captured = engine.graphs.num_captures
     assert 1 <= captured <= 8
     sample(engine, requests)
-    assert engine.graphs.captures == captured
+    assert engine.graphs.num_captures == captured
 
 
 @only_gpu

@@ -11,14 +11,14 @@ from tests.gpu.device import DEVICE, HALF, HAS_GPU
 
 # isort: split
 
-from cohort.engines.native.cuda.attention import Parts, Reading, decode_attention
-from cohort.engines.native.cuda.draw import choose
+from cohort.engines.native.cuda.attention import AttentionPlan, SoftmaxParts, compute_decode_attention
+from cohort.engines.native.cuda.draw import choose_tokens
 from cohort.engines.native.cuda.rotate import PAGE, Angles, rotate_and_store
-from cohort.engines.native.random import uniforms
-from cohort.engines.native.sampler import Settings, draw
+from cohort.engines.native.random import draw_uniforms
+from cohort.engines.native.sampler import SamplingSettings, draw_tokens
 from cohort.models.decoder import Decoder
 from cohort.models.functions import rms_norm, rotate
-from cohort.models.kernels import add_norm, gate
+from cohort.models.kernels import add_norm, apply_gate
 from tests.helpers.decoders_and_groups import small_config
 
 BOUND = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -47,7 +47,7 @@ def test_add_norm(dtype, d):
 def test_gate(dtype):
     wide = random(7, 2 * 1100, dtype=dtype) * 3
     expected = F.silu(wide[:, :1100]) * wide[:, 1100:]
-    torch.testing.assert_close(gate(wide), expected, atol=BOUND[dtype], rtol=BOUND[dtype])
+    torch.testing.assert_close(apply_gate(wide), expected, atol=BOUND[dtype], rtol=BOUND[dtype])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -63,14 +63,14 @@ def test_rotate_and_store(dtype, norm, K, g):
         torch.zeros(4, K, PAGE, D, dtype=dtype, device=DEVICE),
         torch.zeros(4, K, PAGE, D, dtype=dtype, device=DEVICE),
     )
-    every = [x.reshape(100, -1) for x in decoder.angles(torch.arange(100, device=DEVICE), dtype)]
+    every = [x.reshape(100, -1) for x in decoder.compute_cos_sin(torch.arange(100, device=DEVICE), dtype)]
     weights = (random(D, dtype=dtype, seed=3), random(D, dtype=dtype, seed=4))
     norms = (*weights, 1e-5) if norm else None
     q, k = rotate_and_store(qkv, positions, places, Angles(cos=every[0], sin=every[1]), norms, pages, keep=True)
     heads, keys = qkv[:, :, :g], qkv[:, :, g : g + 1]
     if norm:
         heads, keys = rms_norm(heads, weights[0], 1e-5), rms_norm(keys, weights[1], 1e-5)
-    cos, sin = decoder.angles(positions, dtype)
+    cos, sin = decoder.compute_cos_sin(positions, dtype)
     close = {"atol": BOUND[dtype], "rtol": BOUND[dtype]}
     torch.testing.assert_close(q, rotate(heads, cos, sin), **close)
     torch.testing.assert_close(k, rotate(keys, cos, sin)[:, :, 0], **close)
@@ -106,7 +106,7 @@ def test_decode_attention_is_the_plain_form(dtype, splits, prefix_splits, K, g, 
     members = {1: [0, 1], 2: [2, 4]}
     tiles = [(p, rows[i : i + each]) for p, rows in members.items() for i in range(0, len(rows), each)]
     padded = [m + [-1] * (each - len(m)) for _, m in tiles] + [[-1] * each]
-    reading = Reading(
+    plan = AttentionPlan(
         tile_prefix=torch.tensor([p for p, _ in tiles] + [-1], dtype=torch.int32, device=DEVICE),
         tile_rows=torch.tensor(padded, dtype=torch.int32, device=DEVICE),
         prefix_table=prefix_table.to(DEVICE),
@@ -119,7 +119,7 @@ def test_decode_attention_is_the_plain_form(dtype, splits, prefix_splits, K, g, 
         splits=splits,
     )
     q = random(B, K, g, D, dtype=dtype, seed=2)
-    out = decode_attention(q, pages, reading, Parts.make(5, B, K, g, D, DEVICE)).view(B, K, g, D)
+    out = compute_decode_attention(q, pages, plan, SoftmaxParts.allocate(5, B, K, g, D, DEVICE)).view(B, K, g, D)
 
     def read(x: Tensor, table: Tensor, length: int) -> Tensor:  # -> [K, length, D]
         picked = x[table.long().to(DEVICE)].transpose(0, 1).flatten(1, 2)
@@ -143,12 +143,17 @@ def test_choose_draws_as_the_plain_sampler():
     stream = torch.arange(B, device=DEVICE) * 7919 - 100
     position = torch.arange(B, device=DEVICE) % 9
     temperature = torch.tensor([0.0, 1.0, 0.7, 1.5], dtype=torch.float64, device=DEVICE).repeat(B // 4)
-    tokens, logprobs = choose(logits, temperature, stream, position, greedy=True)
+    tokens, logprobs = choose_tokens(logits, temperature, stream, position, greedy=True)
     nothing = torch.zeros(B, dtype=torch.float64, device=DEVICE)
-    settings = Settings(
-        temperature=temperature, top_p=nothing + 1, top_k=nothing.long(), min_p=nothing, truncated=False, sorted=False
+    settings = SamplingSettings(
+        temperature=temperature,
+        top_p=nothing + 1,
+        top_k=nothing.long(),
+        min_p=nothing,
+        has_truncation=False,
+        needs_sorting=False,
     )
-    expected = draw(logits, settings, uniforms(stream, position))
+    expected = draw_tokens(logits, settings, draw_uniforms(stream, position))
     assert torch.equal(tokens, expected.tokens)
     torch.testing.assert_close(logprobs, expected.logprobs, atol=1e-5, rtol=1e-5)
 
@@ -163,7 +168,9 @@ def test_chosen_tokens_follow_the_distribution():
     probs = torch.softmax(logits[0].double(), -1)
     stream = torch.full((N,), 12345, device=DEVICE)
     ones = torch.ones(N, dtype=torch.float64, device=DEVICE)
-    tokens, _ = choose(logits.expand(N, V).contiguous(), ones, stream, torch.arange(N, device=DEVICE), greedy=False)
+    tokens, _ = choose_tokens(
+        logits.expand(N, V).contiguous(), ones, stream, torch.arange(N, device=DEVICE), greedy=False
+    )
     likely = probs.argsort(descending=True)[:most]
     counts = torch.stack([(tokens == t).sum() for t in likely]).double()
     rest = N - counts.sum()
@@ -176,6 +183,6 @@ def test_what_is_not_finite_is_seen():
     logits = random(2, 3000)
     logits[1, 7] = float("nan")
     ones, zeros = torch.ones(2, dtype=torch.float64, device=DEVICE), torch.zeros(2, dtype=torch.int64, device=DEVICE)
-    tokens, logprobs = choose(logits, ones, zeros, zeros, greedy=False)
+    tokens, logprobs = choose_tokens(logits, ones, zeros, zeros, greedy=False)
     assert logprobs[0].isfinite() and not logprobs[1].isfinite()
     assert (tokens >= 0).all() and (tokens < 3000).all()

@@ -18,7 +18,7 @@ from cohort.engines.native.engine import NativeEngine
 from cohort.learner.local import LocalLearner
 from cohort.loops.learning import annotate
 from cohort.models.lora import Adapters
-from tests.helpers.decoders_and_groups import packed, random_groups, small_decoder
+from tests.helpers.decoders_and_groups import pack_groups, random_groups, small_decoder
 from tests.helpers.engine_conformance import request, spell
 
 SMALL = {"head_dim": 32, "num_layers": 1, "num_heads": 3, "num_kv_heads": 1}
@@ -41,7 +41,7 @@ def test_an_update_of_adapters_is_seen_without_a_copy_and_graphs_stay_valid(base
     engine = GraphEngine(model, spell, slots=2, max_context=200, window=4)
     before = sample(engine, [request()])["0/0"].tokens
     assert engine.graphs is not None
-    captured, addresses = engine.graphs.captures, [p.data_ptr() for p in model.parameters()]
+    captured, addresses = engine.graphs.num_captures, [p.data_ptr() for p in model.parameters()]
     annotate(learner, random_groups(), {"ref"})  # the base for a while, and back
     engine.load(learner.weights(), version=1)
     assert sample(engine, [request()])["0/0"].tokens == before
@@ -50,7 +50,7 @@ def test_an_update_of_adapters_is_seen_without_a_copy_and_graphs_stay_valid(base
     engine.load(learner.weights(), version=2)
     after = sample(engine, [request()])["0/0"].tokens
     assert after == sample(NativeEngine(model, spell, slots=4, max_context=200), [request()])["0/0"].tokens != before
-    assert (engine.graphs.captures, [p.data_ptr() for p in model.parameters()]) == (captured, addresses)
+    assert (engine.graphs.num_captures, [p.data_ptr() for p in model.parameters()]) == (captured, addresses)
 
 
 @only_gpu
@@ -62,7 +62,7 @@ def test_weights_and_gradients_are_those_of_a_cpu(base):
         torch.testing.assert_close(p.cpu(), q, rtol=1e-6, atol=1e-6)
     algo = build_algorithm(GRPO(), 16)
     for learner in (here, there):
-        learner.forward_backward(packed(random_groups(), 1000).minibatches[0], algo)
+        learner.forward_backward(pack_groups(random_groups(), 1000).minibatches[0], algo)
     for (name, p), q in zip(here.adapters.named_parameters(), there.adapters.parameters(), strict=True):
         assert (p.grad.cpu() - q.grad).abs().max() <= 1e-4 * q.grad.abs().max(), name
 
@@ -72,7 +72,7 @@ def test_weights_and_gradients_are_those_of_a_cpu(base):
 def test_off_and_back_changes_no_bit(dtype):
     learner = learner_of(dtype, DEVICE, LoraConfig(rank=3))
     merged = [p.clone() for p in learner.decoder.parameters()]
-    with learner.adapters.off():
+    with learner.adapters.hold_base():
         base = small_decoder(std=0.15).to(dtype).to(DEVICE)
         assert all(torch.equal(p, b) for p, b in zip(learner.decoder.parameters(), base.parameters(), strict=True))
     assert all(torch.equal(p, m) for p, m in zip(learner.decoder.parameters(), merged, strict=True))

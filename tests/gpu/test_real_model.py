@@ -22,13 +22,13 @@ from tests.gpu.device import only_gpu
 
 from cohort.config.schema import LearnerConfig, OptimConfig
 from cohort.engines.base import Request, sample
-from cohort.engines.native import native_engine
+from cohort.engines.native import make_native_engine
 from cohort.engines.native.cuda.engine import GraphEngine
 from cohort.learner.local import LocalLearner
 from cohort.loops.learning import annotate
 from cohort.models.decoder import Decoder
 from cohort.models.files import load_folder
-from cohort.models.shapes import named_shape, random_decoder
+from cohort.models.shapes import find_shape, make_random_decoder
 from cohort.text import Tokenizer
 from cohort.types import Key, Sample, Sampling
 from tests.helpers.decoders_and_groups import make_group, make_sample
@@ -82,7 +82,7 @@ def drawn(
     decoder = load_folder(FOLDER, dtype).decoder.to("cuda")
     tokenizer = Tokenizer.load(FOLDER)
     prompts = prompts_of(kind, tokenizer)
-    engine = native_engine(decoder, tokenizer.decode, slots=64, max_context=512)
+    engine = make_native_engine(decoder, tokenizer.decode, slots=64, max_context=512)
     assert isinstance(engine, GraphEngine)
     stops = () if kind == "stories" else tokenizer.stop_ids
     requests = [
@@ -176,8 +176,8 @@ def test_gap_between_sampler_and_learner(dtype, mean_bound, most_bound):
 
 
 def test_gap_in_bf16_with_random_weights_of_a_real_shape():
-    decoder = random_decoder(named_shape("qwen2.5-0.5b"), torch.bfloat16, "cuda")
-    engine = native_engine(decoder, lambda ids: "", slots=64, max_context=256)
+    decoder = make_random_decoder(find_shape("qwen2.5-0.5b"), torch.bfloat16, "cuda")
+    engine = make_native_engine(decoder, lambda ids: "", slots=64, max_context=256)
     prompts = [torch.randint(0, 150_000, (128,), generator=torch.Generator().manual_seed(p)).tolist() for p in range(8)]
     requests = [
         Request(

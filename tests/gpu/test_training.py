@@ -15,19 +15,19 @@ from cohort.algos.algorithm import build_algorithm
 from cohort.config.schema import GRPO, LearnerConfig, OptimConfig
 from cohort.data.pack import make_batch
 from cohort.learner import flash, kernels
-from cohort.learner.attention import packed_attention
-from cohort.learner.flash import flash_attention
+from cohort.learner.attention import make_packed_attention
+from cohort.learner.flash import make_flash_attention
 from cohort.learner.head import gradient_through_head, token_logprobs
 from cohort.learner.local import LocalLearner
 from cohort.loops.learning import annotate
 from cohort.models import functions
 from cohort.models import kernels as layer_kernels
-from cohort.models.functions import add_norm, add_product, gated, rms_norm, split_rotated
+from cohort.models.functions import add_norm, add_product, apply_gated_unit, rms_norm, split_and_rotate
 from tests.helpers.decoders_and_groups import (
     make_group,
     make_sample,
     naive_logprobs,
-    packed,
+    pack_groups,
     random_groups,
     small_decoder,
 )
@@ -50,18 +50,18 @@ def close(got: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
 @pytest.fixture
 def by_kernels(monkeypatch):
     """Also on a CPU, where Triton's interpreter runs them."""
-    monkeypatch.setattr(functions, "fused", lambda x: x.dtype != torch.float64)
-    monkeypatch.setattr("cohort.learner.head.fused", lambda x: x.dtype != torch.float64)
+    monkeypatch.setattr(functions, "has_kernels", lambda x: x.dtype != torch.float64)
+    monkeypatch.setattr("cohort.learner.head.has_kernels", lambda x: x.dtype != torch.float64)
 
 
 def both_ways(run, inputs: list[Tensor], monkeypatch) -> None:
     """Outputs and gradients by kernels in the inputs' type, and plainly in fp32."""
     dtype = inputs[-1].dtype
-    monkeypatch.setattr(functions, "fused", lambda x: True)
+    monkeypatch.setattr(functions, "has_kernels", lambda x: True)
     outputs = run(*inputs)
     pulls = [torch.randn(o.shape, generator=torch.Generator().manual_seed(9)).to(o) for o in outputs]
     grads = torch.autograd.grad(outputs, inputs, pulls)
-    monkeypatch.setattr(functions, "fused", lambda x: False)
+    monkeypatch.setattr(functions, "has_kernels", lambda x: False)
     exact = [x.detach().float().requires_grad_() for x in inputs]
     expected = run(*exact)
     expected_grads = torch.autograd.grad(expected, exact, [p.float() for p in pulls])
@@ -86,7 +86,7 @@ def test_norm_of_heads_and_of_a_sum_that_goes_nowhere(dtype, monkeypatch):
 
 
 def test_gradient_of_a_norm_over_more_rows_than_programs(monkeypatch):
-    monkeypatch.setattr("cohort.models.kernels.PARTS", 3)
+    monkeypatch.setattr("cohort.models.kernels.MAX_PARTS", 3)
     inputs = [random(11, 32), random(11, 32, seed=1), random(32, seed=2)]
     both_ways(lambda x, y, w: add_norm(x, y, w, 1e-5), inputs, monkeypatch)
 
@@ -95,7 +95,7 @@ def test_gradient_of_a_norm_over_more_rows_than_programs(monkeypatch):
 def test_gated(dtype, monkeypatch):
     x, gate_up, down = (random(*s, dtype=dtype, seed=i) for i, s in enumerate([(5, 24), (2 * 40, 24), (24, 40)]))
     weights = [(w.detach() / 5).requires_grad_() for w in (gate_up, down)]
-    both_ways(lambda x, a, b: [gated(x, a, None, b, None)], [x, *weights], monkeypatch)
+    both_ways(lambda x, a, b: [apply_gated_unit(x, a, None, b, None)], [x, *weights], monkeypatch)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -106,7 +106,7 @@ def test_split_rotated(dtype, K, g, monkeypatch):
     qkv = random(6, K, g + 2, 32, dtype=dtype)
 
     def run(qkv):
-        return split_rotated(qkv, cos.to(qkv.dtype), sin.to(qkv.dtype))
+        return split_and_rotate(qkv, cos.to(qkv.dtype), sin.to(qkv.dtype))
 
     both_ways(run, [qkv], monkeypatch)
 
@@ -118,14 +118,14 @@ def test_describe_and_pull(V, temperature):
     targets = torch.tensor([0, 7, V - 1, 3], device=DEVICE)
     logp = (logits / temperature).log_softmax(-1)
     logprobs, entropy = logp.gather(1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
-    got = kernels.describe(logits.detach(), targets, temperature)
+    got = kernels.logprobs_and_entropy(logits.detach(), targets, temperature)
     torch.testing.assert_close(got[0], logprobs.detach())
     torch.testing.assert_close(got[1], entropy.detach())
     g, e = torch.tensor([[1.0, -2.0, 0.0, 0.5], [0.3, 0.0, -1.0, 2.0]], device=DEVICE)
     for pull_e in (None, e):
         loss = (logprobs * g).sum() + (0 if pull_e is None else (entropy * pull_e).sum())
         (expected,) = torch.autograd.grad(loss, logits, retain_graph=True)
-        pulled = kernels.pull(logits.detach(), targets, got[1], got[2], g, pull_e, temperature, torch.float32)
+        pulled = kernels.logits_gradient(logits.detach(), targets, got[1], got[2], g, pull_e, temperature, torch.float32)
         torch.testing.assert_close(pulled, expected, atol=1e-6, rtol=1e-4)
 
 
@@ -184,24 +184,24 @@ def layouts():
     groups = random_groups(num_groups=4, longest=12)
     groups += [make_group([3, 4], [make_sample([5], advantage=1.0), make_sample([6], advantage=-1.0)], id="9")]
     short = make_group([3, 4, 5], [make_sample([5, 6], advantage=1.0), make_sample([6], advantage=-1.0)], id="10")
-    yield packed([short], 1000).minibatches[0].microbatches[0].layout  # one query to the shared prompt
+    yield pack_groups([short], 1000).minibatches[0].microbatches[0].layout  # one query to the shared prompt
     for budget, share in ((1000, True), (45, True), (1000, False)):
-        for micro in packed(groups, budget, share=share).minibatches[0].microbatches:
+        for micro in pack_groups(groups, budget, share=share).minibatches[0].microbatches:
             yield micro.layout
 
 
 @pytest.mark.parametrize("by_kernel", [True, False])
 def test_attention_over_runs_is_attention_over_blocks(monkeypatch, by_kernel):
     """Which keys are gathered and where their gradients go, with plain forms in the place of the flash kernels."""
-    monkeypatch.setattr(flash, "forward", plain_forward)
-    monkeypatch.setattr(flash, "backward", plain_backward)
-    monkeypatch.setattr(flash, "fused", lambda x: by_kernel)
+    monkeypatch.setattr(flash, "flash_forward", plain_forward)
+    monkeypatch.setattr(flash, "flash_backward", plain_backward)
+    monkeypatch.setattr(flash, "has_kernels", lambda x: by_kernel)
     seen = set()
     for layout in layouts():
-        seen.add(layout.runs(DEVICE).copies is not None)
-        blocks = packed_attention(layout, torch.zeros(1, dtype=torch.float64, device=DEVICE), 16)
+        seen.add(layout.make_runs(DEVICE).copies is not None)
+        blocks = make_packed_attention(layout, torch.zeros(1, dtype=torch.float64, device=DEVICE), 16)
         expected = attended(blocks, torch.float64, layout.num_tokens)
-        got = attended(flash_attention(layout.runs(DEVICE)), torch.float32, layout.num_tokens)
+        got = attended(make_flash_attention(layout.make_runs(DEVICE)), torch.float32, layout.num_tokens)
         for a, b in zip(got, expected, strict=True):
             torch.testing.assert_close(a.double(), b, atol=1e-5, rtol=1e-4)
     assert seen == {True, False}
@@ -210,8 +210,8 @@ def test_attention_over_runs_is_attention_over_blocks(monkeypatch, by_kernel):
 @only_gpu
 def test_flash_attention_is_attention_over_blocks():
     for layout in layouts():
-        exact = attended(packed_attention(layout, torch.zeros(1, device=DEVICE), 16), torch.float32, layout.num_tokens)
-        got = attended(packed_attention(layout, torch.zeros(1, device=DEVICE, dtype=HALF), 16), HALF, layout.num_tokens)
+        exact = attended(make_packed_attention(layout, torch.zeros(1, device=DEVICE), 16), torch.float32, layout.num_tokens)
+        got = attended(make_packed_attention(layout, torch.zeros(1, device=DEVICE, dtype=HALF), 16), HALF, layout.num_tokens)
         for a, b in zip(got, exact, strict=True):
             close(a, b, HALF)
 
@@ -221,7 +221,7 @@ def test_flash_attention_is_attention_over_blocks():
 
 def gradients(decoder, groups, share: bool) -> dict[str, Tensor]:
     learner = LocalLearner(decoder, LearnerConfig(token_budget=200, prefix_sharing=share), OptimConfig(), num_updates=1)
-    batch = packed(groups, 200, share=share)
+    batch = pack_groups(groups, 200, share=share)
     learner.forward_backward(batch.minibatches[0], build_algorithm(GRPO(entropy=0.01), 16))
     return {name: master.grad.clone() for name, master in learner.optimizer.masters.items()}
 
@@ -230,7 +230,7 @@ def gradients(decoder, groups, share: bool) -> dict[str, Tensor]:
 def test_the_learner_by_kernels_is_the_learner_without(family, monkeypatch, by_kernels):
     """Every gradient of a GRPO loss in fp32."""
     if not torch.cuda.is_available():  # no flash attention in fp32 anyway: blocks
-        monkeypatch.setattr("cohort.learner.attention.fused", lambda x: False)
+        monkeypatch.setattr("cohort.learner.attention.has_kernels", lambda x: False)
     options = {"head_dim": 16, **FAMILIES[family]}
     groups = random_groups()
     got = gradients(small_decoder(torch.float32, std=0.15, **options).to(DEVICE), groups, True)

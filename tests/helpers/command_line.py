@@ -1,4 +1,4 @@
-"""Short runs of the bundled model by the real command line, in processes of their own, and what they leave."""
+"""Runs of the bundled model through the real command line, in other processes, and what they leave on disk."""
 
 from __future__ import annotations
 
@@ -28,31 +28,33 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[2]
 ENV = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)]), "OMP_NUM_THREADS": "1"}
-# Evaluates at 0, 3, 6, saves at 2, 3 (the best so far), 4, 6, and draws some of its 24 prompts a second time.
+# Evaluates after steps 0, 3 and 6. Saves after 2, 3 (the best so far), 4 and 6. Visits some of its 24 prompts twice.
 SMALL = shlex.split(
     "--steps=6 --batch.prompts=6 --batch.samples=4 --sampling.max-tokens=24 --task.train-size=24 --task.test-size=12"
     " --eval.problems=12 --eval.every=3 --save.every=2 --threads=1"
 )
-STORY = ("command", "run", "checkpoint")  # events that tell of the run's life, not of its training
+LIFE_EVENTS = ("command", "run", "checkpoint")  # events about starts and checkpoints, not about training
 Done = subprocess.CompletedProcess[str]
 
 
 def command(args: Sequence[object], orders: Sequence[object] = ()) -> list[str]:
-    """`cohort ARGS`, through `tests.helpers.struck_command` where something is ordered to happen to it."""
+    """Returns the words of the command `cohort ARGS`, run by `tests.helpers.struck_command` if there are `orders`."""
     program = ["tests.helpers.struck_command", *map(str, orders), "--"] if orders else ["cohort"]
     return [sys.executable, "-m", *program, *map(str, args)]
 
 
 def start(*args: object, at: Path, orders: Sequence[object] = ()) -> subprocess.Popen[str]:
+    """Starts `cohort ARGS` in the folder `at`, and does not wait for its end."""
     return subprocess.Popen(
         command(args, orders), cwd=at, env=ENV, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
 
 
 def cohort(*args: object, at: Path, orders: Sequence[object] = (), **options: Any) -> Done:
-    """The command to its end: as the child of a process that has imported torch, which saves two seconds.
+    """Runs `cohort ARGS` in the folder `at` to its end.
 
-    With `options`, which are subprocess.run's, in a process of its own.
+    Without `options` it is a child of a process that has imported torch, which saves two seconds. With `options`, which
+    are those of subprocess.run, it is a new process.
     """
     if not options:
         from tests.helpers.fork_server import shared_server
@@ -63,20 +65,20 @@ def cohort(*args: object, at: Path, orders: Sequence[object] = (), **options: An
 
 
 def only_run(folder: Path) -> Path | None:
-    """The run made in a folder, once it is one."""
+    """Returns the only run below a folder; None if there is none yet."""
     found = [path.parent for path in folder.glob("runs/*/config.yaml")]
     assert len(found) <= 1
     return found[0] if found else None
 
 
 def next_args(folder: Path, settings: Sequence[str] = SMALL, recipe: str = "quickstart") -> list[str]:
-    """Resume the run of a folder, or start one where a kill came before there was any."""
+    """Returns the arguments that resume the run below a folder, or that start one if there is none yet."""
     run = only_run(folder)
     return ["resume", str(run.relative_to(folder))] if run else ["train", recipe, *settings]
 
 
 def workers_of(pid: int) -> list[int]:
-    """The scoring workers that process `pid` started and that are alive, whoever is their parent now."""
+    """Returns the process ids of living scoring workers that the process `pid` started, even if it has ended."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
@@ -89,7 +91,7 @@ def workers_of(pid: int) -> list[int]:
 
 
 def no_worker_is_left(pid: int, patience: float = 20.0) -> bool:
-    """Whether the kernel has taken the workers of a dead process with it; it needs a moment."""
+    """Returns whether all scoring workers of a dead process end within `patience` seconds."""
     deadline = time.monotonic() + patience
     while workers_of(pid):
         if time.monotonic() > deadline:
@@ -100,36 +102,37 @@ def no_worker_is_left(pid: int, patience: float = 20.0) -> bool:
 
 @dataclass
 class Census:
-    """How a whole run goes: for every place the number of lines of each call, and its seconds."""
+    """What a whole run executes: per place the number of lines of each call, and the seconds of the run."""
 
     lengths: dict[str, list[int]]
     seconds: float
 
     def strike(self, place: str, call: int, rng: random.Random) -> Strike:
-        """A SIGKILL at a random line of a call; a call that turns out shorter is struck at its end."""
+        """Returns a SIGKILL at a random line of a call. If the call is shorter, it comes at its end."""
         lengths = self.lengths[place]
         return Strike(SIGKILL, place, call, rng.randint(1, max(1, lengths[min(call, len(lengths)) - 1])))
 
     def random_strike(self, rng: random.Random) -> Strike:
-        """A SIGKILL at a random line of a random call of a random place."""
+        """Returns a SIGKILL at a random line of a random call of a random place."""
         place = rng.choice(sorted(name for name, lengths in self.lengths.items() if lengths))
         return self.strike(place, rng.randint(1, len(self.lengths[place])), rng)
 
 
 @contextmanager
-def _alone(file: Path) -> Iterator[None]:
+def _hold_lock(file: Path) -> Iterator[None]:
+    """Holds an exclusive lock on a file during the block."""
     with open(file, "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
 def shared_reference(factory: pytest.TempPathFactory) -> tuple[Path, Census]:
-    """`reference`, made once for all processes of a test session."""
+    """Returns what `reference` returns. The run is made once for all processes of a test session."""
     base = factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "reference"
     folder.mkdir(exist_ok=True)
     record = folder / "record.json"
-    with _alone(folder / "lock"):
+    with _hold_lock(folder / "lock"):
         if not record.exists():
             _, census = reference(folder)
             record.write_text(json.dumps(asdict(census)))
@@ -139,7 +142,7 @@ def shared_reference(factory: pytest.TempPathFactory) -> tuple[Path, Census]:
 
 
 def reference(folder: Path, settings: Sequence[str] = SMALL, recipe: str = "quickstart") -> tuple[Path, Census]:
-    """The run that nobody disturbs, and its census."""
+    """Makes a run that is not disturbed, and returns it with its census."""
     begin = time.monotonic()
     file = folder / "census.json"
     done = cohort("train", recipe, *settings, at=folder, orders=[f"census={file}"])
@@ -151,12 +154,12 @@ def reference(folder: Path, settings: Sequence[str] = SMALL, recipe: str = "quic
 
 
 def remains(run: Path) -> dict[str, Any]:
-    """All that a run leaves, apart from clock times, row ids, its name and the story of its interruptions."""
+    """Returns everything that a run wrote, except times, row ids, its name and events that tell of interruptions."""
     files = {str(p.relative_to(run)): p for p in sorted(run.rglob("*")) if p.is_file()}
     left: dict[str, Any] = {
         name: hashlib.sha256(path.read_bytes()).hexdigest()
         for name, path in files.items()
-        # readers come and go beside the database, and metrics.jsonl has clock times
+        # Readers of the database create files beside it, and metrics.jsonl contains times.
         if name not in (".lock", "run.md", "metrics.jsonl") and not name.startswith("run.db")
     }
     left["run.md"] = files["run.md"].read_text().replace(run.name, "RUN") if "run.md" in files else ""
@@ -168,15 +171,15 @@ def remains(run: Path) -> dict[str, Any]:
 
 
 def rows(database: Path) -> dict[str, Any]:
-    """Everything in run.db that another run with the same settings must have too, in order of step and place."""
+    """Returns everything in run.db that an equal run must have too, in order of step and position."""
     with Reader(database) as reader:
-        metrics = [(m.step, m.name, repr(m.value)) for m in reader.metrics() if not m.name.startswith("time/")]
-        events = [(e.step, e.kind, e.text) for e in reader.events() if e.kind not in STORY]
-        prompts = {p.id: _fields(p) for p in reader.prompts()}
-        groups = {g.id: {**_fields(g), "prompt": prompts[g.prompt]["prompt_id"]} for g in reader.groups()}
+        metrics = [(m.step, m.name, repr(m.value)) for m in reader.read_metrics() if not m.name.startswith("time/")]
+        events = [(e.step, e.kind, e.text) for e in reader.read_events() if e.kind not in LIFE_EVENTS]
+        prompts = {p.id: _fields(p) for p in reader.read_prompts()}
+        groups = {g.id: {**_fields(g), "prompt": prompts[g.prompt]["prompt_id"]} for g in reader.read_groups()}
         samples = [
             {**_fields(s), "group": groups[s.group]["position"], "advantage": repr(s.advantage)}
-            for s in reader.samples()
+            for s in reader.read_samples()
         ]
     return {
         "metrics": sorted(metrics),
@@ -188,34 +191,35 @@ def rows(database: Path) -> dict[str, Any]:
 
 
 def _fields(row: Any) -> dict[str, Any]:
+    """Returns the fields of a row without its id and time."""
     return {name: value for name, value in asdict(row).items() if name not in ("id", "time")}
 
 
 def differences(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
-    """The names under which two runs' remains differ."""
+    """Returns the names of what differs between the remains of two runs."""
     return sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
 
 
-class _Silent:
-    """Renders every prompt as nothing: the order of prompts needs no tokenizer."""
+class _EmptyRenderer:
+    """Renders every prompt to no tokens: the order of prompts does not depend on them."""
 
     tokens: tuple[int, ...] = ()
     provenance: tuple[int, ...] = ()
     forced_text = ""
 
-    def render(self, messages: Any, tools: Any = None) -> _Silent:
+    def render(self, messages: Any, tools: Any = None) -> _EmptyRenderer:
         return self
 
 
 def prompts_are_accounted_for(run: Path) -> bool:
-    """Whether the surviving history has every (prompt, visit) of the stream once, in order, trained or excluded."""
+    """Returns whether every (prompt, visit) of the prompt stream is recorded once, in order, as trained or excluded."""
     config = RunDirectory.open(run).config
     with Reader(run / "run.db") as reader:
-        prompts = {p.id: p.prompt_id for p in reader.prompts()}
-        groups = sorted(reader.groups(), key=lambda g: (g.step, g.position))
-        trained = {s.group for s in reader.samples() if s.advantage != 0}
-    stream = TaskStream(config.task, _Silent(), config.seed)  # type: ignore[arg-type]
-    due = [(p.id, p.visit) for p in stream.next(config.steps * config.batch.prompts)]
+        prompts = {p.id: p.prompt_id for p in reader.read_prompts()}
+        groups = sorted(reader.read_groups(), key=lambda g: (g.step, g.position))
+        trained = {s.group for s in reader.read_samples() if s.advantage != 0}
+    stream = TaskStream(config.task, _EmptyRenderer(), config.seed)  # type: ignore[arg-type]
+    due = [(p.id, p.visit) for p in stream.next_prompts(config.steps * config.batch.prompts)]
     return (
         [(prompts[g.prompt], g.visit) for g in groups] == due
         and len(set(due)) == len(due)

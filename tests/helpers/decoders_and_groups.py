@@ -1,4 +1,4 @@
-"""Small random decoders and groups that the tests share."""
+"""Small random decoders and groups, shared by many tests."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ from cohort.models.config import ModelConfig, Rope
 from cohort.models.decoder import Attend, Decoder, initialise
 from cohort.types import Finish, Group, Prompt, Provenance, Sample
 
-_numbers = count()
+_numbers = count()  # for ids of groups
+# Largest difference that the numerics contract allows, by type.
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 
 
 def small_config(**changes) -> ModelConfig:
+    """Returns the shape of a Llama of two layers with these changes. Three query heads share a KV head."""
     head_dim = changes.get("head_dim", 8)
     values = {
         "architecture": "LlamaForCausalLM",
@@ -41,14 +43,14 @@ def small_config(**changes) -> ModelConfig:
 
 
 def small_decoder(dtype: torch.dtype = torch.float32, seed: int = 0, std: float = 0.3, **changes) -> Decoder:
-    """Weights large enough that a wrong context changes log-probabilities visibly."""
+    """Returns a random decoder. Its weights are large enough that a wrong context changes log-probabilities visibly."""
     decoder = Decoder(small_config(**changes))
     initialise(decoder, seed, std)
     return decoder.to(dtype)
 
 
-def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The plain form: one sequence, [T, K, g, D], written out."""
+def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Returns causal attention within one sequence, written out: q [T, K, g, D], k, v [T, K, D] -> [T, K, g, D]."""
     T, _, g, D = q.shape
     k, v = k.repeat_interleave(g, 1), v.repeat_interleave(g, 1)  # [T, H, D]
     scores = torch.einsum("qhd,khd->hqk", q.flatten(1, 2), k) / math.sqrt(D)
@@ -56,26 +58,31 @@ def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).view(q.shape)
 
 
-def one_sequence() -> Attend:
-    return lambda layer, q, k, v: causal(q, k, v)
+def plain_attention() -> Attend:
+    """Returns the `attend` function of a decoder for one sequence."""
+    return lambda layer, q, k, v: causal_attention(q, k, v)
 
 
 def naive_logprobs(decoder: Decoder, prompt: list[int], completion: list[int], temperature: float = 1.0) -> Tensor:
-    """One sequence at a time, all logits, log_softmax: the definition the fast paths are held to."""
+    """Returns the log-probabilities [T] of a completion from all logits of one sequence, by log_softmax.
+
+    This is the definition that all faster ways are compared with.
+    """
     tokens = torch.tensor([*prompt, *completion])
-    hidden = decoder(tokens, torch.arange(len(tokens)), one_sequence())
+    hidden = decoder(tokens, torch.arange(len(tokens)), plain_attention())
     logprobs = F.log_softmax(decoder.logits(hidden) / temperature, dim=-1)
-    at = torch.arange(len(prompt), len(tokens))
-    return logprobs[at - 1, tokens[at]]
+    places = torch.arange(len(prompt), len(tokens))
+    return logprobs[places - 1, tokens[places]]
 
 
 def make_sample(tokens: list[int], provenance: list[int] | None = None, **values) -> Sample:
+    """Returns a sample of these tokens, all of them sampled unless `provenance` says otherwise."""
     values = {"finish": Finish.STOP, "sampler_logprobs": [0.0] * len(tokens), **values}
     return Sample(tokens=tokens, provenance=provenance or [Provenance.SAMPLED] * len(tokens), **values)
 
 
 def make_group(prompt: list[int], samples: list[Sample], id: str = "") -> Group:
-    """With an id of its own, unless one is given."""
+    """Returns a group with these prompt tokens and samples. Without `id` it gets one that no other group has."""
     id = id or f"group {next(_numbers)}"
     marks = [Provenance.PROMPT] * len(prompt)
     p = Prompt(task="t", id=id, visit=0, row={"id": id}, messages=[], tokens=prompt, provenance=marks)
@@ -83,7 +90,7 @@ def make_group(prompt: list[int], samples: list[Sample], id: str = "") -> Group:
 
 
 def random_groups(num_groups: int = 3, group_size: int = 4, seed: int = 0, longest: int = 9) -> list[Group]:
-    """Groups of unequal lengths with advantages of both signs."""
+    """Returns groups of unequal lengths, with advantages of both signs."""
     rng = random.Random(seed)
 
     def tokens(n: int) -> list[int]:
@@ -100,7 +107,7 @@ def random_groups(num_groups: int = 3, group_size: int = 4, seed: int = 0, longe
 
 
 @dataclass(frozen=True)
-class Packed:
+class PackedGroups:
     """A batch and the minibatches that a learner makes of it."""
 
     groups: list[Group]
@@ -109,18 +116,19 @@ class Packed:
 
     @property
     def counts(self) -> dict[str, int]:
+        """How many samples were packed, masked, empty and so on."""
         return self.batch.fates
 
-    def places(self, minibatch: int = 0) -> list[int]:
-        """The samples of a minibatch, counted over all groups."""
-        number = {id: place for place, id in enumerate(id for g in self.groups for id in g.ids())}
-        found = {n for micro in self.minibatches[minibatch].microbatches for n in micro.segments.tolist()}
-        return sorted(number[self.batch.ids[n]] for n in found)
+    def sample_places(self, minibatch: int = 0) -> list[int]:
+        """Returns the samples in the microbatches of a minibatch, as indices counted over all groups."""
+        place_of = {id: place for place, id in enumerate(id for g in self.groups for id in g.ids())}
+        numbers = {n for micro in self.minibatches[minibatch].microbatches for n in micro.segments.tolist()}
+        return sorted(place_of[self.batch.ids[n]] for n in numbers)
 
 
-def packed(
+def pack_groups(
     groups: list[Group], token_budget: int, minibatches: int = 1, share: bool = True, loss_on: int = Provenance.SAMPLED
-) -> Packed:
-    """Groups cut into microbatches as a learner with this budget cuts them."""
+) -> PackedGroups:
+    """Returns groups cut into microbatches in the way that a learner with this token budget cuts them."""
     batch = make_batch(groups, minibatches, Provenance(loss_on))
-    return Packed(groups, batch, pack(batch, token_budget, share))
+    return PackedGroups(groups, batch, pack(batch, token_budget, share))

@@ -1,8 +1,7 @@
-"""What every engine must do. A test class of an engine inherits `EngineConformance` and makes the engine.
+"""Tests of the protocol that every engine must pass. A test class of an engine inherits `EngineConformance`.
 
-The engine under test may say anything, so the tests know only the protocol: they look at what was drawn, set
-the stops accordingly, and ask again with the same key. An engine that declares that it cannot do something is spared
-the tests that need it, and those alone.
+The engine under test may draw any tokens. So a test first looks at what is drawn, chooses stops that fit, and asks
+again with the same key. Tests that need an ability which the engine declares it lacks are left out.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from typing import Any, ClassVar, TypeVar
 
 import pytest
 
-from cohort.engines.base import WAIT, Abilities, Engine, Event, Request, sample
+from cohort.engines.base import POLL_TIMEOUT, Abilities, Engine, Event, Request, sample
 from cohort.errors import CohortError, ConfigError, EngineError
 from cohort.types import Finish, Key, Provenance, Sampling
 
@@ -20,11 +19,12 @@ PROMPTS = [[5, 9, 2, 11], [7, 7, 1], [3, 14, 15, 9, 2, 6, 5, 3, 5, 8, 9, 7]]
 
 
 def spell(tokens: list[int]) -> str:
-    """A readable decode with a text for every id: 3, 17 -> "3.17."."""
+    """Returns a readable text in which every id shows: 3, 17 -> "3.17."."""
     return "".join(f"{t}." for t in tokens)
 
 
 def request(prompt: int = 0, index: int = 0, max_tokens: int = 12, **changes: Any) -> Request:
+    """Returns the request of sample `index` of a prompt. `changes` replace fields of the request or of its sampling."""
     sampling = {k: changes.pop(k) for k in list(changes) if k in Sampling.__dataclass_fields__}
     values: dict[str, Any] = {
         "id": f"{prompt}/{index}",
@@ -36,23 +36,23 @@ def request(prompt: int = 0, index: int = 0, max_tokens: int = 12, **changes: An
     return Request(**{**values, **changes})
 
 
-def events_of(engine: Engine) -> Iterator[list[Event]]:
-    """Every poll that reported something, until nothing is under way."""
+def iterate_events(engine: Engine) -> Iterator[list[Event]]:
+    """Yields the events of every poll that reported something, until the engine is idle."""
     while not engine.idle:
-        if events := engine.poll(WAIT):
+        if events := engine.poll(POLL_TIMEOUT):
             yield events
 
 
-def first_of(engine: Engine) -> list[Event]:
-    """The first poll that reports something."""
-    return next(events_of(engine))
+def poll_until_events(engine: Engine) -> list[Event]:
+    """Returns the events of the first poll that reports something."""
+    return next(iterate_events(engine))
 
 
 Test = TypeVar("Test", bound=Callable[..., None])
 
 
 def needs(ability: str) -> Callable[[Test], Test]:
-    """A test that an engine without this ability cannot be put to."""
+    """Marks a test that is left out for engines without this ability."""
 
     def mark(test: Test) -> Test:
         test.needs = ability  # type: ignore[attr-defined]
@@ -61,8 +61,8 @@ def needs(ability: str) -> Callable[[Test], Test]:
     return mark
 
 
-class Same:
-    """Weights that are already there."""
+class SameWeights:
+    """Weights that the engine has already: it copies nothing."""
 
     def __init__(self, module: Any) -> None:
         self.module = module
@@ -72,10 +72,11 @@ class Same:
 
 
 class EngineConformance:
-    """Subclasses give `make(slots) -> Engine` with `spell` as decode, and `weights(engine) -> Weights`.
+    """Base class of engine tests. A subclass defines `make(slots) -> Engine`, with `spell` as decode.
 
-    One whose engine cannot do everything names its `abilities`, which have to be the engine's. One whose engine can die
-    while this process lives gives `dying() -> Engine`, which takes a request and dies of it.
+    If the engine lacks an ability, the subclass sets `abilities`. If the engine can die while this process lives, the
+    subclass defines `dying() -> Engine`, an engine that takes a request and then dies. `weights(engine)` may be
+    overridden.
     """
 
     abilities: ClassVar[Abilities] = Abilities()
@@ -83,19 +84,23 @@ class EngineConformance:
 
     def __init_subclass__(cls) -> None:
         if cls.dying is None:
-            cls.test_a_dead_engine_says_so = None  # type: ignore[assignment,method-assign]
+            cls.test_a_dead_engine_raises_engine_error = None  # type: ignore[assignment,method-assign]
         for name in dir(cls):
             ability = getattr(getattr(cls, name), "needs", None)
             if ability is not None and not getattr(cls.abilities, ability):
-                setattr(cls, name, None)  # it is not collected, so it cannot be mistaken for one that passed
+                # A test that is not collected cannot be mistaken for one that passed.
+                setattr(cls, name, None)
 
     def make(self, slots: int = 4) -> Engine:
+        """Returns a new engine with this many slots."""
         raise NotImplementedError
 
     def weights(self, engine: Engine) -> Any:
-        return Same(getattr(engine, "decoder", None))
+        """Returns weights that `engine.load` takes and that change nothing."""
+        return SameWeights(getattr(engine, "decoder", None))
 
-    def drawn(self, prompt: int = 0, index: int = 0, max_tokens: int = 12) -> list[int]:
+    def draw(self, prompt: int = 0, index: int = 0, max_tokens: int = 12) -> list[int]:
+        """Returns the tokens that a new engine draws for this request."""
         return sample(self.make(), [request(prompt, index, max_tokens)])[f"{prompt}/{index}"].tokens
 
     def test_abilities_are_the_declared_ones(self):
@@ -106,7 +111,7 @@ class EngineConformance:
         assert engine.idle and engine.poll() == []
         engine.submit(request())
         assert not engine.idle
-        ended = [e.id for events in events_of(engine) for e in events if e.sample is not None]
+        ended = [e.id for events in iterate_events(engine) for e in events if e.sample is not None]
         assert ended == ["0/0"] and engine.idle and engine.poll() == []
 
     def test_aborted_requests_leave_it_idle(self):
@@ -129,7 +134,7 @@ class EngineConformance:
         with pytest.raises(EngineError, match="closed"):
             engine.submit(request(1, 0))
 
-    def test_a_dead_engine_says_so(self):
+    def test_a_dead_engine_raises_engine_error(self):
         assert self.dying is not None
         engine = self.dying()
         with pytest.raises(EngineError) as error:
@@ -142,7 +147,7 @@ class EngineConformance:
         for r in requests:
             engine.submit(r)
         ended: list[str] = []
-        for events in events_of(engine):
+        for events in iterate_events(engine):
             ended += [e.id for e in events if e.sample is not None]
         assert sorted(ended) == sorted(r.id for r in requests)
 
@@ -162,7 +167,7 @@ class EngineConformance:
         tokens: dict[str, list[int]] = {}
         logprobs: dict[str, list[float]] = {}
         samples = {}
-        for events in events_of(engine):
+        for events in iterate_events(engine):
             for e in events:
                 tokens.setdefault(e.id, []).extend(e.tokens)
                 logprobs.setdefault(e.id, []).extend(e.logprobs)
@@ -179,9 +184,9 @@ class EngineConformance:
         assert len({s.text for s in a.values()}) > 1
 
     @needs("token_ids")
-    def test_stop_id_is_stored_but_not_said(self):
-        plain = self.drawn()
-        end = plain.index(plain[6])  # it may have come earlier
+    def test_stop_id_is_in_the_tokens_but_not_in_the_text(self):
+        plain = self.draw()
+        end = plain.index(plain[6])  # the same token may have been drawn earlier
         s = sample(self.make(), [request(stop_ids=(plain[6],))])["0/0"]
         assert s.tokens == plain[: end + 1]
         assert s.finish == Finish.STOP
@@ -189,7 +194,7 @@ class EngineConformance:
 
     @needs("token_ids")
     def test_stop_string_trims_text_only(self):
-        plain = self.drawn()
+        plain = self.draw()
         stop = f"{plain[4]}.{plain[5]}"  # completed by token 5, not by its dot alone
         at = spell(plain).index(stop)
         end = next(n for n in range(1, 13) if stop in spell(plain[:n]))
@@ -201,32 +206,32 @@ class EngineConformance:
 
     @needs("token_ids")
     def test_stop_on_the_last_allowed_token_is_a_stop(self):
-        plain = self.drawn()
+        plain = self.draw()
         end = plain.index(plain[6])
         s = sample(self.make(), [request(max_tokens=end + 1, stop_ids=(plain[6],))])["0/0"]
         assert s.finish == Finish.STOP and s.tokens == plain[: end + 1]
 
     def test_max_tokens_one(self):
         s = sample(self.make(), [request(max_tokens=1)])["0/0"]
-        assert s.tokens == self.drawn()[:1] and s.finish == Finish.LENGTH
+        assert s.tokens == self.draw()[:1] and s.finish == Finish.LENGTH
 
     @needs("token_ids")
     def test_abort_returns_the_partial_sample(self):
-        plain = self.drawn(max_tokens=60)
+        plain = self.draw(max_tokens=60)
         engine = self.make()
         engine.submit(request(0, 0, max_tokens=60))
         engine.submit(request(0, 1, max_tokens=20))
-        reported = [t for e in first_of(engine) if e.id == "0/0" for t in e.tokens]
+        reported = [t for e in poll_until_events(engine) if e.id == "0/0" for t in e.tokens]
         s = engine.abort("0/0")
         assert s.finish == Finish.ABORT
         assert 0 < len(s.tokens) < 60
         assert s.tokens == reported == plain[: len(s.tokens)]
         assert s.text == spell(s.tokens)
         rest = []
-        for events in events_of(engine):
+        for events in iterate_events(engine):
             rest += events
         assert {e.id for e in rest} == {"0/1"}
-        assert [e.sample.tokens for e in rest if e.sample] == [self.drawn(0, 1, 20)]
+        assert [e.sample.tokens for e in rest if e.sample] == [self.draw(0, 1, 20)]
 
     def test_abort_of_a_waiting_request_is_empty(self):
         engine = self.make(slots=1)
@@ -235,11 +240,11 @@ class EngineConformance:
         s = engine.abort("0/1")
         assert s.tokens == [] and s.finish == Finish.ABORT and s.text == ""
         ids = set()
-        for events in events_of(engine):
+        for events in iterate_events(engine):
             ids |= {e.id for e in events}
         assert ids == {"0/0"}
 
-    def test_abort_of_the_unknown_is_an_error(self):
+    def test_abort_of_an_unknown_request_is_an_error(self):
         engine = self.make()
         sample(engine, [request()])
         for id in ("0/0", "other"):
@@ -252,23 +257,23 @@ class EngineConformance:
         engine.submit(request(max_tokens=50))
         engine.poll()
         engine.abort("0/0")
-        assert sample(engine, [request()])["0/0"].tokens == self.drawn()
+        assert sample(engine, [request()])["0/0"].tokens == self.draw()
 
     @needs("live_weights")
     def test_versions_of_a_sample_under_way(self):
         engine = self.make()
         engine.load(self.weights(engine), version=3)
         engine.submit(request(max_tokens=60))
-        first = sum(len(e.tokens) for e in first_of(engine))
+        first = sum(len(e.tokens) for e in poll_until_events(engine))
         engine.load(self.weights(engine), version=4)
         engine.submit(request(1, 0, max_tokens=5))
         samples = {}
-        for events in events_of(engine):
+        for events in iterate_events(engine):
             samples.update({e.id: e.sample for e in events if e.sample is not None})
         [(_, old), (begin, new)] = samples["0/0"].versions
         assert (old, new) == (3, 4) and first <= begin < 60  # an engine may have drawn more than it has reported
         assert samples["1/0"].versions == [(0, 4)]
-        assert samples["0/0"].tokens == self.drawn(max_tokens=60)  # the weights are the same ones
+        assert samples["0/0"].tokens == self.draw(max_tokens=60)  # the weights are the same ones
 
     def test_weights_are_taken_or_refused(self):
         engine = self.make()
@@ -300,8 +305,8 @@ class EngineConformance:
             ({"start": -1}, "start = -1"),
         ],
     )
-    def test_sampling_that_cannot_be_done_is_refused(self, changes: dict[str, Any], number: str):
-        self.refuses(changes, [number])
+    def test_impossible_sampling_settings_are_refused(self, changes: dict[str, Any], number: str):
+        self.check_refused(changes, [number])
 
     @needs("token_ids")
     @pytest.mark.parametrize(
@@ -315,9 +320,10 @@ class EngineConformance:
         ],
     )
     def test_prompt_that_cannot_be_served_is_refused(self, changes: dict[str, Any], numbers: list[str]):
-        self.refuses(changes, numbers)
+        self.check_refused(changes, numbers)
 
-    def refuses(self, changes: dict[str, Any], numbers: list[str]) -> None:
+    def check_refused(self, changes: dict[str, Any], numbers: list[str]) -> None:
+        """Checks that a request with these changes is refused with a message that has the id and these texts."""
         engine = self.make()
         with pytest.raises(ConfigError) as error:
             engine.submit(request(**changes))

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from cohort.evaluation.records import EvalAnswer, EvalItem, EvalSetting, Evaluation
-from cohort.evaluation.statistics import accuracy, all_passes, interval
+from cohort.evaluation.statistics import accuracy_interval, compute_accuracy, compute_all_pass_at_k
 
 
 def eval_setting(**changes: Any) -> EvalSetting:
+    """Returns a setting with arbitrary values, except those given."""
     values = {"task": "arithmetic", "split": "test", "num_problems": 2, "num_samples": 1, "model": "m", "knobs": {}}
     sampling = {"max_tokens": 64, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "stop": []}
     rest = {"grader": "g-1", "template": "chat", "engine": "native", "sampling": sampling, "seed": 0}
@@ -18,6 +19,7 @@ def eval_setting(**changes: Any) -> EvalSetting:
 
 
 def eval_item(id: str, scores: Sequence[float | None]) -> EvalItem:
+    """Returns an item with one answer per score; None = it could not be scored."""
     messages = [{"role": "user", "content": f"question {id}"}]
     answers = [
         EvalAnswer(
@@ -34,17 +36,17 @@ def eval_item(id: str, scores: Sequence[float | None]) -> EvalItem:
 
 
 def evaluation(scores: dict[str, Sequence[float | None]], **changes: Any) -> Evaluation:
-    """One item a problem, with the numbers they give."""
+    """Returns an evaluation with one item per problem. `scores` has the score of each sample by problem id."""
     items = [eval_item(id, row) for id, row in scores.items()]
     rows = [item.correct for item in items]
     most = max(len(row) for row in scores.values())
-    low, high = interval(rows)
+    low, high = accuracy_interval(rows)
     return Evaluation(
         setting=eval_setting(**{"num_problems": len(items), "num_samples": most, **changes}),
-        accuracy=accuracy(rows),
+        accuracy=compute_accuracy(rows),
         low=low,
         high=high,
-        passes=all_passes(rows),
+        passes=compute_all_pass_at_k(rows),
         mean_tokens=5.0,
         finishes={"stop": sum(map(len, scores.values()))},
         num_failed=sum(s is None for row in scores.values() for s in row),

@@ -1,4 +1,4 @@
-"""A real HTTP server in the place of an OpenAI-compatible one, that can be told to misbehave."""
+"""A real HTTP server that stands in for an OpenAI-compatible one and can be told to misbehave."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from typing import Any
 from tests.helpers.engine_conformance import spell
 
 Behaviour = Callable[["Handler", dict[str, Any]], None]
+"""Answers one request: behaviour(handler, JSON body)."""
 
 
 class Handler(BaseHTTPRequestHandler):
-    """One connection. What it does with a question is the server's `behaviours`, the last one from then on."""
+    """Handles one connection. Each POST uses up the first of the server's `behaviours`; the last one stays."""
 
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
@@ -42,6 +43,7 @@ class Handler(BaseHTTPRequestHandler):
         behave(self, body)
 
     def reply(self, value: Any, status: int = 200, **headers: str) -> None:
+        """Sends bytes, or a value as JSON. Underscores in names of headers stand for hyphens."""
         data = value if isinstance(value, bytes) else json.dumps(value).encode()
         self.send_response(status)
         for name, text in {"Content_Length": str(len(data)), **headers}.items():
@@ -54,6 +56,8 @@ class Handler(BaseHTTPRequestHandler):
 
 
 class FakeServer(ThreadingHTTPServer):
+    """The server. `seen` has (path, headers, JSON body) of every request."""
+
     daemon_threads = True
     request_queue_size = 128
 
@@ -71,50 +75,59 @@ class FakeServer(ThreadingHTTPServer):
 
     @property
     def asked(self) -> list[dict[str, Any]]:
+        """JSON bodies of all requests except those for the list of models."""
         return [body for path, _, body in self.seen if path != "/v1/models"]
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        pass  # a client that went away
+        pass  # the client has closed the connection
 
 
 def models(*names: str, owner: str = "somebody") -> Behaviour:
+    """Replies with a list of models with these names."""
     return lambda h, _: h.reply({"object": "list", "data": [{"id": n, "owned_by": owner} for n in names]})
 
 
 def chat(content: Any = "4", reason: Any = "stop", num: int = 2, **message: Any) -> dict[str, Any]:
+    """Returns the reply to a chat request: content, finish reason and number of tokens, with more message fields."""
     choice = {"index": 0, "message": {"role": "assistant", "content": content, **message}, "finish_reason": reason}
     return {"choices": [choice], "usage": {"completion_tokens": num}}
 
 
 def answers(content: Any = "4", reason: Any = "stop", num: int = 2, **message: Any) -> Behaviour:
+    """Replies with `chat` of these values."""
     return lambda h, _: h.reply(chat(content, reason, num, **message))
 
 
 def fails(status: int, value: Any = b"", **headers: str) -> Behaviour:
+    """Replies with an error status."""
     return lambda h, _: h.reply(value, status, **headers)
 
 
 def raw(data: bytes, **headers: str) -> Behaviour:
+    """Replies with status 200 and exactly these bytes."""
     return lambda h, _: h.reply(data, **headers)
 
 
 def breaks_off(h: Handler, _: dict[str, Any]) -> None:
+    """Announces 900 bytes, sends 20 and closes the connection."""
     h.reply(json.dumps(chat()).encode()[:20], Content_Length="900")
     h.close_connection = True
 
 
 def resets(h: Handler, _: dict[str, Any]) -> None:
+    """Resets the connection instead of closing it."""
     h.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     h.close_connection = True
     h.connection.close()
 
 
 def hangs_up(h: Handler, _: dict[str, Any]) -> None:
+    """Closes the connection without a reply."""
     h.close_connection = True
 
 
 def babble(h: Handler, body: dict[str, Any]) -> None:
-    """A model: numbers drawn from the seed, as many as allowed, with stop strings."""
+    """Imitates a model: numbers drawn from the seed and the messages, as many as max_tokens."""
     rng = random.Random(json.dumps([body["seed"], body["messages"]]))
     tokens = [rng.randrange(50) for _ in range(body["max_tokens"])]
     h.reply(chat(spell(tokens), "length", len(tokens)))
@@ -122,6 +135,7 @@ def babble(h: Handler, body: dict[str, Any]) -> None:
 
 @contextmanager
 def serving() -> Iterator[FakeServer]:
+    """Runs a fake server in a thread."""
     with FakeServer() as fake:
         threading.Thread(target=fake.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
         yield fake

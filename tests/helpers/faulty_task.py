@@ -1,4 +1,4 @@
-"""A task whose grader is wrong on purpose, in the way its knob names."""
+"""A task whose grader is wrong on purpose, in the way that its setting `fault` names."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import time
 from cohort.errors import TaskError
 from cohort.tasks.base import task
 
-last = [""]
+last = [""]  # the answer before, for the fault "order"
 
 
 @task("faulty")
 class Faulty:
-    """Sums of two numbers; the prompt names a password, which is what some graders fall for."""
+    """Sums of two numbers. The prompt also contains a word, which the fault "echo" takes for a right answer."""
 
     fault: str = ""
 
@@ -34,8 +34,10 @@ class Faulty:
         return f"<answer>{row['a'] + row['b']}</answer>"
 
     def score(self, row, answer):
-        text, right = answer.text, f"<answer>{row['a'] + row['b']}</answer>"
-        correct, tags = float(right in text), 0.0
+        text = answer.text
+        right = f"<answer>{row['a'] + row['b']}</answer>"
+        correct = float(right in text)
+        tags = 0.0
         if self.fault == "constant":
             correct = 0.0
         elif self.fault == "crashing":

@@ -1,4 +1,4 @@
-"""Small random models outside the native family, as folders, and what transformers itself makes of them."""
+"""Small random models outside the native family, as objects of transformers and as folders."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import transformers
 from torch import Tensor
 
 from cohort.models.auto import AutoDecoder
-from cohort.models.catalog import resolve
+from cohort.models.catalog import resolve_model
 from cohort.models.files import SIDE_FILES, load_folder
 
 # Every sequence of the tests is longer than the window, so a window that is counted wrongly shows.
@@ -29,7 +29,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "bos_token_id": 2,
     },
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256, "bos_token_id": 2},
-    "opt": {  # counts positions from the mask, and projects its embedding
+    # Counts positions from the mask, and projects its embedding.
+    "opt": {
         "hidden_size": 32,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
@@ -37,7 +38,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 256,
         "word_embed_proj_dim": 16,
     },
-    "gemma3_text": {  # scales its embedding, and its window has a cache of its own
+    # Scales its embedding. Its layers with a sliding window have a separate kind of cache.
+    "gemma3_text": {
         "hidden_size": 32,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
@@ -47,7 +49,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "sliding_window": 3,
         "layer_types": ["sliding_attention", "full_attention"],
     },
-    "gpt_neox": {  # its head is not its embedding
+    # Its head is not tied to its embedding.
+    "gpt_neox": {
         "hidden_size": 32,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
@@ -57,8 +60,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def model_of(family: str, seed: int = 0, **changes: Any) -> Any:
-    """transformers' model with random weights, large enough that a wrong context changes log-probabilities visibly."""
+def make_foreign_model(family: str, seed: int = 0, **changes: Any) -> Any:
+    """Returns a model of transformers with random weights.
+
+    The weights are large enough that a wrong context changes log-probabilities visibly.
+    """
     values = {"vocab_size": 512, "eos_token_id": 2, "pad_token_id": 0, **FAMILIES.get(family, {}), **changes}
     config = transformers.CONFIG_MAPPING[family](**values)
     model = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config).eval()
@@ -74,36 +80,38 @@ def model_of(family: str, seed: int = 0, **changes: Any) -> Any:
     return model
 
 
-def folder_of(folder: Path, family: str = "gpt_neo", seed: int = 0, **changes: Any) -> Path:
-    """That model as a folder, with the tokenizer and template of `tiny`."""
-    model_of(family, seed, **changes).save_pretrained(folder)
+def write_foreign_folder(folder: Path, family: str = "gpt_neo", seed: int = 0, **changes: Any) -> Path:
+    """Writes the model of `make_foreign_model` with the tokenizer and template of `tiny`, and returns its folder."""
+    make_foreign_model(family, seed, **changes).save_pretrained(folder)
     (folder / "generation_config.json").unlink(missing_ok=True)
     for name in SIDE_FILES:
-        if (resolve("tiny") / name).is_file():
-            shutil.copyfile(resolve("tiny") / name, folder / name)
+        if (resolve_model("tiny") / name).is_file():
+            shutil.copyfile(resolve_model("tiny") / name, folder / name)
     return folder
 
 
-def foreign(folder: Path, dtype: torch.dtype = torch.float32) -> AutoDecoder:
-    """The folder's decoder; in float64 with attention that is computed in float64 too, as GPT-Neo's is not."""
+def load_foreign(folder: Path, dtype: torch.dtype = torch.float32) -> AutoDecoder:
+    """Returns the folder's decoder. GPT-Neo computes attention in fp32; in float64 this is replaced with float64."""
     decoder = load_folder(folder, dtype).decoder
     assert isinstance(decoder, AutoDecoder)
     for module in decoder.modules() if dtype == torch.float64 else ():
         if type(module).__name__ == "GPTNeoSelfAttention":
-            module._attn = MethodType(_exact_attention, module)
+            module._attn = MethodType(_attend_exactly, module)
     return decoder
 
 
-def _exact_attention(self: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None) -> Any:
-    scores, lq, lk = query @ key.transpose(-1, -2), query.shape[-2], key.shape[-2]
+def _attend_exactly(self: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None) -> Any:
+    """Replaces GPT-Neo's attention, in the type of its inputs. Returns mixed values and attention weights."""
+    scores = query @ key.transpose(-1, -2)
+    lq, lk = query.shape[-2], key.shape[-2]
     scores = scores.masked_fill(~self.bias[:, :, lk - lq : lk, :lk], torch.finfo(scores.dtype).min)
     weights = (scores if attention_mask is None else scores + attention_mask).softmax(-1)
     return weights @ value, weights
 
 
-def plain_logprobs(model: Any, prompt: list[int], completion: list[int], temperature: float = 1.0) -> Tensor:
-    """One sequence, all of transformers' logits, log_softmax: the definition."""
+def compute_plain_logprobs(model: Any, prompt: list[int], completion: list[int], temperature: float = 1.0) -> Tensor:
+    """Returns the log-probabilities of the completion's tokens by definition: log_softmax of one sequence's logits."""
     tokens = torch.tensor([*prompt, *completion])
     logits = model(input_ids=tokens[None], use_cache=False).logits[0]
-    at = torch.arange(len(prompt), len(tokens))
-    return F.log_softmax(logits / temperature, dim=-1)[at - 1, tokens[at]]
+    positions = torch.arange(len(prompt), len(tokens))
+    return F.log_softmax(logits / temperature, dim=-1)[positions - 1, tokens[positions]]

@@ -1,7 +1,7 @@
-"""Command lines without the two seconds in which torch is imported: children of one process that has done so.
+"""Runs commands in forked children of a process that has imported torch, which saves two seconds per command.
 
-`python -m tests.helpers.fork_server` reads a request per line and answers each with a line when its child has ended.
-A child is what `python -m tests.helpers.struck_command` is after its imports.
+`python -m tests.helpers.fork_server` reads one request per line, and answers each with a line when its child has ended.
+A child does what `python -m tests.helpers.struck_command` does after its imports.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PATIENCE = 300.0  # seconds a command may take
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """A command line that has ended, as `subprocess.CompletedProcess` tells it, and its process id."""
+    """A command that has ended: the fields of `subprocess.CompletedProcess`, and its process id."""
 
     pid: int
     returncode: int
@@ -36,8 +36,8 @@ class Ended:
     stderr: str
 
 
-class StrikeServer:
-    """Starts the server; `run` is one command line to its end."""
+class ForkServer:
+    """A server process. `run` runs one command in a child of it."""
 
     def __init__(self) -> None:
         command = [sys.executable, "-m", "tests.helpers.fork_server"]
@@ -45,14 +45,14 @@ class StrikeServer:
             command, cwd=ROOT, env=ENV, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
 
-    def __enter__(self) -> StrikeServer:
+    def __enter__(self) -> ForkServer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._process.communicate()
 
     def run(self, *args: object, at: Path, orders: Sequence[object] = ()) -> Ended:
-        """`cohort ARGS` in the folder `at`, with `orders` as in `tests.helpers.struck_command`."""
+        """Runs `cohort ARGS` in the folder `at` to its end. `orders` are those of `tests.helpers.struck_command`."""
         assert self._process.stdin is not None and self._process.stdout is not None
         with tempfile.TemporaryDirectory() as folder:
             out, err = Path(folder, "out"), Path(folder, "err")
@@ -67,15 +67,15 @@ class StrikeServer:
 
 
 @cache
-def shared_server() -> StrikeServer:
-    """One server for all tests of this process."""
-    server = StrikeServer()
+def shared_server() -> ForkServer:
+    """Returns the one server for all tests of this process."""
+    server = ForkServer()
     atexit.register(server.__exit__, None, None, None)
     return server
 
 
-def become(request: dict[str, object]) -> int:
-    """In the child: the folder and the output of the request, then its command line."""
+def run_request(request: dict[str, object]) -> int:
+    """Runs the command of a request in the child, in its folder and with its output files. Returns the exit code."""
     os.chdir(str(request["at"]))
     for number, path in ((0, os.devnull), (1, request["out"]), (2, request["err"])):
         os.dup2(os.open(str(path), os.O_RDWR | os.O_CREAT | os.O_TRUNC), number)
@@ -83,12 +83,13 @@ def become(request: dict[str, object]) -> int:
 
 
 def serve() -> None:
+    """Forks a child per request on stdin, and prints its process id and exit code."""
     os.environ.setdefault("GOMP_SPINCOUNT", "5000")  # as in `tests.helpers.struck_command`
 
     for line in sys.stdin:
         pid = os.fork()
         if pid == 0:
-            sys.exit(become(json.loads(line)))
+            sys.exit(run_request(json.loads(line)))
         status = os.waitpid(pid, 0)[1]
         print(json.dumps({"pid": pid, "returncode": os.waitstatus_to_exitcode(status)}), flush=True)
 

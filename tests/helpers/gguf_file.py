@@ -1,4 +1,4 @@
-"""Writes small GGUF files as llama.cpp's converter does, Llama's rotary pairs interleaved."""
+"""Writer of small GGUF files, in the layout of llama.cpp's converter: the rotary pairs of Llama are interleaved."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import gguf
 import numpy as np
 
 from cohort.models.config import ModelConfig, make_rope
-from cohort.models.decoder import Decoder, hf_shaped, hf_views, initialise
+from cohort.models.decoder import Decoder, hf_views, initialise, to_hf_shape
 from tests.helpers.chat_templates import SMOLLM2, write_tokenizer
 
 NAMES = {
@@ -32,7 +32,8 @@ NAMES = {
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
 
-def decoder_for(kind: str, vocab_size: int, tied: bool = True, hidden: int = 32) -> Decoder:
+def make_decoder(kind: str, vocab_size: int, tied: bool = True, hidden: int = 32) -> Decoder:
+    """Returns a small decoder of GGUF architecture `kind` with random weights."""
     decoder = Decoder(
         ModelConfig(
             architecture=ARCHITECTURES[kind],
@@ -55,8 +56,8 @@ def decoder_for(kind: str, vocab_size: int, tied: bool = True, hidden: int = 32)
     return decoder
 
 
-def interleaved(rows: np.ndarray, num_heads: int) -> np.ndarray:
-    """Row i of a head's first half, then row i of its second half, for every i."""
+def interleave_pairs(rows: np.ndarray, num_heads: int) -> np.ndarray:
+    """Reorders the rows of each head: row 0 of its first and of its second half, then row 1 of both, and so on."""
     heads = rows.reshape(num_heads, 2, -1, *rows.shape[1:])
     return np.stack([heads[:, 0], heads[:, 1]], axis=2).reshape(rows.shape)
 
@@ -64,16 +65,17 @@ def interleaved(rows: np.ndarray, num_heads: int) -> np.ndarray:
 def write_gguf(
     file: Path, kind: str = "llama", packed: str = "", tied: bool = True, **extra: Any
 ) -> tuple[Decoder, Path]:
-    """A GGUF file; returns the decoder it holds and the folder of the tokenizer it was made from.
+    """Writes a GGUF file. Returns the decoder that it holds and the folder of the tokenizer that it was made from.
 
-    `packed` names the format of the matrices; those that the gguf package cannot pack hold blocks of random bits.
+    `packed` names the format of the matrices. In formats that the gguf package cannot pack they are random bits.
+    `extra` may have: hidden (size), model and pre (of the tokenizer), tensors (names of superfluous tensors).
     """
     folder = write_tokenizer(file.with_suffix(""))
     spec = json.loads((folder / "tokenizer.json").read_text())
     vocab = spec["model"]["vocab"] | {t["content"]: t["id"] for t in spec["added_tokens"]}
     tokens = sorted(vocab, key=lambda t: vocab[t])
     special = {t["content"]: 3 if t["special"] else 4 for t in spec["added_tokens"]}
-    decoder = decoder_for(kind, len(tokens), tied, extra.get("hidden", 32))
+    decoder = make_decoder(kind, len(tokens), tied, extra.get("hidden", 32))
     c = decoder.config
 
     w = gguf.GGUFWriter(file, kind)
@@ -95,14 +97,14 @@ def write_gguf(
     w.add_eos_token_id(vocab["<|im_end|>"])
     w.add_chat_template(SMOLLM2)
     for name, view in hf_views(decoder):
-        array = hf_shaped(name, view).numpy().copy()
+        array = to_hf_shape(name, view).numpy().copy()
         if kind == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
-            array = interleaved(array, c.num_heads if "q_proj" in name else c.num_kv_heads)
+            array = interleave_pairs(array, c.num_heads if "q_proj" in name else c.num_kv_heads)
         if packed and array.ndim == 2:
             form = gguf.GGMLQuantizationType[packed]
-            w.add_tensor(gguf_name(name), pack(array, form), raw_dtype=form)
+            w.add_tensor(to_gguf_name(name), pack_array(array, form), raw_dtype=form)
         else:
-            w.add_tensor(gguf_name(name), array)
+            w.add_tensor(to_gguf_name(name), array)
     for name in extra.get("tensors", ()):
         w.add_tensor(name, np.ones(4, dtype=np.float32))
     w.write_header_to_file()
@@ -112,16 +114,19 @@ def write_gguf(
     return decoder, folder
 
 
-def pack(array: np.ndarray, form: gguf.GGMLQuantizationType) -> np.ndarray:
+def pack_array(array: np.ndarray, form: gguf.GGMLQuantizationType) -> np.ndarray:
+    """Returns the array packed in this format, or random blocks where the gguf package cannot pack it."""
     try:
         return gguf.quantize(array, form)
     except NotImplementedError:
         weights, size = gguf.GGML_QUANT_SIZES[form]
         shape = (array.shape[0], array.shape[1] // weights * size)
-        return np.random.default_rng(0).integers(0, 48, shape, dtype=np.uint8)  # 48: no scale is infinite
+        # Bytes below 48, so that no scale is infinite.
+        return np.random.default_rng(0).integers(0, 48, shape, dtype=np.uint8)
 
 
-def gguf_name(name: str) -> str:
+def to_gguf_name(name: str) -> str:
+    """Returns the GGUF name of a Hugging Face tensor."""
     stem, _, kind = name.rpartition(".")
     if stem.startswith("model.layers."):
         _, _, layer, part = stem.split(".", 3)

@@ -1,6 +1,6 @@
-"""An engine and a learner in processes of their own. Only bytes of the one serialisation go to and fro.
+"""An engine and a learner in separate processes, which exchange only bytes of `cohort.serialize` with this one.
 
-The processes are spawned, so they share nothing with this one; the pipe carries bytes and never an object.
+The processes are spawned, so they share nothing with this one. The pipe carries bytes, never an object.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cohort.algos.algorithm import Algorithm, from_plain
-from cohort.config.document import dump, parse
+from cohort.algos.algorithm import Algorithm, algorithm_from_record
+from cohort.config.document import dump_config, parse_config
 from cohort.config.kinds import RL
 from cohort.data.batch import Batch
-from cohort.data.tensors import as_plain, as_tensors
-from cohort.engines.base import Abilities, Event, Request, Work
+from cohort.data.tensors import tensors_from_records, tensors_to_records
+from cohort.engines.base import Abilities, Event, Request, WorkCounters
 from cohort.engines.sync import WeightSync
-from cohort.jobs.build import Parts, assemble
+from cohort.jobs.build import RLJob, build_rl_job
 from cohort.learner.base import Annotations, Update
 from cohort.serialize import dumps, loads
 from cohort.types import Group, Sample
 from cohort.world import ONE_PROCESS
 
-PATIENCE = 120.0  # seconds a call may take
+PATIENCE = 120.0  # seconds that a call may take
 
 
 @dataclass(frozen=True)
-class Sent:
-    """Weights that came from another process: there is no module to share."""
+class ReceivedWeights:
+    """Weights received from another process. There is no module that an engine could share."""
 
     tensors: Mapping[str, Tensor]
     module: None = None
@@ -41,38 +41,40 @@ class Sent:
         return iter(self.tensors.items())
 
 
-class Elsewhere:
-    """A process with one role, called by name."""
+class OtherProcess:
+    """A process that plays one role, "engine" or "learner". Its methods are called by name."""
 
     def __init__(self, role: str, config: RL) -> None:
         spawn = multiprocessing.get_context("spawn")
-        self._here, there = spawn.Pipe()
-        self._process = spawn.Process(target=serve, args=(role, dump(config), there), daemon=True)
+        self._own_end, there = spawn.Pipe()
+        self._process = spawn.Process(target=serve, args=(role, dump_config(config), there), daemon=True)
         self._process.start()
         there.close()
         self.num_bytes = 0
 
     def call(self, name: str, *arguments: Any) -> Any:
+        """Calls the method `name` in the other process and returns its result. Fails where that raises."""
         data = dumps([name, list(arguments)])
-        self._here.send_bytes(data)
-        assert self._here.poll(PATIENCE), f"{name} was not answered"
-        answer = self._here.recv_bytes()
+        self._own_end.send_bytes(data)
+        assert self._own_end.poll(PATIENCE), f"{name} was not answered"
+        answer = self._own_end.recv_bytes()
         self.num_bytes += len(data) + len(answer)
         kind, value = loads(answer)
         assert kind == "result", value
         return value
 
     def close(self) -> None:
-        self._here.close()
+        """Closes the pipe, which ends the other process. Kills it if it does not end within 10 seconds."""
+        self._own_end.close()
         self._process.join(10)
         self._process.kill()
 
 
 def serve(role: str, config: str, pipe: Connection) -> None:
-    """Answer calls until the pipe is closed."""
-    parts = assemble(parse(config))  # type: ignore[arg-type]
+    """Answers calls until the pipe is closed. Runs in the other process."""
+    parts = build_rl_job(parse_config(config))  # type: ignore[arg-type]
     parts.scorer.close()
-    target = {"engine": EngineThere, "learner": LearnerThere}[role](parts)
+    target = {"engine": EngineServer, "learner": LearnerServer}[role](parts)
     while True:
         try:
             name, arguments = loads(pipe.recv_bytes())
@@ -85,8 +87,10 @@ def serve(role: str, config: str, pipe: Connection) -> None:
         pipe.send_bytes(dumps(answer))
 
 
-class EngineThere:
-    def __init__(self, parts: Parts) -> None:
+class EngineServer:
+    """The engine in the other process. Its methods take and return records."""
+
+    def __init__(self, parts: RLJob) -> None:
         self.engine = parts.engine
 
     def submit(self, request: Request) -> None:
@@ -105,32 +109,36 @@ class EngineThere:
         return self.engine.version
 
     def load(self, weights: dict[str, Any], version: int) -> None:
-        self.engine.load(Sent(as_tensors(weights)), version)
+        self.engine.load(ReceivedWeights(tensors_from_records(weights)), version)
 
 
-class LearnerThere:
-    def __init__(self, parts: Parts) -> None:
+class LearnerServer:
+    """The learner in the other process. Its methods take and return records."""
+
+    def __init__(self, parts: RLJob) -> None:
         self.learner = parts.learner
 
     def annotate(self, groups: list[Group], needs: list[str]) -> Annotations:
         return self.learner.annotate(groups, needs)
 
     def update(self, batch: Batch, algo: Any) -> Update:
-        return self.learner.update(batch, from_plain(algo))
+        return self.learner.update(batch, algorithm_from_record(algo))
 
     def weights(self) -> dict[str, Any]:
-        return as_plain(self.learner.weights())
+        return tensors_to_records(self.learner.weights())
 
     def state(self) -> list[Any]:
         tensors, numbers = self.learner.state()
-        return [as_plain(tensors.items()), numbers]
+        return [tensors_to_records(tensors.items()), numbers]
 
 
 class RemoteEngine:
+    """An `Engine` in this process that passes every call on to an `EngineServer`."""
+
     name, abilities = "native", Abilities()
 
-    def __init__(self, there: Elsewhere) -> None:
-        self.there, self.work = there, Work()
+    def __init__(self, there: OtherProcess) -> None:
+        self.there, self.work = there, WorkCounters()
 
     @property
     def version(self) -> int:
@@ -150,50 +158,53 @@ class RemoteEngine:
         return self.there.call("abort", id)
 
     def load(self, weights: Any, version: int) -> None:
-        self.there.call("load", as_plain(weights), version)
+        self.there.call("load", tensors_to_records(weights), version)
 
     def close(self) -> None:
         self.there.close()
 
 
 class RemoteLearner:
+    """A `Learner` in this process that passes every call on to a `LearnerServer`."""
+
     adapters, world = None, ONE_PROCESS
 
-    def __init__(self, there: Elsewhere) -> None:
+    def __init__(self, there: OtherProcess) -> None:
         self.there = there
 
     def annotate(self, groups: Sequence[Group], needs: Collection[str]) -> Annotations:
         return self.there.call("annotate", list(groups), sorted(needs))
 
     def update(self, batch: Batch, algo: Algorithm) -> Update:
-        return self.there.call("update", batch, algo.plain())
+        return self.there.call("update", batch, algo.to_record())
 
-    def weights(self) -> Sent:
-        return Sent(as_tensors(self.there.call("weights")))
+    def weights(self) -> ReceivedWeights:
+        return ReceivedWeights(tensors_from_records(self.there.call("weights")))
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         tensors, numbers = self.there.call("state")
-        return as_tensors(tensors), numbers
+        return tensors_from_records(tensors), numbers
 
 
-class ApartParts(Parts):
-    """The parts of a run whose engine and learner are elsewhere."""
+class SeparateJob(RLJob):
+    """A job whose engine and learner are in other processes."""
 
     def close(self) -> None:
         super().close()
         self.learner.there.close()  # type: ignore[attr-defined]
 
 
-def assemble_apart(config: RL) -> ApartParts:
-    """As `build.assemble`, with the engine in one spawned process and the learner in another."""
-    parts = assemble(config)
+def build_separate_job(config: RL) -> SeparateJob:
+    """Returns the job of a config, with the engine in one spawned process and the learner in another."""
+    parts = build_rl_job(config)
     with torch.no_grad():
         for p in parts.model.decoder.parameters():
-            p.fill_(float("nan"))  # whoever used the weights of this process would notice
-    engine = RemoteEngine(Elsewhere("engine", parts.config))
-    learner = RemoteLearner(Elsewhere("learner", parts.config))
+            # If any code used the weights of this process, its results would be NaN.
+            p.fill_(float("nan"))
+    engine = RemoteEngine(OtherProcess("engine", parts.config))
+    learner = RemoteLearner(OtherProcess("learner", parts.config))
     for producer in (parts.producer, parts.eval_producer):
         producer.engine = engine
-    values = {name: getattr(parts, name) for name in Parts.__dataclass_fields__}
-    values |= {"engine": engine, "learner": learner, "sync": WeightSync(weights=learner.weights, engine=engine)}
-    return ApartParts(**values)
+    values = {name: getattr(parts, name) for name in RLJob.__dataclass_fields__}
+    values |= {"engine": engine, "learner": learner, "sync": WeightSync(get_weights=learner.weights, engine=engine)}
+    return SeparateJob(**values)

@@ -1,7 +1,7 @@
-"""A run whose training is pretended: everything about a run but the model. Tests call it, and kill it.
+"""A run that does not train a model: four numbers take the place of the weights. Everything else of the run is real.
 
-python -m tests.helpers.pretend_run DIRECTORY          start or resume, print the closing line
-python -m tests.helpers.pretend_run DIRECTORY kill N   the same, and SIGKILL itself at the N-th line of the store
+python -m tests.helpers.pretend_run DIRECTORY          starts or resumes it
+python -m tests.helpers.pretend_run DIRECTORY kill N   the same, and kills itself at the N-th line of the watched files
 """
 
 from __future__ import annotations
@@ -26,19 +26,20 @@ from cohort.config.schema import BatchConfig, EvalConfig, SaveConfig
 from cohort.evaluation.records import EvalAnswer, EvalItem, Evaluation
 from cohort.jobs import rl
 from cohort.logs.view import View, make_view
-from cohort.loops.stats import rollout_metrics
+from cohort.loops.stats import compute_rollout_metrics
 from cohort.run.checkpoint import Checkpoint
 from cohort.run.directory import RunDirectory
-from cohort.run.job import StepRecord, rollout_record
+from cohort.run.job import StepRecord, make_step_record
 from cohort.run.life import Run
 from cohort.run.store.reader import Reader
-from cohort.run.store.records import About
-from cohort.run.store.rollouts import load_rollouts, rollout_steps
+from cohort.run.store.records import RunDescription
+from cohort.run.store.rollouts import list_rollout_steps, load_rollouts
 from cohort.tasks.base import get_task
 from cohort.types import Finish, Group, Prompt, Provenance, Sample
 from tests.helpers.evaluations import eval_setting
 
 PACKAGE = Path(cohort.__file__).parent
+# The files whose lines `LineCounter` counts: all that write a run.
 WATCHED = (
     *(str(PACKAGE / part) for part in ("run", "system/disk.py")),
     shutil.__file__,  # where directories are removed file by file
@@ -46,6 +47,7 @@ WATCHED = (
 
 
 def small_run(**changes: Any) -> RL:
+    """Returns the config of a run of six steps, with evaluations after 3 and 6 and checkpoints every 2 steps."""
     values: dict[str, Any] = {
         "recipe": "pretend",
         "steps": 6,
@@ -58,7 +60,7 @@ def small_run(**changes: Any) -> RL:
 
 
 def pretend_groups(seed: int, num_groups: int = 2, group_size: int = 2) -> list[Group]:
-    """Groups with every field filled, of float32 numbers, from a seed."""
+    """Returns groups with every field filled. Equal seeds give equal groups; logprobs are float32 numbers."""
     rng = random.Random(seed)
 
     def floats(n: int) -> list[float]:
@@ -83,7 +85,7 @@ def pretend_groups(seed: int, num_groups: int = 2, group_size: int = 2) -> list[
         Group(
             prompt=Prompt(
                 task="arithmetic",
-                id=str(rng.randrange(4)),  # prompts come again
+                id=str(rng.randrange(4)),  # few ids, so that prompts repeat
                 visit=seed,
                 row={"id": "x", "numbers": [1, 2]},
                 messages=[{"role": "user", "content": f"what is {position}?"}],
@@ -96,8 +98,8 @@ def pretend_groups(seed: int, num_groups: int = 2, group_size: int = 2) -> list[
     ]
 
 
-class Pretender:
-    """The job of training four numbers, moved by momentum, so that any lost or repeated step changes the end."""
+class PretendJob:
+    """A job that trains four numbers with momentum, so that a lost or repeated step changes the result."""
 
     def __init__(self, config: RL | None = None) -> None:
         self.config = config or small_run()
@@ -105,22 +107,23 @@ class Pretender:
         self.momentum = torch.zeros(4)
         self.cursor = 0
 
-    def about(self) -> About:
-        return rl.about(self.config)
+    def describe(self) -> RunDescription:
+        return rl.describe_run(self.config)
 
-    def next_commands(self, run: Path, step: int) -> list[list[str]]:
-        return rl.next_commands(self.config, run, step)
+    def suggest_commands(self, run: Path, step: int) -> list[list[str]]:
+        return rl.suggest_commands(self.config, run, step)
 
     def step(self, step: int, groups: Sequence[Group]) -> StepRecord:
-        """Train on the groups; what is to be recorded of it."""
-        return rollout_record(step, groups, self.update(groups))
+        """Trains on the groups, and returns the record of the step."""
+        return make_step_record(step, groups, self.update(groups))
 
     def update(self, groups: Sequence[Group]) -> dict[str, float]:
+        """Moves the four numbers, and returns metrics."""
         gradient = torch.tensor([s.advantage for g in groups for s in g.samples][:4])
         self.momentum = 0.9 * self.momentum + gradient
         self.weights = self.weights - 0.1 * self.momentum
         self.cursor += len(groups)
-        return rollout_metrics(groups) | {
+        return compute_rollout_metrics(groups) | {
             "loss": self.weights.sum().item(),
             "grad_norm": gradient.norm().item(),
         }
@@ -139,7 +142,7 @@ class Pretender:
             items=[item],
         )
 
-    def checkpoint(self, step: int) -> Checkpoint:
+    def make_checkpoint(self, step: int) -> Checkpoint:
         numbers = {"threads": torch.get_num_threads()}
         return Checkpoint(step=step, cursor=self.cursor, optimizer={"w.momentum": self.momentum}, numbers=numbers)
 
@@ -155,31 +158,32 @@ class Pretender:
         self.cursor = checkpoint.cursor
 
 
-def live(
+def run_to_end(
     directory: RunDirectory, view: View | None = None, during: Callable[[int], None] = lambda step: None
-) -> Pretender:
-    """Start or resume, to the end. `during` is called inside every step."""
+) -> PretendJob:
+    """Starts or resumes a run, does all its steps and returns the job. `during` is called inside every step."""
     config = directory.config
     assert isinstance(config, RL)
-    pretender = Pretender(config)
-    with Run(directory, config, pretender, view or make_view("plain")) as run:
+    job = PretendJob(config)
+    with Run(directory, config, job, view or make_view("plain")) as run:
         for step in run.steps():
-            record = pretender.step(step, pretend_groups(step))
+            record = job.step(step, pretend_groups(step))
             during(step)
             run.end_step(step, record)
         run.finish()
-    return pretender
+    return job
 
 
-def remains(directory: RunDirectory) -> dict[str, Any]:
-    """All that is left of a run apart from clock times, ids and the story of its interruptions."""
+def collect_remains(directory: RunDirectory) -> dict[str, Any]:
+    """Returns everything that a run wrote, except times, ids and events that tell of interruptions."""
     with Reader(directory.database) as reader:
-        metrics = [(m.step, m.name, m.value) for m in reader.metrics() if not m.name.startswith("time/")]
-        prompts = {p.id: (p.step, p.task, p.prompt_id) for p in reader.prompts()}
-        groups = [(g.step, g.position, prompts[g.prompt], g.visit, g.reward_mean) for g in reader.groups()]
-        samples = [(s.step, s.position, s.text, s.reward, s.advantage) for s in reader.samples()]
+        metrics = [(m.step, m.name, m.value) for m in reader.read_metrics() if not m.name.startswith("time/")]
+        prompts = {p.id: (p.step, p.task, p.prompt_id) for p in reader.read_prompts()}
+        groups = [(g.step, g.position, prompts[g.prompt], g.visit, g.reward_mean) for g in reader.read_groups()]
+        samples = [(s.step, s.position, s.text, s.reward, s.advantage) for s in reader.read_samples()]
     rollouts = {
-        s: load_rollouts(directory.rollouts / f"step-{s:06d}.safetensors") for s in rollout_steps(directory.rollouts)
+        s: load_rollouts(directory.rollouts / f"step-{s:06d}.safetensors")
+        for s in list_rollout_steps(directory.rollouts)
     }
     newest = max(directory.checkpoints.glob("step-*"))
     return {
@@ -188,7 +192,7 @@ def remains(directory: RunDirectory) -> dict[str, Any]:
         "groups": groups,
         "samples": samples,
         "rollouts": rollouts,
-        "evaluations": directory.evaluations(),
+        "evaluations": directory.load_evaluations(),
         "model": (newest / "model" / "model.safetensors").read_bytes(),
         "optimizer": (newest / "optimizer.safetensors").read_bytes(),
         "state": {k: v for k, v in json.loads((newest / "state.json").read_text()).items() if k != "files"},
@@ -197,7 +201,7 @@ def remains(directory: RunDirectory) -> dict[str, Any]:
 
 
 class LineCounter:
-    """Counts the lines executed in the watched files, and kills this process at one of them."""
+    """Counts the executed lines of the watched files, and kills this process at line `kill_at` (-1 = never)."""
 
     def __init__(self, kill_at: int = -1) -> None:
         self.count = 0
@@ -222,6 +226,7 @@ class LineCounter:
 
 
 def open_or_create(path: Path) -> RunDirectory:
+    """Returns the run in `path`, which is created if it does not exist."""
     return RunDirectory.open(path) if path.exists() else RunDirectory.create(path.parent, small_run(), path.name)
 
 
@@ -229,7 +234,7 @@ def main(args: list[str]) -> None:
     torch.set_num_threads(1)
     directory = open_or_create(Path(args[0]))
     with LineCounter(int(args[2]) if len(args) > 2 else -1):
-        live(directory)
+        run_to_end(directory)
 
 
 if __name__ == "__main__":

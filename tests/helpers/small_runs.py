@@ -1,4 +1,4 @@
-"""Whole steps in this process: a small run of the bundled model, assembled as `cohort train` does it."""
+"""Whole steps in this process: a small run of the bundled model, built as `cohort train` builds it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from cohort.config.kinds import RL
 from cohort.config.schema import BatchConfig, EvalConfig, LearnerConfig, SamplingConfig
 from cohort.data.batch import Microbatch
 from cohort.jobs import build
-from cohort.jobs.build import Parts
+from cohort.jobs.build import RLJob
 from cohort.learner.local import LocalLearner
-from cohort.loops.reuse import Replay
+from cohort.loops.reuse import RolloutReuse
 from cohort.loops.rl import train
 from cohort.recipes.tiny import quickstart
 from cohort.rollout.producer import Producer
@@ -25,11 +25,11 @@ from cohort.run.job import StepRecord
 from cohort.tasks.arithmetic import Arithmetic
 from cohort.tasks.environment import AgainRules, Episodes, KeyedDraws, Opening, Past, Step, ThinkAgain
 from cohort.types import Answer, Group, Outcome, Row
-from tests.helpers.decoders_and_groups import Packed
+from tests.helpers.decoders_and_groups import PackedGroups
 
 
 def small_run(**changes: Any) -> RL:
-    """The quickstart with less of everything. One thread: what else runs on the machine changes nothing."""
+    """Returns the config of a small quickstart. It uses one thread, so that other load changes no result."""
     values = {
         "threads": 1,
         "task": Arithmetic(train_size=24, test_size=12),
@@ -42,8 +42,8 @@ def small_run(**changes: Any) -> RL:
 
 
 @contextmanager
-def preserved() -> Iterator[None]:
-    """Leave torch's threads and determinism as they were found: a run sets them for its whole process."""
+def keep_torch_settings() -> Iterator[None]:
+    """Restores torch's threads and determinism after the block, because a run sets them for the whole process."""
     threads, mode = torch.get_num_threads(), torch.get_deterministic_debug_mode()
     try:
         yield
@@ -53,19 +53,19 @@ def preserved() -> Iterator[None]:
 
 
 @contextmanager
-def assembled(config: RL) -> Iterator[Parts]:
-    """The parts of a run, closed afterwards."""
-    with preserved():
-        parts = build.assemble(config)
+def built_job(config: RL) -> Iterator[RLJob]:
+    """Yields the job of a config, which is closed afterwards."""
+    with keep_torch_settings():
+        job = build.build_rl_job(config)
         try:
-            yield parts
+            yield job
         finally:
-            parts.close()
+            job.close()
 
 
 @dataclass
-class Steps:
-    """What the loop needs of a `Run`, without a directory: remembers what every step ended with."""
+class StepsInMemory:
+    """A `TrainingRun` of `num` steps without a directory. It keeps the groups and the record of every step."""
 
     first: int
     num: int
@@ -81,23 +81,23 @@ class Steps:
         self.ended.append((list(record.groups), record))
 
 
-def run_steps(parts: Parts, num: int, first: int = 0) -> list[tuple[list[Group], StepRecord]]:
-    """`num` steps of the real loop."""
-    run = Steps(first, num)
-    replay = Replay(parts.config.replay, parts.config.seed, Path())  # nothing is kept here
-    train(run, parts.config, parts.producer, parts.learner, parts.sync, parts.algo, replay)
+def run_steps(job: RLJob, num: int, first: int = 0) -> list[tuple[list[Group], StepRecord]]:
+    """Does `num` steps of the real loop, and returns (groups, record) per step."""
+    run = StepsInMemory(first, num)
+    replay = RolloutReuse(job.config.replay, job.config.seed, Path())  # no rollout files are read
+    train(run, job.config, job.producer, job.learner, job.sync, job.algo, replay)
     return run.ended
 
 
-def producer_of(parts: Parts, group_size: int, **changes: Any) -> Producer:
-    """The run's own rollouts in groups of another size, or with another engine, scorer or order."""
-    values: dict[str, Any] = {"engine": parts.engine, "scorer": parts.scorer, "stream": parts.producer.stream}
-    drawing = replace(parts.producer.drawing, group_size=group_size)
-    return Producer(**{**values, "drawing": drawing, **changes})
+def make_producer(job: RLJob, group_size: int, **changes: Any) -> Producer:
+    """Returns a producer as that of the job, with another group size, engine, scorer or order."""
+    values: dict[str, Any] = {"engine": job.engine, "scorer": job.scorer, "stream": job.producer.stream}
+    settings = replace(job.producer.settings, group_size=group_size)
+    return Producer(**{**values, "settings": settings, **changes})
 
 
-class Graded:
-    """An environment that scores every answer with a function."""
+class FunctionEnvironment:
+    """An environment of one turn that scores the answer with a function."""
 
     def __init__(self, grade: Any) -> None:
         self.grade = grade
@@ -112,12 +112,19 @@ class Graded:
         return Step(parts=None if outcome.failure else outcome.parts, reason=outcome.failure or outcome.reason)
 
 
-class Grader:
-    """A scoring pool in this process: `grade(row, answer) -> Outcome`, given back `late` polls later, last first."""
+class LocalScorer:
+    """A scoring pool in this process. Outcomes come `late` polls later, newest first, to test that order is irrelevant.
+
+    `grade(row, answer)` returns the outcome. `seen` has the newest answer by id.
+    """
 
     def __init__(self, grade: Any, late: int = 0, again: AgainRules | None = None) -> None:
         self.grade, self.late = grade, late
-        make = (lambda: Graded(grade)) if again is None else (lambda: ThinkAgain(Graded(grade), again))
+        make = (
+            (lambda: FunctionEnvironment(grade))
+            if again is None
+            else (lambda: ThinkAgain(FunctionEnvironment(grade), again))
+        )
         self.episodes = Episodes(make)
         self.seen: dict[str, Answer] = {}
         self._held: list[tuple[str, Outcome]] = []
@@ -146,8 +153,8 @@ class Grader:
         return held
 
 
-def gradient_rows(learner: LocalLearner, batch: Packed, loss: Loss) -> list[tuple[Microbatch, set[int]]]:
-    """Each microbatch with the rows of its final hidden states that got a gradient: the predictions the loss used."""
+def gradient_rows(learner: LocalLearner, batch: PackedGroups, loss: Loss) -> list[tuple[Microbatch, set[int]]]:
+    """Returns (microbatch, rows of its last hidden states that got a gradient): the predictions that the loss used."""
     seen: list[Any] = []
 
     def watch(module: Any, inputs: Any, hidden: Any) -> None:

@@ -1,9 +1,9 @@
-"""The command line, struck by signals at chosen places instead of at moments a busy machine would move.
+"""The command line, with signals at chosen lines of code. A chosen moment would be another line on a busy machine.
 
 python -m tests.helpers.struck_command SIGKILL@checkpoint#2+17 -- train quickstart ...
-    the 17th line executed within the second call of checkpoint.save (or its return, when it is shorter)
+    sends SIGKILL at the 17th line that the second call of checkpoint.save executes, or when a shorter call returns
 python -m tests.helpers.struck_command census=FILE -- train quickstart ...
-    to the end; FILE gets, for every place, the number of lines of each of its calls, as JSON
+    runs to the end; FILE gets, per place, the number of lines that each of its calls executed, as JSON
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import cohort
 PACKAGE = Path(cohort.__file__).parent
 WATCHED = (str(PACKAGE), shutil.__file__)  # shutil: where folders are removed file by file
 
+# Places by name: file below src/cohort, and qualified name of a function.
 PLACES = {
     "anywhere": ("cli/main.py", "main"),
     "creation": ("run/directory.py", "RunDirectory.create"),
@@ -56,6 +57,7 @@ class Strike:
 
     @classmethod
     def parse(cls, text: str) -> Strike:
+        """Returns the strike that a text like SIGKILL@checkpoint#2+17 describes."""
         match = re.fullmatch(r"(\w+)@(\w+)#(\d+)\+(\d+)", text)
         assert match and match[2] in PLACES, f"{text} is not SIGNAL@PLACE#CALL+LINE"
         return cls(signal.Signals[match[1]], match[2], int(match[3]), int(match[4]))
@@ -63,35 +65,39 @@ class Strike:
 
 @dataclass
 class Watch:
-    """One place: which call it is in, how many lines that has executed, and what is to befall it."""
+    """Counts the calls of one place and the lines of each, and sends the signals that are due."""
 
     strikes: list[Strike] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)  # lines of each call
-    depth: int = 0
+    depth: int = 0  # calls of the place that are under way; above 1 in a recursion
 
     def enter(self) -> None:
+        """Counts a call of the place."""
         self.depth += 1
         if self.depth == 1:
             self.lengths.append(0)
 
     def leave(self) -> None:
+        """Ends a call. A strike at a line that the call did not reach happens now."""
         self.depth -= 1
         if self.depth == 0:
             self._strike(lambda s: s.line > self.lengths[-1])
 
     def line(self) -> None:
+        """Counts a line of the call under way."""
         self.lengths[-1] += 1
         if self.strikes:
             self._strike(lambda s: s.line == self.lengths[-1])
 
     def _strike(self, due: Any) -> None:
+        """Sends the signals of this call for whose strike `due` is true."""
         for strike in [s for s in self.strikes if s.call == len(self.lengths) and due(s)]:
             self.strikes.remove(strike)
             os.kill(os.getpid(), strike.signal)
 
 
 class Tracer:
-    """Follows the package's calls and, inside a watched place, its lines. Nothing is patched."""
+    """A trace function (sys.settrace) that follows calls and, inside a watched place, lines. It patches nothing."""
 
     def __init__(self, watches: dict[str, Watch]) -> None:
         self.watches = watches

@@ -13,13 +13,13 @@ from safetensors.torch import load_file
 
 from cohort.config.schema import LearnerConfig, LoraConfig, NativeEngine
 from cohort.errors import ConfigError
-from cohort.jobs.build import assemble
+from cohort.jobs.build import build_rl_job
 from cohort.tasks.arithmetic import Arithmetic
 from cohort.tasks.stream import TaskStream
 from cohort.text import Tokenizer
 from tests.helpers.command_line import SMALL, cohort, differences, only_run, remains
-from tests.helpers.foreign_models import folder_of
-from tests.helpers.small_runs import preserved, small_run
+from tests.helpers.foreign_models import write_foreign_folder
+from tests.helpers.small_runs import keep_torch_settings, small_run
 from tests.helpers.struck_command import Strike
 
 # Random weights find no answer to a sum, but half of what they write is of even length.
@@ -52,7 +52,7 @@ SETTINGS = [*SMALL, "--algo.kl.weight=0.01", "--algo.kl.refresh=3", "--optim.lr=
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return folder_of(tmp_path_factory.mktemp("model") / "neo")
+    return write_foreign_folder(tmp_path_factory.mktemp("model") / "neo")
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +127,7 @@ def test_eval_says_what_the_model_said(model: Path, tmp_path: Path) -> None:
     stream = TaskStream(Arithmetic(), tokenizer, 0, "test")
     items = json.loads((tmp_path / "e.json").read_text())["items"]
     assert len(items) == 3
-    for item, prompt in zip(items, stream.held_out(3), strict=True):
+    for item, prompt in zip(items, stream.render_held_out(3), strict=True):
         given = torch.tensor([prompt.tokens])
         said = theirs.generate(given, do_sample=False, max_new_tokens=12, eos_token_id=[2], pad_token_id=0)[0]
         new = [t for t in said[len(prompt.tokens) :].tolist() if t != 2]
@@ -146,10 +146,10 @@ def test_check_proves_the_update_on_it(recipe: str, settings: list[str], tmp_pat
 def test_what_is_for_native_models_is_refused(model: Path) -> None:
     lora = LearnerConfig(lora=LoraConfig(rank=4))
     with (
-        preserved(),
-        pytest.raises(ConfigError, match=r"^learner.lora is for native models, GPTNeoForCausalLM is none"),
+        keep_torch_settings(),
+        pytest.raises(ConfigError, match=r"^learner.lora needs a model .* GPTNeoForCausalLM is not one"),
     ):
-        assemble(small_run(model=str(model), learner=lora))
+        build_rl_job(small_run(model=str(model), learner=lora))
     packed = NativeEngine(weights="packed")
-    with preserved(), pytest.raises(ConfigError, match=r"^engine.weights = packed is for native models: GPTNeo"):
-        assemble(small_run(model=str(model), engine=packed))
+    with keep_torch_settings(), pytest.raises(ConfigError, match=r"^engine.weights = packed is for native models, and GPTNeo"):
+        build_rl_job(small_run(model=str(model), engine=packed))

@@ -13,7 +13,7 @@ from cohort.config.kinds import RL
 from cohort.errors import ConfigError
 from cohort.recipes import RECIPES
 from tests.helpers.data_rows import write_rows
-from tests.helpers.small_runs import preserved
+from tests.helpers.small_runs import keep_torch_settings
 
 SMALL = shlex.split("--threads 1 --batch.prompts 2 --batch.samples 4 --eval.problems 8 --sampling.max-tokens 24")
 OWN = '''
@@ -22,8 +22,8 @@ from cohort.config.schema import BatchConfig, EvalConfig, SamplingConfig
 
 
 @cohort.task("pasted")
-class Pasted:
-    """Pays for naming the number, which the prompt does."""
+class EchoTask:
+    """A task that rewards naming a number which is in the prompt."""
 
     def rows(self, split):
         return ({"id": f"{split}-{n}", "n": n} for n in range(16))
@@ -40,7 +40,7 @@ class Pasted:
 
 def recipe():
     return cohort.RL(
-        model="tiny", task=Pasted(), steps=2, threads=1, batch=BatchConfig(prompts=4, samples=4),
+        model="tiny", task=EchoTask(), steps=2, threads=1, batch=BatchConfig(prompts=4, samples=4),
         sampling=SamplingConfig(max_tokens=16), eval=EvalConfig(problems=4),
     )
 '''
@@ -48,11 +48,11 @@ def recipe():
 
 @pytest.fixture(autouse=True)
 def settings_kept():
-    with preserved():
+    with keep_torch_settings():
         yield
 
 
-def test_the_quickstart_passes_with_a_line_a_check(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_quickstart_passes_with_one_line_per_check(capsys: pytest.CaptureFixture[str]) -> None:
     run(["quickstart", "--threads", "1"])
     shown = capsys.readouterr()
     *lines, last = shown.out.splitlines()
@@ -63,7 +63,7 @@ def test_the_quickstart_passes_with_a_line_a_check(capsys: pytest.CaptureFixture
 
 
 def different_recipes() -> list[str]:
-    """One of those that differ in their model and adapters alone: here the bundled model takes its place."""
+    """Returns one recipe out of each set that differs in model and adapters only: the test uses the bundled model."""
     seen: dict[str, str] = {}
     for name, make in sorted(RECIPES.items()):
         config = make()
@@ -74,15 +74,15 @@ def different_recipes() -> list[str]:
 
 
 @pytest.mark.parametrize("name", different_recipes())
-def test_no_built_in_recipe_raises_an_alarm(
+def test_no_built_in_recipe_fails_a_check(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COHORT_DATA", str(write_rows(tmp_path)))
     run([name, "--model", "tiny", *SMALL, "--json"])
     found = json.loads(capsys.readouterr().out)
     assert found["ok"] and found["recipe"] == name and len(found["findings"]) == 30
-    # the bundled model stands in for others here: what it samples may be all wrong, or never end
-    # half of a text that follows an instruction often follows it too
+    # The bundled model replaces the others here: its samples may all be wrong, or never end. Half of a text that
+    # follows an instruction often follows it too.
     usual = {"reward/signal", "update/end-token"} | ({"reward/truncated"} if "ifeval" in name else set())
     assert {f["name"] for f in found["findings"] if f["status"] == "warn"} <= usual
 

@@ -28,7 +28,7 @@ from tests.helpers.command_line import (
     shared_reference,
     start,
 )
-from tests.helpers.decoders_and_groups import one_sequence
+from tests.helpers.decoders_and_groups import plain_attention
 from tests.helpers.struck_command import Strike
 
 BENCH = shlex.split("--repeats 1 --prompts 2 --samples 2 --prompt-tokens 16 --completion-tokens 8 --threads 1")
@@ -84,7 +84,7 @@ def test_train_writes_json_lines(tmp_path: Path) -> None:
     lines = [json.loads(line, parse_constant=pytest.fail) for line in done.stdout.splitlines()]
     kinds = ["start", "evaluation", "event", "step", "step", "evaluation", "event", "finish"]
     assert [line["kind"] for line in lines] == kinds
-    assert "prompts once a group" in lines[2]["text"]
+    assert "prompts once per group" in lines[2]["text"]
     assert lines[0]["path"] == lines[-1]["path"] == f"runs/{only_run(tmp_path).name}"  # type: ignore[union-attr]
     assert [line["step"] for line in lines if line["kind"] == "step"] == [1, 2]
     assert all(math.isfinite(line["metrics"]["reward/mean"]) for line in lines if line["kind"] == "step")
@@ -135,7 +135,7 @@ def test_an_extended_run_is_the_run_that_was_longer_from_the_start(original: Pat
     assert run is not None
     assert differences(remains(run), remains(original)) == ["run.md"]  # which tells the command that was typed
     with Reader(run / "run.db") as reader:
-        assert reader.events(kind="command")[0].text == shlex.join(["cohort", "train", "quickstart", *shorter])
+        assert reader.read_events(kind="command")[0].text == shlex.join(["cohort", "train", "quickstart", *shorter])
 
 
 def test_a_finished_run_says_so(finished: Path, original: Path, tmp_path: Path) -> None:
@@ -151,7 +151,9 @@ def test_a_run_keeps_its_settings(finished: Path, original: Path, tmp_path: Path
     for flag in ("--seed", "--optim.lr"):
         line = refused(cohort(*again, flag, "1", at=tmp_path))
         assert f"{flag} cannot change: a run keeps its settings, only --steps may grow" in line
-    assert "has 6 steps: a run can be extended, not cut to 4" in refused(cohort(*again, "--steps", "4", at=tmp_path))
+    assert "has 6 steps, and --steps is 4: a run can be extended, not shortened" in refused(
+        cohort(*again, "--steps", "4", at=tmp_path)
+    )
     file = finished / "config.yaml"
     file.write_text(file.read_text().replace("lr: 0.0003", "lr: 0.0004"))
     line = refused(cohort(*again, "--steps", "8", at=tmp_path))
@@ -168,7 +170,7 @@ def test_ctrl_c_finishes_the_step_and_says_how_to_go_on(original: Path, tmp_path
     assert done.returncode == 130
     run = only_run(tmp_path)
     assert run is not None
-    assert "finishing this step, then saving; once more stops at once" in done.stderr
+    assert "finishing this step, then saving; a second signal stops at once" in done.stderr
     assert "Traceback" not in done.stderr
     assert f"stopped after step 3 of 6; go on with: cohort resume runs/{run.name}" in done.stdout.splitlines()
     assert "step 3/6" in done.stdout and "step 4/6" not in done.stdout
@@ -250,13 +252,13 @@ def test_an_exported_model_is_the_same_in_transformers(original: Path, tmp_path:
     )
     ids = torch.tensor(AutoTokenizer.from_pretrained(tmp_path / "out")(text)["input_ids"])
     with torch.no_grad():
-        hidden = ours(ids, torch.arange(len(ids)), one_sequence())
+        hidden = ours(ids, torch.arange(len(ids)), plain_attention())
         mine, reference = ours.logits(hidden), theirs(ids[None]).logits[0]
     assert torch.allclose(mine, reference, atol=1e-5 * float(reference.abs().max()), rtol=0)
     trained = original / "checkpoints" / "step-000006" / "model" / "model.safetensors"
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == trained.read_bytes()
     assert "exists already" in refused(cohort("export", original, "out", at=tmp_path))
-    assert "it has 4, 6" in refused(cohort("export", original, "other", "--step", "5", at=tmp_path))
+    assert "one that it has: 4, 6" in refused(cohort("export", original, "other", "--step", "5", at=tmp_path))
 
 
 @pytest.mark.parametrize("what", ["engine", "learner", "step"])

@@ -1,4 +1,4 @@
-"""`cohort explain` on a short real run: what it prints is what the learner did."""
+"""`cohort explain` on a short real run: it prints what the learner did."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cohort.inspect.explain.step import load
+from cohort.inspect.explain.step import load_step
 from cohort.run.store.reader import Reader
 from tests.helpers.command_line import SMALL, cohort, only_run
 
@@ -25,12 +25,12 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("number", [1, 2])
 def test_the_signal_is_what_the_learner_recorded(trained: Path, number: int) -> None:
-    step = load(trained, number)
+    step = load_step(trained, number)
     with Reader(trained / "run.db") as reader:
-        recorded = {m.name: m.value for m in reader.metrics(step=number)}
-    assert step.effect.exact and step.num_changed == 0
-    assert step.effect.total == pytest.approx(recorded["signal"], rel=1e-6)
-    in_loss = [e.in_loss for g in step.effect.groups for e in g]
+        recorded = {m.name: m.value for m in reader.read_metrics(step=number)}
+    assert step.effect.has_exact_ratios and step.num_changed == 0
+    assert step.effect.signal == pytest.approx(recorded["signal"], rel=1e-6)
+    in_loss = [e.is_in_loss for g in step.effect.groups for e in g]
     assert sum(in_loss) == 4 * recorded["groups/in_loss"] > 0
 
 
@@ -54,4 +54,4 @@ def test_a_step_is_explained_on_the_terminal_and_as_a_page(trained: Path, tmp_pa
 def test_a_step_that_is_not_kept_is_one_line(trained: Path, tmp_path: Path) -> None:
     done = cohort("explain", trained, "--step", 3, at=tmp_path)
     assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr == f"cohort: {trained} has no rollouts of step 3; those of step 1-2 are kept.\n"
+    assert done.stderr == f"cohort: {trained} has no rollouts of step 3; use --step with one of these: 1-2.\n"

@@ -1,4 +1,4 @@
-"""A real run, killed wherever it hurts and resumed, leaves what the undisturbed run leaves, bit for bit."""
+"""A real run that is killed at bad moments and resumed ends with the same files as one that was never killed."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from tests.helpers.command_line import (
     start,
     workers_of,
 )
-from tests.helpers.fork_server import StrikeServer, shared_server
+from tests.helpers.fork_server import ForkServer, shared_server
 from tests.helpers.struck_command import Strike
 
-# Each story is one run: the place and the call of it at which the first process is killed, then the one that
-# resumes, and so on; the line within the call is drawn. Saves come after steps 2, 3, 4 and 6. A step has two or more
-# calls of "rollout" and "scoring", depending on how quick the graders are.
+# Each story is one run. It lists (place, call) at which the first process is killed, then the process that resumes the
+# run, and so on. The line within the call is random. Checkpoints are saved after steps 2, 3, 4 and 6. A step has two or
+# more calls of "rollout" and "scoring", depending on the speed of the graders.
 STORIES = {
     "checkpoint": [("creation", 1), ("checkpoint", 2), ("recovery", 1), ("prune", 2)],
     "scoring": [("scoring", 6), ("rollout", 8), ("rollout_file", 3), ("finish", 1)],
@@ -48,7 +48,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Census]
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[StrikeServer]:
+def server() -> Iterator[ForkServer]:
     yield shared_server()
 
 
@@ -59,7 +59,7 @@ def assert_same(run: Path | None, original: Path) -> None:
 
 
 def test_4_10_the_reference_is_what_is_compared(undisturbed: tuple[Path, Census]) -> None:
-    """The comparison looks at something: weights, moments, rows of every kind, rollouts, evaluations."""
+    """The comparison covers weights, moments, rows of every kind, rollouts and evaluations, and none is empty."""
     original, census = undisturbed
     left = remains(original)
     moments = [left[f"checkpoints/step-{step:06d}/optimizer.safetensors"] for step in (4, 6)]
@@ -70,12 +70,12 @@ def test_4_10_the_reference_is_what_is_compared(undisturbed: tuple[Path, Census]
     assert len(left["groups"]) == 36 and len(left["samples"]) == 144 and len(left["prompts"]) == 24
     assert {g["visit"] for g in left["groups"]} == {0, 1}
     assert prompts_are_accounted_for(original)
-    assert all(census.lengths.values())  # every place is one that a run passes
+    assert all(census.lengths.values())  # a run executes every place
 
 
 @pytest.mark.parametrize("story", STORIES)
 def test_4_10_killed_anywhere_and_resumed_it_ends_the_same(
-    story: str, undisturbed: tuple[Path, Census], server: StrikeServer, tmp_path: Path
+    story: str, undisturbed: tuple[Path, Census], server: ForkServer, tmp_path: Path
 ) -> None:
     original, census = undisturbed
     rng = random.Random(story)
@@ -90,13 +90,13 @@ def test_4_10_killed_anywhere_and_resumed_it_ends_the_same(
 
 
 def test_4_10_no_worker_survives_its_parent(undisturbed: tuple[Path, Census], tmp_path: Path) -> None:
-    """Held still in the middle of scoring, so that there certainly are workers to survive."""
+    """The run is stopped in the middle of scoring, so that there are workers that could survive."""
     original, _ = undisturbed
     strike = Strike(signal.SIGSTOP, "scoring", 8, 3)
     process = start(*next_args(tmp_path), at=tmp_path, orders=[strike])
     assert os.WIFSTOPPED(os.waitpid(process.pid, os.WUNTRACED)[1])
     assert workers_of(process.pid)
-    # While it lives, even if it does nothing, the run is its own.
+    # A stopped process still holds the lock.
     run = only_run(tmp_path)
     assert run is not None
     again = next_args(tmp_path)
@@ -111,7 +111,7 @@ def test_4_10_no_worker_survives_its_parent(undisturbed: tuple[Path, Census], tm
 
 
 def test_4_10_a_run_keeps_its_thread_count(tmp_path: Path) -> None:
-    """`threads: 0` asks for all cores; on resume it is the checkpoint that says how many that were."""
+    """`threads: 0` means all cores. A resume takes the number from the checkpoint, not from the machine."""
     kill = Strike(signal.SIGKILL, "update", 3, 1)
     settings = [setting for setting in SMALL if not setting.startswith(("--threads", "--steps"))]
     process = start(*next_args(tmp_path, [*settings, "--steps=3"]), at=tmp_path, orders=[kill])
@@ -132,7 +132,7 @@ def test_4_10_a_run_keeps_its_thread_count(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_4_10_a_campaign_of_random_kills(tmp_path: Path) -> None:
-    """Random places and random moments; `benchmarks/kill_campaign.py` does a hundred."""
+    """Kills at random places and moments. `benchmarks/kill_campaign.py` itself does a hundred."""
     script = [sys.executable, str(ROOT / "benchmarks" / "kill_campaign.py"), "--kills", "30", "--seed", "1"]
     done = subprocess.run(script, env=ENV, cwd=tmp_path, capture_output=True, text=True, timeout=1200, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

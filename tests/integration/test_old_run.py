@@ -1,4 +1,4 @@
-"""Runs of earlier formats, kept in tests/data: this version opens them, shows them and goes on with them."""
+"""Runs of earlier formats, in tests/data: this version opens them, shows them and resumes them."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from cohort.errors import CohortError
 from cohort.models.files import load_folder
 from cohort.run.directory import RunDirectory
 from cohort.run.store.reader import Reader
-from cohort.run.store.rollouts import load_rollouts, rollout_path, rollout_steps
-from tests.helpers.small_runs import preserved
+from cohort.run.store.rollouts import list_rollout_steps, load_rollouts, make_rollout_path
+from tests.helpers.small_runs import keep_torch_settings
 
 DATA = Path(__file__).resolve().parents[1] / "data"
 
 
 @pytest.fixture(params=range(1, FORMAT), ids=lambda n: f"format-{n}")
 def old_run(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of the run in a folder of its own, where its model is named as its config names it."""
+    """A copy of the run. The working directory is changed so that the model's path in its config is right."""
     shutil.copytree(DATA / f"run-format-{request.param}", tmp_path / "old")
     monkeypatch.chdir(tmp_path / "old")
     return Path("run")
@@ -32,24 +32,24 @@ def test_its_settings_and_results_are_read(old_run: Path) -> None:
     directory = RunDirectory.open(old_run)
     config = directory.config
     assert (config.kind, config.steps, config.batch.prompts, config.algo.kl.weight) == ("rl", 2, 4, 0.1)
-    assert not config.learner.lora.on and not config.replay.on and not config.algo.correction.on
-    assert list(directory.evaluations()) == [0, 2]
+    assert not config.learner.lora.is_on and not config.replay.is_on and not config.algo.correction.is_on
+    assert list(directory.load_evaluations()) == [0, 2]
     with Reader(directory.database, once=True) as reader:
-        assert list(reader.series("loss")) == [1, 2] and list(reader.series("eval/accuracy")) == [0, 2]
-        assert len(reader.samples(step=2)) == 16
-    assert rollout_steps(directory.rollouts) == [1, 2]
-    assert [len(g.samples) for g in load_rollouts(rollout_path(directory.rollouts, 2))] == [4, 4, 4, 4]
+        assert list(reader.read_series("loss")) == [1, 2] and list(reader.read_series("eval/accuracy")) == [0, 2]
+        assert len(reader.read_samples(step=2)) == 16
+    assert list_rollout_steps(directory.rollouts) == [1, 2]
+    assert [len(g.samples) for g in load_rollouts(make_rollout_path(directory.rollouts, 2))] == [4, 4, 4, 4]
 
 
 def test_its_steps_are_explained_and_reproduced(old_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", str(old_run), "--step", "1"]) == 0
     assert "arithmetic" in capsys.readouterr().out
-    with preserved():
+    with keep_torch_settings():
         assert main(["replay", str(old_run), "--step", "2", "--json"]) == 0
     replayed = json.loads(capsys.readouterr().out)
     stored = replayed["metrics"]["grad_norm"]["stored"]
     assert replayed["reapplied"] == [1] and stored > 1e-4  # there was an update
-    # To the last bit on the machine that made the run; on another its sums may come in another order.
+    # Equal to the last bit on the machine that made the run. Another one may add numbers in another order.
     for name, found in replayed["metrics"].items():
         assert found["replayed"] == pytest.approx(found["stored"], rel=1e-4, abs=1e-6), name
 
@@ -57,15 +57,17 @@ def test_its_steps_are_explained_and_reproduced(old_run: Path, capsys: pytest.Ca
 def test_it_goes_on_and_becomes_a_run_of_this_format(old_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = RunDirectory.open(old_run)
     assert before.format < FORMAT
-    with preserved():
+    with keep_torch_settings():
         assert main(["resume", str(old_run), "--steps", "4"]) == 0
     assert "from step 2 to step 4" in capsys.readouterr().out
     after = RunDirectory.open(old_run)
     assert after.format == FORMAT and after.config.steps == 4
     with Reader(after.database) as reader:
-        assert list(reader.series("loss")) == [1, 2, 3, 4]
-    with preserved():
-        assert main(["resume", str(old_run)]) == 0  # from a checkpoint of this version, in a directory of both
+        assert list(reader.read_series("loss")) == [1, 2, 3, 4]
+    with keep_torch_settings():
+        assert (
+            main(["resume", str(old_run)]) == 0
+        )  # from a checkpoint of this version, in a directory with files of both versions
     assert "all 4 steps are done" in capsys.readouterr().out
 
 
@@ -79,5 +81,7 @@ def test_its_model_is_exported(old_run: Path, tmp_path: Path, capsys: pytest.Cap
 def test_a_run_of_a_later_format_is_refused_in_one_line(old_run: Path) -> None:
     file = old_run / "config.yaml"
     file.write_text(f"format: {FORMAT + 1}\nkind: rl\n" + file.read_text())
-    with pytest.raises(CohortError, match=f"has format {FORMAT + 1}, this Cohort knows {FORMAT}: upgrade Cohort"):
+    with pytest.raises(
+        CohortError, match=f"has format {FORMAT + 1}, but this version of Cohort reads up to {FORMAT}: upgrade Cohort"
+    ):
         RunDirectory.open(old_run)

@@ -16,7 +16,7 @@ from cohort.run.directory import load_evaluations
 from cohort.run.store.reader import Reader
 from tests.helpers.command_line import Done, cohort, differences, next_args, only_run, remains
 
-# As a user would write it: nothing of it is in the package.
+# A task as a user writes it: nothing of it is in the package.
 FILE = '''
 import cohort
 from cohort.config.schema import BatchConfig, EvalConfig, SamplingConfig, SaveConfig
@@ -57,13 +57,13 @@ FLAGS = ["--optim.lr=1e-4", "--algo.scale=none"]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where `my_task.py` is. Shared, because a config names its file."""
+    """The folder of `my_task.py`. All tests share it, because a config contains the path of the file."""
     return tmp_path_factory.mktemp("own_task")
 
 
 @pytest.fixture(scope="module")
 def write(folder: Path) -> Callable[[str], Path]:
-    """Write `my_task.py` with a bug in its grader, or with none."""
+    """A function that writes `my_task.py` with a bug in its grader, or with none."""
 
     def write_file(bug: str) -> Path:
         path = folder / "my_task.py"
@@ -75,7 +75,7 @@ def write(folder: Path) -> Callable[[str], Path]:
 
 @pytest.fixture(scope="module")
 def sound(write: Callable[[str], Path], folder: Path) -> Path:
-    """The run of a grader without a bug. Shared: only to be read."""
+    """The run of a grader without a bug. It is shared, so tests only read it."""
     file = write("pass")
     return trained(cohort("train", f"{file}:recipe", *FLAGS, at=folder), folder)
 
@@ -94,8 +94,8 @@ def test_a_task_of_ones_own_is_trained_resumed_and_evaluated(
     run = Path(shutil.copytree(sound, tmp_path / "runs" / sound.name))
     assert f"name: {file}:sums" in (run / "config.yaml").read_text()
     with Reader(run / "run.db") as reader:
-        rewards = [row.reward for row in reader.samples()]
-        assert len({row.prompt_id for row in reader.prompts()}) == 48
+        rewards = [row.reward for row in reader.read_samples()]
+        assert len({row.prompt_id for row in reader.read_prompts()}) == 48
     assert set(rewards) == {0.0, 1.0}  # something to learn from
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
@@ -113,12 +113,12 @@ def test_a_task_of_ones_own_is_trained_resumed_and_evaluated(
     assert found["setting"]["task"] == "sums" and found["items"] == known["items"]
 
 
-def one_answer(run: Path) -> tuple[str, str]:
-    """(row, text) of the first step that one sample alone gave, in a group whose others were right and wrong."""
+def find_lone_answer(run: Path) -> tuple[str, str]:
+    """Returns (row id, text) of an answer that one sample of step 1 gave alone, in a group of right and wrong ones."""
     with Reader(run / "run.db") as reader:
-        names = {prompt.id: prompt.prompt_id for prompt in reader.prompts()}
-        for group in reader.groups(step=1):
-            samples = reader.samples(group=group.id)
+        names = {prompt.id: prompt.prompt_id for prompt in reader.read_prompts()}
+        for group in reader.read_groups(step=1):
+            samples = reader.read_samples(group=group.id)
             for sample in samples:
                 others = [other for other in samples if other is not sample]
                 if {o.reward for o in others} == {0.0, 1.0} and sample.text not in {o.text for o in others}:
@@ -129,18 +129,20 @@ def one_answer(run: Path) -> tuple[str, str]:
 def test_4_9_a_sample_that_cannot_be_scored_leaves_its_group(
     sound: Path, write: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """The grader raises at one answer, less than 5% of a step: that is no zero, and the baseline is the others'."""
-    row, text = one_answer(sound)
+    """The grader raises at one answer, less than 5% of a step: it gets no reward, and the others make the baseline."""
+    row, text = find_lone_answer(sound)
     file = write(f'if row["id"] == {row!r} and answer.text == {text!r}: raise ZeroDivisionError("my own bug")')
     done = cohort("train", "my_task.py:recipe", *FLAGS, "--steps=1", "--out", tmp_path / "runs", at=file.parent)
     run = trained(done, tmp_path)
-    assert f"name: {file}:sums" in (run / "config.yaml").read_text()  # wherever it is resumed
+    assert (
+        f"name: {file}:sums" in (run / "config.yaml").read_text()
+    )  # absolute, so that the run can be resumed from any folder
     with Reader(run / "run.db") as reader:
-        [failed] = [sample for sample in reader.samples() if sample.failure]
-        [group] = [group for group in reader.groups() if group.id == failed.group]
-        others = [sample for sample in reader.samples(group=group.id) if not sample.failure]
-        metrics = {metric.name: metric.value for metric in reader.metrics(step=1)}
-        [event] = [event for event in reader.events() if event.kind == "failure"]
+        [failed] = [sample for sample in reader.read_samples() if sample.failure]
+        [group] = [group for group in reader.read_groups() if group.id == failed.group]
+        others = [sample for sample in reader.read_samples(group=group.id) if not sample.failure]
+        metrics = {metric.name: metric.value for metric in reader.read_metrics(step=1)}
+        [event] = [event for event in reader.read_events() if event.kind == "failure"]
     assert "ZeroDivisionError: my own bug" in failed.failure and failed.text == text
     assert failed.reward is None and failed.advantage == 0 and not group.excluded
     mean = math.fsum(sample.reward or 0.0 for sample in others) / 3
@@ -156,25 +158,27 @@ def test_4_9_above_five_percent_the_run_stops_and_is_resumed_when_the_grader_is_
     sound: Path, write: Callable[[str], Path], tmp_path: Path
 ) -> None:
     with Reader(sound / "run.db") as reader:
-        names = {prompt.id: prompt.prompt_id for prompt in reader.prompts()}
-        second = [names[group.prompt] for group in reader.groups(step=2)]
+        names = {prompt.id: prompt.prompt_id for prompt in reader.read_prompts()}
+        second = [names[group.prompt] for group in reader.read_groups(step=2)]
     file = write(f'if row["id"] in {tuple(second[:2])}: raise ZeroDivisionError("my own bug")')
     done = cohort("train", f"{file}:recipe", *FLAGS, at=tmp_path)  # two rows of 24: 8 samples of 96
     assert done.returncode == 2 and "step 1/2" in done.stdout and "step 2/2" not in done.stdout
     assert done.stderr.count("\n") == 1 and "Traceback" not in done.stderr
-    assert "8 of 96 samples could not be scored, more than 5%; the first: the grader raised" in done.stderr
-    assert "ZeroDivisionError: my own bug" in done.stderr and "Mend the grader, then resume" in done.stderr
+    assert (
+        "8 of 96 samples could not be scored, which is more than 5%. The first reason: the grader raised" in done.stderr
+    )
+    assert "ZeroDivisionError: my own bug" in done.stderr and "Repair the grader, then resume" in done.stderr
     assert "go on with: cohort resume runs/" in done.stdout
     write("pass")
     run = trained(cohort(*next_args(tmp_path), at=tmp_path), tmp_path)
     assert differences(remains(run), remains(sound)) == ["eval/step-000000.json"]
     first, expected = (json.loads((r / "eval" / "step-000000.json").read_text()) for r in (run, sound))
-    assert first["setting"].pop("grader") != expected["setting"].pop("grader")  # the one with the bug made it
+    assert first["setting"].pop("grader") != expected["setting"].pop("grader")  # the grader with the bug made it
     assert first == expected
 
 
 def test_the_example_in_the_readme_checks_and_trains(tmp_path):
-    """As it stands there, with fewer steps: the reward is sound, the update is right, and it learns."""
+    """The code of the README with fewer steps: the reward is sound, the update is right, and the policy learns."""
     text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
     [code] = re.findall(r"```python\n(# sums.py.*?)```", text, re.DOTALL)
     (tmp_path / "sums.py").write_text(code, encoding="utf-8")
@@ -189,7 +193,7 @@ def test_the_example_in_the_readme_checks_and_trains(tmp_path):
 
 
 def test_the_page_about_tasks_has_one_that_works(tmp_path: Path) -> None:
-    """As a newcomer: copy the file, type the commands."""
+    """Copies the file and runs the commands of docs/tasks.md."""
     page = (Path(__file__).parents[2] / "docs" / "tasks.md").read_text(encoding="utf-8")
     [code] = re.findall(r"```python\n(# capitals.py.*?)```", page, re.DOTALL)
     commands = re.findall(r"^cohort (\w+ capitals\.py.*?)(?: +#.*)?$", page, re.MULTILINE)

@@ -1,4 +1,4 @@
-"""`cohort replay` on short real runs: a step done again is the step that was done."""
+"""`cohort replay` on short real runs: a replayed step gives the recorded metrics."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ from cohort.config.schema import (
 )
 from cohort.errors import RunError
 from cohort.inspect import replay as replay_module
-from cohort.inspect.replay import Replayed, replay
+from cohort.inspect.replay import ReplayResult, replay_step
 from cohort.jobs import build
 from cohort.loops.stats import StepStats
 from cohort.run import checkpoint
 from cohort.run.directory import RunDirectory
 from cohort.run.store.db import Store
-from cohort.run.store.rollouts import load_rollouts, rollout_path, save_rollouts
+from cohort.run.store.rollouts import load_rollouts, make_rollout_path, save_rollouts
 from cohort.types import Group
-from tests.helpers.small_runs import assembled, preserved, run_steps, small_run
+from tests.helpers.small_runs import built_job, keep_torch_settings, run_steps, small_run
 
 
 def short_run(**changes: Any) -> RL:
-    """Four steps; checkpoints after 2 and 4 unless told otherwise, so that two steps need one before them again."""
+    """Returns a config of four steps with checkpoints after steps 2 and 4 (by default): replays of these re-apply one."""
     values: dict[str, Any] = {
         "steps": 4,
         "batch": BatchConfig(prompts=6, samples=4),
@@ -77,13 +77,13 @@ RUNS = {
 
 
 def digest(run: Path) -> dict[str, str]:
-    """Every file of a run and its content; a lock is freed, not removed."""
+    """Returns the digest of every file of a run by name. The lock file stays when the lock is released."""
     return {str(p.relative_to(run)): hashlib.sha256(p.read_bytes()).hexdigest() for p in run.rglob("*") if p.is_file()}
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
-    """Made when first asked for: a run of each kind."""
+    """Yields the runs by kind. Each is made when a test first asks for it."""
     folder = tmp_path_factory.mktemp("replay")
 
     class Made(dict[str, Path]):
@@ -91,16 +91,16 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
             self[kind] = build.train(RUNS[kind], folder / kind, "json")
             return self[kind]
 
-    with preserved():
+    with keep_torch_settings():
         yield Made()
 
 
-def done(run: Path, step: int, *settings: str) -> Replayed:
-    with preserved():
-        return replay(run, step, settings, lambda text: None)
+def replay_quietly(run: Path, step: int, *settings: str) -> ReplayResult:
+    with keep_torch_settings():
+        return replay_step(run, step, settings, lambda text: None)
 
 
-def metrics(replayed: Replayed) -> dict[str, float]:
+def metrics(replayed: ReplayResult) -> dict[str, float]:
     return {row.name: row.replayed for row in replayed.rows if row.replayed is not None}
 
 
@@ -109,8 +109,8 @@ def test_every_step_is_reproduced_to_the_last_bit_and_the_run_is_not_touched(run
     run = runs[kind]
     before, trained = digest(run), 0
     for step in range(1, 5):
-        found = done(run, step)
-        assert [(row.name, row.stored, row.replayed) for row in found.differing] == []
+        found = replay_quietly(run, step)
+        assert [(row.name, row.stored, row.replayed) for row in found.differing_rows] == []
         assert (found.changed, found.notes) == ({}, [])
         assert found.base == (2 if step > 2 and kind != "grpo" else 0)
         assert {"grad_norm", "lr", "groups/in_loss"} <= metrics(found).keys()
@@ -126,14 +126,14 @@ def test_every_step_is_reproduced_to_the_last_bit_and_the_run_is_not_touched(run
 
 @pytest.mark.parametrize("kind", RUNS)
 def test_a_state_under_other_settings_is_the_same_state(runs: dict[str, Path], kind: str) -> None:
-    """Everything fits into one microbatch of either size, so nothing but the way of the state is different."""
-    found = done(runs[kind], 4, "--learner.token-budget=8192")
+    """Everything fits into one microbatch of either size, so only the transfer of the state to a new job is tested."""
+    found = replay_quietly(runs[kind], 4, "--learner.token-budget=8192")
     assert found.changed == {"learner.token_budget": (4096, 8192)}
-    assert found.differing == []
+    assert found.differing_rows == []
 
 
 def test_changed_settings_give_what_a_run_with_them_from_that_step_on_does(runs: dict[str, Path]) -> None:
-    """Against the real loop, which samples step 2 itself: the policy and so the groups are the run's."""
+    """Compares with the real loop, which samples step 2 itself: the policy, and so the groups, are those of the run."""
     config = RUNS["kl"]
     changed = replace(
         config,
@@ -141,7 +141,7 @@ def test_changed_settings_give_what_a_run_with_them_from_that_step_on_does(runs:
         optim=replace(config.optim, lr=3e-3, clip_norm=0.1),
         learner=replace(config.learner, epochs=3),
     )
-    with assembled(config) as parts:
+    with built_job(config) as parts:
         run_steps(parts, 1)
         learner, steered = parts.learner, parts.algo.state()
         parts.config = changed
@@ -150,7 +150,7 @@ def test_changed_settings_give_what_a_run_with_them_from_that_step_on_does(runs:
         learner.config, learner.optim, learner.optimizer.config = changed.learner, changed.optim, changed.optim
         [(_, stats)] = run_steps(parts, 1, first=1)
     flags = ["--algo.clip-high=0.05", "--algo.scale=none", "--optim.lr=3e-3", "--optim.clip-norm=0.1"]
-    found = done(runs["kl"], 2, *flags, "--learner.epochs=3")
+    found = replay_quietly(runs["kl"], 2, *flags, "--learner.epochs=3")
     assert metrics(found) == stats.metrics
     assert found.changed == {
         "algo.scale": ("std", "none"),
@@ -159,92 +159,92 @@ def test_changed_settings_give_what_a_run_with_them_from_that_step_on_does(runs:
         "optim.clip_norm": (1.0, 0.1),
         "learner.epochs": (2, 3),
     }
-    assert {"loss", "grad_norm", "lr", "kl/ref", "updates/done"} <= {row.name for row in found.differing}
+    assert {"loss", "grad_norm", "lr", "kl/ref", "updates/done"} <= {row.name for row in found.differing_rows}
 
 
 def test_a_reference_that_the_run_did_not_have_is_the_initial_model(runs: dict[str, Path]) -> None:
     config = RUNS["grpo"]
-    with assembled(replace(config, algo=replace(config.algo, kl=KLConfig(weight=0.5)))) as parts:
+    with built_job(replace(config, algo=replace(config.algo, kl=KLConfig(weight=0.5)))) as parts:
         parts.algo.load_state(parts.algo.state() | {"kl": 0.0})  # as good as none: the run's own step 1
         run_steps(parts, 1)
         parts.algo.load_state(parts.algo.state() | {"kl": 0.5})
         [(_, stats)] = run_steps(parts, 1, first=1)
-    found = done(runs["grpo"], 2, "--algo.kl.weight=0.5")
+    found = replay_quietly(runs["grpo"], 2, "--algo.kl.weight=0.5")
     assert found.changed == {"algo.kl.weight": (0.0, 0.5)}
     assert metrics(found)["kl/ref"] == pytest.approx(stats.metrics["kl/ref"], rel=1e-3) and stats.metrics["kl/ref"] > 0
     assert metrics(found)["grad_norm"] == pytest.approx(stats.metrics["grad_norm"], rel=1e-3)
 
 
 def test_another_algorithm_takes_out_the_groups_it_would_have_replaced(runs: dict[str, Path]) -> None:
-    found = {step: done(runs["grpo"], step) for step in range(1, 5)}
+    found = {step: replay_quietly(runs["grpo"], step) for step in range(1, 5)}
     step = next(s for s, f in found.items() if metrics(f).get("groups/constant_reward"))
     dead = metrics(found[step])["groups/constant_reward"]
-    other = done(runs["grpo"], step, "--algo", "dapo")
+    other = replay_quietly(runs["grpo"], step, "--algo", "dapo")
     assert other.changed["algo"] == ("grpo", "dapo")
     assert metrics(other)["groups/not_accepted"] == dead and "groups/constant_reward" not in metrics(other)
     assert other.notes == [f"groups that refill would have replaced, and that only left: {dead:.0f}."]
 
 
 def test_the_compute_type_may_be_another(runs: dict[str, Path]) -> None:
-    """From the masters, not from what the run's type made of them."""
-    exact, rounded = (done(runs["grpo"], 2, f"--learner.dtype={t}") for t in ("float64", "bfloat16"))
-    stored = metrics(done(runs["grpo"], 2))["grad_norm"]
-    assert metrics(exact)["grad_norm"] == pytest.approx(stored, rel=1e-4) and exact.differing
-    assert metrics(rounded)["grad_norm"] == pytest.approx(stored, rel=0.1) and rounded.differing
-    several, plain = (metrics(done(runs["kl"], 4, *f)) for f in (["--learner.dtype=bfloat16"], []))
+    """The replay starts from the fp32 masters, not from weights rounded to the run's dtype."""
+    exact, rounded = (replay_quietly(runs["grpo"], 2, f"--learner.dtype={t}") for t in ("float64", "bfloat16"))
+    stored = metrics(replay_quietly(runs["grpo"], 2))["grad_norm"]
+    assert metrics(exact)["grad_norm"] == pytest.approx(stored, rel=1e-4) and exact.differing_rows
+    assert metrics(rounded)["grad_norm"] == pytest.approx(stored, rel=0.1) and rounded.differing_rows
+    several, plain = (metrics(replay_quietly(runs["kl"], 4, *f)) for f in (["--learner.dtype=bfloat16"], []))
     assert several["grad_norm"] == pytest.approx(plain["grad_norm"], rel=0.1)  # updates go on from the masters
-    single = done(runs["bf16"], 4, "--learner.dtype=float32")
-    assert metrics(single)["grad_norm"] == pytest.approx(metrics(done(runs["bf16"], 4))["grad_norm"], rel=0.1)
+    single = replay_quietly(runs["bf16"], 4, "--learner.dtype=float32")
+    assert metrics(single)["grad_norm"] == pytest.approx(metrics(replay_quietly(runs["bf16"], 4))["grad_norm"], rel=0.1)
     assert metrics(single)["sampler_gap/max"] > 1e-4  # bf16 sampled it
 
 
 @pytest.fixture
 def copied(runs: dict[str, Path], tmp_path: Path) -> Path:
-    """The "kl" run, to be spoilt."""
+    """Returns a copy of the run "kl" that a test may damage."""
     return Path(shutil.copytree(runs["kl"], tmp_path / "run"))
 
 
-def test_what_differs_is_told_and_by_how_much(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_difference_is_reported_with_its_size(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with closing(sqlite3.connect(copied / "run.db")) as db, db:
         (lr,) = db.execute("SELECT value FROM metrics WHERE step = 1 AND name = 'lr'").fetchone()
         db.execute("UPDATE metrics SET value = value + 0.5 WHERE step = 1 AND name = 'lr'")
-    with preserved():
+    with keep_torch_settings():
         command.run([str(copied), "--step", "1"])
     out = capsys.readouterr().out
     assert "not reproduced: 1 of " in out
     cells = next(line for line in out.splitlines() if line.startswith("lr ")).split()
     assert cells == ["lr", f"{lr + 0.5:.6g}", f"{lr:.6g}", "-0.5"]
     assert "the run was extended since" in out
-    [note] = done(copied, 2).notes
+    [note] = replay_quietly(copied, 2).notes
     assert note == "step 1, re-applied on the way, was not reproduced: lr differ."
 
 
-def test_rollouts_that_changed_on_the_way_show_in_what_follows(copied: Path) -> None:
-    path = rollout_path(copied / "rollouts", 3)
+def test_changed_rollouts_of_an_earlier_step_are_reported(copied: Path) -> None:
+    path = make_rollout_path(copied / "rollouts", 3)
     groups = load_rollouts(path)
     for sample in (s for g in groups for s in g.samples):
         sample.reward = 1.0 - (sample.reward or 0.0)
     save_rollouts(path, groups)
-    found = done(copied, 4)
-    assert {"grad_norm", "kl/ref"} <= {row.name for row in found.differing}
+    found = replay_quietly(copied, 4)
+    assert {"grad_norm", "kl/ref"} <= {row.name for row in found.differing_rows}
     assert found.notes[0].startswith("step 3, re-applied on the way, was not reproduced: reward/mean")
 
 
 def test_a_step_that_cannot_be_replayed_names_those_that_can(copied: Path) -> None:
-    rollout_path(copied / "rollouts", 1).unlink()
+    make_rollout_path(copied / "rollouts", 1).unlink()
     for step, why in (
         (0, "steps count from 1"),
         (1, "its rollouts are not kept"),
         (2, "rollouts of steps between it and the last checkpoint before it are not kept"),
-        (5, "the run has done 4"),
+        (5, "the run has done 4 steps"),
     ):
         with pytest.raises(RunError) as refusal:
-            done(copied, step)
-        assert str(refusal.value) == f"step {step} of {copied} cannot be replayed: {why}; those that can: 3-4."
-    assert done(copied, 3).differing == []
-    rollout_path(copied / "rollouts", 3).unlink()
-    with pytest.raises(RunError, match="no other can either"):
-        done(copied, 4)
+            replay_quietly(copied, step)
+        assert str(refusal.value) == f"step {step} of {copied} cannot be replayed: {why}; steps that can: 3-4."
+    assert replay_quietly(copied, 3).differing_rows == []
+    make_rollout_path(copied / "rollouts", 3).unlink()
+    with pytest.raises(RunError, match="no other step can either"):
+        replay_quietly(copied, 4)
 
 
 def test_a_run_under_way_is_replayed_beside_its_writer(copied: Path) -> None:
@@ -252,17 +252,17 @@ def test_a_run_under_way_is_replayed_beside_its_writer(copied: Path) -> None:
     directory = RunDirectory.open(copied)
     directory.lock()
     store = Store(directory.database)
-    store.truncate_after(3)
+    store.remove_after(3)
     try:
-        assert done(copied, 3).differing == []
-        with pytest.raises(RunError, match=r"the run has done 3; those that can: 1-3\."):
-            done(copied, 4)
+        assert replay_quietly(copied, 3).differing_rows == []
+        with pytest.raises(RunError, match=r"the run has done 3 steps; steps that can: 1-3\."):
+            replay_quietly(copied, 4)
     finally:
         store.close()
         directory.unlock()
 
 
-def test_a_checkpoint_removed_meanwhile_is_done_without(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_that_is_removed_meanwhile_is_not_needed(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     load = checkpoint.load
 
     def removed(path: Path) -> checkpoint.Checkpoint:
@@ -270,15 +270,15 @@ def test_a_checkpoint_removed_meanwhile_is_done_without(copied: Path, monkeypatc
         return load(path)
 
     monkeypatch.setattr(replay_module.checkpoint, "load", removed)
-    found = done(copied, 4)
-    assert (found.base, found.differing) == (0, [])
+    found = replay_quietly(copied, 4)
+    assert (found.base, found.differing_rows) == (0, [])
 
 
 @pytest.mark.parametrize("settings", [[], ["--optim.lr=1e-4"]])
 def test_the_initial_model_too_gets_the_threads_of_the_run(
     copied: Path, settings: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    state = copied / "checkpoints" / checkpoint.name(4) / "state.json"
+    state = copied / "checkpoints" / checkpoint.folder_name(4) / "state.json"
     numbers = json.loads(state.read_text())
     numbers["numbers"]["threads"] = 3
     state.write_text(json.dumps(numbers))
@@ -288,15 +288,15 @@ def test_the_initial_model_too_gets_the_threads_of_the_run(
         used.append(torch.get_num_threads())
         return [], StepStats()
 
-    monkeypatch.setattr(replay_module, "improve", counted)
-    done(copied, 2, *settings)
+    monkeypatch.setattr(replay_module, "update_policy", counted)
+    replay_quietly(copied, 2, *settings)
     assert used == [3, 3]
 
 
-def test_the_command_tells_it_in_words_and_as_json(runs: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_words_or_json(runs: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
     run = str(runs["grpo"])
     capsys.readouterr()  # what the run said, if it was made just now
-    with preserved():
+    with keep_torch_settings():
         command.run(["--step", "3", run])
         said = capsys.readouterr()
         command.run([run, "--json", "--step=3", "--optim.lr", "1e-3"])

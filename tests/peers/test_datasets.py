@@ -25,7 +25,7 @@ def make(raw: dict[str, Any]) -> Row:
 def read(folder: Path, split: str, columns: tuple[str, ...] = ("question=ask",)) -> list[Row]:
     places = {"test": Place(file="", hub=str(folder), split=split)}
     own = ("question", "answer")
-    return list(read_rows("sums", "test", data="", columns=columns, places=places, make=make, key="question", own=own))
+    return list(read_rows("sums", "test", data="", columns=columns, places=places, make=make, key="question", task_columns=own))
 
 
 @pytest.fixture

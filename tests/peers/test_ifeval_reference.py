@@ -1,29 +1,29 @@
-"""Our checks of IFEval's instructions against the published checker, as lm-eval 0.4.13 carries it, with nltk 3.9.2.
+"""Compares our checks of IFEval's instructions with the published checker, as lm-eval 0.4.13 has it, with nltk 3.9.2.
 
-Its langdetect is seeded like ours (unseeded it may give another verdict the next time), and the trained lists of its
-sentence tokenizer come out of the wheel of llama-index-core, because no package has them alone. Strict and loose
-verdicts are compared instruction by instruction, on the prompts of IFEval (where COHORT_DATA names a folder with them)
-and on generated ones. The answers are texts that follow a prompt's instructions, the same texts damaged in many ways,
-and texts that were written for no prompt. All verdicts are equal, but for these:
+The checker's langdetect gets the same seed as ours; without a seed, a verdict may change from call to call. The trained
+lists of its sentence tokenizer come from the wheel of llama-index-core, because no package has them alone. Strict and
+loose verdicts are compared instruction by instruction, on the prompts of IFEval (if COHORT_DATA names a folder with
+them) and on generated ones. The answers are texts that follow the instructions of a prompt, the same texts damaged in
+many ways, and texts that were written for no prompt. All verdicts are equal, except for these:
 
 | what | the checker | ours |
 |---|---|---|
 | number_sentences | looks up 20,000 words | 250 words; 1 of 11,880 verdicts here, see `test_real_answers` |
 | letter_frequency of another sign than a-z (# and ! in two rows) | draws a letter at random | counts the sign |
 | a count of 0 | draws a count at random (lm-eval takes 0 for a missing value) | 0 |
-| keywords with signs of regular expressions | a pattern; a stray bracket raises | as they are written |
+| keywords with signs of regular expressions | read as a pattern; a stray bracket raises | taken literally |
 | capital_word_frequency of words with several apostrophes, such as MR.'TIS | by the order of 20 patterns | off by one |
 | JSON nested a thousand deep | raises RecursionError | not followed |
 | more than 200,000 characters | minutes to hours for some instructions | wrong (`ifeval.MAX_CHARS`) |
 | the language of a text whose first 20,000 characters are half addresses | reads on | reads no further |
 
-nltk 3.10 changed its tokenizers (curly quotation marks end sentences, dashes part words, signs of Indian scripts belong
-to words); 3.9 is what published numbers were made with, and what is followed here.
+nltk 3.10 changed its tokenizers (curly quotation marks end sentences, dashes separate words, signs of Indian scripts
+belong to words). Published numbers were made with 3.9, so our checks follow 3.9.
 
-What looks like a mistake of the checker and is kept, because published numbers have it: a text without any letter is in
-every language; a lone asterisk swallows the line after it; a numbered list has twice as many sentences; empty
-paragraphs count for the place of a paragraph and not for their number; a postscript may stand anywhere; "I" and "A" are
-words in capitals; keywords are found inside other words, forbidden words are not.
+Some verdicts of the checker look like mistakes and are kept, because published numbers contain them: a text without any
+letter is in every language; a lone asterisk takes the line after it; a numbered list has twice as many sentences; empty
+paragraphs count for the place of a paragraph but not for the number of paragraphs; a postscript may stand anywhere; "I"
+and "A" are words in capitals; keywords are found inside other words, forbidden words are not.
 """
 
 from __future__ import annotations
@@ -45,24 +45,28 @@ import pytest
 
 from cohort.tasks.draws import Draws
 from cohort.tasks.ifeval.instructions.cases import count_capital_words
-from cohort.tasks.ifeval.instructions.gold import write
+from cohort.tasks.ifeval.instructions.gold import write_text
 from cohort.tasks.ifeval.instructions.phrases import PHRASES
 from cohort.tasks.ifeval.instructions.sentences import count_sentences
-from cohort.tasks.ifeval.instructions.verdicts import follow
-from cohort.tasks.ifeval.prompts import make_prompt
+from cohort.tasks.ifeval.instructions.verdicts import check_instructions
+from cohort.tasks.ifeval.prompts import generate_row
 from cohort.tasks.ifeval.task import IFEval
 
 pytestmark = pytest.mark.peers
 
 DATA = os.environ.get("COHORT_DATA", "")
 NUM_GENERATED = 500
-NUM_PAIRS = 8  # answers damaged twice
+# answers per row that are damaged twice
+NUM_PAIRS = 8
 SENTENCES = "length_constraints:number_sentences"
 
 
 @cache
-def reference() -> ModuleType:
-    """The checker without the rest of lm-eval, whose package imports everything else it has."""
+def load_reference() -> ModuleType:
+    """Returns the module of the published checker; skips the test if it or the right nltk is not installed.
+
+    The packages around it are replaced by empty modules, because importing lm-eval would import all its other tasks.
+    """
     try:
         import langdetect
         import nltk
@@ -88,10 +92,11 @@ def reference() -> ModuleType:
     return checker
 
 
-def expected(row: dict[str, Any], text: str) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
+def check_by_reference(row: dict[str, Any], text: str) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
+    """Returns the strict and the loose verdicts of the published checker, one per instruction of the row."""
     given = SimpleNamespace(**row)
-    strict = reference().test_instruction_following_strict(given, text)
-    loose = reference().test_instruction_following_loose(given, text)
+    strict = load_reference().test_instruction_following_strict(given, text)
+    loose = load_reference().test_instruction_following_loose(given, text)
     return tuple(strict.follow_instruction_list), tuple(loose.follow_instruction_list)
 
 
@@ -134,19 +139,21 @@ TEXTS = (
 
 
 def _insert(text: str, extra: str, draws: Draws) -> str:
+    """Returns the text with `extra` between two words at a random place."""
     words = text.split(" ")
     words.insert(draws.below(len(words) + 1), extra)
     return " ".join(words)
 
 
-def _drop(text: str, draws: Draws) -> str:
+def _drop_word(text: str, draws: Draws) -> str:
+    """Returns the text without one random word."""
     words = text.split(" ")
     del words[draws.below(len(words))]
     return " ".join(words)
 
 
-def _word_of(row: dict[str, Any], draws: Draws) -> str:
-    """One of the words or phrases in the row's arguments."""
+def _draw_argument_word(row: dict[str, Any], draws: Draws) -> str:
+    """Returns a random word or phrase of the row's arguments, or "word" if they have none."""
     values = [v for given in row["kwargs"] for v in given.values()]
     found = [w for v in values for w in (v if isinstance(v, list) else [v]) if isinstance(w, str)]
     return draws.choice(found) if found else "word"
@@ -156,7 +163,7 @@ Damage = Callable[[str, dict[str, Any], Draws], str]
 DAMAGES: dict[str, Damage] = {
     "cut": lambda t, _, d: t[: d.below(len(t) + 1)],
     "cut the beginning": lambda t, _, d: t[d.below(len(t) + 1) :],
-    "drop a word": lambda t, _, d: _drop(t, d),
+    "drop a word": lambda t, _, d: _drop_word(t, d),
     "upper": lambda t, _, d: t.upper(),
     "lower": lambda t, _, d: t.lower(),
     "title": lambda t, _, d: t.title(),
@@ -164,10 +171,10 @@ DAMAGES: dict[str, Damage] = {
     "comma": lambda t, _, d: _insert(t, "well, then", d),
     "no commas": lambda t, _, d: t.replace(",", ""),
     "no stops": lambda t, _, d: t.replace(".", ""),
-    "the row's word": lambda t, r, d: _insert(t, _word_of(r, d), d),
-    "the row's word in capitals": lambda t, r, d: _insert(t, _word_of(r, d).upper() + ".", d),
-    "the row's word glued": lambda t, r, d: _insert(t, "x" + _word_of(r, d) + "'s", d),
-    "without the row's word": lambda t, r, d: t.replace(_word_of(r, d), "", 1),
+    "the row's word": lambda t, r, d: _insert(t, _draw_argument_word(r, d), d),
+    "the row's word in capitals": lambda t, r, d: _insert(t, _draw_argument_word(r, d).upper() + ".", d),
+    "the row's word glued": lambda t, r, d: _insert(t, "x" + _draw_argument_word(r, d) + "'s", d),
+    "without the row's word": lambda t, r, d: t.replace(_draw_argument_word(r, d), "", 1),
     "chat": lambda t, _, d: "Sure! Here is my reply:\n" + t + "\nLet me know if you need more.",
     "chat before": lambda t, _, d: "Certainly, here you are:\n\n" + t,
     "chat after": lambda t, _, d: t + "\n\nI hope this helps!",
@@ -199,10 +206,10 @@ DAMAGES: dict[str, Damage] = {
 }
 
 
-def answers(row: dict[str, Any]) -> Iterator[str]:
-    """Some 54 for every row: a text that follows its instructions, the same with damages, texts for other prompts."""
+def make_answers(row: dict[str, Any]) -> Iterator[str]:
+    """Yields about 54 answers: a text that follows the row's instructions, damaged copies, and texts for no prompt."""
     draws = Draws("reference", row["prompt"])
-    gold = write(row["instruction_id_list"], row["kwargs"]) or row["prompt"]
+    gold = write_text(row["instruction_id_list"], row["kwargs"]) or row["prompt"]
     yield gold
     for damage in DAMAGES.values():
         yield damage(gold, row, draws)
@@ -218,16 +225,19 @@ def answers(row: dict[str, Any]) -> Iterator[str]:
 # ---- tests
 
 
-def compare(rows: list[dict[str, Any]]) -> tuple[Counter[str], list[str]]:
-    """How many verdicts of each kind of instruction were compared, and the differences."""
+def compare_verdicts(rows: list[dict[str, Any]]) -> tuple[Counter[str], list[str]]:
+    """Returns how many verdicts of each kind of instruction were compared, and a description of each difference."""
     compared: Counter[str] = Counter()
     different: list[str] = []
     for row in rows:
+        # The reference draws a letter at random if it is not one of a-z, so these instructions are left out.
         kept = [i for i, given in enumerate(row["kwargs"]) if str(given.get("letter", "a")).isalpha()]
         names, kwargs = ([row[key][i] for i in kept] for key in ("instruction_id_list", "kwargs"))
-        for text in answers(row):
-            ours = follow(names, kwargs, text)
-            theirs = expected({"prompt": row["prompt"], "instruction_id_list": names, "kwargs": kwargs, "key": 0}, text)
+        for text in make_answers(row):
+            ours = check_instructions(names, kwargs, text)
+            theirs = check_by_reference(
+                {"prompt": row["prompt"], "instruction_id_list": names, "kwargs": kwargs, "key": 0}, text
+            )
             for level, mine, other in (("strict", ours.strict, theirs[0]), ("loose", ours.loose, theirs[1])):
                 for name, given, a, b in zip(names, kwargs, mine, other, strict=True):
                     compared[name] += 1
@@ -236,8 +246,9 @@ def compare(rows: list[dict[str, Any]]) -> tuple[Counter[str], list[str]]:
     return compared, different
 
 
-def check(rows: list[dict[str, Any]]) -> None:
-    compared, different = compare(rows)
+def assert_equal_verdicts(rows: list[dict[str, Any]]) -> None:
+    """Fails if a verdict differs, apart from at most 0.2% of those on the number of sentences."""
+    compared, different = compare_verdicts(rows)
     of_sentences = [d for d in different if d.startswith(SENTENCES)]
     others = [d for d in different if not d.startswith(SENTENCES)]
     print(f"{compared.total()} verdicts, {compared[SENTENCES]} of them on sentences; differences:", len(different))
@@ -248,21 +259,21 @@ def check(rows: list[dict[str, Any]]) -> None:
 
 
 def test_generated_prompts() -> None:
-    reference()
-    check([make_prompt(index) for index in range(NUM_GENERATED)])
+    load_reference()
+    assert_equal_verdicts([generate_row(index) for index in range(NUM_GENERATED)])
 
 
 @pytest.mark.skipif(not DATA, reason="COHORT_DATA names no folder with ifeval.jsonl")
 def test_the_prompts_of_ifeval() -> None:
-    reference()
-    check(list(IFEval().rows("test")))
+    load_reference()
+    assert_equal_verdicts(list(IFEval().rows("test")))
 
 
 @pytest.mark.skipif(not DATA, reason="COHORT_DATA names no folder with real answers")
 def test_real_answers() -> None:
-    """Of chat models: the number of words in capitals is always the same, that of sentences nearly always."""
+    """On answers of chat models, the counts of words in capitals are always equal, those of sentences nearly always."""
     nltk = pytest.importorskip("nltk")
-    util = importlib.import_module("lm_eval.tasks.ifeval.instructions_util") if reference() else None
+    util = importlib.import_module("lm_eval.tasks.ifeval.instructions_util") if load_reference() else None
     with (Path(DATA) / "preference_ultrafeedback_train.jsonl").open(encoding="utf-8") as lines:
         pairs = [json.loads(line) for line in lines]
     texts = [text for pair in pairs for text in (pair["chosen"], pair["rejected"]) if text.strip()]
@@ -281,12 +292,12 @@ def test_the_reference_fails_where_the_table_says() -> None:
         return {"prompt": "p", "key": 0, "instruction_id_list": [name], "kwargs": [given]}
 
     with pytest.raises(RecursionError):
-        expected(row("detectable_format:json_format"), "[" * 100_000)
-    assert follow(["detectable_format:json_format"], [{}], "[" * 100_000).loose == (False,)
+        check_by_reference(row("detectable_format:json_format"), "[" * 100_000)
+    assert check_instructions(["detectable_format:json_format"], [{}], "[" * 100_000).loose == (False,)
     with pytest.raises(importlib.import_module("re").error):
-        expected(row("keywords:existence", keywords=["c++ ("]), "I like C++ (a lot)")
-    assert follow(["keywords:existence"], [{"keywords": ["c++ ("]}], "I like C++ (a lot)").strict == (True,)
+        check_by_reference(row("keywords:existence", keywords=["c++ ("]), "I like C++ (a lot)")
+    assert check_instructions(["keywords:existence"], [{"keywords": ["c++ ("]}], "I like C++ (a lot)").strict == (True,)
     signs = row("keywords:letter_frequency", letter="#", let_relation="at least", let_frequency=4)
-    verdicts = {expected(signs, "#### " + "etaoin" * 5)[0] for _ in range(200)}
+    verdicts = {check_by_reference(signs, "#### " + "etaoin" * 5)[0] for _ in range(200)}
     assert len(verdicts) == 2, "a letter drawn at random is there sometimes"
-    assert follow(signs["instruction_id_list"], signs["kwargs"], "####").strict == (True,)
+    assert check_instructions(signs["instruction_id_list"], signs["kwargs"], "####").strict == (True,)

@@ -1,4 +1,4 @@
-"""Our adapters against the PEFT library's own: files both ways, logits, gradients; NF4 against bitsandbytes."""
+"""Tests of our adapters against the PEFT library (files, logits, gradients) and of NF4 against bitsandbytes."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from torch import Tensor
 
 from cohort.config.schema import TARGETS, LoraConfig
 from cohort.models.config import ModelConfig
-from cohort.models.decoder import Decoder, collecting, hf_views
+from cohort.models.decoder import Decoder, hf_views, redirect_gradients
 from cohort.models.lora import Adapters
-from cohort.models.nf4 import CODE, Quantised, dynamic_code, quantise
+from cohort.models.nf4 import CODE, QuantisedMatrix, make_dynamic_code, quantise
 from cohort.models.peft import load_adapters, save_adapters
 
 BASE = {
@@ -42,7 +42,8 @@ TOKENS = torch.randint(0, 96, (40,), generator=torch.Generator().manual_seed(1))
 LORA = LoraConfig(rank=4, alpha=6.0)
 
 
-def base_model(case: str) -> Any:
+def make_base_model(case: str) -> Any:
+    """Returns the model of transformers for a case, with random weights."""
     name, changes = CASES[case]
     torch.manual_seed(7)
     model = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**BASE | changes))
@@ -52,7 +53,8 @@ def base_model(case: str) -> Any:
     return model.eval()
 
 
-def ours(model: Any) -> Decoder:
+def copy_to_decoder(model: Any) -> Decoder:
+    """Returns our decoder with the weights of a model of transformers."""
     decoder = Decoder(ModelConfig.from_hf(model.config.to_dict() | {"architectures": [type(model).__name__]}))
     state = model.state_dict()
     for name, view in hf_views(decoder):
@@ -61,20 +63,22 @@ def ours(model: Any) -> Decoder:
     return decoder
 
 
-def causal(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def attend_causally(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention over one sequence."""
     T, K, g, D = q.shape
     heads = (q.reshape(T, K * g, D), k.repeat_interleave(g, 1), v.repeat_interleave(g, 1))
     mixed = F.scaled_dot_product_attention(*(x.transpose(0, 1)[None] for x in heads), is_causal=True)
     return mixed[0].transpose(0, 1).reshape(T, K, g, D)
 
 
-def logits(decoder: Decoder) -> Tensor:
+def compute_logits(decoder: Decoder) -> Tensor:
+    """Returns the logits of TOKENS."""
     embedded = decoder.embed.detach().index_select(0, TOKENS).requires_grad_()
-    return decoder.logits(decoder(TOKENS, torch.arange(len(TOKENS)), causal, embedded))
+    return decoder.logits(decoder(TOKENS, torch.arange(len(TOKENS)), attend_causally, embedded))
 
 
-def stirred(adapters: Adapters) -> Adapters:
-    """Factors that are not zero, so that a wrong place or scale shows."""
+def randomise_factors(adapters: Adapters) -> Adapters:
+    """Fills A and B with random numbers, so that a wrong place or scale shows, and merges. Returns the adapters."""
     generator = torch.Generator().manual_seed(3)
     for tensor in adapters.tensors().values():
         tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.2)
@@ -83,6 +87,7 @@ def stirred(adapters: Adapters) -> Adapters:
 
 
 def assert_close(mine: Tensor, theirs: Tensor, bound: float = 1e-5) -> None:
+    """Asserts that the tensors differ by at most `bound`, relative to their largest entry if that is above 1."""
     assert theirs.abs().max() > 0
     assert (mine - theirs).abs().max() <= bound * max(1.0, float(theirs.abs().max()))
 
@@ -90,16 +95,16 @@ def assert_close(mine: Tensor, theirs: Tensor, bound: float = 1e-5) -> None:
 @pytest.mark.parametrize("targets", [TARGETS, ("q_proj", "v_proj"), ("up_proj",)], ids=["all", "two", "one"])
 @pytest.mark.parametrize("case", CASES)
 def test_adapters_we_save_are_pefts_with_our_logits_and_gradients(case: str, targets: Any, tmp_path: Path) -> None:
-    model = base_model(case)
-    decoder = ours(model)
+    model = make_base_model(case)
+    decoder = copy_to_decoder(model)
     plain = model(TOKENS[None]).logits[0].detach()
     config = LoraConfig(rank=4, alpha=6.0, targets=targets)
-    adapters = stirred(Adapters(decoder, config))
+    adapters = randomise_factors(Adapters(decoder, config))
     save_adapters(adapters.tensors(), config, str(tmp_path), tmp_path / "adapters")
     theirs = peft.PeftModel.from_pretrained(model, tmp_path / "adapters", is_trainable=True)
     expected = theirs(TOKENS[None]).logits[0]
-    with collecting(decoder, adapters.collectors()):
-        mine = logits(decoder)
+    with redirect_gradients(decoder, adapters.collectors()):
+        mine = compute_logits(decoder)
         assert_close(mine.detach(), expected.detach())
         assert (expected - plain).abs().max() > 0.1  # the adapters do something
         F.cross_entropy(mine[:-1], TOKENS[1:]).backward()
@@ -115,8 +120,8 @@ def test_adapters_we_save_are_pefts_with_our_logits_and_gradients(case: str, tar
 
 @pytest.mark.parametrize("case", CASES)
 def test_adapters_peft_saves_are_ours_with_the_same_logits(case: str, tmp_path: Path) -> None:
-    model = base_model(case)
-    decoder = ours(model)
+    model = make_base_model(case)
+    decoder = copy_to_decoder(model)
     config = peft.LoraConfig(r=5, lora_alpha=7, target_modules=list(TARGETS), task_type="CAUSAL_LM", lora_dropout=0.1)
     theirs = peft.get_peft_model(model, config)
     with torch.no_grad():
@@ -127,15 +132,15 @@ def test_adapters_peft_saves_are_ours_with_the_same_logits(case: str, tmp_path: 
     found = load_adapters(tmp_path)
     assert (found.config.rank, found.config.alpha, found.config.targets) == (5, 7.0, TARGETS)
     adapters = Adapters(decoder, found.config, start=found.tensors)
-    assert_close(logits(decoder).detach(), theirs.eval()(TOKENS[None]).logits[0].detach())
-    with adapters.off(), theirs.disable_adapter():
-        assert_close(logits(decoder).detach(), theirs(TOKENS[None]).logits[0].detach())
+    assert_close(compute_logits(decoder).detach(), theirs.eval()(TOKENS[None]).logits[0].detach())
+    with adapters.hold_base(), theirs.disable_adapter():
+        assert_close(compute_logits(decoder).detach(), theirs(TOKENS[None]).logits[0].detach())
 
 
 def test_the_files_are_those_that_peft_writes(tmp_path: Path) -> None:
-    """The same tensors under the same names, and no setting other than PEFT writes for the same adapters."""
-    model = base_model("llama-untied")
-    adapters = stirred(Adapters(ours(model), LORA))
+    """PEFT writes the same tensors under the same names, and every setting that we write has the same value there."""
+    model = make_base_model("llama-untied")
+    adapters = randomise_factors(Adapters(copy_to_decoder(model), LORA))
     save_adapters(adapters.tensors(), LORA, str(tmp_path), tmp_path / "ours")
     theirs = peft.PeftModel.from_pretrained(model, tmp_path / "ours")
     theirs.save_pretrained(tmp_path / "theirs")
@@ -150,7 +155,7 @@ def test_the_files_are_those_that_peft_writes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("variant", [{"use_rslora": True}, {"use_dora": True}, {"bias": "all"}])
 def test_pefts_other_variants_are_refused_by_name(variant: dict[str, Any], tmp_path: Path) -> None:
     config = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM", **variant)
-    peft.get_peft_model(base_model("llama-biases"), config).save_pretrained(tmp_path)
+    peft.get_peft_model(make_base_model("llama-biases"), config).save_pretrained(tmp_path)
     with pytest.raises(Exception, match=next(iter(variant))):
         load_adapters(tmp_path)
 
@@ -165,15 +170,15 @@ def test_nf4_has_the_bits_of_bitsandbytes(shape: tuple[int, int], dtype: torch.d
     mine = quantise(matrix)
     assert torch.equal(mine.codes.flatten(), codes.flatten())
     assert torch.equal(mine.peaks, state.state2.absmax) and torch.equal(mine.mean, state.offset)
-    # its 8-bit search now and then takes the second nearest
-    code, exact = dynamic_code(torch.device("cpu")), matrix.float().view(-1, 64).abs().amax(-1) - mine.mean
+    # The 8-bit search of bitsandbytes sometimes takes the second nearest value.
+    code, exact = make_dynamic_code(torch.device("cpu")), matrix.float().view(-1, 64).abs().amax(-1) - mine.mean
     exact = exact / mine.peaks.repeat_interleave(256)[: len(exact)]
     ours, theirs = (code[scales.int()] for scales in (mine.scales, state.absmax))
     assert (mine.scales.int() - state.absmax.int()).abs().max() <= 1
     assert ((ours - exact).abs() <= (theirs - exact).abs() + 1e-7).all()
     assert (mine.scales == state.absmax).float().mean() >= 0.98
-    # from the same bits, the same numbers
-    same = Quantised(
+    # The same bits give the same numbers.
+    same = QuantisedMatrix(
         codes=mine.codes,
         scales=state.absmax,
         peaks=mine.peaks,
@@ -181,9 +186,9 @@ def test_nf4_has_the_bits_of_bitsandbytes(shape: tuple[int, int], dtype: torch.d
         num_columns=shape[1],
         dtype=dtype,
     )
-    torch.testing.assert_close(same.rows(0, shape[0]), bnb.dequantize_4bit(codes, state), rtol=1e-6, atol=0)
+    torch.testing.assert_close(same.read_rows(0, shape[0]), bnb.dequantize_4bit(codes, state), rtol=1e-6, atol=0)
 
 
 def test_both_codes_are_those_of_bitsandbytes() -> None:
     assert torch.equal(torch.tensor(CODE), bnb.get_4bit_type("nf4", device="cpu"))
-    assert torch.equal(dynamic_code(torch.device("cpu")), bnb.create_dynamic_map())
+    assert torch.equal(make_dynamic_code(torch.device("cpu")), bnb.create_dynamic_map())

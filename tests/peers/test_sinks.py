@@ -1,4 +1,4 @@
-"""Each sink with its real package: a run that fails in its sixth step and is resumed is there whole, and once."""
+"""Each sink with its real package: a run that fails in its sixth step and is resumed has every row there, once."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ from cohort.logs.sinks.registry import make_sinks
 from cohort.logs.view import make_view
 from cohort.run.directory import RunDirectory
 from cohort.run.life import Run
-from tests.helpers.pretend_run import Pretender, pretend_groups
+from tests.helpers.pretend_run import PretendJob, pretend_groups
 path, names, how, at = sys.argv[1:]
-directory, pretender = RunDirectory.open(Path(path)), Pretender()
-with Run(directory, directory.config, pretender, make_view("json"), make_sinks(names.split(","))) as run:
+directory, job = RunDirectory.open(Path(path)), PretendJob()
+with Run(directory, directory.config, job, make_view("json"), make_sinks(names.split(","))) as run:
     for step in run.steps():
-        record = pretender.step(step, pretend_groups(step))
+        record = job.step(step, pretend_groups(step))
         if step + 1 == int(at):
             if how == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -81,11 +81,11 @@ def lines_of(directory: RunDirectory) -> list[dict[str, Any]]:
 
 def sink_events(directory: RunDirectory) -> list[str]:
     with Reader(directory.database) as reader:
-        return [event.text for event in reader.events(kind="sink")]
+        return [event.text for event in reader.read_events(kind="sink")]
 
 
 def records(path: Path) -> Iterator[Any]:
-    """What is in a .wandb file: seven bytes, then protocol buffers in LevelDB's log format, blocks of 32 KB."""
+    """Yields the records of a .wandb file: seven bytes, then protocol buffers in 32 KB blocks of LevelDB's log."""
     data, at, part = path.read_bytes(), 7, b""
     while at + 7 <= len(data):
         if (room := 32768 - at % 32768) < 7:
@@ -106,7 +106,7 @@ def items(updates: Any) -> dict[str, Any]:
 
 
 def offline_runs(directory: RunDirectory) -> list[list[Any]]:
-    """The records of every start, in order."""
+    """Returns the records of each start, in order."""
     return [list(records(path)) for path in sorted(directory.path.glob("wandb/offline-run-*/*.wandb"))]
 
 
@@ -188,7 +188,7 @@ def test_trackio(life: Any, how: str) -> None:
     assert sink_events(directory) == []
 
 
-def test_all_of_them_beside_each_other_and_a_late_one(life: Any) -> None:
+def test_all_sinks_together_and_one_that_is_added_late(life: Any) -> None:
     directory = life.directory
     life("trackio,tensorboard", "bug", 6)
     life("wandb,trackio,tensorboard")
@@ -200,7 +200,7 @@ def test_all_of_them_beside_each_other_and_a_late_one(life: Any) -> None:
     assert sink_events(directory) == []
 
 
-def test_a_package_that_refuses_costs_only_its_sink(life: Any) -> None:
+def test_a_package_that_raises_ends_only_its_sink(life: Any) -> None:
     """Online without an account, and a store that cannot be made: both raise inside their packages."""
     directory = life.directory
     (directory.path / "tensorboard").write_text("in the way")

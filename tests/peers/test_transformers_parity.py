@@ -1,4 +1,4 @@
-"""Our decoder, files and chat rendering against transformers' own."""
+"""Tests of our decoder, model files and chat rendering against those of transformers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from cohort.models.catalog import pull
 from cohort.models.config import ModelConfig
-from cohort.models.decoder import Decoder, hf_shaped, hf_views
+from cohort.models.decoder import Decoder, hf_views, to_hf_shape
 from cohort.models.files import load_folder, save_folder
 from cohort.text import Tokenizer
 from tests.helpers.chat_templates import TEMPLATES, write_tokenizer
@@ -73,15 +73,16 @@ class WideNorm(nn.Module):
         return self.weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps))
 
 
-def causal(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def attend_causally(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention over one sequence."""
     T, K, g, D = q.shape
     heads = (q.reshape(T, K * g, D), k.repeat_interleave(g, 1), v.repeat_interleave(g, 1))
     mixed = F.scaled_dot_product_attention(*(x.transpose(0, 1)[None] for x in heads), is_causal=True)
     return mixed[0].transpose(0, 1).reshape(T, K, g, D)
 
 
-def peer(case: str, dtype: torch.dtype) -> Any:
-    """transformers' model with random weights, norms and biases included."""
+def make_peer(case: str, dtype: torch.dtype) -> Any:
+    """Returns the model of transformers for a case, with random weights, norms and biases included."""
     name, changes = CASES[case]
     config = getattr(transformers, f"{name}Config")(**BASE | changes, attn_implementation="sdpa")
     model = getattr(transformers, f"{name}ForCausalLM")(config).to(dtype)
@@ -98,12 +99,13 @@ def peer(case: str, dtype: torch.dtype) -> Any:
     return model
 
 
-def ours(model: Any, dtype: torch.dtype) -> Decoder:
+def copy_to_decoder(model: Any, dtype: torch.dtype) -> Decoder:
+    """Returns our decoder with the weights of a model of transformers."""
     decoder = Decoder(ModelConfig.from_hf(model.config.to_dict() | {"architectures": [type(model).__name__]})).to(dtype)
     state = model.state_dict()
     for name, view in hf_views(decoder):
         view.copy_(state[name].view(view.shape))
-    # transformers' frequencies may differ in the last bit (see models/rope.py): compare, then use one set
+    # Frequencies of transformers may differ in the last bit (see models/rope.py). Compare them, then use ours in both.
     rope = model.model.rotary_emb
     torch.testing.assert_close(decoder.inv_freq, rope.inv_freq.float(), rtol=2.5e-7, atol=0)
     assert decoder.config.rope.scale == pytest.approx(rope.attention_scaling, rel=1e-12)
@@ -114,23 +116,23 @@ def ours(model: Any, dtype: torch.dtype) -> Decoder:
 @pytest.mark.parametrize("dtype, bound", [(torch.float64, 1e-10), (torch.float32, 1e-5)], ids=["float64", "float32"])
 @pytest.mark.parametrize("case", CASES)
 def test_logits_and_gradients_equal_transformers(case: str, dtype: torch.dtype, bound: float) -> None:
-    model = peer(case, dtype)
-    decoder = ours(model, dtype)
+    model = make_peer(case, dtype)
+    decoder = copy_to_decoder(model, dtype)
     tokens = torch.randint(0, 96, (50,), generator=torch.Generator().manual_seed(1))
     weight = torch.randn(50, 96, generator=torch.Generator().manual_seed(2)).to(dtype)
     theirs = model(tokens[None]).logits[0]
-    mine = decoder.logits(decoder(tokens, torch.arange(50), causal))
+    mine = decoder.logits(decoder(tokens, torch.arange(50), attend_causally))
     assert theirs.abs().max() > 0.1
     assert (theirs - mine).abs().max() <= bound * max(1.0, float(theirs.detach().abs().max()))
-    # a smooth scalar of all logits; its gradient reaches every parameter
+    # A smooth function of all logits, whose gradient reaches every parameter.
     (F.log_softmax(theirs, -1) * weight).sum().backward()
     (F.log_softmax(mine, -1) * weight).sum().backward()
     gradients = {name: p.grad for name, p in model.named_parameters()}
     checked = 0
-    for name, gradient in hf_views(decoder, of=lambda p: p.grad):
+    for name, gradient in hf_views(decoder, select=lambda p: p.grad):
         expected = gradients[name]
         assert expected.abs().max() > 0, name
-        difference = (hf_shaped(name, gradient) - expected).abs().max() / expected.abs().max()
+        difference = (to_hf_shape(name, gradient) - expected).abs().max() / expected.abs().max()
         assert difference <= bound, (name, float(difference))
         checked += 1
     assert checked == len(gradients)
@@ -138,7 +140,7 @@ def test_logits_and_gradients_equal_transformers(case: str, dtype: torch.dtype, 
 
 @pytest.mark.parametrize("case", CASES)
 def test_export_is_loaded_by_transformers_with_identical_logits(case: str, tmp_path: Path) -> None:
-    model = peer(case, torch.float32)
+    model = make_peer(case, torch.float32)
     model.save_pretrained(tmp_path / "theirs")
     loaded = load_folder(tmp_path / "theirs")
     save_folder(loaded.decoder, loaded.hf_config, None, tmp_path / "kept", max_shard_bytes=9000)
@@ -180,21 +182,23 @@ WITH_TOOLS: list[dict[str, Any]] = [
 ]
 
 
-def both(folder: Path, template: str, in_vocab: bool) -> tuple[Any, Tokenizer]:
+def load_both_tokenizers(folder: Path, template: str, in_vocab: bool) -> tuple[Any, Tokenizer]:
+    """Writes a tokenizer folder and returns it as loaded by transformers and by us."""
     write_tokenizer(folder, template, in_vocab)
     return transformers.AutoTokenizer.from_pretrained(folder), Tokenizer.load(folder)
 
 
-def their_tokens(theirs: Any, messages: list[dict[str, Any]], **options: Any) -> list[int]:
+def render_theirs(theirs: Any, messages: list[dict[str, Any]], **options: Any) -> list[int]:
+    """Returns the tokens of a conversation as rendered by transformers."""
     return theirs.apply_chat_template(messages, tokenize=True, return_dict=False, **options)
 
 
 @pytest.mark.parametrize("in_vocab", [True, False], ids=["vocab-first", "vocab-last"])
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_rendering_equals_transformers(template: str, in_vocab: bool, tmp_path: Path) -> None:
-    theirs, mine = both(tmp_path, template, in_vocab)
+    theirs, mine = load_both_tokenizers(tmp_path, template, in_vocab)
     for name, messages in CONVERSATIONS.items():
-        expected = their_tokens(theirs, messages, add_generation_prompt=True)
+        expected = render_theirs(theirs, messages, add_generation_prompt=True)
         rendered = mine.render(messages)
         assert rendered.tokens == expected, name
         assert mine.decode(expected, skip_special=False) == theirs.decode(expected), name
@@ -203,20 +207,20 @@ def test_rendering_equals_transformers(template: str, in_vocab: bool, tmp_path: 
             *messages,
             {"role": "assistant", "content": "<think>So the answer:"},
         ]  # a trimming template would cut a final space
-        assert mine.render(prefixed).tokens == their_tokens(theirs, prefixed, continue_final_message=True), name
+        assert mine.render(prefixed).tokens == render_theirs(theirs, prefixed, continue_final_message=True), name
 
 
 @pytest.mark.parametrize("in_vocab", [True, False], ids=["vocab-first", "vocab-last"])
 def test_tools_equal_transformers(in_vocab: bool, tmp_path: Path) -> None:
-    theirs, mine = both(tmp_path, "qwen2.5", in_vocab)
-    expected = their_tokens(theirs, WITH_TOOLS, tools=TOOLS, add_generation_prompt=True)
+    theirs, mine = load_both_tokenizers(tmp_path, "qwen2.5", in_vocab)
+    expected = render_theirs(theirs, WITH_TOOLS, tools=TOOLS, add_generation_prompt=True)
     assert mine.render(WITH_TOOLS, TOOLS).tokens == expected
-    assert expected.count(mine.token_id("<tool_call>")) == 2  # the template's instructions, and the call
+    assert expected.count(mine.get_token_id("<tool_call>")) == 2  # the template's instructions, and the call
 
 
 def test_the_exported_tokenizer_is_the_same(tmp_path: Path) -> None:
     """A folder written by save_folder has the tokenizer and template transformers reads."""
-    theirs = peer("llama-tied", torch.float32)
+    theirs = make_peer("llama-tied", torch.float32)
     theirs.save_pretrained(tmp_path / "model")
     write_tokenizer(tmp_path / "model", "llama3")
     loaded = load_folder(tmp_path / "model")
@@ -224,7 +228,7 @@ def test_the_exported_tokenizer_is_the_same(tmp_path: Path) -> None:
     again = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     messages = CONVERSATIONS["system"]
     expected = Tokenizer.load(tmp_path / "model").render(messages).tokens
-    assert their_tokens(again, messages, add_generation_prompt=True) == expected
+    assert render_theirs(again, messages, add_generation_prompt=True) == expected
 
 
 @pytest.mark.slow
@@ -235,11 +239,11 @@ def test_smollm2_as_transformers_reads_the_same_folder() -> None:
     tokenizer, words = Tokenizer.load(folder), transformers.AutoTokenizer.from_pretrained(folder)
     messages = [{"role": "user", "content": "What is the capital of France? Answer 1 word. é 世界 🙂 123"}]
     tokens = tokenizer.render(messages).tokens
-    assert tokens == their_tokens(words, messages, add_generation_prompt=True)
+    assert tokens == render_theirs(words, messages, add_generation_prompt=True)
     decoder = load_folder(folder).decoder
     with torch.no_grad():
         expected = torch.log_softmax(theirs(torch.tensor([tokens])).logits[0], -1)
-        hidden = decoder(torch.tensor(tokens), torch.arange(len(tokens)), causal)
+        hidden = decoder(torch.tensor(tokens), torch.arange(len(tokens)), attend_causally)
         difference = (torch.log_softmax(decoder.logits(hidden), -1) - expected).abs()
     assert difference.mean() <= 1e-5
     assert difference.max() <= 2e-4

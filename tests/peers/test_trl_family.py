@@ -11,7 +11,7 @@ log-probabilities and the loss in float32. Where TRL deviates, the test says so 
   with the configured one. Both use the previous step's entropy, where the paper has the current one's.
 - Batch scale: a group with one scored sample has no advantages on either side; TRL counts its reward in the deviation
   of the batch, ours does not.
-- Dual clip: TRL's `delta` also holds the ratio of positive advantages; the same, as long as it is above 1 + clip_high.
+- Dual clip: TRL's `delta` also bounds the ratio of positive advantages. That changes nothing above 1 + clip_high.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ CLIP = {"clip_low": 0.1, "clip_high": 0.15}
 EPSILON = {"epsilon": 0.1, "epsilon_high": 0.15}
 SEQUENCE = {"importance_sampling_level": "sequence"}
 
-# what TRL calls it, and what we do
+# (settings of TRL, our config) by name
 Loss = tuple[dict[str, Any], Callable[..., Policy]]
 LOSSES: dict[str, Loss] = {
     "gspo": ({"loss_type": "grpo"} | SEQUENCE | EPSILON, lambda **s: GSPO(**CLIP, **s)),
@@ -88,7 +88,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def exact_trainer(*args: Any, **settings: Any) -> Any:
-    """With gradients in float64: what differs is hardly rounding."""
+    """Returns a trainer whose model is in float64, so that differences are hardly rounding."""
     trainer = make_trainer(*args, **settings)
     trainer.model.double()
     if trainer.ref_model is not None:
@@ -108,9 +108,11 @@ def test_loss_and_gradient_equal_trl(model_folder: Path, name: str, case: str) -
     assert_equal(trainer, theirs, mine, TOLERANCE)
 
     metrics = tally.to_metrics()
-    if case == "several epochs" and not name.startswith("sapo"):  # some tokens are held, some are not
+    # The case has clipped and unclipped tokens.
+    if case == "several epochs" and not name.startswith("sapo"):
         assert 0.0 < metrics.get("clip/low", 0.0) + metrics["clip/high"] < 1.0
-    if "dual" in name and case == "several epochs":  # and the second clip is not idle
+    # The second clip acts too.
+    if "dual" in name and case == "several epochs":
         assert metrics["ratio/max"] > 1.5
         plain, _ = ours(trainer, rows, GRPO(aggregate=build().aggregate, **CLIP))  # type: ignore[arg-type]
         assert abs(plain.item() - mine.item()) > 1e-3
@@ -134,7 +136,7 @@ CORRECTED: dict[str, Loss] = {
 @pytest.mark.parametrize("mode", CORRECTIONS)
 @pytest.mark.parametrize("name", CORRECTED)
 def test_sampler_correction_equals_trl(model_folder: Path, name: str, mode: str) -> None:
-    """Sampled as if by vLLM, scored, corrected, and moved on from: TRL's own way but for the tokens it would draw.
+    """TRL's own path with completions as if sampled by vLLM: scored, corrected, and trained after further updates.
 
     Cut completions are masked and there is a KL to the reference, which neither side corrects.
     """
@@ -161,14 +163,16 @@ def test_sampler_correction_equals_trl(model_folder: Path, name: str, mode: str)
 
 
 def sampled_by_another_policy(trainer: Any) -> Rows:
-    """What TRL makes of given completions and of logprobs that are near its model's, not equal."""
+    """Returns the rows that TRL makes of fixed completions, with sampler logprobs near those of its model."""
     rng = torch.Generator().manual_seed(2)
     lengths = [7, 3, 2, 6, 7, 4]
     ids = [[*torch.randint(3, VOCAB, (n - 1,), generator=rng).tolist(), 1] for n in lengths]
-    ids[1][-1] = 5  # no end of text: it was cut
+    # Without an end-of-text token the completion counts as truncated.
+    ids[1][-1] = 5
     logprobs: list[list[float]] = [[0.0] * n for n in lengths]
     trainer._generate_single_turn = lambda *_: (ids, logprobs)
-    trainer.use_vllm = True  # set late: the library itself is not needed for what follows
+    # Set after construction, because vLLM itself is not needed here.
+    trainer.use_vllm = True
     batch = [{"prompt": f"w{i // 2 + 3} w9"} for i in range(ROWS)]
     old = trainer._generate_and_score_completions(batch)["old_per_token_logps"]  # of the same tokens
     for i, n in enumerate(lengths):
@@ -179,24 +183,25 @@ def sampled_by_another_policy(trainer: Any) -> Rows:
 
 
 def shift(trainer: Any) -> None:
-    """Some updates later."""
+    """Moves the model as if by some updates."""
     rng = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for weight in trainer.model.parameters():
             weight += 0.03 * torch.randn(weight.shape, generator=rng, dtype=weight.dtype)
 
 
-REWARDS: list[float | None] = [1.0, 0.0, 0.25, 0.3, -2.0, None]  # of two prompts; the last could not be scored
+# Rewards of two prompts. The last sample could not be scored.
+REWARDS: list[float | None] = [1.0, 0.0, 0.25, 0.3, -2.0, None]
 
 
 def test_batch_scale_equals_trl(model_folder: Path) -> None:
-    """The group's mean, the deviation of all rewards of the batch."""
+    """The baseline is the group's mean, the divisor the standard deviation of the batch's rewards."""
     theirs = scored(exact_trainer(model_folder, given, num_generations=3, scale_rewards="batch"))["advantages"]
     assert_same(advantages_of(GRPO(scale="batch")), theirs)
 
 
 def test_batch_scale_of_trl_counts_a_lone_sample(model_folder: Path) -> None:
-    """The deviation, and that it is the only one."""
+    """Shows that the named difference is the only one."""
     rewards = [1.0, 0.0, 0.25, 5.0, None, None]
     settings = {"num_generations": 3, "scale_rewards": "batch"}
     theirs = scored(exact_trainer(model_folder, lambda completions, **_: rewards, **settings))["advantages"]
@@ -238,7 +243,7 @@ def test_leave_one_out_with_kl_in_the_reward_equals_trl(model_folder: Path) -> N
     graded = build_algorithm(config, COMPLETION).advantages(groups)
     mine = [s.advantage for g in graded for s in g.samples]
     assert_same(mine, rows.inputs["advantages"])
-    assert abs(mine[0] - advantages_of(RLOO())[0]) > 1e-3  # the KL is not idle
+    assert abs(mine[0] - advantages_of(RLOO())[0]) > 1e-3  # the KL acts
 
 
 PROMPT = Prompt(task="t", id="0", visit=0, row={}, messages=[], tokens=[3], provenance=[0])
@@ -287,16 +292,17 @@ def test_adaptive_entropy_equals_trl(model_folder: Path) -> None:
     seen: list[tuple[float, float]] = []
     for step, sharpness in enumerate([4.0, 4.0, 4.0, 0.3, 0.3, 0.3, 0.3, 0.3, 0.3, 0.3, 0.3, 0.3, 4.0, 4.0]):
         trainer.model.lm_head.weight.data.copy_(sharpness * head)
-        used = algo.weights.bonus  # type: ignore[attr-defined]
+        used = algo.coefficients.active_entropy  # type: ignore[attr-defined]
         theirs = trainer._compute_loss(trainer.model, rows.inputs)
         mine, tally = algo.loss(flat_inputs(trainer, rows, algo, rows.num_tokens))
-        if step == 0:  # the deviation: they have no bonus yet
+        # The named difference: TRL has no bonus in its first step.
+        if step == 0:
             mine, used = mine + start * flat_inputs(trainer, rows, algo, rows.num_tokens).entropy.mean(), 0.0
         assert_equal(trainer, theirs, mine, TOLERANCE)
         metrics = tally.to_metrics()
         seen.append((metrics["entropy"], used))
-        algo.observe(metrics)
-        assert algo.weights.entropy == pytest.approx(trainer.entropy_coef, abs=1e-12)  # type: ignore[attr-defined]
+        algo.update_coefficients(metrics)
+        assert algo.coefficients.entropy == pytest.approx(trainer.entropy_coef, abs=1e-12)  # type: ignore[attr-defined]
     assert any(entropy > target for entropy, _ in seen) and any(entropy < target for entropy, _ in seen)
     assert {used for _, used in seen[1:]} > {0.0} and trainer.entropy_coef > 0.0
 

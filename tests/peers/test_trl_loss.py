@@ -61,15 +61,16 @@ def test_loss_and_gradient_equal_trl(model_folder: Path, loss_type: str, case: s
     mine, tally = ours(trainer, rows, config)
     assert_equal(trainer, theirs, mine)
 
-    said = {name: values[-1] for name, values in trainer._metrics["train"].items()}
+    their_metrics = {name: values[-1] for name, values in trainer._metrics["train"].items()}
     metrics = tally.to_metrics()
-    assert metrics["entropy"] == pytest.approx(said["entropy"], rel=1e-5)
-    assert metrics["clip/low"] == pytest.approx(said["clip_ratio/low_mean"], abs=1e-6)
-    assert metrics["clip/high"] == pytest.approx(said["clip_ratio/high_mean"], abs=1e-6)
+    assert metrics["entropy"] == pytest.approx(their_metrics["entropy"], rel=1e-5)
+    assert metrics["clip/low"] == pytest.approx(their_metrics["clip_ratio/low_mean"], abs=1e-6)
+    assert metrics["clip/high"] == pytest.approx(their_metrics["clip_ratio/high_mean"], abs=1e-6)
     if config.kl.weight:
-        assert metrics["kl/ref"] == pytest.approx(said["kl"], rel=1e-4)
+        assert metrics["kl/ref"] == pytest.approx(their_metrics["kl"], rel=1e-4)
     if "old" in distances:
-        assert metrics["clip/low"] > 0 and metrics["clip/high"] > 0  # the case clips at both ends
+        # The case clips at both ends.
+        assert metrics["clip/low"] > 0 and metrics["clip/high"] > 0
 
 
 def test_entropy_bonus_equals_trl(model_folder: Path) -> None:

@@ -3,12 +3,12 @@
 Random float64 log-probabilities with ragged lengths, masked rows where it applies; equal to 1e-6 in value and gradient.
 Where a peer deviates, the test compares what is left after the one named difference:
 
-- verl gspo is the paper's GSPO-token; with one advantage a sample it has GSPO's gradient too, so both of ours equal it.
-- verl cispo holds the weight at a lower bound as well (1 - clip_ratio_low); the paper has none. Opened here with 1.0.
+- verl gspo is the paper's GSPO-token; with one advantage per sample it has GSPO's gradient too: both of ours equal it.
+- verl cispo clips the ratio at a lower bound as well (1 - clip_ratio_low); the paper has none. Opened here with 1.0.
 - verl sapo and geo_mean ignore the configured aggregation; both are means over samples.
 - verl geo_mean takes the geometric mean of a sample's token corrections, ours their mean; equal for sample corrections.
 - verl's gpg loss has no ratio; our REINFORCE weights with it once the policy has moved. On-policy they are equal.
-- verl's k3 is held below 10, without a gradient there; ours is not.
+- verl's k3 is clipped at 10, without a gradient there; ours is not.
 - verl adds another constant to a deviation (1e-6, or 1e-8 to a variance); ours is 1e-4 as TRL's. It is set equal here.
 - verl's REINFORCE++ takes the mean and the deviation over tokens, so that long samples weigh more; ours over samples.
   With the KL in the reward its returns are those from each token on, ours the whole sample's.
@@ -36,10 +36,10 @@ import torch
 from torch import Tensor
 
 from cohort.algos import build_algorithm
-from cohort.algos.advantages import advantages
+from cohort.algos.advantages import compute_advantages
 from cohort.algos.aggregate import Lengths, Totals, token_weights
-from cohort.algos.control import KL_GAIN, Weights
-from cohort.algos.correction import corrected, importance
+from cohort.algos.control import KL_GAIN, Coefficients
+from cohort.algos.correction import bound_ratios, importance_ratios
 from cohort.algos.inputs import LossInputs
 from cohort.algos.kl import kl_per_token
 from cohort.config.algos import (
@@ -70,7 +70,7 @@ ADVANTAGES = [1.2, -0.4, 0.0, -0.8, 2.0, -1.5]
 
 
 def load_verl() -> tuple[Any, Any, Any]:
-    """verl's own `core_algos`, `rollout_corr_helper` and `ActorConfig`, without Ray.
+    """Returns verl's own `core_algos`, `rollout_corr_helper` and `ActorConfig`, imported without Ray.
 
     Importing `verl` the usual way imports Ray, for its workers, which no function here touches. So three packages get
     an empty `__init__` (their files are still found) and `verl.protocol`, whose `DataProto` is only named in
@@ -100,14 +100,15 @@ try:
     core, rollout, ActorConfig = load_verl()
     llm: Any = importlib.import_module("torchrl.objectives.llm")
     from tensordict import TensorDict
-except ImportError:  # importlib.metadata's PackageNotFoundError is one
+# PackageNotFoundError of importlib.metadata is an ImportError too.
+except ImportError:
     if os.environ.get("COHORT_REQUIRE_PEERS") == "1":
         raise
     pytest.skip("peers have their own environment: make test-peers", allow_module_level=True)
 
 
 class Batch:
-    """Padded rows as the peers take them, and flat ones as we do, of the same numbers."""
+    """The same numbers as padded rows for the peers and as flat vectors for our losses."""
 
     def __init__(self, *, old: float = 0.0, masked: tuple[int, ...] = (), lengths: list[int] | None = None) -> None:
         rng = torch.Generator().manual_seed(4)
@@ -142,6 +143,7 @@ class Batch:
         return self.spread(torch.arange(ROWS))
 
     def ours(self, config: Policy) -> tuple[Tensor, dict[str, float]]:
+        """Returns our loss and its metrics."""
         algo, keep = build_algorithm(config, MAX_TOKENS), self.keep
         loss, tally = algo.loss(
             LossInputs(
@@ -151,14 +153,14 @@ class Batch:
                 ref_logprobs=self.ref[keep],
                 sampler_logprobs=self.sampler[keep],
                 advantages=self.advantages[keep],
-                weights=algo.weigh(self.lengths, self.totals),
+                weights=algo.weigh_tokens(self.lengths, self.totals),
                 segments=self.segments,
             )
         )
         return loss, tally.to_metrics()
 
     def verl(self, name: str, mode: str, weights: Tensor | None = None, **settings: Any) -> Tensor:
-        """verl's registered loss. Its trainer hands over the number of rows of the whole batch; so do we."""
+        """Returns verl's registered loss. It gets the number of rows of the whole batch, as from verl's trainer."""
         config = ActorConfig(
             strategy="fsdp",
             rollout_n=2,
@@ -173,7 +175,7 @@ class Batch:
         return loss  # type: ignore[no-any-return]
 
     def assert_equal(self, theirs: Tensor, mine: Tensor) -> None:
-        """Value, and gradient of every log-probability."""
+        """Compares the values of two losses, and their gradients on every log-probability."""
         torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6)
         (their_grad,) = torch.autograd.grad(theirs, self.now)
         (my_grad,) = torch.autograd.grad(mine, self.now)
@@ -188,14 +190,14 @@ CASES: dict[str, dict[str, Any]] = {
     "several epochs": {"old": 0.5},
     "masked rows": {"old": 0.5, "masked": (1, 3)},
 }
-HELD = {"clip_ratio_low": 0.1, "clip_ratio_high": 0.15}
+VERL_CLIP = {"clip_ratio_low": 0.1, "clip_ratio_high": 0.15}
 CLIP: dict[str, Any] = {"clip_low": 0.1, "clip_high": 0.15}
-# verl's name and settings, ours; those in ONE_MODE have a fixed aggregation
+# (verl's name, verl's settings, our config, our settings). Those in ONE_MODE have a fixed aggregation.
 LOSSES: dict[str, tuple[str, dict[str, Any], type[Policy], dict[str, Any]]] = {
-    "dual clip": ("vanilla", HELD | {"clip_ratio_c": 1.4}, GRPO, CLIP | {"dual_clip": 1.4}),
+    "dual clip": ("vanilla", VERL_CLIP | {"clip_ratio_c": 1.4}, GRPO, CLIP | {"dual_clip": 1.4}),
     "dapo": ("vanilla", {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28, "clip_ratio_c": 1e9}, DAPO, {}),
-    "gspo": ("gspo", HELD, GSPO, CLIP),
-    "gspo_token": ("gspo", HELD, GSPOToken, CLIP),
+    "gspo": ("gspo", VERL_CLIP, GSPO, CLIP),
+    "gspo_token": ("gspo", VERL_CLIP, GSPOToken, CLIP),
     "cispo": ("cispo", {"clip_ratio_low": 1.0, "clip_ratio_high": 0.3}, CISPO, {"clip_high": 1.3}),
     "reinforce, moved": ("cispo", {"clip_ratio_low": 1.0, "clip_ratio_high": 1e9}, Reinforce, {}),
     "sapo": ("sapo", {"tau_pos": 0.9, "tau_neg": 1.3}, SAPO, {"tau_pos": 0.9, "tau_neg": 1.3}),
@@ -262,8 +264,8 @@ def test_rejected_samples_equal_verl(option: str, level: str) -> None:
     """verl bounds the sampler's probability over the learner's, the inverse; it rejects and does not weigh."""
     batch = Batch(old=0.5, masked=(3,))
     kept, _ = rollout.compute_rollout_rejection_mask(batch.old - batch.sampler, batch.mask, option, "0.8_1.25")
-    raw = importance(batch.old[batch.keep], batch.sampler[batch.keep], batch.segments, level)
-    mine = corrected(raw, CorrectionConfig(kind="mask", bounds=(1 / 1.25, 1 / 0.8)))
+    raw = importance_ratios(batch.old[batch.keep], batch.sampler[batch.keep], batch.segments, level)
+    mine = bound_ratios(raw, CorrectionConfig(kind="mask", bounds=(1 / 1.25, 1 / 0.8)))
     assert torch.equal(mine != 0.0, kept[batch.keep].bool())
     assert 0 < (mine != 0.0).sum() < len(mine)
 
@@ -295,8 +297,8 @@ def test_kl_in_the_loss_equals_verl(name: str, mode: str) -> None:
     batch.assert_equal(theirs, batch.ours(GRPO(aggregate=MODES[mode], kl=kl))[0])  # type: ignore[arg-type]
 
 
-def test_large_k3_is_not_held() -> None:
-    """The deviation: above 10 verl's has neither value nor gradient."""
+def test_large_k3_is_not_clipped() -> None:
+    """The named difference: above 10 verl's k3 is constant and has no gradient."""
     now, ref = torch.tensor([-9.0], dtype=torch.float64, requires_grad=True), torch.tensor([-1.0], dtype=torch.float64)
     theirs, mine = core.kl_penalty(now, ref, "low_var_kl"), kl_per_token(now, ref, "k3")
     assert theirs.item() == 10.0 and mine.item() > 1000.0
@@ -306,10 +308,10 @@ def test_large_k3_is_not_held() -> None:
 def test_adaptive_kl_equals_verl() -> None:
     """Our gain is verl's steps over horizon."""
     config = GRPO(kl=KLConfig(weight=0.05, target=0.02))
-    theirs, mine = core.AdaptiveKLController(0.05, 0.02, horizon=1.0), Weights.of(config)
+    theirs, mine = core.AdaptiveKLController(0.05, 0.02, horizon=1.0), Coefficients.from_config(config)
     for seen in (0.001, 0.019, 0.02, 0.021, 0.5, 0.0235, 0.0, 0.04):
         theirs.update(seen, n_steps=KL_GAIN)
-        mine.observe(config, {"kl/ref": seen})
+        mine.update(config, {"kl/ref": seen})
         assert mine.kl == pytest.approx(theirs.value, rel=1e-12)
 
 
@@ -364,7 +366,7 @@ def no_floor(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("no_floor")
 def test_reinforce_pp_equals_verl() -> None:
-    """With one token a sample, where a mean over tokens is one over samples."""
+    """Compared with one token per sample, where a mean over tokens is a mean over samples."""
     rewards, mask = as_tokens([1] * len(RAGGED))
     found, _ = core.compute_reinforce_plus_plus_outcome_advantage(rewards, mask, config=core.AlgoConfig(gamma=1.0))
     torch.testing.assert_close(graded(ReinforcePP())[:, None], found, rtol=1e-6, atol=1e-6)
@@ -372,12 +374,14 @@ def test_reinforce_pp_equals_verl() -> None:
 
 @pytest.mark.usefixtures("no_floor")
 def test_reinforce_pp_of_verl_weighs_by_tokens() -> None:
-    """The deviation, and that it is the only one: our normalisation with each sample as often as it has tokens."""
+    """Shows that the named difference is the only one: our normalisation, with each sample once per token."""
     rewards, mask = as_tokens(RAGGED)
     found, _ = core.compute_reinforce_plus_plus_outcome_advantage(rewards, mask, config=core.AlgoConfig(gamma=1.0))
-    repeated = FLAT.repeat_interleave(torch.tensor(RAGGED))  # one group: the batch is what counts
-    by_token = torch.tensor(advantages([repeated.tolist()], "batch", "batch")[0], dtype=torch.float64)
-    first = torch.tensor([0, *RAGGED[:-1]]).cumsum(0)  # each sample's first token
+    # One group suffices, because the baseline is over the batch.
+    repeated = FLAT.repeat_interleave(torch.tensor(RAGGED))
+    by_token = torch.tensor(compute_advantages([repeated.tolist()], "batch", "batch")[0], dtype=torch.float64)
+    # Index of each sample's first token.
+    first = torch.tensor([0, *RAGGED[:-1]]).cumsum(0)
     mine = by_token[first]
     torch.testing.assert_close(mine[:, None] * mask, found, rtol=1e-6, atol=1e-6)
     assert (graded(ReinforcePP()) - mine).abs().max() > 1e-3
@@ -392,7 +396,7 @@ def test_reinforce_pp_baseline_equals_verl() -> None:
 
 
 def test_kl_in_the_reward_equals_verl() -> None:
-    """Of the first token's return: the later ones' lack the KL of the tokens before, ours is one number a sample."""
+    """Compares the first token's return: later ones lack the KL of earlier tokens, ours is one number per sample."""
     batch = Batch(old=0.3)
     scores = torch.zeros_like(batch.old)
     given = torch.tensor([1.0, 0.0, 0.5, 0.3, -1.0, 2.0], dtype=torch.float64)
@@ -403,7 +407,7 @@ def test_kl_in_the_reward_equals_verl() -> None:
     )
     algo = build_algorithm(ReinforcePP(kl=KLConfig(weight=0.1, estimator="k1", place="reward")), MAX_TOKENS)
     mine = [
-        algo.returned(  # type: ignore[attr-defined]
+        algo.compute_return(  # type: ignore[attr-defined]
             Sample(
                 tokens=[3] * n,
                 provenance=[int(Provenance.SAMPLED)] * n,
@@ -419,7 +423,7 @@ def test_kl_in_the_reward_equals_verl() -> None:
 
 
 class FixedPolicy:
-    """Of an actor torchrl's losses use the log-probabilities of its distribution and that one's mask."""
+    """An actor for torchrl's losses, which use the log-probabilities of its distribution and their mask."""
 
     def __init__(self, batch: Batch) -> None:
         self.in_keys: list[str] = []
@@ -476,7 +480,7 @@ def test_kl_equals_torchrl(padded: bool) -> None:
 
 @pytest.mark.parametrize("bounds", [(0.9999, 1e6), (0.9999, 0.3)])
 def test_cispo_of_torchrl_is_a_clipped_ratio(bounds: tuple[float, float]) -> None:
-    """The deviation: equal in gradient as long as no weight is held; a held token has none, where ours keeps one."""
+    """The named difference: gradients are equal while nothing is clipped; a clipped token keeps one only in ours."""
     batch = Batch(old=0.5)
     theirs = by_torchrl(batch, "CISPOLoss", clip_epsilon=bounds).loss_objective.squeeze()
     mine, metrics = batch.ours(CISPO(clip_high=1.0 + bounds[1]))

@@ -1,6 +1,6 @@
-"""Rows of random tokens for TRL's trainers, and the same rows in our flat form.
+"""Rows of random tokens for TRL's trainers, and the same rows as flat vectors for our losses.
 
-TRL's own code computes the log-probabilities, on a tiny random Llama; ours gets what it computed. With
+TRL's own code computes the log-probabilities on a tiny random Llama; our code gets these numbers. With
 COHORT_REQUIRE_PEERS=1 a missing peer is a failure instead of a skip.
 """
 
@@ -24,13 +24,15 @@ from cohort.config.algos import Policy
 from cohort.types import Group, Prompt, Provenance, Sample
 
 VOCAB, PROMPT, COMPLETION, ROWS = 64, 5, 7, 6
-LENGTHS = [7, 3, 1, 6, 7, 4]  # sampled tokens of the rows
-SIBLINGS = 2  # rows of one prompt, one after the other
+# Sampled tokens per row.
+LENGTHS = [7, 3, 1, 6, 7, 4]
+# Rows per prompt. They follow each other.
+SIBLINGS = 2
 AGGREGATE = {"grpo": "sequence", "bnpo": "token", "dapo": "token", "dr_grpo": "constant"}
 
 
 def peer(name: str) -> Any:
-    """Another library's module; without it the test module is skipped."""
+    """Returns a module of another library. Skips the test module where it is not installed."""
     if os.environ.get("COHORT_REQUIRE_PEERS") == "1":
         return importlib.import_module(name)
     return pytest.importorskip(name, reason="peers have their own environment: make test-peers")
@@ -40,7 +42,7 @@ trl = peer("trl")
 
 
 def save_model(folder: Path) -> Path:
-    """A tiny random Llama with a tokenizer of 64 words, as TRL wants to find it."""
+    """Saves a tiny random Llama with a tokenizer of 64 words in a folder that TRL can load. Returns the folder."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -60,18 +62,20 @@ def save_model(folder: Path) -> Path:
         pad_token_id=0,
         eos_token_id=1,
         bos_token_id=None,
-        initializer_range=0.3,  # large enough that log-probabilities differ visibly
+        # Weights are large enough that log-probabilities differ visibly.
+        initializer_range=0.3,
     )
     LlamaForCausalLM(config).save_pretrained(folder)
     return folder
 
 
 def make_trainer(folder: Path, reward: Any = None, kind: str = "GRPO", **settings: Any) -> Any:
-    """TRL's GRPOTrainer or RLOOTrainer, ready for a loss."""
+    """Returns TRL's GRPOTrainer or RLOOTrainer, ready to compute a loss."""
     from datasets import Dataset
 
     if kind == "GRPO":
-        settings["use_bias_correction_kl"] = False  # the KL term as in the paper, which is what we have
+        # The KL term of the paper, as in our loss.
+        settings["use_bias_correction_kl"] = False
     args = getattr(trl, f"{kind}Config")(
         output_dir=str(folder / "out"),
         use_cpu=True,
@@ -96,16 +100,18 @@ def make_trainer(folder: Path, reward: Any = None, kind: str = "GRPO", **setting
 
 @dataclass
 class Rows:
-    """A padded batch as TRL's `_compute_loss` takes it; prompts left-padded, completions right-padded."""
+    """A padded batch for TRL's `_compute_loss`: prompts are padded on the left, completions on the right."""
 
     inputs: dict[str, Tensor]
 
     def part(self, rows: slice) -> Rows:
+        """Returns some of the rows, with the token count of the whole batch."""
         whole = ("num_items_in_batch",)
         return Rows({k: v if k in whole else v[rows] for k, v in self.inputs.items()})
 
     @property
     def num_tokens(self) -> int:
+        """The number of completion tokens."""
         return int(self.inputs["completion_mask"].sum())
 
 
@@ -117,7 +123,7 @@ def make_rows(
     masked: tuple[int, ...] = (),
     lengths: Sequence[int] = LENGTHS,
 ) -> Rows:
-    """Random rows. `old` and `ref` are how far those policies are from the current one, in logprobs."""
+    """Returns random rows. `old` and `ref` are the spread of those policies' logprobs around the current ones."""
     rng = torch.Generator().manual_seed(1)
     prompt_mask = torch.ones(ROWS, PROMPT, dtype=torch.int64)
     prompt_mask[1, :2] = 0
@@ -142,7 +148,7 @@ def make_rows(
 
 
 def current(trainer: Any, rows: Rows, model: Any = None) -> tuple[Tensor, Tensor]:
-    """TRL's own per-token logprobs and entropies (of the policy, not of another model), with their graph."""
+    """Returns per-token logprobs and entropies that TRL computes, with gradients. With `model` entropies are None."""
     x = rows.inputs
     ids = torch.cat([x["prompt_ids"], x["completion_ids"]], dim=1)
     mask = torch.cat([x["prompt_mask"], x["completion_mask"]], dim=1)
@@ -153,7 +159,7 @@ def current(trainer: Any, rows: Rows, model: Any = None) -> tuple[Tensor, Tensor
 
 
 def flat_inputs(trainer: Any, rows: Rows, algo: Algorithm, num_tokens: int) -> LossInputs:
-    """The same rows, padding removed, as our losses take them; `num_tokens` of all microbatches."""
+    """Returns the rows without padding, as inputs of our losses. `num_tokens` is the count over all microbatches."""
     x = rows.inputs
     logprobs, entropy = current(trainer, rows)
     keep = x["completion_mask"].bool()  # [rows, longest]
@@ -175,36 +181,39 @@ def flat_inputs(trainer: Any, rows: Rows, algo: Algorithm, num_tokens: int) -> L
         ref_logprobs=flat("ref_per_token_logps"),
         sampler_logprobs=logprobs[keep].detach() if sampler is None else sampler,
         advantages=spread(x["advantages"]),
-        weights=algo.weigh(Lengths(sample=spread(size), group=spread(group)), totals).to(logprobs.dtype),
+        weights=algo.weigh_tokens(Lengths(sample=spread(size), group=spread(group)), totals).to(logprobs.dtype),
         segments=spread(torch.arange(len(keep))),
     )
 
 
 def ours(trainer: Any, rows: Rows, config: Policy, num_tokens: int | None = None) -> tuple[Tensor, Any]:
-    """The same rows through our algorithm."""
+    """Returns loss and tally of our algorithm on the rows."""
     algo = build_algorithm(config, COMPLETION)
     return algo.loss(flat_inputs(trainer, rows, algo, num_tokens or rows.num_tokens))
 
 
 def gradient(trainer: Any, loss: Tensor) -> Tensor:
+    """Returns the gradient on all parameters of the trainer's model, as one vector."""
     return torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(trainer.model.parameters()))])
 
 
 def assert_equal(trainer: Any, theirs: Tensor, mine: Tensor, tolerance: float = 1e-5) -> None:
-    """Value and gradient of every parameter."""
+    """Compares the values of two losses, and their gradients on every parameter."""
     torch.testing.assert_close(mine.double(), theirs.double(), rtol=tolerance, atol=min(tolerance, 1e-6))
     assert_equal_gradient(trainer, theirs, mine, tolerance)
 
 
 def assert_equal_gradient(trainer: Any, theirs: Tensor, mine: Tensor, tolerance: float) -> None:
+    """Compares the gradients of two losses, relative to the largest entry."""
     their_grad, my_grad = gradient(trainer, theirs), gradient(trainer, mine)
     largest = float(their_grad.abs().max())
-    assert largest > 1e-3  # there is something to compare
+    # The gradient is not zero, so the comparison means something.
+    assert largest > 1e-3
     torch.testing.assert_close(my_grad, their_grad, rtol=0.0, atol=tolerance * largest)
 
 
 def make_group(rewards: Sequence[float | None], num_tokens: int = 1) -> Group:
-    """One prompt's samples; one without a reward could not be scored."""
+    """Returns a group with one sample per reward. None = the sample could not be scored."""
 
     def sample(reward: float | None) -> Sample:
         failure = "unscorable" if reward is None else ""

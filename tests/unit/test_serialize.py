@@ -1,4 +1,4 @@
-"""The one serialisation: what goes in comes out, and nothing else can."""
+"""Serialisation of records: every value comes back equal, and damaged or hostile bytes are refused."""
 
 from __future__ import annotations
 
@@ -32,14 +32,16 @@ trees = st.recursive(
 @given(trees)
 def test_plain_trees_survive_with_their_types(tree):
     again = loads(dumps(tree))
-    assert again == tree and repr(again) == repr(tree)  # repr: 1 is not 1.0 or True, and -0.0 is not 0.0
+    # `repr` tells 1 from 1.0 and True, and -0.0 from 0.0.
+    assert again == tree and repr(again) == repr(tree)
 
 
 def test_floats_keep_every_bit():
     values = [0.1, -0.0, 1e300, 5e-324, math.inf, -math.inf, float(np.float32(0.1))]
     assert repr(loads(dumps(values))) == repr(values)
     assert math.isnan(loads(dumps([math.nan, 1.0]))[0])
-    assert len(dumps([float(np.float32(x)) for x in np.linspace(-9, 0, 5000)])) < 21_000  # float32 where it is exact
+    # The floats are exact in float32, so they take 4 bytes each.
+    assert len(dumps([float(np.float32(x)) for x in np.linspace(-9, 0, 5000)])) < 21_000
 
 
 def sample() -> Sample:
@@ -82,16 +84,18 @@ def test_arrays_keep_shape_type_and_bytes():
 
 @dataclass
 class Stranger:
+    """A dataclass that is not registered as a record."""
+
     x: int = 0
 
 
 @pytest.mark.parametrize("value", [Stranger(), {1: 2}, object(), {2, 3}, lambda: 0, b"bytes"])
-def test_what_is_not_registered_cannot_travel(value):
+def test_a_value_of_an_unregistered_type_is_refused(value):
     with pytest.raises(SerialError):
         dumps([value])
 
 
-def test_bytes_of_something_else_are_refused():
+def test_bytes_that_dumps_did_not_write_are_refused():
     data = dumps([sample()])
     for bad in (b"", b"junk", data[:-4], data[:40]):
         with pytest.raises(SerialError):
@@ -153,6 +157,7 @@ def test_members_of_whole_number_enums_become_their_numbers():
 
 
 def nested(levels: int) -> list:
+    """Returns an empty list inside lists, `levels` in all."""
     value: list = []
     for _ in range(levels - 1):
         value = [value]
@@ -172,13 +177,14 @@ def test_a_whole_number_of_too_many_digits_is_refused_on_writing():
 
 
 def made(value: object, fields: object = None, **arrays: np.ndarray) -> bytes:
-    """Bytes as `dumps` would not write them; a text is the whole header."""
+    """Returns bytes that `dumps` would never write. `value` is the JSON tree, or the whole header as bytes."""
     header = value if isinstance(value, bytes) else json.dumps({"format": 1, "fields": fields or {}, "value": value})
     text = header if isinstance(header, bytes) else header.encode()
     return save({**arrays, "json": np.frombuffer(zlib.compress(text, 9), dtype=np.uint8)})
 
 
 FOUR = np.zeros(4, np.float32)
+# Name of the damage -> (bytes, fragment of the error message).
 DAMAGED = {
     "deep text": (made(b"[" * 100_000), "nested too deep"),
     "deep value": (made(json.loads('["l",' * 150 + "1" + "]" * 150)), "nested too deep"),
@@ -187,42 +193,42 @@ DAMAGED = {
     "bare dict": (made({"x": 1}), "no mark"),
     "empty entry": (made([]), "no mark"),
     "unknown mark": (made(["?", 1]), "no mark"),
-    "record as enum": (made(["e", "Sample", 1]), "no enum"),
-    "enum as record": (made(["r", "Fate", ""], {"Fate": ["value"]}), "has not the fields"),
+    "record as enum": (made(["e", "Sample", 1]), "not an enum"),
+    "enum as record": (made(["r", "Fate", ""], {"Fate": ["value"]}), "does not have the fields"),
     "no such member": (made(["e", "Fate", "x"]), "not a valid Fate"),
-    "no fields": (made(["r", "Sample"]), "has not the fields"),
+    "no fields": (made(["r", "Sample"]), "does not have the fields"),
     "fields of nothing": (made(["r", "Sample", 1], {"Sample": None}), "which fields"),
-    "too few values": (made(["r", "Group", 1], {"Group": ["prompt", "samples"]}), "has not the fields"),
+    "too few values": (made(["r", "Group", 1], {"Group": ["prompt", "samples"]}), "does not have the fields"),
     "unknown field": (made(["r", "Group", 1], {"Group": ["x"]}), "makes no sense"),
     "negative shape": (made(["a", "float32", 0, [-1, -4]], float32=FOUR), "shape"),
     "huge shape": (made(["a", "float32", 0, [10**9, 10**9]], float32=FOUR), "shorter"),
     "huge empty shape": (made(["a", "float32", 0, [0, 10**18, 10**18]], float32=FOUR), "makes no sense"),
     "its own text": (made(["a", "json", 0, [1]]), "does not hold"),
     "no such store": (made(["n", 3, 0, 1]), "does not hold"),
-    "no such type": (made(["n", 99, 0, 1]), "no known type"),
-    "before the store": (made(["n", 3, -2, 1], float32=FOUR), "a place that is none"),
-    "negative length": (made(["n", 3, 4, -1], float32=FOUR), "a place that is none"),
+    "no such type": (made(["n", 99, 0, 1]), "unknown type"),
+    "before the store": (made(["n", 3, -2, 1], float32=FOUR), "an invalid place"),
+    "negative length": (made(["n", 3, 4, -1], float32=FOUR), "an invalid place"),
     "past the store": (made(["n", 3, 2, 3], float32=FOUR), "shorter"),
     "a place twice": (made(["l", ["n", 3, 0, 3], ["n", 3, 1, 3]], float32=FOUR), "more than once"),
     "list and array": (made(["l", ["n", 3, 0, 4], ["a", "float32", 0, [1]]], float32=FOUR), "more than once"),
     "format as text": (made(b'{"format": "x", "fields": {}, "value": 1}'), "format"),
     "format below one": (made(b'{"format": -5, "fields": {}, "value": 1}'), "format"),
-    "later format": (made(b'{"format": 2, "fields": {}, "value": 1}'), "its format is 2"),
+    "later format": (made(b'{"format": 2, "fields": {}, "value": 1}'), "the format is 2"),
     "no value": (made(b'{"format": 1, "fields": {}}'), "incomplete"),
     "header is a list": (made(b"[]"), "incomplete"),
     "header is no JSON": (made(b"{"), "damaged"),
     "header is no text": (made(b"\xff\xff"), "damaged"),
     "too many digits": (made(b'{"format": 1, "fields": {}, "value": ' + b"9" * 5000 + b"}"), "makes no sense"),
-    "no header": (save({"float32": FOUR}), "lacks the part"),
+    "no header": (save({"float32": FOUR}), "lacks its JSON header"),
     "cut text": (save({"json": np.frombuffer(zlib.compress(b"x" * 99)[:-5], dtype=np.uint8)}), "cut off"),
     "no packed text": (save({"json": np.zeros(9, np.uint8)}), "damaged"),
 }
 
 
 @pytest.mark.parametrize("name", DAMAGED)
-def test_damage_is_said_in_a_sentence(name):
-    data, says = DAMAGED[name]
-    with pytest.raises(SerialError, match=says):
+def test_damaged_bytes_are_refused_with_the_reason(name):
+    data, message = DAMAGED[name]
+    with pytest.raises(SerialError, match=message):
         loads(data)
 
 
@@ -237,10 +243,11 @@ def test_overwritten_bytes_are_refused_or_read(noise, place):
         assert str(error)
 
 
-def peak_of_refusing(data: bytes, says: str) -> int:
+def peak_of_refusing(data: bytes, message: str) -> int:
+    """Returns the most bytes that Python allocated while `loads` refused `data`."""
     tracemalloc.start()
     try:
-        with pytest.raises(SerialError, match=says):
+        with pytest.raises(SerialError, match=message):
             loads(data)
         return tracemalloc.get_traced_memory()[1]
     finally:
@@ -259,4 +266,5 @@ def test_small_bytes_take_little_memory():
 def test_text_that_deflates_too_well_is_still_written_so_that_it_can_be_read():
     text = "a" * 2**25
     assert loads(dumps(text)) == text
-    assert len(dumps(text[: 2**23])) < 2**15  # as long as it may be packed, it is
+    # A text within the limit is still compressed.
+    assert len(dumps(text[: 2**23])) < 2**15

@@ -1,4 +1,4 @@
-"""Settings for vLLM on a CPU, before anything imports it, and a watch over what it asks of the network."""
+"""Settings for vLLM on a CPU, made before anything imports it, and a record of the hosts that it contacts."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ import pytest
 
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
 os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")  # compiling a helper takes longer than these tests
-os.environ.setdefault("HF_HUB_OFFLINE", "0")  # that nothing is asked of the hub must not be owed to this
+# The hub must not be contacted even though this would allow it.
+os.environ.setdefault("HF_HUB_OFFLINE", "0")
 
 
 def is_local(host: Any) -> bool:
+    """Returns whether the host is this machine."""
     own = {None, "", "localhost", "127.0.0.1", "::1", "0.0.0.0", socket.gethostname()}
     return host in own or str(host).startswith("127.")
 
 
 @pytest.fixture(scope="session", autouse=True)
 def hosts() -> Iterator[list[str]]:
-    """The hosts that Python code asked for or connected to, this machine apart."""
+    """The hosts that Python code looked up or connected to, except this machine."""
     found: list[str] = []
     find, connect = socket.getaddrinfo, socket.socket.connect
 

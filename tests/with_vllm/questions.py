@@ -1,4 +1,4 @@
-"""What the engines are asked, and the native engine they are compared with."""
+"""Requests for the engines under test, and the native engine that they are compared with."""
 
 from __future__ import annotations
 
@@ -20,15 +20,17 @@ CONTEXT = 200
 
 @cache
 def decoder() -> Decoder:
+    """Returns the decoder of the bundled model, loaded once."""
     return load_folder(TINY).decoder
 
 
-def native() -> NativeEngine:
+def make_native() -> NativeEngine:
+    """Returns a native engine for the bundled model."""
     return NativeEngine(decoder(), Tokenizer.load(TINY).decode, slots=16, max_context=CONTEXT)
 
 
-def asked(num: int = 16, **sampling: Any) -> list[Request]:
-    """Questions the model knows, every fourth with a thought begun for it. Greedy unless told otherwise."""
+def make_requests(num: int = 16, **sampling: Any) -> list[Request]:
+    """Returns requests that the model can answer, every fourth with an opened thought. Greedy unless changed."""
     tokenizer = Tokenizer.load(TINY)
     values = {"max_tokens": 48, "temperature": 0.0, "stop_ids": tokenizer.stop_ids, **sampling}
     requests = []

@@ -1,9 +1,9 @@
-"""Algorithms: advantages over groups, losses over flat vectors."""
+"""Algorithms: advantages of the samples of groups, and losses on flat vectors over tokens."""
 
 from __future__ import annotations
 
 from cohort.algos import families
 from cohort.algos.algorithm import Algorithm, build_algorithm
-from cohort.algos.surrogates import registered
+from cohort.algos.surrogates import algorithm_names
 
-__all__ = ["Algorithm", "build_algorithm", "families", "registered"]
+__all__ = ["Algorithm", "algorithm_names", "build_algorithm", "families"]

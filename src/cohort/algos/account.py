@@ -1,4 +1,4 @@
-"""What became of a step's groups and samples: nothing leaves the update without being counted here."""
+"""Counts of what became of a step's groups and samples. Everything that leaves the update is counted here."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from collections.abc import Sequence
 from cohort.types import Finish, Group
 
 
-def account(groups: Sequence[Group]) -> dict[str, float]:
-    """Counts by fate, after `Algorithm.advantages`. `groups/in_loss` is the size of the signal.
+def count_fates(groups: Sequence[Group]) -> dict[str, float]:
+    """Returns how many groups and samples have each fate, by metric name, sorted. Call after `Algorithm.advantages`.
+
+    `groups/in_loss` counts the groups that train; it is always there. A fate that no group or sample has is left out.
 
     >>> from cohort.types import Prompt, Sample
     >>> prompt = Prompt(task="t", id="0", visit=0, row={}, messages=[], tokens=[1], provenance=[0])
     >>> empty = Sample(tokens=[], provenance=[], sampler_logprobs=[], reward=0.0)
     >>> group = Group(prompt=prompt, samples=[empty], excluded="constant reward")
-    >>> for name, count in account([group]).items():
+    >>> for name, count in count_fates([group]).items():
     ...     print(name, count)
     groups 1.0
     groups/constant_reward 1.0
@@ -26,11 +28,12 @@ def account(groups: Sequence[Group]) -> dict[str, float]:
     counts: Counter[str] = Counter({"groups/in_loss": 0})
     for group in groups:
         counts["groups"] += 1
-        counts[f"groups/{_slug(group.excluded) or 'in_loss'}"] += 1
+        # Fate.TRAINED is the empty string: such a group is in the loss.
+        counts[f"groups/{_to_metric_name(group.excluded) or 'in_loss'}"] += 1
         for sample in group.samples:
             counts["samples"] += 1
             if sample.masked:
-                counts[f"samples/masked_{_slug(sample.masked)}"] += 1
+                counts[f"samples/masked_{_to_metric_name(sample.masked)}"] += 1
             if sample.finish == Finish.LENGTH:
                 counts["samples/length"] += 1
             if not sample.num_sampled:
@@ -38,5 +41,6 @@ def account(groups: Sequence[Group]) -> dict[str, float]:
     return {name: float(counts[name]) for name in sorted(counts)}
 
 
-def _slug(reason: str) -> str:
-    return reason.replace(" ", "_")
+def _to_metric_name(fate: str) -> str:
+    """Returns a fate's text with underscores in place of spaces."""
+    return fate.replace(" ", "_")

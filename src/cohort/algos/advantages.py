@@ -1,4 +1,4 @@
-"""Advantages: how much better than expected a sample did. Plain float64 numbers."""
+"""Advantages: how much better than expected each sample did. Plain float64 numbers."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from collections.abc import Sequence
 from cohort.config.algos import Baseline, Scale
 
 STD_FLOOR = 1e-4
-"""Added to a divisor: rewards that differ by rounding must not become full-size advantages."""
+"""Added to every divisor. Without it, rewards that differ only by rounding would give advantages of full size."""
 
 
 def is_constant(rewards: Sequence[float]) -> bool:
-    """Whether a group carries no signal. By comparison: a computed std of equal floats can be 1e-17, not 0.
+    """Returns whether all rewards of a group are equal, so that the group carries no signal.
+
+    The rewards are compared: the computed standard deviation of equal floats can be 1e-17 instead of 0.
 
     >>> is_constant([0.1, 0.1, 0.1]), is_constant([]), is_constant([0.0, 1.0])
     (True, True, False)
@@ -21,12 +23,12 @@ def is_constant(rewards: Sequence[float]) -> bool:
 
 
 def mean_of(rewards: Sequence[float]) -> float:
-    """fsum: independent of the order of the samples."""
+    """Returns the mean. `fsum` makes it independent of the order of the samples."""
     return math.fsum(rewards) / len(rewards)
 
 
 def std_of(rewards: Sequence[float]) -> float:
-    """Sample standard deviation (n - 1); 0 of fewer than two.
+    """Returns the sample standard deviation (divisor n - 1), and 0 for fewer than two rewards.
 
     >>> std_of([1.0, 3.0]) == 2.0**0.5, std_of([5.0])
     (True, 0.0)
@@ -37,24 +39,25 @@ def std_of(rewards: Sequence[float]) -> float:
     return math.sqrt(math.fsum((r - mean) ** 2 for r in rewards) / (len(rewards) - 1))
 
 
-def advantages(
+def compute_advantages(
     groups: Sequence[Sequence[float]], scale: Scale = "std", baseline: Baseline = "mean"
 ) -> list[list[float]]:
-    """Of the rewards of a step's groups: minus the baseline, over the scale.
+    """Returns the advantages (reward - baseline) / scale of a step's groups, in the shape of `groups`.
 
-    Relative to its group, a constant one (a group of one included) gives exactly zeros.
+    `groups` has one list of rewards per group. With a baseline of the group, a group of equal rewards (a group of one
+    included) gets exact zeros.
 
-    >>> advantages([[1.0, 0.0, 0.0, 1.0]], "none")
+    >>> compute_advantages([[1.0, 0.0, 0.0, 1.0]], "none")
     [[0.5, -0.5, -0.5, 0.5]]
-    >>> [round(a, 4) for a in advantages([[1.0, 0.0, 0.0, 1.0]])[0]]
+    >>> [round(a, 4) for a in compute_advantages([[1.0, 0.0, 0.0, 1.0]])[0]]
     [0.8659, -0.8659, -0.8659, 0.8659]
-    >>> advantages([[1.0, 0.0, 0.0]], "none", "leave_one_out")
+    >>> compute_advantages([[1.0, 0.0, 0.0]], "none", "leave_one_out")
     [[1.0, -0.5, -0.5]]
-    >>> advantages([[1.0, 0.0], [0.0, 0.0]], "none", "batch")
+    >>> compute_advantages([[1.0, 0.0], [0.0, 0.0]], "none", "batch")
     [[0.75, -0.25], [-0.25, -0.25]]
     """
     batch = [reward for rewards in groups for reward in rewards]
-    centred = [_centred(rewards, baseline, batch) for rewards in groups]
+    centred = [_subtract_baseline(rewards, baseline, batch) for rewards in groups]
     if scale == "batch":
         divisors = [std_of(batch)] * len(groups)
     elif scale == "centred":
@@ -62,12 +65,13 @@ def advantages(
     elif scale == "none":
         return centred
     else:
-        # sizes: with rewards of both signs the mean itself may be next to nothing
+        # The mean is over absolute values: with rewards of both signs the plain mean may be near zero.
         divisors = [std_of(r) if scale == "std" else mean_of([abs(x) for x in r]) for r in groups]
     return [[c / (d + STD_FLOOR) if c else c for c in row] for row, d in zip(centred, divisors, strict=True)]
 
 
-def _centred(rewards: Sequence[float], baseline: Baseline, batch: Sequence[float]) -> list[float]:
+def _subtract_baseline(rewards: Sequence[float], baseline: Baseline, batch: Sequence[float]) -> list[float]:
+    """Returns one group's rewards minus their baseline. `batch` has the rewards of all groups of the step."""
     if baseline == "none":
         return list(rewards)
     if baseline == "batch":
@@ -76,29 +80,31 @@ def _centred(rewards: Sequence[float], baseline: Baseline, batch: Sequence[float
     if is_constant(rewards):
         return [0.0] * len(rewards)
     mean, n = mean_of(rewards), len(rewards)
-    # the mean of the others lies n / (n - 1) times as far away as the mean of all
+    # The mean of the other samples is n / (n - 1) times as far from a reward as the mean of all samples.
     return [(reward - mean) * (n / (n - 1) if baseline == "leave_one_out" else 1.0) for reward in rewards]
 
 
-def best_of_k(rewards: Sequence[float], k: int) -> list[float]:
-    """What each sample adds to the best reward of k samples, summed over the subsets it is in, over their number.
+def best_of_k_gains(rewards: Sequence[float], k: int) -> list[float]:
+    """Returns, per sample, how much it raises the best reward of k samples, on average over all subsets of size k.
 
-    An unbiased gradient of the expected best of k (arXiv:2505.15201): weighted with these, log-probabilities have it on
-    average. A sample that some sibling always beats adds nothing; constant rewards give exactly zeros. Here the subset
-    without the sample is its baseline, so k is at least 2.
+    A subset without the sample counts 0. These gains make an unbiased gradient of the expected best of k
+    (arXiv:2505.15201): the sum of gain times log-probability has it on average. A sample that is the best of no subset
+    gains nothing; constant rewards give exact zeros. The baseline of a subset is its best reward without the
+    sample, so k is at least 2; a smaller k gives zeros. A k above the number of samples is lowered to it.
 
-    >>> best_of_k([1.0, 0.0, 0.0], 2)  # it is in two of three pairs, and makes both better by 1
+    >>> best_of_k_gains([1.0, 0.0, 0.0], 2)  # the first is in two of three pairs, and raises both by 1
     [0.6666666666666666, 0.0, 0.0]
-    >>> best_of_k([1.0, 1.0, 0.0], 2)
+    >>> best_of_k_gains([1.0, 1.0, 0.0], 2)
     [0.3333333333333333, 0.3333333333333333, 0.0]
     """
     n, k = len(rewards), min(k, len(rewards))
     if k < 2:
         return [0.0] * n
     order = sorted(range(n), key=lambda i: rewards[i])
-    added = [0.0] * n
+    gains = [0.0] * n
     for place, i in enumerate(order):
-        # it is the best of comb(j, k - 2) subsets in which the j-th is second; of equals nobody adds anything
-        gains = ((rewards[i] - rewards[order[j]]) * math.comb(j, k - 2) for j in range(place))
-        added[i] = math.fsum(gains) / math.comb(n, k)
-    return added
+        # Sample i is the best, and the sample at place j the second best, in comb(j, k - 2) subsets. In each of them
+        # sample i adds the difference of both rewards. Samples with equal rewards add nothing.
+        weighted = ((rewards[i] - rewards[order[j]]) * math.comb(j, k - 2) for j in range(place))
+        gains[i] = math.fsum(weighted) / math.comb(n, k)
+    return gains

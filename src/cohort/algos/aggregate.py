@@ -1,7 +1,6 @@
-"""How per-token losses become one number: a weight for every token, the global denominators inside.
+"""Token weights: how the losses of tokens become one number. The global denominators are inside the token weights.
 
-The loss is then a plain sum, and nothing that only cuts a sum into pieces (microbatches, packs, ranks) can
-change it.
+The loss is then a plain sum. Microbatches, packs and ranks only cut this sum into pieces, so they cannot change it.
 """
 
 from __future__ import annotations
@@ -16,23 +15,25 @@ from cohort.config.algos import Aggregate
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Totals:
-    """Of one optimizer step over all ranks, counted before the first backward."""
+    """Counts of one optimizer step over all ranks, made before the first backward."""
 
     num_tokens: float  # sampled tokens of unmasked samples
     num_samples: float  # scored samples, masked and empty ones too
-    num_prompts: float  # groups with such a sample
+    num_prompts: float  # groups with at least one scored sample
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lengths:
-    """For every token [N] of a microbatch: sampled tokens in the loss of its ..."""
+    """For every token [N] of a microbatch, how many tokens of its sample and of its group are in the loss."""
 
-    sample: Tensor  # ... sample
-    group: Tensor  # ... group
+    sample: Tensor  # [N] of the token's sample
+    group: Tensor  # [N] of the token's group
 
 
 def token_weights(lengths: Lengths, mode: Aggregate, totals: Totals, max_tokens: int) -> Tensor:
-    """The weight of each token; 0 where a sample has none. float64.
+    """Returns the token weights [N], float64; 0 for a token whose sample has no token in the loss.
+
+    `max_tokens` is the longest completion; only the mode "constant" uses it.
 
     >>> lengths = Lengths(sample=torch.tensor([1, 4]), group=torch.tensor([5, 5]))
     >>> totals = Totals(num_tokens=5, num_samples=2, num_prompts=1)
@@ -47,11 +48,15 @@ def token_weights(lengths: Lengths, mode: Aggregate, totals: Totals, max_tokens:
     """
     size = lengths.sample.double()
     if mode == "token":
+        # One mean over all tokens.
         divisor = torch.full_like(size, totals.num_tokens)
     elif mode == "sequence":
+        # The mean over samples of each sample's token mean.
         divisor = totals.num_samples * size
     elif mode == "prompt":
+        # The mean over prompts of each group's token mean.
         divisor = totals.num_prompts * lengths.group.double()
     else:
+        # The mean over samples of each sample's token sum, divided by a constant length.
         divisor = torch.full_like(size, totals.num_samples * max_tokens)
     return torch.where(size > 0, 1.0 / divisor, torch.zeros_like(divisor))

@@ -1,7 +1,7 @@
-"""What an algorithm is: a named object that gives samples their advantages and tokens their loss.
+"""The protocols `Loss` and `Algorithm`. An algorithm gives samples their advantages and tokens their loss.
 
-To add one: its settings in `config/algos.py` and its policy loss, decorated with `@surrogate("its_name")`, in
-`algos/surrogates.py`.
+To add an algorithm, write its settings in `config/algos.py` and its policy loss in `algos/surrogates.py`, decorated
+with `@surrogate("its_name")`.
 """
 
 from __future__ import annotations
@@ -14,83 +14,88 @@ from torch import Tensor
 from cohort.algos.aggregate import Lengths, Totals
 from cohort.algos.inputs import LossInputs
 from cohort.algos.policy import PlainAlgorithm, PolicyGradient
-from cohort.algos.surrogates import registered
+from cohort.algos.surrogates import algorithm_names
 from cohort.algos.tally import Tally
 from cohort.config.algos import ALGOS
-from cohort.errors import ConfigError, nearest
+from cohort.errors import ConfigError, suggest_name
 from cohort.types import Group
 from cohort.world import ONE_PROCESS, World
 
 
 class Loss(Protocol):
-    """What a learner's update needs. A loss sees flat vectors only: never logits, model or ranks."""
+    """The part of an algorithm that a learner's update needs. It sees flat vectors: no logits, no model, no ranks."""
 
     per_token: bool
-    """Whether each token's term depends on that token alone, so that tokens may be handed over in any pieces."""
+    """Whether the loss term of a token depends on that token alone. Then `loss` may be called on any pieces."""
     has_ratio: bool
-    """Whether it compares with the policy of the step's beginning: then later updates are given `old_logprobs`."""
+    """Whether the loss compares with the policy at the start of the step. Then later updates need `old_logprobs`."""
 
-    def weigh(self, lengths: Lengths, totals: Totals) -> Tensor:
-        """[N] weights of a microbatch's tokens, given the global denominators."""
+    def weigh_tokens(self, lengths: Lengths, totals: Totals) -> Tensor:
+        """Returns the token weights [N] of a microbatch. `totals` has the global denominators."""
 
     def loss(self, inputs: LossInputs) -> tuple[Tensor, Tally]:
-        """The microbatch's share of the loss, as a plain sum, and its metrics."""
+        """Returns the microbatch's share of the loss (a 0-d tensor, to be summed) and the metrics of its tokens."""
 
 
 class Algorithm(Loss, Protocol):
-    """Pure with respect to the model: it sees records and flat vectors only."""
+    """A loss and the rules that set advantages and exclusions. It sees records and flat vectors, never the model."""
 
     @property
-    def judging(self) -> str:
-        """How samples are judged, in words."""
+    def advantage_description(self) -> str:
+        """How advantages are computed, as text for a report."""
 
     def needs(self) -> frozenset[str]:
-        """Which of {"old", "ref"} logprobs the samples must have before their advantages are found."""
+        """Returns which log-probabilities samples must have before `advantages`: a subset of {"old", "ref"}."""
 
     def accept(self, group: Group) -> bool:
-        """Whether a scored group is kept; a rejected one is replaced by another prompt's."""
+        """Returns whether a scored group is kept. A rejected group is replaced by one of another prompt."""
 
     def advantages(self, groups: list[Group], world: World = ONE_PROCESS) -> list[Group]:
-        """Set samples' `advantage` and `masked` and groups' `excluded`, in place. Drops nothing.
+        """Sets `advantage` and `masked` of samples and `excluded` of groups, in place. Returns all the groups.
 
-        Baselines over the batch are over the groups of all ranks.
+        Baselines over the batch use the groups of all ranks.
         """
 
-    def observe(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Learn from a step's metrics what the next one needs; returns metrics of its own."""
+    def update_coefficients(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Adjusts the KL and entropy coefficients for the next step, if they have targets, by a step's metrics.
 
-    def plain(self) -> PlainAlgorithm:
-        """Settings and state, to be sent elsewhere."""
+        Returns the adjustable coefficients that were used in that step, by metric name.
+        """
+
+    def to_record(self) -> PlainAlgorithm:
+        """Returns settings and state as a record that can be sent to another process."""
 
     def state(self) -> dict[str, float]:
-        """What a checkpoint must know."""
+        """Returns the coefficients, which a checkpoint stores."""
 
-    def load_state(self, state: Mapping[str, float]) -> None: ...
+    def load_state(self, state: Mapping[str, float]) -> None:
+        """Restores what `state` returned."""
 
 
-def name_of(config: Any) -> str:
-    """The registered name of a config variant.
+def algorithm_name(config: Any) -> str:
+    """Returns the name of the algorithm that `config` belongs to. Raises ConfigError for other objects.
 
     >>> from cohort.config.algos import DrGRPO
-    >>> name_of(DrGRPO())
+    >>> algorithm_name(DrGRPO())
     'dr_grpo'
     """
     for name, variant in ALGOS.items():
+        # Exact type: config classes inherit from each other.
         if type(config) is variant:
             return name
-    raise ConfigError(f"algo: {type(config).__name__} is not an algorithm config.{nearest('', ALGOS)}")
+    raise ConfigError(f"algo: {type(config).__name__} is not an algorithm config.{suggest_name('', ALGOS)}")
 
 
 def build_algorithm(config: Any, max_tokens: int) -> Algorithm:
-    """The algorithm of a config variant; `max_tokens` is the longest completion, the constant divisor."""
-    name = name_of(config)
-    if name not in registered():
-        raise ConfigError(f'algo "{name}" is configured but not implemented.{nearest(name, registered())}')
+    """Returns the algorithm for a config. `max_tokens` is the longest completion, a constant divisor in some losses."""
+    name = algorithm_name(config)
+    if name not in algorithm_names():
+        raise ConfigError(f'algo "{name}" is configured but not implemented.{suggest_name(name, algorithm_names())}')
     return PolicyGradient(name, config, max_tokens)
 
 
-def from_plain(plain: PlainAlgorithm) -> Algorithm:
-    """An algorithm that was sent here: `plain` of another process's."""
-    algo = build_algorithm(plain.config, plain.max_tokens)
-    algo.load_state(plain.state)
+def algorithm_from_record(record: PlainAlgorithm) -> Algorithm:
+    """Returns the algorithm that another process sent with `Algorithm.to_record`."""
+    algo = build_algorithm(record.config, record.max_tokens)
+    algo.load_state(record.state)
     return algo

@@ -1,4 +1,4 @@
-"""Weights that are steered from step to step: of the KL penalty and of the entropy bonus. Part of a checkpoint."""
+"""Coefficients of the KL penalty and of the entropy bonus, adjusted after every step and stored in checkpoints."""
 
 from __future__ import annotations
 
@@ -7,41 +7,48 @@ from dataclasses import dataclass
 
 from cohort.config.algos import Policy
 
-KL_GAIN, KL_REACH = 0.1, 0.2  # a step changes the weight by at most KL_GAIN * KL_REACH
-ENTROPY_STEP, ENTROPY_MOST = 0.005, 1.0
+# A step changes the KL coefficient by a factor of at most 1 +- KL_GAIN * KL_MAX_ERROR.
+KL_GAIN, KL_MAX_ERROR = 0.1, 0.2
+# A step changes the entropy coefficient by ENTROPY_STEP, within 0 and ENTROPY_MAX.
+ENTROPY_STEP, ENTROPY_MAX = 0.005, 1.0
 
 
 @dataclass(kw_only=True, slots=True)
-class Weights:
-    """Those in force in the next step. Constant unless the config names a target."""
+class Coefficients:
+    """KL and entropy coefficients for the next step. They are constant unless the config names a target."""
 
     kl: float
     entropy: float
-    low_entropy: bool = True  # at or below the target: only then there is a bonus
+    low_entropy: bool = True  # whether the last measured entropy was at or below the target; only then the bonus acts
 
     @staticmethod
-    def of(config: Policy) -> Weights:
-        return Weights(kl=config.kl.weight, entropy=config.entropy)
+    def from_config(config: Policy) -> Coefficients:
+        """Returns the coefficients with which a run starts."""
+        return Coefficients(kl=config.kl.weight, entropy=config.entropy)
 
-    def observe(self, config: Policy, metrics: Mapping[str, float]) -> None:
-        """KL above its target raises its weight (Ziegler et al. 2019), entropy below its the bonus.
+    def update(self, config: Policy, metrics: Mapping[str, float]) -> None:
+        """Adjusts the coefficients, in place, by the metrics of a step.
+
+        A KL above its target raises the KL coefficient (Ziegler et al. 2019). An entropy at or below its target
+        raises the entropy coefficient. Coefficients without target stay.
 
         >>> from cohort.config.algos import GRPO, KLConfig
         >>> config = GRPO(kl=KLConfig(weight=0.1, target=0.01), entropy=0.01, entropy_target=0.5)
-        >>> weights = Weights.of(config)
-        >>> weights.observe(config, {"kl/ref": 0.02, "entropy": 0.4})
-        >>> round(weights.kl, 4), weights.entropy
+        >>> coefficients = Coefficients.from_config(config)
+        >>> coefficients.update(config, {"kl/ref": 0.02, "entropy": 0.4})
+        >>> round(coefficients.kl, 4), coefficients.entropy
         (0.102, 0.015)
         """
-        seen = metrics.get("kl/ref" if config.kl.to == "reference" else "kl/sampler")
-        if config.kl.target and seen is not None:
-            error = max(-KL_REACH, min(KL_REACH, seen / config.kl.target - 1.0))
+        measured_kl = metrics.get("kl/ref" if config.kl.to == "reference" else "kl/sampler")
+        if config.kl.target and measured_kl is not None:
+            error = max(-KL_MAX_ERROR, min(KL_MAX_ERROR, measured_kl / config.kl.target - 1.0))
             self.kl *= 1.0 + KL_GAIN * error
         if config.entropy_target and "entropy" in metrics:
             self.low_entropy = metrics["entropy"] <= config.entropy_target
             step = ENTROPY_STEP if self.low_entropy else -ENTROPY_STEP
-            self.entropy = max(0.0, min(ENTROPY_MOST, self.entropy + step))
+            self.entropy = max(0.0, min(ENTROPY_MAX, self.entropy + step))
 
     @property
-    def bonus(self) -> float:
+    def active_entropy(self) -> float:
+        """The entropy coefficient that the loss uses: 0 while the entropy is above its target."""
         return self.entropy if self.low_entropy else 0.0

@@ -1,8 +1,9 @@
-"""Importance weights for tokens that another policy drew: an older one, or the engine's slightly different one.
+"""Importance ratios, which correct for tokens drawn by another policy than the one at the start of the step.
 
-The weight is the policy at the start of the step over the one that acted, from the log-probabilities both reported.
-Times the clipped ratio of the step it makes PPO decoupled (Hilton et al. 2021, arXiv:2110.00641): the bound is on how
-far the step moves, not on how old its data are.
+That policy may be an older one, or the engine's version of the same one, which differs slightly. The importance ratio
+(also called importance weight) is p_old / p_sampler: the policy at the start of the step over the policy that drew the
+token, from the log-probabilities that both reported. Multiplied with the clipped ratio of the step it makes PPO
+decoupled (Hilton et al. 2021, arXiv:2110.00641): the clip then bounds how far the step moves, not how old its data are.
 """
 
 from __future__ import annotations
@@ -15,32 +16,38 @@ from cohort.config.algos import CorrectionConfig
 
 
 @torch.no_grad()
-def importance(old_logprobs: Tensor, sampler_logprobs: Tensor, segments: Tensor, level: str) -> Tensor:
-    """[T] exp(old - sampler) of the token, or of its whole sample, or that to the power of 1 / length.
+def importance_ratios(old_logprobs: Tensor, sampler_logprobs: Tensor, segments: Tensor, level: str) -> Tensor:
+    """Returns the importance ratios [T], without gradient.
+
+    Level "token": exp(old - sampler) of each token. "sequence": the product over the token's sample. "geometric": the
+    geometric mean over the token's sample. `segments` [T] tells which sample a token belongs to.
 
     >>> old, sampler = torch.tensor([-1.0, -1.0]), torch.tensor([-1.5, -2.0])
-    >>> importance(old, sampler, torch.tensor([0, 0]), "sequence").log()
+    >>> importance_ratios(old, sampler, torch.tensor([0, 0]), "sequence").log()
     tensor([1.5000, 1.5000])
     """
-    log_weight = old_logprobs - sampler_logprobs
+    log_ratio = old_logprobs - sampler_logprobs
     if level == "sequence":
-        log_weight = segment_sum(log_weight, segments)
+        log_ratio = segment_sum(log_ratio, segments)
     elif level == "geometric":
-        log_weight = segment_mean(log_weight, segments)
-    return log_weight.exp()
+        log_ratio = segment_mean(log_ratio, segments)
+    return log_ratio.exp()
 
 
-def corrected(weight: Tensor, c: CorrectionConfig) -> Tensor:
-    """Held within the bounds (truncated importance sampling), 0 outside them (masked; IcePop's double bound), or as is.
+def bound_ratios(ratios: Tensor, c: CorrectionConfig) -> Tensor:
+    """Returns the importance ratios with the bounds of `c` applied.
 
-    >>> corrected(torch.tensor([0.1, 1.0, 9.0]), CorrectionConfig(kind="truncate", bounds=(0.5, 2.0)))
+    Kind "truncate" clamps them to the bounds (truncated importance sampling). "mask" sets those outside to 0 (IcePop's
+    double bound). "none" returns them unchanged.
+
+    >>> bound_ratios(torch.tensor([0.1, 1.0, 9.0]), CorrectionConfig(kind="truncate", bounds=(0.5, 2.0)))
     tensor([0.5000, 1.0000, 2.0000])
-    >>> corrected(torch.tensor([0.1, 1.0, 9.0]), CorrectionConfig(kind="mask", bounds=(0.5, 2.0)))
+    >>> bound_ratios(torch.tensor([0.1, 1.0, 9.0]), CorrectionConfig(kind="mask", bounds=(0.5, 2.0)))
     tensor([0., 1., 0.])
     """
     low, high = c.bounds
     if c.kind == "none":
-        return weight
+        return ratios
     if c.kind == "truncate":
-        return weight.clamp(low, high)
-    return torch.where((weight < low) | (weight > high), torch.zeros_like(weight), weight)
+        return ratios.clamp(low, high)
+    return torch.where((ratios < low) | (ratios > high), torch.zeros_like(ratios), ratios)

@@ -1,7 +1,7 @@
-"""How an algorithm judges samples: the returns of a step's groups become advantages. One registered record per way.
+"""Advantage estimators: how the returns of a step's groups become advantages. One registered record per method.
 
-Most algorithms judge a sample relative to a baseline, as their settings say. One that does it another way registers its
-own estimator under its name, as `pass_at_k` does here; nothing else has to know.
+Most algorithms compare a sample with a baseline, as their settings say. An algorithm that does otherwise registers its
+own estimator under its name, as `pass_at_k` does. No other code has to change.
 """
 
 from __future__ import annotations
@@ -10,39 +10,43 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cohort.algos.advantages import advantages, is_constant
+from cohort.algos.advantages import compute_advantages, is_constant
 from cohort.config.algos import Policy
 
 Returns = Sequence[Sequence[float]]
-"""Per group, what each of its scored samples returned."""
+"""One list per group, with the return of each of its scored samples (the reward after shaping)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Estimator:
-    """`advantages` gets the groups of all ranks. Its result has the same shape."""
+    """Functions of one method to compute advantages. Each takes the algorithm's config as its last argument."""
 
+    # Takes the returns of the groups of all ranks. Returns the advantages in the same shape.
     advantages: Callable[[Returns, Any], list[list[float]]]
-    is_dead: Callable[[Sequence[float], Any], bool]  # whether a group with these returns has no gradient
-    words: Callable[[Any], str]  # for people
+    # Takes the returns of one group. Returns whether the group has no gradient.
+    is_dead: Callable[[Sequence[float], Any], bool]
+    # Returns a description of the method for reports.
+    describe: Callable[[Any], str]
 
 
-def _relative(returns: Returns, c: Policy) -> list[list[float]]:
-    return advantages(returns, c.scale, c.baseline)
+def _baseline_advantages(returns: Returns, c: Policy) -> list[list[float]]:
+    """Returns advantages relative to the baseline and scale of the config."""
+    return compute_advantages(returns, c.scale, c.baseline)
 
 
-RELATIVE = Estimator(
-    advantages=_relative,
+BASELINE_ESTIMATOR = Estimator(
+    advantages=_baseline_advantages,
     is_dead=lambda returns, c: is_constant(returns),
-    words=lambda c: f"baseline = {c.baseline}, scale = {c.scale}",
+    describe=lambda c: f"baseline = {c.baseline}, scale = {c.scale}",
 )
 _estimators: dict[str, Estimator] = {}
 
 
 def register_estimator(name: str, estimator: Estimator) -> None:
-    """Use `estimator` for the algorithm `name` of `config.algos.ALGOS`."""
+    """Registers `estimator` for the algorithm `name` of `config.algos.ALGOS`."""
     _estimators[name] = estimator
 
 
 def find_estimator(name: str) -> Estimator:
-    """The estimator of an algorithm: its own, or that of a baseline."""
-    return _estimators.get(name, RELATIVE)
+    """Returns the estimator that the algorithm `name` registered, or else the one with a baseline."""
+    return _estimators.get(name, BASELINE_ESTIMATOR)

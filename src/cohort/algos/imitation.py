@@ -1,4 +1,4 @@
-"""Supervised fine-tuning as a loss: maximise the log-probability of the target tokens, one global token mean."""
+"""The loss of supervised fine-tuning: it maximises the log-probability of target tokens, in one global token mean."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ from cohort.algos.tally import Tally
 
 
 class Imitation:
-    """Cross-entropy on target tokens; a `Loss`, without advantages."""
+    """Cross-entropy on target tokens, as a `Loss`. It uses no advantages."""
 
     per_token = True
     has_ratio = False
 
-    def weigh(self, lengths: Lengths, totals: Totals) -> Tensor:
+    def weigh_tokens(self, lengths: Lengths, totals: Totals) -> Tensor:
+        """Returns the same weight [N] for every token: one over the number of target tokens of all ranks."""
         return torch.full_like(lengths.sample, 1.0 / totals.num_tokens, dtype=torch.float64)
 
     def loss(self, inputs: LossInputs) -> tuple[Tensor, Tally]:
+        """Returns the sum of -log p times token weight (0-d), and the metrics."""
         loss = -(inputs.weights * inputs.logprobs).sum()
-        tally = Tally().sum("tokens", float(inputs.logprobs.numel())).mean("loss", -inputs.logprobs)
-        return loss, tally.mean("entropy", inputs.entropy)
+        tally = Tally().add_sum("tokens", float(inputs.logprobs.numel())).add_mean("loss", -inputs.logprobs)
+        return loss, tally.add_mean("entropy", inputs.entropy)

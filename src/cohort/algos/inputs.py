@@ -1,4 +1,4 @@
-"""What a loss sees: flat vectors over the sampled tokens of one microbatch. No logits, no model, no ranks."""
+"""The inputs of a loss: flat vectors over the sampled tokens of one microbatch. No logits, no model, no ranks."""
 
 from __future__ import annotations
 
@@ -10,23 +10,26 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossInputs:
-    """The T sampled tokens of one microbatch. The learner takes the gradient on `logprobs` and `entropy`.
+    """Vectors over the T sampled tokens of one microbatch. The learner takes the gradient on `logprobs` and `entropy`.
 
-    The entropy has no gradient (autograd reports it as unused) when the algorithm has no entropy bonus.
+    When the algorithm has no entropy bonus, the entropy has no gradient (autograd reports it as unused).
     """
 
     logprobs: Tensor  # [T] current policy, at the sampling temperature; requires grad
     entropy: Tensor  # [T] of the current policy's next-token distribution; requires grad
-    old_logprobs: Tensor | None  # [T] the learner's own at the step's beginning; None = nothing moved since, ratio 1
+    old_logprobs: Tensor | None  # [T] of the learner at the step's start; None = the weights have not moved, ratio 1
     ref_logprobs: Tensor | None  # [T] reference policy; None = no KL to it
-    sampler_logprobs: Tensor  # [T] what the engine reported: for the gap metric and the correction
+    sampler_logprobs: Tensor  # [T] reported by the engine: for the gap metric and the correction
     advantages: Tensor  # [T]
-    weights: Tensor  # [T] aggregation weight, the global denominators included; 0 = out of the loss
-    segments: Tensor  # [T] int, index of the sample the token belongs to
-    whole: bool = False  # no weight is 0: known without a look, for which a GPU would have to be waited for
+    weights: Tensor  # [T] token weights, with the global denominators inside; 0 = out of the loss
+    segments: Tensor  # [T] int, index of the sample that the token belongs to
+    # True = no token weight is 0. The caller knows it on the host: a check here would have to wait for the GPU.
+    all_in_loss: bool = False
 
     def in_loss(self) -> LossInputs:
-        """Only the tokens with a weight: 0 times an infinite ratio of a masked token would be NaN.
+        """Returns the inputs with only the tokens whose weight is not 0.
+
+        A weight of 0 is not enough to remove a masked token: 0 times its ratio, if that is infinite, would be NaN.
 
         >>> import torch
         >>> x = torch.arange(3.0)
@@ -36,12 +39,12 @@ class LossInputs:
         >>> inputs.in_loss().segments
         tensor([0, 1])
         """
-        if self.whole:
+        if self.all_in_loss:
             return self
         keep = self.weights.nonzero().squeeze(1)  # [K]
         if keep.numel() == self.weights.numel():
             return self
-        # index_select, not advanced indexing: its backward is deterministic
+        # index_select instead of advanced indexing, because its backward is deterministic.
         kept: dict[str, Any] = {}
         for f in fields(self):
             vector = getattr(self, f.name)

@@ -1,8 +1,11 @@
-"""Estimators of the KL divergence to another policy from the logprobs of sampled tokens (Schulman, 2020).
+"""Estimators of the KL divergence to another policy, from the logprobs of sampled tokens (Schulman, 2020).
 
-With d = logprobs - other_logprobs on tokens drawn from the policy: k1 = d is unbiased and can be negative;
-k2 = d^2 / 2 is never negative, low in variance, biased; k3 = exp(-d) - 1 + d is never negative and unbiased;
-abs = |d| is no KL, but bounds how far a token's probability moved.
+With d = logprobs - other_logprobs, on tokens that the policy drew:
+
+- k1 = d is unbiased and can be negative.
+- k2 = d^2 / 2 is never negative, has low variance and is biased.
+- k3 = exp(-d) - 1 + d is never negative and unbiased.
+- abs = |d| is not a KL divergence, but bounds how far a token's probability moved.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from cohort.config.algos import Estimator
 
 
 def kl_per_token(logprobs: Tensor, other_logprobs: Tensor, estimator: Estimator) -> Tensor:
-    """KL(policy || other) of each token, differentiable in `logprobs`.
+    """Returns the estimate of KL(policy || other) at each token [T], differentiable in `logprobs`.
 
     >>> kl_per_token(torch.tensor([-1.0]), torch.tensor([-1.5]), "k2")
     tensor([0.1250])
@@ -28,11 +31,14 @@ def kl_per_token(logprobs: Tensor, other_logprobs: Tensor, estimator: Estimator)
         return 0.5 * d * d
     if estimator == "abs":
         return d.abs()
-    return torch.expm1(-d) + d  # expm1: at small d, exp(-d) - 1 loses every digit of k3 ~ d^2 / 2
+    # expm1, because exp(-d) - 1 loses every digit of k3 (about d^2 / 2) where d is small.
+    return torch.expm1(-d) + d
 
 
 def kl_of_sample(logprobs: Sequence[float], other_logprobs: Sequence[float], estimator: Estimator) -> float:
-    """The sum over a sample's sampled tokens: the form that is subtracted from a reward, without a gradient.
+    """Returns the sum of the estimates over the tokens of a sample, as a number without gradient.
+
+    This form is subtracted from a reward.
 
     >>> kl_of_sample([-1.0, -2.0], [-1.5, -1.75], "k1")
     0.25

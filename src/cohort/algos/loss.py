@@ -1,4 +1,4 @@
-"""The loss of a step as a sum over weighted tokens: policy term, sampler correction, KL, entropy; and its metrics."""
+"""The loss of a step, as a sum over weighted tokens: policy term, sampler correction, KL, entropy; and its metrics."""
 
 from __future__ import annotations
 
@@ -7,70 +7,80 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cohort.algos.correction import corrected, importance
+from cohort.algos.correction import bound_ratios, importance_ratios
 from cohort.algos.inputs import LossInputs
 from cohort.algos.kl import kl_per_token
-from cohort.algos.surrogates import Registered, Surrogate, Tokens
+from cohort.algos.surrogates import RegisteredSurrogate, Surrogate, Tokens
 from cohort.algos.tally import Tally
 from cohort.config.algos import Policy
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PolicyLoss:
-    """Per sampled token: w S + kl K - entropy H, with the surrogate S of `config`'s algorithm."""
+    """Loss of a policy-gradient algorithm. Each sampled token adds its token weight times w S + k K - e H.
 
-    surrogate: Registered
+    w is the bounded importance ratio, S the surrogate of `config`'s algorithm, K the KL estimate, H the entropy; k and
+    e are the coefficients below.
+    """
+
+    surrogate: RegisteredSurrogate
     config: Policy
-    kl: float  # weights in force, which may differ from the config's where they are steered
-    entropy: float
+    # The coefficients of this step. They differ from those of the config where they are adjusted to a target.
+    kl_coefficient: float
+    entropy_coefficient: float
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, Tally]:
-        """The weighted sum, and what happened. The denominators are in `inputs.weights`."""
+        """Returns the weighted sum over tokens (0-d) and the metrics. The denominators are in `inputs.weights`."""
         x, kl = inputs.in_loss(), self.config.kl
+        # Without old log-probabilities the weights have not moved: the ratio is exactly 1, but has a gradient.
         old = x.logprobs.detach() if x.old_logprobs is None else x.old_logprobs  # [T]
         tokens = Tokens(logprobs=x.logprobs, old_logprobs=old, advantages=x.advantages, segments=x.segments)
-        found = self.surrogate.form(tokens, self.config)
-        terms, tally = found.terms, self._tally(x, old, found)
-        weight = self._importance(x, old, tally)
+        surrogate = self.surrogate.function(tokens, self.config)
+        terms = surrogate.terms
+        tally = self._measure(x, old, surrogate)
+        # Measured even where nothing is corrected: the metrics then show what a correction would have to undo.
+        factor = self._importance_factor(x, old, tally)
         if self.config.correction.kind != "none":
-            terms = terms * weight
-        tally.sum("loss/policy", x.weights * terms)
-        if self.kl and kl.place == "loss":
+            terms = terms * factor
+        tally.add_sum("loss/policy", x.weights * terms)
+        if self.kl_coefficient and kl.place == "loss":
             other = x.sampler_logprobs if kl.to == "sampler" else x.ref_logprobs
             assert other is not None, "a loss with KL needs ref_logprobs: see Algorithm.needs"
             divergence = kl_per_token(x.logprobs, other, kl.estimator)
-            terms = terms + self.kl * divergence
-            tally.sum("loss/kl", self.kl * x.weights * divergence)
-        if self.entropy:
-            terms = terms - self.entropy * x.entropy
-            tally.sum("loss/entropy", -self.entropy * x.weights * x.entropy)
+            terms = terms + self.kl_coefficient * divergence
+            tally.add_sum("loss/kl", self.kl_coefficient * x.weights * divergence)
+        if self.entropy_coefficient:
+            terms = terms - self.entropy_coefficient * x.entropy
+            tally.add_sum("loss/entropy", -self.entropy_coefficient * x.weights * x.entropy)
         loss = (x.weights * terms).sum()
-        return loss, tally.sum("loss", loss)
+        return loss, tally.add_sum("loss", loss)
 
-    def _importance(self, x: LossInputs, old: Tensor, tally: Tally) -> Tensor:
-        """Measured always, also where nothing is corrected: then it is what a correction would have to undo."""
-        raw = importance(old, x.sampler_logprobs, x.segments, self.config.correction.level)  # [T]
-        weight = corrected(raw, self.config.correction)
-        tally.mean("importance/mean", weight).mean("importance/square", weight.square())
-        tally.minimum("importance/min", raw).maximum("importance/max", raw)
-        tally.mean("importance/bounded", (weight != raw).double())
-        return weight
+    def _importance_factor(self, x: LossInputs, old: Tensor, tally: Tally) -> Tensor:
+        """Returns the bounded importance ratios [T] and adds their metrics to `tally`."""
+        raw = importance_ratios(old, x.sampler_logprobs, x.segments, self.config.correction.level)  # [T]
+        factor = bound_ratios(raw, self.config.correction)
+        tally.add_mean("importance/mean", factor).add_mean("importance/square", factor.square())
+        tally.add_minimum("importance/min", raw).add_maximum("importance/max", raw)
+        tally.add_mean("importance/bounded", (factor != raw).double())
+        return factor
 
     @torch.no_grad()
-    def _tally(self, x: LossInputs, old: Tensor, found: Surrogate) -> Tally:
-        """Means are over tokens in the loss, each counting once, whatever the aggregation."""
-        tally = Tally().sum("tokens", float(x.weights.numel()))
-        tally.mean("ratio/mean", found.ratio).minimum("ratio/min", found.ratio).maximum("ratio/max", found.ratio)
-        for name, held in (("clip/low", found.low), ("clip/high", found.high)):
-            if held is not None:
-                tally.mean(name, held.double())
-        tally.mean("kl/old", kl_per_token(old, x.logprobs, "k3"))
-        tally.mean("kl/sampler", kl_per_token(x.sampler_logprobs, x.logprobs, "k3"))  # of tokens that the sampler drew
-        tally.mean("entropy", x.entropy).minimum("entropy/min", x.entropy).maximum("entropy/max", x.entropy)
-        tally.mean("advantage/mean", x.advantages).mean("advantage/abs", x.advantages.abs())
-        # against the learner's logprobs at the step's start: later updates do not change the sampler's error
+    def _measure(self, x: LossInputs, old: Tensor, surrogate: Surrogate) -> Tally:
+        """Returns the metrics of the tokens in the loss. In means each token counts once, whatever its token weight."""
+        tally = Tally().add_sum("tokens", float(x.weights.numel()))
+        ratio = surrogate.ratio
+        tally.add_mean("ratio/mean", ratio).add_minimum("ratio/min", ratio).add_maximum("ratio/max", ratio)
+        for name, is_clipped in (("clip/low", surrogate.low), ("clip/high", surrogate.high)):
+            if is_clipped is not None:
+                tally.add_mean(name, is_clipped.double())
+        # KL(old || current) and KL(sampler || current): estimates need tokens that the first policy drew.
+        tally.add_mean("kl/old", kl_per_token(old, x.logprobs, "k3"))
+        tally.add_mean("kl/sampler", kl_per_token(x.sampler_logprobs, x.logprobs, "k3"))
+        tally.add_mean("entropy", x.entropy).add_minimum("entropy/min", x.entropy).add_maximum("entropy/max", x.entropy)
+        tally.add_mean("advantage/mean", x.advantages).add_mean("advantage/abs", x.advantages.abs())
+        # The gap is to the learner's logprobs at the step's start: later updates do not change the sampler's error.
         gap = (old - x.sampler_logprobs).abs()
-        tally.mean("sampler_gap/mean", gap).maximum("sampler_gap/max", gap)
+        tally.add_mean("sampler_gap/mean", gap).add_maximum("sampler_gap/max", gap)
         if x.ref_logprobs is not None:
-            tally.mean("kl/ref", kl_per_token(x.logprobs, x.ref_logprobs, self.config.kl.estimator))
+            tally.add_mean("kl/ref", kl_per_token(x.logprobs, x.ref_logprobs, self.config.kl.estimator))
         return tally

@@ -1,6 +1,6 @@
-"""Every algorithm of the family: its advantages, its exclusions, its loss, from its settings alone.
+"""The one class behind every algorithm: advantages, exclusions and loss, from the settings alone.
 
-They differ by the registered policy loss (`cohort.algos.surrogates`) and by defaults (`cohort.config.algos`).
+Algorithms differ by their registered policy loss (`cohort.algos.surrogates`) and by defaults (`cohort.config.algos`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cohort.algos.advantages import is_constant
 from cohort.algos.aggregate import Lengths, Totals, token_weights
-from cohort.algos.control import Weights
+from cohort.algos.control import Coefficients
 from cohort.algos.estimators import find_estimator
 from cohort.algos.inputs import LossInputs
 from cohort.algos.kl import kl_of_sample
@@ -29,143 +29,171 @@ from cohort.world import ONE_PROCESS, World
 @record
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlainAlgorithm:
-    """An algorithm as it travels: its settings and its state."""
+    """An algorithm as a record that can be sent: its settings and its state."""
 
     config: Policy
     max_tokens: int
     state: dict[str, float]
 
 
+# A PlainAlgorithm holds these configs, so they must be serialisable too.
 for _cls in (KLConfig, CorrectionConfig, *ALGOS.values()):
     record(_cls)
 
 
 class PolicyGradient:
-    """An algorithm as its config describes it; `max_tokens` is the longest completion, the constant divisor."""
+    """The algorithm that a config describes. `max_tokens` is the longest completion, a constant divisor."""
 
     has_ratio = True
 
     def __init__(self, name: str, config: Policy, max_tokens: int) -> None:
         self.config, self.max_tokens = config, max_tokens
-        self.weights = Weights.of(config)
+        self.coefficients = Coefficients.from_config(config)
         self._surrogate = find_surrogate(name)
         self._estimator = find_estimator(name)
-        self._least = 2 if config.needs_siblings else 1  # scored samples a group needs
+        self._min_scored = 2 if config.needs_siblings else 1  # scored samples that a group must have
+        # A correction by whole samples needs all tokens of a sample at once, whatever the policy loss is.
         self.per_token = self._surrogate.per_token and config.correction.level == "token"
 
     def needs(self) -> frozenset[str]:
-        """Old logprobs if the reward contains the KL, the reference's if it is to the reference."""
+        """Returns "old" if the reward contains the KL, and "ref" if the KL is to the reference."""
         kl = self.config.kl
         old = kl.weight and kl.place == "reward"
         ref = kl.weight and kl.to == "reference"
         return frozenset({"old"} if old else ()) | frozenset({"ref"} if ref else ())
 
     def accept(self, group: Group) -> bool:
-        """Every group, unless dead ones are to be replaced: by what the task paid, not by penalties for length."""
+        """Returns whether a scored group is kept: always, unless dead groups are to be replaced (algo.dead = refill).
+
+        Whether a group is dead is decided by the task's rewards, without penalties for length.
+        """
         if self.config.dead != "refill":
             return True
         return not self._is_dead([s.reward for s in group.samples if s.reward is not None and not s.failure])
 
     def _is_dead(self, rewards: list[float]) -> bool:
+        """Returns whether a group with these rewards has no gradient."""
         return self._estimator.is_dead(rewards, self.config)
 
     def advantages(self, groups: list[Group], world: World = ONE_PROCESS) -> list[Group]:
-        """A group excluded for a reason of somebody else's keeps it and gets no advantages."""
-        graded: list[tuple[Group, list[float]]] = []  # with the returns of its scored samples
+        """Sets advantages, masks and exclusions in place and returns `groups`.
+
+        A group that other code excluded keeps its fate and gets no advantages.
+        """
+        graded: list[tuple[Group, list[float]]] = []  # (group, returns of its scored samples)
         for group in groups:
+            # Samples may carry values of an earlier call, with other settings: everything is set anew.
             for sample in group.samples:
                 sample.advantage = 0.0
                 sample.token_advantages = None
-                sample.masked = self._mask(sample)
-            if group.excluded.by_algorithm:
-                returns = [self.returned(s) for s in group.samples if not s.failure]
-                # it may have been graded before, with other settings
-                group.excluded = Fate.TRAINED if len(returns) >= self._least else Fate.TOO_FEW
+                sample.masked = self._choose_mask(sample)
+            if group.excluded.is_set_by_algorithm:
+                returns = [self.compute_return(s) for s in group.samples if not s.failure]
+                group.excluded = Fate.TRAINED if len(returns) >= self._min_scored else Fate.TOO_FEW
                 graded += [] if group.excluded else [(group, returns)]
-        for (group, returns), found in zip(graded, self._found([r for _, r in graded], world), strict=True):
-            self._grade(group, returns, found)
+        estimates = self._estimate_advantages([returns for _, returns in graded], world)
+        for (group, returns), group_advantages in zip(graded, estimates, strict=True):
+            self._store_advantages(group, returns, group_advantages)
         return groups
 
-    def _found(self, returns: list[list[float]], world: World) -> list[list[float]]:
-        """Advantages of this rank's groups, from the returns of their samples."""
-        everywhere = world.gather(returns)
-        first = sum(map(len, everywhere[: world.rank]))  # of this rank's groups among all
-        found = self._estimator.advantages([row for part in everywhere for row in part], self.config)
-        return found[first : first + len(returns)]
+    def _estimate_advantages(self, returns: list[list[float]], world: World) -> list[list[float]]:
+        """Returns the advantages of this rank's groups, in the shape of `returns` (of their scored samples)."""
+        returns_by_rank = world.gather(returns)
+        # The estimator sees the groups of all ranks, in rank order; this rank's groups begin at `first`.
+        first = sum(map(len, returns_by_rank[: world.rank]))
+        estimates = self._estimator.advantages([row for part in returns_by_rank for row in part], self.config)
+        return estimates[first : first + len(returns)]
 
     @property
-    def judging(self) -> str:
-        """How samples are judged, in words."""
-        return self._estimator.words(self.config)
+    def advantage_description(self) -> str:
+        """How advantages are computed, as text for a report."""
+        return self._estimator.describe(self.config)
 
-    def weigh(self, lengths: Lengths, totals: Totals) -> Tensor:
+    def weigh_tokens(self, lengths: Lengths, totals: Totals) -> Tensor:
+        """Returns the token weights [N] of a microbatch, by the aggregation of the config."""
         return token_weights(lengths, self.config.aggregate, totals, self.max_tokens)
 
     def loss(self, inputs: LossInputs) -> tuple[Tensor, Tally]:
-        kl, entropy = self.weights.kl, self.weights.bonus
-        return PolicyLoss(surrogate=self._surrogate, config=self.config, kl=kl, entropy=entropy)(inputs)
+        """Returns the microbatch's share of the loss (0-d) and its metrics, with the current coefficients."""
+        kl, entropy = self.coefficients.kl, self.coefficients.active_entropy
+        loss = PolicyLoss(surrogate=self._surrogate, config=self.config, kl_coefficient=kl, entropy_coefficient=entropy)
+        return loss(inputs)
 
-    def observe(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Steer the weights by what a step measured; returns those that were in force."""
+    def update_coefficients(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Adjusts the coefficients that have targets, by a step's metrics. Returns those used in that step."""
         used = {}
         if self.config.kl.target:
-            used["kl/weight"] = self.weights.kl
+            used["kl/weight"] = self.coefficients.kl
         if self.config.entropy_target:
-            used["entropy/weight"] = self.weights.bonus
-        self.weights.observe(self.config, metrics)
+            used["entropy/weight"] = self.coefficients.active_entropy
+        self.coefficients.update(self.config, metrics)
         return used
 
-    def plain(self) -> PlainAlgorithm:
+    def to_record(self) -> PlainAlgorithm:
+        """Returns settings and state as a record that can be sent."""
         return PlainAlgorithm(config=self.config, max_tokens=self.max_tokens, state=self.state())
 
     def state(self) -> dict[str, float]:
-        return asdict(self.weights)
+        """Returns the coefficients, which a checkpoint stores."""
+        return asdict(self.coefficients)
 
     def load_state(self, state: Mapping[str, float]) -> None:
-        self.weights = Weights(**state)  # type: ignore[arg-type]
+        """Restores what `state` returned."""
+        self.coefficients = Coefficients(**state)  # type: ignore[arg-type]
 
-    def returned(self, sample: Sample) -> float:
-        """The number the baseline sees: the reward after truncation, length and KL. `sample.reward` stays."""
-        reward = self._shaped(sample)
-        if self.weights.kl and self.config.kl.place == "reward":
-            reward -= self.weights.kl * self._divergence(sample)
+    def compute_return(self, sample: Sample) -> float:
+        """Returns the number that the baseline sees: the reward after truncation, length penalty and KL.
+
+        `sample.reward` stays what the task gave.
+        """
+        reward = self._shape_reward(sample)
+        if self.coefficients.kl and self.config.kl.place == "reward":
+            reward -= self.coefficients.kl * self._sample_kl(sample)
         return reward
 
-    def _shaped(self, sample: Sample) -> float:
+    def _shape_reward(self, sample: Sample) -> float:
+        """Returns the reward after the penalties for truncation and length."""
         assert sample.reward is not None, "a sample is neither scored nor failed"
         reward = sample.reward
         if self.config.truncated == "penalize" and sample.finish == Finish.LENGTH:
-            reward = min(reward, 0.0)  # a task that pays -1 for a wrong answer must not reward running out
+            # At most 0, not 0: where a task gives -1 for a wrong answer, a truncated one must not be better.
+            reward = min(reward, 0.0)
         if isinstance(self.config, DAPO) and self.config.overlong:
-            cut = sample.finish == Finish.LENGTH  # in whichever turn
+            # A sample cut in any of its turns gets the full penalty.
+            cut = sample.finish == Finish.LENGTH
             reward -= 1.0 if cut else overlong_penalty(sample.num_sampled, self.max_tokens, self.config.overlong)
         return reward
 
-    def _divergence(self, sample: Sample) -> float:
+    def _sample_kl(self, sample: Sample) -> float:
+        """Returns the KL to the reference or the sampler, summed over the sampled tokens; 0 where there are none."""
+        # The learner annotates no sample without sampled tokens.
         if not sample.num_sampled:
-            return 0.0  # nothing was said, nothing was annotated
+            return 0.0
         kl, old = self.config.kl, sample.old_logprobs
         other = sample.sampler_logprobs if kl.to == "sampler" else sample.ref_logprobs
         assert old is not None and other is not None, "KL in the reward: annotate before advantages"
-        at = [i for i, p in enumerate(sample.provenance) if p == Provenance.SAMPLED]
-        return kl_of_sample([old[i] for i in at], [other[i] for i in at], kl.estimator)
+        sampled = [i for i, p in enumerate(sample.provenance) if p == Provenance.SAMPLED]
+        return kl_of_sample([old[i] for i in sampled], [other[i] for i in sampled], kl.estimator)
 
-    def _grade(self, group: Group, returns: list[float], found: Sequence[float]) -> None:
+    def _store_advantages(self, group: Group, returns: list[float], advantages: Sequence[float]) -> None:
+        """Writes the advantages into the scored samples, and excludes the group if it has no gradient."""
         scored = (s for s in group.samples if not s.failure)
-        for sample, advantage in zip(scored, found, strict=True):
+        for sample, advantage in zip(scored, advantages, strict=True):
             sample.advantage = advantage
         if self.config.dead == "drop" and self._is_dead(returns):
             group.excluded = Fate.EQUAL_REWARDS
-        elif not any(found) and not self._always_trains:  # exact: every term of the loss has a zero gradient
+        # Excluded only where that changes nothing: every term of the loss has a gradient of exactly zero.
+        elif not any(advantages) and not self._trains_without_advantage:
             group.excluded = Fate.CONSTANT_REWARD if is_constant(returns) else Fate.NO_GAIN
 
     @property
-    def _always_trains(self) -> bool:
-        """Whether a token without advantage has a gradient."""
+    def _trains_without_advantage(self) -> bool:
+        """Whether a token without advantage has a gradient: from the KL in the loss or from the entropy bonus."""
         kl = self.config.kl
         return bool((kl.weight and kl.place == "loss") or self.config.entropy or self.config.entropy_target)
 
-    def _mask(self, sample: Sample) -> Fate:
+    def _choose_mask(self, sample: Sample) -> Fate:
+        """Returns why a sample is left out of the loss, or TRAINED."""
         if sample.failure:
             return Fate.FAILED
         cut = self.config.truncated == "mask" and sample.finish == Finish.LENGTH
@@ -173,7 +201,7 @@ class PolicyGradient:
 
 
 def overlong_penalty(length: int, max_tokens: int, share: float) -> float:
-    """From 0 to 1 over the last `share` of the permitted length (DAPO, equation 13).
+    """Returns a penalty that rises from 0 to 1 over the last `share` of `max_tokens` (DAPO, equation 13).
 
     >>> [overlong_penalty(n, 100, 0.2) for n in (80, 90, 100)]
     [0.0, 0.5, 1.0]

@@ -1,4 +1,4 @@
-"""Sums over the tokens of each sample, on flat vectors whose samples lie end to end."""
+"""Sums and means over the tokens of each sample, on flat vectors in which the samples follow each other."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import torch
 from torch import Tensor
 
 
-def places(segments: Tensor) -> Tensor:
-    """[T] the samples' numbers in the order they come, from 0: nobody waits for a GPU to count them.
+def number_segments(segments: Tensor) -> Tensor:
+    """Returns the samples' numbers [T] replaced by 0, 1, 2, ... in the order in which the samples come.
 
-    >>> places(torch.tensor([7, 7, 2, 9, 9]))
+    This needs no count of the samples, for which the host would have to wait for the GPU.
+
+    >>> number_segments(torch.tensor([7, 7, 2, 9, 9]))
     tensor([0, 0, 1, 2, 2])
     """
     begins = torch.ones_like(segments)
@@ -18,15 +20,16 @@ def places(segments: Tensor) -> Tensor:
 
 
 def segment_sum(values: Tensor, segments: Tensor) -> Tensor:
-    """[T] for every token the sum over its sample; differentiable.
+    """Returns, for every token, the sum of `values` over its sample [T]; differentiable.
 
     >>> segment_sum(torch.tensor([1.0, 2.0, 5.0]), torch.tensor([3, 3, 8]))
     tensor([3., 3., 5.])
     """
-    at = places(segments)
-    return torch.zeros_like(values).index_add(0, at, values).index_select(0, at)
+    index = number_segments(segments)
+    # There are at most as many samples as tokens, so a vector of the same length has room for all sums.
+    return torch.zeros_like(values).index_add(0, index, values).index_select(0, index)
 
 
 def segment_mean(values: Tensor, segments: Tensor) -> Tensor:
-    """[T] for every token the mean over its sample."""
+    """Returns, for every token, the mean of `values` over its sample [T]; differentiable."""
     return segment_sum(values, segments) / segment_sum(torch.ones_like(values), segments)

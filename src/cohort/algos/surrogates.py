@@ -1,7 +1,8 @@
-"""The policy losses: what each sampled token contributes. One registered function an algorithm.
+"""The policy losses: what each sampled token contributes. One registered function per loss.
 
-A surrogate gets the tokens in the loss and its settings and returns a term for every token, whose weighted sum is the
-policy loss. KL, entropy, correction and aggregation are put around it, the same for all (`cohort.algos.loss`).
+A surrogate function gets the tokens in the loss and its settings. It returns one term per token; their weighted sum is
+the policy loss. KL, entropy, correction and aggregation are added in the same way for all of them
+(`cohort.algos.loss`).
 """
 
 from __future__ import annotations
@@ -17,60 +18,71 @@ from cohort.config.algos import Clipped
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tokens:
-    """The T tokens in the loss."""
+    """The T tokens in the loss, as a surrogate function sees them."""
 
     logprobs: Tensor  # [T] current policy; requires grad
     old_logprobs: Tensor  # [T] policy at the start of the step; no grad
     advantages: Tensor  # [T]
-    segments: Tensor  # [T] index of the token's sample; samples lie end to end
+    segments: Tensor  # [T] index of the token's sample; the samples follow each other
 
     @property
     def log_ratio(self) -> Tensor:
+        """log r = log p - log p_old [T]: how far each token's probability has moved in this step."""
         return self.logprobs - self.old_logprobs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Surrogate:
-    """What a policy loss says of every token."""
+    """Result of a surrogate function: the loss terms of the tokens, and what the metrics need."""
 
     terms: Tensor  # [T]
     ratio: Tensor  # [T] new over old policy, as the loss uses it: the token's, or its sample's
-    low: Tensor | None = None  # [T] bool: held at the lower bound, no gradient
-    high: Tensor | None = None  # [T] bool: held at the upper bound
+    low: Tensor | None = None  # [T] bool: clipped at the lower bound, so without gradient; None = it never clips there
+    high: Tensor | None = None  # [T] bool: clipped at the upper bound
 
 
-Form = Callable[[Tokens, Any], Surrogate]
+SurrogateFunction = Callable[[Tokens, Any], Surrogate]
+"""(tokens, config of the algorithm) -> loss terms."""
 
 
 @dataclass(frozen=True, slots=True)
-class Registered:
-    form: Form
+class RegisteredSurrogate:
+    """A surrogate function and what the learner must know about it."""
+
+    function: SurrogateFunction
     per_token: bool  # each term depends on its own token alone
 
 
-_surrogates: dict[str, Registered] = {}
+_surrogates: dict[str, RegisteredSurrogate] = {}
 
 
-def surrogate(*names: str, per_token: bool = True) -> Callable[[Form], Form]:
-    """Register a policy loss under the names of its config classes in `config.algos.ALGOS`."""
+def surrogate(*names: str, per_token: bool = True) -> Callable[[SurrogateFunction], SurrogateFunction]:
+    """Returns a decorator that registers a policy loss for the algorithms `names` (keys of `config.algos.ALGOS`).
 
-    def register(form: Form) -> Form:
-        _surrogates.update({name: Registered(form, per_token) for name in names})
-        return form
+    `per_token` = False is for a loss whose terms need other tokens of the same sample.
+    """
+
+    def register(function: SurrogateFunction) -> SurrogateFunction:
+        """Registers `function` under every name and returns it unchanged."""
+        _surrogates.update({name: RegisteredSurrogate(function, per_token) for name in names})
+        return function
 
     return register
 
 
-def find_surrogate(name: str) -> Registered:
-    """The policy loss registered under `name`."""
+def find_surrogate(name: str) -> RegisteredSurrogate:
+    """Returns the policy loss of the algorithm `name`. Raises KeyError where none is registered."""
     return _surrogates[name]
 
 
-def registered() -> list[str]:
-    """Names that can be built."""
+def algorithm_names() -> list[str]:
+    """Returns the names of all algorithms that have a registered policy loss, sorted."""
     return sorted(_surrogates)
 
 
-def clip_marks(ratio: Tensor, A: Tensor, c: Clipped) -> dict[str, Tensor]:
-    """Where the minimum takes the clipped side, the token has no gradient."""
+def mark_clipped(ratio: Tensor, A: Tensor, c: Clipped) -> dict[str, Tensor]:
+    """Returns which tokens are clipped, as the fields "low" and "high" [T] bool of a `Surrogate`.
+
+    A token is clipped where min(r A, clip(r) A) takes the clipped side: there it has no gradient.
+    """
     return {"low": (ratio < 1.0 - c.clip_low) & (A < 0), "high": (ratio > 1.0 + c.clip_high) & (A > 0)}

@@ -1,4 +1,4 @@
-"""Metrics that add up: over microbatches, minibatches and ranks, in any order, to the same numbers."""
+"""Metrics that add up over microbatches, minibatches and ranks, in any order, to the same numbers."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ _INFINITY = float("inf")
 
 
 class Tally:
-    """Named means, sums, minima and maxima, kept as what can be merged: sums, counts and extremes.
+    """Named means, sums, minima and maxima, stored in a form that can be merged: sums, counts and extremes.
 
-    Values stay 0-d float64 tensors on their device until `to_metrics`: counting never waits for a GPU.
+    Values stay 0-d float64 tensors on their device until `to_metrics`, so that counting never waits for a GPU.
 
-    >>> a = Tally().mean("reward", torch.tensor([1.0, 0.0])).maximum("ratio/max", torch.tensor([1.1]))
-    >>> b = Tally().mean("reward", torch.tensor([1.0])).maximum("ratio/max", torch.tensor([1.3]))
+    >>> a = Tally().add_mean("reward", torch.tensor([1.0, 0.0])).add_maximum("ratio/max", torch.tensor([1.1]))
+    >>> b = Tally().add_mean("reward", torch.tensor([1.0])).add_maximum("ratio/max", torch.tensor([1.3]))
     >>> {name: round(value, 4) for name, value in a.merge(b).to_metrics().items()}
     {'ratio/max': 1.3, 'reward': 0.6667}
     """
@@ -27,31 +27,32 @@ class Tally:
         self._maxima: dict[str, Tensor] = {}
         self._minima: dict[str, Tensor] = {}
 
-    def mean(self, name: str, values: Tensor | float) -> Tally:
-        """Count every entry of `values` in the mean `name`."""
+    def add_mean(self, name: str, values: Tensor | float) -> Tally:
+        """Counts every entry of `values` in the mean `name`. Returns itself."""
         values = torch.as_tensor(values)
-        count = values.new_full((), float(values.numel()), dtype=torch.float64)  # `torch.tensor` would wait for a GPU
+        # `new_full`, because `torch.tensor` on a GPU would wait for it.
+        count = values.new_full((), float(values.numel()), dtype=torch.float64)
         old_sum, old_count = self._means.get(name, (0.0, 0.0))
         self._means[name] = (_sum(values) + old_sum, count + old_count)
         return self
 
-    def sum(self, name: str, values: Tensor | float) -> Tally:
-        """Add every entry of `values` to the sum `name`."""
+    def add_sum(self, name: str, values: Tensor | float) -> Tally:
+        """Adds every entry of `values` to the sum `name`. Returns itself."""
         self._sums[name] = _sum(torch.as_tensor(values)) + self._sums.get(name, 0.0)
         return self
 
-    def maximum(self, name: str, values: Tensor | float) -> Tally:
-        """Raise the maximum `name` to the largest entry of `values`, if there is one."""
+    def add_maximum(self, name: str, values: Tensor | float) -> Tally:
+        """Raises the maximum `name` to the largest entry of `values`; no entry changes nothing. Returns itself."""
         self._maxima[name] = _larger(self._maxima.get(name), _max(values))
         return self
 
-    def minimum(self, name: str, values: Tensor | float) -> Tally:
-        """Lower the minimum `name` to the smallest entry of `values`, if there is one."""
-        self._minima[name] = -_larger(_negated(self._minima.get(name)), _max(-torch.as_tensor(values)))
+    def add_minimum(self, name: str, values: Tensor | float) -> Tally:
+        """Lowers the minimum `name` to the smallest entry of `values`; no entry changes nothing. Returns itself."""
+        self._minima[name] = -_larger(_negate(self._minima.get(name)), _max(-torch.as_tensor(values)))
         return self
 
     def merge(self, other: Tally) -> Tally:
-        """Take another tally's counts into this one. Returns itself."""
+        """Adds the counts of another tally to this one. Returns itself."""
         for name, (total, count) in other._means.items():
             old_sum, old_count = self._means.get(name, (0.0, 0.0))
             self._means[name] = (total + old_sum, count + old_count)
@@ -60,35 +61,41 @@ class Tally:
         for name, value in other._maxima.items():
             self._maxima[name] = _larger(self._maxima.get(name), value)
         for name, value in other._minima.items():
-            self._minima[name] = -_larger(_negated(self._minima.get(name)), -value)
+            self._minima[name] = -_larger(_negate(self._minima.get(name)), -value)
         return self
 
-    def over(self, world: World) -> Tally:
-        """The tally over all ranks. A rank may have counted other names than this one, or none."""
+    def merge_ranks(self, world: World) -> Tally:
+        """Returns the tally over all ranks. Each rank may have counted other names, or none."""
         if world.size == 1:
             return self
         whole = Tally()
-        for names, sums, maxima in world.gather(self._plain()):
-            whole.merge(_named(names).with_state(*(torch.tensor(x, dtype=torch.float64) for x in (sums, maxima))))
+        for names, sums, maxima in world.gather(self._to_lists()):
+            values = (torch.tensor(x, dtype=torch.float64) for x in (sums, maxima))
+            whole.merge(_make_empty_tally(names).with_values(*values))
         return whole
 
-    def _plain(self) -> tuple[list[list[str]], list[float], list[float]]:
-        """Names (of means, sums, maxima and minima) and values, to be sent."""
+    def _to_lists(self) -> tuple[list[list[str]], list[float], list[float]]:
+        """Returns (names of means, sums, maxima and minima; sums; maxima) as lists that can be sent."""
         sums, maxima = self.state()
         names = [sorted(table) for table in (self._means, self._sums, self._maxima, self._minima)]
         return names, sums.tolist(), maxima.tolist()
 
     def state(self) -> tuple[Tensor, Tensor]:
-        """(sums, maxima): two flat float64 vectors in name order; minima are negated maxima."""
+        """Returns all values as two flat float64 vectors (sums, maxima), each in name order.
+
+        `sums` has a sum and a count per mean, then the sums. `maxima` has the maxima, then the negated minima.
+        """
         sums = [part for name in sorted(self._means) for part in self._means[name]]
         sums += [self._sums[name] for name in sorted(self._sums)]
         maxima = [self._maxima[name] for name in sorted(self._maxima)]
         maxima += [-self._minima[name] for name in sorted(self._minima)]
         return _stack(sums), _stack(maxima)
 
-    def with_state(self, sums: Tensor, maxima: Tensor) -> Tally:
-        """A tally with this one's names and the values of a `state`."""
-        new, num_means, num_maxima = Tally(), len(self._means), len(self._maxima)
+    def with_values(self, sums: Tensor, maxima: Tensor) -> Tally:
+        """Returns a new tally with this one's names and with values in the layout of `state`."""
+        new = Tally()
+        num_means = len(self._means)
+        num_maxima = len(self._maxima)
         for i, name in enumerate(sorted(self._means)):
             new._means[name] = (sums[2 * i], sums[2 * i + 1])
         for i, name in enumerate(sorted(self._sums)):
@@ -100,8 +107,9 @@ class Tally:
         return new
 
     def to_metrics(self) -> dict[str, float]:
-        """Name -> number, in name order. A mean, minimum or maximum of nothing is left out."""
-        sums, maxima = (vector.tolist() for vector in self.state())  # one transfer each
+        """Returns the number of every name, in name order. A mean, minimum or maximum of no entries is left out."""
+        # Two vectors, so that values on a GPU take two transfers in all.
+        sums, maxima = (vector.tolist() for vector in self.state())
         metrics: dict[str, float] = {}
         for i, name in enumerate(sorted(self._means)):
             if sums[2 * i + 1]:
@@ -111,13 +119,14 @@ class Tally:
         signs = [(name, 1.0) for name in sorted(self._maxima)]
         signs += [(name, -1.0) for name in sorted(self._minima)]
         for (name, sign), value in zip(signs, maxima, strict=True):
+            # Minus infinity is the maximum of no entries.
             if value != -_INFINITY:
                 metrics[name] = sign * value
         return dict(sorted(metrics.items()))
 
 
-def _named(names: list[list[str]]) -> Tally:
-    """A tally with these names and no values yet."""
+def _make_empty_tally(names: list[list[str]]) -> Tally:
+    """Returns a tally with these names (of means, sums, maxima, minima) and zeros as placeholders for values."""
     tally, zero = Tally(), torch.zeros((), dtype=torch.float64)
     means, sums, maxima, minima = names
     tally._means = dict.fromkeys(means, (zero, zero))
@@ -126,25 +135,31 @@ def _named(names: list[list[str]]) -> Tally:
 
 
 def _sum(values: Tensor) -> Tensor:
+    """Returns the sum of all entries in float64 (0-d), without gradient."""
     return values.detach().sum(dtype=torch.float64)
 
 
 def _max(values: Tensor | float) -> Tensor:
-    """Largest entry; minus infinity of nothing, so that every microbatch has every name."""
+    """Returns the largest entry in float64 (0-d), without gradient.
+
+    The result is minus infinity where there is no entry, so that every microbatch has every name.
+    """
     values = torch.as_tensor(values).detach().double()
     return values.max() if values.numel() else values.new_full((), -_INFINITY)
 
 
 def _larger(a: Tensor | None, b: Tensor) -> Tensor:
+    """Returns the larger of two values, and `b` where `a` is None."""
     return b if a is None else torch.maximum(a, b)
 
 
-def _negated(a: Tensor | None) -> Tensor | None:
+def _negate(a: Tensor | None) -> Tensor | None:
+    """Returns -a, and None for None."""
     return None if a is None else -a
 
 
 def _stack(values: list[Tensor]) -> Tensor:
-    """Numbers counted on the host join those of the device."""
+    """Returns 0-d tensors as one vector. Values counted on the host are moved to the device of the others."""
     if not values:
         return torch.zeros(0, dtype=torch.float64)
     device = next((v.device for v in values if v.device.type != "cpu"), values[0].device)

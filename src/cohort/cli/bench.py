@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from cohort.cli.arguments import read
-from cohort.cli.output import table
+from cohort.cli.arguments import read_arguments
+from cohort.cli.output import format_table
 from cohort.config import flags
 from cohort.config.options import BenchOptions, BenchResult, EngineBenchOptions, LearnerBenchOptions
-from cohort.errors import ConfigError, nearest
+from cohort.errors import ConfigError, suggest_name
 
-WHAT: dict[str, tuple[str, BenchOptions]] = {
+BENCHMARKS: dict[str, tuple[str, BenchOptions]] = {
     "engine": ("Sampling throughput of the native engine.", EngineBenchOptions()),
     "learner": ("Training throughput: forward, backward, optimizer step.", LearnerBenchOptions()),
-    "step": ("A whole step: sample, score, train, load.", BenchOptions()),
+    "step": ("A whole step: sampling, training and loading the new weights. Nothing is scored.", BenchOptions()),
 }
 HELP = """usage: cohort bench engine|learner|step [--flags]
+
+Measure throughput and compare it with the limit of this hardware.
 
 {lines}
 
@@ -24,17 +26,19 @@ cohort bench WHAT --help lists the flags."""
 
 
 def run(args: list[str]) -> None:
+    """Runs `cohort bench` with the words after it."""
     if not args or args[0].startswith("-"):
         if flags.wants_help(args):
-            print(HELP.format(lines="\n".join(f"  {name:<8} {about}" for name, (about, _) in WHAT.items())))
+            print(HELP.format(lines="\n".join(f"  {name:<8} {about}" for name, (about, _) in BENCHMARKS.items())))
             return
-        raise ConfigError(f"say what to measure: cohort bench {'|'.join(WHAT)} [--flags].")
+        raise ConfigError(f"say what to measure: cohort bench {'|'.join(BENCHMARKS)} [--flags].")
     what, *rest = args
-    if what not in WHAT:
-        raise ConfigError(f'unknown benchmark "{what}".{nearest(what, WHAT)}')
-    about, default = WHAT[what]
-    _, options = read(f"bench {what}", [], about, default, rest)
+    if what not in BENCHMARKS:
+        raise ConfigError(f'unknown benchmark "{what}".{suggest_name(what, BENCHMARKS)}')
+    about, default = BENCHMARKS[what]
+    _, options = read_arguments(f"bench {what}", [], about, default, rest)
     options.check()
+    # Imported here because it imports torch: help and mistakes must not wait for that.
     from cohort.inspect.bench import run as bench
 
     measures: dict[str, Callable[[Any], BenchResult]] = {
@@ -42,24 +46,25 @@ def run(args: list[str]) -> None:
         "learner": bench.bench_learner,
         "step": bench.bench_step,
     }
-    print(report(measures[what](options), options))
+    print(format_result(measures[what](options), options))
 
 
-def report(result: BenchResult, options: BenchOptions) -> str:
-    """The measurement as a table."""
+def format_result(result: BenchResult, options: BenchOptions) -> str:
+    """Returns the measurement as a table."""
     rows = [
         ["model", options.model],
         *([["device", result.setting]] if result.setting != "cpu, float32" else []),
-        ["shape", f"{options.prompts} x {options.samples} samples, {_lengths(options)}"],
+        ["shape", f"{options.prompts} x {options.samples} samples, {_describe_lengths(options)}"],
         ["seconds", f"{result.seconds:.3f}"],
         ["tokens/s", f"{result.tokens_per_second:.0f}"],
         ["of the limit", f"{100 * result.fraction:.0f}% ({result.limit})"],
         *([label, f"{value:.4g}"] for label, value in result.details.items()),
     ]
-    return table(["bench", result.what], rows)
+    return format_table(["bench", result.what], rows)
 
 
-def _lengths(options: BenchOptions) -> str:
+def _describe_lengths(options: BenchOptions) -> str:
+    """Returns the lengths of prompts and completions as text."""
     tokens = f"{options.prompt_tokens}+{options.completion_tokens} tokens"
-    own = isinstance(options, EngineBenchOptions) and options.lengths == "lognormal"
-    return tokens + (" at most, log-normal" if own else "")
+    has_own_lengths = isinstance(options, EngineBenchOptions) and options.lengths == "lognormal"
+    return tokens + (" at most, log-normal" if has_own_lengths else "")

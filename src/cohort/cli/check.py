@@ -17,17 +17,20 @@ if TYPE_CHECKING:
 
 HELP = """usage: cohort check RECIPE [--a.b value ...] [--json]
 
-Check a recipe before it costs anything, on its own model, task and settings and a few real prompts: whether the update
-trains what was sampled, whether the reward can be trusted, what memory and time the run will take.
+Check a recipe before a run, with its own model, task and settings and a few real prompts: whether the update trains
+what was sampled, whether the reward can be trusted, and how much memory and time the run will take.
 
-RECIPE and its settings are those of cohort train. One line a check: ok, warn or FAIL. Exit code 1 if one failed.
+RECIPE and its settings are those of cohort train. Prints one line per check: ok, warn or FAIL. The exit code is 1 if a
+check failed.
 
-  --json   One JSON object instead, for programs.
+  --json   Print one JSON object instead, for programs.
 
 cohort train RECIPE --help lists every setting of a recipe."""
 
 
 def run(args: list[str]) -> None:
+    """Runs `cohort check` with the words after it. Raises SystemExit(1) if a check failed."""
+    # `--json` belongs to the command, all other flags are settings of the recipe.
     as_json = "--json" in args
     rest = [arg for arg in args if arg != "--json"]
     if flags.wants_help(rest):
@@ -35,32 +38,34 @@ def run(args: list[str]) -> None:
         return
     if not rest or rest[0].startswith("-"):
         raise ConfigError(f"name a recipe: cohort check RECIPE [--flags]. Recipes: {', '.join(sorted(RECIPES))}.")
-    config = load.load(rest[0], rest[1:])
-    from cohort.inspect.check.run import check
+    config = load.load_config(rest[0], rest[1:])
+    # Imported here because it imports torch: help and mistakes must not wait for that.
+    from cohort.inspect.check.run import run_checks
 
-    found = []
-    for finding in check(config, _progress):
-        found.append(finding)
+    findings = []
+    for finding in run_checks(config, _print_progress):
+        findings.append(finding)
         if not as_json:
             print(finding, flush=True)
-    counts = Counter(f.status for f in found)
+    counts = Counter(f.status for f in findings)
     if as_json:
-        report = {"recipe": config.recipe, "ok": not counts["FAIL"], "findings": [_record(f) for f in found]}
+        report = {"recipe": config.recipe, "ok": not counts["FAIL"], "findings": [_to_json(f) for f in findings]}
         print(json.dumps(report, allow_nan=False))
     else:
-        print(f"{len(found)} checks: {counts['FAIL']} failed, {counts['warn']} with a warning")
-        print("".join(f"{f}\n" for f in found if f.status == "FAIL"), end="")  # once more, where the eye is
+        print(f"{len(findings)} checks: {counts['FAIL']} failed, {counts['warn']} with a warning")
+        # Failures once more at the end, where a user of a terminal looks.
+        print("".join(f"{f}\n" for f in findings if f.status == "FAIL"), end="")
     if counts["FAIL"]:
         raise SystemExit(1)
 
 
-def _record(finding: Finding) -> dict[str, Any]:
-    """JSON has no NaN and no infinity."""
+def _to_json(finding: Finding) -> dict[str, Any]:
+    """Returns a finding for `--json`. NaN and infinity, which JSON lacks, become strings."""
     details = {k: v if math.isfinite(v) else str(v) for k, v in finding.details.items()}
     return {"name": finding.name, "status": finding.status, "text": finding.text, "details": details}
 
 
-def _progress(text: str) -> None:
-    """What is under way: for a terminal, and on stderr, so that stdout is the findings alone."""
+def _print_progress(text: str) -> None:
+    """Prints what is being done to stderr, if that is a terminal. Standard output has only the findings."""
     if sys.stderr.isatty():
         print(f"{text} ...", file=sys.stderr, flush=True)

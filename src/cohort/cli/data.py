@@ -1,4 +1,4 @@
-"""`cohort data TASK --out FILE [--split train] [--n N] [--task.x v]`."""
+"""`cohort data TASK --out FILE [--split train] [--n N] [--task.x v]`: writes a task's prompts as JSONL."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cohort.tasks.base import load_rows
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Which rows, and where to."""
+    """Which rows to write, and where."""
 
     out: str = ""
     """The file to write; - = standard output."""
@@ -28,11 +28,13 @@ class Options:
 
 
 def run(args: list[str]) -> None:
+    """Runs `cohort data` with the words after it."""
     task, options = read_task("data", "Write a task's prompts as JSONL.", Options(), args)
     if not options.out:
         raise ConfigError("--out is missing; name the file to write, or - for standard output.")
     if options.n < 0:
         raise ConfigError(f"--n is {options.n}; it must be at least 0.")
+    # Mistakes in --out are found before the rows are loaded.
     path = Path(options.out)
     if options.out != "-" and not path.parent.is_dir():
         raise ConfigError(f'there is no folder "{path.parent}"; make it first.')
@@ -41,26 +43,29 @@ def run(args: list[str]) -> None:
     rows = load_rows(task, options.split)
     if options.n > len(rows):
         raise ConfigError(f"--n is {options.n}, but {task.name} has {len(rows)} {options.split} rows; lower --n.")
-    lines = _lines(task, rows[: options.n or None])
+    lines = _render_rows(task, rows[: options.n or None])
     if options.out == "-":
-        _write(lines, sys.stdout)
+        _write_lines(lines, sys.stdout)
         return
-    aside = path.with_name(f".{path.name}.{os.getpid()}.part")  # an interrupted write leaves no half file
+    # Written aside first, so that an interrupted write leaves no half file.
+    aside = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         with aside.open("w", encoding="utf-8") as file:
-            count = _write(lines, file)
+            count = _write_lines(lines, file)
         aside.replace(path)
     finally:
         aside.unlink(missing_ok=True)
     print(f"wrote {count} {task.name} prompts ({options.split}) to {path}")
 
 
-def _lines(task: Any, rows: list[dict[str, Any]]) -> Iterator[str]:
+def _render_rows(task: Any, rows: list[dict[str, Any]]) -> Iterator[str]:
+    """Yields one JSON object per row, with its id, its prompt as messages and the row itself."""
     for row in rows:
         yield json.dumps({"id": row["id"], "messages": task.prompt(row), "row": row}, ensure_ascii=False)
 
 
-def _write(lines: Iterator[str], file: TextIO) -> int:
+def _write_lines(lines: Iterator[str], file: TextIO) -> int:
+    """Writes lines to a file and returns how many there were."""
     count = 0
     for line in lines:
         file.write(line + "\n")

@@ -1,4 +1,7 @@
-"""`cohort eval TASK [TASK ...] --model M [--samples n --limit n --temperature t --task.x v] [--out PATH]`."""
+"""`cohort eval TASK [TASK ...] --model M [--samples n --limit n --temperature t --task.x v] [--out PATH]`.
+
+Measures a model's accuracy on the held-out problems of tasks.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cohort.cli.output import table
+from cohort.cli.output import format_table
 from cohort.cli.tasks import read_tasks
 from cohort.config.options import EvalOptions
 from cohort.errors import ConfigError
@@ -21,7 +24,7 @@ if TYPE_CHECKING:
     from cohort.evaluation.records import Evaluation
     from cohort.evaluation.standalone import Progress
 
-PLAIN_STEPS = 10  # lines of progress a task where there is no terminal
+PLAIN_STEPS = 10  # lines of progress per task where there is no terminal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,44 +38,57 @@ class Options(EvalOptions):
 
 
 def run(args: list[str]) -> None:
+    """Runs `cohort eval` with the words after it."""
     about = (
-        "Measure a model's accuracy on the held-out problems of one task or several. Interrupted, it goes on when "
-        "started again; an evaluation that is there already is shown, not made again, save what could not be scored."
+        "Measure a model's accuracy on the held-out problems of one task or several. The same command continues an "
+        "interrupted evaluation. A finished one is shown and not made again; only samples that could not be scored "
+        "are tried again."
     )
     tasks, options = read_tasks("eval", about, Options(), args)
     options.check()
     out = Path(options.out)
-    one_file = out.suffix != "" and not out.is_dir()
-    if one_file and len(tasks) > 1:
+    # A path with a suffix is a file, unless a folder of that name exists.
+    is_file = out.suffix != "" and not out.is_dir()
+    if is_file and len(tasks) > 1:
         raise ConfigError(f"--out {out} is one file, but there are {len(tasks)} tasks; name a folder.")
-    if one_file and out.suffix != ".json":
+    if is_file and out.suffix != ".json":
         raise ConfigError(f"--out {out} must be a folder or end in .json.")
-    if one_file and not out.parent.is_dir():
+    if is_file and not out.parent.is_dir():
         raise ConfigError(f'there is no folder "{out.parent}" for --out; make it first.')
     for task in tasks:
         check_packages(task)
-    from cohort.evaluation.standalone import Examiner
+    # Imported here because it imports torch: help and mistakes must not wait for that.
+    from cohort.evaluation.standalone import ModelEvaluator
 
+    # The evaluator takes the options without those of the command itself (model, out).
     names = [f.name for f in dataclasses.fields(EvalOptions)]
     plain = EvalOptions(**{name: getattr(options, name) for name in names})
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING, stream=sys.stderr)
-    examiner = Examiner(options.model, plain)
+    examiner = ModelEvaluator(options.model, plain)
     with closing(examiner):
+        # All tasks are prepared first, so that errors in their rows show before anything is sampled.
         exams = [examiner.prepare(task) for task in tasks]
         try:
             for n, exam in enumerate(exams):
-                with progress_bar() as progress:
+                with show_progress() as progress:
                     done = examiner.run(exam, out, progress)
-                said = "wrote" if done.fresh else "this was there already:"
-                print(f"{chr(10) * (n > 0)}{report(done.evaluation)}\n{said} {done.path}")
+                prefix = "wrote" if done.is_new else "this evaluation existed already:"
+                print(f"{chr(10) * (n > 0)}{format_evaluation(done.evaluation)}\n{prefix} {done.path}")
         except KeyboardInterrupt:
-            print("cohort: stopped; finished problems are kept, the same command goes on", file=sys.stderr)
+            print(
+                "cohort: stopped; finished problems are kept, and the same command continues the evaluation",
+                file=sys.stderr,
+            )
             raise
 
 
 @contextmanager
-def progress_bar() -> Iterator[Progress]:
-    """A bar on a terminal, a line now and then elsewhere; on stderr, so that stdout stays clean for the result."""
+def show_progress() -> Iterator[Progress]:
+    """Yields a function that shows progress: a bar on a terminal, elsewhere about ten lines per task.
+
+    The function takes the task, the number of finished problems and the number of all problems. It prints to stderr,
+    because standard output is for the result.
+    """
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -85,7 +101,7 @@ def progress_bar() -> Iterator[Progress]:
 
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield _plain_progress
+        yield _print_progress
         return
     columns = [
         TextColumn("{task.description}", markup=False),
@@ -96,18 +112,20 @@ def progress_bar() -> Iterator[Progress]:
     ]
     with Progress(*columns, console=console, transient=True) as bar:
         line = bar.add_task("", total=None)
-        yield lambda task, done, of: bar.update(line, description=task, completed=done, total=of)
+        yield lambda task, done, total: bar.update(line, description=task, completed=done, total=total)
 
 
-def _plain_progress(task: str, done: int, of: int) -> None:
-    part = max(1, of // PLAIN_STEPS)
-    if done == of or done % part == 0:
-        print(f"{task}: {done} of {of} problems", file=sys.stderr, flush=True)
+def _print_progress(task: str, done: int, total: int) -> None:
+    """Prints a line of progress to stderr at every tenth of the problems."""
+    part = max(1, total // PLAIN_STEPS)
+    if done == total or done % part == 0:
+        print(f"{task}: {done} of {total} problems", file=sys.stderr, flush=True)
 
 
-def report(evaluation: Evaluation) -> str:
-    """An evaluation as a table."""
+def format_evaluation(evaluation: Evaluation) -> str:
+    """Returns an evaluation as a table."""
     e, s = evaluation, evaluation.setting
+    # At least 1, so that an evaluation without answers can be printed.
     total = max(1, sum(e.finishes.values()))
     finishes = ", ".join(f"{name} {100 * n / total:.0f}%" for name, n in sorted(e.finishes.items()))
     drawn = "greedy" if s.sampling["temperature"] == 0 else f"temperature {s.sampling['temperature']:g}"
@@ -132,4 +150,4 @@ def report(evaluation: Evaluation) -> str:
         rows.append(["over limit", f"{over} answers were more work than the grader does, and count as wrong"])
     if e.num_failed:
         rows.append(["not scored", f"{e.num_failed} samples: the grader failed"])
-    return table(["task", s.task], rows)
+    return format_table(["task", s.task], rows)

@@ -1,41 +1,44 @@
-"""`cohort explain RUN [--step N] [--group G] [--html FILE]`."""
+"""`cohort explain RUN [--step N] [--group G] [--html FILE]`: what the update of a step did to each token, and why."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
 
-from cohort.cli.arguments import read
+from cohort.cli.arguments import read_arguments
 from cohort.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Which step, and what of it."""
+    """Which step and group to explain, and where to."""
 
     step: int | None = None
     """A step whose rollouts are kept; None = the newest."""
     group: str = ""
-    """A group's index, or else a prompt's id; by default the group with the largest share of the signal."""
+    """The group to show in detail: its index or the id of its prompt. Default: the one with most of the signal."""
     html: str = ""
     """Write one self-contained HTML file instead of printing."""
 
 
 def run(args: list[str]) -> None:
-    about = "Why a step of the run in RUN did what it did: which samples and tokens were pushed, how far, and why."
-    (where,), options = read("explain", ["RUN"], about, Options(), args)
+    """Runs `cohort explain` with the words after it."""
+    about = "Explain a step of the run in RUN: which samples and tokens its update made more or less likely, and why."
+    (where,), options = read_arguments("explain", ["RUN"], about, Options(), args)
+    # Mistakes in --html are found before the step is loaded.
     out = Path(options.html) if options.html else None
     if out is not None and not out.parent.is_dir():
         raise ConfigError(f'there is no folder "{out.parent}" for --html; make it first.')
     if out is not None and out.is_dir():
         raise ConfigError(f"--html {out} is a folder; name a file.")
-    from cohort.inspect.explain.page import page
-    from cohort.inspect.explain.report import explain
-    from cohort.inspect.explain.screen import show
+    # Imported here because it imports torch: help and mistakes must not wait for that.
+    from cohort.inspect.explain.page import render_page
+    from cohort.inspect.explain.report import explain_step
+    from cohort.inspect.explain.screen import print_report
 
-    report = explain(Path(where), options.step, options.group)
+    report = explain_step(Path(where), options.step, options.group)
     if out is None:
-        show(report)
+        print_report(report)
     else:
-        out.write_text(page(report), encoding="utf-8")
+        out.write_text(render_page(report), encoding="utf-8")
         print(f"wrote {out}")

@@ -1,30 +1,32 @@
-"""`cohort export RUN OUT [--step N|best|last] [--adapters]`."""
+"""`cohort export RUN OUT [--step N|best|last] [--adapters]`: writes a run's model as a Hugging Face folder."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
 
-from cohort.cli.arguments import read
+from cohort.cli.arguments import read_arguments
 from cohort.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Which checkpoint, and what of it."""
+    """Which checkpoint to export, and whether only its adapters."""
 
     step: str = "last"
-    """A step number, best (held-out accuracy) or last."""
+    """The checkpoint: a step number, best (highest held-out accuracy) or last."""
     adapters: bool = False
-    """Only the adapters, in PEFT format, instead of the model they are merged into."""
+    """Write only the adapters, in PEFT format, instead of the model they are merged into."""
 
 
 def run(args: list[str]) -> None:
+    """Runs `cohort export` with the words after it."""
     about = "Write a checkpoint of the run in RUN as a Hugging Face folder OUT (config, safetensors, tokenizer)."
-    (where, out), options = read("export", ["RUN", "OUT"], about, Options(), args)
+    (where, out), options = read_arguments("export", ["RUN", "OUT"], about, Options(), args)
     if options.step not in ("best", "last") and not options.step.isdecimal():
         raise ConfigError(f'--step must be a step number, best or last, not "{options.step}".')
+    # Imported here because it imports torch: help and mistakes must not wait for that.
     from cohort.inspect import export
 
-    (export.export_adapters if options.adapters else export.export)(Path(where), Path(out), options.step)
+    (export.export_adapters if options.adapters else export.export_model)(Path(where), Path(out), options.step)
     print(f"wrote {out}")

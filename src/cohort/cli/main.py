@@ -1,4 +1,4 @@
-"""`cohort COMMAND ...`: find the command, import only its module, turn errors into one line.
+"""`cohort COMMAND ...`: finds the command, imports only its module, and prints an error as one line.
 
 Nothing here imports torch, tyro or rich, so that `cohort --help` answers at once.
 """
@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from cohort import __version__
-from cohort.errors import CohortError, nearest
+from cohort.errors import CohortError, suggest_name
 from cohort.system import process
 
 COMMANDS = {
@@ -24,12 +24,16 @@ COMMANDS = {
     "pull": ("MODEL", "Fetch a model ahead of time."),
     "export": ("RUN OUT [--step N|best]", "Write a run's model as a Hugging Face folder."),
     "data": ("TASK --out FILE", "Write a task's prompts as JSONL."),
-    "check": ("RECIPE [--flags]", "Rehearse the reward and prove the update right on your own config."),
-    "explain": ("RUN --step N", "Show what a step's samples were paid, and what each token did."),
-    "replay": ("RUN --step N [--flags]", "Redo a step's update from its rollouts, with other settings if asked."),
-    "bench": ("engine|learner|step", "Measure throughput against the hardware limit."),
+    "check": ("RECIPE [--flags]", "Test the reward and the update of a recipe before a run; estimate memory and time."),
+    "explain": ("RUN [--step N]", "Show a step's rewards, and what its update did to each token."),
+    "replay": (
+        "RUN --step N [--flags]",
+        "Do a step's update again from its rollouts, with the same or other settings.",
+    ),
+    "bench": ("engine|learner|step", "Measure throughput and compare it with the limit of the hardware."),
 }
-_ONE_PROCESS = ("train", "resume", "eval", "check", "replay")  # commands that several ranks cannot share
+_ONE_PROCESS = ("train", "resume", "eval", "check", "replay")  # commands that must not run in several ranks
+# Errors of the operating system that a user can fix. They are printed as one line; others keep their traceback.
 _REPORTED_OS_ERRORS = (
     errno.ENAMETOOLONG,
     errno.EFBIG,
@@ -42,30 +46,36 @@ _REPORTED_OS_ERRORS = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return the exit code: 0 done, 2 the user can fix it, 130 interrupted."""
+    """Runs one command and returns the exit code: 0 done, 1 the reader of a pipe left, 2 an error, 130 interrupted.
+
+    `argv` are the words after `cohort`; None = those of this process.
+    """
     args = list(sys.argv[1:] if argv is None else argv)
-    process.wait_briefly()
-    process.keep_memory()
+    process.shorten_thread_spinning()
+    process.keep_freed_memory()
     try:
         code = _dispatch(args)
         sys.stdout.flush()
         return code
     except CohortError as error:
-        return _complain(str(error))
-    except BrokenPipeError:  # `cohort models | head`: the reader has left, which is no error of ours
+        return _print_error(str(error))
+    # The reader of a pipe has left, as in `cohort models | head`. Python flushes stdout once more when it ends, and
+    # must not fail then: so stdout becomes /dev/null.
+    except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:
         if error.errno not in _REPORTED_OS_ERRORS:
             raise
-        return _complain(f"{error.strerror}: {error.filename or 'while writing'}")
+        return _print_error(f"{error.strerror}: {error.filename or 'while writing'}")
     except KeyboardInterrupt:
         return 130
 
 
 def _dispatch(args: list[str]) -> int:
+    """Runs the command that `args` begin with and returns its exit code. Raises CohortError for an unknown one."""
     if not args or args[0] in ("-h", "--help", "help"):
-        print(usage())
+        print(format_usage())
         return 0
     if args[0] == "--version":
         print(f"cohort {__version__}")
@@ -73,15 +83,17 @@ def _dispatch(args: list[str]) -> int:
     command, *rest = args
     if command not in COMMANDS:
         kind = "flag" if command.startswith("-") else "command"
-        raise CohortError(f'unknown {kind} "{command}".{nearest(command, COMMANDS)}')
+        raise CohortError(f'unknown {kind} "{command}".{suggest_name(command, COMMANDS)}')
+    # Ranks do not work together yet: each process would make the same run.
     if command in _ONE_PROCESS:
         process.require_one_process()
+    # Each command has a module of its name with a function `run`.
     importlib.import_module(f"cohort.cli.{command}").run(rest)
     return 0
 
 
-def usage() -> str:
-    """The text of `cohort --help`."""
+def format_usage() -> str:
+    """Returns the text of `cohort --help`."""
     width = max(len(f"{name} {args}") for name, (args, _) in COMMANDS.items())
     lines = [f"  {f'{name} {args}':<{width}}  {about}" for name, (args, about) in COMMANDS.items()]
     return "\n".join(
@@ -97,7 +109,8 @@ def usage() -> str:
     )
 
 
-def _complain(message: str) -> int:
+def _print_error(message: str) -> int:
+    """Prints a message as one line to stderr and returns the exit code 2."""
     sys.stdout.flush()
     print("cohort: " + " ".join(message.split()), file=sys.stderr)
     return 2

@@ -1,11 +1,11 @@
-"""`cohort models`."""
+"""`cohort models`: lists the models that can be loaded by name."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cohort.cli.arguments import read
-from cohort.cli.output import table
+from cohort.cli.arguments import read_arguments
+from cohort.cli.output import format_table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,11 +14,13 @@ class Options:
 
 
 def run(args: list[str]) -> None:
+    """Runs `cohort models` with the words after it."""
     about = "List the models that can be loaded by name. A folder in Hugging Face format can be named too."
-    read("models", [], about, Options(), args)
-    from cohort.models.catalog import catalog
+    read_arguments("models", [], about, Options(), args)
+    from cohort.models.catalog import list_models
 
     rows = [
-        [m.name, "ready" if m.state == "available" else f"cohort pull {m.name}", m.size, m.source] for m in catalog()
+        [m.name, "ready" if m.state == "available" else f"cohort pull {m.name}", m.size, m.source]
+        for m in list_models()
     ]
-    print(table(["model", "state", "size", "source"], rows))
+    print(format_table(["model", "state", "size", "source"], rows))

@@ -1,4 +1,4 @@
-"""How commands talk: the choice of progress view and sinks, and plain tables."""
+"""Output of commands: the choice of progress view and sinks, and plain tables."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ Log = Literal["live", "plain", "json"]
 
 
 def choose_log(asked: str, terminal: bool) -> str:
-    """The progress view: what was asked for, else live on a terminal and plain elsewhere."""
+    """Returns the kind of progress view: `asked` or, if that is "", live on a terminal and plain elsewhere."""
     return asked or ("live" if terminal else "plain")
 
 
 def choose_sinks(asked: str | None) -> tuple[str, ...]:
-    """The names in `wandb,tensorboard`, each known and installed.
+    """Returns the sinks in a text like "wandb,tensorboard". Raises ConfigError if one is unknown or not installed.
 
     >>> choose_sinks(None)
     ()
@@ -26,10 +26,10 @@ def choose_sinks(asked: str | None) -> tuple[str, ...]:
     return names
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns aligned with spaces: readable on a terminal, in a file and in a pipe.
+def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Returns a table with columns aligned by spaces, readable on a terminal, in a file and in a pipe.
 
-    >>> print(table(["name", "size"], [["tiny", "3 MB"], ["smollm2-135m", "270 MB"]]))
+    >>> print(format_table(["name", "size"], [["tiny", "3 MB"], ["smollm2-135m", "270 MB"]]))
     name          size
     tiny          3 MB
     smollm2-135m  270 MB

@@ -1,10 +1,10 @@
-"""`cohort pull MODEL`."""
+"""`cohort pull MODEL`: fetches a model, or converts a .gguf file."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cohort.cli.arguments import read
+from cohort.cli.arguments import read_arguments
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,10 +13,11 @@ class Options:
 
 
 def run(args: list[str]) -> None:
+    """Runs `cohort pull` with the words after it."""
     about = (
         "Fetch MODEL, a name that `cohort models` lists or owner/name on the Hugging Face hub, or convert a .gguf file."
     )
-    (name,), _ = read("pull", ["MODEL"], about, Options(), args)
+    (name,), _ = read_arguments("pull", ["MODEL"], about, Options(), args)
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
@@ -28,7 +29,8 @@ def run(args: list[str]) -> None:
         TaskProgressColumn(),
         TimeRemainingColumn(),
     ]
-    console = Console(stderr=True)  # stdout stays clean for the result
+    # Progress goes to stderr, because standard output is for the result.
+    console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         line = bar.add_task(name, total=1.0)
         folder = pull(name, lambda what, share: bar.update(line, description=f"{name}: {what}", completed=share))

@@ -8,84 +8,97 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cohort.cli.arguments import read
-from cohort.cli.output import table
+from cohort.cli.arguments import read_arguments
+from cohort.cli.output import format_table
 from cohort.config import flags
 from cohort.errors import ConfigError
 
 if TYPE_CHECKING:
-    from cohort.inspect.replay import Replayed, Row
+    from cohort.inspect.replay import MetricComparison, ReplayResult
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Which step, and how its result is told."""
+    """Which step to replay, and how to print the result."""
 
     step: int | None = None
-    """The step to do again, counted from 1; needed."""
+    """The step to do again, counted from 1; required."""
     json: bool = False
-    """One JSON object instead, for programs."""
+    """Print one JSON object instead, for programs."""
 
 
 ABOUT = (
     "Do the update of a step of the run in RUN again, from its stored rollouts and the nearest checkpoint before it. "
-    "As it was, it gives the stored metrics, on a CPU to the last bit. With settings of --algo, --optim and --learner, "
-    "written as for cohort train, it shows what these change in that one update. The run is only read."
+    "Without other settings this gives the stored metrics, on a CPU to the last bit. With settings of --algo, --optim "
+    "and --learner, written as for cohort train, it shows what they change in that one update. The run is only read."
 )
 
 
 def run(args: list[str]) -> None:
-    own, settings = _divided(args)
-    (where,), options = read("replay", ["RUN"], ABOUT, Options(), own)
+    """Runs `cohort replay` with the words after it."""
+    own, settings = _split_settings(args)
+    (where,), options = read_arguments("replay", ["RUN"], ABOUT, Options(), own)
     if options.step is None:
         raise ConfigError("--step is missing: cohort replay RUN --step N.")
-    from cohort.inspect.replay import replay
-    from cohort.logs.jsonlines import finite
+    # Imported here because it imports torch: help and mistakes must not wait for that.
+    from cohort.inspect.replay import replay_step
+    from cohort.logs.jsonlines import replace_non_finite
 
-    replayed = replay(Path(where), options.step, settings, _progress)
+    replayed = replay_step(Path(where), options.step, settings, _print_progress)
     if options.json:
-        print(json.dumps(finite({"run": where, **replayed.to_json()})))
+        print(json.dumps(replace_non_finite({"run": where, **replayed.to_json()})))
     else:
-        print(_report(replayed))
+        print(_format_result(replayed))
 
 
-def _divided(args: list[str]) -> tuple[list[str], list[str]]:
-    """The command's own words and flags, and the settings."""
+def _split_settings(args: list[str]) -> tuple[list[str], list[str]]:
+    """Divides the words into the command's own words and flags, and settings of the run. Returns both."""
     own: list[str] = []
     settings: list[str] = []
-    to = own
+    # A word without dashes belongs to the flag before it, so it goes where that flag went.
+    target = own
     for arg in args:
         if arg.startswith("--"):
-            to = own if arg in flags.HELP or arg.partition("=")[0] in ("--step", "--json") else settings
-        to.append(arg)
+            target = own if arg in flags.HELP or arg.partition("=")[0] in ("--step", "--json") else settings
+        target.append(arg)
     return own, settings
 
 
-def _progress(text: str) -> None:
-    """On stderr, so that stdout is the result."""
+def _print_progress(text: str) -> None:
+    """Prints what is being done to stderr. Standard output has only the result."""
     print(f"{text} ...", file=sys.stderr, flush=True)
 
 
-def _report(replayed: Replayed) -> str:
-    lines = [f"step {replayed.step} from {_origin(replayed)}"]
+def _format_result(replayed: ReplayResult) -> str:
+    """Returns the result as text: changed settings, a table of the metrics that differ, and notes."""
+    lines = [f"step {replayed.step} from {_describe_base(replayed)}"]
     lines += [f"changed: {name} {old} -> {new}" for name, (old, new) in replayed.changed.items()]
-    differing, num_same = replayed.differing, len(replayed.rows) - len(replayed.differing)
+    differing = replayed.differing_rows
+    num_same = len(replayed.rows) - len(differing)
     if not differing:
         verdict = "no effect on this step" if replayed.changed else "reproduced exactly"
-        lines.append(f"{verdict}: {num_same} metrics are equal to the last bit, {_gist(replayed)}")
+        lines.append(f"{verdict}: {num_same} metrics are equal to the last bit, {_summarize_metrics(replayed)}")
     else:
         if not replayed.changed:
             lines.append(f"not reproduced: {len(differing)} of {len(replayed.rows)} metrics differ")
-        lines += ["", table(["metric", "stored", "replayed", "difference"], [_cells(row) for row in differing]), ""]
+        lines += [
+            "",
+            format_table(["metric", "stored", "replayed", "difference"], [_format_row(row) for row in differing]),
+            "",
+        ]
         lines.append(f"equal to the last bit: {num_same} other metrics")
     return "\n".join([*lines, *replayed.notes])
 
 
-def _gist(replayed: Replayed) -> str:
-    return ", ".join(f"{r.name} {_number(r.replayed)}" for r in replayed.rows if r.name in ("loss", "grad_norm", "lr"))
+def _summarize_metrics(replayed: ReplayResult) -> str:
+    """Returns the replayed loss, gradient norm and learning rate as text."""
+    return ", ".join(
+        f"{r.name} {_format_number(r.replayed)}" for r in replayed.rows if r.name in ("loss", "grad_norm", "lr")
+    )
 
 
-def _origin(replayed: Replayed) -> str:
+def _describe_base(replayed: ReplayResult) -> str:
+    """Returns what the replay began from and which steps it re-applied first."""
     base, last = replayed.base, replayed.step - 1
     origin = f"the checkpoint of step {base}" if base else "the initial model"
     if base == last:
@@ -93,9 +106,11 @@ def _origin(replayed: Replayed) -> str:
     return f"{origin}, step {last} re-applied" if base + 1 == last else f"{origin}, steps {base + 1}-{last} re-applied"
 
 
-def _cells(row: Row) -> list[str]:
-    return [row.name, _number(row.stored), _number(row.replayed), _number(row.difference, "+.3g")]
+def _format_row(row: MetricComparison) -> list[str]:
+    """Returns the cells of a metric in the table."""
+    return [row.name, _format_number(row.stored), _format_number(row.replayed), _format_number(row.difference, "+.3g")]
 
 
-def _number(value: float | None, form: str = ".6g") -> str:
+def _format_number(value: float | None, form: str = ".6g") -> str:
+    """Returns a number in the format `form`; "-" for None."""
     return "-" if value is None else format(value, form)

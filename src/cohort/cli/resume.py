@@ -1,4 +1,4 @@
-"""`cohort resume RUN [--steps N] [--log live|plain|json] [--sinks NAME,...]`."""
+"""`cohort resume RUN [--steps N] [--log live|plain|json] [--sinks NAME,...]`: continues a run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from cohort.cli.arguments import read
+from cohort.cli.arguments import read_arguments
 from cohort.cli.output import Log, choose_log, choose_sinks
 from cohort.config import flags
 from cohort.config.kinds import KINDS
@@ -15,29 +15,33 @@ from cohort.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Everything else comes from the run's own config.yaml and cannot change."""
+    """What may change in a resumed run. All other settings come from its config.yaml."""
 
     steps: int | None = None
-    """Train up to this step instead, to extend a run; None = as configured."""
+    """Extend the run: train up to this step; None = as configured."""
     log: Log | None = None
-    """Progress; None = live on a terminal, plain elsewhere."""
+    """How progress is shown; None = live on a terminal, plain elsewhere."""
     sinks: str | None = None
-    """Metrics also to these, separated by commas: wandb, tensorboard, trackio. A run does not remember them."""
+    """Send metrics to these too, separated by commas: wandb, tensorboard, trackio. Not stored with the run."""
 
 
 def run(args: list[str]) -> None:
+    """Runs `cohort resume` with the words after it."""
+    # A flag that would change a setting of the run gets an error of its own, not just "unknown flag".
     settings = {field.name for kind in KINDS.values() for field in fields(kind)} - {"steps"}
-    for flag in flags.split(args)[1]:
+    for flag in flags.split_args(args)[1]:
         if flag.name.partition(".")[0] in settings:
             raise ConfigError(
-                f"{flag.shown} cannot change: a run keeps its settings, only --steps may grow. Start a new run instead."
+                f"{flag.spelling} cannot change: a run keeps its settings, only --steps may grow. "
+                "Start a new run instead."
             )
-    (where,), options = read(
+    (where,), options = read_arguments(
         "resume", ["RUN"], "Continue the run in directory RUN exactly where it stopped.", Options(), args
     )
     if options.steps is not None and options.steps < 1:
         raise ConfigError(f"--steps is {options.steps}; it must be at least 1.")
     sinks = choose_sinks(options.sinks)
+    # Imported here because it imports torch: help and mistakes must not wait for that.
     from cohort.jobs import build
 
     build.resume(Path(where), options.steps, choose_log(options.log or "", sys.stdout.isatty()), *sinks)

@@ -1,4 +1,4 @@
-"""`cohort train RECIPE [--a.b value ...] [--out DIR] [--log live|plain|json] [--sinks NAME,...]`."""
+"""`cohort train RECIPE [--a.b value ...] [--out DIR] [--log live|plain|json] [--sinks NAME,...]`: trains a model."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from cohort.recipes import RECIPES
 
 HELP = """usage: cohort train RECIPE [--a.b value ...] [--out DIR] [--log live|plain|json] [--sinks NAME,...]
 
-RECIPE is one of these, or path/to/file.py:function returning a config (cohort.RL):
+Train a model. RECIPE is one of these, or path/to/file.py:function that returns a config (cohort.RL):
 
 {recipes}
 
-  --out DIR               Where the run directory is made (default: runs).
-  --log live|plain|json   Progress (default: live on a terminal, plain elsewhere).
-  --sinks NAME,...        Metrics also to wandb, tensorboard, trackio; metrics.jsonl is always there.
+  --out DIR               The folder in which the run directory is made (default: runs).
+  --log live|plain|json   How progress is shown (default: live on a terminal, plain elsewhere).
+  --sinks NAME,...        Send metrics to wandb, tensorboard, trackio too; metrics.jsonl is always written.
 
 cohort train RECIPE --help lists every setting of a recipe."""
 
 
 def run(args: list[str]) -> None:
+    """Runs `cohort train` with the words after it."""
     if not args or args[0].startswith("-"):
         if flags.wants_help(args):
-            print(HELP.format(recipes=recipe_list()))
+            print(HELP.format(recipes=format_recipes()))
             return
         where = "" if not args else " first"
         raise ConfigError(
@@ -37,38 +38,43 @@ def run(args: list[str]) -> None:
     if flags.wants_help(rest):
         load.print_help(recipe, [arg for arg in rest if arg not in flags.HELP])
         return
-    rest, out, log, sinks = _take_own(rest)
-    config = load.load(recipe, rest)
+    rest, out, log, sinks = _split_command_flags(rest)
+    config = load.load_config(recipe, rest)
+    # Imported here because it imports torch: help and mistakes must not wait for that.
     from cohort.jobs import build
 
     build.train(config, Path(out), log, *sinks)
 
 
-def recipe_list() -> str:
-    """The built-in recipes with the first line of their docstrings."""
+def format_recipes() -> str:
+    """Returns the built-in recipes, one per line, with the first line of their docstrings."""
     width = max(map(len, RECIPES))
     return "\n".join(
         f"  {name:<{width}}  {(f.__doc__ or '').strip().splitlines()[0]}" for name, f in sorted(RECIPES.items())
     )
 
 
-def _take_own(args: list[str]) -> tuple[list[str], str, str, tuple[str, ...]]:
-    """Take `--out`, `--log` and `--sinks`, which are not settings of the run, out of the flags."""
-    words, given = flags.split(args)
+def _split_command_flags(args: list[str]) -> tuple[list[str], str, str, tuple[str, ...]]:
+    """Separates `--out`, `--log` and `--sinks` from the settings of the run.
+
+    Returns the other words, the folder for run directories, the kind of progress view and the names of the sinks.
+    """
+    words, given = flags.split_args(args)
     own = {
-        "out": flags.Leaf("out", str, "runs"),
-        "log": flags.Leaf("log", Log, ""),
-        "sinks": flags.Leaf("sinks", str, ""),
+        "out": flags.Setting("out", str, "runs"),
+        "log": flags.Setting("log", Log, ""),
+        "sinks": flags.Setting("sinks", str, ""),
     }
     mine = [flag for flag in given if flag.name in own]
-    flags.check(mine, own)
+    flags.check_flags(mine, own)
     values = {flag.name: flag.values[0] for flag in mine}
     log = values.get("log", "")
     if log and log not in get_args(Log):
-        raise ConfigError(f'--log must be {flags.describe(Log)}, not "{log}".')
+        raise ConfigError(f'--log must be {flags.describe_type(Log)}, not "{log}".')
+    # The other flags are put together again. A single value is joined with =, because it may begin with dashes.
     rest = list(words)
     for flag in given:
         if flag.name not in own:
-            rest += [flag.shown, *flag.values] if len(flag.values) != 1 else [f"{flag.shown}={flag.values[0]}"]
+            rest += [flag.spelling, *flag.values] if len(flag.values) != 1 else [f"{flag.spelling}={flag.values[0]}"]
     sinks = choose_sinks(values.get("sinks"))
     return rest, values.get("out", "runs"), choose_log(log, sys.stdout.isatty()), sinks

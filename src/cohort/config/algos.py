@@ -1,6 +1,7 @@
-"""The settings of every algorithm, typed: one class each, with the paper's defaults.
+"""The settings of the algorithms: one class per algorithm, with the defaults of its paper.
 
-What an algorithm does not use is not a field of it. `ALGOS` names them; the code is in `cohort.algos`.
+A class has only the settings that its algorithm uses. `ALGOS` maps the names of `--algo` to the classes. The losses
+and advantages themselves are in `cohort.algos`.
 """
 
 from __future__ import annotations
@@ -33,138 +34,160 @@ Estimator = Literal["k1", "k2", "k3", "abs"]
 
 @dataclass(frozen=True, kw_only=True)
 class KLConfig(Section):
-    """The divergence from another policy, as a penalty."""
+    """A penalty for the KL divergence between the policy and another policy."""
 
     weight: FiniteAtLeast0 = 0.0
-    """0 = none, and no reference policy is kept."""
+    """Coefficient of the penalty; 0 = no penalty, and no reference policy is kept in memory."""
     to: Literal["reference", "sampler"] = "reference"
-    """The initial weights, or the policy that drew the tokens."""
+    """The other policy: reference = the initial weights, sampler = the policy that sampled the tokens."""
     estimator: Estimator = "k3"
-    """k1 to k3 are those of Schulman (2020)."""
+    """Formula per token: k1, k2 and k3 are those of Schulman (2020), abs = the distance between log-probabilities."""
     place: Literal["loss", "reward"] = "loss"
-    """A term of the loss, or subtracted from the reward before the advantage."""
+    """loss = a term of the loss; reward = subtracted from the reward before advantages are computed."""
     target: FiniteAtLeast0 = 0.0
-    """KL a token that the weight is steered to (Ziegler et al. 2019, arXiv:1909.08593); 0 = the weight is constant."""
+    """KL per token, in nats, that the coefficient is adjusted to reach (Ziegler et al. 2019, arXiv:1909.08593); 0 =
+    the coefficient is constant."""
     refresh: AtLeast0 = 0
-    """Steps after which the reference becomes the current policy; 0 = never."""
+    """Number of steps after which the current policy becomes the reference; 0 = the reference never changes."""
 
     optional: ClassVar[bool] = True
     effects: ClassVar[tuple[Effect, ...]] = (
         Effect(
             ("estimator", "place", "to", "target", "refresh"),
             ("weight",),
-            lambda kl: kl.on,
+            lambda kl: kl.is_on,
             "algo.kl.weight is 0; set --algo.kl.weight above 0",
         ),
         Effect(
             ("refresh",),
             ("to",),
             lambda kl: kl.to == "reference",
-            "the divergence is from the sampler; set --algo.kl.to reference",
+            "algo.kl.to is sampler, which needs no reference; set --algo.kl.to reference",
         ),
     )
 
     @property
-    def on(self) -> bool:
+    def is_on(self) -> bool:
+        """Whether the penalty is applied at all."""
         return self.weight > 0
 
-    def check(self, given: Collection[str]) -> None:
-        if self.on and self.estimator == "k1" and self.place == "loss":
+    def check(self, user_settings: Collection[str]) -> None:
+        """Raises a ConfigError for the estimator k1 in the loss, where it has no effect on average."""
+        if self.is_on and self.estimator == "k1" and self.place == "loss":
             raise ConfigError(
-                "algo.kl.estimator = k1 in the loss has a gradient of zero on average; use k2 or k3, or "
-                "--algo.kl.place reward."
+                "algo.kl.estimator is k1 and algo.kl.place is loss: there k1 has a gradient of zero on average. "
+                "Set --algo.kl.estimator k2 or k3, or --algo.kl.place reward."
             )
 
 
 @dataclass(frozen=True, kw_only=True)
 class CorrectionConfig(Section):
-    """For tokens that another policy drew: an older one, or the engine's slightly different one."""
+    """A correction for tokens that were sampled by a policy other than the current one.
+
+    That is an older policy, or the engine's, whose log-probabilities differ slightly from the learner's.
+    """
 
     kind: Literal["none", "truncate", "mask"] = "none"
-    """Multiply by the importance weight, held within bounds (TIS), or 0 where it is outside (MIS, IcePop)."""
+    """none = no correction; truncate = multiply the loss by the importance weight, clipped to the bounds (TIS); mask =
+    the same, but 0 where it is outside the bounds (MIS, IcePop)."""
     level: Literal["token", "sequence", "geometric"] = "token"
-    """The weight of each token, of the whole sample (the product), or the sample's geometric mean."""
+    """token = each token has its own importance weight; sequence = the product over the sample; geometric = the
+    geometric mean over the sample."""
     bounds: tuple[float, float] = (0.0, 2.0)
+    """Smallest and largest importance weight; 1 must lie between them."""
 
     optional: ClassVar[bool] = True
     effects: ClassVar[tuple[Effect, ...]] = (
         Effect(
             ("level", "bounds"),
             ("kind",),
-            lambda correction: correction.on,
-            "nothing is corrected; set --algo.correction.kind truncate or mask",
+            lambda correction: correction.is_on,
+            "algo.correction.kind is none; set --algo.correction.kind truncate or mask",
         ),
     )
 
     @property
-    def on(self) -> bool:
+    def is_on(self) -> bool:
+        """Whether any correction is applied."""
         return self.kind != "none"
 
-    def check(self, given: Collection[str]) -> None:
+    def check(self, user_settings: Collection[str]) -> None:
+        """Raises a ConfigError unless the bounds are finite and enclose 1."""
         low, high = self.bounds
         if not 0 <= low <= 1 <= high < math.inf or low == high:
-            raise ConfigError(f"algo.correction.bounds is {low} {high}; it must be two numbers with 1 between them.")
+            raise ConfigError(
+                f"algo.correction.bounds is {low} {high}; it must be two numbers with 1 between them. "
+                "Set for example --algo.correction.bounds 0.5 2."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Policy(Section):
-    """What all algorithms have."""
+    """The settings that all algorithms have."""
 
     baseline: Baseline = "mean"
-    """Subtracted from a sample's reward: its group's mean, its siblings' mean, the batch's mean, nothing."""
+    """Value subtracted from a sample's reward: mean = the group's mean, leave_one_out = the mean of the group's other
+    samples, batch = the batch's mean, none = nothing."""
     scale: Scale = "std"
-    """What divides it then: the standard deviation of the group's rewards, of the batch's, of the batch's after the
-    baseline, the group's mean (MaxRL), nothing."""
+    """Divisor of the reward after the baseline: std = standard deviation of the group's rewards, batch = of the batch's
+    rewards, centred = of the batch's rewards after the baseline, mean = the group's mean (MaxRL), none = 1."""
     aggregate: Aggregate = "sequence"
-    """Mean over all tokens; over samples of the token mean; over prompts of the token mean; over samples of the token
-    sum over max_tokens."""
+    """How tokens are averaged: token = mean over all tokens; sequence = mean over samples of each sample's token mean;
+    prompt = mean over prompts of each prompt's token mean; constant = mean over samples of token sum / max_tokens."""
     truncated: Literal["keep", "mask", "penalize"] = "keep"
-    """What a sample cut at max_tokens does: train as any other, leave the loss, or score at most 0."""
+    """Treatment of a sample cut at max_tokens: keep = train on it, mask = leave it out of the loss, penalize = train on
+    it with a reward of at most 0."""
     dead: Dead = "keep"
-    """A group of equal rewards has no gradient. It counts in the mean, or not, or other prompts take its place."""
+    """Treatment of groups whose rewards are all equal, which have no gradient: keep = they count in the mean, drop =
+    they do not count, refill = they are replaced by groups of other prompts."""
     entropy: FiniteAtLeast0 = 0.0
-    """Weight of the entropy bonus."""
+    """Coefficient of the entropy bonus; 0 = no bonus."""
     entropy_target: FiniteAtLeast0 = 0.0
-    """Nats: below it the bonus grows, above it there is none (Skywork-OR1, arXiv:2505.22312); 0 = constant weight."""
+    """Entropy in nats: at or below it the bonus acts and its coefficient grows, above it there is no bonus
+    (Skywork-OR1, arXiv:2505.22312); 0 = the coefficient is constant."""
     kl: KLConfig = field(default_factory=KLConfig)
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
 
     @property
     def needs_siblings(self) -> bool:
-        """Whether a sample is judged against others of its group: one of equal rewards has no gradient then."""
+        """Whether a sample is compared with the others of its group. If so, dead groups have no gradient."""
         return self.baseline in ("mean", "leave_one_out")
 
-    def check(self, given: Collection[str]) -> None:
+    def check(self, user_settings: Collection[str]) -> None:
+        """Raises a ConfigError for combinations of settings that contradict each other."""
+        # For a group of equal rewards these divisors can be 0. That is harmless only where its advantages are 0 too.
         if self.scale in ("std", "mean") and not self.needs_siblings:
             raise ConfigError(
-                f"algo.scale = {self.scale} divides by what a group of equal rewards has none of, and algo.baseline = "
-                f"{self.baseline} gives such groups an advantage; set --algo.scale batch, centred or none."
+                f"algo.scale is {self.scale}, which can be 0 for a group of equal rewards, and algo.baseline is "
+                f"{self.baseline}, which gives such a group an advantage. Set --algo.scale batch, centred or none."
             )
         if self.dead != "keep" and not self.needs_siblings:
             raise ConfigError(
-                f"algo.dead = {self.dead}, but with baseline = {self.baseline} groups of equal rewards have a "
-                "gradient: set --algo.dead keep."
+                f"algo.dead is {self.dead}, but with algo.baseline {self.baseline} groups of equal rewards have a "
+                "gradient. Set --algo.dead keep."
             )
         if self.entropy_target and self.entropy > 1:
-            raise ConfigError(f"algo.entropy is {self.entropy}; with algo.entropy_target it must be at most 1.")
+            raise ConfigError(
+                f"algo.entropy is {self.entropy}; with algo.entropy_target it must be at most 1. Lower --algo.entropy."
+            )
 
     def check_group(self, num_samples: int) -> None:
-        """Refuse groups of this size where the algorithm could do nothing with them."""
+        """Raises a ConfigError if groups of `num_samples` samples are too small for the algorithm."""
         if self.needs_siblings and num_samples < 2:
             raise ConfigError(
-                "batch.samples is 1, but the baseline is the mean of the group: every advantage would be 0; "
-                "set --batch.samples to 2 or more."
+                "batch.samples is 1, but the baseline is the mean of the group, so every advantage would be 0. "
+                "Set --batch.samples to 2 or more."
             )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Clipped(Policy):
-    """Those that hold the ratio of new to old policy within bounds."""
+    """The settings of algorithms that clip the ratio of the new policy's probability to the old one's."""
 
     clip_low: Annotated[float, FINITE, at_least(0), ONE_AT_MOST] = 0.2
-    """The ratio is clipped at 1 - clip_low for negative advantages."""
+    """For negative advantages the ratio is clipped at 1 - clip_low."""
     clip_high: FiniteAtLeast0 = 0.2
-    """The ratio is clipped at 1 + clip_high for positive advantages."""
+    """For positive advantages the ratio is clipped at 1 + clip_high."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,12 +195,12 @@ class GRPO(Clipped):
     """Group-relative policy optimisation (Shao et al. 2024, arXiv:2402.03300)."""
 
     dual_clip: Annotated[float, FINITE, Bound("0 or above 1", lambda x: x == 0 or x > 1)] = 0.0
-    """Negative advantages count at most this many times (Ye et al. 2020, arXiv:1912.09729); 0 = off, else above 1."""
+    """Largest ratio for negative advantages (Ye et al. 2020, arXiv:1912.09729): a number above 1; 0 = no limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DrGRPO(GRPO):
-    """GRPO done right (Liu et al. 2025, arXiv:2503.20783): no std, constant length divisor."""
+    """GRPO done right (Liu et al. 2025, arXiv:2503.20783): no division by the deviation, and a constant length."""
 
     scale: Scale = "none"
     aggregate: Aggregate = "constant"
@@ -191,12 +214,12 @@ class DAPO(Clipped):
     aggregate: Aggregate = "token"
     dead: Dead = "refill"
     overlong: Share = 0.2
-    """Share of max_tokens over which the reward of a long completion falls by up to 1; 0 = no such penalty."""
+    """Last share of max_tokens over which a longer completion loses more reward, up to 1; 0 = no length penalty."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GSPO(Clipped):
-    """Group sequence policy optimisation (Zheng et al. 2025, arXiv:2507.18071): one ratio a sample."""
+    """Group sequence policy optimisation (Zheng et al. 2025, arXiv:2507.18071): one ratio per sample."""
 
     clip_low: Annotated[float, FINITE, at_least(0), ONE_AT_MOST] = 3e-4
     clip_high: FiniteAtLeast0 = 4e-4
@@ -204,7 +227,7 @@ class GSPO(Clipped):
 
 @dataclass(frozen=True, kw_only=True)
 class GSPOToken(GSPO):
-    """GSPO's token form: the sample's ratio, each token's own gradient."""
+    """The token form of GSPO: the ratio of the sample, but the gradient of each token."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,13 +235,17 @@ class CISPO(Policy):
     """Clipped importance weights (MiniMax-M1, arXiv:2506.13585): every token keeps a gradient."""
 
     clip_high: FiniteAtLeast0 = 5.0
-    """Largest weight of a token."""
+    """Largest importance weight of a token, at least 1."""
     aggregate: Aggregate = "token"
 
-    def check(self, given: Collection[str]) -> None:
-        super().check(given)
+    def check(self, user_settings: Collection[str]) -> None:
+        """Raises a ConfigError also for a cap below 1, which would act on unchanged policies."""
+        super().check(user_settings)
         if self.clip_high < 1:
-            raise ConfigError(f"algo.clip_high is {self.clip_high}: cispo's largest weight must be at least 1.")
+            raise ConfigError(
+                f"algo.clip_high is {self.clip_high}. For cispo it is the largest importance weight and must be at "
+                "least 1; raise --algo.clip-high."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,44 +253,51 @@ class SAPO(Policy):
     """Soft adaptive policy optimisation (Gao et al. 2025, arXiv:2511.20347): a smooth gate instead of a clip."""
 
     tau_pos: FiniteAbove0 = 1.0
-    """How fast the gate closes for positive advantages."""
+    """Steepness of the gate for positive advantages: larger = the gradient falls faster as the ratio leaves 1."""
     tau_neg: FiniteAbove0 = 1.05
-    """And for negative ones."""
+    """Steepness of the gate for negative advantages."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GMPO(Clipped):
-    """Geometric-mean policy optimisation (Zhao et al. 2025, arXiv:2507.20673). Clips log-ratios, not ratios."""
+    """Geometric-mean policy optimisation (Zhao et al. 2025, arXiv:2507.20673). It clips log-ratios, not ratios."""
 
     clip_low: FiniteAtLeast0 = 0.4
+    """For negative advantages the log-ratio of a token is clipped at -clip_low."""
     clip_high: FiniteAtLeast0 = 0.4
+    """For positive advantages the log-ratio of a token is clipped at clip_high."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PassAtK(Clipped):
-    """The gradient of the best of k samples' reward (Walder & Karkhanis 2025, arXiv:2505.15201)."""
+    """The gradient of the best reward among k samples (Walder & Karkhanis 2025, arXiv:2505.15201)."""
 
     aggregate: Aggregate = "constant"
     k: Annotated[int, at_least(2)] = 4
-    """Samples of which the best counts; at most batch.samples."""
+    """Number of samples of which only the best counts: 2 to batch.samples."""
 
+    # The advantages of pass_at_k come from all subsets of k samples. No setting makes baseline and scale act.
     effects: ClassVar[tuple[Effect, ...]] = (
         Effect(("baseline", "scale"), (), lambda algo: False, "pass_at_k has its own; choose another --algo"),
     )
 
     @property
     def needs_siblings(self) -> bool:
+        """True: advantages compare subsets of the group, whatever `baseline` says."""
         return True
 
     def check_group(self, num_samples: int) -> None:
+        """Raises a ConfigError also if a group has fewer than k samples."""
         super().check_group(num_samples)
         if self.k > num_samples:
-            raise ConfigError(f"algo.k is {self.k}, more than batch.samples = {num_samples}; lower --algo.k.")
+            raise ConfigError(
+                f"algo.k is {self.k}, more than batch.samples ({num_samples}). Lower --algo.k or raise --batch.samples."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reinforce(Policy):
-    """REINFORCE (Williams 1992), with the batch's mean reward as its baseline."""
+    """REINFORCE (Williams 1992), with the mean reward of the batch as baseline."""
 
     baseline: Baseline = "batch"
     scale: Scale = "none"
@@ -279,7 +313,7 @@ class RLOO(Reinforce):
 
 @dataclass(frozen=True, kw_only=True)
 class ReinforcePP(GRPO):
-    """REINFORCE++ (Hu et al. 2025, arXiv:2501.03262): advantages normalised over the batch."""
+    """REINFORCE++ (Hu et al. 2025, arXiv:2501.03262): advantages are normalised over the batch."""
 
     baseline: Baseline = "batch"
     scale: Scale = "centred"
@@ -289,12 +323,13 @@ class ReinforcePP(GRPO):
 
 @dataclass(frozen=True, kw_only=True)
 class ReinforcePPBaseline(ReinforcePP):
-    """REINFORCE++ with the group's mean subtracted before."""
+    """REINFORCE++ where the mean of the group is subtracted before advantages are normalised over the batch."""
 
     baseline: Baseline = "mean"
     kl: KLConfig = field(default_factory=lambda: KLConfig(estimator="k2"))
 
 
+# The keys are the names of --algo and stand in config.yaml files: they must not change.
 ALGOS: dict[str, type[Policy]] = {
     "grpo": GRPO,
     "dr_grpo": DrGRPO,

@@ -1,11 +1,13 @@
-"""A config as text and back: the `config.yaml` of a run holds every value that acts, and nothing secret.
+"""The text form of a config, which is the file `config.yaml` of a run, and the comparison of two configs.
 
-`parse` is the exact inverse of `dump`; it accepts no key it does not know and no value of another type. What is off
-(adapters, replay, KL, correction) is not written, and a section that can be off and is missing is off. A setting
-that a section did not have when the file was written takes its default, and a warning says so: the default of a new
-setting must be what was done before there was a choice. Any other section that is missing is damage.
+The file has every setting that has an effect, and no secrets. `parse_config` is the exact inverse of `dump_config`. It
+refuses unknown keys and values of the wrong type. Four rules for what a file does not contain:
 
-Formats: 1 had no `format` and no `kind`, was always of the kind `rl`, and held the settings of what was off, too.
+- A section that is off (adapters, replay, KL, correction) is not written. If such a section is missing, it is off.
+- A setting that was added to a section after the file was written gets its default, with a warning. So the default of
+  a new setting must give what Cohort did before the setting existed.
+- Any other missing section means that the file is damaged.
+- Format 1 has no `format` and no `kind` (it is always `rl`), and it has the settings of sections that are off.
 """
 
 from __future__ import annotations
@@ -19,144 +21,173 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 import yaml
 
-from cohort.config.flags import describe, leaves
+from cohort.config.flags import collect_settings, describe_type
 from cohort.config.kinds import KINDS, VARIANTS
-from cohort.config.lookup import find_task, task_spec
-from cohort.config.names import with_current_settings
+from cohort.config.lookup import find_task, make_task_spec
+from cohort.config.names import move_old_settings
 from cohort.config.schema import RunConfig
-from cohort.config.section import Section, sections, tidied
-from cohort.errors import ConfigError, nearest
-from cohort.tasks.base import task_names
+from cohort.config.section import Section, reset_inactive_sections, walk_sections
+from cohort.errors import ConfigError, suggest_name
+from cohort.tasks.base import list_task_names
 
+# The format that `dump_config` writes. Every earlier format can be read.
 FORMAT = 2
 
 log = logging.getLogger(__name__)
 
+# Names and values of settings that are never written to disk. The second matches http://user:password@host.
 _SECRET_NAME = re.compile(r"(api_?key|secret|passw(or)?d|credential|(access|auth|hf|bearer)_token)", re.IGNORECASE)
 _SECRET_VALUE = re.compile(r"://[^/\s]*:[^/\s]*@")
 
 
-def variant_name(field: str, value: Any) -> str:
-    """The name under which a variant of `task`, `turns`, `algo` or `engine` is chosen."""
+def get_variant_name(field: str, value: Any) -> str:
+    """Returns the name by which the flag `--FIELD` chooses the class of `value`, for example "grpo" for a GRPO.
+
+    `field` is a field with variants: `task`, `turns`, `algo`, `engine` or `data`.
+    """
     if field == "task":
-        return task_spec(value)
+        return make_task_spec(value)
     names = {cls: name for name, cls in VARIANTS[field].items()}
     if type(value) not in names:
-        raise ConfigError(f"{field} is a {type(value).__name__}, which is not registered.{nearest('', names.values())}")
+        raise ConfigError(
+            f"{field} is a {type(value).__name__}, which is no registered {field}.{suggest_name('', names.values())}"
+        )
     return names[type(value)]
 
 
-def variant_names(field: str) -> list[str]:
-    """The names among which a variant can be chosen; of tasks those that are registered."""
-    return task_names() if field == "task" else list(VARIANTS[field])
+def list_variant_names(field: str) -> list[str]:
+    """Returns the names that the flag `--FIELD` accepts. For tasks these are the registered ones, without files."""
+    return list_task_names() if field == "task" else list(VARIANTS[field])
 
 
 def find_variant(field: str, name: str) -> type[Any]:
-    """The class of the variant `name`."""
+    """Returns the class that the flag `--FIELD` chooses by `name`. Raises a ConfigError if there is none."""
     if field == "task":
         return find_task(name)
     registry = VARIANTS[field]
     if name not in registry:
-        raise ConfigError(f'unknown {field} "{name}".{nearest(name, registry)}')
+        raise ConfigError(f'unknown {field} "{name}".{suggest_name(name, registry)}')
     return registry[name]
 
 
-def dump(config: RunConfig) -> str:
-    """The config as YAML: every value that acts, variants with their name."""
+def dump_config(config: RunConfig) -> str:
+    """Returns the config as YAML text, without the sections that are off. Raises a ConfigError for secrets."""
     tree: dict[str, Any] = {"format": FORMAT, "kind": config.kind}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if field.name in config.variants:
-            tree[field.name] = {"name": variant_name(field.name, value), **_plain(value, field.name)}
-        elif _acts(config, field.name):
-            tree[field.name] = _plain(value, field.name)
-    # not allow_unicode: PyYAML writes some control characters raw then, and reads them back as spaces
+            tree[field.name] = {"name": get_variant_name(field.name, value), **_make_plain(value, field.name)}
+        elif _is_written(config, field.name):
+            tree[field.name] = _make_plain(value, field.name)
+    # Without allow_unicode: with it PyYAML writes some control characters raw and reads them back as spaces.
     return yaml.safe_dump(tree, sort_keys=False, default_flow_style=False, width=110)
 
 
-def _acts(owner: Any, name: str) -> bool:
-    """Whether the field of a section or config says anything: not where it is a section that is off."""
+def _is_written(owner: Any, name: str) -> bool:
+    """Returns whether `dump_config` writes the field `name` of `owner`: not if it is unused or an inactive section."""
     value = getattr(owner, name)
     unused = isinstance(owner, RunConfig) and name in owner.unused
-    return not unused and (not isinstance(value, Section) or value.on)
+    return not unused and (not isinstance(value, Section) or value.is_on)
 
 
-def _plain(value: Any, path: str) -> Any:
-    """Dataclasses, tuples and numbers as what YAML has; refuses what must not or cannot be written."""
+def _make_plain(value: Any, path: str) -> Any:
+    """Returns `value` as dicts, lists, numbers and texts, which YAML can represent. `path` is its full name.
+
+    Raises a ConfigError for secrets and for values that YAML cannot represent.
+    """
     if _SECRET_NAME.search(path.rpartition(".")[2]):
-        raise ConfigError(f"{path} looks like a secret, and a config is written to disk; read it from the environment.")
+        raise ConfigError(
+            f"{path} looks like a secret, and configs are written to disk. Read it from an environment variable."
+        )
     if isinstance(value, str) and _SECRET_VALUE.search(value):
-        raise ConfigError(f"{path} holds a password in an address, and a config is written to disk; remove it.")
+        raise ConfigError(f"{path} has a password in an address, and configs are written to disk. Remove the password.")
     if dataclasses.is_dataclass(value):
-        names = [f.name for f in dataclasses.fields(value) if _acts(value, f.name)]
-        return {name: _plain(getattr(value, name), f"{path}.{name}") for name in names}
+        names = [f.name for f in dataclasses.fields(value) if _is_written(value, f.name)]
+        return {name: _make_plain(getattr(value, name), f"{path}.{name}") for name in names}
     if isinstance(value, dict):
-        return {key: _plain(item, f"{path}.{key}") for key, item in value.items()}
+        return {key: _make_plain(item, f"{path}.{key}") for key, item in value.items()}
     if isinstance(value, tuple | list):
-        return [_plain(item, path) for item in value]
+        return [_make_plain(item, path) for item in value]
     if value is None or type(value) in (bool, int, float, str):
         return value
-    raise ConfigError(f"{path} is a {type(value).__name__}; settings are numbers, text, None and tuples of these.")
+    raise ConfigError(
+        f"{path} is a {type(value).__name__}, which config.yaml cannot hold. Use numbers, text, None or tuples."
+    )
 
 
-def parse(text: str, source: str = "config.yaml", warn: bool = True) -> RunConfig:
-    """The config that `dump` wrote."""
+def parse_config(text: str, source: str = "config.yaml", warn: bool = True) -> RunConfig:
+    """Returns the config whose text `dump_config` wrote, also that of earlier versions of Cohort.
+
+    `source` is the name of the file in messages. With `warn` a warning names the settings that the file does not have.
+    Raises a ConfigError if the text is damaged, unknown or from a later version.
+    """
     try:
         tree = yaml.safe_load(text)
     except yaml.YAMLError as error:
         line = getattr(getattr(error, "problem_mark", None), "line", 0) + 1
-        raise ConfigError(f"{source}, line {line}: not valid YAML; restore the file the run wrote.") from None
+        raise ConfigError(f"{source}, line {line}: not valid YAML; restore the file that the run wrote.") from None
     if not isinstance(tree, dict):
-        raise ConfigError(f"{source} is not a Cohort config; restore the file the run wrote.")
-    cls = _kind(tree, source)
-    tree = with_current_settings(tree)
+        raise ConfigError(f"{source} is not a Cohort config; restore the file that the run wrote.")
+    cls = _pop_kind(tree, source)
+    tree = move_old_settings(tree)
     hints = typing.get_type_hints(cls)
+    # The type of a variant is known only from the name in the file.
     for field in cls.variants:
         section = tree.get(field)
         if not isinstance(section, dict) or not isinstance(section.get("name"), str):
-            raise ConfigError(f"{source}: {field}.name is missing; restore the file the run wrote.")
+            raise ConfigError(f"{source}: {field}.name is missing; restore the file that the run wrote.")
         hints[field] = find_variant(field, section.pop("name"))
     for name in (f.name for f in dataclasses.fields(cls)):
         if name not in tree and name not in cls.unused and not getattr(hints[name], "optional", False):
-            raise ConfigError(f"{source}: {name} is missing; restore the file the run wrote.")
-    config: RunConfig = _record(cls, tree, "", hints, source)
-    config = tidied(config)
-    lacking = [name for name in written(config) if not _is_in(tree, name)]
-    if lacking and warn:
-        taken = ", ".join(f"{name} = {leaves(config)[name].value!r}" for name in lacking)
-        log.warning("%s is of an earlier version of Cohort; what it does not say is taken as %s", source, taken)
+            raise ConfigError(f"{source}: {name} is missing; restore the file that the run wrote.")
+    config: RunConfig = _build_record(cls, tree, "", hints, source)
+    config = reset_inactive_sections(config)
+    # Settings that were added to Cohort after the file was written.
+    missing = [name for name in collect_written_settings(config) if not _has_setting(tree, name)]
+    if missing and warn:
+        defaults = ", ".join(f"{name} = {collect_settings(config)[name].value!r}" for name in missing)
+        log.warning("%s is from an earlier version of Cohort. Settings that it does not have: %s", source, defaults)
     return config
 
 
-def format_of(text: str) -> int:
-    """The format of a file that `parse` has accepted."""
+def read_format(text: str) -> int:
+    """Returns the format number of a text that `parse_config` has accepted; 1 for texts without a number."""
     return int(yaml.safe_load(text).get("format", 1))
 
 
-def _kind(tree: dict[str, Any], source: str) -> type[RunConfig]:
-    """The kind a file names, after its format is known to be one that can be read; takes both from the tree."""
+def _pop_kind(tree: dict[str, Any], source: str) -> type[RunConfig]:
+    """Removes `format` and `kind` from `tree` and returns the config class of that kind.
+
+    Also adds to a tree of format 1 the sections that this format does not have. Raises a ConfigError for formats of
+    later versions and unknown kinds.
+    """
     number = tree.pop("format", 1)
     if type(number) is not int or number < 1:
-        raise ConfigError(f"{source}: format must be a whole number above 0, not {number!r}.")
+        raise ConfigError(
+            f"{source}: format must be a whole number above 0, not {number!r}; restore the file that the run wrote."
+        )
     if number > FORMAT:
-        raise ConfigError(f"{source} has format {number}, this Cohort knows {FORMAT}: upgrade Cohort.")
+        raise ConfigError(
+            f"{source} has format {number}, but this version of Cohort reads up to {FORMAT}: upgrade Cohort."
+        )
     name = tree.pop("kind", "rl" if number == 1 else None)
     if not isinstance(name, str) or name not in KINDS:
-        raise ConfigError(f"{source}: kind is {name!r}.{nearest(str(name), KINDS)}")
+        raise ConfigError(f"{source}: unknown kind of run {name!r}.{suggest_name(str(name), KINDS)}")
     if number == 1:
         tree |= {name: dict(section) for name, section in KINDS[name].since_format_1.items() if name not in tree}
     return KINDS[name]
 
 
-def written(config: RunConfig) -> dict[str, Any]:
-    """The values that config.yaml holds, by dotted name."""
-    off = [prefix for prefix, section in sections(config) if not section.on]
+def collect_written_settings(config: RunConfig) -> dict[str, Any]:
+    """Returns the values that `dump_config` writes, by full name, without those of sections that are off or unused."""
+    off = [prefix for prefix, section in walk_sections(config) if not section.is_on]
     off += [f"{name}." for name in config.unused]
-    return {name: leaf.value for name, leaf in leaves(config).items() if not name.startswith(tuple(off))}
+    settings = collect_settings(config).items()
+    return {name: setting.value for name, setting in settings if not name.startswith(tuple(off))}
 
 
-def _is_in(tree: Any, name: str) -> bool:
-    """Whether a setting stands in the file: its dotted name leads to a value."""
+def _has_setting(tree: Any, name: str) -> bool:
+    """Returns whether the nested dicts of a config file contain the setting with the full name `name`."""
     for part in name.split("."):
         if not isinstance(tree, dict) or part not in tree:
             return False
@@ -164,32 +195,49 @@ def _is_in(tree: Any, name: str) -> bool:
     return True
 
 
-def _record(cls: type[Any], tree: Any, path: str, hints: dict[str, Any], source: str) -> Any:
+def _build_record(cls: type[Any], tree: Any, path: str, hints: dict[str, Any], source: str) -> Any:
+    """Returns an instance of the dataclass `cls` with the values in the dict `tree`.
+
+    `hints` has the types of its fields. `path` is the prefix of their full names, and `source` is the file in messages.
+    Raises a ConfigError for unknown keys, missing fields without default and values of the wrong type.
+    """
     if not isinstance(tree, dict):
-        raise ConfigError(f"{source}: {path.rstrip('.')} must be a section, not {tree!r}.")
+        raise ConfigError(
+            f"{source}: {path.rstrip('.')} must be a section, not {tree!r}; restore the file that the run wrote."
+        )
     names = [f.name for f in dataclasses.fields(cls)]
     for key in tree:
         if key not in names:
-            raise ConfigError(f"{source}: unknown setting {path}{key}.{nearest(str(key), names)}")
-    for field in dataclasses.fields(cls):  # of a user's task; all of ours have defaults
+            raise ConfigError(f"{source}: unknown setting {path}{key}.{suggest_name(str(key), names)}")
+    # Only the tasks of users can have fields without default. All classes of Cohort have defaults.
+    for field in dataclasses.fields(cls):
         if field.name not in tree and field.default is field.default_factory is dataclasses.MISSING:
-            raise ConfigError(f"{source}: {path}{field.name} is missing; restore the file the run wrote.")
-    return cls(**{name: _value(value, hints[name], path + name, source) for name, value in tree.items()})
+            raise ConfigError(f"{source}: {path}{field.name} is missing; restore the file that the run wrote.")
+    return cls(**{name: _convert_value(value, hints[name], path + name, source) for name, value in tree.items()})
 
 
-def _value(value: Any, hint: Any, path: str, source: str) -> Any:
-    """`value` checked against its type; lists become tuples, whole numbers floats where one is wanted."""
-    origin, inner = get_origin(hint), get_args(hint)
+def _convert_value(value: Any, hint: Any, path: str, source: str) -> Any:
+    """Returns `value` of a config file as the type `hint`: lists become tuples, whole numbers become floats.
+
+    Raises a ConfigError with `source` and `path` if the value does not have that type. Nothing else is converted: True
+    is no whole number, and "5" is no number.
+    """
+    origin = get_origin(hint)
+    inner = get_args(hint)
     if dataclasses.is_dataclass(hint):
-        return _record(typing.cast(type, hint), value, path + ".", typing.get_type_hints(hint), source)
+        return _build_record(typing.cast(type, hint), value, path + ".", typing.get_type_hints(hint), source)
     if origin is dict and isinstance(value, dict):
-        return {_value(k, inner[0], path, source): _value(v, inner[1], f"{path}.{k}", source) for k, v in value.items()}
+        return {
+            _convert_value(k, inner[0], path, source): _convert_value(v, inner[1], f"{path}.{k}", source)
+            for k, v in value.items()
+        }
     if origin is tuple and isinstance(value, list):
         types_ = [inner[0]] * len(value) if inner[-1] is ... else list(inner)
+        # With another number of values the error at the end follows.
         if len(types_) == len(value):
-            return tuple(_value(item, t, path, source) for item, t in zip(value, types_, strict=True))
+            return tuple(_convert_value(item, t, path, source) for item, t in zip(value, types_, strict=True))
     if origin is list and isinstance(value, list):
-        return [_value(item, inner[0], path, source) for item in value]
+        return [_convert_value(item, inner[0], path, source) for item in value]
     if origin in (Union, types.UnionType):
         for option in inner:
             if type(value) is option:
@@ -202,16 +250,22 @@ def _value(value: Any, hint: Any, path: str, source: str) -> Any:
         return float(value)
     elif type(value) is hint:
         return value
-    raise ConfigError(f"{source}: {path} must be {describe(hint)}, not {value!r}.")
+    raise ConfigError(
+        f"{source}: {path} must be {describe_type(hint)}, not {value!r}; restore the file that the run wrote."
+    )
 
 
-def diff(a: RunConfig, b: RunConfig) -> dict[str, tuple[Any, Any]]:
-    """The settings that differ, by dotted name, as (in a, in b); a variant counts as name and fields."""
-    flat = []
-    for config in (tidied(a), tidied(b)):
-        values = {name: leaf.value for name, leaf in leaves(config).items()}
-        values |= {field: variant_name(field, getattr(config, field)) for field in config.variants}
-        flat.append({"kind": config.kind} | values)
-    old, new = flat
+def diff_configs(a: RunConfig, b: RunConfig) -> dict[str, tuple[Any, Any]]:
+    """Returns the settings that differ between two configs, by full name, as (value in a, value in b).
+
+    None stands for a setting that one of them does not have. The name of a variant counts as a setting, such as `algo`.
+    Differences in sections that are off do not count.
+    """
+    both = []
+    for config in (reset_inactive_sections(a), reset_inactive_sections(b)):
+        values = {name: setting.value for name, setting in collect_settings(config).items()}
+        values |= {field: get_variant_name(field, getattr(config, field)) for field in config.variants}
+        both.append({"kind": config.kind} | values)
+    old, new = both
     names = [*old, *(name for name in new if name not in old)]
     return {name: (old.get(name), new.get(name)) for name in names if old.get(name) != new.get(name)}

@@ -1,4 +1,4 @@
-"""The engines that can be chosen with `--engine`: each with its own settings. `engines.factory` makes them."""
+"""The settings of the engines that `--engine` can choose, one class per engine. `engines.factory` builds them."""
 
 from __future__ import annotations
 
@@ -13,30 +13,31 @@ class NativeEngine(Section):
     """The built-in engine: continuous batching on the learner's own weights."""
 
     slots: AtLeast1 = 256
-    """Samples decoded at once; more wait and take the slots that finish."""
+    """Samples that are decoded at the same time; further samples wait for a free slot."""
     weights: Literal["shared", "packed", "fp16"] = "shared"
-    """shared = the learner's storage. On CPU also packed = fp32 copy laid out for the processor, faster and exact;
-    fp16 = half the bytes, faster at few slots, gap measured."""
+    """shared = the weights in the learner's memory. Only on a CPU: packed = an fp32 copy in the layout that the
+    processor prefers, faster and exact; fp16 = a copy of half the size, faster with few slots, not exact (the metric
+    sampler_gap shows the difference)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class VllmEngine(Section):
-    """vLLM in this process. It takes no new weights, so it evaluates and does not train."""
+    """vLLM in this process. It cannot load new weights, so it can evaluate but not train."""
 
     slots: AtLeast1 = 256
-    """Samples decoded at once."""
+    """Samples that are decoded at the same time."""
     memory: Annotated[float, Bound("above 0 and at most 1", lambda x: 0 < x <= 1)] = 0.8
-    """Share of the GPU's memory that vLLM takes."""
+    """Share of the GPU's memory that vLLM reserves."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerEngine(Section):
-    """A server with OpenAI's interface. It gives text alone, so it evaluates and does not train."""
+    """A server with OpenAI's interface. It returns text without tokens, so it can evaluate but not train."""
 
     url: str = ""
-    """Where the server is, such as http://localhost:8000."""
+    """Address of the server, for example http://localhost:8000."""
     slots: AtLeast1 = 256
-    """Requests under way at once."""
+    """Requests that are sent to the server at the same time."""
 
 
 EngineConfig = NativeEngine | VllmEngine | ServerEngine

@@ -1,7 +1,7 @@
-"""Command-line flags for any dataclass: tyro parses and writes the help, the errors are one line of ours.
+"""Command-line flags for any dataclass, with tyro for conversion and help, and with error messages of one line.
 
-Flag names and arity are checked here first, because only then can a message name the nearest valid flag; tyro
-then converts the values, and when it refuses, the flags are tried one by one to name the guilty one.
+Names and numbers of values are checked here before tyro sees the flags, so that a message can name the most similar
+valid flag. Then tyro converts the values. If it refuses, the flags are tried one by one to find the wrong one.
 """
 
 from __future__ import annotations
@@ -18,19 +18,20 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 import tyro
 
-from cohort.config.names import current_setting
+from cohort.config.names import get_current_setting_name
 from cohort.config.section import Bound
 from cohort.errors import CohortError, ConfigError
 
 T = TypeVar("T")
 
 HELP = ("-h", "--help")
-_TYRO = (tyro.conf.FlagConversionOff,)  # `--flag true`, not `--no-flag`: one way to write every setting
+# Booleans are written `--flag true`, not `--no-flag`, so that every setting is written in the same way.
+_TYRO = (tyro.conf.FlagConversionOff,)
 
 
 @dataclass(frozen=True, slots=True)
-class Leaf:
-    """One setting: its dotted name with underscores, its type, its value in the defaults, and its bounds."""
+class Setting:
+    """One setting of a dataclass: its full name such as `algo.clip_high`, type, present value and bounds."""
 
     name: str
     type: Any
@@ -38,34 +39,40 @@ class Leaf:
     bounds: tuple[Bound, ...] = ()
 
     @property
-    def many(self) -> bool:
+    def takes_many(self) -> bool:
+        """Whether its flag takes several values."""
         return get_origin(self.type) in (tuple, list)
 
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """`--name value ...` as written."""
+    """A flag and its values from a command line. `name` is the full name of its setting, such as `algo.clip_high`."""
 
     name: str
     values: tuple[str, ...]
 
     @property
-    def shown(self) -> str:
-        return show(self.name)
+    def spelling(self) -> str:
+        """The flag as it is written on a command line, such as `--algo.clip-high`."""
+        return format_flag(self.name)
 
 
-def show(name: str) -> str:
-    """The spelling the help uses.
+def format_flag(name: str) -> str:
+    """Returns the flag for the setting with the full name `name`.
 
-    >>> show("algo.clip_high")
+    >>> format_flag("algo.clip_high")
     '--algo.clip-high'
     """
     return "--" + name.replace("_", "-")
 
 
-def leaves(config: Any, prefix: str = "") -> dict[str, Leaf]:
-    """Every setting of a (nested) dataclass instance, in order; a dict counts one setting a key."""
-    found: dict[str, Leaf] = {}
+def collect_settings(config: Any, prefix: str = "") -> dict[str, Setting]:
+    """Returns every setting of a dataclass instance and of the dataclasses in it, by full name, in the order of fields.
+
+    Full names begin with `prefix`. Each key of a dict counts as a setting. Fields hidden from the command line are left
+    out.
+    """
+    found: dict[str, Setting] = {}
     hints = typing.get_type_hints(type(config), include_extras=True)
     for field in dataclasses.fields(config):
         name, value = prefix + field.name, getattr(config, field.name)
@@ -73,21 +80,22 @@ def leaves(config: Any, prefix: str = "") -> dict[str, Leaf]:
         hint, marks = (hint.__origin__, hint.__metadata__) if get_origin(hint) is typing.Annotated else (hint, ())
         if tyro.conf.Suppress in marks:
             continue
+        # A mark from tyro.conf.arg can give the flag a name other than that of the field.
         renamed = [m.name for m in marks if getattr(m, "name", None)]
         if dataclasses.is_dataclass(value):
-            found |= leaves(value, name + ".")
+            found |= collect_settings(value, name + ".")
         elif isinstance(value, dict):
-            found |= {f"{name}.{key}": Leaf(f"{name}.{key}", float, item) for key, item in value.items()}
+            found |= {f"{name}.{key}": Setting(f"{name}.{key}", float, item) for key, item in value.items()}
         else:
             name = prefix + renamed[0] if renamed else name
-            found[name] = Leaf(name, hint, value, tuple(m for m in marks if isinstance(m, Bound)))
+            found[name] = Setting(name, hint, value, tuple(m for m in marks if isinstance(m, Bound)))
     return found
 
 
-def split(args: Sequence[str]) -> tuple[list[str], list[Flag]]:
-    """Words before the first flag, then the flags with the words that follow each.
+def split_args(args: Sequence[str]) -> tuple[list[str], list[Flag]]:
+    """Splits a command line into (words before the first flag, flags with the words that follow each as values).
 
-    >>> split(["run", "--steps", "5", "--algo.clip-high=0.3"])
+    >>> split_args(["run", "--steps", "5", "--algo.clip-high=0.3"])
     (['run'], [Flag(name='steps', values=('5',)), Flag(name='algo.clip_high', values=('0.3',))])
     """
     words: list[str] = []
@@ -104,11 +112,15 @@ def split(args: Sequence[str]) -> tuple[list[str], list[Flag]]:
 
 
 def wants_help(args: Sequence[str]) -> bool:
+    """Returns whether a command line asks for help."""
     return any(arg in HELP for arg in args)
 
 
-def unknown(name: str, valid: Collection[str]) -> ConfigError:
-    """The error for a flag that does not exist, with the nearest that does."""
+def make_unknown_flag_error(name: str, valid: Collection[str]) -> ConfigError:
+    """Returns the error for a flag that does not exist, with the most similar of the `valid` full names.
+
+    First choice: names with the same last word (`--lr` for `optim.lr`). Then similar full names and last words.
+    """
     last = name.rpartition(".")[2]
     same_last = [v for v in valid if v.rpartition(".")[2] == last]
     close = (
@@ -121,97 +133,113 @@ def unknown(name: str, valid: Collection[str]) -> ConfigError:
             if word
         ]
     )
+    # Without a similar name: all flags of the same section, if the flag names one.
     group = name.partition(".")[0] + "."
-    siblings = [show(v) for v in valid if "." in name and v.startswith(group)]
+    siblings = [format_flag(v) for v in valid if "." in name and v.startswith(group)]
     if close:
-        remedy = "Did you mean " + " or ".join(show(c) for c in close[:3]) + "?"
+        remedy = "Did you mean " + " or ".join(format_flag(c) for c in close[:3]) + "?"
     elif siblings:
         remedy = f"Valid: {', '.join(siblings)}."
     else:
         remedy = "Add --help to see every flag."
-    return ConfigError(f"unknown flag {show(name)}. {remedy}")
+    return ConfigError(f"unknown flag {format_flag(name)}. {remedy}")
 
 
-def describe(hint: Any) -> str:
-    """A type in words, for messages.
+def describe_type(hint: Any) -> str:
+    """Returns a type in words, for messages.
 
-    >>> describe(int), describe(Literal["a", "b"]), describe(tuple[str, ...])
+    >>> describe_type(int), describe_type(Literal["a", "b"]), describe_type(tuple[str, ...])
     ('a whole number', 'one of a, b', 'text (several, separated by spaces)')
     """
-    origin, inner = get_origin(hint), get_args(hint)
+    origin = get_origin(hint)
+    inner = get_args(hint)
     if origin is Literal:
         return "one of " + ", ".join(str(choice) for choice in inner)
     if origin is tuple and inner[-1] is not ...:
-        return f"{len(inner)} values ({', '.join(describe(t) for t in inner)})"
+        return f"{len(inner)} values ({', '.join(describe_type(t) for t in inner)})"
     if origin in (tuple, list):
-        return f"{describe(inner[0])} (several, separated by spaces)"
+        return f"{describe_type(inner[0])} (several, separated by spaces)"
     if origin in (Union, types.UnionType):
-        return " or ".join(describe(t) for t in inner)
+        return " or ".join(describe_type(t) for t in inner)
     words = {int: "a whole number", float: "a number", bool: "True or False", str: "text", type(None): "None"}
     return words.get(hint, getattr(hint, "__name__", str(hint)))
 
 
-def check(flags: Sequence[Flag], valid: dict[str, Leaf]) -> None:
-    """Refuse unknown and repeated flags, and the wrong number of values."""
+def check_flags(flags: Sequence[Flag], valid: dict[str, Setting]) -> None:
+    """Raises a ConfigError for unknown flags, repeated flags and wrong numbers of values. `valid` is by full name."""
     seen: set[str] = set()
     for flag in flags:
         if flag.name not in valid:
-            new = current_setting(flag.name)
-            raise ConfigError(f"{flag.shown} is now {show(new)}.") if new in valid else unknown(flag.name, valid)
+            new = get_current_setting_name(flag.name)
+            if new in valid:
+                raise ConfigError(f"{flag.spelling} has a new name; write {format_flag(new)}.")
+            raise make_unknown_flag_error(flag.name, valid)
         if flag.name in seen:
-            raise ConfigError(f"{flag.shown} is given twice; give it once.")
+            raise ConfigError(f"{flag.spelling} is given twice; give it once.")
         seen.add(flag.name)
-        leaf = valid[flag.name]
-        if not leaf.many and len(flag.values) != 1:
+        setting = valid[flag.name]
+        if not setting.takes_many and len(flag.values) != 1:
             got = f"got {len(flag.values)}: {' '.join(flag.values)}" if flag.values else "got none"
-            raise ConfigError(f"{flag.shown} takes one value ({describe(leaf.type)}), {got}.")
+            raise ConfigError(f"{flag.spelling} takes one value ({describe_type(setting.type)}), {got}.")
 
 
-def _words(flag: Flag, leaf: Leaf) -> list[str]:
-    values = [_truth(v) for v in flag.values] if leaf.type is bool else list(flag.values)
-    return [flag.shown, *values] if leaf.many else [f"{flag.shown}={values[0]}"]
+def _make_tyro_args(flag: Flag, setting: Setting) -> list[str]:
+    """Returns a flag as the command-line arguments that tyro expects."""
+    values = [_capitalise_truth_value(v) for v in flag.values] if setting.type is bool else list(flag.values)
+    # With `=`, a single value may begin with dashes.
+    return [flag.spelling, *values] if setting.takes_many else [f"{flag.spelling}={values[0]}"]
 
 
-def _truth(value: str) -> str:
+def _capitalise_truth_value(value: str) -> str:
+    """Returns "true" and "false" in any case as tyro's "True" and "False", and any other text unchanged."""
     return {"true": "True", "false": "False"}.get(value.lower(), value)
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """tyro reports a value it cannot convert on stderr whatever it is told; our own line says it better."""
+def _silence_stderr() -> Iterator[None]:
+    """Drops what is written to stderr inside the block.
+
+    tyro reports wrong values there even with `console_outputs=False`, and the message of this module is better.
+    """
     with contextlib.redirect_stderr(io.StringIO()):
         yield
 
 
-def read(default: T, args: Sequence[Flag], prog: str) -> T:
-    """`default` with the flags applied."""
-    valid = leaves(default)
-    check(args, valid)
+def apply_flags(default: T, flags: Sequence[Flag], prog: str) -> T:
+    """Returns `default` with the values that `flags` give. `prog` is the command in tyro's usage text.
+
+    Raises a ConfigError for unknown flags and wrong values.
+    """
+    valid = collect_settings(default)
+    check_flags(flags, valid)
 
     def parse(flags: Sequence[Flag]) -> T:
-        words = [word for flag in flags for word in _words(flag, valid[flag.name])]
-        with _quiet():
+        """Returns `default` with `flags` applied by tyro, which raises SystemExit for wrong values."""
+        words = [word for flag in flags for word in _make_tyro_args(flag, valid[flag.name])]
+        with _silence_stderr():
             return tyro.cli(type(default), default=default, args=words, prog=prog, config=_TYRO, console_outputs=False)
 
-    def refuses(flags: Sequence[Flag]) -> bool:
+    def is_refused(flag: Flag) -> bool:
+        """Returns whether tyro cannot convert the values of `flag`."""
         try:
-            parse(flags)
+            parse([flag])
         except SystemExit:
             return True
-        except CohortError:  # the flag alone does not suit the defaults; together with the others it may
+        except CohortError:
+            # Alone, the flag may contradict the defaults. Together with the other flags it may be right.
             return False
         return False
 
     with contextlib.suppress(SystemExit):
-        return parse(args)
-    for flag in args:
-        if refuses([flag]):
+        return parse(flags)
+    for flag in flags:
+        if is_refused(flag):
             text = " ".join(flag.values)
-            raise ConfigError(f'{flag.shown} must be {describe(valid[flag.name].type)}, not "{text}".')
-    raise AssertionError(f"tyro refused {[f.shown for f in args]} together but none alone")
+            raise ConfigError(f'{flag.spelling} must be {describe_type(valid[flag.name].type)}, not "{text}".')
+    raise AssertionError(f"tyro refused {[f.spelling for f in flags]} together but none alone")
 
 
 def print_help(default: Any, prog: str, description: str) -> None:
-    """tyro's grouped help for `default`, on stdout."""
+    """Prints tyro's help for all settings of `default`, grouped by section."""
     with contextlib.suppress(SystemExit):
         tyro.cli(type(default), default=default, args=["--help"], prog=prog, description=description, config=_TYRO)

@@ -1,4 +1,7 @@
-"""The kinds of run: each is a config with its own settings besides those that every run has."""
+"""The kinds of run, reinforcement learning and supervised fine-tuning: one config class per kind.
+
+Each adds its own settings to those of every run (`RunConfig`).
+"""
 
 from __future__ import annotations
 
@@ -24,22 +27,22 @@ from cohort.config.schema import (
     ThinkAgain,
 )
 from cohort.config.section import AtLeast1, Effect, Section
-from cohort.errors import ConfigError, nearest
+from cohort.errors import ConfigError, suggest_name
 from cohort.tasks.traces.styles import Mix
 
 
 @dataclass(frozen=True, kw_only=True)
 class RL(RunConfig):
-    """Reinforcement learning: sample answers to the prompts of a task, score them, train on what they were worth."""
+    """Reinforcement learning: sample completions for the prompts of a task, score them and train on the scores."""
 
     kind: ClassVar[str] = "rl"
     variants: ClassVar[tuple[str, ...]] = ("task", "turns", "algo", "engine")
     since_format_1: ClassVar[Mapping[str, Mapping[str, Any]]] = {"rollout": {"order": "rounds"}}
 
     task: Any = None
-    """The task, an instance of a registered task class; its fields are the difficulty knobs."""
+    """The task: an instance of a registered task class. Its fields are the settings of the task."""
     reward: dict[str, float] = field(default_factory=dict)
-    """Weights of the reward's parts; a part not named weighs 1, 0 = only logged."""
+    """Coefficient of each reward part; a part that is not named has 1, a part with 0 is only recorded."""
     batch: BatchConfig = field(default_factory=BatchConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     turns: SingleTurn | ThinkAgain = field(default_factory=SingleTurn)
@@ -52,99 +55,120 @@ class RL(RunConfig):
         Effect(
             ("algo.clip_low", "algo.clip_high", "algo.dual_clip", "algo.tau_pos", "algo.tau_neg"),
             ("learner.epochs", "learner.minibatches"),
-            lambda config: config.learner.updates > 1,
+            lambda config: config.learner.updates_per_batch > 1,
             "with one update per batch the ratio is exactly 1; raise --learner.epochs or --learner.minibatches",
         ),
         Effect(
             ("eval.turns",),
             ("turns",),
             lambda config: isinstance(config.turns, ThinkAgain),
-            "there is one turn only; set --turns think_again",
+            "every sample has only one turn; set --turns think_again",
         ),
     )
 
     @property
-    def max_sampled(self) -> int:
-        """The most tokens the policy draws for one sample, in all its turns."""
-        first, turns = self.sampling.max_tokens, self.turns
+    def max_sampled_tokens(self) -> int:
+        """The most tokens that the policy can sample for one sample, over all its turns."""
+        first = self.sampling.max_tokens
+        turns = self.turns
         return first + (turns.attempts * (turns.max_tokens or first) if isinstance(turns, ThinkAgain) else 0)
 
     def require_complete(self) -> None:
+        """Raises a ConfigError if there is no task: the flags of `reward` come from its parts."""
         if self.task is None:
-            raise ConfigError("the config has no task; give it one, for example task=Arithmetic().")
+            raise ConfigError("the config has no task; give it one in the recipe, for example task=Arithmetic().")
 
-    def records(self) -> dict[str, Any]:
-        return {"reward": _weights(self.task, self.reward)}
+    def make_flag_records(self) -> dict[str, Any]:
+        """Returns the coefficients of the reward as a record, so that `--reward.PART` is a flag."""
+        return {"reward": _make_reward_record(self.task, self.reward)}
 
-    def with_variant(self, name: str, value: Any) -> Self:
-        changed = super().with_variant(name, value)
-        return replace(changed, reward={}) if name == "task" else changed  # the weights were for the other task's parts
+    def replace_variant(self, name: str, value: Any) -> Self:
+        """Returns the config with `value` in the field `name`. With another task the coefficients are reset."""
+        changed = super().replace_variant(name, value)
+        # The coefficients were for the reward parts of the former task.
+        return replace(changed, reward={}) if name == "task" else changed
 
-    def check(self, given: Collection[str]) -> None:
+    def check(self, user_settings: Collection[str]) -> None:
+        """Raises a ConfigError for settings of different sections that contradict each other."""
         self.algo.check_group(self.batch.samples)
         self._check_batch()
-        super().check(given)
-        if self.replay.on and not self.algo.correction.on:
+        super().check(user_settings)
+        if self.replay.is_on and not self.algo.correction.is_on:
             raise ConfigError(
-                "replay.prompts uses samples of older policies as if the current one had drawn them; "
-                "add --algo.correction.kind truncate (or mask)."
+                "replay.prompts is above 0, so samples of older policies are trained on without a correction. "
+                "Add --algo.correction.kind truncate (or mask), or set --replay.prompts 0."
             )
         self._check_kl()
-        _check_reward(self.task, self.reward)
+        _check_coefficients(self.task, self.reward)
 
     def _check_batch(self) -> None:
-        minibatches, budget = self.learner.minibatches, self.learner.token_budget
+        """Raises a ConfigError if a batch cannot be divided into minibatches and microbatches, or rendered."""
+        minibatches = self.learner.minibatches
+        budget = self.learner.token_budget
         if minibatches > self.batch.prompts:
             raise ConfigError(
                 f"learner.minibatches is {minibatches}, but a batch has only {self.batch.prompts} groups "
-                "(batch.prompts) to divide; lower --learner.minibatches."
+                "(batch.prompts) to divide. Lower --learner.minibatches or raise --batch.prompts."
             )
-        if 0 < budget <= self.max_sampled:
+        # A budget of 0 is chosen automatically. A prompt has at least one token: hence <=.
+        if 0 < budget <= self.max_sampled_tokens:
             raise ConfigError(
                 f"learner.token_budget is {budget}, too small for a prompt and a completion of "
-                f"{self.max_sampled} tokens (sampling.max_tokens, turns); raise --learner.token-budget."
+                f"{self.max_sampled_tokens} tokens (sampling.max_tokens, turns). Raise --learner.token-budget."
             )
         if isinstance(self.turns, ThinkAgain) and self.template == "text":
-            raise ConfigError("--turns think_again needs a chat template for its turns; use --template chat.")
+            raise ConfigError(
+                "template is text, but --turns think_again needs a chat template for the user's turns. "
+                "Set --template chat."
+            )
 
     def _check_kl(self) -> None:
+        """Raises a ConfigError for KL penalties that would always be 0 or have no reference."""
         kl = self.algo.kl
-        if not kl.on:
+        if not kl.is_on:
             return
-        once = self.learner.updates == 1 and not self.replay.on
-        if kl.refresh and self.learner.lora.on:
-            raise ConfigError("algo.kl.refresh needs a reference of its own; adapters have none: drop one of the two.")
-        if kl.refresh == 1 and once:
-            raise ConfigError("algo.kl.refresh = 1 with one update a batch: the reference is the policy; raise it.")
-        if kl.to == "sampler" and once:
+        # With one update per batch, and no older samples, the policy of the update is the one that sampled.
+        on_policy = self.learner.updates_per_batch == 1 and not self.replay.is_on
+        if kl.refresh and self.learner.lora.is_on:
             raise ConfigError(
-                "algo.kl.to = sampler with one update a batch: the sampler is the policy; use --algo.kl.to reference, "
-                "or raise --learner.epochs or --learner.minibatches."
+                "algo.kl.refresh needs a copy of the reference, but with adapters the reference is the model without "
+                "them. Set --algo.kl.refresh 0 or --learner.lora.rank 0."
+            )
+        if kl.refresh == 1 and on_policy:
+            raise ConfigError(
+                "algo.kl.refresh is 1 with one update per batch, so the reference is the policy itself and KL is 0. "
+                "Raise --algo.kl.refresh."
+            )
+        if kl.to == "sampler" and on_policy:
+            raise ConfigError(
+                "algo.kl.to is sampler with one update per batch, so the sampler is the policy itself and the KL is 0. "
+                "Set --algo.kl.to reference, or raise --learner.epochs or --learner.minibatches."
             )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Traces(Mix):
-    """Synthetic conversations about sums, Countdown and a calculator: what the bundled model was taught on."""
+    """Synthetic conversations about sums, Countdown and a calculator, on which the bundled model was trained."""
 
     rows: AtLeast1 = 2000
-    """Distinct sums of three terms, and as many others in proportion."""
+    """Number of distinct sums of three terms; the numbers of all other problems are in proportion to it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExamplesConfig(Section):
-    """What one step trains on. Micro-batching is automatic."""
+    """The size of a batch of examples. Microbatches are formed automatically."""
 
     examples: AtLeast1 = 32
     """Examples per step."""
 
 
-_NOT_EVALUATED = "an sft run is not evaluated; measure its model with cohort eval"
+# The settings of every run that do nothing in sft runs are effects without condition (see SFT.effects).
+_NOT_EVALUATED = "an sft run is not evaluated (measure its model with cohort eval)"
 
 
 @dataclass(frozen=True, kw_only=True)
 class SFT(RunConfig):
-    """Supervised fine-tuning: imitate the assistant's words in given conversations."""
+    """Supervised fine-tuning: imitate the assistant's messages in given conversations."""
 
     kind: ClassVar[str] = "sft"
     variants: ClassVar[tuple[str, ...]] = ("data",)
@@ -164,57 +188,73 @@ class SFT(RunConfig):
         Effect(("learner.prefix_sharing",), (), lambda config: False, "an example has one answer"),
     )
 
-    def check(self, given: Collection[str]) -> None:
-        super().check(given)
+    def check(self, user_settings: Collection[str]) -> None:
+        """Raises a ConfigError if the template is not chat or a batch cannot be divided into its minibatches."""
+        super().check(user_settings)
         if self.template != "chat":
-            raise ConfigError("the examples are conversations, which need a chat template; use --template chat.")
+            raise ConfigError(
+                f"template is {self.template}, but the examples are conversations, which need a chat template. "
+                "Set --template chat."
+            )
         if self.learner.minibatches > self.batch.examples:
             raise ConfigError(
                 f"learner.minibatches is {self.learner.minibatches}, but a step has only {self.batch.examples} "
-                "examples (batch.examples) to divide; lower --learner.minibatches."
+                "examples (batch.examples) to divide. Lower --learner.minibatches or raise --batch.examples."
             )
 
 
-def reward_parts(task: Any) -> tuple[str, ...]:
-    """The parts a task scores, in its own order."""
+def list_reward_parts(task: Any) -> tuple[str, ...]:
+    """Returns the names of the reward parts that a task scores, in the order of the task."""
     return tuple(getattr(type(task), "parts", ("correct",)))
 
 
-def _weights(task: Any, reward: Mapping[str, float]) -> Any:
-    """The reward's weights as a record with one field per part."""
-    parts = reward_parts(task)
+def _make_reward_record(task: Any, reward: Mapping[str, float]) -> Any:
+    """Returns the coefficients of the reward as a record with one field per part, 1 where `reward` names none."""
+    parts = list_reward_parts(task)
     for part in parts:
+        # The names become fields of a dataclass and flags.
         if not part.isidentifier() or keyword.iskeyword(part):
-            raise ConfigError(f'task {type(task).name}: reward part "{part}" must be a plain word.')
-    _check_parts(task, reward)
+            raise ConfigError(
+                f'task {type(task).name}: the reward part "{part}" must be a plain word of letters, digits and _; '
+                "rename it in the task."
+            )
+    _check_part_names(task, reward)
     fields = [(part, float, reward.get(part, 1.0)) for part in parts]
     return dataclasses.make_dataclass("Reward", fields, frozen=True, kw_only=True)()
 
 
-def _check_parts(task: Any, reward: Mapping[str, float]) -> None:
-    parts = reward_parts(task)
+def _check_part_names(task: Any, reward: Mapping[str, float]) -> None:
+    """Raises a ConfigError for the first coefficient whose part the task does not score."""
+    parts = list_reward_parts(task)
     for part in reward:
         if part not in parts:
-            raise ConfigError(f'unknown reward part "{part}" of task {type(task).name}.{nearest(part, parts)}')
+            raise ConfigError(f'unknown reward part "{part}" of task {type(task).name}.{suggest_name(part, parts)}')
 
 
-def _check_reward(task: Any, reward: Mapping[str, float]) -> None:
-    _check_parts(task, reward)
-    for part, weight in reward.items():
-        if not math.isfinite(weight):
-            raise ConfigError(f"reward.{part} is {weight}; it must be a finite number.")
-    if all(reward.get(part, 1.0) == 0 for part in reward_parts(task)):
-        raise ConfigError("every part of the reward weighs 0: there is nothing to learn; raise one of --reward.*.")
+def _check_coefficients(task: Any, reward: Mapping[str, float]) -> None:
+    """Raises a ConfigError for coefficients of unknown parts, infinite ones, and if all of them are 0."""
+    _check_part_names(task, reward)
+    for part, coefficient in reward.items():
+        if not math.isfinite(coefficient):
+            raise ConfigError(
+                f"reward.{part} is {coefficient}; it must be a finite number. Set it with --reward.{part}."
+            )
+    if all(reward.get(part, 1.0) == 0 for part in list_reward_parts(task)):
+        flags = ", ".join(f"--reward.{part}" for part in list_reward_parts(task))
+        raise ConfigError(f"all reward parts have the coefficient 0, so there is nothing to learn; set one of {flags}.")
 
 
 DATA: dict[str, type] = {"traces": Traces}
 KINDS: dict[str, type[RunConfig]] = {"rl": RL, "sft": SFT}
 VARIANTS: dict[str, dict[str, type]] = {"turns": TURNS, "algo": ALGOS, "engine": ENGINES, "data": DATA}
-"""What is chosen by name, besides the task: of each only the chosen one's settings exist."""
+"""The classes that can be chosen by name for each field, besides the task. Only the chosen class's settings exist."""
 
 
 def require_rl(config: RunConfig, what: str) -> RL:
-    """`config`, if it is of reinforcement learning; otherwise `what` is refused."""
+    """Returns `config` if it is of the kind rl. Otherwise raises a ConfigError whose subject is `what`."""
     if not isinstance(config, RL):
-        raise ConfigError(f"{what} is for runs of reinforcement learning; this one is of the kind {config.kind}.")
+        raise ConfigError(
+            f"{what} is for runs of reinforcement learning (kind rl), but this run is of the kind {config.kind}; "
+            "choose an rl run or recipe."
+        )
     return config

@@ -1,9 +1,9 @@
-"""From a recipe's name and command-line flags to a complete, checked config.
+"""The loader of configs: from a recipe's name and command-line flags to a complete and checked config.
 
-    config = load("quickstart", ["--steps", "50", "--algo", "dr_grpo", "--algo.kl.weight", "0.01"])
+    config = load_config("quickstart", ["--steps", "50", "--algo", "dr_grpo", "--algo.kl.weight", "0.01"])
 
-`--task`, `--turns`, `--algo` and `--engine` choose a variant by name; the chosen one starts from its own defaults, and
-only its fields can be set.
+`--task`, `--turns`, `--algo` and `--engine` choose a variant by name. The chosen variant starts from its own defaults,
+and only its fields can be set.
 """
 
 from __future__ import annotations
@@ -15,23 +15,30 @@ from typing import Annotated, Any, Literal, TypeVar
 import tyro
 
 from cohort.config import flags
-from cohort.config.document import diff, dump, find_variant, parse, variant_name, variant_names
-from cohort.config.lookup import find_recipe, find_task, task_spec
+from cohort.config.document import (
+    diff_configs,
+    dump_config,
+    find_variant,
+    get_variant_name,
+    list_variant_names,
+    parse_config,
+)
+from cohort.config.lookup import find_recipe, find_task, make_task_spec
 from cohort.config.rules import validate
 from cohort.config.schema import RunConfig
-from cohort.config.section import tidied
+from cohort.config.section import reset_inactive_sections
 from cohort.errors import ConfigError
 
 __all__ = [
-    "as_args",
-    "change",
-    "diff",
-    "dump",
+    "change_config",
+    "diff_configs",
+    "dump_config",
     "find_task",
-    "load",
-    "parse",
+    "format_args",
+    "load_config",
+    "make_task_spec",
+    "parse_config",
     "print_help",
-    "task_spec",
     "validate",
 ]
 
@@ -40,33 +47,40 @@ C = TypeVar("C", bound=RunConfig)
 _PREFIX = "choose_"
 
 
-def load(recipe: str, args: Sequence[str] = ()) -> RunConfig:
-    """The recipe's config with the flags in `args` applied, checked."""
-    return change(_base(recipe), args)
+def load_config(recipe: str, args: Sequence[str] = ()) -> RunConfig:
+    """Returns the config of `recipe` (a name or `file.py:function`), changed by the flags in `args` and checked."""
+    return change_config(_call_recipe(recipe), args)
 
 
-def change(config: C, args: Sequence[str] = ()) -> C:
-    """`config` with the flags in `args` applied, every part of the reward weighted, what is off at rest, checked."""
-    words, given = flags.split(args)
+def change_config(config: C, args: Sequence[str] = ()) -> C:
+    """Returns `config` changed by the flags in `args` and checked.
+
+    In the result, every reward part has a coefficient, and sections that are off have their defaults. Raises a
+    ConfigError for unknown flags, wrong values and settings that contradict each other or have no effect.
+    """
+    words, given = flags.split_args(args)
     if words:
-        raise ConfigError(f'unexpected "{words[0]}"; settings are flags, such as --steps 100.')
-    config = _choose(config, given)
+        raise ConfigError(f'unexpected "{words[0]}"; write settings as flags, for example --steps 100.')
+    config = _apply_variant_flags(config, given)
     config.require_complete()
-    settings = _settings(config)
-    valid = flags.leaves(settings)
-    for flag in given:  # choices were applied above, but repeating one is still an error
+    settings = _make_settings_record(config)
+    valid = flags.collect_settings(settings)
+    # _apply_variant_flags ignores flags that are repeated or have no value. Both are errors.
+    for flag in given:
         if flag.name in config.variants:
-            flags.check([f for f in given if f.name == flag.name], valid)
-    settings = flags.read(settings, [f for f in given if f.name not in config.variants], _prog(config.recipe))
-    config = _config(config, settings)
+            flags.check_flags([f for f in given if f.name == flag.name], valid)
+    settings = flags.apply_flags(
+        settings, [f for f in given if f.name not in config.variants], _make_program_name(config.recipe)
+    )
+    config = _make_config(config, settings)
     validate(config, {flag.name for flag in given})
-    return tidied(config)
+    return reset_inactive_sections(config)
 
 
-def as_args(settings: Mapping[str, Any]) -> list[str]:
-    """Settings by dotted name as flags, for callers in Python.
+def format_args(settings: Mapping[str, Any]) -> list[str]:
+    """Returns settings, given by full name, as command-line arguments. It is for callers in Python.
 
-    >>> as_args({"steps": 5, "sampling.stop": ("a", "b")})
+    >>> format_args({"steps": 5, "sampling.stop": ("a", "b")})
     ['--steps=5', '--sampling.stop', 'a', 'b']
     """
     args: list[str] = []
@@ -77,63 +91,72 @@ def as_args(settings: Mapping[str, Any]) -> list[str]:
 
 
 def print_help(recipe: str, args: Sequence[str] = ()) -> None:
-    """Every setting of a recipe, with the variants chosen in `args`, on stdout."""
-    config = _choose(_base(recipe), flags.split(args)[1])
+    """Prints every setting of a recipe, with the variants that `args` chooses."""
+    config = _apply_variant_flags(_call_recipe(recipe), flags.split_args(args)[1])
     _, function = find_recipe(recipe)
     lines = (function.__doc__ or "").strip().splitlines()
     about = f"{lines[0]} " if lines else ""
-    described = f"{about}Also: --out DIR (default runs), --log live|plain|json, --sinks NAME,..."
-    flags.print_help(_settings(config), _prog(recipe), described)
+    description = f"{about}Also: --out DIR (default runs), --log live|plain|json, --sinks NAME,..."
+    flags.print_help(_make_settings_record(config), _make_program_name(recipe), description)
 
 
-def _prog(recipe: str) -> str:
+def _make_program_name(recipe: str) -> str:
+    """Returns the command that the help shows."""
     return f"cohort train {recipe}"
 
 
-def _base(recipe: str) -> RunConfig:
+def _call_recipe(recipe: str) -> RunConfig:
+    """Returns the config of a recipe without flags, with the name of the recipe in it."""
     name, function = find_recipe(recipe)
     config = function()
     if not isinstance(config, RunConfig):
-        raise ConfigError(f"recipe {recipe} returned a {type(config).__name__}; it must return a RunConfig: RL(...).")
+        raise ConfigError(
+            f"recipe {recipe} returned a {type(config).__name__}; it must return a RunConfig: RL(...) or SFT(...)."
+        )
     return dataclasses.replace(config, recipe=name)
 
 
-def _choose(config: C, given: Collection[flags.Flag]) -> C:
-    """Apply the flags that choose a variant, such as `--task`, `--turns`, `--algo` and `--engine`."""
+def _apply_variant_flags(config: C, given: Collection[flags.Flag]) -> C:
+    """Returns `config` with the variants that flags such as `--task`, `--turns`, `--algo` and `--engine` choose."""
     for flag in given:
         if flag.name not in config.variants or len(flag.values) != 1:
             continue
         cls = find_variant(flag.name, flag.values[0])
+        # Choosing the variant that the recipe has keeps the recipe's values.
         if type(getattr(config, flag.name)) is not cls:
-            config = config.with_variant(flag.name, cls())
+            config = config.replace_variant(flag.name, cls())
     return config
 
 
-def _settings(config: RunConfig) -> Any:
-    """`config` as a class made for it: variants at their exact type, a field for each part of the reward."""
+def _make_settings_record(config: RunConfig) -> Any:
+    """Returns the values of `config` as an instance of a class that is made for it, from which tyro makes flags.
+
+    The class differs from that of `config` in three ways. Variants have their exact type, so that only their settings
+    become flags. A field `choose_NAME` per variant becomes the flag `--NAME`. Dict fields are records.
+    """
     fields: list[Any] = [("recipe", tyro.conf.Suppress[str], config.recipe)]
     for field in config.variants:
         value = getattr(config, field)
-        name = variant_name(field, value)
-        names = tuple(dict.fromkeys([*variant_names(field), name]))
+        name = get_variant_name(field, value)
+        names = tuple(dict.fromkeys([*list_variant_names(field), name]))
         arg = tyro.conf.arg(name=field, help=f"Choose the {field} by name; it starts from its own defaults.")
         fields.append((_PREFIX + field, Annotated[Literal[names], arg], name))
         about = tyro.conf.arg(help=(type(value).__doc__ or "").strip())
-        fields.append((field, Annotated[type(value), about], _fixed(value)))
-    fields += [(name, type(record), _fixed(record)) for name, record in config.records().items()]
-    made = {name for name, *_ in fields}
-    same = {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.name not in made}
+        fields.append((field, Annotated[type(value), about], _make_default_field(value)))
+    fields += [(name, type(record), _make_default_field(record)) for name, record in config.make_flag_records().items()]
+    replaced = {name for name, *_ in fields}
+    unchanged = {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.name not in replaced}
     cls = dataclasses.make_dataclass("Settings", fields, bases=(type(config),), frozen=True, kw_only=True)
-    return cls(**same)
+    return cls(**unchanged)
 
 
-def _fixed(value: Any) -> Any:
-    """A dataclass field whose default is `value`."""
+def _make_default_field(value: Any) -> Any:
+    """Returns a dataclass field whose default is `value`."""
     return dataclasses.field(default_factory=lambda: value)
 
 
-def _config(config: C, settings: Any) -> C:
-    """The settings as a config of the kind that `config` has."""
+def _make_config(config: C, settings: Any) -> C:
+    """Returns the values of `settings`, made by `_make_settings_record`, as a config of the class of `config`."""
     values = {f.name: getattr(settings, f.name) for f in dataclasses.fields(config)}
-    values |= {name: dataclasses.asdict(values[name]) for name in config.records()}
+    values |= {name: dataclasses.asdict(values[name]) for name in config.make_flag_records()}
     return type(config)(**values)

@@ -1,4 +1,4 @@
-"""Find a recipe or a task by name, or in a user's own file: `path/to/file.py:name`."""
+"""Search for recipes and tasks by name: built-in ones, or those in a user's file as `path/to/file.py:name`."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from types import ModuleType
 from typing import Any
 
 from cohort.config.schema import RunConfig
-from cohort.errors import ConfigError, nearest
+from cohort.errors import ConfigError, suggest_name
 from cohort.tasks.base import get_task
 from cohort.tasks.ref import TaskRef, load_file
 
 
 def split_spec(spec: str) -> tuple[Path, str] | None:
-    """(file, name) of a `file.py:name`, None for a plain name.
+    """Returns (file, name) for a text `file.py:name`, and None for a plain name.
+
+    Raises a ConfigError for a file without a name.
 
     >>> split_spec("my/task.py:reverse")
     (PosixPath('my/task.py'), 'reverse')
@@ -25,12 +27,16 @@ def split_spec(spec: str) -> tuple[Path, str] | None:
     if colon and file.endswith(".py"):
         return Path(file), name
     if spec.endswith(".py"):
-        raise ConfigError(f'"{spec}" names a file but nothing in it; write {spec}:NAME.')
+        raise ConfigError(f'"{spec}" names a file but no function or task in it; write {spec}:NAME.')
     return None
 
 
 def import_file(path: Path) -> ModuleType:
-    """The module in `path`, imported once a process. The author's own exceptions keep their traceback."""
+    """Returns the module in the file `path`. It is imported once per process.
+
+    Raises a ConfigError for missing files and syntax errors. Other exceptions of the file pass through, because their
+    traceback shows its author where they come from.
+    """
     if not path.expanduser().is_file():
         raise ConfigError(f'there is no file "{path}"; check the path before the colon.')
     try:
@@ -40,31 +46,38 @@ def import_file(path: Path) -> ModuleType:
 
 
 def find_recipe(spec: str) -> tuple[str, Callable[[], RunConfig]]:
-    """The name to record and the function of a recipe."""
-    from cohort.recipes import RECIPES  # recipes import the schema of this package
+    """Returns (name to record, function) of the recipe that `spec` names. A recipe in a file is recorded with its path.
+
+    Raises a ConfigError if there is no such recipe.
+    """
+    # Imported here because recipes import modules of this package.
+    from cohort.recipes import RECIPES
 
     where = split_spec(spec)
     if where is None:
         if spec not in RECIPES:
-            tail = nearest(spec, RECIPES)
+            suggestion = suggest_name(spec, RECIPES)
+            # A suggestion that begins with " Valid" has all names already.
             names = (
                 ""
-                if tail.startswith(" Valid")
+                if suggestion.startswith(" Valid")
                 else f" Recipes: {', '.join(sorted(RECIPES))}, or path/to/file.py:function."
             )
-            raise ConfigError(f'unknown recipe "{spec}".{tail}{names}')
+            raise ConfigError(f'unknown recipe "{spec}".{suggestion}{names}')
         return spec, RECIPES[spec]
     path, name = where
     module = import_file(path)
     function = vars(module).get(name)
     if not callable(function):
+        # Only functions defined in the file are suggested, not those that it imports.
         own = [k for k, v in vars(module).items() if callable(v) and getattr(v, "__module__", "") == module.__name__]
-        raise ConfigError(f'there is no function "{name}" in {path}.{nearest(name, own) if own else ""}')
+        suggestion = suggest_name(name, own) if own else " The file defines no function."
+        raise ConfigError(f'there is no function "{name}" in {path}.{suggestion}')
     return f"{path.expanduser().resolve()}:{name}", function
 
 
 def find_task(spec: str) -> type[Any]:
-    """The task class called `spec`, from the registry or from `file.py:name`."""
+    """Returns the task class that `spec` names: a registered name or `file.py:name`."""
     where = split_spec(spec)
     if where is None:
         return get_task(spec)
@@ -72,7 +85,7 @@ def find_task(spec: str) -> type[Any]:
     return get_task(where[1])
 
 
-def task_spec(task: Any) -> str:
-    """What `find_task` needs to find the class of `task` again, in this process or another."""
-    ref = TaskRef.of(task)
+def make_task_spec(task: Any) -> str:
+    """Returns the text by which `find_task` finds the class of `task` again, in this process or another."""
+    ref = TaskRef.from_task(task)
     return f"{ref.path}:{ref.name}" if ref.path else ref.name

@@ -1,10 +1,10 @@
-"""Old names and what they became: settings (keys of config.yaml and flags) and metrics.
+"""The tables of renamed settings (keys of config.yaml and flags) and metrics: old name to new name.
 
-A name that users have in their files and scripts may change; what they have must stay readable. So whoever renames a
-setting or a metric adds a line here. The reader of config.yaml and that of run.db apply the table to what earlier
-versions wrote; the command line refuses an old flag and names the new one.
+Files and scripts of users contain names that may have changed since. They must stay readable, so a commit that renames
+a setting or a metric adds a line here. The readers of config.yaml and run.db translate old names with these tables. The
+command line refuses an old flag and names the new one.
 
-    SETTINGS = {"learner.lora_rank": "learner.lora.rank"}     # by dotted name, a whole section too: {"opt": "optim"}
+    SETTINGS = {"learner.lora_rank": "learner.lora.rank"}     # full names; or a whole section: {"opt": "optim"}
     METRICS = {"kl": "kl/mean"}
 """
 
@@ -16,10 +16,10 @@ SETTINGS: dict[str, str] = {}
 METRICS: dict[str, str] = {}
 
 
-def current_setting(name: str) -> str:
-    """The name that a setting has now.
+def get_current_setting_name(name: str) -> str:
+    """Returns the present name of a setting, given its present or an old full name.
 
-    >>> current_setting("optim.lr")
+    >>> get_current_setting_name("optim.lr")
     'optim.lr'
     """
     for old, new in SETTINGS.items():
@@ -28,35 +28,42 @@ def current_setting(name: str) -> str:
     return name
 
 
-def current_metric(name: str) -> str:
-    """The name that a metric has now."""
+def get_current_metric_name(name: str) -> str:
+    """Returns the present name of a metric, given its present or an old name."""
     return METRICS.get(name, name)
 
 
-def former_metrics(name: str) -> list[str]:
-    """The names that a metric has had, with its own."""
+def list_metric_names(name: str) -> list[str]:
+    """Returns the present name `name` of a metric, followed by its old names."""
     return [name, *(old for old, new in METRICS.items() if new == name)]
 
 
-def with_current_settings(tree: dict[str, Any]) -> dict[str, Any]:
-    """A config file's sections with every old key moved to where it is now; a key that is there already stays."""
+def move_old_settings(tree: dict[str, Any]) -> dict[str, Any]:
+    """Moves every old key in the nested dicts of a config file to its present place. Changes and returns `tree`.
+
+    If the present place already has a value, that value is kept and the old one is dropped.
+    """
     for old, new in SETTINGS.items():
         *path, last = old.split(".")
-        section = _section(tree, path, make=False)
+        section = _find_section(tree, path, make=False)
         if section is None or last not in section:
             continue
         value = section.pop(last)
-        if path and not section:  # all of it has moved
-            (_section(tree, path[:-1], make=False) or {}).pop(path[-1], None)
+        # An old section that is empty now would be refused as an unknown setting.
+        if path and not section:
+            (_find_section(tree, path[:-1], make=False) or {}).pop(path[-1], None)
         *path, last = new.split(".")
-        target = _section(tree, path, make=True)
+        target = _find_section(tree, path, make=True)
         if target is not None:
             target.setdefault(last, value)
     return tree
 
 
-def _section(tree: dict[str, Any], path: list[str], make: bool) -> dict[str, Any] | None:
-    """The section at `path`, made where asked for; None where there is none."""
+def _find_section(tree: dict[str, Any], path: list[str], make: bool) -> dict[str, Any] | None:
+    """Returns the dict at `path` inside `tree`. With `make`, missing dicts on the way are created.
+
+    Returns None if there is no dict at `path`.
+    """
     for part in path:
         inner = tree.setdefault(part, {}) if make else tree.get(part)
         if not isinstance(inner, dict):

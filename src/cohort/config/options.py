@@ -1,4 +1,4 @@
-"""Options of the commands that are not training runs."""
+"""The options of `cohort eval` and `cohort bench`, which are not training runs."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from typing import Literal
 from cohort.errors import ConfigError
 
 
-def _at_least(low: int, options: object, names: str) -> None:
+def _require_at_least(low: int, options: object, names: str) -> None:
+    """Raises a ConfigError unless each of the options in `names`, separated by spaces, is at least `low`."""
     for name in names.split():
+        # `not >=` instead of `<`, because it also refuses NaN.
         if not getattr(options, name) >= low:
             flag = name.replace("_", "-")
             raise ConfigError(f"--{flag} is {getattr(options, name)}; it must be at least {low}.")
@@ -21,123 +23,147 @@ class EvalOptions:
     """How `cohort eval` samples and scores."""
 
     engine: Literal["native", "vllm", "server"] = "native"
-    """native = Cohort's own; vllm = vLLM in this process; server = an OpenAI-compatible server at --url."""
+    """native = Cohort's own engine; vllm = vLLM in this process; server = an OpenAI-compatible server at --url."""
     url: str = ""
-    """Where the server is, such as http://localhost:8000; its key is read from COHORT_API_KEY or OPENAI_API_KEY."""
+    """Address of the server, for example http://localhost:8000; its key is read from the environment variable
+    COHORT_API_KEY or OPENAI_API_KEY."""
     template: Literal["chat", "text"] = "chat"
-    """chat = the model's chat template; text = the prompt as raw text, for base models. Recorded with the result."""
+    """How prompts are rendered: chat = by the model's chat template, text = as raw text, for base models. It is
+    recorded with the result."""
     limit: int = 0
-    """Only the first N problems; 0 = all of them."""
+    """Number of problems, from the first on; 0 = all of them."""
     samples: int = 1
-    """Samples per problem: their mean is avg@n; more than one also gives pass@k."""
+    """Samples per problem; their mean is avg@n, and more than one also gives pass@k."""
     temperature: float = 1.0
-    """0 = greedy."""
+    """Divisor of the logits in sampling; 0 = the most probable token (greedy)."""
     top_p: float = 1.0
+    """Sample from the most probable tokens that together have this probability; 1 = from all."""
     top_k: int = 0
-    """0 = off."""
+    """Sample from the k most probable tokens; 0 = from all."""
     min_p: float = 0.0
+    """Leave out tokens less probable than min_p x the most probable one; 0 = none."""
     max_tokens: int = 0
-    """Longest completion; 0 = what the task needs, as far as the model's context allows."""
+    """Longest completion, in tokens; 0 = what the task needs, as far as the model's context allows."""
     stop: tuple[str, ...] = ()
-    """Stop strings, besides the tokenizer's end-of-turn ids."""
+    """Texts that end a completion, besides the tokenizer's end-of-turn tokens."""
     too_long: Literal["error", "skip"] = "error"
-    """A prompt that leaves no room in the model's context: error = refuse, skip = leave it out, count it, say so."""
+    """If a prompt leaves no room in the model's context: error = stop, skip = leave it out and report how many were."""
     split: Literal["test", "train"] = "test"
+    """The rows of the task to use: test = the held-out ones, train = those for training."""
     slots: int = 256
-    """Samples decoded at once."""
+    """Samples that are decoded at the same time."""
     seed: int = 0
+    """Seed of sampling."""
     threads: int = 0
-    """CPU threads; 0 = all cores."""
+    """Number of CPU threads; 0 = all cores."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto = a GPU if torch sees one."""
+    """Where to sample: auto = on a GPU if torch finds one."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """auto = bfloat16 on a GPU, float32 on a CPU."""
+    """Number type of weights and computation: auto = bfloat16 on a GPU, float32 on a CPU."""
 
     def check(self) -> None:
-        """Refuse values that cannot work, and samples that would all be the same."""
-        _at_least(1, self, "samples slots")
-        _at_least(0, self, "limit temperature top_k min_p seed threads max_tokens")
+        """Raises a ConfigError for values out of range and for options without effect."""
+        _require_at_least(1, self, "samples slots")
+        _require_at_least(0, self, "limit temperature top_k min_p seed threads max_tokens")
         if (self.engine == "server") != bool(self.url):
-            need = "--engine server needs --url" if not self.url else "--url has no effect without --engine server"
-            raise ConfigError(f"{need}, such as --engine server --url http://localhost:8000.")
+            problem = "--engine server needs --url" if not self.url else "--url has no effect without --engine server"
+            raise ConfigError(f"{problem}. Write for example --engine server --url http://localhost:8000.")
         if self.engine == "server" and (self.device != "auto" or self.dtype != "auto" or self.threads):
-            raise ConfigError("--device, --dtype and --threads have no effect with --engine server; drop them.")
+            raise ConfigError("--device, --dtype and --threads have no effect with --engine server; remove them.")
         if not math.isfinite(self.temperature) or "" in self.stop:
-            raise ConfigError("--temperature must be a finite number, and --stop no empty text.")
+            raise ConfigError(
+                f"--temperature is {self.temperature} and --stop is {list(self.stop)}; the temperature must be "
+                "finite, and no stop text may be empty."
+            )
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"--top-p is {self.top_p}; it must be above 0 and at most 1.")
         if self.min_p >= 1:
             raise ConfigError(f"--min-p is {self.min_p}; it must be below 1.")
         if self.temperature == 0:
             if self.samples > 1:
-                raise ConfigError("--samples has no effect at temperature 0: all would be equal; set --temperature.")
+                raise ConfigError(
+                    "--samples has no effect at temperature 0, where all samples of a problem are equal. Set "
+                    "--temperature above 0, or remove --samples."
+                )
             if self.top_p < 1 or self.top_k or self.min_p:
-                raise ConfigError("--top-p, --top-k and --min-p have no effect at temperature 0; drop them.")
+                raise ConfigError("--top-p, --top-k and --min-p have no effect at temperature 0; remove them.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions:
-    """The shape that is measured: a batch of `prompts` x `samples`."""
+    """What a benchmark measures: a model, a batch of `prompts` x `samples`, and the machine's part of it."""
 
     model: str = "tiny"
-    """A bundled or pulled name (see `cohort models`), or a folder in Hugging Face format."""
+    """The model: a bundled or pulled name (see `cohort models`), or a folder in Hugging Face format."""
     prompts: int = 8
+    """Prompts in the batch."""
     samples: int = 8
     """Samples per prompt."""
     prompt_tokens: int = 64
+    """Tokens per prompt."""
     completion_tokens: int = 64
+    """Tokens per completion."""
     repeats: int = 3
-    """The median is reported; one more run warms up."""
+    """Number of measurements, of which the median is reported; one more before them is not counted."""
     threads: int = 0
-    """CPU threads; 0 = all cores."""
+    """Number of CPU threads; 0 = all cores."""
     weights: Literal["files", "random"] = "files"
-    """random = the shape --model names with random weights, for which no files are needed."""
+    """files = the weights of the model; random = random weights in the shape that --model names, without any files."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto = a GPU if torch sees one."""
+    """Where to measure: auto = on a GPU if torch finds one."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """auto = bfloat16 on a GPU, float32 on a CPU."""
+    """Number type of weights and computation: auto = bfloat16 on a GPU, float32 on a CPU."""
 
     def check(self) -> None:
-        _at_least(1, self, "prompts samples prompt_tokens completion_tokens repeats")
-        _at_least(0, self, "threads")
+        """Raises a ConfigError for values out of range."""
+        _require_at_least(1, self, "prompts samples prompt_tokens completion_tokens repeats")
+        _require_at_least(0, self, "threads")
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineBenchOptions(BenchOptions):
-    """Sampling alone."""
+    """The options of `cohort bench engine`, which measures sampling alone."""
 
     lengths: Literal["fixed", "lognormal"] = "fixed"
-    """lognormal = every completion has its own length, a third of --completion-tokens on average and never more."""
+    """fixed = every completion has --completion-tokens tokens; lognormal = each has its own length, a third of
+    --completion-tokens on average and never more than --completion-tokens."""
     slots: int = 0
-    """Samples decoded at once; 0 = 64 on a CPU, all of them on a GPU."""
+    """Samples that are decoded at the same time; 0 = 64 on a CPU, all of them on a GPU."""
     copies: Literal["shared", "packed", "fp16"] = "shared"
-    """As engine.weights in training."""
+    """The engine's copy of the weights: shared = none; only on a CPU: packed = fp32 in the processor's layout, fp16 =
+    half the size. It is engine.weights in training."""
 
     def check(self) -> None:
+        """Raises a ConfigError for values out of range and for copies of the weights on a GPU."""
         super().check()
-        _at_least(0, self, "slots")
+        _require_at_least(0, self, "slots")
         if self.device == "cuda" and self.copies != "shared":
-            raise ConfigError(f"--copies {self.copies} is for CPUs: on a GPU drop it and choose --dtype.")
+            raise ConfigError(f"--copies {self.copies} is only for CPUs; on a GPU remove it and choose --dtype.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LearnerBenchOptions(BenchOptions):
-    """Forward, backward and optimizer step alone."""
+    """The options of `cohort bench learner`, which measures forward pass, backward pass and optimizer step alone."""
 
     token_budget: int = 0
-    """Most tokens in one forward/backward; 0 = 4096 on a CPU, what fits into the memory of a GPU."""
+    """Most tokens in one forward and backward pass; 0 = 4096 on a CPU, as many as fit into memory on a GPU."""
     prefix_sharing: bool = True
-    """Train a group's prompt once instead of once a sample."""
+    """Compute a group's prompt once per group instead of once per sample."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchResult:
-    """What a benchmark found; `limit` says against which hardware limit `fraction` is counted."""
+    """The result of a benchmark: time, throughput, and how close it comes to the limit of the hardware."""
 
     what: str
-    seconds: float  # median of the repeats
+    # The median of the repeats.
+    seconds: float
     tokens_per_second: float
-    fraction: float  # of the limit, 0..1
-    limit: str  # for example "48 GFLOP/s, matmul measured on this machine"
-    setting: str = "cpu, float32"  # device and type
-    details: dict[str, float] = field(default_factory=dict)  # more numbers, by label
+    # The share of `limit` that was reached, 0 to 1.
+    fraction: float
+    # The hardware limit in words, for example "48 GFLOP/s, matmul measured on this machine".
+    limit: str
+    # Device and number type.
+    setting: str = "cpu, float32"
+    # Further numbers by label.
+    details: dict[str, float] = field(default_factory=dict)

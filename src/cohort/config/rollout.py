@@ -1,4 +1,4 @@
-"""How samples are brought together."""
+"""The settings of the rollout: how samples are collected into groups."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from cohort.config.section import Section
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutConfig(Section):
-    """The order in which rejected groups are replaced and conversations go on."""
+    """When rejected groups are replaced and further turns of conversations are sampled."""
 
     order: Literal["auto", "rounds", "continuous"] = "auto"
-    """rounds = when all under way is scored, so that how quick graders are changes no bit; continuous = at once, so
-    that a slow grader delays nobody else. auto = rounds on a CPU, continuous on a GPU."""
+    """rounds = only after all running samples are scored, so that the speed of graders cannot change any result;
+    continuous = at once, so that a slow grader delays only its group; auto = rounds on a CPU, continuous on a GPU."""

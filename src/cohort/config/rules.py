@@ -1,4 +1,4 @@
-"""What a config must satisfy before anything is built: walks its sections, which hold the bounds and rules."""
+"""Validation of a config before anything is built from it. The bounds and rules themselves are in the sections."""
 
 from __future__ import annotations
 
@@ -6,47 +6,58 @@ import dataclasses
 from collections.abc import Collection
 from typing import Any
 
-from cohort.config.flags import leaves, show
+from cohort.config.flags import collect_settings, format_flag
 from cohort.config.schema import RunConfig
-from cohort.config.section import Section, sections
+from cohort.config.section import Section, walk_sections
 from cohort.errors import ConfigError
 
 
-def validate(config: RunConfig, given: Collection[str] = ()) -> None:
-    """Raise a ConfigError naming the first setting that is out of range, impossible or without effect.
+def validate(config: RunConfig, user_settings: Collection[str] = ()) -> None:
+    """Raises a ConfigError that names the first setting that is out of range, contradicts others or has no effect.
 
-    `given` are the settings the user wrote. A setting counts as written, too, when a recipe moved it from its
-    default, unless the user then changed what decides whether it acts (`--algo.kl 0` on a recipe with KL).
+    `user_settings` are the full names of the settings that the user gave. A setting without effect is an error if the
+    user gave it, or if the recipe changed it from its default. The second does not count if the user gave a setting
+    that decides about the effect: `--algo.kl.weight 0` on a recipe with KL leaves its other KL settings without effect.
     """
     config.require_complete()
-    for name, leaf in leaves(config).items():
-        for bound in leaf.bounds:
-            if not bound.holds(leaf.value):
-                raise ConfigError(f"{name} is {leaf.value}; it must be {bound.wanted}.")
-    for _, section in sections(config):
-        section.check(given)
-    _check_effects(config, given)
+    # Bounds first: the checks of sections may rely on them.
+    for name, setting in collect_settings(config).items():
+        for bound in setting.bounds:
+            if not bound.holds(setting.value):
+                raise ConfigError(
+                    f"{name} is {setting.value}; it must be {bound.wording}. Set it with {format_flag(name)}."
+                )
+    for _, section in walk_sections(config):
+        section.check(user_settings)
+    _check_effects(config, user_settings)
 
 
-def _check_effects(config: RunConfig, given: Collection[str]) -> None:
-    values = {name: leaf.value for name, leaf in leaves(config).items()}
-    defaults = _defaults(config)
-    for prefix, section in sections(config):
+def _check_effects(config: RunConfig, user_settings: Collection[str]) -> None:
+    """Raises a ConfigError for the first setting that the user gave or the recipe changed and that has no effect."""
+    values = {name: setting.value for name, setting in collect_settings(config).items()}
+    defaults = _collect_defaults(config)
+    for prefix, section in walk_sections(config):
         for effect in section.effects:
             if effect.acts(section):
                 continue
-            decided = any(prefix + name in given for name in effect.through)
+            decided_by_user = any(prefix + name in user_settings for name in effect.decided_by)
             for name in (prefix + setting for setting in effect.settings):
-                moved = name in defaults and values.get(name) != defaults[name] and not decided
-                if name in values and (name in given or moved):
-                    raise ConfigError(f"{show(name)} has no effect: {effect.because}, or drop it.")
+                changed_by_recipe = name in defaults and values.get(name) != defaults[name] and not decided_by_user
+                # An effect may name settings that the chosen variant does not have, such as algo.clip_low.
+                if name in values and (name in user_settings or changed_by_recipe):
+                    remedy = ", or remove it" if ";" in effect.reason else "; remove it"
+                    raise ConfigError(f"{format_flag(name)} has no effect: {effect.reason}{remedy}.")
 
 
-def _defaults(config: RunConfig) -> dict[str, Any]:
-    """Default of every setting of the sections, by dotted name."""
-    found: dict[str, Any] = {}
+def _collect_defaults(config: RunConfig) -> dict[str, Any]:
+    """Returns the default of every setting in the sections of `config`, by full name.
+
+    Of a section with variants these are the defaults of the chosen variant.
+    """
+    defaults: dict[str, Any] = {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if isinstance(value, Section):
-            found |= {name: leaf.value for name, leaf in leaves(type(value)(), f"{field.name}.").items()}
-    return found
+            settings = collect_settings(type(value)(), f"{field.name}.")
+            defaults |= {name: setting.value for name, setting in settings.items()}
+    return defaults

@@ -1,8 +1,9 @@
-"""The settings of a run, typed, section by section, and `RunConfig`: what every run has, whatever its kind.
+"""The settings of a run as typed classes, one per section, and `RunConfig`, which has the settings of every run.
 
-A recipe returns a config of a kind (`cohort.config.kinds`); the resolved one is written to the run. A class has at most
-12 fields; a value that can be computed is not a field; only the chosen variant of a section exists, so a setting that
-has no effect cannot be written. Bounds and rules stand beside the fields they speak of (`cohort.config.section`).
+A recipe returns a config of one kind (`cohort.config.kinds`). The run stores it in its config.yaml. The rules here: a
+class has at most 12 fields; a value that can be computed is no field; of a section with variants only the chosen one
+exists, so that settings of the others cannot be written. Bounds and rules are declared beside the fields that they are
+about (`cohort.config.section`).
 """
 
 from __future__ import annotations
@@ -26,88 +27,100 @@ from cohort.config.section import (
     Section,
     Share,
 )
-from cohort.errors import ConfigError, nearest
+from cohort.errors import ConfigError, suggest_name
 
 __all__ = ["ALGOS", "ENGINES", "GRPO", "DrGRPO", "NativeEngine", "Policy", "RolloutConfig", "RunConfig"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchConfig(Section):
-    """One batch concept: prompts per step x samples per prompt. Micro-batching is automatic."""
+    """The size of a batch: prompts per step x samples per prompt. Microbatches are formed automatically."""
 
     prompts: AtLeast1 = 32
     """Prompts per step."""
     samples: AtLeast1 = 8
-    """Samples per prompt: the group."""
+    """Samples per prompt, which together form a group."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingConfig(Section):
-    """How the policy acts in training."""
+    """How completions are sampled in training."""
 
     max_tokens: AtLeast1 = 256
-    """Longest completion; a longer one is cut and finishes with `length`."""
+    """Longest completion, in tokens; a longer one is cut and its finish reason is `length`."""
     temperature: FiniteAbove0 = 1.0
-    """The learner divides its logits by the same temperature."""
+    """Divisor of the logits in sampling; the learner divides its logits by the same number."""
     top_p: Annotated[float, Bound("above 0 and at most 1", lambda x: 0 < x <= 1)] = 1.0
-    """Below 1 the policy that acts is not the one that is trained: needs allow_truncation."""
+    """Sample from the most probable tokens that together have this probability; 1 = from all. Below 1 the policy that
+    samples is not the one that is trained, so it needs allow_truncation."""
     top_k: AtLeast0 = 0
-    """0 = off; otherwise as top_p."""
+    """Sample from the k most probable tokens; 0 = from all. Above 0 it needs allow_truncation."""
     min_p: BelowOne = 0.0
-    """0 = off; otherwise as top_p."""
+    """Leave out tokens less probable than min_p x the most probable one; 0 = none. Above 0 it needs
+    allow_truncation."""
     stop: tuple[str, ...] = ()
-    """Stop strings, besides the tokenizer's end-of-turn ids."""
+    """Texts that end a completion, besides the tokenizer's end-of-turn tokens."""
     allow_truncation: bool = False
-    """Permit top-p/top-k/min-p in training; the kept probability mass is recorded."""
+    """Permit top_p, top_k and min_p in training; the probability mass that they keep is recorded."""
 
     effects: ClassVar[tuple[Effect, ...]] = (
         Effect(
             ("allow_truncation",),
             ("top_p", "top_k", "min_p"),
-            lambda sampling: sampling.truncates,
-            "nothing is truncated; set --sampling.top-p, --sampling.top-k or --sampling.min-p",
+            lambda sampling: sampling.truncates_distribution,
+            "no token is left out; set --sampling.top-p, --sampling.top-k or --sampling.min-p",
         ),
     )
 
     @property
-    def truncates(self) -> bool:
-        """Whether some tokens can never be drawn."""
+    def truncates_distribution(self) -> bool:
+        """Whether some tokens can never be sampled."""
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
-    def check(self, given: Collection[str]) -> None:
-        if self.truncates and not self.allow_truncation:
+    def check(self, user_settings: Collection[str]) -> None:
+        """Raises a ConfigError for truncation that is not explicitly allowed, and for empty stop strings."""
+        if self.truncates_distribution and not self.allow_truncation:
             raise ConfigError(
-                "top-p, top-k and min-p make the policy that acts differ from the one that is trained; "
-                "remove them or add --sampling.allow-truncation True."
+                "sampling.top_p, top_k and min_p make the policy that samples differ from the one that is trained. "
+                "Remove them or add --sampling.allow-truncation True."
             )
         if "" in self.stop:
-            raise ConfigError("sampling.stop holds an empty string, which would stop at once; remove it.")
+            raise ConfigError(
+                "sampling.stop has an empty string, which would end every completion at once; remove it from "
+                "--sampling.stop."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig(Section):
-    """AdamW with fp32 master weights and moments."""
+    """The optimizer: AdamW with fp32 master weights and moments."""
 
     lr: FiniteAtLeast0 = 1e-6
+    """Learning rate after the warm-up."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """After the warm-up: stay, or decay to lr_floor x lr at the last step."""
+    """Learning rate after the warm-up: constant = it stays, linear or cosine = it decays to lr_floor x lr at the last
+    step."""
     warmup: AtLeast0 = 0
-    """Optimizer steps over which the learning rate rises linearly from 0."""
+    """Optimizer steps over which the learning rate rises linearly from 0; 0 = no warm-up."""
     lr_floor: Share = 0.0
-    """Final learning rate as a share of lr."""
+    """Learning rate at the end of the schedule, as a share of lr."""
     beta1: BelowOne = 0.9
+    """Decay of AdamW's first moment per optimizer step."""
     beta2: BelowOne = 0.999
+    """Decay of AdamW's second moment per optimizer step."""
     eps: FiniteAbove0 = 1e-8
+    """AdamW's epsilon, added to the root of the second moment."""
     weight_decay: FiniteAtLeast0 = 0.0
+    """AdamW's weight decay; 0 = none."""
     clip_norm: FiniteAtLeast0 = 1.0
-    """Largest global gradient norm; 0 = off."""
+    """Largest global gradient norm; a larger gradient is scaled down to it. 0 = gradients are not clipped."""
 
     effects: ClassVar[tuple[Effect, ...]] = (
         Effect(
             ("lr_floor",),
             ("schedule",),
             lambda optim: optim.schedule != "constant",
-            "the schedule is constant; set --optim.schedule linear or cosine",
+            "optim.schedule is constant; set --optim.schedule linear or cosine",
         ),
     )
 
@@ -121,134 +134,147 @@ class LoraConfig(Section):
     """Low-rank adapters (Hu et al. 2021, arXiv:2106.09685): of W + alpha / rank * B A only A and B are trained."""
 
     rank: AtLeast0 = 0
-    """0 = no adapters: every weight is trained."""
+    """Rank of the adapters; 0 = no adapters, all weights are trained."""
     alpha: FiniteAbove0 = 32.0
-    """The adapters' product is multiplied by alpha / rank."""
+    """The product B A of an adapter is multiplied by alpha / rank."""
     targets: tuple[Target, ...] = TARGETS
-    """Which matrices of each layer get adapters."""
+    """The matrices of each layer that get an adapter."""
     base: Literal["keep", "nf4"] = "keep"
-    """How their frozen weights are kept: as they are, or in 4 bits (QLoRA, arXiv:2305.14314), which rounds them."""
+    """Storage of the frozen matrices under the adapters: keep = unchanged, nf4 = rounded to 4 bits (QLoRA,
+    arXiv:2305.14314)."""
     load: str = ""
-    """Start from the adapters in this folder (PEFT format), which brings rank, alpha and targets."""
+    """Folder of adapters in PEFT format to start from; they determine rank, alpha and targets. Empty = new adapters."""
 
     optional: ClassVar[bool] = True
     effects: ClassVar[tuple[Effect, ...]] = (
         Effect(
             ("alpha", "targets", "base"),
             ("rank", "load"),
-            lambda lora: lora.on,
+            lambda lora: lora.is_on,
             "there are no adapters; set --learner.lora.rank above 0",
         ),
+        # Adapters from a folder have their own rank, alpha and targets.
         Effect(
             ("rank", "alpha", "targets"),
             ("load",),
             lambda lora: lora.load == "",
-            "it comes with the adapters of --learner.lora.load",
+            "the adapters in --learner.lora.load have their own; remove --learner.lora.load",
         ),
     )
 
     @property
-    def on(self) -> bool:
+    def is_on(self) -> bool:
+        """Whether adapters are trained instead of all weights."""
         return self.rank > 0 or self.load != ""
 
-    def check(self, given: Collection[str]) -> None:
+    def check(self, user_settings: Collection[str]) -> None:
+        """Raises a ConfigError unless the targets are known matrices, at least one and each once."""
         if not self.targets or len(set(self.targets)) < len(self.targets):
-            raise ConfigError(f"learner.lora.targets is {list(self.targets)}; name one matrix or more, each once.")
+            raise ConfigError(
+                f"learner.lora.targets is {list(self.targets)}; name one matrix or more, each once, with "
+                "--learner.lora.targets."
+            )
+        # The command line checks the names already. A recipe in Python can contain any text.
         for target in self.targets:
             if target not in TARGETS:
-                raise ConfigError(f'learner.lora.targets has no "{target}".{nearest(target, TARGETS)}')
+                raise ConfigError(f'learner.lora.targets: unknown matrix "{target}".{suggest_name(target, TARGETS)}')
 
 
 @dataclass(frozen=True, kw_only=True)
 class LearnerConfig(Section):
-    """How a batch becomes an update."""
+    """How a batch is turned into an update of the weights."""
 
     epochs: AtLeast1 = 1
-    """Passes over each batch of rollouts."""
+    """Passes over each batch."""
     minibatches: AtLeast1 = 1
-    """Optimizer steps per pass."""
+    """Minibatches that a batch is divided into, with one optimizer step each per pass."""
     token_budget: AtLeast0 = 0
-    """Most tokens in one forward/backward; changes memory and speed, never the result. 0 = 2048 on a CPU, what fits
-    into the memory of a GPU."""
+    """Most tokens in one forward and backward pass; it changes memory and speed, never the result. 0 = 2048 on a CPU,
+    as many as fit into memory on a GPU."""
     prefix_sharing: bool = True
-    """Train a group's prompt once instead of once a sample; changes speed, never the result."""
+    """Compute a group's prompt once per group instead of once per sample; it changes speed, never the result."""
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
-    """Compute type; master weights, moments and gradients stay fp32 (float64 for tests). auto = bfloat16 on a GPU,
-    float32 on a CPU."""
+    """Number type of the computation: auto = bfloat16 on a GPU, float32 on a CPU; float64 is for tests. Master weights,
+    moments and gradients are fp32 in any case except float64."""
     lora: LoraConfig = field(default_factory=LoraConfig)
 
     @property
-    def updates(self) -> int:
-        """Optimizer steps per batch."""
+    def updates_per_batch(self) -> int:
+        """Number of optimizer steps per batch."""
         return self.epochs * self.minibatches
 
 
 @dataclass(frozen=True, kw_only=True)
 class SingleTurn(Section):
-    """One prompt, one answer."""
+    """One prompt and one completion per sample."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ThinkAgain(Section):
-    """A low reward is answered by a user's turn that asks for another attempt, which is then scored instead."""
+    """After a low reward a user's turn asks for another attempt. The last attempt is the one whose score counts."""
 
     attempts: AtLeast1 = 1
-    """Further attempts at most."""
+    """Most further attempts per sample."""
     below: Finite = 0.1
-    """The reward at or under which there is another."""
+    """Largest reward after which another attempt follows."""
     max_tokens: AtLeast0 = 0
-    """Longest further attempt; 0 = sampling.max_tokens."""
+    """Longest further attempt, in tokens; 0 = sampling.max_tokens."""
     cost: FiniteAtLeast0 = 0.0
-    """What each further attempt takes from the reward."""
+    """Amount subtracted from the reward for each further attempt; 0 = nothing."""
     words: tuple[str, ...] = (
         "That does not look right. Think again and give your final answer.",
         "Check your work step by step, then answer again in the same format.",
         "Are you sure? Go through it once more and answer again.",
     )
-    """The user's turn is one of these."""
+    """Texts for the user's turn; each time one of them is drawn."""
 
-    def check(self, given: Collection[str]) -> None:
+    def check(self, user_settings: Collection[str]) -> None:
+        """Raises a ConfigError if there is no text for the user's turn, or an empty one."""
         if not self.words or not all(words.strip() for words in self.words):
-            raise ConfigError("turns.words must be one text or more, none of them empty.")
+            raise ConfigError(
+                f"turns.words is {list(self.words)}; it needs one text or more, none of them empty. Set --turns.words."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayConfig(Section):
-    """Rollouts used again. The policy has moved on since, so this needs algo.correction."""
+    """Groups of earlier steps that are trained on again. The policy has changed since, so it needs algo.correction."""
 
     prompts: AtLeast0 = 0
-    """Groups of earlier steps that join each batch; 0 = none."""
+    """Groups of earlier steps that are added to each batch; 0 = none."""
     steps: AtLeast1 = 4
-    """How many steps old they may be at most."""
+    """Largest age of such a group, in steps."""
 
     optional: ClassVar[bool] = True
     effects: ClassVar[tuple[Effect, ...]] = (
         Effect(
             ("steps",),
             ("prompts",),
-            lambda replay: replay.on,
-            "nothing is used again; set --replay.prompts above 0",
+            lambda replay: replay.is_on,
+            "replay.prompts is 0; set --replay.prompts above 0",
         ),
     )
 
     @property
-    def on(self) -> bool:
+    def is_on(self) -> bool:
+        """Whether groups of earlier steps are used at all."""
         return self.prompts > 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvalConfig(Section):
-    """Evaluation before, during and after training, on the held-out split."""
+    """Evaluations on the held-out split, before, during and after training."""
 
     every: AtLeast0 = 0
-    """Steps between evaluations; 0 = only before the first and after the last step."""
+    """Steps between evaluations; 0 = only before the first step and after the last one."""
     problems: AtLeast0 = 0
-    """How many held-out problems; 0 = all of them."""
+    """Number of held-out problems; 0 = all of them."""
     samples: AtLeast1 = 1
     """Samples per problem."""
     temperature: FiniteAtLeast0 = 1.0
+    """Divisor of the logits in sampling; 0 = the most probable token (greedy)."""
     turns: Literal["first", "all"] = "first"
-    """first = the first attempt counts, whatever `turns` trains; all = as in training."""
+    """first = only the first attempt of a sample counts; all = further attempts follow as in training (see --turns)."""
 
     effects: ClassVar[tuple[Effect, ...]] = (
         Effect(
@@ -262,67 +288,80 @@ class EvalConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class SaveConfig(Section):
-    """What is kept on disk."""
+    """The files of a run that are written and kept."""
 
     every: AtLeast1 = 20
     """Steps between checkpoints; one is always written at the end."""
     keep_last: AtLeast1 = 2
-    """Older checkpoints are removed."""
+    """Number of newest checkpoints that are kept; older ones are removed."""
     keep_best: bool = True
-    """Keep the checkpoint with the best held-out accuracy besides."""
+    """Also keep the checkpoint with the best held-out accuracy."""
     rollouts: AtLeast0 = 0
-    """Keep the rollout files of the last N steps; 0 = all."""
+    """Number of last steps whose rollout files are kept; 0 = those of all steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig(Section):
-    """What every run has. A run is always of a kind, which adds its own: `RL` or `SFT`."""
+    """The settings of every run. A run always has a kind, which adds its own settings: `RL` or `SFT`."""
 
+    # The name of the kind in config.yaml.
     kind: ClassVar[str]
-    variants: ClassVar[tuple[str, ...]] = ()  # its fields whose class is chosen by name
-    unused: ClassVar[tuple[str, ...]] = ()  # its fields that do nothing in this kind, and are not written
-    since_format_1: ClassVar[Mapping[str, Mapping[str, Any]]] = {}  # sections that came later: what was done before
+    # The fields whose class is chosen by name, such as the algorithm.
+    variants: ClassVar[tuple[str, ...]] = ()
+    # The fields that have no effect in this kind of run. They are not written to config.yaml.
+    unused: ClassVar[tuple[str, ...]] = ()
+    # The sections that files of format 1 do not have, with the settings that give what Cohort did at that time.
+    since_format_1: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
 
     recipe: str = ""
-    """Name of the recipe this came from; filled in by the loader."""
+    """Name of the recipe that returned this config; the loader sets it."""
     model: str = "tiny"
-    """A bundled or pulled name (see `cohort models`), a folder in Hugging Face format, or owner/name on its hub."""
+    """The model to train: a bundled or pulled name (see `cohort models`), a folder in Hugging Face format, or
+    owner/name on the Hugging Face hub."""
     steps: AtLeast1 = 100
-    """Training steps."""
+    """Number of training steps."""
     seed: AtLeast0 = 0
+    """Seed of all random choices of the run."""
     threads: AtLeast0 = 0
-    """CPU threads; 0 = all cores. Part of the checkpoint: sums depend on it."""
+    """Number of CPU threads; 0 = all cores. It is stored in checkpoints, because the rounding of sums depends on it."""
     template: Literal["chat", "text"] = "chat"
-    """How prompts are rendered: by the model's chat template, or as raw text (for base models)."""
+    """How prompts are rendered: chat = by the model's chat template, text = as raw text, for base models."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to sample and train; auto = on a GPU if torch sees one. The run records which, and goes on there."""
+    """Where to sample and train: auto = on a GPU if torch finds one. The run records the choice and resumes there."""
     optim: OptimConfig = field(default_factory=OptimConfig)
     learner: LearnerConfig = field(default_factory=LearnerConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     save: SaveConfig = field(default_factory=SaveConfig)
 
     def __new__(cls, **settings: Any) -> Self:
+        # Recipes from before there were kinds return RunConfig(...). Without this they would fail later and unclearly.
         if cls is RunConfig:
-            raise ConfigError("RunConfig is what every kind of run has: write RL(...) instead, or SFT(...).")
+            raise ConfigError(
+                "RunConfig(...) has no kind, but every run needs one: write RL(...) instead, or SFT(...)."
+            )
         return super().__new__(cls)
 
     def require_complete(self) -> None:
-        """Raise a ConfigError where something is missing without which the config cannot even be read."""
+        """Raises a ConfigError if a part is missing that is needed to list the settings. A kind may override it."""
 
-    def records(self) -> dict[str, Any]:
-        """The fields that are dicts, as records: their settings depend on other fields, and become flags."""
+    def make_flag_records(self) -> dict[str, Any]:
+        """Returns a record for each field that is a dict, by field name, so that its keys become flags.
+
+        A dict field has keys that depend on other fields, such as `reward`, whose keys are the parts of the task.
+        """
         return {}
 
-    def with_variant(self, name: str, value: Any) -> Self:
-        """With another variant of the field `name`, and without what was set for the former one."""
+    def replace_variant(self, name: str, value: Any) -> Self:
+        """Returns the config with `value` in the field `name`, without settings that only fitted the former value."""
         return replace(self, **{name: value})
 
-    def check(self, given: Collection[str]) -> None:
-        updates = self.steps * self.learner.updates
-        if "optim.warmup" in given and self.optim.warmup >= updates:
+    def check(self, user_settings: Collection[str]) -> None:
+        """Raises a ConfigError if the user asked for a warm-up that lasts longer than the run."""
+        updates = self.steps * self.learner.updates_per_batch
+        if "optim.warmup" in user_settings and self.optim.warmup >= updates:
             raise ConfigError(
-                f"optim.warmup is {self.optim.warmup}, but the run makes only {updates} optimizer steps: "
-                "the learning rate would never be reached; lower --optim.warmup."
+                f"optim.warmup is {self.optim.warmup}, but the run makes only {updates} optimizer steps, so it would "
+                "never reach its learning rate. Lower --optim.warmup."
             )
 
 

@@ -1,10 +1,10 @@
-"""What every class of settings shares: bounds beside its fields, rules beside the class they speak of.
+"""The base class of all sections of settings, with the three kinds of rules that a section can declare.
 
-    warmup: Annotated[int, at_least(0)] = 0          # a bound
-    effects = (Effect(...),)                         # when a setting acts, and why it otherwise does not
-    def check(self, given): ...                      # what must hold together
+    warmup: Annotated[int, at_least(0)] = 0          # a bound of one setting
+    effects = (Effect(...),)                         # when settings have an effect, and why they otherwise have none
+    def check(self, user_settings): ...              # what must hold for several settings together
 
-`cohort.config.rules` walks a config and applies them.
+`cohort.config.rules` goes through all sections of a config and applies the rules.
 """
 
 from __future__ import annotations
@@ -18,23 +18,26 @@ from typing import Annotated, Any, ClassVar, TypeVar
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """What a number must satisfy: how that is worded, and whether it holds."""
+    """A condition on one number. `wording` follows "it must be" in messages; `holds` tests a value."""
 
-    wanted: str
+    wording: str
     holds: Callable[[Any], bool]
 
 
 def at_least(low: float) -> Bound:
+    """Returns the bound x >= low."""
     return Bound(f"at least {low}", lambda x: x >= low)
 
 
 def above(low: float) -> Bound:
+    """Returns the bound x > low."""
     return Bound(f"above {low}", lambda x: x > low)
 
 
 FINITE = Bound("a finite number", math.isfinite)
 ONE_AT_MOST = Bound("from 0 to 1", lambda x: 0 <= x <= 1)
 
+# Types for the fields of sections. The comparisons are False for NaN, but infinity passes them: hence the bound FINITE.
 AtLeast0 = Annotated[int, at_least(0)]
 AtLeast1 = Annotated[int, at_least(1)]
 Finite = Annotated[float, FINITE]
@@ -46,55 +49,70 @@ BelowOne = Annotated[float, Bound("at least 0 and below 1", lambda x: 0 <= x < 1
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """`settings` act only when `acts` holds; `through` are the settings that decide it.
+    """The condition under which settings have an effect. A setting that the user gave without effect is an error.
 
-    Names are relative to the section that has the effect: `steps` in `ReplayConfig` is `replay.steps`.
+    Names are relative to the section that declares it: `steps` in `ReplayConfig` is the setting `replay.steps`.
     """
 
+    # The settings that have an effect only if `acts(section)` is true.
     settings: tuple[str, ...]
-    through: tuple[str, ...]
-    acts: Callable[[Any], bool]  # of the section
-    because: str
+    # The settings that the condition depends on.
+    decided_by: tuple[str, ...]
+    acts: Callable[[Any], bool]
+    # Why there is no effect if the condition is false; after a semicolon what the user can change, if anything.
+    reason: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """A class of settings."""
+    """A group of settings that belong together, such as `optim`. Sections can contain sections."""
 
     effects: ClassVar[tuple[Effect, ...]] = ()
-    optional: ClassVar[bool] = False  # it can be off, and config.yaml then has none of its settings
+    # True if the section can be switched off. While it is off, config.yaml has none of its settings.
+    optional: ClassVar[bool] = False
 
     @property
-    def on(self) -> bool:
-        """Whether what it sets is done at all."""
+    def is_on(self) -> bool:
+        """Whether the feature that this section configures is used at all."""
         return True
 
-    def check(self, given: Collection[str]) -> None:
-        """Raise a ConfigError about settings that cannot go together. `given`: those the user wrote, by full name."""
+    def check(self, user_settings: Collection[str]) -> None:
+        """Raises a ConfigError if settings contradict each other.
+
+        `user_settings` are the full dotted names of the settings that the user gave, such as `optim.warmup`.
+        """
 
 
 S = TypeVar("S", bound=Section)
 
 
-def sections(section: Section, prefix: str = "") -> Iterator[tuple[str, Section]]:
-    """Every section inside `section`, then itself, each with the beginning of its settings' names."""
+def walk_sections(section: Section, prefix: str = "") -> Iterator[tuple[str, Section]]:
+    """Yields every section inside `section`, then `section` itself, each as (prefix of its setting names, section).
+
+    The prefix ends with a dot, such as `algo.kl.`; that of the outermost section is `prefix`.
+    """
     for field in dataclasses.fields(section):
         value = getattr(section, field.name)
         if isinstance(value, Section):
-            yield from sections(value, f"{prefix}{field.name}.")
+            yield from walk_sections(value, f"{prefix}{field.name}.")
     yield prefix, section
 
 
-def tidied(section: S) -> S:
-    """With every part that is off at its default: what does not act makes no difference between two configs."""
-    default, changes = None, {}
+def reset_inactive_sections(section: S) -> S:
+    """Returns `section` with every section inside it that is off set to its default.
+
+    Afterwards two configs are equal if they differ only in settings without effect.
+    """
+    default = None
+    changes = {}
     for field in dataclasses.fields(section):
         value = getattr(section, field.name)
         if not isinstance(value, Section):
             continue
-        if value.on:
-            changes[field.name] = tidied(value)
+        if value.is_on:
+            changes[field.name] = reset_inactive_sections(value)
         else:
+            # The default of the enclosing class, not of the section: reinforce_pp has its own defaults for kl.
             default = type(section)() if default is None else default
             changes[field.name] = getattr(default, field.name)
     return dataclasses.replace(section, **changes) if changes else section

@@ -1,0 +1,1 @@
+"""Batches: plain arrays of samples, packed into microbatches, and tensors as bytes."""

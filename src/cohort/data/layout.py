@@ -1,8 +1,8 @@
-"""Who sees whom in a stream, without a mask over all pairs.
+"""Which tokens of a packed stream see which others, without a mask over all pairs.
 
-A stream is cut into spans. A token sees its span up to itself, and all of the span's prompt where that is another
-span, which several share. Two forms of the same: `blocks` for plain products, `runs` for attention that takes
-sequences of any length end to end.
+A packed stream is cut into spans. A token sees its own span up to itself. If the span's prompt is another span, which
+several spans may share, the token sees all of that prompt too. There are two forms of this: `Blocks` for plain matrix
+products, and `Runs` for attention kernels that take sequences of any length end to end.
 """
 
 from __future__ import annotations
@@ -16,132 +16,153 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cohort.data.transfer import put
+from cohort.data.transfer import copy_to_device
 
-WASTE = 0.25  # share of padded query-key pairs in a block worth a call less
-CALL = 8192  # pairs computed in about the time that a call itself costs
+# Spans are put into one block while padding adds at most this share of query-key pairs ...
+MAX_PADDED_SHARE = 0.25
+# ... plus this many pairs, which take about as long as the call itself.
+PAIRS_PER_CALL = 8192
 
 
 class Span(NamedTuple):
-    """A run of tokens that sees its prompt, where that lies elsewhere in the stream, and itself up to each."""
+    """A run of tokens in the packed stream. Each token sees the span up to itself, and a shared prompt if there is one.
+
+    A span without shared prompt (`prompt_length` 0) is a prompt, or a prompt and its completion in one.
+    """
 
     start: int
     length: int
-    prompt: int  # where it starts
-    size: int  # of the prompt; 0 = the span has no other
+    prompt_start: int  # index of the shared prompt's first token in the packed stream
+    prompt_length: int  # 0 = there is no shared prompt
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Block:
-    """Segments of similar length attended in one call: b segments of Lq queries over Lk keys, padded.
+    """Spans of similar length that are attended in one call: b spans of Lq queries over Lk keys, padded.
 
-    Query i of segment s sees keys 0 .. offsets[s] + i. A completion's keys are its prompt and itself with
-    offset = prompt length; a prompt's keys are itself with offset 0. Padding repeats an arbitrary token: padded
-    keys lie beyond every real query's reach, padded queries are never read.
+    Query i of span s sees keys 0 .. offsets[s] + i. The keys of a completion are its prompt and itself, and its offset
+    is the prompt's length. The keys of a prompt are itself, and its offset is 0. Padding repeats an arbitrary token:
+    padded keys come after every key that a real query sees, and the results of padded queries are never read.
     """
 
-    queries: Tensor  # [b, Lq] indices into the stream
-    keys: Tensor  # [b, Lk] indices into the stream
+    queries: Tensor  # [b, Lq] indices into the packed stream
+    keys: Tensor  # [b, Lk] indices into the packed stream
     offsets: Tensor  # [b]
-    alike: bool  # all offsets are equal
+    has_equal_offsets: bool  # all offsets are equal, so that one mask serves all spans
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Blocks:
+    """A packed stream as padded blocks."""
+
     blocks: list[Block]
-    order: Tensor  # [T] row of each token in the blocks' outputs laid end to end
+    order: Tensor  # [T] row of each token in the outputs of the blocks, laid end to end
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Runs:
-    """Every span as a sequence of queries, and what it sees, end to end: its prompt (once a span) and itself.
+    """A packed stream as sequences end to end: per span its queries, and as keys its prompt (if shared) and itself.
 
-    Edges are [n + 1] int32: where each begins, and the end. The last query of a span sees all of its keys, the one
-    before all but the last, and so on.
+    Edges are [n + 1] int32: the index at which each of n sequences begins, then the end of the last. The last query of
+    a span sees all keys of the span, the query before it all but the last key, and so on.
     """
 
-    queries: Tensor  # edges of the spans
-    longest: int
-    keys: Tensor  # edges of what they see
-    most_seen: int
-    copies: Copies | None  # None = nothing is shared, the keys are the stream
+    query_edges: Tensor
+    max_queries: int  # of one span
+    key_edges: Tensor
+    max_keys: int  # of one span
+    copies: Copies | None  # None = no prompt is shared, so the keys are the packed stream
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Copies:
-    """The keys that sequences see, where a shared prompt's come once a sibling."""
+    """Where the S keys of `Runs` come from, where prompts are shared: a shared prompt's keys occur once per sibling."""
 
-    order: Tensor  # [S] where in the stream each lies
-    back: Tensor  # [S] the copies of the stream's first token, of its second, ...
-    edges: Tensor  # [T + 1] of those
+    stream_index: Tensor  # [S] index into the packed stream of each key
+    copies_by_token: Tensor  # [S] indices of the copies of the stream's first token, then of its second, ...
+    token_edges: Tensor  # [T + 1] where the copies of each token begin in `copies_by_token`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    spans: Sequence[Span]  # end to end, in the stream's order; none is empty
+    """The spans of a packed stream."""
+
+    spans: Sequence[Span]  # end to end, in the order of the packed stream; none is empty
     num_tokens: int
 
-    def blocks(self, device: torch.device) -> Blocks:
-        """Batch spans of similar shape, so that padding wastes little and calls are few."""
+    def make_blocks(self, device: torch.device) -> Blocks:
+        """Returns the spans as blocks of similar shape, so that padding wastes little and calls are few."""
         blocks: list[Block] = []
         order = np.empty(self.num_tokens, dtype=np.int64)
-        taken = 0
-        for members in _similar(sorted(self.spans, key=lambda s: (s.length + s.size, s.length))):
-            start, length, shared, size = np.array(members).T[:, :, None]  # [b, 1] each
-            lq, lk = int(length.max()), int((length + size).max())
-            column, row = np.arange(lk), np.arange(lq)
-            own = start + np.minimum(column - size, length - 1)
-            keys = np.where(column < size, shared + column, own)  # [b, Lk]
+        num_rows = 0  # in the outputs of the blocks so far
+        for members in _group_similar(sorted(self.spans, key=lambda s: (s.length + s.prompt_length, s.length))):
+            start, length, prompt_start, prompt_length = np.array(members).T[:, :, None]  # [b, 1] each
+            lq = int(length.max())
+            lk = int((length + prompt_length).max())
+            column = np.arange(lk)
+            row = np.arange(lq)
+            # The minimum keeps the indices of padding inside the span.
+            own_keys = start + np.minimum(column - prompt_length, length - 1)
+            keys = np.where(column < prompt_length, prompt_start + column, own_keys)  # [b, Lk]
             queries = start + np.minimum(row, length - 1)  # [b, Lq]
             real = row < length
-            order[queries[real]] = (taken + np.arange(len(members))[:, None] * lq + row)[real]
-            taken += len(members) * lq
+            order[queries[real]] = (num_rows + np.arange(len(members))[:, None] * lq + row)[real]
+            num_rows += len(members) * lq
             blocks.append(
                 Block(
-                    queries=put(queries, device),
-                    keys=put(keys, device),
-                    offsets=put(size[:, 0].copy(), device),
-                    alike=bool((size == size[0]).all()),
+                    queries=copy_to_device(queries, device),
+                    keys=copy_to_device(keys, device),
+                    offsets=copy_to_device(prompt_length[:, 0].copy(), device),
+                    has_equal_offsets=bool((prompt_length == prompt_length[0]).all()),
                 )
             )
-        return Blocks(blocks=blocks, order=put(order, device))
+        return Blocks(blocks=blocks, order=copy_to_device(order, device))
 
-    def runs(self, device: torch.device) -> Runs:
-        lengths, seen = [s.length for s in self.spans], [s.length + s.size for s in self.spans]
+    def make_runs(self, device: torch.device) -> Runs:
+        """Returns the spans as sequences end to end."""
+        num_queries = [s.length for s in self.spans]
+        num_keys = [s.length + s.prompt_length for s in self.spans]
         return Runs(
-            queries=put(_edges(lengths), device, torch.int32),
-            longest=max(lengths),
-            keys=put(_edges(seen), device, torch.int32),
-            most_seen=max(seen),
-            copies=self._copies(device) if seen != lengths else None,
+            query_edges=copy_to_device(_accumulate_edges(num_queries), device, torch.int32),
+            max_queries=max(num_queries),
+            key_edges=copy_to_device(_accumulate_edges(num_keys), device, torch.int32),
+            max_keys=max(num_keys),
+            copies=self._make_copies(device) if num_keys != num_queries else None,
         )
 
-    def _copies(self, device: torch.device) -> Copies:
-        parts = ((s.prompt, s.size, s.start, s.length) for s in self.spans)
+    def _make_copies(self, device: torch.device) -> Copies:
+        """Returns where the keys of all spans come from: per span its shared prompt, then itself."""
+        parts = ((s.prompt_start, s.prompt_length, s.start, s.length) for s in self.spans)
         order = np.concatenate([np.r_[at : at + size, start : start + n] for at, size, start, n in parts])
         return Copies(
-            order=put(order, device),
-            back=put(np.argsort(order, kind="stable"), device, torch.int32),
-            edges=put(np.r_[0, np.bincount(order, minlength=self.num_tokens).cumsum()], device, torch.int32),
+            stream_index=copy_to_device(order, device),
+            copies_by_token=copy_to_device(np.argsort(order, kind="stable"), device, torch.int32),
+            token_edges=copy_to_device(
+                np.r_[0, np.bincount(order, minlength=self.num_tokens).cumsum()], device, torch.int32
+            ),
         )
 
 
-def _edges(lengths: Sequence[int]) -> list[int]:
+def _accumulate_edges(lengths: Sequence[int]) -> list[int]:
+    """Returns where sequences of these lengths begin when laid end to end, and the end of the last."""
     return [0, *accumulate(lengths)]
 
 
-def _similar(spans: Sequence[Span]) -> list[list[Span]]:
-    """Cut a sorted list of spans where padding would cost more than the calls it saves."""
+def _group_similar(spans: Sequence[Span]) -> list[list[Span]]:
+    """Returns sorted spans in groups for one call each, cut where padding would cost more than the call it saves."""
     out: list[list[Span]] = []
+    # Of the last group: most queries, most keys, and query-key pairs without padding.
     lq = lk = area = 0
     for span in spans:
-        _, length, _, size = span
-        q, k = max(lq, length), max(lk, length + size)
-        true = area + length * (length + size)
-        if out and (len(out[-1]) + 1) * q * k <= (1 + WASTE) * true + CALL:
+        _, length, _, prompt_length = span
+        q, k = max(lq, length), max(lk, length + prompt_length)
+        true_area = area + length * (length + prompt_length)
+        if out and (len(out[-1]) + 1) * q * k <= (1 + MAX_PADDED_SHARE) * true_area + PAIRS_PER_CALL:
             out[-1].append(span)
-            lq, lk, area = q, k, true
+            lq, lk = q, k
+            area = true_area
         else:
             out.append([span])
-            lq, lk, area = length, length + size, length * (length + size)
+            lq, lk = length, length + prompt_length
+            area = lq * lk
     return out

@@ -1,4 +1,7 @@
-"""Groups -> a batch of plain arrays; a batch -> microbatches under a token budget, a group's prompt stored once."""
+"""Packing in two steps: groups become a batch of plain arrays, and a batch becomes microbatches within a token budget.
+
+A microbatch stores the prompt of a group once where that saves enough tokens.
+"""
 
 from __future__ import annotations
 
@@ -19,36 +22,40 @@ from cohort.fates import Fate
 from cohort.system.clock import stage
 from cohort.types import Group, Provenance, Sample, SampleId
 
-LEAST_SAVED = 0.02  # of the tokens
+# Prompts are shared where that saves more than this share of the tokens. Shared prompts need a second attention call.
+MIN_SAVED_SHARE = 0.02
 
 # ---- groups -> batch -------------------------------------------------------------------------------------------------
 
 
 @stage("pack")
 def make_batch(groups: Sequence[Group], minibatches: int = 1, loss_on: Provenance = Provenance.SAMPLED) -> Batch:
-    """The samples of these groups that have a gradient, divided into `minibatches` optimizer steps.
+    """Returns the samples of these groups that have a gradient, divided into `minibatches` optimizer steps.
 
-    Groups of constant reward are counted in the denominators and left out: their gradient is exactly zero, their share
-    of the mean is not. Masked and empty samples count as samples, without tokens.
+    `loss_on` is the provenance of the tokens that the loss may touch. Groups of constant reward are left out but count
+    in the denominators: their gradient is exactly zero, their share of the mean is not. Masked and empty samples count
+    as samples without tokens. Raises ValueError where two samples have the same id.
     """
     fates: Counter[str] = Counter()
     counts: list[Counts] = []
     rows: list[_Row] = []
     prompts: list[Ints] = []
-    for index, chosen in enumerate(_divided(groups, minibatches)):
+    for index, chosen in enumerate(_divide_groups(groups, minibatches)):
         num_samples = num_tokens = num_prompts = 0
         for n in chosen:
-            group, before = groups[n], num_samples
+            group = groups[n]
+            num_before = num_samples
             prompts.append(np.array(group.prompt.tokens, dtype=np.int64))
             for id, sample in zip(group.ids(), group.samples, strict=True):
-                targets = _targets(sample, loss_on)
-                fate = _fate(group, sample, len(targets))
+                targets = _find_targets(sample, loss_on)
+                fate = _classify_sample(group, sample, len(targets))
                 fates[fate] += 1
                 num_samples += fate not in ("failed", "excluded")
                 num_tokens += len(targets) if fate in ("packed", "no_signal") else 0
                 if fate == "packed":
                     rows.append(_Row(id, len(prompts) - 1, index, targets, sample))
-            num_prompts += num_samples > before
+            # A prompt counts if at least one of its samples does.
+            num_prompts += num_samples > num_before
         counts.append(Counts(num_samples=num_samples, num_tokens=num_tokens, num_prompts=num_prompts))
     if len({row.id for row in rows}) < len(rows):
         raise ValueError("two samples of a batch have the same id (task, prompt, visit, sample)")
@@ -59,41 +66,47 @@ def make_batch(groups: Sequence[Group], minibatches: int = 1, loss_on: Provenanc
         prompts=prompts,
         tokens=[np.array(row.sample.tokens, dtype=np.int64) for row in rows],
         targets=[row.targets for row in rows],
-        advantages=[_advantages(row.sample) for row in rows],
+        advantages=[_token_advantages(row.sample) for row in rows],
         sampler_logprobs=[np.array(row.sample.sampler_logprobs, dtype=np.float64) for row in rows],
-        old_logprobs=[_optional(row.sample.old_logprobs) for row in rows],
-        ref_logprobs=[_optional(row.sample.ref_logprobs) for row in rows],
+        old_logprobs=[_to_array_or_none(row.sample.old_logprobs) for row in rows],
+        ref_logprobs=[_to_array_or_none(row.sample.ref_logprobs) for row in rows],
         counts=counts,
         fates=dict(fates),
     )
 
 
 class _Row(NamedTuple):
-    """A sample that has a gradient, and its places."""
+    """A sample that has a gradient, and where it belongs."""
 
     id: SampleId
     group: int  # index of its prompt
     minibatch: int
-    targets: Ints
+    targets: Ints  # indices of the tokens that the loss may touch
     sample: Sample
 
 
-def _divided(groups: Sequence[Group], parts: int) -> list[list[int]]:
-    """Indices of the groups of each minibatch: as many that count in every one, and those used again spread evenly."""
-    counting = [n for n, g in enumerate(groups) if g.excluded.counts]
+def _divide_groups(groups: Sequence[Group], parts: int) -> list[list[int]]:
+    """Returns the indices of the groups of each of `parts` minibatches.
+
+    Minibatches get equal numbers of groups that count, to within one. Groups that replay uses again are spread evenly.
+    """
+    counting = [n for n, g in enumerate(groups) if g.excluded.is_counted]
+    # New and reused groups each spread over 0 .. 1 by their order; sorting by that place mixes both evenly.
     by_origin = [[n for n in counting if bool(groups[n].reused) == reused] for reused in (False, True)]
     place = {n: (i + 0.5) / len(row) for row in by_origin for i, n in enumerate(row)}
     order = sorted(counting, key=place.__getitem__)
     cuts = [len(order) * part // parts for part in range(parts + 1)]
     divided = [order[a:b] for a, b in pairwise(cuts)]
-    divided[0] += [n for n in range(len(groups)) if n not in place]  # only to be counted
+    # The other groups go to the first minibatch, only so that `Batch.fates` counts their samples.
+    divided[0] += [n for n in range(len(groups)) if n not in place]
     return divided
 
 
-def _fate(group: Group, sample: Sample, num_targets: int) -> str:
+def _classify_sample(group: Group, sample: Sample, num_targets: int) -> str:
+    """Returns the key of `Batch.fates` under which a sample counts. Only "packed" samples are in the batch."""
     if sample.failure:
         return "failed"
-    if not group.excluded.counts:
+    if not group.excluded.is_counted:
         return "excluded"
     if sample.masked:
         return "masked"
@@ -102,18 +115,20 @@ def _fate(group: Group, sample: Sample, num_targets: int) -> str:
     return "no_signal" if group.excluded is not Fate.TRAINED else "packed"
 
 
-def _targets(sample: Sample, loss_on: Provenance) -> Ints:
-    """Where in the sample the tokens lie that the loss may touch."""
+def _find_targets(sample: Sample, loss_on: Provenance) -> Ints:
+    """Returns the indices of the sample's tokens that the loss may touch, ascending."""
     return np.flatnonzero(np.array(sample.provenance) == int(loss_on))
 
 
-def _advantages(sample: Sample) -> Floats:
+def _token_advantages(sample: Sample) -> Floats:
+    """Returns the advantages [T] of a sample's tokens."""
     if sample.token_advantages is not None:
         return np.array(sample.token_advantages, dtype=np.float64)
     return np.full(len(sample.tokens), sample.advantage, dtype=np.float64)
 
 
-def _optional(values: list[float] | None) -> Floats | None:
+def _to_array_or_none(values: list[float] | None) -> Floats | None:
+    """Returns a list as a float64 array, and None for None."""
     return None if values is None else np.array(values, dtype=np.float64)
 
 
@@ -121,8 +136,8 @@ def _optional(values: list[float] | None) -> Floats | None:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Unit:
-    """Samples that share one copy of their prompt: a group, or a part of one that exceeds the budget."""
+class PackUnit:
+    """Samples that share one copy of their prompt: a group, or a part of a group that exceeds the token budget."""
 
     prompt: Ints
     samples: list[int]  # their numbers in the batch
@@ -130,62 +145,70 @@ class Unit:
 
 
 def pack(batch: Batch, token_budget: int, share: bool = True) -> list[Minibatch]:
-    """Every minibatch of the batch, cut into microbatches of at most `token_budget` tokens."""
+    """Returns every minibatch of the batch, cut into microbatches of at most `token_budget` tokens."""
     return [pack_minibatch(batch, index, token_budget, share) for index in range(batch.num_minibatches)]
 
 
 def pack_minibatch(batch: Batch, index: int, token_budget: int, share: bool = True) -> Minibatch:
-    """One minibatch of the batch, cut into microbatches of at most `token_budget` tokens.
+    """Returns minibatch `index` of the batch, cut into microbatches of at most `token_budget` tokens.
 
-    `share` stores a group's prompt once, where that saves enough.
+    With `share` the prompt of a group is stored once, if that saves enough tokens. Raises ConfigError for a sample
+    that does not fit the budget.
     """
     groups: dict[int, list[int]] = {}
-    for n in batch.members(index):
+    for n in batch.sample_numbers(index):
         groups.setdefault(batch.group[n], []).append(n)
-    shared = share and pays(batch, groups)
-    units = [u for group, members in groups.items() for u in _units(batch, group, members, token_budget, shared)]
+    shared = share and sharing_pays(batch, groups)
+    units = [u for group, members in groups.items() for u in _make_units(batch, group, members, token_budget, shared)]
     group_lengths = {group: sum(len(batch.targets[n]) for n in members) for group, members in groups.items()}
     return Minibatch(
         batch=batch,
         index=index,
-        microbatches=[_microbatch(batch, bin, group_lengths) for bin in fit(units, token_budget)],
-        share=share,
-        longest=max((_size(batch, n) for members in groups.values() for n in members), default=0),
+        microbatches=[_make_microbatch(batch, bin, group_lengths) for bin in fit_into_bins(units, token_budget)],
+        share_prompts=share,
+        longest_sample=max((_num_tokens(batch, n) for members in groups.values() for n in members), default=0),
     )
 
 
 def longest_sample(batch: Batch) -> int:
-    """Tokens of the longest sample with its prompt: no microbatch can be smaller."""
-    return max((_size(batch, n) for n in range(len(batch.ids))), default=0)
+    """Returns the tokens of the longest sample with its prompt. No token budget can be smaller."""
+    return max((_num_tokens(batch, n) for n in range(len(batch.ids))), default=0)
 
 
-def pays(batch: Batch, groups: Mapping[int, Sequence[int]]) -> bool:
-    """Whether computing a prompt once per group is worth a second call of attention."""
-    alone = sum(_size(batch, n) for members in groups.values() for n in members)
+def sharing_pays(batch: Batch, groups: Mapping[int, Sequence[int]]) -> bool:
+    """Returns whether computing a prompt once per group saves enough tokens to be worth a second attention call.
+
+    `groups` has the numbers of the samples by group.
+    """
+    without_sharing = sum(_num_tokens(batch, n) for members in groups.values() for n in members)
     saved = sum(len(batch.prompts[group]) * (len(members) - 1) for group, members in groups.items())
-    return saved > LEAST_SAVED * alone
+    return saved > MIN_SAVED_SHARE * without_sharing
 
 
 def with_old_logprobs(minibatch: Minibatch, old: Mapping[int, Floats]) -> Minibatch:
-    """The same microbatches with old log-probabilities: `old` has those of every sample [T], by its number."""
+    """Returns the minibatch with old log-probabilities in its microbatches. `old` has [T] per sample, by its number."""
     batch = minibatch.batch
     micros = []
     for micro in minibatch.microbatches:
         order = torch.unique_consecutive(micro.segments).tolist()
-        micros.append(replace(micro, old_logprobs=_joined([old[n][batch.targets[n]] for n in order])))
+        micros.append(replace(micro, old_logprobs=_concatenate([old[n][batch.targets[n]] for n in order])))
     return replace(minibatch, microbatches=micros)
 
 
-def _size(batch: Batch, n: int) -> int:
+def _num_tokens(batch: Batch, n: int) -> int:
+    """Returns the tokens of sample number `n` with its prompt."""
     return len(batch.prompts[batch.group[n]]) + len(batch.tokens[n])
 
 
-def _units(batch: Batch, group: int, members: Sequence[int], budget: int, share: bool) -> list[Unit]:
-    """One unit if the group fits and sharing is on; otherwise as few as fit."""
-    units: list[Unit] = []
+def _make_units(batch: Batch, group: int, members: Sequence[int], budget: int, share: bool) -> list[PackUnit]:
+    """Returns the samples of a group as units within the budget: as few as possible with `share`, else one per sample.
+
+    Raises ConfigError for an empty prompt and for a sample that exceeds the budget alone.
+    """
+    units: list[PackUnit] = []
     prompt = batch.prompts[group]
     if not len(prompt):
-        raise ConfigError("a sample has no token before it: nothing can predict its first one; give it a prompt")
+        raise ConfigError("a sample has no prompt, so no token can predict its first one; give it a prompt")
     for n in members:
         num = len(batch.tokens[n])
         if len(prompt) + num > budget:
@@ -197,13 +220,16 @@ def _units(batch: Batch, group: int, members: Sequence[int], budget: int, share:
             last = units[-1]
             units[-1] = replace(last, samples=[*last.samples, n], num_tokens=last.num_tokens + num)
         else:
-            units.append(Unit(prompt=prompt, samples=[n], num_tokens=len(prompt) + num))
+            units.append(PackUnit(prompt=prompt, samples=[n], num_tokens=len(prompt) + num))
     return units
 
 
-def fit(units: Sequence[Unit], budget: int) -> list[list[Unit]]:
-    """First-fit decreasing: few microbatches, well filled. Deterministic: ties keep their order."""
-    bins: list[list[Unit]] = []
+def fit_into_bins(units: Sequence[PackUnit], budget: int) -> list[list[PackUnit]]:
+    """Returns the units in few, well-filled bins of at most `budget` tokens, by first-fit decreasing.
+
+    The result is deterministic: units of equal size keep their order.
+    """
+    bins: list[list[PackUnit]] = []
     room: list[int] = []
     for unit in sorted(units, key=lambda u: -u.num_tokens):
         for i, free in enumerate(room):
@@ -217,8 +243,9 @@ def fit(units: Sequence[Unit], budget: int) -> list[list[Unit]]:
     return bins
 
 
-def _microbatch(batch: Batch, units: Sequence[Unit], group_lengths: Mapping[int, int]) -> Microbatch:
-    stream = _Stream()
+def _make_microbatch(batch: Batch, units: Sequence[PackUnit], group_lengths: Mapping[int, int]) -> Microbatch:
+    """Returns a microbatch of these units. `group_lengths` has the number of targets per group."""
+    stream = _PackedStream()
     source: list[Ints] = []
     chosen = [n for unit in units for n in unit.samples]
     for unit in units:
@@ -227,42 +254,46 @@ def _microbatch(batch: Batch, units: Sequence[Unit], group_lengths: Mapping[int,
         inputs = {n: batch.tokens[n][: batch.targets[n][-1]] for n in unit.samples}
         shared = len(unit.samples) > 1 and any(map(len, inputs.values()))
         # One sample, or several without inputs of their own, are one plain sequence with the prompt.
-        own = inputs[unit.samples[0]][:0] if shared else max(inputs.values(), key=len)
-        start = stream.add(np.concatenate([unit.prompt, own]), 0)
+        own_inputs = inputs[unit.samples[0]][:0] if shared else max(inputs.values(), key=len)
+        start = stream.add(np.concatenate([unit.prompt, own_inputs]), 0)
         for n in unit.samples:
             first = start + size
             if shared and len(inputs[n]):
                 first = stream.add(inputs[n], size, (start, size))
-            at = batch.targets[n]
-            source.append(np.where(at > 0, first + at - 1, start + size - 1))
-    num = [len(batch.targets[n]) for n in chosen]
+            targets = batch.targets[n]
+            # A target is predicted by the token before it; the sample's first token by the prompt's last.
+            source.append(np.where(targets > 0, first + targets - 1, start + size - 1))
+    num_targets = [len(batch.targets[n]) for n in chosen]
     return Microbatch(
-        tokens=_joined(stream.tokens),
-        positions=_joined(stream.positions),
+        tokens=_concatenate(stream.tokens),
+        positions=_concatenate(stream.positions),
         layout=Layout(spans=stream.spans, num_tokens=stream.num),
-        source=_joined(source),
-        targets=_joined([batch.tokens[n][batch.targets[n]] for n in chosen]),
-        segments=_repeat(chosen, num),
-        lengths=_repeat(num, num),
-        group_lengths=_repeat([group_lengths[batch.group[n]] for n in chosen], num),
-        advantages=_joined([batch.advantages[n][batch.targets[n]] for n in chosen]),
-        sampler_logprobs=_joined([batch.sampler_logprobs[n][batch.targets[n]] for n in chosen]),
-        old_logprobs=_chosen(batch, batch.old_logprobs, chosen),
-        ref_logprobs=_chosen(batch, batch.ref_logprobs, chosen),
+        source=_concatenate(source),
+        targets=_concatenate([batch.tokens[n][batch.targets[n]] for n in chosen]),
+        segments=_repeat_per_token(chosen, num_targets),
+        lengths=_repeat_per_token(num_targets, num_targets),
+        group_lengths=_repeat_per_token([group_lengths[batch.group[n]] for n in chosen], num_targets),
+        advantages=_concatenate([batch.advantages[n][batch.targets[n]] for n in chosen]),
+        sampler_logprobs=_concatenate([batch.sampler_logprobs[n][batch.targets[n]] for n in chosen]),
+        old_logprobs=_gather_targets(batch, batch.old_logprobs, chosen),
+        ref_logprobs=_gather_targets(batch, batch.ref_logprobs, chosen),
     )
 
 
-class _Stream:
-    """Tokens end to end."""
+class _PackedStream:
+    """A packed stream while it is built: tokens of all spans end to end, with their positions."""
 
     def __init__(self) -> None:
         self.tokens: list[Ints] = []
         self.positions: list[Ints] = []
         self.spans: list[Span] = []
-        self.num = 0
+        self.num = 0  # tokens so far
 
     def add(self, tokens: Ints, position: int, prompt: tuple[int, int] | None = None) -> int:
-        """Append a span whose first token stands at `position`; returns where it begins."""
+        """Appends a span and returns the index at which it begins.
+
+        `position` is that of its first token in the sequence. `prompt` is (start, length) of a shared prompt.
+        """
         start, length = self.num, len(tokens)
         self.tokens.append(tokens)
         self.positions.append(np.arange(position, position + length))
@@ -271,17 +302,18 @@ class _Stream:
         return start
 
 
-def _joined(parts: Sequence[Ints] | Sequence[Floats]) -> Tensor:
+def _concatenate(parts: Sequence[Ints] | Sequence[Floats]) -> Tensor:
+    """Returns arrays end to end, as a tensor."""
     return torch.from_numpy(np.concatenate(parts))
 
 
-def _repeat(values: list[int], counts: list[int]) -> Tensor:
-    """A sample's value for each of its tokens."""
+def _repeat_per_token(values: list[int], counts: list[int]) -> Tensor:
+    """Returns each sample's value repeated for each of its tokens; `counts` has the tokens per sample."""
     return torch.from_numpy(np.repeat(np.array(values), counts))
 
 
-def _chosen(batch: Batch, values: Sequence[Floats | None], chosen: Sequence[int]) -> Tensor | None:
-    """Of these samples' targets, [N]; None where the samples have none."""
+def _gather_targets(batch: Batch, values: Sequence[Floats | None], chosen: Sequence[int]) -> Tensor | None:
+    """Returns the values of the targets [N] of the samples numbered `chosen`; None where these samples have none."""
     present = [(n, v) for n in chosen if (v := values[n]) is not None]
     assert len(present) in (0, len(chosen)), "some samples of a batch are annotated and some are not"
-    return _joined([v[batch.targets[n]] for n, v in present]) if present else None
+    return _concatenate([v[batch.targets[n]] for n, v in present]) if present else None

@@ -1,4 +1,4 @@
-"""Tensors as plain arrays, so that they can travel: weights and optimizer states between processes."""
+"""Tensors as records of plain arrays, so that weights and optimizer states can be sent between processes."""
 
 from __future__ import annotations
 
@@ -16,31 +16,32 @@ from cohort.serialize import record
 @record
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlainTensor:
-    """A tensor's bytes on the host, whatever its type: numpy knows no bfloat16."""
+    """A tensor's bytes on the host. Bytes serve every type: numpy has no bfloat16."""
 
-    dtype: str  # as torch calls it: "bfloat16"
+    dtype: str  # torch's name, such as "bfloat16"
     shape: list[int]
     data: NDArray[np.uint8]
 
 
-def as_plain(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, PlainTensor]:
-    """Named tensors, copied to the host."""
-    return {name: _plain(tensor) for name, tensor in tensors}
+def tensors_to_records(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, PlainTensor]:
+    """Returns named tensors as records, by name. The data is a copy on the host."""
+    return {name: _tensor_to_record(tensor) for name, tensor in tensors}
 
 
-def _plain(tensor: Tensor) -> PlainTensor:
-    here = tensor.detach().to("cpu", copy=True).contiguous()
-    dtype = str(here.dtype).removeprefix("torch.")
-    return PlainTensor(dtype=dtype, shape=list(here.shape), data=here.flatten().view(torch.uint8).numpy())
+def _tensor_to_record(tensor: Tensor) -> PlainTensor:
+    """Returns a tensor as a record with a copy of its bytes."""
+    on_host = tensor.detach().to("cpu", copy=True).contiguous()
+    dtype = str(on_host.dtype).removeprefix("torch.")
+    return PlainTensor(dtype=dtype, shape=list(on_host.shape), data=on_host.flatten().view(torch.uint8).numpy())
 
 
-def as_tensor(plain: PlainTensor) -> Tensor:
-    """The tensor again, on the host, bit for bit."""
+def tensor_from_record(plain: PlainTensor) -> Tensor:
+    """Returns the tensor of a record, on the host, equal bit for bit."""
     tensor = torch.empty(plain.shape, dtype=getattr(torch, plain.dtype))
     tensor.view(-1).view(torch.uint8).copy_(torch.from_numpy(plain.data))
     return tensor
 
 
-def as_tensors(plain: dict[str, PlainTensor]) -> dict[str, Tensor]:
-    """Named tensors again."""
-    return {name: as_tensor(one) for name, one in plain.items()}
+def tensors_from_records(plain: dict[str, PlainTensor]) -> dict[str, Tensor]:
+    """Returns the tensors of records, by name."""
+    return {name: tensor_from_record(one) for name, one in plain.items()}

@@ -1,4 +1,4 @@
-"""From the host to a device, without waiting for what already runs there."""
+"""Copies from the host to a device that do not wait for work already queued there."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 
-def put(values: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """A tensor of these values, on its way to the device. Ordinary memory would be copied after everything queued."""
-    here = torch.as_tensor(values, dtype=dtype)
-    return here.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else here.to(device)
+def copy_to_device(values: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """Returns a tensor of these values on the device. On a GPU the copy may still be under way."""
+    on_host = torch.as_tensor(values, dtype=dtype)
+    # With pinned memory the host does not wait. From ordinary memory the copy would wait for everything queued before.
+    return on_host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else on_host.to(device)

@@ -1,8 +1,9 @@
-"""The engine of models outside the native family: batches of requests, the model's own cache.
+"""The engine for models outside the native family: batches of requests on transformers' own classes and caches.
 
-Rows of a batch are padded on the left, so that their next tokens stand in one column and distances between tokens are
-what they are alone. Who ends leaves at once: the cache is copied without its row, which is what the cache itself does
-at every token. A batch is begun when the one before has ended.
+The rows of a batch are padded on the left. So their next tokens stand in one column, and the distances between the
+tokens of a row are the same as without padding. A request that ends leaves at once: the cache is copied without its
+row. That costs no more than a step, because the cache copies itself at every token anyway. A batch begins when the one
+before has ended.
 """
 
 from __future__ import annotations
@@ -14,23 +15,30 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cohort.engines.base import Abilities, Event, Request, Weights, Work
+from cohort.engines.base import Abilities, Event, Request, Weights, WorkCounters
 from cohort.engines.draft import Draft
-from cohort.engines.native.engine import LOGITS
-from cohort.engines.native.random import stream_of
-from cohort.engines.native.sampler import draw
+from cohort.engines.native.engine import MAX_LOGITS
+from cohort.engines.native.random import derive_random_stream
+from cohort.engines.native.sampler import draw_tokens
 from cohort.engines.native.slots import Slots
-from cohort.engines.requests import check_engine, check_request, closed, damaged, not_under_way
+from cohort.engines.requests import (
+    check_engine_limits,
+    check_request,
+    closed_engine_error,
+    damaged_weights_error,
+    unknown_request_error,
+)
 from cohort.errors import ConfigError, ModelError
 from cohort.models.auto import AutoDecoder
-from cohort.models.functions import wide_product
+from cohort.models.functions import multiply_wide
 from cohort.types import Finish, Sample
 
-PREFILL_TOKENS = 1 << 15  # most prompt tokens in one forward, padding included (a longer prompt goes alone)
+# Most prompt tokens in one forward, padding included. A longer prompt has a forward of its own.
+PREFILL_TOKENS = 1 << 15
 
 
 class AutoEngine:
-    """Samples with the decoder that the learner trains. Protocol, random numbers and meaning as `NativeEngine`."""
+    """Samples with the decoder that the learner trains. Same protocol, random numbers and meaning as `NativeEngine`."""
 
     name = "transformers"
     abilities = Abilities()
@@ -44,29 +52,33 @@ class AutoEngine:
         max_context: int,
         window: int = 8,
     ) -> None:
-        check_engine(slots, window, max_context, decoder.config.max_positions)
+        check_engine_limits(slots, window, max_context, decoder.config.max_positions)
         self.decoder, self.decode = decoder, tokenizer_decode
-        self.num_slots, self.max_context, self.window = slots, max_context, window
+        self.num_slots = slots
+        self.max_context = max_context
+        self.window = window
         self.device = decoder.embed.device
         self.version = 0
-        self.drafts: dict[str, Draft] = {}  # all that are not ended, by request id
+        self.drafts: dict[str, Draft] = {}  # all drafts that have not ended, by request id
         self.waiting: list[Draft] = []
         self.running: list[Draft] = []  # by row
-        wide = torch.float64 if decoder.embed.dtype == torch.float64 else torch.float32
-        self.slots = Slots(slots, window, wide, self.device)
-        self.cache: Any = None  # what the model remembers of the rows
-        self.mask = torch.zeros(0, 0, dtype=torch.long, device=self.device)  # [rows, columns of the cache], 0 = padding
+        float_dtype = torch.float64 if decoder.embed.dtype == torch.float64 else torch.float32
+        self.slots = Slots(slots, window, float_dtype, self.device)
+        self.cache: Any = None  # transformers' cache of the running rows
+        # [rows, columns of the cache], 0 = padding.
+        self.mask = torch.zeros(0, 0, dtype=torch.long, device=self.device)
         self._events: list[Event] = []
         self._closed = False
-        self.work = Work()
+        self.work = WorkCounters()
 
     # ---- protocol
 
     def submit(self, request: Request) -> None:
+        """Queues a request for one of the next batches."""
         if self._closed:
-            raise closed(self.name)
+            raise closed_engine_error(self.name)
         check_request(request, self.max_context, self.decoder.config.vocab_size, self.drafts)
-        self.drafts[request.id] = Draft(request=request, stream=stream_of(request.key))
+        self.drafts[request.id] = Draft(request=request, random_stream=derive_random_stream(request.key))
         self.waiting.append(self.drafts[request.id])
 
     @property
@@ -75,127 +87,146 @@ class AutoEngine:
 
     @torch.no_grad()
     def poll(self, timeout: float = 0.0) -> list[Event]:
-        """Up to `window` steps. Reports every running request's new tokens and what ended."""
+        """Runs up to `window` steps. Reports the new tokens of every running request, and the samples that ended."""
         for _ in range(self.window):
             if not self.drafts:
                 break
-            self._step()
-        self._leave(self._read(range(len(self.running))))
+            self._run_step()
+        self._remove_rows(self._read_rows(range(len(self.running))))
         events, self._events = self._events, []
         return events
 
     def abort(self, id: str) -> Sample:
+        """Stops a request, running or waiting, and returns its tokens read so far."""
         draft = self.drafts.get(id)
         if draft is None:
-            raise not_under_way(id)
+            raise unknown_request_error(id)
         draft.finish = Finish.ABORT
         if draft in self.running:
-            self._leave([self.running.index(draft)])
+            self._remove_rows([self.running.index(draft)])
         else:
             self.waiting.remove(draft)
             del self.drafts[id]
-        return draft.sample(self.decode)
+        return draft.to_sample(self.decode)
 
     def load(self, weights: Weights, version: int) -> None:
+        """Takes over `version` and drops the cache. The weights must be those of the decoder it samples with."""
         if weights.module is not self.decoder:
-            raise ModelError("this engine samples from the learner's own model: it takes no weights from elsewhere.")
-        self._return_all()
+            raise ModelError(
+                "the transformers engine samples from the learner's own model, but got weights of another one; "
+                "load those of the learner that it was made for."
+            )
+        self._requeue_all()
         self.version = version
 
     def close(self) -> None:
+        """Drops every request and the cache."""
         self.drafts.clear()
-        self.waiting, self.running, self._events = [], [], []
+        self.waiting = []
+        self.running = []
+        self._events = []
         self.cache = None
         self._closed = True
 
-    def _return_all(self) -> None:
-        """Nobody has a row, nothing is cached. What was drawn and not yet read will be drawn again, the same."""
+    def _requeue_all(self) -> None:
+        """Makes all running drafts wait again and drops the cache. Tokens not read yet will be drawn again."""
+        # Drafts that had a row are the first to get one again.
         self.waiting, self.running = self.running + self.waiting, []
         self.cache = None
 
     # ---- a step
 
-    def _step(self) -> None:
-        """One token for every row; those of a new batch come out of their prompts."""
+    def _run_step(self) -> None:
+        """Draws one token for every row. If no row is left, starts the next batch and draws its first tokens."""
         if self.running:
+            # The new column is a real token in every row.
             self.mask = F.pad(self.mask, (0, 1), value=1)
-            hidden = self._forward(self.slots.last[: len(self.running), None])
+            hidden = self._run_decoder(self.slots.last_token[: len(self.running), None])
         else:
-            hidden = self._begin()
-        self._draw(hidden)
+            hidden = self._start_batch()
+        self._draw_tokens(hidden)
 
-    def _begin(self) -> Tensor:
-        """Give the next batch its rows. What several continue is computed once."""
-        self.running = self._next()
+    def _start_batch(self) -> Tensor:
+        """Gives rows to the next batch and computes its prompts. Returns the hidden states to draw from, [rows, d].
+
+        A prompt that several rows continue is computed once.
+        """
+        self.running = self._select_batch()
         del self.waiting[: len(self.running)]
-        self.slots.place(self.running, 0)
-        self.slots.survey(self.running)
-        rows: dict[tuple[int, ...], int] = {}
-        order = []
+        self.slots.place_drafts(self.running, 0)
+        self.slots.note_used_options(self.running)
+        rows: dict[tuple[int, ...], int] = {}  # distinct token sequences -> their row in the forward
+        order = []  # row in the forward of each running draft
         for draft in self.running:
-            draft.begin(self.version)
-            order.append(rows.setdefault(draft.known, len(rows)))
+            draft.set_version(self.version)
+            order.append(rows.setdefault(draft.all_tokens, len(rows)))
+        # Padded on the left. The padding token 0 is masked.
         width = max(map(len, rows))
-        self.mask = self._tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
-        hidden = self._forward(self._tensor([[0] * (width - len(row)) + list(row) for row in rows]))
+        self.mask = self._make_tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
+        hidden = self._run_decoder(self._make_tensor([[0] * (width - len(row)) + list(row) for row in rows]))
+        # Without siblings, every row of the forward is the row of one draft already.
         if len(rows) == len(order):
             return hidden
-        self._keep(self._tensor(order))
-        return hidden.index_select(0, self._tensor(order))
+        self._select_rows(self._make_tensor(order))
+        return hidden.index_select(0, self._make_tensor(order))
 
-    def _next(self) -> list[Draft]:
-        """Waiting drafts, in their order, that fit side by side: each row is as wide as the longest may become."""
+    def _select_batch(self) -> list[Draft]:
+        """Returns the next waiting drafts, in their order, that fit into one batch, at least one.
+
+        All rows of a batch are padded to the longest known tokens and may grow by the longest rest.
+        """
         taken: list[Draft] = []
         rows: set[tuple[int, ...]] = set()
-        longest = left = 0
+        longest = most_new = 0
         for draft in self.waiting[: self.num_slots]:
-            rows.add(known := draft.known)
+            rows.add(known := draft.all_tokens)
             longest = max(longest, len(known))
-            left = max(left, draft.request.sampling.max_tokens - len(draft.tokens))
-            if taken and (longest + left > self.max_context or longest * len(rows) > PREFILL_TOKENS):
+            most_new = max(most_new, draft.request.sampling.max_tokens - len(draft.tokens))
+            if taken and (longest + most_new > self.max_context or longest * len(rows) > PREFILL_TOKENS):
                 break
             taken.append(draft)
         return taken
 
-    def _forward(self, tokens: Tensor) -> Tensor:
-        """The hidden states of the last column."""
+    def _run_decoder(self, tokens: Tensor) -> Tensor:
+        """Runs tokens [rows, columns] after those in the cache. Returns the last column's hidden states [rows, d]."""
         try:
-            hidden, self.cache = self.decoder.run(tokens, self.mask, self.cache, keep=True)
+            hidden, self.cache = self.decoder.run_padded(tokens, self.mask, self.cache, keep_cache=True)
         except torch.OutOfMemoryError as e:
             rows, columns = self.mask.shape
-            self._return_all()
+            self._requeue_all()
             raise ConfigError(f"out of memory with {rows} samples of {columns} tokens: lower engine.slots.") from e
         return hidden[:, -1]
 
-    def _draw(self, hidden: Tensor) -> None:
-        """Draw a token for every row; who is done leaves."""
-        chunk, done = max(1, LOGITS // self.decoder.config.vocab_size), []
+    def _draw_tokens(self, hidden: Tensor) -> None:
+        """Draws one token from each row's hidden state [rows, d]. Drafts that end leave."""
+        # The rows are drawn in chunks, because the logits of all rows could fill the memory.
+        chunk, done = max(1, MAX_LOGITS // self.decoder.config.vocab_size), []
         for low in range(0, len(hidden), chunk):
             part = hidden[low : low + chunk]
             here = slice(low, low + len(part))
-            logits = wide_product(part, self.decoder.head_weight)
-            drawn = draw(logits, self.slots.settings(here), self.slots.uniforms(here))
+            logits = multiply_wide(part, self.decoder.head_weight)
+            drawn = draw_tokens(logits, self.slots.get_settings(here), self.slots.draw_uniforms(here))
             if not bool(drawn.logprobs.isfinite().all()):
-                self._return_all()
-                raise damaged(self.version)
-            done.append(self.slots.record(here, drawn))
+                self._requeue_all()
+                raise damaged_weights_error(self.version)
+            done.append(self.slots.record_tokens(here, drawn))
         if ended := torch.cat(done).nonzero()[:, 0].tolist():
-            self._leave(self._read(ended))
+            self._remove_rows(self._read_rows(ended))
 
     # ---- leaving
 
-    def _read(self, rows: Sequence[int]) -> list[int]:
-        """Take what these rows drew into their drafts, report it, tell which rows have ended."""
+    def _read_rows(self, rows: Sequence[int]) -> list[int]:
+        """Moves the windows of these rows into their drafts and queues the events. Returns the rows that ended."""
         ended: list[int] = []
-        for row, drawn in zip(rows, self.slots.read_back(rows) if rows else [], strict=True):
+        for row, drawn in zip(rows, self.slots.read_and_clear(rows) if rows else [], strict=True):
             draft = self.running[row]
-            self._events.append(draft.hear(*drawn, self.decode))
+            self._events.append(draft.add_and_report(*drawn, self.decode))
             if draft.finish is not None:
                 ended.append(row)
         return ended
 
-    def _leave(self, rows: Sequence[int]) -> None:
-        """Free these rows; the others close up."""
+    def _remove_rows(self, rows: Sequence[int]) -> None:
+        """Drops the drafts of these rows. The other rows move up, in their order."""
         if not rows:
             return
         gone = set(rows)
@@ -206,13 +237,14 @@ class AutoEngine:
         if not stay:
             self.cache = None
             return
-        self.slots.move(stay, list(range(len(stay))))
-        self._keep(self._tensor(stay))
+        self.slots.move_slots(stay, list(range(len(stay))))
+        self._select_rows(self._make_tensor(stay))
 
-    def _keep(self, rows: Tensor) -> None:
-        """The rows of mask and cache become these, each as often as it is named."""
+    def _select_rows(self, rows: Tensor) -> None:
+        """Replaces the rows of mask and cache by the given ones; a row may be given several times."""
         self.cache.reorder_cache(rows)
         self.mask = self.mask.index_select(0, rows)
 
-    def _tensor(self, values: Any) -> Tensor:
+    def _make_tensor(self, values: Any) -> Tensor:
+        """Returns the values as an int64 tensor on the engine's device."""
         return torch.tensor(values, dtype=torch.long, device=self.device)

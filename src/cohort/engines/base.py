@@ -1,8 +1,9 @@
-"""What an engine is: something driven, not called.
+"""The engine protocol, and the records that engines exchange with their callers.
 
-`submit` requests, `poll` for what happened until the engine is `idle`, `abort` what is no longer wanted, `load` new
-weights, `close` at the end. Sampling, evaluation, serving and conversations are all built on these. A request is token
-ids plus limits, so that continuing a conversation or a partial sample is the same call as starting one.
+An engine is driven: the caller submits requests (`submit`) and polls for events (`poll`) until the engine is `idle`.
+It can stop a request (`abort`), bring new weights (`load`), and ends with `close`. Sampling, evaluation, serving and
+conversations are all built on these calls. A request is token ids plus limits, so continuing a conversation or a
+partial sample is the same call as starting a new one.
 """
 
 from __future__ import annotations
@@ -15,27 +16,28 @@ from cohort.errors import ConfigError
 from cohort.serialize import record
 from cohort.types import Key, Message, Sample, Sampling
 
-WAIT = 1.0  # seconds a poll may wait for somebody else where nothing else is to be done
+# Seconds that a poll may wait for another process when the caller has nothing else to do.
+POLL_TIMEOUT = 1.0
 
 
 @record
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """Continue `tokens`. Requests whose first `shared` tokens are equal may share them in memory."""
+    """An order to continue `tokens`. Requests with equal first `shared` tokens may store their KV once."""
 
     id: str
     tokens: list[int]
     sampling: Sampling
     key: Key
-    shared: int = -1  # leading tokens common to the group; -1 = all of them
-    start: int = 0  # position, in the key's stream, of the first token to be drawn (> 0 when continuing)
-    messages: list[Message] = field(default_factory=list)  # what the tokens were made from: a server takes no ids
+    shared: int = -1  # leading tokens that the whole group has in common; -1 = all tokens
+    start: int = 0  # position of the first new token in the random stream of `key`; > 0 when a sample is continued
+    messages: list[Message] = field(default_factory=list)  # source of `tokens`, for servers that take no token ids
 
 
 @record
 @dataclass(kw_only=True, slots=True)
 class Event:
-    """New tokens of one request, and its finished sample when it ended."""
+    """New tokens of one request. `sample` is the finished sample once the request has ended, else None."""
 
     id: str
     tokens: list[int] = field(default_factory=list)
@@ -45,7 +47,7 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Abilities:
-    """What an engine can do; training refuses one that cannot do what it needs."""
+    """What an engine can do. Training refuses an engine that lacks one of these."""
 
     token_ids: bool = True
     logprobs: bool = True
@@ -53,8 +55,8 @@ class Abilities:
 
 
 @dataclass(kw_only=True, slots=True)
-class Work:
-    """What the engine did since it was made: tokens and seconds by phase. One that does not measure leaves it at 0."""
+class WorkCounters:
+    """Totals since an engine was made: tokens, steps, and seconds per phase. Engines that do not count keep 0."""
 
     num_prompt_tokens: int = 0
     num_drawn: int = 0
@@ -65,65 +67,63 @@ class Work:
 
 
 class Weights(Protocol):
-    """A learner's weights, to be loaded by an engine.
-
-    `module` is the live decoder when it is in this process (an engine holding the same one copies nothing);
-    iterating yields (Hugging Face name, full tensor).
-    """
+    """A learner's weights in the form that an engine loads. Iterating yields (Hugging Face name, full tensor)."""
 
     @property
-    def module(self) -> Any: ...
+    def module(self) -> Any:
+        """The live decoder if it is in this process, else None. An engine that holds the same one copies nothing."""
 
     def __iter__(self) -> Iterator[tuple[str, Any]]: ...
 
 
 class Engine(Protocol):
-    """Turns requests into samples.
+    """A program that turns requests into samples.
 
     An engine that has died raises EngineError from `submit`, `poll` and `load`.
     """
 
     name: str  # what evaluations record: "native", "transformers", "vllm", "server" or "scripted"
     abilities: Abilities
-    version: int  # of the weights it samples from
-    work: Work
+    version: int  # version of the weights that it samples from
+    work: WorkCounters
 
     def submit(self, request: Request) -> None:
-        """Queue a request. Refuses, naming the numbers, one that can never fit."""
+        """Queues a request. Raises ConfigError, with the numbers, for a request that can never fit."""
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is under way: no request has anything left to report."""
+        """Whether no request is under way and no event waits to be reported."""
 
     def poll(self, timeout: float = 0.0) -> list[Event]:
-        """Report what happened; an empty list means only that there is nothing new yet.
+        """Returns the events since the last poll. An empty list means only that nothing is new yet.
 
-        An engine in this process does some work and ignores `timeout`. One that waits for somebody else waits up to
-        `timeout` seconds for the first event.
+        An engine in this process computes some steps and ignores `timeout`. An engine that waits for another process
+        waits up to `timeout` seconds for the first event.
         """
 
     def abort(self, id: str) -> Sample:
-        """Stop a request and return what it has, finish = abort."""
+        """Stops a request and returns its partial sample, with finish = abort."""
 
     def load(self, weights: Weights, version: int) -> None:
-        """Take new weights and drop every cached KV. Samples under way carry both versions as spans."""
+        """Takes new weights and drops all cached KV. Samples under way record both versions as spans of tokens."""
 
     def close(self) -> None:
-        """Give up every request and all memory; a second call does nothing, a later `submit` raises EngineError."""
+        """Drops every request and frees all memory. A second call does nothing; a later `submit` raises EngineError."""
 
 
 def sample(engine: Engine, requests: Iterable[Request]) -> dict[str, Sample]:
-    """Run requests to their end: the whole of blocking sampling."""
+    """Submits the requests, polls until the engine is idle, and returns the finished samples by request id."""
     for request in requests:
         engine.submit(request)
+    # Requests submitted before this call are finished and returned too.
     done: dict[str, Sample] = {}
     while not engine.idle:
-        done.update({e.id: e.sample for e in engine.poll(WAIT) if e.sample is not None})
+        done.update({e.id: e.sample for e in engine.poll(POLL_TIMEOUT) if e.sample is not None})
     return done
 
 
 def require_for_training(abilities: Abilities, name: str) -> None:
-    """Refuse an engine that cannot do what training needs, by what it states of itself."""
+    """Raises ConfigError if the engine called `name` lacks an ability that training needs."""
     needs = {
         "token ids": abilities.token_ids,
         "log-probabilities": abilities.logprobs,

@@ -1,4 +1,4 @@
-"""A sample being written: what every engine that draws tokens knows of a request, its stops and its end."""
+"""A sample that is still being written: the tokens drawn for a request so far, and the rules that end it."""
 
 from __future__ import annotations
 
@@ -11,83 +11,94 @@ from cohort.types import Finish, Provenance, Sample
 
 @dataclass(eq=False, kw_only=True, slots=True)
 class Draft:
-    """What a request has so far. From it alone the cached state can be computed again."""
+    """A request and what was drawn for it so far. All cached state can be recomputed from a draft."""
 
     request: Request
-    stream: int = 0  # of random numbers, where this process draws them
-    tokens: list[int] = field(default_factory=list)  # drawn
+    random_stream: int = 0  # the key's stream of random numbers; 0 in engines that draw in another program
+    tokens: list[int] = field(default_factory=list)  # drawn tokens, without the prompt
     logprobs: list[float] = field(default_factory=list)
-    kept: list[float] = field(default_factory=list)
-    versions: list[tuple[int, int]] = field(default_factory=list)
-    finish: Finish | None = None
-    cut: int = -1  # where in the text a stop string begins; -1 = nowhere
+    kept_mass: list[float] = field(default_factory=list)  # empty unless the request truncates
+    versions: list[tuple[int, int]] = field(default_factory=list)  # (index of first token, version), in order
+    finish: Finish | None = None  # None while it runs
+    stop_offset: int = -1  # character at which a stop string begins in the text; -1 = no stop string
 
     @property
     def num_shared(self) -> int:
-        """Leading tokens of the request that are stored once for all who share them."""
+        """Number of leading request tokens whose KV is stored once for the whole group."""
         return len(self.request.tokens)
 
     @property
-    def known(self) -> tuple[int, ...]:
-        """All its tokens so far, the prompt's among them."""
+    def all_tokens(self) -> tuple[int, ...]:
+        """The prompt's tokens followed by the drawn ones."""
         return (*self.request.tokens, *self.tokens)
 
-    def begin(self, version: int) -> None:
-        """The next token is drawn by this version."""
+    def set_version(self, version: int) -> None:
+        """Records that the tokens from here on are drawn with weights of `version`."""
         if not self.versions or self.versions[-1][1] != version:
             self.versions.append((len(self.tokens), version))
 
-    def extend(
+    def add_tokens(
         self, tokens: list[int], logprobs: list[float], kept: list[float], decode: Callable[[list[int]], str]
     ) -> None:
-        """Take newly drawn tokens and notice an end. What was drawn beyond a stop string is discarded."""
+        """Appends newly drawn tokens and sets `finish` if they end the sample.
+
+        Tokens after the one that completes a stop string are discarded. `kept` is the kept probability mass per
+        token; it is ignored if the request does not truncate.
+        """
         sampling, before = self.request.sampling, len(self.tokens)
         self.tokens += tokens
         self.logprobs += logprobs
-        self.kept += kept if sampling.truncates else []
-        stopped = bool(sampling.stop_strings) and self._find(before, decode)
+        self.kept_mass += kept if sampling.truncates else []
+        stopped = bool(sampling.stop_strings) and self._cut_after_stop_string(before, decode)
+        # A stop on the last allowed token counts as a stop, not as a length limit.
         if stopped or (self.tokens and self.tokens[-1] in sampling.stop_ids):
             self.finish = Finish.STOP
         elif len(self.tokens) >= sampling.max_tokens:
             self.finish = Finish.LENGTH
 
-    def hear(
+    def add_and_report(
         self, tokens: list[int], logprobs: list[float], kept: list[float], decode: Callable[[list[int]], str]
     ) -> Event:
-        """Take newly drawn tokens; what there is to report of them."""
+        """Calls `add_tokens` and returns the event to report: the tokens that were kept, and the sample at the end."""
         before = len(self.tokens)
-        self.extend(tokens, logprobs, kept, decode)
-        ended = None if self.finish is None else self.sample(decode)
+        self.add_tokens(tokens, logprobs, kept, decode)
+        ended = None if self.finish is None else self.to_sample(decode)
         return Event(id=self.request.id, tokens=self.tokens[before:], logprobs=self.logprobs[before:], sample=ended)
 
-    def _find(self, before: int, decode: Callable[[list[int]], str]) -> bool:
-        """Cut after the first token, of those from `before` on, that completes a stop string."""
-        if self._match(decode(self._spoken())) < 0:
+    def _cut_after_stop_string(self, before: int, decode: Callable[[list[int]], str]) -> bool:
+        """Discards what follows the first token from index `before` on that completes a stop string.
+
+        Returns whether the text has a stop string. Sets `stop_offset` if so.
+        """
+        # One decode of the whole text is enough in the usual case that there is no stop string.
+        if self._find_stop_string(decode(self._visible_tokens())) < 0:
             return False
         for end in range(before + 1, len(self.tokens) + 1):
-            self.cut = self._match(decode(self.tokens[:end]))
-            if self.cut >= 0:
-                del self.tokens[end:], self.logprobs[end:], self.kept[end:]
+            self.stop_offset = self._find_stop_string(decode(self.tokens[:end]))
+            if self.stop_offset >= 0:
+                del self.tokens[end:], self.logprobs[end:], self.kept_mass[end:]
                 return True
         raise AssertionError("a stop string was found in the whole but in no part")
 
-    def _match(self, text: str) -> int:
-        found = [at for stop in self.request.sampling.stop_strings if (at := text.find(stop)) >= 0]
-        return min(found, default=-1)
+    def _find_stop_string(self, text: str) -> int:
+        """Returns the character at which the first stop string begins in `text`, or -1."""
+        offsets = [offset for stop in self.request.sampling.stop_strings if (offset := text.find(stop)) >= 0]
+        return min(offsets, default=-1)
 
-    def _spoken(self) -> list[int]:
-        """The drawn tokens without a final stop id."""
+    def _visible_tokens(self) -> list[int]:
+        """Returns the drawn tokens without a final stop id, which is not part of the text."""
         stopped = self.tokens and self.tokens[-1] in self.request.sampling.stop_ids
         return self.tokens[:-1] if stopped else self.tokens
 
-    def sample(self, decode: Callable[[list[int]], str]) -> Sample:
+    def to_sample(self, decode: Callable[[list[int]], str]) -> Sample:
+        """Returns the finished draft as a sample. Its text ends before a stop string or stop id, its tokens after."""
         assert self.finish is not None
-        text = decode(self.tokens)[: self.cut] if self.cut >= 0 else decode(self._spoken())
+        text = decode(self.tokens)[: self.stop_offset] if self.stop_offset >= 0 else decode(self._visible_tokens())
         return Sample(
             tokens=self.tokens,
             provenance=[int(Provenance.SAMPLED)] * len(self.tokens),
             sampler_logprobs=self.logprobs,
-            kept_mass=self.kept,
+            kept_mass=self.kept_mass,
             versions=self.versions,
             finish=self.finish,
             text=text,

@@ -10,7 +10,7 @@ from typing import Literal
 from cohort.config import engines as variants
 from cohort.engines.auto import AutoEngine
 from cohort.engines.base import Abilities, Engine
-from cohort.engines.native import NativeEngine, native_engine
+from cohort.engines.native import NativeEngine, make_native_engine
 from cohort.engines.server import ServerEngine
 from cohort.engines.vllm import VllmEngine
 from cohort.errors import ConfigError
@@ -18,66 +18,69 @@ from cohort.models.auto import AnyDecoder, AutoDecoder
 from cohort.text import Tokenizer
 
 
-def no_text(tokens: list[int]) -> str:
-    """In the place of a tokenizer, where nobody reads what is sampled."""
+def decode_nothing(tokens: list[int]) -> str:
+    """Returns "". It stands in for a tokenizer where the sampled text is not read."""
     return ""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Subject:
-    """The model that an engine samples from, in every form that some engine needs."""
+class EngineModel:
+    """The model that an engine samples from, in every form that some engine needs. Each engine uses some fields."""
 
-    context: int  # most tokens of a prompt and its completion together; 0 = the server knows
-    decoder: AnyDecoder | None = None  # loaded, for engines that share it
-    decode: Callable[[list[int]], str] = no_text
-    reserve: int = 0  # bytes of GPU memory that others (the learner) need between rollouts
-    folder: Path | None = None  # its files, for engines that load it themselves
+    context: int  # most tokens of a prompt and its completion together; 0 = the server decides
+    decoder: AnyDecoder | None = None  # the loaded model, for engines in this process
+    decode: Callable[[list[int]], str] = decode_nothing
+    reserve: int = 0  # bytes of GPU memory that others, such as the learner, need between rollouts
+    folder: Path | None = None  # the model's files, for engines that load it themselves
     tokenizer: Tokenizer | None = None
     dtype: str = "auto"
-    name: str = ""  # what a server calls it
+    name: str = ""  # the server's name for the model
     template: Literal["chat", "text"] = "chat"
 
 
-def make_engine(variant: variants.EngineConfig, subject: Subject) -> Engine:
-    """The engine that `variant` describes, ready to sample from `subject`."""
+def make_engine(variant: variants.EngineConfig, model: EngineModel) -> Engine:
+    """Returns the engine that `variant` describes, ready to sample from `model`."""
     if isinstance(variant, variants.ServerEngine):
-        return ServerEngine(variant.url, subject.name, template=subject.template, concurrency=variant.slots)
+        return ServerEngine(variant.url, model.name, template=model.template, concurrency=variant.slots)
     if isinstance(variant, variants.VllmEngine):
-        assert subject.folder is not None, "vLLM loads the model's files itself"
+        assert model.folder is not None, "vLLM loads the model's files itself"
         return VllmEngine(
-            subject.folder,
-            max_context=subject.context,
+            model.folder,
+            max_context=model.context,
             slots=variant.slots,
-            dtype=subject.dtype,
+            dtype=model.dtype,
             memory=variant.memory,
-            tokenizer=subject.tokenizer,
+            tokenizer=model.tokenizer,
         )
-    return _in_process(variant, subject)
+    # What remains is the native variant.
+    return _make_engine_in_process(variant, model)
 
 
-def _in_process(variant: variants.NativeEngine, subject: Subject) -> Engine:
-    """The engine of a decoder in this process: the native one, or that of models outside the native family."""
-    decoder = subject.decoder
+def _make_engine_in_process(variant: variants.NativeEngine, model: EngineModel) -> Engine:
+    """Returns an engine for a loaded decoder: a native one, or AutoEngine for models outside the native family."""
+    decoder = model.decoder
     assert decoder is not None, "an engine in this process samples from a loaded decoder"
     if not isinstance(decoder, AutoDecoder):
-        return native_engine(
+        return make_native_engine(
             decoder,
-            subject.decode,
+            model.decode,
             slots=variant.slots,
-            max_context=subject.context,
+            max_context=model.context,
             weights=variant.weights,
-            reserve=subject.reserve,
+            reserve=model.reserve,
         )
+    # Packed copies exist only for the matrices of the native decoder.
     if variant.weights != "shared":
         name = decoder.config.architecture
-        raise ConfigError(f"engine.weights = {variant.weights} is for native models: {name} is none.")
-    return AutoEngine(decoder, subject.decode, slots=variant.slots, max_context=subject.context)
+        raise ConfigError(f'engine.weights = {variant.weights} is for native models, and {name} is none; use "shared".')
+    return AutoEngine(decoder, model.decode, slots=variant.slots, max_context=model.context)
 
 
-def abilities_of(variant: variants.EngineConfig) -> Abilities:
-    """What the engine states it can do, before one is made: vLLM need not be installed, no server has to answer."""
+def get_abilities(variant: variants.EngineConfig) -> Abilities:
+    """Returns what an engine of this variant can do, without making one: vLLM or a server need not be there."""
     if isinstance(variant, variants.ServerEngine):
         return ServerEngine.abilities
     if isinstance(variant, variants.VllmEngine):
         return VllmEngine.abilities
+    # The GPU engine and AutoEngine can do the same.
     return NativeEngine.abilities

@@ -1,4 +1,4 @@
-"""What every engine refuses at the door, with the numbers."""
+"""Checks that every engine makes before it takes a request, and the errors that engines share."""
 
 from __future__ import annotations
 
@@ -9,20 +9,26 @@ from cohort.engines.base import Request
 from cohort.errors import CohortError, ConfigError, EngineError, ModelError
 
 
-def check_engine(slots: int, window: int, max_context: int, max_positions: int) -> None:
-    """Raise for an engine that could serve nobody."""
+def check_engine_limits(slots: int, window: int, max_context: int, max_positions: int) -> None:
+    """Raises ConfigError for settings with which an engine could serve no request.
+
+    `max_positions` is the longest context that the model supports.
+    """
     if slots < 1 or window < 1:
         raise ConfigError(f"engine.slots = {slots}, window = {window}: both must be at least 1.")
     if max_context > max_positions:
-        raise ConfigError(f"max_context = {max_context} is more than the {max_positions} positions of the model.")
+        raise ConfigError(
+            f"max_context = {max_context} is more than the {max_positions} positions of the model; "
+            "lower sampling.max_tokens or shorten the prompts."
+        )
 
 
 def check_request(request: Request, max_context: int, vocab_size: int, under_way: Container[str]) -> None:
-    """Raise for a request that can never be served, or has the id of one under way."""
+    """Raises ConfigError for a request that can never be served, or whose id is already in `under_way`."""
     s, num = request.sampling, len(request.tokens)
     who = f'request "{request.id}"'
     if request.id in under_way:
-        raise ConfigError(f"{who} is already under way; ids must be unique.")
+        raise ConfigError(f"{who} is already under way; give every request an id of its own.")
     if num == 0:
         raise ConfigError(f"{who} has an empty prompt; give at least one token.")
     if s.max_tokens < 1:
@@ -41,27 +47,37 @@ def check_request(request: Request, max_context: int, vocab_size: int, under_way
     if not 0 <= s.min_p <= 1:
         raise ConfigError(f"{who}: min_p = {s.min_p} must be between 0 (off) and 1.")
     if "" in s.stop_strings:
-        raise ConfigError(f"{who}: an empty stop string would stop at once; remove it.")
+        raise ConfigError(f"{who}: an empty stop string would end every sample at once; remove it.")
     if not -1 <= request.shared <= num:
-        raise ConfigError(f"{who}: shared = {request.shared} must be between -1 (all) and the {num} tokens it has.")
+        raise ConfigError(
+            f"{who}: shared = {request.shared} must be between -1 (all tokens) and the {num} tokens of the prompt."
+        )
     if request.start < 0:
         raise ConfigError(f"{who}: start = {request.start} must not be negative.")
+    # An id outside the vocabulary would read beyond the embedding table.
     low, high = min(request.tokens), max(request.tokens)
     if low < 0 or high >= vocab_size:
         bad = low if low < 0 else high
-        raise ConfigError(f"{who}: token id {bad} is outside the vocabulary of {vocab_size}.")
+        raise ConfigError(
+            f"{who}: token id {bad} is outside the model's vocabulary of {vocab_size}; "
+            "make the tokens with this model's tokenizer."
+        )
 
 
-def not_under_way(id: str) -> CohortError:
-    return CohortError(f'request "{id}" is not under way: never submitted, ended or aborted.')
+def unknown_request_error(id: str) -> CohortError:
+    """Returns the error for an abort of a request that is not under way."""
+    return CohortError(f'request "{id}" is not under way: it was never submitted, or has ended or been aborted.')
 
 
-def closed(name: str) -> EngineError:
+def closed_engine_error(name: str) -> EngineError:
+    """Returns the error for a request to the engine `name` after it was closed."""
     return EngineError(f"the {name} engine is closed: make a new one.")
 
 
-def damaged(version: int) -> ModelError:
+def damaged_weights_error(version: int) -> ModelError:
+    """Returns the error for log-probabilities that are not finite, sampled from weights of `version`."""
     return ModelError(
-        f"the model (version {version}) gives logits that are not finite: its weights are damaged; "
-        "go back to an earlier checkpoint."
+        f"the model (version {version}) gives log-probabilities that are not finite: its weights are damaged, or "
+        "sampling.temperature is too close to 0. Go back to an earlier checkpoint; as temperature use 0 (greedy) or "
+        "at least 0.01."
     )

@@ -1,36 +1,38 @@
-"""An engine that says what it is told: for tests of everything that drives engines."""
+"""An engine that answers with prepared tokens, for tests of the code that drives engines."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from cohort.engines.base import Abilities, Event, Request, Weights, Work
+from cohort.engines.base import Abilities, Event, Request, Weights, WorkCounters
 from cohort.engines.draft import Draft
-from cohort.engines.requests import check_request, closed, not_under_way
+from cohort.engines.requests import check_request, closed_engine_error, unknown_request_error
 from cohort.errors import ConfigError, EngineError
 from cohort.types import Finish, Sample
 
-LOGPROB = -1.0  # of a token whose script gives none
+DEFAULT_LOGPROB = -1.0  # of every token whose script has no log-probabilities
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Script:
-    """What a request is answered with. Stop ids, stop strings and max_tokens still apply."""
+    """The tokens that answer one request. Stop ids, stop strings and max_tokens still apply."""
 
     tokens: list[int]
-    logprobs: list[float] | None = None
+    logprobs: list[float] | None = None  # one per token; None = DEFAULT_LOGPROB for all
 
 
-Answers = Callable[[Request], Script] | Mapping[str, Script]
+ScriptSource = Callable[[Request], Script] | Mapping[str, Script]
+"""A function from a request to its script, or scripts by request id."""
 
 
 class ScriptedEngine:
-    """Answers requests from a function, or from a mapping by request id.
+    """An engine that takes its tokens from scripts.
 
-    `at_once` requests run together and get `window` tokens a poll, so that partial samples, refills and loads
-    under way happen as in a real engine. A script that runs out before anything stops it is a mistake. As an engine
-    elsewhere may, it says nothing in `late` polls before each that says something, and dies after `lives` polls.
+    Up to `slots` requests run together and get `window` tokens per poll, so that partial samples, refills and loads
+    under way happen as in a real engine. A script that ends before its request does is an error. To imitate an engine
+    in another process, `silent_polls` polls report nothing before each poll that reports something, and the engine
+    dies after `polls_before_death` polls (None = never).
     """
 
     name = "scripted"
@@ -38,31 +40,32 @@ class ScriptedEngine:
 
     def __init__(
         self,
-        answers: Answers,
+        scripts: ScriptSource,
         tokenizer_decode: Callable[[list[int]], str],
         max_context: int = 4096,
         vocab_size: int = 1 << 20,
-        at_once: int = 64,
+        slots: int = 64,
         window: int = 4,
-        late: int = 0,
-        lives: int | None = None,
+        silent_polls: int = 0,
+        polls_before_death: int | None = None,
     ) -> None:
-        self.answers, self.decode = answers, tokenizer_decode
+        self.scripts, self.decode = scripts, tokenizer_decode
         self.max_context, self.vocab_size = max_context, vocab_size
-        self.at_once, self.window = at_once, window
-        self.late, self.lives = late, lives
+        self.num_slots, self.window = slots, window
+        self.silent_polls, self.polls_before_death = silent_polls, polls_before_death
         self.num_polls = 0
         self.version = 0
         self._closed = False
-        self.work = Work()
-        self.drafts: dict[str, tuple[Draft, Script]] = {}  # in the order they were submitted
+        self.work = WorkCounters()
+        self.drafts: dict[str, tuple[Draft, Script]] = {}  # by request id, in the order of submission
 
     def submit(self, request: Request) -> None:
+        """Queues a request and looks up its script."""
         self._check_alive()
         if self._closed:
-            raise closed(self.name)
+            raise closed_engine_error(self.name)
         check_request(request, self.max_context, self.vocab_size, self.drafts)
-        script = self.answers(request) if callable(self.answers) else self.answers[request.id]
+        script = self.scripts(request) if callable(self.scripts) else self.scripts[request.id]
         self.drafts[request.id] = (Draft(request=request), script)
 
     @property
@@ -70,38 +73,45 @@ class ScriptedEngine:
         return not self.drafts
 
     def poll(self, timeout: float = 0.0) -> list[Event]:
+        """Gives each of the oldest `slots` requests up to `window` tokens and reports them."""
         self._check_alive()
         self.num_polls += 1
-        if self.num_polls % (self.late + 1):
+        # With silent_polls = 2, polls 3, 6, 9 ... report something.
+        if self.num_polls % (self.silent_polls + 1):
             return []
         events = []
-        for draft, script in list(self.drafts.values())[: self.at_once]:
+        for draft, script in list(self.drafts.values())[: self.num_slots]:
             before = len(draft.tokens)
-            draft.begin(self.version)
+            draft.set_version(self.version)
             while len(draft.tokens) < before + self.window and draft.finish is None:
-                self._say_one(draft, script)
+                self._add_next_token(draft, script)
             event = Event(id=draft.request.id, tokens=draft.tokens[before:], logprobs=draft.logprobs[before:])
             if draft.finish is not None:
-                event.sample = draft.sample(self.decode)
+                event.sample = draft.to_sample(self.decode)
                 del self.drafts[draft.request.id]
             events.append(event)
         return events
 
-    def _say_one(self, draft: Draft, script: Script) -> None:
-        at = len(draft.tokens)
-        if at == len(script.tokens):
-            raise ConfigError(f'the script of request "{draft.request.id}" ends after {at} tokens, before any stop.')
-        logprob = LOGPROB if script.logprobs is None else script.logprobs[at]
-        draft.extend([script.tokens[at]], [logprob], [1.0], self.decode)
+    def _add_next_token(self, draft: Draft, script: Script) -> None:
+        """Appends the script's next token to the draft. Raises ConfigError if the script has no more."""
+        index = len(draft.tokens)
+        if index == len(script.tokens):
+            raise ConfigError(
+                f'the script of request "{draft.request.id}" ends after {index} tokens, before any stop; '
+                "make it longer or end it with a stop id."
+            )
+        logprob = DEFAULT_LOGPROB if script.logprobs is None else script.logprobs[index]
+        draft.add_tokens([script.tokens[index]], [logprob], [1.0], self.decode)
 
     def abort(self, id: str) -> Sample:
         if id not in self.drafts:
-            raise not_under_way(id)
+            raise unknown_request_error(id)
         draft, _ = self.drafts.pop(id)
         draft.finish = Finish.ABORT
-        return draft.sample(self.decode)
+        return draft.to_sample(self.decode)
 
     def load(self, weights: Weights, version: int) -> None:
+        """Takes over `version`. The weights have no effect: scripts decide the tokens."""
         self._check_alive()
         self.version = version
 
@@ -110,5 +120,6 @@ class ScriptedEngine:
         self._closed = True
 
     def _check_alive(self) -> None:
-        if self.lives is not None and self.num_polls >= self.lives:
+        """Raises EngineError once `polls_before_death` polls have passed."""
+        if self.polls_before_death is not None and self.num_polls >= self.polls_before_death:
             raise EngineError(f"the scripted engine died with {len(self.drafts)} requests under way.")

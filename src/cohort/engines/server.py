@@ -1,16 +1,17 @@
-"""Any server with OpenAI's interface, for evaluation: messages or text go out, text comes back.
+"""An engine that asks a server with OpenAI's interface, for evaluation: messages or text go out, text comes back.
 
-What a server cannot give: token ids (`tokens` are as many UNKNOWN as it counts), log-probabilities (0), new weights,
-keyed randomness (the key makes the seed it is sent). With `template = "chat"` the server applies its own chat template;
-a final assistant message is continued where the server can (vLLM and SGLang do). With "text" it gets `plain_text`.
+A server cannot give token ids (`tokens` has as many UNKNOWN_TOKEN as the server counts), log-probabilities (they
+are 0), new weights, or keyed randomness (the key only makes the seed that is sent). With `template = "chat"` the server
+applies its own chat template; a final assistant message is continued if the server can do that (vLLM and SGLang can).
+With "text" it gets plain text.
 
 - A thought that comes in a field of its own (`reasoning_content` or `reasoning`) is put back where the model wrote it,
   before the content in <think>...</think>, so that text and graders are the same as for an engine in this process. A
   thought that was cut off stays open.
-- An answer that the server's filter cut is `abort`: its text counts as far as it came. A call of a tool, which
-  nobody offered, is an ordinary end.
-- vLLM and SGLang take sampling settings that are not named from the model's folder, so they are sent every setting;
-  other servers only those of OpenAI's interface, and others that are in use.
+- An answer that the server's filter cut has finish = abort, and its text counts as far as it came. A call of a tool
+  is an ordinary end: no tool was offered.
+- vLLM and SGLang take sampling settings that a request leaves out from the model's folder, so they are sent every
+  setting. Other servers are sent only the settings of OpenAI's interface, and further ones that are in use.
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ from dataclasses import dataclass, replace
 from http.client import HTTPConnection
 from typing import Any, Literal
 
-from cohort.engines.base import Abilities, Event, Request, Weights, Work
-from cohort.engines.native.random import stream_of
-from cohort.engines.requests import check_request, closed, not_under_way
-from cohort.engines.site import Call, Pause, Site, Trouble
-from cohort.errors import CohortError, ConfigError, EngineError, nearest
-from cohort.text.plain import plain_text
+from cohort.engines.base import Abilities, Event, Request, Weights, WorkCounters
+from cohort.engines.native.random import derive_random_stream
+from cohort.engines.requests import check_request, closed_engine_error, unknown_request_error
+from cohort.engines.site import HttpCall, PauseFunction, RetryableError, ServerClient
+from cohort.errors import CohortError, ConfigError, EngineError, suggest_name
+from cohort.text.plain import join_contents
 from cohort.types import Finish, Provenance, Sample
 
-UNKNOWN = -1  # a token's id, where only the number of tokens is known
-MOST_TOKENS = 1 << 20  # that a reply may claim
-COMPLETE = ("vllm", "sglang")  # servers that take every sampling setting
+UNKNOWN_TOKEN = -1  # a token's id, where only the number of tokens is known
+MAX_REPLY_TOKENS = 1 << 20  # larger counts in a reply are cut to this
+SERVERS_WITH_ALL_SETTINGS = ("vllm", "sglang")  # `owned_by` of servers that take every sampling setting
 FINISHES = {
     "stop": Finish.STOP,
     "tool_calls": Finish.STOP,
@@ -47,27 +48,27 @@ FINISHES = {
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, slots=True)
-class Job:
-    """A request and its way to the server."""
+class PendingRequest:
+    """A request that is under way, and the call that carries it to the server."""
 
     request: Request
-    call: Call
+    call: HttpCall
 
 
-Outcome = Sample | CohortError | None
-"""None: a bug; its traceback has been printed."""
+CallResult = Sample | CohortError | None
+"""What a thread found: a sample, an error to raise, or None after a bug, whose traceback has been printed."""
 
 
 class ServerEngine:
     """Samples from `model` at `url`, with up to `concurrency` requests at once, each in a thread of its own.
 
-    `key` names the environment variable with the API key; without it COHORT_API_KEY is used if there is one, and
-    OPENAI_API_KEY for OpenAI's own servers alone. `timeout` is in seconds, for a connection or an answer.
+    `key` names the environment variable that holds the API key. Without it, COHORT_API_KEY is used if it is set, and
+    OPENAI_API_KEY for OpenAI's own servers only. `timeout` is in seconds, for a connection or an answer.
     """
 
     name = "server"
     abilities = Abilities(token_ids=False, logprobs=False, live_weights=False)
-    version = 0  # what it serves is its own affair
+    version = 0  # the server's weights have no version here
 
     def __init__(
         self,
@@ -78,216 +79,242 @@ class ServerEngine:
         concurrency: int = 64,
         key: str = "",
         timeout: float = 600.0,
-        pause: Pause = threading.Event.wait,
+        pause: PauseFunction = threading.Event.wait,
     ) -> None:
         if template not in ("chat", "text"):
-            raise ConfigError(f'template = "{template}" is unknown.{nearest(template, ("chat", "text"))}')
+            raise ConfigError(f'template = "{template}" is unknown.{suggest_name(template, ("chat", "text"))}')
         if concurrency < 1 or not 0 < timeout < threading.TIMEOUT_MAX:
             raise ConfigError(f"concurrency = {concurrency} must be at least 1, timeout = {timeout} a time above 0.")
-        self.site = Site(url, key, timeout, pause)
-        self.model, self.template, self.concurrency = model, template, concurrency
-        self._jobs: dict[str, Job] = {}  # under way, by the request's id
-        self._ended: queue.SimpleQueue[tuple[Job, Outcome]] = queue.SimpleQueue()
-        self._lock = threading.Lock()  # of the two that follow
-        self._waiting: deque[Job] = deque()
+        self.client = ServerClient(url, key, timeout, pause)
+        self.model = model
+        self.template = template
+        self.concurrency = concurrency
+        self._pending: dict[str, PendingRequest] = {}  # requests under way, by id
+        self._results: queue.SimpleQueue[tuple[PendingRequest, CallResult]] = queue.SimpleQueue()
+        self._lock = threading.Lock()  # guards the next two
+        self._waiting: deque[PendingRequest] = deque()  # not yet taken by a thread
         self._num_threads = 0
         self._closed = False
-        self.work = Work()
-        served = self.site.ask(self.site.connection(), Call(method="GET", path="models"), read_models, patient=False)
+        self.work = WorkCounters()
+        list_models = HttpCall(method="GET", path="models")
+        served = self.client.send_with_retries(
+            self.client.make_connection(), list_models, read_models, retry_unreachable=False
+        )
         if model not in served:
-            names = self.site.clean(nearest(model, served) if served else "It serves none.")
-            raise ConfigError(f'{self.site.url} does not serve "{model}". {names}')
-        self._complete = served[model] in COMPLETE
+            names = self.client.clean_text(suggest_name(model, served) if served else "It serves none.")
+            raise ConfigError(f'{self.client.url} does not serve "{model}". {names}')
+        self._sends_all_settings = served[model] in SERVERS_WITH_ALL_SETTINGS
 
     def submit(self, request: Request) -> None:
+        """Queues a request for the next free thread, and starts another thread if `concurrency` allows it."""
         if self._closed:
-            raise closed(self.name)
-        # The server counts and checks the prompt's tokens: what is left to check is how to sample.
+            raise closed_engine_error(self.name)
+        # The server counts and checks the prompt's tokens, so only the sampling settings are checked here.
         alike = replace(request, tokens=[0], shared=-1)
-        check_request(alike, max_context=1 << 62, vocab_size=1, under_way=self._jobs)
+        check_request(alike, max_context=1 << 62, vocab_size=1, under_way=self._pending)
         who = f'request "{request.id}"'
         if not request.messages:
-            raise ConfigError(f"{who} has no messages, and a server takes no token ids.")
+            raise ConfigError(f"{who} has no messages, and a server takes no token ids; give the messages.")
         if request.sampling.stop_ids:
             raise ConfigError(f"{who}: a server takes no stop ids, only stop strings; leave them out.")
         path = "chat/completions" if self.template == "chat" else "completions"
-        call = Call(method="POST", path=path, body=json.dumps(self._body(request)).encode())
-        job = self._jobs[request.id] = Job(request=request, call=call)
+        call = HttpCall(method="POST", path=path, body=json.dumps(self._make_body(request)).encode())
+        pending = self._pending[request.id] = PendingRequest(request=request, call=call)
         with self._lock:
-            self._waiting.append(job)
+            self._waiting.append(pending)
             if self._num_threads == self.concurrency:
                 return
             self._num_threads += 1
-        # A daemon: a program that ends waits for no answer.
-        threading.Thread(target=self._work, name="cohort-server", daemon=True).start()
+        # A daemon thread, so that a program which ends does not wait for answers.
+        threading.Thread(target=self._run_thread, name="cohort-server", daemon=True).start()
 
-    def _body(self, request: Request) -> dict[str, Any]:
+    def _make_body(self, request: Request) -> dict[str, Any]:
+        """Returns the JSON object that asks the server for this request."""
         s, chat = request.sampling, self.template == "chat"
         # OpenAI's newer models refuse the name that all other servers know.
-        limit = "max_completion_tokens" if chat and self.site.is_openai else "max_tokens"
+        limit = "max_completion_tokens" if chat and self.client.is_openai else "max_tokens"
         body: dict[str, Any] = {
             "model": self.model,
             "temperature": s.temperature,
             "top_p": s.top_p,
             limit: s.max_tokens,
-            "seed": (stream_of(request.key) + request.start) % 2**31,
+            "seed": (derive_random_stream(request.key) + request.start) % 2**31,
         }
-        if self._complete:
+        # Values that switch each setting off. The next line replaces those that are in use.
+        if self._sends_all_settings:
             body |= {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
         body |= {name: value for name, value in (("top_k", s.top_k), ("min_p", s.min_p)) if value}
         if s.stop_strings:
             body["stop"] = list(s.stop_strings)
         if not chat:
-            return body | {"prompt": plain_text(request.messages)}
+            return body | {"prompt": join_contents(request.messages)}
         if request.messages[-1].get("role") == "assistant":
             body |= {"continue_final_message": True, "add_generation_prompt": False}
         return body | {"messages": request.messages}
 
     @property
     def idle(self) -> bool:
-        return not self._jobs
+        return not self._pending
 
     def poll(self, timeout: float = 0.0) -> list[Event]:
-        """Wait until something ended. Interrupted, or at the first error, everything else is given up too."""
+        """Waits up to `timeout` seconds until a request ended, and reports all that ended.
+
+        If a request failed, or the wait is interrupted, all other requests are aborted and the error is raised.
+        """
         deadline = time.monotonic() + timeout
         events: list[Event] = []
         try:
-            while self._jobs and not events:
-                ended = self._wait(deadline - time.monotonic())
+            # Results of aborted requests give no event: then the wait goes on.
+            while self._pending and not events:
+                ended = self._wait_for_results(deadline - time.monotonic())
                 if not ended:
                     break
-                events = [e for job, outcome in ended if (e := self._take(job, outcome)) is not None]
+                events = [e for pending, result in ended if (e := self._make_event(pending, result)) is not None]
         except BaseException:
-            self._give_up()
+            self._abort_all()
             raise
         return events
 
-    def _wait(self, seconds: float) -> list[tuple[Job, Outcome]]:
-        """What has ended, the first of it within so many seconds."""
-        ended: list[tuple[Job, Outcome]] = []
+    def _wait_for_results(self, seconds: float) -> list[tuple[PendingRequest, CallResult]]:
+        """Waits up to `seconds` for the first result and returns all that are there. [] = none came in time."""
+        ended: list[tuple[PendingRequest, CallResult]] = []
         with contextlib.suppress(queue.Empty):
-            ended.append(self._ended.get(timeout=max(0.0, seconds)))
+            ended.append(self._results.get(timeout=max(0.0, seconds)))
             while True:
-                ended.append(self._ended.get_nowait())
+                ended.append(self._results.get_nowait())
         return ended
 
-    def _take(self, job: Job, outcome: Outcome) -> Event | None:
-        id = job.request.id
-        if self._jobs.get(id) is not job:
-            return None  # aborted
-        if outcome is None:
+    def _make_event(self, pending: PendingRequest, result: CallResult) -> Event | None:
+        """Returns the event of a request that ended; None if it was aborted before. Raises an error it ended with."""
+        id = pending.request.id
+        # The id may have been used again since: only the same object is the same request.
+        if self._pending.get(id) is not pending:
+            return None
+        if result is None:
             raise EngineError("a thread of the server engine failed: its traceback is above.")
-        if isinstance(outcome, CohortError):
-            raise outcome
-        del self._jobs[id]
-        if outcome.text and not outcome.tokens:
-            self.site.warn("does not say how many tokens it wrote: they are counted as 0")
-        if outcome.finish is Finish.ABORT:
-            self.site.warn("ended an answer itself, by its filter or going down: these have finish = abort")
-        return Event(id=id, tokens=outcome.tokens, logprobs=outcome.sampler_logprobs, sample=outcome)
+        if isinstance(result, CohortError):
+            raise result
+        del self._pending[id]
+        if result.text and not result.tokens:
+            self.client.warn_once("does not say how many tokens it wrote: they are counted as 0")
+        if result.finish is Finish.ABORT:
+            self.client.warn_once("ended an answer itself, by its filter or going down: these have finish = abort")
+        return Event(id=id, tokens=result.tokens, logprobs=result.sampler_logprobs, sample=result)
 
     def abort(self, id: str) -> Sample:
-        """What an unfinished answer has is not known: the sample is empty."""
-        if id not in self._jobs:
-            raise not_under_way(id)
-        job = self._jobs.pop(id)
+        """Stops a request and returns an empty sample, since the text of an unfinished answer is not known."""
+        if id not in self._pending:
+            raise unknown_request_error(id)
+        pending = self._pending.pop(id)
+        # A request that no thread has taken yet must never be sent.
         with self._lock:
-            if job in self._waiting:
-                self._waiting.remove(job)
-        job.call.cancel()
+            if pending in self._waiting:
+                self._waiting.remove(pending)
+        pending.call.cancel()
         return Sample(tokens=[], provenance=[], sampler_logprobs=[], finish=Finish.ABORT)
 
     def load(self, weights: Weights, version: int) -> None:
-        raise ConfigError("a server takes no new weights: it evaluates; train with the native engine.")
+        """Raises ConfigError: a server takes no new weights."""
+        raise ConfigError("a server takes no new weights: it can only evaluate. Train with --engine native.")
 
     def close(self) -> None:
-        self._give_up()
+        self._abort_all()
         self._closed = True
 
-    def _give_up(self) -> None:
-        for id in list(self._jobs):
+    def _abort_all(self) -> None:
+        """Aborts every request that is under way."""
+        for id in list(self._pending):
             self.abort(id)
 
-    def _work(self) -> None:
-        """A thread's life: request after request on one connection, until none waits."""
-        connection = self.site.connection()
-        while (job := self._next()) is not None:
-            outcome: Outcome = None
+    def _run_thread(self) -> None:
+        """Sends waiting requests, one after the other on one connection, until none waits. Runs in a thread."""
+        connection = self.client.make_connection()
+        while (pending := self._pop_waiting()) is not None:
+            result: CallResult = None
             try:
-                outcome = self._answer(connection, job)
+                result = self._send_request(connection, pending)
             except CohortError as error:
-                outcome = error
-            finally:  # also after a bug, whose traceback threading prints
-                self._ended.put((job, outcome))
+                result = error
+            finally:
+                # Also after a bug, whose traceback threading prints: without a result, `poll` would wait for ever.
+                self._results.put((pending, result))
         connection.close()
 
-    def _next(self) -> Job | None:
+    def _pop_waiting(self) -> PendingRequest | None:
+        """Returns the next waiting request. If there is none, counts the calling thread as ended and returns None."""
         with self._lock:
             if self._waiting:
                 return self._waiting.popleft()
             self._num_threads -= 1
             return None
 
-    def _answer(self, connection: HTTPConnection, job: Job) -> Sample:
-        return self.site.ask(connection, job.call, lambda reply: read_sample(reply, job.request))
+    def _send_request(self, connection: HTTPConnection, pending: PendingRequest) -> Sample:
+        """Sends a request, with retries, and returns its sample."""
+        return self.client.send_with_retries(
+            connection, pending.call, lambda reply: read_sample(reply, pending.request)
+        )
 
 
 def read_models(reply: Any) -> dict[str, str]:
-    """The models served, with who serves them."""
+    """Returns the served models from a reply: name -> `owned_by`. Raises RetryableError if it has no list of models."""
     data = reply.get("data") if isinstance(reply, dict) else reply
     if not isinstance(data, list):
-        raise Trouble("no list of models in its reply: is it a server with OpenAI's interface?")
+        raise RetryableError("no list of models in its reply: is it a server with OpenAI's interface?")
     named = [m for m in data if isinstance(m, dict) and isinstance(m.get("id"), str)]
     return {m["id"]: str(m.get("owned_by") or "") for m in named}
 
 
 def read_sample(reply: Any, request: Request) -> Sample:
-    """The sample in a reply to a request. Raises Trouble for a reply that makes no sense."""
+    """Returns the sample in the reply to a request. Raises RetryableError for a reply that makes no sense."""
     choices = reply.get("choices") if isinstance(reply, dict) else None
     if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
-        raise Trouble("a reply without choices")
+        raise RetryableError("a reply without choices")
     choice, usage = choices[0], reply.get("usage")
     num = usage.get("completion_tokens") if isinstance(usage, dict) else None
-    num = min(max(num, 0), MOST_TOKENS) if isinstance(num, int) else 0
+    # Servers may send anything as a count.
+    num = min(max(num, 0), MAX_REPLY_TOKENS) if isinstance(num, int) else 0
     reason = choice.get("finish_reason")
     if reason == "error":
-        raise Trouble("an answer that ended with an error")
-    unnamed = Finish.LENGTH if num >= request.sampling.max_tokens else Finish.STOP
-    finish = FINISHES.get(reason, unnamed) if isinstance(reason, str) else unnamed
+        raise RetryableError("an answer that ended with an error")
+    # Where the reason is missing or unknown, the number of tokens decides.
+    guessed = Finish.LENGTH if num >= request.sampling.max_tokens else Finish.STOP
+    finish = FINISHES.get(reason, guessed) if isinstance(reason, str) else guessed
     return Sample(
-        tokens=[UNKNOWN] * num,
+        tokens=[UNKNOWN_TOKEN] * num,
         provenance=[int(Provenance.SAMPLED)] * num,
         sampler_logprobs=[0.0] * num,
         versions=[(0, 0)],
         finish=finish,
-        text=said(choice, request, finish),
+        text=extract_text(choice, request, finish),
     )
 
 
-def said(choice: dict[str, Any], request: Request, finish: Finish) -> str:
-    """What the model wrote, its thought included."""
+def extract_text(choice: dict[str, Any], request: Request, finish: Finish) -> str:
+    """Returns what the model wrote, with a separate thought put back in <think>...</think> before the content."""
+    # A choice without a message is that of the text interface.
     if "message" not in choice:
-        return text_of(choice.get("text"))
+        return read_text(choice.get("text"))
     message = choice["message"]
     if not isinstance(message, dict):
-        raise Trouble("a choice without a message")
-    content = text_of(message.get("content"))
-    thought = text_of(message.get("reasoning_content") or message.get("reasoning"))
+        raise RetryableError("a choice without a message")
+    content = read_text(message.get("content"))
+    thought = read_text(message.get("reasoning_content") or message.get("reasoning"))
     if not thought:
         return content
     last = request.messages[-1]
     forced = str(last.get("content") or "") if last.get("role") == "assistant" else ""
+    # The prompt may have opened the thought already. A thought that was cut off stays open.
     opening = "" if "<think>" in forced.rpartition("</think>")[2] else "<think>"
     closing = "</think>" if content or finish is Finish.STOP else ""
     return f"{opening}{thought}{closing}{content}"
 
 
-def text_of(content: Any) -> str:
-    """Text as a string, as a list of parts, or none at all (after a call of a tool, or a filter)."""
+def read_text(content: Any) -> str:
+    """Returns text that comes as a string, as a list of parts, or as None (after a call of a tool, or a filter)."""
     if content is None:
         return ""
     if isinstance(content, str):
         return content
     if isinstance(content, list):
-        return "".join(text_of(part.get("text")) for part in content if isinstance(part, dict))
-    raise Trouble(f"a text that is a {type(content).__name__}")
+        return "".join(read_text(part.get("text")) for part in content if isinstance(part, dict))
+    raise RetryableError(f"a text that is a {type(content).__name__}")

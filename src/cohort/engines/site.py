@@ -1,7 +1,7 @@
-"""A server at an address: JSON over HTTP, with a key, tried again after trouble that may pass.
+"""A client for a server that speaks JSON over HTTP, with an API key and retries after errors that may pass.
 
-The key is sent to the server and nowhere else: no message, log line or record has it. Redirects are not followed and
-proxies not used.
+The key is sent to the server and appears nowhere else: not in messages, log lines or records. Redirects are not
+followed and proxies are not used.
 """
 
 from __future__ import annotations
@@ -25,33 +25,37 @@ from urllib.parse import urlsplit
 
 from cohort.errors import ConfigError, EngineError, ModelError
 
-TRIES = 8
-LONGEST_PAUSE = 120.0  # seconds a server may ask for
-LONGEST_REPLY = 1 << 26  # bytes
-LONGEST_WORDS = 300  # characters of a server's own words in a message
-MOST_WARNINGS = 10
-PASSING = (408, 425, 429)  # besides 5xx: statuses after which another try may succeed
+MAX_TRIES = 8
+MAX_PAUSE_SECONDS = 120.0  # that a server may ask for
+MAX_REPLY_BYTES = 1 << 26
+MAX_QUOTED_CHARACTERS = 300  # of a server's own text in a message
+MAX_WARNINGS = 10
+RETRYABLE_STATUSES = (408, 425, 429)  # besides 5xx: statuses after which another try may succeed
 KEY_HINT = ". The key is read from COHORT_API_KEY, or from the variable that `key` names"
 HINTS = {401: KEY_HINT, 403: KEY_HINT, 404: ". Is url the part of the address before /v1?"}
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Pause = Callable[[threading.Event, float], object]
-"""Wait so many seconds, or until the event."""
+PauseFunction = Callable[[threading.Event, float], object]
+"""Waits until this many seconds have passed or the event is set."""
 
 
-class Trouble(Exception):
-    """A try failed in a way that another may not: no server was there (`lost`), or it asks for a pause, in seconds."""
+class RetryableError(Exception):
+    """A failed try that may succeed when repeated.
 
-    def __init__(self, text: str, pause: float | None = None, lost: bool = False) -> None:
+    `unreachable` says that no server answered. `pause_seconds` is the pause that the server asks for; None = it asks
+    for none.
+    """
+
+    def __init__(self, text: str, pause_seconds: float | None = None, unreachable: bool = False) -> None:
         super().__init__(text)
-        self.pause, self.lost = pause, lost
+        self.pause_seconds, self.unreachable = pause_seconds, unreachable
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Reply:
-    """What came back."""
+class HttpReply:
+    """A server's reply to one call. Headers that it lacks are ""."""
 
     status: int
     data: bytes
@@ -60,143 +64,170 @@ class Reply:
 
 
 @dataclass(eq=False, kw_only=True, slots=True)
-class Call:
-    """Something asked of the server. Any thread may cancel it."""
+class HttpCall:
+    """One call of the server. Any thread may cancel it."""
 
     method: str
     path: str  # after /v1/
     body: bytes | None = None
     cancelled: threading.Event = field(default_factory=threading.Event)
-    line: socket.socket | None = None  # open while the server works on it
+    open_socket: socket.socket | None = None  # set while the server works on the call
 
     def cancel(self) -> None:
+        """Ends the call, whether it is pausing or waiting for the reply."""
         self.cancelled.set()
-        if self.line is not None:
-            with contextlib.suppress(OSError):  # it has just ended
+        if self.open_socket is not None:
+            # An OSError here means that the call has just ended.
+            with contextlib.suppress(OSError):
                 # Wakes the thread that reads, and tells the server. SSLSocket's own version is not for two threads.
-                socket.socket.shutdown(self.line, socket.SHUT_RDWR)
+                socket.socket.shutdown(self.open_socket, socket.SHUT_RDWR)
 
 
-class Site:
-    """The server at `url`. Not to be shared between threads are the connections alone."""
+class ServerClient:
+    """The client of the server at `url`. Threads may share it, but each needs a connection of its own.
 
-    def __init__(self, url: str, key: str, timeout: float, pause: Pause = threading.Event.wait) -> None:
-        self.url = checked_url(url)
+    `key` is the name of an environment variable ("" = the usual ones, see `read_api_key`). `timeout` is in seconds.
+    """
+
+    def __init__(self, url: str, key: str, timeout: float, pause: PauseFunction = threading.Event.wait) -> None:
+        self.url = normalise_url(url)
         self.timeout, self.pause = timeout, pause
-        self._key = find_key(self.url, key)
-        self._lock = threading.Lock()  # of what was told
-        self._told: set[str] = set()
+        self._key = read_api_key(self.url, key)
+        self._lock = threading.Lock()  # guards _logged_warnings
+        self._logged_warnings: set[str] = set()
 
     @property
     def is_openai(self) -> bool:
+        """Whether the server is one of OpenAI's own."""
         return is_openai(self.url)
 
-    def connection(self) -> HTTPConnection:
+    def make_connection(self) -> HTTPConnection:
+        """Returns a new connection to the server. It connects at the first call."""
         where = urlsplit(self.url)
         kind = HTTPSConnection if where.scheme == "https" else HTTPConnection
         return kind(where.hostname or "", where.port, timeout=self.timeout)
 
-    def ask(self, connection: HTTPConnection, call: Call, read: Callable[[Any], T], patient: bool = True) -> T:
-        """What `read` finds in the reply. Tries again after trouble; without patience only if a server is there."""
-        for n in range(1, TRIES + 1):
+    def send_with_retries(
+        self, connection: HTTPConnection, call: HttpCall, read: Callable[[Any], T], retry_unreachable: bool = True
+    ) -> T:
+        """Sends a call and returns what `read` makes of the JSON in its reply.
+
+        Tries again after a RetryableError, of `read` too, and raises EngineError after MAX_TRIES tries. Without
+        `retry_unreachable`, raises ModelError at once if no server answers.
+        """
+        for n in range(1, MAX_TRIES + 1):
             try:
-                return read(self._exchange(connection, call))
-            except Trouble as trouble:
+                return read(self._try_once(connection, call))
+            except RetryableError as error:
                 connection.close()
-                if trouble.lost and not patient:
-                    words = f"no server answers at {self.url} ({trouble}): start it, or mend its address."
-                    raise ModelError(words) from trouble
-                if n == TRIES or call.cancelled.is_set():
-                    raise EngineError(f"{self.url} failed {n} times, at last so: {trouble}") from trouble
-                self.warn(f"is asked again after: {trouble}")
-                usual = 2 ** (n - 1) * random.uniform(0.5, 1.0)  # not all threads at once
-                self.pause(call.cancelled, usual if trouble.pause is None else trouble.pause)
+                if error.unreachable and not retry_unreachable:
+                    words = f"no server answers at {self.url} ({error}): start it, or correct its address."
+                    raise ModelError(words) from error
+                if n == MAX_TRIES or call.cancelled.is_set():
+                    raise EngineError(
+                        f"{self.url} failed {n} times; the last error was: {error}. Check the server and start again."
+                    ) from error
+                self.warn_once(f"is asked again after: {error}")
+                # Random, so that not all threads ask again at the same moment.
+                usual = 2 ** (n - 1) * random.uniform(0.5, 1.0)
+                self.pause(call.cancelled, usual if error.pause_seconds is None else error.pause_seconds)
         raise AssertionError("the last try returns or raises")
 
-    def _exchange(self, connection: HTTPConnection, call: Call) -> Any:
-        """One try: the JSON of the reply."""
+    def _try_once(self, connection: HTTPConnection, call: HttpCall) -> Any:
+        """Sends the call once and returns the JSON value of the reply.
+
+        Raises RetryableError if another try may succeed, ConfigError if the server refuses the call, EngineError if it
+        asks for too long a pause.
+        """
         try:
-            reply = self._send(connection, call)
+            reply = self._send_and_receive(connection, call)
         except ssl.SSLCertVerificationError as e:
             raise ConfigError(f"{self.url} has no certificate that can be trusted: {e.verify_message}.") from e
         except (OSError, HTTPException) as e:
-            raise Trouble(self.clean(f"{type(e).__name__}: {e}".removesuffix(": ")), lost=True) from e
-        value, status = parsed(reply.data), reply.status
+            text = self.clean_text(f"{type(e).__name__}: {e}".removesuffix(": "))
+            raise RetryableError(text, unreachable=True) from e
+        value, status = parse_json(reply.data), reply.status
         if 200 <= status < 300:
             if value is None:
-                start = self.clean(reply.data[:80].decode(errors="replace"))
-                raise Trouble(f'a reply of {len(reply.data)} bytes that is no JSON: "{start}"')
+                start = self.clean_text(reply.data[:80].decode(errors="replace"))
+                raise RetryableError(f'a reply of {len(reply.data)} bytes that is no JSON: "{start}"')
+            # Some servers report an error with status 200; its code then takes the place of the status.
             error = value.get("error") if isinstance(value, dict) else None
             if not error:
                 return value
             status = error["code"] if isinstance(error, dict) and isinstance(error.get("code"), int) else 500
-        words = self.clean(f"{status} {message_of(value, reply)}")
-        if status not in PASSING and status < 500:
+        words = self.clean_text(f"{status} {find_error_message(value, reply)}")
+        if status not in RETRYABLE_STATUSES and status < 500:
             raise ConfigError(f"{self.url}/v1/{call.path} refuses: {words}{HINTS.get(status, '')}")
-        pause = retry_after(reply.retry_after)
-        if pause is not None and pause > LONGEST_PAUSE:
-            raise EngineError(f"{self.url} asks for a pause of {pause:.0f} seconds: {words}")
-        raise Trouble(words, pause=pause)
+        pause = parse_retry_after(reply.retry_after)
+        if pause is not None and pause > MAX_PAUSE_SECONDS:
+            raise EngineError(f"{self.url} asks for a pause of {pause:.0f} seconds: {words}. Start again after it.")
+        raise RetryableError(words, pause_seconds=pause)
 
-    def _send(self, connection: HTTPConnection, call: Call) -> Reply:
+    def _send_and_receive(self, connection: HTTPConnection, call: HttpCall) -> HttpReply:
+        """Sends the call over the connection and returns the reply. Raises OSError or HTTPException on failure."""
         headers = {"Content-Type": "application/json", "Accept": "application/json", "User-Agent": "cohort"}
+        # Local servers usually need no key.
         if self._key:
             headers["Authorization"] = f"Bearer {self._key}"
         if connection.sock is None:
             connection.connect()
-        call.line = connection.sock
+        # The socket is published before the test: a cancel after the test finds it and shuts it down.
+        call.open_socket = connection.sock
         try:
             if call.cancelled.is_set():
                 raise ConnectionAbortedError("cancelled")
             connection.request(call.method, f"{urlsplit(self.url).path}/v1/{call.path}", call.body, headers)
             response = connection.getresponse()
-            data = response.read(LONGEST_REPLY + 1)
+            data = response.read(MAX_REPLY_BYTES + 1)
         finally:
-            call.line = None
-        if response.length or len(data) > LONGEST_REPLY:
+            call.open_socket = None
+        # `length` counts the bytes that were announced and did not come.
+        if response.length or len(data) > MAX_REPLY_BYTES:
             raise HTTPException(f"the reply breaks off after {len(data)} bytes")
-        asked, moved = (response.headers.get(name, "") for name in ("Retry-After", "Location"))
-        return Reply(status=response.status, data=data, retry_after=asked, location=moved)
+        pause, location = (response.headers.get(name, "") for name in ("Retry-After", "Location"))
+        return HttpReply(status=response.status, data=data, retry_after=pause, location=location)
 
-    def clean(self, text: str) -> str:
-        """A server's words, fit for a message: one line, no control characters, not the key."""
+    def clean_text(self, text: str) -> str:
+        """Returns a server's text fit for a message: one short line, without control characters and without the key."""
+        # Some servers repeat the key in their error message.
         text = text.replace(self._key, "[key]") if self._key else text
         line = " ".join("".join(c if c.isprintable() else " " for c in text).split())
-        return line if len(line) <= LONGEST_WORDS else f"{line[:LONGEST_WORDS]}..."
+        return line if len(line) <= MAX_QUOTED_CHARACTERS else f"{line[:MAX_QUOTED_CHARACTERS]}..."
 
-    def warn(self, text: str) -> None:
-        """Log a warning, once."""
+    def warn_once(self, text: str) -> None:
+        """Logs a warning about the server, unless the same one was logged before or MAX_WARNINGS were."""
         with self._lock:
-            if text in self._told or len(self._told) == MOST_WARNINGS:
+            if text in self._logged_warnings or len(self._logged_warnings) == MAX_WARNINGS:
                 return
-            self._told.add(text)
+            self._logged_warnings.add(text)
         log.warning("%s %s", self.url, text)
 
 
-def parsed(data: bytes) -> Any:
-    """The JSON value; None where there is none."""
+def parse_json(data: bytes) -> Any:
+    """Returns the JSON value, or None if the data is no JSON."""
     try:
         return json.loads(data)
     except (ValueError, RecursionError):
         return None
 
 
-def message_of(value: Any, reply: Reply) -> str:
-    """What an error reply says, in the places where servers say it."""
+def find_error_message(value: Any, reply: HttpReply) -> str:
+    """Returns what an error reply says, from the places where servers say it. `value` is its JSON, or None."""
     if reply.location:
         return f"moved to {reply.location}"
     if not isinstance(value, dict):
-        return reply.data[: 4 * LONGEST_WORDS].decode(errors="replace")
+        return reply.data[: 4 * MAX_QUOTED_CHARACTERS].decode(errors="replace")
     error = value.get("error") or value.get("message") or value.get("detail") or ""
     if isinstance(error, dict):
         error = error.get("message") or error
     return error if isinstance(error, str) else json.dumps(error)
 
 
-def retry_after(header: str) -> float | None:
-    """Seconds to wait, from a number or a date; None if there is neither.
+def parse_retry_after(header: str) -> float | None:
+    """Returns the seconds to wait, from a header with a number or a date. None if it has neither.
 
-    >>> retry_after("7"), retry_after("-1"), retry_after("soon"), retry_after("")
+    >>> parse_retry_after("7"), parse_retry_after("-1"), parse_retry_after("soon"), parse_retry_after("")
     (7.0, 0.0, None, None)
     """
     try:
@@ -209,10 +240,10 @@ def retry_after(header: str) -> float | None:
     return max(0.0, seconds) if math.isfinite(seconds) else None
 
 
-def checked_url(url: str) -> str:
-    """The address without /v1 and slashes at its end; raises for one that cannot be.
+def normalise_url(url: str) -> str:
+    """Returns the address without /v1 and slashes at its end. Raises ConfigError for what cannot be an address.
 
-    >>> checked_url("http://localhost:8000/v1/")
+    >>> normalise_url("http://localhost:8000/v1/")
     'http://localhost:8000'
     """
     url = url.strip()
@@ -220,7 +251,8 @@ def checked_url(url: str) -> str:
     try:
         where = urlsplit(url)
         plausible = where.scheme in ("http", "https") and where.hostname and where.port != 0
-    except ValueError as e:  # of a port, or of brackets
+    except ValueError as e:
+        # The port is no number, or a bracket is missing.
         raise wrong from e
     if "@" in where.netloc:
         raise ConfigError("url must not hold a user or a password; the key is read from the environment.")
@@ -230,16 +262,22 @@ def checked_url(url: str) -> str:
 
 
 def is_openai(url: str) -> bool:
+    """Returns whether the address is one of OpenAI's own servers."""
     host = urlsplit(url).hostname or ""
     return host == "openai.com" or host.endswith(".openai.com")
 
 
-def find_key(url: str, variable: str) -> str:
-    """The API key, "" for none. No message has it, nor the variable's name, which may be the key by mistake."""
+def read_api_key(url: str, variable: str) -> str:
+    """Returns the API key from the environment; "" = there is none.
+
+    It is in the given variable, or without one in COHORT_API_KEY, or for OpenAI's own servers in OPENAI_API_KEY. Error
+    messages do not repeat the variable's name, because users may give the key itself by mistake.
+    """
+    # OpenAI's key must not be sent to other servers.
     names = [variable] if variable else ["COHORT_API_KEY", *(["OPENAI_API_KEY"] if is_openai(url) else [])]
-    found = next((value for name in names if (value := os.environ.get(name, "").strip())), "")
-    if variable and not found:
+    key = next((value for name in names if (value := os.environ.get(name, "").strip())), "")
+    if variable and not key:
         raise ConfigError("key names an environment variable that is not set; give its name, not the key itself.")
-    if not (found.isascii() and found.isprintable()) or " " in found:
+    if not (key.isascii() and key.isprintable()) or " " in key:
         raise ConfigError("the API key has a space, a line end or another character that no key has; set it again.")
-    return found
+    return key

@@ -1,7 +1,7 @@
-"""Gets a learner's weights to the engine that samples from them, and makes sure that they are there.
+"""Sends a learner's weights to the engine that samples from them, and checks that they arrived.
 
-An engine that holds the learner's own decoder shares its storage: nothing is copied, cached state is dropped. Another
-engine in this process copies every tensor (`weights.copy_weights` proves names, shapes and types).
+An engine that holds the learner's own decoder shares its storage: `load` copies nothing and only drops cached state.
+Another engine in this process copies every tensor; `weights.copy_weights` checks names, shapes and types.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ from cohort.errors import EngineError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightSync:
-    """From `weights`, a function that gives the learner's current ones, to `engine`."""
+    """The path of weights from a learner to an engine. `get_weights` returns the learner's current weights."""
 
-    weights: Callable[[], Weights]
+    get_weights: Callable[[], Weights]
     engine: Engine
 
     def send(self, version: int) -> None:
-        """Let the engine sample from the current weights, which from now on are called `version`."""
-        self.engine.load(self.weights(), version)
+        """Loads the learner's current weights into the engine as `version`. Raises EngineError if it keeps others."""
+        self.engine.load(self.get_weights(), version)
+        # An engine that silently kept its old weights would spoil the training.
         if self.engine.version != version:
             raise EngineError(
                 f"the {self.engine.name} engine samples from version {self.engine.version} of the weights although "
-                f"version {version} was sent."
+                f"version {version} was sent: resume the run from its last checkpoint."
             )

@@ -1,13 +1,14 @@
-"""vLLM in this process, for evaluation: it draws the tokens, Cohort reads them.
+"""An engine that runs vLLM in this process, for evaluation.
 
 Prompts go in as token ids and vLLM loads no tokenizer: stop strings are found and text is decoded here, by the same
 code as for the native engine. What vLLM cannot promise:
 
-- keyed randomness. A request's seed is made from its key, so that the same key gives the same text in one vLLM, apart
-  from near ties that another batch decides otherwise; it is not the native engine's text. Greedy text is, near ties
-  apart. Top-k and top-p cut what min-p has left, not the other way round.
-- log-probabilities before truncation: where top-p, top-k or min-p cut, `sampler_logprobs` are 0, `kept_mass` is empty.
-- new weights: it cannot train.
+- Keyed randomness. A request's seed is made from its key, so the same key gives the same text in one vLLM, except for
+  near ties, which another batch may decide otherwise. It is not the native engine's text. Greedy text is, except for
+  near ties. vLLM applies min-p first and then top-k and top-p; the native engine does the opposite.
+- Log-probabilities before truncation. If top-p, top-k or min-p truncate, `sampler_logprobs` are 0 and `kept_mass` is
+  empty.
+- New weights: it cannot train.
 """
 
 from __future__ import annotations
@@ -20,73 +21,79 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from cohort.engines.base import Abilities, Event, Request, Weights, Work
+from cohort.engines.base import Abilities, Event, Request, Weights, WorkCounters
 from cohort.engines.draft import Draft
-from cohort.engines.native.random import stream_of
-from cohort.engines.requests import check_request, closed, not_under_way
-from cohort.errors import ConfigError, EngineError, ModelError, brief, nearest
+from cohort.engines.native.random import derive_random_stream
+from cohort.engines.requests import check_request, closed_engine_error, unknown_request_error
+from cohort.errors import ConfigError, EngineError, ModelError, shorten_error, suggest_name
 from cohort.text import TextStream, Tokenizer
 from cohort.types import Finish, Sample
 
-COLDEST = 0.01  # vLLM draws at this temperature when it is asked for a lower one above 0
-LATE = 8  # tokens by which a stop string may be noticed late: a character has at most four
-ENVIRONMENT = {
+MIN_TEMPERATURE = 0.01  # vLLM draws at this temperature if a request asks for a lower one above 0
+# A stop string may be noticed this many tokens late, because text waits for whole characters: these have at most four.
+MAX_LATE_TOKENS = 8
+VLLM_ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
-    # What is drawn must not depend on when requests reach another process.
+    # The drawn tokens must not depend on when requests reach another process.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
 }
 NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(kw_only=True, slots=True)
-class Reader:
-    """What vLLM has drawn for a request. With stop strings, tokens whose text is not complete are not told yet."""
+class PendingOutput:
+    """What vLLM has drawn for a request. With stop strings, tokens whose text is not complete are not reported yet."""
 
     request: Request
-    stream: TextStream | None  # where there are stop strings to look for
+    text_stream: TextStream | None  # decodes token by token, to find stop strings; None = the request has none
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    num_sure: int = 0  # tokens whose text is complete: no stop string ends inside them
-    num_told: int = 0
-    tail: str = ""  # the last text, as far as a stop string may reach back
+    num_complete: int = 0  # tokens whose text is complete: no stop string ends inside them
+    num_reported: int = 0  # tokens in events so far
+    tail: str = ""  # the end of the text, as long as the part of a stop string that may be in it
 
-    def take(self, tokens: list[int], logprobs: list[float]) -> bool:
-        """Take new tokens; whether a stop string seems to be complete."""
+    def add_tokens(self, tokens: list[int], logprobs: list[float]) -> bool:
+        """Appends new tokens. Returns whether the new text seems to complete a stop string."""
         self.tokens += tokens
         self.logprobs += logprobs
-        text = "" if self.stream is None else self.stream.push(tokens)
-        if self.stream is None or text:
-            self.num_sure = len(self.tokens)
+        text = "" if self.text_stream is None else self.text_stream.push(tokens)
+        if self.text_stream is None or text:
+            self.num_complete = len(self.tokens)
+        # A stop string may begin in the text before: keep as much of it as a stop string can reach back.
         stops = self.request.sampling.stop_strings
         seen = self.tail + text
         reach = max(map(len, stops), default=1) - 1
         self.tail = seen[max(0, len(seen) - reach) :]
         return bool(text) and any(stop in seen for stop in stops)
 
-    def draft(self, tokenizer: Tokenizer) -> Draft:
-        """All of it as a draft, which knows how a sample ends and what its text is."""
+    def make_draft(self, tokenizer: Tokenizer) -> Draft:
+        """Returns all tokens as a draft, which finds the end of the sample, stop strings included."""
         draft = Draft(request=self.request)
-        draft.begin(version=0)
-        sure = max(0, len(self.tokens) - LATE)  # a stop string is looked for token by token only after these
+        draft.set_version(version=0)
+        # Only the last tokens may complete a stop string. A draft decodes these one by one, which is slow for all.
+        sure = max(0, len(self.tokens) - MAX_LATE_TOKENS)
         for part in (slice(sure), slice(sure, None)):
             if draft.finish is None:
-                draft.extend(self.tokens[part], self.logprobs[part], [], tokenizer.decode)
+                draft.add_tokens(self.tokens[part], self.logprobs[part], [], tokenizer.decode)
         return draft
 
-    def tell(self, num: int) -> Event:
-        """The first `num` tokens, less what was told before."""
-        new = slice(self.num_told, num)
-        self.num_told = num
+    def make_event(self, num: int) -> Event:
+        """Returns the event with the first `num` tokens, less those reported before."""
+        new = slice(self.num_reported, num)
+        self.num_reported = num
         return Event(id=self.request.id, tokens=self.tokens[new], logprobs=self.logprobs[new])
 
 
 class VllmEngine:
-    """Samples with a model folder that vLLM can load. `options` are further arguments of vLLM's `EngineArgs`."""
+    """Samples from the model in a folder that vLLM can load.
+
+    `memory` is the share of the GPU's memory that vLLM may use. `options` are further arguments of vLLM's `EngineArgs`.
+    """
 
     name = "vllm"
     abilities = Abilities(live_weights=False)
-    version = 0  # it takes no other
+    version = 0  # it takes no new weights
 
     def __init__(
         self,
@@ -100,7 +107,7 @@ class VllmEngine:
         tokenizer: Tokenizer | None = None,
     ) -> None:
         if not Path(folder).is_dir():
-            raise ModelError(f"{folder} is no folder: vLLM evaluates models in Hugging Face folders.")
+            raise ModelError(f"{folder} is no folder: give vLLM a model in a Hugging Face folder.")
         if slots < 1 or max_context < 1 or not 0 < memory <= 1:
             raise ConfigError(
                 f"engine.slots = {slots} and max_context = {max_context} must be at least 1, "
@@ -117,7 +124,8 @@ class VllmEngine:
             "gpu_memory_utilization": memory,
             "skip_tokenizer_init": True,
             "trust_remote_code": False,
-            "generation_config": "vllm",  # no sampling defaults from the folder: a request says all
+            # No sampling defaults from the folder: a request has all settings.
+            "generation_config": "vllm",
             "logprobs_mode": "processed_logprobs",
             "disable_log_stats": True,
             "use_tqdm_on_load": False,
@@ -126,33 +134,36 @@ class VllmEngine:
         settings |= {"load_format": "safetensors", **options}
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", FutureWarning)  # vLLM's own affair
+                # These warnings are for vLLM's developers.
+                warnings.simplefilter("ignore", FutureWarning)
                 self._engine = self._vllm.LLMEngine.from_engine_args(self._vllm.EngineArgs(**settings))
         except (ValueError, RuntimeError, OSError, ImportError) as e:
-            raise ModelError(f"vLLM cannot serve {folder}: {brief(e)}") from e
+            raise ModelError(f"vLLM cannot serve {folder}: {shorten_error(e)}") from e
         self.vocab_size = int(self._engine.model_config.get_vocab_size())
-        self._readers: dict[str, Reader] = {}
+        self._pending: dict[str, PendingOutput] = {}
         self._closed = False
-        self.work = Work()
+        self.work = WorkCounters()
 
     def submit(self, request: Request) -> None:
+        """Hands a request to vLLM."""
         if self._closed:
-            raise closed(self.name)
-        check_request(request, self.max_context, self.vocab_size, self._readers)
-        if 0 < request.sampling.temperature < COLDEST:
+            raise closed_engine_error(self.name)
+        check_request(request, self.max_context, self.vocab_size, self._pending)
+        if 0 < request.sampling.temperature < MIN_TEMPERATURE:
             raise ConfigError(
-                f'request "{request.id}": vLLM draws at no temperature between 0 and {COLDEST}, so not at '
-                f"{request.sampling.temperature}; use 0 for greedy."
+                f'request "{request.id}": temperature = {request.sampling.temperature}, but vLLM has no temperature '
+                f"between 0 and {MIN_TEMPERATURE}; use 0 for greedy decoding, or at least {MIN_TEMPERATURE}."
             )
         prompt = self._vllm.inputs.tokens_input(list(request.tokens))
         try:
-            self._engine.add_request(request.id, prompt, self._params(request))
+            self._engine.add_request(request.id, prompt, self._make_params(request))
         except ValueError as e:
-            raise ConfigError(f'request "{request.id}": vLLM refuses it: {brief(e)}') from e
+            raise ConfigError(f'request "{request.id}": vLLM refuses it: {shorten_error(e)}') from e
         stream = TextStream(self.tokenizer) if request.sampling.stop_strings else None
-        self._readers[request.id] = Reader(request=request, stream=stream)
+        self._pending[request.id] = PendingOutput(request=request, text_stream=stream)
 
-    def _params(self, request: Request) -> Any:
+    def _make_params(self, request: Request) -> Any:
+        """Returns vLLM's SamplingParams for a request."""
         s = request.sampling
         greedy = s.temperature == 0
         return self._vllm.SamplingParams(
@@ -161,75 +172,83 @@ class VllmEngine:
             top_p=s.top_p,
             top_k=s.top_k,
             min_p=s.min_p,
-            seed=None if greedy else (stream_of(request.key) + request.start) % 2**31,
+            seed=None if greedy else (derive_random_stream(request.key) + request.start) % 2**31,
             stop_token_ids=list(s.stop_ids),
-            ignore_eos=True,  # where the model's own end counts, stop_ids name it
-            logprobs=0 if greedy or not s.truncates else None,  # 0 = of the sampled token alone
+            # Where the model's own end token counts, stop_ids has it.
+            ignore_eos=True,
+            # 0 = the log-probability of the sampled token alone, None = none.
+            logprobs=0 if greedy or not s.truncates else None,
             detokenize=False,
             output_kind=self._vllm.sampling_params.RequestOutputKind.DELTA,
         )
 
     @property
     def idle(self) -> bool:
-        return not self._readers
+        return not self._pending
 
     def poll(self, timeout: float = 0.0) -> list[Event]:
-        """One step of vLLM's; what it drew may not be ready to be told."""
-        if not self._readers:
+        """Runs one step of vLLM and reports the new tokens whose text is complete."""
+        if not self._pending:
             return []
         outputs = self._engine.step()
         if not outputs and not self._engine.has_unfinished_requests():
-            raise EngineError(f"vLLM has ended without an answer to {len(self._readers)} requests.")
-        return [event for output in outputs if (event := self._take(output)) is not None]
+            raise EngineError(f"vLLM has ended without an answer to {len(self._pending)} requests; start again.")
+        return [event for output in outputs if (event := self._read_output(output)) is not None]
 
-    def _take(self, output: Any) -> Event | None:
-        """One request's news, if there is any that can be told."""
-        reader = self._readers.get(output.request_id)
-        if reader is None:
+    def _read_output(self, output: Any) -> Event | None:
+        """Adds vLLM's output to its request. Returns the event to report; None if there is nothing to report yet."""
+        pending = self._pending.get(output.request_id)
+        if pending is None:
             return None
         [drawn] = output.outputs
         tokens = list(drawn.token_ids)
+        # Log-probabilities come as one mapping per token, from token ids.
         rows = drawn.logprobs if tokens and drawn.logprobs else [{}] * len(tokens)
         logprobs = [row[t].logprob if t in row else 0.0 for t, row in zip(tokens, rows, strict=True)]
-        stopped = reader.take(tokens, logprobs)
+        stopped = pending.add_tokens(tokens, logprobs)
         if output.finished and drawn.finish_reason not in ("stop", "length"):
-            raise EngineError(f'vLLM ended request "{reader.request.id}" with "{drawn.finish_reason}".')
+            raise EngineError(f'vLLM ended request "{pending.request.id}" with "{drawn.finish_reason}"; start again.')
         if stopped or output.finished:
-            draft = reader.draft(self.tokenizer)
+            draft = pending.make_draft(self.tokenizer)
             if draft.finish is not None:
-                return self._end(reader, draft, under_way=not output.finished)
-        return reader.tell(reader.num_sure) if reader.num_sure > reader.num_told else None
+                return self._finish_request(pending, draft, still_running=not output.finished)
+        return pending.make_event(pending.num_complete) if pending.num_complete > pending.num_reported else None
 
-    def _end(self, reader: Reader, draft: Draft, under_way: bool) -> Event:
-        if under_way:
-            self._engine.abort_request([reader.request.id])
-        del self._readers[reader.request.id]
-        event = reader.tell(len(draft.tokens))
-        event.sample = draft.sample(self.tokenizer.decode)
+    def _finish_request(self, pending: PendingOutput, draft: Draft, still_running: bool) -> Event:
+        """Forgets a request that has ended and returns its last event. `still_running`: vLLM still works on it."""
+        if still_running:
+            self._engine.abort_request([pending.request.id])
+        del self._pending[pending.request.id]
+        event = pending.make_event(len(draft.tokens))
+        event.sample = draft.to_sample(self.tokenizer.decode)
         return event
 
     def abort(self, id: str) -> Sample:
-        if id not in self._readers:
-            raise not_under_way(id)
+        """Stops a request in vLLM and returns the tokens reported so far."""
+        if id not in self._pending:
+            raise unknown_request_error(id)
         self._engine.abort_request([id])
-        reader = self._readers.pop(id)
-        del reader.tokens[reader.num_told :], reader.logprobs[reader.num_told :]
-        draft = reader.draft(self.tokenizer)
+        pending = self._pending.pop(id)
+        # Tokens that were never reported are not part of the sample.
+        del pending.tokens[pending.num_reported :], pending.logprobs[pending.num_reported :]
+        draft = pending.make_draft(self.tokenizer)
         draft.finish = Finish.ABORT
-        return draft.sample(self.tokenizer.decode)
+        return draft.to_sample(self.tokenizer.decode)
 
     def load(self, weights: Weights, version: int) -> None:
-        raise ConfigError("the vllm engine takes no new weights: it evaluates; train with the native engine.")
+        """Raises ConfigError: vLLM takes no new weights."""
+        raise ConfigError("the vllm engine takes no new weights: it can only evaluate. Train with --engine native.")
 
     def close(self) -> None:
-        for id in list(self._readers):
+        """Aborts every request. vLLM itself stays loaded."""
+        for id in list(self._pending):
             self.abort(id)
         self._closed = True
 
 
 def import_vllm() -> Any:
-    """The package, told first to be quiet and to report nothing to anybody."""
-    for name, value in ENVIRONMENT.items():
+    """Returns the vllm package. Before the import it switches off vLLM's log and its usage statistics."""
+    for name, value in VLLM_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     try:
         import vllm.inputs  # type: ignore[import-not-found,unused-ignore]
@@ -237,14 +256,14 @@ def import_vllm() -> Any:
     except ImportError as e:
         if isinstance(e, ModuleNotFoundError) and e.name == "vllm":
             raise ConfigError("the vllm engine needs vLLM: pip install 'cohort[vllm]'") from e
-        raise ConfigError(f"vLLM is installed but does not load: {brief(e)}") from e
+        raise ConfigError(f"vLLM is installed but does not load: {shorten_error(e)}") from e
     return vllm
 
 
-def check_options(options: Mapping[str, Any], known: set[str], taken: Mapping[str, Any]) -> None:
-    """Raise for an option vLLM does not have, and for one the engine decides itself."""
+def check_options(options: Mapping[str, Any], known: set[str], fixed: Mapping[str, Any]) -> None:
+    """Raises ConfigError for an option that is not `known` to vLLM, or that the engine sets itself (`fixed`)."""
     for name in options:
-        if name in taken:
-            raise ConfigError(f"engine option {name} is not free: the engine sets it to {taken[name]!r} itself.")
+        if name in fixed:
+            raise ConfigError(f"engine option {name} cannot be set: the engine sets it to {fixed[name]!r}; remove it.")
         if name not in known:
-            raise ConfigError(f"vLLM has no engine option {name}.{nearest(name, known - taken.keys())}")
+            raise ConfigError(f"vLLM has no engine option {name}.{suggest_name(name, known - fixed.keys())}")

@@ -1,15 +1,15 @@
-"""Weights from elsewhere into an engine's own decoder, by Hugging Face name."""
+"""Copies weights of another model, in another process or type, into an engine's own decoder."""
 
 from __future__ import annotations
 
 import torch
 
 from cohort.engines.base import Weights
-from cohort.errors import ModelError, nearest
-from cohort.models.decoder import Decoder, hf_shaped, hf_views
+from cohort.errors import ModelError, suggest_name
+from cohort.models.decoder import Decoder, hf_views, to_hf_shape
 
-# Where a learner keeps weights in a wider type than its engine on purpose: what may be rounded to what.
-ROUNDED = {
+# (source, target) types that `allow_rounding` permits: a learner may keep its weights in a wider type than its engine.
+ROUNDABLE = {
     (torch.float32, torch.bfloat16),
     (torch.float32, torch.float16),
     (torch.float64, torch.float32),
@@ -17,30 +17,34 @@ ROUNDED = {
 
 
 @torch.no_grad()
-def copy_weights(weights: Weights, decoder: Decoder, rounded: bool = False) -> None:
-    """Copy every tensor in place. All names must be there, none may be unknown, shapes and types must agree.
+def copy_weights(weights: Weights, decoder: Decoder, allow_rounding: bool = False) -> None:
+    """Copies every tensor of `weights` into the decoder, in place, by Hugging Face name.
 
-    With `rounded`, tensors of a wider type are rounded to the decoder's, as ROUNDED allows. A tied head that comes
-    along as `lm_head.weight` is left out: it is the embedding.
+    Raises ModelError if a name is missing or unknown, or a shape or type differs. With `allow_rounding`, tensors of a
+    wider type are rounded to the decoder's type where ROUNDABLE permits it.
     """
     views = dict(hf_views(decoder))
     missing = set(views)
     for name, tensor in weights:
+        # A tied head is the embedding itself: a copy that comes along under this name has no target.
         if name == "lm_head.weight" and decoder.head is None:
             continue
         if name not in views:
-            raise ModelError(f'weights have a tensor "{name}" that the model has not.{nearest(name, views)}')
+            raise ModelError(f'weights have a tensor "{name}" that the model has not.{suggest_name(name, views)}')
         view = views[name]
-        shape = hf_shaped(name, view.to("meta")).shape
+        shape = to_hf_shape(name, view.to("meta")).shape
         if tensor.shape != shape:
             raise ModelError(f'"{name}" has shape {list(tensor.shape)}; the model needs {list(shape)}.')
-        if tensor.dtype != view.dtype and not (rounded and (tensor.dtype, view.dtype) in ROUNDED):
-            raise ModelError(f'"{name}" is of type {_short(tensor.dtype)}; the model needs {_short(view.dtype)}.')
+        if tensor.dtype != view.dtype and not (allow_rounding and (tensor.dtype, view.dtype) in ROUNDABLE):
+            raise ModelError(
+                f'"{name}" is of type {_format_dtype(tensor.dtype)}; the model needs {_format_dtype(view.dtype)}.'
+            )
         view.copy_(tensor.reshape(view.shape))
         missing.discard(name)
     if missing:
         raise ModelError(f"weights lack {len(missing)} tensors of the model, {sorted(missing)[0]} among them.")
 
 
-def _short(dtype: torch.dtype) -> str:
+def _format_dtype(dtype: torch.dtype) -> str:
+    """Returns the name of a type without "torch.", such as "bfloat16"."""
     return str(dtype).removeprefix("torch.")

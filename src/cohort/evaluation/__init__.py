@@ -1,1 +1,1 @@
-"""Evaluation: sampling and grading held-out problems, in a run or alone, and comparing two results."""
+"""Evaluation: sampling and scoring answers to held-out problems, in a run or alone, and comparing two evaluations."""

@@ -1,4 +1,4 @@
-"""Two evaluations of the same problems under the same grader: which is better, and on what."""
+"""Comparison of two evaluations of the same problems with the same grader: which is better, and on which problems."""
 
 from __future__ import annotations
 
@@ -8,36 +8,37 @@ from pathlib import Path
 
 from cohort.errors import RunError
 from cohort.evaluation.records import EvalItem, Evaluation
-from cohort.evaluation.statistics import Difference, mean, paired
+from cohort.evaluation.statistics import Difference, compare_paired, mean
 from cohort.run.directory import load_evaluation, load_evaluations
 
-# Knobs that say where rows are: the rows themselves are compared.
-WHERE = {"data", "columns", "train_size", "test_size"}
+# Settings of tasks that say where rows come from. They may differ, because the rows themselves are compared.
+DATA_SETTINGS = {"data", "columns", "train_size", "test_size"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Pair:
-    """A problem on which the two differ: the share of right answers of each."""
+class DifferingProblem:
+    """A problem on which two evaluations differ."""
 
     id: str
     question: str
-    first: float
+    first: float  # the share of right answers in the first evaluation
     second: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """What `second` has over `first`."""
+    """How much better `second` is than `first`. Its JSON is the output of `cohort compare --json`."""
 
     first: Evaluation
     second: Evaluation
     difference: Difference
-    num_problems: int
-    won: list[Pair] = field(default_factory=list)
-    lost: list[Pair] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)  # what else is not the same
+    num_problems: int  # that both have a score for
+    won: list[DifferingProblem] = field(default_factory=list)  # `second` is better; the largest difference first
+    lost: list[DifferingProblem] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # other differences between the two settings
 
     def to_json(self) -> str:
+        """Returns the comparison as JSON text."""
         sides = {
             name: {"setting": asdict(e.setting), "accuracy": e.accuracy, "low": e.low, "high": e.high}
             for name, e in (("first", self.first), ("second", self.second))
@@ -48,61 +49,72 @@ class Comparison:
 
 
 def find_evaluation(path: Path) -> Evaluation:
-    """A file that `cohort eval` wrote, or an evaluation of a run: RUN (the last) or RUN@STEP."""
+    """Returns the evaluation that `path` names: a file that `cohort eval` wrote, RUN (its newest) or RUN@STEP."""
     if path.is_file():
         return load_evaluation(path)
-    folder, at, step = str(path).rpartition("@")
-    run = Path(folder) if at and not path.is_dir() else path
+    folder, separator, step = str(path).rpartition("@")
+    # The name of a folder may contain an @.
+    run = Path(folder) if separator and not path.is_dir() else path
     if not run.is_dir():
         raise RunError(
             f"there is no evaluation or run {path}; name a file that `cohort eval` wrote, or a run directory."
         )
-    found = load_evaluations(run)
-    if not found:
-        raise RunError(f"{run} has no evaluation yet, or is no run.")
-    wanted = step if run != path else str(max(found))
-    if not wanted.isdecimal() or int(wanted) not in found:
-        raise RunError(f"{run} has no evaluation of step {wanted}; it has {', '.join(map(str, found))}.")
-    return found[int(wanted)]
+    evaluations = load_evaluations(run)
+    if not evaluations:
+        raise RunError(f"{run} has no evaluations: it has made none yet, or it is not a run directory.")
+    wanted = step if run != path else str(max(evaluations))
+    if not wanted.isdecimal() or int(wanted) not in evaluations:
+        steps = ", ".join(map(str, evaluations))
+        raise RunError(f"{run} has no evaluation of step {wanted}; it has evaluations of the steps {steps}.")
+    return evaluations[int(wanted)]
 
 
 def compare(first: Evaluation, second: Evaluation) -> Comparison:
-    """Refuses what cannot be compared; a problem that one side has no score for is left out and noted."""
-    pairs = list(zip(first.items, _in_order(first, second), strict=True))
+    """Compares two evaluations problem by problem. A problem without a score on one side is left out, with a note.
+
+    Raises RunError if tasks, splits, graders or problems differ.
+    """
+    pairs = list(zip(first.items, _match_items(first, second), strict=True))
     scored = [(a, b) for a, b in pairs if a.correct and b.correct]
     if not scored:
-        raise RunError("there is no problem that both evaluations have a score for.")
-    differ = [_pair(a, b) for a, b in scored if mean(a.correct) != mean(b.correct)]
-    unscored = [f"{len(pairs) - len(scored)} problems without a score are left out"] * (len(scored) < len(pairs))
+        raise RunError("no problem has a score in both evaluations: evaluate both again after the grader is repaired.")
+    # Only problems on which the two differ are listed as won or lost.
+    differ = [_make_differing_problem(a, b) for a, b in scored if mean(a.correct) != mean(b.correct)]
+    num_unscored = len(pairs) - len(scored)
+    unscored = [f"{num_unscored} problems without a score are left out"] if num_unscored else []
     return Comparison(
         first=first,
         second=second,
-        difference=paired([a.correct for a, _ in scored], [b.correct for _, b in scored]),
+        difference=compare_paired([a.correct for a, _ in scored], [b.correct for _, b in scored]),
         num_problems=len(scored),
         won=sorted((p for p in differ if p.second > p.first), key=lambda p: p.first - p.second),
         lost=sorted((p for p in differ if p.second < p.first), key=lambda p: p.second - p.first),
-        notes=unscored + _notes(first, second),
+        notes=unscored + _describe_other_differences(first, second),
     )
 
 
-def _in_order(first: Evaluation, second: Evaluation) -> list[EvalItem]:
-    """The second's items in the order of the first's; refuses other problems, prompts or graders."""
+def _match_items(first: Evaluation, second: Evaluation) -> list[EvalItem]:
+    """Returns the second's items in the order of the first's.
+
+    Raises RunError if task, split, grader, settings of the task, problems or messages differ.
+    """
     a, b = first.setting, second.setting
     for what, x, y in (("tasks", a.task, b.task), ("graders", a.grader, b.grader), ("splits", a.split, b.split)):
         if x != y:
             advice = "; the grader has changed in between: evaluate both again" if what == "graders" else ""
             raise RunError(f"these evaluations have different {what}, {x} and {y}, and cannot be compared{advice}.")
-    for name in sorted({*a.knobs, *b.knobs} - WHERE):
+    for name in sorted({*a.knobs, *b.knobs} - DATA_SETTINGS):
         if a.knobs.get(name) != b.knobs.get(name):
             raise RunError(
-                f"these evaluations have different settings of {a.task}, {name} = {a.knobs.get(name)} and "
-                f"{b.knobs.get(name)}, by which it may ask or grade otherwise; evaluate both with the same."
+                f"these evaluations have different settings of the task {a.task}: {name} = {a.knobs.get(name)} and "
+                f"{b.knobs.get(name)}. It may change questions or scores; evaluate both with the same value."
             )
     items = {item.id: item for item in second.items}
+    # Equal ids with other rows or messages mean that the data has changed. Other ids are reported below, with counts.
     if a.rows != b.rows and items.keys() == {item.id for item in first.items}:
         raise RunError(
-            "these evaluations have the same ids but other questions, answers or prompts: their data or the task's "
-            "settings have changed in between; evaluate both again."
+            "these evaluations have problems with the same ids, but with different questions, answers or prompts: the "
+            "data or the task's settings have changed in between. Evaluate both again."
         )
     missing = [item.id for item in first.items if item.id not in items]
     if missing or len(items) != len(first.items):
@@ -113,21 +125,26 @@ def _in_order(first: Evaluation, second: Evaluation) -> list[EvalItem]:
     for item in first.items:
         if item.messages != items[item.id].messages:
             raise RunError(
-                f'problem "{item.id}" was asked in other words in the two evaluations; evaluate both with the same '
+                f'problem "{item.id}" has different messages in the two evaluations; evaluate both with the same '
                 "settings of the task."
             )
     return [items[item.id] for item in first.items]
 
 
-def _notes(first: Evaluation, second: Evaluation) -> list[str]:
-    """Allowed, but worth knowing: a baseline under another template is how progress is invented."""
+def _describe_other_differences(first: Evaluation, second: Evaluation) -> list[str]:
+    """Returns one line per setting that differs and may: template, sampling, engine and others.
+
+    They are shown because they can explain a difference, for example if only the baseline used another template.
+    """
     a, b = asdict(first.setting), asdict(second.setting)
+    # Sampling options are compared one by one, like the other settings.
     a |= a.pop("sampling")
     b |= b.pop("sampling")
     names = [n for n in a if n not in ("model", "weights", "step", "rows", "knobs") and a[n] != b.get(n)]
     return [f"{name} is {a[name]} in A and {b.get(name)} in B" for name in names]
 
 
-def _pair(a: EvalItem, b: EvalItem) -> Pair:
+def _make_differing_problem(a: EvalItem, b: EvalItem) -> DifferingProblem:
+    """Returns the record of a problem from the items of both evaluations. The question is the last user message."""
     question = str(next((m["content"] for m in reversed(a.messages) if m["role"] == "user"), ""))
-    return Pair(id=a.id, question=question, first=mean(a.correct), second=mean(b.correct))
+    return DifferingProblem(id=a.id, question=question, first=mean(a.correct), second=mean(b.correct))

@@ -1,4 +1,4 @@
-"""Evaluation: sample the held-out problems, grade them, and say how sure the number is."""
+"""Evaluation: samples answers to held-out problems, scores them, and computes the accuracy with its interval."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from cohort.evaluation.records import EvalAnswer, EvalItem, EvalSetting, Evaluation
-from cohort.evaluation.statistics import accuracy, all_passes, interval, mean
+from cohort.evaluation.statistics import accuracy_interval, compute_accuracy, compute_all_pass_at_k, mean
 from cohort.rollout.producer import Producer, stop_if_many_failed
 from cohort.system.clock import stage
 from cohort.tasks.base import Task
 from cohort.types import Group, Prompt, Row, Sampling
 
 Spell = Callable[[Prompt], str]
+"""Returns a prompt as the text that the model sees, special tokens included."""
 
 
 @stage("evaluate")
@@ -24,45 +25,49 @@ def evaluate(
     prompts: Sequence[Prompt],
     setting: EvalSetting,
     spell: Spell,
-    known: Mapping[str, EvalItem] | None = None,
-    done: Callable[[EvalItem], None] = lambda item: None,
+    known_items: Mapping[str, EvalItem] | None = None,
+    on_item: Callable[[EvalItem], None] = lambda item: None,
     then: str = "evaluate again",
 ) -> Evaluation:
-    """Answers to each prompt, `done` told of each item as it is complete; `known` ones are not sampled again.
+    """Samples and scores answers to each prompt, and returns the evaluation.
 
-    A sample that could not be scored is left out, not counted as wrong; with many of them there is no result, and the
-    error says what to do `then`.
+    `known_items` are items by problem id that are taken over and not sampled again. `on_item` is called with each new
+    item as it is complete. A sample that could not be scored is left out, not counted as wrong. Raises TrainingStopped
+    if there are many of them; `then` says in its message what to do after the grader is repaired.
     """
-    items = dict(known or {})
+    items = dict(known_items or {})
     missing = [p for p in prompts if p.id not in items]
     failed: list[str] = []
     task = producer.stream.task
     for _, group in producer.start(missing):
-        item = _item(group, task.accuracy, spell)
+        item = _make_item(group, task.accuracy, spell)
         items[item.id] = item
+        # Checked after each item, so that a broken grader stops the evaluation early.
         failed += [a.failure for a in item.answers if a.failure]
         stop_if_many_failed(failed, len(prompts) * setting.num_samples, then)
-        done(item)
-    return summarised(setting, [items[p.id] for p in prompts], task, [p.row for p in prompts])
+        on_item(item)
+    # In the order of the prompts, whatever finished first.
+    return summarise(setting, [items[p.id] for p in prompts], task, [p.row for p in prompts])
 
 
-def summarised(setting: EvalSetting, items: Sequence[EvalItem], task: Task, rows: Sequence[Row]) -> Evaluation:
-    """The numbers of an evaluation, from its items and their rows."""
+def summarise(setting: EvalSetting, items: Sequence[EvalItem], task: Task, rows: Sequence[Row]) -> Evaluation:
+    """Returns the evaluation of these items. `rows` are the task's rows, in the order of the items."""
     answers = [a for item in items for a in item.answers]
     scored = [a for a in answers if a.correct is not None]
     scores = [item.correct for item in items]
-    low, high = interval(scores)
+    low, high = accuracy_interval(scores)
+    # The other reward parts. The accuracy has its own field.
     names = [name for name in (scored[0].parts if scored else {}) if name != task.accuracy]
-    extra = getattr(task, "summary", None)
+    summary = getattr(task, "summary", None)
     graded = [(row, a.parts) for row, item in zip(rows, items, strict=True) for a in item.answers if not a.failure]
     return Evaluation(
         setting=setting,
-        accuracy=accuracy(scores),
+        accuracy=compute_accuracy(scores),
         low=low,
         high=high,
-        passes=all_passes(scores),
+        passes=compute_all_pass_at_k(scores),
         parts={name: mean([a.parts[name] for a in scored]) for name in names},
-        summary={} if extra is None else extra(*zip(*graded, strict=True)) if graded else {},
+        summary={} if summary is None else summary(*zip(*graded, strict=True)) if graded else {},
         mean_tokens=mean([a.num_tokens for a in answers]),
         finishes=dict(sorted(Counter(a.finish for a in answers).items())),
         num_failed=len(answers) - len(scored),
@@ -70,27 +75,28 @@ def summarised(setting: EvalSetting, items: Sequence[EvalItem], task: Task, rows
     )
 
 
-def sampling_facts(sampling: Sampling) -> dict[str, Any]:
-    """What an evaluation records of how its answers were drawn."""
+def describe_sampling(sampling: Sampling) -> dict[str, Any]:
+    """Returns the sampling options as an evaluation records them."""
     names = ("max_tokens", "temperature", "top_p", "top_k", "min_p")
     return {**{name: getattr(sampling, name) for name in names}, "stop": list(sampling.stop_strings)}
 
 
-def rows_digest(prompts: Sequence[Prompt]) -> str:
-    """Names the problems, their answers and how they are asked."""
+def digest_rows(prompts: Sequence[Prompt]) -> str:
+    """Returns a digest of the problems: their rows (answers included) and their messages, in order."""
     digest = hashlib.sha256()
     for p in prompts:
         digest.update(json.dumps([p.row, p.messages], sort_keys=True).encode())
     return digest.hexdigest()[:16]
 
 
-def _item(group: Group, part: str, spell: Spell) -> EvalItem:
+def _make_item(group: Group, accuracy_part: str, spell: Spell) -> EvalItem:
+    """Returns a scored group as an item of an evaluation. `accuracy_part` names the reward part that is 0 or 1."""
     answers = [
         EvalAnswer(
             text=s.text,
             finish=str(s.finish),
             num_tokens=len(s.tokens),
-            correct=None if s.failure else s.parts[part],
+            correct=None if s.failure else s.parts[accuracy_part],
             parts=dict(s.parts),
             reason=s.reason,
             failure=s.failure,

@@ -1,7 +1,7 @@
-"""An evaluation while it is made: every finished item is on disk, so that a killed one goes on where it was.
+"""The journal of an evaluation: each finished item is written to disk, so that a killed evaluation can continue.
 
-The journal of `X.json` is `X.json.part`: one JSON object a line, the setting first, then an item each. It is removed
-once the evaluation itself is written.
+The journal of `X.json` is `X.json.part`: one JSON object per line, first the setting, then one item per line. It is
+removed when the evaluation itself is written.
 """
 
 from __future__ import annotations
@@ -16,33 +16,40 @@ from types import TracebackType
 
 from cohort.errors import RunError
 from cohort.evaluation.records import EvalItem, EvalSetting, Evaluation
-from cohort.system.disk import disk_errors, write_atomic
+from cohort.system.disk import explain_disk_errors, write_atomically
 
 
 class Journal:
-    """Use as a context: `items` are those of an interrupted evaluation with the same setting."""
+    """The journal of the evaluation in `path`, locked and open for writing inside `with`.
+
+    `items` has the finished items by problem id; at the start they are those of an interrupted evaluation with the same
+    setting. Entering raises RunError if another process writes it, or if it belongs to another setting.
+    """
 
     def __init__(self, path: Path, setting: EvalSetting) -> None:
-        self.path, self.setting = path, setting
-        self.part = path.with_name(path.name + ".part")
+        self.path = path
+        self.setting = setting
+        self.part_path = path.with_name(path.name + ".part")
         self.items: dict[str, EvalItem] = {}
-        self._size = 0  # bytes of the journal that are whole lines
+        self._size = 0  # bytes of the journal up to the end of its last complete line
 
     def __enter__(self) -> Journal:
-        with disk_errors(self.part):
-            self.part.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self.part.open("a+b")
+        with explain_disk_errors(self.part_path):
+            self.part_path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self.part_path.open("a+b")
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # freed by the kernel, however this process ends
+            # The kernel frees this lock, however the process ends.
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self._file.close()
-            raise RunError(f"{self.path} is being made by another process: wait for it, or stop it.") from None
+            raise RunError(f"another process is writing the evaluation {self.path}: wait for it, or stop it.") from None
         try:
-            self._read()
-            with disk_errors(self.part):
-                self._file.truncate(self._size)  # a line that a kill cut off is not there
+            self._load_items()
+            with explain_disk_errors(self.part_path):
+                # Removes a last line that a kill cut off.
+                self._file.truncate(self._size)
             if not self._size:
-                self._write(asdict(self.setting))
+                self._append_line(asdict(self.setting))
         except BaseException:
             self._file.close()
             raise
@@ -51,40 +58,46 @@ class Journal:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with suppress(OSError):  # what could not be written has been said, and flushing it again would hide that
+        # Closing flushes again. Its error would hide the first one, which has been raised already.
+        with suppress(OSError):
             self._file.close()
 
     def add(self, item: EvalItem) -> None:
-        """One whose grader failed is not kept: the next call tries it again."""
+        """Writes a finished item. One with a failed answer is not written, so that the next attempt scores it again."""
         self.items[item.id] = item
-        if not item.failed:
-            self._write(asdict(item))
+        if not item.has_failures:
+            self._append_line(asdict(item))
 
     def finish(self, evaluation: Evaluation) -> None:
-        """Write the evaluation; the journal has done its work."""
-        write_atomic(self.path, json.dumps(evaluation.to_json(), indent=1))
-        self.part.unlink(missing_ok=True)
+        """Writes the complete evaluation to `path`, and removes the journal."""
+        write_atomically(self.path, json.dumps(evaluation.to_json(), indent=1))
+        self.part_path.unlink(missing_ok=True)
 
-    def _write(self, record: dict[str, object]) -> None:
-        with disk_errors(self.part):
+    def _append_line(self, record: dict[str, object]) -> None:
+        """Appends a record as one line of JSON. It is durable when this returns."""
+        with explain_disk_errors(self.part_path):
             self._file.write(json.dumps(record).encode() + b"\n")
             self._file.flush()
             os.fsync(self._file.fileno())
 
-    def _read(self) -> None:
-        whole, _, _ = self.part.read_bytes().rpartition(b"\n")
-        lines = whole.split(b"\n") if whole else []
+    def _load_items(self) -> None:
+        """Reads the items of an interrupted evaluation. Raises RunError if the journal is damaged or another one's."""
+        # What follows the last line break is a line that a kill cut off.
+        complete, _, _ = self.part_path.read_bytes().rpartition(b"\n")
+        lines = complete.split(b"\n") if complete else []
         try:
             records = [json.loads(line) for line in lines]
-            found = EvalSetting(**records[0]) if records else None
+            setting = EvalSetting(**records[0]) if records else None
             items = [EvalItem.from_json(record) for record in records[1:]]
         except (ValueError, TypeError, KeyError) as error:
-            raise RunError(f"{self.part} is damaged ({error}); delete it and evaluate again.") from error
-        if found is None:
+            raise RunError(f"{self.part_path} is damaged ({error}); delete it and evaluate again.") from error
+        if setting is None:
             return
-        if json.loads(json.dumps(asdict(self.setting))) != asdict(found):
+        # Through JSON and back, because tuples become lists there.
+        if json.loads(json.dumps(asdict(self.setting))) != asdict(setting):
             raise RunError(
-                f"{self.part} holds an unfinished evaluation with other settings; delete it or choose another --out."
+                f"{self.part_path} holds an unfinished evaluation with other settings; "
+                "delete it or choose another --out."
             )
         self.items = {item.id: item for item in items}
-        self._size = len(whole) + 1
+        self._size = len(complete) + 1

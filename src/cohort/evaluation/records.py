@@ -1,4 +1,7 @@
-"""Records of an evaluation: its settings, its result, and every problem with its answers."""
+"""Records of an evaluation: its setting, its result, and every problem with its answers.
+
+They are stored as JSON, so names of fields are a file format.
+"""
 
 from __future__ import annotations
 
@@ -11,62 +14,63 @@ from cohort.types import Message
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvalAnswer:
-    """One answer, whole, with what the grader made of it."""
+    """One answer, in full, with its score."""
 
     text: str
     finish: str
     num_tokens: int
-    correct: float | None  # 0 or 1; None where it could not be scored
-    parts: dict[str, float] = field(default_factory=dict)
-    reason: str = ""  # the grader's
+    correct: float | None  # 0 or 1; None = it could not be scored
+    parts: dict[str, float] = field(default_factory=dict)  # all parts of the score, by name
+    reason: str = ""  # the grader's explanation
     failure: str = ""  # why it could not be scored
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvalItem:
-    """One problem of an evaluation: what was asked, to the letter, and what was answered."""
+    """One problem of an evaluation, with its prompt and its answers."""
 
     id: str
     messages: list[Message]
-    prompt: str  # as the model saw it, special tokens spelled; "" where a server rendered it
+    prompt: str  # as the model saw it, special tokens included; "" if a server rendered it
     answers: list[EvalAnswer]
 
     @property
     def correct(self) -> list[float]:
-        """Of the answers that could be scored."""
+        """The scores, 0 or 1, of the answers that could be scored."""
         return [a.correct for a in self.answers if a.correct is not None]
 
     @property
-    def failed(self) -> bool:
-        """Whether an answer could not be scored."""
+    def has_failures(self) -> bool:
+        """Whether at least one answer could not be scored."""
         return any(a.failure for a in self.answers)
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> EvalItem:
+        """Returns the item that was stored as these JSON values."""
         return cls(**{**data, "answers": [EvalAnswer(**a) for a in data["answers"]]})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvalSetting:
-    """Everything that decides an evaluation's result."""
+    """Everything that decides the result of an evaluation."""
 
     task: str
     split: str
     num_problems: int
     num_samples: int  # per problem
     model: str
-    weights: str  # a digest of its files; "" = of the run, or the server's affair
-    knobs: dict[str, Any]  # the task's
-    rows: str  # a digest of the problems, their answers and how they are asked
-    grader: str  # a digest of the grader's code: evaluations under another one cannot be compared
+    weights: str  # a digest of the model's files; "" = weights of a run, or not known because a server has them
+    knobs: dict[str, Any]  # the settings of the task
+    rows: str  # a digest of the rows and messages of the problems
+    grader: str  # a digest of the grader's code; evaluations with different graders cannot be compared
     template: str  # "chat" or "text"
     engine: str
-    place: str  # device and type of numbers, or the server's address
+    place: str  # device and dtype, or the server's address
     sampling: dict[str, Any]
     seed: int
-    step: int = 0  # of a run
-    num_left_out: int = 0  # problems too long for the model's context
-    turns: str = "first"  # "first" = the first answer counts; "all" = the environment of the run decides
+    step: int = 0  # completed steps of the run; 0 outside a run
+    num_left_out: int = 0  # problems that are too long for the model's context
+    turns: str = "first"  # "first" = the first answer counts; "all" = episodes have all turns of the run's environment
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,23 +79,24 @@ class Evaluation:
 
     setting: EvalSetting
     accuracy: float  # avg@n
-    low: float
+    low: float  # of the 95% interval of the accuracy
     high: float
-    passes: list[PassAtK] = field(default_factory=list)
-    parts: dict[str, float] = field(default_factory=dict)  # mean of each part of the score besides the accuracy
-    summary: dict[str, float] = field(default_factory=dict)  # what the task counts besides
+    passes: list[PassAtK] = field(default_factory=list)  # for k = 2, 4, 8, ...
+    parts: dict[str, float] = field(default_factory=dict)  # mean of each part of the score except the accuracy
+    summary: dict[str, float] = field(default_factory=dict)  # further numbers that the task computes
     mean_tokens: float = 0.0
     finishes: dict[str, int] = field(default_factory=dict)  # samples by finish reason
-    num_failed: int = 0  # samples that could not be scored: left out, not wrong
+    num_failed: int = 0  # samples that could not be scored; they are left out, not counted as wrong
     items: list[EvalItem] = field(default_factory=list)
 
     @property
     def step(self) -> int:
+        """The number of completed steps of the run; 0 outside a run."""
         return self.setting.step
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The numbers of it, under the names they have in the metrics table."""
+        """The numbers of the evaluation, by their names in the metrics table of run.db."""
         total = max(1, sum(self.finishes.values()))
         shares = {f"eval/finish/{name}": count / total for name, count in sorted(self.finishes.items())}
         return {
@@ -103,10 +108,12 @@ class Evaluation:
         }
 
     def to_json(self) -> dict[str, Any]:
+        """Returns plain values that can be written as JSON."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Evaluation:
+        """Returns the evaluation that `to_json` returned as plain values."""
         items = [EvalItem.from_json(item) for item in data["items"]]
         passes = [PassAtK(**p) for p in data["passes"]]
         return cls(**{**data, "setting": EvalSetting(**data["setting"]), "passes": passes, "items": items})

@@ -1,4 +1,4 @@
-"""Evaluate a model outside any run: load it once, then task after task."""
+"""Evaluation of a model outside any run (`cohort eval`): the model is loaded once and answers task after task."""
 
 from __future__ import annotations
 
@@ -11,45 +11,47 @@ from pathlib import Path
 from cohort.config.engines import NativeEngine, ServerEngine, VllmEngine
 from cohort.config.options import EvalOptions
 from cohort.engines.base import Engine
-from cohort.engines.factory import Subject, make_engine
+from cohort.engines.factory import EngineModel, make_engine
 from cohort.errors import ConfigError, RunError
-from cohort.evaluation.evaluate import evaluate, rows_digest, sampling_facts
+from cohort.evaluation.evaluate import describe_sampling, digest_rows, evaluate
 from cohort.evaluation.journal import Journal
 from cohort.evaluation.records import EvalItem, EvalSetting, Evaluation
 from cohort.jobs import build
-from cohort.models.catalog import resolve
-from cohort.models.config import context_of
-from cohort.models.device import DTYPES, find_device, find_dtype
+from cohort.models.catalog import resolve_model
+from cohort.models.config import read_context
+from cohort.models.device import DTYPES, choose_device, choose_dtype
 from cohort.models.files import load_folder, read_config
-from cohort.rollout.episode import Drawing
+from cohort.rollout.episode import EpisodeSettings
 from cohort.rollout.producer import Producer
-from cohort.run.directory import load_evaluation, slug
-from cohort.scoring.pool import ScoringPool, default_workers
+from cohort.run.directory import load_evaluation, make_slug
+from cohort.scoring.pool import ScoringPool, choose_num_workers
 from cohort.tasks.base import Task
-from cohort.tasks.ref import TaskRef, grader_digest
+from cohort.tasks.ref import TaskRef, compute_grader_digest
 from cohort.tasks.stream import Renderer, TaskStream
 from cohort.text import Rendered, Tokenizer
-from cohort.text.plain import plain_text
+from cohort.text.plain import join_contents
 from cohort.types import Message, Prompt, Sampling
 
 Progress = Callable[[str, int, int], None]
-"""progress(task, problems done, problems)"""
+"""Called as progress(name of the task, number of problems that are done, number of all problems)."""
 
-BLOCK = 1 << 20
+# How much of each file is read at its beginning, middle and end to make the digest of a model.
+DIGEST_BLOCK_BYTES = 1 << 20
 
 
-class Unrendered:
-    """Prompts for a server, which renders them itself."""
+class ServerRenderer:
+    """A renderer that leaves prompts as messages, because the server renders them itself."""
 
     def render(self, messages: Sequence[Message], tools: object = None) -> Rendered:
+        """Returns no tokens. The text of a last message of the assistant is forced: the model continues it."""
         last = messages[-1]
         forced = str(last.get("content") or "") if last["role"] == "assistant" else ""
         return Rendered(tokens=[], provenance=[], forced_text=forced)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Exam:
-    """One task's problems as the model sees them, and everything that decides the result."""
+class PreparedTask:
+    """A task that is ready to be evaluated: its problems as prompts, and everything that decides the result."""
 
     task: Task
     stream: TaskStream
@@ -59,68 +61,79 @@ class Exam:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Examined:
-    """What came of it, and where it is; `fresh` if it was made now."""
+class EvaluationResult:
+    """An evaluation and the file that holds it."""
 
     evaluation: Evaluation
     path: Path
-    fresh: bool
+    is_new: bool  # False = it was read from the file, because the same evaluation had been made before
 
 
-class Examiner:
-    """A model ready to answer the problems of any number of tasks."""
+class ModelEvaluator:
+    """A loaded model, or a connection to a server, that answers the problems of any number of tasks."""
 
     def __init__(self, model: str, options: EvalOptions) -> None:
-        self.model, self.options = model, options
-        self.tokenizer: Tokenizer | None = None
-        self.context = 0  # tokens a sequence may have; 0 = the server knows
-        self.weights, self.place = "", options.url
-        self.engine = self._served() if options.engine == "server" else self._loaded()
+        self.model = model
+        self.options = options
+        # These describe a server; `_make_local_engine` sets them for a model that is loaded here.
+        self.tokenizer: Tokenizer | None = None  # None = the server has it
+        self.context = 0  # tokens that prompt and completion may have together; 0 = the server knows
+        self.weights = ""  # digest of the model's files; "" = not known
+        self.place = options.url  # device and dtype, or the server's address
+        self.engine = self._make_server_engine() if options.engine == "server" else self._make_local_engine()
 
-    def _served(self) -> Engine:
+    def _make_server_engine(self) -> Engine:
+        """Returns an engine that asks an OpenAI-compatible server."""
         o = self.options
-        subject = Subject(name=self.model, template=o.template, context=0)
+        subject = EngineModel(name=self.model, template=o.template, context=0)
         return make_engine(ServerEngine(url=o.url, slots=o.slots), subject)
 
-    def _loaded(self) -> Engine:
+    def _make_local_engine(self) -> Engine:
+        """Loads the model into the native engine or vLLM and returns that. Sets what is known about the model."""
         o = self.options
-        device = find_device(o.device)
-        build.use_threads(o.threads, device)
-        folder = resolve(self.model)
-        self.tokenizer, self.weights = Tokenizer.load(folder), folder_digest(folder)
-        dtype = find_dtype(o.dtype, device)
+        device = choose_device(o.device)
+        build.configure_torch(o.threads, device)
+        folder = resolve_model(self.model)
+        self.tokenizer = Tokenizer.load(folder)
+        self.weights = digest_folder(folder)
+        dtype = choose_dtype(o.dtype, device)
         self.place = f"{device.type} {dtype}"
         if o.engine == "vllm":
-            self.context = context_of(read_config(folder))
-            subject = Subject(folder=folder, context=self.context, dtype=dtype, tokenizer=self.tokenizer)
+            self.context = read_context(read_config(folder))
+            subject = EngineModel(folder=folder, context=self.context, dtype=dtype, tokenizer=self.tokenizer)
             return make_engine(VllmEngine(slots=o.slots), subject)
+        # The native engine loads the weights here; vLLM loads them itself.
         loaded = load_folder(folder, DTYPES[dtype])
         loaded.decoder.to(device)
         self.context = loaded.config.context
-        subject = Subject(decoder=loaded.decoder, decode=self.tokenizer.decode, context=self.context)
+        subject = EngineModel(decoder=loaded.decoder, decode=self.tokenizer.decode, context=self.context)
         return make_engine(NativeEngine(slots=o.slots), subject)
 
     def close(self) -> None:
-        """End what the engine has under way elsewhere."""
+        """Ends the engine's processes and connections."""
         self.engine.close()
 
-    def _spell(self, prompt: Prompt) -> str:
-        """The exact text that the model is given; what a server makes of messages is not known."""
+    def _spell_prompt(self, prompt: Prompt) -> str:
+        """Returns the prompt as the text the model sees, special tokens included; "" if a server rendered it."""
         if self.tokenizer is not None:
             return self.tokenizer.spell(prompt.tokens)
-        return plain_text(prompt.messages) if self.options.template == "text" else ""
+        return join_contents(prompt.messages) if self.options.template == "text" else ""
 
-    def prepare(self, task: Task) -> Exam:
-        """Read the rows and render the prompts: what is wrong with them shows before anything is sampled."""
+    def prepare(self, task: Task) -> PreparedTask:
+        """Reads the rows of a task and renders its prompts, so that errors in them show before anything is sampled."""
         o = self.options
+        # The longest prompt that leaves room for a completion; 0 = not known.
         room = 0 if not self.context else self.context - (o.max_tokens or 1)
         if self.context and room < 1:
             raise ConfigError(
-                f"--max-tokens {o.max_tokens} leaves no room for a prompt in the context of {self.context}"
+                f"--max-tokens {o.max_tokens} leaves no room for a prompt: the context of the model has "
+                f"{self.context} tokens. Use a smaller --max-tokens."
             )
-        how: Renderer = Unrendered() if self.tokenizer is None else build.renderer(self.tokenizer, o.template)
-        stream = TaskStream(task, how, o.seed, o.split, max_prompt_tokens=room, too_long=o.too_long)
-        prompts = stream.held_out(o.limit, o.split)
+        renderer: Renderer = (
+            ServerRenderer() if self.tokenizer is None else build.make_renderer(self.tokenizer, o.template)
+        )
+        stream = TaskStream(task, renderer, o.seed, o.split, max_prompt_tokens=room, too_long=o.too_long)
+        prompts = stream.render_held_out(o.limit, o.split)
         sampling = Sampling(
             max_tokens=o.max_tokens or task.max_tokens,
             temperature=o.temperature,
@@ -138,80 +151,93 @@ class Examiner:
             num_samples=o.samples,
             model=self.model,
             weights=self.weights,
-            knobs=TaskRef.of(task).knobs,
-            rows=rows_digest(prompts),
-            grader=grader_digest(task),
+            knobs=TaskRef.from_task(task).knobs,
+            rows=digest_rows(prompts),
+            grader=compute_grader_digest(task),
             template=o.template,
             engine=self.engine.name,
             place=self.place,
-            sampling=sampling_facts(sampling),
+            sampling=describe_sampling(sampling),
             seed=o.seed,
         )
-        return Exam(task=task, stream=stream, prompts=prompts, sampling=sampling, setting=setting)
+        return PreparedTask(task=task, stream=stream, prompts=prompts, sampling=sampling, setting=setting)
 
-    def run(self, exam: Exam, out: Path, progress: Progress = lambda task, done, of: None) -> Examined:
-        """Evaluate and write; an evaluation with this very setting that is there already is read instead.
+    def run(
+        self, prepared: PreparedTask, out: Path, progress: Progress = lambda task, done, of: None
+    ) -> EvaluationResult:
+        """Evaluates a task and writes the evaluation. Reads it instead if it exists with the same setting.
 
-        `out` is a .json file, or a folder in which the file is named after the setting.
+        `out` is a .json file, or a folder in which the file is named after the setting. An evaluation that was
+        interrupted, or in which answers could not be scored, is completed. Raises RunError if `out` is a file with
+        another evaluation.
         """
-        name, setting, num = exam.task.name, exam.setting, len(exam.prompts)
-        path = out if out.suffix == ".json" and not out.is_dir() else out / file_name(setting)
+        name = prepared.task.name
+        setting = prepared.setting
+        num = len(prepared.prompts)
+        path = out if out.suffix == ".json" and not out.is_dir() else out / make_file_name(setting)
         known: dict[str, EvalItem] = {}
         if path.exists():
-            found = load_evaluation(path)
-            if found.setting != setting:
+            existing = load_evaluation(path)
+            if existing.setting != setting:
                 raise RunError(f"{path} holds an evaluation with other settings; delete it or choose another --out.")
-            if not found.num_failed:
-                return Examined(evaluation=found, path=path, fresh=False)
-            known = {item.id: item for item in found.items if not item.failed}
-        with Journal(path, setting) as journal, ScoringPool(exam.task, default_workers(exam.task)) as scorer:
-            drawing = Drawing(
-                sampling=exam.sampling,
+            if not existing.num_failed:
+                return EvaluationResult(evaluation=existing, path=path, is_new=False)
+            # Problems with an answer that could not be scored are answered again.
+            known = {item.id: item for item in existing.items if not item.has_failures}
+        with Journal(path, setting) as journal, ScoringPool(prepared.task, choose_num_workers(prepared.task)) as scorer:
+            settings = EpisodeSettings(
+                sampling=prepared.sampling,
                 group_size=setting.num_samples,
                 seed=setting.seed,
                 purpose="eval",
                 coefficients={},
                 context=self.context,
             )
-            producer = Producer(self.engine, scorer, exam.stream, drawing)
+            producer = Producer(self.engine, scorer, prepared.stream, settings)
+            # What an interrupted evaluation has finished.
             known |= journal.items
             progress(name, len(known), num)
 
-            def done(item: EvalItem) -> None:
+            def keep_item(item: EvalItem) -> None:
+                """Writes a finished problem to the journal and shows the progress."""
                 journal.add(item)
                 known[item.id] = item
                 progress(name, len(known), num)
 
-            evaluation = evaluate(producer, exam.prompts, setting, self._spell, dict(known), done)
+            evaluation = evaluate(producer, prepared.prompts, setting, self._spell_prompt, dict(known), keep_item)
             journal.finish(evaluation)
-        return Examined(evaluation=evaluation, path=path, fresh=True)
+        return EvaluationResult(evaluation=evaluation, path=path, is_new=True)
 
 
-def folder_digest(folder: Path) -> str:
-    """Names a model's files: their sizes, beginnings, middles and ends, which no training leaves as they were."""
+def digest_folder(folder: Path) -> str:
+    """Returns a digest that identifies a model by its files: names, sizes, and parts of their content.
+
+    Beginning, middle and end of each file are read. Training changes weights everywhere, so these parts are enough.
+    """
     digest = hashlib.sha256()
     for file in sorted(p for p in folder.iterdir() if p.suffix in (".safetensors", ".json", ".jinja")):
         size = file.stat().st_size
         digest.update(f"{file.name} {size}\n".encode())
         with file.open("rb") as content:
-            for place in (0, size // 2, max(0, size - BLOCK)):
+            for place in (0, size // 2, max(0, size - DIGEST_BLOCK_BYTES)):
                 content.seek(place)
-                digest.update(content.read(BLOCK))
+                digest.update(content.read(DIGEST_BLOCK_BYTES))
     return digest.hexdigest()[:16]
 
 
-def file_name(setting: EvalSetting) -> str:
-    """Names the task, the model and, by a digest, the rest.
+def make_file_name(setting: EvalSetting) -> str:
+    """Returns the name of the file of an evaluation: the task, the model and a digest of the whole setting.
 
     >>> import re
     >>> facts = dict(task="gsm8k", split="test", num_problems=5, num_samples=1, knobs={}, grader="g", template="chat")
     >>> rest = dict(weights="w", rows="r", place="cpu", engine="native", sampling={}, seed=0)
-    >>> name = file_name(EvalSetting(model="a/b c", **facts, **rest))
+    >>> name = make_file_name(EvalSetting(model="a/b c", **facts, **rest))
     >>> re.sub("[0-9a-f]{8}", "...", name)
     'gsm8k-b-c-....json'
     """
     facts = asdict(setting)
-    if facts["turns"] == "first":  # as every evaluation was before there was a choice: their names stay
+    # Evaluations that were made before this field existed keep their names.
+    if facts["turns"] == "first":
         del facts["turns"]
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:8]
-    return f"{setting.task}-{slug(setting.model.rstrip('/'))}-{digest}.json"
+    return f"{setting.task}-{make_slug(setting.model.rstrip('/'))}-{digest}.json"

@@ -1,7 +1,7 @@
-"""Statistics of scores: how sure an accuracy is, and whether one is better than another.
+"""Statistics of scores: the interval of an accuracy, and whether one evaluation is better than another.
 
-`scores` are rows, one a problem: the 0 or 1 of each of its samples. Problems are what is drawn independently, so every
-interval is over problems, never over samples.
+`scores` has one row per problem, with the score (0 or 1) of each of its samples. Problems are independent of each
+other, samples of one problem are not. So every interval is over problems, never over samples.
 """
 
 from __future__ import annotations
@@ -13,27 +13,31 @@ from dataclasses import dataclass
 
 Scores = Sequence[Sequence[float]]
 
-Z = 1.959963984540054  # 97.5% quantile of the normal distribution
-RESAMPLES = 2000
-FLIPS = 10_000
-EXACT = 1000  # problems that differ, up to which a sign test is summed exactly
+# 97.5% quantile of the normal distribution: 95% lie between -Z and Z.
+Z = 1.959963984540054
+# Draws of a bootstrap.
+NUM_RESAMPLES = 2000
+# Draws of a sign-flip test.
+NUM_SIGN_FLIPS = 10_000
+# Up to so many problems that differ, a sign test is summed exactly; above, by the normal approximation.
+MAX_EXACT_PROBLEMS = 1000
 
 
-def accuracy(scores: Scores) -> float:
-    """avg@n: the mean over problems of the mean over their samples. A problem without scores is left out."""
+def compute_accuracy(scores: Scores) -> float:
+    """Returns avg@n: the mean over problems of the mean over their samples. A problem without scores is left out."""
     return mean([mean(row) for row in scores if row])
 
 
-def interval(scores: Scores) -> tuple[float, float]:
-    """95% interval of the accuracy: Wilson's, for as many independent answers as those given are worth.
+def accuracy_interval(scores: Scores) -> tuple[float, float]:
+    """Returns the 95% interval (low, high) of the accuracy: Wilson's interval with an effective number of answers.
 
-    Samples of one problem are not independent: they are worth as many answers as would spread as far as the problems'
-    means do. One problem more, half right and half wrong, goes into that spread: few problems that agree prove little.
-    One sample of each problem is worth one answer, exactly.
+    Samples of one problem are not independent. The effective number is the number of independent answers whose mean
+    would vary as much as the means of the problems do. One more problem, half right and half wrong, is added to this
+    variance, because few problems that agree prove little. With one sample per problem, each counts as one answer.
 
-    >>> [round(x, 3) for x in interval([[1.0]] * 8 + [[0.0]] * 2)]
+    >>> [round(x, 3) for x in accuracy_interval([[1.0]] * 8 + [[0.0]] * 2)]
     [0.49, 0.943]
-    >>> [round(x, 3) for x in interval([[1.0, 1.0]] * 8 + [[0.0, 0.0]] * 2)]  # twice the same is worth no more
+    >>> [round(x, 3) for x in accuracy_interval([[1.0, 1.0]] * 8 + [[0.0, 0.0]] * 2)]
     [0.49, 0.943]
     """
     means = [mean(row) for row in scores if row]
@@ -42,23 +46,24 @@ def interval(scores: Scores) -> tuple[float, float]:
         return 0.0, 1.0
     centre = (math.fsum(means) + 0.5) / (n + 1)
     squares = math.fsum((m - centre) ** 2 for m in means) + 0.5 * centre**2 + 0.5 * (1 - centre) ** 2
-    worth = min(centre * (1 - centre) * n * (n + 1) / squares, sum(map(len, scores)))
-    return _wilson(mean(means), worth)
+    num_effective = min(centre * (1 - centre) * n * (n + 1) / squares, sum(map(len, scores)))
+    return _wilson_interval(mean(means), num_effective)
 
 
-def _wilson(p: float, n: float) -> tuple[float, float]:
+def _wilson_interval(p: float, n: float) -> tuple[float, float]:
+    """Returns Wilson's 95% interval (low, high) of a share `p` of `n` independent answers. `n` need not be whole."""
     centre = (p + Z * Z / (2 * n)) / (1 + Z * Z / n)
     half = Z * math.sqrt(p * (1 - p) / n + Z * Z / (4 * n * n)) / (1 + Z * Z / n)
     return max(0.0, centre - half), min(1.0, centre + half)
 
 
-def pass_at_k(scores: Scores, k: int) -> float:
-    """Unbiased probability that one of k samples is right (Chen et al. 2021), mean over problems.
+def compute_pass_at_k(scores: Scores, k: int) -> float:
+    """Returns pass@k: the unbiased probability that one of k samples is right (Chen et al. 2021), mean over problems.
 
-    >>> pass_at_k([[1, 0, 0, 0], [0, 0, 0, 0]], 2)
+    >>> compute_pass_at_k([[1, 0, 0, 0], [0, 0, 0, 0]], 2)
     0.25
     """
-    return mean(_passes(scores, k))
+    return mean(_pass_at_k_per_problem(scores, k))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,69 +76,79 @@ class PassAtK:
     high: float
 
 
-def all_passes(scores: Scores) -> list[PassAtK]:
-    """pass@k for k = 2, 4, 8, ... up to the number of samples; intervals by bootstrap over problems."""
+def compute_all_pass_at_k(scores: Scores) -> list[PassAtK]:
+    """Returns pass@k for k = 2, 4, 8, ... up to the number of samples. Intervals are by bootstrap over problems."""
     most = max(map(len, scores), default=0)
-    found = []
+    results = []
     for k in (2**i for i in range(1, 20)):
         if k > most:
             break
-        values = _passes(scores, k)
-        low, high = bootstrap(values) if min(values) < max(values) else interval([[v] for v in values])
-        found.append(PassAtK(k=k, value=mean(values), low=low, high=high))
-    return found
+        values = _pass_at_k_per_problem(scores, k)
+        # A bootstrap of equal values would give an interval of width 0.
+        low, high = (
+            bootstrap_interval(values) if min(values) < max(values) else accuracy_interval([[v] for v in values])
+        )
+        results.append(PassAtK(k=k, value=mean(values), low=low, high=high))
+    return results
 
 
-def _passes(scores: Scores, k: int) -> list[float]:
-    """Of each problem with at least k samples."""
+def _pass_at_k_per_problem(scores: Scores, k: int) -> list[float]:
+    """Returns pass@k of each problem that has at least k samples."""
 
-    def missed(row: Sequence[float]) -> float:
+    def compute_miss_probability(row: Sequence[float]) -> float:
+        """Returns the probability that k samples, drawn without repetition, are all wrong."""
         wrong = sum(score == 0.0 for score in row)
         return math.comb(wrong, k) / math.comb(len(row), k)
 
-    return [1.0 - missed(row) for row in scores if len(row) >= k]
+    return [1.0 - compute_miss_probability(row) for row in scores if len(row) >= k]
 
 
-def bootstrap(values: Sequence[float], of: Callable[[Sequence[float]], float] | None = None) -> tuple[float, float]:
-    """95% percentile interval of the mean (or `of`) of independent values; the same every time."""
-    of = of or mean
+def bootstrap_interval(
+    values: Sequence[float], statistic: Callable[[Sequence[float]], float] | None = None
+) -> tuple[float, float]:
+    """Returns the 95% percentile interval (low, high) of the mean, or of `statistic`, of independent values.
+
+    The random numbers have a fixed seed, so equal values give equal intervals.
+    """
+    statistic = statistic or mean
     if len(values) < 2:
         return (0.0, 1.0) if not values else (values[0], values[0])
     rng = random.Random(0)
-    found = sorted(of(rng.choices(values, k=len(values))) for _ in range(RESAMPLES))
-    tail = int(0.025 * RESAMPLES)
-    return found[tail], found[-1 - tail]
+    results = sorted(statistic(rng.choices(values, k=len(values))) for _ in range(NUM_RESAMPLES))
+    tail = int(0.025 * NUM_RESAMPLES)
+    return results[tail], results[-1 - tail]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
-    """What the second of two evaluations of the same problems has over the first."""
+    """How much better the second of two evaluations of the same problems is than the first."""
 
-    mean: float
-    low: float  # of a 95% interval
+    mean: float  # of the differences in accuracy per problem
+    low: float  # of the 95% interval of the mean
     high: float
-    p: float  # probability of a difference at least so large if there were none
-    test: str  # how p was found
+    p: float  # probability of a difference at least this large if both were equally good
+    test: str  # the name of the test that computed p
     wins: int  # problems on which the second is better
     losses: int
 
     @property
     def verdict(self) -> int:
-        """1 or -1 where interval and test agree that the second is better or worse, otherwise 0."""
-        sure = self.p < 0.05
-        return int(sure and self.low > 0) - int(sure and self.high < 0)
+        """1 or -1 if interval and test agree that the second is better or worse; otherwise 0."""
+        is_significant = self.p < 0.05
+        return int(is_significant and self.low > 0) - int(is_significant and self.high < 0)
 
 
-def paired(first: Scores, second: Scores) -> Difference:
-    """Problem by problem. Problems that one side has no score for are left out by the caller.
+def compare_paired(first: Scores, second: Scores) -> Difference:
+    """Compares two evaluations problem by problem. Each row of both must have a score; rows are in the same order.
 
-    >>> found = paired([[0.0]] * 9 + [[1.0]], [[1.0]] * 5 + [[0.0]] * 5)
-    >>> found.wins, found.losses, round(found.p, 3)
+    >>> result = compare_paired([[0.0]] * 9 + [[1.0]], [[1.0]] * 5 + [[0.0]] * 5)
+    >>> result.wins, result.losses, round(result.p, 3)
     (5, 1, 0.219)
     """
     gains = [mean(b) - mean(a) for a, b in zip(first, second, strict=True)]
     moved = [g for g in gains if g]
     wins = sum(g > 0 for g in moved)
+    # With one sample per problem a difference is +1 or -1, and the exact test applies.
     single = all(abs(g) == 1 for g in moved)
     p, test = (_sign_test(wins, len(moved)), "exact McNemar") if single else (_flip_test(moved), "sign flips")
     value = mean(gains)
@@ -150,9 +165,10 @@ def paired(first: Scores, second: Scores) -> Difference:
 
 
 def _sign_test(wins: int, n: int) -> float:
-    """Two-sided: how likely so uneven a split of n fair coins is."""
-    if n > EXACT:
-        z = (abs(2 * wins - n) - 1) / math.sqrt(n)  # with the correction for whole numbers
+    """Returns the two-sided probability that n fair coins split at least as unevenly as `wins` to `n - wins`."""
+    if n > MAX_EXACT_PROBLEMS:
+        # The 1 is the continuity correction of the normal approximation.
+        z = (abs(2 * wins - n) - 1) / math.sqrt(n)
         return math.erfc(max(0.0, z) / math.sqrt(2))
     few = min(wins, n - wins)
     tail = sum(math.comb(n, i) for i in range(few + 1))
@@ -160,15 +176,22 @@ def _sign_test(wins: int, n: int) -> float:
 
 
 def _flip_test(gains: Sequence[float]) -> float:
-    """Two-sided: how often the sum of gains is as large when every sign is a fair coin's; the same every time."""
-    seen = abs(math.fsum(gains)) - 1e-12
-    rng, as_large = random.Random(0), 0
-    for _ in range(FLIPS):
+    """Returns the two-sided probability of a sum as large as that of the gains if every sign were a fair coin.
+
+    The random numbers have a fixed seed, so equal gains give equal results.
+    """
+    # Less a little, so that rounding does not hide equal sums.
+    observed = abs(math.fsum(gains)) - 1e-12
+    rng = random.Random(0)
+    as_large = 0
+    for _ in range(NUM_SIGN_FLIPS):
         bits = rng.getrandbits(max(1, len(gains)))
         total = sum(g if bits >> i & 1 else -g for i, g in enumerate(gains))
-        as_large += abs(total) >= seen
-    return (as_large + 1) / (FLIPS + 1)
+        as_large += abs(total) >= observed
+    # The observed signs are one of the possible draws, so p is never 0.
+    return (as_large + 1) / (NUM_SIGN_FLIPS + 1)
 
 
 def mean(values: Sequence[float]) -> float:
+    """Returns the mean; 0 if there are no values."""
     return math.fsum(values) / len(values) if values else 0.0

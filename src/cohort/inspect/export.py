@@ -1,4 +1,4 @@
-"""A run's model as a folder that other programs load."""
+"""Export of a run's model as a folder that other programs load."""
 
 from __future__ import annotations
 
@@ -14,40 +14,48 @@ from cohort.run.checkpoint import Checkpoint
 from cohort.run.directory import RunDirectory
 
 
-def export(path: Path, out: Path, which: str) -> Path:
-    """A checkpoint of a run as a plain Hugging Face folder. `which`: a step, "best" or "last"."""
-    state = _exported(RunDirectory.open(path), out, which)
+def export_model(path: Path, out: Path, which: str) -> Path:
+    """Writes the model of a checkpoint to `out` as a Hugging Face folder and returns the folder.
+
+    `which` is a step number, "best" (highest held-out accuracy) or "last".
+    """
+    state = _load_checkpoint(RunDirectory.open(path), out, which)
     assert state.model is not None
     model = load_folder(state.model)
     return save_folder(model.decoder, model.hf_config, state.model, out)
 
 
 def export_adapters(path: Path, out: Path, which: str) -> Path:
-    """The adapters of a checkpoint alone, as a folder in PEFT format."""
+    """Writes only the adapters of a checkpoint to `out`, in PEFT format, and returns the folder. Raises RunError."""
     directory = RunDirectory.open(path)
-    state = _exported(directory, out, which)
+    state = _load_checkpoint(directory, out, which)
     lora = state.numbers.get("lora")
     if lora is None:
-        raise RunError(f"{path} has no adapters, it trained every weight; leave --adapters out")
+        raise RunError(f"{path} has no adapters, because it trained every weight; leave out --adapters")
     config = LoraConfig(**{**lora, "targets": tuple(lora["targets"])})
     return save_adapters(adapter_tensors(state.optimizer), config, directory.config.model, out)
 
 
-def _exported(directory: RunDirectory, out: Path, which: str) -> Checkpoint:
+def _load_checkpoint(directory: RunDirectory, out: Path, which: str) -> Checkpoint:
+    """Loads the checkpoint that `which` names. Raises if there is none, or if `out` exists already."""
     path = directory.path
-    found = checkpoint.steps(directory.checkpoints)
-    if not found:
+    steps = checkpoint.list_steps(directory.checkpoints)
+    if not steps:
         raise RunError(f"{path} has no checkpoint yet; it writes one every save.every steps and at its end")
-    step = found[-1]
+    step = steps[-1]
     if which == "best":
-        scored = {s: e.accuracy for s, e in directory.evaluations().items() if s}
+        # Step 0 is the initial model, which has no checkpoint.
+        scored = {s: e.accuracy for s, e in directory.load_evaluations().items() if s}
         if not scored:
-            raise RunError(f"{path} has no evaluated checkpoint; use --step last")
+            raise RunError(f"{path} has no evaluation after a step, so no best checkpoint is known; use --step last")
+        # Among steps of equal accuracy the earliest is taken.
         step = max(scored, key=lambda s: (scored[s], -s))
     elif which != "last":
         step = int(which)
-    if step not in found:
-        raise RunError(f"{path} has no checkpoint of step {step}; it has {', '.join(map(str, found))}")
+    if step not in steps:
+        raise RunError(
+            f"{path} has no checkpoint of step {step}; use --step with one that it has: {', '.join(map(str, steps))}"
+        )
     if out.exists():
         raise ModelError(f"{out} exists already: choose another folder")
-    return checkpoint.load(directory.checkpoints / checkpoint.name(step))
+    return checkpoint.load(directory.checkpoints / checkpoint.folder_name(step))

@@ -1,7 +1,7 @@
-"""A recorded step done again, from its stored rollouts and the state before it: as it was, or with other settings.
+"""Replay of a recorded step: its update is done again from the stored rollouts, with the same or with other settings.
 
-The state is that of the nearest kept checkpoint before the step, or the initial model's; the steps between are applied
-again from their own rollouts, with the run's own settings. Nothing is sampled or scored, and the run is only read.
+The replay begins from the nearest kept checkpoint before the step, or from the initial model. The steps between are
+applied again from their own rollouts, with the run's own settings. Nothing is sampled or scored. The run is only read.
 """
 
 from __future__ import annotations
@@ -19,69 +19,74 @@ import torch
 
 from cohort.algos.algorithm import Algorithm
 from cohort.config import flags
-from cohort.config.document import diff
+from cohort.config.document import diff_configs
 from cohort.config.kinds import RL, require_rl
-from cohort.config.load import change
+from cohort.config.load import change_config
 from cohort.errors import CohortError, ConfigError, RunError
 from cohort.fates import Fate
-from cohort.inspect.explain.words import ranges
-from cohort.jobs.build import Parts, assemble
+from cohort.inspect.explain.words import format_ranges
+from cohort.jobs.build import RLJob, build_rl_job
 from cohort.learner.base import Snapshot
-from cohort.loops.reuse import scored
-from cohort.loops.rl import improve
+from cohort.loops.reuse import reset_sample
+from cohort.loops.rl import update_policy
 from cohort.run import checkpoint
 from cohort.run.directory import RunDirectory
 from cohort.run.store.reader import Reader
-from cohort.run.store.rollouts import load_rollouts, rollout_path, rollout_steps
+from cohort.run.store.rollouts import list_rollout_steps, load_rollouts, make_rollout_path
 from cohort.types import Group
 
-_SECTIONS = ("algo", "optim", "learner")
+_SECTIONS = ("algo", "optim", "learner")  # of the config: their settings can be changed in a replay
+# Settings that act from one step to the next, so a replay of one step cannot show their effect.
 _STEERING = ("algo.kl.target", "algo.kl.refresh", "algo.entropy_target")
-_NOT_COMPARED = ("time/", "eval/", "rollouts/")  # of the clock, of another moment, of a file
+# Prefixes of metrics that an update does not determine: times, evaluations, and sizes of rollout files.
+_NOT_COMPARED = ("time/", "eval/", "rollouts/")
 
-Tell = Callable[[str], None]
+Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
-    """One metric; None = there is none on that side."""
+class MetricComparison:
+    """A metric of the run and of the replay; None = that side does not have it."""
 
     name: str
     stored: float | None
     replayed: float | None
 
     @property
-    def same(self) -> bool:
-        """To the last bit; NaN is NaN."""
+    def is_same(self) -> bool:
+        """Whether both values are equal to the last bit. NaN counts as equal to NaN."""
         a, b = self.stored, self.replayed
         return a == b or (a is not None and b is not None and math.isnan(a) and math.isnan(b))
 
     @property
     def difference(self) -> float | None:
+        """Replayed value minus stored value; None if one is missing."""
         return None if self.stored is None or self.replayed is None else self.replayed - self.stored
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Replayed:
-    """What came of a step done again."""
+class ReplayResult:
+    """Result of the replay of one step."""
 
     step: int
-    base: int  # the checkpoint it began from; 0 = the initial model
-    changed: dict[str, tuple[Any, Any]]  # settings: the run's, this step's
-    rows: list[Row]
+    base: int  # step of the checkpoint that the replay began from; 0 = the initial model
+    changed: dict[str, tuple[Any, Any]]  # by name of the setting: its value in the run and in the replay
+    rows: list[MetricComparison]
     notes: list[str] = field(default_factory=list)
 
     @property
-    def differing(self) -> list[Row]:
-        return [row for row in self.rows if not row.same]
+    def differing_rows(self) -> list[MetricComparison]:
+        """The metrics that are not equal to the last bit."""
+        return [row for row in self.rows if not row.is_same]
 
     def to_json(self) -> dict[str, Any]:
+        """Returns the object that `--json` prints. "exact" is None if settings were changed."""
         return {
             "step": self.step,
             "base": self.base,
             "reapplied": list(range(self.base + 1, self.step)),
             "changed": {name: {"run": old, "replay": new} for name, (old, new) in self.changed.items()},
-            "exact": None if self.changed else not self.differing,
+            "exact": None if self.changed else not self.differing_rows,
             "metrics": {
                 row.name: {"stored": row.stored, "replayed": row.replayed, "difference": row.difference}
                 for row in self.rows
@@ -90,138 +95,159 @@ class Replayed:
         }
 
 
-def replay(path: Path, step: int, settings: Sequence[str], tell: Tell) -> Replayed:
-    """Do `step` (counted from 1) again, with the flags in `settings` applied to it alone."""
+def replay_step(path: Path, step: int, settings: Sequence[str], report_progress: Progress) -> ReplayResult:
+    """Does the update of `step` (counted from 1) again, with the flags in `settings` applied to this step alone.
+
+    Calls `report_progress` with a text when each step begins. Raises RunError if the step cannot be replayed.
+    """
     directory = RunDirectory.open(path)
     config = require_rl(directory.config, "cohort replay")
-    changed = changed_config(config, settings)
-    differences = diff(config, changed)
-    _base(directory, step)  # refuse before anything is loaded
-    parts = _assembled(config)
-    base = _begin(parts, directory, step)
+    changed = apply_settings(config, settings)
+    differences = diff_configs(config, changed)
+    # Refuses a step that cannot be replayed before the model is loaded.
+    _find_base(directory, step)
+    job = _build_job(config)
+    base = _restore_base(job, directory, step)
     notes: list[str] = []
     for number in range(base + 1, step):
-        tell(f"re-applying step {number}: {number - base} of {step - 1 - base} before step {step}")
-        rows = _compared(directory, number, _again(parts, _stored(directory, number))[1])
-        if strayed := [row.name for row in rows if not row.same]:
-            notes.append(f"step {number}, re-applied on the way, was not reproduced: {', '.join(strayed)} differ.")
-    tell(f"replaying step {step}")
+        report_progress(f"re-applying step {number}: {number - base} of {step - 1 - base} before step {step}")
+        _, metrics = _redo_update(job, _load_groups(directory, number))
+        rows = _compare_metrics(directory, number, metrics)
+        if strayed := [row.name for row in rows if not row.is_same]:
+            notes.append(f"step {number}, which was re-applied first, was not reproduced: {', '.join(strayed)} differ.")
+    report_progress(f"replaying step {step}")
     if differences:
-        state = _State.of(parts)
-        del parts  # the memory of a GPU may not hold both
-        parts = state.under(changed)
-    stored = _stored(directory, step)
-    groups, metrics = _again(parts, stored)
-    rows = _compared(directory, step, metrics)
-    if left := _num_refused(groups) - _num_refused(stored):
-        notes.append(f"groups that refill would have replaced, and that only left: {left}.")
-    if not differences and any(not row.same for row in rows):
-        notes += _reasons(directory, {row.name for row in rows if not row.same})
-    return Replayed(step=step, base=base, changed=differences, rows=rows, notes=notes)
+        state = _TrainingState.capture(job)
+        # The memory of a GPU may not hold two jobs.
+        del job
+        job = state.build_job_with(changed)
+    stored = _load_groups(directory, step)
+    groups, metrics = _redo_update(job, stored)
+    rows = _compare_metrics(directory, step, metrics)
+    # In a run, a group that the algorithm does not accept is replaced by another one. A replay samples nothing.
+    if num_missing := _count_not_accepted(groups) - _count_not_accepted(stored):
+        notes.append(
+            f"groups that a run would have replaced by others, and that are only left out here: {num_missing}."
+        )
+    if not differences and any(not row.is_same for row in rows):
+        notes += _explain_differences(directory, {row.name for row in rows if not row.is_same})
+    return ReplayResult(step=step, base=base, changed=differences, rows=rows, notes=notes)
 
 
 # ---- which settings ----------------------------------------------------------------------------------------------
 
 
-def changed_config(config: RL, settings: Sequence[str]) -> RL:
-    """`config` with flags applied, of which only those are taken that act on one update."""
+def apply_settings(config: RL, settings: Sequence[str]) -> RL:
+    """Returns `config` with the flags applied. Raises ConfigError for a flag that does not act on a single update."""
     others = {f.name for f in fields(config)} - set(_SECTIONS)
-    for flag in flags.split(settings)[1]:
+    for flag in flags.split_args(settings)[1]:
         if flag.name.partition(".")[0] in others:
             raise ConfigError(
-                f"{flag.shown} cannot be changed in a replay, which does one update of the run again; "
-                "settings of --algo, --optim and --learner can."
+                f"{flag.spelling} cannot be changed in a replay, which does one update of the run again; "
+                "only settings of --algo, --optim and --learner can."
             )
         if flag.name in _STEERING:
-            raise ConfigError(f"{flag.shown} acts from one step to the next, a replay is of one: start a run with it.")
+            raise ConfigError(
+                f"{flag.spelling} acts from one step to the next, but a replay does one step: start a run with it."
+            )
         if flag.name.startswith("learner.lora."):
-            raise ConfigError(f"{flag.shown} decides what a run trains from its beginning: start a run with it.")
-    found = change(config, settings)
-    return replace(config, algo=found.algo, optim=found.optim, learner=found.learner)
+            raise ConfigError(f"{flag.spelling} decides what a run trains from its beginning: start a run with it.")
+    changed = change_config(config, settings)
+    return replace(config, algo=changed.algo, optim=changed.optim, learner=changed.learner)
 
 
 # ---- which steps -------------------------------------------------------------------------------------------------
 
 
-def replayable(directory: RunDirectory) -> dict[int, int]:
-    """The steps that can be done again, each with the checkpoint to begin from; 0 = the initial model."""
-    kept = _kept(directory)
-    bases = {0, *checkpoint.steps(directory.checkpoints)}
-    found: dict[int, int] = {}
-    base, unbroken = 0, True
-    for step in range(1, _last_step(directory) + 1):
+def find_replayable_steps(directory: RunDirectory) -> dict[int, int]:
+    """Returns the steps that can be replayed, each with the step of the checkpoint to begin from (0 = initial model).
+
+    A step can be replayed if its rollouts are kept, and those of all steps between it and that checkpoint.
+    """
+    kept = _find_kept_steps(directory)
+    bases = {0, *checkpoint.list_steps(directory.checkpoints)}
+    replayable: dict[int, int] = {}
+    base = 0
+    is_unbroken = True
+    for step in range(1, _read_last_step(directory) + 1):
         if step - 1 in bases:
-            base, unbroken = step - 1, True
-        unbroken = unbroken and step in kept
-        if unbroken:
-            found[step] = base
-    return found
+            base = step - 1
+            is_unbroken = True
+        is_unbroken = is_unbroken and step in kept
+        if is_unbroken:
+            replayable[step] = base
+    return replayable
 
 
-def _base(directory: RunDirectory, step: int) -> int:
-    found = replayable(directory)
-    if step in found:
-        return found[step]
-    last = _last_step(directory)
+def _find_base(directory: RunDirectory, step: int) -> int:
+    """Returns the step of the checkpoint to replay `step` from (0 = initial model). Raises RunError if none fits."""
+    replayable = find_replayable_steps(directory)
+    if step in replayable:
+        return replayable[step]
+    last = _read_last_step(directory)
     if step < 1:
         why = "steps count from 1"
     elif step > last:
-        why = f"the run has done {last}"
-    elif step not in _kept(directory):
+        why = f"the run has done {last} steps"
+    elif step not in _find_kept_steps(directory):
         why = "its rollouts are not kept"
     else:
         why = "rollouts of steps between it and the last checkpoint before it are not kept"
-    can = f"those that can: {ranges(sorted(found))}" if found else "no other can either"
-    raise RunError(f"step {step} of {directory.path} cannot be replayed: {why}; {can}.")
+    others = f"steps that can: {format_ranges(sorted(replayable))}" if replayable else "no other step can either"
+    raise RunError(f"step {step} of {directory.path} cannot be replayed: {why}; {others}.")
 
 
-def _kept(directory: RunDirectory) -> set[int]:
-    return set(rollout_steps(directory.rollouts)) if directory.rollouts.is_dir() else set()
+def _find_kept_steps(directory: RunDirectory) -> set[int]:
+    """Returns the steps whose rollouts are kept."""
+    return set(list_rollout_steps(directory.rollouts)) if directory.rollouts.is_dir() else set()
 
 
-def _last_step(directory: RunDirectory) -> int:
+def _read_last_step(directory: RunDirectory) -> int:
+    """Returns the number of the last step that the run recorded."""
     with Reader(directory.database, once=True) as reader:
-        return reader.last_step()
+        return reader.find_last_step()
 
 
 # ---- the state before the step -----------------------------------------------------------------------------------
 
 
-def _assembled(config: RL) -> Parts:
-    parts = assemble(config)
-    parts.close()  # nothing is scored
-    return parts
+def _build_job(config: RL) -> RLJob:
+    """Builds the job of a run and closes its scoring workers, because a replay scores nothing."""
+    job = build_rl_job(config)
+    job.close()
+    return job
 
 
-def _begin(parts: Parts, directory: RunDirectory, step: int) -> int:
-    """Become the state of the nearest checkpoint before `step`; returns how many steps it had done."""
+def _restore_base(job: RLJob, directory: RunDirectory, step: int) -> int:
+    """Restores the nearest checkpoint before `step` into the job and returns its step; 0 = the initial model."""
     while True:
-        base = _base(directory, step)
+        base = _find_base(directory, step)
         if not base:
-            # Sums depend on the number of threads, and `threads: 0` was as many as there were cores then.
-            torch.set_num_threads(int(_recorded(directory).get("threads", torch.get_num_threads())))
+            # The result of a sum depends on the number of threads. With `threads: 0` the run used as many as its
+            # machine had cores, which may be another number than here. Its checkpoints record the number.
+            torch.set_num_threads(int(_read_checkpoint_numbers(directory).get("threads", torch.get_num_threads())))
             return base
-        path = directory.checkpoints / checkpoint.name(base)
+        path = directory.checkpoints / checkpoint.folder_name(base)
         try:
-            parts.restore(checkpoint.load(path))
+            job.restore(checkpoint.load(path))
             return base
         except CohortError:
             if path.is_dir():
                 raise
-            # a run that is under way has just removed it: see what there is now
+            # A run that is still training has just removed this checkpoint: look for another one.
 
 
-def _recorded(directory: RunDirectory) -> dict[str, Any]:
-    """The numbers of the newest checkpoint: threads, torch's version."""
-    path = checkpoint.latest(directory.checkpoints)
+def _read_checkpoint_numbers(directory: RunDirectory) -> dict[str, Any]:
+    """Returns the numbers of the newest checkpoint, such as threads and torch version; empty if it has none."""
+    path = checkpoint.find_latest(directory.checkpoints)
     with suppress(OSError, ValueError, KeyError):
         return dict(json.loads((path / "state.json").read_text())["numbers"]) if path else {}
     return {}
 
 
 @dataclass(kw_only=True, slots=True)
-class _State:
-    """What parts under other settings take over, on the host."""
+class _TrainingState:
+    """State of a job, on the host, that a job with other settings takes over."""
 
     config: RL
     learner: Snapshot
@@ -229,76 +255,90 @@ class _State:
     threads: int
 
     @classmethod
-    def of(cls, parts: Parts) -> _State:
+    def capture(cls, job: RLJob) -> _TrainingState:
+        """Copies the state of a job."""
         return cls(
-            config=parts.config,
-            learner=parts.learner.snapshot(),
-            algo=parts.algo.state(),
+            config=job.config,
+            learner=job.learner.snapshot(),
+            algo=job.algo.state(),
             threads=torch.get_num_threads(),
         )
 
-    def under(self, config: RL) -> Parts:
-        """New parts in this state. The schedule stays the run's: its length, and where it stands."""
-        if config.device == "cuda":  # what the old parts had, before the new ones' memory is planned
+    def build_job_with(self, config: RL) -> RLJob:
+        """Builds a job with other settings and gives it this state.
+
+        The learning rate schedule keeps the run's length and position.
+        """
+        # The memory of the old job must be free before that of the new one is planned.
+        if config.device == "cuda":
             gc.collect()
             torch.cuda.empty_cache()
-        parts = _assembled(config)
+        job = _build_job(config)
         torch.set_num_threads(self.threads)
-        parts.learner.restore(self.learner)
-        parts.algo.load_state(parts.algo.state() | self._steered(config))
-        return parts
+        job.learner.restore(self.learner)
+        job.algo.load_state(job.algo.state() | self._select_steered(config))
+        return job
 
-    def _steered(self, config: RL) -> dict[str, float]:
-        """Weights that the run had steered away from their settings stay so, unless these settings are others now."""
+    def _select_steered(self, config: RL) -> dict[str, float]:
+        """Returns the coefficients that the run had changed from step to step and that the replay keeps.
+
+        A coefficient is not kept if its own setting or its target is another one in `config`.
+        """
         old, new = self.config.algo, config.algo
         kl = ("kl",) if (old.kl.weight, old.kl.target) == (new.kl.weight, new.kl.target) else ()
-        same = (old.entropy, old.entropy_target) == (new.entropy, new.entropy_target)
-        entropy = ("entropy", "low_entropy") if same else ()
+        has_same_entropy = (old.entropy, old.entropy_target) == (new.entropy, new.entropy_target)
+        entropy = ("entropy", "low_entropy") if has_same_entropy else ()
         return {name: self.algo[name] for name in (*kl, *entropy)}
 
 
 # ---- a step ------------------------------------------------------------------------------------------------------
 
 
-def _again(parts: Parts, stored: Sequence[Group]) -> tuple[list[Group], dict[str, float]]:
-    """A step's update on its stored groups; returns these as they are graded now, and its metrics."""
-    config, algo = parts.config, parts.algo
-    groups = [as_sampled(group, algo) for group in stored]  # also those that were used again
-    groups, stats = improve(parts.learner, algo, groups, config.learner)
+def _redo_update(job: RLJob, stored: Sequence[Group]) -> tuple[list[Group], dict[str, float]]:
+    """Does the update of a step on its stored groups. Returns the groups with their new advantages, and the metrics."""
+    # Groups reused from earlier steps are reset too: every update computes their advantages anew.
+    groups = [reset_to_sampled(group, job.algo) for group in stored]
+    groups, stats = update_policy(job.learner, job.algo, groups, job.config.learner)
     return groups, stats.metrics
 
 
-def _stored(directory: RunDirectory, step: int) -> list[Group]:
-    return load_rollouts(rollout_path(directory.rollouts, step))
+def _load_groups(directory: RunDirectory, step: int) -> list[Group]:
+    """Loads the stored groups of a step."""
+    return load_rollouts(make_rollout_path(directory.rollouts, step))
 
 
-def as_sampled(group: Group, algo: Algorithm) -> Group:
-    """A stored group as it came from sampling: scored, accepted or not, and nothing more."""
-    excluded = Fate.TRAINED if group.excluded.by_algorithm else group.excluded
+def reset_to_sampled(group: Group, algo: Algorithm) -> Group:
+    """Returns a stored group as it was after sampling: scored, and accepted or not, without advantages."""
+    excluded = Fate.TRAINED if group.excluded.is_set_by_algorithm else group.excluded
     if not excluded and not group.reused and not algo.accept(group):
         excluded = Fate.NOT_ACCEPTED
-    return replace(group, excluded=excluded, samples=[scored(s) for s in group.samples])
+    return replace(group, excluded=excluded, samples=[reset_sample(s) for s in group.samples])
 
 
-def _num_refused(groups: Sequence[Group]) -> int:
+def _count_not_accepted(groups: Sequence[Group]) -> int:
+    """Returns how many groups the algorithm did not accept."""
     return sum(g.excluded == Fate.NOT_ACCEPTED for g in groups)
 
 
-def _compared(directory: RunDirectory, step: int, replayed: Mapping[str, float]) -> list[Row]:
+def _compare_metrics(directory: RunDirectory, step: int, replayed: Mapping[str, float]) -> list[MetricComparison]:
+    """Returns the recorded and the replayed value of each metric that an update determines."""
     with Reader(directory.database, once=True) as reader:
-        stored = {row.name: row.value for row in reader.metrics(step=step)}
+        stored = {row.name: row.value for row in reader.read_metrics(step=step)}
     names = [n for n in dict.fromkeys([*stored, *replayed]) if not n.startswith(_NOT_COMPARED)]
-    return [Row(name=n, stored=stored.get(n), replayed=float(replayed[n]) if n in replayed else None) for n in names]
+    return [
+        MetricComparison(name=n, stored=stored.get(n), replayed=float(replayed[n]) if n in replayed else None)
+        for n in names
+    ]
 
 
-def _reasons(directory: RunDirectory, differing: set[str]) -> list[str]:
-    """What is known to make the same step come out differently."""
+def _explain_differences(directory: RunDirectory, differing: set[str]) -> list[str]:
+    """Returns the known reasons why a replay without changed settings did not give the recorded metrics."""
     notes = []
     if directory.config.device != "cpu":
-        notes.append("on a GPU sums have no fixed order: equal updates are not equal to the last bit.")
-    version = _recorded(directory).get("torch", torch.__version__)
+        notes.append("on a GPU sums have no fixed order, so the same update done twice differs in the last bits.")
+    version = _read_checkpoint_numbers(directory).get("torch", torch.__version__)
     if version != torch.__version__:
         notes.append(f"the run used torch {version}, this is {torch.__version__}.")
     if "lr" in differing:
-        notes.append("the learning rate differs: the run was extended since, which stretches its schedule.")
+        notes.append("the learning rate differs: the run was extended since, which lengthened its schedule.")
     return notes

@@ -1,1 +1,1 @@
-"""Jobs: what a run does, one module per kind, on the parts that `cohort.jobs.build` puts together."""
+"""Jobs: what is trained in a run. One module per kind of run; `cohort.jobs.build` makes them from a config."""

@@ -1,4 +1,7 @@
-"""The composition root: the only place that names concrete engines and learners."""
+"""Builds jobs from configs: loads model, tokenizer and task, and connects engine, learner, scorer and producers.
+
+This is the composition root of training: loops and runs see protocols, and only this module names concrete classes.
+"""
 
 from __future__ import annotations
 
@@ -11,113 +14,127 @@ from typing import TypeVar
 import torch
 
 from cohort.algos.algorithm import build_algorithm
-from cohort.config.document import variant_name
+from cohort.config.document import get_variant_name
 from cohort.config.kinds import RL, SFT
 from cohort.config.rollout import RolloutConfig
 from cohort.config.schema import NativeEngine, RunConfig
 from cohort.engines.base import require_for_training
-from cohort.engines.factory import Subject, abilities_of, make_engine
+from cohort.engines.factory import EngineModel, get_abilities, make_engine
 from cohort.engines.sync import WeightSync
 from cohort.errors import ConfigError
-from cohort.jobs import life
-from cohort.jobs.rl import Parts
-from cohort.jobs.sft import SFTParts, examples_of
+from cohort.jobs.rl import RLJob
+from cohort.jobs.sft import SFTJob, make_example_source
+from cohort.jobs.start import RunnableJob, resume_run, start_run
 from cohort.learner.local import LocalLearner
-from cohort.learner.plan import Load, Plan, plan_memory
+from cohort.learner.plan import MemoryDemand, MemoryPlan, plan_memory
 from cohort.models.auto import AnyDecoder, AutoDecoder
-from cohort.models.catalog import resolve
+from cohort.models.catalog import resolve_model
 from cohort.models.config import ModelConfig
 from cohort.models.decoder import Decoder
-from cohort.models.device import DTYPES, available_bytes, find_device, find_dtype
+from cohort.models.device import DTYPES, available_bytes, choose_device, choose_dtype
 from cohort.models.files import LoadedModel, load_folder
 from cohort.models.lora import Adapters
 from cohort.models.peft import load_adapters
 from cohort.rollout.producer import Order, Producer
-from cohort.rollout.settings import again_rules, drawings, room_between, sampling_of
-from cohort.scoring.pool import ScoringPool, default_workers
+from cohort.rollout.settings import make_again_rules, make_episode_settings, make_sampling, max_environment_tokens
+from cohort.scoring.pool import ScoringPool, choose_num_workers
 from cohort.tasks.base import check_packages
-from cohort.tasks.source import from_anywhere
+from cohort.tasks.source import make_data_path_absolute
 from cohort.tasks.stream import Renderer, TaskStream
-from cohort.text import RawText, Tokenizer
+from cohort.text import RawTextRenderer, Tokenizer
 
 C = TypeVar("C", bound=RunConfig)
 
-USUAL_PROMPT = 1024  # tokens: what a plan of memory supposes
+# The length of a prompt that the plan of GPU memory assumes: the task is not read yet when the plan is made.
+ASSUMED_PROMPT_TOKENS = 1024
 
 
-def settled(config: RL) -> RL:
-    """With what depends on the machine decided: the run records it and goes on so elsewhere, or says that it cannot."""
-    device = find_device(config.device)
-    learner, engine = replace(config.learner, dtype=find_dtype(config.learner.dtype, device)), config.engine
+def resolve_machine_settings(config: RL) -> RL:
+    """Returns the config with every setting decided that depends on the machine: device, dtype, order, engine weights.
+
+    The run records the result. Resumed on another machine it keeps these settings, or is refused.
+    """
+    device = choose_device(config.device)
+    learner = replace(config.learner, dtype=choose_dtype(config.learner.dtype, device))
+    engine = config.engine
     if config.rollout.order == "auto":
+        # Rounds make the bits of a run independent of the speed of graders, but they wait for the slowest answer.
         config = replace(config, rollout=RolloutConfig(order="rounds" if device.type == "cpu" else "continuous"))
     if device.type == "cpu":
         return replace(config, device="cpu", learner=learner)
     if isinstance(engine, NativeEngine) and engine.weights != "shared":
         if config.device == "cuda":
-            raise ConfigError(f"engine.weights = {engine.weights} is for CPUs: on a GPU drop it.")
+            raise ConfigError(
+                f"engine.weights = {engine.weights} works on a CPU only, and device is cuda: leave engine.weights out."
+            )
+        # The device was chosen automatically, so a recipe that was written for a CPU still works.
         engine = replace(engine, weights="shared")
     return replace(config, device="cuda", learner=learner, engine=engine)
 
 
-def use_threads(threads: int, device: torch.device) -> None:
-    """Settle everything in torch that could make two equal runs differ, as far as that is free on a GPU."""
+def configure_torch(threads: int, device: torch.device) -> None:
+    """Sets torch's number of threads (0 = all cores) and, on a CPU, makes torch refuse operations that vary.
+
+    On a GPU deterministic algorithms would cost time, so equal runs may differ in the last bits there.
+    """
     torch.set_num_threads(threads or len(os.sched_getaffinity(0)))
-    # The same as use_deterministic_algorithms(True), which also imports the compiler: a second at every start.
+    # Equivalent to use_deterministic_algorithms(True), which would also import the compiler: a second at every start.
     torch.set_deterministic_debug_mode("error" if device.type == "cpu" else "default")
 
 
-def assemble(config: RL) -> Parts:
-    """Load the model and the task and connect the parts; refuses what cannot work before anything is written."""
-    require_for_training(abilities_of(config.engine), variant_name("engine", config.engine))
-    config = settled(config)
+def build_rl_job(config: RL) -> RLJob:
+    """Loads the model and the task, and returns the job. Raises CohortError for what cannot work.
+
+    It writes nothing, so a config that is refused leaves no run directory behind.
+    """
+    require_for_training(get_abilities(config.engine), get_variant_name("engine", config.engine))
+    config = resolve_machine_settings(config)
     check_packages(config.task)
-    device = find_device(config.device)
-    use_threads(config.threads, device)
-    folder = resolve(config.model)
-    model = load_folder(folder, DTYPES[config.learner.dtype])
-    model.decoder.to(device)
-    config = _suited(config, model.decoder)
+    device = choose_device(config.device)
+    configure_torch(config.threads, device)
+    folder, model, config = _load_model(config, device)
     tokenizer = Tokenizer.load(folder)
-    sampling = sampling_of(config.sampling, tokenizer)
-    algo = build_algorithm(config.algo, config.max_sampled)
+    sampling = make_sampling(config.sampling, tokenizer)
+    algo = build_algorithm(config.algo, config.max_sampled_tokens)
     updates = config.learner.epochs * config.learner.minibatches
-    adapters = _adapters(config, model.decoder)
+    adapters = _make_adapters(config, model.decoder)
+    # With adapters the base weights are the reference, and no frozen copy is needed.
     has_reference = "ref" in algo.needs() and adapters is None
-    plan = _plan(config, model, device, has_reference, adapters)
+    plan = _plan_gpu_memory(config, model, device, has_reference, adapters)
     learner = LocalLearner(
         model.decoder,
         config.learner,
         config.optim,
         num_updates=config.steps * updates,
         temperature=sampling.temperature,
-        reference=_frozen_copy(model) if has_reference else None,
+        reference=_make_frozen_copy(model) if has_reference else None,
         adapters=adapters,
     )
-    learner.follow(plan)
+    learner.apply_plan(plan)
     learner.refresh_every = config.algo.kl.refresh
-    longest = config.max_sampled + room_between(config, tokenizer)
-    limit = _prompt_limit(longest, model, learner.token_budget)
-    learner.least_budget = limit + longest
-    stream = TaskStream(config.task, renderer(tokenizer, config.template), config.seed, max_prompt_tokens=limit)
-    stream.check(config.batch.prompts)
-    problems = stream.held_out(config.eval.problems)
-    subject = Subject(
+    # The longest sample, prompt included, must fit into one microbatch and into the model's context.
+    longest = config.max_sampled_tokens + max_environment_tokens(config, tokenizer)
+    limit = _compute_prompt_limit(longest, model, learner.token_budget)
+    learner.min_budget = limit + longest
+    stream = TaskStream(config.task, make_renderer(tokenizer, config.template), config.seed, max_prompt_tokens=limit)
+    stream.check_enough_rows(config.batch.prompts)
+    problems = stream.render_held_out(config.eval.problems)
+    subject = EngineModel(
         decoder=model.decoder,
         decode=tokenizer.decode,
         context=limit + longest,
         reserve=0 if plan is None else plan.update,
     )
     engine = make_engine(config.engine, subject)
-    scorer = ScoringPool(config.task, default_workers(config.task), again=again_rules(config))
-    training, evaluation = drawings(config, sampling, tokenizer)
+    scorer = ScoringPool(config.task, choose_num_workers(config.task), again=make_again_rules(config))
+    training, evaluation = make_episode_settings(config, sampling, tokenizer)
     order: Order = "continuous" if config.rollout.order == "continuous" else "rounds"
-    return Parts(
+    return RLJob(
         config=config,
         model=model,
         engine=engine,
         learner=learner,
-        sync=WeightSync(weights=learner.weights, engine=engine),
+        sync=WeightSync(get_weights=learner.weights, engine=engine),
         scorer=scorer,
         producer=Producer(engine, scorer, stream, training, order),
         eval_producer=Producer(engine, scorer, stream, evaluation, order),
@@ -127,109 +144,141 @@ def assemble(config: RL) -> Parts:
     )
 
 
-def renderer(tokenizer: Tokenizer, template: str) -> Renderer:
-    """How prompts become tokens: by the chat template unless raw text was asked for."""
-    return tokenizer if template == "chat" else RawText(tokenizer)
+def make_renderer(tokenizer: Tokenizer, template: str) -> Renderer:
+    """Returns what turns messages into tokens: the chat template, or plain text if `template` is "text"."""
+    return tokenizer if template == "chat" else RawTextRenderer(tokenizer)
 
 
-def _plan(
+def _plan_gpu_memory(
     config: RL, model: LoadedModel, device: torch.device, has_reference: bool, adapters: Adapters | None
-) -> Plan | None:
-    """How a GPU's memory is used; a CPU's is the system's affair. How long prompts are is not known yet: a guess."""
-    if device.type != "cuda" or not isinstance(model.config, ModelConfig):  # of others the shapes are not known
+) -> MemoryPlan | None:
+    """Returns a plan of GPU memory for weights, microbatches and KV; None on a CPU, whose system manages memory.
+
+    The plan assumes the length of prompts, because the task is read later.
+    """
+    # The shapes of models outside the native family are not known.
+    if device.type != "cuda" or not isinstance(model.config, ModelConfig):
         return None
-    batch, new = config.batch, config.max_sampled
-    prompt = max(1, min(USUAL_PROMPT, model.config.context - new))
+    batch = config.batch
+    new = config.max_sampled_tokens
+    prompt = max(1, min(ASSUMED_PROMPT_TOKENS, model.config.context - new))
     rows = batch.prompts * batch.samples
-    load = Load(
+    demand = MemoryDemand(
         model=model.config,
-        width=model.decoder.embed.itemsize,
+        bytes_per_number=model.decoder.embed.itemsize,
         longest=prompt + new,
         batch_tokens=batch.prompts * prompt + rows * new,
         kv_tokens=batch.prompts * prompt + min(rows, config.engine.slots) * new,
         has_reference=has_reference,
-        trained=None if adapters is None else adapters.num_params,
-        base=0 if adapters is None else adapters.base_bytes,
+        num_trained=None if adapters is None else adapters.num_params,
+        frozen_bytes=0 if adapters is None else adapters.base_bytes,
     )
-    return plan_memory(load, available_bytes(device), config.learner.token_budget)
+    return plan_memory(demand, available_bytes(device), config.learner.token_budget)
 
 
-def _prompt_limit(longest: int, model: LoadedModel, budget: int) -> int:
-    """The longest prompt that fits the model's context and one microbatch together with its completion."""
+def _compute_prompt_limit(longest: int, model: LoadedModel, budget: int) -> int:
+    """Returns the longest prompt, in tokens, that fits with `longest` tokens after it.
+
+    Both together must fit into the model's context and into one microbatch of `budget` tokens. Raises ConfigError if
+    no prompt fits.
+    """
     context = model.config.context
     room = min(context, budget) - longest
     if room < 1:
         raise ConfigError(
-            f"completions of {longest} tokens (sampling.max_tokens, turns) leave no room for a prompt in the "
-            f"model's context of {context} and learner.token_budget = {budget}; lower them or raise the budget"
+            f"Completions may have {longest} tokens (sampling.max_tokens and turns). That leaves no room for a prompt: "
+            f"the model's context has {context} tokens, and learner.token_budget is {budget}. "
+            "Lower sampling.max_tokens, or raise learner.token_budget if that is the smaller one."
         )
     return room
 
 
-def _frozen_copy(model: LoadedModel) -> AnyDecoder:
+def _load_model(config: C, device: torch.device) -> tuple[Path, LoadedModel, C]:
+    """Returns the model's folder, the model on the device, and the config adapted to the model's architecture."""
+    folder = resolve_model(config.model)
+    model = load_folder(folder, DTYPES[config.learner.dtype])
+    model.decoder.to(device)
+    return folder, model, _adapt_to_architecture(config, model.decoder)
+
+
+def _make_frozen_copy(model: LoadedModel) -> AnyDecoder:
+    """Returns a copy of the model that is never trained: the reference policy."""
     frozen = copy.deepcopy(model.decoder)
     frozen.requires_grad_(False)
     return frozen
 
 
-def _suited(config: C, decoder: AnyDecoder) -> C:
-    """For a model outside the native family: a prompt is computed once a sample, so microbatches are packed so."""
+def _adapt_to_architecture(config: C, decoder: AnyDecoder) -> C:
+    """Returns the config, with prefix sharing off if the model is one of transformers' own classes.
+
+    These compute a prompt once per sample, not once per group. Raises ConfigError if the config asks for adapters,
+    which only native models have.
+    """
     if not isinstance(decoder, AutoDecoder):
         return config
-    if config.learner.lora.on:
-        raise ConfigError(f"learner.lora is for native models, {decoder.config.architecture} is none: leave it out")
+    if config.learner.lora.is_on:
+        raise ConfigError(
+            f"learner.lora needs a model that Cohort implements itself, and {decoder.config.architecture} is not one: "
+            "leave learner.lora out."
+        )
     return replace(config, learner=replace(config.learner, prefix_sharing=False))
 
 
-def _adapters(config: RunConfig, decoder: AnyDecoder) -> Adapters | None:
+def _make_adapters(config: RunConfig, decoder: AnyDecoder) -> Adapters | None:
+    """Returns the adapters that learner.lora asks for, read from files or new; None if it is off."""
     lora = config.learner.lora
     if not isinstance(decoder, Decoder):
         return None
     if lora.load:
-        found = load_adapters(lora.load)
-        return Adapters(decoder, replace(found.config, base=lora.base), config.seed, found.tensors)
+        loaded = load_adapters(lora.load)
+        return Adapters(decoder, replace(loaded.config, base=lora.base), config.seed, loaded.tensors)
     return Adapters(decoder, lora, config.seed) if lora.rank else None
 
 
 def train(config: RunConfig, out: Path, log: str, *sinks: str) -> Path:
-    """Run a config in a new run directory; returns where it is. Asked to stop, saves and raises KeyboardInterrupt."""
+    """Trains a config in a new run directory below `out`, and returns its path.
+
+    `log` names the view, `sinks` the programs that also get the metrics. If a signal stops the run, saves a checkpoint
+    and raises KeyboardInterrupt.
+    """
+    # Stored as an absolute path, so that the run can be resumed from another folder.
     if isinstance(config, RL) and isinstance(data := getattr(config.task, "data", None), str) and data:
-        config = replace(config, task=replace(config.task, data=from_anywhere(data)))
-    return life.start(config, _work, out, log, sinks)
+        config = replace(config, task=replace(config.task, data=make_data_path_absolute(data)))
+    return start_run(config, _build_job, out, log, sinks)
 
 
 def resume(path: Path, steps: int | None, log: str, *sinks: str) -> Path:
-    """Continue a run exactly where it stopped, to `steps` if given; stops as `train` does."""
-    return life.go_on(path, _work, steps, log, sinks)
+    """Continues the run in `path` from its newest checkpoint, and returns `path`. Is stopped as `train` is.
+
+    `steps` is the new total number of steps; None keeps the number the run was started with.
+    """
+    return resume_run(path, _build_job, steps, log, sinks)
 
 
-def _work(config: RunConfig) -> life.Work:
-    """The job of a config, by its kind."""
+def _build_job(config: RunConfig) -> RunnableJob:
+    """Returns the job of a config, by its kind: RL or SFT."""
     if isinstance(config, SFT):
-        return assemble_sft(config)
+        return build_sft_job(config)
     assert isinstance(config, RL), f"nothing is built for the kind {config.kind}"
-    return assemble(config)
+    return build_rl_job(config)
 
 
-def assemble_sft(config: SFT) -> SFTParts:
-    """Load the model and the examples of supervised fine-tuning."""
-    device = find_device(config.device)
-    learner = replace(config.learner, dtype=find_dtype(config.learner.dtype, device))
+def build_sft_job(config: SFT) -> SFTJob:
+    """Loads the model and the examples, and returns the job of supervised fine-tuning."""
+    device = choose_device(config.device)
+    learner = replace(config.learner, dtype=choose_dtype(config.learner.dtype, device))
     config = replace(config, device="cpu" if device.type == "cpu" else "cuda", learner=learner)
-    use_threads(config.threads, device)
-    folder = resolve(config.model)
-    model = load_folder(folder, DTYPES[config.learner.dtype])
-    model.decoder.to(device)
-    config = _suited(config, model.decoder)
-    return SFTParts(
+    configure_torch(config.threads, device)
+    folder, model, config = _load_model(config, device)
+    return SFTJob(
         config=config,
         model=model,
         learner=LocalLearner(
             model.decoder,
             config.learner,
             config.optim,
-            num_updates=config.steps * config.learner.updates,
-            adapters=_adapters(config, model.decoder),
+            num_updates=config.steps * config.learner.updates_per_batch,
+            adapters=_make_adapters(config, model.decoder),
         ),
-        examples=examples_of(config, Tokenizer.load(folder)),
+        examples=make_example_source(config, Tokenizer.load(folder)),
     )

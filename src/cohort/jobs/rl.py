@@ -1,4 +1,4 @@
-"""Reinforcement learning as a job: its parts, its evaluations and checkpoints, what it says of itself."""
+"""The job of reinforcement learning: everything its loop needs, its evaluations, and how it is saved and described."""
 
 from __future__ import annotations
 
@@ -6,57 +6,60 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cohort.algos.algorithm import Algorithm
-from cohort.config.document import variant_name
-from cohort.config.flags import leaves, show
+from cohort.config.document import get_variant_name
+from cohort.config.flags import collect_settings, format_flag
 from cohort.config.kinds import RL
 from cohort.engines.base import Engine
 from cohort.engines.sync import WeightSync
+from cohort.evaluation.evaluate import describe_sampling, digest_rows
 from cohort.evaluation.evaluate import evaluate as run_evaluation
-from cohort.evaluation.evaluate import rows_digest, sampling_facts
 from cohort.evaluation.records import EvalSetting, Evaluation
-from cohort.jobs.state import Trained
-from cohort.loops.reuse import Replay
+from cohort.jobs.base import TrainingJob
+from cohort.loops.reuse import RolloutReuse
 from cohort.loops.rl import train
 from cohort.rollout.producer import Producer
 from cohort.run import checkpoint
 from cohort.run.checkpoint import Checkpoint
 from cohort.run.life import Run
-from cohort.run.machine import program
-from cohort.run.store.records import About
+from cohort.run.machine import program_name
+from cohort.run.store.records import RunDescription
 from cohort.scoring.pool import ScoringPool
-from cohort.tasks.ref import TaskRef, grader_digest
+from cohort.tasks.ref import TaskRef, compute_grader_digest
 from cohort.text import Tokenizer
 from cohort.types import Prompt
 
-COLUMNS = (
+# (title, metric) of the columns of the table of training in the run card.
+CARD_COLUMNS = (
     ("reward", "reward/mean"),
     ("length", "length/mean"),
     ("entropy", "entropy"),
     ("gradient norm", "grad_norm"),
     ("dead groups", "groups/dead"),
 )
-TOTALS = (
+# (words, metric) of the metrics that the run card sums over all steps.
+CARD_TOTALS = (
     ("samples that could not be scored", "samples/failed"),
     ("samples left out of the loss", "samples/masked"),
 )
 
 
 @dataclass(kw_only=True)
-class Parts(Trained):
-    """Everything a run of reinforcement learning is made of; the job that it does."""
+class RLJob(TrainingJob):
+    """A run of reinforcement learning: the model and its learner, and everything that samples and scores."""
 
     config: RL
     engine: Engine
-    sync: WeightSync  # from the learner to the engine
+    sync: WeightSync  # sends the learner's weights to the engine
     scorer: ScoringPool
-    producer: Producer  # of what is trained
-    eval_producer: Producer  # of what is evaluated
-    problems: list[Prompt]  # held out
+    producer: Producer  # makes the groups that are trained on
+    eval_producer: Producer  # answers the problems of evaluations
+    problems: list[Prompt]  # held out: never trained on
     algo: Algorithm
 
     tokenizer: Tokenizer
 
     def evaluate(self, step: int) -> Evaluation:
+        """Evaluates the current weights on the held-out problems. `step` is the number of completed steps."""
         c = self.config
         setting = EvalSetting(
             task=c.task.name,
@@ -64,80 +67,97 @@ class Parts(Trained):
             num_problems=len(self.problems),
             num_samples=c.eval.samples,
             model=c.model,
+            # The run and the step name these weights.
             weights="",
-            knobs=TaskRef.of(c.task).knobs,
-            rows=rows_digest(self.problems),
-            grader=grader_digest(c.task),
+            knobs=TaskRef.from_task(c.task).knobs,
+            rows=digest_rows(self.problems),
+            grader=compute_grader_digest(c.task),
             template=c.template,
             engine=self.engine.name,
             place=f"{c.device} {c.learner.dtype}",
-            sampling=sampling_facts(self.eval_producer.drawing.sampling),
+            sampling=describe_sampling(self.eval_producer.settings.sampling),
             seed=c.seed,
             step=step,
-            turns="first" if self.eval_producer.drawing.further is None else "all",
+            turns="first" if self.eval_producer.settings.later_turns is None else "all",
         )
         return run_evaluation(
             self.eval_producer, self.problems, setting, lambda p: self.tokenizer.spell(p.tokens), then="resume the run"
         )
 
-    def checkpoint(self, step: int) -> Checkpoint:
+    def make_checkpoint(self, step: int) -> Checkpoint:
+        """Returns the state of learner, prompt stream and algorithm after `step` completed steps."""
         rollouts = self.producer.state()
-        state = self.learner_checkpoint(step, rollouts["cursor"])
+        state = self.checkpoint_learner(step, rollouts["cursor"])
         state.numbers["algo"] = self.algo.state()
-        if rollouts["open"]:  # prompts begun ahead that were not needed; none in rounds
+        # Prompts that were begun ahead of need. With rollout.order = rounds there are none.
+        if rollouts["open"]:
             state.numbers["open"] = rollouts["open"]
         return state
 
     def restore(self, state: Checkpoint) -> None:
+        """Restores a checkpoint, and sends the restored weights to the engine."""
         self.restore_learner(state)
         self.algo.load_state(state.numbers["algo"])
         self.producer.load_state({"cursor": state.cursor, "open": state.numbers.get("open", [])})
         self.sync.send(state.step)
 
-    def about(self) -> About:
-        return about(self.config)
+    def describe(self) -> RunDescription:
+        """Returns what the header and the run card say about the run."""
+        return describe_run(self.config)
 
-    def next_commands(self, run: Path, step: int) -> list[list[str]]:
-        return next_commands(self.config, run, step)
+    def suggest_commands(self, run: Path, step: int) -> list[list[str]]:
+        """Returns commands to try with the complete run, each as a list of words."""
+        return suggest_commands(self.config, run, step)
 
-    def work(self, run: Run) -> None:
-        if self.producer.drawing.sampling.truncates and run.step == 0:  # told once: a resumed run has it on record
-            run.event("sampling", "top-p, top-k or min-p: the policy that acts is not the one that is trained")
-        if (note := idle_ratio(self.config)) and run.step < self.config.steps:
-            run.notice("algo", note)
-        replay = Replay(self.config.replay, self.config.seed, run.directory.rollouts)
+    def run_loop(self, run: Run) -> None:
+        """Does every remaining step of `run`, after notices about settings that may surprise."""
+        # Only at the start: a resumed run has the event in its database.
+        if self.producer.settings.sampling.truncates and run.step == 0:
+            run.record_event(
+                "sampling",
+                "top-p, top-k or min-p is set: the policy that samples is not exactly the one that is trained",
+            )
+        if (note := notice_if_ratios_are_one(self.config)) and run.step < self.config.steps:
+            run.show_notice("algo", note)
+        replay = RolloutReuse(self.config.replay, self.config.seed, run.directory.rollouts)
         train(run, self.config, self.producer, self.learner, self.sync, self.algo, replay)
 
     def close(self) -> None:
+        """Ends the scoring workers and the engine."""
         self.scorer.close()
         self.engine.close()
 
 
-def about(config: RL) -> About:
-    """What the header and the card say."""
-    return About(
-        source=variant_name("task", config.task),
-        algo=variant_name("algo", config.algo),
+def describe_run(config: RL) -> RunDescription:
+    """Returns what the header and the run card say about a run with this config."""
+    return RunDescription(
+        source=get_variant_name("task", config.task),
+        algo=get_variant_name("algo", config.algo),
         batch=f"{config.batch.prompts} prompts x {config.batch.samples} samples",
-        columns=COLUMNS,
-        totals=TOTALS,
-        reads_back=config.replay.steps if config.replay.on else 0,
+        columns=CARD_COLUMNS,
+        totals=CARD_TOTALS,
+        reads_back=config.replay.steps if config.replay.is_on else 0,
     )
 
 
-def next_commands(config: RL, run: Path, step: int) -> list[list[str]]:
-    """What is worth trying with a complete run: evaluate its model as the run did, export it, go on."""
-    task, model = variant_name("task", config.task), run / "checkpoints" / checkpoint.name(step) / "model"
-    longer = [program(), "resume", str(run), "--steps", str(2 * config.steps)]
+def suggest_commands(config: RL, run: Path, step: int) -> list[list[str]]:
+    """Returns commands to try with a complete run, each as a list of words.
+
+    They evaluate the model of `step` as the run did, export it, and train on.
+    """
+    task = get_variant_name("task", config.task)
+    model = run / "checkpoints" / checkpoint.folder_name(step) / "model"
+    longer = [program_name(), "resume", str(run), "--steps", str(2 * config.steps)]
     return [
-        [program(), "eval", task, "--model", str(model), *_eval_flags(config)],
-        [program(), "export", str(run), f"{run.name}-model"],
-        [program(), "train", "tiny_countdown"] if config.recipe == "quickstart" else longer,
+        [program_name(), "eval", task, "--model", str(model), *_make_eval_flags(config)],
+        [program_name(), "export", str(run), f"{run.name}-model"],
+        # The quickstart suggests the next recipe in place of more steps.
+        [program_name(), "train", "tiny_countdown"] if config.recipe == "quickstart" else longer,
     ]
 
 
-def _eval_flags(config: RL) -> list[str]:
-    """What makes an evaluation outside the run like those in it, as far as it is not the default."""
+def _make_eval_flags(config: RL) -> list[str]:
+    """Returns the flags with which `cohort eval` evaluates as the run does. Defaults are left out."""
     flags = []
     if config.template != "chat":
         flags += ["--template", config.template]
@@ -145,16 +165,24 @@ def _eval_flags(config: RL) -> list[str]:
         flags += ["--temperature", f"{config.eval.temperature:g}"]
     if config.sampling.max_tokens != config.task.max_tokens:
         flags += ["--max-tokens", str(config.sampling.max_tokens)]
-    for name, leaf in leaves(config.task, "task.").items():
+    for name, leaf in collect_settings(config.task, "task.").items():
         default = getattr(type(config.task), name.removeprefix("task."), None)
+        # Settings with several values are left out: they do not fit into one --name=value.
         if leaf.value != default and not isinstance(leaf.value, tuple):
-            flags.append(f"{show(name)}={leaf.value}")
+            flags.append(f"{format_flag(name)}={leaf.value}")
     return flags
 
 
-def idle_ratio(config: RL) -> str:
-    """Said where an algorithm is chosen for what it does to ratios, and these are all 1."""
-    name = variant_name("algo", config.algo)
-    if config.learner.updates > 1 or name not in ("gspo", "gspo_token", "cispo", "sapo", "gmpo"):
+def notice_if_ratios_are_one(config: RL) -> str:
+    """Returns a notice if the algorithm differs from others only in its importance ratios and these are all 1.
+
+    "" means that there is nothing to tell. With one update per batch the weights have not changed since sampling, so
+    every ratio is 1.
+    """
+    name = get_variant_name("algo", config.algo)
+    if config.learner.updates_per_batch > 1 or name not in ("gspo", "gspo_token", "cispo", "sapo", "gmpo"):
         return ""
-    return f"with one update a batch every ratio is 1, and {name} is the plain policy gradient: see learner.minibatches"
+    return (
+        f"with one update per batch every importance ratio is 1, and {name} is the plain policy gradient; "
+        "raise learner.minibatches for more updates per batch"
+    )

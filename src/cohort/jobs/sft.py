@@ -1,4 +1,4 @@
-"""Supervised fine-tuning as a job: its examples, its checkpoints, what it says of itself."""
+"""The job of supervised fine-tuning: where its examples come from, and how it is saved and described."""
 
 from __future__ import annotations
 
@@ -7,54 +7,61 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from cohort.config.document import variant_name
+from cohort.config.document import get_variant_name
 from cohort.config.kinds import SFT
 from cohort.data.batch import Batch
-from cohort.jobs.state import Trained
+from cohort.jobs.base import TrainingJob
 from cohort.loops import sft
 from cohort.run import checkpoint
 from cohort.run.checkpoint import Checkpoint
 from cohort.run.life import Run
-from cohort.run.machine import program
-from cohort.run.store.records import About, Curve
+from cohort.run.machine import program_name
+from cohort.run.store.records import Curve, RunDescription
 from cohort.system.clock import stage
 from cohort.tasks.traces import mixture
 from cohort.tasks.traces.encode import Example
 from cohort.text import Tokenizer
 
 
-def examples_of(config: SFT, tokenizer: Tokenizer) -> Callable[[int], list[Example]]:
-    """A function from a step, counted from 0, to its examples: the same ones whenever it is asked."""
-    rows = mixture.load(config.data.rows)
-    return lambda step: mixture.examples(rows, tokenizer, config.seed, step, config.batch.examples, config.data)
+def make_example_source(config: SFT, tokenizer: Tokenizer) -> Callable[[int], list[Example]]:
+    """Returns a function from a step, counted from 0, to its examples. The same step always has the same examples."""
+    rows = mixture.load_trace_rows(config.data.rows)
+    return lambda step: mixture.make_examples(rows, tokenizer, config.seed, step, config.batch.examples, config.data)
 
 
 @dataclass(kw_only=True)
-class SFTParts(Trained):
-    """Everything a run of supervised fine-tuning is made of; the job that it does."""
+class SFTJob(TrainingJob):
+    """A run of supervised fine-tuning: the model, its learner and the examples."""
 
     config: SFT
+    # From a step, counted from 0, to what it trains on.
     examples: Callable[[int], list[Example]]
 
+    # Such runs have no evaluation of their own.
     evaluate: ClassVar[None] = None
 
-    def work(self, run: Run) -> None:
-        sft.train(run, self.learner, self.batch)
+    def run_loop(self, run: Run) -> None:
+        """Does every remaining step of `run`."""
+        sft.train(run, self.learner, self.make_batch)
 
     @stage("examples")
-    def batch(self, step: int) -> Batch:
-        """What a step trains on."""
-        return sft.batch_of(self.examples(step), self.config.learner.minibatches)
+    def make_batch(self, step: int) -> Batch:
+        """Returns the batch of a step, counted from 0."""
+        return sft.make_sft_batch(self.examples(step), self.config.learner.minibatches)
 
-    def checkpoint(self, step: int) -> Checkpoint:
-        return self.learner_checkpoint(step, cursor=step)
+    def make_checkpoint(self, step: int) -> Checkpoint:
+        """Returns the learner's state after `step` completed steps."""
+        # The examples of a step depend on its number only, so the position in the data is the step.
+        return self.checkpoint_learner(step, cursor=step)
 
     def restore(self, state: Checkpoint) -> None:
+        """Restores a checkpoint."""
         self.restore_learner(state)
 
-    def about(self) -> About:
-        return About(
-            source=variant_name("data", self.config.data),
+    def describe(self) -> RunDescription:
+        """Returns what the header and the run card say about the run."""
+        return RunDescription(
+            source=get_variant_name("data", self.config.data),
             source_is="data",
             algo="sft",
             batch=f"{self.config.batch.examples} examples",
@@ -68,10 +75,11 @@ class SFTParts(Trained):
             ),
         )
 
-    def next_commands(self, run: Path, step: int) -> list[list[str]]:
-        model = run / "checkpoints" / checkpoint.name(step) / "model"
+    def suggest_commands(self, run: Path, step: int) -> list[list[str]]:
+        """Returns commands that evaluate the model, export it and train on, each as a list of words."""
+        model = run / "checkpoints" / checkpoint.folder_name(step) / "model"
         return [
-            [program(), "eval", "arithmetic", "--model", str(model)],
-            [program(), "export", str(run), f"{run.name}-model"],
-            [program(), "resume", str(run), "--steps", str(2 * self.config.steps)],
+            [program_name(), "eval", "arithmetic", "--model", str(model)],
+            [program_name(), "export", str(run), f"{run.name}-model"],
+            [program_name(), "resume", str(run), "--steps", str(2 * self.config.steps)],
         ]

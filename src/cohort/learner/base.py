@@ -1,4 +1,7 @@
-"""What a learner is: batches in, better weights out. What it found comes back; it writes into nobody's records."""
+"""The protocol of a learner and its records. A learner takes batches and improves weights.
+
+It returns what it computed, and writes into no record of other code.
+"""
 
 from __future__ import annotations
 
@@ -19,39 +22,40 @@ from cohort.world import World
 @record
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Found:
-    """Log-probabilities of samples: per sample one number per token, 0 where nothing was sampled."""
+    """Log-probabilities of samples: per sample one number per token, 0 where the token was not sampled."""
 
     ids: list[SampleId] = field(default_factory=list)
     logprobs: list[list[float]] = field(default_factory=list)
 
     def by_id(self) -> dict[SampleId, list[float]]:
+        """Returns the log-probabilities by sample id."""
         return dict(zip(self.ids, self.logprobs, strict=True))
 
 
 @record
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Annotations:
-    """What the policy and the reference said of the samples before the update."""
+    """Log-probabilities of samples by the policy and the reference, computed before the update."""
 
-    old: Found | None = None  # of the policy that is trained, as it is now
-    ref: Found | None = None  # of the reference policy
+    old: Found | None = None  # by the policy that is trained, with its current weights; None = not asked for
+    ref: Found | None = None  # by the reference policy; None = not asked for
     seconds: dict[str, float] = field(default_factory=dict)  # by stage
 
 
 @record
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Update:
-    """What came of an update."""
+    """Results of an update."""
 
-    old: Found  # log-probabilities before the update, of the samples that came without
+    old: Found  # log-probabilities before the update, of the samples that came without them
     metrics: dict[str, float]  # over all ranks
-    notices: list[tuple[str, str]] = field(default_factory=list)  # (level, text) worth telling the user
+    notices: list[tuple[str, str]] = field(default_factory=list)  # (level, text) to show to the user
     seconds: dict[str, float] = field(default_factory=dict)  # by stage
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gradient:
-    """The gradient of a batch, without a step."""
+    """The gradient of a batch, with no optimizer step made."""
 
     tensors: dict[str, Tensor]  # by parameter, on the host
     metrics: dict[str, float]
@@ -61,25 +65,25 @@ class Gradient:
 class Cut:
     """How a batch is cut into microbatches. The gradient must not depend on it."""
 
-    token_budget: int = 0  # 0 = the learner's own
-    share: bool = True
+    token_budget: int = 0  # 0 = that of the learner
+    share: bool = True  # whether prompts may be shared
     backwards: bool = False  # the microbatches in the opposite order
 
 
 @dataclass(kw_only=True, slots=True)
 class Snapshot:
-    """The whole state of a learner, on the host, to be taken over by one with other settings."""
+    """The whole state of a learner on the host, which a learner with other settings can take over."""
 
     weights: dict[str, Tensor]
-    tensors: dict[str, Tensor]  # as `state`, masters included
+    tensors: dict[str, Tensor]  # those of `Learner.state`, and all master weights
     numbers: dict[str, Any]
     reference: dict[str, Tensor] | None
-    num_updates: int  # the length of the schedule
+    num_updates: int  # the length of the learning rate schedule
 
 
 @dataclass(frozen=True, slots=True)
 class LiveWeights:
-    """The decoder being trained. An engine that holds the same one has nothing to copy."""
+    """The weights of the decoder being trained. An engine that uses the same decoder has nothing to copy."""
 
     module: AnyDecoder
 
@@ -88,31 +92,36 @@ class LiveWeights:
 
 
 class Learner(Protocol):
-    """`update` is the whole of a step."""
+    """Trains a policy. `update` does all of a step's training."""
 
     token_budget: int  # most tokens of a microbatch; it shrinks when memory runs out
     world: World  # the ranks that train together
 
     def annotate(self, groups: Sequence[Group], needs: Collection[str]) -> Annotations:
-        """The log-probabilities named in `needs` ("old", "ref") of these groups' samples."""
+        """Returns the log-probabilities named in `needs` ("old", "ref") of these groups' samples."""
 
     def update(self, batch: Batch, algo: Loss) -> Update:
-        """Epochs x minibatches x microbatches."""
+        """Trains on a batch, in epochs of one optimizer step per minibatch, and returns what happened."""
 
-    def gradient(self, batch: Batch, algo: Loss, cut: Cut | None = None, world: World | None = None) -> Gradient:
-        """The gradient of a batch of one minibatch. Nothing is changed."""
+    def compute_gradient(
+        self, batch: Batch, algo: Loss, cut: Cut | None = None, world: World | None = None
+    ) -> Gradient:
+        """Returns the gradient of a batch of one minibatch. Weights and state stay unchanged.
+
+        `cut` and `world` replace the learner's own for this call.
+        """
 
     def weights(self) -> LiveWeights:
-        """The weights as they are now, by Hugging Face name."""
+        """Returns the current weights, by Hugging Face name."""
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Optimizer tensors by name, and numbers: with the weights, everything a resumed run needs."""
+        """Returns optimizer tensors by name, and numbers. With the weights, a resumed run needs nothing else."""
 
     def load_state(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> None:
-        """Become a `state`; the weights are loaded by others."""
+        """Restores what `state` returned. Other code loads the weights."""
 
     def snapshot(self) -> Snapshot:
-        """A copy of everything."""
+        """Returns a copy of weights and state."""
 
     def restore(self, snapshot: Snapshot) -> None:
-        """Become a snapshot, perhaps of a learner with other settings."""
+        """Takes over a snapshot, perhaps of a learner with other settings."""

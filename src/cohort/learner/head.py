@@ -1,8 +1,8 @@
-"""Log-probabilities and entropy of chosen tokens, without ever holding all logits.
+"""Log-probabilities and entropy of chosen tokens, computed without ever holding all logits.
 
-The head runs in chunks of rows; at no time do more logits exist than a chunk's. `gradient_through_head` takes the
-gradient of a loss that is a sum over tokens while the chunk is there. Any other loss sees the log-probabilities of all
-tokens first (`token_logprobs`), and each chunk's logits are computed once more for its gradient.
+The head runs in chunks of rows, and only the logits of one chunk exist at a time. `gradient_through_head` takes the
+gradient of a loss that is a sum over tokens while the chunk's logits exist. Any other loss needs the log-probabilities
+of all tokens first (`token_logprobs`); the logits of each chunk are then computed again for its gradient.
 """
 
 from __future__ import annotations
@@ -13,51 +13,63 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from cohort.models.functions import add_product, fused, product, wide_product
+from cohort.models.functions import add_product, has_kernels, multiply, multiply_wide
 
-CHUNK_LOGITS = 1 << 25  # 128 MiB of fp32 logits at a time; each chunk reads the whole head and its gradient
-GPU_CHUNK_LOGITS = 1 << 29  # there, 2 GiB: thousands of rows, or the matrix products are too narrow
+# Logits of one chunk on a CPU: 128 MiB in fp32. Not fewer, because each chunk reads the whole head and its gradient.
+CHUNK_LOGITS = 1 << 25
+# On a GPU 2 GiB: matrix products with fewer than thousands of rows are too narrow for it.
+GPU_CHUNK_LOGITS = 1 << 29
 
 
-Gradient = Callable[[slice, Tensor, Tensor], tuple[Tensor, Tensor | None]]
-"""(rows, their log-probabilities, their entropies) -> the loss's gradients on both; None = no gradient."""
+GradientFunction = Callable[[slice, Tensor, Tensor], tuple[Tensor, Tensor | None]]
+"""(rows, their log-probabilities, their entropies) -> gradients of the loss on both; None = none on the entropies."""
 
 
 @torch.no_grad()
 def gradient_through_head(
-    hidden: Tensor, weight: Tensor, d_weight: Tensor | None, targets: Tensor, temperature: float, gradient: Gradient
+    hidden: Tensor,
+    weight: Tensor,
+    d_weight: Tensor | None,
+    targets: Tensor,
+    temperature: float,
+    gradient: GradientFunction,
 ) -> Tensor:
-    """The gradient on hidden [N, d] of a loss that is a sum over tokens; the head's is added to d_weight [V, d].
+    """Returns the gradient on hidden [N, d] of a loss that is a sum over tokens.
 
-    Each chunk's logits are used for both directions while they are there, so they are computed once. Without
-    d_weight the head is frozen.
+    The gradient of the head `weight` [V, d] is added to `d_weight` [V, d]; None = the head is frozen. The logits of a
+    chunk serve both directions while they exist, so they are computed once.
     """
     d_hidden = torch.zeros_like(hidden)
-    for rows in _chunks(hidden, weight):
-        pulled = _pulled_by_kernels if fused(hidden) else _pulled
-        d_logits = pulled(hidden[rows], weight, targets[rows], temperature, partial(gradient, rows))
-        d_hidden[rows] = product(d_logits, weight.t())
+    for rows in _split_rows(hidden, weight):
+        logits_gradient = _logits_gradient_by_kernels if has_kernels(hidden) else _logits_gradient
+        d_logits = logits_gradient(hidden[rows], weight, targets[rows], temperature, partial(gradient, rows))
+        d_hidden[rows] = multiply(d_logits, weight.t())
         if d_weight is not None:
             add_product(d_weight, d_logits, hidden[rows])
-        del d_logits  # or two would be alive while the next is made
+        # Freed here: otherwise two chunks would be in memory while the next one is made.
+        del d_logits
     return d_hidden
 
 
-Slope = Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]
-"""`Gradient` of a chunk's rows."""
+ChunkGradientFunction = Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]
+"""A `GradientFunction` for the rows of one chunk: (log-probabilities, entropies) -> gradients of the loss on both."""
 
 
-def _pulled(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, slope: Slope) -> Tensor:
-    """The gradient on a chunk's logits [n, V]."""
-    logits = _logits(hidden, weight, temperature)
+def _logits_gradient(
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, loss_gradient: ChunkGradientFunction
+) -> Tensor:
+    """Returns the gradient on a chunk's logits [n, V]. `hidden` [n, d] and `targets` [n] are those of the chunk."""
+    logits = _compute_logits(hidden, weight, temperature)
     top = logits.amax(dim=-1, keepdim=True)
-    probs = torch.sub(logits, top).exp_()  # not normalised yet: its sum goes into factors of [n], not of [n, V]
+    # Not normalised here: the sum goes into factors of shape [n], which cost less than a division of [n, V].
+    probs = torch.sub(logits, top).exp_()
     total = probs.sum(dim=-1, keepdim=True)
     z = top + total.log()
     logprobs = logits.gather(1, targets[:, None]) - z
     entropy = z - torch.linalg.vecdot(probs, logits)[:, None] / total
-    g, e = slope(logprobs[:, 0], entropy[:, 0])
-    if e is not None:  # dH/dlogit = -p (log p + H)
+    g, e = loss_gradient(logprobs[:, 0], entropy[:, 0])
+    # d log p(target) / d logit = (1 at the target, else 0) - p, and d H / d logit = -p (log p + H).
+    if e is not None:
         d_logits = probs.div_(total) * (-g[:, None] - e[:, None] * (logits - z + entropy))
     else:
         d_logits = probs.mul_(-g[:, None] / total)
@@ -67,25 +79,33 @@ def _pulled(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float,
     return d_logits.to(hidden.dtype)
 
 
-def _pulled_by_kernels(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, slope: Slope) -> Tensor:
-    """The same on a GPU: the logits are read twice, and no other tensor of their size is made but the result."""
+def _logits_gradient_by_kernels(
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, loss_gradient: ChunkGradientFunction
+) -> Tensor:
+    """Does the same as `_logits_gradient` with Triton kernels.
+
+    The logits are read twice, and the result is the only other tensor of their size.
+    """
     from cohort.learner import kernels
 
-    logits = wide_product(hidden, weight)
-    logprobs, entropy, log_z = kernels.describe(logits, targets, temperature)
-    g, e = slope(logprobs, entropy)
-    return kernels.pull(logits, targets, entropy, log_z, g, e, temperature, hidden.dtype)
+    logits = multiply_wide(hidden, weight)
+    logprobs, entropy, log_z = kernels.logprobs_and_entropy(logits, targets, temperature)
+    g, e = loss_gradient(logprobs, entropy)
+    return kernels.logits_gradient(logits, targets, entropy, log_z, g, e, temperature, hidden.dtype)
 
 
-def _chunks(hidden: Tensor, weight: Tensor) -> list[slice]:
+def _split_rows(hidden: Tensor, weight: Tensor) -> list[slice]:
+    """Returns the rows of `hidden` as chunks whose logits stay within the limit."""
     rows, vocab = hidden.shape[0], weight.shape[0]
     most = max(1, (GPU_CHUNK_LOGITS if hidden.is_cuda else CHUNK_LOGITS) // vocab)
-    size = max(1, -(-rows // max(1, -(-rows // most))))  # chunks of equal size: one of a few rows costs nearly as much
+    # Chunks of equal size, because a last chunk of a few rows would cost nearly as much as a full one.
+    size = max(1, -(-rows // max(1, -(-rows // most))))
     return [slice(i, min(i + size, rows)) for i in range(0, rows, size)]
 
 
-def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
-    logits = wide_product(hidden, weight)
+def _compute_logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
+    """Returns the logits [n, V] of hidden states [n, d], divided by the temperature."""
+    logits = multiply_wide(hidden, weight)
     return logits if temperature == 1.0 else logits.div_(temperature)
 
 
@@ -93,17 +113,21 @@ def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
 def token_logprobs(
     hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0, with_entropy: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """hidden [N, d], weight [V, d], targets [N] -> log p(target) [N], entropy [N] (0 if it is not asked for)."""
+    """hidden [N, d], weight [V, d], targets [N] -> log p(target) [N] and entropy [N], without gradient.
+
+    Without `with_entropy` the entropy may be zeros.
+    """
     wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     logprobs, entropy = torch.zeros(2, len(hidden), dtype=wide, device=hidden.device)
-    for rows in _chunks(hidden, weight):
-        if fused(hidden):
+    for rows in _split_rows(hidden, weight):
+        if has_kernels(hidden):
             from cohort.learner import kernels
 
-            logits = wide_product(hidden[rows], weight)
-            logprobs[rows], entropy[rows], _ = kernels.describe(logits, targets[rows], temperature)
+            logits = multiply_wide(hidden[rows], weight)
+            # The kernel computes the entropy in any case.
+            logprobs[rows], entropy[rows], _ = kernels.logprobs_and_entropy(logits, targets[rows], temperature)
             continue
-        logits = _logits(hidden[rows], weight, temperature)  # [n, V]
+        logits = _compute_logits(hidden[rows], weight, temperature)  # [n, V]
         z = torch.logsumexp(logits, dim=-1)
         logprobs[rows] = logits.gather(1, targets[rows, None])[:, 0] - z
         if with_entropy:

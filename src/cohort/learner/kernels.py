@@ -1,6 +1,8 @@
-"""Triton kernels of the learner: what rows of logits say, their gradient, and that of keys seen several times.
+"""Triton kernels of the learner.
 
-Numbers that change from batch to batch, and where slices begin, are kept out of what a kernel is compiled for.
+They compute log-probability and entropy of rows of logits, the gradient on the logits, and the sum of the gradients of
+keys and values that were copied. Numbers that change from batch to batch, and the addresses at which slices begin, are
+kept out of what a kernel is compiled for, so that it is not compiled again for them.
 
 Letters: N rows of logits, V vocabulary, T tokens, S keys with the copies, K KV heads, D head size.
 """
@@ -13,13 +15,17 @@ import triton.language as tl
 from torch import Tensor
 
 from cohort.data.layout import Copies
-from cohort.models.kernels import power
+from cohort.models.kernels import next_power_of_two
 
 VOCAB_BLOCK = 4096
 
 
 @triton.jit(do_not_specialize_on_alignment=["target_ptr", "logprob_ptr", "entropy_ptr", "log_z_ptr"])
-def _describe_kernel(logits_ptr, target_ptr, logprob_ptr, entropy_ptr, log_z_ptr, V, temperature, BLOCK: tl.constexpr):
+def _logprobs_and_entropy_kernel(
+    logits_ptr, target_ptr, logprob_ptr, entropy_ptr, log_z_ptr, V, temperature, BLOCK: tl.constexpr
+):
+    """Computes one row of `logprobs_and_entropy` per program, with one pass over its logits."""
+    # Running sums are relative to the largest logit so far. When a larger one comes, `fade` scales the earlier sums.
     row = tl.program_id(0).to(tl.int64)
     top = tl.full([], float("-inf"), tl.float32)
     total = tl.zeros([], tl.float32)
@@ -32,44 +38,59 @@ def _describe_kernel(logits_ptr, target_ptr, logprob_ptr, entropy_ptr, log_z_ptr
         fade = tl.exp(top - new)
         weight = tl.exp(x - new)
         total = total * fade + tl.sum(weight, axis=0)
+        # Beyond the row's end, 0 * -inf would be NaN.
         along = along * fade + tl.sum(tl.where(here, weight * x, 0.0), axis=0)
         top = new
     log_z = top + tl.log(total)
     chosen = tl.load(logits_ptr + row * V + tl.load(target_ptr + row)) / temperature
     tl.store(logprob_ptr + row, chosen - log_z)
+    # The entropy is log z - sum of p x.
     tl.store(entropy_ptr + row, log_z - along / total)
     tl.store(log_z_ptr + row, log_z)
 
 
-def describe(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each row of logits [N, V] / temperature: log p(target), entropy, log of the normaliser. [N] each, fp32."""
+def logprobs_and_entropy(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns log p(target), entropy and log of the normaliser of each row of logits [N, V] / temperature.
+
+    Each result is [N] in fp32. `targets` [N] has the token id per row.
+    """
     N, V = logits.shape
     logprobs, entropy, log_z = torch.empty(3, N, dtype=torch.float32, device=logits.device)
     if N:
-        _describe_kernel[(N,)](
-            logits, targets, logprobs, entropy, log_z, V, temperature, min(VOCAB_BLOCK, power(V)), num_warps=8
+        _logprobs_and_entropy_kernel[(N,)](
+            logits,
+            targets,
+            logprobs,
+            entropy,
+            log_z,
+            V,
+            temperature,
+            min(VOCAB_BLOCK, next_power_of_two(V)),
+            num_warps=8,
         )
     return logprobs, entropy, log_z
 
 
 @triton.jit(do_not_specialize_on_alignment=["target_ptr", "entropy_ptr", "log_z_ptr", "g_ptr", "e_ptr"])
-def _pull_kernel(
+def _logits_gradient_kernel(
     logits_ptr, target_ptr, entropy_ptr, log_z_ptr, g_ptr, e_ptr, out_ptr, V, temperature,
     ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Computes one row and one block of the vocabulary of `logits_gradient` per program. ENTROPY: `e_ptr` is used."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     here = at < V
     logp = tl.load(logits_ptr + row * V + at, mask=here, other=0.0) / temperature - tl.load(log_z_ptr + row)
     g = tl.load(g_ptr + row)
     factor = -g
-    if ENTROPY:  # dH/dlogit = -p (log p + H)
+    # d H / d logit = -p (log p + H).
+    if ENTROPY:
         factor = -g - tl.load(e_ptr + row) * (logp + tl.load(entropy_ptr + row))
     pull = tl.exp(logp) * factor + tl.where(at == tl.load(target_ptr + row), g, 0.0)
     tl.store(out_ptr + row * V + at, (pull / temperature).to(out_ptr.dtype.element_ty), mask=here)
 
 
-def pull(
+def logits_gradient(
     logits: Tensor,
     targets: Tensor,
     entropy: Tensor,
@@ -79,13 +100,17 @@ def pull(
     temperature: float,
     dtype: torch.dtype,
 ) -> Tensor:
-    """The gradient on logits [N, V], in `dtype`, of a loss with these gradients on log p(target) and entropy."""
+    """Returns the gradient on logits [N, V], in `dtype`, of a loss with these gradients on log p(target) and entropy.
+
+    `entropy` and `log_z` [N] are results of `logprobs_and_entropy`. `d_entropy` None = no gradient on the entropy.
+    """
     N, V = logits.shape
     out = torch.empty(N, V, dtype=dtype, device=logits.device)
     if N:
-        block = min(VOCAB_BLOCK, power(V))
+        block = min(VOCAB_BLOCK, next_power_of_two(V))
+        # Without a gradient on the entropy the kernel does not read `e`, but needs some tensor there.
         e = d_logprobs if d_entropy is None else d_entropy
-        _pull_kernel[(N, triton.cdiv(V, block))](
+        _logits_gradient_kernel[(N, triton.cdiv(V, block))](
             *(logits, targets, entropy, log_z, d_logprobs, e, out, V, temperature, d_entropy is not None, block),
             num_warps=8,
         )
@@ -93,7 +118,8 @@ def pull(
 
 
 @triton.jit
-def _add_copies_kernel(k_ptr, v_ptr, back_ptr, edges_ptr, k_out_ptr, v_out_ptr, W: tl.constexpr, BLOCK: tl.constexpr):
+def _sum_copies_kernel(k_ptr, v_ptr, back_ptr, edges_ptr, k_out_ptr, v_out_ptr, W: tl.constexpr, BLOCK: tl.constexpr):
+    """Adds up the copies of one token per program, in fp32. W is the number of entries of a row of k and v."""
     token = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     here = at < W
@@ -107,11 +133,12 @@ def _add_copies_kernel(k_ptr, v_ptr, back_ptr, edges_ptr, k_out_ptr, v_out_ptr, 
     tl.store(v_out_ptr + token * W + at, v.to(v_out_ptr.dtype.element_ty), mask=here)
 
 
-def add_copies(k: Tensor, v: Tensor, copies: Copies) -> tuple[Tensor, Tensor]:
-    """Of k and v [S, K, D] the sum of each token's copies [T, K, D], always in the same order."""
+def sum_copies(k: Tensor, v: Tensor, copies: Copies) -> tuple[Tensor, Tensor]:
+    """Returns, for k and for v, the sum of each token's copies: [S, K, D] -> [T, K, D], always in the same order."""
     assert k.is_contiguous() and v.is_contiguous()
-    T, W = len(copies.edges) - 1, k[0].numel()
+    T, W = len(copies.token_edges) - 1, k[0].numel()
     out = k.new_empty(T, *k.shape[1:]), v.new_empty(T, *v.shape[1:])
-    block = power(W)
-    _add_copies_kernel[(T,)](k, v, copies.back, copies.edges, *out, W, block, num_warps=min(8, max(1, block // 128)))
+    block = next_power_of_two(W)
+    num_warps = min(8, max(1, block // 128))
+    _sum_copies_kernel[(T,)](k, v, copies.copies_by_token, copies.token_edges, *out, W, block, num_warps=num_warps)
     return out

@@ -1,7 +1,7 @@
-"""The step logic of the learner, written once for every backend: epochs, minibatches, denominators, clipping, retries.
+"""The step logic of the learner, the same for every backend: epochs, minibatches, denominators, clipping, retries.
 
-It runs in one process, or as one of several data-parallel ranks (see `cohort.world`). It returns what it found: nothing
-is written into groups or batches.
+It runs in one process, or as one of several data-parallel ranks (see `cohort.world`). It returns what it computed and
+writes nothing into groups or batches.
 """
 
 from __future__ import annotations
@@ -22,26 +22,31 @@ from cohort.algos.tally import Tally
 from cohort.config.schema import LearnerConfig, OptimConfig
 from cohort.data.batch import Batch, Floats, Minibatch
 from cohort.data.pack import longest_sample, make_batch, pack, pack_minibatch, with_old_logprobs
-from cohort.data.transfer import put
+from cohort.data.transfer import copy_to_device
 from cohort.errors import TrainingStopped
 from cohort.learner.backend import make_backend
 from cohort.learner.base import Annotations, Cut, Gradient, LiveWeights, Snapshot, Update
-from cohort.learner.minibatch import Result, TokenLoss, by_sample, found_of, packed_again
+from cohort.learner.minibatch import MinibatchResult, TokenLoss, make_found, repack, scatter_to_samples
 from cohort.learner.optim import Optimizer, global_norm, learning_rate
-from cohort.learner.plan import Plan
+from cohort.learner.plan import MemoryPlan
 from cohort.models.auto import AnyDecoder
 from cohort.models.lora import Adapters
 from cohort.types import Group
 from cohort.world import World
 
-CPU_BUDGET = 2048  # tokens per microbatch where none are asked for and nothing is planned
-MAX_BAD = 5  # updates in a row with non-finite gradients, each skipped and counted, before the run stops
-REFERENCE = "reference/"  # what a reference that moves is called in the state, before its names
+# Tokens per microbatch where the config sets no budget and there is no memory plan.
+CPU_BUDGET = 2048
+# Updates in a row with non-finite gradients after which the run stops. Each of them is skipped and counted.
+MAX_BAD_UPDATES = 5
+# Prefix of the names of the reference's tensors in the state. They are stored only where the reference moves.
+REFERENCE_PREFIX = "reference/"
 
 
 class LocalLearner:
-    """Trains `decoder` in place, or its adapters. `reference` is the frozen policy of the KL term, if there is one:
-    adapters need none, the decoder without them is it.
+    """The learner of one process. It trains `decoder` in place, or its adapters.
+
+    `num_updates` is the length of the learning rate schedule. `temperature` is that of sampling. `reference` is the
+    frozen policy of the KL term; with adapters it is None, because the decoder without them is the reference.
     """
 
     def __init__(
@@ -58,33 +63,42 @@ class LocalLearner:
     ) -> None:
         self.backend = make_backend(decoder, optim, adapters)
         self.config, self.optim = config, optim
-        self.temperature, self.reference, self.world = temperature, reference, world or World()
+        self.temperature = temperature
+        self.reference = reference
+        self.world = world or World()
         self.num_updates = num_updates
-        self.refresh_every = 0  # steps; 0 = the reference stays
+        self.refresh_every = 0  # steps after which the reference becomes the current policy; 0 = never
         self.token_budget = config.token_budget or CPU_BUDGET
-        self.least_budget = 0  # below which a permitted sample would not fit
-        self.plan: Plan | None = None
-        self.update_index = 0  # updates attempted: the schedule's clock, advanced also by those without signal
+        self.min_budget = 0  # tokens of the longest sample that may occur; 0 = unknown
+        self.plan: MemoryPlan | None = None
+        # Updates attempted. The schedule follows this count, so updates without signal advance it too.
+        self.update_index = 0
         self.num_bad = 0  # consecutive updates with non-finite gradients
-        self._fitting = 0  # tokens per microbatch that memory was found to hold; 0 = it never ran out
-        self._annotated = -1  # update_index at which old log-probabilities were last annotated
-        self._layout_told = False
+        self._fitting_budget = 0  # tokens per microbatch that fitted after memory had run out; 0 = it never ran out
+        self._annotated_at = -1  # update_index at which old log-probabilities were last annotated
+        self._layout_reported = False
         self._notices: list[tuple[str, str]] = []
 
     @property
     def decoder(self) -> AnyDecoder:
+        """The model that is trained."""
         return self.backend.decoder
 
     @property
     def adapters(self) -> Adapters | None:
+        """The adapters that are trained; None = the weights of the decoder are trained."""
         return self.backend.adapters
 
     @property
     def optimizer(self) -> Optimizer:
+        """The optimizer, with master weights and gradients."""
         return self.backend.optimizer
 
-    def follow(self, plan: Plan | None) -> None:
-        """Use a GPU's memory as planned; the first update tells how wrong the plan was."""
+    def apply_plan(self, plan: MemoryPlan | None) -> None:
+        """Takes token budget and recomputation from a memory plan. The first update reports how far off the plan was.
+
+        None (on a CPU) changes nothing.
+        """
         self.plan = plan
         if plan is not None:
             self.token_budget, self.decoder.recompute = plan.token_budget, plan.recompute
@@ -92,21 +106,25 @@ class LocalLearner:
     # ---- the step --------------------------------------------------------------------------------------------
 
     def annotate(self, groups: Sequence[Group], needs: Collection[str]) -> Annotations:
-        """Old log-probabilities are those of the current policy. Excluded groups and failed samples get none."""
+        """Returns the log-probabilities named in `needs`; the "old" ones are those of the current policy.
+
+        Samples that `make_batch` leaves out, such as failed and empty ones, get none.
+        """
         begin = time.perf_counter()
         old = ref = None
         if needs:
             batch = make_batch(groups)
             minibatch = pack_minibatch(batch, 0, self.token_budget, self.config.prefix_sharing)
             if "old" in needs:
-                self._annotated = self.update_index
-                old = found_of(batch, self._logprobs(minibatch))
+                self._annotated_at = self.update_index
+                old = make_found(batch, self._compute_logprobs(minibatch))
             if "ref" in needs:
                 with self.backend.as_reference(self.reference):
-                    ref = found_of(batch, self._logprobs(minibatch))
+                    ref = make_found(batch, self._compute_logprobs(minibatch))
         return Annotations(old=old, ref=ref, seconds={"annotate": time.perf_counter() - begin})
 
     def update(self, batch: Batch, algo: Loss) -> Update:
+        """Trains on a batch: per epoch one optimizer step per minibatch. Returns what happened."""
         begin = time.perf_counter()
         parts = pack(batch, self.token_budget, self.config.prefix_sharing)
         packed = time.perf_counter()
@@ -114,131 +132,158 @@ class LocalLearner:
             "pack/microbatches": float(sum(len(m.microbatches) for m in parts)),
             "pack/tokens": float(sum(m.num_inputs for m in parts)),
         }
-        self._tell_layout(parts)
-        tally, steps = Tally(), Tally()  # summed over ranks, and the same on every rank
+        self._report_layout(parts)
+        # `tally` is summed over ranks at the end; `steps` has the same numbers on every rank.
+        tally, steps = Tally(), Tally()
         known = {n for n, values in enumerate(batch.old_logprobs) if values is not None}
-        found: dict[int, Floats] = {}
+        old_logprobs: dict[int, Floats] = {}
         if algo.has_ratio:
-            for m in range(1, len(parts)):  # their own updates will find other weights
-                parts[m] = self._with_old(parts[m], found)
+            # Minibatches after the first are updated with moved weights: their old log-probabilities are needed now.
+            for m in range(1, len(parts)):
+                parts[m] = self._add_old_logprobs(parts[m], old_logprobs)
         for epoch in range(self.config.epochs):
             for minibatch in parts:
-                with self._compared_with_plan(minibatch):
+                with self._compare_with_plan(minibatch):
                     result = self.forward_backward(minibatch, algo)
                 tally.merge(result.tally)
+                # The weights had not moved before: the first update's own log-probabilities are the old ones.
                 if epoch == 0 and minibatch.index == 0 and algo.has_ratio:
-                    found |= by_sample(batch, result.seen)
+                    old_logprobs |= scatter_to_samples(batch, result.logprob_pieces)
                 for name, value in self.optim_step().items():
                     exact = torch.tensor(value, dtype=torch.float64)
-                    steps.sum(name, exact) if name.startswith("updates/") else steps.mean(name, exact)
+                    steps.add_sum(name, exact) if name.startswith("updates/") else steps.add_mean(name, exact)
             if algo.has_ratio and epoch == 0 and self.config.epochs > 1:
-                parts[0] = self._with_old(parts[0], found)  # with what its first update saw
+                parts[0] = self._add_old_logprobs(parts[0], old_logprobs)
         self._refresh_reference()
         notices, self._notices = self._notices, []
         return Update(
-            old=found_of(batch, {n: values for n, values in found.items() if n not in known}),
-            metrics=dict(sorted((tally.over(self.world).to_metrics() | steps.to_metrics()).items())) | packs,
+            old=make_found(batch, {n: values for n, values in old_logprobs.items() if n not in known}),
+            metrics=dict(sorted((tally.merge_ranks(self.world).to_metrics() | steps.to_metrics()).items())) | packs,
             notices=notices,
             seconds={"pack": packed - begin, "update": time.perf_counter() - packed},
         )
 
-    def gradient(self, batch: Batch, algo: Loss, cut: Cut | None = None, world: World | None = None) -> Gradient:
-        cut, own = cut or Cut(), self.world
+    def compute_gradient(
+        self, batch: Batch, algo: Loss, cut: Cut | None = None, world: World | None = None
+    ) -> Gradient:
+        """Returns the gradient of a batch of one minibatch, without an optimizer step.
+
+        `cut` says how the batch is cut into microbatches. `world` replaces the learner's world for this call.
+        """
+        cut, own_world = cut or Cut(), self.world
         budget = max(cut.token_budget or self.token_budget, longest_sample(batch))
         minibatch = pack_minibatch(batch, 0, budget, self.config.prefix_sharing and cut.share)
         if cut.backwards:
             minibatch = replace(minibatch, microbatches=minibatch.microbatches[::-1])
         try:
-            self.world = world or own
+            self.world = world or own_world
             metrics = self.forward_backward(minibatch, algo).tally.to_metrics()
         finally:
-            self.world = own
+            self.world = own_world
         masters = self.optimizer.masters.items()
         tensors = {name: m.grad.detach().to("cpu", copy=True) for name, m in masters if m.grad is not None}
         self.optimizer.zero_grad()
         return Gradient(tensors=tensors, metrics=metrics)
 
     def _refresh_reference(self) -> None:
-        """After every `refresh_every` steps the reference becomes the current policy."""
-        every = self.refresh_every * self.config.epochs * self.config.minibatches  # updates
-        if self.reference is not None and every and self.update_index % every == 0:
+        """Copies the current policy into the reference when `refresh_every` steps have passed."""
+        updates_per_refresh = self.refresh_every * self.config.epochs * self.config.minibatches
+        if self.reference is not None and updates_per_refresh and self.update_index % updates_per_refresh == 0:
             self.reference.load_state_dict(self.decoder.state_dict())
 
-    def _with_old(self, minibatch: Minibatch, found: dict[int, Floats]) -> Minibatch:
-        """With log-probabilities of before the first update; they are added to `found` where they are missing there."""
+    def _add_old_logprobs(self, minibatch: Minibatch, old_logprobs: dict[int, Floats]) -> Minibatch:
+        """Returns the minibatch with the log-probabilities of the policy before the first update.
+
+        `old_logprobs` has those computed so far, by sample number. Missing ones are computed with the current weights
+        and added to it.
+        """
         if all(m.old_logprobs is not None for m in minibatch.microbatches):
             return minibatch
-        if not found.keys() >= set(minibatch.batch.members(minibatch.index)):
-            found |= self._logprobs(minibatch)
-        return with_old_logprobs(minibatch, found)
+        if not old_logprobs.keys() >= set(minibatch.batch.sample_numbers(minibatch.index)):
+            old_logprobs |= self._compute_logprobs(minibatch)
+        return with_old_logprobs(minibatch, old_logprobs)
 
-    def forward_backward(self, minibatch: Minibatch, algo: Loss) -> Result:
-        """The gradient of a minibatch, summed over ranks. Where memory runs out, it starts again in smaller parts."""
-        # what ranks do together happens once, however often one of them starts again
+    def forward_backward(self, minibatch: Minibatch, algo: Loss) -> MinibatchResult:
+        """Computes the gradient of a minibatch, summed over ranks, into the masters. Returns metrics and logprobs.
+
+        Where memory runs out, it starts again with smaller microbatches.
+        """
+        # Collective calls stay outside the retries: every rank makes each of them once, however often it starts again.
         c = minibatch.counts
         counts = torch.tensor([c.num_tokens, c.num_samples, c.num_prompts], dtype=torch.float64)
         num_tokens, num_samples, num_prompts = self.world.sum(counts).tolist()
         totals = Totals(num_tokens=num_tokens, num_samples=num_samples, num_prompts=num_prompts)
-        result = self._accumulated(minibatch, totals, algo)
+        result = self._accumulate(minibatch, totals, algo)
         self._sum_grads()
         return result
 
-    def _accumulated(self, minibatch: Minibatch, totals: Totals, algo: Loss) -> Result:
-        """The gradients of all microbatches."""
-        if self._fitting and minibatch.largest > self._fitting:  # it ran out before
-            minibatch = packed_again(minibatch, max(self._fitting, minibatch.longest))
+    def _accumulate(self, minibatch: Minibatch, totals: Totals, algo: Loss) -> MinibatchResult:
+        """Adds up the gradients of all microbatches, in smaller ones after every failure for want of memory."""
+        # Memory ran out before with microbatches of this size.
+        if self._fitting_budget and minibatch.largest_microbatch > self._fitting_budget:
+            minibatch = repack(minibatch, max(self._fitting_budget, minibatch.longest_sample))
         while True:
             try:
-                return self._attempt(minibatch, totals, algo)
+                return self._run_microbatches(minibatch, totals, algo)
             except torch.OutOfMemoryError as error:
                 reason = str(error).splitlines()[0]
-            # outside the handler, whose exception holds every tensor of the attempt
-            minibatch = self._in_smaller_parts(minibatch, reason)
+            # Outside the handler, because its exception keeps every tensor of the failed attempt in memory.
+            minibatch = self._repack_smaller(minibatch, reason)
 
-    def _in_smaller_parts(self, minibatch: Minibatch, reason: str) -> Minibatch:
-        largest = minibatch.largest
-        budget = max(minibatch.longest, largest // 2)
+    def _repack_smaller(self, minibatch: Minibatch, reason: str) -> Minibatch:
+        """Returns the minibatch in microbatches of half the size, and remembers that size.
+
+        `reason` is the message of the failure. Raises TrainingStopped where a single sample did not fit.
+        """
+        largest = minibatch.largest_microbatch
+        budget = max(minibatch.longest_sample, largest // 2)
         if budget >= largest:
             raise TrainingStopped(
-                f"out of memory with a single sample of {minibatch.longest} tokens in a microbatch: {reason} "
+                f"out of memory with a single sample of {minibatch.longest_sample} tokens in a microbatch: {reason} "
                 "Lower sampling.max_tokens, or use a smaller model."
             )
         self.optimizer.zero_grad()
         if self.decoder.embed.is_cuda:
             torch.cuda.empty_cache()
-        self._fitting = budget
-        if self.least_budget:  # else nobody says how long a later sample may be, and `_fitting` alone is remembered
-            self.token_budget = min(self.token_budget, max(budget, self.least_budget))
-        text = f"out of memory: the update starts again with {budget} instead of {largest} tokens a microbatch"
+        self._fitting_budget = budget
+        # Where it is unknown how long a later sample may be, only `_fitting_budget` is remembered.
+        if self.min_budget:
+            self.token_budget = min(self.token_budget, max(budget, self.min_budget))
+        text = f"out of memory: the update starts again with {budget} instead of {largest} tokens per microbatch"
         self._notices.append(("warning", text))
-        return packed_again(minibatch, budget)
+        return repack(minibatch, budget)
 
-    def _attempt(self, minibatch: Minibatch, totals: Totals, algo: Loss) -> Result:
+    def _run_microbatches(self, minibatch: Minibatch, totals: Totals, algo: Loss) -> MinibatchResult:
+        """Computes and adds up the gradients of all microbatches once. Raises torch.OutOfMemoryError."""
         self.optimizer.zero_grad()
-        # Nothing has moved since the annotation: the current log-probabilities are the old ones, to the last bit,
-        # which those of another packing (dead groups have left it) are not.
-        unmoved = self._annotated == self.update_index
-        result = Result()
+        # If no weight has moved since the annotation, the current log-probabilities are the old ones, to the last bit.
+        # The annotated ones are not: they come from another packing, with dead groups still in it.
+        unmoved = self._annotated_at == self.update_index
+        result = MinibatchResult()
         device = self.decoder.embed.device
         for micro in minibatch.microbatches:
-            # on the host, where looking costs nothing
-            weights = algo.weigh(Lengths(sample=micro.lengths, group=micro.group_lengths), totals)
-            whole = bool(weights.all())
+            # Computed on the host, where a look at the values does not wait for a GPU.
+            weights = algo.weigh_tokens(Lengths(sample=micro.lengths, group=micro.group_lengths), totals)
+            all_in_loss = bool(weights.all())
             micro = micro.to(device)
             if unmoved:
                 micro = replace(micro, old_logprobs=None)
-            loss = TokenLoss(algo, micro, put(weights, device), whole, result)
-            self.backend.backward(micro, self.temperature, loss.gradient, algo.per_token)
+            loss = TokenLoss(algo, micro, copy_to_device(weights, device), all_in_loss, result)
+            self.backend.backward(micro, self.temperature, loss.compute_gradient, algo.per_token)
         return result
 
     def optim_step(self) -> dict[str, float]:
-        """No signal, no step: momentum alone would move the weights. Non-finite: skip, count, give up after N."""
+        """Makes one optimizer step with the clipped gradient. Returns its metrics.
+
+        Without signal no step is made, because momentum alone would move the weights. A step with a non-finite
+        gradient is skipped. Raises TrainingStopped after MAX_BAD_UPDATES of these in a row.
+        """
         lr = learning_rate(self.optim, self.update_index, self.num_updates)
         self.update_index += 1
         norm = global_norm(self.optimizer.grads())
         if not math.isfinite(norm):
             self.num_bad += 1
-            if self.num_bad >= MAX_BAD:
+            if self.num_bad >= MAX_BAD_UPDATES:
                 raise TrainingStopped(
                     f"{self.num_bad} updates in a row had non-finite gradients; lower optim.lr, or resume from an "
                     "earlier checkpoint"
@@ -252,95 +297,112 @@ class LocalLearner:
         return {"updates/done": 1.0, "updates/clipped": float(0 < clip < norm), "grad_norm": norm, "lr": lr}
 
     @torch.no_grad()
-    def _logprobs(self, minibatch: Minibatch) -> dict[int, Floats]:
-        """[T] of every sample, by its number: those of the policy that the backend holds now."""
+    def _compute_logprobs(self, minibatch: Minibatch) -> dict[int, Floats]:
+        """Returns the log-probabilities [T] of every sample, by its number, of the backend's current policy."""
         micros = minibatch.microbatches
-        seen = [(m.segments, self.backend.logprobs(m, self.temperature)) for m in micros]
-        return by_sample(minibatch.batch, seen)
+        pieces = [(m.segments, self.backend.logprobs(m, self.temperature)) for m in micros]
+        return scatter_to_samples(minibatch.batch, pieces)
 
     def _sum_grads(self) -> None:
+        """Replaces the gradients by their sums over ranks."""
         if self.world.size == 1:
             return
-        for master in self.optimizer.masters.values():  # every rank joins, also one without a microbatch
+        # Every rank must join every sum, also one that had no microbatch and so has no gradient.
+        for master in self.optimizer.masters.values():
             if master.grad is None:
                 master.grad = torch.zeros_like(master)
             self.world.sum(master.grad)
 
-    # ---- what is told ----------------------------------------------------------------------------------------
+    # ---- notices ---------------------------------------------------------------------------------------------
 
-    def _tell_layout(self, parts: Sequence[Minibatch]) -> None:
-        """Once: how this run's batches are laid out, and why."""
+    def _report_layout(self, parts: Sequence[Minibatch]) -> None:
+        """Adds one notice, at the first update: how this run's batches are laid out, and why."""
         micro = [m for minibatch in parts for m in minibatch.microbatches]
-        if self._layout_told or not micro:
+        if self._layout_reported or not micro:
             return
-        self._layout_told = True
-        num, sizes = sum(len(m.tokens) for m in micro), [s.size for m in micro for s in m.layout.spans]
-        prompts = {(i, s.prompt): s.size for i, m in enumerate(micro) for s in m.layout.spans if s.size}
-        alone = num + sum(sizes) - sum(prompts.values())
-        why = "each sample with its own prompt: " + ("little to share" if self.config.prefix_sharing else "as asked")
+        self._layout_reported = True
+        num = sum(len(m.tokens) for m in micro)
+        prompt_lengths = [s.prompt_length for m in micro for s in m.layout.spans]
+        # A prompt is named by its microbatch and its start there: siblings refer to the same one.
+        spans = [(i, s) for i, m in enumerate(micro) for s in m.layout.spans]
+        prompts = {(i, s.prompt_start): s.prompt_length for i, s in spans if s.prompt_length}
+        without_sharing = num + sum(prompt_lengths) - sum(prompts.values())
+        cause = "sharing would save little" if self.config.prefix_sharing else "learner.prefix_sharing is off"
+        why = f"each sample with its own prompt ({cause})"
         if prompts:
-            why = f"prompts once a group (once a sample would be {alone} tokens)"
+            why = f"prompts once per group (once per sample would be {without_sharing} tokens)"
         self._notices.append(("info", f"an update takes {num} tokens, at most {self.token_budget} at a time: {why}"))
 
     @contextmanager
-    def _compared_with_plan(self, minibatch: Minibatch) -> Iterator[None]:
-        """Tells, of the first update, what it took besides what was there before."""
+    def _compare_with_plan(self, minibatch: Minibatch) -> Iterator[None]:
+        """Context around one update. After the first one it adds notices: the plan, and how far off it was."""
         if self.plan is None or not minibatch.microbatches:
             yield
             return
-        device, plan, self.plan = self.decoder.embed.device, self.plan, None
+        device = self.decoder.embed.device
+        # Only the first update is compared: the plan is dropped here.
+        plan, self.plan = self.plan, None
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
         yield
         used = torch.cuda.max_memory_allocated(device) - before
-        off = 100 * (plan.update_of(minibatch.largest) / used - 1)
-        took = f"{used / 2**30:.1f} GiB with {minibatch.largest} tokens at a time"
-        self._notices.append(("info", plan.words))
-        self._notices.append(("info", f"the first update took {took}: the plan is {off:+.0f}% off"))
+        percent_off = 100 * (plan.update_bytes_for(minibatch.largest_microbatch) / used - 1)
+        took = f"{used / 2**30:.1f} GiB with {minibatch.largest_microbatch} tokens at a time"
+        self._notices.append(("info", plan.description))
+        self._notices.append(("info", f"the first update took {took}: the plan is {percent_off:+.0f}% off"))
 
     # ---- weights and state -----------------------------------------------------------------------------------
 
     def weights(self) -> LiveWeights:
+        """Returns the current weights, by Hugging Face name."""
         return LiveWeights(self.decoder)
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Returns optimizer tensors (and a reference that moves) by name, and the counters."""
         tensors = self.backend.state()
-        if self.reference is not None and self.refresh_every:  # else it is the initial model
-            tensors |= {REFERENCE + name: p.detach() for name, p in self.reference.named_parameters()}
+        # A reference that never moves is the initial model, which a resumed run loads again.
+        if self.reference is not None and self.refresh_every:
+            tensors |= {REFERENCE_PREFIX + name: p.detach() for name, p in self.reference.named_parameters()}
         numbers = {"update_index": self.update_index, "num_bad": self.num_bad}
         return tensors, {**numbers, "optimizer_steps": self.optimizer.num_steps}
 
-    def _load_numbers(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> None:
+    def _restore_state(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> None:
+        """Restores counters, optimizer and adapters from a `state` or a snapshot."""
         self.update_index, self.num_bad = int(numbers["update_index"]), int(numbers["num_bad"])
-        self._annotated = -1  # what was annotated before was of other weights
+        # Earlier annotations were made with other weights.
+        self._annotated_at = -1
         self.backend.load_state(tensors, int(numbers["optimizer_steps"]))
 
     def load_state(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> None:
-        self._load_numbers(tensors, numbers)
+        """Restores what `state` returned. Other code loads the weights."""
+        self._restore_state(tensors, numbers)
         if self.reference is not None and self.refresh_every:
             for name, p in self.reference.named_parameters():
-                p.data.copy_(tensors[REFERENCE + name])
+                p.data.copy_(tensors[REFERENCE_PREFIX + name])
 
     def snapshot(self) -> Snapshot:
+        """Returns a copy of weights and state, on the host."""
         tensors, numbers = self.state()
-        # masters also where they are the weights: another learner's may be of another type
+        # All masters, also those that are the weights: the weights of another learner may have another type.
         masters = {f"master/{name}": master for name, master in self.optimizer.masters.items()}
         return Snapshot(
-            weights=_on_host(self.decoder.state_dict()),
-            tensors=_on_host(tensors | masters),
+            weights=_copy_to_host(self.decoder.state_dict()),
+            tensors=_copy_to_host(tensors | masters),
             numbers=numbers,
-            reference=None if self.reference is None else _on_host(self.reference.state_dict()),
+            reference=None if self.reference is None else _copy_to_host(self.reference.state_dict()),
             num_updates=self.num_updates,
         )
 
     def restore(self, snapshot: Snapshot) -> None:
+        """Takes over a snapshot, perhaps of a learner with other settings."""
         self.num_updates = snapshot.num_updates
         if self.adapters is None:
             self.decoder.load_state_dict(snapshot.weights)
-        self._load_numbers(snapshot.tensors, snapshot.numbers)
+        self._restore_state(snapshot.tensors, snapshot.numbers)
         if self.reference is not None and snapshot.reference is not None:
             self.reference.load_state_dict(snapshot.reference)
 
 
-def _on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _copy_to_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns copies of the tensors in host memory, by name."""
     return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}

@@ -1,4 +1,4 @@
-"""One minibatch on its way through a backend: its loss on flat vectors, and what was seen of every sample."""
+"""The passage of one minibatch through a backend: its loss on flat vectors, and the log-probabilities per sample."""
 
 from __future__ import annotations
 
@@ -19,34 +19,48 @@ from cohort.learner.base import Found
 
 
 @dataclass(kw_only=True, slots=True)
-class Result:
-    """What a forward and backward of one minibatch gave."""
+class MinibatchResult:
+    """Results of forward and backward of one minibatch. The gradients are with the optimizer's master weights."""
 
     tally: Tally = field(default_factory=Tally)
-    seen: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # (segments, log-probabilities), in pieces
+    # In pieces, in the order of computation: (segments, log-probabilities) of targets.
+    logprob_pieces: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
 
 class TokenLoss:
-    """An algorithm's loss on one microbatch. It never sees the model: its gradient on [N] vectors is carried on."""
+    """The loss of an algorithm on one microbatch. It knows [N] vectors only; the backend carries its gradient further.
 
-    def __init__(self, algo: Loss, micro: Microbatch, weights: Tensor, whole: bool, result: Result) -> None:
-        self.algo, self.micro, self.weights = algo, micro, weights  # weights [N]: of the tokens
-        self.whole = whole  # no weight is 0
+    `weights` [N] are the token weights; `all_in_loss` says that none of them is 0. Metrics and log-probabilities are
+    added to `result`.
+    """
+
+    def __init__(
+        self, algo: Loss, micro: Microbatch, weights: Tensor, all_in_loss: bool, result: MinibatchResult
+    ) -> None:
+        self.algo = algo
+        self.micro = micro
+        self.weights = weights
+        self.all_in_loss = all_in_loss
         self.result = result
 
-    def gradient(self, rows: slice, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Of the loss on these rows' log-probabilities and entropies; counts what happened."""
+    def compute_gradient(self, rows: slice, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Returns the gradients of the loss on these rows' log-probabilities and entropies; None = no gradient.
+
+        Metrics and log-probabilities of the rows are added to the result.
+        """
         leaves = [x.detach().requires_grad_() for x in (logprobs, entropy)]
+        # The backend calls this while gradients are off.
         with torch.enable_grad():
             loss, metrics = self.algo.loss(self._inputs(rows, *leaves))
         self.result.tally.merge(metrics)
-        self.result.seen.append((self.micro.segments[rows], logprobs))
+        self.result.logprob_pieces.append((self.micro.segments[rows], logprobs))
         d_logprobs, d_entropy = torch.autograd.grad(loss, leaves, allow_unused=True)
         assert d_logprobs is not None, "a loss without log-probabilities trains nothing"
-        self.result.tally.sum("signal", d_logprobs.abs())
+        self.result.tally.add_sum("signal", d_logprobs.abs())
         return d_logprobs, d_entropy
 
     def _inputs(self, rows: slice, logprobs: Tensor, entropy: Tensor) -> LossInputs:
+        """Returns what the loss sees of these rows, in the type of `logprobs`."""
         micro = self.micro
         return LossInputs(
             logprobs=logprobs,
@@ -57,31 +71,36 @@ class TokenLoss:
             advantages=micro.advantages[rows].to(logprobs),
             weights=self.weights[rows].to(logprobs),
             segments=micro.segments[rows],
-            whole=self.whole,
+            all_in_loss=self.all_in_loss,
         )
 
 
-def by_sample(batch: Batch, seen: Sequence[tuple[Tensor, Tensor]]) -> dict[int, Floats]:
-    """(segments, values) of targets -> [T] of every sample, by its number; 0 where a token is no target."""
-    found: dict[int, Floats] = {}
-    if not seen:
-        return found
-    segments, values = (torch.cat(parts).cpu() for parts in zip(*seen, strict=True))
+def scatter_to_samples(batch: Batch, pieces: Sequence[tuple[Tensor, Tensor]]) -> dict[int, Floats]:
+    """Returns values of targets as one array [T] per sample, by its number; 0 where a token is no target.
+
+    `pieces` are (segments, values) of targets. The targets of a sample must follow each other, in their order.
+    """
+    by_sample: dict[int, Floats] = {}
+    if not pieces:
+        return by_sample
+    segments, values = (torch.cat(parts).cpu() for parts in zip(*pieces, strict=True))
     exact = values.double().numpy()
+    # A sample begins where the segment number changes.
     edges = [0, *(1 + (segments[1:] != segments[:-1]).nonzero().flatten()).tolist(), len(segments)]
     for begin, end in pairwise(edges):
         n = int(segments[begin])
-        found[n] = np.zeros(len(batch.tokens[n]))
-        found[n][batch.targets[n]] = exact[begin:end]
-    return found
+        by_sample[n] = np.zeros(len(batch.tokens[n]))
+        by_sample[n][batch.targets[n]] = exact[begin:end]
+    return by_sample
 
 
-def found_of(batch: Batch, values: Mapping[int, Floats]) -> Found:
+def make_found(batch: Batch, values: Mapping[int, Floats]) -> Found:
+    """Returns log-probabilities [T] by sample number as a record with sample ids."""
     return Found(ids=[batch.ids[n] for n in values], logprobs=[row.tolist() for row in values.values()])
 
 
-def packed_again(minibatch: Minibatch, budget: int) -> Minibatch:
-    """In microbatches of another budget, with the old log-probabilities that it has."""
-    again = pack_minibatch(minibatch.batch, minibatch.index, budget, minibatch.share)
+def repack(minibatch: Minibatch, budget: int) -> Minibatch:
+    """Returns the minibatch in microbatches of at most `budget` tokens. Old log-probabilities that it has are kept."""
+    repacked = pack_minibatch(minibatch.batch, minibatch.index, budget, minibatch.share_prompts)
     old = [(m.segments, m.old_logprobs) for m in minibatch.microbatches if m.old_logprobs is not None]
-    return with_old_logprobs(again, by_sample(minibatch.batch, old)) if old else again
+    return with_old_logprobs(repacked, scatter_to_samples(minibatch.batch, old)) if old else repacked

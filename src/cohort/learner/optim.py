@@ -1,4 +1,4 @@
-"""AdamW on fp32 master weights, with a schedule whose warm-up works and a guard against bad gradients."""
+"""AdamW on fp32 master weights, and the learning rate schedule with its warm-up."""
 
 from __future__ import annotations
 
@@ -15,42 +15,48 @@ from cohort.models.functions import Collector, add_product
 
 
 def learning_rate(config: OptimConfig, update: int, num_updates: int) -> float:
-    """Learning rate of update number `update` (from 0).
+    """Returns the learning rate of update number `update` (from 0) of `num_updates`.
 
     >>> c = OptimConfig(lr=1.0, warmup=4, schedule="linear")
     >>> [learning_rate(c, i, 8) for i in range(8)]
     [0.25, 0.5, 0.75, 1.0, 1.0, 0.75, 0.5, 0.25]
     """
+    # The warm-up ends at the full rate, and the first update does not have rate 0.
     if update < config.warmup:
         return config.lr * (update + 1) / config.warmup
     progress = min(1.0, (update - config.warmup) / max(1, num_updates - config.warmup))
     if config.schedule == "constant":
         return config.lr
-    left = 1.0 - progress if config.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
-    return config.lr * (config.lr_floor + (1.0 - config.lr_floor) * left)
+    remaining = 1.0 - progress if config.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+    return config.lr * (config.lr_floor + (1.0 - config.lr_floor) * remaining)
 
 
 class Optimizer:
-    """Holds master weights, gradients and moments of `module` in fp32 (fp64 for an fp64 module).
+    """AdamW with master weights, gradients and moments of `module` in fp32 (fp64 for an fp64 module).
 
-    An fp32 parameter is its own master. A lower-precision one has a master copy, into whose gradient every
-    microbatch's gradient is added before the next one starts, and from which the parameter is rounded.
+    An fp32 parameter is its own master. A parameter of lower precision has a master copy. The gradient of every
+    microbatch is added to the master's gradient before the next microbatch starts. After a step the parameter is
+    rounded from its master.
     """
 
     def __init__(self, module: nn.Module, config: OptimConfig) -> None:
         self.config = config
         self.params = dict(module.named_parameters())
-        self.masters = {n: _master(p) for n, p in self.params.items()}
+        self.masters = {n: _make_master(p) for n, p in self.params.items()}
         self.moments = {n: (torch.zeros_like(m.data), torch.zeros_like(m.data)) for n, m in self.masters.items()}
         self.num_steps = 0
 
     def zero_grad(self) -> None:
+        """Removes all gradients, of parameters and of masters."""
         for name, p in self.params.items():
             p.grad = None
             self.masters[name].grad = None
 
     def collect_grads(self) -> None:
-        """Move a microbatch's gradients of low-precision parameters to their masters, if they were not collected."""
+        """Adds a microbatch's gradients of low-precision parameters to their masters' and removes them.
+
+        Gradients that a collector has taken already are not there any more.
+        """
         for name, p in self.params.items():
             master = self.masters[name]
             if master is not p and p.grad is not None:
@@ -58,34 +64,40 @@ class Optimizer:
                 p.grad = None
 
     def collectors(self) -> dict[str, Collector]:
-        """By name of a low-precision matrix: its gradient is added to its master's as it is formed, in fp32."""
-        low = [n for n, p in self.params.items() if p.ndim > 1 and self.masters[n] is not p]
-        return {n: partial(self._collect, n) for n in low}
+        """Returns, by name of each low-precision matrix, a function that adds its gradient to its master's in fp32.
 
-    def _collect(self, name: str, grad: Tensor, x: Tensor) -> None:
-        add_product(self._grad(name).flatten(0, -2), grad, x)
+        The function takes the gradient of the product's output and the product's input.
+        """
+        low_precision = [n for n, p in self.params.items() if p.ndim > 1 and self.masters[n] is not p]
+        return {n: partial(self._add_to_master_grad, n) for n in low_precision}
 
-    def grad_of(self, param: Tensor) -> Tensor:
-        """The master's gradient to add to, where a gradient is formed by hand."""
-        return self._grad(next(n for n, p in self.params.items() if p is param))
+    def _add_to_master_grad(self, name: str, grad: Tensor, x: Tensor) -> None:
+        """Adds grad^T x, the gradient of the matrix `name`, to its master's gradient."""
+        add_product(self._ensure_grad(name).flatten(0, -2), grad, x)
 
-    def _grad(self, name: str) -> Tensor:
+    def master_grad(self, param: Tensor) -> Tensor:
+        """Returns the gradient of a parameter's master, for code that forms a gradient by hand and adds it there."""
+        return self._ensure_grad(next(n for n, p in self.params.items() if p is param))
+
+    def _ensure_grad(self, name: str) -> Tensor:
+        """Returns the gradient of a master; makes it, filled with zeros, where there is none."""
         master = self.masters[name]
         if master.grad is None:
             master.grad = torch.zeros_like(master)
         return master.grad
 
     def grads(self) -> list[Tensor]:
+        """Returns the gradients of the masters that have one."""
         return [m.grad for m in self.masters.values() if m.grad is not None]
 
     @torch.no_grad()
     def step(self, lr: float, scale: float) -> None:
-        """One update with the gradients multiplied by `scale`."""
+        """Updates masters and parameters once, with the gradients multiplied by `scale` in place."""
         if scale != 1.0:
             torch._foreach_mul_(self.grads(), scale)
         self.num_steps += 1
         trained = [n for n, m in self.masters.items() if m.grad is not None]
-        # matrices decay; norms and biases are not shrunk
+        # Weight decay is for matrices; norms and biases are not shrunk.
         self._adamw([n for n in trained if self.masters[n].ndim > 1], lr, self.config.weight_decay)
         self._adamw([n for n in trained if self.masters[n].ndim <= 1], lr, 0.0)
         for name, p in self.params.items():
@@ -93,7 +105,10 @@ class Optimizer:
                 p.copy_(self.masters[name])
 
     def _adamw(self, names: list[str], lr: float, weight_decay: float) -> None:
-        """torch's kernel itself: its optimizer class imports the compiler, a second at every start."""
+        """Updates the masters `names` by AdamW, in place.
+
+        It calls torch's kernel directly: torch's optimizer class imports the compiler, which takes a second per start.
+        """
         masters: list[Tensor] = [self.masters[n] for n in names]
         if not masters:
             return
@@ -115,33 +130,37 @@ class Optimizer:
         )
 
     def state(self) -> dict[str, Tensor]:
-        """Moments (and masters that are copies) by parameter name, in full shape."""
+        """Returns the moments, and the masters that are copies, by parameter name, in full shape."""
         tensors: dict[str, Tensor] = {}
         for name, master in self.masters.items():
-            tensors |= dict(zip(_keys(name), self.moments[name], strict=True))
+            tensors |= dict(zip(_moment_keys(name), self.moments[name], strict=True))
             if master is not self.params[name]:
                 tensors[f"master/{name}"] = master.detach()
         return tensors
 
     def load_state(self, tensors: Mapping[str, Tensor], num_steps: int) -> None:
+        """Restores what `state` returned, and the number of steps made. Raises RunError where a moment is missing."""
         self.num_steps = num_steps
         for name, master in self.masters.items():
+            # A snapshot has masters of all parameters, a checkpoint only those that are copies.
             if f"master/{name}" in tensors:
                 master.data.copy_(tensors[f"master/{name}"])
-            for key, moment in zip(_keys(name), self.moments[name], strict=True):
+            for key, moment in zip(_moment_keys(name), self.moments[name], strict=True):
                 if key not in tensors:
                     raise RunError(f"the checkpoint's optimizer state lacks {key}; use an earlier checkpoint")
                 moment.copy_(tensors[key])
 
 
-def _keys(name: str) -> tuple[str, str]:
+def _moment_keys(name: str) -> tuple[str, str]:
+    """Returns the names of a parameter's first and second moment in the state."""
     return f"exp_avg/{name}", f"exp_avg_sq/{name}"
 
 
-def _master(p: nn.Parameter) -> nn.Parameter:
+def _make_master(p: nn.Parameter) -> nn.Parameter:
+    """Returns the master of a parameter: the parameter itself in fp32 or fp64, else an fp32 copy."""
     return p if p.dtype in (torch.float32, torch.float64) else nn.Parameter(p.detach().float())
 
 
 def global_norm(tensors: list[Tensor]) -> float:
-    """Euclidean norm of all entries together."""
+    """Returns the Euclidean norm of all entries of all tensors together; 0 where there are none."""
     return float(torch.stack(torch._foreach_norm(tensors)).double().norm()) if tensors else 0.0

@@ -1,7 +1,7 @@
-"""What a GPU's memory will hold, predicted from shapes before anything runs. The first step tells how well.
+"""Plan of a GPU's memory, predicted from shapes before anything runs. The first update reports how far off it was.
 
-Counts follow what the code keeps: every tensor saved for the backward of a layer (see `models.functions` and
-`learner.flash`), one layer's work, one chunk of logits. Letters: as in `models.config`.
+The counts follow what the code keeps: every tensor saved for the backward of a layer (see `models.functions` and
+`learner.flash`), the work of one layer, one chunk of logits. The letters are those of `models.config`.
 """
 
 from __future__ import annotations
@@ -11,150 +11,179 @@ from dataclasses import dataclass
 from cohort.errors import ConfigError
 from cohort.learner.head import GPU_CHUNK_LOGITS
 from cohort.models.config import ModelConfig
-from cohort.models.limits import kv_bytes, layer_params
+from cohort.models.limits import count_kv_bytes, count_layer_params
 
-SHARE = 0.92  # of the device's memory: the rest is the driver's, the libraries' and lost between blocks
-WORK = 1 << 30  # workspaces of matrix products, a captured step's own memory
-MOST = 32768  # tokens in one forward/backward beyond which nothing gets faster
-ENOUGH = 8192  # tokens below which matrix products get slower: worth releasing KV or computing twice
+# Share of the device's memory that is planned. The driver and libraries use the rest, or it is lost between blocks.
+USABLE_SHARE = 0.92
+# Workspaces of matrix products, and the memory of a captured decode step.
+WORKSPACE_BYTES = 1 << 30
+# Tokens in one forward and backward beyond which nothing gets faster.
+MAX_BUDGET = 32768
+# Tokens below which matrix products get slower: then it is worth releasing KV or recomputing activations.
+GOOD_BUDGET = 8192
 
 
 @dataclass(frozen=True, kw_only=True)
-class Load:
-    """What a run asks of the device."""
+class MemoryDemand:
+    """The sizes of a run that decide how much memory it needs."""
 
     model: ModelConfig
-    width: int  # bytes of a number while computing
+    bytes_per_number: int  # while computing
     longest: int  # tokens of the longest sample with its prompt
     batch_tokens: int  # most tokens of a batch
-    kv_tokens: int  # most tokens whose keys and values are held at once
+    kv_tokens: int  # most tokens whose keys and values are stored at once
     has_reference: bool = False
-    trained: int | None = None  # parameters that are trained, where not all are
-    base: int = 0  # bytes of frozen weights beside those that adapters are merged into
+    num_trained: int | None = None  # trained parameters; None = all
+    frozen_bytes: int = 0  # frozen weights stored beside the merged ones, where adapters are trained
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
-    """How a run uses the memory it has. Bytes."""
+class MemoryPlan:
+    """How a run uses the memory of its GPU. Sizes are in bytes."""
 
     token_budget: int
-    recompute: bool  # a layer's activations in the backward, instead of keeping them
-    keep_kv: bool  # between rollouts
+    recompute: bool  # whether the backward computes a layer's activations again, instead of keeping them
+    keep_kv: bool  # whether KV memory is kept between rollouts
     state: int  # weights, masters, moments
-    update: int  # besides the state while training: gradients, activations, logits
-    per_token: int  # of that, kept of a token
+    update: int  # needed while training, besides the state: gradients, activations, logits
+    per_token: int  # the part of `update` that is kept per token of a microbatch
     kv: int
     available: int
 
     @property
     def peak(self) -> int:
-        """Of training, which is also when KV that is kept lies idle."""
+        """Memory while training. KV that is kept takes its part then too, although it is not used."""
         return self.state + self.update + (self.kv if self.keep_kv else 0)
 
-    def update_of(self, tokens: int) -> int:
-        """`update` where the largest microbatch is smaller than the budget."""
+    def update_bytes_for(self, tokens: int) -> int:
+        """Returns `update` for a largest microbatch of `tokens`, which may be fewer than the token budget."""
         return self.update - (self.token_budget - tokens) * self.per_token
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
+        """The plan in one line, for the log."""
         gib = 2**30
         parts = [
             f"memory plan: {self.peak / gib:.1f} of {self.available / gib:.1f} GiB while training "
             f"(weights and optimizer {self.state / gib:.1f}, update {self.update / gib:.1f}, KV {self.kv / gib:.1f}"
             f"{'' if self.keep_kv else ', released between rollouts'})",
-            f"{self.token_budget} tokens a microbatch",
+            f"{self.token_budget} tokens per microbatch",
         ]
         return ", ".join(parts + ["activations computed twice"] * self.recompute)
 
 
 def num_params(c: ModelConfig) -> int:
-    """Matrices alone: norms and biases are a thousandth of them."""
-    return layer_params(c) + (1 if c.tied else 2) * c.vocab_size * c.hidden
+    """Returns the number of parameters in matrices. Norms and biases are a thousandth of them and not counted."""
+    return count_layer_params(c) + (1 if c.tied else 2) * c.vocab_size * c.hidden
 
 
-def state_bytes(load: Load) -> int:
-    params = num_params(load.model)
-    trained = params if load.trained is None else load.trained
-    masters = 0 if load.width >= 4 and load.trained is None else 4 * trained
-    copies = 2 if load.has_reference else 1
-    return copies * params * load.width + load.base + masters + 8 * trained
+def state_bytes(demand: MemoryDemand) -> int:
+    """Returns the bytes of weights (of the reference too), frozen weights, masters and moments."""
+    params = num_params(demand.model)
+    num_trained = params if demand.num_trained is None else demand.num_trained
+    # fp32 weights are their own masters. Adapters are fp32 masters beside the weights.
+    masters = 0 if demand.bytes_per_number >= 4 and demand.num_trained is None else 4 * num_trained
+    copies = 2 if demand.has_reference else 1
+    # Two fp32 moments take 8 bytes per trained parameter.
+    return copies * params * demand.bytes_per_number + demand.frozen_bytes + masters + 8 * num_trained
 
 
-def kept_bytes(c: ModelConfig, width: int, recompute: bool) -> int:
-    """Of a token from forward to backward."""
-    stream, ends = 4 * c.hidden, 3 * (4 + width) * c.hidden  # fp32; embedding, final norm and what the head reads
-    # computed twice: a layer's inputs alone, the stream and what is to be added to it
-    return c.num_layers * (stream + width * c.hidden if recompute else layer_bytes(c, width)) + ends
+def kept_bytes_per_token(c: ModelConfig, bytes_per_number: int, recompute: bool) -> int:
+    """Returns the bytes per token that are kept from forward to backward, in all layers."""
+    stream = 4 * c.hidden  # fp32
+    ends = 3 * (4 + bytes_per_number) * c.hidden  # embedding, final norm and the input of the head
+    # With recomputation only a layer's inputs are kept: the residual stream and what is to be added to it.
+    inputs = stream + bytes_per_number * c.hidden
+    return c.num_layers * (inputs if recompute else layer_bytes_per_token(c, bytes_per_number)) + ends
 
 
-def layer_bytes(c: ModelConfig, width: int) -> int:
-    """Of one layer: two sums of the stream, two normed, q, k, v, mixed and its normalisers, gate and up."""
-    heads = (2 * c.num_heads + 2 * c.num_kv_heads) * c.head_dim
-    normed = (width * c.head_dim + 4) * (c.num_heads + c.num_kv_heads) if c.qk_norm else 0  # q and k before it
-    return 2 * 4 * c.hidden + width * (2 * c.hidden + heads + 2 * c.ff) + 4 * c.num_heads + 8 + normed
+def layer_bytes_per_token(c: ModelConfig, bytes_per_number: int) -> int:
+    """Returns the bytes per token that one layer keeps for its backward.
 
-
-def work_bytes(c: ModelConfig, width: int, recompute: bool) -> int:
-    """Of a token while a layer's backward runs: gradients of gate and up, the product once more and its own."""
-    again = layer_bytes(c, width) if recompute else 0
-    return width * (4 * c.ff + 3 * c.hidden) + 3 * 4 * c.hidden + again
-
-
-def head_bytes(load: Load, budget: int) -> int:
-    """A chunk of logits with its gradient; or, the logits gone, that gradient and the chunk's of the head."""
-    c = load.model
-    logits = min(GPU_CHUNK_LOGITS, budget * c.vocab_size)
-    own = 4 * c.vocab_size * c.hidden if load.trained is None else 0
-    return logits * load.width + max(4 * logits, own)
-
-
-def update_bytes(load: Load, budget: int, recompute: bool) -> int:
-    """The masters' gradients, what is kept, and the larger of what head and layers need, one after the other."""
-    trained = num_params(load.model) if load.trained is None else load.trained
-    c, width = load.model, load.width
-    work = max(head_bytes(load, budget), budget * work_bytes(c, width, recompute))
-    return 4 * trained + budget * kept_bytes(c, width, recompute) + work
-
-
-def plan_memory(load: Load, available: int, token_budget: int = 0) -> Plan:
-    """The fastest way to use `available` bytes; a given budget is kept.
-
-    Nothing recomputed and KV kept, if that leaves room for large microbatches; else KV is released between rollouts,
-    else activations are computed twice, else both.
+    These are two sums of the residual stream, two normed inputs, q, k, v, mixed values with their normalisers, gate
+    and up.
     """
-    state, kv = state_bytes(load), kv_bytes(load.model, load.width) * load.kv_tokens
-    most = token_budget or max(load.longest, min(MOST, load.batch_tokens))
-    least = token_budget or load.longest
-    for enough in (token_budget or min(ENOUGH, most), least):
+    heads = (2 * c.num_heads + 2 * c.num_kv_heads) * c.head_dim
+    # Models that normalise q and k keep both from before the norm too.
+    normed = (bytes_per_number * c.head_dim + 4) * (c.num_heads + c.num_kv_heads) if c.qk_norm else 0
+    return 2 * 4 * c.hidden + bytes_per_number * (2 * c.hidden + heads + 2 * c.ff) + 4 * c.num_heads + 8 + normed
+
+
+def work_bytes_per_token(c: ModelConfig, bytes_per_number: int, recompute: bool) -> int:
+    """Returns the bytes per token that exist only while a layer's backward runs.
+
+    These are the gradients of gate and up, their product computed again, and its gradient.
+    """
+    recomputed = layer_bytes_per_token(c, bytes_per_number) if recompute else 0
+    return bytes_per_number * (4 * c.ff + 3 * c.hidden) + 3 * 4 * c.hidden + recomputed
+
+
+def head_bytes(demand: MemoryDemand, budget: int) -> int:
+    """Returns the bytes that the head needs for one chunk of logits of a microbatch of `budget` tokens.
+
+    At first these are the logits and their gradient. Later the logits are gone, and the chunk's gradient of the head
+    is there instead.
+    """
+    c = demand.model
+    logits = min(GPU_CHUNK_LOGITS, budget * c.vocab_size)
+    head_gradient = 4 * c.vocab_size * c.hidden if demand.num_trained is None else 0
+    return logits * demand.bytes_per_number + max(4 * logits, head_gradient)
+
+
+def update_bytes(demand: MemoryDemand, budget: int, recompute: bool) -> int:
+    """Returns the bytes that training needs besides the state, with microbatches of `budget` tokens.
+
+    These are the masters' gradients, what is kept for the backward, and the larger of the needs of head and layers:
+    head and layers run one after the other.
+    """
+    num_trained = num_params(demand.model) if demand.num_trained is None else demand.num_trained
+    c, bytes_per_number = demand.model, demand.bytes_per_number
+    work = max(head_bytes(demand, budget), budget * work_bytes_per_token(c, bytes_per_number, recompute))
+    return 4 * num_trained + budget * kept_bytes_per_token(c, bytes_per_number, recompute) + work
+
+
+def plan_memory(demand: MemoryDemand, available: int, token_budget: int = 0) -> MemoryPlan:
+    """Returns the fastest way to use `available` bytes. `token_budget` 0 = the plan chooses it.
+
+    The first choice that leaves room for large microbatches is taken: nothing recomputed and KV kept; KV released
+    between rollouts; activations computed twice; both. If none does, the first that fits the longest sample is taken.
+    Raises ConfigError where not even one sample fits.
+    """
+    state = state_bytes(demand)
+    kv = count_kv_bytes(demand.model, demand.bytes_per_number) * demand.kv_tokens
+    most = token_budget or max(demand.longest, min(MAX_BUDGET, demand.batch_tokens))
+    least = token_budget or demand.longest
+    for enough in (token_budget or min(GOOD_BUDGET, most), least):
         for recompute, keep in ((False, True), (False, False), (True, True), (True, False)):
-            room = int(SHARE * available) - WORK - state - (kv if keep else 0)
-            budget = _fitting(load, room, recompute, most)
+            room = int(USABLE_SHARE * available) - WORKSPACE_BYTES - state - (kv if keep else 0)
+            budget = _largest_fitting_budget(demand, room, recompute, most)
             if budget >= max(enough, least):
-                return Plan(
+                return MemoryPlan(
                     token_budget=budget,
                     recompute=recompute,
                     keep_kv=keep,
                     state=state,
-                    update=update_bytes(load, budget, recompute),
-                    per_token=kept_bytes(load.model, load.width, recompute),
+                    update=update_bytes(demand, budget, recompute),
+                    per_token=kept_bytes_per_token(demand.model, demand.bytes_per_number, recompute),
                     kv=kv,
                     available=available,
                 )
-    need = state + update_bytes(load, least, True) + WORK
+    need = state + update_bytes(demand, least, True) + WORKSPACE_BYTES
     raise ConfigError(
-        f"the model does not fit: one microbatch of {least} tokens needs {need / SHARE / 2**30:.1f} GiB (weights and "
-        f"optimizer {state / 2**30:.1f}) and the device has {available / 2**30:.1f}; use a smaller model, shorter "
-        "samples, or train adapters (--learner.lora.rank 16)."
+        f"the model does not fit: one microbatch of {least} tokens needs {need / USABLE_SHARE / 2**30:.1f} GiB "
+        f"(weights and optimizer {state / 2**30:.1f}) and the device has {available / 2**30:.1f}; use a smaller model, "
+        "shorter samples, or train adapters (--learner.lora.rank 16)."
     )
 
 
-def _fitting(load: Load, room: int, recompute: bool, most: int) -> int:
-    """The largest budget up to `most` whose update takes no more than `room`; 0 if none does. Bisected."""
+def _largest_fitting_budget(demand: MemoryDemand, room: int, recompute: bool, most: int) -> int:
+    """Returns the largest token budget up to `most` whose update needs at most `room` bytes; 0 if none does."""
+    # Bisection: the need grows with the budget.
     low, high = 0, most
     while low < high:
         middle = (low + high + 1) // 2
-        if update_bytes(load, middle, recompute) <= room:
+        if update_bytes(demand, middle, recompute) <= room:
             low = middle
         else:
             high = middle - 1
-    return low if update_bytes(load, low, recompute) <= room else 0
+    return low if update_bytes(demand, low, recompute) <= room else 0

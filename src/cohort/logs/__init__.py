@@ -1,1 +1,1 @@
-"""What a person or a program sees of a run while it runs."""
+"""Output of a run while it trains: views for people and programs, and sinks for other programs."""

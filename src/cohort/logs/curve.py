@@ -1,17 +1,18 @@
-"""A curve in braille characters: each is a grid of 2 x 4 dots, so 60 columns show 120 points."""
+"""Curves drawn with braille characters. Each character is a grid of 2 x 4 dots, so 60 columns show 120 points."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-_DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # by row from the top, then column
+_DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # bit of each dot, by row from the top, then column
 Range = tuple[float, float]
+"""Lowest and highest value."""
 
 
-def bounds(values: Sequence[float]) -> Range:
-    """Lowest and highest finite value, never equal, so that a flat curve can be drawn.
+def find_bounds(values: Sequence[float]) -> Range:
+    """Returns the lowest and the highest finite value, never equal, so that a flat curve can be drawn.
 
-    >>> bounds([0.25, 0.75]), bounds([1.0]), bounds([])
+    >>> find_bounds([0.25, 0.75]), find_bounds([1.0]), find_bounds([])
     ((0.25, 0.75), (0.5, 1.5), (0.0, 1.0))
     """
     finite = [v for v in values if abs(v) < float("inf")]
@@ -21,45 +22,52 @@ def bounds(values: Sequence[float]) -> Range:
     return (low, high) if high > low else (low - 0.5, high + 0.5)
 
 
-def place(value: float, scale: Range, num: int) -> int:
-    """Which of `num` equal cells of the scale holds the value.
+def find_cell(value: float, scale: Range, num: int) -> int:
+    """Returns the index of the cell that holds the value, if the scale is divided into `num` equal cells.
 
-    >>> [place(v, (0.0, 1.0), 4) for v in (0.0, 0.3, 1.0)]
+    A value outside of the scale gets the first or the last cell.
+
+    >>> [find_cell(v, (0.0, 1.0), 4) for v in (0.0, 0.3, 1.0)]
     [0, 1, 3]
     """
     share = (value - scale[0]) / (scale[1] - scale[0])
     return min(num - 1, max(0, int(share * num)))
 
 
-def braille(points: Sequence[tuple[float, float]], width: int, height: int, x: Range, y: Range) -> list[str]:
-    """Lines of text, top first, with the curve through the points. Points in the same column are averaged.
+def draw_braille(points: Sequence[tuple[float, float]], width: int, height: int, x: Range, y: Range) -> list[str]:
+    """Returns lines of text, top first, with the curve through the points (x, y). Averages points in the same column.
 
-    >>> braille([(0, 0.0), (1, 1.0)], 1, 1, (0, 1), (0.0, 1.0))
+    `x` and `y` are the ranges of the axes; `width` and `height` are in characters.
+
+    >>> draw_braille([(0, 0.0), (1, 1.0)], 1, 1, (0, 1), (0.0, 1.0))
     ['⡜']
     """
     rows, columns = height * 4, width * 2
+    # Each cell collects the bits of its dots; the character is 0x2800 plus these bits.
     cells = [[0] * width for _ in range(height)]
     previous: tuple[int, int] | None = None
-    for column, value in _columns(points, columns, x):
-        row = rows - 1 - place(value, y, rows)
-        for c, r in _line(previous or (column, row), (column, row)):
+    for column, value in _average_columns(points, columns, x):
+        row = rows - 1 - find_cell(value, y, rows)
+        for c, r in _trace_line(previous or (column, row), (column, row)):
             cells[r // 4][c // 2] |= _DOTS[r % 4][c % 2]
         previous = (column, row)
     return ["".join(chr(0x2800 + cell) for cell in line) for line in cells]
 
 
-def _columns(points: Sequence[tuple[float, float]], num: int, x: Range) -> list[tuple[int, float]]:
+def _average_columns(points: Sequence[tuple[float, float]], num: int, x: Range) -> list[tuple[int, float]]:
+    """Returns (column, mean value) of each column that has a point, from left to right."""
     sums: dict[int, tuple[float, int]] = {}
     for position, value in points:
-        if abs(value) < float("inf"):  # also false for NaN: a gap in the curve, not an error
-            column = place(position, x, num)
+        # False for infinity and for NaN: these leave a gap in the curve.
+        if abs(value) < float("inf"):
+            column = find_cell(position, x, num)
             total, count = sums.get(column, (0.0, 0))
             sums[column] = (total + value, count + 1)
     return [(column, total / count) for column, (total, count) in sorted(sums.items())]
 
 
-def _line(start: tuple[int, int], end: tuple[int, int]) -> list[tuple[int, int]]:
-    """The dots from `start` (left out when it is not also the end) to `end`, without holes."""
+def _trace_line(start: tuple[int, int], end: tuple[int, int]) -> list[tuple[int, int]]:
+    """Returns the dots (column, row) of a line without holes. `start` is left out unless it is also the end."""
     (c0, r0), (c1, r1) = start, end
     num = max(abs(c1 - c0), abs(r1 - r0), 1)
     return [(round(c0 + (c1 - c0) * i / num), round(r0 + (r1 - r0) * i / num)) for i in range(1, num + 1)]

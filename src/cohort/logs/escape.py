@@ -1,37 +1,38 @@
-"""Text of models, rows and tools is hostile: here it becomes text that can only be read."""
+"""Escaping of text that models, rows and tools wrote: such text may contain characters that act on a terminal."""
 
 from __future__ import annotations
 
 import unicodedata
 
-# Joiners shape emoji and Indic and Persian words, and can do nothing else.
+# Joiners shape emoji and Indic and Persian words, and have no other effect.
 _KEEP = {"\n", "\u200c", "\u200d"}
 
 
-def visible(text: str, limit: int = 4000) -> str:
-    """The text with every character that could act on a terminal written out; newlines stay, tabs are spaces.
+def escape_text(text: str, limit: int = 4000) -> str:
+    """Returns the text with every character that could act on a terminal written as an escape sequence.
 
     Escapes control characters (C0, C1, DEL), formatting ones (bidirectional overrides, zero width), line and
-    paragraph separators, and lone surrogates. What is longer than `limit` characters is cut.
+    paragraph separators, and lone surrogates. Newlines stay, tabs become four spaces. Cuts after `limit` characters.
 
-    >>> visible("[/INST] \\x1b[2J\\r\\u202eabc")
+    >>> escape_text("[/INST] \\x1b[2J\\r\\u202eabc")
     '[/INST] \\\\x1b[2J\\\\r\\\\u202eabc'
     """
     cut = text[:limit]
-    shown = "".join(_character(c) for c in cut)
+    shown = "".join(_escape_character(c) for c in cut)
     return shown if len(text) <= limit else f"{shown}… ({len(text) - limit} more characters)"
 
 
-def one_line(text: str, limit: int = 200) -> str:
-    """`visible`, with newlines written out too.
+def escape_line(text: str, limit: int = 200) -> str:
+    """Returns the text escaped as by `escape_text`, with newlines escaped too.
 
-    >>> one_line("a\\nb")
+    >>> escape_line("a\\nb")
     'a\\\\nb'
     """
-    return visible(text, limit).replace("\n", "\\n")
+    return escape_text(text, limit).replace("\n", "\\n")
 
 
-def _character(c: str) -> str:
+def _escape_character(c: str) -> str:
+    """Returns a character, or its escape sequence if it could act on a terminal."""
     if c == "\t":
         return "    "
     if c in _KEEP or unicodedata.category(c) not in ("Cc", "Cf", "Cs", "Zl", "Zp"):

@@ -1,4 +1,4 @@
-"""What the parts of a run write to Python's log: seen by the user and, if it is a warning, kept with the step."""
+"""Forwarding of log records: messages of Cohort's modules reach the user, and warnings are stored with the step."""
 
 from __future__ import annotations
 
@@ -7,27 +7,32 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 KINDS = {"engines": "engine", "learner": "learner"}
+"""The kind of event by the package that logs; other packages use their own name."""
+
+Receiver = Callable[[str, str], None]
+"""Called with the kind of an event and its text."""
 
 
-Told = Callable[[str, str], None]
-"""(kind, text)"""
+class _ForwardingHandler(logging.Handler):
+    """A log handler that passes warnings to `event` and other records to `notice`."""
 
-
-class _Forward(logging.Handler):
-    def __init__(self, event: Told, notice: Told) -> None:
+    def __init__(self, event: Receiver, notice: Receiver) -> None:
         super().__init__(logging.INFO)
-        self._event, self._notice = event, notice
+        self._event = event
+        self._notice = notice
 
     def emit(self, record: logging.LogRecord) -> None:
+        # The package under `cohort`, for instance ["engines"]; empty for the logger "cohort" itself.
         part = record.name.split(".")[1:2]
-        tell = self._event if record.levelno >= logging.WARNING else self._notice
-        tell(KINDS.get(part[0], part[0]) if part else "log", record.getMessage())
+        receive = self._event if record.levelno >= logging.WARNING else self._notice
+        receive(KINDS.get(part[0], part[0]) if part else "log", record.getMessage())
 
 
 @contextmanager
-def forwarded(event: Told, notice: Told) -> Iterator[None]:
-    """Within, warnings of Cohort's own loggers become events, and messages of level INFO notices."""
-    log, handler = logging.getLogger("cohort"), _Forward(event, notice)
+def forward_logs(event: Receiver, notice: Receiver) -> Iterator[None]:
+    """Within this context, warnings of Cohort's own loggers go to `event`, and messages of level INFO to `notice`."""
+    log = logging.getLogger("cohort")
+    handler = _ForwardingHandler(event, notice)
     level = log.level
     log.addHandler(handler)
     log.setLevel(min(level, logging.INFO) if level else logging.INFO)

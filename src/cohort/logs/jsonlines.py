@@ -1,4 +1,4 @@
-"""One JSON object a line, for programs."""
+"""View of a run for programs: one JSON object per line."""
 
 from __future__ import annotations
 
@@ -11,29 +11,31 @@ from typing import Any, TextIO
 from cohort.evaluation.records import Evaluation
 from cohort.logs.view import Header, StepReport, Summary
 
-_UNTOLD = ("curve", "values", "evaluates", "evaluations", "config")  # of the header: all of it is in the run directory
+# Fields of the header that are not printed, because the run directory has all of them.
+_OMITTED = ("curve", "values", "has_evaluation", "evaluations", "config")
 
 
 class JsonView:
-    """Every line has `kind` and `time`; NaN and infinity, which JSON lacks, are null. Pure ASCII."""
+    """Prints JSON lines in pure ASCII. Every line has `kind` and `time`. NaN and infinity become null."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     def start(self, header: Header) -> None:
-        self._write("start", **{k: v for k, v in asdict(header).items() if k not in _UNTOLD})
+        self._write("start", **{k: v for k, v in asdict(header).items() if k not in _OMITTED})
 
-    def phase(self, name: str) -> None:
+    def show_phase(self, name: str) -> None:
         pass
 
-    def step(self, report: StepReport) -> None:
+    def show_step(self, report: StepReport) -> None:
         self._write("step", step=report.step, num_steps=report.num_steps, eta=report.eta, metrics=report.metrics)
 
-    def evaluation(self, evaluation: Evaluation) -> None:
+    def show_evaluation(self, evaluation: Evaluation) -> None:
+        # The answers to all problems are left out: they are long, and the run directory has them.
         fields = {k: v for k, v in evaluation.to_json().items() if k != "items"}
         self._write("evaluation", **fields)
 
-    def event(self, step: int, kind: str, text: str) -> None:
+    def show_event(self, step: int, kind: str, text: str) -> None:
         self._write("event", step=step, event=kind, text=text)
 
     def finish(self, summary: Summary) -> None:
@@ -52,21 +54,22 @@ class JsonView:
         self._stream.flush()
 
     def _write(self, kind: str, **fields: Any) -> None:
-        line = json.dumps(finite({"kind": kind, "time": time.time(), **fields}), allow_nan=False)
+        """Prints one line and flushes it, so that a program that reads a pipe gets it at once."""
+        line = json.dumps(replace_non_finite({"kind": kind, "time": time.time(), **fields}), allow_nan=False)
         self._stream.write(line + "\n")
         self._stream.flush()
 
 
-def finite(value: Any) -> Any:
-    """`value` with None for every number that JSON lacks.
+def replace_non_finite(value: Any) -> Any:
+    """Returns `value` with None in place of NaN and infinity, which JSON lacks. Looks into dicts, lists and tuples.
 
-    >>> finite({"loss": float("nan"), "lr": [0.5, float("inf")]})
+    >>> replace_non_finite({"loss": float("nan"), "lr": [0.5, float("inf")]})
     {'loss': None, 'lr': [0.5, None]}
     """
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {k: finite(v) for k, v in value.items()}
+        return {k: replace_non_finite(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [finite(v) for v in value]
+        return [replace_non_finite(v) for v in value]
     return value

@@ -1,6 +1,6 @@
-"""The live view: one frame, redrawn in place, that tells how the run is doing at a glance.
+"""Live view of a run: one frame on the terminal that is redrawn in place.
 
-Everything that came from a model, a row or a task is escaped and shown as `Text`, never as markup.
+Text from a model, a row or a task is escaped and shown as `Text`, never as markup.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from rich.text import Text
 
 from cohort.evaluation.records import Evaluation
 from cohort.logs import panels
-from cohort.logs.escape import one_line
+from cohort.logs.escape import escape_line
 from cohort.logs.view import Header, Showcase, StepReport, Summary
 from cohort.run.store.records import Curve
 
 
 class LiveView:
-    """Give a `console` (for instance one that records) to draw elsewhere than on the stream."""
+    """Shows a run as a frame that is redrawn. A given `console` is drawn on instead of the stream."""
 
     def __init__(self, stream: TextIO, console: Console | None = None) -> None:
         self.console = console or Console(file=stream, highlight=False, markup=False, emoji=False)
@@ -40,26 +40,28 @@ class LiveView:
         self._values = dict(header.values)
         self._evaluations = list(header.evaluations)
         self._begin = time.monotonic()
-        # Twice a second is alive enough, and leaves the cores to the training.
-        self._live = Live(console=self.console, get_renderable=self.frame, refresh_per_second=2)
+        # Twice per second looks alive and leaves the cores to the training.
+        self._live = Live(console=self.console, get_renderable=self.render_frame, refresh_per_second=2)
         self._live.start(refresh=True)
 
-    def phase(self, name: str) -> None:
+    def show_phase(self, name: str) -> None:
         self._phase = name
 
-    def step(self, report: StepReport) -> None:
+    def show_step(self, report: StepReport) -> None:
         self._report = report
-        drawn = Curve().metric if self._header is None else self._header.curve.metric
-        if drawn in report.metrics:
-            self._values[report.step] = report.metrics[drawn]
+        metric = Curve().metric if self._header is None else self._header.curve.metric
+        if metric in report.metrics:
+            self._values[report.step] = report.metrics[metric]
+        # A step without a showcase leaves the last one on the screen.
         self._showcase = report.showcase or self._showcase
         self._phase = "training"
 
-    def evaluation(self, evaluation: Evaluation) -> None:
+    def show_evaluation(self, evaluation: Evaluation) -> None:
         self._evaluations.append(evaluation)
 
-    def event(self, step: int, kind: str, text: str) -> None:
-        if kind == "checkpoint":  # the newest will do: it must not push a failure out of sight
+    def show_event(self, step: int, kind: str, text: str) -> None:
+        # Only the newest checkpoint is shown, so that checkpoints do not push a failure out of the short list.
+        if kind == "checkpoint":
             for old in [e for e in self._events if e[1] == kind]:
                 self._events.remove(old)
         self._events.append((step, kind, text))
@@ -70,38 +72,42 @@ class LiveView:
         styles = {"held-out": "bold green", "stopped": "bold yellow"}
         for line in summary.lines():
             style = styles.get(line.split(" ")[0], "dim")
-            self.console.print(Text(one_line(line, 1000), style=style), soft_wrap=True)
+            self.console.print(Text(escape_line(line, 1000), style=style), soft_wrap=True)
         for number, command in enumerate(summary.next_commands):
             lead = "     " if number else "next "
-            self.console.print(Text(lead, style="dim").append(one_line(command, 1000), style="cyan"), soft_wrap=True)
+            self.console.print(Text(lead, style="dim").append(escape_line(command, 1000), style="cyan"), soft_wrap=True)
 
     def close(self) -> None:
         if self._live is not None:
             live, self._live = self._live, None
             live.stop()
 
-    def frame(self) -> ConsoleRenderable | RichCast:
-        """The whole picture at this moment; it fits the height of the terminal."""
+    def render_frame(self) -> ConsoleRenderable | RichCast:
+        """Returns the whole frame as of now. It fits the height of the terminal."""
         if self._header is None:
             return Text("")
-        header, width, height = self._header, self.console.width, self.console.height
+        header = self._header
+        width = self.console.width
+        height = self.console.height
         metrics = self._report.metrics if self._report else {}
         step = self._report.step if self._report else header.first_step
         eta = self._report.eta if self._report else float("nan")
+        # A low terminal gets a lower curve.
         curve_height = 8 if height >= 34 else 5 if height >= 26 else 3
         parts: list[ConsoleRenderable] = [
-            panels.title(header, self._phase),
-            panels.progress(step, header.num_steps, time.monotonic() - self._begin, eta),
-            panels.middle(
-                panels.curve(header, self._values, self._evaluations, max(16, width - 46), curve_height),
-                panels.numbers(header.curve, metrics, self._values, self._evaluations, curve_height + 1),
+            panels.draw_title(header, self._phase),
+            panels.draw_progress(step, header.num_steps, time.monotonic() - self._begin, eta),
+            panels.place_side_by_side(
+                panels.draw_curve(header, self._values, self._evaluations, max(16, width - 46), curve_height),
+                panels.draw_numbers(header.curve, metrics, self._values, self._evaluations, curve_height + 1),
             ),
-            panels.stages(metrics, width),
+            panels.draw_stages(metrics, width),
         ]
+        # The lines that are left for the sample: those of the panels above, the events and the borders are taken.
         used = 2 + 1 + curve_height + 4 + 2 + len(self._events)
         room = min(10, height - used - 4)
         if self._showcase is not None and room >= 2:
-            parts.append(panels.sample(self._showcase, width, room))
+            parts.append(panels.draw_sample(self._showcase, width, room))
         if self._events:
-            parts.append(panels.events(list(self._events)))
+            parts.append(panels.draw_events(list(self._events)))
         return Group(*parts)

@@ -1,4 +1,4 @@
-"""metrics.jsonl: the metrics of run.db as lines that anything can read."""
+"""metrics.jsonl: the metrics of run.db as JSON lines, for programs that do not read SQLite."""
 
 from __future__ import annotations
 
@@ -7,48 +7,57 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 
-from cohort.logs.jsonlines import finite
+from cohort.logs.jsonlines import replace_non_finite
 from cohort.run.store.reader import Reader
 from cohort.run.store.records import MetricRow
-from cohort.system.disk import disk_errors, write_atomic
+from cohort.system.disk import explain_disk_errors, write_atomically
 
 
 class MetricsFile:
-    """One line a step and one an evaluation, always taken from run.db, which alone says what happened."""
+    """The file metrics.jsonl, with one line per step and one per evaluation. All values are read from run.db."""
 
     def __init__(self, path: Path, database: Path) -> None:
         self.path = path
         self._database = database
-        self._last = 0  # id of the newest row that is in the file
-        self._evaluated: set[int] = set()  # steps whose evaluation is in the file
+        self._last_id = 0  # id of the newest row that is in the file
+        self._evaluated_steps: set[int] = set()  # steps whose evaluation is in the file
 
     def rewrite(self) -> None:
-        """Make the file what run.db says: without steps that were taken back or half a line that a kill left."""
-        self._last, self._evaluated = 0, set()
-        write_atomic(self.path, "".join(self._lines(self._new_rows())))
+        """Writes the whole file anew from run.db.
+
+        This removes steps that a resume took back and an incomplete line that a kill left.
+        """
+        self._last_id = 0
+        self._evaluated_steps = set()
+        write_atomically(self.path, "".join(self._format_lines(self._read_new_rows())))
 
     def append(self) -> None:
-        """Add what run.db got since."""
-        rows = self._new_rows()
-        if any(row.step in self._evaluated for row in rows if _of_evaluation(row)):
-            self.rewrite()  # made again after a kill, which replaced its rows
+        """Appends the rows that run.db got since the last call."""
+        rows = self._read_new_rows()
+        if any(row.step in self._evaluated_steps for row in rows if _is_evaluation(row)):
+            # After a kill, this evaluation was made again and its rows were replaced.
+            self.rewrite()
             return
-        with disk_errors(self.path), open(self.path, "a", encoding="ascii") as file:
-            file.write("".join(self._lines(rows)))
+        with explain_disk_errors(self.path), open(self.path, "a", encoding="ascii") as file:
+            file.write("".join(self._format_lines(rows)))
 
-    def _new_rows(self) -> list[MetricRow]:
+    def _read_new_rows(self) -> list[MetricRow]:
+        """Returns the rows of run.db that are not in the file yet."""
         with Reader(self._database) as reader:
-            return reader.metrics(after=self._last)
+            return reader.read_metrics(after=self._last_id)
 
-    def _lines(self, rows: Sequence[MetricRow]) -> Iterator[str]:
-        for (step, of_evaluation), group in groupby(rows, key=lambda row: (row.step, _of_evaluation(row))):
+    def _format_lines(self, rows: Sequence[MetricRow]) -> Iterator[str]:
+        """Yields the line of each step and each evaluation, and records that it is in the file."""
+        # Rows of one step are neighbours in run.db, and so are those of one evaluation.
+        for (step, of_evaluation), group in groupby(rows, key=lambda row: (row.step, _is_evaluation(row))):
             members = list(group)
             metrics = {row.name: row.value for row in members}
-            yield json.dumps(finite({"step": step, "time": members[0].time, "metrics": metrics})) + "\n"
-            self._last = members[-1].id
+            yield json.dumps(replace_non_finite({"step": step, "time": members[0].time, "metrics": metrics})) + "\n"
+            self._last_id = members[-1].id
             if of_evaluation:
-                self._evaluated.add(step)
+                self._evaluated_steps.add(step)
 
 
-def _of_evaluation(row: MetricRow) -> bool:
+def _is_evaluation(row: MetricRow) -> bool:
+    """Returns whether a row belongs to an evaluation, not to a step."""
     return row.name.startswith("eval/")

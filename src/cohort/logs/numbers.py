@@ -1,4 +1,4 @@
-"""Numbers as people read them."""
+"""Numbers as text for people."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import math
 from collections.abc import Mapping
 
 
-def compact(value: float) -> str:
-    """Few characters at any magnitude.
+def format_compact(value: float) -> str:
+    """Returns a number in few characters at any magnitude.
 
-    >>> [compact(v) for v in (0.0, 0.5321, 12.34, 1234.5, 3e-6, -0.25, float("nan"))]
+    >>> [format_compact(v) for v in (0.0, 0.5321, 12.34, 1234.5, 3e-6, -0.25, float("nan"))]
     ['0', '0.532', '12.3', '1234', '3e-06', '-0.250', 'nan']
     """
     size = abs(value)
@@ -22,9 +22,10 @@ def compact(value: float) -> str:
     return f"{value:.3f}" if size < 1 else f"{value:.1f}" if size < 100 else f"{value:.0f}"
 
 
-def duration(seconds: float) -> str:
-    """
-    >>> [duration(s) for s in (0.4, 59, 61, 3600 * 5 + 120, float("nan"))]
+def format_duration(seconds: float) -> str:
+    """Returns a time as minutes:seconds or hours:minutes:seconds; "-:--" if it is not known (NaN).
+
+    >>> [format_duration(s) for s in (0.4, 59, 61, 3600 * 5 + 120, float("nan"))]
     ['0:00', '0:59', '1:01', '5:02:00', '-:--']
     """
     if not math.isfinite(seconds):
@@ -34,16 +35,16 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
-def tokens_per_second(metrics: Mapping[str, float]) -> str:
-    """Of the whole step, or of the update where nothing is sampled."""
+def format_tokens_per_second(metrics: Mapping[str, float]) -> str:
+    """Returns the tokens per second of the step, or of the update where nothing is sampled; "" if neither is known."""
     value = metrics.get("time/tokens_per_s", metrics.get("time/trained_per_s", math.nan))
     return f"{value:,.0f}" if math.isfinite(value) else ""
 
 
-def stage_shares(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The stages of a step with their share of its time; what no stage claims is "other".
+def compute_stage_shares(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Returns the share of a step's time that each stage took, largest first, and "other" for the rest.
 
-    >>> stage_shares({"time/step": 4.0, "time/stage/update": 1.0, "time/stage/rollout": 2.0, "loss": 1.0})
+    >>> compute_stage_shares({"time/step": 4.0, "time/stage/update": 1.0, "time/stage/rollout": 2.0, "loss": 1.0})
     {'rollout': 0.5, 'update': 0.25, 'other': 0.25}
     """
     stages = {n.removeprefix("time/stage/"): v for n, v in metrics.items() if n.startswith("time/stage/")}
@@ -51,5 +52,6 @@ def stage_shares(metrics: Mapping[str, float]) -> dict[str, float]:
     if total <= 0:
         return {}
     shares = {n: v / total for n, v in sorted(stages.items(), key=lambda item: -item[1]) if v > 0}
+    # A rest of less than half a percent would be shown as 0%.
     rest = 1.0 - sum(shares.values())
     return {**shares, "other": rest} if rest > 0.005 else shares

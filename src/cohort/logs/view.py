@@ -1,4 +1,4 @@
-"""What a view is told, and the guard that keeps a broken one from stopping the run."""
+"""Views: what shows the progress of a run, the records they get, and the guard that keeps a broken view from a run."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TextIO
 
-from cohort.errors import ConfigError, nearest
+from cohort.errors import ConfigError, suggest_name
 from cohort.evaluation.records import Evaluation
-from cohort.run.machine import program
+from cohort.run.machine import program_name
 from cohort.run.store.records import Curve
 
 KINDS = ("auto", "live", "plain", "json")
@@ -19,101 +19,108 @@ KINDS = ("auto", "live", "plain", "json")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Header:
-    """What is known when a run starts or goes on."""
+    """Facts about a run that are known when it starts or resumes."""
 
     path: str
     recipe: str
     model: str
-    task: str  # or the data that it learns from
+    task: str  # or the data of supervised fine-tuning
     algo: str
     num_steps: int
-    first_step: int  # steps already done
-    batch: str  # "32 prompts x 8 samples"
+    first_step: int  # number of steps already done
+    batch: str  # for instance "32 prompts x 8 samples"
     curve: Curve = field(default_factory=Curve)
-    values: dict[int, float] = field(default_factory=dict)  # the curve's, of the steps already done
-    evaluates: bool = True
-    evaluations: list[Evaluation] = field(default_factory=list)
+    values: dict[int, float] = field(default_factory=dict)  # of the curve's metric, by step already done
+    has_evaluation: bool = True
+    evaluations: list[Evaluation] = field(default_factory=list)  # already done
     name: str = ""  # of the run
-    config: dict[str, Any] = field(default_factory=dict)  # as in config.yaml: every value, nothing secret
+    config: dict[str, Any] = field(default_factory=dict)  # all settings as in config.yaml, nothing secret
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Showcase:
-    """A sample worth reading. Its text is as the model wrote it: a view must escape it."""
+    """A sample worth reading. The texts are not escaped: a view must escape them."""
 
     step: int
     prompt: str
     completion: str
     reward: float | None
-    note: str = ""  # finish reason, the grader's reason
+    note: str = ""  # why the completion ended and the grader's reason
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepReport:
-    """A step that has been recorded."""
+    """A finished step, already stored in the run directory."""
 
     step: int
     num_steps: int
     metrics: dict[str, float]
-    eta: float  # seconds
+    eta: float  # seconds until the run ends; NaN = not known
     showcase: Showcase | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Summary:
-    """How a run ended, or was left."""
+    """How a run ended, or where it stopped."""
 
     path: str
     step: int
     num_steps: int
-    seconds: float  # of this session
+    seconds: float  # since this start or resume
     first: Evaluation | None
     last: Evaluation | None
     complete: bool  # every step done and evaluated
-    next_commands: list[str] = field(default_factory=list)  # worth trying now; for the terminal only
+    next_commands: list[str] = field(default_factory=list)  # commands to try next; shown on terminals only
 
     def lines(self) -> list[str]:
-        """The closing words, the same in the terminal and in the run card."""
-        said: list[str] = []
+        """Returns the closing lines, which are the same on the terminal and in the run card."""
+        lines: list[str] = []
         if not self.complete:
-            said.append(
-                f"stopped after step {self.step} of {self.num_steps}; go on with: {program()} resume {self.path}"
-            )
+            resume = f"{program_name()} resume {self.path}"
+            lines.append(f"stopped after step {self.step} of {self.num_steps}; go on with: {resume}")
         if self.first and self.last and self.last.step > self.first.step:
             a, b = self.first, self.last
-            said.append(f"held-out accuracy {a.accuracy:.2f} -> {b.accuracy:.2f}")
-            said.append(
+            lines.append(f"held-out accuracy {a.accuracy:.2f} -> {b.accuracy:.2f}")
+            lines.append(
                 f"95% intervals {a.low:.3f} to {a.high:.3f} -> {b.low:.3f} to {b.high:.3f},"
                 f" {b.setting.num_problems} problems x {b.setting.num_samples}"
             )
         elif self.last:
-            said.append(f"held-out accuracy {self.last.accuracy:.2f} at step {self.last.step}")
-        said.append(f"run {self.path}")
-        return said
+            lines.append(f"held-out accuracy {self.last.accuracy:.2f} at step {self.last.step}")
+        lines.append(f"run {self.path}")
+        return lines
 
 
 class View(Protocol):
-    """Shows a run. Called from the loop's thread only."""
+    """Shows the progress of a run. All methods are called from the thread of the training loop."""
 
-    def start(self, header: Header) -> None: ...
+    def start(self, header: Header) -> None:
+        """Shows that the run starts or resumes. Called once, before all other methods."""
 
-    def phase(self, name: str) -> None:
-        """What the run is busy with now: "training", "evaluating", "saving"."""
+    def show_phase(self, name: str) -> None:
+        """Shows what the run does now: "training", "evaluating" or "saving"."""
 
-    def step(self, report: StepReport) -> None: ...
+    def show_step(self, report: StepReport) -> None:
+        """Shows a finished step."""
 
-    def evaluation(self, evaluation: Evaluation) -> None: ...
+    def show_evaluation(self, evaluation: Evaluation) -> None:
+        """Shows a finished evaluation."""
 
-    def event(self, step: int, kind: str, text: str) -> None: ...
+    def show_event(self, step: int, kind: str, text: str) -> None:
+        """Shows an event of a step, for instance a checkpoint or a warning. `text` is not escaped."""
 
-    def finish(self, summary: Summary) -> None: ...
+    def finish(self, summary: Summary) -> None:
+        """Shows how the run ended."""
 
     def close(self) -> None:
-        """Give the terminal back; also called when the run fails, possibly twice."""
+        """Releases the terminal. Also called when the run fails, possibly twice."""
 
 
-class Guarded:
-    """A view whose failure ends the view, not the run. What went wrong is told once: to `tell`, else on stderr."""
+class GuardedView:
+    """A view whose failure ends the view and not the run.
+
+    The failure is reported once: `tell` is called with it or, if that is None, it is printed to stderr.
+    """
 
     def __init__(self, view: View, tell: Callable[[str], None] | None = None) -> None:
         self.view: View | None = view
@@ -122,17 +129,17 @@ class Guarded:
     def start(self, header: Header) -> None:
         self._call(lambda view: view.start(header))
 
-    def phase(self, name: str) -> None:
-        self._call(lambda view: view.phase(name))
+    def show_phase(self, name: str) -> None:
+        self._call(lambda view: view.show_phase(name))
 
-    def step(self, report: StepReport) -> None:
-        self._call(lambda view: view.step(report))
+    def show_step(self, report: StepReport) -> None:
+        self._call(lambda view: view.show_step(report))
 
-    def evaluation(self, evaluation: Evaluation) -> None:
-        self._call(lambda view: view.evaluation(evaluation))
+    def show_evaluation(self, evaluation: Evaluation) -> None:
+        self._call(lambda view: view.show_evaluation(evaluation))
 
-    def event(self, step: int, kind: str, text: str) -> None:
-        self._call(lambda view: view.event(step, kind, text))
+    def show_event(self, step: int, kind: str, text: str) -> None:
+        self._call(lambda view: view.show_event(step, kind, text))
 
     def finish(self, summary: Summary) -> None:
         self._call(lambda view: view.finish(summary))
@@ -141,31 +148,35 @@ class Guarded:
         self._call(lambda view: view.close())
 
     def _call(self, what: Callable[[View], Any]) -> None:
+        """Calls `what` with the view, if the view still works. Catches every failure of the view."""
         if self.view is None:
             return
         try:
             what(self.view)
-        # The boundary: terminals close, pipes break, encodings lack characters, foreign packages do as they like.
+        # Terminals close, pipes break, encodings lack characters, and the packages of sinks raise anything.
         except (Exception, SystemExit) as error:
+            # The view is given up before it is closed, so that nothing calls it again.
             broken, self.view = self.view, None
             with suppress(Exception, SystemExit):
                 broken.close()
             if self._tell is not None:
-                self._tell(_described(error))
+                self._tell(_describe_error(error))
                 return
             with suppress(Exception):
                 print(f"the progress view failed ({error!r}); the run goes on without it", file=sys.stderr)
 
 
-def _described(error: BaseException) -> str:
+def _describe_error(error: BaseException) -> str:
+    """Returns an error as text; only the name of its type if its own repr fails."""
     try:
         return repr(error)
-    except Exception:  # it is foreign code too
+    # The error may come from another package, and so does its repr.
+    except Exception:
         return type(error).__name__
 
 
-class Several:
-    """Views side by side, told in this order. Each is to be guarded: none may keep the news from the next."""
+class CombinedView:
+    """Several views as one, called in this order. Each must be guarded: a failure would skip the views after it."""
 
     def __init__(self, views: Sequence[View]) -> None:
         self.views = tuple(views)
@@ -174,21 +185,21 @@ class Several:
         for view in self.views:
             view.start(header)
 
-    def phase(self, name: str) -> None:
+    def show_phase(self, name: str) -> None:
         for view in self.views:
-            view.phase(name)
+            view.show_phase(name)
 
-    def step(self, report: StepReport) -> None:
+    def show_step(self, report: StepReport) -> None:
         for view in self.views:
-            view.step(report)
+            view.show_step(report)
 
-    def evaluation(self, evaluation: Evaluation) -> None:
+    def show_evaluation(self, evaluation: Evaluation) -> None:
         for view in self.views:
-            view.evaluation(evaluation)
+            view.show_evaluation(evaluation)
 
-    def event(self, step: int, kind: str, text: str) -> None:
+    def show_event(self, step: int, kind: str, text: str) -> None:
         for view in self.views:
-            view.event(step, kind, text)
+            view.show_event(step, kind, text)
 
     def finish(self, summary: Summary) -> None:
         for view in self.views:
@@ -200,22 +211,27 @@ class Several:
 
 
 def make_view(kind: str = "auto", stream: TextIO | None = None) -> View:
-    """The view for a stream: live on a terminal, plain lines elsewhere, JSON lines on request."""
+    """Returns a guarded view that prints to `stream`; None = standard output.
+
+    `kind` is "live", "plain", "json" or "auto", which is live on a terminal and plain elsewhere.
+    """
     stream = sys.stdout if stream is None else stream
     if kind not in KINDS:
-        raise ConfigError(f'unknown log "{kind}".{nearest(kind, KINDS)}')
+        raise ConfigError(f'unknown log "{kind}".{suggest_name(kind, KINDS)}')
+    # Only the module of the chosen view is imported: the live view needs rich, the others do not.
     if kind == "json":
         from cohort.logs.jsonlines import JsonView
 
-        return Guarded(JsonView(stream))
+        return GuardedView(JsonView(stream))
     if kind == "live" or (kind == "auto" and _is_terminal(stream)):
         from cohort.logs.live import LiveView
 
-        return Guarded(LiveView(stream))
+        return GuardedView(LiveView(stream))
     from cohort.logs.plain import PlainView
 
-    return Guarded(PlainView(stream))
+    return GuardedView(PlainView(stream))
 
 
 def _is_terminal(stream: TextIO) -> bool:
+    """Returns whether the stream is a terminal that can redraw a frame."""
     return stream.isatty() and os.environ.get("TERM", "") not in ("dumb", "")

@@ -1,4 +1,8 @@
-"""Between a loop and its learner: what the learner found is stored in the samples, what it has to tell is passed on."""
+"""Helpers between a training loop and its learner.
+
+A learner may run in another process, so it returns records and writes into none. These functions store what it
+returned in the samples, and pass its times and notices on to this process's clock and log.
+"""
 
 from __future__ import annotations
 
@@ -9,34 +13,38 @@ from cohort.learner.base import Found, Learner, Update
 from cohort.system import clock
 from cohort.types import Group
 
-log = logging.getLogger("cohort.learner")  # notices are the learner's
+# Not this module's name: the notices come from the learner, and the log shows where a line comes from.
+log = logging.getLogger("cohort.learner")
 
 
 def annotate(learner: Learner, groups: list[Group], needs: Collection[str]) -> None:
-    """Ask the learner for log-probabilities and store them in the samples."""
-    found = learner.annotate(groups, needs)
-    store_logprobs(groups, "old_logprobs", found.old)
-    store_logprobs(groups, "ref_logprobs", found.ref)
-    clock.add(found.seconds)
+    """Gets log-probabilities from the learner and stores them in the samples.
+
+    `needs` names the policies: "old" is the policy before the update, "ref" the reference policy.
+    """
+    annotations = learner.annotate(groups, needs)
+    store_logprobs(groups, "old_logprobs", annotations.old)
+    store_logprobs(groups, "ref_logprobs", annotations.ref)
+    clock.add_seconds(annotations.seconds)
 
 
-def record(groups: list[Group], update: Update) -> None:
-    """Store what an update found in the samples, and pass on the rest."""
+def store_update(groups: list[Group], update: Update) -> None:
+    """Stores the log-probabilities of an update in the samples, and reports its times and notices."""
     store_logprobs(groups, "old_logprobs", update.old)
-    pass_on(update)
+    report_update(update)
 
 
-def pass_on(update: Update) -> None:
-    """Count an update's times, and log its notices: the learner may be in another process."""
-    clock.add(update.seconds)
+def report_update(update: Update) -> None:
+    """Adds an update's times to the clock and logs its notices."""
+    clock.add_seconds(update.seconds)
     for level, text in update.notices:
         log.log(logging.getLevelNamesMapping()[level.upper()], "%s", text)
 
 
-def store_logprobs(groups: list[Group], field: str, found: Found | None) -> None:
-    """Write log-probabilities into the samples they are of."""
-    known = {} if found is None else found.by_id()
-    for group in groups if known else ():
+def store_logprobs(groups: list[Group], field: str, logprobs: Found | None) -> None:
+    """Writes log-probabilities into the attribute `field` of the samples with the same ids. None changes nothing."""
+    by_id = {} if logprobs is None else logprobs.by_id()
+    for group in groups if by_id else ():
         for id, sample in zip(group.ids(), group.samples, strict=True):
-            if id in known:
-                setattr(sample, field, known[id])
+            if id in by_id:
+                setattr(sample, field, by_id[id])

@@ -1,6 +1,8 @@
-"""Rollouts used again: groups of the last few steps join a batch, with the correction for the policy having moved on.
+"""Reuse of rollouts: groups of the last few steps join the batch of a step (config section `replay`).
 
-Which ones is a function of (seed, step), and they are read from the run's rollout files: a resumed run draws the same.
+Older weights sampled these groups; an algorithm's `correction` setting accounts for the difference. Which groups are
+reused depends on (seed, step) only, and they are read from the run's rollout files. So a resumed run reuses the same
+groups as one that was never stopped.
 """
 
 from __future__ import annotations
@@ -10,47 +12,61 @@ from pathlib import Path
 
 from cohort.config.schema import ReplayConfig
 from cohort.fates import Fate
-from cohort.run.store.rollouts import load_rollouts, rollout_path
-from cohort.tasks.draws import permutation
+from cohort.run.store.rollouts import load_rollouts, make_rollout_path
+from cohort.tasks.draws import make_permutation
 from cohort.types import Group, Sample
 
 
-class Replay:
-    """The last `config.steps` steps of a run, as its rollout files have them."""
+class RolloutReuse:
+    """Draws groups from the rollout files of the last `config.steps` steps. `folder` holds these files."""
 
     def __init__(self, config: ReplayConfig, seed: int, folder: Path) -> None:
-        self.config, self._seed, self._folder = config, seed, folder
-        self._kept: dict[int, list[Group]] = {}  # by step
+        self.config = config
+        self._seed = seed
+        self._folder = folder
+        # The groups of recent steps, so that each rollout file is read once. Steps count from 0.
+        self._groups_by_step: dict[int, list[Group]] = {}
 
     def draw(self, step: int) -> list[Group]:
-        """`config.prompts` groups (or as many as there are) that had a signal, none older than `config.steps`."""
+        """Returns `config.prompts` groups to train on again in `step`, or fewer if there are not as many.
+
+        Each of them was trained on before, and is at most `config.steps` versions of the weights old.
+        """
         if not self.config.prompts:
             return []
         recent = range(max(0, step - self.config.steps), step)
-        self._kept = {s: self._kept[s] if s in self._kept else self._read(s) for s in recent}
-        aged = [(step - min(s, _oldest_version(g, s)), g) for s in recent for g in self._kept[s]]
-        found = [(age, group) for age, group in aged if age <= self.config.steps]
-        order = permutation(len(found), self._seed, "replay", "train", step)[: self.config.prompts]
-        return [_again(group, age) for age, group in (found[i] for i in order)]
+        # Reads the steps that are new in this range, and forgets those that have left it.
+        self._groups_by_step = {
+            s: self._groups_by_step[s] if s in self._groups_by_step else self._read_trained_groups(s) for s in recent
+        }
+        # A group is as old as the oldest weights that sampled any of its tokens, which may be older than its step.
+        aged = [(step - min(s, _find_oldest_version(g, s)), g) for s in recent for g in self._groups_by_step[s]]
+        candidates = [(age, group) for age, group in aged if age <= self.config.steps]
+        order = make_permutation(len(candidates), self._seed, "replay", "train", step)[: self.config.prompts]
+        return [_reset_group(group, age) for age, group in (candidates[i] for i in order)]
 
-    def _read(self, step: int) -> list[Group]:
-        """Of the groups sampled in that step those that were trained on: files count completed steps."""
-        groups = load_rollouts(rollout_path(self._folder, step + 1))
+    def _read_trained_groups(self, step: int) -> list[Group]:
+        """Returns the groups that were sampled in `step` and had a signal there: not excluded, some advantage not 0."""
+        # Files count completed steps, so step 0 wrote file 1.
+        groups = load_rollouts(make_rollout_path(self._folder, step + 1))
         return [g for g in groups if not g.reused and not g.excluded and any(s.advantage for s in g.samples)]
 
 
-def _oldest_version(group: Group, otherwise: int) -> int:
-    """Of the policies that drew its tokens: a step samples with the version of its own number, or with older ones."""
-    return min((version for s in group.samples for _, version in s.versions), default=otherwise)
+def _find_oldest_version(group: Group, default: int) -> int:
+    """Returns the oldest version of the weights that sampled a token of the group; `default` if none is recorded."""
+    return min((version for s in group.samples for _, version in s.versions), default=default)
 
 
-def _again(group: Group, age: int) -> Group:
-    """As it was when it had been scored: what the learner and the algorithm say of it is of another policy now."""
-    return replace(group, reused=age, samples=[scored(s) for s in group.samples])
+def _reset_group(group: Group, age: int) -> Group:
+    """Returns a copy of the group as it was after scoring, marked as reused with this age.
+
+    Its log-probabilities and advantages were computed for weights that have changed since.
+    """
+    return replace(group, reused=age, samples=[reset_sample(s) for s in group.samples])
 
 
-def scored(sample: Sample) -> Sample:
-    """Without what the learner and the algorithm add to it."""
+def reset_sample(sample: Sample) -> Sample:
+    """Returns a copy of the sample as it was after scoring: without log-probabilities, advantages and mask."""
     return replace(
         sample, old_logprobs=None, ref_logprobs=None, advantage=0.0, token_advantages=None, masked=Fate.TRAINED
     )

@@ -1,10 +1,16 @@
-"""The reinforcement-learning loop: the algorithm on one screen.
+"""The reinforcement-learning loop: the whole algorithm on one screen.
 
-    cohort train RECIPE             one process
-    cohort resume RUN               the same loop, from the last checkpoint
+    cohort train RECIPE             starts it, in one process
+    cohort resume RUN               continues it from the newest checkpoint
 
-It is synchronous: every group is sampled from the weights it then trains, so the importance ratio is exactly 1
-until a batch is reused (learner.epochs, learner.minibatches > 1). Only `replay` brings in groups of older weights.
+What it is: a synchronous loop. Each step samples groups with the newest weights, scores them, updates the weights once
+on these groups, and hands the new weights to the sampler. So the importance ratio of a fresh sample is exactly 1 until
+its batch is used more than once (learner.epochs or learner.minibatches > 1). Only `replay` adds groups that older
+weights sampled.
+
+What it is not: it does not overlap sampling with training, and it knows no ranks, timers, files or concrete engines.
+`run` logs, evaluates and saves, `producer` samples and scores, `learner` computes gradients, and `cohort.jobs.build`
+chooses all of them.
 """
 
 from __future__ import annotations
@@ -15,35 +21,54 @@ from cohort.config.schema import LearnerConfig
 from cohort.data.pack import make_batch
 from cohort.engines.sync import WeightSync
 from cohort.learner.base import Learner
-from cohort.loops.learning import annotate, record
-from cohort.loops.reuse import Replay
-from cohort.loops.stats import StepStats, step_stats
+from cohort.loops.learning import annotate, store_update
+from cohort.loops.reuse import RolloutReuse
+from cohort.loops.stats import StepStats, compute_step_stats
 from cohort.rollout.producer import Producer
-from cohort.run.job import Steps, rollout_record
+from cohort.run.job import TrainingRun, make_step_record
 from cohort.types import Group
 
 
 def train(
-    run: Steps, config: RL, producer: Producer, learner: Learner, sync: WeightSync, algo: Algorithm, replay: Replay
+    run: TrainingRun,
+    config: RL,
+    producer: Producer,
+    learner: Learner,
+    sync: WeightSync,
+    algo: Algorithm,
+    reuse: RolloutReuse,
 ) -> None:
-    """Run every remaining step of `run`."""
+    """Does every remaining step of `run`: the first one that is not done yet, up to `config.steps`."""
     for step in run.steps():
+        # Sample and score. Groups that the algorithm does not accept are replaced by groups of further prompts.
         groups = producer.collect(config.batch.prompts, accept=algo.accept)
-        groups += replay.draw(step)  # of earlier steps, where asked for
-        groups, stats = improve(learner, algo, groups, config.learner)
-        producer.settle(groups)  # these prompts are done with: a checkpoint need not bring them back
-        sync.send(version=step + 1)  # no copy when storage is shared
-        run.end_step(step, rollout_record(step, groups, stats.metrics))  # log, evaluate, checkpoint
+        # Groups of earlier steps, if the config asks for them (replay.prompts).
+        groups += reuse.draw(step)
+        groups, stats = update_policy(learner, algo, groups, config.learner)
+        # These prompts are finished: a checkpoint need not bring them back.
+        producer.close_groups(groups)
+        # Nothing is copied if sampler and learner share the storage of the weights.
+        sync.send(version=step + 1)
+        # Logs, and evaluates and saves a checkpoint when they are due.
+        run.end_step(step, make_step_record(step, groups, stats.metrics))
 
 
-def improve(
+def update_policy(
     learner: Learner, algo: Algorithm, groups: list[Group], config: LearnerConfig
 ) -> tuple[list[Group], StepStats]:
-    """What a step makes of its scored groups; `cohort replay` makes it of stored ones."""
-    world = learner.world  # baselines and metrics are over the groups of all ranks
-    annotate(learner, groups, algo.needs())  # what other policies say of the tokens, only when asked for
-    groups = algo.advantages(groups, world)  # drops nothing silently: every exclusion carries its reason
-    update = learner.update(make_batch(groups, config.minibatches), algo)  # epochs x minibatches x microbatches
-    record(groups, update)
-    metrics = update.metrics | algo.observe(update.metrics)  # steers its coefficients, if it has targets
-    return groups, step_stats(groups, metrics, world)
+    """Updates the weights once on scored groups. Returns the groups, with advantages and fates, and the step's metrics.
+
+    `cohort replay` calls it on groups that it read from a rollout file.
+    """
+    # Baselines and metrics are over the groups of all ranks.
+    world = learner.world
+    # Log-probabilities under the policy before the update and under the reference, if the algorithm needs them.
+    annotate(learner, groups, algo.needs())
+    # Sets advantages. No group is dropped silently: each excluded group and masked sample keeps its reason.
+    groups = algo.advantages(groups, world)
+    # At most epochs x minibatches optimizer steps. Microbatches only bound the memory.
+    update = learner.update(make_batch(groups, config.minibatches), algo)
+    store_update(groups, update)
+    # Adjusts the KL and entropy coefficients for the next step, if they have targets.
+    metrics = update.metrics | algo.update_coefficients(update.metrics)
+    return groups, compute_step_stats(groups, metrics, world)

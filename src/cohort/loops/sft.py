@@ -1,9 +1,12 @@
-"""Supervised fine-tuning: the loop on one screen. The same batches and learner, target tokens instead of sampled ones.
+"""The loop of supervised fine-tuning, on one screen.
 
-    cohort train tiny_sft           one process
-    cohort resume RUN               the same loop, from the last checkpoint
+    cohort train tiny_sft           starts it, in one process
+    cohort resume RUN               continues it from the newest checkpoint
 
-What a step trains on is a pure function of its number: there is nothing to remember but the step.
+What it is: the batches and the learner of reinforcement learning, with target tokens of examples in place of sampled
+tokens. What a step trains on is a pure function of its number, so a checkpoint need not store a position in the data.
+
+What it is not: there is no sampling, no scoring and no evaluation. `run` logs and saves.
 """
 
 from __future__ import annotations
@@ -15,50 +18,52 @@ from cohort.algos.imitation import Imitation
 from cohort.data.batch import Batch
 from cohort.data.pack import make_batch
 from cohort.learner.base import Learner
-from cohort.loops.learning import pass_on
-from cohort.run.job import StepRecord, Steps
+from cohort.loops.learning import report_update
+from cohort.run.job import StepRecord, TrainingRun
 from cohort.tasks.traces.encode import Example
 from cohort.types import Finish, Group, Prompt, Provenance, Sample
 
 
-def train(run: Steps, learner: Learner, batches: Callable[[int], Batch]) -> None:
-    """Run every remaining step of `run`; `batches(step)` is what that step trains on."""
+def train(run: TrainingRun, learner: Learner, batches: Callable[[int], Batch]) -> None:
+    """Does every remaining step of `run`. `batches(step)` returns what that step, counted from 0, trains on."""
     loss = Imitation()
     for step in run.steps():
         update = learner.update(batches(step), loss)
-        pass_on(update)
-        run.end_step(step, StepRecord(metrics=step_metrics(update.metrics)))  # log, checkpoint
+        report_update(update)
+        # Logs, and saves a checkpoint when one is due.
+        run.end_step(step, StepRecord(metrics=add_perplexity(update.metrics)))
 
 
-def step_metrics(update: Mapping[str, float]) -> dict[str, float]:
-    """The learner's numbers, with the loss as a perplexity."""
-    told = {"perplexity": math.exp(min(update["loss"], 700.0))} if "loss" in update else {}
-    return {**update, **told}
+def add_perplexity(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Returns the learner's metrics and, if they have a loss, its exponential as `perplexity`."""
+    # exp overflows a double above 709.
+    perplexity = {"perplexity": math.exp(min(metrics["loss"], 700.0))} if "loss" in metrics else {}
+    return {**metrics, **perplexity}
 
 
-def batch_of(examples: Iterable[Example], minibatches: int = 1) -> Batch:
-    """Examples -> what one step trains on: plain arrays, which other processes can make ahead."""
-    groups = [as_group(str(n), tokens, provenance) for n, (tokens, provenance) in enumerate(examples)]
+def make_sft_batch(examples: Iterable[Example], minibatches: int = 1) -> Batch:
+    """Returns the batch of one step. It holds plain arrays only, so that other processes can make it ahead of time."""
+    groups = [make_example_group(str(n), tokens, provenance) for n, (tokens, provenance) in enumerate(examples)]
     return make_batch(groups, minibatches, loss_on=Provenance.TARGET)
 
 
-def as_group(id: str, tokens: Sequence[int], provenance: Sequence[int]) -> Group:
-    """An example as a group of one: what precedes the first target is the prompt."""
-    first = next((i for i, p in enumerate(provenance) if p == Provenance.TARGET), len(tokens))
+def make_example_group(id: str, tokens: Sequence[int], provenance: Sequence[int]) -> Group:
+    """Returns an example as a group with one sample. The prompt is everything before the first target token."""
+    num_prompt = next((i for i, p in enumerate(provenance) if p == Provenance.TARGET), len(tokens))
     prompt = Prompt(
         task="sft",
         id=id,
         visit=0,
         row={},
         messages=[],
-        tokens=list(tokens[:first]),
-        provenance=list(provenance[:first]),
+        tokens=list(tokens[:num_prompt]),
+        provenance=list(provenance[:num_prompt]),
     )
-    rest = len(tokens) - first
     sample = Sample(
-        tokens=list(tokens[first:]),
-        provenance=list(provenance[first:]),
-        sampler_logprobs=[0.0] * rest,
+        tokens=list(tokens[num_prompt:]),
+        provenance=list(provenance[num_prompt:]),
+        # No policy sampled these tokens, so no log-probability was recorded.
+        sampler_logprobs=[0.0] * (len(tokens) - num_prompt),
         finish=Finish.STOP,
     )
     return Group(prompt=prompt, samples=[sample])

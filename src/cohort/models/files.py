@@ -1,4 +1,7 @@
-"""Model folders in Hugging Face format: safetensors in and out, nothing executed or unpickled."""
+"""Reading and writing of model folders in Hugging Face format.
+
+Weights are read and written as safetensors only. Nothing in a folder is executed or unpickled.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +18,22 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from cohort.errors import ModelError
-from cohort.models.auto import AnyDecoder, AutoDecoder, ForeignConfig, architecture_of, foreign_decoder, some
+from cohort.models.auto import (
+    AnyDecoder,
+    AutoDecoder,
+    ForeignConfig,
+    load_foreign_decoder,
+    read_architecture,
+    summarise_tensors,
+)
 from cohort.models.config import FAMILIES, ModelConfig, to_hf
-from cohort.models.decoder import Decoder, hf_shaped, hf_views
-from cohort.models.staging import staged
+from cohort.models.decoder import Decoder, hf_views, to_hf_shape
+from cohort.models.staging import stage_folder
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-SIDE_FILES = (  # what a tokenizer, its template and the sampling defaults may consist of
+# Files of a tokenizer, its chat template and the sampling defaults. A saved folder gets those that its source has.
+SIDE_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "tokenizer.model",
@@ -34,86 +45,108 @@ SIDE_FILES = (  # what a tokenizer, its template and the sampling defaults may c
     "chat_template.json",
     "generation_config.json",
 )
-PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
-FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+FLOAT_DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedModel:
-    """A decoder and where it came from."""
+    """A decoder with its config and the folder that it was read from."""
 
     decoder: AnyDecoder
     config: ModelConfig | ForeignConfig
-    hf_config: dict[str, Any]
+    hf_config: dict[str, Any]  # contents of config.json
     folder: Path
 
 
 def load_folder(path: str | Path, dtype: torch.dtype = torch.float32) -> LoadedModel:
-    """Read config.json and the safetensors files of a folder into a decoder: the native one, or transformers' own."""
+    """Reads config.json and the safetensors files of a folder into a decoder with weights in `dtype`.
+
+    The decoder is the native one if it supports the architecture, else a model of transformers.
+    """
     folder = Path(path)
     hf_config = read_config(folder)
     if not is_native(hf_config):
-        files = weight_files(folder)  # before anything heavy is imported
-        foreign = foreign_decoder(folder, hf_config, ((n, t) for n, t, _ in _all_tensors(folder, files)), dtype)
+        # Before transformers is imported, which is slow: a folder without weights is refused at once.
+        files = find_weight_files(folder)
+        foreign = load_foreign_decoder(
+            folder, hf_config, ((n, t) for n, t, _ in _read_all_tensors(folder, files)), dtype
+        )
         return LoadedModel(decoder=foreign, config=foreign.config, hf_config=hf_config, folder=folder)
     config = ModelConfig.from_hf(hf_config)
-    files = weight_files(folder)
+    files = find_weight_files(folder)
     decoder = Decoder(config).to(dtype)
     views = dict(hf_views(decoder))
-    found: set[str] = set()
+    stored_names: set[str] = set()
     tied_head: Tensor | None = None
-    for name, tensor, file in _all_tensors(folder, files):
-        found.add(name)
+    for name, tensor, file in _read_all_tensors(folder, files):
+        stored_names.add(name)
         if config.tied and name == "lm_head.weight":
+            # Some exports write a tied head too. It is compared below, when the embedding has surely been read.
             tied_head = tensor
-        elif not name.endswith(".rotary_emb.inv_freq"):  # old exports wrote it; it follows from the config
-            _place(name, tensor, views, file)
-    if missing := sorted(views.keys() - found):
-        raise ModelError(f"{folder}: {some(missing)} missing: the checkpoint is incomplete, or config.json another's")
+        elif not name.endswith(".rotary_emb.inv_freq"):
+            # Old exports contain rotary frequencies. They are skipped: the config determines them.
+            _copy_into_view(name, tensor, views, file)
+    if missing := sorted(views.keys() - stored_names):
+        raise ModelError(
+            f"{folder}: {summarise_tensors(missing)} missing: the checkpoint is incomplete (fetch it again), "
+            "or config.json is of another model"
+        )
     if tied_head is not None and not torch.equal(tied_head.to(dtype), decoder.embed.data):
-        raise ModelError(f"{folder}: lm_head.weight differs from the embedding, but config.json says they are tied")
+        raise ModelError(
+            f"{folder}: lm_head.weight differs from the embedding, but config.json says they are tied: "
+            'set "tie_word_embeddings" to false there'
+        )
     return LoadedModel(decoder=decoder, config=config, hf_config=hf_config, folder=folder)
 
 
 def is_native(hf_config: Mapping[str, Any]) -> bool:
-    """Is this of the native family? A config that names nothing is: the error is better there.
+    """Returns whether the native decoder supports the architecture that config.json names.
+
+    True also if it names none: the native reader then raises the better error.
 
     >>> is_native({"architectures": ["LlamaForCausalLM"]}), is_native({"architectures": ["GPTNeoForCausalLM"]})
     (True, False)
     """
-    named, kind = architecture_of(hf_config), hf_config.get("model_type")
+    named, kind = read_architecture(hf_config), hf_config.get("model_type")
     return named in FAMILIES if named else kind in [None, *(family.model_type for family in FAMILIES.values())]
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The folder's config.json."""
+    """Returns the contents of the folder's config.json. Raises ModelError if the folder is not a model."""
     if not folder.is_dir():
         raise ModelError(f"{folder} is not a folder: give a model name (see `cohort models`) or a Hugging Face folder")
     if not (folder / "config.json").is_file():
-        raise ModelError(f"{folder} has no config.json: it is not a model in Hugging Face format")
+        raise ModelError(
+            f"{folder} has no config.json: it is not a model in Hugging Face format; give a folder that has one"
+        )
     return read_json(folder / "config.json")
 
 
-def weight_files(folder: Path) -> dict[Path, list[str] | None]:
-    """The safetensors files of a folder, each with the tensors the index expects in it (None: no index)."""
+def find_weight_files(folder: Path) -> dict[Path, list[str] | None]:
+    """Returns the safetensors files of a folder, each with the names of the tensors that the index expects in it.
+
+    The names are None where the folder has one file and no index.
+    """
     if (folder / INDEX).is_file():
         index = read_json(folder / INDEX).get("weight_map")
         if not isinstance(index, dict) or not index:
-            raise ModelError(f"{folder / INDEX} has no weight_map")
+            raise ModelError(f"{folder / INDEX} has no weight_map: it is damaged, fetch the model again")
         files: dict[Path, list[str] | None] = {}
         for name, file in index.items():
-            names = files.setdefault(_inside(folder, file), [])
+            names = files.setdefault(_resolve_weight_file(folder, file), [])
             assert names is not None
             names.append(name)
         return files
+    # A dangling link counts too: _resolve_weight_file then says that the download is incomplete.
     if (folder / SINGLE).exists() or (folder / SINGLE).is_symlink():
-        return {_inside(folder, SINGLE): None}
-    if pickled := sorted(p.name for pattern in PICKLES for p in folder.glob(pattern)):
+        return {_resolve_weight_file(folder, SINGLE): None}
+    if pickled := sorted(p.name for pattern in PICKLE_PATTERNS for p in folder.glob(pattern)):
         raise ModelError(
             f"{folder} has only pickle weights ({pickled[0]}), which can run code when read: "
             "convert them to safetensors (transformers' save_pretrained does)"
         )
-    raise ModelError(f"{folder} has no {SINGLE} and no {INDEX}")
+    raise ModelError(f"{folder} has no {SINGLE} and no {INDEX}: the weights are missing, fetch the model again")
 
 
 def save_folder(
@@ -124,11 +157,16 @@ def save_folder(
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = 5 * 10**9,
 ) -> Path:
-    """Write a folder that transformers and vLLM load: config, weights, `source`'s tokenizer and template."""
+    """Writes a model folder `out` that transformers and vLLM load, and returns its path.
+
+    config.json is `hf_config`, or made from the decoder if that is None. Tokenizer and chat template are copied from
+    the folder `source` (None: not written). Weights are written in `dtype`, by default the decoder's, in files of at
+    most `max_shard_bytes`, unless one tensor alone is larger. The folder appears complete or not at all.
+    """
     dtype = dtype or decoder.embed.dtype
-    with staged(Path(out)) as folder:
+    with stage_folder(Path(out)) as folder:
         if isinstance(decoder, AutoDecoder):
-            decoder.write(folder, dtype, max_shard_bytes)
+            decoder.write_model(folder, dtype, max_shard_bytes)
             config = dict(hf_config or read_json(folder / "config.json"))
         else:
             _write_weights(decoder, folder, dtype, max_shard_bytes)
@@ -143,8 +181,12 @@ def save_folder(
 
 
 def _write_weights(decoder: Decoder, folder: Path, dtype: torch.dtype, max_shard_bytes: int) -> None:
+    """Writes the decoder's weights under their Hugging Face names, in one file or in shards with an index."""
+    # First decide which tensors go into which file, in the decoder's order.
     shards: list[list[str]] = [[]]
-    views, size, total = dict(hf_views(decoder)), 0, 0
+    views = dict(hf_views(decoder))
+    size = 0
+    total = 0
     for name, view in views.items():
         num_bytes = view.numel() * dtype.itemsize
         if shards[-1] and size + num_bytes > max_shard_bytes:
@@ -155,55 +197,75 @@ def _write_weights(decoder: Decoder, folder: Path, dtype: torch.dtype, max_shard
     weight_map: dict[str, str] = {}
     for i, names in enumerate(shards, start=1):
         file = SINGLE if len(shards) == 1 else f"model-{i:05d}-of-{len(shards):05d}.safetensors"
-        # cloned one shard at a time: views of one storage cannot be written as they are
-        tensors = {n: hf_shaped(n, views[n].detach()).to("cpu", dtype, copy=True).contiguous() for n in names}
+        # safetensors refuses views that share storage, so they are copied. One shard at a time, to save memory.
+        tensors = {n: to_hf_shape(n, views[n].detach()).to("cpu", dtype, copy=True).contiguous() for n in names}
         save_file(tensors, folder / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(names, file)
     if len(shards) > 1:
         _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
-def _place(name: str, tensor: Tensor, views: Mapping[str, Tensor], file: Path) -> None:
-    """Copy one stored tensor to where the decoder has it."""
+def _copy_into_view(name: str, tensor: Tensor, views: Mapping[str, Tensor], file: Path) -> None:
+    """Copies one stored tensor into the decoder's view of that name. Raises ModelError if it does not fit."""
     if name not in views:
-        raise ModelError(f'{file}: unknown tensor "{name}": the weights are not of the model config.json describes')
-    if tensor.dtype not in FLOATS:
-        raise ModelError(f'{file}: tensor "{name}" is {tensor.dtype}: quantised weights are not supported')
-    shape = list(hf_shaped(name, views[name].to("meta")).shape)
+        raise ModelError(
+            f'{file}: unknown tensor "{name}": the weights are of another model than config.json; fetch both again'
+        )
+    if tensor.dtype not in FLOAT_DTYPES:
+        raise ModelError(
+            f'{file}: tensor "{name}" is {tensor.dtype}: quantised weights are not supported, use the original model'
+        )
+    # On the meta device the shape is computed without a copy.
+    shape = list(to_hf_shape(name, views[name].to("meta")).shape)
     if list(tensor.shape) != shape:
-        raise ModelError(f'{file}: tensor "{name}" is {list(tensor.shape)}, config.json says {shape}')
+        raise ModelError(
+            f'{file}: tensor "{name}" is {list(tensor.shape)}, config.json says {shape}: '
+            "the weights are of another model than config.json; fetch both again"
+        )
     views[name].copy_(tensor.view(views[name].shape))
 
 
-def _all_tensors(folder: Path, files: Mapping[Path, list[str] | None]) -> Iterator[tuple[str, Tensor, Path]]:
-    """Every tensor of a folder, one at a time, and its file."""
-    found: set[str] = set()
+def _read_all_tensors(folder: Path, files: Mapping[Path, list[str] | None]) -> Iterator[tuple[str, Tensor, Path]]:
+    """Yields (name, tensor, file) for every tensor of a folder, one at a time."""
+    yielded: set[str] = set()
     for file, names in files.items():
-        for name, tensor in stored_tensors(file, names):
-            if name in found:
-                raise ModelError(f'tensor "{name}" is in more than one file of {folder}')
-            found.add(name)
+        for name, tensor in read_tensors(file, names):
+            if name in yielded:
+                raise ModelError(
+                    f'tensor "{name}" is in more than one file of {folder}: fetch the model again into a new folder'
+                )
+            yielded.add(name)
             yield name, tensor, file
 
 
-def stored_tensors(file: Path, expected: list[str] | None) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of one safetensors file, one at a time."""
+def read_tensors(file: Path, expected: list[str] | None) -> Iterator[tuple[str, Tensor]]:
+    """Yields (name, tensor) for every tensor of one safetensors file, in the order of names.
+
+    `expected` are names that must be there, or None. Raises ModelError if one is missing or the file is damaged.
+    """
     try:
         with safe_open(file, framework="pt") as stored:
             names = set(stored.keys())
             if expected is not None and (missing := sorted(set(expected) - names)):
-                raise ModelError(f"{file}: {some(missing)} missing, though the index says it is there")
+                raise ModelError(
+                    f"{file}: {summarise_tensors(missing)} missing, though the index says it is there: fetch it again"
+                )
             for name in sorted(names):
                 yield name, stored.get_tensor(name)
     except (SafetensorError, OSError) as e:
         raise ModelError(f"{file} is corrupted or truncated ({e}): fetch it again") from e
 
 
-def _inside(folder: Path, file: Any) -> Path:
-    """A weight file's path, if it stays in the folder. (The hub's cache links to its own blobs folder.)"""
+def _resolve_weight_file(folder: Path, file: Any) -> Path:
+    """Returns the real path of a weight file that the index names, if it is a safetensors file inside the folder.
+
+    Raises ModelError for any other path: an index of unknown origin must not make other files be read.
+    """
     if not isinstance(file, str) or not file.endswith(".safetensors"):
         raise ModelError(f"{folder / INDEX} names {file!r}: only .safetensors files are read")
-    root, path = folder.resolve(), (folder / file).resolve()
+    root = folder.resolve()
+    path = (folder / file).resolve()
+    # In the hub's cache, a snapshot folder has links to the files of a `blobs` folder beside it.
     roots = [root, root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [root]
     if Path(file).is_absolute() or ".." in Path(file).parts or not any(path.is_relative_to(r) for r in roots):
         raise ModelError(f'weight file "{file}" leaves the model folder {folder}: refused')
@@ -213,14 +275,16 @@ def _inside(folder: Path, file: Any) -> Path:
 
 
 def read_json(file: Path) -> dict[str, Any]:
+    """Returns the JSON object in a file. Raises ModelError if it cannot be read or is no object."""
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as e:
-        raise ModelError(f"{file} cannot be read as JSON: {e}") from e
+        raise ModelError(f"{file} cannot be read as JSON: {e}; replace the file") from e
     if not isinstance(value, dict):
-        raise ModelError(f"{file} is not a JSON object")
+        raise ModelError(f"{file} is not a JSON object: replace the file")
     return value
 
 
 def _write_json(file: Path, value: dict[str, Any]) -> None:
+    """Writes an object as indented JSON with a final newline."""
     file.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,7 +1,13 @@
-"""The parts of a layer, each with a backward that keeps only its input.
+"""The operations of a layer (products, norms, gates, rotations), each with a backward that stores little.
 
-Left to autograd, a norm and a gated unit store every intermediate: a third of a training step's memory on CPU.
-On a GPU elementwise work is done by the kernels of `cohort.models.kernels`, where Triton is there.
+Left to autograd, a norm and a gated unit store every intermediate result, which is a third of the memory of a training
+step on a CPU. On a GPU with Triton, the kernels of `cohort.models.kernels` do the elementwise work.
+
+In the classes for autograd, `forward` computes the result and saves what `backward` needs. `backward` returns one
+gradient per argument of `forward`, None for those that need none.
+
+Letters: T tokens, d and n sizes of vectors, ff size of the feed-forward part, K KV heads, g query heads per KV head,
+D head size.
 """
 
 from __future__ import annotations
@@ -15,122 +21,154 @@ import torch.nn.functional as F
 from torch import Tensor
 
 HAS_TRITON = find_spec("triton") is not None
+# oneDNN is used only on x86 CPUs with these instructions.
 HAS_ONEDNN = torch.backends.mkldnn.is_available() and torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
 
 
 class _Linear(torch.autograd.Function):
+    """Autograd function of `linear`. Saves the input and the matrix."""
+
     @staticmethod
     def forward(ctx, x, weight, bias, collect):  # type: ignore[no-untyped-def]
+        """Returns x @ weight.T + bias [T, n]."""
         ctx.save_for_backward(x, weight)
         ctx.collect = collect
-        return product(x, weight, bias, exact=True)
+        return multiply(x, weight, bias, exact=True)
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        """Returns the gradients of x, weight and bias from that of the output; None for `collect`."""
         x, weight = ctx.saved_tensors
-        d_x = product(grad, weight.t()) if ctx.needs_input_grad[0] else None
-        d_weight = _weight_grad(grad, x, ctx.needs_input_grad[1], ctx.collect)
+        d_x = multiply(grad, weight.t()) if ctx.needs_input_grad[0] else None
+        d_weight = _form_weight_gradient(grad, x, ctx.needs_input_grad[1], ctx.collect)
         return d_x, d_weight, grad.sum(0) if ctx.needs_input_grad[2] else None, None
 
 
 class _RmsNorm(torch.autograd.Function):
+    """Autograd function of `rms_norm` in plain torch. Saves the input and one factor 1 / rms per row."""
+
     @staticmethod
     def forward(ctx, x, weight, eps):  # type: ignore[no-untyped-def]
-        exact = wide(x)
+        """Returns x / rms(x) * weight."""
+        exact = widen(x)
         scale = torch.rsqrt(exact.square().mean(-1, keepdim=True) + eps)
         ctx.save_for_backward(x, weight, scale)
+        # Rounded to the weight's type before the multiplication. The kernel rounds at the same place.
         return (exact * scale).to(weight.dtype).mul_(weight)
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        """Returns the gradients of x and weight from that of the output; None for `eps`."""
         x, weight, scale = ctx.saved_tensors
-        normed = wide(x) * scale
+        normed = widen(x) * scale
         d_weight = (grad * normed.to(grad.dtype)).flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
-        inner = wide(grad * weight)
+        inner = widen(grad * weight)
+        # The norm does not change with the length of x, so the gradient has no part along x: that part is removed.
         along = (inner * normed).mean(-1, keepdim=True)
         d_x = inner.addcmul_(normed, along, value=-1).mul_(scale)
         return d_x.to(x.dtype), d_weight, None
 
 
-class _AddNorm(torch.autograd.Function):
-    """By kernels, on a GPU. Keeps the sum, which goes on anyway, and one factor a token."""
+class _FusedAddNorm(torch.autograd.Function):
+    """Autograd function of `add_norm` by kernels, on a GPU.
+
+    Saves one factor per token and the sum. The sum costs no extra memory, because the residual stream keeps it anyway.
+    """
 
     @staticmethod
     def forward(ctx, x, y, weight, eps):  # type: ignore[no-untyped-def]
-        kernels = _kernels()
+        """Returns the sum x + y and its norm."""
+        kernels = _import_kernels()
         total = x if y is None else torch.empty_like(x)
         scale = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
         normed = kernels.add_norm(x, y, weight, eps, total, scale)
         ctx.save_for_backward(total, weight, scale)
         ctx.y_dtype = None if y is None else y.dtype
+        # A missing gradient stays None instead of becoming a tensor of zeros that the kernel would read.
         ctx.set_materialize_grads(False)
         return total, normed
 
     @staticmethod
     def backward(ctx, d_total, d_normed):  # type: ignore[no-untyped-def]
+        """Returns the gradients of x, y and weight from those of the sum and of the norm; None for `eps`."""
         total, weight, scale = ctx.saved_tensors
         d_normed = torch.zeros_like(total, dtype=weight.dtype) if d_normed is None else d_normed.contiguous()
-        d_x, d_y, d_weight = _kernels().norm_backward(total, weight, scale, d_normed, d_total, ctx.y_dtype)
+        d_x, d_y, d_weight = _import_kernels().norm_backward(total, weight, scale, d_normed, d_total, ctx.y_dtype)
         return d_x, d_y, d_weight, None
 
 
-class _SplitRotated(torch.autograd.Function):
-    """By kernels, on a GPU. The fused product is not kept."""
+class _FusedRotation(torch.autograd.Function):
+    """Autograd function of `split_and_rotate` by kernels, on a GPU. Saves only cos and sin, not qkv."""
 
     @staticmethod
     def forward(ctx, qkv, cos, sin):  # type: ignore[no-untyped-def]
+        """Returns rotated q and k, and v."""
         ctx.save_for_backward(cos, sin)
-        return _kernels().split_rotated(qkv, cos, sin)
+        return _import_kernels().split_and_rotate(qkv, cos, sin)
 
     @staticmethod
     def backward(ctx, d_q, d_k, d_v):  # type: ignore[no-untyped-def]
+        """Returns the gradient of qkv from those of q, k and v; None for cos and sin."""
         cos, sin = ctx.saved_tensors
         grads = (x.contiguous() for x in (d_q, d_k, d_v))
-        return _kernels().split_rotated_backward(*grads, cos, sin), None, None
+        return _import_kernels().split_and_rotate_backward(*grads, cos, sin), None, None
 
 
-class _Gated(torch.autograd.Function):
+class _GatedUnit(torch.autograd.Function):
+    """Autograd function of `apply_gated_unit`. Saves gate and up [T, 2 ff] and computes silu(gate) * up again."""
+
     @staticmethod
     def forward(ctx, x, gate_up, gate_up_bias, down, down_bias, collect_gate_up, collect_down):  # type: ignore[no-untyped-def]
-        both = product(x, gate_up, gate_up_bias)  # [T, 2 ff]
+        """Returns down(silu(gate(x)) * up(x)) [T, d]."""
+        both = multiply(x, gate_up, gate_up_bias)  # [T, 2 ff]
         ctx.save_for_backward(x, gate_up, down, both)
         ctx.collect_gate_up, ctx.collect_down = collect_gate_up, collect_down
-        return product(_opened(both), down, down_bias, exact=True)
+        return multiply(_apply_gate(both), down, down_bias, exact=True)
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        """Returns the gradients of x, the matrices and the biases from that of the output; None for the collectors."""
         x, gate_up, down, both = ctx.saved_tensors
         needs = ctx.needs_input_grad
-        d_both, inner = _opened_backward(both, product(grad, down.t()))
-        d_down = _weight_grad(grad, inner, needs[3], ctx.collect_down)
-        d_x = product(d_both, gate_up.t()) if needs[0] else None
-        d_gate_up = _weight_grad(d_both, x, needs[1], ctx.collect_gate_up)
+        d_both, inner = _apply_gate_backward(both, multiply(grad, down.t()))
+        d_down = _form_weight_gradient(grad, inner, needs[3], ctx.collect_down)
+        d_x = multiply(d_both, gate_up.t()) if needs[0] else None
+        d_gate_up = _form_weight_gradient(d_both, x, needs[1], ctx.collect_gate_up)
         d_gate_up_bias = d_both.sum(0) if needs[2] else None
         d_down_bias = grad.sum(0) if needs[4] else None
         return d_x, d_gate_up, d_gate_up_bias, d_down, d_down_bias, None, None
 
 
-class _Rotate(torch.autograd.Function):
+class _Rotation(torch.autograd.Function):
+    """Autograd function of `rotate`. Saves only cos and sin."""
+
     @staticmethod
     def forward(ctx, x, cos, sin):  # type: ignore[no-untyped-def]
+        """Returns x rotated."""
         ctx.save_for_backward(cos, sin)
-        return _turn(x, cos, sin)
+        return _rotate_halves(x, cos, sin)
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        """Returns the gradient of x from that of the output; None for cos and sin."""
         cos, sin = ctx.saved_tensors
-        return _turn(grad, cos, -sin), None, None  # the inverse of a rotation is its transpose
+        # The gradient of a rotation is the rotation by the opposite angle.
+        return _rotate_halves(grad, cos, -sin), None, None
 
 
 Product = Callable[[Tensor, Tensor | None], Tensor]
-"""(x [T, d], bias [n]) -> [T, n], with a matrix it knows."""
+"""A product with one known matrix: called with x [T, d] and a bias [n] or None, returns [T, n]."""
 
+# Products to use instead of the plain one, by the memory address of the matrix. Set by `substitute_products`.
 _substitutes: Mapping[int, Product] = {}
 
 
 @contextmanager
-def substituted(products: Mapping[int, Product]) -> Iterator[None]:
-    """Within, products with the matrices at these addresses are computed so: from packed copies of them, say."""
+def substitute_products(products: Mapping[int, Product]) -> Iterator[None]:
+    """Within the block, `multiply` uses these products for the matrices at these memory addresses.
+
+    The sampler replaces matrices with packed copies this way.
+    """
     global _substitutes
     before, _substitutes = _substitutes, products
     try:
@@ -140,80 +178,95 @@ def substituted(products: Mapping[int, Product]) -> Iterator[None]:
 
 
 Collector = Callable[[Tensor, Tensor], None]
-"""Gets (gradient [T, n] of a product's output, its input x [T, d]): what the matrix's gradient is made of."""
+"""Called with the gradient [T, n] of a product's output and the product's input x [T, d].
+
+From these two the gradient of the matrix would be formed. A collector uses them in its own way instead.
+"""
 
 
-def _weight_grad(grad: Tensor, x: Tensor, needed: bool, collect: Collector | None) -> Tensor | None:
-    """The gradient [n, d] of a matrix from that of its product [T, n]; None where a collector gets its parts."""
+def _form_weight_gradient(grad: Tensor, x: Tensor, needed: bool, collect: Collector | None) -> Tensor | None:
+    """Returns the gradient [n, d] of a matrix from its product's gradient [T, n] and input x [T, d].
+
+    With a collector, passes both to it and returns None. Returns None too if the gradient is not `needed`.
+    """
     if collect is not None:
         collect(grad, x)
         return None
     return grad.t() @ x if needed else None
 
 
-def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, exact: bool = False) -> Tensor:
-    """x @ weight.T (+ bias) [T, n], without autograd. On x86 in fp32 by oneDNN, which is a tenth faster than MKL.
+def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None, exact: bool = False) -> Tensor:
+    """Returns x @ weight.T (+ bias) [T, n], without autograd.
 
-    `exact` = not by oneDNN: its sums are less exact (SmolLM2's log-probabilities lie 1.1e-5 from float64 instead of
-    0.8e-5), and only for wide matrices, a gate or a head, is it much faster forward.
+    On x86 in fp32 the library oneDNN computes it, which is a tenth faster than MKL. With `exact` MKL does.
     """
+    # The sums of oneDNN are less exact: SmolLM2's log-probabilities lie 1.1e-5 from float64 instead of 0.8e-5, and the
+    # contract is 1e-5. In the forward pass it is much faster only for wide matrices (gate, head). So narrow forward
+    # products ask for `exact`, and wide or backward ones do not.
     if _substitutes and (substitute := _substitutes.get(weight.data_ptr())) is not None:
         return substitute(x, bias)
     if HAS_ONEDNN and x.dtype == torch.float32 and x.device.type == "cpu" and not exact:
-        return onednn(x, weight, bias)
+        return multiply_by_onednn(x, weight, bias)
     return F.linear(x, weight, bias)
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total [n, d] += a^T b, in the total's type: fp32 also where a [T, n] and b [T, d] are bf16."""
+    """Adds a^T b to `total` [n, d] in place, in the type of `total`: fp32 also where a [T, n] and b [T, d] are bf16."""
     if total.dtype == a.dtype:
         total.addmm_(a.t(), b)
     elif a.is_cuda:
+        # The product adds to the fp32 total itself: the bf16 product is never rounded or stored.
         torch.addmm(total, a.t(), b, out_dtype=total.dtype, out=total)
     else:
         total.add_(a.t() @ b)
 
 
-def onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The same by oneDNN; the matrix may be one that it packed."""
+def multiply_by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Returns x @ weight.T (+ bias), computed by oneDNN. `weight` may be in the packed layout of oneDNN."""
     out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return out
 
 
-def wide_product(x: Tensor, weight: Tensor) -> Tensor:
-    """x @ weight.T in at least fp32, without autograd: logits rounded to bf16 would be most of the sampler's gap."""
+def multiply_wide(x: Tensor, weight: Tensor) -> Tensor:
+    """Returns x @ weight.T in at least fp32, without autograd, whatever the type of x and weight.
+
+    It is for logits: rounded to bf16, they would cause most of the gap between sampler and learner.
+    """
     if x.dtype in (torch.float32, torch.float64):
-        return product(x, weight)
+        return multiply(x, weight)
     if x.device.type == "cuda":
         return torch.mm(x, weight.t(), out_dtype=torch.float32)
     return F.linear(x.float(), weight.float())
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, collect: Collector | None = None) -> Tensor:
-    """x [T, d], weight [n, d], bias [n] -> [T, n]. With `collect` the weight gets no gradient: see `Collector`."""
+    """Returns x [T, d] times weight [n, d] transposed, plus bias [n]: [T, n].
+
+    With `collect` the weight gets no gradient; the collector is called in the backward instead.
+    """
     if not torch.is_grad_enabled():
-        return product(x, weight, bias, exact=True)
+        return multiply(x, weight, bias, exact=True)
     return _Linear.apply(x, weight, bias, collect)
 
 
 def add_norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The stream x [T, d] with y added (where there is one), and its norm in the weight's type."""
-    if fused(x):
-        total, normed = _AddNorm.apply(x, y, weight, eps)
+    """Returns the sum x + y [T, d] (or x, if y is None) and the RMS norm of that sum in the weight's type."""
+    if has_kernels(x):
+        total, normed = _FusedAddNorm.apply(x, y, weight, eps)
         return total, normed
     x = x if y is None else x + y
     return x, rms_norm(x, weight, eps)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / rms(x) * weight over the last axis, computed in at least fp32, in the weight's type."""
-    if fused(x):
-        normed: Tensor = _AddNorm.apply(x.reshape(-1, x.shape[-1]).contiguous(), None, weight, eps)[1]
+    """Returns x / rms(x) * weight over the last axis, in the weight's type. It is computed in at least fp32."""
+    if has_kernels(x):
+        normed: Tensor = _FusedAddNorm.apply(x.reshape(-1, x.shape[-1]).contiguous(), None, weight, eps)[1]
         return normed.view(x.shape)
     return _RmsNorm.apply(x, weight, eps)
 
 
-def gated(
+def apply_gated_unit(
     x: Tensor,
     gate_up: Tensor,
     gate_up_bias: Tensor | None,
@@ -222,66 +275,78 @@ def gated(
     collect_gate_up: Collector | None = None,
     collect_down: Collector | None = None,
 ) -> Tensor:
-    """down(silu(gate(x)) * up(x)): x [T, d], gate_up [2 ff, d], down [d, ff]. Keeps [T, 2 ff], not the product."""
-    return _Gated.apply(x, gate_up, gate_up_bias, down, down_bias, collect_gate_up, collect_down)
+    """Returns down(silu(gate(x)) * up(x)) [T, d], for x [T, d], gate_up [2 ff, d] and down [d, ff].
+
+    A matrix that has a collector gets no gradient: see `Collector`.
+    """
+    return _GatedUnit.apply(x, gate_up, gate_up_bias, down, down_bias, collect_gate_up, collect_down)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary position embedding of the last axis, halves convention. x [T, K, h, D], cos and sin [T, 1, 1, D/2]."""
-    return _Rotate.apply(x, cos, sin)
+    """Applies rotary position embedding to x [T, K, h, D], with cos and sin [T, 1, 1, D/2].
+
+    Entry i of the last axis forms a pair with entry i + D/2 (the halves convention of Hugging Face).
+    """
+    return _Rotation.apply(x, cos, sin)
 
 
-def split_rotated(qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """qkv [T, K, g + 2, D] -> q [T, K, g, D] and k [T, K, D], rotated, and v [T, K, D]."""
-    if fused(qkv) and is_power(qkv.shape[-1]):
-        q, k, v = _SplitRotated.apply(qkv, cos, sin)
+def split_and_rotate(qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Splits qkv [T, K, g + 2, D] and returns q [T, K, g, D] and k [T, K, D], both rotated, and v [T, K, D]."""
+    if has_kernels(qkv) and is_power_of_two(qkv.shape[-1]):
+        q, k, v = _FusedRotation.apply(qkv, cos, sin)
         return q, k, v
-    qk, v = qkv.split([qkv.shape[2] - 1, 1], dim=2)  # its backward is one copy, that of slices three
+    # The backward of split is one copy; that of three slices would be three.
+    qk, v = qkv.split([qkv.shape[2] - 1, 1], dim=2)
     q, k = rotate(qk, cos, sin).split([qk.shape[2] - 1, 1], dim=2)
     return q, k[:, :, 0], v[:, :, 0]
 
 
-def is_power(n: int) -> bool:
-    """Of two: the head sizes that kernels take."""
+def is_power_of_two(n: int) -> bool:
+    """Returns whether n is a power of two. The kernels for attention and rotation take only such head sizes."""
     return n & (n - 1) == 0
 
 
-def fused(x: Tensor) -> bool:
-    """Are there kernels for this?"""
+def has_kernels(x: Tensor) -> bool:
+    """Returns whether Triton kernels work on this tensor: it is on a GPU, not float64, and Triton is installed."""
     return x.is_cuda and x.dtype != torch.float64 and HAS_TRITON
 
 
-def _kernels():  # type: ignore[no-untyped-def]
-    """Imported where there is a GPU: compiling is what Triton is for."""
+def _import_kernels():  # type: ignore[no-untyped-def]
+    """Returns the module of kernels. It is imported late because it needs Triton, which only GPU machines have."""
     from cohort.models import kernels
 
     return kernels
 
 
-def _opened(both: Tensor) -> Tensor:
-    """silu(gate) * up of [T, gate | up]."""
-    if fused(both):
-        inner: Tensor = _kernels().gate(both)
+def _apply_gate(both: Tensor) -> Tensor:
+    """Returns silu(gate) * up [T, ff], for `both` = gate and up side by side [T, 2 ff]."""
+    if has_kernels(both):
+        inner: Tensor = _import_kernels().apply_gate(both)
         return inner
     gate, up = both.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
 
 
-def _opened_backward(both: Tensor, d_inner: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradient of both [T, 2 ff], and silu(gate) * up once more. Takes d_inner's place."""
-    if fused(both):
-        d_both, inner = _kernels().gate_backward(both, d_inner)
+def _apply_gate_backward(both: Tensor, d_inner: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the gradient of `both` [T, 2 ff] and silu(gate) * up [T, ff], computed again.
+
+    `d_inner` [T, ff] is the gradient of silu(gate) * up. Its memory may be overwritten.
+    """
+    if has_kernels(both):
+        d_both, inner = _import_kernels().apply_gate_backward(both, d_inner)
         return d_both, inner
     gate, up = both.chunk(2, dim=-1)
     d_both = torch.empty_like(both)
     d_gate, d_up = d_both.chunk(2, dim=-1)
     opened = F.silu(gate)
+    # Results are written into the two halves of d_both, and products overwrite tensors that are no longer needed.
     torch.mul(opened, d_inner, out=d_up)
     torch.ops.aten.silu_backward(d_inner.mul_(up), gate, grad_input=d_gate)
     return d_both, opened.mul_(up)
 
 
-def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Returns x with each pair (entry i, entry i + D/2) of the last axis rotated by its angle."""
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     (a, b), (low, high) = x.chunk(2, dim=-1), out.chunk(2, dim=-1)
     torch.mul(a, cos, out=low).addcmul_(b, sin, value=-1)
@@ -289,6 +354,6 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return out
 
 
-def wide(x: Tensor) -> Tensor:
-    """In at least fp32."""
+def widen(x: Tensor) -> Tensor:
+    """Returns x in at least fp32: a copy if it is bf16 or fp16, else x itself."""
     return x if x.dtype in (torch.float32, torch.float64) else x.float()

@@ -1,4 +1,4 @@
-"""Models of the Hugging Face hub, by `owner/name`: found in its own cache, fetched on request."""
+"""Models of the Hugging Face hub, named `owner/name`: lookup in the hub's own cache, and fetching."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 
 from cohort.errors import ModelError
 
-# What a model folder needs here: no pickled weights, no code.
-WANTED = (
+# The files of a model that are used here. Pickled weights and code are left out.
+WANTED_PATTERNS = (
     *("config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json"),
     *("tokenizer*.json", "special_tokens_map.json", "vocab.json", "merges.txt", "chat_template.json", "*.jinja"),
 )
 
 
 def is_hub_name(name: str) -> bool:
-    """`owner/name`, as the hub writes it.
+    """Returns whether `name` has the form `owner/name`.
 
     >>> is_hub_name("Qwen/Qwen2.5-3B"), is_hub_name("./models/x"), is_hub_name("runs/a/b"), is_hub_name("tiny")
     (True, False, False, False)
@@ -24,41 +24,50 @@ def is_hub_name(name: str) -> bool:
     return re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", name) is not None
 
 
-def cached(name: str) -> Path | None:
-    """The folder of a model that was fetched before; None where it was not."""
-    hub = _hub()
+def find_cached(name: str) -> Path | None:
+    """Returns the folder of a model that was fetched before, or None. Uses no network."""
+    hub = _import_hub()
     if hub is None:
         return None
     try:
-        folder = Path(hub.snapshot_download(name, allow_patterns=list(WANTED), local_files_only=True))
+        folder = Path(hub.snapshot_download(name, allow_patterns=list(WANTED_PATTERNS), local_files_only=True))
     except (OSError, ValueError):
+        # Not in the cache, or not a valid name.
         return None
-    return folder if _is_whole(folder) else None
+    # An interrupted download can leave a folder without weights.
+    return folder if _is_complete(folder) else None
 
 
-def fetch(name: str) -> Path:
-    """Fetch a model; what is there already is not fetched again."""
-    hub = _hub()
+def fetch_model(name: str) -> Path:
+    """Fetches a model from the hub and returns its folder. Files that are in the hub's cache are not fetched again."""
+    hub = _import_hub()
     if hub is None:
-        raise ModelError(f"to fetch {name} from the Hugging Face hub: pip install 'cohort[hub]'")
+        raise ModelError(
+            f"{name} cannot be fetched without the package huggingface_hub: install it with pip install 'cohort[hub]'"
+        )
     try:
-        folder = Path(hub.snapshot_download(name, allow_patterns=list(WANTED)))
+        folder = Path(hub.snapshot_download(name, allow_patterns=list(WANTED_PATTERNS)))
     except (OSError, ValueError) as error:
         why = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
         raise ModelError(
             f"{name} could not be fetched from the Hugging Face hub: {why}; check the name and the network, and for a "
             "gated model log in with `hf auth login`"
         ) from error
-    if not _is_whole(folder):
-        raise ModelError(f"{name} has no config.json with safetensors weights: it cannot be loaded here")
+    if not _is_complete(folder):
+        raise ModelError(
+            f"{name} has no config.json with safetensors weights: it cannot be loaded here, "
+            "choose a model that is published as safetensors"
+        )
     return folder
 
 
-def _is_whole(folder: Path) -> bool:
+def _is_complete(folder: Path) -> bool:
+    """Returns whether the folder has a config.json and at least one safetensors file."""
     return (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
 
 
-def _hub() -> Any:
+def _import_hub() -> Any:
+    """Returns the module huggingface_hub, or None if it is not installed."""
     try:
         import huggingface_hub
     except ImportError:

@@ -1,9 +1,11 @@
-"""Triton kernels for the elementwise work of a layer, forward and backward, each behind a function of tensors.
+"""Triton kernels for the elementwise work of a layer, forward and backward, each with a function that launches it.
 
-Forward they round where the decoder's plain operations round, so that sampler and learner differ as little as they
-can. Nothing here waits for the host, and nothing is added up in an order that changes from run to run.
+In the forward pass they round where the decoder's plain operations round, so that sampler and learner differ as little
+as possible. Nothing here makes the host wait for the GPU, and no sum has an order that changes from run to run.
 
-Letters: T tokens, d hidden, K KV heads, g query heads a KV head, D head size.
+In kernels, `at` are the columns that a program works on, and `here` masks those beyond the end of the row.
+
+Letters: T tokens, d hidden size, ff size of the feed-forward part, K KV heads, g query heads per KV head, D head size.
 """
 
 from __future__ import annotations
@@ -16,31 +18,42 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-PARTS = 1024  # programs that each add up a part of a norm's gradient
+# About how many programs add up partial sums of the gradient of a norm's weight.
+MAX_PARTS = 1024
 
 
-def power(n: int) -> int:
-    """The smallest power of two that is at least n."""
+def next_power_of_two(n: int) -> int:
+    """Returns the smallest power of two that is at least n."""
     return 1 << (n - 1).bit_length()
 
 
 @cache
-def early(device: torch.device) -> dict[str, Any]:
-    """Options of a kernel that may start before the one before it has ended: it must call `await_inputs`."""
-    able = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-    return {"EARLY": True, "launch_pdl": True} if able else {"EARLY": False}
+def choose_launch_options(device: torch.device) -> dict[str, Any]:
+    """Returns the launch options for a kernel that may start before the kernel before it has ended.
+
+    Such a kernel must call `await_inputs` with EARLY. Where the device lacks this ability, EARLY is False.
+    """
+    # Programmatic dependent launch exists from compute capability 9.0 on.
+    has_early_start = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    return {"EARLY": True, "launch_pdl": True} if has_early_start else {"EARLY": False}
 
 
 @triton.jit
 def await_inputs(EARLY: tl.constexpr):
-    """Everything launched before is through from here on. In every program, or what comes after may start too soon."""
+    """Waits until all kernels launched before have finished. Does nothing unless EARLY.
+
+    Every program of a kernel must call it, because otherwise the kernels after it could start too soon.
+    """
     if EARLY:
         tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
 def let_next_start(EARLY: tl.constexpr):
-    """The kernel launched next may start once all programs have come here; to read what this one writes, it waits."""
+    """Allows the kernel launched next to start once all programs of this kernel have made this call.
+
+    The next kernel must still call `await_inputs` before it reads what this kernel writes.
+    """
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
 
@@ -53,14 +66,17 @@ def _add_norm_kernel(
     x_ptr, y_ptr, weight_ptr, total_ptr, out_ptr, scale_ptr, eps, d: tl.constexpr, BLOCK: tl.constexpr,
     ADD: tl.constexpr, KEEP: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    """Computes one row of `add_norm` per program. ADD: there is a y. KEEP: the factors 1 / rms are stored."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     here = at < d
     weight = tl.load(weight_ptr + at, mask=here, other=0.0).to(tl.float32)
     if ADD:
-        x = tl.load(x_ptr + row * d + at, mask=here, other=0.0).to(tl.float32)  # settled before y was begun
+        # x is read before the wait: it was complete before the kernel that writes y was launched.
+        x = tl.load(x_ptr + row * d + at, mask=here, other=0.0).to(tl.float32)
         await_inputs(EARLY)
         x = x + tl.load(y_ptr + row * d + at, mask=here, other=0.0).to(tl.float32)
+        # The norm is that of the rounded sum, as it is stored.
         x = x.to(total_ptr.dtype.element_ty)
         tl.store(total_ptr + row * d + at, x, mask=here)
         x = x.to(tl.float32)
@@ -69,6 +85,7 @@ def _add_norm_kernel(
         x = tl.load(x_ptr + row * d + at, mask=here, other=0.0).to(tl.float32)
     dtype = out_ptr.dtype.element_ty
     scale = 1.0 / tl.sqrt(tl.sum(x * x, axis=0) / d + eps)
+    # Rounded before the multiplication with the weight, as the plain operations do.
     normed = (x * scale).to(dtype).to(tl.float32) * weight
     tl.store(out_ptr + row * d + at, normed.to(dtype), mask=here)
     if KEEP:
@@ -78,21 +95,23 @@ def _add_norm_kernel(
 def add_norm(
     x: Tensor, y: Tensor | None, weight: Tensor, eps: float, total: Tensor | None = None, scale: Tensor | None = None
 ) -> Tensor:
-    """The RMS norm of x + y (or of x) in the weight's type. [T, d] each; the sum goes to `total`, or over x.
+    """Returns the RMS norm of x + y (or of x, if y is None) in the weight's type. All are [T, d].
 
-    `scale` [T] takes the factors 1 / rms, for the backward. What was launched just before may write y, or x where
-    there is no y, but not the others: they are read early.
+    The sum is stored in `total`, or over x if that is None. `scale` [T] receives the factors 1 / rms for the backward.
+    The kernel launched just before may write y (or x, if there is no y). It must not write the other inputs, because
+    they are read before that kernel has ended.
     """
     T, d = x.shape
     assert x.is_contiguous() and (y is None or y.is_contiguous())
     out = torch.empty(T, d, dtype=weight.dtype, device=x.device)
     if T:
-        block = power(d)
+        block = next_power_of_two(d)
         _add_norm_kernel[(T,)](
+            # A kernel takes no None: x stands in for a tensor that is not given and not read or written.
             *(x, x if y is None else y, weight, x if total is None else total, out, x if scale is None else scale),
             *(eps, d, block, y is not None, scale is not None),
             num_warps=min(8, max(1, block // 256)),
-            **early(x.device),
+            **choose_launch_options(x.device),
         )
     return out
 
@@ -102,6 +121,10 @@ def _norm_backward_kernel(
     x_ptr, weight_ptr, scale_ptr, d_out_ptr, d_total_ptr, d_x_ptr, d_y_ptr, d_weight_ptr, T, each,
     d: tl.constexpr, BLOCK: tl.constexpr, TOTAL: tl.constexpr, Y: tl.constexpr,
 ):  # fmt: skip
+    """Computes `norm_backward` for `each` consecutive rows per program, which also adds up its part of d_weight.
+
+    TOTAL: d_total is added to d_x. Y: d_y is stored.
+    """
     program = tl.program_id(0)
     at = tl.arange(0, BLOCK)
     here = at < d
@@ -127,19 +150,23 @@ def _norm_backward_kernel(
 def norm_backward(
     x: Tensor, weight: Tensor, scale: Tensor, d_out: Tensor, d_total: Tensor | None, y_dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Of `add_norm`: x is the sum that was normed, d_total what reaches it from elsewhere.
+    """Computes the backward of `add_norm`.
 
-    Returns the gradients of x, of y in its own type (None without one) and of the weight [d].
+    `x` [T, d] is the sum that was normed, `scale` [T] the factors 1 / rms, `d_out` the gradient of the norm, and
+    `d_total` the gradient that reaches the sum from elsewhere (None: there is none). Returns the gradients of x, of y
+    (in `y_dtype`; None if that is None) and of the weight [d].
     """
     T, d = x.shape
     assert x.is_contiguous() and d_out.is_contiguous() and (d_total is None or d_total.is_contiguous())
     d_x = torch.empty_like(x)
     d_y = None if y_dtype is None else torch.empty(T, d, dtype=y_dtype, device=x.device)
-    each = max(1, -(-T // (PARTS * max(1, 1024 // power(d)))))  # short rows are many: heads, say
+    # Rows per program. Short rows, such as those of heads, are many and get more programs.
+    each = max(1, -(-T // (MAX_PARTS * max(1, 1024 // next_power_of_two(d)))))
     programs = -(-T // each)
+    # One partial sum per program, summed below in a fixed order. Atomic additions would have none.
     parts = torch.empty(programs, d, dtype=torch.float32, device=x.device)
     if T:
-        block = power(d)
+        block = next_power_of_two(d)
         _norm_backward_kernel[(programs,)](
             *(x, weight, scale, d_out, d_x if d_total is None else d_total, d_x, d_x if d_y is None else d_y, parts),
             *(T, each, d, block, d_total is not None, d_y is not None),
@@ -153,6 +180,7 @@ def norm_backward(
 
 @triton.jit
 def _gate_kernel(wide_ptr, out_ptr, ff: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    """Computes silu(gate) * up for one row and BLOCK columns per program."""
     await_inputs(EARLY)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -161,23 +189,27 @@ def _gate_kernel(wide_ptr, out_ptr, ff: tl.constexpr, BLOCK: tl.constexpr, EARLY
     up = tl.load(wide_ptr + row * 2 * ff + ff + at, mask=here, other=0.0)
     dtype = gate.dtype
     gate = gate.to(tl.float32)
+    # Rounded after silu, as the plain operations do.
     opened = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
     tl.store(out_ptr + row * ff + at, (opened * up.to(tl.float32)).to(dtype), mask=here)
 
 
-def gate(wide: Tensor) -> Tensor:
-    """silu(gate) * up of [T, gate | up]."""
+def apply_gate(wide: Tensor) -> Tensor:
+    """Returns silu(gate) * up [T, ff], for `wide` = gate and up side by side [T, 2 ff]."""
     T, ff = wide.shape[0], wide.shape[1] // 2
     assert wide.is_contiguous()
     out = wide.new_empty(T, ff)
     if T:
-        block = min(1024, power(ff))
-        _gate_kernel[(T, triton.cdiv(ff, block))](wide, out, ff, block, num_warps=4, **early(wide.device))
+        block = min(1024, next_power_of_two(ff))
+        _gate_kernel[(T, triton.cdiv(ff, block))](
+            wide, out, ff, block, num_warps=4, **choose_launch_options(wide.device)
+        )
     return out
 
 
 @triton.jit
 def _gate_backward_kernel(wide_ptr, d_out_ptr, d_wide_ptr, out_ptr, ff: tl.constexpr, BLOCK: tl.constexpr):
+    """Computes the gradients of gate and up, and silu(gate) * up again, for one row and BLOCK columns per program."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     here = at < ff
@@ -194,13 +226,16 @@ def _gate_backward_kernel(wide_ptr, d_out_ptr, d_wide_ptr, out_ptr, ff: tl.const
     tl.store(d_wide_ptr + row * 2 * ff + ff + at, (d_out * opened).to(dtype), mask=here)
 
 
-def gate_backward(wide: Tensor, d_out: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradient [T, gate | up] of `gate`, and what `gate` gave once more [T, ff]: nobody had to keep it."""
+def apply_gate_backward(wide: Tensor, d_out: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the gradient [T, 2 ff] of the input of `apply_gate`, and the output of `apply_gate` [T, ff] again.
+
+    The output is computed again so that it need not be kept from the forward pass.
+    """
     T, ff = d_out.shape
     assert wide.is_contiguous() and d_out.is_contiguous()
     d_wide, out = torch.empty_like(wide), torch.empty_like(d_out)
     if T:
-        block = min(1024, power(ff))
+        block = min(1024, next_power_of_two(ff))
         _gate_backward_kernel[(T, triton.cdiv(ff, block))](wide, d_out, d_wide, out, ff, block, num_warps=4)
     return d_wide, out
 
@@ -213,10 +248,14 @@ def _rotate_kernel(
     qkv_ptr, cos_ptr, sin_ptr, q_ptr, k_ptr, v_ptr, K: tl.constexpr, g: tl.constexpr, D: tl.constexpr,
     HEADS: tl.constexpr, BACK: tl.constexpr,
 ):  # fmt: skip
-    """From qkv to q, k, v, or BACK: from their gradients to that of qkv, by the inverse rotation."""
+    """Splits and rotates qkv into q, k and v, for one token and one KV head per program.
+
+    BACK: computes the gradient of qkv from those of q, k and v instead, by the inverse rotation.
+    """
     t = tl.program_id(0).to(tl.int64)
     k = tl.program_id(1)
     half: tl.constexpr = D // 2
+    # Head h is a query for h < g and the key for h == g. HEADS is the next power of two; heads above are masked.
     h = tl.arange(0, HEADS)[:, None]
     i = tl.arange(0, half)
     cos = tl.load(cos_ptr + t * half + i).to(tl.float32)[None, :]
@@ -230,6 +269,7 @@ def _rotate_kernel(
     is_q = h < g
     is_k = h == g
     if BACK:
+        # A head is either a query or the key, so one of the two masked loads gives zero.
         low = tl.load(to_q, mask=is_q, other=0.0) + tl.load(to_k, mask=is_k, other=0.0)
         high = tl.load(to_q + half, mask=is_q, other=0.0) + tl.load(to_k + half, mask=is_k, other=0.0)
         sin = -sin
@@ -239,6 +279,7 @@ def _rotate_kernel(
     dtype: tl.constexpr = low.dtype
     a = low.to(tl.float32)
     b = high.to(tl.float32)
+    # Each product with cos is rounded before the addition, as the plain operations do.
     turned_a = ((a * cos).to(dtype).to(tl.float32) - b * sin).to(dtype)
     turned_b = ((b * cos).to(dtype).to(tl.float32) + a * sin).to(dtype)
     if BACK:
@@ -253,22 +294,29 @@ def _rotate_kernel(
         tl.store(to_v, tl.load(fused + (g + 1) * D + full))
 
 
-def split_rotated(qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """qkv [T, K, g + 2, D], cos and sin [T, D / 2] -> q [T, K, g, D] and k [T, K, D], rotated, and v [T, K, D]."""
+def split_and_rotate(qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Splits qkv [T, K, g + 2, D] and returns q [T, K, g, D] and k [T, K, D], both rotated, and v [T, K, D].
+
+    cos and sin have T * D / 2 entries each.
+    """
     T, K, heads, D = qkv.shape
     assert qkv.is_contiguous()
-    q, k, v = qkv.new_empty(T, K, heads - 2, D), qkv.new_empty(T, K, D), qkv.new_empty(T, K, D)
+    q = qkv.new_empty(T, K, heads - 2, D)
+    k = qkv.new_empty(T, K, D)
+    v = qkv.new_empty(T, K, D)
     if T:
         g = heads - 2
-        _rotate_kernel[(T, K)](qkv, cos, sin, q, k, v, K, g, D, power(g + 1), False, num_warps=1 if g <= 8 else 2)
+        _rotate_kernel[(T, K)](
+            qkv, cos, sin, q, k, v, K, g, D, next_power_of_two(g + 1), False, num_warps=1 if g <= 8 else 2
+        )
     return q, k, v
 
 
-def split_rotated_backward(d_q: Tensor, d_k: Tensor, d_v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The gradient of qkv [T, K, g + 2, D], from contiguous ones of q, k and v."""
+def split_and_rotate_backward(d_q: Tensor, d_k: Tensor, d_v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Returns the gradient of qkv [T, K, g + 2, D] from those of q, k and v, which must be contiguous."""
     T, K, g, D = d_q.shape
     d_qkv = d_q.new_empty(T, K, g + 2, D)
     if T:
         warps = 1 if g <= 8 else 2
-        _rotate_kernel[(T, K)](d_qkv, cos, sin, d_q, d_k, d_v, K, g, D, power(g + 1), True, num_warps=warps)
+        _rotate_kernel[(T, K)](d_qkv, cos, sin, d_q, d_k, d_v, K, g, D, next_power_of_two(g + 1), True, num_warps=warps)
     return d_qkv

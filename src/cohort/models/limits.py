@@ -1,10 +1,14 @@
-"""The least time the hardware needs: arithmetic at the measured matrix-product rate and, on a GPU, memory traffic.
+"""Lower limits on the time that sampling and training take on this hardware, for `cohort bench`.
 
-Counts follow the usual accounting: two floating-point operations per weight and token forward, four backward; a shared
-prompt once per group; the head on completion tokens only, of which a sample's last is no input. A CPU is held to its
-arithmetic alone. On a GPU decoding is bound by what every step has to read, so there the limit adds up, step by step,
-the weights (read, or computed with, whichever takes longer), the keys and values (a prompt's once a group) and the
-logits. Nothing is overlapped, launched or waited for, and every sample is admitted at once.
+Counts follow the usual accounting: two floating-point operations per weight and token in the forward pass, four in the
+backward pass. A shared prompt counts once per group. The head counts on completion tokens only, and the last token of a
+sample is no input of the model. On a CPU the limit is the arithmetic alone, at the measured rate of matrix products. On
+a GPU, decoding is limited by what every step has to read. There the limit adds up step by step: the weights (the time
+to read them or to compute with them, whichever is longer), the keys and values (those of a prompt once per group), and
+the logits. The limit assumes that launches and waits take no time and that all samples are decoded together from the
+start.
+
+Everywhere, `width` is the number of bytes per stored number.
 """
 
 from __future__ import annotations
@@ -20,123 +24,155 @@ import torch
 from cohort.models.config import ModelConfig
 
 LOGNORMAL_SIGMA = 0.8
-LOGNORMAL_MEDIAN = 0.284  # of the cap: the mean of what is cut off there is 0.363 of it, 186 tokens of 512
+# As a share of the cap. The mean of lengths cut off at the cap is then 0.363 of the cap: 186 tokens of 512.
+LOGNORMAL_MEDIAN = 0.284
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shape:
-    """A batch: all completions of one length, or each of its own."""
+class BatchShape:
+    """Sizes of a batch of groups. Completions all have one length, or each has its own."""
 
     prompts: int
-    samples: int
-    prompt_tokens: int
-    completion_tokens: int  # the longest allowed, where there are `lengths`
-    lengths: tuple[int, ...] = ()  # of the completions, group after group; empty = all completion_tokens
+    samples: int  # per prompt
+    prompt_tokens: int  # per prompt
+    completion_tokens: int  # per completion; with `lengths`, the longest allowed
+    lengths: tuple[int, ...] = ()  # of the completions, group after group; empty = all have completion_tokens
 
     @property
-    def completions(self) -> tuple[int, ...]:
+    def completion_lengths(self) -> tuple[int, ...]:
+        """The length in tokens of every completion, group after group."""
         return self.lengths or (self.completion_tokens,) * (self.prompts * self.samples)
 
     @property
-    def num_completion(self) -> int:
-        return sum(self.completions)
+    def num_completion_tokens(self) -> int:
+        """The number of tokens of all completions together."""
+        return sum(self.completion_lengths)
 
-    def unshared(self) -> Shape:
-        """The same completions, each after a prompt of its own."""
+    def without_sharing(self) -> BatchShape:
+        """Returns the shape of the same batch where each completion has a copy of the prompt to itself."""
         return replace(self, prompts=self.prompts * self.samples, samples=1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """What a device does in a second, measured on it."""
+    """What a device does per second, as measured on it."""
 
-    flops: float  # of a large matrix product
-    bytes: float  # read and written, of a large copy
+    flops: float  # floating-point operations per second, in a large matrix product
+    bytes: float  # bytes read plus bytes written per second, in a large copy
 
 
 @dataclass(frozen=True, kw_only=True)
-class Least:
-    """Seconds that sampling a batch takes at least, by phase."""
+class MinimumSeconds:
+    """The least number of seconds that sampling a batch can take, by phase."""
 
     prefill: float
     decode: float
 
     @property
     def total(self) -> float:
+        """Seconds of both phases together."""
         return self.prefill + self.decode
 
 
 # ---- counts
 
 
-def layer_params(c: ModelConfig) -> int:
-    """Weights of the matrix products, the head aside."""
+def count_layer_params(c: ModelConfig) -> int:
+    """Returns the number of weights in the matrices of all layers, without embedding, head, norms and biases."""
     attention = c.hidden * c.head_dim * (2 * c.num_heads + 2 * c.num_kv_heads)
     return c.num_layers * (attention + 3 * c.hidden * c.ff)
 
 
-def forward_flops(c: ModelConfig, shape: Shape) -> float:
-    """One pass over a batch of groups, each prompt once. The same for sampling (with a KV cache) and for training."""
-    P, n = shape.prompt_tokens, shape.prompts
-    inputs = [R - 1 for R in shape.completions]  # nothing is predicted from a sample's last token
-    linear = 2.0 * layer_params(c) * (n * P + sum(inputs)) + 2.0 * c.vocab_size * c.hidden * shape.num_completion
-    pairs = n * P * P / 2 + sum(P * r + r * r / 2 for r in inputs)  # of query and key
+def count_forward_flops(c: ModelConfig, shape: BatchShape) -> float:
+    """Returns the floating-point operations of one forward pass over a batch of groups, with each prompt once.
+
+    The number is the same for sampling with a KV cache and for training.
+    """
+    P = shape.prompt_tokens
+    n = shape.prompts
+    # The last token of a sample is no input: nothing is predicted from it.
+    inputs = [R - 1 for R in shape.completion_lengths]
+    linear = (
+        2.0 * count_layer_params(c) * (n * P + sum(inputs))
+        + 2.0 * c.vocab_size * c.hidden * shape.num_completion_tokens
+    )
+    # Pairs of a query and a key that it sees: half of a square for causal attention, and the whole prompt.
+    pairs = n * P * P / 2 + sum(P * r + r * r / 2 for r in inputs)
     return linear + 4.0 * c.num_layers * c.num_heads * c.head_dim * pairs
 
 
-def kv_bytes(c: ModelConfig, width: int) -> int:
-    """Keys and values of one token, at `width` bytes a number."""
+def count_kv_bytes(c: ModelConfig, width: int) -> int:
+    """Returns the bytes of the keys and values of one token in all layers."""
     return 2 * c.num_layers * c.num_kv_heads * c.head_dim * width
 
 
-def lognormal_lengths(num: int, cap: int, seed: int = 0) -> tuple[int, ...]:
-    """Lengths as completions have them: many short, a long tail, the longest cut off at `cap`."""
+def draw_lognormal_lengths(num: int, cap: int, seed: int = 0) -> tuple[int, ...]:
+    """Returns `num` random lengths, distributed as completions often are: many short, a long tail, at most `cap`."""
     rng = random.Random(seed)
     drawn = (LOGNORMAL_MEDIAN * cap * math.exp(LOGNORMAL_SIGMA * rng.gauss(0, 1)) for _ in range(num))
     return tuple(min(max(round(length), 1), cap) for length in drawn)
 
 
-# ---- the limit on a GPU: `width` is the bytes of a number
+# ---- the limit on a GPU
 
 
-def least_seconds(c: ModelConfig, shape: Shape, rates: Rates, width: int) -> Least:
-    """What sampling a batch takes at least. The first token comes from the prefill: it needs the head alone."""
-    P, G = shape.prompt_tokens, shape.samples
-    ends = shape.completions
+def estimate_sampling_seconds(c: ModelConfig, shape: BatchShape, rates: Rates, width: int) -> MinimumSeconds:
+    """Returns the least time that sampling a batch takes on a GPU."""
+    P = shape.prompt_tokens
+    G = shape.samples
+    ends = shape.completion_lengths
     group_ends = [max(ends[low : low + G]) for low in range(0, len(ends), G)]
-    alive, groups = _alive(ends), _alive(group_ends)  # at each step
-    decode = sum(head_seconds(c, rates, width, n) for n in alive)
+    # Samples and groups that still decode, at each step.
+    alive = _count_alive(ends)
+    groups = _count_alive(group_ends)
+    decode = sum(estimate_head_seconds(c, rates, width, n) for n in alive)
+    # From step 1 on: the layers' states for the first token come from the prefill, so step 0 needs the head alone.
     for s in range(1, len(alive)):
-        decode += layers_seconds(c, rates, width, alive[s], alive[s] * s + groups[s] * P)
-    return Least(prefill=prefill_seconds(c, shape, rates, width), decode=decode)
+        # Each sample reads its own s tokens, and each group reads its prompt once.
+        decode += estimate_layers_seconds(c, rates, width, alive[s], alive[s] * s + groups[s] * P)
+    return MinimumSeconds(prefill=estimate_prefill_seconds(c, shape, rates, width), decode=decode)
 
 
-def prefill_seconds(c: ModelConfig, shape: Shape, rates: Rates, width: int) -> float:
-    """Every prompt once through the layers."""
+def estimate_prefill_seconds(c: ModelConfig, shape: BatchShape, rates: Rates, width: int) -> float:
+    """Returns the least seconds for running every prompt once through the layers."""
     pairs = shape.prompts * shape.prompt_tokens**2 / 2
     attention = 4.0 * c.num_layers * c.num_heads * c.head_dim * pairs / rates.flops
-    return _product(layer_params(c), shape.prompts * shape.prompt_tokens, rates, width) + attention
+    return (
+        _estimate_product_seconds(count_layer_params(c), shape.prompts * shape.prompt_tokens, rates, width) + attention
+    )
 
 
-def layers_seconds(c: ModelConfig, rates: Rates, width: int, alive: int, num_read: int) -> float:
-    """One step of `alive` samples through the layers, reading the keys and values of `num_read` tokens."""
-    return _product(layer_params(c), alive, rates, width) + kv_bytes(c, width) * num_read / rates.bytes
+def estimate_layers_seconds(c: ModelConfig, rates: Rates, width: int, alive: int, num_read: int) -> float:
+    """Returns the least seconds for one step of `alive` samples through the layers.
+
+    `num_read` is the number of tokens whose keys and values are read.
+    """
+    return (
+        _estimate_product_seconds(count_layer_params(c), alive, rates, width)
+        + count_kv_bytes(c, width) * num_read / rates.bytes
+    )
 
 
-def head_seconds(c: ModelConfig, rates: Rates, width: int, alive: int) -> float:
-    """Logits of `alive` samples, written once and read once."""
-    return _product(c.vocab_size * c.hidden, alive, rates, width) + 2.0 * width * c.vocab_size * alive / rates.bytes
+def estimate_head_seconds(c: ModelConfig, rates: Rates, width: int, alive: int) -> float:
+    """Returns the least seconds for the logits of `alive` samples, which are written once and read once."""
+    return (
+        _estimate_product_seconds(c.vocab_size * c.hidden, alive, rates, width)
+        + 2.0 * width * c.vocab_size * alive / rates.bytes
+    )
 
 
-def _product(params: int, rows: int, rates: Rates, width: int) -> float:
-    """A matrix product reads its weights or computes with them, whichever takes longer."""
+def _estimate_product_seconds(params: int, rows: int, rates: Rates, width: int) -> float:
+    """Returns the least seconds for the product of `rows` vectors with `params` weights.
+
+    It is the time to read the weights or the time to compute with them, whichever is longer.
+    """
     return max(width * params / rates.bytes, 2.0 * params * rows / rates.flops)
 
 
-def _alive(ends: tuple[int, ...] | list[int]) -> list[int]:
-    """How many are longer than s, for every s below the longest.
+def _count_alive(ends: tuple[int, ...] | list[int]) -> list[int]:
+    """Returns, for every step s below the longest length in `ends`, how many of the lengths are greater than s.
 
-    >>> _alive([3, 1, 1])
+    >>> _count_alive([3, 1, 1])
     [3, 1, 1]
     """
     ending = [0] * (max(ends) + 1)
@@ -151,10 +187,14 @@ def _alive(ends: tuple[int, ...] | list[int]) -> list[int]:
 # ---- rates
 
 
-def matmul_rate(seconds: float = 0.5, size: int = 1536, dtype: torch.dtype = torch.float32) -> float:
-    """Floating-point operations per second of a large matrix product on the CPU, best of several."""
+def measure_matmul_rate(seconds: float = 0.5, size: int = 1536, dtype: torch.dtype = torch.float32) -> float:
+    """Measures the floating-point operations per second of a large matrix product on the CPU.
+
+    Repeats the product for `seconds` and returns the best rate.
+    """
     a, b = torch.randn(2, size, size).to(dtype)
-    best, begin = 0.0, time.perf_counter()
+    best = 0.0
+    begin = time.perf_counter()
     while time.perf_counter() - begin < seconds or not best:
         start = time.perf_counter()
         torch.mm(a, b)
@@ -162,27 +202,29 @@ def matmul_rate(seconds: float = 0.5, size: int = 1536, dtype: torch.dtype = tor
     return best
 
 
-def gpu_rates(dtype: torch.dtype, size: int = 8192, num_bytes: int = 1 << 31) -> Rates:
-    """Rates of the current CUDA device, each the best of several; gives back the memory it used."""
-    rates = Rates(flops=_product_rate(dtype, size), bytes=_copy_rate(num_bytes))
+def measure_gpu_rates(dtype: torch.dtype, size: int = 8192, num_bytes: int = 1 << 31) -> Rates:
+    """Measures the rates of the current CUDA device, each the best of several runs. Frees the memory it used."""
+    rates = Rates(flops=_measure_product_rate(dtype, size), bytes=_measure_copy_rate(num_bytes))
     torch.cuda.empty_cache()
     return rates
 
 
-def _product_rate(dtype: torch.dtype, size: int) -> float:
+def _measure_product_rate(dtype: torch.dtype, size: int) -> float:
+    """Returns the floating-point operations per second of a square matrix product on the GPU."""
     a, b = torch.randn(2, size, size, device="cuda", dtype=dtype)
     product = torch.empty_like(a)
-    return 2.0 * size**3 / _best_on_gpu(lambda: torch.mm(a, b, out=product))
+    return 2.0 * size**3 / _time_on_gpu(lambda: torch.mm(a, b, out=product))
 
 
-def _copy_rate(num_bytes: int) -> float:
+def _measure_copy_rate(num_bytes: int) -> float:
+    """Returns the bytes read plus written per second when `num_bytes` are copied on the GPU."""
     source = torch.ones(num_bytes, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
-    return 2.0 * num_bytes / _best_on_gpu(lambda: target.copy_(source))
+    return 2.0 * num_bytes / _time_on_gpu(lambda: target.copy_(source))
 
 
-def _best_on_gpu(run: Callable[[], object], repeats: int = 20) -> float:
-    """Seconds by the device's own clock, after a few runs that wake it up."""
+def _time_on_gpu(run: Callable[[], object], repeats: int = 20) -> float:
+    """Returns the seconds of the fastest of `repeats` runs, by the GPU's own clock, after three runs to warm up."""
     best = math.inf
     for n in range(repeats + 3):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

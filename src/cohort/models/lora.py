@@ -1,11 +1,11 @@
 """Low-rank adapters: W = W0 + alpha / rank * B A, of which only A and B are trained (arXiv:2106.09685).
 
-The decoder always holds the merged W, in its own storage: sampling and the learner's forward are those of a plain
-model and cost nothing more. Only backward differs. A matrix with adapters gets no gradient of its own; from what that
-would be made of, the input x [T, in] and the output's gradient g [T, out], come dB = s g^T (x A^T) and
-dA = s (g B)^T x, which are thin.
+The decoder always holds the merged matrix W in its own storage. Sampling and the learner's forward pass are therefore
+those of a plain model and cost nothing extra. Only the backward pass differs: a matrix with adapters gets no gradient.
+Instead, its input x [T, in] and the gradient g [T, out] of its output give dB = s g^T (x A^T) and dA = s (g B)^T x,
+with s = alpha / rank. These are thin matrices.
 
-A and B are fp32 (float64 in a float64 decoder), and so is the sum before it is rounded to the decoder's type.
+A and B are fp32 (float64 in a float64 decoder). So is the sum W before it is rounded to the decoder's type.
 """
 
 from __future__ import annotations
@@ -18,58 +18,71 @@ import torch
 from torch import Tensor, nn
 
 from cohort.config.schema import TARGETS, LoraConfig
-from cohort.errors import ModelError, nearest
-from cohort.models.decoder import Decoder, hf_shaped, hf_views
+from cohort.errors import ModelError, suggest_name
+from cohort.models.decoder import Decoder, hf_views, to_hf_shape
 from cohort.models.functions import Collector
 from cohort.models.nf4 import quantise
 
-PIECE = 1 << 24  # entries of a matrix that are fp32 at one time: 64 MiB
+PIECE = 1 << 24  # entries of a matrix that are held in fp32 at one time: 64 MiB
 
 
-class Kept:
-    """Frozen weights as they are."""
+class PlainBase:
+    """Frozen base weights W0 of one matrix [out, in], unquantised. `QuantisedMatrix` is the 4-bit alternative."""
 
     def __init__(self, matrix: Tensor) -> None:
         self.matrix = matrix.clone()
 
     @property
     def num_bytes(self) -> int:
+        """The memory of the weights in bytes."""
         return self.matrix.nbytes
 
-    def rows(self, start: int, stop: int) -> Tensor:
+    def read_rows(self, start: int, stop: int) -> Tensor:
+        """Returns rows `start` to `stop` of the matrix, without copying."""
         return self.matrix[start:stop]
 
 
 class Adapter(nn.Module):
-    """A [r, in] and B [out, r] of one matrix, which is `view` of the decoder's storage."""
+    """The factors A [r, in] and B [out, r] of one matrix, and its base weights.
+
+    `view` is the matrix in the decoder's storage, and `name` its Hugging Face name.
+    """
 
     def __init__(self, name: str, view: Tensor, config: LoraConfig, generator: torch.Generator) -> None:
         super().__init__()
-        matrix = hf_shaped(name, view)  # [out, in]
-        (num_out, num_in), exact = matrix.shape, torch.promote_types(matrix.dtype, torch.float32)
-        # as PEFT begins: kaiming-uniform and zero, so that the first policy is the base
+        matrix = to_hf_shape(name, view)  # [out, in]
+        num_out, num_in = matrix.shape
+        exact = torch.promote_types(matrix.dtype, torch.float32)
+        # A is kaiming-uniform and B zero, as in PEFT: the policy starts as the base.
         start = nn.init.kaiming_uniform_(torch.empty(config.rank, num_in), a=math.sqrt(5), generator=generator)
         self.A = nn.Parameter(start.to(matrix.device, exact))
         self.B = nn.Parameter(torch.zeros(num_out, config.rank, device=matrix.device, dtype=exact))
-        self.view, self.scale = view, config.alpha / config.rank
-        self.base = Kept(matrix) if config.base == "keep" else quantise(matrix)
+        self.view = view
+        self.scale = config.alpha / config.rank
+        self.base = PlainBase(matrix) if config.base == "keep" else quantise(matrix)
 
     @torch.no_grad()
-    def write(self, factors: tuple[Tensor, Tensor] | None) -> None:
-        """Make the decoder's matrix the base, plus the product of these factors if there are any."""
-        heads = self.view[0].numel() // self.view.shape[-1]  # rows under one index of the view's first axis
+    def write_matrix(self, factors: tuple[Tensor, Tensor] | None) -> None:
+        """Sets the decoder's matrix to the base plus scale * B A, with `factors` = (A, B), or to the base if None."""
+        # The view may be [K, heads, D, in]. Then one index of its first axis covers several rows of the matrix.
+        rows_per_index = self.view[0].numel() // self.view.shape[-1]
+        # Piece by piece, so that only a piece of the matrix exists in fp32 at a time.
         step = max(1, PIECE // self.view[0].numel())
         for i in range(0, self.view.shape[0], step):
             piece = self.view[i : i + step]
-            rows = slice(i * heads, i * heads + piece.numel() // piece.shape[-1])
-            matrix = self.base.rows(rows.start, rows.stop)
+            first_row = i * rows_per_index
+            rows = slice(first_row, first_row + piece.numel() // piece.shape[-1])
+            matrix = self.base.read_rows(rows.start, rows.stop)
             if factors is not None:
                 A, B = factors
                 matrix = torch.addmm(matrix.to(A.dtype), B[rows], A, alpha=self.scale)
             piece.copy_(matrix.view(piece.shape))
 
     def add_gradient(self, grad: Tensor, x: Tensor) -> None:
-        """grad [T, out], x [T, in], both in the decoder's type; the sums are in that of A and B."""
+        """Adds to the gradients of A and B what follows from the gradient `grad` [T, out] of a product and its input x.
+
+        `grad` and x [T, in] have the decoder's type. The gradients are added up in the type of A and B.
+        """
         if self.A.grad is None or self.B.grad is None:
             self.A.grad, self.B.grad = torch.zeros_like(self.A), torch.zeros_like(self.B)
         A, B = self.A.detach().to(x.dtype), self.B.detach().to(x.dtype)
@@ -78,9 +91,10 @@ class Adapter(nn.Module):
 
 
 class Adapters(nn.Module):
-    """Adapters for the targets of every layer. Freezes `decoder`, which must stay where it is from now on.
+    """The adapters of all target matrices of a decoder.
 
-    `start` are factors to begin with, named as `tensors` names them; the reference policy then has them too.
+    Freezes the decoder's parameters. From then on they must keep their memory, because adapters write into it. `start`
+    are factors to begin with, under the names of `tensors()`. They become part of the reference policy.
     """
 
     def __init__(
@@ -89,14 +103,18 @@ class Adapters(nn.Module):
         super().__init__()
         self.config = config
         if unknown := [name for name in config.targets if name not in TARGETS]:
-            raise ModelError(f'there is no matrix "{unknown[0]}" to adapt.{nearest(unknown[0], TARGETS)}')
+            raise ModelError(
+                f'learner.lora.targets: there is no matrix "{unknown[0]}" to adapt.{suggest_name(unknown[0], TARGETS)}'
+            )
         decoder.requires_grad_(False)
         self.layers = nn.ModuleList([nn.ModuleDict() for _ in decoder.layers])
-        self.by_name: dict[str, Adapter] = {}  # "model.layers.0.self_attn.q_proj"
-        generator = torch.Generator().manual_seed(seed)  # on the CPU: the same numbers for every device
-        parts: dict[str, list[Collector]] = {}  # by the name of the stored matrix
+        self.by_name: dict[str, Adapter] = {}  # by Hugging Face name, such as "model.layers.0.self_attn.q_proj"
+        # On the CPU, so that the numbers are the same for every device.
+        generator = torch.Generator().manual_seed(seed)
+        parts: dict[str, list[Collector]] = {}  # by the decoder's own name of the matrix, such as "layers.0.qkv"
         views = dict(hf_views(decoder))
-        for name, matrix, rows in _places(decoder):
+        # In a fixed order: the adapters draw their first A from one generator.
+        for name, matrix, rows in _locate_views(decoder):
             target = name.split(".")[-2]
             if name.endswith(".bias") or target not in config.targets:
                 continue
@@ -105,95 +123,123 @@ class Adapters(nn.Module):
             assert isinstance(layer, nn.ModuleDict)
             layer[target] = adapter
             self.by_name[name.removesuffix(".weight")] = adapter
-            parts.setdefault(matrix, []).append(_part(adapter, rows))
-        self._collectors = {matrix: _each(collectors) for matrix, collectors in parts.items()}
+            parts.setdefault(matrix, []).append(_make_collector(adapter, rows))
+        self._collectors = {matrix: _join_collectors(collectors) for matrix, collectors in parts.items()}
         self._start: dict[str, tuple[Tensor, Tensor]] = {}
         if start is None:
             self.merge()
         else:
             self.load(start)
+            # Copies: training changes A and B, the reference policy keeps these.
             self._start = {name: (a.A.detach().clone(), a.B.detach().clone()) for name, a in self.by_name.items()}
 
     @property
     def num_params(self) -> int:
+        """The number of trained entries, in A and B of all matrices."""
         return sum(p.numel() for p in self.parameters())
 
     @property
     def base_bytes(self) -> int:
+        """The memory of all base weights in bytes."""
         return sum(adapter.base.num_bytes for adapter in self.by_name.values())
 
     def collectors(self) -> dict[str, Collector]:
-        """For the decoder's matrices, by name: what their gradients are made of goes into those of A and B."""
+        """Returns a collector per adapted matrix of the decoder, by parameter name, for `redirect_gradients`.
+
+        A collector adds to the gradients of the A and B that belong to its matrix.
+        """
         return self._collectors
 
     def tensors(self) -> dict[str, Tensor]:
-        """A and B of every matrix, under the names that PEFT gives them."""
+        """Returns A and B of every matrix, without copying, under the names that PEFT gives them."""
         factors = ((name, letter, getattr(a, letter).data) for name, a in self.by_name.items() for letter in "AB")
         return {f"base_model.model.{name}.lora_{letter}.weight": tensor for name, letter, tensor in factors}
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Become these, named as `tensors` names them."""
+        """Sets A and B of every matrix to `tensors`, which have the names of `tensors()`, and merges them.
+
+        Raises ModelError and changes nothing if names or shapes do not fit.
+        """
         mine = self.tensors()
         for name in sorted(mine.keys() | tensors.keys()):
             if name not in tensors:
                 raise ModelError(f'the adapters lack "{name}": they are incomplete, or of a model with fewer layers')
             if name not in mine:
-                raise ModelError(f'the adapters have "{name}", which the model or learner.lora.targets has not')
+                raise ModelError(
+                    f'the adapters have "{name}", which is not in the model or not in learner.lora.targets: '
+                    "use adapters of this model, and targets that cover them"
+                )
             if mine[name].shape != tensors[name].shape:
-                found, needed = list(tensors[name].shape), list(mine[name].shape)
-                raise ModelError(f'adapter "{name}" is {found}, the model needs {needed}: it is of another model')
+                shape, needed = list(tensors[name].shape), list(mine[name].shape)
+                raise ModelError(
+                    f'adapter "{name}" is {shape}, the model needs {needed}: it is of another model or another rank'
+                )
         for name, tensor in mine.items():
             tensor.copy_(tensors[name])
         self.merge()
 
     def merge(self) -> None:
-        """Make the decoder the base with the adapters as they are now: due whenever they have changed."""
+        """Writes W0 + alpha / rank * B A into the decoder. Must be called whenever A or B have changed."""
         for adapter in self.by_name.values():
-            adapter.write((adapter.A, adapter.B))
+            adapter.write_matrix((adapter.A, adapter.B))
 
-    def off(self) -> AbstractContextManager[None]:
-        """Within, the decoder is the base; after it, merged again, to the last bit."""
-        return self._holding({})
+    def hold_base(self) -> AbstractContextManager[None]:
+        """Returns a context within which the decoder has the base weights. Afterwards adapters are merged again."""
+        return self._hold({})
 
-    def reference(self) -> AbstractContextManager[None]:
-        """Within, the decoder is the policy that training began with: the base, with what adapters it had then."""
-        return self._holding(self._start)
+    def hold_reference(self) -> AbstractContextManager[None]:
+        """Returns a context within which the decoder is the reference policy: the base and the adapters of the start.
+
+        Afterwards the current adapters are merged again.
+        """
+        return self._hold(self._start)
 
     @contextmanager
-    def _holding(self, factors: Mapping[str, tuple[Tensor, Tensor]]) -> Iterator[None]:
+    def _hold(self, factors: Mapping[str, tuple[Tensor, Tensor]]) -> Iterator[None]:
+        """Within the block, the decoder has the base plus these factors (A, B), by name; none means the base alone."""
         for name, adapter in self.by_name.items():
-            adapter.write(factors.get(name))
+            adapter.write_matrix(factors.get(name))
         try:
             yield
         finally:
             self.merge()
 
 
-def _places(decoder: Decoder) -> Iterator[tuple[str, str, Tensor]]:
-    """(Hugging Face name, the name of the stored matrix it is a part of, its rows there)."""
-    stored = {p: name for name, p in decoder.named_parameters()}
+def _locate_views(decoder: Decoder) -> Iterator[tuple[str, str, Tensor]]:
+    """Yields, for every weight: its Hugging Face name, the decoder's parameter that it is part of, its rows there.
+
+    The rows are indices [out], in the order of the Hugging Face tensor.
+    """
+    parameter_names = {p: name for name, p in decoder.named_parameters()}
     last: list[nn.Parameter] = []
 
-    def rows(p: nn.Parameter) -> Tensor:
+    def number_rows(p: nn.Parameter) -> Tensor:
+        """Returns a tensor of the parameter's shape in which every entry is the number of its row."""
+        # hf_views is a generator: the parameter seen last is the one that the yielded view belongs to.
         last[:] = [p]
         return torch.arange(p.numel() // p.shape[-1]).view(*p.shape[:-1], 1).expand(p.shape)
 
-    for name, view in hf_views(decoder, of=rows):
-        yield name, stored[last[0]], view[..., 0].flatten()
+    # Viewed as the weights are, row numbers tell where each weight's rows lie.
+    for name, view in hf_views(decoder, select=number_rows):
+        yield name, parameter_names[last[0]], view[..., 0].flatten()
 
 
-def _part(adapter: Adapter, rows: Tensor) -> Collector:
-    """Collects for an adapter what concerns its rows of a matrix."""
+def _make_collector(adapter: Adapter, rows: Tensor) -> Collector:
+    """Returns a collector that passes on to `adapter` the columns of the gradient that belong to `rows` of a matrix."""
     start, stop = int(rows[0]), int(rows[-1]) + 1
-    if len(rows) == stop - start:  # side by side: no copy
+    # Rows that lie side by side are a slice, which needs no copy.
+    if len(rows) == stop - start:
         return lambda grad, x: adapter.add_gradient(grad[:, start:stop], x)
     rows = rows.to(adapter.A.device)
     return lambda grad, x: adapter.add_gradient(grad.index_select(1, rows), x)
 
 
-def _each(collectors: Sequence[Collector]) -> Collector:
+def _join_collectors(collectors: Sequence[Collector]) -> Collector:
+    """Returns a collector that calls all of these in order."""
+
     def collect(grad: Tensor, x: Tensor) -> None:
-        for one in collectors:
-            one(grad, x)
+        """Calls all collectors."""
+        for collector in collectors:
+            collector(grad, x)
 
     return collect

@@ -1,9 +1,12 @@
-"""NF4, the 4-bit numbers of QLoRA (arXiv:2305.14314), with doubly quantised scales; the bits are bitsandbytes'.
+"""NF4, the 4-bit number format of QLoRA (arXiv:2305.14314), with doubly quantised scales.
 
-A matrix is cut into blocks of 64 entries, in the order they lie in memory. An entry is divided by the largest
-magnitude of its block, the scale, and rounded to the nearest of 16 values that a normal distribution fills evenly.
-Scales are kept in 8 bits: less their mean, in blocks of 256 divided by the largest magnitude, each rounded to the
-nearest of 256 values. In all 4.127 bits an entry.
+The bits are the same as those of the library bitsandbytes. A matrix is cut into blocks of 64 entries, in the order of
+memory. Each entry is divided by the largest magnitude in its block (the scale) and rounded to the nearest of 16 values.
+Normally distributed entries use these values about equally often.
+
+The scales themselves are stored in 8 bits. Their mean is subtracted, the rest is cut into blocks of 256, each block is
+divided by its largest magnitude (the peak), and each result is rounded to the nearest of 256 values. In total an entry
+takes 4.127 bits.
 """
 
 from __future__ import annotations
@@ -15,11 +18,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-BLOCK = 64  # entries under one scale
-SCALES = 256  # scales under one peak
-PIECE = 1 << 24  # entries that are fp32 at one time: 64 MiB
+BLOCK = 64  # entries per scale
+SCALES = 256  # scales per peak
+PIECE = 1 << 24  # entries that are held in fp32 at one time: 64 MiB
 
-# Quantiles of the normal distribution, scaled to [-1, 1], with an exact zero (appendix E of the paper).
+# The 16 values: quantiles of the normal distribution, scaled to [-1, 1], with an exact zero (appendix E of the paper).
 # fmt: off
 CODE = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
@@ -31,43 +34,50 @@ CODE = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Quantised:
-    """A matrix in NF4. Its last block is filled up with zeros."""
+class QuantisedMatrix:
+    """A matrix in NF4. Its last block is padded with zeros."""
 
-    codes: Tensor  # [blocks, 32] uint8: two entries a byte, the first in the upper half
-    scales: Tensor  # [blocks] uint8
+    codes: Tensor  # [blocks, 32] uint8: two entries per byte, the first in the upper half
+    scales: Tensor  # [blocks] uint8: indices of the 256 values
     peaks: Tensor  # [blocks / 256, rounded up] fp32
-    mean: Tensor  # [] fp32, of the scales
+    mean: Tensor  # [] fp32, mean of the scales
     num_columns: int
-    dtype: torch.dtype  # of the matrix
+    dtype: torch.dtype  # of the original matrix
 
     @property
     def num_bytes(self) -> int:
+        """The memory of all parts in bytes."""
         return sum(t.nbytes for t in (self.codes, self.scales, self.peaks, self.mean))
 
-    def rows(self, start: int, stop: int) -> Tensor:
-        """Rows of the matrix again, rounded to its type: [stop - start, columns]."""
+    def read_rows(self, start: int, stop: int) -> Tensor:
+        """Returns rows `start` to `stop` of the matrix [stop - start, columns], dequantised and rounded to its type."""
         first, last = start * self.num_columns, stop * self.num_columns
+        # The blocks that these entries lie in: rows need not begin or end at the edge of a block.
         low, high = first // BLOCK, -(-last // BLOCK)
-        scales = dynamic_code(self.scales.device)[self.scales[low:high].int()]
+        scales = make_dynamic_code(self.scales.device)[self.scales[low:high].int()]
         peaks = self.peaks[torch.arange(low, high, device=scales.device) // SCALES]
         scales = scales * peaks + self.mean
         pairs = self.codes[low:high]
         entries = torch.stack([pairs >> 4, pairs & 15], dim=-1).flatten(1)  # [blocks, 64]
-        values = normal_code(scales.device)[entries.int()] * scales[:, None]
+        values = make_normal_code(scales.device)[entries.int()] * scales[:, None]
         return values.flatten()[first - low * BLOCK : last - low * BLOCK].view(-1, self.num_columns).to(self.dtype)
 
 
-def quantise(matrix: Tensor) -> Quantised:
-    """[rows, columns] in any type, piece by piece: no fp32 copy of the whole exists."""
-    pieces = [_blocks(piece) for piece in matrix.flatten().split(PIECE)]
+def quantise(matrix: Tensor) -> QuantisedMatrix:
+    """Returns a matrix [rows, columns] of any floating-point type in NF4.
+
+    It works piece by piece, so that no fp32 copy of the whole matrix exists.
+    """
+    pieces = [_quantise_blocks(piece) for piece in matrix.flatten().split(PIECE)]
     scales = torch.cat([scale for _, scale in pieces])  # [blocks]
     mean = scales.mean()
     grouped = F.pad(scales - mean, (0, -len(scales) % SCALES)).view(-1, SCALES)
     peaks = grouped.abs().amax(dim=-1)
-    return Quantised(
+    return QuantisedMatrix(
         codes=torch.cat([codes for codes, _ in pieces]),
-        scales=_nearest(_scaled(grouped, peaks), dynamic_code(matrix.device)).flatten()[: len(scales)],
+        scales=_find_nearest(_divide_by_scales(grouped, peaks), make_dynamic_code(matrix.device)).flatten()[
+            : len(scales)
+        ],
         peaks=peaks,
         mean=mean,
         num_columns=matrix.shape[1],
@@ -75,32 +85,37 @@ def quantise(matrix: Tensor) -> Quantised:
     )
 
 
-def _blocks(entries: Tensor) -> tuple[Tensor, Tensor]:
-    """codes [blocks, 32] and scales [blocks] of a piece [n]."""
+def _quantise_blocks(entries: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the codes [blocks, 32] and the fp32 scales [blocks] of a piece [n] of a matrix."""
     blocks = F.pad(entries.float(), (0, -len(entries) % BLOCK)).view(-1, BLOCK)
     scales = blocks.abs().amax(dim=-1)
-    codes = _nearest(_scaled(blocks, scales), normal_code(blocks.device))
+    codes = _find_nearest(_divide_by_scales(blocks, scales), make_normal_code(blocks.device))
     return codes[:, ::2] << 4 | codes[:, 1::2], scales
 
 
-def _scaled(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Each row divided by its scale; zeros stay zeros."""
+def _divide_by_scales(blocks: Tensor, scales: Tensor) -> Tensor:
+    """Returns `blocks` [n, entries] with each row divided by its scale [n]. A row of zeros stays zero."""
+    # The lower bound avoids a division by zero.
     return (blocks * (1.0 / scales.clamp(min=1e-38))[:, None]).clamp_(-1, 1)
 
 
-def _nearest(values: Tensor, code: Tensor) -> Tensor:
-    """The index of the nearest number of a sorted code, as uint8."""
+def _find_nearest(values: Tensor, code: Tensor) -> Tensor:
+    """Returns, for each of `values`, the index of the nearest number in a sorted `code`, as uint8."""
     return torch.bucketize(values, (code[:-1] + code[1:]) / 2, out_int32=True).to(torch.uint8)
 
 
 @cache
-def normal_code(device: torch.device) -> Tensor:
+def make_normal_code(device: torch.device) -> Tensor:
+    """Returns the 16 values for entries, sorted, as a tensor on the device. It is made once per device."""
     return torch.tensor(CODE, dtype=torch.float32, device=device)
 
 
 @cache
-def dynamic_code(device: torch.device) -> Tensor:
-    """256 numbers of either sign, 2^i of each in the i-th of seven decades below 1 (arXiv:1511.04561); 0; 1."""
+def make_dynamic_code(device: torch.device) -> Tensor:
+    """Returns the 256 values for scales, sorted, as a tensor on the device. It is made once per device.
+
+    They are 0, 1, and of each sign 2^i numbers in the i-th of the seven decades up to 1 (arXiv:1511.04561).
+    """
     values = [0.0, 1.0]
     for i in range(7):
         edges = torch.linspace(0.1, 1, 2**i + 1)

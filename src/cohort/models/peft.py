@@ -1,4 +1,4 @@
-"""Folders of adapters as the PEFT library writes and reads them: adapter_config.json, adapter_model.safetensors."""
+"""Adapter folders in the format of the PEFT library: adapter_config.json and adapter_model.safetensors."""
 
 from __future__ import annotations
 
@@ -14,35 +14,40 @@ from torch import Tensor
 
 from cohort.config.schema import TARGETS, LoraConfig
 from cohort.errors import ModelError
-from cohort.models.files import FLOATS, read_json, stored_tensors
-from cohort.models.staging import staged
+from cohort.models.files import FLOAT_DTYPES, read_json, read_tensors
+from cohort.models.staging import stage_folder
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
-# What does not change what the stored adapters are: where they came from, how they were trained.
-HARMLESS = {
+# Settings that are read elsewhere, or that do not change what the stored adapters mean: their origin and training.
+IGNORED_SETTINGS = {
     *("auto_mapping", "base_model_name_or_path", "inference_mode", "lora_dropout", "megatron_core", "peft_version"),
     *("qalora_group_size", "revision", "r", "lora_alpha", "target_modules"),
 }
-# Settings that need a value, and those under which the adapters are plain ones.
-PLAIN: dict[str, tuple[Any, ...]] = {
+# Settings that are never empty, with the values under which the adapters are plain LoRA.
+PLAIN_VALUES: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "task_type": ("CAUSAL_LM", None),
     "bias": ("none",),
-    "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva"),  # the others change the base too
+    # Other ways to initialise change the base weights too.
+    "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva"),
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class SavedAdapters:
-    """The contents of a folder; `config` has rank, alpha and targets."""
+    """The contents of an adapter folder."""
 
-    config: LoraConfig
-    tensors: dict[str, Tensor]
+    config: LoraConfig  # with rank, alpha and targets of the adapters; all else is default
+    tensors: dict[str, Tensor]  # A and B, by PEFT's names
 
 
 def save_adapters(tensors: Mapping[str, Tensor], config: LoraConfig, base_model: str, out: str | Path) -> Path:
-    """Write a folder that PEFT and vLLM load on top of the base model. `tensors` as `Adapters.tensors` names them."""
+    """Writes an adapter folder `out` that PEFT and vLLM load on top of the base model, and returns its path.
+
+    `tensors` have the names of `Adapters.tensors`. `base_model` is the name or path that is recorded in the folder.
+    """
+    # PEFT's own lora_alpha is an integer, so a whole number is written as one.
     alpha = int(config.alpha) if config.alpha == int(config.alpha) else config.alpha
     settings: dict[str, Any] = {
         "auto_mapping": None,
@@ -66,7 +71,7 @@ def save_adapters(tensors: Mapping[str, Tensor], config: LoraConfig, base_model:
         "use_dora": False,
         "use_rslora": False,
     }
-    with staged(Path(out)) as folder:
+    with stage_folder(Path(out)) as folder:
         (folder / CONFIG).write_text(json.dumps(settings, indent=2, sort_keys=True), encoding="utf-8")
         kept = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
         save_file(kept, folder / WEIGHTS, metadata={"format": "pt"})
@@ -74,10 +79,13 @@ def save_adapters(tensors: Mapping[str, Tensor], config: LoraConfig, base_model:
 
 
 def load_adapters(path: str | Path) -> SavedAdapters:
-    """Read such a folder; refuses by name whatever makes the adapters others than alpha / r * B A."""
+    """Reads an adapter folder. Raises ModelError for adapters that are not plain LoRA, alpha / r * B A."""
     folder = Path(path)
     if not (folder / CONFIG).is_file():
-        raise ModelError(f"{folder} has no {CONFIG}: it is not a folder of adapters in PEFT format")
+        raise ModelError(
+            f"{folder} has no {CONFIG}: it is not a folder of adapters in PEFT format; "
+            "set learner.lora.load to one that is"
+        )
     settings = read_json(folder / CONFIG)
     _require_plain(settings, folder / CONFIG)
     rank, alpha = settings.get("r"), settings.get("lora_alpha")
@@ -87,28 +95,32 @@ def load_adapters(path: str | Path) -> SavedAdapters:
         raise ModelError(f"{folder / CONFIG}: lora_alpha = {alpha!r}, a positive number is needed")
     if not (folder / WEIGHTS).is_file():
         raise ModelError(f"{folder} has no {WEIGHTS}: save the adapters as safetensors")
-    tensors = dict(stored_tensors(folder / WEIGHTS, None))
+    tensors = dict(read_tensors(folder / WEIGHTS, None))
     modules = set()
     for name, tensor in tensors.items():
         parts = name.split(".")
-        if tensor.dtype not in FLOATS or len(parts) < 3 or parts[-2] not in ("lora_A", "lora_B"):
-            raise ModelError(f'{folder / WEIGHTS}: "{name}" ({tensor.dtype}) is no adapter of a matrix')
+        if tensor.dtype not in FLOAT_DTYPES or len(parts) < 3 or parts[-2] not in ("lora_A", "lora_B"):
+            raise ModelError(
+                f'{folder / WEIGHTS}: "{name}" ({tensor.dtype}) is no adapter of a matrix: only plain LoRA is supported'
+            )
         modules.add(parts[-3])
     if unknown := sorted(modules - set(TARGETS)):
         raise ModelError(
             f"{folder / WEIGHTS}: adapters of {unknown[0]} are not supported, only of {', '.join(TARGETS)}"
         )
     if not modules:
-        raise ModelError(f"{folder / WEIGHTS} holds no adapters")
-    # the tensors say which matrices: target_modules may be a pattern
+        raise ModelError(f"{folder / WEIGHTS} holds no adapters: save them again with PEFT's save_pretrained")
+    # The tensors tell which matrices have adapters. The setting target_modules may be a pattern.
     targets = tuple(target for target in TARGETS if target in modules)
     return SavedAdapters(config=LoraConfig(rank=rank, alpha=float(alpha), targets=targets), tensors=tensors)
 
 
 def _require_plain(settings: Mapping[str, Any], file: Path) -> None:
-    """Fields of PEFT's many variants are off when false, null or empty, also those that do not exist yet."""
+    """Raises ModelError if any setting of adapter_config.json turns on a variant of LoRA."""
+    # Each variant of PEFT has a field that is false, null or empty when it is off. So a field that is unknown here,
+    # of a newer PEFT, is refused only if it is on.
     for name, value in settings.items():
-        if not (value in PLAIN[name] if name in PLAIN else name in HARMLESS or not value):
+        if not (value in PLAIN_VALUES[name] if name in PLAIN_VALUES else name in IGNORED_SETTINGS or not value):
             raise ModelError(f"{file}: {name} = {value!r} is not supported, only plain LoRA is")
     if "peft_type" not in settings:
-        raise ModelError(f"{file} has no peft_type: it is not a config of PEFT")
+        raise ModelError(f"{file} has no peft_type: it is not a config of PEFT; save the adapters again with PEFT")

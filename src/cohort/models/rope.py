@@ -1,7 +1,7 @@
-"""Rotary position embedding: frequencies from the parameters in a config.json. No torch.
+"""Rotary position embedding: the frequencies that follow from the parameters in a config.json. Does not import torch.
 
-Frequencies are rounded to fp32 after every operation, as transformers computes them, but correctly: the same
-numbers on every machine, at most one unit in the last place from those torch's vectorised power gives.
+Frequencies are rounded to fp32 after every operation, as in transformers. Each rounding is exact, so the numbers are
+the same on every machine. They differ from those of torch's vectorised power by at most one unit in the last place.
 """
 
 from __future__ import annotations
@@ -12,108 +12,132 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from cohort.errors import ModelError, nearest
+from cohort.errors import ModelError, suggest_name
 
 DEFAULT_THETA = 10000.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rope:
-    """Rotary embedding: inverse frequencies and the factor on cos and sin. Derived once from the config."""
+    """The numbers of a rotary embedding, computed once from the config."""
 
-    inv_freq: tuple[float, ...]  # [head_dim / 2]
-    scale: float = 1.0
-    parameters: dict[str, Any] = field(default_factory=dict, compare=False)  # as in config.json; for export
+    inv_freq: tuple[float, ...]  # [head_dim / 2], radians per position
+    scale: float = 1.0  # factor on cos and sin
+    parameters: dict[str, Any] = field(default_factory=dict, compare=False)  # as in config.json, for export
 
 
 def make_rope(parameters: Mapping[str, Any], head_dim: int, max_positions: int) -> Rope:
-    """The rope that `parameters` (rope_type, rope_theta, factor, ...) describe.
+    """Returns the rope that `parameters` (rope_type, rope_theta, factor, ...) describe.
 
-    >>> make_rope({"rope_theta": 100.0}, head_dim=4, max_positions=8).inv_freq == (1.0, _f32(0.1))
+    >>> make_rope({"rope_theta": 100.0}, head_dim=4, max_positions=8).inv_freq == (1.0, _round_to_fp32(0.1))
     True
     """
     kind = str(parameters.get("rope_type") or parameters.get("type") or "default")
-    if kind not in _KINDS:
-        raise ModelError(f'rope type "{kind}" is not supported.{nearest(kind, _KINDS)}')
+    if kind not in _SCALERS:
+        raise ModelError(f'rope type "{kind}" is not supported.{suggest_name(kind, _SCALERS)}')
     partial = parameters.get("partial_rotary_factor")
     if partial not in (None, 1, 1.0):
-        raise ModelError(f"partial_rotary_factor {partial} is not supported: only 1 is")
-    theta = _number(parameters, "rope_theta", DEFAULT_THETA)
-    plain = [_f32(1.0 / _f32(theta ** _f32(i / head_dim))) for i in range(0, head_dim, 2)]
+        raise ModelError(f"partial_rotary_factor {partial} in config.json is not supported: only 1 is")
+    theta = _read_number(parameters, "rope_theta", DEFAULT_THETA)
+    plain = [_round_to_fp32(1.0 / _round_to_fp32(theta ** _round_to_fp32(i / head_dim))) for i in range(0, head_dim, 2)]
+    # Defaults for what a scaling needs and the parameters may lack.
     known = {"rope_theta": theta, "original_max_position_embeddings": max_positions, **parameters}
-    inv_freq, scale = _KINDS[kind](plain, known)
+    inv_freq, scale = _SCALERS[kind](plain, known)
+    # "type" is the old name of rope_type and is not written again.
     written = {"rope_type": kind, "rope_theta": theta, **{k: v for k, v in parameters.items() if k != "type"}}
-    return Rope(inv_freq=tuple(_f32(f) for f in inv_freq), scale=scale, parameters=written)
+    return Rope(inv_freq=tuple(_round_to_fp32(f) for f in inv_freq), scale=scale, parameters=written)
 
 
-def _default(plain: list[float], p: Mapping[str, Any]) -> tuple[list[float], float]:
+# Each of the following functions takes the plain frequencies and the parameters. It returns the frequencies to use and
+# the factor on cos and sin.
+
+
+def _keep_frequencies(plain: list[float], p: Mapping[str, Any]) -> tuple[list[float], float]:
+    """Keeps the plain frequencies (rope_type "default")."""
     return plain, 1.0
 
 
-def _linear(plain: list[float], p: Mapping[str, Any]) -> tuple[list[float], float]:
-    factor = _number(p, "factor")
+def _divide_frequencies(plain: list[float], p: Mapping[str, Any]) -> tuple[list[float], float]:
+    """Divides all frequencies by the factor (rope_type "linear")."""
+    factor = _read_number(p, "factor")
     return [f / factor for f in plain], 1.0
 
 
-def _llama3(plain: list[float], p: Mapping[str, Any]) -> tuple[list[float], float]:
-    """Long waves are stretched by the factor, short ones kept, and a smooth passage between (Llama 3.1)."""
-    factor, low, high = (_number(p, k) for k in ("factor", "low_freq_factor", "high_freq_factor"))
-    context = _number(p, "original_max_position_embeddings")
+def _scale_for_llama3(plain: list[float], p: Mapping[str, Any]) -> tuple[list[float], float]:
+    """Stretches long waves by the factor, keeps short ones, and blends between the two (Llama 3.1)."""
+    factor, low, high = (_read_number(p, k) for k in ("factor", "low_freq_factor", "high_freq_factor"))
+    context = _read_number(p, "original_max_position_embeddings")
 
     def stretch(f: float) -> float:
-        wavelength = 2 * math.pi / f
+        """Returns the stretched frequency for f."""
+        wavelength = 2 * math.pi / f  # in tokens
         if wavelength < context / high:
             return f
         if wavelength > context / low:
             return f / factor
+        # Between the two limits: the share of the frequency that is kept grows as the wave gets shorter.
         keep = (context / wavelength - low) / (high - low)
         return (1 - keep) * f / factor + keep * f
 
     return [stretch(f) for f in plain], 1.0
 
 
-def _yarn(plain: list[float], p: Mapping[str, Any]) -> tuple[list[float], float]:
-    """YaRN (Peng et al. 2023, arXiv:2309.00071): a ramp over the dimensions, and a factor on cos and sin."""
-    theta, context = _number(p, "rope_theta"), _number(p, "original_max_position_embeddings")
-    factor = _number(p, "factor")
+def _scale_for_yarn(plain: list[float], p: Mapping[str, Any]) -> tuple[list[float], float]:
+    """Scales frequencies along a ramp over the dimensions, and cos and sin by a factor, as YaRN (arXiv:2309.00071)."""
+    theta = _read_number(p, "rope_theta")
+    context = _read_number(p, "original_max_position_embeddings")
+    factor = _read_number(p, "factor")
     dims = 2 * len(plain)
 
-    def dimension(rotations: float) -> float:
+    def find_dimension(rotations: float) -> float:
+        """Returns the dimension, as a fraction, whose wave makes this many rotations within the context."""
         return dims * math.log(context / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
-    low = dimension(float(p.get("beta_fast") or 32))
-    high = dimension(float(p.get("beta_slow") or 1))
+    # Dimensions below `low` are kept, those above `high` are divided by the factor, with a ramp between.
+    low = find_dimension(float(p.get("beta_fast") or 32))
+    high = find_dimension(float(p.get("beta_slow") or 1))
     if p.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dims - 1)
-    width = high - low if high != low else 0.001  # a ramp of no width is a step
+    # A ramp without width becomes a step. 0.001 avoids a division by zero.
+    width = high - low if high != low else 0.001
     ramp = [min(max((i - low) / width, 0.0), 1.0) for i in range(len(plain))]
-    return [f * (1 - r) + f / factor * r for f, r in zip(plain, ramp, strict=True)], _yarn_scale(factor, p)
+    return [f * (1 - r) + f / factor * r for f, r in zip(plain, ramp, strict=True)], _compute_yarn_factor(factor, p)
 
 
-def _yarn_scale(factor: float, p: Mapping[str, Any]) -> float:
+def _compute_yarn_factor(factor: float, p: Mapping[str, Any]) -> float:
+    """Returns YaRN's factor on cos and sin: the one in the parameters, or one computed from the stretching factor."""
     if p.get("attention_factor") is not None:
         return float(p["attention_factor"])
 
-    def temperature(weight: float) -> float:
-        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+    def temperature(mscale: float) -> float:
+        """Returns the attention temperature of the paper, 0.1 ln(factor) + 1, with `mscale` on its first term."""
+        return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
     if p.get("mscale") and p.get("mscale_all_dim"):
         return temperature(float(p["mscale"])) / temperature(float(p["mscale_all_dim"]))
     return temperature(1.0)
 
 
-def _number(p: Mapping[str, Any], key: str, default: float | None = None) -> float:
+def _read_number(p: Mapping[str, Any], key: str, default: float | None = None) -> float:
+    """Returns the positive number under `key`, or the default where the key is missing or null."""
     value = p.get(key)
     if value is None:
         value = default
+    # bool is a subclass of int.
     if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
         raise ModelError(f"rope parameter {key} = {value!r} in config.json: a positive number is needed")
     return float(value)
 
 
-def _f32(x: float) -> float:
+def _round_to_fp32(x: float) -> float:
+    """Returns x rounded to the nearest fp32 number."""
     return float(struct.unpack("f", struct.pack("f", x))[0])
 
 
-_KINDS = {"default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn}
+_SCALERS = {
+    "default": _keep_frequencies,
+    "linear": _divide_frequencies,
+    "llama3": _scale_for_llama3,
+    "yarn": _scale_for_yarn,
+}

@@ -1,4 +1,4 @@
-"""Shapes of well-known models by name, without their files: for measuring speed with random weights.
+"""Shapes of well-known models by name, without their files, to measure speed with random weights.
 
 The numbers are those of the published config.json files.
 """
@@ -13,6 +13,7 @@ from cohort.errors import ModelError
 from cohort.models.config import ModelConfig
 from cohort.models.decoder import Decoder
 
+# The sizes that differ within a family, in the order of the arguments of `_make_hf_config`.
 _FIELDS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")
 _QWEN = {
     "vocab_size": 151936,
@@ -56,39 +57,44 @@ _SMOLLM2: dict[str, Any] = {
 }
 
 
-def _hf(family: dict[str, Any], *sizes: int, **changes: Any) -> dict[str, Any]:
+def _make_hf_config(family: dict[str, Any], *sizes: int, **changes: Any) -> dict[str, Any]:
+    """Returns the contents of a config.json: those of the family, the sizes in the order of _FIELDS, and changes."""
     return {**family, **dict(zip(_FIELDS, sizes, strict=True)), **changes}
 
 
-SHAPES: dict[str, dict[str, Any]] = {  # name -> config.json
-    "qwen2.5-0.5b": _hf(_QWEN2, 896, 24, 14, 2, 4864),
-    "qwen2.5-1.5b": _hf(_QWEN2, 1536, 28, 12, 2, 8960),
-    "qwen2.5-3b": _hf(_QWEN2, 2048, 36, 16, 2, 11008),
-    "qwen2.5-7b": _hf(_QWEN2, 3584, 28, 28, 4, 18944, vocab_size=152064, tie_word_embeddings=False),
-    "qwen2.5-14b": _hf(_QWEN2, 5120, 48, 40, 8, 13824, vocab_size=152064, tie_word_embeddings=False),
-    "llama-3.2-1b": _hf(_LLAMA3, 2048, 16, 32, 8, 8192),
-    "llama-2-7b": _hf(_LLAMA2, 4096, 32, 32, 32, 11008),
-    "qwen3-0.6b": _hf(_QWEN3, 1024, 28, 16, 8, 3072),
-    "qwen3-1.7b": _hf(_QWEN3, 2048, 28, 16, 8, 6144),
-    "smollm2-135m": _hf(_SMOLLM2, 576, 30, 9, 3, 1536),
+# Contents of config.json by the name of the shape.
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen2.5-0.5b": _make_hf_config(_QWEN2, 896, 24, 14, 2, 4864),
+    "qwen2.5-1.5b": _make_hf_config(_QWEN2, 1536, 28, 12, 2, 8960),
+    "qwen2.5-3b": _make_hf_config(_QWEN2, 2048, 36, 16, 2, 11008),
+    "qwen2.5-7b": _make_hf_config(_QWEN2, 3584, 28, 28, 4, 18944, vocab_size=152064, tie_word_embeddings=False),
+    "qwen2.5-14b": _make_hf_config(_QWEN2, 5120, 48, 40, 8, 13824, vocab_size=152064, tie_word_embeddings=False),
+    "llama-3.2-1b": _make_hf_config(_LLAMA3, 2048, 16, 32, 8, 8192),
+    "llama-2-7b": _make_hf_config(_LLAMA2, 4096, 32, 32, 32, 11008),
+    "qwen3-0.6b": _make_hf_config(_QWEN3, 1024, 28, 16, 8, 3072),
+    "qwen3-1.7b": _make_hf_config(_QWEN3, 2048, 28, 16, 8, 6144),
+    "smollm2-135m": _make_hf_config(_SMOLLM2, 576, 30, 9, 3, 1536),
 }
 
 
-def named_shape(name: str) -> ModelConfig:
-    """The shape of a model that is known by name."""
+def find_shape(name: str) -> ModelConfig:
+    """Returns the shape of a well-known model. Raises ModelError with all valid names."""
     if name not in SHAPES:
         raise ModelError(f'no shape is known under the name "{name}". Valid: {", ".join(sorted(SHAPES))}.')
     return ModelConfig.from_hf(SHAPES[name])
 
 
-def random_decoder(config: ModelConfig, dtype: torch.dtype, device: str, seed: int = 0, std: float = 0.02) -> Decoder:
-    """A decoder of random weights drawn on the device itself: billions of them take seconds, not minutes.
+def make_random_decoder(
+    config: ModelConfig, dtype: torch.dtype, device: str, seed: int = 0, std: float = 0.02
+) -> Decoder:
+    """Returns a decoder with random weights that are drawn on the device itself.
 
-    Unlike `initialise`, other devices give other numbers.
+    Billions of weights take seconds this way, not minutes. Unlike `initialise`, the numbers depend on the device.
     """
     with torch.device(device):
         decoder = Decoder(config).to(dtype)
     generator = torch.Generator(device).manual_seed(seed)
+    # Norms stay 1 and biases 0, as the decoder creates them.
     with torch.no_grad():
         for p in decoder.parameters():
             if p.ndim >= 2:

@@ -1,7 +1,7 @@
-"""Safetensors files laid out before their tensors exist: threads fill them piece by piece, in any order.
+"""Writer for safetensors files that threads fill piece by piece, in any order.
 
-The format is a header that says where each tensor lies, then the tensors. The header follows from shapes and types
-alone, so nothing has to be held in memory until a file is complete.
+A safetensors file is a header that says where each tensor lies, and then the tensors. The header depends only on shapes
+and types. So files are laid out first, and no tensor has to be in memory as a whole.
 """
 
 from __future__ import annotations
@@ -24,32 +24,37 @@ DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Spec:
-    """A tensor to come."""
+class TensorSpec:
+    """Shape and type of a tensor that will be written."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     @property
     def num_bytes(self) -> int:
+        """The size of the tensor in bytes."""
         count = self.dtype.itemsize
         for side in self.shape:
             count *= side
         return count
 
 
-class Shards:
-    """The weight files of a model folder, open for writing."""
+class ShardWriter:
+    """The weight files of a model folder, open for writing. A context manager that closes them.
 
-    def __init__(self, folder: Path, specs: Mapping[str, Spec], max_bytes: int) -> None:
+    Creates the files and, if there are several, their index. A file has at most `max_bytes` of tensors, unless one
+    tensor alone is larger.
+    """
+
+    def __init__(self, folder: Path, specs: Mapping[str, TensorSpec], max_bytes: int) -> None:
         self._open = ExitStack()
-        self._places: dict[str, tuple[int, int]] = {}  # name -> (file, byte)
-        shards = _split(specs, max_bytes)
+        self._places: dict[str, tuple[int, int]] = {}  # name -> (file descriptor, first byte)
+        shards = _split_into_shards(specs, max_bytes)
         self.num_files = len(shards)
         weight_map: dict[str, str] = {}
         for i, shard in enumerate(shards, start=1):
             name = SINGLE if len(shards) == 1 else f"model-{i:05d}-of-{len(shards):05d}.safetensors"
-            self._lay_out(folder / name, shard)
+            self._create_file(folder / name, shard)
             weight_map |= dict.fromkeys(shard, name)
         if len(shards) > 1:
             total = sum(spec.num_bytes for spec in specs.values())
@@ -57,15 +62,19 @@ class Shards:
             (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
     def write(self, name: str, first: int, values: Tensor) -> None:
-        """Put contiguous values at their place in a tensor, from its number `first` on. Safe from any thread."""
-        file, at = self._places[name]
-        at += first * values.dtype.itemsize
-        left = values.view(-1).view(torch.uint8).numpy().data
-        while left:
-            count = os.pwrite(file, left, at)
-            left, at = left[count:], at + count
+        """Writes contiguous `values` into the tensor `name`, beginning at its entry number `first`.
 
-    def __enter__(self) -> Shards:
+        `values` must have the tensor's type. Any thread may call this at any time.
+        """
+        file, offset = self._places[name]
+        offset += first * values.dtype.itemsize
+        rest = values.view(-1).view(torch.uint8).numpy().data
+        # pwrite has its own offset, so threads do not disturb each other. It may write less than it is given.
+        while rest:
+            count = os.pwrite(file, rest, offset)
+            rest, offset = rest[count:], offset + count
+
+    def __enter__(self) -> ShardWriter:
         return self
 
     def __exit__(
@@ -73,26 +82,30 @@ class Shards:
     ) -> None:
         self._open.close()
 
-    def _lay_out(self, path: Path, shard: Mapping[str, Spec]) -> None:
+    def _create_file(self, path: Path, shard: Mapping[str, TensorSpec]) -> None:
+        """Creates a file in its full size, writes its header, and notes where each tensor begins."""
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        at = 0
-        # wide types first: every tensor then starts at a multiple of its own width
+        offset = 0
+        # Wide types come first, so that every tensor starts at a multiple of its type's width.
         for name, spec in sorted(shard.items(), key=lambda item: -item[1].dtype.itemsize):
-            end = at + spec.num_bytes
-            header[name] = {"dtype": DTYPES[spec.dtype], "shape": list(spec.shape), "data_offsets": [at, end]}
-            at = end
+            end = offset + spec.num_bytes
+            header[name] = {"dtype": DTYPES[spec.dtype], "shape": list(spec.shape), "data_offsets": [offset, end]}
+            offset = end
         text = json.dumps(header, separators=(",", ":")).encode()
+        # Padded with spaces, so that the tensors start at a multiple of 8 bytes.
         text += b" " * (-len(text) % 8)
         start = 8 + len(text)
-        file = self._open.enter_context(_writable(path))
+        # The file stays open until the writer is closed.
+        file = self._open.enter_context(_open_new_file(path))
         os.write(file, len(text).to_bytes(8, "little") + text)
-        os.truncate(file, start + at)
+        os.truncate(file, start + offset)
         for name in shard:
             self._places[name] = (file, start + header[name]["data_offsets"][0])
 
 
-def _split(specs: Mapping[str, Spec], max_bytes: int) -> list[dict[str, Spec]]:
-    shards: list[dict[str, Spec]] = [{}]
+def _split_into_shards(specs: Mapping[str, TensorSpec], max_bytes: int) -> list[dict[str, TensorSpec]]:
+    """Divides the tensors, in their order, into files of at most `max_bytes`. A larger tensor gets its own file."""
+    shards: list[dict[str, TensorSpec]] = [{}]
     size = 0
     for name, spec in specs.items():
         if shards[-1] and size + spec.num_bytes > max_bytes:
@@ -104,7 +117,8 @@ def _split(specs: Mapping[str, Spec], max_bytes: int) -> list[dict[str, Spec]]:
 
 
 @contextmanager
-def _writable(path: Path) -> Iterator[int]:
+def _open_new_file(path: Path) -> Iterator[int]:
+    """Creates a file that must not exist yet and yields its descriptor, open for writing."""
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         yield file

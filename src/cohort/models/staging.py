@@ -1,4 +1,4 @@
-"""Folders and locks that survive being killed: a folder is whole or absent, a lock is freed by the kernel."""
+"""Folders that appear complete or not at all, and locks that the kernel frees, even if the process is killed."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ from cohort.system.disk import sync_directory, sync_tree
 
 
 @contextmanager
-def staged(out: Path) -> Iterator[Path]:
-    """A folder to write into, which becomes `out` by one rename when the block ends without an error."""
+def stage_folder(out: Path) -> Iterator[Path]:
+    """Yields a temporary folder to write into. It becomes `out` by one rename when the block ends without an error.
+
+    Raises ModelError if `out` is not empty or cannot be written. An error in the block leaves `out` unchanged.
+    """
     out = Path(os.path.abspath(out))
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ModelError(f"{out} exists and is not empty: choose another folder or remove it")
@@ -25,30 +28,36 @@ def staged(out: Path) -> Iterator[Path]:
         out.parent.mkdir(parents=True, exist_ok=True)
         aside = Path(tempfile.mkdtemp(prefix=f".{out.name}.writing-", dir=out.parent))
     except OSError as e:
-        raise ModelError(f"cannot write {out}: {e.strerror}") from e
+        raise ModelError(f"cannot write {out}: {e.strerror}; choose a folder you can write to") from e
     try:
         yield aside
-        aside.chmod(0o777 & ~_umask())  # mkdtemp makes it private, and the safetensors writer its files
+        # mkdtemp makes the folder private and the safetensors writer makes its files private. Give usual permissions.
+        aside.chmod(0o777 & ~_read_umask())
         for file in aside.iterdir():
-            file.chmod(0o666 & ~_umask())
+            file.chmod(0o666 & ~_read_umask())
+        # On disk before the rename: after a power cut the folder is complete or absent.
         sync_tree(aside)
         aside.rename(out)
         sync_directory(out.parent)
     except OSError as e:
-        full = " (the disk is full)" if e.errno == errno.ENOSPC else ""
-        raise ModelError(f"cannot write {out}: {e.strerror or e}{full}") from e
+        hint = " (the disk is full): free some space" if e.errno == errno.ENOSPC else ""
+        raise ModelError(f"cannot write {out}: {e.strerror or e}{hint}") from e
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 
 
 @contextmanager
-def locked(path: Path, waiting: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Hold the lock file `path`; call `waiting` once if another process has it, then wait for it."""
+def hold_lock(path: Path, waiting: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Holds an exclusive lock on the file `path` during the block. The file is created if needed.
+
+    If another process holds the lock, calls `waiting` once and then waits.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = open(path, "a")  # noqa: SIM115 closed below, after the wait
     except OSError as e:
-        raise ModelError(f"cannot lock {path}: {e.strerror}") from e
+        raise ModelError(f"cannot lock {path}: {e.strerror}; set COHORT_CACHE to a folder you can write to") from e
+    # The kernel frees the lock when the file is closed, at the latest when the process dies.
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -58,13 +67,14 @@ def locked(path: Path, waiting: Callable[[], None] = lambda: None) -> Iterator[N
         yield
 
 
-def clear_leftovers(out: Path) -> None:
-    """Remove what a killed `staged(out)` left. Only for who holds a lock on `out`."""
+def remove_leftovers(out: Path) -> None:
+    """Removes the temporary folders of killed calls of `stage_folder(out)`. The caller must hold a lock on `out`."""
     for aside in out.parent.glob(f".{out.name}.writing-*"):
         shutil.rmtree(aside, ignore_errors=True)
 
 
-def _umask() -> int:
+def _read_umask() -> int:
+    """Returns the process's umask. The system only tells it when it is set, so it is set and restored."""
     mask = os.umask(0)
     os.umask(mask)
     return mask

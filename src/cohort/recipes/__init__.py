@@ -1,6 +1,6 @@
-"""Recipes: functions that return a complete config of a kind, `RL` or `SFT`. A variant derives from another recipe.
+"""Recipes: functions that return a complete config, an `RL` or an `SFT`. A variant is derived from another recipe.
 
-A recipe in a file of your own needs no registration: `cohort train path/to/file.py:function`.
+A recipe in a user's own file needs no registration: `cohort train path/to/file.py:function`.
 """
 
 from __future__ import annotations

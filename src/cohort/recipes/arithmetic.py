@@ -1,4 +1,4 @@
-"""Recipes for arithmetic: that of the tiny-grpo family; `quickstart` is its variant for the bundled model."""
+"""The recipe arithmetic of the tiny-grpo family of projects. `quickstart` is its variant for the bundled model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from cohort.tasks.arithmetic import Arithmetic
 
 @recipe
 def arithmetic() -> RL:
-    """Arithmetic with Llama-3.2-1B-Instruct: 32 x 12, QLoRA of rank 16, KL 0.01 (tiny-grpo, re-grpo)."""
+    """Arithmetic with Llama-3.2-1B-Instruct: 32 prompts x 12 samples, QLoRA rank 16, KL 0.01 (tiny-grpo, re-grpo)."""
     return RL(
         model="unsloth/Llama-3.2-1B-Instruct",
         steps=300,

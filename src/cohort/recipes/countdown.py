@@ -1,4 +1,4 @@
-"""Recipes for Countdown: that of TinyZero and miniseq, and one for a smaller model."""
+"""Recipes for Countdown: the one of TinyZero and miniseq, and one for a smaller model."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ from cohort.tasks.countdown import Countdown
 
 @recipe
 def countdown() -> RL:
-    """Countdown with Qwen2.5-3B: 64 x 8, 1024 tokens, an open think tag to continue (TinyZero, miniseq)."""
+    """Countdown with Qwen2.5-3B: 64 prompts x 8 samples, 1024 tokens, an open think tag (TinyZero, miniseq)."""
     return RL(
         model="Qwen/Qwen2.5-3B",
         steps=125,
         task=Countdown(instructions=True, think=True),
-        reward={"correct": 0.9, "format": 0.1},  # 0, 0.1 or 1 in all
+        # A right answer in tags earns 1 in all, a wrong answer in tags 0.1.
+        reward={"correct": 0.9, "format": 0.1},
         batch=BatchConfig(prompts=64, samples=8),
         sampling=SamplingConfig(max_tokens=1024),
         algo=GRPO(scale="none", aggregate="token"),
@@ -38,20 +39,22 @@ def countdown() -> RL:
 
 @recipe
 def coder_countdown() -> RL:
-    """Countdown with Qwen2.5-Coder-1.5B-Instruct, every weight, seven minutes on one H200."""
+    """Countdown with Qwen2.5-Coder-1.5B-Instruct: all weights are trained, in seven minutes on one H200."""
     return replace(
         countdown(),
         model="qwen2.5-coder-1.5b",
         steps=72,
         task=Countdown(instructions=True, think=True, data="$COHORT_DATA/countdown_{split}.jsonl"),
-        # Paid for its format too, this model learns to guess at once: its shortest answers are the tidiest.
+        # With a reward for the format, this model learns to guess at once: its shortest answers are the best formed.
         reward={"correct": 1.0, "format": 0.0},
-        batch=BatchConfig(prompts=64, samples=16),  # one answer in a hundred is right at first
+        # At first one answer in a hundred is right, so that groups need many samples.
+        batch=BatchConfig(prompts=64, samples=16),
         sampling=SamplingConfig(max_tokens=512),
         engine=NativeEngine(slots=1024),
         learner=LearnerConfig(minibatches=2),
         algo=DrGRPO(dead="drop", clip_high=0.28),
         optim=OptimConfig(lr=2e-6, warmup=10, beta2=0.99),
         eval=EvalConfig(every=25, problems=256),
-        save=SaveConfig(every=72, keep_last=1, keep_best=False, rollouts=10),  # a checkpoint takes 25 GB
+        # One checkpoint takes 25 GB.
+        save=SaveConfig(every=72, keep_last=1, keep_best=False, rollouts=10),
     )

@@ -1,4 +1,4 @@
-"""Recipes for GSM8K: those of the miniseq, gsm8k-grpo and TorchRL projects, and small ones of our own."""
+"""Recipes for GSM8K: those of the projects miniseq, gsm8k-grpo and TorchRL, and small ones of Cohort's own."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from cohort.tasks.gsm8k import GSM8K
 
 @recipe
 def gsm8k() -> RL:
-    """GSM8K with Qwen2.5-0.5B-Instruct: 128 x 8, 3000 tokens, KL 0.001 (miniseq, but with the chat template)."""
+    """GSM8K with Qwen2.5-0.5B-Instruct: 128 prompts x 8 samples, KL 0.001 (miniseq, but with the chat template)."""
     return RL(
         model="Qwen/Qwen2.5-0.5B-Instruct",
         steps=300,
@@ -51,7 +51,7 @@ def gsm8k_3b() -> RL:
 
 @recipe
 def gsm8k_7b_lora() -> RL:
-    """The recipe gsm8k with Qwen2.5-7B-Instruct: adapters of rank 64 on q, v and o, 64 x 8."""
+    """The recipe gsm8k with Qwen2.5-7B-Instruct: adapters of rank 64 on q, v and o, 64 prompts x 8 samples."""
     lora = LoraConfig(rank=64, alpha=128.0, targets=("q_proj", "v_proj", "o_proj"))
     batch = BatchConfig(prompts=64, samples=8)
     return replace(gsm8k(), model="Qwen/Qwen2.5-7B-Instruct", batch=batch, learner=LearnerConfig(lora=lora))
@@ -65,9 +65,10 @@ def gsm8k_14b_lora() -> RL:
 
 @recipe
 def gsm8k_tutor() -> RL:
-    """GSM8K with Qwen2.5-3B-Instruct as a concise tutor: Dr. GRPO, 8 x 4, one epoch (gsm8k-grpo)."""
+    """GSM8K with Qwen2.5-3B-Instruct as a concise tutor: Dr. GRPO, 8 prompts x 4 samples, one epoch (gsm8k-grpo)."""
     return RL(
         model="Qwen/Qwen2.5-3B-Instruct",
+        # One epoch: 7,473 rows, 8 per step.
         steps=934,
         task=GSM8K(style="tutor", reward="tutor", test_size=500),
         batch=BatchConfig(prompts=8, samples=4),
@@ -87,7 +88,7 @@ def gsm8k_tutor_llama2() -> RL:
 
 @recipe
 def gsm8k_again() -> RL:
-    """GSM8K with Qwen2.5-3B and a second attempt after a low reward: adapters, 32 x 16 (TorchRL)."""
+    """GSM8K with Qwen2.5-3B and a second attempt after a low reward: adapters, 32 prompts x 16 samples (TorchRL)."""
     return RL(
         model="Qwen/Qwen2.5-3B",
         steps=195,
@@ -105,7 +106,7 @@ def gsm8k_again() -> RL:
 
 @recipe
 def smollm2_gsm8k() -> RL:
-    """GSM8K with SmolLM2-135M on a CPU: to see every part work, not to reach a score."""
+    """GSM8K with SmolLM2-135M on a CPU: to see that every part works, not to reach a good score."""
     return RL(
         model="smollm2-135m",
         steps=20,
@@ -119,19 +120,19 @@ def smollm2_gsm8k() -> RL:
 
 @recipe
 def smollm2_gsm8k_tutor() -> RL:
-    """The tutor's GSM8K with SmolLM2-135M on a CPU."""
+    """The recipe smollm2_gsm8k with the prompt and reward of gsm8k_tutor, on a CPU."""
     return replace(smollm2_gsm8k(), task=GSM8K(style="tutor", reward="tutor"), algo=DrGRPO())
 
 
 @recipe
 def smollm2_gsm8k_again() -> RL:
-    """A second attempt at GSM8K with SmolLM2-135M on a CPU."""
+    """The recipe smollm2_gsm8k with a second attempt after a low reward, on a CPU."""
     return replace(smollm2_gsm8k(), turns=ThinkAgain())
 
 
 @recipe
 def coder_gsm8k() -> RL:
-    """GSM8K with Qwen2.5-Coder-1.5B-Instruct, every weight, twelve minutes on one H200."""
+    """GSM8K with Qwen2.5-Coder-1.5B-Instruct: all weights are trained, in twelve minutes on one H200."""
     return RL(
         model="qwen2.5-coder-1.5b",
         steps=126,
@@ -142,5 +143,6 @@ def coder_gsm8k() -> RL:
         algo=DrGRPO(dead="drop"),
         optim=OptimConfig(lr=4e-6, schedule="linear", lr_floor=0.05, warmup=10, beta2=0.99),
         eval=EvalConfig(every=25, problems=256, temperature=0.0),
-        save=SaveConfig(every=126, keep_last=1, keep_best=False, rollouts=10),  # a checkpoint takes 25 GB
+        # One checkpoint takes 25 GB.
+        save=SaveConfig(every=126, keep_last=1, keep_best=False, rollouts=10),
     )

@@ -1,4 +1,4 @@
-"""Recipes for following instructions."""
+"""Recipes for the task ifeval: following instructions that a program can check."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from cohort.config.schema import (
 from cohort.recipes.registry import recipe
 from cohort.tasks.ifeval.task import IFEval
 
-WEIGHTS = {
+# Coefficients of the reward's parts.
+COEFFICIENTS = {
     "prompt_strict": 0.4,
     "instruction_strict": 0.3,
     "prompt_loose": 0.2,
@@ -31,12 +32,12 @@ WEIGHTS = {
 
 @recipe
 def ifeval() -> RL:
-    """Instructions with Qwen2.5-7B: adapters, 16 x 16, 2048 tokens (TorchRL); trained on prompts that IFEval lacks."""
+    """Instructions with Qwen2.5-7B: adapters, 16 prompts x 16 samples, generated prompts (TorchRL)."""
     return RL(
         model="Qwen/Qwen2.5-7B",
         steps=390,
         task=IFEval(answer="tags"),
-        reward=WEIGHTS,
+        reward=COEFFICIENTS,
         batch=BatchConfig(prompts=16, samples=16),
         sampling=SamplingConfig(max_tokens=2048),
         algo=GRPO(aggregate="token", entropy=1e-4),
@@ -49,7 +50,7 @@ def ifeval() -> RL:
 
 @recipe
 def smollm2_ifeval() -> RL:
-    """Instructions with SmolLM2-135M on a CPU: to see every part work, not to reach a score."""
+    """Instructions with SmolLM2-135M on a CPU: to see that every part works, not to reach a good score."""
     return replace(
         ifeval(),
         model="smollm2-135m",

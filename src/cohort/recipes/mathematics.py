@@ -1,4 +1,4 @@
-"""Recipes for competition mathematics."""
+"""Recipes for the task math12k: competition mathematics."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cohort.tasks.mathematics.task import Math12k
 
 @recipe
 def dr_grpo_math() -> RL:
-    """MATH with Qwen2.5-Math-1.5B: 128 x 8, 3000 tokens, greedy MATH-500 (Dr. GRPO, arXiv:2503.20783)."""
+    """MATH with Qwen2.5-Math-1.5B: 128 prompts x 8 samples, tested on MATH-500 (Dr. GRPO, arXiv:2503.20783)."""
     return RL(
         model="Qwen/Qwen2.5-Math-1.5B",
         steps=300,
@@ -30,7 +30,7 @@ def dr_grpo_math() -> RL:
 
 @recipe
 def smollm2_math() -> RL:
-    """MATH with SmolLM2-135M on a CPU: to see every part work, not to reach a score."""
+    """MATH with SmolLM2-135M on a CPU: to see that every part works, not to reach a good score."""
     return replace(
         dr_grpo_math(),
         model="smollm2-135m",

@@ -1,4 +1,4 @@
-"""The table of built-in recipes."""
+"""The table of built-in recipes by name."""
 
 from __future__ import annotations
 
@@ -15,10 +15,13 @@ RECIPES: dict[str, Recipe] = {}
 
 
 def recipe(function: Callable[[], C]) -> Callable[[], C]:
-    """Register `function` under its own name; the first line of its docstring is its description."""
+    """Decorator that registers `function` as the recipe of its name. The first line of its docstring describes it.
+
+    Raises ConfigError if it has no docstring, or if another module has registered the name.
+    """
     name = getattr(function, "__name__", repr(function))
     if not (function.__doc__ or "").strip():
-        raise ConfigError(f"recipe {name} has no docstring; its first line is what `cohort train --help` shows.")
+        raise ConfigError(f"recipe {name} has no docstring; write one: `cohort train --help` shows its first line.")
     known = RECIPES.get(name)
     if known is not None and known.__module__ != function.__module__:
         raise ConfigError(f"recipe {name} is already registered by {known.__module__}; choose another name.")

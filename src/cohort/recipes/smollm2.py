@@ -16,7 +16,7 @@ from cohort.tasks.arithmetic import Arithmetic
 
 @recipe
 def smollm2_arithmetic() -> RL:
-    """Arithmetic with SmolLM2-135M: a real instruct model, minutes a step on two CPU cores."""
+    """Arithmetic with SmolLM2-135M: a real instruct model, minutes per step on two CPU cores."""
     return RL(
         model="smollm2-135m",
         steps=100,

@@ -1,4 +1,4 @@
-"""Recipes for the bundled `tiny` model: minutes on a laptop's processor."""
+"""Recipes for the bundled `tiny` model: they take minutes on the processor of a laptop."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def quickstart() -> RL:
 
 @recipe
 def tiny_dr_grpo() -> RL:
-    """The quickstart with Dr. GRPO: no division by the group's deviation, constant length divisor."""
+    """The quickstart with Dr. GRPO: advantages without division by the deviation, a constant length divisor."""
     return replace(quickstart(), algo=DrGRPO())
 
 

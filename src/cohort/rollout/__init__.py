@@ -1,1 +1,1 @@
-"""Prompts into scored groups: see `producer`. Engines are seen only through `engines.base`."""
+"""Rollouts: prompts become scored groups (see `producer`). Engines are used only through their protocol."""

@@ -1,6 +1,7 @@
-"""One sample while it is made: the stream of its tokens, turn by turn.
+"""One sample while it is made: an episode of turns between the policy and an environment, as one token stream.
 
-The policy's tokens stay as they were drawn and the environment's as they were put between: nothing is rendered again.
+The token stream is never rendered again from text: it holds the tokens that the policy sampled and the environment's
+tokens between them, each as they first entered it.
 """
 
 from __future__ import annotations
@@ -10,39 +11,43 @@ from dataclasses import dataclass, field, replace
 
 from cohort.engines.base import Request
 from cohort.errors import TaskError
-from cohort.tasks.environment import Past, total_reward
+from cohort.tasks.environment import Past, compute_total_reward
 from cohort.types import Answer, Key, Message, Outcome, Prompt, Provenance, Sample, Sampling
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Further:
-    """Turns after the first."""
+class LaterTurns:
+    """Settings of the policy's turns after its first."""
 
-    max_tokens: int  # of each
+    max_tokens: int  # per turn
     follow_up: Callable[[str], list[int]]
-    """The tokens from the end of the policy's turn, its end token first, through a user's turn to the policy's next."""
+    """Encodes what lies between two turns of the policy: from its end token, through the user's message in the
+    argument, to the beginning of the policy's next turn."""
 
-    def tokens(self, replies: Sequence[Message]) -> list[int]:
-        """What is put between two turns of the policy."""
+    def encode_replies(self, replies: Sequence[Message]) -> list[int]:
+        """Returns the tokens between two turns of the policy. Raises TaskError unless it is one message of a user."""
         if len(replies) != 1 or replies[0]["role"] != "user":
-            raise TaskError(f"an environment can reply with one user's message only, not {str(list(replies))[:80]}")
+            raise TaskError(
+                f"The environment replied {str(list(replies))[:80]}. It must reply with exactly one message, of role "
+                '"user", or with none: change what its step() returns.'
+            )
         return self.follow_up(replies[0]["content"])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Drawing:
-    """How samples are drawn and what they are paid."""
+class EpisodeSettings:
+    """How the samples of a group are drawn and how their reward is computed."""
 
     sampling: Sampling
-    group_size: int
+    group_size: int  # samples per prompt
     seed: int
-    purpose: str = "train"
-    coefficients: Mapping[str, float]  # of the reward's parts; a part that is not named counts once
-    further: Further | None = None  # None = the first turn is the last
-    context: int = 0  # tokens a sequence may have, where completions are cut to what is left; 0 = they fit
+    purpose: str = "train"  # or "eval": both draw different random numbers
+    coefficients: Mapping[str, float]  # by reward part; a part that is not named has the coefficient 1
+    later_turns: LaterTurns | None = None  # None = an episode has one turn
+    context: int = 0  # completions are cut so that prompt and completion have at most so many tokens; 0 = no limit
 
-    def key(self, prompt: Prompt, index: int) -> Key:
-        """Names the random numbers of a sample."""
+    def make_key(self, prompt: Prompt, index: int) -> Key:
+        """Returns the key of the random numbers that draw one sample. `index` is its place in the group."""
         return Key(
             seed=self.seed,
             purpose=self.purpose,
@@ -52,90 +57,113 @@ class Drawing:
             sample=index,
         )
 
-    def reward(self, parts: Mapping[str, float]) -> float:
-        return total_reward(parts, self.coefficients)
+    def compute_reward(self, parts: Mapping[str, float]) -> float:
+        """Returns the sum of coefficient x value over the reward parts."""
+        return compute_total_reward(parts, self.coefficients)
 
 
-def _nothing() -> Sample:
+def _make_empty_sample() -> Sample:
+    """Returns a sample without tokens, which an episode begins with."""
     return Sample(tokens=[], provenance=[], sampler_logprobs=[])
 
 
 @dataclass(kw_only=True, slots=True)
 class Episode:
-    """`sample` grows with every turn of the policy and of the environment."""
+    """One sample under way. `sample` grows with every turn of the policy and every reply of the environment."""
 
     prompt: Prompt
-    index: int  # in its group
-    drawing: Drawing
-    sample: Sample = field(default_factory=_nothing)
+    index: int  # of the sample in its group
+    settings: EpisodeSettings
+    sample: Sample = field(default_factory=_make_empty_sample)
     history: list[Message] = field(default_factory=list)  # the finished turns after the prompt
     answers: list[Answer] = field(default_factory=list)  # one per turn of the policy
 
-    def request(self, id: str) -> Request:
-        """The policy's next turn."""
-        sampling, further = self.drawing.sampling, self.drawing.further
-        if self.answers and further is not None:
-            sampling = replace(sampling, max_tokens=further.max_tokens)
+    def make_request(self, id: str) -> Request:
+        """Returns the request for the policy's next turn, under this id."""
+        sampling = self.settings.sampling
+        later_turns = self.settings.later_turns
+        if self.answers and later_turns is not None:
+            sampling = replace(sampling, max_tokens=later_turns.max_tokens)
         tokens = [*self.prompt.tokens, *self.sample.tokens]
-        if 0 < self.drawing.context < len(tokens) + sampling.max_tokens:
-            sampling = replace(sampling, max_tokens=self.drawing.context - len(tokens))
+        if 0 < self.settings.context < len(tokens) + sampling.max_tokens:
+            sampling = replace(sampling, max_tokens=self.settings.context - len(tokens))
         return Request(
             id=id,
             tokens=tokens,
             sampling=sampling,
-            key=self.drawing.key(self.prompt, self.index),
+            key=self.settings.make_key(self.prompt, self.index),
+            # In the first turn all tokens are the prompt's, which the whole group shares.
             shared=len(self.prompt.tokens) if self.sample.tokens else -1,
+            # Random numbers are keyed by position in the sample, so a later turn continues their sequence.
             start=len(self.sample.tokens),
             messages=[*self.prompt.messages, *self.history],
         )
 
-    def past(self) -> Past | None:
-        """What the environment has seen before the newest turn; None where there is one turn only."""
-        if self.drawing.further is None:
+    def make_past(self) -> Past | None:
+        """Returns the episode's key and the answers before the newest one; None if episodes have one turn.
+
+        A scoring worker that does not know the episode plays it again from them.
+        """
+        if self.settings.later_turns is None:
             return None
-        return Past(key=self.drawing.key(self.prompt, self.index), answers=tuple(self.answers[:-1]))
+        return Past(key=self.settings.make_key(self.prompt, self.index), answers=tuple(self.answers[:-1]))
 
     def add_turn(self, turn: Sample) -> Answer:
-        """Append a finished turn of the policy; returns what the grader sees of it."""
-        answer = answer_of(self.prompt, turn, self.history)
+        """Appends a finished turn of the policy, and returns it as the grader sees it."""
+        answer = make_answer(self.prompt, turn, self.history)
         self.history.append({"role": "assistant", "content": answer.full})
-        self.sample = joined(self.sample, turn) if self.answers else turn
+        self.sample = join_turns(self.sample, turn) if self.answers else turn
         self.answers.append(answer)
         return answer
 
     def add_outcome(self, outcome: Outcome) -> None:
-        """Note what the newest turn is worth: the last outcome counts."""
-        if outcome.stand_in is not None:  # whoever plays the episode again must not be given too much work again
+        """Stores the outcome of the newest turn in the sample. The outcome of the last turn is the one that counts."""
+        # The answer was too much work for the grader. A worker that plays the episode again gets this one in its place.
+        if outcome.stand_in is not None:
             self.answers[-1] = outcome.stand_in
         sample = self.sample
-        sample.parts, sample.reason, sample.failure = dict(outcome.parts), outcome.reason, outcome.failure
-        sample.reward = None if outcome.failure else self.drawing.reward(outcome.parts) - outcome.cost
+        sample.parts = dict(outcome.parts)
+        sample.reason = outcome.reason
+        sample.failure = outcome.failure
+        # A failure is not a reward of 0: it says nothing about the answer.
+        sample.reward = None if outcome.failure else self.settings.compute_reward(outcome.parts) - outcome.cost
 
-    def go_on(self, replies: Sequence[Message]) -> bool:
-        """Append what the environment said; False where nothing was said or no token is left for an answer."""
-        further, sample = self.drawing.further, self.sample
-        if not replies or further is None:
+    def add_replies(self, replies: Sequence[Message]) -> bool:
+        """Appends the environment's replies. Returns whether the policy has another turn.
+
+        It has none if there are no replies, or if the context has no room for a token after them.
+        """
+        later_turns = self.settings.later_turns
+        sample = self.sample
+        if not replies or later_turns is None:
             return False
-        tokens = further.tokens(replies)
-        if sample.tokens[-1:] == tokens[:1]:  # the policy has ended its turn itself, as the template would
+        tokens = later_turns.encode_replies(replies)
+        # The policy may have sampled its end token, which the template puts there as well.
+        if sample.tokens[-1:] == tokens[:1]:
             tokens = tokens[1:]
-        if 0 < self.drawing.context <= len(self.prompt.tokens) + len(sample.tokens) + len(tokens):
+        if 0 < self.settings.context <= len(self.prompt.tokens) + len(sample.tokens) + len(tokens):
             return False
         self.history += replies
-        said = Sample(
+        reply_tokens = Sample(
             tokens=tokens,
             provenance=[int(Provenance.ENVIRONMENT)] * len(tokens),
             sampler_logprobs=[0.0] * len(tokens),
+            # Only truncated sampling records this field; its length must stay that of the tokens.
             kept_mass=[1.0] * len(tokens) if sample.kept_mass else [],
             text="".join(f"\n\n[{reply['content']}]\n\n" for reply in replies),
         )
-        self.sample = joined(sample, said)
+        self.sample = join_turns(sample, reply_tokens)
         return True
 
 
-def answer_of(prompt: Prompt, turn: Sample, history: Sequence[Message] = ()) -> Answer:
-    """What the grader sees: the completion alone, and with the prefix the policy was made to continue."""
+def make_answer(prompt: Prompt, turn: Sample, history: Sequence[Message] = ()) -> Answer:
+    """Returns a turn of the policy as the grader sees it.
+
+    `full` includes the text that the policy was made to continue, which belongs to the first turn. `history` has the
+    turns after the prompt; it is empty in the first turn.
+    """
     full = turn.text if history else prompt.forced_text + turn.text
+    # A prompt with forced text ends with a message of the assistant, which the answer repeats in full.
     before = prompt.messages[:-1] if prompt.forced_text else prompt.messages
     return Answer(
         text=turn.text,
@@ -146,8 +174,8 @@ def answer_of(prompt: Prompt, turn: Sample, history: Sequence[Message] = ()) -> 
     )
 
 
-def joined(sample: Sample, more: Sample) -> Sample:
-    """A sample and what came after it."""
+def join_turns(sample: Sample, more: Sample) -> Sample:
+    """Returns `sample` followed by `more`, as one sample. Fields that are not per token are those of `more`."""
     num = len(sample.tokens)
     return replace(
         more,

@@ -1,6 +1,6 @@
-"""Where every prompt is that was taken from the stream and is not done with.
+"""The ledger lists every prompt that was taken from the prompt stream and is not finished.
 
-With the stream's cursor this is enough to go on after a kill without losing or repeating a prompt.
+Together with the stream's cursor it is enough to continue after a kill without losing or repeating a prompt.
 """
 
 from __future__ import annotations
@@ -17,31 +17,32 @@ Entry = tuple[str, int]
 
 
 class Status(StrEnum):
-    """How far an open prompt is. What is done with is no longer open: it is counted by its fate."""
+    """How far an open prompt is. A finished prompt is no longer open: it is counted by its fate."""
 
-    WAITING = "waiting"
-    RUNNING = "running"
-    SCORED = "scored"
+    WAITING = "waiting"  # taken, not sampled yet
+    RUNNING = "running"  # being sampled or scored
+    SCORED = "scored"  # its group is complete, and not trained on yet
 
 
 class Ledger:
-    """`open` has the prompts under way in the order in which they were taken; `closed` counts the others by fate."""
+    """The open prompts in the order in which they were taken (`open`), and the number of finished ones by fate."""
 
     def __init__(self) -> None:
+        # A dict keeps the order in which prompts were added, which a resumed run needs.
         self.open: dict[Entry, Status] = {}
         self.closed: Counter[Fate] = Counter()
 
     def add(self, prompt: Prompt) -> None:
-        """A prompt was taken from the stream."""
+        """Opens a prompt that was taken from the stream."""
         self.open[prompt.id, prompt.visit] = Status.WAITING
 
     def advance(self, prompt: Prompt, status: Status) -> None:
-        """A prompt has come to this status. Prompts that are not from the stream (an evaluation's) are not kept."""
+        """Changes the status of an open prompt. Ignores others, such as the problems of an evaluation."""
         if (prompt.id, prompt.visit) in self.open:
             self.open[prompt.id, prompt.visit] = status
 
     def close(self, groups: Iterable[Group]) -> None:
-        """These groups were trained or excluded: they need not be sampled again. Others than open ones are ignored."""
+        """Closes the prompts of groups that were trained on or excluded. Ignores prompts that are not open."""
         for group in groups:
             if self.open.pop((group.prompt.id, group.prompt.visit), None) is not None:
                 self.closed[group.excluded] += 1

@@ -1,9 +1,10 @@
-"""Prompts into scored groups: drives an engine and hands each turn to the graders as it ends.
+"""The producer turns prompts into scored groups: it drives an engine, and submits each finished turn for scoring.
 
-What comes back does not depend on who finished first: groups keep the order of their prompts, samples their index. In
-*rounds* what is sampled together does not depend on it either, and with it the last bits of a log-probability: further
-turns and replacements of rejected groups wait until everything under way is scored. In *continuous* order they go on
-at once, so that a slow grader delays nobody else.
+The result does not depend on which sample finishes first: groups come in the order of their prompts, samples in that of
+their index. There are two orders of work. In *rounds*, later turns and replacements of rejected groups wait until
+everything under way is scored. So it is always the same samples that share a batch in the engine, which decides the
+last bits of a log-probability. In *continuous* order later turns and replacements begin at once, so that a slow grader
+delays only its own sample.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from cohort.engines.base import WAIT, Engine, Event
+from cohort.engines.base import POLL_TIMEOUT, Engine, Event
 from cohort.errors import EngineError, TrainingStopped
 from cohort.fates import Fate
-from cohort.rollout.episode import Drawing, Episode
+from cohort.rollout.episode import Episode, EpisodeSettings
 from cohort.rollout.ledger import Ledger, Status
 from cohort.system.clock import stage
 from cohort.tasks.environment import Past
@@ -28,40 +29,55 @@ from cohort.types import Answer, Group, Outcome, Prompt, Row, Sample
 
 log = logging.getLogger(__name__)
 
-MAX_REFILLS = 10  # rounds of replacements before a step goes on with fewer groups
-MOST_REJECTED = 0.9  # the largest share of rejected groups that prompts are begun ahead for
-MEMORY = 256  # groups over which that share is remembered
-DOUBT = 8  # accepted groups that are taken to have come before: a few rejections are no share yet
-MAX_FAILED = 0.05  # share of a step's samples that may fail to be scored
-SHORT = 0.02  # seconds to wait for the engine while the graders have work, too
-PAUSE = 0.001  # seconds between two looks at an engine that has nothing to say and does not wait
-QUIET = 30.0  # seconds without any news before a line says what is waited for
+# Rounds of prompts per step, replacements of rejected groups included. After them a step continues with fewer groups.
+MAX_REFILLS = 10
+# The estimated share of rejected groups is never taken to be larger than this.
+MAX_REJECTION_RATE = 0.9
+# The number of recent groups from which that share is estimated.
+RATE_WINDOW = 256
+# The estimate counts so many accepted groups in addition, so that the first few rejections do not decide it.
+PRIOR_ACCEPTED = 8
+# The share of a step's samples that may fail to be scored before the run stops.
+MAX_FAILED_SHARE = 0.05
+# Seconds to wait for the engine while answers are being scored, whose outcomes must not wait long.
+SHORT_WAIT = 0.02
+# Seconds to sleep after a poll without news, because an engine may return before its timeout.
+POLL_PAUSE = 0.001
+# Seconds without news after which the log says what the producer waits for.
+QUIET_SECONDS = 30.0
 
 Order = Literal["rounds", "continuous"]
-Place = tuple[int, int]
-"""(number of the prompt, index of the sample)"""
+SamplePlace = tuple[int, int]
+"""(number of the prompt in this call, index of the sample in its group)"""
 
 
 class Scorer(Protocol):
-    """The part of a scoring pool that a producer needs."""
+    """The part of a scoring pool that a producer uses."""
 
-    def submit(self, id: str, row: Row, answer: Answer, past: Past | None = None) -> None: ...
+    def submit(self, id: str, row: Row, answer: Answer, past: Past | None = None) -> None:
+        """Queues an answer to be scored. `past` has the earlier answers of an episode with several turns."""
 
-    def poll(self, timeout: float = 0.0) -> list[tuple[str, Outcome]]: ...
+    def poll(self, timeout: float = 0.0) -> list[tuple[str, Outcome]]:
+        """Returns (id, outcome) of newly scored answers. Waits up to `timeout` seconds for the first."""
 
-    def drop(self, id: str) -> None: ...
+    def drop(self, id: str) -> None:
+        """Gives up an answer: `poll` will not return it."""
 
 
-def num_needed(verdicts: Sequence[bool | None], num: int) -> int:
-    """How many prompts a step needs that wants `num` accepted groups: as many as it would take in rounds.
+def count_needed_prompts(verdicts: Sequence[bool | None], num: int) -> int:
+    """Returns how many prompts a step needs for `num` accepted groups: as many as it would take in rounds.
 
-    `verdicts` says of the prompts in their order whether their group was accepted. One that is not known (None) counts
-    as accepted, so this is the least that is needed. It is exact once the verdicts of all these prompts are known.
+    `verdicts` has, in the order of the prompts, whether the group of each was accepted; None = not known yet. Unknown
+    ones count as accepted, so the result is a lower bound. It is exact once all verdicts of these prompts are known.
 
-    >>> num_needed([], 3), num_needed([True, False, None], 3), num_needed([True, False, True, False], 3)
-    (3, 4, 5)
+    >>> count_needed_prompts([], 3), count_needed_prompts([True, False, None], 3)
+    (3, 4)
+    >>> count_needed_prompts([True, False, True, False], 3)
+    5
     """
-    total, missing = 0, num
+    total = 0
+    missing = num
+    # Each round takes as many prompts as groups are missing, and learns how many of them were rejected.
     for _ in range(MAX_REFILLS):
         this_round = verdicts[total : total + missing]
         total += missing
@@ -72,240 +88,279 @@ def num_needed(verdicts: Sequence[bool | None], num: int) -> int:
 
 
 class RejectionRate:
-    """The share of groups that were rejected lately. It decides what is begun ahead, never what is trained."""
+    """Estimates the share of rejected groups. It decides which prompts are begun ahead, never what is trained on."""
 
     def __init__(self) -> None:
-        self._rejected: deque[bool] = deque(maxlen=MEMORY)
+        self._rejected: deque[bool] = deque(maxlen=RATE_WINDOW)
 
-    def count(self, rejected: bool) -> None:
+    def record(self, rejected: bool) -> None:
+        """Counts one more group."""
         self._rejected.append(rejected)
 
-    def likely(self, num: int) -> int:
-        """How many more prompts `num` open groups are likely to need: each rejected one needs another, and so on."""
-        rate = min(MOST_REJECTED, sum(self._rejected) / (len(self._rejected) + DOUBT))
+    def estimate_replacements(self, num: int) -> int:
+        """Returns how many replacements `num` open groups will probably need.
+
+        A replacement may be rejected as well, so this is the sum num * (rate + rate^2 + ...).
+        """
+        rate = min(MAX_REJECTION_RATE, sum(self._rejected) / (len(self._rejected) + PRIOR_ACCEPTED))
         return math.ceil(num * rate / (1.0 - rate))
 
 
 @dataclass(kw_only=True, slots=True)
-class _Open:
-    """A group that is being made."""
+class _OpenGroup:
+    """A group that is being sampled or scored."""
 
     prompt: Prompt
-    episodes: list[Episode]
+    episodes: list[Episode]  # one per sample
     missing: int  # episodes that have not ended
 
 
 class Producer:
-    """Turns prompts into scored groups. One caller at a time: a new `start` or `collect` begins when the last ended."""
+    """Turns prompts into scored groups. Only one `start` or `collect` can be under way at a time."""
 
     def __init__(
-        self, engine: Engine, scorer: Scorer, stream: TaskStream, drawing: Drawing, order: Order = "rounds"
+        self, engine: Engine, scorer: Scorer, stream: TaskStream, settings: EpisodeSettings, order: Order = "rounds"
     ) -> None:
-        self.engine, self.scorer, self.stream = engine, scorer, stream
-        self.drawing, self.order = drawing, order
+        self.engine = engine
+        self.scorer = scorer
+        self.stream = stream
+        self.settings = settings
+        self.order = order
         self.ledger = Ledger()
-        self._reopened: list[Prompt] = []  # open when the state was saved: they come before the stream's next
-        self._groups: dict[int, _Open] = {}  # by the number of their prompt
-        self._ready: list[Place] = []  # to be submitted to the engine
-        self._sampling: set[str] = set()  # with the engine
-        self._grading: set[str] = set()  # with the graders
-        self._taken: list[Prompt] = []  # of the call under way, by number
-        self._count = 0  # of groups begun
-        self._quiet = Quiet()
-        self._rate = RejectionRate()
+        # Prompts to take before the stream's next: from a loaded state, or begun ahead and not needed.
+        self._reopened: list[Prompt] = []
+        # A call numbers its prompts from 0. The id of a turn is "number/index", with the index of the sample.
+        self._prompts: list[Prompt] = []
+        self._num_begun = 0
+        self._groups: dict[int, _OpenGroup] = {}  # by the number of their prompt
+        self._ready: list[SamplePlace] = []  # to be submitted to the engine
+        self._sampling: set[str] = set()  # ids that the engine works on
+        self._scoring: set[str] = set()  # ids that are being scored
+        self._silence = SilenceMonitor()
+        self._rejection_rate = RejectionRate()
 
-    # ---- what others call
+    # ---- the interface for loops and evaluations
 
     @stage("rollout")
     def collect(self, num: int, accept: Callable[[Group], bool]) -> list[Group]:
-        """`num` accepted groups and, marked as excluded, those that were not accepted, in the order of their prompts.
+        """Returns `num` accepted groups, and those that `accept` rejected, in the order of their prompts.
 
-        A rejected group is replaced by the next prompt. Both orders use the same prompts: see `num_needed`. In
-        continuous order prompts that are likely to be needed are begun ahead. Those that are not needed after all come
-        first in the next step.
+        Rejected groups are marked as excluded. Each is replaced by a group of the next prompt. Both orders of work use
+        the same prompts (see `count_needed_prompts`). In continuous order, prompts that will probably be needed are
+        begun ahead; those that are not needed come first in the next call. Raises TrainingStopped if too many samples
+        could not be scored.
         """
-        self._begin()
-        groups: dict[int, Group] = {}  # complete, by the number of their prompt
-        verdicts: list[bool | None] = []  # of the prompts in their order; None = not complete
-        while self._top_up(verdicts, num):
-            for number, group in self._run():
+        self._begin_call()
+        groups: dict[int, Group] = {}  # the complete ones, by the number of their prompt
+        verdicts: list[bool | None] = []  # per prompt, in order; None = its group is not complete
+        while self._begin_needed_prompts(verdicts, num):
+            for number, group in self._run_episodes():
                 groups[number] = group
                 verdicts[number] = bool(accept(group))
-                self._rate.count(rejected=not verdicts[number])
-                if self.order == "continuous" and not self._top_up(verdicts, num):
+                self._rejection_rate.record(rejected=not verdicts[number])
+                if self.order == "continuous" and not self._begin_needed_prompts(verdicts, num):
                     break
-        needed = num_needed(verdicts, num)
-        self._put_back(needed)
-        found = [groups[number] for number in range(needed)]
-        for group, accepted in zip(found, verdicts, strict=False):
+        needed = count_needed_prompts(verdicts, num)
+        self._put_back_prompts(needed)
+        collected = [groups[number] for number in range(needed)]
+        # There may be more verdicts than groups: those of prompts that were put back.
+        for group, accepted in zip(collected, verdicts, strict=False):
             if not accepted:
                 group.excluded = Fate.NOT_ACCEPTED
-        stop_if_scoring_is_broken(found)
-        return found
+        stop_if_scoring_is_broken(collected)
+        return collected
 
-    def _top_up(self, verdicts: list[bool | None], num: int) -> bool:
-        """Begin the prompts that are needed, and in continuous order those that may be; False when all are scored."""
-        needed = num_needed(verdicts, num)
+    def _begin_needed_prompts(self, verdicts: list[bool | None], num: int) -> bool:
+        """Begins prompts until as many are begun as are known to be needed. Returns False once all needed are scored.
+
+        In continuous order it also begins the replacements that will probably be needed. Adds None to `verdicts` for
+        each new prompt.
+        """
+        needed = count_needed_prompts(verdicts, num)
         missing = needed - sum(verdict is not None for verdict in verdicts[:needed])
-        ahead = self._rate.likely(missing) if self.order == "continuous" else 0
+        ahead = self._rejection_rate.estimate_replacements(missing) if self.order == "continuous" else 0
         if missing and needed + ahead > len(verdicts):
-            prompts = self._next(needed + ahead - len(verdicts))
+            prompts = self._take_prompts(needed + ahead - len(verdicts))
             verdicts += [None] * len(prompts)
-            self._open(prompts)
+            self._open_groups(prompts)
         return missing > 0
 
-    def settle(self, groups: Sequence[Group]) -> None:
-        """These groups were trained or excluded: a saved state need not bring them back."""
+    def close_groups(self, groups: Sequence[Group]) -> None:
+        """Marks the prompts of trained and excluded groups as finished, so that a saved state leaves them out."""
+        # Reused groups were finished in the step that sampled them.
         self.ledger.close(group for group in groups if not group.reused)
 
     def start(self, prompts: Sequence[Prompt]) -> Iterator[tuple[int, Group]]:
-        """One group per prompt as they are complete, each with the place of its prompt. Nothing is replaced."""
-        self._begin()
-        self._open(prompts)
-        yield from self._run()
+        """Yields one group per prompt as it is complete, as (index in `prompts`, group). No group is replaced."""
+        self._begin_call()
+        self._open_groups(prompts)
+        yield from self._run_episodes()
 
-    def roll(self, prompts: Sequence[Prompt]) -> list[Group]:
-        """One group per prompt, in their order."""
+    def roll_out(self, prompts: Sequence[Prompt]) -> list[Group]:
+        """Returns one group per prompt, in the order of the prompts."""
         groups = dict(self.start(prompts))
         return [groups[number] for number in range(len(prompts))]
 
     def state(self) -> dict[str, Any]:
-        """Enough to go on without losing or repeating a prompt: the stream's cursor and the prompts still open."""
+        """Returns what a checkpoint stores: the cursor of the prompt stream, and (id, visit) of the open prompts.
+
+        That is enough to continue without losing or repeating a prompt.
+        """
         return {"cursor": self.stream.cursor, "open": [list(entry) for entry in self.ledger.open]}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Become a saved state. What was open is sampled again first, by the same keys, in the same order."""
+        """Continues from what `state` returned. The open prompts come first, with the same random numbers."""
         self.stream.cursor = state["cursor"]
         self.ledger = Ledger()
-        self._reopened = [self.stream.find(id, visit) for id, visit in state.get("open", [])]
+        self._reopened = [self.stream.find_prompt(id, visit) for id, visit in state.get("open", [])]
         for prompt in self._reopened:
             self.ledger.add(prompt)
 
-    # ---- prompts in, groups out
+    # ---- from prompts to groups
 
-    def _begin(self) -> None:
+    def _begin_call(self) -> None:
+        """Resets the numbering of prompts. Raises EngineError if an earlier call has not ended."""
         if self._groups:
-            raise EngineError("what was begun before has not ended; make a new producer.")
-        self._count, self._taken = 0, []
-        self._quiet = Quiet()  # the time between two calls is not the engine's or the graders'
+            raise EngineError(
+                f"The producer still works on {len(self._groups)} groups of an earlier call that was not finished. "
+                "Make a new producer."
+            )
+        self._num_begun = 0
+        self._prompts = []
+        # The time between two calls is not spent waiting for the engine or the graders.
+        self._silence = SilenceMonitor()
 
-    def _next(self, num: int) -> list[Prompt]:
-        """The next prompts: those of a loaded state first, then the stream's."""
+    def _take_prompts(self, num: int) -> list[Prompt]:
+        """Returns the next `num` prompts: those that were put back or restored first, then the stream's."""
         again, self._reopened = self._reopened[:num], self._reopened[num:]
-        fresh = self.stream.next(num - len(again)) if num > len(again) else []
+        fresh = self.stream.next_prompts(num - len(again)) if num > len(again) else []
         for prompt in fresh:
             self.ledger.add(prompt)
         return again + fresh
 
-    def _put_back(self, first: int) -> None:
-        """Give up the prompts from number `first` on: they come before all others the next time."""
-        late = range(first, self._count)
+    def _put_back_prompts(self, first: int) -> None:
+        """Gives up the prompts from number `first` on. They come before all others in the next call."""
+        late = range(first, self._num_begun)
         for number in late:
             group = self._groups.pop(number, None)
-            for index in range(self.drawing.group_size if group is not None else 0):
+            for index in range(self.settings.group_size if group is not None else 0):
                 id = f"{number}/{index}"
                 if id in self._sampling:
                     self.engine.abort(id)
-                elif id in self._grading:
+                elif id in self._scoring:
                     self.scorer.drop(id)
-            self.ledger.advance(self._taken[number], Status.WAITING)
-        ids = {f"{number}/{index}" for number in late for index in range(self.drawing.group_size)}
+            self.ledger.advance(self._prompts[number], Status.WAITING)
+        ids = {f"{number}/{index}" for number in late for index in range(self.settings.group_size)}
         self._sampling -= ids
-        self._grading -= ids
+        self._scoring -= ids
         self._ready = [place for place in self._ready if place[0] < first]
-        self._reopened = self._taken[first:] + self._reopened
+        self._reopened = self._prompts[first:] + self._reopened
 
-    def _open(self, prompts: Sequence[Prompt]) -> None:
-        """Begin a group per prompt."""
-        size = self.drawing.group_size
-        self._taken += prompts
+    def _open_groups(self, prompts: Sequence[Prompt]) -> None:
+        """Opens one group per prompt, and marks its samples as ready for the engine."""
+        size = self.settings.group_size
+        self._prompts += prompts
         for prompt in prompts:
-            number = self._count
-            self._count += 1
-            self._groups[number] = _Open(
+            number = self._num_begun
+            self._num_begun += 1
+            self._groups[number] = _OpenGroup(
                 prompt=prompt,
-                episodes=[Episode(prompt=prompt, index=i, drawing=self.drawing) for i in range(size)],
+                episodes=[Episode(prompt=prompt, index=i, settings=self.settings) for i in range(size)],
                 missing=size,
             )
             self._ready += [(number, i) for i in range(size)]
 
-    def _run(self) -> Iterator[tuple[int, Group]]:
-        """Sample and score what is open until it is done: (number of the prompt, group) as they are."""
-        while self._ready or self._sampling or self._grading:
-            if self._ready and (self.order == "continuous" or not (self._sampling or self._grading)):
-                self._submit()
-            for id, outcome in self._news():
+    def _run_episodes(self) -> Iterator[tuple[int, Group]]:
+        """Samples and scores the open groups to the end. Yields (number of the prompt, group) as each is complete.
+
+        The caller may open further groups between two of them.
+        """
+        while self._ready or self._sampling or self._scoring:
+            # Rounds wait until everything under way is scored.
+            if self._ready and (self.order == "continuous" or not (self._sampling or self._scoring)):
+                self._submit_ready()
+            for id, outcome in self._poll_outcomes():
                 number, index = map(int, id.split("/"))
                 group = self._groups[number]
                 episode = group.episodes[index]
                 episode.add_outcome(outcome)
-                if not outcome.failure and episode.go_on(outcome.replies):
+                if not outcome.failure and episode.add_replies(outcome.replies):
                     self._ready.append((number, index))
                     continue
                 group.missing -= 1
-                if not group.missing:  # nobody needs its episodes any more: a long evaluation must not keep them all
+                if not group.missing:
+                    # Frees the episodes: a long evaluation must not keep all of them.
                     del self._groups[number]
                     self.ledger.advance(group.prompt, Status.SCORED)
                     samples = [e.sample for e in group.episodes]
                     yield number, Group(prompt=group.prompt, samples=samples)
 
-    def _submit(self) -> None:
-        """Everything that is ready, in the order of the prompts and their samples."""
+    def _submit_ready(self) -> None:
+        """Submits every ready turn to the engine, in the order of prompts and samples."""
         for number, index in sorted(self._ready):
-            id, group = f"{number}/{index}", self._groups[number]
-            self.engine.submit(group.episodes[index].request(id))
+            id = f"{number}/{index}"
+            group = self._groups[number]
+            self.engine.submit(group.episodes[index].make_request(id))
             self._sampling.add(id)
             self.ledger.advance(group.prompt, Status.RUNNING)
         self._ready = []
 
     # ---- waiting
 
-    def _news(self) -> list[tuple[str, Outcome]]:
-        """The turns that were scored since; waits a moment for the engine or the graders where there is none."""
+    def _poll_outcomes(self) -> list[tuple[str, Outcome]]:
+        """Returns (id, outcome) of the turns that were scored since the last call. Waits a moment if there are none.
+
+        Submits the turns that the engine has finished for scoring. Raises EngineError if the engine lost requests.
+        """
         events: list[Event] = []
         busy = not self.engine.idle
         if busy:
-            events = self.engine.poll(SHORT if self._grading else WAIT)
+            events = self.engine.poll(SHORT_WAIT if self._scoring else POLL_TIMEOUT)
         elif self._sampling:
             raise EngineError(
-                f"the {self.engine.name} engine is idle and has not ended every request: "
-                f"{len(self._sampling)} are lost."
+                f"The {self.engine.name} engine is idle, but {len(self._sampling)} of its requests have not ended. "
+                "This is a bug in the engine. Resume the run, or evaluate again."
             )
         for event in events:
             if event.sample is not None:
-                self._grade(event.id, event.sample)
+                self._submit_for_scoring(event.id, event.sample)
         scored: list[tuple[str, Outcome]] = []
-        if self._grading:
-            scored = self.scorer.poll(0.0 if busy else WAIT)
-            self._grading -= {id for id, _ in scored}
+        if self._scoring:
+            scored = self.scorer.poll(0.0 if busy else POLL_TIMEOUT)
+            self._scoring -= {id for id, _ in scored}
+        # An engine may return from `poll` before its timeout, so this keeps the loop from spinning.
         if busy and not events and not scored:
-            time.sleep(PAUSE)  # an engine need not wait as long as it may
-        self._quiet.heard(bool(events or scored), len(self._sampling), len(self._grading))
+            time.sleep(POLL_PAUSE)
+        self._silence.record_poll(bool(events or scored), len(self._sampling), len(self._scoring))
         return scored
 
-    def _grade(self, id: str, turn: Sample) -> None:
-        """Hand a finished turn to the graders."""
+    def _submit_for_scoring(self, id: str, turn: Sample) -> None:
+        """Adds a finished turn to its episode, and submits the answer to the scorer."""
         number, index = map(int, id.split("/"))
         group = self._groups[number]
         episode = group.episodes[index]
         answer = episode.add_turn(turn)
         self._sampling.discard(id)
-        self._grading.add(id)
-        self.scorer.submit(id, group.prompt.row, answer, episode.past())
+        self._scoring.add(id)
+        self.scorer.submit(id, group.prompt.row, answer, episode.make_past())
 
 
-class Quiet:
-    """Says in the log what is waited for when nothing has happened for QUIET seconds, and again after each doubling."""
+class SilenceMonitor:
+    """Warns in the log if nothing happens for QUIET_SECONDS, then again after twice that time, and so on."""
 
     def __init__(self) -> None:
-        self.since = time.monotonic()
-        self.patience = QUIET
+        self.since = time.monotonic()  # when something last happened
+        self.patience = QUIET_SECONDS  # seconds of silence before the next warning
 
-    def heard(self, anything: bool, num_requests: int, num_answers: int) -> None:
-        """Called at every look: whether there was news, and what is under way."""
+    def record_poll(self, has_news: bool, num_requests: int, num_answers: int) -> None:
+        """Counts a poll with or without news, and warns if it is time.
+
+        `num_requests` and `num_answers` say how much the engine and the graders work on.
+        """
         now = time.monotonic()
-        if anything:
-            self.since, self.patience = now, QUIET
+        if has_news:
+            self.since = now
+            self.patience = QUIET_SECONDS
         elif now - self.since >= self.patience:
             log.warning(
                 "nothing has happened for %.0f s: waiting for the engine (%d requests) and the graders (%d answers)",
@@ -317,15 +372,21 @@ class Quiet:
 
 
 def stop_if_scoring_is_broken(groups: Sequence[Group]) -> None:
-    """Errors are not zeros: a few failures are counted and shown, many mean that no number can be trusted."""
-    failed = [s.failure for g in groups for s in g.samples if s.failure]
-    stop_if_many_failed(failed, sum(len(g.samples) for g in groups), "resume the run")
+    """Raises TrainingStopped if more than MAX_FAILED_SHARE of the samples could not be scored.
+
+    A failure is not a reward of 0. Few failures are counted and shown; after many, no metric can be trusted.
+    """
+    failures = [s.failure for g in groups for s in g.samples if s.failure]
+    stop_if_many_failed(failures, sum(len(g.samples) for g in groups), "resume the run")
 
 
-def stop_if_many_failed(failed: Sequence[str], of: int, then: str) -> None:
-    """Raise where too many of so many samples failed; `failed` says why, `then` what to do after mending it."""
-    if len(failed) > MAX_FAILED * of:
+def stop_if_many_failed(failures: Sequence[str], num_samples: int, then: str) -> None:
+    """Raises TrainingStopped if more than MAX_FAILED_SHARE of `num_samples` samples could not be scored.
+
+    `failures` has one reason per failed sample. `then` says in the message what to do after the grader is repaired.
+    """
+    if len(failures) > MAX_FAILED_SHARE * num_samples:
         raise TrainingStopped(
-            f"{len(failed)} of {of} samples could not be scored, more than {MAX_FAILED:.0%}; "
-            f"the first: {failed[0]}. Mend the grader, then {then}"
+            f"{len(failures)} of {num_samples} samples could not be scored, which is more than {MAX_FAILED_SHARE:.0%}. "
+            f"The first reason: {failures[0]}. Repair the grader, then {then}."
         )

@@ -1,4 +1,4 @@
-"""What a run's config says of its rollouts."""
+"""Translates the config of a run into the settings of its rollouts."""
 
 from __future__ import annotations
 
@@ -6,59 +6,65 @@ from dataclasses import replace
 
 from cohort.config.kinds import RL
 from cohort.config.schema import SamplingConfig, ThinkAgain
-from cohort.rollout.episode import Drawing, Further
+from cohort.rollout.episode import EpisodeSettings, LaterTurns
 from cohort.tasks.environment import AgainRules
 from cohort.text import Tokenizer
 from cohort.types import Sampling
 
 
-def drawings(config: RL, sampling: Sampling, tokenizer: Tokenizer) -> tuple[Drawing, Drawing]:
-    """How samples are drawn in training and in evaluation."""
-    turns, further = config.turns, None
+def make_episode_settings(
+    config: RL, sampling: Sampling, tokenizer: Tokenizer
+) -> tuple[EpisodeSettings, EpisodeSettings]:
+    """Returns the settings of episodes in training and in evaluation, in this order."""
+    turns = config.turns
+    later_turns = None
     if isinstance(turns, ThinkAgain):
+        # 0 means the same limit as in the first turn.
         longest = turns.max_tokens or config.sampling.max_tokens
-        further = Further(max_tokens=longest, follow_up=tokenizer.follow_up)
-    training = Drawing(
+        later_turns = LaterTurns(max_tokens=longest, follow_up=tokenizer.encode_follow_up)
+    training = EpisodeSettings(
         sampling=sampling,
         group_size=config.batch.samples,
         seed=config.seed,
         coefficients=config.reward,
-        further=further,
+        later_turns=later_turns,
     )
-    whole = replace(sampling, temperature=config.eval.temperature, top_p=1.0, top_k=0, min_p=0.0)
+    # Evaluations draw from the whole policy, also where training truncates it.
+    whole_policy = replace(sampling, temperature=config.eval.temperature, top_p=1.0, top_k=0, min_p=0.0)
     evaluation = replace(
         training,
-        sampling=whole,
+        sampling=whole_policy,
         group_size=config.eval.samples,
         purpose="eval",
-        further=further if config.eval.turns == "all" else None,
+        later_turns=later_turns if config.eval.turns == "all" else None,
     )
     return training, evaluation
 
 
-def again_rules(config: RL) -> AgainRules | None:
-    """How graders' workers go on with an episode; None = an answer ends it."""
+def make_again_rules(config: RL) -> AgainRules | None:
+    """Returns the rules by which scoring workers ask for another attempt; None = the first answer ends an episode."""
     t = config.turns
     if not isinstance(t, ThinkAgain):
         return None
     return AgainRules(attempts=t.attempts, below=t.below, cost=t.cost, words=t.words, coefficients=dict(config.reward))
 
 
-def room_between(config: RL, tokenizer: Tokenizer) -> int:
-    """The most tokens that an environment's turns take."""
+def max_environment_tokens(config: RL, tokenizer: Tokenizer) -> int:
+    """Returns the largest number of tokens that the environment can add to a sample, over all of its turns."""
     t = config.turns
     if not isinstance(t, ThinkAgain):
         return 0
-    return t.attempts * max(len(tokenizer.follow_up(words)) for words in t.words)
+    return t.attempts * max(len(tokenizer.encode_follow_up(words)) for words in t.words)
 
 
-def sampling_of(asked: SamplingConfig, tokenizer: Tokenizer) -> Sampling:
+def make_sampling(config: SamplingConfig, tokenizer: Tokenizer) -> Sampling:
+    """Returns the sampling options of a config. A completion also ends at the model's own stop tokens."""
     return Sampling(
-        max_tokens=asked.max_tokens,
-        temperature=asked.temperature,
-        top_p=asked.top_p,
-        top_k=asked.top_k,
-        min_p=asked.min_p,
+        max_tokens=config.max_tokens,
+        temperature=config.temperature,
+        top_p=config.top_p,
+        top_k=config.top_k,
+        min_p=config.min_p,
         stop_ids=tokenizer.stop_ids,
-        stop_strings=asked.stop,
+        stop_strings=config.stop,
     )

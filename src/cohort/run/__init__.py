@@ -1,1 +1,1 @@
-"""The life of a run: its directory, its steps, its checkpoints, its card."""
+"""A run: its directory, its steps, its checkpoints and its card."""

@@ -1,4 +1,4 @@
-"""run.md: what was run, how, what came of it, how to do it again."""
+"""The run card, run.md: what was run and how, its results, and how to repeat it."""
 
 from __future__ import annotations
 
@@ -6,48 +6,49 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from cohort.config.document import dump
+from cohort.config.document import dump_config
 from cohort.config.schema import RunConfig
 from cohort.evaluation.records import Evaluation
-from cohort.run.machine import Environment
-from cohort.run.store.records import About, EventRow
+from cohort.run.machine import Machine
+from cohort.run.store.records import EventRow, RunDescription
 
-_ROWS = 12
+_MAX_TABLE_ROWS = 12
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CardData:
-    """Everything the card tells."""
+    """Everything that the card shows."""
 
     name: str
     config: RunConfig
-    about: About
+    description: RunDescription
     step: int  # completed
     command: str
     threads: int
-    environment: Environment
-    closing: list[str]  # the closing lines of the run
+    machine: Machine
+    closing: list[str]  # the last lines of the terminal output
     evaluations: Sequence[Evaluation] = ()
     series: Mapping[str, Mapping[int, float]] = field(default_factory=dict)  # metric -> step -> value
     events: Sequence[EventRow] = ()
 
 
 def render_card(data: CardData) -> str:
-    """The card as Markdown."""
+    """Returns the card as Markdown."""
     sections = [
-        _what(data),
-        _results(data),
-        _curve(data),
-        _incidents(data),
-        _again(data),
-        _where(data),
-        _how(data),
+        _render_summary(data),
+        _render_results(data),
+        _render_training_table(data),
+        _render_incidents(data),
+        _render_command(data),
+        _render_machine(data),
+        _render_settings(data),
     ]
     return "\n\n".join(section for section in sections if section) + "\n"
 
 
-def _what(data: CardData) -> str:
-    config, about = data.config, data.about
+def _render_summary(data: CardData) -> str:
+    """Returns the title and one paragraph: recipe, model, task, algorithm, steps, and whether the run is complete."""
+    config, about = data.config, data.description
     state = "complete" if data.step >= config.steps else f"stopped after step {data.step} of {config.steps}"
     return (
         f"# {data.name}\n\n"
@@ -57,41 +58,48 @@ def _what(data: CardData) -> str:
     )
 
 
-def _results(data: CardData) -> str:
+def _render_results(data: CardData) -> str:
+    """Returns the section of results: the closing lines, and a table of the evaluations if there are any."""
     lines = ["## Results", "", *(f"    {line}" for line in data.closing)]
     if data.evaluations:
+        # All evaluations of a run have the same task, split and numbers.
         e = data.evaluations[-1]
         lines += [
             "",
             f"Held-out accuracy: task `{e.setting.task}`, split `{e.setting.split}`, {e.setting.num_problems} problems,"
             f" {e.setting.num_samples} sample(s) each, 95% intervals.",
         ]
-        rows = [_evaluation_row(e) for e in data.evaluations]
-        lines += ["", *_table(("step", "accuracy", "interval", "mean tokens", "finish"), rows)]
+        rows = [_make_evaluation_row(e) for e in data.evaluations]
+        lines += ["", *_format_table(("step", "accuracy", "interval", "mean tokens", "finish"), rows)]
     return "\n".join(lines)
 
 
-def _curve(data: CardData) -> str:
-    columns = [(title, data.series[name]) for title, name in data.about.columns if data.series.get(name)]
+def _render_training_table(data: CardData) -> str:
+    """Returns a table of the main metrics at up to _MAX_TABLE_ROWS evenly spaced steps; "" if there are no metrics."""
+    columns = [(title, data.series[name]) for title, name in data.description.columns if data.series.get(name)]
     steps = sorted({step for _, series in columns for step in series})
     if not steps:
         return ""
-    shown = sorted({steps[round(i * (len(steps) - 1) / (_ROWS - 1))] for i in range(_ROWS)})
+    # Evenly spaced, the first and the last step included.
+    shown = sorted({steps[round(i * (len(steps) - 1) / (_MAX_TABLE_ROWS - 1))] for i in range(_MAX_TABLE_ROWS)})
     rows = [(step, *(f"{s[step]:.4g}" if step in s else "" for _, s in columns)) for step in shown]
-    return "\n".join(["## Training", "", *_table(("step", *(title for title, _ in columns)), rows)])
+    return "\n".join(["## Training", "", *_format_table(("step", *(title for title, _ in columns)), rows)])
 
 
-def _incidents(data: CardData) -> str:
+def _render_incidents(data: CardData) -> str:
+    """Returns the section that counts skips, failures and other incidents, and sums the metrics of `totals`."""
     counts: dict[str, int] = {}
     for event in data.events:
+        # These three kinds belong to every run.
         if event.kind not in ("checkpoint", "command", "run"):
             counts[event.kind] = counts.get(event.kind, 0) + 1
-    told = [f"- {kind}: {count}" for kind, count in sorted(counts.items())]
-    told += [f"- {words}: {sum(data.series.get(name, {}).values()):.0f}" for words, name in data.about.totals]
-    return "\n".join(["## Skips and failures", "", *(told or ["none"])])
+    lines = [f"- {kind}: {count}" for kind, count in sorted(counts.items())]
+    lines += [f"- {words}: {sum(data.series.get(name, {}).values()):.0f}" for words, name in data.description.totals]
+    return "\n".join(["## Skips and failures", "", *(lines or ["none"])])
 
 
-def _again(data: CardData) -> str:
+def _render_command(data: CardData) -> str:
+    """Returns the section with the command that repeats the run."""
     command = data.command or shlex.join(["cohort", "train", data.config.recipe])
     return (
         f"## Do it again\n\n    {command}\n\n"
@@ -99,30 +107,35 @@ def _again(data: CardData) -> str:
     )
 
 
-def _where(data: CardData) -> str:
-    e = data.environment
-    packages = ", ".join(f"{name} {version}" for name, version in e.packages.items())
-    accelerator = f", {e.accelerator}" if e.accelerator else ""
+def _render_machine(data: CardData) -> str:
+    """Returns the section on processor, memory, system and versions."""
+    m = data.machine
+    packages = ", ".join(f"{name} {version}" for name, version in m.packages.items())
+    accelerator = f", {m.accelerator}" if m.accelerator else ""
     return (
-        f"## Where\n\n- {e.processor}, {e.num_cores} core(s), {e.memory} memory{accelerator};"
-        f" {data.threads} thread(s)\n- {e.system}\n- Python {e.python}, {packages}"
+        f"## Where\n\n- {m.processor}, {m.num_cores} core(s), {m.memory} memory{accelerator};"
+        f" {data.threads} thread(s)\n- {m.system}\n- Python {m.python}, {packages}"
     )
 
 
-def _how(data: CardData) -> str:
-    return f"## Settings\n\n```yaml\n{dump(data.config).rstrip()}\n```"
+def _render_settings(data: CardData) -> str:
+    """Returns the section with the whole config as YAML."""
+    return f"## Settings\n\n```yaml\n{dump_config(data.config).rstrip()}\n```"
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
+def _format_table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
+    """Returns the lines of a Markdown table, aligned to the right."""
     lines = [f"| {' | '.join(head)} |", f"|{'|'.join('---:' for _ in head)}|"]
     return lines + [f"| {' | '.join(str(cell) for cell in row)} |" for row in rows]
 
 
-def _evaluation_row(e: Evaluation) -> tuple[object, ...]:
+def _make_evaluation_row(e: Evaluation) -> tuple[object, ...]:
+    """Returns the cells of an evaluation: step, accuracy, interval, mean tokens and finish reasons."""
     interval = f"{e.low:.3f} to {e.high:.3f}"
-    return e.step, f"{e.accuracy:.3f}", interval, f"{e.mean_tokens:.1f}", _shares(e.finishes)
+    return e.step, f"{e.accuracy:.3f}", interval, f"{e.mean_tokens:.1f}", _format_shares(e.finishes)
 
 
-def _shares(finishes: Mapping[str, int]) -> str:
+def _format_shares(finishes: Mapping[str, int]) -> str:
+    """Returns the share of each finish reason, like "length 10%, stop 90%"."""
     total = max(1, sum(finishes.values()))
     return ", ".join(f"{name} {count / total:.0%}" for name, count in sorted(finishes.items()))

@@ -1,12 +1,12 @@
-"""Checkpoints: everything a run needs to go on as if it had never stopped.
+"""Checkpoints: everything a run needs to continue as if it had never stopped.
 
     checkpoints/step-000100/
       model/                  a Hugging Face folder, fp32
-      optimizer.safetensors   moments by parameter name, full shape, fp32; adapters, if it is these that are trained
+      optimizer.safetensors   moments by parameter name, full shape, fp32; the adapters, if only they are trained
       state.json              counters, and size and checksum of every other file
 
-A checkpoint is written aside, made durable and renamed: under its final name it is always whole. What can
-still happen to it there (a failing disk, a stray `rm`) is found by the checksums when it is loaded.
+A checkpoint is written under a temporary name, made durable and then renamed. So under its final name it is always
+complete. Damage that happens later (a failing disk, a stray `rm`) is found by the checksums when it is loaded.
 """
 
 from __future__ import annotations
@@ -25,68 +25,75 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from cohort.errors import RunError
-from cohort.system.disk import checksum, disk_errors, sync_directory, sync_tree
+from cohort.system.disk import compute_checksum, explain_disk_errors, sync_directory, sync_tree
 
 FORMAT = 1
 _NAME = re.compile(r"step-(\d{6,})")
-_ASIDE = ".tmp-"
+_ASIDE_PREFIX = ".tmp-"
 
 
 @dataclass(kw_only=True, slots=True)
 class Checkpoint:
-    """The state after `step` completed steps; `model` is the weights' folder, once saved or loaded."""
+    """The state of a run after `step` completed steps."""
 
     step: int
-    cursor: int  # of the task stream
+    cursor: int  # position in the prompt stream of the task, or in the data
     optimizer: dict[str, torch.Tensor] = field(default_factory=dict)
     numbers: dict[str, Any] = field(default_factory=dict)  # JSON: counters, controllers, thread count, versions
-    model: Path | None = None
+    model: Path | None = None  # the folder of the weights; None = not saved yet
 
 
-def name(step: int) -> str:
-    """The folder of a step.
+def folder_name(step: int) -> str:
+    """Returns the name of the folder with the checkpoint of a step.
 
-    >>> name(100)
+    >>> folder_name(100)
     'step-000100'
     """
     return f"step-{step:06d}"
 
 
-def steps(directory: Path) -> list[int]:
-    """The steps of the checkpoints in `directory`, oldest first."""
+def list_steps(directory: Path) -> list[int]:
+    """Returns the steps of the checkpoints in `directory`, oldest first."""
     if not directory.is_dir():
         return []
-    found = (_NAME.fullmatch(entry.name) for entry in directory.iterdir() if entry.is_dir())
-    return sorted(int(match[1]) for match in found if match)
+    matches = (_NAME.fullmatch(entry.name) for entry in directory.iterdir() if entry.is_dir())
+    return sorted(int(match[1]) for match in matches if match)
 
 
-def latest(directory: Path) -> Path | None:
-    """The newest checkpoint, intact or not; `load` tells."""
-    found = steps(directory)
-    return directory / name(found[-1]) if found else None
+def find_latest(directory: Path) -> Path | None:
+    """Returns the folder of the newest checkpoint; None if there is none. `load` checks whether it is intact."""
+    steps = list_steps(directory)
+    return directory / folder_name(steps[-1]) if steps else None
 
 
 def save(directory: Path, checkpoint: Checkpoint, write_model: Callable[[Path], None]) -> Path:
-    """Write `directory/step-...`; when this returns it is durable, before that it does not exist."""
-    final = directory / name(checkpoint.step)
+    """Writes a checkpoint to `directory/step-...` and returns that folder. It is durable when this returns.
+
+    `write_model` writes the weights into the folder that it is given. If it or the disk fails, nothing is left behind.
+    """
+    final = directory / folder_name(checkpoint.step)
     if final.exists():
-        raise RunError(f"checkpoint {final} exists already: move it away to write it again.")
-    aside = directory / f"{_ASIDE}{final.name}"
-    with disk_errors(final):
+        raise RunError(f"the checkpoint {final} exists already: move it away to write it again.")
+    aside = directory / f"{_ASIDE_PREFIX}{final.name}"
+    with explain_disk_errors(final):
         try:
+            # Left by an earlier attempt that was killed.
             if aside.exists():
                 shutil.rmtree(aside)
             aside.mkdir(parents=True)
             write_model(aside / "model")
             _write_optimizer(aside / "optimizer.safetensors", checkpoint.optimizer)
+            # The order matters: files are durable before state.json vouches for them, and that before the rename.
             sync_tree(aside)
             _write_state(aside, checkpoint)
             os.rename(aside, final)
             sync_directory(directory)
         except SafetensorError as error:
-            # The library reports a full disk as its own error; its text carries the system's reason.
+            # The library reports a full disk as its own error. Its text has the system's reason.
             shutil.rmtree(aside, ignore_errors=True)
-            raise RunError(f"cannot write {final}: {error}; everything written before is intact.") from error
+            raise RunError(
+                f"cannot write {final}: {error}; everything written before is intact. Repair that, then resume the run."
+            ) from error
         except BaseException:
             shutil.rmtree(aside, ignore_errors=True)
             raise
@@ -95,14 +102,17 @@ def save(directory: Path, checkpoint: Checkpoint, write_model: Callable[[Path], 
 
 
 def load(path: Path) -> Checkpoint:
-    """Read a checkpoint after checking every byte; a damaged one is named, the one before it offered."""
-    problem, state = inspect(path)
+    """Reads a checkpoint after checking every byte.
+
+    Raises RunError if it is damaged. The message says whether an earlier checkpoint is intact.
+    """
+    problem, state = check_files(path)
     if problem:
-        raise RunError(f"checkpoint {path} is damaged ({problem}); {_remedy(path)}.")
+        raise RunError(f"the checkpoint {path} is damaged ({problem}); {_suggest_remedy(path)}.")
     try:
         optimizer = load_file(path / "optimizer.safetensors")
     except (OSError, SafetensorError) as error:
-        raise RunError(f"checkpoint {path} cannot be read ({error}); {_remedy(path)}.") from error
+        raise RunError(f"the checkpoint {path} cannot be read ({error}); {_suggest_remedy(path)}.") from error
     return Checkpoint(
         step=state["step"],
         cursor=state["cursor"],
@@ -112,8 +122,11 @@ def load(path: Path) -> Checkpoint:
     )
 
 
-def inspect(path: Path) -> tuple[str, dict[str, Any]]:
-    """What is wrong with a checkpoint ("" = nothing), and its state."""
+def check_files(path: Path) -> tuple[str, dict[str, Any]]:
+    """Compares the files of a checkpoint with their recorded sizes and checksums.
+
+    Returns what is wrong ("" = nothing) and the content of state.json ({} if that cannot be read).
+    """
     try:
         state = json.loads((path / "state.json").read_text())
         files = dict(state["files"])
@@ -122,62 +135,69 @@ def inspect(path: Path) -> tuple[str, dict[str, Any]]:
         return f"state.json cannot be read: {error}", {}
     if missing:
         return f"state.json has no {', '.join(sorted(missing))}", {}
+    # Older formats can be read, newer ones are not known.
     if state["format"] > FORMAT:
         return f"format {state['format']} is newer than this version of Cohort, which knows {FORMAT}", state
     for file, expected in files.items():
         target = path / file
         if not target.is_file():
             return f"{file} is missing", state
+        # The size is compared first, because it needs no reading.
         size = target.stat().st_size
         if size != expected["size"]:
             return f"{file} has {size} bytes instead of {expected['size']}", state
-        if checksum(target) != expected["crc32"]:
+        if compute_checksum(target) != expected["crc32"]:
             return f"{file} has changed since it was written", state
     return "", state
 
 
 def prune(directory: Path, *, keep_last: int, keep: set[int]) -> list[int]:
-    """Remove all but the newest `keep_last` (at least one) and those of the steps in `keep`."""
-    found = steps(directory)
-    old = [step for step in found[: -max(keep_last, 1)] if step not in keep]
+    """Removes old checkpoints and returns their steps, oldest first.
+
+    Kept are the newest `keep_last` (at least one) and those of the steps in `keep`.
+    """
+    steps = list_steps(directory)
+    old = [step for step in steps[: -max(keep_last, 1)] if step not in keep]
     for step in old:
-        # Renamed first, so that a kill during the removal leaves no checkpoint that lacks files.
-        aside = directory / f"{_ASIDE}old-{name(step)}"
-        with disk_errors(directory):
-            os.rename(directory / name(step), aside)
+        # Renamed first, so that a kill during the removal does not leave a checkpoint with missing files.
+        aside = directory / f"{_ASIDE_PREFIX}old-{folder_name(step)}"
+        with explain_disk_errors(directory):
+            os.rename(directory / folder_name(step), aside)
             shutil.rmtree(aside, ignore_errors=True)
     return old
 
 
-def clean(directory: Path) -> None:
-    """Remove what a killed run left aside. Only for the one who holds the run's lock."""
-    for entry in directory.glob(f"{_ASIDE}*"):
+def remove_leftovers(directory: Path) -> None:
+    """Removes temporary folders that a killed run left. The caller must hold the run's lock."""
+    for entry in directory.glob(f"{_ASIDE_PREFIX}*"):
         shutil.rmtree(entry, ignore_errors=True)
 
 
 def _write_optimizer(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """fp32 by contract; float64 (test runs) is kept as it is, because rounding it would not be exact."""
+    """Writes the optimizer's tensors. They must be fp32, or float64 in tests, which are kept without rounding."""
     for parameter, tensor in tensors.items():
         if tensor.dtype not in (torch.float32, torch.float64):
-            raise ValueError(f'optimizer state "{parameter}" is {tensor.dtype}, must be float32')
-    save_file({parameter: _own_storage(tensor.detach().cpu()) for parameter, tensor in tensors.items()}, path)
+            raise ValueError(f'the optimizer state "{parameter}" is {tensor.dtype}, but must be float32 (or float64)')
+    save_file({parameter: _copy_if_shared(tensor.detach().cpu()) for parameter, tensor in tensors.items()}, path)
 
 
-def _own_storage(tensor: torch.Tensor) -> torch.Tensor:
-    """Views of a fused tensor are copied: safetensors refuses tensors that share memory."""
-    whole = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
-    return tensor if whole else tensor.contiguous().clone()
+def _copy_if_shared(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the tensor, or a copy if it is a view of a larger one: safetensors refuses tensors that share memory."""
+    is_whole = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+    return tensor if is_whole else tensor.contiguous().clone()
 
 
 def _write_state(folder: Path, checkpoint: Checkpoint) -> None:
-    """state.json, last: it vouches for the others."""
+    """Writes state.json, with size and checksum of every other file. It must be the last file that is written."""
     files = sorted(f for f in folder.rglob("*") if f.is_file())
     state = {
         "format": FORMAT,
         "step": checkpoint.step,
         "cursor": checkpoint.cursor,
         "numbers": checkpoint.numbers,
-        "files": {f.relative_to(folder).as_posix(): {"size": f.stat().st_size, "crc32": checksum(f)} for f in files},
+        "files": {
+            f.relative_to(folder).as_posix(): {"size": f.stat().st_size, "crc32": compute_checksum(f)} for f in files
+        },
     }
     target = folder / "state.json"
     with open(target, "w") as file:
@@ -187,10 +207,11 @@ def _write_state(folder: Path, checkpoint: Checkpoint) -> None:
     sync_directory(folder)
 
 
-def _remedy(path: Path) -> str:
+def _suggest_remedy(path: Path) -> str:
+    """Returns what to do about the damaged checkpoint `path`: resume from the newest intact one before it, if any."""
     match = _NAME.fullmatch(path.name)
     step = int(match[1]) if match else 0
-    for earlier in reversed([s for s in steps(path.parent) if s < step]):
-        if not inspect(path.parent / name(earlier))[0]:
-            return f"{name(earlier)} before it is intact: move the damaged one away to resume from there"
-    return "there is no earlier one: move it away to start this run from its beginning"
+    for earlier in reversed([s for s in list_steps(path.parent) if s < step]):
+        if not check_files(path.parent / folder_name(earlier))[0]:
+            return f"{folder_name(earlier)} before it is intact: move the damaged one away, then resume from there"
+    return "no earlier one is intact: move it away, then resume to start this run from its beginning"

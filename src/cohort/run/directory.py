@@ -1,12 +1,12 @@
-"""A run directory: its layout, its lock, its evaluations.
+"""A run directory: its layout, its lock, its config and its evaluations.
 
 runs/2026-11-15-countdown-k3f9/
-  config.yaml    resolved, every value that acts; its format is that of the directory
+  config.yaml    every setting that has an effect; its format number is that of the whole directory
   run.db         metrics, prompts, groups, samples, events
-  metrics.jsonl  the metrics of run.db as lines
-  rollouts/      one file a step
-  checkpoints/   one folder each
-  eval/          evaluations with per-item results
+  metrics.jsonl  the metrics of run.db, one JSON object per line
+  rollouts/      one file per step
+  checkpoints/   one folder per checkpoint
+  eval/          one file per evaluation, with every answer
   run.md         the run card
 """
 
@@ -23,26 +23,26 @@ from typing import Any
 
 import yaml
 
-from cohort.config.document import FORMAT, diff, dump, format_of, parse
+from cohort.config.document import FORMAT, diff_configs, dump_config, parse_config, read_format
 from cohort.config.schema import RunConfig
-from cohort.errors import RunError, nearest
+from cohort.errors import RunError, suggest_name
 from cohort.evaluation.records import Evaluation
 from cohort.run.lock import Lock
 from cohort.run.store.db import Store
 from cohort.run.store.rollouts import remove_rollouts
-from cohort.system.disk import disk_errors, write_atomic
+from cohort.system.disk import explain_disk_errors, write_atomically
 
 _EVALUATION = re.compile(r"step-(\d{6,})\.json")
 _LETTERS = string.ascii_lowercase + string.digits
 
 
 class RunDirectory:
-    """Where a run lives. Reading needs no lock; whoever writes takes it first."""
+    """The directory of a run. Reading it needs no lock; a process that writes must call `lock` first."""
 
     def __init__(self, path: Path, config: RunConfig, format: int = FORMAT) -> None:
         self.path = path
         self.config = config
-        self.format = format  # of what is in it
+        self.format = format  # the version of the file formats in this directory
         self.config_file = path / "config.yaml"
         self.database = path / "run.db"
         self.metrics = path / "metrics.jsonl"
@@ -54,18 +54,18 @@ class RunDirectory:
 
     @classmethod
     def create(cls, root: Path, config: RunConfig, name: str | None = None, *, command: str = "") -> RunDirectory:
-        """Make a new run under `root`, locked. It becomes a run with its config.yaml, written last.
+        """Makes a new run directory under `root` and locks it. `name` defaults to a new name with date and recipe.
 
-        `command` is what the user typed: it is there from the beginning, because no resume could tell it.
+        `command` is the command that the user typed. It is recorded now, because a resume does not know it.
         """
-        path = root / (name or new_name(config.recipe))
-        text = dump(config)
-        with disk_errors(path):
+        path = root / (name or make_run_name(config.recipe))
+        text = dump_config(config)
+        with explain_disk_errors(path):
             root.mkdir(parents=True, exist_ok=True)
             try:
                 path.mkdir()
             except FileExistsError:
-                raise RunError(f"{path} exists already: resume it, or choose another name.") from None
+                raise RunError(f"{path} exists already: resume that run, or choose another name.") from None
             for folder in ("rollouts", "checkpoints", "eval"):
                 (path / folder).mkdir()
         directory = cls(path, config)
@@ -73,73 +73,84 @@ class RunDirectory:
         store = Store(directory.database)
         store.write_event(0, "command", command or f"cohort train {config.recipe}".strip())
         store.close()
-        write_atomic(directory.config_file, text)
+        # Written last: a directory with a config.yaml is a run, whenever a kill comes.
+        write_atomically(directory.config_file, text)
         return directory
 
     @classmethod
     def open(cls, path: Path) -> RunDirectory:
-        """An existing run, not locked."""
+        """Returns an existing run, not locked. Raises RunError if there is none or its config cannot be read."""
         path = Path(path)
         if not path.is_dir():
+            # Suggests the run with the most similar name.
             siblings = [p.name for p in path.parent.glob("*/") if (p / "config.yaml").is_file()]
-            hint = nearest(path.name, siblings) if siblings else f" {path.parent} holds no runs."
+            hint = suggest_name(path.name, siblings) if siblings else f" {path.parent} holds no runs."
             raise RunError(f"there is no run {path}.{hint}")
         file = path / "config.yaml"
         if not file.is_file():
-            raise RunError(f"{path} is not a run: it has no config.yaml. Give the directory that `cohort train` named.")
+            raise RunError(
+                f"{path} is not a run: it has no config.yaml. Give the directory that `cohort train` printed."
+            )
         try:
             text = file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise RunError(f"{file} cannot be read: {error}.") from error
-        return cls(path, parse(text, str(file)), format_of(text))
+        return cls(path, parse_config(text, str(file)), read_format(text))
 
     def lock(self) -> None:
-        """Become the only writer, until `unlock` or death; refused, naming the other, if there is one."""
+        """Locks the run until `unlock` or the end of the process. Raises RunError if another process has the lock."""
         self._lock.acquire()
 
     def unlock(self) -> None:
+        """Releases the lock, if this object holds it."""
         self._lock.release()
 
-    def require_same(self, config: RunConfig) -> None:
-        """Refuse to go on with other settings than the run was started with; only `steps` may grow."""
-        changed = diff(self.config, config)
+    def require_same_settings(self, config: RunConfig) -> None:
+        """Raises RunError if `config` differs from the settings of the run. Only `steps` may differ, and only grow."""
+        # Names of settings that differ, with (value of the run, new value).
+        changed = diff_configs(self.config, config)
         old_steps, new_steps = changed.pop("steps", (0, 0))
         if changed:
             name, (old, new) = next(iter(changed.items()))
             more = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
             raise RunError(
-                f"{self.path} was started with {name} = {old}, not {new}{more}: a run keeps its settings,"
-                " only --steps may change on resume. Start a new run for others."
+                f"{self.path} was started with {name} = {old}, not {new}{more}. A run keeps its settings: only --steps"
+                " may change on resume. Start a new run for other settings."
             )
         if new_steps < old_steps:
-            raise RunError(f"{self.path} has {old_steps} steps: a run can be extended, not cut to {new_steps}.")
+            raise RunError(
+                f"{self.path} has {old_steps} steps, and --steps is {new_steps}: a run can be extended, not shortened. "
+                f"Use --steps {old_steps} or more."
+            )
 
-    def extend(self, steps: int) -> None:
-        """Change the number of steps, the one setting that may change. Needs the lock."""
+    def extend_to(self, steps: int) -> None:
+        """Changes the number of steps in config.yaml. The caller must hold the lock."""
         config = dataclasses.replace(self.config, steps=steps)
-        self.require_same(config)
-        if config != self.config or self.format < FORMAT:  # its next checkpoint is of this version
-            write_atomic(self.config_file, dump(config))
+        self.require_same_settings(config)
+        # A directory of an older format gets the new number as well: its next files will have the new format.
+        if config != self.config or self.format < FORMAT:
+            write_atomically(self.config_file, dump_config(config))
             self.config = config
             self.format = FORMAT
 
-    def settings(self) -> dict[str, Any]:
-        """What config.yaml says, as plain values: `dump` has refused everything secret."""
-        settings: dict[str, Any] = yaml.safe_load(dump(self.config))
+    def dump_settings(self) -> dict[str, Any]:
+        """Returns the content of config.yaml as plain values. It never contains keys or other secrets."""
+        settings: dict[str, Any] = yaml.safe_load(dump_config(self.config))
         return settings
 
     def save_evaluation(self, evaluation: Evaluation) -> Path:
+        """Writes an evaluation of this run and returns the path of its file."""
         path = self.eval / f"step-{evaluation.step:06d}.json"
-        write_atomic(path, json.dumps(evaluation.to_json(), indent=1))
+        write_atomically(path, json.dumps(evaluation.to_json(), indent=1))
         return path
 
-    def evaluations(self) -> dict[int, Evaluation]:
-        """Every evaluation of the run itself, by step."""
+    def load_evaluations(self) -> dict[int, Evaluation]:
+        """Returns all evaluations of the run, by step, oldest first."""
         return load_evaluations(self.path)
 
     def remove_after(self, step: int) -> None:
-        """Remove rollouts and evaluations of later steps, and what a killed writer left half done."""
-        with disk_errors(self.path):
+        """Removes rollouts and evaluations of steps after `step`, and temporary files that a killed process left."""
+        with explain_disk_errors(self.path):
             remove_rollouts(self.rollouts, lambda s: s <= step)
             for path in self.eval.glob("*.json"):
                 match = _EVALUATION.fullmatch(path.name)
@@ -151,6 +162,7 @@ class RunDirectory:
 
 
 def load_evaluation(path: Path) -> Evaluation:
+    """Returns the evaluation in a file. Raises RunError if it is damaged or something else."""
     try:
         return Evaluation.from_json(json.loads(path.read_text()))
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -158,21 +170,24 @@ def load_evaluation(path: Path) -> Evaluation:
 
 
 def load_evaluations(run: Path) -> dict[int, Evaluation]:
-    """By step. They stand for themselves: the run's config, and the task's file that it names, are not needed."""
-    named = ((_EVALUATION.fullmatch(path.name), path) for path in (run / "eval").glob("*.json"))
-    return dict(sorted((int(match[1]), load_evaluation(path)) for match, path in named if match))
+    """Returns all evaluations of the run in the directory `run`, by step, oldest first.
+
+    It does not read the run's config, so it works also if a file that the config names is gone.
+    """
+    files = ((_EVALUATION.fullmatch(path.name), path) for path in (run / "eval").glob("*.json"))
+    return dict(sorted((int(match[1]), load_evaluation(path)) for match, path in files if match))
 
 
-def new_name(recipe: str) -> str:
-    """Today, the recipe, and four characters that keep runs apart: 2026-11-15-countdown-k3f9."""
+def make_run_name(recipe: str) -> str:
+    """Returns a name for a new run: the date, the recipe and four random characters, 2026-11-15-countdown-k3f9."""
     tail = "".join(secrets.choice(_LETTERS) for _ in range(4))
-    return f"{datetime.now():%Y-%m-%d}-{slug(recipe)}-{tail}"
+    return f"{datetime.now():%Y-%m-%d}-{make_slug(recipe)}-{tail}"
 
 
-def slug(recipe: str) -> str:
-    """A recipe's name as part of a file name.
+def make_slug(recipe: str) -> str:
+    """Returns the last part of a recipe's or model's name with only letters, digits, "_" and "-", for a file name.
 
-    >>> slug("recipes/my_file.py:big run"), slug("countdown"), slug("")
+    >>> make_slug("recipes/my_file.py:big run"), make_slug("countdown"), make_slug("")
     ('big-run', 'countdown', 'run')
     """
     return re.sub(r"[^A-Za-z0-9_]+", "-", recipe.rpartition(":")[2].rpartition("/")[2]).strip("-") or "run"

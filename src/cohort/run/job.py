@@ -1,4 +1,4 @@
-"""What a run and its loop ask of each other: the job, the record of a step, and the steps themselves."""
+"""The protocols between a run, its job and its training loop, and the record of a step."""
 
 from __future__ import annotations
 
@@ -9,56 +9,60 @@ from typing import Protocol
 
 from cohort.evaluation.records import Evaluation
 from cohort.logs.view import Showcase
-from cohort.loops.stats import failures, showcase
+from cohort.loops.stats import choose_showcase, summarise_failures
 from cohort.run.checkpoint import Checkpoint
-from cohort.run.store.records import About
+from cohort.run.store.records import RunDescription
 from cohort.types import Group
 
 
 @dataclass(kw_only=True, slots=True)
 class StepRecord:
-    """What is recorded of a step. All but the metrics is optional."""
+    """What a run records of a step. Everything but the metrics is optional."""
 
     metrics: Mapping[str, float]
-    groups: Sequence[Group] | None = None  # the rollouts: a file, and rows for those sampled in this step
-    showcase: Showcase | None = None  # a sample worth reading
-    problem: str = ""  # what failed, in one line
+    # The groups that were trained on. All go into the step's rollout file, those sampled in this step also into run.db.
+    groups: Sequence[Group] | None = None
+    showcase: Showcase | None = None  # one sample to show the user
+    problem: str = ""  # what failed, in one line; "" = nothing
 
 
-def rollout_record(step: int, groups: Sequence[Group], metrics: Mapping[str, float]) -> StepRecord:
-    """The record of a step, counted from 0, that trained on these groups."""
-    fresh = [g for g in groups if not g.reused]  # those used again are on record with the step that sampled them
-    return StepRecord(metrics=metrics, groups=groups, showcase=showcase(step + 1, fresh), problem=failures(fresh))
+def make_step_record(step: int, groups: Sequence[Group], metrics: Mapping[str, float]) -> StepRecord:
+    """Returns the record of a step, counted from 0, that trained on these groups."""
+    # Reused groups are on record with the step that sampled them.
+    fresh = [g for g in groups if not g.reused]
+    return StepRecord(
+        metrics=metrics, groups=groups, showcase=choose_showcase(step + 1, fresh), problem=summarise_failures(fresh)
+    )
 
 
 class Job(Protocol):
-    """What a run asks of what is trained in it. Step numbers count completed steps: 0 = untrained."""
+    """What is trained in a run, as the run sees it. `step` counts completed steps: 0 = untrained."""
 
     @property
     def evaluate(self) -> Callable[[int], Evaluation] | None:
-        """Measures the weights now, after that many steps; None = this kind of run is not evaluated."""
+        """Evaluates the current weights, given the number of completed steps; None = such runs have no evaluation."""
 
-    def checkpoint(self, step: int) -> Checkpoint:
-        """The state now, after that many steps."""
+    def make_checkpoint(self, step: int) -> Checkpoint:
+        """Returns the current state, except the weights, which `write_model` writes."""
 
     def write_model(self, folder: Path) -> None:
-        """The weights now, as a Hugging Face folder."""
+        """Writes the current weights into `folder`, in the format of Hugging Face."""
 
     def restore(self, state: Checkpoint) -> None:
-        """Become that state; its `model` is the folder of the weights. May refuse, with a CohortError."""
+        """Restores a checkpoint, the weights in its `model` folder included. Raises CohortError if it does not fit."""
 
-    def about(self) -> About:
-        """What the header and the card say."""
+    def describe(self) -> RunDescription:
+        """Returns what the header and the run card say about the run."""
 
-    def next_commands(self, run: Path, step: int) -> list[list[str]]:
-        """Commands worth trying with the complete run in directory `run`, each as its words."""
+    def suggest_commands(self, run: Path, step: int) -> list[list[str]]:
+        """Returns commands to try with the complete run in directory `run`, each as a list of words."""
 
 
-class Steps(Protocol):
-    """What a loop asks of a run."""
+class TrainingRun(Protocol):
+    """The part of a run that a training loop uses."""
 
     def steps(self) -> Iterator[int]:
-        """The steps still to do, counted from 0; each must end with `end_step`."""
+        """Yields the remaining steps, counted from 0. The loop must end each with `end_step`."""
 
     def end_step(self, step: int, record: StepRecord) -> None:
-        """Record the step, evaluate and save when it is time."""
+        """Records the step, and evaluates and saves a checkpoint when they are due."""

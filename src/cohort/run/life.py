@@ -1,8 +1,8 @@
-"""The life of a run: start or go on, record every step, evaluate, save, stop when asked, finish.
+"""The life of a run: it starts or resumes, records every step, evaluates, saves, stops when asked, and finishes.
 
-The checkpoint alone is the truth. Everything else a run writes is recorded before the checkpoint that
-vouches for it, and whatever is newer than the newest checkpoint is removed before those steps are done again.
-So it does not matter where a run is killed: it goes on as if it had not been.
+The newest checkpoint alone decides where a run continues. Everything else is written before the checkpoint that covers
+it. What is newer than the newest checkpoint is removed when the run is resumed, and those steps are done again. So a
+run may be killed at any moment: it continues as if it had not been.
 """
 
 from __future__ import annotations
@@ -19,25 +19,29 @@ import torch
 from cohort.config.schema import RunConfig
 from cohort.errors import RunError
 from cohort.evaluation.records import Evaluation
-from cohort.logs.escape import one_line
+from cohort.logs.escape import escape_line
 from cohort.logs.metrics_file import MetricsFile
-from cohort.logs.view import Guarded, Header, Several, StepReport, Summary, View, make_view
+from cohort.logs.view import CombinedView, GuardedView, Header, StepReport, Summary, View, make_view
 from cohort.run import checkpoint
 from cohort.run.card import CardData, render_card
 from cohort.run.directory import RunDirectory
 from cohort.run.job import Job, StepRecord
-from cohort.run.machine import describe_environment, program
+from cohort.run.machine import describe_machine, program_name
 from cohort.run.signals import StopSignals
 from cohort.run.store.db import Store
 from cohort.run.store.reader import Reader
-from cohort.run.store.rollouts import remove_rollouts, rollout_path, save_rollouts
+from cohort.run.store.rollouts import make_rollout_path, remove_rollouts, save_rollouts
 from cohort.system import clock
-from cohort.system.disk import readable_size, write_atomic
+from cohort.system.disk import format_size, write_atomically
 from cohort.types import Group
 
 
 class Run:
-    """Use as `with Run(...) as run:`, loop over `run.steps()`, call `run.finish()` after the loop."""
+    """A run under way. Use it as `with Run(...) as run:`, loop over `run.steps()`, then call `run.finish()`.
+
+    Entering locks the directory, goes back to the newest checkpoint and replaces the handlers of stop signals. Leaving
+    undoes this, and records the error if there was one. An error of a sink is reported and does not stop the run.
+    """
 
     def __init__(
         self,
@@ -49,197 +53,229 @@ class Run:
     ) -> None:
         self.directory = directory
         self.config = config
-        self.step = 0  # completed
-        self.evaluations: dict[int, Evaluation] = {}
+        self.step = 0  # completed steps
+        self.evaluations: dict[int, Evaluation] = {}  # by step
         self._job = job
-        self._about = job.about()
-        guarded = [Guarded(sink, partial(self._sink_failed, name)) for name, sink in (sinks or {}).items()]
-        # Sinks come first: one may ask for a password at its start, and takes its time at its end.
-        self._view = Several([*guarded, make_view() if view is None else view])
+        self._description = job.describe()
+        # A sink that raises is reported once and then left out.
+        guarded = [GuardedView(sink, partial(self._record_sink_failure, name)) for name, sink in (sinks or {}).items()]
+        # Sinks come first: one may ask for a password at its start, and may take long at its end.
+        self._view = CombinedView([*guarded, make_view() if view is None else view])
         self._metrics = MetricsFile(directory.metrics, directory.database)
         self._signals = StopSignals()
-        self._store: Store | None = None
-        self._pending: list[tuple[str, str]] = []
+        self._store: Store | None = None  # None = not open
+        self._pending: list[tuple[str, str]] = []  # (kind, text) of events that are not in run.db yet
         self._started = self._step_began = time.perf_counter()
-        self._first_step = 0
+        self._first_step = 0  # completed steps when this process began
 
     def __enter__(self) -> Run:
         self.directory.lock()
         try:
-            self.directory.require_same(self.config)
-            self.directory.extend(self.config.steps)
+            self.directory.require_same_settings(self.config)
+            self.directory.extend_to(self.config.steps)
             self._store = Store(self.directory.database)
             self._recover(self._store)
             self._signals.install()
         except BaseException:
             self._close()
             raise
-        self._view.start(self._header())
+        self._view.start(self._make_header())
         if self.step >= self.config.steps:
-            more = f"{program()} resume {self.directory.path} --steps {2 * self.config.steps}"
-            self._view.event(self.step, "run", f"all {self.config.steps} steps are done; train on with: {more}")
+            more = f"{program_name()} resume {self.directory.path} --steps {2 * self.config.steps}"
+            self._view.show_event(self.step, "run", f"all {self.config.steps} steps are done; train on with: {more}")
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
-            text = f"stopped by {type(error).__name__}; go on with: {program()} resume {self.directory.path}"
-            with suppress(RunError):  # the disk may be what failed
-                self.event("run", text)
-                self._flush()
+            text = f"stopped by {type(error).__name__}; go on with: {program_name()} resume {self.directory.path}"
+            # The disk may be what failed.
+            with suppress(RunError):
+                self.record_event("run", text)
+                self._write_pending_events()
         self._close()
 
     @property
-    def stopping(self) -> bool:
-        """Whether the run was asked to stop: by Ctrl-C, SIGTERM or a closed terminal."""
+    def is_stopping(self) -> bool:
+        """Whether the run has been asked to stop, by Ctrl-C, SIGTERM or a closed terminal."""
         return bool(self._signals.requested)
 
     def steps(self) -> Iterator[int]:
-        """The steps still to do, counted from 0; each must end with `end_step`."""
+        """Yields the remaining steps, counted from 0, until the last one or a signal to stop.
+
+        The loop must end each step with `end_step`. Evaluates before the first step if that is due.
+        """
         self._started = time.perf_counter()
-        if not self.stopping:
+        if not self.is_stopping:
             self._evaluate_if_due()
-        while self.step < self.config.steps and not self.stopping:
+        while self.step < self.config.steps and not self.is_stopping:
             step = self.step
-            clock.read_and_reset()  # time spent on evaluation and saving is no part of a step
+            # Time that was spent on evaluation and saving does not belong to the step.
+            clock.read_and_reset()
             self._step_began = time.perf_counter()
             yield step
             assert self.step == step + 1, f"step {step} did not end with end_step"
-        if self.stopping and self.step > self._first_step:
-            self._save()  # the signal may have come after the step was recorded
+        # The signal may have come after `end_step` had decided not to save.
+        if self.is_stopping and self.step > self._first_step:
+            self._save_checkpoint()
 
-    def event(self, kind: str, text: str) -> None:
-        """Something worth knowing (a skip, a failure), shown now and recorded with the current step."""
-        self.notice(kind, text)
+    def record_event(self, kind: str, text: str) -> None:
+        """Shows something that happened (a skip, a failure), and records it in run.db with the current step."""
+        self.show_notice(kind, text)
         self._pending.append((kind, text))
 
-    def notice(self, kind: str, text: str) -> None:
-        """Shown now, not recorded: what a resumed run says again."""
-        self._view.event(self.step + 1, kind, text)
+    def show_notice(self, kind: str, text: str) -> None:
+        """Shows a text without recording it. A resumed run shows it again."""
+        self._view.show_event(self.step + 1, kind, text)
 
     def end_step(self, step: int, record: StepRecord) -> None:
-        """Record the step, evaluate and save when it is time."""
+        """Records a step, counted from 0. Then evaluates and saves a checkpoint if they are due.
+
+        If the run has been asked to stop, saves a checkpoint and does not evaluate.
+        """
         assert step == self.step, f"step {step} ended while step {self.step} was under way"
+        # What is recorded counts completed steps, from 1.
         number = step + 1
-        metrics = {**record.metrics, **self._times(record.metrics)}
+        metrics = {**record.metrics, **self._compute_times(record.metrics)}
         if record.problem:
-            self.event("failure", record.problem)
+            self.record_event("failure", record.problem)
         fresh: list[Group] = []
         if record.groups is not None:
-            size = save_rollouts(rollout_path(self.directory.rollouts, number), record.groups)
+            size = save_rollouts(make_rollout_path(self.directory.rollouts, number), record.groups)
             metrics["rollouts/bytes"] = float(size)
-            fresh = [g for g in record.groups if not g.reused]  # the others are rows of the step that sampled them
+            # Reused groups have rows already, in the step that sampled them.
+            fresh = [g for g in record.groups if not g.reused]
         self._require_store().write_step(number, metrics, fresh, self._pending)
         self._pending = []
         self._metrics.append()
         self.step = number
         self._remove_old_rollouts()
-        self._view.step(
+        self._view.show_step(
             StepReport(
                 step=number,
                 num_steps=self.config.steps,
                 metrics=metrics,
-                eta=self._eta(),
+                eta=self._estimate_remaining_seconds(),
                 showcase=record.showcase,
             )
         )
-        if not self.stopping:
+        if not self.is_stopping:
             self._evaluate_if_due()
-        if self.stopping or self._save_due():
-            self._save()
+        if self.is_stopping or self._is_save_due():
+            self._save_checkpoint()
 
     def finish(self) -> Summary:
-        """Make sure of the last evaluation and checkpoint, write the card, say how it went."""
+        """Makes the last evaluation and checkpoint if they are missing, writes the card and returns the summary."""
         if self.step >= self.config.steps:
-            if not self.stopping:
+            if not self.is_stopping:
                 self._evaluate_if_due()
             if self.step:
-                self._save()
-                self._prune()  # a kill may have come between the last checkpoint and the removal of older ones
-        self._flush()
-        summary = self._summary()
-        write_atomic(self.directory.card, self._card(summary))
+                self._save_checkpoint()
+                # A kill may have come between the last checkpoint and the removal of older ones.
+                self._prune_checkpoints()
+        self._write_pending_events()
+        summary = self._make_summary()
+        write_atomically(self.directory.card, self._render_card(summary))
         self._view.finish(summary)
         return summary
 
     def _recover(self, store: Store) -> None:
-        """Go back to the newest checkpoint, or to the beginning when there is none yet."""
-        checkpoint.clean(self.directory.checkpoints)
-        path = checkpoint.latest(self.directory.checkpoints)
+        """Goes back to the newest checkpoint, or to the beginning if there is none. Removes all that is newer."""
+        checkpoint.remove_leftovers(self.directory.checkpoints)
+        path = checkpoint.find_latest(self.directory.checkpoints)
         state = checkpoint.load(path) if path else None
         if state:
-            self._job.restore(state)  # may refuse, and then nothing has been removed
+            # This may raise, so it comes before anything is removed.
+            self._job.restore(state)
         self.step = self._first_step = state.step if state else 0
-        store.truncate_after(self.step)
+        # From here on, everything that is newer than the checkpoint is removed.
+        store.remove_after(self.step)
         self.directory.remove_after(self.step)
         self._metrics.rewrite()
-        self.evaluations = self.directory.evaluations()
+        self.evaluations = self.directory.load_evaluations()
         with Reader(self.directory.database) as reader:
-            lived = bool(reader.events(kind="run"))
-        store.write_event(self.step, "run", f"resumed after step {self.step}" if lived else "started")
+            was_started = bool(reader.read_events(kind="run"))
+        store.write_event(self.step, "run", f"resumed after step {self.step}" if was_started else "started")
 
     def _evaluate_if_due(self) -> None:
-        every, number = self.config.eval.every, self.step
+        """Evaluates the current weights and records the result, if the config asks for it and it is not done yet.
+
+        Evaluations are due before the first step, after the last one, and after every `eval.every` steps.
+        """
+        every = self.config.eval.every
+        number = self.step
         due = number in (0, self.config.steps) or (every > 0 and number % every == 0)
         if self._job.evaluate is None or not due or number in self.evaluations:
             return
-        self._view.phase("evaluating")
+        self._view.show_phase("evaluating")
         evaluation = self._job.evaluate(number)
         assert evaluation.step == number, f"evaluation of step {evaluation.step} instead of {number}"
-        # Rows first: where the file is, they are too. A kill in between repeats both.
+        # Rows before the file: if the file exists, the rows do too. After a kill in between, both are made again.
         self._require_store().write_evaluation(number, evaluation.metrics)
         self._metrics.append()
         self.directory.save_evaluation(evaluation)
         self.evaluations[number] = evaluation
-        self._view.evaluation(evaluation)
-        self._view.phase("training")
+        self._view.show_evaluation(evaluation)
+        self._view.show_phase("training")
 
-    def _best_step(self) -> int:
-        """The step with the best held-out accuracy, the earliest of equals; 0 when there is none."""
+    def _find_best_step(self) -> int:
+        """Returns the step with the best held-out accuracy, the earliest of equal ones; 0 if there is none."""
         trained = [e for step, e in self.evaluations.items() if step > 0]
         return max(trained, key=lambda e: (e.accuracy, -e.step)).step if trained else 0
 
-    def _save_due(self) -> bool:
-        every, number = self.config.save.every, self.step
+    def _is_save_due(self) -> bool:
+        """Returns whether a checkpoint is due: by the schedule, after the last step, or as the best one so far."""
+        every = self.config.save.every
+        number = self.step
         scheduled = number == self.config.steps or (every > 0 and number % every == 0)
-        return scheduled or (self.config.save.keep_best and number == self._best_step())
+        return scheduled or (self.config.save.keep_best and number == self._find_best_step())
 
-    def _save(self) -> None:
+    def _save_checkpoint(self) -> None:
+        """Saves a checkpoint of the current step, unless it exists, and removes old ones."""
         folder = self.directory.checkpoints
-        if self.step in checkpoint.steps(folder):
+        if self.step in checkpoint.list_steps(folder):
             return
-        self._view.phase("saving")
+        self._view.show_phase("saving")
         begin = time.perf_counter()
-        state = self._job.checkpoint(self.step)
+        state = self._job.make_checkpoint(self.step)
         assert state.step == self.step, f"checkpoint of step {state.step} instead of {self.step}"
         path = checkpoint.save(folder, state, self._job.write_model)
-        self._prune()
-        size = sum(f.stat().st_size for f in path.rglob("*") if f.is_file())
-        text = f"{path.name}, {readable_size(size)}, {time.perf_counter() - begin:.1f} s"
-        self._require_store().write_event(self.step, "checkpoint", text)
-        self._view.event(self.step, "checkpoint", text)
-        self._view.phase("training")
+        self._prune_checkpoints()
 
-    def _prune(self) -> None:
-        keep = {self._best_step()} if self.config.save.keep_best else set()
+        size = sum(f.stat().st_size for f in path.rglob("*") if f.is_file())
+        text = f"{path.name}, {format_size(size)}, {time.perf_counter() - begin:.1f} s"
+        self._require_store().write_event(self.step, "checkpoint", text)
+        self._view.show_event(self.step, "checkpoint", text)
+        self._view.show_phase("training")
+
+    def _prune_checkpoints(self) -> None:
+        """Removes the checkpoints that `save.keep_last` and `save.keep_best` do not keep."""
+        keep = {self._find_best_step()} if self.config.save.keep_best else set()
         checkpoint.prune(self.directory.checkpoints, keep_last=self.config.save.keep_last, keep=keep)
 
     def _remove_old_rollouts(self) -> None:
-        """Those beyond what is to be kept; but a resume reads back from the checkpoint, not from here."""
+        """Removes rollout files that are older than `save.rollouts` steps. 0 keeps all.
+
+        Those that a resume from the newest checkpoint would reuse are kept.
+        """
         if not self.config.save.rollouts:
             return
         oldest = self.step - self.config.save.rollouts
-        if self._about.reads_back:
-            saved = max(checkpoint.steps(self.directory.checkpoints), default=0)
-            oldest = min(oldest, saved - self._about.reads_back)
+        if self._description.reads_back:
+            saved = max(checkpoint.list_steps(self.directory.checkpoints), default=0)
+            oldest = min(oldest, saved - self._description.reads_back)
         remove_rollouts(self.directory.rollouts, lambda step: step > oldest)
 
-    def _times(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Everything that depends on the clock, under time/: comparisons of two runs leave it out."""
+    def _compute_times(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Returns the metrics that depend on the clock: seconds per stage and step, and tokens per second.
+
+        All begin with "time/", so that a comparison of two runs can leave them out.
+        """
         seconds = time.perf_counter() - self._step_began
         stages = clock.read_and_reset()
         times = {f"time/stage/{name}": value for name, value in stages.items()} | {"time/step": seconds}
+        # (name of the rate, metric that it counts, seconds to divide by)
         rates = (
             ("tokens_per_s", "tokens/sampled", seconds),
             ("sampled_per_s", "tokens/sampled", stages.get("rollout")),
@@ -250,14 +286,16 @@ class Run:
                 times[f"time/{name}"] = metrics[counted] / max(spent, 1e-9)
         return times
 
-    def _eta(self) -> float:
+    def _estimate_remaining_seconds(self) -> float:
+        """Returns the seconds that the remaining steps will take, at the mean speed of this process."""
         done = self.step - self._first_step
         return (time.perf_counter() - self._started) / max(1, done) * (self.config.steps - self.step)
 
-    def _header(self) -> Header:
-        config, about = self.config, self._about
+    def _make_header(self) -> Header:
+        """Returns what views show at the start. `values` has the curve of the steps before a resume."""
+        config, about = self.config, self._description
         with Reader(self.directory.database) as reader:
-            values = reader.series(about.curve.metric)
+            values = reader.read_series(about.curve.metric)
         return Header(
             path=str(self.directory.path),
             recipe=config.recipe,
@@ -269,13 +307,14 @@ class Run:
             batch=about.batch,
             curve=about.curve,
             values=values,
-            evaluates=self._job.evaluate is not None,
+            has_evaluation=self._job.evaluate is not None,
             evaluations=list(self.evaluations.values()),
             name=self.directory.path.resolve().name,
-            config=self.directory.settings(),
+            config=self.directory.dump_settings(),
         )
 
-    def _summary(self) -> Summary:
+    def _make_summary(self) -> Summary:
+        """Returns what views show at the end, and whether all steps and the last evaluation are done."""
         evaluations = [self.evaluations[step] for step in sorted(self.evaluations)]
         evaluated = self._job.evaluate is None or self.config.steps in self.evaluations
         complete = self.step >= self.config.steps and evaluated
@@ -287,27 +326,29 @@ class Run:
             first=evaluations[0] if evaluations else None,
             last=evaluations[-1] if evaluations else None,
             complete=complete,
-            next_commands=self._next_commands() if complete else [],
+            next_commands=self._format_next_commands() if complete else [],
         )
 
-    def _next_commands(self) -> list[str]:
-        return [shlex.join(command) for command in self._job.next_commands(self.directory.path, self.step)]
+    def _format_next_commands(self) -> list[str]:
+        """Returns the commands that the job suggests, as they are typed in a shell."""
+        return [shlex.join(command) for command in self._job.suggest_commands(self.directory.path, self.step)]
 
-    def _card(self, summary: Summary) -> str:
+    def _render_card(self, summary: Summary) -> str:
+        """Returns the run card as Markdown, from the records of the whole run."""
         accelerator = torch.cuda.get_device_name(0) if torch.cuda.is_available() else ""
         with Reader(self.directory.database) as reader:
-            names = {row.name for row in reader.metrics() if not row.name.startswith("time/")}
-            series = {name: reader.series(name) for name in names}
-            events = reader.events()
+            names = {row.name for row in reader.read_metrics() if not row.name.startswith("time/")}
+            series = {name: reader.read_series(name) for name in names}
+            events = reader.read_events()
         return render_card(
             CardData(
                 name=self.directory.path.name,
                 config=self.config,
-                about=self._about,
+                description=self._description,
                 step=self.step,
                 command=next((event.text for event in events if event.kind == "command"), ""),
                 threads=torch.get_num_threads(),
-                environment=describe_environment(accelerator),
+                machine=describe_machine(accelerator),
                 closing=summary.lines(),
                 evaluations=[self.evaluations[step] for step in sorted(self.evaluations)],
                 series=series,
@@ -315,26 +356,30 @@ class Run:
             )
         )
 
-    def _sink_failed(self, name: str, problem: str) -> None:
-        self.event("sink", f"{name} failed ({one_line(problem, 300)}); the run goes on without it")
+    def _record_sink_failure(self, name: str, problem: str) -> None:
+        """Reports that the sink `name` failed. The run no longer uses it."""
+        self.record_event("sink", f"{name} failed ({escape_line(problem, 300)}); the run goes on without it")
 
-    def _flush(self) -> None:
-        """Record what happened after the last complete step."""
+    def _write_pending_events(self) -> None:
+        """Writes the events since the last complete step into run.db."""
         if self._pending:
             self._require_store().write_step(self.step, {}, events=self._pending)
             self._pending = []
 
     def _require_store(self) -> Store:
+        """Returns the open store. Raises RunError outside `with`."""
         if self._store is None:
-            raise RunError("this run is not open: use it as `with Run(...) as run:`.")
+            raise RunError("this run is not open: use it inside `with Run(...) as run:`.")
         return self._store
 
     def _close(self) -> None:
+        """Restores signals, closes views and the store, and unlocks the directory."""
         self._signals.restore()
         self._view.close()
         if self._store is not None:
+            # A sink may have reported a failure while it was closed.
             with suppress(RunError):
-                self._flush()  # what a sink said at its end
+                self._write_pending_events()
             with suppress(RunError):
                 self._store.close()
             self._store = None

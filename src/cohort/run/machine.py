@@ -1,4 +1,4 @@
-"""What a run ran on: named in its card, because numbers without it cannot be compared."""
+"""The machine and the versions that a run used. Its card names them, because numbers depend on them."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 
-from cohort.system.disk import readable_size
+from cohort.system.disk import format_size
 
 _PACKAGES = ("cohort", "torch", "transformers", "tokenizers", "safetensors", "numpy")
 
 
-def program() -> str:
-    """How to type this program's name: "cohort", or the path it was started by where the shell would not find it."""
+def program_name() -> str:
+    """Returns how to type this program in a shell: "cohort", or its path if the shell would not find "cohort"."""
     started = Path(sys.argv[0])
     return str(started) if started.name == "cohort" and not shutil.which("cohort") else "cohort"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Environment:
-    """Processor, memory and the versions of what computes."""
+class Machine:
+    """Processor, memory, system and versions of packages, as texts for the run card."""
 
     system: str
     processor: str
@@ -34,28 +34,31 @@ class Environment:
     packages: dict[str, str] = field(default_factory=dict)
 
 
-def describe_environment(accelerator: str = "") -> Environment:
-    """Ask the system; nothing is imported for it."""
-    return Environment(
+def describe_machine(accelerator: str = "") -> Machine:
+    """Returns a description of this machine. `accelerator` is the name of the GPU; "" = none. Imports no package."""
+    return Machine(
         system=platform.platform(),
-        processor=_processor(),
+        processor=_find_processor(),
         num_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
-        memory=_memory(),
+        memory=_find_memory(),
         python=sys.version.split()[0],
         accelerator=accelerator,
-        packages={name: version for name in _PACKAGES if (version := _version(name))},
+        packages={name: version for name in _PACKAGES if (version := _find_version(name))},
     )
 
 
-def _version(package: str) -> str:
+def _find_version(package: str) -> str:
+    """Returns the installed version of a package; "" if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return ""
 
 
-def _processor() -> str:
+def _find_processor() -> str:
+    """Returns the name of the processor."""
     try:
+        # Linux; elsewhere the file does not exist, and `platform` answers.
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
@@ -64,8 +67,9 @@ def _processor() -> str:
     return platform.processor() or platform.machine()
 
 
-def _memory() -> str:
+def _find_memory() -> str:
+    """Returns the size of the main memory as text, or "unknown"."""
     try:
-        return readable_size(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+        return format_size(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     except (ValueError, OSError):
         return "unknown"

@@ -1,4 +1,4 @@
-"""Stopping politely: the first signal asks, the second insists."""
+"""Stopping a run by signals: the first one lets the step finish, the second one interrupts at once."""
 
 from __future__ import annotations
 
@@ -9,37 +9,42 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any
 
-_ASKING = ("SIGINT", "SIGTERM", "SIGHUP")
+_STOP_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP")
 
 
 class StopSignals:
-    """From `install` to `restore`, Ctrl-C, SIGTERM and SIGHUP set `requested`; a second interrupts at once.
+    """Between `install` and `restore`, Ctrl-C, SIGTERM or SIGHUP sets `requested`; a second one interrupts at once.
 
-    SIGHUP stays ignored where it is ignored (nohup). Outside the main thread nothing is installed, because
-    Python allows it only there.
+    A signal that is ignored stays ignored, as SIGHUP under nohup, except Ctrl-C. Outside the main thread nothing is
+    installed, because Python allows handlers only there.
     """
 
     def __init__(self) -> None:
-        self.requested = ""  # name of the signal, once one came
+        self.requested = ""  # the name of the first signal; "" = none came
         self._former: dict[signal.Signals, Any] = {}
 
     def install(self) -> None:
+        """Replaces the handlers of the three signals."""
         if threading.current_thread() is not threading.main_thread():
             return
-        for number in (getattr(signal, name) for name in _ASKING if hasattr(signal, name)):
+        for number in (getattr(signal, name) for name in _STOP_SIGNALS if hasattr(signal, name)):
             former = signal.getsignal(number)
+            # Ctrl-C is handled also if it is ignored, as it is in the background jobs of a shell script.
             if former is not signal.SIG_IGN or number == signal.SIGINT:
                 self._former[number] = former
-                signal.signal(number, self._handle)
+                signal.signal(number, self._handle_signal)
 
     def restore(self) -> None:
+        """Puts the former handlers back."""
         for number, former in self._former.items():
             signal.signal(number, former)
         self._former.clear()
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
+    def _handle_signal(self, number: int, frame: FrameType | None) -> None:
+        """Handles a signal: notes the first, raises KeyboardInterrupt at the second."""
         if self.requested:
             raise KeyboardInterrupt
         self.requested = signal.Signals(number).name
-        with suppress(OSError):  # not print: the signal may come in the middle of one, or of a terminal that is gone
-            os.write(2, b"\nfinishing this step, then saving; once more stops at once\n")
+        # Not `print`: the signal may have interrupted one. The terminal may also be gone.
+        with suppress(OSError):
+            os.write(2, b"\nfinishing this step, then saving; a second signal stops at once\n")

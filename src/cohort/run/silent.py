@@ -1,4 +1,4 @@
-"""The run of every rank but the first: the same steps, and nothing recorded."""
+"""The run of every rank but the first: it does the same steps and records nothing."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ from cohort.run.job import Job, StepRecord
 
 
 class SilentRun:
-    """Goes where `Run` goes: from the newest checkpoint to the last step. It writes no file and takes no lock."""
+    """A run that goes from the newest checkpoint to the last step, as `Run` does, without files, lock or output."""
 
     def __init__(self, directory: RunDirectory, config: RunConfig, job: Job) -> None:
-        self.directory, self.config = directory, config
+        self.directory = directory
+        self.config = config
         self.step = 0  # completed
         self._job = job
 
     def __enter__(self) -> SilentRun:
-        path = checkpoint.latest(self.directory.checkpoints)
+        # All ranks restore the same checkpoint.
+        path = checkpoint.find_latest(self.directory.checkpoints)
         if path is not None:
             state = checkpoint.load(path)
             self._job.restore(state)
@@ -33,20 +35,22 @@ class SilentRun:
         pass
 
     def steps(self) -> Iterator[int]:
+        """Yields the remaining steps, counted from 0. The loop must end each with `end_step`."""
         while self.step < self.config.steps:
             step = self.step
             yield step
             assert self.step == step + 1, f"step {step} did not end with end_step"
 
     def end_step(self, step: int, record: StepRecord) -> None:
+        """Counts the step. The first rank records it."""
         assert step == self.step, f"step {step} ended while step {self.step} was under way"
         self.step = step + 1
 
-    def event(self, kind: str, text: str) -> None:
-        """The first rank tells it."""
+    def record_event(self, kind: str, text: str) -> None:
+        """Does nothing: the first rank reports it."""
 
-    def notice(self, kind: str, text: str) -> None:
-        """The first rank tells it."""
+    def show_notice(self, kind: str, text: str) -> None:
+        """Does nothing: the first rank reports it."""
 
     def finish(self) -> None:
-        """The first rank saves, and says how it went."""
+        """Does nothing: the first rank saves and reports."""

@@ -1,1 +1,1 @@
-"""The one boundary where foreign code runs: graders, in worker processes that can be killed. See `pool`."""
+"""Scoring: runs the graders of tasks, which may be foreign code, in worker processes that can be killed. See `pool`."""

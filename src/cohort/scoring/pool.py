@@ -1,19 +1,20 @@
-"""Scoring in killable worker processes.
+"""The scoring pool: it scores answers in worker processes that can be killed.
 
-Two kinds of trouble are kept apart. What the answer causes is the grader's verdict: wrong, with a reason.
-What befalls the grader (it raised, hung, ran out of memory, its process died) is a failure: the answer is
-tried once more on a worker started afterwards, then reported as `Outcome(failure=...)`, which is not a score.
+Wrong answers and failing graders are kept apart. A wrong answer is the grader's verdict: low parts with a reason. If
+the grader raises, hangs, runs out of memory or its process dies, that is a failure. The answer is then tried once more,
+on a worker that is started afterwards. A second failure is reported as `Outcome(failure=...)`, which is not a score.
 
-Where a task says that its work depends on the answer (`work_seconds`), too much work is what the answer causes: if it
-uses up that CPU time once, or runs out of time or memory in both tries, the outcome is the score of an empty answer,
-with the reason, and is counted.
+A task with `work_seconds` says that the work of its grader depends on the answer. There, too much work makes the answer
+wrong: if the grader uses up that CPU time once, or runs out of time or memory in both tries, the outcome is the score
+of an empty answer, with the reason. Such outcomes are counted (`num_over_limit`).
 
-An answer may belong to an episode with several (`Past`). Its environment lives in the worker that stepped it last; any
-other plays it again from its key and the answers so far. So a death costs the episode that was being stepped its first
-try, and the others in that worker nothing.
+An answer may belong to an episode with several answers (`Past`). Its environment lives in the worker that stepped it
+last. Any other worker can replay the episode from its key and the answers so far. When a worker dies, only the episode
+that was being stepped loses its first try; the other episodes in that worker lose nothing.
 
-A worker is handed as many answers as it scores in a short while, by its own clock. One that is busy with answers that
-were dropped, while others wait, is replaced; what it had not begun goes to another with a clean record.
+A worker has as many answers queued as it scores in a short time, by its own clock. A worker that scores an answer that
+was dropped, while others wait, is replaced; the answers that it had not begun go to another worker and count as not
+tried.
 """
 
 from __future__ import annotations
@@ -31,54 +32,63 @@ from types import TracebackType
 
 from cohort.errors import TaskError
 from cohort.scoring.process import Worker
-from cohort.scoring.wire import Hello, Item, Limits, Reply, check_step
-from cohort.tasks.base import OVER_LIMIT, Task, check_packages, check_parts, plain_answer
+from cohort.scoring.wire import Hello, Item, Limits, Reply, check_environment_reply
+from cohort.tasks.base import OVER_LIMIT, Task, check_packages, check_parts, make_plain_answer
 from cohort.tasks.environment import AgainRules, Past
 from cohort.tasks.ref import TaskRef
 from cohort.types import Answer, Outcome, Row
 
-WINDOW = 64  # answers a worker has at hand at most, so that it need not wait for the next poll
-FEWEST = 2  # the one that it scores and the next
-AHEAD = 0.1  # seconds of work that it has at hand: what is begun, or lies with one worker, helps nobody else
-PATIENCE = 0.25  # seconds a worker may hold up others with answers nobody wants; to start another takes about as long
-START_SECONDS = 60.0
-TICK = 0.05  # how soon a death without a closed pipe (a forked child holds it open) is noticed
-BUSY = 6.0  # wall clock that a work limit's CPU time may take: a busy machine is not the answer's fault
-MOST_WORKERS = 8
+MAX_WINDOW = 64  # most answers that a worker has queued, so that it need not wait for the next poll
+MIN_WINDOW = 2  # the answer that it scores and the next one
+# Seconds of work that a worker has queued. A longer queue would keep answers from workers that are idle.
+WINDOW_SECONDS = 0.1
+# Seconds that a worker may score a dropped answer while others wait. Starting another worker takes about as long.
+WASTED_SECONDS = 0.25
+START_SECONDS = 60.0  # time in which a worker must have loaded its task
+# How soon the death of a worker is noticed whose pipe stays open because a child that it forked holds it.
+TICK_SECONDS = 0.05
+# Wall-clock seconds per CPU second of a work limit: an answer is not wrong because the machine is busy.
+WALL_PER_CPU_SECOND = 6.0
+MAX_WORKERS = 8  # that `choose_num_workers` returns
 
 
 @dataclass(frozen=True, slots=True)
 class Trouble:
-    """What befell the grader of an answer."""
+    """What went wrong with the grader of an answer."""
 
     reason: str
-    exhausted: bool = False  # it ran out of time or memory
-    over_limit: bool = False  # it used up its CPU time: no other try, and no quieter machine, would need less
+    exhausted: bool = False  # whether it ran out of time or memory
+    over_limit: bool = False  # whether it used up its CPU time: another try or a quieter machine would need as much
 
 
-def default_workers(task: Task) -> int:
-    """How many workers pay: one keeps up with a quick grader; one a processor for work that depends on the answer."""
+def choose_num_workers(task: Task) -> int:
+    """Returns how many workers are worth their cost for a task.
+
+    One worker keeps up with a quick grader. A task with `work_seconds` gets one per processor, less the one that
+    samples and trains, and at most MAX_WORKERS.
+    """
     if not task.work_seconds:
         return 1
     processors = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    return max(1, min(MOST_WORKERS, processors - 1))  # one is for whoever samples and trains
+    return max(1, min(MAX_WORKERS, processors - 1))
 
 
-def window(seconds: float | None) -> int:
-    """How many answers a worker is handed where one takes so long; None = not known yet.
+def choose_window(seconds: float | None) -> int:
+    """Returns how many answers a worker has queued if scoring one takes `seconds`; None = not known yet.
 
-    >>> [window(seconds) for seconds in (None, 0.0, 0.001, 0.01, 0.05, 5.0)]
+    >>> [choose_window(seconds) for seconds in (None, 0.0, 0.001, 0.01, 0.05, 5.0)]
     [2, 64, 64, 10, 2, 2]
     """
     if seconds is None:
-        return FEWEST
-    return WINDOW if seconds * WINDOW <= AHEAD else max(FEWEST, round(AHEAD / seconds))
+        return MIN_WINDOW
+    return MAX_WINDOW if seconds * MAX_WINDOW <= WINDOW_SECONDS else max(MIN_WINDOW, round(WINDOW_SECONDS / seconds))
 
 
 class ScoringPool:
-    """Scores answers to one task's rows in worker processes. Same results for any number of workers.
+    """Worker processes that score the answers to one task. The results do not depend on the number of workers.
 
-    Driven like an engine: `submit`, then `poll`; or `score` a whole list. Not for several threads at once.
+    It is driven like an engine: `submit` answers, then `poll` for outcomes. `score` does both for a list. A pool must
+    be used by one thread only.
     """
 
     def __init__(
@@ -92,57 +102,60 @@ class ScoringPool:
             raise ValueError(f"workers is {workers}; a scoring pool needs at least 1")
         if not isinstance(task, TaskRef):
             check_packages(task)
-        self.task = task if isinstance(task, TaskRef) else TaskRef.of(task)
+        self.task = task if isinstance(task, TaskRef) else TaskRef.from_task(task)
         self.limits = limits or Limits()
-        self.again = again  # how episodes go on
+        self.again = again  # when an episode gets another turn; None = an episode is one answer
         self.num_failures = 0  # outcomes that were failures
-        self.num_over_limit = 0  # answers that were wrong because they were too much work
-        self.num_restarts = 0  # workers replaced
-        self._ids: dict[int, str] = {}  # item number -> the caller's id, of what is wanted and not finished
-        self._known: dict[str, int] = {}  # the same the other way round
-        self._waiting: deque[Item] = deque()
-        self._again: deque[tuple[int, Item]] = deque()  # to be retried, by a worker of at least this serial
-        self._retried: dict[int, bool] = {}  # item number -> whether its first trouble was too much work
-        self._emptied: set[int] = set()  # items found to be too much work: an empty answer stands in for theirs
-        self._work_seconds = 0.0  # the task's, once a worker has said it
-        self._typical: float | None = None  # seconds that an answer took lately, by the workers' own clocks
-        self._done: list[tuple[str, Outcome]] = []
-        self._errors: deque[TaskError] = deque()
+        self.num_over_limit = 0  # answers that were wrong because they took too much work
+        self.num_restarts = 0  # workers that were replaced
+        # Items that are neither finished nor dropped: their numbers with the caller's ids, and the other way round.
+        self._ids: dict[int, str] = {}
+        self._numbers: dict[str, int] = {}
+        self._waiting: deque[Item] = deque()  # not handed to a worker yet
+        self._retries: deque[tuple[int, Item]] = deque()  # to be tried again by a worker of at least this serial
+        # Items that are in their second try, by number: whether the first one was too much work.
+        self._was_too_much: dict[int, bool] = {}
+        self._emptied: set[int] = set()  # items that were too much work: an empty answer is scored instead of theirs
+        self._work_seconds = 0.0  # the task's `work_seconds`, once a worker has reported it
+        self._typical_seconds: float | None = None  # moving average of the time per answer, by the workers' clocks
+        self._done: list[tuple[str, Outcome]] = []  # outcomes that `poll` has not returned yet
+        self._errors: deque[TaskError] = deque()  # errors that `poll` has not raised yet
         self._next_number = 0
         self._next_serial = 0
         self._failed_starts = 0
         import_path = [entry or os.getcwd() for entry in sys.path]
         self._hello = Hello(task=self.task, limits=self.limits, import_path=import_path, again=again)
         self._workers: list[Worker] = []
-        self._finalizer = weakref.finalize(self, _kill_all, self._workers, os.getpid())
+        self._finalizer = weakref.finalize(self, _kill_workers, self._workers, os.getpid())
         for _ in range(workers):
-            self._workers.append(self._start())
+            self._workers.append(self._start_worker())
 
     def submit(self, id: str, row: Row, answer: Answer, past: Past | None = None) -> None:
-        """Queue an answer; its outcome comes from `poll` under this id. With a `past` it is an episode's next."""
+        """Queues an answer; `poll` returns its outcome under this id. With a `past` it is the next of an episode."""
         if not self._finalizer.alive:
-            raise ValueError("the scoring pool is closed")
-        if id in self._known:
-            raise ValueError(f'"{id}" is being scored already')
+            raise ValueError("the scoring pool is closed; make a new one")
+        if id in self._numbers:
+            raise ValueError(f'an answer with the id "{id}" is being scored already; use another id')
         item = Item(number=self._next_number, row=row, answer=answer, past=past)
         self._next_number += 1
         self._ids[item.number] = id
-        self._known[id] = item.number
+        self._numbers[id] = item.number
         self._waiting.append(item)
 
     @property
     def num_pending(self) -> int:
-        """Answers submitted and not yet returned by `poll`."""
+        """The number of answers that were submitted and not yet returned by `poll`."""
         return len(self._ids) + len(self._done)
 
     def poll(self, timeout: float = 0.0) -> list[tuple[str, Outcome]]:
-        """What has been scored. Waits up to `timeout` seconds for the first, if anything is under way.
+        """Returns the (id, outcome) pairs that are finished and were not returned before.
 
-        Raises TaskError if the task cannot be loaded or its grader returned something that is no score.
+        Waits up to `timeout` seconds for the first one, if any answer is under way. Raises TaskError if the task cannot
+        be loaded or its grader returned something that is not a score.
         """
         deadline = time.monotonic() + timeout
         while True:
-            self._advance(0.0 if self._done else min(TICK, max(0.0, deadline - time.monotonic())))
+            self._advance(0.0 if self._done else min(TICK_SECONDS, max(0.0, deadline - time.monotonic())))
             if self._errors:
                 raise self._errors.popleft()
             if self._done or not self._ids or time.monotonic() >= deadline:
@@ -150,21 +163,22 @@ class ScoringPool:
                 return done
 
     def drop(self, id: str) -> None:
-        """Nobody wants this outcome any more: it is not reported, and the id may be used again.
+        """Forgets an answer: its outcome is not reported, and the id may be used again. Unknown ids are ignored.
 
-        A worker that is at it already is not in the way for long: see `_trouble`.
+        A worker that is scoring the answer is replaced soon if others wait: see `_find_trouble`.
         """
         self._done = [(other, outcome) for other, outcome in self._done if other != id]
-        number = self._known.pop(id, None)
+        number = self._numbers.pop(id, None)
         if number is not None:
-            del self._ids[number]  # where it waits it is passed over
+            # The item stays in its queue; `_is_wanted` skips it there.
+            del self._ids[number]
             for worker in self._workers:
-                self._look(worker)
+                self._update_wasted_since(worker)
 
     def score(self, items: Iterable[tuple[Row, Answer]]) -> list[Outcome]:
-        """Score all and return the outcomes in the order given. An error closes the pool."""
+        """Scores all answers and returns their outcomes in the same order. A TaskError closes the pool."""
         if self.num_pending:
-            raise ValueError(f"{self.num_pending} submitted answers are pending; poll them first")
+            raise ValueError(f"{self.num_pending} submitted answers are pending; call poll until none is left")
         count = 0
         for row, answer in items:
             self.submit(str(count), row, answer)
@@ -179,12 +193,12 @@ class ScoringPool:
         return [outcomes[str(i)] for i in range(count)]
 
     def close(self) -> None:
-        """End the workers. What was pending is dropped."""
+        """Ends the workers and drops pending answers."""
         self._finalizer()
         self._ids.clear()
-        self._known.clear()
+        self._numbers.clear()
         self._waiting.clear()
-        self._again.clear()
+        self._retries.clear()
 
     def __enter__(self) -> ScoringPool:
         return self
@@ -194,70 +208,76 @@ class ScoringPool:
     ) -> None:
         self.close()
 
-    # The rest is one turn of the wheel: hand out, wait, read, bury.
-
     def _advance(self, wait: float) -> None:
+        """Runs one round: hands out items, waits up to `wait` seconds, reads replies, replaces workers in trouble."""
         for index, worker in enumerate(self._workers):
-            self._feed(index, worker)
+            self._hand_out_items(index, worker)
         if wait and self._ids:
             poll = select.poll()
             for worker in self._workers:
-                worker.watch(poll)
+                worker.register_with(poll)
             poll.poll(wait * 1000)
         for index, worker in enumerate(self._workers):
             worker.flush()
-            dead = worker.died()  # before reading: what a dead worker wrote last is then all there
-            for reply in worker.read():
-                self._take(worker, reply)
-            self._look(worker)
-            trouble = self._trouble(worker)
+            # Asked before reading: everything that a dead worker wrote is then in the pipe.
+            dead = worker.has_died()
+            for reply in worker.read_replies():
+                self._handle_reply(worker, reply)
+            self._update_wasted_since(worker)
+            trouble = self._find_trouble(worker)
             if dead or trouble:
-                self._bury(index, worker, None if dead else trouble)
+                self._replace_worker(index, worker, None if dead else trouble)
 
-    def _start(self) -> Worker:
+    def _start_worker(self) -> Worker:
+        """Starts a worker with the next serial."""
         self._next_serial += 1
         return Worker(self._hello, self._next_serial)
 
-    def _wanted(self, item: Item) -> bool:
-        """Whether it was not dropped; what was is forgotten."""
+    def _is_wanted(self, item: Item) -> bool:
+        """Returns whether an item was not dropped. Forgets one that was."""
         if item.number not in self._ids:
             self._forget(item)
             return False
         return True
 
-    def _look(self, worker: Worker) -> None:
-        """Note since when a worker has been at answers that were dropped."""
+    def _update_wasted_since(self, worker: Worker) -> None:
+        """Records since when a worker has been scoring an answer that was dropped; None if it is not."""
         if worker.ready is None or not worker.items or worker.items[0].number in self._ids:
             worker.wasted_since = None
         elif worker.wasted_since is None:
             worker.wasted_since = time.monotonic()
 
-    def _feed(self, index: int, worker: Worker) -> None:
-        # what was dropped must neither cost a worker nor seem to wait for one
-        while self._again and not self._wanted(self._again[0][1]):
-            self._again.popleft()
-        while self._waiting and not self._wanted(self._waiting[0]):
+    def _hand_out_items(self, index: int, worker: Worker) -> None:
+        """Fills the queue of worker `index`, after replacing it if a retry needs a newer one than there is."""
+        # Dropped items at the front are removed first: no worker is to be started for them, and none is to be replaced
+        # because they seem to wait.
+        while self._retries and not self._is_wanted(self._retries[0][1]):
+            self._retries.popleft()
+        while self._waiting and not self._is_wanted(self._waiting[0]):
             self._waiting.popleft()
         newest = max(w.serial for w in self._workers)
-        if self._again and self._again[0][0] > newest:
+        if self._retries and self._retries[0][0] > newest:
+            # The worker finishes the items that it has. It gets no more and is replaced when it has none.
             if worker.items:
-                return  # let it finish what it has, then replace it
+                return
             worker.kill()
             self.num_restarts += 1
-            worker = self._workers[index] = self._start()
-        most = window(self._typical) if worker.wasted_since is None else 0
-        while len(worker.items) < most:
-            if self._again and self._again[0][0] <= worker.serial:
-                item = self._again.popleft()[1]
+            worker = self._workers[index] = self._start_worker()
+        # A worker that scores a dropped answer may soon be replaced and gets nothing.
+        window = choose_window(self._typical_seconds) if worker.wasted_since is None else 0
+        while len(worker.items) < window:
+            if self._retries and self._retries[0][0] <= worker.serial:
+                item = self._retries.popleft()[1]
             elif self._waiting:
                 item = self._waiting.popleft()
             else:
                 break
-            if self._wanted(item):
+            if self._is_wanted(item):
                 worker.send(item)
         worker.flush()
 
-    def _take(self, worker: Worker, reply: Reply) -> None:
+    def _handle_reply(self, worker: Worker, reply: Reply) -> None:
+        """Finishes or retries the item that a reply is about, or records that the worker has loaded its task or not."""
         if reply.ready or reply.broken:
             worker.ready = reply.ready
             self._failed_starts = 0
@@ -268,124 +288,145 @@ class ScoringPool:
                 self._errors.append(TaskError(message))
             return
         if worker.ready is None or not worker.items or worker.items[0].number != reply.number:
-            worker.garbled = "it answered what was not asked"
+            worker.garbled = "the grader's process sent a reply to another answer than the one it was given"
             return
         item = worker.items.popleft()
+        # A moving average over about the last four answers. Foreign code may have made the number nonsense.
         if 0 <= reply.seconds < math.inf:
-            typical = reply.seconds if self._typical is None else self._typical
-            self._typical = typical + (reply.seconds - typical) / 4
+            typical = reply.seconds if self._typical_seconds is None else self._typical_seconds
+            self._typical_seconds = typical + (reply.seconds - typical) / 4
         if reply.failure or reply.memory:
             raised = f"the grader raised {reply.failure or reply.memory}"
-            self._fail(item, Trouble(raised, exhausted=bool(reply.memory)))
+            self._retry_or_fail(item, Trouble(raised, exhausted=bool(reply.memory)))
         elif reply.contract:
-            self._refuse(item, TaskError(reply.contract))
+            self._finish_refused(item, TaskError(reply.contract))
         else:
-            row_id, ready = str(item.row.get("id", "?")), worker.ready
+            row_id = str(item.row.get("id", "?"))
+            ready = worker.ready
+            # The worker checked all this already, but foreign code in it may have written the reply itself.
             try:
                 parts: dict[str, float] = {}
+                # Only the step of an episode that continues may lack parts.
                 if reply.parts is not None or not reply.replies:
                     parts = check_parts(self.task.name, row_id, ready.parts, ready.accuracy, reply.parts)
-                check_step(self.task.name, row_id, reply)
+                check_environment_reply(self.task.name, row_id, reply)
             except TaskError as error:
-                self._refuse(item, error)
+                self._finish_refused(item, error)
             else:
                 outcome = Outcome(parts=parts, reason=reply.reason, replies=reply.replies, cost=reply.cost)
-                self._score(item, outcome)
+                self._finish_scored(item, outcome)
 
-    def _trouble(self, worker: Worker) -> Trouble | None:
-        idle = time.monotonic() - worker.since
+    def _find_trouble(self, worker: Worker) -> Trouble | None:
+        """Returns why a living worker must be replaced: bad replies, too slow, or busy with a dropped answer."""
+        silent = time.monotonic() - worker.last_active
         if worker.garbled:
             return Trouble(worker.garbled)
         if worker.ready is None:
-            late = Trouble(f"it did not start within {START_SECONDS:g} s")
-            return late if idle > START_SECONDS else None
-        seconds = max(self.limits.seconds, BUSY * self._work_seconds)
-        if worker.items:  # a worker that plays an episode again has time for each of its answers
+            late = Trouble(f"the scoring worker did not start within {START_SECONDS:g} s")
+            return late if silent > START_SECONDS else None
+        seconds = max(self.limits.seconds, WALL_PER_CPU_SECOND * self._work_seconds)
+        if worker.items:
+            # A worker that replays an episode has the time for each of its answers.
             seconds *= worker.items[0].num_answers
-        if worker.items and idle > seconds:
-            return Trouble(f"it took longer than {seconds:g} s", exhausted=True)
-        if worker.wasted_since is not None and time.monotonic() - worker.wasted_since > PATIENCE:
+        if worker.items and silent > seconds:
+            return Trouble(f"the grader took longer than {seconds:g} s", exhausted=True)
+        if worker.wasted_since is not None and time.monotonic() - worker.wasted_since > WASTED_SECONDS:
+            # While no other item waits, the dropped answer is in the way of nothing.
             held_up = (item for item in worker.items if item.number in self._ids)
-            if self._waiting or self._again or next(held_up, None):  # else it costs nobody anything
-                return Trouble("nobody wants its answer any more")
+            if self._waiting or self._retries or next(held_up, None):
+                return Trouble("the answer that it was scoring was dropped")
         return None
 
-    def _bury(self, index: int, worker: Worker, trouble: Trouble | None) -> None:
-        """Replace a worker that is in trouble, or (None) dead."""
+    def _replace_worker(self, index: int, worker: Worker, trouble: Trouble | None) -> None:
+        """Kills worker `index`, starts another in its place, and retries or fails the item that it was scoring.
+
+        `trouble` is why; None = the worker is dead, and the way it ended is the trouble.
+        """
         end = worker.kill()
         trouble = trouble or Trouble(f"the grader's process {end.how}", end.exhausted, over_limit=end.over_limit)
         self.num_restarts += 1
         first = worker.items.popleft() if worker.items and worker.ready else None
-        # only the first was begun; the others go back to the front, in their order, with a clean record
+        # Only the first item was begun. The others go back to the front of the queues, in their order, and their try
+        # does not count.
         while worker.items:
             item = worker.items.pop()
-            if not self._wanted(item):
+            if not self._is_wanted(item):
                 continue
-            if item.number in self._retried:
-                self._again.appendleft((self._next_serial + 1, item))
+            if item.number in self._was_too_much:
+                self._retries.appendleft((self._next_serial + 1, item))
             else:
                 self._waiting.appendleft(item)
         if worker.ready is None:
+            # One failed start may be an accident; three in a row are reported.
             self._failed_starts += 1
             if self._failed_starts >= 3:
-                message = f'task "{self.task.name}": the scoring worker does not start: {trouble.reason}'
+                message = f'task "{self.task.name}": the scoring worker does not start ({trouble.reason})'
                 self._errors.append(TaskError(message))
-        self._workers[index] = self._start()
+        self._workers[index] = self._start_worker()
         if first is not None:
-            self._fail(first, trouble, self._next_serial)
+            self._retry_or_fail(first, trouble, self._next_serial)
 
-    def _fail(self, item: Item, trouble: Trouble, serial: int | None = None) -> None:
-        """A first failure is tried again, on a worker not yet started unless `serial` is fresh already.
+    def _retry_or_fail(self, item: Item, trouble: Trouble, serial: int | None = None) -> None:
+        """Queues an item for its second try, or finishes it with a failure if that was the second one.
 
-        What is over its CPU limit, or too much work then too, gives way to an empty answer, which any worker may score.
+        The second try is on a worker of at least `serial`; None = on one that is not started yet. An answer that is
+        over its CPU limit, or too much work in both tries, is replaced by an empty one, which any worker may score.
         """
-        if item.number not in self._ids:  # dropped: nobody would hear of another try
+        if item.number not in self._ids:
+            # It was dropped, so there is no need for another try.
             self._forget(item)
             return
         too_much = trouble.exhausted and self._work_seconds > 0
-        proven = too_much and (trouble.over_limit or self._retried.get(item.number, False))
+        proven = too_much and (trouble.over_limit or self._was_too_much.get(item.number, False))
         if proven and item.number not in self._emptied:
-            self._retried[item.number] = True
+            self._was_too_much[item.number] = True
             self._emptied.add(item.number)
-            empty = plain_answer("")
-            if item.past is not None:  # whether the episode goes on depends on how the answer ended
+            empty = make_plain_answer("")
+            if item.past is not None:
+                # Whether the episode continues depends on how the answer ended, so the empty one keeps that.
                 empty = replace(empty, finish=item.answer.finish)
-            self._again.append((0, replace(item, answer=empty)))
-        elif item.number not in self._retried:
-            self._retried[item.number] = too_much
-            self._again.append((self._next_serial + 1 if serial is None else serial, item))
+            self._retries.append((0, replace(item, answer=empty)))
+        elif item.number not in self._was_too_much:
+            self._was_too_much[item.number] = too_much
+            self._retries.append((self._next_serial + 1 if serial is None else serial, item))
         else:
             self.num_failures += 1
             self._finish(item, Outcome(failure=trouble.reason))
 
-    def _score(self, item: Item, outcome: Outcome) -> None:
+    def _finish_scored(self, item: Item, outcome: Outcome) -> None:
+        """Finishes an item with its score; that of an empty answer gets the reason why one was scored instead."""
         if item.number in self._emptied:
             self.num_over_limit += 1
             outcome = replace(outcome, reason=f"{OVER_LIMIT} of {self._work_seconds:g} s")
             if item.past is not None:
+                # The environment was given the empty answer, so a replay of the episode must use it too.
                 outcome = replace(outcome, stand_in=item.answer)
         self._finish(item, outcome)
 
-    def _refuse(self, item: Item, error: TaskError) -> None:
+    def _finish_refused(self, item: Item, error: TaskError) -> None:
+        """Finishes an item whose grader returned no score: `poll` raises the error, unless the item was dropped."""
         if self._forget(item) is not None:
             self._errors.append(error)
 
     def _finish(self, item: Item, outcome: Outcome) -> None:
+        """Finishes an item: `poll` returns the outcome, unless the item was dropped."""
         if (id := self._forget(item)) is not None:
             self._done.append((id, outcome))
 
     def _forget(self, item: Item) -> str | None:
-        """The id of an item that is finished; None = it was dropped while a worker had it."""
-        self._retried.pop(item.number, None)
+        """Removes everything that is known of an item and returns its id; None if it was dropped."""
+        self._was_too_much.pop(item.number, None)
         self._emptied.discard(item.number)
         id = self._ids.pop(item.number, None)
         if id is not None:
-            del self._known[id]
+            del self._numbers[id]
         return id
 
 
-def _kill_all(workers: list[Worker], owner: int) -> None:
-    if os.getpid() != owner:  # a fork of the owner has no say over its workers
+def _kill_workers(workers: list[Worker], owner: int) -> None:
+    """Kills all workers and empties the list, if this is the process `owner` that started them."""
+    # A fork of the owner has the list too. It must not kill workers that the owner still uses.
+    if os.getpid() != owner:
         return
     for worker in workers:
         worker.kill()

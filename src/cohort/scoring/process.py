@@ -1,4 +1,4 @@
-"""One worker process, seen from the pool: start it, write to it, read from it, end it."""
+"""One scoring worker as the pool sees it: starting the process, writing to it, reading from it, ending it."""
 
 from __future__ import annotations
 
@@ -16,47 +16,52 @@ from pathlib import Path
 
 from cohort.scoring.wire import MAX_LINE, Hello, Item, Ready, Reply
 
-# What a worker may know of its surroundings: an allow-list, since keys go by too many names to be denied.
-ENVIRONMENT = ("PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
-ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+# Environment variables that a worker gets. This is a list of what is allowed, because keys and other secrets have too
+# many names to be listed.
+ALLOWED_VARIABLES = ("PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
-def worker_environment() -> dict[str, str]:
-    """The allowed variables, and what makes graders repeatable: one thread, a fixed hash seed."""
-    kept = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
-    home = str(Path(__file__).resolve().parents[2])
-    fixed = {"PYTHONHASHSEED": "0", "PYTHONSAFEPATH": "1", "PYTHONPATH": home}
-    return kept | fixed | dict.fromkeys(ONE_THREAD, "1")
+def make_worker_environment() -> dict[str, str]:
+    """Returns the environment variables of a worker: the allowed ones, one thread, and a fixed hash seed.
+
+    The last two make graders repeatable.
+    """
+    kept = {name: os.environ[name] for name in ALLOWED_VARIABLES if name in os.environ}
+    source_folder = str(Path(__file__).resolve().parents[2])
+    fixed = {"PYTHONHASHSEED": "0", "PYTHONSAFEPATH": "1", "PYTHONPATH": source_folder}
+    return kept | fixed | dict.fromkeys(THREAD_VARIABLES, "1")
 
 
-# What ends a process that works too much: its CPU limits, a stack or a heap that is used up. Not SIGKILL, which others
-# send: the kernel when the machine runs out of memory, and people.
-EXHAUSTED = (signal.SIGPROF, signal.SIGXCPU, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)
+# Signals that end a process because of its own work: its CPU limits, or a stack or heap that is used up. SIGKILL is not
+# among them, because it comes from outside: from the kernel when the whole machine runs out of memory, or from a user.
+EXHAUSTION_SIGNALS = (signal.SIGPROF, signal.SIGXCPU, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)
 
 
 @dataclass(frozen=True, slots=True)
-class End:
-    """How a worker had ended before it was killed."""
+class ProcessEnd:
+    """How a worker ended, as `Worker.kill` found it."""
 
-    how: str
-    exhausted: bool = False  # by too much work of its own
-    over_limit: bool = False  # of CPU time
+    how: str  # a verb phrase for messages, as in "exited with 1"
+    exhausted: bool = False  # whether its own work ended it: too much time or memory
+    over_limit: bool = False  # whether it used up its CPU time
 
 
 class Worker:
-    """A process in a session of its own, with a pipe each way that never blocks the pool.
+    """A scoring worker: a process in a session of its own, with a pipe in each direction that never blocks the pool.
 
-    The kernel kills a worker when the thread that made it ends: make pools in a thread that outlives them.
+    The kernel kills a worker when the thread that made it ends, so a pool must be made in a thread that outlives it.
     """
 
     def __init__(self, hello: Hello, serial: int) -> None:
-        self.serial = serial  # a later worker has a higher one
-        self.ready: Ready | None = None
-        self.items: deque[Item] = deque()  # sent or about to be, in order; the first is being scored
-        self.since = time.monotonic()  # of the last thing it did
-        self.wasted_since: float | None = None  # when it was first seen at work that nobody wants any more
-        self.garbled = ""
+        self.serial = serial  # a worker that is started later has a higher one
+        self.ready: Ready | None = None  # what the worker said of its task; None until it has loaded it
+        self.items: deque[Item] = deque()  # sent or about to be sent, in order; the first is being scored
+        self.last_active = time.monotonic()  # when it last replied, or got work after it had none
+        self.wasted_since: float | None = None  # since when it has been scoring an item that was dropped
+        self.garbled = ""  # what is wrong with its replies; "" = nothing
         self._incoming = bytearray()
+        # What the process itself prints, for the message about its death. The worker captures what the grader prints.
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  (lives as long as the worker)
         requests, self._requests = os.pipe()
         self._replies, replies = os.pipe()
@@ -67,7 +72,7 @@ class Worker:
             stdout=self._log,
             stderr=self._log,
             pass_fds=(requests, replies),
-            env=worker_environment(),
+            env=make_worker_environment(),
             start_new_session=True,
         )
         os.close(requests)
@@ -75,37 +80,41 @@ class Worker:
         for fd in (self._requests, self._replies):
             os.set_blocking(fd, False)
         self._outgoing = bytearray(hello.encode())
-        self._held_up = False  # the pipe was full at the last write
+        self._pipe_was_full = False  # at the last write
         self.flush()
 
     @property
     def pid(self) -> int:
+        """The process id."""
         return self._process.pid
 
-    def watch(self, poll: select.poll) -> None:
-        """Wake the poll when this worker has said something, or can be told more."""
+    def register_with(self, poll: select.poll) -> None:
+        """Makes `poll` wake when this worker has written, or when its pipe takes more of what waits to be sent."""
         poll.register(self._replies, select.POLLIN)
         if self._outgoing:
             poll.register(self._requests, select.POLLOUT)
 
     def send(self, item: Item) -> None:
+        """Queues an item for this worker; `flush` writes it."""
         if not self.items:
-            self.since = time.monotonic()
+            self.last_active = time.monotonic()
         self.items.append(item)
         self._outgoing += item.encode()
 
     def flush(self) -> None:
-        """Write what the pipe takes. A dead reader is noticed by `died`, not here."""
+        """Writes as much of the queued items as the pipe takes now. A dead worker raises nothing: see `has_died`."""
         with suppress(BlockingIOError, BrokenPipeError):
             while self._outgoing:
                 written = os.write(self._requests, self._outgoing)
                 del self._outgoing[:written]
-                if self._held_up:  # it may have been waiting for this, so its time starts now
-                    self.since = time.monotonic()
-        self._held_up = bool(self._outgoing)
+                # The worker may have been waiting for the rest of an item, so its time starts now.
+                if self._pipe_was_full:
+                    self.last_active = time.monotonic()
+        self._pipe_was_full = bool(self._outgoing)
 
-    def read(self) -> list[Reply]:
-        """The replies that have arrived. After something that is not one, `garbled` is set."""
+    def read_replies(self) -> list[Reply]:
+        """Returns the replies that have arrived. Sets `garbled` if something else than replies arrived."""
+        # At most one over-long line is read: a grader that writes without end must not fill the pool's memory.
         with suppress(BlockingIOError):
             while len(self._incoming) <= MAX_LINE and (data := os.read(self._replies, 1 << 16)):
                 self._incoming += data
@@ -115,34 +124,37 @@ class Worker:
         try:
             replies += map(Reply.decode, lines)
         except (ValueError, TypeError, RecursionError):
-            self.garbled = "it wrote into the scoring protocol"
+            self.garbled = "the grader wrote into the pipe of the scoring protocol"
         if len(rest) > MAX_LINE:
-            self.garbled = "its reply has no end"
+            self.garbled = f"the reply of the grader's process is longer than {MAX_LINE} bytes"
         if replies:
-            self.since = time.monotonic()
+            self.last_active = time.monotonic()
         return replies
 
-    def died(self) -> bool:
-        """Whether the process has ended. It is reaped by `kill`: until then its id and group stay its own."""
+    def has_died(self) -> bool:
+        """Returns whether the process has ended, without reaping it."""
+        # `kill` reaps the process. Until then the kernel gives its id, which is also its group's, to no other process.
         flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
         try:
             return os.waitid(os.P_PID, self._process.pid, flags) is not None
-        except ChildProcessError:  # somebody in this process waits for any child
+        except ChildProcessError:
+            # Other code in this process waited for any child and reaped this one.
             return True
 
-    def kill(self) -> End:
-        """End it and everything in its group; say how it had ended if it was dead already."""
-        already = self.died()
+    def kill(self) -> ProcessEnd:
+        """Kills the process and its whole group, and returns how it had ended if it was dead before."""
+        was_dead = self.has_died()
+        # Also when the process is dead: it may have left children in its group.
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         code = self._process.wait()
         self._log.seek(0)
-        said = self._log.read(2000).decode(errors="replace").strip()
+        printed = self._log.read(2000).decode(errors="replace").strip()
         self._log.close()
         os.close(self._requests)
         os.close(self._replies)
-        if not already:
-            return End("was killed")
-        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
-        text = how + (f"; it said {said[-300:]!r}" if said else "")
-        return End(text, -code in EXHAUSTED, -code in (signal.SIGPROF, signal.SIGXCPU))
+        if not was_dead:
+            return ProcessEnd("was killed")
+        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+        text = how + (f"; it had printed {printed[-300:]!r}" if printed else "")
+        return ProcessEnd(text, -code in EXHAUSTION_SIGNALS, -code in (signal.SIGPROF, signal.SIGXCPU))

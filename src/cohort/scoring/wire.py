@@ -1,8 +1,8 @@
-"""What travels between a scoring pool and its workers: JSON, one record a line.
+"""The messages between a scoring pool and its workers: JSON, one record per line.
 
 To the worker: a hello (task, limits, import path), then one line per answer to score. An answer of an episode comes
-with the episode's key and its earlier answers, so that any worker can go on with it.
-To the pool: "ready" or "broken" once, then one line per answer, in the order they came.
+with the episode's key and its earlier answers, so that any worker can continue the episode.
+To the pool: "ready" or "broken" once, then one line per answer, in the order in which the answers came.
 """
 
 from __future__ import annotations
@@ -18,84 +18,98 @@ from cohort.tasks.environment import AgainRules, Past
 from cohort.tasks.ref import TaskRef
 from cohort.types import Answer, Key, Message, Row
 
-MAX_LINE = 1 << 20  # of a worker's reply; a longer one is not a reply
-MAX_FAILURE = 1000
+MAX_LINE = 1 << 20  # bytes of a worker's reply; a longer line is not accepted as one
+MAX_FAILURE = 1000  # characters of a failure's description that are kept
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """What scoring one answer may use. Over a limit is a failure of the grader, unless its task has a work limit."""
+    """The resources for scoring one answer. A grader that needs more fails, unless its task has `work_seconds`."""
 
     seconds: float = 10.0
-    """Wall clock for one answer; also its CPU time, rounded up. A task's work limit takes its place."""
+    """Wall-clock time for one answer, and also its CPU time, rounded up. `work_seconds` replaces the CPU time."""
     memory_mb: int = 1024
-    """Address space beyond what the loaded task already takes."""
+    """Address space beyond what the loaded task already uses."""
     output_bytes: int = 1 << 20
-    """Largest file the grader can write; of what it prints per answer the rest is dropped."""
+    """Size of the largest file that the grader can write. What it prints beyond this per answer is dropped."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hello:
+    """The first message to a worker: which task it scores, under which limits, and where its modules are."""
+
     task: TaskRef
     limits: Limits
-    import_path: list[str]
-    again: AgainRules | None = None  # how episodes go on; None = an episode is one answer
+    import_path: list[str]  # the pool's sys.path
+    again: AgainRules | None = None  # when an episode gets another turn; None = an episode is one answer
 
     def encode(self) -> bytes:
-        return _line(dataclasses.asdict(self))
+        """Returns the message as a line."""
+        return _encode_line(dataclasses.asdict(self))
 
     @staticmethod
     def decode(line: bytes) -> Hello:
-        given = json.loads(line)
-        task, limits, again = TaskRef(**given["task"]), Limits(**given["limits"]), given["again"]
+        """Returns the message of a line."""
+        message = json.loads(line)
+        task = TaskRef(**message["task"])
+        limits = Limits(**message["limits"])
+        again = message["again"]
+        # JSON made the tuple of words a list.
         rules = AgainRules(**{**again, "words": tuple(again["words"])}) if again else None
-        return Hello(task=task, limits=limits, import_path=given["import_path"], again=rules)
+        return Hello(task=task, limits=limits, import_path=message["import_path"], again=rules)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Item:
-    """One answer to score; of an episode if it has a `past`."""
+    """One answer to score. With a `past` it is the newest answer of an episode."""
 
-    number: int
+    number: int  # given by the pool; the reply has the same
     row: Row
     answer: Answer
     past: Past | None = None
 
     @property
     def num_answers(self) -> int:
-        """Those that a worker may have to be told: the newest and, of an episode, the earlier ones."""
+        """How many answers a worker may have to score for this item: those of a replayed episode and the newest."""
         return 1 if self.past is None else 1 + len(self.past.answers)
 
     def encode(self) -> bytes:
+        """Returns the item as a line: number, row, the fields of the answer and, of an episode, key and answers."""
         past = self.past
-        fields = [self.number, self.row, *_listed(self.answer)]
+        fields = [self.number, self.row, *_answer_to_list(self.answer)]
         if past is not None:
-            fields += [dataclasses.astuple(past.key), [_listed(a) for a in past.answers]]
-        return _line(fields)
+            fields += [dataclasses.astuple(past.key), [_answer_to_list(a) for a in past.answers]]
+        return _encode_line(fields)
 
     @staticmethod
     def decode(line: bytes) -> Item:
+        """Returns the item of a line."""
         number, row, *rest = json.loads(line)
-        answer, more = _answer(rest[:5]), rest[5:]
-        if not more:
+        # An answer has five fields; anything after them is the past of an episode.
+        answer = _answer_from_list(rest[:5])
+        episode = rest[5:]
+        if not episode:
             return Item(number=number, row=row, answer=answer)
         names = [f.name for f in dataclasses.fields(Key)]
-        key = Key(**dict(zip(names, more[0], strict=True)))
-        return Item(number=number, row=row, answer=answer, past=Past(key=key, answers=tuple(map(_answer, more[1]))))
+        key = Key(**dict(zip(names, episode[0], strict=True)))
+        past = Past(key=key, answers=tuple(map(_answer_from_list, episode[1])))
+        return Item(number=number, row=row, answer=answer, past=past)
 
 
-def _listed(a: Answer) -> list[Any]:
+def _answer_to_list(a: Answer) -> list[Any]:
+    """Returns the fields of an answer in the order of `_answer_from_list`."""
     return [a.text, a.full, a.finish, a.num_tokens, a.conversation]
 
 
-def _answer(fields: list[Any]) -> Answer:
+def _answer_from_list(fields: list[Any]) -> Answer:
+    """Returns the answer that `_answer_to_list` listed."""
     text, full, finish, num_tokens, conversation = fields
     return Answer(text=text, full=full, finish=finish, num_tokens=num_tokens, conversation=conversation)
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """What the pool has to know of the task: it may never load it itself."""
+    """What a worker says of its task once it has loaded it. The pool needs it, because it may never load the task."""
 
     parts: tuple[str, ...]
     accuracy: str
@@ -104,56 +118,63 @@ class Ready:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reply:
-    """What a worker says. Exactly one of ready, broken, parts, failure, memory, contract is given."""
+    """A message of a worker. Exactly one of ready, broken, parts, failure, memory and contract is set.
+
+    An exception is the step of an environment that has no reward yet: it has `replies` instead of parts.
+    """
 
     ready: Ready | None = None
-    broken: str = ""  # the task could not be loaded
-    number: int = -1
+    broken: str = ""  # why the task could not be loaded
+    number: int = -1  # of the item
     parts: dict[str, Any] | None = None
-    reason: str = ""
-    replies: list[Message] = field(default_factory=list)  # of an environment that goes on
-    cost: float = 0.0
-    failure: str = ""  # the grader raised
-    memory: str = ""  # the grader ran out of memory
-    contract: str = ""  # the grader returned something that is no score
-    seconds: float = 0.0  # how long it took
+    reason: str = ""  # the grader's, for its parts
+    replies: list[Message] = field(default_factory=list)  # messages before the policy's next turn
+    cost: float = 0.0  # subtracted from the reward
+    failure: str = ""  # what the grader raised
+    memory: str = ""  # how the grader ran out of memory
+    contract: str = ""  # what is wrong with the grader's result
+    seconds: float = 0.0  # how long scoring took, by the worker's clock
 
     def encode(self) -> bytes:
-        given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        """Returns the reply as a line, without fields that have their defaults."""
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         if self.ready is not None:
-            given["ready"] = dataclasses.astuple(self.ready)
-        return _line({k: v for k, v in given.items() if v != _DEFAULTS[k]})
+            fields["ready"] = dataclasses.astuple(self.ready)
+        return _encode_line({k: v for k, v in fields.items() if v != _DEFAULTS[k]})
 
     @staticmethod
     def decode(line: bytes) -> Reply:
-        """Raises ValueError for anything that is not a reply: foreign code shares the worker's process."""
-        given = json.loads(line)
-        if not isinstance(given, dict) or not given.keys() <= _DEFAULTS.keys():
+        """Returns the reply of a line. Raises ValueError or TypeError for a line that is not a reply."""
+        # Foreign code shares the worker's process and may write anything into the pipe, so every type is checked.
+        fields = json.loads(line)
+        if not isinstance(fields, dict) or not fields.keys() <= _DEFAULTS.keys():
             raise ValueError("not a reply")
-        for key, value in given.items():
+        for key, value in fields.items():
             expected: type = _TYPES.get(key, str)
             if type(value) is not expected:
                 raise ValueError(f"{key} is not a {expected.__name__}")
-        if "ready" in given:
-            parts, accuracy, seconds = given["ready"]
-            given["ready"] = Ready(tuple(map(str, parts)), str(accuracy), float(seconds))
-        return Reply(**given)
+        if "ready" in fields:
+            parts, accuracy, seconds = fields["ready"]
+            fields["ready"] = Ready(tuple(map(str, parts)), str(accuracy), float(seconds))
+        return Reply(**fields)
 
 
+# JSON types of the fields of a reply; all others are strings.
 _TYPES: dict[str, type] = {"ready": list, "number": int, "parts": dict, "replies": list}
 _TYPES |= {"cost": float, "seconds": float}
 _DEFAULTS: dict[str, Any] = {f.name: [] if f.name == "replies" else f.default for f in dataclasses.fields(Reply)}
 
 
-def _line(value: Any) -> bytes:
+def _encode_line(value: Any) -> bytes:
+    """Returns a value as one line of JSON."""
     return json.dumps(value, separators=(",", ":")).encode() + b"\n"
 
 
-def check_step(name: str, row_id: str, reply: Reply) -> None:
-    """Raise for replies that are no messages and a cost that is no number: foreign code shares the worker's process."""
+def check_environment_reply(name: str, row_id: str, reply: Reply) -> None:
+    """Raises TaskError unless the replies of an environment are messages and its cost is a finite number."""
     where = f'task "{name}", row "{row_id}": the environment'
-    for said in reply.replies:
-        if not isinstance(said, dict) or not all(isinstance(said.get(key), str) for key in ("role", "content")):
-            raise TaskError(f"{where} replied {str(said)[:60]}, which is no message")
+    for message in reply.replies:
+        if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
+            raise TaskError(f"{where} replied {str(message)[:60]}; a reply must be a dict with role and content")
     if not math.isfinite(reply.cost):
-        raise TaskError(f"{where} takes {reply.cost} from the reward; a cost is a finite number")
+        raise TaskError(f"{where} gave the cost {reply.cost}; a cost must be a finite number")

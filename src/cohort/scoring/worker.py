@@ -1,7 +1,8 @@
-"""A scoring worker: reads answers, runs the task's grader on each, writes what came of it.
+"""The program of a scoring worker: it reads answers, runs the task's grader on each, and writes the outcomes.
 
-Started by the pool as `python -m cohort.scoring.worker REQUESTS REPLIES PARENT`. The first two are inherited
-file descriptors, so that nothing the grader prints or reads from its terminal can get into the protocol.
+The pool starts it as `python -m cohort.scoring.worker REQUESTS REPLIES PARENT`. The first two are inherited file
+descriptors and not the standard streams, so that what the grader prints or reads cannot get into the protocol. PARENT
+is the process id of the pool.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from cohort.tasks.base import MAX_REASON, Task, check_parts, grade
 from cohort.tasks.environment import Environment, Episodes, SingleTurn, Step, ThinkAgain
 from cohort.types import Answer
 
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG = 1  # from Linux's prctl.h
 
 
-class Printed(io.TextIOBase):
-    """Takes what the grader prints and keeps no more than its limit."""
+class CapturedOutput(io.TextIOBase):
+    """A text stream that stands in for stdout and stderr and keeps the first `limit` characters of what is printed."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -43,11 +44,13 @@ class Printed(io.TextIOBase):
         return len(text)
 
     def clear(self) -> None:
+        """Drops what was kept."""
         self.size = 0
         self.pieces.clear()
 
     @property
     def text(self) -> str:
+        """What was kept."""
         return "".join(self.pieces)
 
     def writable(self) -> bool:
@@ -55,71 +58,87 @@ class Printed(io.TextIOBase):
 
 
 def die_with_parent(parent: int) -> None:
-    """Ask the kernel to kill this process when its parent dies, however the parent dies."""
+    """Asks the kernel to kill this process when its parent dies for any reason. Does nothing outside Linux."""
     if sys.platform != "linux":
-        return  # elsewhere the end of the request pipe ends the worker, once it reads again
+        # Elsewhere the worker ends when it next reads from the pipe of requests, which is then at its end.
+        return
     import ctypes
 
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() != parent:  # it died before the line above
+    # The parent may have died before the call above; then no signal will come.
+    if os.getppid() != parent:
         os._exit(0)
-    # the setting is not inherited: what the grader forks must ask for itself, or would outlive a kill
+    # Forked processes do not inherit the setting. Without it, those of the grader would outlive a kill.
     os.register_at_fork(after_in_child=lambda: libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0))
 
 
 def set_limits(limits: Limits) -> None:
-    """Memory, file size and core dumps; CPU time is renewed for each answer."""
+    """Limits memory, file size and core dumps of this process. CPU time is limited per answer instead."""
+    # Address space that the loaded task already uses is not counted. Outside Linux it is unknown and taken as 0.
     in_use = 0
     if os.path.exists("/proc/self/statm"):
         with open("/proc/self/statm") as statm:
             in_use = int(statm.read().split()[0]) * resource.getpagesize()
-    _soft_limit(resource.RLIMIT_AS, in_use + (limits.memory_mb << 20))
-    _soft_limit(resource.RLIMIT_FSIZE, limits.output_bytes)
-    _soft_limit(resource.RLIMIT_CORE, 0)
+    _set_soft_limit(resource.RLIMIT_AS, in_use + (limits.memory_mb << 20))
+    _set_soft_limit(resource.RLIMIT_FSIZE, limits.output_bytes)
+    _set_soft_limit(resource.RLIMIT_CORE, 0)
 
 
 def renew_cpu_limit(seconds: float) -> None:
+    """Allows this process `seconds` more of CPU time, rounded up, with one second to spare."""
     used = resource.getrusage(resource.RUSAGE_SELF)
-    _soft_limit(resource.RLIMIT_CPU, math.ceil(used.ru_utime + used.ru_stime + seconds) + 1)
+    _set_soft_limit(resource.RLIMIT_CPU, math.ceil(used.ru_utime + used.ru_stime + seconds) + 1)
 
 
-def _soft_limit(which: int, value: int) -> None:
+def _set_soft_limit(which: int, value: int) -> None:
+    """Sets the soft limit `which` (resource.RLIMIT_*) to `value`, or to the hard limit if that is lower."""
     hard = resource.getrlimit(which)[1]
     resource.setrlimit(which, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
 
 
 def seed_random(item: Item, answer: Answer) -> None:
-    """A grader that draws random numbers draws the same ones for the same row and answer, in any order."""
+    """Seeds the module `random`, if it is loaded, with the row and the answer.
+
+    A grader that draws random numbers then draws the same for the same answer, in any order of answers.
+    """
     module = sys.modules.get("random")
     if module is not None:
         module.seed(f"{item.row.get('id')}\0{answer.full}".encode(errors="surrogatepass"))
 
 
-def score_item(task: Task, episodes: Episodes, item: Item, before: Callable[[Answer], None], printed: Printed) -> Reply:
-    """The foreign call. Everything it can raise becomes a record; nothing is caught anywhere else."""
+def score_item(
+    task: Task, episodes: Episodes, item: Item, before: Callable[[Answer], None], printed: CapturedOutput
+) -> Reply:
+    """Runs the grader or environment on an item and returns its result. Whatever is raised becomes a reply too.
+
+    `before` is called with every answer before it is scored; `printed` holds what the grader prints.
+    """
+    # This is the only call of foreign code, and the only place that catches what it raises.
     try:
         if item.past is not None:
-            return step_reply(task, item, episodes.step(item.row, item.past, item.answer, before))
+            return make_step_reply(task, item, episodes.step(item.row, item.past, item.answer, before))
         before(item.answer)
         outcome = grade(task, item.row, item.answer)
     except TaskError as error:
-        return Reply(number=item.number, contract=_bounded(str(error)))
+        return Reply(number=item.number, contract=_shorten(str(error)))
     except MemoryError as error:
-        return Reply(number=item.number, memory=describe(error, printed.text))
+        return Reply(number=item.number, memory=describe_error(error, printed.text))
     except BaseException as error:
-        return Reply(number=item.number, failure=describe(error, printed.text))
+        return Reply(number=item.number, failure=describe_error(error, printed.text))
     return Reply(number=item.number, parts=outcome.parts, reason=outcome.reason)
 
 
-def step_reply(task: Task, item: Item, step: Step) -> Reply:
-    """What an environment made of an answer, as it travels; raises TaskError for what breaks the contract."""
+def make_step_reply(task: Task, item: Item, step: Step) -> Reply:
+    """Returns the step of an environment as a reply. Raises TaskError for a step that is not valid."""
     where = f'task "{task.name}", row "{item.row.get("id", "?")}"'
     if step.done and step.parts is None:
-        raise TaskError(f"{where}: the episode ended without a reward")
+        raise TaskError(f"{where}: the episode ended without a reward; its last step must have parts")
     if not step.done and not step.replies:
-        raise TaskError(f"{where}: the episode goes on, but the environment said nothing")
+        raise TaskError(
+            f"{where}: the environment returned a step with done=False and without replies; give it replies or set done"
+        )
     parts = None
     if step.parts is not None:
         parts = check_parts(task.name, str(item.row.get("id", "?")), task.parts, task.accuracy, step.parts)
@@ -128,51 +147,61 @@ def step_reply(task: Task, item: Item, step: Step) -> Reply:
     return Reply(number=item.number, parts=parts, reason=reason, replies=replies, cost=float(step.cost))
 
 
-def describe(error: BaseException, printed: str = "") -> str:
-    """One line: what was raised, where, and the end of what the grader had printed."""
+def describe_error(error: BaseException, printed: str = "") -> str:
+    """Returns one line with what was raised, where, and the end of what the grader had printed."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({os.path.basename(frames[-1].filename)}, line {frames[-1].lineno})" if frames else ""
     tail = f"; it had printed {printed[-200:]!r}" if printed else ""
-    return _bounded(f"{type(error).__name__}: {error}{place}{tail}")
+    return _shorten(f"{type(error).__name__}: {error}{place}{tail}")
 
 
-def _bounded(text: str) -> str:
+def _shorten(text: str) -> str:
+    """Returns the text cut to MAX_FAILURE characters, with "..." if it was longer."""
     return text if len(text) <= MAX_FAILURE else text[:MAX_FAILURE] + "..."
 
 
 def serve(task: Task, hello: Hello, requests: BinaryIO, send: Callable[[bytes], None]) -> None:
-    """Score until the requests end.
+    """Scores the items that come through `requests`, one after the other, until they end.
 
-    Each reply leaves before the next answer begins, so that the pool knows which answer a worker died of.
+    Each reply is sent before the next item is begun, so that the pool knows at which item a worker died.
     """
-    me, monotonic = os.getpid(), time.monotonic  # a grader may put its own in their place
-    printed = Printed(hello.limits.output_bytes)
+    # Kept before the grader runs: it may replace the function that tells the time.
+    worker_pid, monotonic = os.getpid(), time.monotonic
+    printed = CapturedOutput(hello.limits.output_bytes)
     again = hello.again
 
-    def environment() -> Environment:
+    def make_environment() -> Environment:
+        """Returns a new environment for an episode of the task."""
         return SingleTurn(task) if again is None else ThinkAgain(SingleTurn(task), again)
 
-    def begin(answer: Answer) -> None:
-        """Every answer has its own time, also one of an episode that is played again."""
+    def prepare_answer(answer: Answer) -> None:
+        """Renews the CPU time and seeds `random` for an answer, also for an earlier one of a replayed episode."""
         renew_cpu_limit(task.work_seconds or hello.limits.seconds)
-        signal.setitimer(signal.ITIMER_PROF, task.work_seconds)  # the same to the millisecond; 0 is no timer
+        # The limit above counts whole seconds; this timer ends the work to the millisecond. 0 means no timer.
+        signal.setitimer(signal.ITIMER_PROF, task.work_seconds)
         seed_random(item, answer)
 
-    episodes = Episodes(environment)
+    episodes = Episodes(make_environment)
     for request in requests:
         item = Item.decode(request)
         printed.clear()
-        sys.stdout = sys.stderr = printed  # again, since a grader may have put its own there
+        # Set for every item, because a grader may have replaced them.
+        sys.stdout = sys.stderr = printed
         began = monotonic()
-        reply = score_item(task, episodes, item, begin, printed)
+        reply = score_item(task, episodes, item, prepare_answer, printed)
         line = replace(reply, seconds=monotonic() - began).encode()
-        if os.getpid() != me:  # the grader forked and let its child return: one answer, one reply
+        # If the grader forked and its child returned to here, the child must not send a second reply.
+        if os.getpid() != worker_pid:
             os._exit(0)
         signal.setitimer(signal.ITIMER_PROF, 0)
         send(line)
 
 
 def main(arguments: list[str]) -> None:
+    """Loads the task that the hello names, says "ready" or "broken", and scores until the requests end.
+
+    `arguments` are the file descriptors of requests and replies and the parent's process id.
+    """
     requests_fd, replies_fd, parent = map(int, arguments)
     die_with_parent(parent)
     for fd in (requests_fd, replies_fd):
@@ -182,17 +211,19 @@ def main(arguments: list[str]) -> None:
     sys.path += [entry for entry in hello.import_path if entry not in sys.path]
 
     def send(line: bytes) -> None:
+        """Writes a whole line to the pool; one write may take only a part of it."""
         while line:
             line = line[os.write(replies_fd, line) :]
 
-    printed = Printed(hello.limits.output_bytes)
+    printed = CapturedOutput(hello.limits.output_bytes)
     sys.stdout = sys.stderr = printed
     try:
         task = hello.task.load()
-        for module in task.packages:  # now: no answer's time and memory are for this
+        # Imported before the limits are set, so that imports use up no answer's time and memory.
+        for module in task.packages:
             importlib.import_module(module)
     except BaseException as error:
-        send(Reply(broken=describe(error, printed.text)).encode())
+        send(Reply(broken=describe_error(error, printed.text)).encode())
         return
     set_limits(hello.limits)
     send(Reply(ready=Ready(task.parts, task.accuracy, task.work_seconds)).encode())

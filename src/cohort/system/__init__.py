@@ -1,1 +1,1 @@
-"""What the package needs from the operating system: files, processes, clocks."""
+"""Functions of the operating system that the package needs: files, processes, clocks."""

@@ -1,4 +1,4 @@
-"""Where a step's time goes: a decorator on the stage functions, so that the loop stays free of timers."""
+"""Measures how long each stage of a step takes. A decorator on functions keeps the training loop free of timers."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from typing import ParamSpec, TypeVar
 P = ParamSpec("P")
 R = TypeVar("R")
 
+# Seconds by stage since the last `read_and_reset`. One dict per process.
 _seconds: dict[str, float] = {}
 
 
 def stage(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Add the time spent in the decorated function to the stage `name`."""
+    """Returns a decorator that adds the time spent in a function to the stage `name`."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(function)
@@ -30,14 +31,14 @@ def stage(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     return decorate
 
 
-def add(seconds: Mapping[str, float]) -> None:
-    """Add times that were taken elsewhere, perhaps in another process."""
+def add_seconds(seconds: Mapping[str, float]) -> None:
+    """Adds seconds by stage that were measured elsewhere, for example in the process of a learner."""
     for name, spent in seconds.items():
         _seconds[name] = _seconds.get(name, 0.0) + spent
 
 
 def read_and_reset() -> dict[str, float]:
-    """Seconds by stage since the last call."""
+    """Returns the seconds by stage since the last call, and starts again at 0."""
     seconds = dict(_seconds)
     _seconds.clear()
     return seconds

@@ -1,4 +1,4 @@
-"""Writing so that a kill or a power cut leaves the old file or the new one, never half of one."""
+"""Durable writes: after a kill or a power cut there is the old file or the new one, never a part of one."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from pathlib import Path
 
 from cohort.errors import RunError
 
-_FULL = {errno.ENOSPC, errno.EDQUOT}
-_DENIED = {errno.EROFS, errno.EACCES, errno.EPERM}
+# Numbers of errors that mean that the disk, or the user's quota, is full, or that writing is not allowed.
+_DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
+_NOT_WRITABLE = {errno.EROFS, errno.EACCES, errno.EPERM}
 
 
 @contextmanager
-def disk_errors(path: Path) -> Iterator[None]:
-    """Turn what the file system says about `path` into one line with a remedy."""
+def explain_disk_errors(path: Path) -> Iterator[None]:
+    """Turns an OSError inside the block into a RunError that names `path` and says what to do."""
     try:
         yield
     except OSError as error:
-        if error.errno in _FULL:
+        if error.errno in _DISK_FULL:
             problem = "the disk is full: free some space, then resume; everything written before is intact"
-        elif error.errno in _DENIED:
+        elif error.errno in _NOT_WRITABLE:
             problem = f"{os.strerror(error.errno).lower()}: make the directory writable or use another one"
         else:
             problem = f"{error.strerror or error}; everything written before is intact"
@@ -31,7 +32,7 @@ def disk_errors(path: Path) -> Iterator[None]:
 
 
 def sync_directory(path: Path) -> None:
-    """Make the names inside a directory durable: fsync of a file does not cover its own name."""
+    """Makes the names of the files in a directory durable. fsync of a file covers its content, but not its name."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -40,7 +41,7 @@ def sync_directory(path: Path) -> None:
 
 
 def sync_tree(path: Path) -> None:
-    """Make every file and directory under `path` durable."""
+    """Makes every file and directory under `path` durable."""
     for folder, _, names in os.walk(path):
         for name in names:
             descriptor = os.open(os.path.join(folder, name), os.O_RDONLY)
@@ -51,10 +52,11 @@ def sync_tree(path: Path) -> None:
         sync_directory(Path(folder))
 
 
-def write_atomic(path: Path, data: bytes | str) -> None:
-    """Write a file that other processes see whole or not at all, durable when this returns."""
+def write_atomically(path: Path, data: bytes | str) -> None:
+    """Writes a file so that other processes see all of it or nothing. It is durable when this returns."""
+    # Beside the target, because a rename is atomic only within a file system.
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with disk_errors(path):
+    with explain_disk_errors(path):
         try:
             with open(aside, "wb") as file:
                 file.write(data.encode() if isinstance(data, str) else data)
@@ -67,19 +69,20 @@ def write_atomic(path: Path, data: bytes | str) -> None:
         sync_directory(path.parent)
 
 
-def checksum(path: Path) -> str:
-    """CRC-32 of a file: finds damage, at memory speed; it is no defence against an adversary."""
+def compute_checksum(path: Path) -> str:
+    """Returns the CRC-32 of a file as 8 hexadecimal digits. It finds damage, but does not protect against attacks."""
     value = 0
     with open(path, "rb") as file:
+        # In pieces of 16 MiB, so that a large file is never held in memory.
         while chunk := file.read(1 << 24):
             value = zlib.crc32(chunk, value)
     return f"{value:08x}"
 
 
-def readable_size(num_bytes: int) -> str:
-    """A size for people.
+def format_size(num_bytes: int) -> str:
+    """Returns a number of bytes as text for people.
 
-    >>> readable_size(512), readable_size(20_480), readable_size(3 * 2**30)
+    >>> format_size(512), format_size(20_480), format_size(3 * 2**30)
     ('512 B', '20 KB', '3.0 GB')
     """
     if num_bytes < 1024:

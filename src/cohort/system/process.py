@@ -1,4 +1,4 @@
-"""What a process that trains or samples asks of its operating system and its interpreter."""
+"""Settings of a process that trains or samples: threads, memory and garbage collection."""
 
 from __future__ import annotations
 
@@ -9,24 +9,28 @@ import sys
 
 from cohort.errors import ConfigError
 
-# mallopt(3): glibc's parameters, and the values that keep freed memory in the process
-_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
+# Numbers of parameters of glibc's allocator, from mallopt(3).
+_M_TRIM_THRESHOLD = -1
+_M_TOP_PAD = -2
+_M_MMAP_THRESHOLD = -3
 
 
-def wait_briefly() -> None:
-    """Threads of torch spin while they wait, which on a busy machine made steps ten times slower. Call before torch.
+def shorten_thread_spinning() -> None:
+    """Limits how long torch's threads spin while they wait. Must be called before torch is imported.
 
-    A short spin costs a tenth on a quiet machine; none at all, half. The user's own choice stands.
+    On a busy machine long spinning made steps ten times slower. A short spin makes them a tenth slower on a quiet
+    machine, no spin half. A choice of the user (OMP_WAIT_POLICY or GOMP_SPINCOUNT) is kept.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "5000")
 
 
-def keep_memory() -> None:
-    """Freed memory stays with the process, up to blocks of 1 GiB.
+def keep_freed_memory() -> None:
+    """Makes the allocator keep freed memory in the process, in blocks of up to 1 GiB.
 
-    By default every activation goes back to the system and comes again page by page, each page cleared: a
-    twentieth of a training step on CPU. Peak memory is the same. Without effect where the C library is not glibc.
+    By default the memory of every activation goes back to the system and is then fetched again page by page, each page
+    cleared. That takes a twentieth of a training step on a CPU. Peak memory is the same. It has no effect if the C
+    library is not glibc, or if the user has set MALLOC_ variables.
     """
     if not sys.platform.startswith("linux") or any(name.startswith("MALLOC_") for name in os.environ):
         return
@@ -35,25 +39,27 @@ def keep_memory() -> None:
     except (OSError, AttributeError):
         return
     mallopt(_M_MMAP_THRESHOLD, 1 << 30)
-    mallopt(_M_TRIM_THRESHOLD, -1)  # never
+    # Never gives memory at the end of the heap back.
+    mallopt(_M_TRIM_THRESHOLD, -1)
+    # Grows the heap by 64 MiB at a time.
     mallopt(_M_TOP_PAD, 1 << 26)
 
 
-def settle_objects() -> None:
-    """What exists now is never looked at again by the collector of cycles.
+def freeze_objects() -> None:
+    """Excludes all objects that exist now from later garbage collection.
 
-    Its full pass over everything torch and transformers import takes a tenth of a second, in which a GPU that is fed
-    two windows ahead runs dry.
+    A full collection over everything that torch and transformers import takes a tenth of a second. A GPU that has only
+    two windows of work ahead would become idle in that time.
     """
     gc.collect()
     gc.freeze()
 
 
 def require_one_process() -> None:
-    """Refuse a process that torchrun or a scheduler started as one of several: each would do the whole work again."""
+    """Raises ConfigError if torchrun or a scheduler started this process as one of several (WORLD_SIZE above 1)."""
     size = os.environ.get("WORLD_SIZE", "1")
     if size.isdecimal() and int(size) > 1:
         raise ConfigError(
-            f"WORLD_SIZE is {size}, but a run has one process: each of the {size} would make the same run again. "
+            f"WORLD_SIZE is {size}, but a run has one process: each of the {size} would do the whole run. "
             "Start one process, without torchrun, or unset WORLD_SIZE."
         )

@@ -1,1 +1,1 @@
-"""Tasks: where prompts come from and how answers are scored. See `base` for the contract."""
+"""Tasks: where prompts come from and how answers are scored. `base` defines what a task must provide."""

@@ -1,9 +1,9 @@
-"""Finding the answer in what a model wrote.
+"""Functions that find the final answer in the text that a model wrote.
 
-What it thinks is not its answer (`after_thoughts`). In the rest, the last closed `<answer>...</answer>` counts;
-without one, the last closed `\\boxed{...}`. Around and inside it, LaTeX, dollar signs, bold marks and a final period
-are handled on purpose; the rest is left for the reader of the answer to refuse. All scans are single passes: time is
-linear in the text.
+Thoughts are not part of the answer (`remove_thoughts`). In the text after them, the last closed `<answer>...</answer>`
+counts; if there is none, the last closed `\\boxed{...}`. LaTeX, dollar signs, bold marks and a final period around and
+inside the answer are removed. Anything else stays, and the function that reads the answer may refuse it. All scans are
+single passes, so that time is linear in the length of the text.
 """
 
 from __future__ import annotations
@@ -18,21 +18,22 @@ _BOX = re.compile(r"\\boxed\s*\{|[{}]")
 _FRAC = re.compile(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
 _LATEX = re.compile(r"\\(?:(?:times|cdot|ast|div|left|right|quad)(?![a-zA-Z])|[()\[\],;:! ])|\{,\}")
 _LATEX_TO = {"\\times": "*", "\\cdot": "*", "\\ast": "*", "\\div": "/", "{,}": ","}
-_ASIDE = re.compile(r"\(\s*=([^()=]*)\)\s*$")  # of an expression, as in 3*8 (= 24)
+_ASIDE = re.compile(r"\(\s*=([^()=]*)\)\s*$")  # a value in parentheses after an expression, as in 3*8 (= 24)
 _WRAPPING = " \t\r\n$`"
-BLANK = "\u115f\u1160\u3164\uffa0"  # Hangul fillers: letters that nobody sees
-OPEN = "its thoughts do not end"
-_MAX_NESTING = 16  # of \frac in \frac
+INVISIBLE_LETTERS = "\u115f\u1160\u3164\uffa0"  # Hangul fillers: letters without a visible shape
+UNFINISHED_THOUGHTS = "its thoughts do not end"  # a reason why there is no answer
+_MAX_NESTING = 16  # levels of \frac inside \frac
 
 Span = tuple[int, int]
-"""Where a piece of a text begins and ends."""
+"""Start and end of a piece of text, as in text[start:end]."""
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """The answer as written, or None with the reason.
+class ExtractedAnswer:
+    """The answer as written, or None and the reason why there is none.
 
-    Well-formed: exactly one tag, opened and closed after the thoughts, with a letter or digit in it.
+    It is well-formed if the text has exactly one answer tag, opened and closed after the thoughts, with a letter or
+    digit in it.
     """
 
     text: str | None
@@ -40,60 +41,65 @@ class Found:
     reason: str = ""
 
 
-def find_answer(text: str) -> Found:
-    """What the model gave as its answer.
+def find_answer(text: str) -> ExtractedAnswer:
+    """Returns the final answer in a completion: the last closed answer tag or, without one, the last closed box.
 
     >>> find_answer("<think>2+2</think><answer> 4 </answer>")
-    Found(text='4', well_formed=True, reason='')
+    ExtractedAnswer(text='4', well_formed=True, reason='')
     >>> find_answer(r"so it is $\\boxed{\\frac{1}{2}}$.")
-    Found(text='((1)/(2))', well_formed=False, reason='')
+    ExtractedAnswer(text='((1)/(2))', well_formed=False, reason='')
     >>> find_answer("it is 4").reason
     'no answer tag'
     """
-    said, is_open = after_thoughts(text)
-    tag, _ = last_tag(said)
-    _, num_marks = last_tag(text)
-    span = tag or last_box(said)
+    said, is_open = remove_thoughts(text)
+    tag, _ = find_last_tag(said)
+    # Tags are counted in the whole text: one in the thoughts makes the answer badly formed.
+    _, num_marks = find_last_tag(text)
+    span = tag or find_last_box(said)
     if span is None:
-        none = "no closed answer tag" if num_marks else "no answer tag"
-        return Found(None, False, OPEN if is_open else none)
-    well_formed = tag is not None and num_marks == 2 and has_text(said[slice(*tag)])
-    inside = inner_box(said[slice(*span)])
+        reason = "no closed answer tag" if num_marks else "no answer tag"
+        return ExtractedAnswer(None, False, UNFINISHED_THOUGHTS if is_open else reason)
+    well_formed = tag is not None and num_marks == 2 and has_visible_text(said[slice(*tag)])
+    inside = unwrap_box(said[slice(*span)])
     if len(inside) > MAX_CHARS:
-        return Found(None, well_formed, f"the answer is longer than {MAX_CHARS} characters")
-    return Found(plain(inside), well_formed)
+        return ExtractedAnswer(None, well_formed, f"the answer is longer than {MAX_CHARS} characters")
+    return ExtractedAnswer(simplify_latex(inside), well_formed)
 
 
-def after_thoughts(text: str) -> tuple[str, bool]:
-    """What is not thought, and whether the thoughts go on to the end.
+def remove_thoughts(text: str) -> tuple[str, bool]:
+    """Returns the text outside the thoughts, and whether the text ends inside a thought that is not closed.
 
-    Only what follows the last `</think>` counts (the prompt may have opened the thoughts), and nothing from a `<think>`
-    on that is not closed.
+    The text begins after the last `</think>`, even without a `<think>` before it, because the prompt may have opened
+    the thoughts. It ends at a `<think>` that is not closed.
 
-    >>> after_thoughts("<think>4? <answer>4</answer></think>It is 5.")
+    >>> remove_thoughts("<think>4? <answer>4</answer></think>It is 5.")
     ('It is 5.', False)
-    >>> after_thoughts("Hm. <think>4? <answer>4</answer>")
+    >>> remove_thoughts("Hm. <think>4? <answer>4</answer>")
     ('Hm. ', True)
     """
     said, opened, _ = text.rpartition("</think>")[2].partition("<think>")
     return said, bool(opened)
 
 
-def has_text(text: str) -> bool:
-    """Whether there is a letter or digit to be seen."""
-    return any(c.isalnum() and c not in BLANK for c in text)
+def has_visible_text(text: str) -> bool:
+    """Returns whether the text has a letter or digit that is visible."""
+    return any(c.isalnum() and c not in INVISIBLE_LETTERS for c in text)
 
 
-def inner_box(answer: str) -> str:
-    """Without the box inside a tag, or inside a box; a long text is left as it is."""
+def unwrap_box(answer: str) -> str:
+    """Returns the content of the last box in an answer; the answer itself if it has none or is over MAX_CHARS."""
+    # Twice, for a box inside a box inside a tag.
     for _ in range(2):
-        if len(answer) <= MAX_CHARS and "\\boxed" in answer and (span := last_box(answer)) and span[0] < span[1]:
+        if len(answer) <= MAX_CHARS and "\\boxed" in answer and (span := find_last_box(answer)) and span[0] < span[1]:
             answer = answer[slice(*span)]
     return answer
 
 
-def last_tag(text: str) -> tuple[Span | None, int]:
-    """Content of the last closed tag (the innermost when nested), and the number of tag marks."""
+def find_last_tag(text: str) -> tuple[Span | None, int]:
+    """Returns the span of the content of the last closed answer tag, and how often `<answer>` and `</answer>` occur.
+
+    Of nested tags the innermost counts. The span is None if no tag is closed.
+    """
     start: int | None = None
     inside: Span | None = None
     num_marks = 0
@@ -107,9 +113,10 @@ def last_tag(text: str) -> tuple[Span | None, int]:
     return inside, num_marks
 
 
-def last_box(text: str) -> Span | None:
-    """Content of the \\boxed{...} that closes last; braces inside it must balance."""
-    open_braces: list[int | None] = []  # where the content starts, None for braces that are not a box
+def find_last_box(text: str) -> Span | None:
+    """Returns the span of the content of the `\\boxed{...}` that closes last, or None. Its braces must balance."""
+    # Per open brace where the content of its box starts; None for a brace that opens no box.
+    open_braces: list[int | None] = []
     inside: Span | None = None
     for mark in _BOX.finditer(text):
         if mark[0] == "}":
@@ -121,14 +128,15 @@ def last_box(text: str) -> Span | None:
     return inside
 
 
-def plain(text: str) -> str:
-    """LaTeX as plain arithmetic, without what wraps an answer.
+def simplify_latex(text: str) -> str:
+    """Returns an answer with LaTeX written as plain arithmetic, without dollar signs, bold marks and a final period.
 
-    >>> plain("$(3 \\\\times 4) \\\\div 2$.")
+    >>> simplify_latex("$(3 \\\\times 4) \\\\div 2$.")
     '(3 * 4) / 2'
-    >>> plain("**1{,}200**")
+    >>> simplify_latex("**1{,}200**")
     '1,200'
     """
+    # Each round replaces the innermost fractions, so that their parents have no braces inside in the next round.
     for _ in range(_MAX_NESTING):
         text, num_replaced = _FRAC.subn(r"((\1)/(\2))", text)
         if not num_replaced:
@@ -141,7 +149,9 @@ def plain(text: str) -> str:
 
 
 def read_value(answer: str) -> Evaluation:
-    """The number an answer states: after the last "=" if there is one. An expression is not a value.
+    """Returns the value of the number that an answer states, after the last "=" if there is one.
+
+    An expression is refused: its value is None and `reason` says why.
 
     >>> read_value("12 * 2 = 24").value
     Fraction(24, 1)
@@ -152,9 +162,10 @@ def read_value(answer: str) -> Evaluation:
 
 
 def read_expression(answer: str) -> Evaluation:
-    """The expression an answer states: before the first "=", or after it if only a number is before it.
+    """Returns the value of the expression that an answer states, with the numbers that occur in it.
 
-    All sides must be equal.
+    The expression is the text before the first "=", or after it if the text before it is only a number. All sides of
+    the equation must be equal; otherwise the value is None and `reason` says why.
 
     >>> read_expression("(1+2)*8 = 24").value
     Fraction(24, 1)
@@ -163,11 +174,11 @@ def read_expression(answer: str) -> Evaluation:
     >>> read_expression("24 = (1+2)*8").numbers == read_expression("(1+2)*8 (= 24)").numbers == (1, 2, 8)
     True
     """
-    left, *rest = _ASIDE.sub(r"=\1", answer).split("=", 3)
-    if rest and read_number(left).value is not None:
-        left, rest = rest[0], [left, *rest[1:]]
-    result = evaluate(left)
-    for claim in rest:
+    expression, *claims = _ASIDE.sub(r"=\1", answer).split("=", 3)
+    if claims and read_number(expression).value is not None:
+        expression, claims = claims[0], [expression, *claims[1:]]
+    result = evaluate(expression)
+    for claim in claims:
         if result.value is not None and evaluate(claim).value != result.value:
             return Evaluation(
                 numbers=result.numbers,

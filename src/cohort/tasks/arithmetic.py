@@ -1,11 +1,11 @@
-"""Arithmetic: work out an expression of a few whole numbers.
+"""The task arithmetic: compute an expression of a few whole numbers.
 
-The defaults suit the bundled `tiny` model. What larger models were trained on elsewhere is
+The defaults suit the bundled `tiny` model. Other projects trained larger models on
 `Arithmetic(max_terms=6, max_digits=6, parentheses=True, negatives=True, spaces=True, keep=(10, 10**8))`.
 
 Parts: `correct` (the answer tag, or else a box, holds the exact value as a number) and `format` (exactly one
-well-formed answer tag). Advice for `reward`: {"format": 0} to train on accuracy alone, {"format": 0.1} when
-the model first has to learn the tags; at weight 1 a wrong answer in tags earns half of a right one.
+well-formed answer tag). Advice for `reward`: {"format": 0} to train on accuracy alone, {"format": 0.1} when the model
+first has to learn the tags. With the coefficient 1, a wrong answer in tags earns half as much as a right one.
 """
 
 from __future__ import annotations
@@ -19,32 +19,33 @@ from cohort.tasks.answers import find_answer, read_value
 from cohort.tasks.base import Verdict, require, task
 from cohort.tasks.draws import Draws
 from cohort.tasks.expression import evaluate
-from cohort.tasks.splits import check_split, split_of
+from cohort.tasks.splits import assign_split, check_split
 from cohort.types import Answer, Message, Row
 
 PHRASINGS = ("What is {}?", "Compute {}.", "Calculate {}.", "Find {}.", "{} = ?")
 INSTRUCTIONS = " Think first, then write the number between <answer> and </answer>."
-PATIENCE = 20_000  # candidates in a row that bring nothing new before the space counts as exhausted
+# After this many candidates in a row without a new problem, all problems of these settings count as found.
+MAX_FRUITLESS = 20_000
 
 
 @task("arithmetic")
 class Arithmetic:
-    """Expressions of + - * over random numbers; every split has its own numbers (see `splits`)."""
+    """Expressions of random numbers with + - *; every split has numbers of its own (see `splits`)."""
 
     min_terms: int = 2
     max_terms: int = 3
     min_digits: int = 1
     max_digits: int = 2
     operators: str = "+-*"
-    """Any of + - *, drawn evenly; write one twice to draw it twice as often."""
+    """Any of + - *, drawn with equal probability; write one twice to draw it twice as often."""
     parentheses: bool = False
-    """Half of the problems with three terms or more put some in parentheses."""
+    """Whether half of the problems with three terms or more have some of them in parentheses."""
     negatives: bool = False
-    """A quarter of the numbers, and of the parentheses, carry a minus sign."""
+    """Whether a quarter of the numbers, and of the parentheses, have a minus sign."""
     spaces: bool = False
-    """Half of the operators stand between spaces."""
+    """Whether half of the operators have spaces around them."""
     keep: tuple[int, int] = (0, 999)
-    """Smallest and largest absolute answer kept, so that the default stays within three digits; (0, 0) = all."""
+    """Smallest and largest absolute value of answers that are kept; (0, 0) = all. The default allows three digits."""
     instructions: bool = False
     """Tell the model about the answer tags; `tiny` knows them."""
     train_size: int = 10_000
@@ -66,20 +67,24 @@ class Arithmetic:
         need(min(self.train_size, self.test_size) >= 1, "train_size and test_size of at least 1")
 
     def rows(self, split: str) -> Iterator[Row]:
-        """Distinct problems. Candidate k depends on (split, k) alone; its numbers must be the split's."""
+        """Yields distinct problems: the first `train_size` or `test_size` that the split's candidates give.
+
+        Candidate k depends only on the split, on k and on the settings. Candidates whose numbers belong to another
+        split are left out. Raises TaskError if the settings allow fewer problems than asked for.
+        """
         check_split("arithmetic", split)
         size = self.test_size if split == "test" else self.train_size
         seen: set[str] = set()
         candidate = last_new = -1
         while len(seen) < size:
             candidate += 1
-            if candidate - last_new > PATIENCE:
+            if candidate - last_new > MAX_FRUITLESS:
                 raise TaskError(
-                    f"arithmetic has only {len(seen)} problems for {split} with these settings, not {size}: "
+                    f"arithmetic has only {len(seen)} problems for {split} with these settings, not {size}; "
                     f"lower {'test' if split == 'test' else 'train'}_size, allow more terms or digits, "
                     f"or widen keep = {self.keep}"
                 )
-            row = self._candidate(split, candidate)
+            row = self._draw_candidate(split, candidate)
             if row is not None and row["id"] not in seen:
                 seen.add(row["id"])
                 last_new = candidate
@@ -89,21 +94,22 @@ class Arithmetic:
         return [{"role": "user", "content": row["question"] + (INSTRUCTIONS if self.instructions else "")}]
 
     def score(self, row: Row, answer: Answer) -> Verdict:
-        found = find_answer(answer.full)
-        given = read_value(found.text) if found.text is not None else None
-        correct = given is not None and given.value is not None and given.value == row["answer"]
-        reason = found.reason or (given.reason if given else "") or ("" if correct else "wrong value")
-        return Verdict({"correct": float(correct), "format": float(found.well_formed)}, reason)
+        extracted = find_answer(answer.full)
+        number = read_value(extracted.text) if extracted.text is not None else None
+        correct = number is not None and number.value is not None and number.value == row["answer"]
+        reason = extracted.reason or (number.reason if number else "") or ("" if correct else "wrong value")
+        return Verdict({"correct": float(correct), "format": float(extracted.well_formed)}, reason)
 
     def gold(self, row: Row) -> str:
         return f"<answer>{row['answer']}</answer>"
 
-    def _candidate(self, split: str, index: int) -> Row | None:
+    def _draw_candidate(self, split: str, index: int) -> Row | None:
+        """Draws candidate number `index`; None if its numbers belong to another split or `keep` excludes its value."""
         draws = Draws("arithmetic", split, index)
-        numbers = [self._number(draws) for _ in range(draws.between(self.min_terms, self.max_terms))]
-        if split_of(numbers) != split:
+        numbers = [self._draw_number(draws) for _ in range(draws.between(self.min_terms, self.max_terms))]
+        if assign_split(numbers) != split:
             return None
-        words = self._words(draws, numbers)
+        words = self._draw_words(draws, numbers)
         value = evaluate("".join(words)).value
         assert value is not None and value.denominator == 1, words
         answer = int(value)
@@ -113,14 +119,20 @@ class Arithmetic:
             f" {word} " if self.spaces and i % 2 and draws.below(2) else word for i, word in enumerate(words)
         )
         question = draws.choice(PHRASINGS).format(expression)
+        # The id leaves spaces and phrasing out: problems that differ only in these count as one.
         return {"id": "".join(words), "expression": expression, "question": question, "answer": answer}
 
-    def _number(self, draws: Draws) -> int:
+    def _draw_number(self, draws: Draws) -> int:
+        """Draws the number of digits, then a number of that many digits."""
         digits = draws.between(self.min_digits, self.max_digits)
         return draws.between(10 ** (digits - 1), 10**digits - 1)
 
-    def _words(self, draws: Draws, numbers: list[int]) -> list[str]:
-        """Number, operator, number, ...: signs and parentheses are part of the number they stand at."""
+    def _draw_words(self, draws: Draws, numbers: list[int]) -> list[str]:
+        """Draws operators, signs and parentheses and returns the expression in pieces: number, operator, number, ...
+
+        Signs and parentheses are part of the piece of the number beside them.
+        """
+        # Numbers stand at even indices and operators at odd ones.
         words = [str(numbers[0])]
         for number in numbers[1:]:
             words += [draws.choice(self.operators), str(number)]

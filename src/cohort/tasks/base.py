@@ -1,7 +1,7 @@
-"""What a task is: rows, a prompt for each, and a score for an answer.
+"""The definition of a task: rows, a prompt for each row, and a score for an answer.
 
-A task is a class under `@cohort.task("name")`. It becomes a frozen dataclass whose fields are its knobs, so
-that an instance is a complete, comparable and printable description of the data it makes.
+A task is a class decorated with `@cohort.task("name")`. The decorator makes it a frozen dataclass whose fields are
+its settings. An instance therefore describes completely which data it makes, and can be compared and printed.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ from itertools import islice
 from numbers import Real
 from typing import Any, ClassVar, Protocol, TypeVar, dataclass_transform
 
-from cohort.errors import ConfigError, TaskError, nearest
+from cohort.errors import ConfigError, TaskError, suggest_name
 from cohort.types import Answer, Message, Outcome, Row
 
 T = TypeVar("T")
 
-MAX_REASON = 500
-USUAL_TOKENS = 256  # of a completion, where a task does not say how many it needs
-OVER_LIMIT = "over the grader's work limit"  # the reason of an answer that is too much work to check
+MAX_REASON = 500  # characters of a grader's reason that are kept
+DEFAULT_MAX_TOKENS = 256  # `max_tokens` of a task that does not set it
+OVER_LIMIT = "over the grader's work limit"  # the reason for an answer that takes too much work to check
+# Built-in tasks by name, with the modules that register them. A module is imported when its task is first asked for.
 BUILT_IN = {
     "aime24": "cohort.tasks.mathematics.task",
     "amc": "cohort.tasks.mathematics.task",
@@ -46,39 +47,45 @@ _registry: dict[str, type] = {}
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """A score with the grader's reason for it; `score` may return one instead of a bare dict of parts."""
+    """Reward parts by name, with the grader's reason for them. `score` returns this or a bare dict of parts."""
 
     parts: Mapping[str, float]
     reason: str = ""
 
 
 class Task(Protocol):
-    """What the decorator makes sure of. `gold(row) -> str` is optional: the self-check uses it."""
+    """The attributes and methods that every class has after `@cohort.task`.
+
+    A class may also have `gold(row) -> str`, a right answer as text: the self-check scores it.
+    """
 
     name: ClassVar[str]
     accuracy: ClassVar[str]  # the part, 0 or 1, that evaluation reports
     parts: ClassVar[tuple[str, ...]]  # every part `score` returns, no more and no fewer
     work_seconds: ClassVar[float]
-    """An answer on which the grader works longer than this, or for which it runs out of memory, is wrong: for graders
-    whose work depends on the answer. 0 = no such promise: that is a failure of the grader."""
-    max_tokens: ClassVar[int]  # what a completion may need, in evaluations that do not say
+    """CPU seconds that the grader may spend on an answer. An answer that takes longer, or that makes the grader run out
+    of memory, counts as wrong. For graders whose work depends on the answer. 0 = a grader that takes too long has
+    failed, and its answer gets no score."""
+    max_tokens: ClassVar[int]  # limit of a completion's tokens in evaluations that do not set one
     packages: ClassVar[Mapping[str, str]]
-    """Modules that grading imports beyond Cohort's own needs, and what to install for each: looked for when a scoring
-    pool is made, imported by its workers before they take answers."""
+    """Modules that the grader needs beyond Cohort's own dependencies, each with what `pip install` is told. A scoring
+    pool checks that they are installed; its workers import them before they take answers."""
 
     def rows(self, split: str) -> Iterable[Row]:
-        """The items of a split ("train" or "test"), always the same ones in the same order."""
+        """Returns the rows of a split ("train" or "test"), always the same rows in the same order."""
 
     def prompt(self, row: Row) -> list[Message]:
-        """What the model is asked. May end with an assistant message it has to continue."""
+        """Returns the messages that the model is shown. A final assistant message is one that the model continues."""
 
     def score(self, row: Row, answer: Answer) -> Mapping[str, float] | Verdict:
-        """Parts by name. What the answer got wrong is a low score; an exception is a bug in the grader."""
+        """Returns the reward's parts by name. A wrong answer gets low parts; an exception is a bug in the grader."""
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 def task(name: str) -> Callable[[type[T]], type[T]]:
-    """Register a class as the task `name`.
+    """Returns a decorator that checks a class and registers it as the task `name`.
+
+    The decorated class becomes a frozen dataclass with the attributes of `Task`.
 
     >>> @task("echo")
     ... class Echo:
@@ -90,32 +97,43 @@ def task(name: str) -> Callable[[type[T]], type[T]]:
     'correct'
     """
     if not re.fullmatch(r"[a-z][a-z0-9_-]*", name):
-        raise TaskError(f'task name "{name}" must be lower-case letters, digits, "_" or "-"')
+        raise TaskError(
+            f'task name "{name}" is not allowed; use lower-case letters, digits, "_" and "-", beginning with a letter'
+        )
 
     def register(cls: type[T]) -> type[T]:
+        """Checks the class, fills in the attributes that it does not set, and enters it in the registry."""
         for method in ("rows", "prompt", "score"):
             if not callable(getattr(cls, method, None)):
-                raise TaskError(f'task "{name}": class {cls.__name__} lacks the method {method}')
+                raise TaskError(f'task "{name}": class {cls.__name__} has no method {method}; define it')
         if not dataclasses.is_dataclass(cls):
             cls = dataclass(frozen=True, kw_only=True)(cls)
         elif not cls.__dataclass_params__.frozen:  # type: ignore[attr-defined]
-            raise TaskError(f'task "{name}": {cls.__name__} must be frozen; remove its @dataclass')
+            raise TaskError(f'task "{name}": {cls.__name__} must be frozen; remove its @dataclass decorator')
         accuracy = getattr(cls, "accuracy", "correct")
         parts = tuple(getattr(cls, "parts", (accuracy,)))
         if accuracy not in parts:
-            raise TaskError(f'task "{name}": its accuracy "{accuracy}" is not among its parts {list(parts)}')
-        work_seconds, packages = getattr(cls, "work_seconds", 0.0), dict(getattr(cls, "packages", {}))
+            raise TaskError(
+                f'task "{name}": its accuracy "{accuracy}" is not among its parts {list(parts)}; '
+                "add it to parts, or set accuracy to one of them"
+            )
+        work_seconds = getattr(cls, "work_seconds", 0.0)
+        packages = dict(getattr(cls, "packages", {}))
         if not isinstance(work_seconds, int | float) or not 0 <= work_seconds < math.inf:
-            raise TaskError(f'task "{name}": its work_seconds is {work_seconds!r}, not a number of seconds')
-        vars_ = {"name": name, "accuracy": accuracy, "parts": parts, "_source": _source_file(cls)}
-        max_tokens = getattr(cls, "max_tokens", USUAL_TOKENS)
+            raise TaskError(
+                f'task "{name}": work_seconds is {work_seconds!r}; it must be a number of seconds, 0 or more'
+            )
+        attributes = {"name": name, "accuracy": accuracy, "parts": parts, "_source": _find_source_file(cls)}
+        max_tokens = getattr(cls, "max_tokens", DEFAULT_MAX_TOKENS)
         if not isinstance(max_tokens, int) or max_tokens < 1:
-            raise TaskError(f'task "{name}": its max_tokens is {max_tokens!r}, not a number of at least 1')
-        vars_ |= {"work_seconds": float(work_seconds), "packages": packages, "max_tokens": max_tokens}
-        for key, value in vars_.items():
+            raise TaskError(f'task "{name}": max_tokens is {max_tokens!r}; it must be a whole number of at least 1')
+        attributes |= {"work_seconds": float(work_seconds), "packages": packages, "max_tokens": max_tokens}
+        for key, value in attributes.items():
             setattr(cls, key, value)
+        # The same definition may be registered again, as when a script that runs as __main__ is loaded once more by its
+        # path. Another class of the same name is refused, also where a built-in task has it and is not imported yet.
         known = _registry.get(name) or (name in BUILT_IN and cls.__module__ != BUILT_IN[name])
-        if known is True or (known and _origin(known) != _origin(cls)):
+        if known is True or (known and _identify_definition(known) != _identify_definition(cls)):
             raise TaskError(f'task "{name}" is already registered; choose another name')
         _registry[name] = cls
         return cls
@@ -123,145 +141,165 @@ def task(name: str) -> Callable[[type[T]], type[T]]:
     return register
 
 
-def _source_file(cls: type) -> str:
+def _find_source_file(cls: type) -> str:
+    """Returns the path of the file that defines a class, or "" if there is none."""
     return getattr(sys.modules.get(cls.__module__), "__file__", None) or ""
 
 
-def _origin(cls: type) -> tuple[str, str]:
+def _identify_definition(cls: type) -> tuple[str, str]:
+    """Returns the file (or module) and the qualified name of a registered class: equal for the same definition."""
     return vars(cls)["_source"] or cls.__module__, cls.__qualname__
 
 
 def get_task(name: str) -> type:
-    """The registered class; its constructor takes the knobs."""
+    """Returns the task class registered under `name`; its constructor takes the settings.
+
+    Raises ConfigError, with the nearest known name, if there is none.
+    """
     if name not in _registry and name in BUILT_IN:
         importlib.import_module(BUILT_IN[name])
     if name not in _registry:
-        raise ConfigError(f'unknown task "{name}".{nearest(name, task_names())}')
+        raise ConfigError(f'unknown task "{name}".{suggest_name(name, list_task_names())}')
     return _registry[name]
 
 
-def task_names() -> list[str]:
-    """Built-in and registered tasks, sorted."""
+def list_task_names() -> list[str]:
+    """Returns the names of all built-in and registered tasks, sorted."""
     return sorted(_registry.keys() | BUILT_IN.keys())
 
 
 def require(task: str, holds: bool, rule: str) -> None:
-    """For the checks of a task's knobs: one line that names the task and the rule."""
+    """Raises TaskError("<task> needs <rule>") unless `holds`. Tasks check their settings with it."""
     if not holds:
         raise TaskError(f"{task} needs {rule}")
 
 
 def check_packages(task: Task) -> None:
-    """Refuse a task whose grader's packages are not installed; they are looked for, not imported."""
+    """Raises TaskError if a package that the task's grader needs is not installed. Imports none of them."""
     for module, source in task.packages.items():
         if importlib.util.find_spec(module) is None:
-            raise TaskError(f"scoring {task.name} needs {module}, which is not installed: pip install '{source}'")
+            raise TaskError(f"scoring {task.name} needs {module}, which is not installed; run pip install '{source}'")
 
 
 def load_rows(task: Task, split: str) -> list[Row]:
-    """All rows of a split as plain JSON values, each with a distinct string id.
+    """Returns all rows of a split as plain JSON values, each with an `id`, a string that no other row has.
 
-    A row without an id gets the hash of its content, so the id survives reordering of the data.
+    A row without an id gets a hash of its content, so that the id stays when the data are reordered. Raises TaskError
+    for two rows with the same id and for a split without rows.
     """
     rows: list[Row] = []
-    first: dict[str, int] = {}
-    for index, given in enumerate(task.rows(split)):
-        row = _as_json(task.name, index, given)
-        if row["id"] in first:
+    first_index: dict[str, int] = {}
+    for index, raw in enumerate(task.rows(split)):
+        row = _normalise_row(task.name, index, raw)
+        if row["id"] in first_index:
             raise TaskError(
-                f'task "{task.name}": rows {first[row["id"]]} and {index} of "{split}" have the same id '
+                f'task "{task.name}": rows {first_index[row["id"]]} and {index} of "{split}" have the same id '
                 f'"{row["id"]}"; remove the repeated row or give each its own id'
             )
-        first[row["id"]] = index
+        first_index[row["id"]] = index
         rows.append(row)
     if not rows:
-        raise TaskError(f'task "{task.name}" has no rows in its "{split}" split')
+        raise TaskError(f'task "{task.name}" has no rows in its "{split}" split; its method rows must yield some')
     return rows
 
 
-def _as_json(name: str, index: int, given: Any) -> Row:
-    """Through JSON and back, because the grader sees its row after that journey and the prompt should too."""
-    if not isinstance(given, Mapping):
-        raise TaskError(f'task "{name}": row {index} is a {type(given).__name__}, not a dict')
+def _normalise_row(name: str, index: int, raw: Any) -> Row:
+    """Returns row number `index` of the task `name` as plain JSON values with a string `id`, which comes first."""
+    if not isinstance(raw, Mapping):
+        raise TaskError(f'task "{name}": row {index} is a {type(raw).__name__}; rows must yield dicts')
     try:
-        row: Row = json.loads(json.dumps(dict(given)))
+        # Scoring workers get rows as JSON. The row goes through JSON here too, so that `prompt` sees what `score` sees.
+        row: Row = json.loads(json.dumps(dict(raw)))
     except (TypeError, ValueError) as error:
-        raise TaskError(f'task "{name}": row {index} cannot be written as JSON ({error})') from error
+        raise TaskError(
+            f'task "{name}": row {index} cannot be written as JSON ({error}); use strings, numbers, lists and dicts'
+        ) from error
     identity = row.get("id")
     if identity is None:
         identity = hashlib.sha256(json.dumps(row, sort_keys=True).encode()).hexdigest()[:16]
     elif isinstance(identity, bool) or not isinstance(identity, str | int) or identity == "":
-        raise TaskError(f'task "{name}": row {index} has the id {identity!r}, not a non-empty string or an int')
+        raise TaskError(f'task "{name}": row {index} has the id {identity!r}; use a non-empty string or an int')
     return {"id": str(identity), **{k: v for k, v in row.items() if k != "id"}}
 
 
 def check_parts(name: str, row_id: str, declared: tuple[str, ...], accuracy: str, scored: Any) -> dict[str, float]:
-    """A grader's parts as floats in declared order, or a TaskError naming task and row. Never a silent 0.
+    """Returns the parts that a grader gave as floats, in the order in which the task declares them.
+
+    Raises TaskError with task and row for a missing or undeclared part, a value that is no finite number, and an
+    accuracy other than 0 and 1. Nothing of this is turned into a score of 0.
 
     >>> check_parts("t", "0", ("correct", "format"), "correct", {"format": 0.5, "correct": True})
     {'correct': 1.0, 'format': 0.5}
     """
     where = f'task "{name}", row "{row_id}"'
     if not isinstance(scored, Mapping):
-        raise TaskError(f"{where}: score returned a {type(scored).__name__}, not a dict of parts or a Verdict")
+        raise TaskError(f"{where}: score returned a {type(scored).__name__}; return a dict of parts or a Verdict")
     if scored.keys() != set(declared):
         missing = [part for part in declared if part not in scored]
         extra = [str(part) for part in scored if part not in declared]
         problem = f"lacks the part {missing[0]!r}" if missing else f"has the undeclared part {extra[0]!r}"
-        raise TaskError(f"{where}: score {problem}; the task declares parts = {declared!r}")
+        raise TaskError(f"{where}: the result of score {problem}; the task declares parts = {declared!r}")
     parts: dict[str, float] = {}
     for part in declared:
         value = scored[part]
+        # `Real` includes booleans and the numbers of numpy; strings and None are refused.
         if not isinstance(value, Real):
             raise TaskError(f"{where}: part {part!r} is {str(value)[:40]!r}, not a number")
         try:
             parts[part] = float(value)
         except OverflowError:
+            # An int too large for a float is refused below like infinity.
             parts[part] = math.inf
         if not math.isfinite(parts[part]):
-            raise TaskError(f"{where}: part {part!r} is {parts[part]}; a score is a finite number")
+            raise TaskError(f"{where}: part {part!r} is {parts[part]}; a part must be a finite number")
     if parts[accuracy] not in (0.0, 1.0):
-        raise TaskError(f"{where}: part {accuracy!r}, the accuracy, is {parts[accuracy]}, not 0 or 1")
+        raise TaskError(f"{where}: part {accuracy!r}, the accuracy, is {parts[accuracy]}; it must be 0 or 1")
     return parts
 
 
 def grade(task: Task, row: Row, answer: Answer) -> Outcome:
-    """Score one answer in this process. Runs are graded behind the boundary of a ScoringPool instead."""
+    """Scores one answer with the task's grader, in this process. Runs use the worker processes of a ScoringPool."""
     scored = task.score(row, answer)
     verdict = scored if isinstance(scored, Verdict) else Verdict(scored)
     parts = check_parts(task.name, str(row.get("id", "?")), task.parts, task.accuracy, verdict.parts)
     return Outcome(parts=parts, reason=str(verdict.reason)[:MAX_REASON])
 
 
-def plain_answer(text: str) -> Answer:
-    """An answer that is only text: for self-checks, gold answers and tests."""
+def make_plain_answer(text: str) -> Answer:
+    """Returns an answer that consists of `text` alone, for self-checks, gold answers and tests."""
     return Answer(text=text, full=text, finish="stop", num_tokens=len(text.split()), conversation=[])
 
 
 @dataclass(frozen=True, slots=True)
 class SelfCheck:
-    """How many rows passed, and for how many of them the gold answer was among what was checked."""
+    """The result of a self-check: how many rows passed, and for how many of them a gold answer was scored."""
 
     num_rows: int
     num_gold: int
 
 
-def self_check(task: Task, num_rows: int = 20) -> SelfCheck:
-    """Gold answers score full marks and an empty answer nothing, on the first rows of train and test."""
+def run_self_check(task: Task, num_rows: int = 20) -> SelfCheck:
+    """Scores an empty answer and, where the task has `gold`, a right one on the first `num_rows` rows of each split.
+
+    Raises TaskError if an empty answer earns anything, if a gold answer is not right, or if there are no rows.
+    """
     gold = getattr(task, "gold", None)
     checked = 0
     for split in ("train", "test"):
-        for index, given in enumerate(islice(task.rows(split), num_rows)):
-            row = _as_json(task.name, index, given)
+        for index, raw in enumerate(islice(task.rows(split), num_rows)):
+            row = _normalise_row(task.name, index, raw)
             where = f'task "{task.name}", row "{row["id"]}" of "{split}"'
-            empty = grade(task, row, plain_answer(""))
+            empty = grade(task, row, make_plain_answer(""))
             if empty.parts[task.accuracy] != 0 or max(empty.parts.values()) > 0:
-                raise TaskError(f"{where}: an empty answer scores {empty.parts}; it must earn nothing")
+                raise TaskError(f"{where}: an empty answer scores {empty.parts}; no part of it may be above 0")
             if gold is not None:
                 text = gold(row)
-                best = grade(task, row, plain_answer(text))
+                best = grade(task, row, make_plain_answer(text))
                 if best.parts[task.accuracy] != 1:
-                    raise TaskError(f"{where}: the gold answer {text!r} scores {best.parts} ({best.reason})")
+                    raise TaskError(
+                        f"{where}: the gold answer {text!r} scores {best.parts} ({best.reason}); "
+                        f"its {task.accuracy} must be 1: correct gold or score"
+                    )
             checked += 1
     if not checked:
         raise TaskError(f'task "{task.name}" has no rows to check')

@@ -1,7 +1,7 @@
-"""Countdown: reach the target from the given numbers, each used exactly once, with + - * / and parentheses.
+"""The task countdown: reach a target from given numbers, each used exactly once, with + - * / and parentheses.
 
-Generated problems are solvable by construction: the target is what a random expression of the numbers gives.
-With `data`, rows come from there: `nums`, `target` and, optionally, `solution`.
+Generated problems are solvable by construction: the target is the value of a random expression of the numbers. With
+the setting `data`, rows come from there, with the columns `nums`, `target` and, optionally, `solution`.
 
 Parts: `correct` (the expression in the answer tag, or else in a box, uses exactly the given numbers and is
 equal to the target, in exact fractions) and `format` (exactly one well-formed answer tag). Advice for
@@ -20,32 +20,33 @@ from cohort.tasks.answers import find_answer, read_expression
 from cohort.tasks.base import Verdict, require, task
 from cohort.tasks.draws import Draws
 from cohort.tasks.source import read_rows
-from cohort.tasks.splits import check_split, split_of
+from cohort.tasks.splits import assign_split, check_split
 from cohort.types import Answer, Message, Row
 
 INSTRUCTIONS = " Use each number once, with + - * / and parentheses. Put the expression between <answer> and </answer>."
 OPENING = "Let me solve this step by step.\n<think>"
-TRIES = 8  # expressions over the same numbers before other numbers are drawn
-PATIENCE = 20_000  # candidates in a row that bring nothing new before the space counts as exhausted
-_COMMUTES = "+*"
+TRIES = 8  # expressions that are drawn over the same numbers before other numbers are drawn
+# After this many candidates in a row without a new problem, all problems of these settings count as found.
+MAX_FRUITLESS = 20_000
+_COMMUTATIVE = "+*"
 
 
 @task("countdown")
 class Countdown:
-    """Three or four numbers and a target; every split has its own numbers (see `splits`)."""
+    """Three or four numbers and a target to reach; every split has numbers of its own (see `splits`)."""
 
     min_numbers: int = 3
     max_numbers: int = 4
     max_number: int = 99
-    """Numbers are drawn from 1 to this."""
+    """Largest number that is drawn; the smallest is 1."""
     min_target: int = 10
     max_target: int = 99
     operators: str = "+-*/"
-    """What the hidden solutions are made of; answers may always use all four."""
+    """Operators of the hidden solutions; answers may always use all four."""
     data: str = ""
-    """A file or hub data set instead of generated problems; a file is for testing, unless {split} is in its name."""
+    """A file or hub data set instead of generated problems; a file without {split} in its name is for testing only."""
     columns: tuple[str, ...] = ()
-    """Columns that `data` names otherwise, as in nums=numbers."""
+    """Columns that have another name in `data`, as in nums=numbers."""
     instructions: bool = False
     """State the rules and the answer tags; `tiny` knows them."""
     think: bool = False
@@ -60,7 +61,8 @@ class Countdown:
     max_tokens: ClassVar[int] = 1024
 
     def __post_init__(self) -> None:
-        numbers, targets = (self.min_numbers, self.max_numbers), (self.min_target, self.max_target)
+        numbers = (self.min_numbers, self.max_numbers)
+        targets = (self.min_target, self.max_target)
         need = partial(require, "countdown")
         need(2 <= numbers[0] <= numbers[1] <= 8, f"2 <= min_numbers <= max_numbers <= 8, not {numbers}")
         need(0 <= targets[0] <= targets[1], f"0 <= min_target <= max_target, not {targets}")
@@ -68,11 +70,12 @@ class Countdown:
         need({*self.operators} <= {*"+-*/"}, f"operators among + - * /, not {self.operators!r}")
         need(self.operators != "", "at least one operator")
         need(min(self.train_size, self.test_size) >= 1, "train_size and test_size of at least 1")
-        need(self.data != "" or not self.columns, f"data for its columns {' '.join(self.columns)} to be in")
+        need(self.data != "" or not self.columns, f"data, because columns is given ({' '.join(self.columns)})")
 
     def rows(self, split: str) -> Iterator[Row]:
+        """Returns the rows of a split, read from `data` or generated."""
         check_split("countdown", split)
-        return self._read(split) if self.data else self._generate(split)
+        return self._read_data(split) if self.data else self._generate_rows(split)
 
     def prompt(self, row: Row) -> list[Message]:
         question = f"Make {row['target']} from {', '.join(map(str, row['nums']))}."
@@ -80,78 +83,96 @@ class Countdown:
         return [*asked, {"role": "assistant", "content": OPENING}] if self.think else asked
 
     def score(self, row: Row, answer: Answer) -> Verdict:
-        found = find_answer(answer.full)
-        reason = found.reason
-        if found.text is not None:
-            given = read_expression(found.text)
-            if given.value is None:
-                reason = given.reason
-            elif sorted(given.numbers) != sorted(row["nums"]):
+        # `full` includes the beginning of the answer that the setting `think` forces, with its opening <think>.
+        extracted = find_answer(answer.full)
+        reason = extracted.reason
+        if extracted.text is not None:
+            expression = read_expression(extracted.text)
+            if expression.value is None:
+                reason = expression.reason
+            elif sorted(expression.numbers) != sorted(row["nums"]):
                 reason = "not exactly the given numbers"
-            elif given.value != row["target"]:
+            elif expression.value != row["target"]:
                 reason = "misses the target"
-        return Verdict({"correct": float(not reason), "format": float(found.well_formed)}, reason)
+        return Verdict({"correct": float(not reason), "format": float(extracted.well_formed)}, reason)
 
     def gold(self, row: Row) -> str:
+        """Returns the row's solution in answer tags. Raises TaskError for a row that was read without one."""
         if not row.get("solution"):
-            raise TaskError(f'countdown, row "{row["id"]}" comes without a solution')
+            raise TaskError(f'countdown, row "{row["id"]}" has no solution; add the column solution to the data')
         return f"<answer>{row['solution']}</answer>"
 
-    def _generate(self, split: str) -> Iterator[Row]:
+    def _generate_rows(self, split: str) -> Iterator[Row]:
+        """Yields distinct generated problems, as many as `train_size` or `test_size` says.
+
+        Candidate k depends only on the split, on k and on the settings. Raises TaskError if the settings allow fewer
+        problems.
+        """
         size = self.test_size if split == "test" else self.train_size
         seen: set[tuple[tuple[int, ...], int]] = set()
         candidate = last_new = -1
         while len(seen) < size:
             candidate += 1
-            if candidate - last_new > PATIENCE:
+            if candidate - last_new > MAX_FRUITLESS:
                 raise TaskError(
-                    f"countdown has only {len(seen)} problems for {split} with these settings, not {size}: "
+                    f"countdown has only {len(seen)} problems for {split} with these settings, not {size}; "
                     f"lower {'test' if split == 'test' else 'train'}_size or widen the numbers or targets"
                 )
-            row = self._candidate(split, candidate)
-            if row is not None and _problem(row) not in seen:
-                seen.add(_problem(row))
+            row = self._draw_candidate(split, candidate)
+            if row is not None and _make_problem_key(row) not in seen:
+                seen.add(_make_problem_key(row))
                 last_new = candidate
                 yield row
 
-    def _candidate(self, split: str, index: int) -> Row | None:
+    def _draw_candidate(self, split: str, index: int) -> Row | None:
+        """Draws candidate number `index`.
+
+        None if its numbers belong to another split, or if none of the `TRIES` expressions has an allowed target.
+        """
         draws = Draws("countdown", split, index)
         size = draws.between(self.min_numbers, self.max_numbers)
         nums = [draws.between(1, self.max_number) for _ in range(size)]
-        if split_of(nums) != split:
+        if assign_split(nums) != split:
             return None
         for _ in range(TRIES):
-            target, solution = self._combine(draws, nums)
+            target, solution = self._draw_solution(draws, nums)
             if self.min_target <= target <= self.max_target:
-                return _row({"nums": nums, "target": target, "solution": solution})
+                return _make_row({"nums": nums, "target": target, "solution": solution})
         return None
 
-    def _combine(self, draws: Draws, nums: list[int]) -> tuple[int, str]:
-        """Join two random pieces until one is left; written with the parentheses it needs and no others.
+    def _draw_solution(self, draws: Draws, nums: list[int]) -> tuple[int, str]:
+        """Draws an expression of all numbers and returns its value and its text; (-1, "") if a division is not exact.
 
-        Differences are taken the positive way round and only exact quotients are used, so that every
-        intermediate result is a whole number >= 0: the kind of solution a person would find.
+        Two random pieces are joined until one is left. The smaller number is subtracted from the larger one and only
+        exact quotients are used, so that every intermediate result is a whole number >= 0: the kind of solution that
+        a person would find. The text has the parentheses that it needs and no others.
         """
+        # A piece is its value, its text and the operator that joined it last ("" for a given number).
         pieces = [(n, str(n), "") for n in nums]
         while len(pieces) > 1:
             left, right = (pieces.pop(draws.below(len(pieces))) for _ in range(2))
             operator = draws.choice(self.operators)
             if operator == "-" and left[0] < right[0]:
                 left, right = right, left
-            value = _whole(left[0], operator, right[0])
+            value = _compute_whole(left[0], operator, right[0])
             if value is None:
                 return -1, ""
-            text = _wrapped(left, operator, False) + operator + _wrapped(right, operator, True)
+            text = _parenthesise(left, operator, False) + operator + _parenthesise(right, operator, True)
             pieces.append((value, text, operator))
         return pieces[0][0], pieces[0][1]
 
-    def _read(self, split: str) -> Iterator[Row]:
+    def _read_data(self, split: str) -> Iterator[Row]:
+        """Returns the rows of `data`, each problem once."""
         first: dict[str, Row] = {}
 
         def make(raw: dict[str, Any]) -> Row:
-            """Numbers in another order or another solution make no other problem: its first row stands for it."""
-            row = _row(raw)
-            problem = _identity(sorted(row["nums"]), row["target"])
+            """Returns the row of a problem, or the earlier row if the same problem was read before.
+
+            Rows with the same numbers in another order, or with another solution, are the same problem.
+            """
+            row = _make_row(raw)
+            # The reader compares rows of the same id and refuses different ones, so the first row is given again.
+            problem = _make_id(sorted(row["nums"]), row["target"])
             return first.setdefault(problem, row | {"id": problem})
 
         return read_rows(
@@ -162,43 +183,52 @@ class Countdown:
             places={},
             make=make,
             key="id",
-            own=("nums", "target", "solution"),
+            task_columns=("nums", "target", "solution"),
         )
 
 
-def _whole(left: int, operator: str, right: int) -> int | None:
+def _compute_whole(left: int, operator: str, right: int) -> int | None:
+    """Returns the result of one operation; None for a division by zero or one that leaves a remainder."""
     if operator == "/":
         return left // right if right and left % right == 0 else None
     return left + right if operator == "+" else left - right if operator == "-" else left * right
 
 
-def _wrapped(piece: tuple[int, str, str], operator: str, right: bool) -> str:
+def _parenthesise(piece: tuple[int, str, str], operator: str, right: bool) -> str:
+    """Returns the text of a piece as an operand of `operator`, in parentheses if it needs them.
+
+    `piece` is (value, text, operator that joined it last); `right` says whether it is the right operand.
+    """
     _, text, top = piece
+    # A sum inside a product needs parentheses, and so does a right operand after - or / of the same level.
     looser = top in ("+", "-") and operator in ("*", "/")
     same_level = top != "" and (top in "+-") == (operator in "+-")
-    return f"({text})" if looser or (right and same_level and operator not in _COMMUTES) else text
+    return f"({text})" if looser or (right and same_level and operator not in _COMMUTATIVE) else text
 
 
-def _problem(row: Row) -> tuple[tuple[int, ...], int]:
+def _make_problem_key(row: Row) -> tuple[tuple[int, ...], int]:
+    """Returns the sorted numbers and the target: equal for rows of the same problem."""
     return tuple(sorted(row["nums"])), row["target"]
 
 
-def _row(given: dict[str, Any]) -> Row:
-    """A checked row; its id is the problem itself."""
-    nums, target = _value(given.get("nums")), _value(given.get("target"))
+def _make_row(raw: dict[str, Any]) -> Row:
+    """Returns a row of the task from raw columns; its id spells the problem. Raises ValueError if they do not fit."""
+    nums = _parse_cell(raw.get("nums"))
+    target = _parse_cell(raw.get("target"))
     whole = isinstance(nums, list) and all(type(n) is int and n >= 0 for n in nums) and type(target) is int
     if not whole or not nums:
-        raise ValueError(f"needs nums (whole numbers >= 0) and a whole target, not {str(given)[:80]}")
-    return {"id": _identity(nums, target), "nums": nums, "target": target, "solution": str(given.get("solution") or "")}
+        raise ValueError(f"needs nums (a list of whole numbers >= 0) and target (a whole number), not {str(raw)[:80]}")
+    return {"id": _make_id(nums, target), "nums": nums, "target": target, "solution": str(raw.get("solution") or "")}
 
 
-def _value(cell: Any) -> Any:
-    """Columns of a CSV file hold text: "[3, 8, 2]", "24"."""
+def _parse_cell(cell: Any) -> Any:
+    """Returns the value of a cell. Text is parsed as JSON if it is JSON: a CSV file has "[3, 8, 2]" and "24"."""
     try:
         return json.loads(cell) if isinstance(cell, str) else cell
     except (ValueError, RecursionError):
         return cell
 
 
-def _identity(nums: list[int], target: int) -> str:
+def _make_id(nums: list[int], target: int) -> str:
+    """Returns the id of a problem, as in "3-8-2=24"."""
     return f"{'-'.join(map(str, nums))}={target}"

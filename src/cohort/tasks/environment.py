@@ -1,8 +1,8 @@
-"""What an environment is: one episode of a conversation with the policy, started and then stepped answer by answer.
+"""Environments: each plays one episode, a conversation with the policy that is started and stepped answer by answer.
 
-A task with `prompt` and `score` is the environment with one step (`SingleTurn`). `ThinkAgain` wraps another one.
-Environments run in the scoring workers, which can be killed: an episode is played again from its key and the answers
-so far, so an environment must do the same whenever it is given the same.
+A task with `prompt` and `score` is an environment with one step (`SingleTurn`). `ThinkAgain` wraps another environment.
+Environments run in the scoring workers, which can be killed. An episode can be replayed from its key and the answers so
+far, so an environment must be deterministic: the same row, draws and answers must give the same steps.
 """
 
 from __future__ import annotations
@@ -19,24 +19,25 @@ from cohort.tasks.base import Task, grade
 from cohort.tasks.draws import Draws
 from cohort.types import Answer, Finish, Key, Message, Row
 
-MOST_LIVE = 4096  # environments kept in memory; one that was dropped is played again when its episode goes on
+# Environments kept in memory. One that was dropped is replayed when the next answer of its episode comes.
+MAX_LIVE = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class KeyedDraws:
-    """The randomness of one episode: a function of its key, so that games and worded replies repeat on resume."""
+    """The random numbers of one episode. They depend only on its key, so that a replayed episode draws the same."""
 
     key: Key
 
-    def at(self, name: str, turn: int) -> Draws:
-        """The draws of this name in a turn."""
+    def for_turn(self, name: str, turn: int) -> Draws:
+        """Returns the random draws of a turn. `name` keeps draws for different purposes apart."""
         k = self.key
         return Draws(name, k.seed, k.purpose, k.task, k.prompt_id, k.visit, k.sample, turn)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Opening:
-    """How an episode begins: what the policy is asked, and the tools it is offered."""
+    """The beginning of an episode: the messages that the policy is shown, and the tools that it is offered."""
 
     messages: list[Message]
     tools: list[Any] = field(default_factory=list)
@@ -44,10 +45,11 @@ class Opening:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
-    """What an environment makes of an answer.
+    """The result of stepping an environment with an answer.
 
-    `parts` are the reward's, by name, for the episode as it stands: the last ones count. None = no reward yet. `cost`
-    is taken from the reward. `replies` are put before the policy's next turn, where the episode is not `done`.
+    `parts` are the parts of the reward by name, for the episode up to now: those of the last step count. None means
+    that there is no reward yet. `cost` is subtracted from the reward. If the episode is not `done`, `replies` are the
+    messages before the policy's next turn.
     """
 
     parts: dict[str, float] | None = None
@@ -58,17 +60,17 @@ class Step:
 
 
 class Environment(Protocol):
-    """One episode."""
+    """One episode of a conversation with the policy."""
 
     def start(self, row: Row, draws: KeyedDraws) -> Opening:
-        """Begin; called once, before any step."""
+        """Starts the episode of a row and returns its first messages. Called once, before any step."""
 
     def step(self, answer: Answer) -> Step:
-        """Take the policy's next message, with what is known of how it ended."""
+        """Takes the policy's next answer and returns its reward or the replies to it."""
 
 
 class SingleTurn:
-    """One prompt, one answer, which the task scores. Asked again, it scores the new answer."""
+    """The environment of a task: one prompt and one answer, which the task scores. A further step scores anew."""
 
     def __init__(self, task: Task) -> None:
         self.task = task
@@ -87,18 +89,19 @@ class SingleTurn:
 class AgainRules:
     """When and how another attempt is asked for."""
 
-    attempts: int  # further ones at most
-    below: float  # the reward at or under which there is one
-    cost: float  # what each takes from the reward
-    words: tuple[str, ...]  # one of these is the user's turn
+    attempts: int  # most further attempts after the first
+    below: float  # another attempt follows a reward of at most this
+    cost: float  # what each further attempt subtracts from the reward
+    words: tuple[str, ...]  # the user's turn is one of these, drawn at random
     coefficients: dict[str, float]  # of the reward's parts
 
 
 class ThinkAgain:
-    """A low reward is answered by a user's turn that asks for another attempt. The last attempt counts."""
+    """An environment that answers a low reward by a user's turn asking for another attempt. The last attempt counts."""
 
     def __init__(self, inner: Environment, rules: AgainRules) -> None:
-        self.inner, self.rules = inner, rules
+        self.inner = inner
+        self.rules = rules
         self.draws: KeyedDraws | None = None
         self.num_turns = 0
 
@@ -107,25 +110,26 @@ class ThinkAgain:
         return self.inner.start(row, draws)
 
     def step(self, answer: Answer) -> Step:
-        """An answer that was cut off has not ended, so nothing is said after it."""
+        """Steps the inner environment. If its reward is low and attempts are left, asks for another one."""
         assert self.draws is not None, "an episode is started before it is stepped"
-        found, rules = self.inner.step(answer), self.rules
+        step, rules = self.inner.step(answer), self.rules
         self.num_turns += 1
-        found = replace(found, cost=found.cost + rules.cost * (self.num_turns - 1))
-        if not found.done or found.parts is None:
-            return found
+        step = replace(step, cost=step.cost + rules.cost * (self.num_turns - 1))
+        if not step.done or step.parts is None:
+            return step
+        # An answer that was cut off has not ended its turn, so no user's turn can follow it.
         if self.num_turns > rules.attempts or answer.finish != Finish.STOP:
-            return found
-        if total_reward(found.parts, rules.coefficients) > rules.below:
-            return found
-        words = self.draws.at("again", self.num_turns).choice(rules.words)
-        return replace(found, replies=[{"role": "user", "content": words}], done=False)
+            return step
+        if compute_total_reward(step.parts, rules.coefficients) > rules.below:
+            return step
+        words = self.draws.for_turn("again", self.num_turns).choice(rules.words)
+        return replace(step, replies=[{"role": "user", "content": words}], done=False)
 
 
-def total_reward(parts: Mapping[str, float], coefficients: Mapping[str, float]) -> float:
-    """The sum of the parts, each times its coefficient; a part that has none counts once.
+def compute_total_reward(parts: Mapping[str, float], coefficients: Mapping[str, float]) -> float:
+    """Returns the sum of the parts, each times its coefficient. A part without a coefficient has the coefficient 1.
 
-    >>> total_reward({"correct": 1.0, "format": 0.5}, {"format": 2.0})
+    >>> compute_total_reward({"correct": 1.0, "format": 0.5}, {"format": 2.0})
     2.0
     """
     return sum(coefficients.get(name, 1.0) * value for name, value in parts.items())
@@ -133,32 +137,38 @@ def total_reward(parts: Mapping[str, float], coefficients: Mapping[str, float]) 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Past:
-    """An episode before its newest answer: all that is needed to play it to there again, anywhere."""
+    """An episode before its newest answer: its key and the earlier answers, enough to replay it in any worker."""
 
     key: Key
     answers: tuple[Answer, ...] = ()
 
 
 class Episodes:
-    """Plays episodes and keeps their environments while they last.
+    """Table of the environments of the episodes under way in a scoring worker.
 
-    `make` gives a new environment. One that is not here, or that has heard anything else than the episode's answers,
-    is made anew and told the earlier answers. Keys repeat, and an answer may have gone to another worker, so the number
-    of answers would not tell.
+    `make` returns a new environment. If the table has no environment for an episode, or one that was given other
+    answers than the episode's, a new one is made and replayed with the earlier answers. The number of answers is not
+    enough to tell: keys repeat, and an earlier answer may have gone to another worker.
     """
 
     def __init__(self, make: Callable[[], Environment]) -> None:
         self.make = make
-        self._live: OrderedDict[Key, tuple[Environment, bytes]] = OrderedDict()  # with the name of what it has heard
+        # Each environment with a hash of the row and the answers that it was given.
+        self._live: OrderedDict[Key, tuple[Environment, bytes]] = OrderedDict()
 
     def step(
         self, row: Row, past: Past, answer: Answer, before: Callable[[Answer], None] = lambda answer: None
     ) -> Step:
-        """The environment's next step; `before` is told every answer that it is about to get."""
-        # Out of the table while it works: what raises is not in a state to go on from.
-        environment, heard = self._live.pop(past.key, (None, b""))
-        then = _name(row, (*past.answers, answer))  # now: a grader may change what it is given
-        if environment is None or heard != _name(row, past.answers):
+        """Steps the environment of an episode with its newest answer and returns the result.
+
+        Replays the episode first if its environment is not in the table. `before` is called with every answer before
+        the environment gets it, and with the newest one before a new environment is started.
+        """
+        # The environment leaves the table while it works: after an exception its state cannot be used any more.
+        environment, history = self._live.pop(past.key, (None, b""))
+        # Hashed before the step, because a grader may change the values that it is given.
+        next_history = _hash_history(row, (*past.answers, answer))
+        if environment is None or history != _hash_history(row, past.answers):
             environment = self.make()
             before(answer)
             environment.start(row, KeyedDraws(past.key))
@@ -166,18 +176,18 @@ class Episodes:
                 before(earlier)
                 environment.step(earlier)
         before(answer)
-        found = environment.step(answer)
-        if not found.done:
-            self._live[past.key] = (environment, then)
-            if len(self._live) > MOST_LIVE:
+        step = environment.step(answer)
+        if not step.done:
+            self._live[past.key] = (environment, next_history)
+            if len(self._live) > MAX_LIVE:
                 self._live.popitem(last=False)
-        return found
+        return step
 
     def __len__(self) -> int:
         return len(self._live)
 
 
-def _name(row: Row, answers: tuple[Answer, ...]) -> bytes:
-    """Names what an environment was given: the row and the answers, in full."""
-    given = [row, *([getattr(a, f.name) for f in dataclasses.fields(a)] for a in answers)]
-    return hashlib.blake2b(json.dumps(given, default=repr).encode(), digest_size=16).digest()
+def _hash_history(row: Row, answers: tuple[Answer, ...]) -> bytes:
+    """Returns a hash of everything that an environment was given: the row and all fields of the answers."""
+    history = [row, *([getattr(a, f.name) for f in dataclasses.fields(a)] for a in answers)]
+    return hashlib.blake2b(json.dumps(history, default=repr).encode(), digest_size=16).digest()

@@ -1,12 +1,12 @@
-"""A safe, exact evaluator for + - * / and parentheses, round or square. It never raises and never runs long.
+"""A safe and exact evaluator of + - * / and parentheses, round or square. It never raises and never takes long.
 
     sum     = product (("+" | "-") product)*
     product = factor (("*" | "/") factor | bracket)*
     factor  = ("+" | "-")* (number | bracket)
     bracket = "(" sum ")" | "[" sum "]"
 
-Every limit counts characters, digits, levels, operations or bits, so the verdict on an expression is the same
-on a slow and on a fast machine. There is no power: `2**99**99` is refused while it is still tokens.
+Every limit counts characters, digits, levels, operations or bits, never time, so that the result for an expression is
+the same on a slow and on a fast machine. There is no power: `2**99**99` is refused before anything is computed.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 
-MAX_CHARS = 512
+MAX_CHARS = 512  # of an expression
 MAX_DIGITS = 128  # of one number
 MAX_DEPTH = 32  # of nested parentheses
-MAX_OPERATIONS = 64  # signs included
-MAX_BITS = 2048  # of a numerator or denominator on the way
+MAX_OPERATIONS = 64  # in an expression, signs included
+MAX_BITS = 2048  # in the numerator or denominator of an intermediate result
 
 _TIMES = "\u00d7\u00b7\u22c5\u2217"  # multiplication sign, middle dot, dot operator, asterisk operator
 _OVER = "\u00f7\u2215\u2044"  # division sign, division slash, fraction slash
@@ -27,15 +27,17 @@ _MINUS = "\u2212\u2013"  # minus sign, en dash
 _UNICODE = str.maketrans(dict.fromkeys(_TIMES, "*") | dict.fromkeys(_OVER, "/") | dict.fromkeys(_MINUS, "-"))
 _NUMBER = r"[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+"
 _TOKEN = re.compile(rf"({_NUMBER})|(\*\*|//|[-+*/()\[\]])|(\s+)")
+# An x is a multiplication sign after a number or closing bracket and before a factor.
 _LETTER_X = re.compile(r"(?<=[0-9)\]])(\s*)[xX](?=\s*[-+.0-9(\[])")
 _CLOSING = {"(": ")", "[": "]"}
+# Thousands commas are accepted only before every third digit.
 _GROUPED = re.compile(r"[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?")
 _LITERAL = re.compile(rf"([-+]?)\s*({_NUMBER})")
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """An exact value with the numbers that were written to get it, or the reason there is none."""
+    """The exact value of an expression and the numbers written in it, or None and the reason why it has none."""
 
     value: Fraction | None = None
     numbers: tuple[Fraction, ...] = ()
@@ -43,12 +45,12 @@ class Evaluation:
     reason: str = ""
 
 
-class _Refused(Exception):
-    """Carries the reason out of the parser; never leaves this module."""
+class _RefusedError(Exception):
+    """The reason why an expression is refused, on its way out of the parser. It never leaves this module."""
 
 
 def normalize(text: str) -> str:
-    r"""Unicode operators, and an x between factors, as ASCII ones.
+    r"""Returns the text with Unicode operators, and an x between factors, written as ASCII operators.
 
     >>> normalize("3 \u00d7 (4 \u2212 1) \u00f7 2")
     '3 * (4 - 1) / 2'
@@ -59,7 +61,7 @@ def normalize(text: str) -> str:
 
 
 def evaluate(text: str) -> Evaluation:
-    """The value of an expression.
+    """Returns the value of an expression, or the reason why it is refused. Never raises.
 
     >>> evaluate("1/3 + 1/6").value
     Fraction(1, 2)
@@ -70,17 +72,18 @@ def evaluate(text: str) -> Evaluation:
         return Evaluation(reason=f"longer than {MAX_CHARS} characters")
     parser = _Parser()
     try:
-        parser.read(normalize(text))
-        value = parser.sum()
+        parser.tokenize(normalize(text))
+        value = parser.parse_sum()
+        # A sum that ends before the tokens do is followed by something that does not belong there.
         if parser.peek():
-            raise _Refused(f"unexpected {parser.peek()!r}")
-    except _Refused as refused:
+            raise _RefusedError(f"unexpected {parser.peek()!r}")
+    except _RefusedError as refused:
         return Evaluation(num_operations=parser.operations, reason=str(refused))
     return Evaluation(value=value, numbers=tuple(parser.numbers), num_operations=parser.operations)
 
 
 def read_number(text: str) -> Evaluation:
-    """The value of one written number: sign, thousands commas and decimals, but nothing to compute.
+    """Returns the value of a text that is one number, with sign, thousands commas and decimals. Nothing is computed.
 
     >>> read_number("-1,200.50").value
     Fraction(-2401, 2)
@@ -93,110 +96,123 @@ def read_number(text: str) -> Evaluation:
     if match is None:
         return Evaluation(reason="not a number")
     try:
-        value = _literal(match[2])
-    except _Refused as refused:
+        value = _parse_literal(match[2])
+    except _RefusedError as refused:
         return Evaluation(reason=str(refused))
     return Evaluation(value=-value if match[1] == "-" else value, numbers=(value,))
 
 
-def _literal(word: str) -> Fraction:
+def _parse_literal(word: str) -> Fraction:
+    """Returns the value of an unsigned number, perhaps with thousands commas and decimals."""
     if sum(map(str.isdigit, word)) > MAX_DIGITS:
-        raise _Refused(f"a number of more than {MAX_DIGITS} digits")
+        raise _RefusedError(f"a number of more than {MAX_DIGITS} digits")
     if "," in word:
         if not _GROUPED.fullmatch(word):
-            raise _Refused(f"misplaced comma in {word!r}")
+            raise _RefusedError(f"misplaced comma in {word!r}")
         word = word.replace(",", "")
-    # int() is several times faster than parsing a Fraction, and nearly every number is whole
+    # int() is several times faster than parsing a Fraction, and nearly every number is whole.
     return Fraction(int(word)) if word.isdigit() else Fraction(word)
 
 
 class _Parser:
+    """A recursive-descent parser that evaluates while it parses. Its methods raise _RefusedError."""
+
     def __init__(self) -> None:
         self.tokens: list[str] = []
-        self.position = 0
-        self.depth = 0
+        self.position = 0  # index of the next token
+        self.depth = 0  # of parentheses that are open
         self.operations = 0
-        self.numbers: list[Fraction] = []
+        self.numbers: list[Fraction] = []  # in the order in which they are written
 
-    def read(self, text: str) -> None:
-        """Split into tokens; the whole input must be made of them."""
+    def tokenize(self, text: str) -> None:
+        """Splits a text into `tokens`. Refuses a text that has anything but tokens and spaces, or nothing."""
         position = 0
         while position < len(text):
             match = _TOKEN.match(text, position)
             if match is None:
-                raise _Refused(f"unexpected character {text[position]!a}")
+                raise _RefusedError(f"unexpected character {text[position]!a}")
             if match[2] in ("**", "//"):
-                raise _Refused(f"operator {match[2]!r} is not allowed")
+                raise _RefusedError(f"operator {match[2]!r} is not allowed")
             if match[3] is None:
                 self.tokens.append(match[0])
             position = match.end()
         if not self.tokens:
-            raise _Refused("empty")
+            raise _RefusedError("empty")
 
     def peek(self) -> str:
+        """Returns the next token without taking it; "" at the end."""
         return self.tokens[self.position] if self.position < len(self.tokens) else ""
 
-    def take(self) -> str:
+    def next_token(self) -> str:
+        """Takes the next token and returns it; "" at the end."""
         token = self.peek()
         self.position += 1
         return token
 
-    def count(self) -> None:
+    def count_operation(self) -> None:
+        """Counts an operation and refuses one too many."""
         self.operations += 1
         if self.operations > MAX_OPERATIONS:
-            raise _Refused(f"more than {MAX_OPERATIONS} operations")
+            raise _RefusedError(f"more than {MAX_OPERATIONS} operations")
 
-    def sum(self) -> Fraction:
-        value = self.product()
+    def parse_sum(self) -> Fraction:
+        """Parses a `sum` of the grammar above and returns its value."""
+        value = self.parse_product()
         while self.peek() in ("+", "-"):
-            operator = self.take()
-            self.count()
-            right = self.product()
-            value = _bounded(value + right if operator == "+" else value - right)
+            operator = self.next_token()
+            self.count_operation()
+            right = self.parse_product()
+            value = _check_size(value + right if operator == "+" else value - right)
         return value
 
-    def product(self) -> Fraction:
-        value = self.factor()
+    def parse_product(self) -> Fraction:
+        """Parses a `product` of the grammar above and returns its value."""
+        value = self.parse_factor()
         while self.peek() in ("*", "/", *_CLOSING):
-            operator = "*" if self.peek() in _CLOSING else self.take()  # 3(4 - 1) is a product too
-            self.count()
-            right = self.factor()
+            # A parenthesis right after a factor multiplies it: 3(4 - 1) is a product too.
+            operator = "*" if self.peek() in _CLOSING else self.next_token()
+            self.count_operation()
+            right = self.parse_factor()
             if operator == "/" and not right:
-                raise _Refused("division by zero")
-            value = _bounded(value * right if operator == "*" else value / right)
+                raise _RefusedError("division by zero")
+            value = _check_size(value * right if operator == "*" else value / right)
         return value
 
-    def factor(self) -> Fraction:
+    def parse_factor(self) -> Fraction:
+        """Parses a `factor` of the grammar above, any number of signs included, and returns its value."""
         negative = False
         while self.peek() in ("+", "-"):
-            negative ^= self.take() == "-"
-            self.count()
-        value = self.parenthesis() if self.peek() in _CLOSING else self.number()
+            negative ^= self.next_token() == "-"
+            self.count_operation()
+        value = self.parse_parenthesis() if self.peek() in _CLOSING else self.parse_number()
         return -value if negative else value
 
-    def parenthesis(self) -> Fraction:
-        closing = _CLOSING[self.take()]
+    def parse_parenthesis(self) -> Fraction:
+        """Parses a `bracket` of the grammar above and returns its value."""
+        closing = _CLOSING[self.next_token()]
         self.depth += 1
         if self.depth > MAX_DEPTH:
-            raise _Refused(f"more than {MAX_DEPTH} nested parentheses")
-        value = self.sum()
-        if self.take() != closing:
-            raise _Refused("a parenthesis is not closed")
+            raise _RefusedError(f"more than {MAX_DEPTH} nested parentheses")
+        value = self.parse_sum()
+        if self.next_token() != closing:
+            raise _RefusedError("a parenthesis is not closed")
         self.depth -= 1
         return value
 
-    def number(self) -> Fraction:
-        token = self.take()
+    def parse_number(self) -> Fraction:
+        """Takes the next token, which must be a number, records it in `numbers` and returns its value."""
+        token = self.next_token()
         if not token:
-            raise _Refused("ends where a number is expected")
+            raise _RefusedError("ends where a number is expected")
         if token[0] not in "0123456789.":
-            raise _Refused(f"{token!r} where a number is expected")
-        value = _literal(token)
+            raise _RefusedError(f"{token!r} where a number is expected")
+        value = _parse_literal(token)
         self.numbers.append(value)
         return value
 
 
-def _bounded(value: Fraction) -> Fraction:
+def _check_size(value: Fraction) -> Fraction:
+    """Returns the value unchanged. Refuses one whose numerator or denominator has too many bits."""
     if max(value.numerator.bit_length(), value.denominator.bit_length()) > MAX_BITS:
-        raise _Refused(f"a value of more than {MAX_BITS} bits")
+        raise _RefusedError(f"a value of more than {MAX_BITS} bits")
     return value

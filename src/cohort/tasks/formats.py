@@ -1,4 +1,4 @@
-"""Files with rows, by their names' endings: JSON Lines, JSON, CSV, Parquet."""
+"""Readers of files with rows, chosen by the ending of the file name: JSON Lines, JSON, CSV, Parquet."""
 
 from __future__ import annotations
 
@@ -10,20 +10,22 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from cohort.errors import TaskError, brief
+from cohort.errors import TaskError, shorten_error
 
-EXTRA = "pip install 'cohort[data]'"
-MAX_CELL = 2**30  # characters in a cell of a CSV file; the csv module's own limit is shorter than a long solution
-BATCH = 1000  # rows that Parquet files and hub data sets hand over at once
-_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+INSTALL_HINT = "pip install 'cohort[data]'"
+# Characters in a cell of a CSV file. The csv module's own limit is shorter than a long solution.
+MAX_CELL = 2**30
+BATCH_ROWS = 1000  # rows that are read at once from Parquet files and hub data sets
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # the escape of a surrogate, half of a character in UTF-16
 
-Raw = dict[str, Any]
-Numbered = Iterator[tuple[int, Any]]
-"""Raw rows with their numbers from 1: of the line in JSON Lines and CSV, of the row elsewhere."""
+RawRow = dict[str, Any]
+NumberedRows = Iterator[tuple[int, Any]]
+"""Raw rows, each with its number from 1: that of its line in JSON Lines and CSV files, that of the row elsewhere."""
 
 
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Decoded one by one, so that a line that is not text can be named."""
+def _read_lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Yields the lines of a text file with their numbers from 1. Raises TaskError with the number of a bad line."""
+    # Lines are decoded one by one: decoding the whole file could not tell which line is not text.
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             try:
@@ -32,44 +34,48 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
                 raise TaskError(f"{path}, line {number} is not UTF-8 text") from error
 
 
-def _read_jsonl(path: Path) -> Numbered:
-    for number, line in _lines(path):
+def _read_jsonl(path: Path) -> NumberedRows:
+    """Yields the values of a JSON Lines file with their line numbers; blank lines are skipped."""
+    for number, line in _read_lines(path):
         if not line.strip():
             continue
         try:
-            raw = _parse(line)
+            raw = _parse_json(line)
         except (ValueError, RecursionError) as error:
-            raise TaskError(f"{path}, line {number} is not JSON: {_fault(error)}") from error
+            raise TaskError(f"{path}, line {number} is not JSON: {_describe_error(error)}") from error
         yield number, raw
 
 
-def _read_json(path: Path) -> Numbered:
-    text = "".join(line for _, line in _lines(path))
+def _read_json(path: Path) -> NumberedRows:
+    """Yields the items of a JSON array with their numbers. An empty file has none."""
+    text = "".join(line for _, line in _read_lines(path))
     try:
-        rows = _parse(text) if text.strip() else []
+        rows = _parse_json(text) if text.strip() else []
     except (ValueError, RecursionError) as error:
         line = f", line {error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
-        raise TaskError(f"{path}{line} is not JSON: {_fault(error)}") from error
+        raise TaskError(f"{path}{line} is not JSON: {_describe_error(error)}") from error
     if not isinstance(rows, list):
-        raise TaskError(f"{path} is not an array of objects; a file with one object a line is named .jsonl")
+        raise TaskError(f"{path} is not an array of objects; if it has one object per line, name it .jsonl")
     yield from enumerate(rows, start=1)
 
 
-def _read_csv(path: Path) -> Numbered:
+def _read_csv(path: Path) -> NumberedRows:
+    """Yields the rows of a CSV file as dicts of text, with their line numbers; the first line names the columns."""
     csv.field_size_limit(MAX_CELL)
-    reader = csv.reader((line for _, line in _lines(path)), strict=True)
+    reader = csv.reader((line for _, line in _read_lines(path)), strict=True)
     names: list[str] = []
-    number = 1  # of the line where a row begins: its cells may have several
+    # The line where the current row begins. A cell may hold line breaks, so a row may take several lines.
+    number = 1
     try:
         for values in reader:
             if values and not names:
                 names = values
                 if len({*names}) < len(names):
-                    raise TaskError(f"{path}: two columns have the same name in its first line, which holds the names")
+                    raise TaskError(f"{path}: two columns in its first line have the same name; rename one of them")
             elif values:  # blank lines have no cells
                 if len(values) != len(names):
                     raise TaskError(
-                        f"{path}, line {number} has {len(values)} cells, but there are {len(names)} columns"
+                        f"{path}, line {number} has {len(values)} cells, but the first line names {len(names)} columns"
                     )
                 yield number, dict(zip(names, values, strict=True))
             number = reader.line_num + 1
@@ -77,21 +83,23 @@ def _read_csv(path: Path) -> Numbered:
         raise TaskError(f"{path}, line {number} is not CSV: {error}") from error
 
 
-def _read_parquet(path: Path) -> Numbered:
+def _read_parquet(path: Path) -> NumberedRows:
+    """Yields the rows of a Parquet file with their numbers. Needs pyarrow."""
     try:
         from pyarrow import ArrowException
         from pyarrow.parquet import ParquetFile
     except ImportError as error:
-        raise TaskError(f"to read {path}, {EXTRA}") from error
+        raise TaskError(f"reading {path} needs pyarrow, which is not installed; run {INSTALL_HINT}") from error
     try:
         with ParquetFile(path) as file:
-            batches = file.iter_batches(batch_size=BATCH)
+            batches = file.iter_batches(batch_size=BATCH_ROWS)
             yield from enumerate((row for batch in batches for row in batch.to_pylist()), start=1)
     except ArrowException as error:
-        raise TaskError(f"cannot read {path}: {brief(error)}") from error
+        raise TaskError(f"cannot read {path}: {shorten_error(error)}") from error
 
 
-FORMATS: dict[str, Callable[[Path], Numbered]] = {
+# Readers by the ending of the file name. They raise TaskError for a malformed file and OSError for an unreadable one.
+FORMATS: dict[str, Callable[[Path], NumberedRows]] = {
     ".jsonl": _read_jsonl,
     ".json": _read_json,
     ".csv": _read_csv,
@@ -99,30 +107,38 @@ FORMATS: dict[str, Callable[[Path], Numbered]] = {
 }
 
 
-def _fault(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
+    """Returns the message of a JSON error with its column in the line, and that of any other error unchanged."""
     return f"{error.msg} (column {error.colno})" if isinstance(error, json.JSONDecodeError) else str(error)
 
 
-def _refuse(name: str) -> Any:
-    raise ValueError(f"{name} is not a number of JSON")
+def _refuse_constant(name: str) -> Any:
+    """Raises ValueError: the decoder calls it for NaN, Infinity and -Infinity."""
+    raise ValueError(f"{name} is not a number in JSON")
 
 
-def _finite(digits: str) -> float:
+def _parse_float(digits: str) -> float:
+    """Returns the value of a number with a point or exponent. Raises ValueError if it is too large for a float."""
     value = float(digits)
     if math.isinf(value):
-        raise ValueError(f"{digits[:20]} is too large a number")
+        raise ValueError(f"the number {digits[:20]} is too large")
     return value
 
 
-_JSON = json.JSONDecoder(parse_constant=_refuse, parse_float=_finite)
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_parse_float)
 
 
-def _parse(text: str) -> Any:
-    """JSON, of which Python's reader takes a little too much."""
-    value = _JSON.decode(text)
+def _parse_json(text: str) -> Any:
+    """Returns the value of a JSON text.
+
+    Raises ValueError also for what Python's reader accepts and other programs cannot use: NaN, infinity, numbers too
+    large for a float, and half a character (a lone surrogate).
+    """
+    value = _DECODER.decode(text)
+    # Encoding the value again is slow, so only text that has the escape of a surrogate is checked.
     if _SURROGATE.search(text):
         try:
             json.dumps(value, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
-            raise ValueError("it has half a character (a lone surrogate)") from error
+            raise ValueError("it contains half a character (a lone surrogate)") from error
     return value

@@ -1,15 +1,17 @@
-"""Finding and reading a final answer that is one number.
+"""Functions that find and read a final answer that is one number.
 
-Found: by its marker, `#### 18`, `\\boxed{18}` or `<answer>18</answer>`, whichever was asked for; the last one counts.
-What a model thinks is not its answer (`answers.after_thoughts`), nor is a special token at its end, such as `</s>`. A
-`####` whose line has no digit is a heading.
+An answer is found by its marker: `#### 18`, `\\boxed{18}` or `<answer>18</answer>`, whichever of them was asked for.
+The last one counts. Thoughts are not part of the answer (`answers.remove_thoughts`), nor is a special token at the end,
+such as `</s>`. A `####` whose line has no digit is a heading.
 
-Read: exactly one number, as people and models write it, with its unit left out. `$1,200.50`, `1 200`, `-3 1/2`,
-`\\frac{1}{2}`, `18~\\text{miles}`, `20%` (that is 20), `5 million`, `x = 18`, `The answer is 18.`, `18 (eighteen)`,
-`2:00 pm`. Two numbers are no answer, nor is an expression: `18 or 20`, `10-20`, `18:30`, `5+13`, `2^3`, `36/2`. Nor is
-what would have to be guessed: `1,20`, `12,34,567`, `18,5`, `1.2e3`, `18 and a half`, `5k`, digits other than 0 to 9.
+An answer is read if it is exactly one number, as people and models write it; its unit is left out. Accepted:
+`$1,200.50`, `1 200`, `-3 1/2`, `\\frac{1}{2}`, `18~\\text{miles}`, `20%` (the value is 20), `5 million`, `x = 18`,
+`The answer is 18.`, `18 (eighteen)`, `2:00 pm`. Refused as two numbers or an expression: `18 or 20`, `10-20`, `18:30`,
+`5+13`, `2^3`, `36/2`. Refused because the value would be a guess: `1,20`, `12,34,567`, `18,5`, `1.2e3`,
+`18 and a half`, `5k`, digits other than 0 to 9.
 
-Every scan is a single pass, and of an answer at most `MAX_CHARS` characters are read: time is linear in the text.
+Every scan is a single pass, and an answer of more than `MAX_CHARS` characters is refused, so that time is linear in the
+length of the text.
 """
 
 from __future__ import annotations
@@ -20,19 +22,20 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
 
-from cohort.tasks.answers import OPEN, Span, after_thoughts, inner_box, last_box, last_tag
+from cohort.tasks.answers import UNFINISHED_THOUGHTS, Span, find_last_box, find_last_tag, remove_thoughts, unwrap_box
 from cohort.tasks.expression import MAX_CHARS, Evaluation, read_number
 
-Kind = Literal["hashes", "boxed", "tags"]
+MarkerKind = Literal["hashes", "boxed", "tags"]
 
-_ENDS = re.compile(r"#+|\\boxed|</?answer>")  # of what stands after hashes
-_BARE_BOX = re.compile(r"\\boxed\s*(?=[-+$0-9])((?:[^\s{}<]|\{,\})+)")  # braces forgotten
+_ENDS = re.compile(r"#+|\\boxed|</?answer>")  # whatever ends the answer after ####
+_BARE_BOX = re.compile(r"\\boxed\s*(?=[-+$0-9])((?:[^\s{}<]|\{,\})+)")  # a box without braces, as in \boxed18
 _SPECIAL = re.compile(r"(?:</s>|<eos>|<end_of_turn>|<\|[A-Za-z0-9_]{1,40}\|>)\s*$")
 _VULGAR = {"\u00bd": "1/2", "\u00bc": "1/4", "\u00be": "3/4", "\u2153": "1/3", "\u2154": "2/3"}
 _DIGIT = re.compile(f"[0-9{''.join(_VULGAR)}]")
-_LETTERS = "A-Za-z\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u024f"  # Latin alone: others hold pi, or words for ten thousand
+# Only Latin letters: other scripts have letters that change the value, such as pi or a word for ten thousand.
+_LETTERS = "A-Za-z\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u024f"
 
-# ---- how it is spelt
+# ---- spellings of a number in Unicode, LaTeX and Markdown
 _SPACES = "\u00a0\u2007\u2009\u202f"  # no-break, figure, thin, narrow no-break
 _MINUS = "\u2212\u2013\u2010\u2011"  # minus sign, en dash, hyphen, no-break hyphen
 _SPELLING = str.maketrans(
@@ -46,19 +49,20 @@ _COLOUR = re.compile(r"\\(?:text)?color\s*\{[A-Za-z]{1,20}\}(?:\s*\{([^{}]*)\})?
 _SIZE = re.compile(r"\\(?:tiny|small|normalsize|[lL]arge|LARGE|[hH]uge|textstyle)(?![a-zA-Z])")
 _TEXT = re.compile(r"\\(?:text|math|mbox|bold|operatorname)[a-z]*\s*\{([^{}]*)\}")
 _LATEX = re.compile(
-    r"(?<=[0-9A-Za-z%])~(?=\s*(?:[A-Za-z]|\\?[$%]))|"  # a space before a unit; elsewhere it may be "about" or "to"
+    # ~ before a unit is a space; elsewhere it may mean "about" or "to", and stays.
+    r"(?<=[0-9A-Za-z%])~(?=\s*(?:[A-Za-z]|\\?[$%]))|"
     r"\{,\}|\^\{[23]\}|\^\{?\\circ\}?|\\[!$%,;:() \[\]]|\\(?:left|right|quad|qquad|displaystyle|approx)(?![a-zA-Z])"
 )
 _LATEX_TO = {"{,}": ",", "\\!": "", "\\$": "$", "\\%": "%", "\\approx": "=", "^{2}": "^2", "^{3}": "^3"}
 _EMPHASIS = re.compile(r"(?<![\w)])([*_`]{1,3})(?![\s*_`])([^*_`]*)(?<!\s)\1(?![\w(])")
 
-# ---- what stands around it
+# ---- text around a number
 _UNEQUAL = re.compile("[<>!]=|=[<>]")
 _LEAD = re.compile(rf"[{_LETTERS}][{_LETTERS}\s,:'()/$-]*(?::|\b(?:is|are|was|were|equals)\b)")
 _EDGE = " \t\r\n$*_`\"'\u201c\u201d"
 _WRAPPED = re.compile(r"\(([^()]*)\)|\[([^\[\]]*)\]|\{([^{}]*)\}")
 
-# ---- the number and its unit
+# ---- the number with its sign, currency and unit
 _QUANTITY = re.compile(
     r"""([-+]?)\s* (?:(?:[A-Z]{0,3}[$\u20ac\u00a3\u00a5\u20b9]|USD|EUR|GBP|INR|Rs\.?)\s*)? ([-+]?)\s*
     (?: (?:([0-9]+)\s+)? ([0-9]+)\s*/\s*([0-9]+)                      # 1/2 or 3 1/2
@@ -67,50 +71,60 @@ _QUANTITY = re.compile(
     (.*)""",
     re.VERBOSE | re.DOTALL,
 )
-_HOUR = re.compile(r"([1-9]|1[0-2]):00(?=\s*[ap]\.?m\Z)", re.IGNORECASE)  # of the clock: 2:00 pm is 2 pm
-_POWER = re.compile(rf"(?<=[{_LETTERS}])\^?[23\u00b2\u00b3](?![0-9])")  # of a unit, as in cm^2 and m3
+_HOUR = re.compile(r"([1-9]|1[0-2]):00(?=\s*[ap]\.?m\Z)", re.IGNORECASE)  # a full hour: 2:00 pm is read as 2 pm
+_POWER = re.compile(rf"(?<=[{_LETTERS}])\^?[23\u00b2\u00b3](?![0-9])")  # the power of a unit, as in cm^2 and m3
 _UNIT = re.compile(rf"[{_LETTERS}\s.,;:'\"/()%$\u20ac\u00a3\u00a5\u20b9\u00a2\u00b0-]*")
 _SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+# Words after a number that are no unit: with one of them the text states more than one number.
 _NO_UNITS = {"and", "or", "plus", "minus", "squared", "cubed", "pi", "k", "x", "y", "z", "n", "e", *_SCALES}
 
+# A number anywhere in a text. A sign counts only if no word, parenthesis or point is before it: "3-4" holds no -4.
 _LAST = re.compile(rf"(?:(?<![\w).])[-+{_MINUS}]\$?)?(?:[0-9]+(?:,[0-9]+)*(?:\.[0-9]+)?|\.[0-9]+)")
 
 
 @dataclass(frozen=True, slots=True)
-class Marked:
-    """What stands in the last marker, or None with the reason; and the kinds of marker that hold a number."""
+class MarkedAnswer:
+    """The content of the last marker, or None and the reason why there is none.
+
+    `kinds` are the kinds of marker that occur with a digit in them.
+    """
 
     text: str | None
-    kinds: frozenset[Kind]
+    kinds: frozenset[MarkerKind]
     reason: str = ""
 
 
-def find_marked(text: str) -> Marked:
-    r"""The answer that a model marked as its last.
+def find_marked_answer(text: str) -> MarkedAnswer:
+    r"""Returns the content of the marker that comes last in a completion.
 
-    >>> find_marked("#### 7\nNo: 9 * 2 = 18, so it is\n#### 18").text
+    >>> find_marked_answer("#### 7\nNo: 9 * 2 = 18, so it is\n#### 18").text
     '18'
-    >>> find_marked(r"<think>\boxed{7}</think> It is \boxed{18 \text{ miles}}.").text
+    >>> find_marked_answer(r"<think>\boxed{7}</think> It is \boxed{18 \text{ miles}}.").text
     '18 \\text{ miles}'
-    >>> find_marked("It is 18.").reason
+    >>> find_marked_answer("It is 18.").reason
     'no marked number'
     """
-    said, is_open = _said(text)
-    tag, _ = last_tag(said)
-    candidates: dict[Kind, Span | None] = {"hashes": _last_hashes(said), "boxed": _last_box(said), "tags": tag}
+    said, is_open = _remove_thoughts_and_special_tokens(text)
+    tag, _ = find_last_tag(said)
+    candidates: dict[MarkerKind, Span | None] = {
+        "hashes": _find_last_hashes(said),
+        "boxed": _find_last_box(said),
+        "tags": tag,
+    }
     spans = {kind: span for kind, span in candidates.items() if span is not None}
     kinds = frozenset(kind for kind, span in spans.items() if _DIGIT.search(said, *span))
     if spans:
-        return Marked(inner_box(said[slice(*max(spans.values()))]), kinds)
+        return MarkedAnswer(unwrap_box(said[slice(*max(spans.values()))]), kinds)
     if is_open:
-        return Marked(None, kinds, OPEN)
-    half = "<answer>" in said or "\\boxed" in said
-    return Marked(None, kinds, "the marked answer is not closed" if half else "no marked number")
+        return MarkedAnswer(None, kinds, UNFINISHED_THOUGHTS)
+    is_unclosed = "<answer>" in said or "\\boxed" in said
+    return MarkedAnswer(None, kinds, "the marked answer is not closed" if is_unclosed else "no marked number")
 
 
-def _said(text: str) -> tuple[str, bool]:
-    """What is not thought, without special tokens at its end, and whether the thoughts go on to the end."""
-    said, is_open = after_thoughts(text)
+def _remove_thoughts_and_special_tokens(text: str) -> tuple[str, bool]:
+    """Returns the text outside the thoughts, without special tokens at its end, and whether a thought is not closed."""
+    said, is_open = remove_thoughts(text)
+    # At most four special tokens are removed, and only the last 64 characters are searched: time stays linear.
     for _ in range(4):
         said = said.rstrip()
         if special := _SPECIAL.search(said, max(0, len(said) - 64)):
@@ -118,47 +132,52 @@ def _said(text: str) -> tuple[str, bool]:
     return said, is_open
 
 
-def _last_box(text: str) -> Span | None:
-    """The last closed box, or what stands after a later \\boxed without braces."""
+def _find_last_box(text: str) -> Span | None:
+    """Returns the span of the last closed box, or of the number after a later `\\boxed` without braces, or None."""
     bare = deque(_BARE_BOX.finditer(text), maxlen=1)
-    spans = [span for span in (last_box(text), bare[0].span(1) if bare else None) if span is not None]
+    spans = [span for span in (find_last_box(text), bare[0].span(1) if bare else None) if span is not None]
     return max(spans, default=None)
 
 
-def _last_hashes(text: str) -> Span | None:
-    """What stands after the last ####, on its line or the next: it has a digit, and other hashes or a marker end it."""
-    found: Span | None = None
+def _find_last_hashes(text: str) -> Span | None:
+    """Returns the span of the text after the last `####` that has a digit after it; None if there is none.
+
+    The text is on the line of the hashes or, if that is empty, on the next line with text. Other hashes or a marker
+    end it.
+    """
+    span: Span | None = None
     start: int | None = None
     marks = [(mark.start(), mark.end(), mark[0].startswith("####")) for mark in _ENDS.finditer(text)]
+    # The end of the text is treated as one more mark, so that the last answer is ended too.
     for begin, end, is_hashes in [*marks, (len(text), len(text), False)]:
         if start is not None:
             rest = text[start:begin].lstrip()
             line = rest.partition("\n")[0]
             if _DIGIT.search(line):
-                found = begin - len(rest), begin - len(rest) + len(line)
+                span = begin - len(rest), begin - len(rest) + len(line)
         start = end if is_hashes else None
-    return found
+    return span
 
 
-def last_number(text: str) -> Evaluation:
-    """The last number of a text without a marker.
+def read_last_number(text: str) -> Evaluation:
+    """Returns the last number anywhere in a text: for completions without a marker.
 
-    >>> last_number("5 + 13 makes $18, not 20% more or -$1,200.50.").value
+    >>> read_last_number("5 + 13 makes $18, not 20% more or -$1,200.50.").value
     Fraction(-2401, 2)
     """
-    said, is_open = _said(text)
+    said, is_open = _remove_thoughts_and_special_tokens(text)
     last = deque(_LAST.finditer(said), maxlen=1)
     if not last:
-        return Evaluation(reason=OPEN if is_open else "no number")
+        return Evaluation(reason=UNFINISHED_THOUGHTS if is_open else "no number")
     return read_number(last[0][0].replace("$", ""))
 
 
-class _Refused(Exception):
-    """Carries the reason out of the reader; never leaves this module."""
+class _RefusedError(Exception):
+    """The reason why an answer is refused, on its way out of the reader. It never leaves this module."""
 
 
 def read_quantity(text: str) -> Evaluation:
-    r"""The one number that an answer states; its unit is left out.
+    r"""Returns the one number that an answer states, without its unit, or the reason why there is none.
 
     >>> read_quantity(r"\$1{,}200.50 \text{ per year}").value
     Fraction(2401, 2)
@@ -170,32 +189,34 @@ def read_quantity(text: str) -> Evaluation:
     if len(text) > MAX_CHARS:
         return Evaluation(reason=f"the answer is longer than {MAX_CHARS} characters")
     try:
-        return Evaluation(value=_value(_stated(text)))
-    except _Refused as refused:
+        return Evaluation(value=_parse_value(_extract_statement(text)))
+    except _RefusedError as refused:
         return Evaluation(reason=str(refused))
 
 
-def _stated(text: str) -> str:
-    """What an answer says it comes to: after the last "=", and after words like "the answer is"."""
-    stated = _bare(_plain(text).rpartition("=")[2])
+def _extract_statement(text: str) -> str:
+    """Returns the text that states the result: after the last "=", and after words like "the answer is"."""
+    stated = _strip_wrapping(_simplify_spelling(text).rpartition("=")[2])
     lead = _LEAD.match(stated)
-    return _bare(stated[lead.end() :]) if lead else stated
+    return _strip_wrapping(stated[lead.end() :]) if lead else stated
 
 
-def _plain(text: str) -> str:
-    """LaTeX, Markdown and Unicode spellings as plain ones."""
+def _simplify_spelling(text: str) -> str:
+    """Returns the text with LaTeX, Markdown and Unicode spellings replaced by plain ones."""
     text = text.translate(_SPELLING)
-    text = _FRACTION.sub(lambda found: f" {found[1] or found[3]}/{found[2] or found[4]} ", text)
+    text = _FRACTION.sub(lambda match: f" {match[1] or match[3]}/{match[2] or match[4]} ", text)
     text = _COLOUR.sub(r" \1", _SIZE.sub(" ", text))
-    for _ in range(3):  # \text in \text
+    for _ in range(3):  # levels of \text inside \text
         text = _TEXT.sub(r" \1", text)
-    text = _LATEX.sub(lambda found: _LATEX_TO.get(found[0], " "), text)
+    text = _LATEX.sub(lambda match: _LATEX_TO.get(match[0], " "), text)
     text = _EMPHASIS.sub(r"\2", text)
-    return _UNEQUAL.sub("\u2260", text).replace("\u2248", "=")  # what is unequal has no side to take
+    # >=, <= and != become one sign without "=", so that the number after it is not taken for the result.
+    return _UNEQUAL.sub("\u2260", text).replace("\u2248", "=")
 
 
-def _bare(text: str) -> str:
-    """Without what wraps an answer, and without a final period."""
+def _strip_wrapping(text: str) -> str:
+    """Returns the text without the quotes, marks and parentheses around it and without a final period."""
+    # Three levels of wrapping, as in **(18.)**
     for _ in range(3):
         text = text.lstrip(_EDGE + ":").rstrip(_EDGE + ".")
         if wrapped := _WRAPPED.fullmatch(text):
@@ -203,47 +224,55 @@ def _bare(text: str) -> str:
     return text
 
 
-def _value(stated: str) -> Fraction:
-    if not stated:
-        raise _Refused("the answer is empty")
-    hour = _HOUR.match(stated)
-    found = _QUANTITY.fullmatch(hour[1] if hour else stated)
-    if found is None or (found[1] and found[2]):
-        raise _Refused("not a number")
-    *_, whole, above, below, spaced, plain, tail = found.groups()
-    scale = _scale(tail)
+def _parse_value(statement: str) -> Fraction:
+    """Returns the value of a text that is one number with its sign, currency and unit. Raises _RefusedError."""
+    if not statement:
+        raise _RefusedError("the answer is empty")
+    hour = _HOUR.match(statement)
+    match = _QUANTITY.fullmatch(hour[1] if hour else statement)
+    # A sign may stand before or after the currency, but not in both places.
+    if match is None or (match[1] and match[2]):
+        raise _RefusedError("not a number")
+    *_, whole, above, below, spaced, plain, tail = match.groups()
+    scale = _parse_scale(tail)
     if above:
-        value = _fraction(whole, above, below)
+        value = _parse_fraction(whole, above, below)
     else:
         number = read_number((spaced or plain).replace(" ", ""))
         if number.value is None:
-            raise _Refused(number.reason)
+            raise _RefusedError(number.reason)
         value = number.value
-    return (-scale if "-" in (found[1], found[2]) else scale) * value
+    return (-scale if "-" in (match[1], match[2]) else scale) * value
 
 
-def _fraction(whole: str | None, above: str, below: str) -> Fraction:
-    """A fraction is a number; a division that comes out even is work left undone."""
+def _parse_fraction(whole: str | None, above: str, below: str) -> Fraction:
+    """Returns the value of a fraction such as 1/2 or 3 1/2.
+
+    Refuses a division that has a whole result, such as 36/2: there the answer is not computed to the end.
+    """
     numerator, denominator = int(above), int(below)
     if denominator == 0:
-        raise _Refused("division by zero")
+        raise _RefusedError("division by zero")
     if numerator % denominator == 0:
-        raise _Refused("a division left undone")
+        raise _RefusedError("a division left undone")
     if whole is not None and numerator > denominator:
-        raise _Refused("more than one number")
+        raise _RefusedError("more than one number")
     return int(whole or "0") + Fraction(numerator, denominator)
 
 
-def _scale(tail: str) -> int:
-    """What the words after a number make of it: 1 for a unit, a million for "million dollars"."""
+def _parse_scale(tail: str) -> int:
+    """Returns the factor that the words after a number mean: 1 for a unit, 10**6 for "million dollars".
+
+    Refuses words that are no unit, and a second number.
+    """
     tail = _POWER.sub("", tail)
     if _DIGIT.search(tail):
-        raise _Refused("more than one number")
+        raise _RefusedError("more than one number")
     if not _UNIT.fullmatch(tail):
-        raise _Refused("not a number")
+        raise _RefusedError("not a number")
     words = re.findall(f"[{_LETTERS}]+", tail.lower())
     scale = _SCALES.get(words[0].removesuffix("s"), 1) if words else 1
     for word in words[scale > 1 :]:
         if word in _NO_UNITS:
-            raise _Refused(f"a number and {word!r}")
+            raise _RefusedError(f"a number and {word!r}")
     return scale

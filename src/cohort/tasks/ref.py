@@ -1,4 +1,4 @@
-"""A task by name: what another process needs to make the same task."""
+"""References to tasks: what another process needs to make the same task, and a digest of the grader's code."""
 
 from __future__ import annotations
 
@@ -21,18 +21,21 @@ from cohort.tasks.base import BUILT_IN, Task, get_task
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TaskRef:
-    """Name, knob values, and the user's file that registers the task ("" for a built-in one)."""
+    """A task as plain values: its name, its settings (`knobs`), and the user's file that registers it.
+
+    `path` is "" for a built-in task.
+    """
 
     name: str
     knobs: dict[str, Any] = field(default_factory=dict)
     path: str = ""
 
     @staticmethod
-    def of(task: Task) -> TaskRef:
-        """The reference of an instance.
+    def from_task(task: Task) -> TaskRef:
+        """Returns the reference of a task. Raises TaskError if its settings are no JSON values or it has no file.
 
         >>> from cohort.tasks.arithmetic import Arithmetic
-        >>> ref = TaskRef.of(Arithmetic(max_terms=4))
+        >>> ref = TaskRef.from_task(Arithmetic(max_terms=4))
         >>> ref.load() == Arithmetic(max_terms=4)
         True
         """
@@ -40,51 +43,61 @@ class TaskRef:
         try:
             knobs = json.loads(json.dumps(knobs))
         except (TypeError, ValueError) as error:
-            raise TaskError(f'task "{task.name}": its knobs must be plain values ({error})') from error
+            raise TaskError(
+                f'task "{task.name}": a setting cannot be written as JSON ({error}); '
+                "use numbers, strings, booleans and tuples of them"
+            ) from error
         source = "" if task.name in BUILT_IN else vars(type(task)).get("_source", "")
         if task.name not in BUILT_IN and not source:
-            raise TaskError(f'task "{task.name}" is not defined in a file, so no worker can load it')
+            raise TaskError(
+                f'task "{task.name}" is not defined in a file, so no scoring worker can load it; put it into a .py file'
+            )
         return TaskRef(name=task.name, knobs=knobs, path=source)
 
     def load(self) -> Task:
-        """The task, made from its registered class; loads the user's file first."""
+        """Loads the user's file, if there is one, and returns the task, made from its registered class."""
         if self.path:
             load_file(self.path)
         cls = get_task(self.name)
         fields = {f.name: f for f in dataclasses.fields(cls)}
         unknown = sorted(self.knobs.keys() - fields.keys())
         if unknown:
-            raise TaskError(f'task "{self.name}" has no knob "{unknown[0]}"; it has {sorted(fields)}')
-        made: Task = cls(**{k: _restore(v, fields[k]) for k, v in self.knobs.items()})
+            raise TaskError(f'task "{self.name}" has no setting "{unknown[0]}"; it has {sorted(fields)}')
+        made: Task = cls(**{k: _restore_tuple(v, fields[k]) for k, v in self.knobs.items()})
         return made
 
 
-def _restore(value: Any, knob: dataclasses.Field[Any]) -> Any:
-    """JSON knows no tuples: a list goes back to one where the knob is declared as one."""
-    is_tuple = isinstance(knob.default, tuple) or str(knob.type).startswith(("tuple", "Tuple"))
+def _restore_tuple(value: Any, setting: dataclasses.Field[Any]) -> Any:
+    """Returns `value`, with a list made a tuple if the setting is declared as one: JSON has no tuples."""
+    is_tuple = isinstance(setting.default, tuple) or str(setting.type).startswith(("tuple", "Tuple"))
     return tuple(value) if isinstance(value, list) and is_tuple else value
 
 
-def grader_digest(task: Task) -> str:
-    """Names the code that scores this task: its module, what that imports of the tasks and from its own folder, and
-    the versions of the packages it needs."""
-    waiting, sources = [type(task).__module__], {}
-    home = Path(getattr(sys.modules[waiting[0]], "__file__", None) or "").parent
+def compute_grader_digest(task: Task) -> str:
+    """Returns "NAME-DIGEST" for the code that scores a task: it changes when a grade might.
+
+    The digest covers the task's module, all modules that it imports from `cohort.tasks` or from its own folder,
+    directly or through others, and the versions of the packages that the task needs.
+    """
+    waiting = [type(task).__module__]
+    sources: dict[str, bytes] = {}
+    folder = Path(getattr(sys.modules[waiting[0]], "__file__", None) or "").parent
     while waiting:
         name = waiting.pop()
         file = Path(getattr(sys.modules.get(name), "__file__", None) or "")
-        own = name.startswith("cohort.tasks.") or (file.is_file() and file.parent == home)
-        if name in sources or not own or name in ("cohort.tasks.base", __name__) or not file.is_file():
+        is_grader = name.startswith("cohort.tasks.") or (file.is_file() and file.parent == folder)
+        # `base` and this module are the machinery around all graders; they are left out.
+        if name in sources or not is_grader or name in ("cohort.tasks.base", __name__) or not file.is_file():
             continue
         sources[name] = file.read_bytes()
-        waiting += _imported(sources[name])
-    versions = [f"{module} {_version(module)}" for module in sorted(task.packages)]
+        waiting += _list_imports(sources[name])
+    versions = [f"{module} {_find_version(module)}" for module in sorted(task.packages)]
     joined = b"\0".join([*(sources[name] for name in sorted(sources)), *map(str.encode, versions)])
     return f"{task.name}-{hashlib.sha256(joined).hexdigest()[:12]}"
 
 
-def _imported(source: bytes) -> Iterator[str]:
-    """The names that a module imports, each perhaps a module."""
+def _list_imports(source: bytes) -> Iterator[str]:
+    """Yields the names that a source imports. `from a import b` gives "a" and "a.b", which may be no module."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -93,7 +106,8 @@ def _imported(source: bytes) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def _version(module: str) -> str:
+def _find_version(module: str) -> str:
+    """Returns the version of the package that provides a module; "?" if none is installed."""
     names = importlib.metadata.packages_distributions().get(module, [module])
     try:
         return importlib.metadata.version(names[0])
@@ -102,17 +116,22 @@ def _version(module: str) -> str:
 
 
 def load_file(path: str | Path) -> ModuleType:
-    """Run a user's Python file once and return its module; its folder becomes importable."""
+    """Runs a user's Python file, unless it was loaded before, and returns its module.
+
+    The file's folder is appended to `sys.path`, so that the file can import its neighbours.
+    """
     file = Path(path).expanduser().resolve()
     if not file.is_file():
-        raise TaskError(f"no such file: {file}; a task file is a Python file with an @cohort.task class")
+        raise TaskError(f"there is no file {file}; a task file is a Python file with an @cohort.task class")
+    # The file may have been imported under another name: then that module is the one to return. A script that runs as
+    # __main__ is loaded again, under a name of its own.
     for module in list(sys.modules.values()):
         if getattr(module, "__file__", None) == str(file) and module.__name__ != "__main__":
             return module
     name = f"cohort_user_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}"
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
-        raise TaskError(f"{file} is not a Python file; its name must end in .py")
+        raise TaskError(f"{file} is not a Python file; give one whose name ends in .py")
     if str(file.parent) not in sys.path:
         sys.path.append(str(file.parent))
     module = importlib.util.module_from_spec(spec)
@@ -120,6 +139,7 @@ def load_file(path: str | Path) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except BaseException:
+        # A half-executed module must not be found by the next call.
         del sys.modules[name]
         raise
     return module

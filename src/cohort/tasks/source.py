@@ -1,8 +1,8 @@
-"""Rows that lie somewhere: in a JSON Lines, JSON, CSV or Parquet file, or in a data set of the Hugging Face hub.
+"""Rows read from a JSON Lines, JSON, CSV or Parquet file, or from a data set of the Hugging Face hub.
 
-A task says how a raw row becomes one of its own and which field names the problem; the rest is the same for all of
-them and is here. No problem is given twice, and no problem of test is in train: problems are compared by their text
-with case and spacing put aside.
+A task says how a raw row becomes one of its own rows and which field identifies the problem. Everything else is the
+same for all tasks and is done here. No problem is given twice, and no problem of test is in train: problems are
+compared by their text, without regard to case and spacing.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from cohort.errors import TaskError, brief, nearest
-from cohort.tasks.formats import BATCH, EXTRA, FORMATS, Numbered, Raw
+from cohort.errors import TaskError, shorten_error, suggest_name
+from cohort.tasks.formats import BATCH_ROWS, FORMATS, INSTALL_HINT, NumberedRows, RawRow
 from cohort.types import Row
 
 log = logging.getLogger(__name__)
 
-FOLDER = "COHORT_DATA"
+FOLDER_VARIABLE = "COHORT_DATA"  # the environment variable that names a folder with data files
 SPLITS = ("train", "test")
 _HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]+(:[\w.-]+)?")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """Where a task's rows lie unless the user names another place."""
+    """The default place of a split's rows, for a task without the setting `data`."""
 
     file: str  # name of a JSON Lines file in the folder $COHORT_DATA
     hub: str  # Hugging Face data set, "owner/name" or "owner/name:config"; "" if there is none
-    split: str  # its split there
+    split: str  # the name of the split in that data set
 
 
 def read_rows(
@@ -44,238 +44,304 @@ def read_rows(
     data: str,
     columns: Sequence[str],
     places: Mapping[str, Place],
-    make: Callable[[Raw], Row],
+    make: Callable[[RawRow], Row],
     key: str,
-    own: Sequence[str] = (),
+    task_columns: Sequence[str] = (),
 ) -> Iterator[Row]:
-    """The rows of a split in the order of their source, each problem once, each with an id.
+    """Returns the rows of a split in the order of their source, each problem once, each with an id.
 
-    `data` and `columns` are the task's knobs: "" for the default places, a path (perhaps with {split}, ~ or $NAME)
-    or the name of a hub data set; and "ours=theirs" for columns that are named otherwise there. `make` turns a raw
-    row into one of the task's, or raises ValueError (what is wrong with it). `key` is the field of a made row that
-    says which problem it is; a row without an "id" of its own gets a hash of it. `own` are the columns that `make`
-    reads: where they are given, a mapping to any other is refused.
+    `data` and `columns` are settings of the task. `data` is "" for the default places, a path (perhaps with {split}, ~
+    or $NAME), or the name of a hub data set. `columns` has an entry "ours=theirs" for every column that has another
+    name in the source. `make` turns a raw row into a row of the task, or raises ValueError with what is wrong.
+    `key` is the field of the made row that identifies the problem; a row without an "id" gets a hash of it.
+    `task_columns` are the columns that `make` reads: if given, an entry of `columns` for any other name is refused.
+
+    Raises TaskError, with file and line where possible, for a missing source, a bad row, two rows with the same id, one
+    problem with two contents, and a source without rows. Repeated rows, and rows of train that are in test, are left
+    out with a warning.
     """
-    reader = _Reader(task=task, make=make, key=key, own=tuple(own), theirs=_mapping(task, columns, own))
-    source = _find(task, split, data, places)
+    reader = _Reader(
+        task=task,
+        make=make,
+        key=key,
+        task_columns=tuple(task_columns),
+        source_columns=_parse_columns(task, columns, task_columns),
+    )
+    source = _find_source(task, split, data, places)
     if split == "test":
-        return reader.distinct(source, None)
-    return reader.distinct(source, lambda: _find(task, "test", data, places))
+        return reader.read_distinct(source, None)
+    return reader.read_distinct(source, lambda: _find_source(task, "test", data, places))
 
 
-def from_anywhere(data: str) -> str:
-    """The knob `data` with the path of a file that is here made absolute: a run may be resumed from another folder."""
-    here = any(os.path.exists(data.replace("{split}", split)) for split in SPLITS)
-    return os.path.abspath(data) if here else data
+def make_data_path_absolute(data: str) -> str:
+    """Returns the setting `data`, as an absolute path if it names a file that exists, and unchanged otherwise.
+
+    A run may be resumed from another working directory, where a relative path would name another file.
+    """
+    exists = any(os.path.exists(data.replace("{split}", split)) for split in SPLITS)
+    return os.path.abspath(data) if exists else data
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Source:
-    """Something with rows in it, not opened yet."""
+    """A file or hub data set with rows, not opened yet."""
 
-    name: str
-    unit: str  # what a row's number counts
-    remote: bool
-    open: Callable[[], Numbered]  # TaskError if it is not there
+    name: str  # for messages
+    unit: str  # what the number of a row counts: "line" or "row"
+    remote: bool  # whether opening it may need the network
+    open: Callable[[], NumberedRows]  # raises TaskError if the source does not exist
 
-    def at(self, number: int) -> str:
+    def describe_row(self, number: int) -> str:
+        """Returns the place of a row for a message, as in "rows.csv, line 7"."""
         return f"{self.name}, {self.unit} {number}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Reader:
-    """Makes a task's rows from raw ones."""
+    """Makes a task's rows from raw ones. The fields are the arguments of `read_rows`."""
 
     task: str
-    make: Callable[[Raw], Row]
+    make: Callable[[RawRow], Row]
     key: str
-    own: tuple[str, ...]
-    theirs: dict[str, str]  # our names of columns -> the source's
+    task_columns: tuple[str, ...]
+    source_columns: dict[str, str]  # the task's name of a column -> its name in the source
 
-    def distinct(self, source: _Source, find_test: Callable[[], _Source] | None) -> Iterator[Row]:
-        """The first row of every problem, without those that test has."""
+    def read_distinct(self, source: _Source, find_test: Callable[[], _Source] | None) -> Iterator[Row]:
+        """Yields the first row of every problem, without the problems of test.
+
+        `find_test` returns the source of the test split; None means that `source` is the test split itself.
+        """
+        # Opened first: an error about `source` itself comes before any about the test split.
         rows = source.open()
-        tested = self._tested(source, find_test) if find_test else set()
-        first: dict[str, tuple[int, Row]] = {}
-        named: dict[str, int] = {}
-        repeated: list[tuple[int, int]] = []
-        leaked: list[int] = []
-        for number, problem, row in self._made(source, rows):
+        tested = self._read_test_problems(source, find_test) if find_test else set()
+        first: dict[str, tuple[int, Row]] = {}  # hash of a problem -> number and content of its first row
+        id_numbers: dict[str, int] = {}  # id of a row -> its number
+        repeated: list[tuple[int, int]] = []  # numbers of a repeated row and of the first row of its problem
+        leaked: list[int] = []  # numbers of training rows whose problem is in test
+        for number, problem, row in self._make_rows(source, rows):
             if problem in tested:
                 leaked.append(number)
             elif problem not in first:
                 first[problem] = number, row
-                if (id := row.get("id")) is not None and named.setdefault(str(id), number) != number:
-                    at = f"{self.task}: {source.at(named[str(id)])} and {source.unit} {number}"
-                    raise TaskError(f"{at} have the same id {_short(id)}; give each its own")
+                if (id := row.get("id")) is not None and id_numbers.setdefault(str(id), number) != number:
+                    both = f"{source.describe_row(id_numbers[str(id)])} and {source.unit} {number}"
+                    raise TaskError(f"{self.task}: {both} have the same id {_shorten(id)}; give each its own id")
                 yield row if row.get("id") is not None else {**row, "id": problem[:16]}
             else:
-                self._check_same(source, first[problem], (number, row))
+                self._check_same_content(source, first[problem], (number, row))
                 repeated.append((number, first[problem][0]))
         where, unit = f"{self.task}: {source.name}", source.unit
         if repeated:
-            again, before = repeated[0]
-            log.warning("%s: repeated rows left out: %d (%s %d is %d again)", where, len(repeated), unit, again, before)
+            later, earlier = repeated[0]
+            log.warning(
+                "%s: repeated rows left out: %d (first: %s %d repeats %d)", where, len(repeated), unit, later, earlier
+            )
         if leaked:
             log.warning("%s: rows of test left out of train: %d (first: %s %d)", where, len(leaked), unit, leaked[0])
         if not first:
-            raise TaskError(f"{where} has no rows" + (" but those that test has too" if leaked else ""))
+            raise TaskError(f"{where} has no rows" + (" except rows that are also in test" if leaked else ""))
 
-    def _tested(self, train: _Source, find_test: Callable[[], _Source]) -> set[str]:
-        """The problems of test, if it is there; training rows can be had without it, and without a network for it."""
+    def _read_test_problems(self, train: _Source, find_test: Callable[[], _Source]) -> set[str]:
+        """Returns the hashes of the problems of test; none if the test split does not exist."""
         try:
             test = find_test()
+            # Training rows that are on this machine must be readable without a network.
             if test.remote and not train.remote:
                 raise TaskError(f"{test.name} is not on this machine")
             rows = test.open()
         except TaskError as error:
+            # A run that only trains needs no test rows, so their absence is no error here.
             log.debug("%s: train is not compared with test: %s", self.task, error)
             return set()
-        return {problem for _, problem, _ in self._made(test, rows)}
+        return {problem for _, problem, _ in self._make_rows(test, rows)}
 
-    def _made(self, source: _Source, rows: Numbered) -> Iterator[tuple[int, str, Row]]:
+    def _make_rows(self, source: _Source, rows: NumberedRows) -> Iterator[tuple[int, str, Row]]:
+        """Yields, for every raw row, its number, the hash of its problem, and the row of the task made from it."""
         for number, raw in rows:
-            at = f"{self.task}: {source.at(number)}"
+            where = f"{self.task}: {source.describe_row(number)}"
             if not isinstance(raw, dict):
-                raise TaskError(f"{at} is {_short(raw)}, not an object")
-            given = self._mapped(at, raw) if self.theirs else raw
+                raise TaskError(f"{where} is {_shorten(raw)}; a row must be an object with columns")
+            renamed = self._rename_columns(where, raw) if self.source_columns else raw
             try:
-                row = self.make(given)
+                row = self.make(renamed)
             except KeyError as error:
-                if error.args[0] in given:  # then it is about something else: a bug of `make`
+                # A column that is there is not the missing key: the error is a bug in `make`.
+                if error.args[0] in renamed:
                     raise
-                raise TaskError(f'{at} has no column "{error.args[0]}"{_columns(raw)}') from error
+                raise TaskError(f'{where} has no column "{error.args[0]}"{_describe_columns(raw)}') from error
             except ValueError as error:
-                raise TaskError(f"{at}: {error}{_columns(raw) if {*self.own} - {*given} else ''}") from error
-            yield number, _digest(row[self.key]), row
+                # The columns are listed only if one that `make` reads is missing: then its name may be the cause.
+                hint = _describe_columns(raw) if {*self.task_columns} - {*renamed} else ""
+                raise TaskError(f"{where}: {error}{hint}") from error
+            yield number, _hash_problem(row[self.key]), row
 
-    def _mapped(self, at: str, raw: Raw) -> Raw:
-        for name in self.theirs.values():
+    def _rename_columns(self, where: str, raw: RawRow) -> RawRow:
+        """Returns the raw row with the task's names of columns. `where` is its place, for the error message."""
+        for name in self.source_columns.values():
             if name not in raw:
-                raise TaskError(f'{at} has no column "{name}".{nearest(name, raw)}')
-        taken = {*self.theirs, *self.theirs.values()}
-        kept = {name: value for name, value in raw.items() if name not in taken}
-        return kept | {ours: raw[name] for ours, name in self.theirs.items()}
+                raise TaskError(f'{where} has no column "{name}".{suggest_name(name, raw)}')
+        # A column of the source that already has the task's name is dropped: the user said that another one is meant.
+        mentioned = {*self.source_columns, *self.source_columns.values()}
+        kept = {name: value for name, value in raw.items() if name not in mentioned}
+        return kept | {ours: raw[name] for ours, name in self.source_columns.items()}
 
-    def _check_same(self, source: _Source, one: tuple[int, Row], other: tuple[int, Row]) -> None:
-        """Two rows of one problem agree in all but its spelling and their names."""
-        for field in dict.fromkeys((*one[1], *other[1])):
-            values = one[1].get(field), other[1].get(field)
+    def _check_same_content(self, source: _Source, one: tuple[int, Row], other: tuple[int, Row]) -> None:
+        """Raises TaskError unless two rows of one problem, each with its number, agree in all fields.
+
+        Their ids and the spelling of the problem may differ.
+        """
+        one_number, one_row = one
+        other_number, other_row = other
+        for field in dict.fromkeys((*one_row, *other_row)):
+            values = one_row.get(field), other_row.get(field)
             if field not in ("id", self.key) and values[0] != values[1]:
                 raise TaskError(
-                    f"{self.task}: {source.at(one[0])} and {source.unit} {other[0]} are the same problem "
-                    f"({_short(one[1][self.key])}), but their {field} is {_short(values[0])} and {_short(values[1])}; "
-                    f"remove one of them"
+                    f"{self.task}: {source.describe_row(one_number)} and {source.unit} {other_number} "
+                    f"are the same problem ({_shorten(one_row[self.key])}), "
+                    f"but their {field} is {_shorten(values[0])} and {_shorten(values[1])}; remove one of them"
                 )
 
 
-def _mapping(task: str, columns: Sequence[str], own: Sequence[str]) -> dict[str, str]:
-    theirs: dict[str, str] = {}
+def _parse_columns(task: str, columns: Sequence[str], task_columns: Sequence[str]) -> dict[str, str]:
+    """Returns the name in the source for every column of the task that the setting `columns` mentions.
+
+    Raises TaskError for an entry that is not "ours=theirs", and for a column that is unknown or mentioned twice.
+    """
+    source_columns: dict[str, str] = {}
     for entry in (columns,) if isinstance(columns, str) else columns:
-        ours, _, name = entry.partition("=")
-        if not ours or not name:
-            example = own[0] if own else "question"
-            raise TaskError(f'{task}: columns holds "{entry}"; write ours=theirs, as in {example}=NAME')
-        if own and ours not in own:
-            raise TaskError(f'{task}: columns names "{ours}", which {task} does not read.{nearest(ours, own)}')
-        if ours in theirs:
-            raise TaskError(f'{task}: columns names "{ours}" twice; say once where it is')
-        theirs[ours] = name
-    return theirs
+        ours, _, theirs = entry.partition("=")
+        if not ours or not theirs:
+            example = task_columns[0] if task_columns else "question"
+            raise TaskError(f'{task}: columns has the entry "{entry}"; write ours=theirs, as in {example}=NAME')
+        if task_columns and ours not in task_columns:
+            hint = suggest_name(ours, task_columns)
+            raise TaskError(f'{task}: columns names "{ours}", which is not a column that {task} reads.{hint}')
+        if ours in source_columns:
+            raise TaskError(f'{task}: columns names "{ours}" twice; keep one of the two entries')
+        source_columns[ours] = theirs
+    return source_columns
 
 
-def _find(task: str, split: str, data: str, places: Mapping[str, Place]) -> _Source:
+def _find_source(task: str, split: str, data: str, places: Mapping[str, Place]) -> _Source:
+    """Returns the file or hub data set that holds a split, from the setting `data` or, if it is "", from `places`."""
     if split not in SPLITS:
         raise TaskError(f'task "{task}" has no split "{split}" in its data; it has {", ".join(SPLITS)}')
     if not data:
-        return _default(task, split, places)
+        return _find_default_source(task, split, places)
     name = data.replace("{split}", split)
     path = Path(os.path.expandvars(os.path.expanduser(name)))
+    # "owner/name" may also be a relative path: it is a hub data set unless there is a file or it ends like one.
     if _HUB_NAME.fullmatch(name) and path.suffix.lower() not in FORMATS and not os.path.exists(path):
-        return _hub(name, split, f"or give the path of a file (there is no file {name})")
+        return _make_hub_source(name, split, f"or give the path of a file (there is no file {name})")
     if split == "train" and "{split}" not in data:
         raise TaskError(
-            f'{task}: data "{data}" is one file and serves testing only; '
-            f"to train, write {{split}} in its name, as in {task}_{{split}}{path.suffix}"
+            f'{task}: data is "{data}", one file, which is for testing only; '
+            f"to train, give two files and write {{split}} in their name, as in {task}_{{split}}{path.suffix}"
         )
-    return _file(path)
+    return _make_file_source(path)
 
 
-def _default(task: str, split: str, places: Mapping[str, Place]) -> _Source:
+def _find_default_source(task: str, split: str, places: Mapping[str, Place]) -> _Source:
+    """Returns the default source of a split: the file in $COHORT_DATA if it exists, else the hub data set."""
     if split not in places:
-        raise TaskError(f"{task} has no {split} rows of its own; name files with {{split}} in their name as its data")
-    place, folder = places[split], os.environ.get(FOLDER, "")
+        raise TaskError(
+            f"{task} comes without {split} rows; set its data to files of your own with {{split}} in their name, "
+            f"as in --task.data {task}_{{split}}.jsonl"
+        )
+    place = places[split]
+    folder = os.environ.get(FOLDER_VARIABLE, "")
     file = Path(folder).expanduser() / place.file
     if folder and os.path.exists(file):
-        return _file(file)
-    here = f"put {place.file} into {folder} ({FOLDER})" if folder else f"set {FOLDER} to a folder with {place.file}"
+        return _make_file_source(file)
+    if folder:
+        remedy = f"put {place.file} into {folder}, the folder that {FOLDER_VARIABLE} names"
+    else:
+        remedy = f"set {FOLDER_VARIABLE} to a folder with {place.file}"
     if not place.hub:
-        raise TaskError(f"{task} needs a file with its {split} rows: {here}")
-    return _hub(place.hub, place.split, f"or {here}")
+        raise TaskError(f"{task} needs a file with its {split} rows: {remedy}")
+    return _make_hub_source(place.hub, place.split, f"or {remedy}")
 
 
-def _file(path: Path) -> _Source:
+def _make_file_source(path: Path) -> _Source:
+    """Returns the source of a file's rows. The file is not touched until the source is opened."""
     unit = "line" if path.suffix.lower() in (".jsonl", ".csv") else "row"
     return _Source(name=str(path), unit=unit, remote=False, open=partial(_open_file, path))
 
 
-def _open_file(path: Path) -> Numbered:
-    """The rows of a file; what can be said without reading them is said at once."""
+def _open_file(path: Path) -> NumberedRows:
+    """Returns an iterator over the rows of a file.
+
+    Raises TaskError now, before any row is read, if the file does not exist or has an unknown ending.
+    """
     if not os.path.exists(path):
+        # A variable that is not set stays in the path as "$NAME".
         unset = re.search(r"\$\{?([A-Za-z_]\w*)", str(path))
-        why = f"${unset[1]} is not set" if unset else "there is no such file"
-        raise TaskError(f"cannot read {path}: {why}; give the path of a file ({', '.join(FORMATS)}) or owner/name")
+        why = f"the environment variable {unset[1]} is not set" if unset else "there is no such file"
+        endings = ", ".join(FORMATS)
+        raise TaskError(
+            f"cannot read {path}: {why}; give the path of a file ({endings}) or owner/name of a data set of the hub"
+        )
     if path.is_dir():
         raise TaskError(f"cannot read {path}: it is a folder; name a file in it")
     reader = FORMATS.get(path.suffix.lower())
     if reader is None:
-        raise TaskError(f"cannot read {path}: the name of a file with rows ends in {', '.join(FORMATS)}")
+        raise TaskError(f"cannot read {path}: the name of a file with rows must end in one of {', '.join(FORMATS)}")
     return _read_file(path, reader)
 
 
-def _read_file(path: Path, reader: Callable[[Path], Numbered]) -> Numbered:
+def _read_file(path: Path, reader: Callable[[Path], NumberedRows]) -> NumberedRows:
+    """Yields the rows of a file, with an OSError of the reader turned into a TaskError."""
     try:
         yield from reader(path)
     except OSError as error:
-        raise TaskError(f"cannot read {path}: {error.strerror or brief(error)}") from error
+        raise TaskError(f"cannot read {path}: {error.strerror or shorten_error(error)}") from error
 
 
-def _hub(data_set: str, split: str, remedy: str) -> _Source:
+def _make_hub_source(data_set: str, split: str, remedy: str) -> _Source:
+    """Returns the source of a hub data set's split. `remedy` ends its error messages: what else the user can do."""
     name = f"{data_set}, split {split}"
     return _Source(name=name, unit="row", remote=True, open=partial(_open_hub, data_set, split, remedy))
 
 
-def _open_hub(data_set: str, split: str, remedy: str) -> Numbered:
-    """The rows of a hub data set, which is in the library's cache when this returns."""
+def _open_hub(data_set: str, split: str, remedy: str) -> NumberedRows:
+    """Returns an iterator over the rows of a hub data set. Downloads it first if it is not in the cache."""
     try:
         from datasets import load_dataset
         from datasets.exceptions import DatasetsError
     except ImportError as error:
-        raise TaskError(f"to read {data_set} from the Hugging Face hub, {EXTRA}; {remedy}") from error
+        raise TaskError(
+            f"reading {data_set} from the Hugging Face hub needs the package datasets; run {INSTALL_HINT}, {remedy}"
+        ) from error
     name, _, config = data_set.partition(":")
     try:
         loaded = load_dataset(name, config or None, split=split)
     except (OSError, ValueError, RuntimeError, ImportError, DatasetsError) as error:
-        what = f"{data_set}, split {split}, from the Hugging Face hub"
-        raise TaskError(f"cannot read {what}: {brief(error)}; {remedy}") from error
-    return enumerate(_rows_of(loaded), start=1)
+        raise TaskError(
+            f"cannot read {data_set}, split {split}, from the Hugging Face hub: {shorten_error(error)}; "
+            f"check its name and the network, {remedy}"
+        ) from error
+    return enumerate(_iterate_rows(loaded), start=1)
 
 
-def _rows_of(loaded: Any) -> Iterator[Raw]:
-    for batch in loaded.iter(batch_size=BATCH):  # a row at a time would be ten times as slow
+def _iterate_rows(loaded: Any) -> Iterator[RawRow]:
+    """Yields the rows of a loaded hub data set as dicts."""
+    # Reading row by row instead of in batches is ten times as slow.
+    for batch in loaded.iter(batch_size=BATCH_ROWS):
         for values in zip(*batch.values(), strict=True):
             yield dict(zip(batch, values, strict=True))
 
 
-def _digest(problem: Any) -> str:
-    """Names a problem by its text, whatever its case and spacing."""
+def _hash_problem(problem: Any) -> str:
+    """Returns a hash of a problem's text that does not depend on case and spacing."""
     return blake2b(" ".join(str(problem).casefold().split()).encode(), digest_size=16).hexdigest()
 
 
-def _columns(raw: Raw) -> str:
-    return f" (its columns: {_short([*raw], 200)}; --task.columns ours=theirs gives them other names)"
+def _describe_columns(raw: RawRow) -> str:
+    """Returns the end of an error message: which columns a row has and how to map them."""
+    return f". Its columns: {_shorten([*raw], 200)}. Map one with --task.columns ours=theirs"
 
 
-def _short(value: Any, size: int = 60) -> str:
+def _shorten(value: Any, size: int = 60) -> str:
+    """Returns the repr of a value, cut to `size` characters."""
     text = repr(value)
     return text if len(text) <= size else text[: size - 3] + "..."

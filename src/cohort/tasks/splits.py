@@ -1,8 +1,8 @@
-"""Which split a problem belongs to: decided by its numbers, so no split can hold another's problem.
+"""The split that a generated problem belongs to: decided by its numbers, so that no two splits share a problem.
 
-The multiset of the numbers alone decides. It knows nothing of seeds, knobs, phrasing, spaces, parentheses,
-signs, operators or order: two problems made of the same numbers are always in the same split, whatever task
-settings made them. `traces` is what the bundled model was taught on; training and testing never enter it.
+Only the multiset of the numbers counts. Seeds, settings, phrasing, spaces, parentheses, signs, operators and order do
+not: two problems made of the same numbers are always in the same split, whatever task settings made them. The split
+`traces` holds the problems that the bundled model was taught on; training and testing never use them.
 """
 
 from __future__ import annotations
@@ -14,25 +14,27 @@ from hashlib import blake2b
 from cohort.errors import TaskError
 
 SPLITS = ("train", "test", "traces")
+# A hash of the numbers chooses one of these ten entries: half of all problems are for training.
 _REGIONS = ("train",) * 5 + ("test",) * 2 + ("traces",) * 3
 
 
-def split_of(numbers: Iterable[int]) -> str:
-    """The split of every problem made of these numbers.
+def assign_split(numbers: Iterable[int]) -> str:
+    """Returns the name of the split to which every problem made of these numbers belongs.
 
-    >>> split_of([3, 7]) == split_of([-7, 3])
+    >>> assign_split([3, 7]) == assign_split([-7, 3])
     True
     """
-    return _split_of(tuple(sorted(map(abs, numbers))))
+    return _assign_sorted(tuple(sorted(map(abs, numbers))))
 
 
 @lru_cache(maxsize=4096)
-def _split_of(numbers: tuple[int, ...]) -> str:
+def _assign_sorted(numbers: tuple[int, ...]) -> str:
+    """Returns the split of sorted, non-negative numbers."""
     digest = blake2b(",".join(map(str, numbers)).encode(), digest_size=8, person=b"cohort-split").digest()
     return _REGIONS[int.from_bytes(digest, "little") % len(_REGIONS)]
 
 
 def check_split(task: str, split: str) -> None:
-    """Refuse a split that does not exist."""
+    """Raises TaskError if a generating task is asked for a split that does not exist."""
     if split not in SPLITS:
         raise TaskError(f'task "{task}" has no split "{split}"; it has {", ".join(SPLITS)}')

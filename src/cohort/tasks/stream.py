@@ -1,4 +1,4 @@
-"""The prompts of a run, in an order that is a function of (seed, cursor) and nothing else."""
+"""The prompt stream of a task: endless prompts in an order that depends only on (seed, cursor)."""
 
 from __future__ import annotations
 
@@ -9,39 +9,45 @@ from typing import Any, Literal, Protocol
 
 from cohort.errors import ConfigError, TaskError
 from cohort.tasks.base import Task, load_rows
-from cohort.tasks.draws import permutation
+from cohort.tasks.draws import make_permutation
 from cohort.types import Message, Prompt, Row
 
 log = logging.getLogger(__name__)
 
 
 class Rendering(Protocol):
-    """Messages as tokens."""
+    """Messages as tokens: the fields of `text.Rendered` that a prompt stream reads."""
 
     @property
-    def tokens(self) -> list[int]: ...
+    def tokens(self) -> list[int]:
+        """Token ids of the prompt."""
+
     @property
-    def provenance(self) -> list[int]: ...
+    def provenance(self) -> list[int]:
+        """A `Provenance` per token: PROMPT, or FORCED in an assistant message to be continued."""
+
     @property
-    def forced_text(self) -> str: ...
+    def forced_text(self) -> str:
+        """The assistant message to be continued; "" if there is none."""
 
 
 class Renderer(Protocol):
-    """The part of a tokenizer that a stream needs."""
+    """The part of a tokenizer that a prompt stream needs."""
 
-    def render(self, messages: list[Message], tools: Any = None) -> Rendering: ...
+    def render(self, messages: list[Message], tools: Any = None) -> Rendering:
+        """Returns the messages as the tokens of a prompt."""
 
 
 class TaskStream:
-    """Endless prompts: every epoch is a new permutation of the rows, keyed by (seed, task, split, epoch).
+    """The prompt stream of a task: every epoch is a new permutation of the rows, keyed by (seed, task, split, epoch).
 
-    `cursor`, one integer, is the whole state: a stream made with it continues exactly. A prompt over
-    `max_prompt_tokens` (0 = no limit) stops the run, or with too_long="skip" is passed over and counted.
+    The integer `cursor` is the whole state: a stream made with it continues at the same prompt. A prompt of more than
+    `max_prompt_tokens` tokens (0 = no limit) raises TaskError, or with too_long="skip" is left out and counted.
 
-    With a `shard` (rank, number of ranks) the stream is the rank's own: from cursor c it has the places c + rank,
-    c + rank + ranks, and so on, and every place moves the cursor by the number of ranks. Ranks that begin at the same
-    cursor never have a prompt in common. Their cursors stay equal while all take as many and none is skipped. A rank
-    replaces a prompt that it skips by its own next one, so its cursor may then run ahead: each rank keeps its own.
+    `shard` is (rank, number of ranks). From cursor c, a rank takes the positions c + rank, c + rank + ranks, and so on;
+    every position moves its cursor by the number of ranks. Ranks that begin at the same cursor never share a prompt.
+    Their cursors stay equal while all take equally many prompts and none is skipped. A rank replaces a skipped prompt
+    by its own next one, so that its cursor runs ahead of the others: each rank must save its own cursor.
     """
 
     def __init__(
@@ -56,9 +62,9 @@ class TaskStream:
         shard: tuple[int, int] = (0, 1),
     ) -> None:
         if cursor < 0:
-            raise ValueError(f"cursor {cursor} is negative")
+            raise ValueError(f"cursor is {cursor}; it must be 0 or more")
         if not 0 <= shard[0] < shard[1]:
-            raise ValueError(f"shard {shard} is no (rank, number of ranks)")
+            raise ValueError(f"shard is {shard}; it must be (rank, number of ranks) with 0 <= rank < number of ranks")
         self.task = task
         self.seed = seed
         self.split = split
@@ -69,102 +75,128 @@ class TaskStream:
         self._limit = max_prompt_tokens
         self._too_long = too_long
         self._rows = load_rows(task, split)
-        self._asked = self._questions(self._rows, split)
+        self._first_ids = self._index_questions(self._rows, split)
         self._order: tuple[int, list[int]] = (-1, [])
 
     @property
     def num_rows(self) -> int:
+        """The number of rows in the split, which is the length of an epoch."""
         return len(self._rows)
 
-    def check(self, num_prompts: int) -> None:
-        """Refuse a step that needs more prompts than there are rows: it would train some of them twice."""
+    def check_enough_rows(self, num_prompts: int) -> None:
+        """Raises ConfigError if a step of `num_prompts` prompts needs more than all rows.
+
+        Such a step would train on some rows twice.
+        """
         if num_prompts > len(self._rows):
             raise ConfigError(
                 f'task "{self.task.name}" has {len(self._rows)} {self.split} rows, '
                 f"fewer than batch.prompts = {num_prompts}; lower batch.prompts or add rows"
             )
 
-    def next(self, n: int) -> list[Prompt]:
-        """This rank's next n prompts, always n; the cursor moves past them and past what was skipped on the way."""
-        rank, size = self.shard
+    def next_prompts(self, n: int) -> list[Prompt]:
+        """Returns exactly n prompts, this rank's next ones, and moves the cursor past them and past skipped prompts.
+
+        Raises TaskError if every prompt of the split is too long.
+        """
+        rank, num_ranks = self.shard
         prompts: list[Prompt] = []
-        skipped: set[int] = set()  # rows, not places: one epoch may end with the rows that the next begins with
+        # Skipped rows are counted by index and not by position in the stream: an epoch may end with the rows with which
+        # the next one begins, and these are skipped twice although other rows would fit.
+        skipped: set[int] = set()
         while len(prompts) < n:
-            epoch, place = divmod(self.cursor + rank, len(self._rows))
-            index = self._permutation(epoch)[place]
-            prompt = self._render(self._rows[index], epoch)
-            self.cursor += size
+            epoch, position = divmod(self.cursor + rank, len(self._rows))
+            index = self._get_order(epoch)[position]
+            prompt = self._render_prompt(self._rows[index], epoch)
+            self.cursor += num_ranks
             if prompt is not None:
                 prompts.append(prompt)
                 continue
             skipped.add(index)
             self.num_skipped += 1
             if len(skipped) == len(self._rows):
-                raise self._none_fits(self.split)
+                raise self._make_none_fits_error(self.split)
         return prompts
 
-    def find(self, id: str, visit: int) -> Prompt:
-        """The prompt of a row in an epoch, as `next` gave it; the cursor stays."""
+    def find_prompt(self, id: str, visit: int) -> Prompt:
+        """Returns the prompt of row `id` in epoch `visit`, as `next_prompts` gave it. The cursor does not move.
+
+        Raises TaskError if the row is gone. A resumed run looks up with this the prompts that were open.
+        """
         row = next((row for row in self._rows if row["id"] == id), None)
-        prompt = None if row is None else self._render(row, visit)
+        prompt = None if row is None else self._render_prompt(row, visit)
         if prompt is None:
-            raise TaskError(f'task "{self.task.name}" has no {self.split} row "{id}" any more; put its rows back')
+            raise TaskError(
+                f'task "{self.task.name}" no longer has the {self.split} row "{id}", which this run needs; '
+                "restore the data that the run began with"
+            )
         return prompt
 
-    def held_out(self, n: int = 0, split: str = "test") -> list[Prompt]:
-        """The first n prompts of a split in its own order, 0 = all; the cursor stays."""
-        rows = self._rows if split == self.split else self._apart(load_rows(self.task, split), split)
+    def render_held_out(self, n: int = 0, split: str = "test") -> list[Prompt]:
+        """Returns the first n prompts of a split in the order of its rows (n = 0: all). The cursor does not move.
+
+        Prompts that are too long are left out with a warning if the stream skips them. Warns of rows that ask the same
+        as a row of this stream's own split.
+        """
+        rows = self._rows if split == self.split else self._warn_of_overlap(load_rows(self.task, split), split)
         if n > len(rows):
             raise ConfigError(
-                f'task "{self.task.name}" has {len(rows)} {split} rows, fewer than the {n} that are asked for '
-                f"(--eval.problems, --limit); ask for {len(rows)} or less, or 0 for all of them"
+                f'task "{self.task.name}" has {len(rows)} {split} rows, fewer than the {n} that --eval.problems or '
+                f"--limit asks for; give {len(rows)} or less, or 0 for all of them"
             )
-        rendered = (self._render(row, visit=0) for row in rows[: n or None])
+        rendered = (self._render_prompt(row, visit=0) for row in rows[: n or None])
         prompts = [prompt for prompt in rendered if prompt is not None]
         if not prompts:
-            raise self._none_fits(split)
+            raise self._make_none_fits_error(split)
+        # Skipped prompts are not replaced by later ones: an evaluation always reads the same first n rows.
         if skipped := (n or len(rows)) - len(prompts):
             log.warning("%s: %s prompts left out, over %d tokens: %d", self.task.name, split, self._limit, skipped)
         self.num_skipped += skipped
         return prompts
 
-    def _none_fits(self, split: str) -> TaskError:
+    def _make_none_fits_error(self, split: str) -> TaskError:
+        """Returns the error for a split whose prompts are all too long."""
         return TaskError(
             f'task "{self.task.name}": every {split} prompt is longer than {self._limit} tokens; '
-            "lower max_tokens, shorten the prompts or take a model with a larger context"
+            "lower max_tokens, shorten the prompts or use a model with a larger context"
         )
 
-    def _questions(self, rows: list[Row], split: str) -> dict[bytes, str]:
-        """What the rows ask, each with the id of the first that asks it; says if some ask the same."""
-        asked: dict[bytes, str] = {}
+    def _index_questions(self, rows: list[Row], split: str) -> dict[bytes, str]:
+        """Returns the id of the first row per question, by the question's hash. Warns of repeated questions."""
+        first_ids: dict[bytes, str] = {}
         for row in rows:
-            asked.setdefault(_question(self.task, row), row["id"])
-        if repeated := len(rows) - len(asked):
-            log.warning("%s: %s rows that ask what an earlier one asks: %d", self.task.name, split, repeated)
-        return asked
+            first_ids.setdefault(_hash_question(self.task, row), row["id"])
+        if repeated := len(rows) - len(first_ids):
+            log.warning("%s: %s rows that ask the same as an earlier row: %d", self.task.name, split, repeated)
+        return first_ids
 
-    def _apart(self, rows: list[Row], split: str) -> list[Row]:
-        """These rows; says if some of them ask what this stream asks."""
-        questions = ((_question(self.task, row), row["id"]) for row in rows)
-        both = [(id, self._asked[question]) for question, id in questions if question in self._asked]
-        if both:
+    def _warn_of_overlap(self, rows: list[Row], split: str) -> list[Row]:
+        """Returns `rows` of another split unchanged. Warns of rows that ask the same as a row of this stream."""
+        questions = ((_hash_question(self.task, row), row["id"]) for row in rows)
+        shared = [(id, self._first_ids[question]) for question, id in questions if question in self._first_ids]
+        if shared:
             log.warning(
-                "%s: %s rows that ask what a %s row asks: %d of %d (first: %s asks what %s does)",
+                "%s: %s rows that ask the same as a %s row: %d of %d (first: row %s asks the same as row %s)",
                 self.task.name,
                 split,
                 self.split,
-                len(both),
+                len(shared),
                 len(rows),
-                *both[0],
+                *shared[0],
             )
         return rows
 
-    def _permutation(self, epoch: int) -> list[int]:
+    def _get_order(self, epoch: int) -> list[int]:
+        """Returns the row indices of an epoch in the order in which they are visited. Keeps the last epoch's."""
         if self._order[0] != epoch:
-            self._order = (epoch, permutation(len(self._rows), self.seed, self.task.name, self.split, epoch))
+            self._order = (epoch, make_permutation(len(self._rows), self.seed, self.task.name, self.split, epoch))
         return self._order[1]
 
-    def _render(self, row: Row, visit: int) -> Prompt | None:
+    def _render_prompt(self, row: Row, visit: int) -> Prompt | None:
+        """Returns the prompt of a row as tokens; `visit` is the epoch. None if it is too long and is to be skipped.
+
+        Raises TaskError if `task.prompt` returns no list of messages, or if the prompt is too long.
+        """
         messages = self.task.prompt(row)
         if not isinstance(messages, list) or not messages or not all(_is_message(m) for m in messages):
             raise TaskError(
@@ -172,10 +204,12 @@ class TaskStream:
                 f'like {{"role": "user", "content": "..."}}, not {str(messages)[:60]}'
             )
         try:
-            messages = json.loads(json.dumps(messages))  # rollout files hold them as plain values
+            # Rollout files hold the messages as JSON; a prompt must be the same before and after it was stored.
+            messages = json.loads(json.dumps(messages))
         except (TypeError, ValueError, RecursionError) as error:
             raise TaskError(
-                f'task "{self.task.name}", row "{row["id"]}": its messages cannot be written as JSON ({error})'
+                f'task "{self.task.name}", row "{row["id"]}": its messages cannot be written as JSON ({error}); '
+                "use only strings, numbers, lists and dicts in them"
             ) from error
         rendered = self._tokenizer.render(messages)
         if self._limit and len(rendered.tokens) > self._limit:
@@ -184,7 +218,7 @@ class TaskStream:
             raise TaskError(
                 f'task "{self.task.name}", row "{row["id"]}": the prompt has {len(rendered.tokens)} tokens, '
                 f"more than the {self._limit} that fit beside its completion; lower max_tokens, shorten the prompt "
-                "or leave such rows out (cohort eval does with --too-long skip)"
+                "or leave out rows that are too long (cohort eval: --too-long skip)"
             )
         return Prompt(
             task=self.task.name,
@@ -199,9 +233,11 @@ class TaskStream:
 
 
 def _is_message(message: Any) -> bool:
+    """Returns whether the value is a dict with a role."""
     return isinstance(message, dict) and isinstance(message.get("role"), str)
 
 
-def _question(task: Task, row: Row) -> bytes:
-    """Names what a row asks, whatever it is: `_render` says what is wrong with it."""
+def _hash_question(task: Task, row: Row) -> bytes:
+    """Returns a hash of what `task.prompt` returns for a row: equal for rows that ask the same."""
+    # `repr` accepts any value. A prompt that is not a list of messages is refused later, in `_render_prompt`.
     return hashlib.blake2b(repr(task.prompt(row)).encode(), digest_size=16).digest()

@@ -1,5 +1,5 @@
-"""Text: tokenizer, chat template, special tokens."""
+"""Text: tokenizers, chat templates and special tokens, without transformers and torch."""
 
-from cohort.text.tokenizer import RawText, Rendered, TextStream, Tokenizer
+from cohort.text.tokenizer import RawTextRenderer, Rendered, TextStream, Tokenizer
 
-__all__ = ["RawText", "Rendered", "TextStream", "Tokenizer"]
+__all__ = ["RawTextRenderer", "Rendered", "TextStream", "Tokenizer"]

@@ -1,8 +1,9 @@
-"""Keeping markup apart from text: only what the template or the model wrote may become a special token.
+"""Markup kept apart from text: only what the template or the model wrote may become a special token.
 
-The vocabulary's added tokens ("<|im_end|>", "<tool_call>") are renamed to strings nobody can write: a
-private-use character, a number, the character again. Text is then searched for the tokens' spelling exactly
-where they are meant, and nowhere else. Which character: one that the text at hand does not contain.
+The added tokens of a vocabulary ("<|im_end|>", "<tool_call>") are renamed to strings that the text at hand cannot
+contain: a *mark*, their number, the mark again. The mark is a private-use character that does not occur in the text.
+Where a token is meant, its spelling is replaced by its new name before the text is encoded; everywhere else its
+spelling stays ordinary text.
 """
 
 from __future__ import annotations
@@ -20,48 +21,56 @@ from cohort.errors import ModelError, TaskError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AddedToken:
-    """An entry of tokenizer.json's added_tokens."""
+    """An entry of added_tokens in tokenizer.json."""
 
     id: int
     spelling: str
-    special: bool
-    single_word: bool = False
+    special: bool  # left out when tokens are decoded to plain text
+    single_word: bool = False  # not recognised inside a word
 
 
 class Markup:
-    """Finds the added tokens in text, and writes each as a number between two `mark` characters."""
+    """The added tokens of a vocabulary: finds their spellings in text and replaces them by names with a mark."""
 
     def __init__(self, tokens: Iterable[AddedToken]) -> None:
         self.tokens = tuple(tokens)
         self._index = {t.spelling: i for i, t in enumerate(self.tokens)}
         longest_first = sorted(self.tokens, key=lambda t: -len(t.spelling))
-        self._pattern = re.compile("|".join(map(_pattern, longest_first)) or "(?!)")
+        self._pattern = re.compile("|".join(map(_make_pattern, longest_first)) or "(?!)")
 
-    def written(self, index: int, mark: str) -> str:
+    def write_token(self, index: int, mark: str) -> str:
+        """Returns the name of token number `index`: the number between two marks."""
         return f"{mark}{index}{mark}"
 
-    def replace(self, text: str, mark: str, only: Collection[int] | None = None) -> str:
-        """Write the added tokens in `text` (those whose id is in `only`) with `mark`."""
+    def mark_tokens(self, text: str, mark: str, only: Collection[int] | None = None) -> str:
+        """Returns the text with the spellings of added tokens replaced by their names.
+
+        `only` are the ids of the tokens that are replaced; None = all.
+        """
 
         def write(match: re.Match[str]) -> str:
+            """Returns the name of the token that was found, or its spelling if it is not to be replaced."""
             index = self._index[match[0]]
-            return self.written(index, mark) if only is None or self.tokens[index].id in only else match[0]
+            return self.write_token(index, mark) if only is None or self.tokens[index].id in only else match[0]
 
         return self._pattern.sub(write, text)
 
-    def restore(self, text: str, mark: str) -> str:
-        """The spelling again; a mark that a template tore from its number is dropped."""
-        text = text.replace(json.dumps(mark)[1:-1], mark)  # a template may escape non-ASCII
+    def restore_spellings(self, text: str, mark: str) -> str:
+        """Returns the text with names replaced by the spellings of their tokens. Marks without a number are removed."""
+        # A template may write non-ASCII characters as JSON escapes.
+        text = text.replace(json.dumps(mark)[1:-1], mark)
         text = re.sub(f"{mark}([0-9]+){mark}", lambda m: self.tokens[int(m[1])].spelling, text)
+        # A template that cuts text may have separated a mark from its number.
         return text.replace(mark, "")
 
-    def ids(self, text: str) -> set[int]:
-        """Ids of the added tokens spelled in `text`."""
+    def find_ids(self, text: str) -> set[int]:
+        """Returns the ids of the added tokens whose spelling occurs in the text."""
         return {self.tokens[self._index[m[0]]].id for m in self._pattern.finditer(text)}
 
 
-def added_tokens(spec: dict[str, Any]) -> list[AddedToken]:
-    """Those of tokenizer.json that are markup. Runs of white space that some vocabularies add are text."""
+def read_added_tokens(spec: dict[str, Any]) -> list[AddedToken]:
+    """Returns the added tokens of tokenizer.json that are markup."""
+    # Some vocabularies add runs of white space as tokens. These are text and not markup.
     return [
         AddedToken(id=t["id"], spelling=t["content"], special=t["special"], single_word=t.get("single_word", False))
         for t in spec.get("added_tokens") or []
@@ -69,14 +78,18 @@ def added_tokens(spec: dict[str, Any]) -> list[AddedToken]:
     ]
 
 
-def renamed(spec: dict[str, Any], markup: Markup, mark: str) -> tokenizers.Tokenizer:
-    """The tokenizer of `spec` whose added tokens are spelled with `mark`: no text without it can make one."""
-    names = {t.spelling: markup.written(i, mark) for i, t in enumerate(markup.tokens)}
+def build_renamed_tokenizer(spec: dict[str, Any], markup: Markup, mark: str) -> tokenizers.Tokenizer:
+    """Returns the tokenizer of `spec` (tokenizer.json) with its added tokens renamed to names with `mark`.
+
+    Text without the mark can then produce no added token. Raises ModelError if the file cannot be used.
+    """
+    names = {t.spelling: markup.write_token(i, mark) for i, t in enumerate(markup.tokens)}
     model = dict(spec["model"])
     vocab = model.get("vocab", {})
     if isinstance(vocab, dict):
         model["vocab"] = {names.get(piece, piece): id for piece, id in vocab.items()}
-    else:  # Unigram: [[piece, score], ...]
+    else:
+        # A Unigram vocabulary is a list of [piece, score].
         model["vocab"] = [[names.get(piece, piece), score] for piece, score in vocab]
     if model.get("unk_token") in names:
         model["unk_token"] = names[model["unk_token"]]
@@ -92,46 +105,53 @@ def renamed(spec: dict[str, Any], markup: Markup, mark: str) -> tokenizers.Token
         "padding": None,
     }
     try:
-        made = tokenizers.Tokenizer.from_str(json.dumps(spec | changed))
+        tokenizer = tokenizers.Tokenizer.from_str(json.dumps(spec | changed))
     except Exception as e:
-        raise ModelError(f"tokenizer.json cannot be used: {e}") from e
+        raise ModelError(
+            f"tokenizer.json cannot be used: {e}; fetch the model again, or save its tokenizer anew"
+        ) from e
     for token in markup.tokens:
-        if made.token_to_id(names[token.spelling]) != token.id:
+        if tokenizer.token_to_id(names[token.spelling]) != token.id:
             raise ModelError(
-                f'tokenizer.json gives "{token.spelling}" the id {token.id}, but its vocabulary has another'
+                f'tokenizer.json gives "{token.spelling}" the id {token.id} in added_tokens, but another one in its '
+                "vocabulary; fetch the model again, or save its tokenizer anew"
             )
-    return made
+    return tokenizer
 
 
-def unused(count: int, texts: Iterable[str]) -> list[str]:
-    """Private-use characters that occur in none of the texts."""
+def find_unused_characters(count: int, texts: Iterable[str]) -> list[str]:
+    """Returns `count` private-use characters that occur in none of the texts."""
     seen = set().union(*texts)
     free = (chr(c) for c in range(0x10FF00, 0x100000, -1) if chr(c) not in seen)
     return [next(free) for _ in range(count)]
 
 
-def mapped(value: Any, change: Callable[[str], str]) -> Any:
-    """Plain data with every string changed; keys stay. What is not JSON has no place in a message."""
+def map_strings(value: Any, change: Callable[[str], str]) -> Any:
+    """Returns JSON data with `change` applied to every string, except the keys of dicts.
+
+    Raises TaskError for a value that is not JSON.
+    """
     if isinstance(value, str):
         return change(str(value))
     if value is None or isinstance(value, bool | int | float):
         return value
     if isinstance(value, dict):
-        return {str(k): mapped(v, change) for k, v in value.items()}
+        return {str(k): map_strings(v, change) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [mapped(v, change) for v in value]
-    raise TaskError(f"a message or tool holds a {type(value).__name__}: only JSON values can be rendered")
+        return [map_strings(v, change) for v in value]
+    raise TaskError(f"a message or tool contains a {type(value).__name__}; use only JSON values in them")
 
 
-def strings(value: Any) -> list[str]:
-    """Every string in plain data, keys included."""
+def list_strings(value: Any) -> list[str]:
+    """Returns all strings in JSON data, the keys of dicts included."""
     if isinstance(value, str):
         return [value]
     if isinstance(value, dict):
-        return [s for k, v in value.items() for s in [str(k), *strings(v)]]
-    return [s for v in value for s in strings(v)] if isinstance(value, list | tuple) else []
+        return [s for k, v in value.items() for s in [str(k), *list_strings(v)]]
+    return [s for v in value for s in list_strings(v)] if isinstance(value, list | tuple) else []
 
 
-def _pattern(token: AddedToken) -> str:
+def _make_pattern(token: AddedToken) -> str:
+    """Returns the regular expression that finds the spelling of a token."""
     spelled = re.escape(token.spelling)
     return rf"(?<!\w){spelled}(?!\w)" if token.single_word else spelled

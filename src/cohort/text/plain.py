@@ -1,4 +1,4 @@
-"""Conversations as raw text, without a chat template: for base models, and only when asked for."""
+"""Conversations as raw text without a chat template: for base models, with the setting `template = "text"`."""
 
 from __future__ import annotations
 
@@ -10,16 +10,21 @@ from cohort.types import Message
 GAP = "\n\n"
 
 
-def plain_text(messages: Sequence[Message]) -> str:
-    """The contents one after the other; a final assistant message follows directly, to be continued.
+def join_contents(messages: Sequence[Message]) -> str:
+    """Returns the contents of the messages, separated by blank lines.
 
-    >>> plain_text([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1?"}])
+    A blank line ends the text, except after a final assistant message, which the model continues. Raises TaskError if a
+    content is not text.
+
+    >>> join_contents([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1?"}])
     'Be brief.\\n\\n1+1?\\n\\n'
-    >>> plain_text([{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "<think>"}])
+    >>> join_contents([{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "<think>"}])
     '1+1?\\n\\n<think>'
     """
     contents = [m.get("content") for m in messages]
     if not all(isinstance(content, str) for content in contents):
-        raise TaskError("a prompt as raw text needs messages whose content is text")
+        raise TaskError(
+            'a message has a content that is not text, and template = "text" needs text; use a chat template instead'
+        )
     continued = bool(messages) and messages[-1].get("role") == "assistant"
     return GAP.join(map(str, contents)) + ("" if continued else GAP)

@@ -1,4 +1,4 @@
-"""Chat templates: foreign Jinja programs that come with a model, run in a sandbox on plain data."""
+"""Chat templates: Jinja programs that come with a model. They are foreign code and run in a sandbox on plain data."""
 
 from __future__ import annotations
 
@@ -18,18 +18,21 @@ from cohort.types import Message
 
 
 class ChatTemplate:
-    """A compiled template with the variables the tokenizer gives it (bos_token, eos_token, ...)."""
+    """A compiled chat template with the variables that the tokenizer gives it (bos_token, eos_token, ...)."""
 
     def __init__(self, source: str, variables: Mapping[str, str]) -> None:
         self.source = source
         self._variables = dict(variables)
         try:
-            self._compiled = _environment().from_string(source)
+            self._compiled = _make_environment().from_string(source)
         except jinja2.TemplateError as e:
-            raise ModelError(f"the chat template is not valid Jinja: {e}") from e
+            raise ModelError(f"the model's chat template is not valid Jinja: {e}; correct its chat_template") from e
 
     def render(self, messages: Sequence[Message], tools: Sequence[Any] | None, *, generation_prompt: bool) -> str:
-        """The conversation as text, with the header of the assistant's turn at the end if asked for."""
+        """Returns the conversation as text. With `generation_prompt` it ends with the header of the assistant's turn.
+
+        Raises ModelError if the template fails on these messages.
+        """
         try:
             return self._compiled.render(
                 messages=list(messages),
@@ -38,7 +41,7 @@ class ChatTemplate:
                 add_generation_prompt=generation_prompt,
                 **self._variables,
             )
-        # what a program that does not fit its data can raise, the template's own raise_exception included
+        # Errors that a template raises on data that it does not expect, its own raise_exception included.
         except (
             jinja2.TemplateError,
             LookupError,
@@ -47,26 +50,29 @@ class ChatTemplate:
             AttributeError,
             ArithmeticError,
         ) as e:
-            raise ModelError(f"the chat template refused the messages: {e}") from e
+            raise ModelError(
+                f"the model's chat template cannot render these messages: {e}; change the roles or fields of the prompt"
+            ) from e
 
 
-def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    """What transformers' templates may use: the same whitespace rules, filters and functions."""
+def _make_environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
+    """Returns a sandbox with what templates may use in transformers: whitespace rules, filters and functions."""
     env = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, jinja2.ext.loopcontrols]
     )
     env.filters["tojson"] = _tojson
-    env.globals["raise_exception"] = _raise
+    env.globals["raise_exception"] = _raise_template_error
     env.globals["strftime_now"] = _strftime_now
     return env
 
 
-class _Generation(jinja2.ext.Extension):
-    """{% generation %} marks assistant text for trackers; here it only groups."""
+class _GenerationBlock(jinja2.ext.Extension):
+    """The tag {% generation %}, with which transformers marks the assistant's text. Here it only groups its content."""
 
     tags = {"generation"}  # noqa: RUF012 jinja's own attribute
 
     def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        """Parses the tag up to {% endgeneration %} and returns its content as a scope."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return jinja2.nodes.Scope(body).set_lineno(line)
@@ -79,12 +85,15 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
+    """The filter `tojson`. Unlike Jinja's own, it escapes no HTML characters and leaves non-ASCII characters."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-def _raise(message: str) -> None:
+def _raise_template_error(message: str) -> None:
+    """The function `raise_exception`, with which a template refuses messages."""
     raise jinja2.TemplateError(message)
 
 
 def _strftime_now(layout: str) -> str:
+    """The function `strftime_now`: the current time in a layout of strftime."""
     return datetime.now().strftime(layout)

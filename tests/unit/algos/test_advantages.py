@@ -6,10 +6,10 @@ import math
 
 import pytest
 
-from cohort.algos import build_algorithm, registered
-from cohort.algos.account import account
-from cohort.algos.advantages import advantages, is_constant
-from cohort.algos.algorithm import name_of
+from cohort.algos import algorithm_names, build_algorithm
+from cohort.algos.account import count_fates
+from cohort.algos.advantages import compute_advantages, is_constant
+from cohort.algos.algorithm import algorithm_name
 from cohort.config.algos import KLConfig
 from cohort.config.schema import ALGOS, GRPO, DrGRPO, OptimConfig
 from cohort.errors import ConfigError
@@ -36,44 +36,46 @@ def group(*samples: Sample, excluded: str = "") -> Group:
 
 
 def grade(config: GRPO, *samples: Sample) -> Group:
+    """Returns a group of these samples after `advantages`."""
     return build_algorithm(config, 8).advantages([group(*samples)])[0]
 
 
 def test_advantages_with_std_by_hand() -> None:
     # mean 0.25, centred 0.75 -0.25 -0.25 -0.25, sum of squares 0.75, n - 1 = 3, std 0.5
-    [got] = advantages([[1.0, 0.0, 0.0, 0.0]], "std")
+    [got] = compute_advantages([[1.0, 0.0, 0.0, 0.0]], "std")
     assert got == pytest.approx([0.75 / 0.5001, -0.25 / 0.5001, -0.25 / 0.5001, -0.25 / 0.5001], abs=1e-15)
 
 
 def test_advantages_without_std_by_hand() -> None:
-    assert advantages([[1.0, 0.0, 0.0, 0.0]], "none") == [[0.75, -0.25, -0.25, -0.25]]
-    assert advantages([[3.0, -1.0]], "none") == [[2.0, -2.0]]
+    assert compute_advantages([[1.0, 0.0, 0.0, 0.0]], "none") == [[0.75, -0.25, -0.25, -0.25]]
+    assert compute_advantages([[3.0, -1.0]], "none") == [[2.0, -2.0]]
 
 
 @pytest.mark.parametrize("scale", ["std", "none"])
 @pytest.mark.parametrize("rewards", [[0.1] * 3, [0.1] * 7, [1 / 3] * 6, [0.7], [], [1e30] * 3])
 def test_a_constant_group_is_exactly_zero(rewards: list[float], scale) -> None:
     assert is_constant(rewards)
-    assert all(a == 0.0 for a in advantages([rewards], scale)[0])
+    assert all(a == 0.0 for a in compute_advantages([rewards], scale)[0])
 
 
 def test_a_computed_mean_of_equal_rewards_is_not_their_value() -> None:
     # why constancy is a comparison: the naive mean of three 0.1 is 0.10000000000000002
     assert 0.1 - (0.1 + 0.1 + 0.1) / 3 != 0.0
-    assert advantages([[0.1, 0.1, 0.1]]) == [[0.0, 0.0, 0.0]]
+    assert compute_advantages([[0.1, 0.1, 0.1]]) == [[0.0, 0.0, 0.0]]
 
 
 def test_rewards_that_differ_by_rounding_stay_small() -> None:
-    assert max(map(abs, advantages([[0.3, 0.1 + 0.2]])[0])) < 1e-11  # without the floor: 0.7
+    assert max(map(abs, compute_advantages([[0.3, 0.1 + 0.2]])[0])) < 1e-11  # without the floor: 0.7
 
 
 def test_advantages_do_not_depend_on_the_order_of_the_samples() -> None:
-    rewards = [0.1, 0.2, 0.3]  # 0.1 + 0.2 + 0.3 != 0.3 + 0.2 + 0.1
-    [forward], [backward] = advantages([rewards]), advantages([rewards[::-1]])
+    # As floats, 0.1 + 0.2 + 0.3 != 0.3 + 0.2 + 0.1.
+    rewards = [0.1, 0.2, 0.3]
+    [forward], [backward] = compute_advantages([rewards]), compute_advantages([rewards[::-1]])
     assert forward == backward[::-1]
 
 
-def test_groups_of_unequal_size_are_graded_each_by_itself() -> None:
+def test_groups_of_unequal_size_have_their_own_baselines() -> None:
     groups = [group(sample(1.0), sample(0.0)), group(sample(3.0), sample(0.0), sample(0.0))]
     graded = build_algorithm(DrGRPO(), 8).advantages(groups)
     assert [[s.advantage for s in g.samples] for g in graded] == [[0.5, -0.5], [2.0, -1.0, -1.0]]
@@ -106,10 +108,12 @@ def test_truncated_keep_mask_penalize() -> None:
 
     keep, mask, penalize = (grade(DrGRPO(truncated=t), *cut()) for t in ("keep", "mask", "penalize"))
     assert [s.advantage for s in keep.samples] == [0.5, -0.5, 0.0, 0.0]
-    assert [s.advantage for s in mask.samples] == [0.5, -0.5, 0.0, 0.0]  # it stays in the baseline
+    # The masked sample stays in the baseline.
+    assert [s.advantage for s in mask.samples] == [0.5, -0.5, 0.0, 0.0]
     assert [s.masked for s in mask.samples] == ["truncated", "", "", ""]
     assert [s.advantage for s in penalize.samples] == [-0.25, -0.25, 0.25, 0.25]
-    assert penalize.samples[0].reward == 1.0  # what the task said is kept
+    # The task's reward stays.
+    assert penalize.samples[0].reward == 1.0
     assert not any(s.masked for g in (keep, penalize) for s in g.samples)
 
 
@@ -139,7 +143,8 @@ def test_a_group_excluded_elsewhere_keeps_its_reason() -> None:
 )
 def test_kl_in_the_reward_by_hand(estimator, divergence: float) -> None:
     talker, other = sample(1.0, num_tokens=3), sample(1.0, num_tokens=1)
-    talker.provenance = [int(S), int(E), int(S)]  # the environment's token has no KL
+    # The environment's token has no KL.
+    talker.provenance = [int(S), int(E), int(S)]
     talker.old_logprobs, talker.ref_logprobs = [-1.0, 0.0, -2.0], [-1.5, -9.0, -1.75]
     other.old_logprobs, other.ref_logprobs = [-1.0], [-1.0]
     config = DrGRPO(kl=KLConfig(weight=0.1, place="reward", estimator=estimator))
@@ -166,26 +171,26 @@ def test_needs() -> None:
 
 
 def test_every_configured_algorithm_can_be_built() -> None:
-    assert sorted(registered()) == sorted(ALGOS)
+    assert sorted(algorithm_names()) == sorted(ALGOS)
     for name, variant in ALGOS.items():
         built = build_algorithm(variant(), 8)
-        assert name_of(variant()) == name
+        assert algorithm_name(variant()) == name
         assert built.accept(group(sample(0.0), sample(0.0))) is (variant().dead != "refill")
         assert built.accept(group(sample(0.0), sample(1.0)))
 
 
-def test_something_else_is_refused() -> None:
+def test_a_config_of_another_kind_is_refused() -> None:
     with pytest.raises(ConfigError, match="OptimConfig is not an algorithm config"):
         build_algorithm(OptimConfig(), 8)
 
 
-def test_account_counts_every_group_and_sample() -> None:
+def test_count_fates_counts_every_group_and_sample() -> None:
     groups = [
         group(sample(1.0, finish=Finish.LENGTH), sample(0.0), sample(None, failure="x")),
         group(sample(1.0), sample(1.0, num_tokens=0)),
         group(sample(1.0), sample(None, failure="x")),
     ]
-    assert account(build_algorithm(GRPO(truncated="mask"), 8).advantages(groups)) == {
+    assert count_fates(build_algorithm(GRPO(truncated="mask"), 8).advantages(groups)) == {
         "groups": 3.0,
         "groups/in_loss": 1.0,
         "groups/constant_reward": 1.0,

@@ -1,4 +1,4 @@
-"""Aggregation weights and the mergeable metrics, by hand."""
+"""Token weights and tallies of metrics, by hand."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ LOSSES = torch.tensor([6.0, 2.0, 2.0, 2.0], dtype=torch.float64)
 
 
 def weigh(lengths, mode, num_tokens=4, num_samples=2, num_prompts=1, group=None):
+    """Returns the token weights for samples of these lengths. Without `group` all are of one group with 4 tokens."""
     sizes = Lengths(sample=lengths, group=torch.full_like(lengths, 4) if group is None else group)
     totals = Totals(num_tokens=num_tokens, num_samples=num_samples, num_prompts=num_prompts)
     return token_weights(sizes, mode, totals, max_tokens=8)
@@ -52,8 +53,8 @@ def test_nothing_to_weigh_divides_nothing(mode) -> None:
     assert weigh(none, mode, 0, 0, 0).tolist() == []
 
 
-def test_a_prompt_counts_once_however_much_was_said_about_it() -> None:
-    """One group of two samples of 1 and 3 tokens, one of a single token with the loss 10."""
+def test_a_prompt_counts_once_however_many_tokens_its_samples_have() -> None:
+    """One group has two samples of 1 and 3 tokens, the other a single token with the loss 10."""
     lengths, group = torch.tensor([1, 3, 3, 3, 1]), torch.tensor([4, 4, 4, 4, 1])
     weights = weigh(lengths, "prompt", num_tokens=5, num_samples=3, num_prompts=2, group=group)
     losses = torch.tensor([6.0, 2.0, 2.0, 2.0, 10.0], dtype=torch.float64)
@@ -63,16 +64,17 @@ def test_a_prompt_counts_once_however_much_was_said_about_it() -> None:
 def test_algorithms_weigh_as_configured() -> None:
     lengths = Lengths(sample=torch.tensor([2, 4]), group=torch.tensor([6, 6]))
     totals = Totals(num_tokens=8, num_samples=2, num_prompts=1)
-    assert build_algorithm(GRPO(), 8).weigh(lengths, totals).tolist() == [0.25, 0.125]
-    assert build_algorithm(GRPO(aggregate="token"), 8).weigh(lengths, totals).tolist() == [0.125, 0.125]
-    assert build_algorithm(DrGRPO(), 8).weigh(lengths, totals).tolist() == [0.0625, 0.0625]
+    assert build_algorithm(GRPO(), 8).weigh_tokens(lengths, totals).tolist() == [0.25, 0.125]
+    assert build_algorithm(GRPO(aggregate="token"), 8).weigh_tokens(lengths, totals).tolist() == [0.125, 0.125]
+    assert build_algorithm(DrGRPO(), 8).weigh_tokens(lengths, totals).tolist() == [0.0625, 0.0625]
 
 
 def tallies() -> tuple[Tally, Tally]:
-    a = Tally().mean("m", torch.tensor([1.0, 2.0])).sum("s", 3.0)
-    a.minimum("lo", torch.tensor([4.0, -1.0])).maximum("hi", torch.tensor([4.0, -1.0]))
-    b = Tally().mean("m", torch.tensor([6.0])).sum("s", torch.tensor([1.0, 1.0]))
-    b.minimum("lo", torch.tensor([0.0])).maximum("hi", torch.tensor([9.0]))
+    """Returns two tallies with the same names."""
+    a = Tally().add_mean("m", torch.tensor([1.0, 2.0])).add_sum("s", 3.0)
+    a.add_minimum("lo", torch.tensor([4.0, -1.0])).add_maximum("hi", torch.tensor([4.0, -1.0]))
+    b = Tally().add_mean("m", torch.tensor([6.0])).add_sum("s", torch.tensor([1.0, 1.0]))
+    b.add_minimum("lo", torch.tensor([0.0])).add_maximum("hi", torch.tensor([9.0]))
     return a, b
 
 
@@ -85,28 +87,29 @@ def test_a_tally_merges() -> None:
 
 
 class Ranks(World):
-    """This rank, and others that tell what they were told to."""
+    """This rank and others, which send the given tallies."""
 
     def __init__(self, *others: Tally) -> None:
         self.others, self.size = others, 1 + len(others)
 
     def gather(self, value):
-        return [loads(dumps(part)) for part in (value, *(other._plain() for other in self.others))]
+        return [loads(dumps(part)) for part in (value, *(other._to_lists() for other in self.others))]
 
 
 def test_a_tally_over_ranks_is_the_merged_one() -> None:
-    """Also where a rank counted nothing, or something that no other did."""
+    """That holds too where a rank counted nothing, or a name that no other rank counted."""
     a, b = tallies()
     sums, maxima = a.state()
-    assert sums.tolist() == [3.0, 2.0, 3.0] and maxima.tolist() == [4.0, 1.0]  # minima are negated maxima
-    alone = Tally().mean("own", 7.0)
-    found = a.over(Ranks(b, Tally(), alone)).to_metrics()
+    # Minima are negated maxima.
+    assert sums.tolist() == [3.0, 2.0, 3.0] and maxima.tolist() == [4.0, 1.0]
+    alone = Tally().add_mean("own", 7.0)
+    found = a.merge_ranks(Ranks(b, Tally(), alone)).to_metrics()
     assert found == a.merge(b).merge(alone).to_metrics() and found["own"] == 7.0
 
 
 def test_nothing_counted_is_left_out_and_changes_nothing() -> None:
     nothing = torch.zeros(0)
-    empty = Tally().mean("m", nothing).minimum("lo", nothing).maximum("hi", nothing).sum("s", nothing)
+    empty = Tally().add_mean("m", nothing).add_minimum("lo", nothing).add_maximum("hi", nothing).add_sum("s", nothing)
     assert empty.to_metrics() == {"s": 0.0}
     a, _ = tallies()
     before = a.to_metrics()
@@ -116,11 +119,11 @@ def test_nothing_counted_is_left_out_and_changes_nothing() -> None:
 
 def test_a_tally_takes_floats_and_keeps_no_graph() -> None:
     x = torch.tensor([1.0, 3.0], requires_grad=True)
-    tally = Tally().mean("m", 1.0).mean("m", x).sum("s", x).maximum("hi", x).minimum("lo", 0.5)
+    tally = Tally().add_mean("m", 1.0).add_mean("m", x).add_sum("s", x).add_maximum("hi", x).add_minimum("lo", 0.5)
     assert not any(v.requires_grad for v in tally.state())
     assert tally.to_metrics() == pytest.approx({"hi": 3.0, "lo": 0.5, "m": 5 / 3, "s": 4.0})
 
 
 def test_means_are_exact_in_low_precision() -> None:
     values = torch.full((4096,), 1.001, dtype=torch.bfloat16)
-    assert Tally().mean("m", values).to_metrics()["m"] == values[0].item()
+    assert Tally().add_mean("m", values).to_metrics()["m"] == values[0].item()

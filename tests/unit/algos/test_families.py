@@ -1,4 +1,4 @@
-"""Every policy loss, baseline, correction and steered weight by hand."""
+"""Every policy loss, baseline, correction and adjusted coefficient, by hand."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from cohort.algos import build_algorithm
-from cohort.algos.account import account
-from cohort.algos.advantages import advantages, best_of_k
+from cohort.algos.account import count_fates
+from cohort.algos.advantages import best_of_k_gains, compute_advantages
 from cohort.algos.inputs import LossInputs
 from cohort.algos.policy import overlong_penalty
 from cohort.config.algos import (
@@ -46,7 +46,7 @@ def inputs(
     sampler: list[float] | None = None,
     ref: list[float] | None = None,
 ) -> LossInputs:
-    """Tokens with these ratios to a policy that gave each a log-probability of -1."""
+    """Returns tokens with these ratios to an old policy that gave each a log-probability of -1."""
 
     def vector(values: list[float]) -> Tensor:
         return torch.tensor(values, dtype=torch.float64)
@@ -64,8 +64,8 @@ def inputs(
     )
 
 
-def found(config: Policy, x: LossInputs) -> tuple[float, list[float], dict[str, float]]:
-    """The loss, its gradient on the log-probabilities, the metrics."""
+def evaluate_loss(config: Policy, x: LossInputs) -> tuple[float, list[float], dict[str, float]]:
+    """Returns the loss, its gradient on the log-probabilities, and the metrics."""
     loss, tally = build_algorithm(config, 8).loss(x)
     return loss.item(), torch.autograd.grad(loss, x.logprobs)[0].tolist(), tally.to_metrics()
 
@@ -76,50 +76,53 @@ def found(config: Policy, x: LossInputs) -> tuple[float, list[float], dict[str, 
 def test_dual_clip_bounds_what_a_bad_sample_costs():
     """A = -1 at ratio 5: PPO pays 5, with dual clip 3 and no gradient; a positive advantage is untouched."""
     x = inputs([5.0, 5.0, 2.0], [-1.0, 1.0, -1.0])
-    value, slope, metrics = found(GRPO(dual_clip=3.0), x)
+    value, slope, metrics = evaluate_loss(GRPO(dual_clip=3.0), x)
     assert value == pytest.approx(3.0 - 1.2 + 2.0)
     assert slope == pytest.approx([0.0, 0.0, 2.0])
-    assert metrics["clip/high"] == pytest.approx(2 / 3)  # both that have no gradient
+    # These are the two tokens without gradient.
+    assert metrics["clip/high"] == pytest.approx(2 / 3)
 
 
-def test_gspo_has_one_ratio_a_sample():
-    """Ratios 2 and 8 of one sample: geometric mean 4; 1.1 alone. Clip at 0.5 and 10: nothing is held."""
+def test_gspo_has_one_ratio_per_sample():
+    """Ratios 2 and 8 of one sample have the geometric mean 4; 1.1 is alone. Clips at 0.5 and 10 act on neither."""
     config = GSPO(clip_low=0.5, clip_high=9.0)
     x = inputs([2.0, 8.0, 1.1], [1.0, 1.0, -1.0], [0, 0, 1])
-    value, slope, metrics = found(config, x)
+    value, slope, metrics = evaluate_loss(config, x)
     assert value == pytest.approx(-4.0 - 4.0 + 1.1)
     # each of both tokens' terms moves with half of each token's log-probability
     assert slope == pytest.approx([-4.0, -4.0, 1.1])
     assert (metrics["ratio/max"], metrics["ratio/min"]) == pytest.approx((4.0, 1.1))
-    held = found(GSPO(clip_low=0.1, clip_high=0.1), inputs([2.0, 8.0, 0.5], [1.0, 1.0, -1.0], [0, 0, 1]))
+    held = evaluate_loss(GSPO(clip_low=0.1, clip_high=0.1), inputs([2.0, 8.0, 0.5], [1.0, 1.0, -1.0], [0, 0, 1]))
     assert held[0] == pytest.approx(-1.1 - 1.1 + 0.9) and held[1] == [0.0, 0.0, 0.0]
     assert held[2]["clip/high"] == pytest.approx(2 / 3) and held[2]["clip/low"] == pytest.approx(1 / 3)
 
 
 def test_gspo_token_has_gspos_value_and_each_tokens_own_gradient():
-    x = inputs([2.0, 8.0], [1.0, 3.0], [0, 0])  # advantages may differ by token: the point of this form
-    value, slope, _ = found(GSPOToken(clip_low=0.5, clip_high=9.0), x)
+    # This form allows advantages that differ by token.
+    x = inputs([2.0, 8.0], [1.0, 3.0], [0, 0])
+    value, slope, _ = evaluate_loss(GSPOToken(clip_low=0.5, clip_high=9.0), x)
     assert value == pytest.approx(-4.0 - 12.0)
     assert slope == pytest.approx([-4.0, -12.0])
 
 
-def test_gmpo_is_the_geometric_mean_of_what_is_held():
-    """clip at log 0.4: of log-ratios 1.0 and 0.2 with A > 0 the first is held; mean 0.3."""
+def test_gmpo_is_the_geometric_mean_of_clipped_ratios():
+    """The clip is at log-ratio 0.4: of log-ratios 1.0 and 0.2 with A > 0 the first is clipped; the mean is 0.3."""
     x = inputs([math.exp(1.0), math.exp(0.2)], [2.0, 2.0], [0, 0])
-    value, slope, metrics = found(GMPO(), x)
+    value, slope, metrics = evaluate_loss(GMPO(), x)
     term = -2.0 * math.exp((0.4 + 0.2) / 2)
     assert value == pytest.approx(2 * term)
-    assert slope == pytest.approx([0.0, term])  # two terms, each moved by half of the token's
+    # Each of the two terms moves with half of the token's log-ratio.
+    assert slope == pytest.approx([0.0, term])
     assert metrics["clip/high"] == 0.5 and metrics["clip/low"] == 0.0
-    # A < 0: only a ratio that has fallen too far is held
-    value, slope, metrics = found(GMPO(), inputs([math.exp(1.0), math.exp(-1.0)], [-1.0, -1.0], [0, 0]))
+    # A < 0: only a ratio that has fallen too far is clipped
+    value, slope, metrics = evaluate_loss(GMPO(), inputs([math.exp(1.0), math.exp(-1.0)], [-1.0, -1.0], [0, 0]))
     assert value == pytest.approx(2 * math.exp((1.0 - 0.4) / 2))
     assert slope[1] == 0.0 and slope[0] > 0 and metrics["clip/low"] == 0.5
 
 
-def test_cispo_caps_the_weight_and_keeps_the_gradient():
+def test_cispo_caps_the_ratio_and_keeps_the_gradient():
     x = inputs([9.0, 2.0, 0.5], [1.0, -1.0, 2.0])
-    value, slope, metrics = found(CISPO(clip_high=5.0), x)
+    value, slope, metrics = evaluate_loss(CISPO(clip_high=5.0), x)
     logprobs = x.logprobs.tolist()
     assert value == pytest.approx(-5.0 * logprobs[0] + 2.0 * logprobs[1] - 0.5 * 2.0 * logprobs[2])
     assert slope == pytest.approx([-5.0, 2.0, -1.0])
@@ -127,12 +130,13 @@ def test_cispo_caps_the_weight_and_keeps_the_gradient():
 
 
 def test_sapo_is_ppo_at_ratio_one_and_fades_away_from_it():
-    value, slope, _ = found(SAPO(), inputs([1.0, 1.0], [2.0, -3.0]))
-    assert value == pytest.approx(-2.0 * 2.0 / 1.0 + 3.0 * 2.0 / 1.05)  # 4 / tau sigmoid(0) = 2 / tau
+    value, slope, _ = evaluate_loss(SAPO(), inputs([1.0, 1.0], [2.0, -3.0]))
+    # 4 / tau sigmoid(0) = 2 / tau.
+    assert value == pytest.approx(-2.0 * 2.0 / 1.0 + 3.0 * 2.0 / 1.05)
     assert slope == pytest.approx([-2.0, 3.0])
     r, tau = 3.0, 1.05
     s = 1.0 / (1.0 + math.exp(-tau * (r - 1.0)))
-    value, slope, _ = found(SAPO(), inputs([r], [-1.0]))
+    value, slope, _ = evaluate_loss(SAPO(), inputs([r], [-1.0]))
     assert value == pytest.approx(4.0 / tau * s)
     assert slope == pytest.approx([4.0 * s * (1.0 - s) * r]) and slope[0] < r
 
@@ -140,7 +144,7 @@ def test_sapo_is_ppo_at_ratio_one_and_fades_away_from_it():
 @pytest.mark.parametrize("config", [Reinforce(), RLOO()])
 def test_the_score_function_is_weighted_with_a_ratio_that_has_no_gradient(config):
     x = inputs([1.0, 2.0], [3.0, -1.0])
-    value, slope, _ = found(config, x)
+    value, slope, _ = evaluate_loss(config, x)
     assert value == pytest.approx(3.0 * 1.0 + 2.0 * (math.log(2.0) - 1.0))
     assert slope == pytest.approx([-3.0, 2.0])
 
@@ -148,14 +152,14 @@ def test_the_score_function_is_weighted_with_a_ratio_that_has_no_gradient(config
 # ---- correction
 
 
-def weights_of(kind: str, level: str, bounds: tuple[float, float], sampler: list[float]) -> list[float]:
-    """What the policy term's gradient is multiplied by, two tokens of one sample and one of another."""
+def correction_factors(kind: str, level: str, bounds: tuple[float, float], sampler: list[float]) -> list[float]:
+    """Returns the factors of the policy term's gradient, for two tokens of one sample and one of another."""
     x = inputs([1.0, 1.0, 1.0], [-1.0, -1.0, -1.0], [0, 0, 1], sampler=sampler)
     config = GRPO(correction=CorrectionConfig(kind=kind, level=level, bounds=bounds))
-    return found(config, x)[1]
+    return evaluate_loss(config, x)[1]
 
 
-# log-weights old - sampler of the tokens: log 2, log 8; log 1/4
+# old - sampler of the tokens: log 2, log 8; log 1/4
 SAMPLER = [OLD - math.log(2), OLD - math.log(8), OLD + math.log(4)]
 
 
@@ -163,16 +167,18 @@ SAMPLER = [OLD - math.log(2), OLD - math.log(8), OLD + math.log(4)]
     ("level", "raw"),
     [("token", [2.0, 8.0, 0.25]), ("sequence", [16.0, 16.0, 0.25]), ("geometric", [4.0, 4.0, 0.25])],
 )
-def test_importance_weights_by_level(level, raw):
-    assert weights_of("truncate", level, (0.0, 100.0), SAMPLER) == pytest.approx(raw)
-    assert weights_of("truncate", level, (0.5, 3.0), SAMPLER) == pytest.approx([min(3.0, max(0.5, w)) for w in raw])
+def test_importance_ratios_by_level(level, raw):
+    assert correction_factors("truncate", level, (0.0, 100.0), SAMPLER) == pytest.approx(raw)
+    assert correction_factors("truncate", level, (0.5, 3.0), SAMPLER) == pytest.approx(
+        [min(3.0, max(0.5, w)) for w in raw]
+    )
     masked = [w if 0.5 <= w <= 5.0 else 0.0 for w in raw]
-    assert weights_of("mask", level, (0.5, 5.0), SAMPLER) == pytest.approx(masked)
+    assert correction_factors("mask", level, (0.5, 5.0), SAMPLER) == pytest.approx(masked)
 
 
 def test_metrics_of_the_correction():
     config = GRPO(correction=CorrectionConfig(kind="mask", bounds=(0.5, 5.0)))
-    metrics = found(config, inputs([1.0] * 3, [1.0] * 3, sampler=SAMPLER))[2]
+    metrics = evaluate_loss(config, inputs([1.0] * 3, [1.0] * 3, sampler=SAMPLER))[2]
     assert metrics["importance/mean"] == pytest.approx(2.0 / 3) and metrics["importance/square"] == pytest.approx(4 / 3)
     assert metrics["importance/bounded"] == pytest.approx(2 / 3)
     assert (metrics["importance/min"], metrics["importance/max"]) == pytest.approx((0.25, 8.0))
@@ -180,14 +186,14 @@ def test_metrics_of_the_correction():
 
 def test_the_correction_leaves_kl_alone():
     config = GRPO(kl=KLConfig(weight=1.0, estimator="k1"), correction=CorrectionConfig(kind="truncate"))
-    _, slope, _ = found(config, inputs([1.0], [0.0], sampler=[OLD - 5.0], ref=[-1.5]))
+    _, slope, _ = evaluate_loss(config, inputs([1.0], [0.0], sampler=[OLD - 5.0], ref=[-1.5]))
     assert slope == pytest.approx([1.0])
 
 
-def test_old_data_are_corrected_by_what_they_were_drawn_with_and_clipped_by_what_the_step_moved():
-    """Decoupled: ratio 1.5 to the step's start is clipped at 1.2 although the sampler is far away."""
+def test_old_data_are_corrected_to_the_start_of_the_step_and_clipped_from_there():
+    """Decoupled PPO: ratio 1.5 to the step's start is clipped at 1.2, although the sampler is far away."""
     config = GRPO(correction=CorrectionConfig(kind="truncate", bounds=(0.0, 10.0)))
-    value, slope, _ = found(config, inputs([1.5, 1.1], [1.0, 1.0], sampler=[OLD - math.log(3)] * 2))
+    value, slope, _ = evaluate_loss(config, inputs([1.5, 1.1], [1.0, 1.0], sampler=[OLD - math.log(3)] * 2))
     assert value == pytest.approx(-3.0 * 1.2 - 3.0 * 1.1)
     assert slope == pytest.approx([0.0, -3.3])
 
@@ -199,15 +205,16 @@ def test_old_data_are_corrected_by_what_they_were_drawn_with_and_clipped_by_what
 def test_kl_to_the_sampler(estimator, slope):
     config = GRPO(kl=KLConfig(weight=2.0, to="sampler", estimator=estimator))
     assert build_algorithm(config, 8).needs() == set()  # no reference is kept
-    assert found(config, inputs([1.0], [0.0], sampler=[-0.5]))[1] == pytest.approx([2.0 * slope])
+    assert evaluate_loss(config, inputs([1.0], [0.0], sampler=[-0.5]))[1] == pytest.approx([2.0 * slope])
 
 
-def test_a_kl_weight_follows_its_target():
+def test_a_kl_coefficient_follows_its_target():
     algo = build_algorithm(GRPO(kl=KLConfig(weight=0.1, target=0.02)), 8)
-    assert algo.observe({"kl/ref": 0.021}) == {"kl/weight": 0.1}  # in force in the step that measured it
+    # The returned coefficient is that of the step that measured the KL.
+    assert algo.update_coefficients({"kl/ref": 0.021}) == {"kl/weight": 0.1}
     assert algo.state()["kl"] == pytest.approx(0.1 * (1 + 0.1 * 0.05))
-    algo.observe({"kl/ref": 5.0})
-    algo.observe({"kl/ref": 0.0})
+    algo.update_coefficients({"kl/ref": 5.0})
+    algo.update_coefficients({"kl/ref": 0.0})
     assert algo.state()["kl"] == pytest.approx(0.1 * 1.005 * 1.02 * 0.98)
     x = inputs([1.0], [0.0], ref=[-1.5])
     loss, _ = algo.loss(x)
@@ -219,17 +226,19 @@ def test_a_kl_weight_follows_its_target():
 
 def test_an_entropy_bonus_follows_its_target():
     algo = build_algorithm(GRPO(entropy_target=0.5), 8)
-    assert algo.observe({"entropy": 0.3}) == {"entropy/weight": 0.0}
-    assert algo.observe({"entropy": 0.3}) == {"entropy/weight": 0.005}
-    assert algo.observe({"entropy": 0.9}) == {"entropy/weight": 0.01}
-    assert algo.observe({"entropy": 0.4}) == {"entropy/weight": 0.0}  # above the target there was none
-    assert algo.observe({}) == {"entropy/weight": 0.01}
+    assert algo.update_coefficients({"entropy": 0.3}) == {"entropy/weight": 0.0}
+    assert algo.update_coefficients({"entropy": 0.3}) == {"entropy/weight": 0.005}
+    assert algo.update_coefficients({"entropy": 0.9}) == {"entropy/weight": 0.01}
+    # The entropy was above the target, so there was no bonus.
+    assert algo.update_coefficients({"entropy": 0.4}) == {"entropy/weight": 0.0}
+    assert algo.update_coefficients({}) == {"entropy/weight": 0.01}
 
 
 # ---- advantages
 
 
 def graded(config: Policy, *rewards: list[float], **sample: object) -> list[Group]:
+    """Returns one group per list of rewards, after `advantages`. Sample number n has n tokens."""
     groups = [
         make_group([3], [make_sample([4] * n, reward=r, **sample) for n, r in enumerate(row, 1)], id=str(i))
         for i, row in enumerate(rewards)
@@ -237,43 +246,49 @@ def graded(config: Policy, *rewards: list[float], **sample: object) -> list[Grou
     return build_algorithm(config, 10).advantages(groups)
 
 
-def given(groups: list[Group]) -> list[list[float]]:
+def advantages_of(groups: list[Group]) -> list[list[float]]:
+    """Returns the advantages of the samples, per group."""
     return [[s.advantage for s in g.samples] for g in groups]
 
 
 def test_leave_one_out_by_hand():
-    assert given(graded(RLOO(), [4.0, 1.0, 1.0])) == [[3.0, -1.5, -1.5]]
+    assert advantages_of(graded(RLOO(), [4.0, 1.0, 1.0])) == [[3.0, -1.5, -1.5]]
 
 
 def test_the_batchs_mean_and_deviation():
     rows = [1.0, 0.0], [1.0, 1.0]
     std = statistics.stdev([1.0, 0.0, 1.0, 1.0])
-    assert given(graded(Reinforce(), *rows)) == [[0.25, -0.75], [0.25, 0.25]]
+    assert advantages_of(graded(Reinforce(), *rows)) == [[0.25, -0.75], [0.25, 0.25]]
     expected = [[0.25 / (std + 1e-4), -0.75 / (std + 1e-4)], [0.25 / (std + 1e-4)] * 2]
-    assert given(graded(ReinforcePP(), *rows)) == [pytest.approx(row) for row in expected]
+    assert advantages_of(graded(ReinforcePP(), *rows)) == [pytest.approx(row) for row in expected]
     groups = graded(GRPO(scale="batch"), *rows)
-    assert given(groups) == [pytest.approx([0.5 / (std + 1e-4), -0.5 / (std + 1e-4)]), [0.0, 0.0]]
+    assert advantages_of(groups) == [pytest.approx([0.5 / (std + 1e-4), -0.5 / (std + 1e-4)]), [0.0, 0.0]]
     assert [g.excluded for g in groups] == ["", Fate.CONSTANT_REWARD]
     # REINFORCE++ with a baseline: the deviation of what is left after it
     left = statistics.stdev([0.5, -0.5, 0.0, 0.0])
-    found = given(graded(ReinforcePPBaseline(), *rows))
+    found = advantages_of(graded(ReinforcePPBaseline(), *rows))
     assert found == [pytest.approx([0.5 / (left + 1e-4), -0.5 / (left + 1e-4)]), [0.0, 0.0]]
-    assert not any(g.excluded for g in graded(Reinforce(), *rows))  # equal rewards say something beside other groups
+    # With a baseline over the batch, a group of equal rewards has advantages.
+    assert not any(g.excluded for g in graded(Reinforce(), *rows))
 
 
 def test_scaled_by_the_mean():
     """MaxRL: a rare success weighs more."""
-    [rare], [common] = given(graded(GRPO(scale="mean"), [1, 0, 0, 0])), given(graded(GRPO(scale="mean"), [1, 1, 1, 0]))
+    [rare], [common] = (
+        advantages_of(graded(GRPO(scale="mean"), [1, 0, 0, 0])),
+        advantages_of(graded(GRPO(scale="mean"), [1, 1, 1, 0])),
+    )
     assert rare == pytest.approx([0.75 / 0.2501, *[-0.25 / 0.2501] * 3])
     assert rare[0] > common[0]
 
 
 def test_scaled_by_the_mean_of_rewards_of_both_signs():
-    [row] = given(graded(GRPO(scale="mean"), [1.0, -1.0, 1.0, -1.0]))
+    [row] = advantages_of(graded(GRPO(scale="mean"), [1.0, -1.0, 1.0, -1.0]))
     assert row == pytest.approx([1 / 1.0001, -1 / 1.0001, 1 / 1.0001, -1 / 1.0001])
 
 
 def best_by_definition(rewards: list[float], k: int) -> list[float]:
+    """Returns what each sample adds to the best of k, from all subsets of size k."""
     subsets = list(itertools.combinations(range(len(rewards)), k))
 
     def gain(i: int, subset: tuple[int, ...]) -> float:
@@ -285,20 +300,21 @@ def best_by_definition(rewards: list[float], k: int) -> list[float]:
 @pytest.mark.parametrize("k", [2, 3, 5])
 @pytest.mark.parametrize("rewards", [[1, 0, 0, 0, 0], [1, 1, 0, 1, 0], [0.3, 0.9, 0.9, -1.0, 0.1], [2.0] * 5])
 def test_best_of_k_is_its_definition(rewards, k):
-    assert best_of_k(rewards, k) == pytest.approx(best_by_definition(rewards, k))
+    assert best_of_k_gains(rewards, k) == pytest.approx(best_by_definition(rewards, k))
 
 
 def test_pass_at_k_stops_caring_once_the_group_succeeds():
     [groups] = [graded(PassAtK(k=2), [1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 0.0])]
-    first, second = given(groups)
-    assert first == pytest.approx([0.5, 0.0, 0.0, 0.0])  # it alone decides three of six pairs
+    first, second = advantages_of(groups)
+    # The first sample alone decides three of six pairs.
+    assert first == pytest.approx([0.5, 0.0, 0.0, 0.0])
     assert second == pytest.approx([1 / 6, 1 / 6, 1 / 6, 0.0])
 
 
 def test_advantages_of_a_batch_baseline_do_not_depend_on_the_order():
     rows = [[0.1, 0.7], [0.3, 0.2], [0.15]]
-    assert advantages(rows, "batch", "batch") == advantages(rows[::-1], "batch", "batch")[::-1]
-    assert advantages(rows, "centred", "mean") == advantages(rows[::-1], "centred", "mean")[::-1]
+    assert compute_advantages(rows, "batch", "batch") == compute_advantages(rows[::-1], "batch", "batch")[::-1]
+    assert compute_advantages(rows, "centred", "mean") == compute_advantages(rows[::-1], "centred", "mean")[::-1]
 
 
 # ---- dead groups, long completions
@@ -309,15 +325,16 @@ def test_dead_groups_count_or_do_not_or_are_refilled():
     assert [g.excluded for g in graded(GRPO(), *rows)] == ["", Fate.CONSTANT_REWARD]
     assert [g.excluded for g in graded(GRPO(dead="drop"), *rows)] == ["", Fate.EQUAL_REWARDS]
     with_kl = graded(GRPO(dead="drop", kl=KLConfig(weight=0.1)), *rows)
-    assert [g.excluded for g in with_kl] == ["", Fate.EQUAL_REWARDS]  # by choice, although the KL would train it
+    # The group is dropped by choice, although the KL would train it.
+    assert [g.excluded for g in with_kl] == ["", Fate.EQUAL_REWARDS]
     algo = build_algorithm(DAPO(overlong=0.9), 10)
     # by what the task paid: lengths differ, and with them what the baseline would see
     assert [algo.accept(g) for g in graded(GRPO(), *rows)] == [True, False]
-    counted = account(graded(GRPO(dead="drop"), *rows))
+    counted = count_fates(graded(GRPO(dead="drop"), *rows))
     assert counted["groups/equal_rewards"] == 1 and "groups/dead" not in counted  # that name is a share
 
 
-def test_a_group_that_adds_nothing_to_the_best_of_k_is_no_constant_one():
+def test_a_group_that_adds_nothing_to_the_best_of_k_is_not_a_constant_one():
     groups = graded(PassAtK(k=4), [1.0, 1.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0])
     assert [g.excluded for g in groups] == [Fate.NO_GAIN, Fate.CONSTANT_REWARD]
     algo = build_algorithm(PassAtK(k=4, dead="refill"), 10)
@@ -326,7 +343,7 @@ def test_a_group_that_adds_nothing_to_the_best_of_k_is_no_constant_one():
 
 def test_one_sample_is_a_group_where_the_baseline_is_the_batchs():
     groups = graded(Reinforce(), [1.0], [0.0])
-    assert given(groups) == [[0.5], [-0.5]] and not any(g.excluded for g in groups)
+    assert advantages_of(groups) == [[0.5], [-0.5]] and not any(g.excluded for g in groups)
     assert [g.excluded for g in graded(RLOO(), [1.0], [0.0])] == ["too few scored samples"] * 2
 
 
@@ -335,10 +352,10 @@ def test_overlong_completions_lose_reward_before_they_are_cut():
     assert [overlong_penalty(n, 10, 0.5) for n in (5, 6, 10, 11)] == pytest.approx([0.0, 0.2, 1.0, 1.0])
     algo = build_algorithm(DAPO(overlong=0.5), 10)
     sample = make_sample([4] * 8, reward=1.0, finish=Finish.STOP)
-    assert algo.returned(sample) == pytest.approx(1.0 - 0.6) and sample.reward == 1.0
+    assert algo.compute_return(sample) == pytest.approx(1.0 - 0.6) and sample.reward == 1.0
 
 
-def test_a_divergence_in_the_reward_and_the_reference_are_what_needs_a_pass():
+def test_only_kl_in_the_reward_and_a_reference_need_logprobs_before_advantages():
     def needs(config: Policy) -> set[str]:
         return set(build_algorithm(config, 8).needs())
 

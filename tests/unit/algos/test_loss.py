@@ -1,4 +1,4 @@
-"""The clipped loss: values, gradients and metrics by hand, and that any cut of the sum gives the same sum."""
+"""The clipped loss: values, gradients and metrics worked out by hand, and equal sums however the tokens are cut."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from cohort.config.schema import GRPO
 
 
 def grpo(kl: float = 0.0, kl_estimator: str = "k3", **settings: float) -> Callable[[LossInputs], tuple[Tensor, Tally]]:
-    """The loss of these settings."""
+    """Returns the loss function of GRPO with these settings."""
     return build_algorithm(GRPO(kl=KLConfig(weight=kl, estimator=kl_estimator), **settings), 8).loss
 
 
@@ -40,6 +40,7 @@ def make(
     entropy: list[float] | None = None,
     weights: list[float] | None = None,
 ) -> LossInputs:
+    """Returns inputs of one sample per token. Without `sampler` the sampler agrees with the policy."""
     size = len(logprobs)
     return LossInputs(
         logprobs=vector(logprobs).requires_grad_(),
@@ -54,18 +55,21 @@ def make(
 
 
 def grads(loss: Tensor, inputs: LossInputs) -> list[float]:
+    """Returns the gradient of the loss on the log-probabilities."""
     return torch.autograd.grad(loss, inputs.logprobs)[0].tolist()
 
 
-# With clip 0.2 / 0.28 a positive advantage is held at ratio 1.28 and a negative one at 0.8; the other two
-# corners are the pessimistic side and stay unclipped.
+# With clip 0.2 / 0.28 a token of positive advantage is clipped at ratio 1.28, one of negative advantage at 0.8. In the
+# other two corners the minimum takes the unclipped side.
 RATIOS = [1.5, 1.5, 0.5, 0.5, 1.1]
 ADVANTAGES = [1.0, -1.0, 1.0, -1.0, 2.0]
 TERMS = [-1.28, 1.5, -0.5, 0.8, -2.2]
-GRADS = [0.0, 1.5, -0.5, 0.0, -2.2]  # d(-r A)/d logprob = -r A where not clipped
+# Where a token is not clipped, d(-r A) / d logprob = -r A.
+GRADS = [0.0, 1.5, -0.5, 0.0, -2.2]
 
 
 def corners(weights: list[float] | None = None) -> LossInputs:
+    """Returns five tokens with the ratios and advantages above."""
     return make([math.log(r) - 1.0 for r in RATIOS], ADVANTAGES, old=[-1.0] * 5, weights=weights)
 
 
@@ -195,7 +199,7 @@ def test_any_partition_of_the_tokens_gives_the_same_total(seed: int, cuts: list[
         ref_logprobs=logprobs + draw(0.3),
         sampler_logprobs=logprobs + draw(0.01),
         advantages=draw(),
-        weights=algo.weigh(Lengths(sample=lengths, group=lengths), totals) * (torch.arange(size) % 7 != 0),
+        weights=algo.weigh_tokens(Lengths(sample=lengths, group=lengths), totals) * (torch.arange(size) % 7 != 0),
         segments=torch.arange(size),
     )
     total, tally = algo.loss(whole)
@@ -205,7 +209,7 @@ def test_any_partition_of_the_tokens_gives_the_same_total(seed: int, cuts: list[
     edges = [0, *sorted(cuts), size]
     sums, merged = [], Tally()
     for a, b in itertools.pairwise(edges):  # empty parts too
-        vectors = {f.name: getattr(whole, f.name) for f in fields(LossInputs) if f.name != "whole"}
+        vectors = {f.name: getattr(whole, f.name) for f in fields(LossInputs) if f.name != "all_in_loss"}
         part = {name: vector[order[a:b]] for name, vector in vectors.items()}
         loss, metrics = algo.loss(LossInputs(**part))
         sums.append(loss)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cohort.algos import build_algorithm, registered
+from cohort.algos import algorithm_names, build_algorithm
 from cohort.algos.aggregate import Lengths, Totals
 from cohort.algos.algorithm import Algorithm
 from cohort.algos.inputs import LossInputs
@@ -19,7 +19,7 @@ from cohort.algos.tally import Tally
 from cohort.config.algos import ALGOS, CorrectionConfig, KLConfig, Policy
 from cohort.data.batch import Microbatch, Minibatch
 from cohort.types import Finish, Group, Provenance, Sample
-from tests.helpers.decoders_and_groups import make_group, make_sample, packed
+from tests.helpers.decoders_and_groups import make_group, make_sample, pack_groups
 
 LONGEST = 12
 AGGREGATES = ("token", "sequence", "prompt", "constant")
@@ -32,7 +32,7 @@ CORRECTIONS = (
 
 
 def settings_of(name: str, rng: random.Random) -> Policy:
-    """The algorithm with everything that is a choice chosen at random."""
+    """Returns a config of the algorithm with random settings."""
     config = ALGOS[name]()
     kl = KLConfig(weight=rng.choice((0.0, 0.1)), estimator=rng.choice(("k1", "k2", "k3", "abs")))
     return replace(
@@ -47,6 +47,7 @@ def settings_of(name: str, rng: random.Random) -> Policy:
 
 
 def drawn_sample(rng: random.Random) -> Sample:
+    """Returns a random sample, perhaps empty, truncated or failed, with environment tokens in it."""
     n = rng.randint(0, LONGEST)
     marks = [rng.choice((Provenance.SAMPLED,) * 4 + (Provenance.ENVIRONMENT,)) for _ in range(n)]
 
@@ -67,7 +68,7 @@ def drawn_sample(rng: random.Random) -> Sample:
 
 
 def drawn(seed: int) -> list[Group]:
-    """Groups of unequal sizes, some dead, some with failures, of several policy versions."""
+    """Returns groups of unequal sizes, some dead, some with failures, of several policy versions."""
     rng = random.Random(seed)
     sizes = [rng.randint(1, 5) for _ in range(rng.randint(1, 5))]
     return [
@@ -80,7 +81,8 @@ class Policies:
     """The current policy of every sample's tokens, as leaves: what a model would have given."""
 
     def __init__(self, groups: list[Group], seed: int) -> None:
-        ordered = sorted(groups, key=lambda g: g.prompt.id)  # the same whatever the order
+        # Sorted, so that values do not depend on the order of the groups.
+        ordered = sorted(groups, key=lambda g: g.prompt.id)
         rng = torch.Generator().manual_seed(seed)
         self.logprobs = {id(s): self._leaf(len(s.tokens), rng) for g in ordered for s in g.samples}
         self.entropy = {id(s): self._leaf(len(s.tokens), rng) for g in ordered for s in g.samples}
@@ -105,14 +107,17 @@ class Policies:
 def total(
     algo: Algorithm, groups: list[Group], seed: int, budget: int, share: bool, pieces: int = 1
 ) -> tuple[Tensor, Policies, Tally]:
-    """The loss of one optimizer step, computed in microbatches and, where the algorithm allows, in smaller pieces."""
-    policies, batch = Policies(groups, seed), packed(groups, budget, share=share)
+    """Returns the loss of one optimizer step, its variables and its metrics.
+
+    It is computed in microbatches and, where the algorithm allows, in smaller pieces.
+    """
+    policies, batch = Policies(groups, seed), pack_groups(groups, budget, share=share)
     [minibatch] = batch.minibatches
     by_id = {id: s for g in groups for id, s in zip(g.ids(), g.samples, strict=True)}
     samples = [by_id[id] for id in batch.batch.ids]
     loss, tally = torch.zeros((), dtype=torch.float64), Tally()
     for micro in minibatch.microbatches:
-        weights = algo.weigh(Lengths(sample=micro.lengths, group=micro.group_lengths), totals(minibatch))
+        weights = algo.weigh_tokens(Lengths(sample=micro.lengths, group=micro.group_lengths), totals(minibatch))
         whole = policies.inputs(micro, samples, weights)
         for part in cut(whole, pieces if algo.per_token else 1):
             value, metrics = algo.loss(part)
@@ -130,6 +135,7 @@ def totals(minibatch: Minibatch) -> Totals:
 
 
 def cut(x: LossInputs, pieces: int) -> list[LossInputs]:
+    """Returns the inputs cut into pieces of neighbouring tokens."""
     if pieces == 1:
         return [x]
     names = [n for n in x.__slots__ if isinstance(getattr(x, n), Tensor)]
@@ -138,6 +144,7 @@ def cut(x: LossInputs, pieces: int) -> list[LossInputs]:
 
 
 def gradients(loss: Tensor, policies: Policies) -> dict[int, Tensor]:
+    """Returns the gradient on the log-probabilities of every sample, by `id(sample)`."""
     if not loss.requires_grad:  # nothing was packed
         return {}
     keys = list(policies.logprobs)
@@ -146,11 +153,12 @@ def gradients(loss: Tensor, policies: Policies) -> dict[int, Tensor]:
 
 
 def fresh(seed: int, config: Policy) -> tuple[Algorithm, list[Group]]:
+    """Returns the algorithm, and random groups with advantages."""
     algo = build_algorithm(config, LONGEST)
     return algo, algo.advantages(drawn(seed))
 
 
-@pytest.mark.parametrize("name", registered())
+@pytest.mark.parametrize("name", algorithm_names())
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(seed=st.integers(0, 10_000), choice=st.integers(0, 10_000), budget=st.integers(18, 60), pieces=st.integers(1, 4))
 def test_microbatches_sharing_and_order_do_not_matter(name, seed, choice, budget, pieces):
@@ -171,7 +179,7 @@ def test_microbatches_sharing_and_order_do_not_matter(name, seed, choice, budget
             assert second[metric] == pytest.approx(number, abs=1e-9), metric
 
 
-@pytest.mark.parametrize("name", registered())
+@pytest.mark.parametrize("name", algorithm_names())
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(seed=st.integers(0, 10_000), choice=st.integers(0, 10_000))
 def test_gradients_are_finite_and_only_on_sampled_tokens_of_samples_in_the_loss(name, seed, choice):
@@ -190,7 +198,7 @@ def test_gradients_are_finite_and_only_on_sampled_tokens_of_samples_in_the_loss(
                 assert not grad.any()
 
 
-@pytest.mark.parametrize("name", registered())
+@pytest.mark.parametrize("name", algorithm_names())
 def test_better_samples_are_pushed_up_and_worse_ones_down(name):
     """On-policy, every algorithm agrees on the sign."""
     config = ALGOS[name]()

@@ -29,7 +29,7 @@ from tests.helpers.evaluations import evaluation
 
 @pytest.fixture
 def build(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """Stands in for `cohort.jobs.build` and keeps the calls."""
+    """Replaces the modules that build, export and measure; records their calls in `calls`."""
     calls: list[tuple[Any, ...]] = []
 
     def record(name: str, result: Any = None) -> Callable[..., Any]:
@@ -51,7 +51,7 @@ def build(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         calls=calls,
         train=record("train", Path("runs/x")),
         resume=record("resume"),
-        export=record("export"),
+        export_model=record("export_model"),
         export_adapters=record("export_adapters"),
         bench_engine=record("bench_engine", result),
         bench_learner=record("bench_learner", result),
@@ -160,7 +160,7 @@ MISTAKES = {
     "bench engine --repeats 0": "--repeats is 0; it must be at least 1.",
     "bench engine --slots -1": "--slots is -1; it must be at least 0.",
     "bench engine --weights fp16": '--weights must be one of files, random, not "fp16".',
-    "bench engine --device cuda --copies fp16": "--copies fp16 is for CPUs",
+    "bench engine --device cuda --copies fp16": "--copies fp16 is only for CPUs",
     "bench step --device gpu": '--device must be one of auto, cpu, cuda, not "gpu".',
     "bench step --prefix-sharing True": "unknown flag --prefix-sharing",
     "models tiny": 'unexpected "tiny"',
@@ -247,21 +247,21 @@ def test_export(build: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> N
     assert main(["export", "--adapters", "runs/a", "out", "--step", "3"]) == 0
     assert main(["export", "runs/a", "--adapters", "false", "out"]) == 0
     assert build.calls == [
-        ("export", Path("runs/a"), Path("out"), "best"),
-        ("export", Path("runs/a"), Path("out"), "last"),
+        ("export_model", Path("runs/a"), Path("out"), "best"),
+        ("export_model", Path("runs/a"), Path("out"), "last"),
         ("export_adapters", Path("runs/a"), Path("out"), "last"),
         ("export_adapters", Path("runs/a"), Path("out"), "3"),
-        ("export", Path("runs/a"), Path("out"), "last"),
+        ("export_model", Path("runs/a"), Path("out"), "last"),
     ]
     assert capsys.readouterr().out == "wrote out\n" * 5
 
 
 @pytest.fixture
-def examined(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """Stands in for `cohort.evaluation.standalone` and keeps the calls."""
+def evaluator_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """Replaces `cohort.evaluation.standalone` and returns the list of recorded calls."""
     calls: list[tuple[Any, ...]] = []
 
-    class Examiner:
+    class ModelEvaluator:
         def __init__(self, *args: Any) -> None:
             calls.append(args)
 
@@ -276,16 +276,16 @@ def examined(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
             calls.append((task, out))
             scores = {"a": [1.0, 1.0, 1.0, 1.0], "b": [1.0, 0.0, 0.0, 0.0]}
             made = replace(evaluation(scores, task=task.name), finishes={"stop": 6, "length": 2})
-            return SimpleNamespace(evaluation=made, path=out / "x.json", fresh=True)
+            return SimpleNamespace(evaluation=made, path=out / "x.json", is_new=True)
 
-    monkeypatch.setitem(sys.modules, "cohort.evaluation.standalone", SimpleNamespace(Examiner=Examiner))  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "cohort.evaluation.standalone", SimpleNamespace(ModelEvaluator=ModelEvaluator))  # type: ignore[arg-type]
     return calls
 
 
-def test_eval_prints_the_numbers(examined: list[tuple[Any, ...]], capsys: pytest.CaptureFixture[str]) -> None:
+def test_eval_prints_the_numbers(evaluator_calls: list[tuple[Any, ...]], capsys: pytest.CaptureFixture[str]) -> None:
     args = ["eval", "countdown", "--model", "m", "--samples", "4", "--task.max-target", "50", "--out", "some"]
     assert main(args) == 0
-    assert examined == [("m", EvalOptions(samples=4)), (Countdown(max_target=50), Path("some")), ("closed",)]
+    assert evaluator_calls == [("m", EvalOptions(samples=4)), (Countdown(max_target=50), Path("some")), ("closed",)]
     shown, progress = capsys.readouterr()
     assert "avg@4        0.625, 95% interval 0.173 to 0.930" in shown  # worth 2.7 independent answers
     assert "pass@2       0.750" in shown  # problem b: 1 of 4 right, 1 - C(3,2)/C(4,2) = 0.5
@@ -295,10 +295,10 @@ def test_eval_prints_the_numbers(examined: list[tuple[Any, ...]], capsys: pytest
     assert shown.endswith("wrote some/x.json\n") and progress == "countdown: 2 of 2 problems\n"
 
 
-def test_eval_of_several_tasks(examined: list[tuple[Any, ...]], capsys: pytest.CaptureFixture[str]) -> None:
+def test_eval_of_several_tasks(evaluator_calls: list[tuple[Any, ...]], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["eval", "countdown", "arithmetic", "--countdown.max-target", "50", "--limit", "3"]) == 0
-    assert examined[0] == ("tiny", EvalOptions(limit=3))
-    assert examined[1:3] == [(Countdown(max_target=50), Path("evals")), (Arithmetic(), Path("evals"))]
+    assert evaluator_calls[0] == ("tiny", EvalOptions(limit=3))
+    assert evaluator_calls[1:3] == [(Countdown(max_target=50), Path("evals")), (Arithmetic(), Path("evals"))]
     shown = capsys.readouterr().out
     assert shown.index("task         countdown") < shown.index("task         arithmetic")
 
@@ -327,12 +327,12 @@ def test_bench_on_a_gpu(build: SimpleNamespace, capsys: pytest.CaptureFixture[st
 
 
 def test_models_lists_names(capsys: pytest.CaptureFixture[str]) -> None:
-    from cohort.models.catalog import catalog
+    from cohort.models.catalog import list_models
 
     assert main(["models"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["model", "state", "size", "source"]
-    assert [line.split()[0] for line in lines[1:]] == [entry.name for entry in catalog()]
+    assert [line.split()[0] for line in lines[1:]] == [entry.name for entry in list_models()]
 
 
 def test_data_writes_the_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,9 +18,17 @@ from hypothesis import strategies as st
 
 from cohort.config import flags
 from cohort.config.algos import KLConfig
-from cohort.config.document import variant_name
+from cohort.config.document import get_variant_name
 from cohort.config.kinds import RL
-from cohort.config.load import as_args, change, diff, dump, load, parse, validate
+from cohort.config.load import (
+    change_config,
+    diff_configs,
+    dump_config,
+    format_args,
+    load_config,
+    parse_config,
+    validate,
+)
 from cohort.config.schema import (
     ALGOS,
     GRPO,
@@ -35,7 +43,7 @@ from cohort.config.schema import (
 from cohort.errors import ConfigError
 from cohort.recipes import RECIPES
 from cohort.tasks.arithmetic import Arithmetic
-from cohort.tasks.base import plain_answer
+from cohort.tasks.base import make_plain_answer
 from cohort.tasks.countdown import Countdown
 
 OWN_FILE = '''
@@ -83,13 +91,13 @@ def own_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", sorted(RECIPES))
 def test_every_recipe_loads_and_survives_its_file(name: str) -> None:
-    config = load(name)
+    config = load_config(name)
     assert config.recipe == name
-    text = dump(config)
-    assert parse(text) == config
-    assert dump(parse(text)) == text
+    text = dump_config(config)
+    assert parse_config(text) == config
+    assert dump_config(parse_config(text)) == text
     for field in config.variants:
-        assert type(getattr(parse(text), field)) is type(getattr(config, field))
+        assert type(getattr(parse_config(text), field)) is type(getattr(config, field))
     if isinstance(config, RL):
         assert set(config.reward) == set(config.task.parts), "every part has its weight written down"
 
@@ -100,21 +108,21 @@ def num_settings(config: RunConfig) -> int:
     def count(tree: object) -> int:
         return sum(map(count, tree.values())) if isinstance(tree, dict) else 1
 
-    return count(yaml.safe_load(dump(config)))
+    return count(yaml.safe_load(dump_config(config)))
 
 
 @pytest.mark.parametrize("recipe", sorted(RECIPES))
 def test_no_file_has_more_than_120_settings(recipe: str) -> None:
     everything_on = "--learner.lora.rank=2 --algo.kl.weight=0.1 --algo.correction.kind=mask --replay.prompts=1"
-    assert num_settings(load(recipe)) <= 120
-    if isinstance(load(recipe), RL):
-        assert num_settings(load(recipe, everything_on.split())) <= 120
+    assert num_settings(load_config(recipe)) <= 120
+    if isinstance(load_config(recipe), RL):
+        assert num_settings(load_config(recipe, everything_on.split())) <= 120
 
 
 @pytest.mark.parametrize("task", ["arithmetic", "countdown"])
 @pytest.mark.parametrize("algo", sorted(ALGOS))
 def test_the_quickstarts_file_has_at_most_80_settings(algo: str, task: str) -> None:
-    config = load("quickstart", ["--algo", algo, "--task", task])
+    config = load_config("quickstart", ["--algo", algo, "--task", task])
     assert num_settings(config) <= 80
     for section in dataclasses.fields(config):
         value = getattr(config, section.name)
@@ -124,8 +132,8 @@ def test_the_quickstarts_file_has_at_most_80_settings(algo: str, task: str) -> N
 
 def test_overrides_reach_their_field_and_no_other() -> None:
     args = "--steps 7 --algo.kl.weight 0.01 --algo.kl.estimator k2 --task.max-digits=3 --learner.prefix-sharing false"
-    config = load("quickstart", args.split())
-    changed = diff(load("quickstart"), config)
+    config = load_config("quickstart", args.split())
+    changed = diff_configs(load_config("quickstart"), config)
     assert {name: new for name, (_, new) in changed.items()} == {
         "steps": 7,
         "algo.kl.weight": 0.01,
@@ -136,33 +144,33 @@ def test_overrides_reach_their_field_and_no_other() -> None:
 
 
 def test_several_values_and_values_that_look_like_flags() -> None:
-    config = load("quickstart", ["--sampling.stop", "</answer>", "END", "--task.keep", "10", "500"])
+    config = load_config("quickstart", ["--sampling.stop", "</answer>", "END", "--task.keep", "10", "500"])
     assert config.sampling.stop == ("</answer>", "END")
     assert config.task.keep == (10, 500)
-    assert load("quickstart", ["--model=--odd"]).model == "--odd"
+    assert load_config("quickstart", ["--model=--odd"]).model == "--odd"
 
 
 def test_a_variant_starts_from_its_own_defaults() -> None:
-    config = load("quickstart", ["--algo", "dr_grpo", "--task", "countdown", "--task.max-target", "50"])
+    config = load_config("quickstart", ["--algo", "dr_grpo", "--task", "countdown", "--task.max-target", "50"])
     assert config.algo == DrGRPO()
     assert config.task == Countdown(max_target=50)
     assert config.reward == dict.fromkeys(Countdown.parts, 1.0), "the weights belonged to the other task"
 
 
 def test_choosing_the_same_variant_keeps_the_recipes_values() -> None:
-    base = load("smollm2_arithmetic")
+    base = load_config("smollm2_arithmetic")
     assert base.task.instructions
-    assert load("smollm2_arithmetic", ["--task", "arithmetic"]) == base
+    assert load_config("smollm2_arithmetic", ["--task", "arithmetic"]) == base
 
 
 def test_reward_weights_by_part() -> None:
-    config = load("quickstart", ["--reward.format", "0.25"])
+    config = load_config("quickstart", ["--reward.format", "0.25"])
     assert config.reward == {"correct": 1.0, "format": 0.25}
 
 
 def test_python_callers_use_the_same_names() -> None:
     settings = {"steps": 7, "sampling.stop": ("a", "b"), "algo": "dr_grpo", "learner.prefix_sharing": False}
-    config = load("quickstart", as_args(settings))
+    config = load_config("quickstart", format_args(settings))
     assert (config.steps, config.sampling.stop, config.algo) == (7, ("a", "b"), DrGRPO())
     assert config.learner.prefix_sharing is False
 
@@ -201,7 +209,7 @@ def test_bad_flags(args: str, message: str, capfd: pytest.CaptureFixture[str]) -
     from cohort.errors import CohortError
 
     with pytest.raises(CohortError) as caught:
-        load("quickstart", args.split())
+        load_config("quickstart", args.split())
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
     assert capfd.readouterr() == ("", ""), "the parser must not print a message of its own"
@@ -217,7 +225,7 @@ BAD_VALUES = {
     "--optim.schedule linear --optim.lr-floor -1": "optim.lr_floor is -1.0; it must be from 0 to 1",
     "--sampling.top-p nan": "sampling.top_p is nan; it must be above 0 and at most 1",
     "--reward.format inf": "reward.format is inf; it must be a finite number",
-    "--batch.samples 1": "set --batch.samples to 2 or more",
+    "--batch.samples 1": "Set --batch.samples to 2 or more",
     "--learner.minibatches 100": "learner.minibatches is 100, but a batch has only 32 groups",
     "--learner.token-budget 60": "learner.token_budget is 60, too small",
     "--sampling.top-p 0.9": "add --sampling.allow-truncation True",
@@ -228,7 +236,7 @@ BAD_VALUES = {
     "--reward.correct 0 --reward.format 0": "there is nothing to learn",
     "--algo.kl.estimator k1": "--algo.kl.estimator has no effect: algo.kl.weight is 0",
     "--algo.kl.place loss": "--algo.kl.place has no effect: algo.kl.weight is 0",
-    "--optim.lr-floor 0.1": "--optim.lr-floor has no effect: the schedule is constant",
+    "--optim.lr-floor 0.1": "--optim.lr-floor has no effect: optim.schedule is constant",
     "--sampling.allow-truncation True": "--sampling.allow-truncation has no effect",
     "--algo.clip-high 0.28": "--algo.clip-high has no effect: with one update per batch",
     "--eval.temperature 0 --eval.samples 4": "--eval.samples has no effect: at temperature 0",
@@ -239,7 +247,7 @@ BAD_VALUES = {
     "--learner.lora.rank 4 --learner.lora.targets q_proj q_proj": "['q_proj', 'q_proj']; name one matrix or more, each",
     "--learner.lora.alpha 16": "--learner.lora.alpha has no effect: there are no adapters; set --learner.lora.rank",
     "--learner.lora.base nf4": "--learner.lora.base has no effect: there are no adapters",
-    "--learner.lora.load x --learner.lora.rank 4": "--learner.lora.rank has no effect: it comes with the adapters of",
+    "--learner.lora.load x --learner.lora.rank 4": "--learner.lora.rank has no effect: the adapters in",
 }
 
 
@@ -247,7 +255,7 @@ BAD_VALUES = {
 def test_impossible_and_ineffective_settings(args: str, message: str) -> None:
     base = replace(RECIPES["quickstart"](), batch=BatchConfig(prompts=32, samples=8))
     with pytest.raises(ConfigError) as caught:
-        change(base, args.split())
+        change_config(base, args.split())
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -267,33 +275,33 @@ GOOD_VALUES = [
 
 @pytest.mark.parametrize("args", GOOD_VALUES)
 def test_settings_with_an_effect_are_accepted(args: str) -> None:
-    load("quickstart", args.split())
+    load_config("quickstart", args.split())
 
 
 def test_a_recipes_own_setting_without_effect_is_refused() -> None:
     config = RL(task=Arithmetic(), optim=OptimConfig(lr_floor=0.1))
     with pytest.raises(ConfigError, match="lr-floor has no effect"):
-        change(config)
+        change_config(config)
 
 
 def test_adapters_of_a_recipe_are_checked_as_deep_as_they_lie() -> None:
     tuned = RL(task=Arithmetic(), learner=LearnerConfig(lora=LoraConfig(alpha=8.0)))
     with pytest.raises(ConfigError, match=r"lora\.alpha has no effect"):
-        change(tuned)
+        change_config(tuned)
     lora = LoraConfig(rank=2, targets=("q_prj",))  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r'targets has no "q_prj". Did you mean "q_proj"'):
+    with pytest.raises(ConfigError, match=r'targets: unknown matrix "q_prj". Did you mean "q_proj"'):
         validate(RL(task=Arithmetic(), learner=LearnerConfig(lora=lora)))
 
 
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ("--algo.baseline batch", "algo.scale = std divides"),
-        ("--algo reinforce --algo.scale mean", "algo.scale = mean divides"),
+        ("--algo.baseline batch", "algo.scale is std"),
+        ("--algo reinforce --algo.scale mean", "algo.scale is mean"),
         ("--algo reinforce --algo.dead drop", "groups of equal rewards have a gradient"),
         ("--algo reinforce_pp --algo.dead refill", "groups of equal rewards have a gradient"),
-        ("--algo.kl.weight 0.1 --algo.kl.to sampler", "the sampler is the policy"),
-        ("--algo.kl.weight 0.1 --algo.kl.refresh 1", "the reference is the policy"),
+        ("--algo.kl.weight 0.1 --algo.kl.to sampler", "the sampler is the policy itself"),
+        ("--algo.kl.weight 0.1 --algo.kl.refresh 1", "the reference is the policy itself"),
         ("--algo.kl.weight 0.1 --algo.kl.estimator k1", "gradient of zero on average"),
         ("--algo.correction.kind mask --algo.correction.bounds 1.5 2", "with 1 between them"),
         ("--algo.correction.kind truncate --algo.correction.bounds 0 inf", "with 1 between them"),
@@ -306,7 +314,7 @@ def test_adapters_of_a_recipe_are_checked_as_deep_as_they_lie() -> None:
 )
 def test_algorithms_refuse_what_would_do_nothing_or_harm(args: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        load("quickstart", args.split())
+        load_config("quickstart", args.split())
 
 
 @pytest.mark.parametrize(
@@ -322,15 +330,15 @@ def test_algorithms_refuse_what_would_do_nothing_or_harm(args: str, message: str
     ],
 )
 def test_algorithms_accept_what_acts(args: str) -> None:
-    load("quickstart", args.split())
+    load_config("quickstart", args.split())
 
 
 BAD_SFT = {
-    "--eval.every 3": "--eval.every has no effect: an sft run is not evaluated; measure its model with cohort eval",
+    "--eval.every 3": "--eval.every has no effect: an sft run is not evaluated (measure its model with cohort eval)",
     "--save.keep-best false": "--save.keep-best has no effect: an sft run is not evaluated",
     "--save.rollouts 2": "--save.rollouts has no effect: an sft run samples nothing",
     "--learner.prefix-sharing false": "--learner.prefix-sharing has no effect: an example has one answer",
-    "--template text": "use --template chat",
+    "--template text": "Set --template chat",
     "--learner.minibatches 99": "a step has only 64 examples (batch.examples) to divide",
     "--data.think 0.9 --data.broken 0.2": "data.think + data.broken is 1.1; it must be at most 1",
     "--data.right 2": "data.right is 2.0; it must be from 0 to 1",
@@ -344,33 +352,33 @@ BAD_SFT = {
 @pytest.mark.parametrize(("args", "message"), BAD_SFT.items(), ids=BAD_SFT)
 def test_sft_has_its_own_settings_and_no_others(args: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        load("tiny_sft", args.split())
+        load_config("tiny_sft", args.split())
     assert message in str(caught.value)
 
 
 def test_a_file_of_sft_has_no_settings_of_evaluations() -> None:
-    config = load("tiny_sft", ["--batch.examples", "8", "--learner.lora.rank", "2"])
-    tree = yaml.safe_load(dump(config))
+    config = load_config("tiny_sft", ["--batch.examples", "8", "--learner.lora.rank", "2"])
+    tree = yaml.safe_load(dump_config(config))
     assert (tree["kind"], tree["data"]["name"], tree["batch"]) == ("sft", "traces", {"examples": 8})
     assert "eval" not in tree and "task" not in tree
-    assert diff(config, load("quickstart"))["kind"] == ("sft", "rl")
+    assert diff_configs(config, load_config("quickstart"))["kind"] == ("sft", "rl")
 
 
 def test_switching_off_what_a_recipe_tuned_is_no_error() -> None:
     config = RL(task=Arithmetic(), algo=GRPO(kl=KLConfig(weight=0.1, estimator="k1")))
-    assert change(config, ["--algo.kl.weight", "0"]).algo.kl.weight == 0
+    assert change_config(config, ["--algo.kl.weight", "0"]).algo.kl.weight == 0
     with pytest.raises(ConfigError, match=r"kl\.estimator has no effect"):
-        change(config, ["--algo.kl.weight", "0", "--algo.kl.estimator", "k2"])
+        change_config(config, ["--algo.kl.weight", "0", "--algo.kl.estimator", "k2"])
 
 
 def test_a_config_without_a_task_is_refused() -> None:
     with pytest.raises(ConfigError, match="has no task"):
-        change(RL())
+        change_config(RL())
 
 
 def test_unknown_reward_part_in_a_recipe() -> None:
     with pytest.raises(ConfigError, match=r'unknown reward part "formt".*Did you mean "format"'):
-        change(RL(task=Arithmetic(), reward={"formt": 0.5}))
+        change_config(RL(task=Arithmetic(), reward={"formt": 0.5}))
 
 
 nasty = st.one_of(
@@ -396,10 +404,10 @@ def test_parse_is_the_inverse_of_dump(model: str, stop: list[str], lr: float, ep
         optim=OptimConfig(lr=lr, eps=eps),
         algo=DrGRPO(clip_high=0.3) if dr else GRPO(kl=KLConfig(weight=0.1)),
     )
-    again = parse(dump(config))
+    again = parse_config(dump_config(config))
     assert again == config
     assert type(again.algo) is type(config.algo)
-    assert diff(again, config) == {}
+    assert diff_configs(again, config) == {}
 
 
 BROKEN = {
@@ -420,10 +428,10 @@ BROKEN = {
 @pytest.mark.parametrize("old", BROKEN)
 def test_a_damaged_file_is_refused_by_name(old: str) -> None:
     new, message = BROKEN[old]
-    text = dump(replace(load("quickstart"), steps=60, seed=0, threads=0))
+    text = dump_config(replace(load_config("quickstart"), steps=60, seed=0, threads=0))
     assert text.count(old) >= 1
     with pytest.raises(ConfigError) as caught:
-        parse(text.replace(old, new, 1))
+        parse_config(text.replace(old, new, 1))
     assert message in str(caught.value)
 
 
@@ -439,30 +447,30 @@ def test_a_damaged_file_is_refused_by_name(old: str) -> None:
 def test_a_file_of_before_a_setting_takes_its_default_and_says_so(
     lines: str, said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = load("tiny_lora", ["--algo.kl.weight", "0.1"])
-    text = dump(config)
+    config = load_config("tiny_lora", ["--algo.kl.weight", "0.1"])
+    text = dump_config(config)
     assert text.count(lines) == 1
-    assert parse(text.replace(lines, ""), "runs/a/config.yaml") == config
-    warned = f"runs/a/config.yaml is of an earlier version of Cohort; what it does not say is taken as {said}"
+    assert parse_config(text.replace(lines, ""), "runs/a/config.yaml") == config
+    warned = f"runs/a/config.yaml is from an earlier version of Cohort. Settings that it does not have: {said}"
     assert [r.getMessage() for r in caplog.records] == [warned]
 
 
 @pytest.mark.parametrize("section", [f.name for f in fields(RL) if f.name != "replay"])
 def test_a_file_without_a_whole_section_is_damaged(section: str) -> None:
-    tree = yaml.safe_load(dump(load("quickstart")))
+    tree = yaml.safe_load(dump_config(load_config("quickstart")))
     del tree[section]
     with pytest.raises(ConfigError, match=rf"{section}(\.name)? is missing; restore the file"):
-        parse(yaml.safe_dump(tree))
+        parse_config(yaml.safe_dump(tree))
 
 
 def test_a_run_from_before_there_was_an_order_goes_on_in_rounds() -> None:
-    tree = yaml.safe_load(dump(load("quickstart"))) | {"format": 1}
+    tree = yaml.safe_load(dump_config(load_config("quickstart"))) | {"format": 1}
     del tree["rollout"]
-    assert parse(yaml.safe_dump(tree)).rollout.order == "rounds"
+    assert parse_config(yaml.safe_dump(tree)).rollout.order == "rounds"
 
 
 def test_a_whole_file_warns_of_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    parse(dump(load("quickstart")))
+    parse_config(dump_config(load_config("quickstart")))
     assert caplog.records == []
 
 
@@ -477,33 +485,35 @@ OFF = {  # what can be off, the setting that turns it on, and another of its set
 @pytest.mark.parametrize("section", OFF)
 def test_what_is_off_is_not_written_and_what_decides_turns_it_on(section: str) -> None:
     on, other = (args.split() for args in OFF[section])
-    off = yaml.safe_load(dump(load("quickstart")))
-    config = load("quickstart", [*on, *other])
-    text = dump(config)
+    off = yaml.safe_load(dump_config(load_config("quickstart")))
+    config = load_config("quickstart", [*on, *other])
+    text = dump_config(config)
     written = yaml.safe_load(text)
     for part in section.split(".")[:-1]:
         off, written = off[part], written[part]
     name = section.rpartition(".")[2]
     assert name not in off
     assert written[name][other[0].rpartition(".")[2]] is not None
-    assert parse(text) == config and dump(parse(text)) == text
+    assert parse_config(text) == config and dump_config(parse_config(text)) == text
     with pytest.raises(ConfigError, match="has no effect"):
-        load("quickstart", other)
+        load_config("quickstart", other)
 
 
 def test_what_is_off_makes_no_difference() -> None:
     """A setting of what does not act is neither written nor compared: a run with it is the same run."""
-    idle = replace(load("quickstart"), algo=GRPO(kl=KLConfig(estimator="k2")))
-    assert diff(idle, load("quickstart")) == {} and dump(idle) == dump(load("quickstart"))
-    switched_off = change(
+    idle = replace(load_config("quickstart"), algo=GRPO(kl=KLConfig(estimator="k2")))
+    assert diff_configs(idle, load_config("quickstart")) == {} and dump_config(idle) == dump_config(
+        load_config("quickstart")
+    )
+    switched_off = change_config(
         RL(task=Arithmetic(), algo=GRPO(kl=KLConfig(weight=0.1, estimator="k2"))), ["--algo.kl.weight", "0"]
     )
-    assert parse(dump(switched_off)) == switched_off
+    assert parse_config(dump_config(switched_off)) == switched_off
 
 
 def test_a_missing_kl_section_is_the_algorithms_own_default() -> None:
-    config = load("quickstart", ["--algo", "reinforce_pp"])
-    assert parse(dump(config)).algo.kl.estimator == "k1" and "kl:" not in dump(config)
+    config = load_config("quickstart", ["--algo", "reinforce_pp"])
+    assert parse_config(dump_config(config)).algo.kl.estimator == "k1" and "kl:" not in dump_config(config)
 
 
 def first_format(config: RL) -> str:
@@ -514,31 +524,35 @@ def first_format(config: RL) -> str:
         if field.name != "reward":
             tree[field.name] = json.loads(json.dumps(dataclasses.asdict(value))) if is_dataclass(value) else value
     for field in config.variants:
-        tree[field] = {"name": variant_name(field, getattr(config, field)), **tree[field]}
+        tree[field] = {"name": get_variant_name(field, getattr(config, field)), **tree[field]}
     return yaml.safe_dump(tree)
 
 
 @pytest.mark.parametrize("recipe", sorted(RECIPES))
 def test_a_file_of_the_first_format_is_the_same_config(recipe: str, caplog: pytest.LogCaptureFixture) -> None:
-    config = load(recipe)
+    config = load_config(recipe)
     if isinstance(config, RL):
         text = first_format(config)
         assert "correction:" in text and not {"format: 2", "kind: rl"} & set(text.splitlines())
-        assert parse(text) == config and diff(parse(text), config) == {}
+        assert parse_config(text) == config and diff_configs(parse_config(text), config) == {}
         assert caplog.records == []
 
 
 def test_files_of_later_versions_and_other_kinds_are_refused() -> None:
-    text = dump(load("quickstart"))
+    text = dump_config(load_config("quickstart"))
     assert text.startswith("format: 2\nkind: rl\n")
     for old, new, message in (
-        ("format: 2", "format: 3", "config.yaml has format 3, this Cohort knows 2: upgrade Cohort"),
+        (
+            "format: 2",
+            "format: 3",
+            "config.yaml has format 3, but this version of Cohort reads up to 2: upgrade Cohort",
+        ),
         ("format: 2", "format: two", "format must be a whole number"),
-        ("kind: rl", "kind: rll", "kind is 'rll'. Did you mean \"rl\"?"),
-        ("kind: rl\n", "", "kind is None"),
+        ("kind: rl", "kind: rll", "unknown kind of run 'rll'. Did you mean \"rl\"?"),
+        ("kind: rl\n", "", "unknown kind of run None"),
     ):
         with pytest.raises(ConfigError) as caught:
-            parse(text.replace(old, new, 1))
+            parse_config(text.replace(old, new, 1))
         assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -550,9 +564,9 @@ def test_a_recipe_of_before_there_were_kinds_is_told_what_to_write() -> None:
 
 def test_every_number_has_bounds() -> None:
     """Also where an algorithm declares a field again for another default."""
-    configs = [load("quickstart", ["--algo", algo]) for algo in ALGOS]
-    configs += [load("quickstart", ["--turns", "think_again"]), load("tiny_sft")]
-    numbers = [(n, leaf) for c in configs for n, leaf in flags.leaves(c).items() if leaf.type in (int, float)]
+    configs = [load_config("quickstart", ["--algo", algo]) for algo in ALGOS]
+    configs += [load_config("quickstart", ["--turns", "think_again"]), load_config("tiny_sft")]
+    numbers = [(n, leaf) for c in configs for n, leaf in flags.collect_settings(c).items() if leaf.type in (int, float)]
     assert {n for n, leaf in numbers if not leaf.bounds and not n.startswith(("task.", "reward."))} == set()
     assert len({n for n, _ in numbers}) > 50
 
@@ -560,13 +574,13 @@ def test_every_number_has_bounds() -> None:
 @pytest.mark.parametrize("text", ["", "just text", "[1, 2]", "steps: 5"])
 def test_what_is_no_config_is_refused(text: str) -> None:
     with pytest.raises(ConfigError):
-        parse(text)
+        parse_config(text)
 
 
 def test_secrets_are_never_written() -> None:
-    config = load("quickstart")
+    config = load_config("quickstart")
     with pytest.raises(ConfigError, match="password in an address"):
-        dump(replace(config, model="https://me:hunter2@host/model"))
+        dump_config(replace(config, model="https://me:hunter2@host/model"))
 
     @dataclasses.dataclass(frozen=True, kw_only=True)
     class Keyed(DrGRPO):
@@ -575,40 +589,42 @@ def test_secrets_are_never_written() -> None:
     ALGOS["keyed"] = Keyed
     try:
         with pytest.raises(ConfigError, match=r"algo\.api_key looks like a secret"):
-            dump(replace(config, algo=Keyed()))
+            dump_config(replace(config, algo=Keyed()))
     finally:
         del ALGOS["keyed"]
 
 
 def test_diff_names_what_changed() -> None:
-    a = load("quickstart")
-    b = load("quickstart", ["--steps", "3", "--algo", "dr_grpo", "--task", "countdown"])
-    changed = diff(a, b)
+    a = load_config("quickstart")
+    b = load_config("quickstart", ["--steps", "3", "--algo", "dr_grpo", "--task", "countdown"])
+    changed = diff_configs(a, b)
     assert changed["steps"] == (a.steps, 3)
     assert changed["algo"] == ("grpo", "dr_grpo")
     assert changed["algo.scale"] == ("std", "none")
     assert changed["task"] == ("arithmetic", "countdown")
     assert "optim.lr" not in changed
-    assert diff(a, a) == {}
+    assert diff_configs(a, a) == {}
 
 
 def test_recipe_and_task_in_a_file_of_ones_own(own_file: Path) -> None:
-    config = load(f"{own_file}:mine", ["--task.alphabet", "x", "y", "z"])
+    config = load_config(f"{own_file}:mine", ["--task.alphabet", "x", "y", "z"])
     assert config.recipe == f"{own_file}:mine"
     assert (config.task.length, config.task.alphabet) == (7, ("x", "y", "z"))
     assert config.reward == {"correct": 1.0}
-    text = dump(config)
-    assert parse(text) == config
+    text = dump_config(config)
+    assert parse_config(text) == config
     # another process knows nothing of the file until the config leads it there
-    program = "import sys; from cohort.config.load import parse; print(parse(sys.stdin.read()).task.length)"
+    program = (
+        "import sys; from cohort.config.load import parse_config; print(parse_config(sys.stdin.read()).task.length)"
+    )
     done = subprocess.run([sys.executable, "-c", program], input=text, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "7"
 
 
 def test_task_from_a_file_on_a_built_in_recipe(own_file: Path) -> None:
-    config = load("quickstart", ["--task", f"{own_file}:reverse_for_tests", "--task.length", "3"])
+    config = load_config("quickstart", ["--task", f"{own_file}:reverse_for_tests", "--task.length", "3"])
     assert config.task.length == 3
-    assert parse(dump(config)) == config
+    assert parse_config(dump_config(config)) == config
 
 
 def test_files_that_cannot_be_used(own_file: Path, tmp_path: Path) -> None:
@@ -617,13 +633,13 @@ def test_files_that_cannot_be_used(own_file: Path, tmp_path: Path) -> None:
     for spec, message in {
         f"{own_file}:mien": 'no function "mien".*Did you mean "mine"',
         f"{own_file}:wrong": "returned a dict; it must return a RunConfig",
-        str(own_file): "names a file but nothing in it",
+        str(own_file): "names a file but no function or task in it",
         f"{tmp_path}/none.py:f": "there is no file",
         f"{broken}:f": "line 1",
         "quickstrat": 'unknown recipe "quickstrat". Did you mean "quickstart"',
     }.items():
         with pytest.raises(ConfigError, match=message):
-            load(spec)
+            load_config(spec)
 
 
 FLAGS = """
@@ -642,9 +658,13 @@ eval.problems eval.samples eval.temperature save.every save.keep_last save.keep_
 
 
 def test_the_flags_of_train_change_only_on_purpose() -> None:
-    from cohort.config.load import _settings
+    from cohort.config.load import _make_settings_record
 
-    found = {name for name in flags.leaves(_settings(load("quickstart"))) if not name.startswith("task.")}
+    found = {
+        name
+        for name in flags.collect_settings(_make_settings_record(load_config("quickstart")))
+        if not name.startswith("task.")
+    }
     assert found == set(FLAGS)
 
 
@@ -655,12 +675,12 @@ def test_the_task_in_the_readme_loads(tmp_path: Path) -> None:
     block = re.search(r"```python\n(# sums\.py.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
     assert block is not None
     (tmp_path / "sums.py").write_text(block[1], encoding="utf-8")
-    task = load(f"{tmp_path}/sums.py:sums").task
+    task = load_config(f"{tmp_path}/sums.py:sums").task
     train, test = ([(row["a"], row["b"]) for row in task.rows(split)] for split in ("train", "test"))
     assert len(test) >= 500 and not set(train) & set(test)
     row = {"a": 12, "b": 30}
     for text, expected in (("<answer>42</answer>", 1.0), ("<answer>41</answer>", 0.0), ("42", 0.0)):
-        assert task.score(row, plain_answer(text)) == {"correct": expected}
+        assert task.score(row, make_plain_answer(text)) == {"correct": expected}
 
 
 def test_the_commands_in_the_readme_load() -> None:
@@ -668,4 +688,4 @@ def test_the_commands_in_the_readme_load() -> None:
     assert len(commands) >= 3
     for command in commands:
         recipe, *args = command.split()
-        load(recipe, args)
+        load_config(recipe, args)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cohort.config import names
-from cohort.config.load import dump, load, parse
+from cohort.config.load import dump_config, load_config, parse_config
 from cohort.errors import ConfigError
 from cohort.run.store.db import Store
 from cohort.run.store.reader import Reader
@@ -22,23 +22,26 @@ def renamed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("renamed")
 def test_a_file_with_old_keys_is_the_same_config() -> None:
-    config = load("quickstart")
-    text = dump(config)
+    config = load_config("quickstart")
+    text = dump_config(config)
     old = text.replace("  lr: 0.0003\n", "", 1).replace("save:\n", "keep:\n", 1) + "opt:\n  rate: 0.0003\n"
     assert "save:" not in old and old.count("0.0003") == 1
-    assert parse(old) == config and dump(parse(old)) == text
+    assert parse_config(old) == config and dump_config(parse_config(old)) == text
     with pytest.raises(ConfigError, match="unknown setting opt"):  # what is beside the old key is not known
-        parse(old + "  beta: 0.5\n")
+        parse_config(old + "  beta: 0.5\n")
 
 
 @pytest.mark.usefixtures("renamed")
 @pytest.mark.parametrize(
     ("flag", "message"),
-    [("--opt.rate=1", "--opt.rate is now --optim.lr."), ("--keep.every=3", "--keep.every is now --save.every.")],
+    [
+        ("--opt.rate=1", "--opt.rate has a new name; write --optim.lr."),
+        ("--keep.every=3", "--keep.every has a new name; write --save.every."),
+    ],
 )
 def test_an_old_flag_names_the_new_one(flag: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        load("quickstart", [flag])
+        load_config("quickstart", [flag])
     assert str(caught.value) == message
 
 
@@ -49,8 +52,8 @@ def test_old_metrics_have_their_new_names(tmp_path: Path) -> None:
     store.write_step(2, {"loss": 2.0})  # of the version after it
     store.close()
     with Reader(tmp_path / "run.db") as reader:
-        assert reader.series("loss") == {1: 1.0, 2: 2.0}
-        assert [(row.step, row.name) for row in reader.metrics()] == [(1, "loss"), (1, "lr"), (2, "loss")]
+        assert reader.read_series("loss") == {1: 1.0, 2: 2.0}
+        assert [(row.step, row.name) for row in reader.read_metrics()] == [(1, "loss"), (1, "lr"), (2, "loss")]
 
 
 def test_no_name_is_both_old_and_new() -> None:

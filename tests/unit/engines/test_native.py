@@ -1,4 +1,4 @@
-"""The native engine: protocol, memory, scheduling. Exactness is in tests/equivalence/test_engine.py."""
+"""The native engine: protocol, memory, scheduling. tests/equivalence/test_engine.py tests that it is exact."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import torch
 from cohort.engines.base import sample
 from cohort.engines.native.engine import NativeEngine
 from cohort.errors import ConfigError, ModelError
-from cohort.models.decoder import hf_shaped, hf_views
+from cohort.models.decoder import hf_views, to_hf_shape
 from cohort.types import Finish
 from tests.helpers.decoders_and_groups import small_decoder
-from tests.helpers.engine_conformance import EngineConformance, Same, request, spell
+from tests.helpers.engine_conformance import EngineConformance, SameWeights, request, spell
 
 
 def make(slots: int = 4, dtype: torch.dtype = torch.float32, window: int = 8, **changes) -> NativeEngine:
     return NativeEngine(small_decoder(dtype, **changes), spell, slots=slots, max_context=200, window=window)
 
 
-class Other:
-    """A learner's weights in another process: names and full tensors."""
+class ForeignWeights:
+    """Weights of a learner in another process: names and full tensors."""
 
     module = None
 
@@ -31,7 +31,8 @@ class Other:
 
 
 def hf_tensors(decoder) -> dict[str, torch.Tensor]:
-    return {name: hf_shaped(name, view).clone() for name, view in hf_views(decoder)}
+    """Returns copies of all weights by Hugging Face name."""
+    return {name: to_hf_shape(name, view).clone() for name, view in hf_views(decoder)}
 
 
 class TestConformance(EngineConformance):
@@ -40,13 +41,13 @@ class TestConformance(EngineConformance):
 
 
 class TestConformanceWindowOne(EngineConformance):
-    """As a server runs it: every token is reported at once."""
+    """With window 1, as for a server: every token is reported at once."""
 
     def make(self, slots: int = 4) -> NativeEngine:
         return make(slots, window=1)
 
 
-def test_prompt_is_stored_and_computed_once_a_group():
+def test_prompt_is_stored_and_computed_once_per_group():
     engine = make(slots=8)
     for p, size in ((0, 5), (2, 3)):
         for i in range(size):
@@ -55,7 +56,7 @@ def test_prompt_is_stored_and_computed_once_a_group():
     stored = [p.tokens for pool in engine.prefixes.pools.values() for p in pool.prefixes]
     assert sorted(map(len, stored)) == [4, 12]
     assert engine.work.num_prompt_tokens == 4 + 12
-    assert {p.users for p in engine.prefixes.known.values()} == {5, 3}
+    assert {p.num_users for p in engine.prefixes.by_tokens.values()} == {5, 3}
 
 
 def test_prefix_is_freed_with_its_last_sibling():
@@ -65,7 +66,7 @@ def test_prefix_is_freed_with_its_last_sibling():
     engine.submit(request(1, 0, max_tokens=60))
     seen = []
     while engine.poll():
-        seen.append(sorted((len(p.tokens), p.users) for p in engine.prefixes.known.values()))
+        seen.append(sorted((len(p.tokens), p.num_users) for p in engine.prefixes.by_tokens.values()))
     assert seen[0] == [(3, 1), (4, 2)]  # after 9 tokens
     assert [(3, 1)] in seen  # the group of prompt 0 is gone while the other runs
     assert seen[-1] == []
@@ -80,7 +81,7 @@ def test_a_waiting_sibling_keeps_the_prompt():
     assert engine.work.num_prompt_tokens == 4
 
 
-def test_group_begun_is_finished_before_the_next_begins():
+def test_a_group_is_finished_before_the_next_begins():
     engine = make(slots=2)
     for i in range(4):  # submitted in turns
         for p in range(3):
@@ -91,7 +92,7 @@ def test_group_begun_is_finished_before_the_next_begins():
     assert most <= 2
 
 
-def test_slots_bound_what_runs():
+def test_slots_bound_the_running_requests():
     engine = make(slots=3)
     for i in range(10):
         engine.submit(request(0, i, max_tokens=10))
@@ -106,7 +107,7 @@ def test_refill_does_not_wait_for_the_slowest():
     engine = make(slots=4)
     lengths = [3 + 11 * i % 17 for i in range(30)]
     sample(engine, [request(0, i, max_tokens=n) for i, n in enumerate(lengths)])
-    # a draw at entry needs no step; the tail of the last few runs alone
+    # The first token of a request needs no step. At the end the last few requests run alone.
     assert engine.work.num_steps <= (sum(lengths) - 30) / 4 + max(lengths)
 
 
@@ -133,7 +134,7 @@ def test_optimizer_step_is_seen_without_a_copy():
     before = sample(engine, [request()])["0/0"]
     with torch.no_grad():
         engine.decoder.embed.mul_(-1)
-    engine.load(Same(engine.decoder), version=1)
+    engine.load(SameWeights(engine.decoder), version=1)
     after = sample(engine, [request()])["0/0"]
     fresh = NativeEngine(engine.decoder, spell, slots=4, max_context=200)
     assert after.tokens == sample(fresh, [request()])["0/0"].tokens != before.tokens
@@ -143,7 +144,7 @@ def test_optimizer_step_is_seen_without_a_copy():
 def test_foreign_weights_are_copied_by_name():
     engine, other = make(qkv_bias=True, tied=False), make(seed=1, qkv_bias=True, tied=False)
     pointer = engine.decoder.layers[0].qkv.data_ptr()
-    engine.load(Other(hf_tensors(other.decoder)), version=7)
+    engine.load(ForeignWeights(hf_tensors(other.decoder)), version=7)
     for (name, mine), (_, theirs) in zip(hf_views(engine.decoder), hf_views(other.decoder), strict=True):
         assert torch.equal(mine, theirs), name
     assert engine.decoder.layers[0].qkv.data_ptr() == pointer
@@ -153,7 +154,7 @@ def test_foreign_weights_are_copied_by_name():
 def test_tied_head_in_foreign_weights_is_no_error():
     engine, other = make(), make(seed=1)
     tensors = hf_tensors(other.decoder)
-    engine.load(Other({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"]}), version=1)
+    engine.load(ForeignWeights({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"]}), version=1)
     assert torch.equal(engine.decoder.embed, other.decoder.embed)
 
 
@@ -174,7 +175,7 @@ def test_foreign_weights_that_do_not_fit_are_refused(change, message: str):
     tensors = hf_tensors(engine.decoder)
     change(tensors)
     with pytest.raises(ModelError, match=message):
-        engine.load(Other(tensors), version=1)
+        engine.load(ForeignWeights(tensors), version=1)
 
 
 def test_sampling_leaves_the_shared_parameters_trainable():
@@ -197,11 +198,11 @@ def test_damaged_weights_are_an_error_and_leave_no_trace():
     with torch.no_grad():
         for name, p in engine.decoder.named_parameters():
             p.copy_(good[name])
-    engine.load(Same(engine.decoder), version=1)
+    engine.load(SameWeights(engine.decoder), version=1)
     assert sample(engine, [])["0/0"].tokens == expected
 
 
-def test_release_gives_memory_back_and_goes_on():
+def test_release_frees_memory_and_sampling_continues():
     engine = make()
     expected = sample(make(), [request(max_tokens=40)])["0/0"].tokens
     engine.submit(request(max_tokens=40))
@@ -220,7 +221,7 @@ def test_context_is_exactly_usable():
         engine.submit(request(max_tokens=197))
 
 
-def test_settings_that_cannot_work():
+def test_impossible_settings_are_refused():
     decoder = small_decoder()
     with pytest.raises(ConfigError, match=r"slots = 0"):
         NativeEngine(decoder, spell, slots=0, max_context=100)

@@ -1,4 +1,4 @@
-"""Packed weights: exactly the model (fp16: with rounded matrices), packed again at every load."""
+"""Packed weights: they give exactly the model (fp16: with rounded matrices) and are packed again at every load."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cohort.engines.native.engine import NativeEngine
 from cohort.errors import ConfigError
 from cohort.models.decoder import Decoder
 from tests.helpers.decoders_and_groups import naive_logprobs, small_decoder
-from tests.helpers.engine_conformance import EngineConformance, Same, request, spell
+from tests.helpers.engine_conformance import EngineConformance, SameWeights, request, spell
 
 BIASED = {"qkv_bias": True, "out_bias": True, "mlp_bias": True, "tied": False}
 
@@ -22,7 +22,7 @@ def make(decoder: Decoder, slots: int = 4, kind: str = "fp16") -> NativeEngine:
 
 
 def rounded(decoder: Decoder) -> Decoder:
-    """Matrices as fp16 holds them, embedding table, norms and biases as they are."""
+    """Returns a copy with matrices rounded to fp16. Embedding table, norms and biases are not rounded."""
     decoder = copy.deepcopy(decoder)
     with torch.no_grad():
         for name, p in decoder.named_parameters():
@@ -65,13 +65,13 @@ def test_load_packs_again(kind):
     engine.poll()
     with torch.no_grad():
         decoder.layers[0].qkv.mul_(-2)
-    engine.load(Same(decoder), version=1)
+    engine.load(SameWeights(decoder), version=1)
     engine.abort("0/0")
     after = sample(engine, [request()])["0/0"].tokens
     assert after == sample(make(decoder, kind=kind), [request()])["0/0"].tokens != before
 
 
-def test_nothing_is_held_when_idle():
+def test_an_idle_engine_holds_no_copies():
     engine = make(small_decoder(), kind="packed")
     sample(engine, [request()])
     assert engine.packed is not None and not engine.packed.products

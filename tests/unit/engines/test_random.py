@@ -1,4 +1,4 @@
-"""Keyed randomness against whole-number arithmetic written out."""
+"""Keyed randomness against the same arithmetic in Python's unlimited integers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from cohort.engines.native.random import stream_of, uniforms
+from cohort.engines.native.random import derive_random_stream, draw_uniforms
 from cohort.types import Key
 
 KEY = Key(seed=0, purpose="train", task="t", prompt_id="7", visit=0, sample=3)
@@ -26,10 +26,18 @@ def reference_uniform(stream: int, position: int) -> float:
 
 
 def test_uniforms_equal_big_integers():
-    streams = [0, 1, -1, (1 << 63) - 1, -(1 << 63), stream_of(KEY), stream_of(replace(KEY, sample=4))]
+    streams = [
+        0,
+        1,
+        -1,
+        (1 << 63) - 1,
+        -(1 << 63),
+        derive_random_stream(KEY),
+        derive_random_stream(replace(KEY, sample=4)),
+    ]
     positions = [0, 1, 2, 1000, (1 << 31) + 7]
     pairs = [(s, p) for s in streams for p in positions]
-    got = uniforms(torch.tensor([s for s, _ in pairs]), torch.tensor([p for _, p in pairs]))
+    got = draw_uniforms(torch.tensor([s for s, _ in pairs]), torch.tensor([p for _, p in pairs]))
     assert got.dtype == torch.float64
     assert got.tolist() == [reference_uniform(s, p) for s, p in pairs]
 
@@ -42,7 +50,7 @@ def test_known_mix_value():
 def test_stream_is_the_hash_of_the_written_fields():
     text = b'[0,"train","t","7",0,3]'
     digest = hashlib.blake2b(text, digest_size=8, person=b"cohort-stream").digest()
-    assert stream_of(KEY) == int.from_bytes(digest, "little", signed=True)
+    assert derive_random_stream(KEY) == int.from_bytes(digest, "little", signed=True)
 
 
 def test_every_field_of_the_key_matters():
@@ -56,13 +64,13 @@ def test_every_field_of_the_key_matters():
         replace(KEY, task='t","7', prompt_id=""),  # the encoding cannot be tricked by quotes
         replace(KEY, prompt_id="\ud800"),  # nor broken by text that is no valid unicode
     ]
-    assert len({stream_of(k) for k in [KEY, *changed]}) == len(changed) + 1
+    assert len({derive_random_stream(k) for k in [KEY, *changed]}) == len(changed) + 1
 
 
 def test_uniforms_are_uniform_along_positions_and_streams():
     n, bins = 100_000, 100
-    along = uniforms(torch.full((n,), stream_of(KEY)), torch.arange(n))
-    across = uniforms(torch.arange(n), torch.full((n,), 5))  # the worst streams: consecutive integers
+    along = draw_uniforms(torch.full((n,), derive_random_stream(KEY)), torch.arange(n))
+    across = draw_uniforms(torch.arange(n), torch.full((n,), 5))  # the worst streams: consecutive integers
     for u in (along, across):
         assert u.min() >= 0 and u.max() < 1
         counts = torch.histc(u, bins=bins, min=0, max=1)

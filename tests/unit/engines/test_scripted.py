@@ -14,26 +14,27 @@ from tests.helpers.engine_conformance import EngineConformance, request, spell
 
 
 def babble(request: Request) -> Script:
+    """Returns random tokens that depend on the key alone."""
     rng = random.Random(repr(request.key))
     return Script(tokens=[rng.randrange(50) for _ in range(request.start + 100)][request.start :])
 
 
 class TestConformance(EngineConformance):
     def make(self, slots: int = 4) -> ScriptedEngine:
-        return ScriptedEngine(babble, spell, at_once=slots)
+        return ScriptedEngine(babble, spell, slots=slots)
 
     def dying(self) -> ScriptedEngine:
-        return ScriptedEngine(babble, spell, lives=2)
+        return ScriptedEngine(babble, spell, polls_before_death=2)
 
 
 class TestLateConformance(EngineConformance):
-    """An engine whose polls report nothing most of the time, as one elsewhere does."""
+    """With polls that mostly report nothing, as for an engine in another process."""
 
     def make(self, slots: int = 4) -> ScriptedEngine:
-        return ScriptedEngine(babble, spell, at_once=slots, late=3)
+        return ScriptedEngine(babble, spell, slots=slots, silent_polls=3)
 
     def dying(self) -> ScriptedEngine:
-        return ScriptedEngine(babble, spell, lives=5, late=3)
+        return ScriptedEngine(babble, spell, polls_before_death=5, silent_polls=3)
 
 
 def test_answers_by_id_with_logprobs():

@@ -1,4 +1,4 @@
-"""The server engine against a real HTTP server that can be told to misbehave. No test waits for a clock."""
+"""The server engine against a real HTTP server that can be told to misbehave. No test sleeps."""
 
 from __future__ import annotations
 
@@ -18,11 +18,18 @@ import pytest
 
 from cohort.engines import server as server_module
 from cohort.engines.base import Abilities, sample
-from cohort.engines.server import UNKNOWN, ServerEngine
-from cohort.engines.site import LONGEST_PAUSE, TRIES, Site, checked_url, find_key, retry_after
+from cohort.engines.server import UNKNOWN_TOKEN, ServerEngine
+from cohort.engines.site import (
+    MAX_PAUSE_SECONDS,
+    MAX_TRIES,
+    ServerClient,
+    normalise_url,
+    parse_retry_after,
+    read_api_key,
+)
 from cohort.errors import CohortError, ConfigError, EngineError, ModelError
 from cohort.types import Finish, Provenance
-from tests.helpers.engine_conformance import EngineConformance, events_of, request
+from tests.helpers.engine_conformance import EngineConformance, iterate_events, request
 from tests.helpers.fake_server import (
     Behaviour,
     FakeServer,
@@ -56,17 +63,19 @@ def no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Pauses(list[float]):
-    """In the place of waiting: writes down how long it would have been."""
+    """A pause function that does not wait but records the seconds."""
 
     def __call__(self, stop: threading.Event, seconds: float) -> None:
         self.append(seconds)
 
 
 def make(server: FakeServer, **values: Any) -> ServerEngine:
+    """Returns an engine for the server's model "small", which does not wait between retries."""
     return ServerEngine(server.url, values.pop("model", "small"), **{"pause": Pauses(), "timeout": 30.0, **values})
 
 
-def one(engine: ServerEngine, **changes: Any) -> Any:
+def sample_one(engine: ServerEngine, **changes: Any) -> Any:
+    """Returns the sample of one request with these changes."""
     return sample(engine, [request(**changes)])["0/0"]
 
 
@@ -86,7 +95,7 @@ class TestConformance(EngineConformance):
         return engine
 
 
-def test_a_poll_that_may_not_wait_reports_nothing_yet(server: FakeServer):
+def test_a_poll_without_time_to_wait_reports_nothing_yet(server: FakeServer):
     release = threading.Event()
 
     def slow(h: Handler, body: dict[str, Any]) -> None:
@@ -104,7 +113,7 @@ def test_a_poll_that_may_not_wait_reports_nothing_yet(server: FakeServer):
 def test_what_is_sent(server: FakeServer):
     engine = make(server)
     server.behaviours = [answers()]
-    one(engine, max_tokens=9, temperature=0.7, top_p=0.9)
+    sample_one(engine, max_tokens=9, temperature=0.7, top_p=0.9)
     plain = server.asked[-1]
     seed = plain.pop("seed")
     assert 0 <= seed < 2**31
@@ -116,38 +125,38 @@ def test_what_is_sent(server: FakeServer):
         "max_tokens": 9,
     }
     assert server.seen[-1][0] == "/v1/chat/completions" and "Authorization" not in server.seen[-1][1]
-    one(engine, max_tokens=9, top_k=5, min_p=0.1, stop_strings=("a", "b"))
+    sample_one(engine, max_tokens=9, top_k=5, min_p=0.1, stop_strings=("a", "b"))
     extra = {k: server.asked[-1][k] for k in ("top_k", "min_p", "stop", "seed")}
     assert extra == {"top_k": 5, "min_p": 0.1, "stop": ["a", "b"], "seed": seed}
 
 
-def test_seed_is_the_keys(server: FakeServer):
+def test_the_key_decides_the_seed(server: FakeServer):
     engine = make(server)
     sample(engine, [request(0, 0), request(0, 1), request(1, 0)])
-    one(engine)
-    one(engine, start=3)
+    sample_one(engine)
+    sample_one(engine, start=3)
     seeds = [body["seed"] for body in server.asked]
     assert len(set(seeds[:3])) == 3 and seeds[3] in seeds[:3] and seeds[4] not in seeds[:3]
 
 
-def test_vllm_is_told_every_setting_so_that_the_folder_decides_none(server: FakeServer):
+def test_vllm_is_sent_every_setting_so_that_the_folder_decides_none(server: FakeServer):
     server.listing, server.behaviours = models("small", owner="vllm"), [answers()]
     engine = make(server)
-    one(engine)
+    sample_one(engine)
     assert {k: server.asked[-1][k] for k in ("top_k", "min_p", "repetition_penalty", "top_p")} == {
         "top_k": -1,
         "min_p": 0.0,
         "repetition_penalty": 1.0,
         "top_p": 1.0,
     }
-    one(engine, top_k=7)
+    sample_one(engine, top_k=7)
     assert server.asked[-1]["top_k"] == 7
 
 
 def test_final_assistant_message_is_continued(server: FakeServer):
     server.behaviours = [answers()]
     messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "It is"}]
-    one(make(server), messages=messages)
+    sample_one(make(server), messages=messages)
     body = server.asked[-1]
     assert body["messages"] == messages
     assert body["continue_final_message"] is True and body["add_generation_prompt"] is False
@@ -156,7 +165,7 @@ def test_final_assistant_message_is_continued(server: FakeServer):
 def test_text_template_sends_the_plain_text(server: FakeServer):
     server.behaviours = [lambda h, _: h.reply({"choices": [{"text": " 4", "finish_reason": "stop"}]})]
     messages = [{"role": "user", "content": "2+2"}, {"role": "assistant", "content": "Sum:"}]
-    s = one(make(server, template="text"), messages=messages)
+    s = sample_one(make(server, template="text"), messages=messages)
     path, _, body = server.seen[-1]
     assert path == "/v1/completions" and body["prompt"] == "2+2\n\nSum:"
     assert not {"messages", "continue_final_message"} & body.keys()
@@ -165,8 +174,8 @@ def test_text_template_sends_the_plain_text(server: FakeServer):
 
 def test_sample_has_as_many_unknown_tokens_as_the_server_counts(server: FakeServer):
     server.behaviours = [answers("four", "length", 3)]
-    s = one(make(server))
-    assert s.tokens == [UNKNOWN] * 3 and s.provenance == [Provenance.SAMPLED] * 3
+    s = sample_one(make(server))
+    assert s.tokens == [UNKNOWN_TOKEN] * 3 and s.provenance == [Provenance.SAMPLED] * 3
     assert s.sampler_logprobs == [0.0] * 3 and s.kept_mass == [] and s.versions == [(0, 0)]
     assert (s.text, s.finish) == ("four", Finish.LENGTH)
 
@@ -194,7 +203,7 @@ def test_sample_has_as_many_unknown_tokens_as_the_server_counts(server: FakeServ
 )
 def test_replies_of_every_kind(server: FakeServer, reply: Any, text: str, finish: Finish, num: int):
     server.behaviours = [lambda h, _: h.reply(reply)]
-    s = one(make(server))
+    s = sample_one(make(server))
     assert (s.text, s.finish, len(s.tokens)) == (text, finish, num)
     assert len(server.asked) == 1
 
@@ -219,7 +228,7 @@ def test_a_thought_is_put_back(
     server.behaviours = [answers(content, reason, **{name: thought})]
     messages = [{"role": "user", "content": "?"}]
     messages += [] if forced is None else [{"role": "assistant", "content": forced}]
-    assert one(make(server), messages=messages).text == text
+    assert sample_one(make(server), messages=messages).text == text
 
 
 TROUBLE = {
@@ -249,10 +258,10 @@ TROUBLE = {
 
 
 @pytest.mark.parametrize("kind", TROUBLE)
-def test_trouble_that_passes_is_tried_again(server: FakeServer, kind: str):
+def test_passing_errors_are_retried(server: FakeServer, kind: str):
     server.behaviours = [TROUBLE[kind], TROUBLE[kind], answers("fine")]
     pauses = Pauses()
-    assert one(make(server, pause=pauses)).text == "fine"
+    assert sample_one(make(server, pause=pauses)).text == "fine"
     assert len(server.asked) == 3
     assert len({json.dumps(body) for body in server.asked}) == 1  # the same question, seed included
     assert 0.5 <= pauses[0] <= 1.0 <= pauses[1] <= 2.0
@@ -269,14 +278,14 @@ def test_trouble_that_passes_is_tried_again(server: FakeServer, kind: str):
         ("hung up", "RemoteDisconnected"),
     ],
 )
-def test_trouble_that_stays_ends_after_so_many_tries(server: FakeServer, kind: str, words: str):
+def test_lasting_errors_end_after_max_tries(server: FakeServer, kind: str, words: str):
     server.behaviours = [TROUBLE[kind]]
     pauses = Pauses()
     engine = make(server, pause=pauses)
-    with pytest.raises(EngineError, match=f"failed {TRIES} times") as error:
-        one(engine)
+    with pytest.raises(EngineError, match=f"failed {MAX_TRIES} times") as error:
+        sample_one(engine)
     assert words in str(error.value) and server.url in str(error.value) and "\n" not in str(error.value)
-    assert len(server.asked) == TRIES and len(pauses) == TRIES - 1
+    assert len(server.asked) == MAX_TRIES and len(pauses) == MAX_TRIES - 1
     assert all(2 ** (n - 1) <= seconds <= 2**n for n, seconds in enumerate(pauses))
     assert engine.poll() == []
 
@@ -285,32 +294,32 @@ def test_a_server_that_does_not_answer_in_time_is_tried_again(server: FakeServer
     release = threading.Event()
     server.behaviours = [lambda h, _: release.wait() and None, answers("late")]
     try:
-        assert one(make(server, timeout=0.1)).text == "late"
+        assert sample_one(make(server, timeout=0.1)).text == "late"
     finally:
         release.set()
     assert len(server.asked) == 2
 
 
-def test_a_pause_that_the_server_asks_for_is_kept(server: FakeServer):
+def test_a_pause_that_the_server_asks_for_is_obeyed(server: FakeServer):
     pauses = Pauses()
     server.behaviours = [fails(429, Retry_After="7"), fails(503, Retry_After="0.25"), answers()]
-    one(make(server, pause=pauses))
+    sample_one(make(server, pause=pauses))
     assert pauses == [7.0, 0.25]
 
 
 def test_a_pause_too_long_is_an_error_at_once(server: FakeServer):
     server.behaviours = [fails(429, {"error": {"message": "quota"}}, Retry_After="86400")]
     with pytest.raises(EngineError, match="a pause of 86400 seconds: 429 quota"):
-        one(make(server))
-    assert len(server.asked) == 1 and LONGEST_PAUSE < 86400
+        sample_one(make(server))
+    assert len(server.asked) == 1 and MAX_PAUSE_SECONDS < 86400
 
 
 def test_retry_after_as_a_date(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("cohort.engines.site.time.time", lambda: 784111777.0 - 30)
-    assert retry_after("Sun, 06 Nov 1994 08:49:37 GMT") == 30.0
-    assert retry_after("Sat, 05 Nov 1994 08:49:37 GMT") == 0.0
+    assert parse_retry_after("Sun, 06 Nov 1994 08:49:37 GMT") == 30.0
+    assert parse_retry_after("Sat, 05 Nov 1994 08:49:37 GMT") == 0.0
     for odd in ("inf", "nan", "Sun, 99 Nov 1994", "7 seconds", "Sun, 06 Nov 99999999 08:49:37 GMT"):
-        assert retry_after(odd) is None
+        assert parse_retry_after(odd) is None
 
 
 @pytest.mark.parametrize(
@@ -331,7 +340,7 @@ def test_retry_after_as_a_date(monkeypatch: pytest.MonkeyPatch):
 def test_what_the_server_refuses_is_an_error_of_one_line(server: FakeServer, behaviour: Behaviour, words: str):
     server.behaviours = [behaviour]
     with pytest.raises(ConfigError) as error:
-        one(make(server))
+        sample_one(make(server))
     text = str(error.value)
     assert f"{server.url}/v1/chat/completions refuses: {words}" in text
     assert text.isprintable() and len(text) < 500
@@ -360,10 +369,10 @@ def test_an_error_gives_up_everything_else(server: FakeServer):
     assert gone.wait(30)
     assert engine.idle and engine.poll() == []
     server.behaviours = [babble]
-    assert one(engine).finish == Finish.LENGTH  # it can go on
+    assert sample_one(engine).finish == Finish.LENGTH  # the engine still works
 
 
-def test_samples_come_as_they_end(server: FakeServer):
+def test_samples_are_reported_as_they_end(server: FakeServer):
     waiting, release = threading.Event(), threading.Event()
 
     def slow(h: Handler, body: dict[str, Any]) -> None:
@@ -428,7 +437,7 @@ def test_abort_tells_the_server_and_frees_the_place(server: FakeServer):
     assert (s.tokens, s.text, s.finish) == ([], "", Finish.ABORT)
     assert gone.wait(30)
     engine.submit(request(0, 0))  # the id is free again
-    ids = {e.id for events in events_of(engine) for e in events}
+    ids = {e.id for events in iterate_events(engine) for e in events}
     assert ids == {"0/0", "0/1"} and len(server.asked) == 3
 
 
@@ -447,7 +456,7 @@ def test_a_waiting_request_that_is_aborted_is_never_sent(server: FakeServer):
     assert waiting.wait(30)
     engine.abort("0/1")
     release.set()
-    assert {e.id for events in events_of(engine) for e in events} == {"0/0", "0/2"}
+    assert {e.id for events in iterate_events(engine) for e in events} == {"0/0", "0/2"}
     assert len(server.asked) == 2
 
 
@@ -463,11 +472,11 @@ def test_abort_ends_a_pause(server: FakeServer):
     engine.submit(request(0, 0))
     assert pausing.wait(30)
     engine.abort("0/0")
-    assert one(engine).finish == Finish.LENGTH
+    assert sample_one(engine).finish == Finish.LENGTH
     assert len(server.asked) == 2
 
 
-def test_the_key_is_sent_and_said_nowhere(
+def test_the_key_is_sent_and_appears_in_no_message(
     server: FakeServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     monkeypatch.setenv("MY_KEY", SECRET)
@@ -475,23 +484,23 @@ def test_the_key_is_sent_and_said_nowhere(
     server.behaviours = [fails(500, echo), raw(SECRET.encode()), fails(401, echo)]
     engine = make(server, key="MY_KEY")
     with caplog.at_level(logging.DEBUG), pytest.raises(ConfigError) as error:
-        one(engine)
+        sample_one(engine)
     assert [headers["Authorization"] for _, headers, _ in server.seen] == [f"Bearer {SECRET}"] * 4
     assert "Bearer [key] is wrong" in str(error.value) and "[key]" in caplog.text
-    told = [str(error.value), repr(error.value.__cause__), caplog.text, repr(engine), repr(engine.site)]
+    told = [str(error.value), repr(error.value.__cause__), caplog.text, repr(engine), repr(engine.client)]
     assert not any(SECRET in text for text in told)
     assert SECRET not in json.dumps([body for _, _, body in server.seen])
 
 
-def test_which_key(monkeypatch: pytest.MonkeyPatch):
+def test_where_the_key_is_read_from(monkeypatch: pytest.MonkeyPatch):
     here, openai = "http://localhost:8000", "https://api.openai.com"
-    assert find_key(here, "") == find_key(openai, "") == ""
+    assert read_api_key(here, "") == read_api_key(openai, "") == ""
     monkeypatch.setenv("OPENAI_API_KEY", "for-openai")
-    assert (find_key(here, ""), find_key(openai, "")) == ("", "for-openai")
-    assert find_key("https://openai.com.evil.example", "") == find_key("https://notopenai.com", "") == ""
-    assert find_key(here, "OPENAI_API_KEY") == "for-openai"  # named, it is meant
+    assert (read_api_key(here, ""), read_api_key(openai, "")) == ("", "for-openai")
+    assert read_api_key("https://openai.com.evil.example", "") == read_api_key("https://notopenai.com", "") == ""
+    assert read_api_key(here, "OPENAI_API_KEY") == "for-openai"  # the user named it
     monkeypatch.setenv("COHORT_API_KEY", " mine\n")
-    assert find_key(here, "") == find_key(openai, "") == "mine"
+    assert read_api_key(here, "") == read_api_key(openai, "") == "mine"
 
 
 @pytest.mark.parametrize("value", [None, "", "  "])
@@ -499,15 +508,15 @@ def test_a_key_in_the_place_of_its_name_is_not_repeated(value: str | None, monke
     if value is not None:
         monkeypatch.setenv(SECRET, value)
     with pytest.raises(ConfigError, match="give its name, not the key itself") as error:
-        Site("http://localhost:8000", SECRET, 1.0)
+        ServerClient("http://localhost:8000", SECRET, 1.0)
     assert SECRET not in str(error.value)
 
 
 @pytest.mark.parametrize("value", [f"{SECRET}\nX: y", f"{SECRET} b", f"{SECRET}\u00e9"])
-def test_a_key_that_is_none_is_refused_without_being_said(value: str, monkeypatch: pytest.MonkeyPatch):
+def test_a_malformed_key_is_refused_without_being_shown(value: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("COHORT_API_KEY", value)
     with pytest.raises(ConfigError, match="character that no key has") as error:
-        Site("http://localhost:8000", "", 1.0)
+        ServerClient("http://localhost:8000", "", 1.0)
     assert SECRET not in str(error.value)
 
 
@@ -520,9 +529,9 @@ def test_redirects_are_not_followed(server: FakeServer, monkeypatch: pytest.Monk
         assert other.num_connections == 0 and other.seen == []
 
 
-def test_no_server_is_found_out_at_once():
+def test_a_missing_server_is_noticed_at_once():
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))  # a port where nobody listens
+        taken.bind(("127.0.0.1", 0))  # a port without a server
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"
         pauses = Pauses()
         with pytest.raises(ModelError, match=f"no server answers at {url} .ConnectionRefusedError.*: start it"):
@@ -530,7 +539,7 @@ def test_no_server_is_found_out_at_once():
         assert pauses == []
 
 
-def test_an_unknown_host_is_found_out_at_once(monkeypatch: pytest.MonkeyPatch):
+def test_an_unknown_host_is_noticed_at_once(monkeypatch: pytest.MonkeyPatch):
     def unknown(*args: Any, **kwargs: Any) -> None:
         raise socket.gaierror(-2, "Name or service not known")
 
@@ -572,13 +581,13 @@ def test_a_model_that_is_not_served(server: FakeServer, listing: Behaviour, word
 def test_ways_to_write_an_address(server: FakeServer, url: str):
     server.behaviours = [answers()]
     engine = ServerEngine(url.format(server.url), "small")
-    one(engine)
+    sample_one(engine)
     assert [path for path, _, _ in server.seen] == ["/v1/models", "/v1/chat/completions"]
 
 
 def test_an_address_with_a_path(server: FakeServer):
     server.behaviours = [answers()]
-    one(ServerEngine(f"{server.url}/team/llm/v1", "small"))
+    sample_one(ServerEngine(f"{server.url}/team/llm/v1", "small"))
     assert [path for path, _, _ in server.seen] == ["/team/llm/v1/models", "/team/llm/v1/chat/completions"]
 
 
@@ -589,14 +598,14 @@ def test_an_address_with_a_path(server: FakeServer):
         *("http://a#b", "http://a b", "http://a\r\nX: y", "http://\u00e9", "http:/a"),
     ],
 )
-def test_an_address_that_cannot_be(url: str):
+def test_impossible_addresses_are_refused(url: str):
     with pytest.raises(ConfigError, match="is no address of a server; write it like http://localhost:8000"):
-        checked_url(url)
+        normalise_url(url)
 
 
-def test_an_address_with_a_password_is_refused_without_being_said():
+def test_an_address_with_a_password_is_refused_without_being_shown():
     with pytest.raises(ConfigError, match="must not hold a user or a password") as error:
-        checked_url(f"http://me:{SECRET}@localhost:8000")
+        normalise_url(f"http://me:{SECRET}@localhost:8000")
     assert SECRET not in str(error.value)
 
 
@@ -610,7 +619,7 @@ def test_an_address_with_a_password_is_refused_without_being_said():
         ({"timeout": float("inf")}, "timeout = inf"),
     ],
 )
-def test_settings_that_cannot_be(server: FakeServer, values: dict[str, Any], words: str):
+def test_impossible_settings_are_refused(server: FakeServer, values: dict[str, Any], words: str):
     with pytest.raises(ConfigError) as error:
         make(server, **values)
     assert words in str(error.value) and server.seen == []
@@ -626,7 +635,7 @@ def test_requests_that_a_server_cannot_answer(server: FakeServer):
     assert [e.id for e in engine.poll(30)] == ["0/0"]
 
 
-def test_a_server_that_counts_no_tokens_is_told_of_once(server: FakeServer, caplog: pytest.LogCaptureFixture):
+def test_a_server_that_counts_no_tokens_gives_one_warning(server: FakeServer, caplog: pytest.LogCaptureFixture):
     server.behaviours = [lambda h, _: h.reply({"choices": chat()["choices"]})]
     engine = make(server)
     sample(engine, [request(0, i) for i in range(5)])
@@ -634,7 +643,7 @@ def test_a_server_that_counts_no_tokens_is_told_of_once(server: FakeServer, capl
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_bug_in_a_thread_is_not_a_wait_for_ever(server: FakeServer, monkeypatch: pytest.MonkeyPatch):
+def test_a_bug_in_a_thread_raises_instead_of_waiting_for_ever(server: FakeServer, monkeypatch: pytest.MonkeyPatch):
     def bug(*args: Any) -> None:
         raise KeyError("bug")
 
@@ -643,14 +652,15 @@ def test_a_bug_in_a_thread_is_not_a_wait_for_ever(server: FakeServer, monkeypatc
     engine.submit(request())
     with pytest.raises(EngineError, match="a thread of the server engine failed"):
         engine.poll(30)
-    for thread in threading.enumerate():  # what it says of its end belongs to this test
+    # The thread must end before the test does, so that pytest counts its traceback to this test.
+    for thread in threading.enumerate():
         if thread.name == "cohort-server":
             thread.join(30)
 
 
 INTERRUPTED = """
 import signal
-signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where whoever runs the tests runs in the background
+signal.signal(signal.SIGINT, signal.default_int_handler)  # SIGINT is ignored if the tests run in the background
 from cohort.engines.server import ServerEngine
 from tests.helpers.engine_conformance import request
 engine = ServerEngine("{url}", "small")
@@ -659,11 +669,11 @@ for i in range(3):
 try:
     engine.poll(60)
 finally:
-    print("under way:", len(engine._jobs))
+    print("under way:", len(engine._pending))
 """
 
 
-def test_an_interrupt_ends_it_at_once_and_tells_the_server(server: FakeServer):
+def test_an_interrupt_ends_the_engine_at_once_and_closes_its_connections(server: FakeServer):
     waiting, gone = threading.Barrier(4), threading.Barrier(4)
 
     def holds(h: Handler, _: dict[str, Any]) -> None:

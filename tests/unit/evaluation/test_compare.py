@@ -1,4 +1,4 @@
-"""Comparing evaluations: what is refused, what is noted, what is listed."""
+"""Comparison of evaluations: which are refused, which differences are noted, which problems are listed."""
 
 from __future__ import annotations
 
@@ -43,18 +43,18 @@ def test_another_setting_of_the_task_is_refused_unless_it_says_where_the_rows_ar
     a = {"find": "marked", "data": "here", "columns": [], "test_size": 5}
     compare(evaluation(BEFORE, knobs=a), evaluation(AFTER, knobs=a | {"data": "there", "test_size": 0}))
     for b in (a | {"find": "last"}, {k: v for k, v in a.items() if k != "find"}):
-        with pytest.raises(RunError, match=r"settings of arithmetic, find = marked and (last|None), by which"):
+        with pytest.raises(RunError, match=r"settings of the task arithmetic: find = marked and (last|None). It may"):
             compare(evaluation(BEFORE, knobs=a), evaluation(AFTER, knobs=b))
 
 
-def test_other_problems_or_other_words_are_refused():
+def test_other_problems_or_other_messages_are_refused():
     with pytest.raises(RunError, match="different problems, 5 and 4, of which 4 are in both"):
         compare(evaluation(BEFORE), evaluation({k: v for k, v in AFTER.items() if k != "a"}))
     with pytest.raises(RunError, match="different problems, 4 and 5"):
         compare(evaluation({k: v for k, v in AFTER.items() if k != "a"}), evaluation(BEFORE))
     other = evaluation(AFTER)
     items = [replace(item, messages=[{"role": "user", "content": "else"}]) for item in other.items]
-    with pytest.raises(RunError, match='problem "a" was asked in other words'):
+    with pytest.raises(RunError, match='problem "a" has different messages'):
         compare(evaluation(BEFORE), replace(other, items=items))
 
 
@@ -67,7 +67,7 @@ def test_another_template_or_temperature_is_noted():
 def test_problems_without_a_score_are_left_out_and_noted():
     found = compare(evaluation({**BEFORE, "f": [None]}), evaluation({**AFTER, "f": [1.0]}))
     assert found.num_problems == 5 and found.notes[0] == "1 problems without a score are left out"
-    with pytest.raises(RunError, match="no problem that both"):
+    with pytest.raises(RunError, match="no problem has a score in both"):
         compare(evaluation({"f": [None]}), evaluation({"f": [1.0]}))
 
 
@@ -78,7 +78,7 @@ def test_the_command_prints_the_difference(tmp_path: Path, capsys: pytest.Captur
     assert main(["compare", *files, "--show", "2"]) == 0
     shown = capsys.readouterr().out
     assert "A           model a  0.400" in shown and "B           model b  0.800" in shown
-    assert "B - A: +0.400" in shown and "p = 0.62 (exact McNemar): no difference can be told" in shown
+    assert "B - A: +0.400" in shown and "p = 0.62 (exact McNemar): no significant difference" in shown
     assert "of 5 problems B wins 3, loses 1, and is equal on 1" in shown
     assert "won by B (3, the first 2):" in shown and "  0.00 -> 1.00  a: question a" in shown
     assert "lost by B (1):" in shown and "  1.00 -> 0.00  c: question c" in shown
@@ -100,7 +100,7 @@ def test_hostile_questions_are_escaped(tmp_path: Path, capsys: pytest.CaptureFix
     assert "\\x1b[2Jboo" in capsys.readouterr().out
 
 
-def test_what_is_no_evaluation_is_refused(tmp_path: Path):
+def test_a_file_that_is_not_an_evaluation_is_refused(tmp_path: Path):
     file = tmp_path / "x.json"
     for text in ("", "{}", "[1]", '{"setting": {}}'):
         file.write_text(text)
@@ -111,12 +111,14 @@ def test_what_is_no_evaluation_is_refused(tmp_path: Path):
 
 
 def test_other_answers_to_the_same_questions_are_refused():
-    with pytest.raises(RunError, match="same ids but other questions, answers or prompts"):
+    with pytest.raises(RunError, match="same ids, but with different questions"):
         compare(evaluation(BEFORE), evaluation(AFTER, rows="other"))
 
 
-def test_better_is_said_only_where_interval_and_test_agree(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """Five wins of twenty: the normal interval leaves zero out, the exact test (p = 1/16) does not."""
+def test_a_difference_is_significant_only_if_interval_and_test_agree(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """Five wins of twenty: the normal interval excludes zero, but the exact test has p = 1/16."""
     sides = []
     for score in (0.0, 1.0):
         file = tmp_path / f"{score}.json"
@@ -124,7 +126,7 @@ def test_better_is_said_only_where_interval_and_test_agree(tmp_path: Path, capsy
         file.write_text(json.dumps(evaluation(rows).to_json()))
         sides.append(str(file))
     assert main(["compare", *sides]) == 0
-    assert "p = 0.062 (exact McNemar): no difference can be told" in capsys.readouterr().out
+    assert "p = 0.062 (exact McNemar): no significant difference" in capsys.readouterr().out
 
 
 def test_a_runs_evaluations_are_found_without_its_tasks_file(tmp_path: Path):
@@ -134,5 +136,5 @@ def test_a_runs_evaluations_are_found_without_its_tasks_file(tmp_path: Path):
         file = tmp_path / "run" / "eval" / f"step-{step:06d}.json"
         file.write_text(json.dumps(evaluation(scores, step=step).to_json()))
     assert find_evaluation(tmp_path / "run").step == 4 and find_evaluation(tmp_path / "run@0").step == 0
-    with pytest.raises(RunError, match="has no evaluation of step 2; it has 0, 4"):
+    with pytest.raises(RunError, match="has no evaluation of step 2; it has evaluations of the steps 0, 4"):
         find_evaluation(tmp_path / "run@2")

@@ -1,4 +1,4 @@
-"""Evaluation outside a run: the split it names, what is on disk when it is killed, what is not made twice."""
+"""Evaluation outside a run: the split, what survives a kill, and that nothing is evaluated twice."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from cohort.cli.eval import report
+from cohort.cli.eval import format_evaluation
 from cohort.config.options import EvalOptions
 from cohort.errors import ConfigError, RunError, TaskError
 from cohort.evaluation.journal import Journal
-from cohort.evaluation.standalone import Examiner, file_name, folder_digest
-from cohort.models.catalog import resolve
+from cohort.evaluation.standalone import ModelEvaluator, digest_folder, make_file_name
+from cohort.models.catalog import resolve_model
 from cohort.scoring.pool import ScoringPool
 from cohort.tasks.arithmetic import Arithmetic
 from cohort.tasks.countdown import Countdown
@@ -24,59 +24,60 @@ from cohort.tasks.gsm8k import GSM8K
 from cohort.types import Outcome
 from tests.helpers.evaluations import eval_item, eval_setting, evaluation
 from tests.helpers.fake_server import chat, serving
-from tests.helpers.foreign_models import folder_of
-from tests.helpers.small_runs import preserved
+from tests.helpers.foreign_models import write_foreign_folder
+from tests.helpers.small_runs import keep_torch_settings
 
 SMALL = EvalOptions(limit=3, max_tokens=8, threads=1, device="cpu")
 TASK = Countdown(train_size=20, test_size=20)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def quiet():
-    with preserved():
+def torch_settings():
+    with keep_torch_settings():
         yield
 
 
-def examine(options: EvalOptions, task, out: Path, progress=lambda task, done, of: None):
-    examiner = Examiner("tiny", options)
-    found = examiner.run(examiner.prepare(task), out, progress)
-    return found.evaluation, found.path
+def evaluate_tiny(options: EvalOptions, task, out: Path, progress=lambda task, done, of: None):
+    """Evaluates the bundled model on a task, and returns the evaluation and its file."""
+    evaluator = ModelEvaluator("tiny", options)
+    result = evaluator.run(evaluator.prepare(task), out, progress)
+    return result.evaluation, result.path
 
 
 @pytest.mark.parametrize("split", ["test", "train"])
 def test_an_evaluation_is_on_the_split_it_names(split, tmp_path: Path):
-    found, path = examine(replace(SMALL, split=split), TASK, tmp_path)
+    found, path = evaluate_tiny(replace(SMALL, split=split), TASK, tmp_path)
     rows = [str(row["id"]) for row in TASK.rows(split)]
     assert [item.id for item in found.items] == rows[:3] and found.setting.split == split
     assert json.loads(path.read_text())["setting"]["split"] == split
     with pytest.raises(ConfigError, match=f"20 {split} rows"):
-        examine(replace(SMALL, limit=21, split=split), TASK, tmp_path)
+        evaluate_tiny(replace(SMALL, limit=21, split=split), TASK, tmp_path)
 
 
 def test_completions_as_long_as_the_task_needs_and_the_context_allows(tmp_path: Path):
-    with pytest.raises(ConfigError, match=r"max-tokens 1024 .* context of 1024"):
-        examine(replace(SMALL, max_tokens=1024), TASK, tmp_path)
-    longest = examine(replace(SMALL, max_tokens=0, limit=1), Arithmetic(test_size=5), tmp_path)[0].setting
+    with pytest.raises(ConfigError, match=r"max-tokens 1024 .* has 1024 tokens"):
+        evaluate_tiny(replace(SMALL, max_tokens=1024), TASK, tmp_path)
+    longest = evaluate_tiny(replace(SMALL, max_tokens=0, limit=1), Arithmetic(test_size=5), tmp_path)[0].setting
     assert longest.sampling["max_tokens"] == 256
-    longest = examine(replace(SMALL, max_tokens=0, limit=1), TASK, tmp_path)[0].setting
+    longest = evaluate_tiny(replace(SMALL, max_tokens=0, limit=1), TASK, tmp_path)[0].setting
     assert longest.sampling["max_tokens"] == 1024
 
 
 def test_the_same_setting_is_not_evaluated_twice_and_another_has_its_own_file(tmp_path: Path):
-    first, path = examine(SMALL, TASK, tmp_path)
+    first, path = evaluate_tiny(SMALL, TASK, tmp_path)
     before = path.stat().st_mtime_ns
     told: list[int] = []
-    again, same = examine(SMALL, TASK, tmp_path, lambda task, done, of: told.append(done))
+    again, same = evaluate_tiny(SMALL, TASK, tmp_path, lambda task, done, of: told.append(done))
     assert again == first and same == path and path.stat().st_mtime_ns == before and not told
-    _, other = examine(replace(SMALL, seed=1), TASK, tmp_path)
+    _, other = evaluate_tiny(replace(SMALL, seed=1), TASK, tmp_path)
     assert other != path and path.exists()
     with pytest.raises(RunError, match="other settings; delete it or choose another --out"):
-        examine(replace(SMALL, seed=1), TASK, path)
+        evaluate_tiny(replace(SMALL, seed=1), TASK, path)
     assert path.stat().st_mtime_ns == before
 
 
 def test_an_interrupted_evaluation_goes_on_where_it_was(tmp_path: Path):
-    whole, path = examine(replace(SMALL, limit=6), TASK, tmp_path / "whole")
+    whole, path = evaluate_tiny(replace(SMALL, limit=6), TASK, tmp_path / "whole")
     out = tmp_path / "cut"
 
     class Killed(Exception):
@@ -87,13 +88,13 @@ def test_an_interrupted_evaluation_goes_on_where_it_was(tmp_path: Path):
             raise Killed
 
     with pytest.raises(Killed):
-        examine(replace(SMALL, limit=6), TASK, out, kill)
+        evaluate_tiny(replace(SMALL, limit=6), TASK, out, kill)
     part = out / (path.name + ".part")
     assert len(part.read_text().splitlines()) == 1 + 4 and not (out / path.name).exists()
     with part.open("a") as file:
         file.write('{"id": "half a li')  # as a kill in the middle of a write leaves it
     told: list[int] = []
-    found, where = examine(replace(SMALL, limit=6), TASK, out, lambda task, done, of: told.append(done))
+    found, where = evaluate_tiny(replace(SMALL, limit=6), TASK, out, lambda task, done, of: told.append(done))
     assert told == [4, 5, 6] and found == whole and where.read_text() == path.read_text() and not part.exists()
 
 
@@ -101,25 +102,25 @@ def test_a_journal_of_other_settings_or_a_damaged_one_is_not_touched(tmp_path: P
     out = tmp_path / "x.json"
     with Journal(out, eval_setting()) as journal:
         journal.add(eval_item("a", [1.0]))
-    before = journal.part.read_bytes()
+    before = journal.part_path.read_bytes()
     with (
         pytest.raises(RunError, match="other settings; delete it or choose another --out"),
         Journal(out, eval_setting(seed=1)),
     ):
         pass
-    assert journal.part.read_bytes() == before
-    journal.part.write_bytes(before + b"not json\n")
+    assert journal.part_path.read_bytes() == before
+    journal.part_path.write_bytes(before + b"not json\n")
     with pytest.raises(RunError, match="damaged"), Journal(out, eval_setting()):
         pass
-    journal.part.write_bytes(b"")
+    journal.part_path.write_bytes(b"")
     with Journal(out, eval_setting()) as journal:
         assert journal.items == {}
         journal.finish(evaluation({"a": [1.0]}))
-    assert out.exists() and not journal.part.exists()
+    assert out.exists() and not journal.part_path.exists()
 
 
 def test_raw_text_is_recorded_and_asked_without_a_template(tmp_path: Path):
-    found, _ = examine(replace(SMALL, template="text"), Arithmetic(test_size=5), tmp_path)
+    found, _ = evaluate_tiny(replace(SMALL, template="text"), Arithmetic(test_size=5), tmp_path)
     assert found.setting.template == "text"
     assert all("<|im_start|>" not in item.prompt for item in found.items)
     assert found.items[0].prompt == found.items[0].messages[0]["content"] + "\n\n"
@@ -127,7 +128,7 @@ def test_raw_text_is_recorded_and_asked_without_a_template(tmp_path: Path):
 
 def test_a_file_is_named_after_everything_that_decides_the_result():
     names = {
-        file_name(eval_setting(**c))
+        make_file_name(eval_setting(**c))
         for c in (
             {},
             {"seed": 1},
@@ -152,10 +153,10 @@ def test_an_item_whose_grader_failed_is_tried_again(tmp_path: Path):
 
 
 def test_what_could_not_be_scored_is_tried_again_when_the_rest_is_there(tmp_path: Path, monkeypatch):
-    """With the grader mended, it alone is sampled."""
+    """With the grader completed, it alone is sampled."""
     options = replace(SMALL, limit=0)
-    monkeypatch.setattr("cohort.rollout.producer.MAX_FAILED", 0.1)
-    whole, _ = examine(options, TASK, tmp_path / "whole")
+    monkeypatch.setattr("cohort.rollout.producer.MAX_FAILED_SHARE", 0.1)
+    whole, _ = evaluate_tiny(options, TASK, tmp_path / "whole")
     with monkeypatch.context() as broken:
         poll = ScoringPool.poll
 
@@ -165,18 +166,21 @@ def test_what_could_not_be_scored_is_tried_again_when_the_rest_is_there(tmp_path
             ]
 
         broken.setattr(ScoringPool, "poll", fail_one)
-        damaged, path = examine(options, TASK, tmp_path)
+        damaged, path = evaluate_tiny(options, TASK, tmp_path)
     assert damaged.num_failed == 1
     told: list[int] = []
-    mended, same = examine(options, TASK, tmp_path, lambda task, done, of: told.append(done))
-    assert told == [19, 20] and same == path and mended == whole
+    completed, same = evaluate_tiny(options, TASK, tmp_path, lambda task, done, of: told.append(done))
+    assert told == [19, 20] and same == path and completed == whole
 
 
 def test_one_evaluation_is_made_by_one_process(tmp_path: Path):
     out = tmp_path / "x.json"
     with Journal(out, eval_setting()) as journal:
         journal.add(eval_item("a", [1.0]))
-        with pytest.raises(RunError, match=r"x.json is being made by another process"), Journal(out, eval_setting()):
+        with (
+            pytest.raises(RunError, match=r"another process is writing the evaluation .*x.json"),
+            Journal(out, eval_setting()),
+        ):
             pass
         journal.add(eval_item("b", [1.0]))
     with Journal(out, eval_setting()) as journal:
@@ -185,21 +189,21 @@ def test_one_evaluation_is_made_by_one_process(tmp_path: Path):
 
 def test_other_files_under_the_same_name_are_another_model(tmp_path: Path):
     folder = tmp_path / "model"
-    shutil.copytree(resolve("tiny"), folder)
-    before = folder_digest(folder)
-    assert before == folder_digest(resolve("tiny"))
+    shutil.copytree(resolve_model("tiny"), folder)
+    before = digest_folder(folder)
+    assert before == digest_folder(resolve_model("tiny"))
     weights = next(folder.glob("*.safetensors"))
     content = bytearray(weights.read_bytes())
     content[len(content) // 2] ^= 1
     weights.write_bytes(content)
-    assert folder_digest(folder) != before
+    assert digest_folder(folder) != before
 
 
 def test_one_long_prompt_shortens_no_others_completion(tmp_path: Path):
     file = tmp_path / "numbers.jsonl"
     rows = [{"question": "Count. " * n, "answer": "#### 1"} for n in (1, 150)]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found, _ = examine(replace(SMALL, limit=0, max_tokens=0, temperature=1.0), GSM8K(data=str(file)), tmp_path)
+    found, _ = evaluate_tiny(replace(SMALL, limit=0, max_tokens=0, temperature=1.0), GSM8K(data=str(file)), tmp_path)
     assert found.setting.sampling["max_tokens"] == 1024 and len(found.items) == 2
 
 
@@ -209,14 +213,16 @@ def test_prompts_that_do_not_fit_are_refused_or_left_out_and_counted(tmp_path: P
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     options, task = replace(SMALL, limit=0), GSM8K(data=str(file))
     with pytest.raises(TaskError, match=r"more than the 1016 that fit .* --too-long skip"):
-        examine(options, task, tmp_path)
-    found, _ = examine(replace(options, too_long="skip"), task, tmp_path)
+        evaluate_tiny(options, task, tmp_path)
+    found, _ = evaluate_tiny(replace(options, too_long="skip"), task, tmp_path)
     assert len(found.items) == found.setting.num_problems == 2 and found.setting.num_left_out == 1
     assert "gsm8k: test prompts left out, over 1016 tokens: 1" in caplog.text
-    assert "left out     1 problems whose prompts do not fit" in " ".join(report(found).split("\n")).replace("|", " ")
+    assert "left out     1 problems whose prompts do not fit" in " ".join(format_evaluation(found).split("\n")).replace(
+        "|", " "
+    )
     file.write_text(json.dumps(rows[2]) + "\n")
     with pytest.raises(TaskError, match="every test prompt is longer than 1016 tokens"):
-        examine(replace(options, too_long="skip"), task, tmp_path)
+        evaluate_tiny(replace(options, too_long="skip"), task, tmp_path)
 
 
 @pytest.mark.parametrize("template", ["chat", "text"])
@@ -230,9 +236,9 @@ def test_a_server_is_asked_if_it_is_named(template: str, tmp_path: Path):
     with serving() as server:
         server.behaviours = [right]
         options = EvalOptions(engine="server", url=server.url, limit=4, template=template)
-        with closing(Examiner("small", options)) as examiner:
-            exam = examiner.prepare(Arithmetic(min_terms=2, max_terms=2, operators="+", test_size=5))
-            found = examiner.run(exam, tmp_path).evaluation
+        with closing(ModelEvaluator("small", options)) as evaluator:
+            prepared = evaluator.prepare(Arithmetic(min_terms=2, max_terms=2, operators="+", test_size=5))
+            found = evaluator.run(prepared, tmp_path).evaluation
     assert found.accuracy == 1.0 and len(server.asked) == 4
     assert (found.setting.engine, found.setting.place, found.setting.template) == ("server", server.url, template)
     asked = found.items[0].messages[0]["content"]
@@ -240,5 +246,5 @@ def test_a_server_is_asked_if_it_is_named(template: str, tmp_path: Path):
 
 
 def test_a_model_outside_the_native_family_is_recorded_as_such(tmp_path: Path):
-    examiner = Examiner(str(folder_of(tmp_path / "neo")), SMALL)
-    assert examiner.prepare(Arithmetic(test_size=5)).setting.engine == "transformers"
+    evaluator = ModelEvaluator(str(write_foreign_folder(tmp_path / "neo")), SMALL)
+    assert evaluator.prepare(Arithmetic(test_size=5)).setting.engine == "transformers"

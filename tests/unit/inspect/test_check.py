@@ -1,4 +1,4 @@
-"""Faults planted in the real code and in tasks: `cohort check` names each, and says nothing where there is none."""
+"""Checks against faults that are put into the real code and into tasks: each fault fails its check, sound code none."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import pytest
 import torch
 
 from cohort.algos import surrogates
-from cohort.cli.check import _record
+from cohort.cli.check import _to_json
 from cohort.config.algos import GSPO, CorrectionConfig, PassAtK, ReinforcePP
 from cohort.config.schema import GRPO, LearnerConfig, LoraConfig, SamplingConfig
 from cohort.data import pack as packing
 from cohort.fates import Fate
-from cohort.inspect.check.findings import Finding, fail, ok, shown, warn
-from cohort.inspect.check.plan import memory, one_step
+from cohort.inspect.check.findings import Finding, fail, ok, quote, warn
+from cohort.inspect.check.plan import check_memory, check_step_time
 from cohort.inspect.check.reward import check_reward
-from cohort.inspect.check.trial import Trial, difference, give_signal, sample
+from cohort.inspect.check.trial import Trial, compare_gradients, give_distinct_rewards, sample_trial
 from cohort.inspect.check.update import check_update
-from cohort.jobs.build import Parts
+from cohort.jobs.build import RLJob
 from cohort.learner.backend import FusedBackend
 from cohort.learner.base import Annotations, Found
 from cohort.learner.local import LocalLearner
@@ -29,71 +29,71 @@ from cohort.rollout.episode import Episode
 from cohort.text import Tokenizer
 from cohort.types import Provenance
 from tests.helpers.faulty_task import Faulty
-from tests.helpers.small_runs import assembled, small_run
+from tests.helpers.small_runs import built_job, small_run
 
-Plant = Callable[[pytest.MonkeyPatch, Parts], None]
+Plant = Callable[[pytest.MonkeyPatch, RLJob], None]
 
 
-def failing(findings: list[Finding]) -> set[str]:
+def get_failed_names(findings: list[Finding]) -> set[str]:
     return {f.name for f in findings if f.status == "FAIL"}
 
 
-def tried(parts: Parts) -> Trial:
-    trial = sample(parts, 3, 3)
-    give_signal(trial)
+def make_trial(job: RLJob) -> Trial:
+    trial = sample_trial(job, 3, 3)
+    give_distinct_rewards(trial)
     return trial
 
 
 @pytest.fixture(scope="module")
-def parts() -> Iterator[Parts]:
-    with assembled(small_run()) as made:
+def job() -> Iterator[RLJob]:
+    with built_job(small_run()) as made:
         yield made
 
 
 # ---- the update ----------------------------------------------------------------------------------------------
 
 
-def inverted_ratio(patch: pytest.MonkeyPatch, parts: Parts) -> None:
+def inverted_ratio(patch: pytest.MonkeyPatch, job: RLJob) -> None:
     patch.setattr(surrogates.Tokens, "log_ratio", property(lambda t: t.old_logprobs - t.logprobs))
 
 
-def shifted_logprobs(patch: pytest.MonkeyPatch, parts: Parts) -> None:
-    whole = FusedBackend._hidden
+def shifted_logprobs(patch: pytest.MonkeyPatch, job: RLJob) -> None:
+    whole = FusedBackend._compute_hidden
 
     def shifted(self, decoder, micro, embedded):
         later = (micro.source + 1).clamp(max=len(micro.tokens) - 1)
         return whole(self, decoder, replace(micro, source=later), embedded)
 
-    patch.setattr(FusedBackend, "_hidden", shifted)
+    patch.setattr(FusedBackend, "_compute_hidden", shifted)
 
 
 def targets_where(patch: pytest.MonkeyPatch, keep: Callable[[Any, np.ndarray], np.ndarray]) -> None:
-    chosen = packing._targets
-    patch.setattr(packing, "_targets", lambda s, loss_on: keep(s, chosen(s, loss_on)))
+    chosen = packing._find_targets
+    patch.setattr(packing, "_find_targets", lambda s, loss_on: keep(s, chosen(s, loss_on)))
 
 
-def mask_from_pad(patch: pytest.MonkeyPatch, parts: Parts) -> None:
-    pad = Tokenizer.load(parts.model.folder).token_id("<|endoftext|>")
+def mask_from_pad(patch: pytest.MonkeyPatch, job: RLJob) -> None:
+    pad = Tokenizer.load(job.model.folder).get_token_id("<|endoftext|>")
     targets_where(patch, lambda s, at: at[np.array(s.tokens)[at] != pad])
 
 
-def mask_from_end(patch: pytest.MonkeyPatch, parts: Parts) -> None:
-    ends = parts.producer.drawing.sampling.stop_ids
+def mask_from_end(patch: pytest.MonkeyPatch, job: RLJob) -> None:
+    ends = job.producer.settings.sampling.stop_ids
     targets_where(patch, lambda s, at: at[~np.isin(np.array(s.tokens)[at], ends)])
 
 
-def end_dropped(patch: pytest.MonkeyPatch, parts: Parts) -> None:
-    """By the packer: the last of a sample that ended."""
-    ends = parts.producer.drawing.sampling.stop_ids
+def end_dropped(patch: pytest.MonkeyPatch, job: RLJob) -> None:
+    """The packer leaves out the last token of a sample that ended."""
+    ends = job.producer.settings.sampling.stop_ids
     targets_where(patch, lambda s, at: at[:-1] if s.tokens[-1] in ends else at)
 
 
-def end_dropped_by_the_rollout(patch: pytest.MonkeyPatch, parts: Parts) -> None:
+def end_dropped_by_the_rollout(patch: pytest.MonkeyPatch, job: RLJob) -> None:
     add = Episode.add_outcome
 
     def trimmed(episode, outcome):
         s = episode.sample
-        if s.tokens[-1] in episode.drawing.sampling.stop_ids:
+        if s.tokens[-1] in episode.settings.sampling.stop_ids:
             for row in (s.tokens, s.provenance, s.sampler_logprobs):
                 del row[-1]
         add(episode, outcome)
@@ -101,9 +101,9 @@ def end_dropped_by_the_rollout(patch: pytest.MonkeyPatch, parts: Parts) -> None:
     patch.setattr(Episode, "add_outcome", trimmed)
 
 
-def wrong_sibling_context(patch: pytest.MonkeyPatch, parts: Parts) -> None:
-    """A sibling's first token is predicted where the sibling before it ended."""
-    whole = packing._microbatch
+def wrong_sibling_context(patch: pytest.MonkeyPatch, job: RLJob) -> None:
+    """The first token of a sample is predicted from the last token of the sample before it in the pack."""
+    whole = packing._make_microbatch
 
     def misplaced(*args):
         micro = whole(*args)
@@ -112,11 +112,11 @@ def wrong_sibling_context(patch: pytest.MonkeyPatch, parts: Parts) -> None:
         source[first] = micro.source[first - 1]
         return replace(micro, source=source)
 
-    patch.setattr(packing, "_microbatch", misplaced)
+    patch.setattr(packing, "_make_microbatch", misplaced)
 
 
-def scaled_by_ranks(patch: pytest.MonkeyPatch, parts: Parts) -> None:
-    """Averaged over ranks, as DistributedDataParallel does, where a sum is meant."""
+def scaled_by_ranks(patch: pytest.MonkeyPatch, job: RLJob) -> None:
+    """Gradients are averaged over ranks, as DistributedDataParallel does, where a sum is right."""
     whole = LocalLearner._sum_grads
 
     def averaged(self):
@@ -127,19 +127,19 @@ def scaled_by_ranks(patch: pytest.MonkeyPatch, parts: Parts) -> None:
     patch.setattr(LocalLearner, "_sum_grads", averaged)
 
 
-def mean_of_microbatches(patch: pytest.MonkeyPatch, parts: Parts) -> None:
-    weigh = parts.algo.weigh
+def mean_of_microbatches(patch: pytest.MonkeyPatch, job: RLJob) -> None:
+    weigh = job.algo.weigh_tokens
 
     def own(*args, **kwargs):
         weights = weigh(*args, **kwargs)
         return weights / weights.sum()
 
-    patch.setattr(parts.algo, "weigh", own)
+    patch.setattr(job.algo, "weigh_tokens", own)
 
 
-def retokenised(patch: pytest.MonkeyPatch, parts: Parts) -> None:
-    """The text of a sample with a letter more a token than it was drawn in: the same text, other ids."""
-    add, tokenizer = Episode.add_outcome, Tokenizer.load(parts.model.folder)
+def retokenised(patch: pytest.MonkeyPatch, job: RLJob) -> None:
+    """The text of a sample is tokenised again into other ids than were drawn: the same text with more tokens."""
+    add, tokenizer = Episode.add_outcome, Tokenizer.load(job.model.folder)
 
     def again(episode, outcome):
         s = episode.sample
@@ -152,12 +152,12 @@ def retokenised(patch: pytest.MonkeyPatch, parts: Parts) -> None:
     patch.setattr(Episode, "add_outcome", again)
 
 
-def everything_trained(patch: pytest.MonkeyPatch, parts: Parts) -> None:
-    patch.setattr(packing, "_targets", lambda s, loss_on: np.arange(len(s.tokens)))
+def everything_trained(patch: pytest.MonkeyPatch, job: RLJob) -> None:
+    patch.setattr(packing, "_find_targets", lambda s, loss_on: np.arange(len(s.tokens)))
 
 
-def noise_in_constant_groups(patch: pytest.MonkeyPatch, parts: Parts) -> None:
-    whole = parts.algo.advantages
+def noise_in_constant_groups(patch: pytest.MonkeyPatch, job: RLJob) -> None:
+    whole = job.algo.advantages
 
     def noisy(groups):
         whole(groups)
@@ -167,10 +167,10 @@ def noise_in_constant_groups(patch: pytest.MonkeyPatch, parts: Parts) -> None:
                 s.advantage += 1e-9 * (-1) ** n
         return groups
 
-    patch.setattr(parts.algo, "advantages", noisy)
+    patch.setattr(job.algo, "advantages", noisy)
 
 
-def ratio_to_the_sampler(patch: pytest.MonkeyPatch, parts: Parts) -> None:
+def ratio_to_the_sampler(patch: pytest.MonkeyPatch, job: RLJob) -> None:
     def of_sampler(self, groups, needs):
         rows = [(id, list(s.sampler_logprobs)) for g in groups for id, s in zip(g.ids(), g.samples, strict=True)]
         return Annotations(old=Found(ids=[id for id, _ in rows], logprobs=[row for _, row in rows]))
@@ -178,8 +178,8 @@ def ratio_to_the_sampler(patch: pytest.MonkeyPatch, parts: Parts) -> None:
     patch.setattr(LocalLearner, "annotate", of_sampler)
 
 
-def other_temperature(patch: pytest.MonkeyPatch, parts: Parts) -> None:
-    patch.setattr(parts.learner, "temperature", 0.7)
+def other_temperature(patch: pytest.MonkeyPatch, job: RLJob) -> None:
+    patch.setattr(job.learner, "temperature", 0.7)
 
 
 FAULTS: list[tuple[Plant, str]] = [
@@ -201,15 +201,15 @@ FAULTS: list[tuple[Plant, str]] = [
 
 
 @pytest.mark.parametrize(("plant", "name"), FAULTS, ids=[plant.__name__ for plant, _ in FAULTS])
-def test_a_fault_of_the_update_is_named(parts: Parts, monkeypatch: pytest.MonkeyPatch, plant: Plant, name: str) -> None:
-    plant(monkeypatch, parts)
-    assert name in failing(list(check_update(tried(parts))))
+def test_a_fault_of_the_update_is_named(job: RLJob, monkeypatch: pytest.MonkeyPatch, plant: Plant, name: str) -> None:
+    plant(monkeypatch, job)
+    assert name in get_failed_names(list(check_update(make_trial(job))))
 
 
 @pytest.mark.parametrize("plant", [inverted_ratio, mask_from_pad, scaled_by_ranks, noise_in_constant_groups])
-def test_a_fault_that_touches_one_thing_fails_one_check(parts: Parts, monkeypatch: pytest.MonkeyPatch, plant) -> None:
-    plant(monkeypatch, parts)
-    assert failing(list(check_update(tried(parts)))) == {dict(FAULTS)[plant]}
+def test_a_fault_that_touches_one_thing_fails_one_check(job: RLJob, monkeypatch: pytest.MonkeyPatch, plant) -> None:
+    plant(monkeypatch, job)
+    assert get_failed_names(list(check_update(make_trial(job)))) == {dict(FAULTS)[plant]}
 
 
 LORA = LearnerConfig(token_budget=512, lora=LoraConfig(rank=4), epochs=2, minibatches=2)
@@ -237,8 +237,8 @@ LORA = LearnerConfig(token_budget=512, lora=LoraConfig(rank=4), epochs=2, miniba
     ],
 )
 def test_a_sound_update_passes_every_check(changes: dict[str, Any]) -> None:
-    with assembled(small_run(**changes)) as made:
-        findings = list(check_update(tried(made)))
+    with built_job(small_run(**changes)) as made:
+        findings = list(check_update(make_trial(made)))
     assert [f for f in findings if f.status == "FAIL"] == []
     assert len(findings) == len({f.name for f in findings}) == 15
     warned = {f.name for f in findings if f.status == "warn"}
@@ -247,29 +247,31 @@ def test_a_sound_update_passes_every_check(changes: dict[str, Any]) -> None:
 
 def test_float64_is_held_to_the_bound_of_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     """A gradient wrong in its eighth digit passes in fp32 and not here."""
-    with assembled(small_run(learner=LearnerConfig(token_budget=512, dtype="float64"))) as made:
-        whole = made.algo.weigh
+    with built_job(small_run(learner=LearnerConfig(token_budget=512, dtype="float64"))) as made:
+        whole = made.algo.weigh_tokens
         monkeypatch.setattr(
-            made.algo, "weigh", lambda lengths, totals: whole(lengths, totals) * (1 + 1e-8 * len(lengths.sample))
+            made.algo, "weigh_tokens", lambda lengths, totals: whole(lengths, totals) * (1 + 1e-8 * len(lengths.sample))
         )
-        assert "update/microbatches" in failing(list(check_update(tried(made))))
+        assert "update/microbatches" in get_failed_names(list(check_update(make_trial(made))))
 
 
 def test_gradients_are_compared_relative_to_the_largest_entry_and_nan_is_not_equal() -> None:
     a, b = {"w": torch.tensor([2.0, 0.0])}, {"w": torch.tensor([2.0, 0.1])}
-    assert difference(b, a) == pytest.approx((0.025, 0.05))
-    assert difference(a, a) == (0.0, 0.0)
-    assert difference({}, a)[1] == 1.0 and difference(a, {})[1] == 2.0  # a gradient that is missing is one of zeros
-    assert np.isnan(difference({"w": torch.tensor([2.0, float("nan")])}, a)[1])
+    assert compare_gradients(b, a) == pytest.approx((0.025, 0.05))
+    assert compare_gradients(a, a) == (0.0, 0.0)
+    assert (
+        compare_gradients({}, a)[1] == 1.0 and compare_gradients(a, {})[1] == 2.0
+    )  # a gradient that is missing is one of zeros
+    assert np.isnan(compare_gradients({"w": torch.tensor([2.0, float("nan")])}, a)[1])
 
 
 # ---- the reward ----------------------------------------------------------------------------------------------
 
 
-def rehearsed(fault: str, seconds: float = 10.0, reward: dict[str, float] | None = None) -> list[Finding]:
+def run_reward_checks(fault: str, seconds: float = 10.0, reward: dict[str, float] | None = None) -> list[Finding]:
     config = small_run(task=Faulty(fault=fault), reward=reward or {})
-    with assembled(config) as made:
-        return list(check_reward(sample(made, 2, 2), seconds))
+    with built_job(config) as made:
+        return list(check_reward(sample_trial(made, 2, 2), seconds))
 
 
 @pytest.mark.parametrize(
@@ -288,12 +290,12 @@ def rehearsed(fault: str, seconds: float = 10.0, reward: dict[str, float] | None
     ],
 )
 def test_a_fault_of_the_reward_is_named(fault: str, name: str) -> None:
-    assert name in failing(rehearsed(fault, seconds=3.0))
+    assert name in get_failed_names(run_reward_checks(fault, seconds=3.0))
 
 
 def test_a_slow_reward_is_named_and_the_rehearsal_stays_short() -> None:
-    findings = rehearsed("slow", seconds=1.0)
-    assert failing(findings) == {"reward/speed"}
+    findings = run_reward_checks("slow", seconds=1.0)
+    assert get_failed_names(findings) == {"reward/speed"}
     [speed] = [f for f in findings if f.name == "reward/speed"]
     assert speed.details["seconds"] > 0.6
     [failures] = [f for f in findings if f.name == "reward/failures"]
@@ -303,35 +305,37 @@ def test_a_slow_reward_is_named_and_the_rehearsal_stays_short() -> None:
 @pytest.mark.parametrize(
     ("fault", "name"), [("lenient", "reward/other"), ("paid tags", "reward/cheapest"), ("no gold", "reward/gold")]
 )
-def test_what_may_be_meant_is_a_warning(fault: str, name: str) -> None:
-    findings = rehearsed(fault)
-    assert failing(findings) == set()
+def test_what_may_be_intended_is_only_a_warning(fault: str, name: str) -> None:
+    findings = run_reward_checks(fault)
+    assert get_failed_names(findings) == set()
     assert name in {f.name for f in findings if f.status == "warn"}
 
 
 def test_a_sound_reward_passes_every_check() -> None:
-    findings = rehearsed("")
+    findings = run_reward_checks("")
     assert {f.name for f in findings if f.status != "ok"} <= {"reward/signal"}  # the model need not know sums
     assert len(findings) == 13
 
 
-def test_a_weight_decides_what_format_alone_is_worth() -> None:
-    [found] = [f for f in rehearsed("paid tags", reward={"correct": 1.0, "tags": 0.1}) if f.name == "reward/cheapest"]
+def test_a_coefficient_decides_what_format_alone_is_worth() -> None:
+    [found] = [
+        f for f in run_reward_checks("paid tags", reward={"correct": 1.0, "tags": 0.1}) if f.name == "reward/cheapest"
+    ]
     assert found.status == "ok" and '"<answer></answer>": 0.06 of 1.06' in found.text
 
 
 def test_foreign_text_is_shown_escaped_and_short() -> None:
-    assert shown("\x1b[2J" + "x" * 500).startswith('"\\x1b[2Jxxx')
-    assert len(shown("x" * 500)) < 140
+    assert quote("\x1b[2J" + "x" * 500).startswith('"\\x1b[2Jxxx')
+    assert len(quote("x" * 500)) < 140
 
 
 # ---- the plan ------------------------------------------------------------------------------------------------
 
 
-def test_the_plan_says_bytes_and_seconds_and_is_refused_where_memory_is_short(parts: Parts, monkeypatch) -> None:
-    trial = tried(parts)
-    found = memory(trial)
-    params = sum(p.numel() for p in parts.model.decoder.parameters())
+def test_the_plan_says_bytes_and_seconds_and_is_refused_where_memory_is_short(job: RLJob, monkeypatch) -> None:
+    trial = make_trial(job)
+    found = check_memory(trial)
+    params = sum(p.numel() for p in job.model.decoder.parameters())
     assert found.status == "ok" and found.details["bytes"] > 12 * params  # weights and two moments, and more
     real = __import__("os").sysconf
     for share, status in ((1.1, "warn"), (0.9, "FAIL")):
@@ -340,19 +344,19 @@ def test_the_plan_says_bytes_and_seconds_and_is_refused_where_memory_is_short(pa
             "os.sysconf",
             lambda n, there=there: 1 if n == "SC_PAGE_SIZE" else there if n == "SC_PHYS_PAGES" else real(n),
         )
-        assert memory(trial).status == status
+        assert check_memory(trial).status == status
 
 
 def test_a_step_is_measured_whole_or_scaled(monkeypatch: pytest.MonkeyPatch) -> None:
-    with assembled(small_run()) as made:
-        trial = tried(made)
+    with built_job(small_run()) as made:
+        trial = make_trial(made)
         before = made.model.decoder.embed.detach().clone()
-        whole = one_step(trial, 0.5)
+        whole = check_step_time(trial, 0.5)
         assert whole.status == "ok" and "of 24 samples" in whole.text and "scaled" not in whole.text
         assert whole.details["step_seconds"] > 12  # 24 scores of half a second
         assert not torch.equal(before, made.model.decoder.embed)
-        monkeypatch.setattr("cohort.inspect.check.plan.PATIENCE", 0.0)
-        scaled = one_step(trial, 0.0)
+        monkeypatch.setattr("cohort.inspect.check.plan.MAX_SAMPLING_SECONDS", 0.0)
+        scaled = check_step_time(trial, 0.0)
         assert "of 9 samples, scaled to 24" in scaled.text and scaled.details["step_seconds"] < 12
 
 
@@ -360,4 +364,4 @@ def test_findings_are_lines() -> None:
     assert str(ok("a", "fine")).split() == ["ok", "a", "fine"]
     assert [f.status for f in (warn("a", "b"), fail("a", "b", n=1))] == ["warn", "FAIL"]
     broken = fail("a", "b", n=1, most=float("nan"))
-    assert _record(broken) == {"name": "a", "status": "FAIL", "text": "b", "details": {"n": 1, "most": "nan"}}
+    assert _to_json(broken) == {"name": "a", "status": "FAIL", "text": "b", "details": {"n": 1, "most": "nan"}}

@@ -1,4 +1,4 @@
-"""Why a step did what it did: numbers by hand, against the real learner, and texts that try to be more than text."""
+"""`cohort explain`: numbers computed by hand and by the real learner, the texts of the report, and hostile text."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from cohort.config.schema import LearnerConfig, OptimConfig, SamplingConfig, Thi
 from cohort.errors import CohortError, ConfigError, RunError
 from cohort.fates import Fate
 from cohort.inspect.explain import group as group_module
-from cohort.inspect.explain.effect import CLIPPED, CORRECTED, NO_ADVANTAGE, NOT_FINITE, step_effect
-from cohort.inspect.explain.page import page
-from cohort.inspect.explain.report import explain, no_signal, report
-from cohort.inspect.explain.screen import show
-from cohort.inspect.explain.step import load, num_changed
+from cohort.inspect.explain.effect import CLIPPED, CORRECTED, NO_ADVANTAGE, NOT_FINITE, compute_step_effect
+from cohort.inspect.explain.page import render_page
+from cohort.inspect.explain.report import explain_no_signal, explain_step, make_report
+from cohort.inspect.explain.screen import print_report
+from cohort.inspect.explain.step import count_changed_samples, load_step
 from cohort.learner.local import LocalLearner
 from cohort.loops.learning import annotate
-from cohort.models.catalog import resolve
+from cohort.models.catalog import resolve_model
 from cohort.run.directory import RunDirectory
-from cohort.run.store.rollouts import rollout_path, save_rollouts
+from cohort.run.store.rollouts import make_rollout_path, save_rollouts
 from cohort.text import Tokenizer
 from cohort.types import Finish, Group, Provenance
-from tests.helpers.decoders_and_groups import make_group, make_sample, packed, random_groups, small_decoder
+from tests.helpers.decoders_and_groups import make_group, make_sample, pack_groups, random_groups, small_decoder
 from tests.helpers.pretend_run import small_run
 
 S, E, F = Provenance.SAMPLED, Provenance.ENVIRONMENT, Provenance.FORCED
@@ -41,20 +41,20 @@ PLAIN = GRPO(scale="none")  # advantages are rewards minus their mean
 
 
 def answer(num: int, reward: float | None, **values):
-    """A sample of `num` tokens, log-probability -1 each."""
+    """Returns a sample of `num` tokens with a log-probability of -1 each."""
     values = {"sampler_logprobs": [-1.0] * num, "old_logprobs": [-1.0] * num, **values}
     return make_sample(list(range(3, 3 + num)), reward=reward, **values)
 
 
 def two_groups() -> list[Group]:
-    """One whose samples differ, of 2 and 4 tokens, and one in which both are paid the same."""
+    """Returns a group whose rewards differ, with samples of 2 and 4 tokens, and a group of equal rewards."""
     return [
         make_group([1, 2], [answer(2, 1.0), answer(4, 0.0)], id="differs"),
         make_group([1], [answer(3, 1.0), answer(1, 1.0)], id="same"),
     ]
 
 
-def graded(groups, config=PLAIN, max_tokens=8):
+def compute_advantages(groups, config=PLAIN, max_tokens=8):
     algo = build_algorithm(config, max_tokens)
     return algo.advantages(groups), algo
 
@@ -63,49 +63,51 @@ def graded(groups, config=PLAIN, max_tokens=8):
 
 
 def test_the_gradient_is_weight_times_advantage_and_shares_add_up():
-    groups, algo = graded(two_groups())
-    effect = step_effect(groups, algo)
+    groups, algo = compute_advantages(two_groups())
+    effect = compute_step_effect(groups, algo)
     # four samples count: 1 / (4 x 2) a token with A = 0.5, 1 / (4 x 4) with A = -0.5
     assert [e.gradient for e in effect.groups[0]] == [[-0.0625] * 2, [0.03125] * 4]
     assert [e.gradient for e in effect.groups[1]] == [[0.0] * 3, [0.0]]
-    assert effect.sizes == [0.25, 0.0] and effect.total == 0.25
-    assert [effect.share(e.size) for e in effect.groups[0]] == [0.5, 0.5]
-    assert [e.in_loss for g in effect.groups for e in g] == [True, True, False, False]
-    assert effect.exact and effect.groups[0][0].metrics["ratio/max"] == 1.0
+    assert effect.group_signals == [0.25, 0.0] and effect.signal == 0.25
+    assert [effect.compute_share(e.signal) for e in effect.groups[0]] == [0.5, 0.5]
+    assert [e.is_in_loss for g in effect.groups for e in g] == [True, True, False, False]
+    assert effect.has_exact_ratios and effect.groups[0][0].metrics["ratio/max"] == 1.0
 
 
 def test_with_a_token_mean_long_samples_have_the_larger_share():
-    groups, algo = graded(two_groups(), GRPO(scale="none", aggregate="token"))
-    effect = step_effect(groups, algo)
-    assert [e.size for e in effect.groups[0]] == pytest.approx([0.5 * 2 / 10, 0.5 * 4 / 10], abs=1e-15)
+    groups, algo = compute_advantages(two_groups(), GRPO(scale="none", aggregate="token"))
+    effect = compute_step_effect(groups, algo)
+    assert [e.signal for e in effect.groups[0]] == pytest.approx([0.5 * 2 / 10, 0.5 * 4 / 10], abs=1e-15)
 
 
 def test_only_sampled_tokens_have_an_effect():
     mixed = answer(4, 0.0, provenance=[S, E, S, F])
-    groups, algo = graded([make_group([1], [answer(1, 1.0), mixed])])
-    assert step_effect(groups, algo).groups[0][1].gradient == [0.125, 0.0, 0.125, 0.0]
+    groups, algo = compute_advantages([make_group([1], [answer(1, 1.0), mixed])])
+    assert compute_step_effect(groups, algo).groups[0][1].gradient == [0.125, 0.0, 0.125, 0.0]
 
 
 def test_masked_and_failed_samples_have_none_and_change_the_others_as_they_should():
     cut, lost = answer(2, 0.0, finish=Finish.LENGTH), answer(2, None, failure="worker died")
-    groups, algo = graded([make_group([1], [answer(2, 1.0), cut, lost])], GRPO(scale="none", truncated="mask"))
-    first, *others = step_effect(groups, algo).groups[0]
+    groups, algo = compute_advantages(
+        [make_group([1], [answer(2, 1.0), cut, lost])], GRPO(scale="none", truncated="mask")
+    )
+    first, *others = compute_step_effect(groups, algo).groups[0]
     assert first.gradient == [-0.5 / (2 * 2)] * 2  # the masked one counts as a sample, the failed one does not
-    assert [e.size for e in others] == [0.0, 0.0] and not any(e.in_loss for e in others)
+    assert [e.signal for e in others] == [0.0, 0.0] and not any(e.is_in_loss for e in others)
 
 
-def test_a_ratio_out_of_the_clip_range_on_the_side_of_the_advantage_is_held():
-    groups, algo = graded([make_group([1], [answer(2, 1.0), answer(2, 0.0)])])
+def test_a_ratio_out_of_the_clip_range_on_the_side_of_the_advantage_is_clipped():
+    groups, algo = compute_advantages([make_group([1], [answer(2, 1.0), answer(2, 0.0)])])
     up, down = groups[0].samples
     moved = {
         id(up): [-1.0 + math.log(1.5), -1.0 + math.log(0.5)],
         id(down): [-1.0 + math.log(1.5), -1.0 + math.log(0.5)],
     }
-    effect = step_effect(groups, algo, policy=lambda s: moved[id(s)])
+    effect = compute_step_effect(groups, algo, policy=lambda s: moved[id(s)])
     weight = 0.5 / (2 * 2)
     assert effect.groups[0][0].gradient == pytest.approx([0.0, -0.5 * weight], abs=1e-15)
     assert effect.groups[0][1].gradient == pytest.approx([1.5 * weight, 0.0], abs=1e-15)
-    assert [e.idle for e in effect.groups[0]] == [[CLIPPED, ""], ["", CLIPPED]]
+    assert [e.zero_reasons for e in effect.groups[0]] == [[CLIPPED, ""], ["", CLIPPED]]
     assert [e.metrics["clip/high"] for e in effect.groups[0]] == [0.5, 0.0]
     assert [e.metrics["clip/low"] for e in effect.groups[0]] == [0.0, 0.5]
 
@@ -113,46 +115,52 @@ def test_a_ratio_out_of_the_clip_range_on_the_side_of_the_advantage_is_held():
 def test_tokens_the_correction_masks_are_told_from_clipped_ones():
     config = GRPO(scale="none", correction=CorrectionConfig(kind="mask", bounds=(0.5, 2.0)))
     strange = answer(3, 1.0, sampler_logprobs=[-1.0, -2.0, -0.5])  # importance 1, e, e^-0.5
-    groups, algo = graded([make_group([1], [strange, answer(1, 0.0)])], config)
-    found = step_effect(groups, algo).groups[0][0]
-    assert found.idle == ["", CORRECTED, ""]
+    groups, algo = compute_advantages([make_group([1], [strange, answer(1, 0.0)])], config)
+    found = compute_step_effect(groups, algo).groups[0][0]
+    assert found.zero_reasons == ["", CORRECTED, ""]
     assert found.gradient == pytest.approx([-0.5 / 6, 0.0, -0.5 * math.exp(-0.5) / 6], abs=1e-15)
-    # a policy that has moved to what the sampler said, and out of the clip range: for this advantage on its free side
-    moved = step_effect(groups, algo, policy=lambda s: s.sampler_logprobs).groups[0][0]
-    assert moved.idle == ["", CORRECTED, CLIPPED]
+    # A policy that agrees with the sampler by now. It has left the clip range on the side that this advantage allows.
+    moved = compute_step_effect(groups, algo, policy=lambda s: s.sampler_logprobs).groups[0][0]
+    assert moved.zero_reasons == ["", CORRECTED, CLIPPED]
 
 
 def test_a_sample_at_the_mean_is_said_to_have_no_advantage():
-    groups, algo = graded([make_group([1], [answer(1, 0.0), answer(2, 1.0), answer(1, 2.0)])])
-    assert step_effect(groups, algo).groups[0][1].idle == [NO_ADVANTAGE] * 2
+    groups, algo = compute_advantages([make_group([1], [answer(1, 0.0), answer(2, 1.0), answer(1, 2.0)])])
+    assert compute_step_effect(groups, algo).groups[0][1].zero_reasons == [NO_ADVANTAGE] * 2
 
 
 def test_a_gradient_that_is_not_finite_is_named_and_not_added():
-    groups, algo = graded([make_group([1], [answer(2, 1.0, old_logprobs=[math.nan, -1.0]), answer(1, 0.0)])])
-    effect = step_effect(groups, algo)
-    assert effect.groups[0][0].idle == [NOT_FINITE, ""] and effect.total == 0.125 + 0.25
+    groups, algo = compute_advantages(
+        [make_group([1], [answer(2, 1.0, old_logprobs=[math.nan, -1.0]), answer(1, 0.0)])]
+    )
+    effect = compute_step_effect(groups, algo)
+    assert effect.groups[0][0].zero_reasons == [NOT_FINITE, ""] and effect.signal == 0.125 + 0.25
 
 
 def test_without_stored_logprobs_ratios_are_taken_as_one():
-    known, algo = graded(two_groups())
-    expected = step_effect(known, algo)
+    known, algo = compute_advantages(two_groups())
+    expected = compute_step_effect(known, algo)
     for sample in known[0].samples[1:]:  # one is enough: a file from before, or half of one
         sample.old_logprobs = None
-    effect = step_effect(known, algo)
-    assert not effect.exact and effect.sizes == expected.sizes
+    effect = compute_step_effect(known, algo)
+    assert not effect.has_exact_ratios and effect.group_signals == expected.group_signals
     assert known[0].samples[0].old_logprobs == [-1.0, -1.0]  # what was handed in stays
 
 
 def test_minibatches_have_their_own_denominators():
-    groups, algo = graded([make_group([1], [answer(1, 1.0), answer(1, 0.0)]) for _ in range(2)])
-    assert step_effect(groups, algo, minibatches=2).total == 2 * step_effect(groups, algo).total == 2 * 0.5
+    groups, algo = compute_advantages([make_group([1], [answer(1, 1.0), answer(1, 0.0)]) for _ in range(2)])
+    assert (
+        compute_step_effect(groups, algo, minibatches=2).signal
+        == 2 * compute_step_effect(groups, algo).signal
+        == 2 * 0.5
+    )
 
 
 # ---- against the learner -----------------------------------------------------------------------------------------
 
 
-class Watched:
-    """An algorithm whose loss remembers what it saw: log-probabilities and |dL/dlogprob| of each sample, each epoch."""
+class RecordingAlgorithm:
+    """An algorithm whose loss records the log-probabilities and |dL/dlogprob| of each sample in each epoch."""
 
     def __init__(self, algo, num_tokens: int) -> None:
         self.algo, self.per_token, self.has_ratio, self.weigh = algo, algo.per_token, algo.has_ratio, algo.weigh
@@ -201,21 +209,21 @@ def test_effects_are_what_the_learners_own_loss_calls_saw(config):
     )
     annotate(learner, groups, algo.needs() | {"old"})
     groups = algo.advantages(groups)
-    batch = packed(groups, 40)
-    watched = Watched(algo, sum(len(m.targets) for m in batch.minibatches[0].microbatches))
+    batch = pack_groups(groups, 40)
+    watched = RecordingAlgorithm(algo, sum(len(m.targets) for m in batch.minibatches[0].microbatches))
     learner.update(batch.batch, watched)
     samples = [s for g in groups for s in g.samples]
     ids = [sample_id for g in groups for sample_id in g.ids()]
     place = [ids.index(sample_id) for sample_id in batch.batch.ids]  # by number in the batch
     later = {id(samples[place[number]]): values for number, values in watched.epochs[1][0].items()}
-    effects = [step_effect(groups, algo), step_effect(groups, algo, policy=lambda s: later[id(s)])]
-    assert effects[0].exact
+    effects = [compute_step_effect(groups, algo), compute_step_effect(groups, algo, policy=lambda s: later[id(s)])]
+    assert effects[0].has_exact_ratios
     for (_, sizes), effect in zip(watched.epochs, effects, strict=True):
-        found = [e.size for g in effect.groups for e in g]
+        found = [e.signal for g in effect.groups for e in g]
         seen = dict.fromkeys(range(len(samples)), 0.0) | {place[number]: size for number, size in sizes.items()}
         assert found == pytest.approx([seen[i] for i in range(len(samples))], abs=1e-9)
-        assert effect.total > 0.01
-    ratios = [e.metrics["ratio/max"] for g in effects[1].groups for e in g if e.in_loss]
+        assert effect.signal > 0.01
+    ratios = [e.metrics["ratio/max"] for g in effects[1].groups for e in g if e.is_in_loss]
     assert max(ratios) > 1.05  # the second epoch is another policy
 
 
@@ -225,45 +233,47 @@ def test_effects_are_what_the_learners_own_loss_calls_saw(config):
 def test_why_a_loss_is_zero_is_said_in_words():
     same = make_group([1], [answer(1, 1.0), answer(1, 1.0)])
     lonely = make_group([1], [answer(1, 1.0), answer(1, None, failure="worker died")])
-    groups, algo = graded([same, lonely])
-    words = no_signal(groups, step_effect(groups, algo))
+    groups, algo = compute_advantages([same, lonely])
+    words = explain_no_signal(groups, compute_step_effect(groups, algo))
     assert words.startswith(
         "loss is 0 because 1 group left out (constant reward: all samples of a group were paid the same"
     )
     assert "1 group left out (too few scored samples: a baseline needs at least two)" in words
     cut = make_group([1], [answer(1, r, finish=Finish.LENGTH) for r in (0.0, 1.0)])
-    groups, algo = graded([cut], GRPO(truncated="mask"))
-    assert "2 samples masked: truncated: it was cut at max_tokens" in no_signal(groups, step_effect(groups, algo))
+    groups, algo = compute_advantages([cut], GRPO(truncated="mask"))
+    assert "2 samples masked: truncated: it was cut at max_tokens" in explain_no_signal(
+        groups, compute_step_effect(groups, algo)
+    )
 
 
 def test_where_the_entropy_bonus_acts_the_loss_is_not_said_to_be_zero(tmp_path):
     same = make_group([1], [answer(1, 1.0), answer(1, 1.0)])
     config = GRPO(scale="none", entropy=0.1)
-    text = printed(explain(stored(tmp_path, graded([same], config)[0], algo=config), 2))
+    text = print_to_text(explain_step(store_run(tmp_path, compute_advantages([same], config)[0], algo=config), 2))
     assert "no log-probability is pushed because 2 tokens without a gradient (advantage is 0" in text
     assert "loss is 0" not in text
 
 
 def test_a_stored_advantage_that_the_algorithm_would_not_give_is_counted():
-    groups, algo = graded(two_groups())
-    assert num_changed(groups, algo) == 0
+    groups, algo = compute_advantages(two_groups())
+    assert count_changed_samples(groups, algo) == 0
     groups[0].samples[1].advantage = -0.4
-    assert num_changed(groups, algo) == 1 and groups[0].samples[1].advantage == -0.4
+    assert count_changed_samples(groups, algo) == 1 and groups[0].samples[1].advantage == -0.4
 
 
-def stored(folder: Path, groups: list[Group], steps=(2,), **changes) -> Path:
-    """A run directory with these groups as the rollouts of its steps."""
+def store_run(folder: Path, groups: list[Group], steps=(2,), **changes) -> Path:
+    """Makes a run directory that has these groups as the rollouts of its steps, and returns it."""
     values = {"sampling": SamplingConfig(max_tokens=8), "algo": PLAIN, **changes}
     directory = RunDirectory.create(folder, small_run(**values), "run")
     for step in steps:
-        save_rollouts(rollout_path(directory.rollouts, step), groups)
+        save_rollouts(make_rollout_path(directory.rollouts, step), groups)
     directory.unlock()
     return directory.path
 
 
-def printed(made) -> str:
+def print_to_text(made) -> str:
     out = io.StringIO()
-    show(made, out)
+    print_report(made, out)
     return out.getvalue()
 
 
@@ -271,8 +281,8 @@ def test_the_report_names_rewards_baseline_shares_and_what_is_left_out(tmp_path)
     groups = two_groups()
     groups[0].samples[0].parts, groups[0].samples[0].reason = {"correct": 1.0, "format": 0.5}, "well done"
     groups[0].samples.append(answer(1, None, failure="worker died"))
-    path = stored(tmp_path, graded(groups)[0], reward={"format": 0.0})
-    text = printed(explain(path, 2))
+    path = store_run(tmp_path, compute_advantages(groups)[0], reward={"format": 0.0})
+    text = print_to_text(explain_step(path, 2))
     for line in (
         "groups          2: 1 in the loss, 1 left out: constant reward",
         "samples         5: 2 in the loss, 1 failed, 2 in a group left out: constant reward",
@@ -292,8 +302,8 @@ def test_the_report_names_rewards_baseline_shares_and_what_is_left_out(tmp_path)
     assert "not known" not in text
 
 
-def test_a_group_that_was_never_annotated_is_shown_with_what_the_task_paid(tmp_path):
-    """KL in the reward, and dead groups replaced before anybody computed it."""
+def test_a_group_that_was_never_annotated_is_shown_with_the_reward_of_its_task(tmp_path):
+    """With a KL in the reward, a dead group is replaced before its KL is computed."""
     algo = ReinforcePP(kl=KLConfig(weight=0.1, estimator="k1", place="reward"))
     groups = two_groups()
     for s in groups[0].samples:
@@ -302,42 +312,42 @@ def test_a_group_that_was_never_annotated_is_shown_with_what_the_task_paid(tmp_p
         s.old_logprobs = None
     groups[1].excluded = Fate.NOT_ACCEPTED
     build_algorithm(algo, 8).advantages(groups)
-    path = stored(tmp_path, groups, algo=algo)
-    text = printed(explain(path, 2, "1"))
+    path = store_run(tmp_path, groups, algo=algo)
+    text = print_to_text(explain_step(path, 2, "1"))
     assert "out of the loss not accepted" in text and "reward          1" in text
-    text = printed(explain(path, 2, "0"))
+    text = print_to_text(explain_step(path, 2, "0"))
     assert "of the batch    mean 0.350, std 0.778" in text  # 1 - 0.1 and 0 - 0.2, without the other group
 
 
 def test_the_best_of_k_is_named_for_what_it_is(tmp_path):
     groups = build_algorithm(PassAtK(k=2), 8).advantages(two_groups())
-    text = printed(explain(stored(tmp_path, groups, algo=PassAtK(k=2)), 2))
+    text = print_to_text(explain_step(store_run(tmp_path, groups, algo=PassAtK(k=2)), 2))
     assert "advantages      what each adds to the best of 2, aggregate = constant" in text and "baseline =" not in text
 
 
 def test_clipped_and_corrected_tokens_are_said_with_their_bounds(tmp_path):
     config = GRPO(scale="none", correction=CorrectionConfig(kind="mask", bounds=(0.5, 2.0)))
     strange = answer(3, 1.0, sampler_logprobs=[-1.0, -2.0, -0.5])
-    path = stored(tmp_path, graded([make_group([1], [strange, answer(2, 0.0)])], config)[0], algo=config)
-    text = printed(explain(path, 2))
+    path = store_run(tmp_path, compute_advantages([make_group([1], [strange, answer(2, 0.0)])], config)[0], algo=config)
+    text = print_to_text(explain_step(path, 2))
     assert "correction      1 token outside 0.5 to 2.0: mask (importance weight 0.6065 to 2.7183)" in text
     assert "no gradient     1 token: sampler correction: the learner and the sampler disagree too much" in text
-    step = load(path, 2)
-    low = step_effect(step.groups, step.algo, policy=lambda s: [-2.0] * len(s.tokens))
-    text = printed(report(replace(step, effect=low)))
+    step = load_step(path, 2)
+    low = compute_step_effect(step.groups, step.algo, policy=lambda s: [-2.0] * len(s.tokens))
+    text = print_to_text(make_report(replace(step, effect=low)))
     assert (
         "clipped         2 tokens: ratio below the clip range (algo.clip_low = 0.2), with a negative advantage" in text
     )
 
 
 def test_what_is_not_known_or_not_the_same_any_more_is_said(tmp_path):
-    groups, _ = graded(two_groups())
+    groups, _ = compute_advantages(two_groups())
     for sample in groups[0].samples:
         sample.old_logprobs, sample.advantage = None, 2 * sample.advantage
-    path = stored(
+    path = store_run(
         tmp_path, groups, model="no-such-model", learner=LearnerConfig(epochs=3), algo=GRPO(scale="none", entropy=0.1)
     )
-    text = printed(explain(path, 2))
+    text = print_to_text(explain_step(path, 2))
     for words in (
         "ratios are not known",
         "ratio           not known, taken as 1",
@@ -351,18 +361,22 @@ def test_what_is_not_known_or_not_the_same_any_more_is_said(tmp_path):
 
 
 def test_a_group_is_found_by_index_then_by_prompt_id_and_by_its_share(tmp_path):
-    groups, _ = graded(two_groups()[::-1])
+    groups, _ = compute_advantages(two_groups()[::-1])
     groups[0].prompt.id = "1"
-    path = stored(tmp_path, groups)
-    found = {wanted: explain(path, None, wanted).group.line.prompt_id for wanted in ("", "0", "1", "differs")}
+    path = store_run(tmp_path, groups)
+    found = {wanted: explain_step(path, None, wanted).group.line.prompt_id for wanted in ("", "0", "1", "differs")}
     assert found == {"": "differs", "0": "1", "1": "differs", "differs": "differs"}
 
 
 @pytest.mark.parametrize(
     ("args", "kind", "words"),
     [
-        (["run", "--step", "5"], RunError, "has no rollouts of step 5; those of step 1-3, 7 are kept"),
-        (["run", "--step", "7", "--group", "9"], RunError, 'no group "9"; give an index from 0 to 1 or a prompt id'),
+        (["run", "--step", "5"], RunError, "has no rollouts of step 5; use --step with one of these: 1-3, 7"),
+        (
+            ["run", "--step", "7", "--group", "9"],
+            RunError,
+            'no group "9"; give --group an index from 0 to 1 or a prompt id',
+        ),
         (["run", "--group", "diffars"], RunError, 'Did you mean "differs"?'),
         (["nowhere"], RunError, "there is no run"),
         (["run", "--html", "missing/x.html"], ConfigError, 'there is no folder "missing"'),
@@ -371,7 +385,7 @@ def test_a_group_is_found_by_index_then_by_prompt_id_and_by_its_share(tmp_path):
     ],
 )
 def test_a_mistake_is_one_clear_line(args, kind, words, tmp_path, monkeypatch):
-    stored(tmp_path, graded(two_groups())[0], steps=(1, 2, 3, 7))
+    store_run(tmp_path, compute_advantages(two_groups())[0], steps=(1, 2, 3, 7))
     monkeypatch.chdir(tmp_path)
     with pytest.raises(CohortError) as caught:
         command.run(args)
@@ -379,15 +393,15 @@ def test_a_mistake_is_one_clear_line(args, kind, words, tmp_path, monkeypatch):
 
 
 def test_the_rollouts_are_enough(tmp_path):
-    path = stored(tmp_path, graded(two_groups())[0])
-    before = printed(explain(path, 2))
+    path = store_run(tmp_path, compute_advantages(two_groups())[0])
+    before = print_to_text(explain_step(path, 2))
     (path / "run.db").unlink()
-    assert printed(explain(path, 2)) == before and "signal          0.250 = " in before
+    assert print_to_text(explain_step(path, 2)) == before and "signal          0.250 = " in before
 
 
 def test_a_run_without_rollouts_says_so(tmp_path):
     with pytest.raises(RunError, match="keeps no rollouts"):
-        explain(stored(tmp_path, [], steps=()), None)
+        explain_step(store_run(tmp_path, [], steps=()), None)
 
 
 # ---- hostile text ------------------------------------------------------------------------------------------------
@@ -399,7 +413,7 @@ HOSTILE = (
 
 @pytest.fixture
 def hostile(tmp_path) -> Path:
-    tokenizer = Tokenizer.load(resolve("tiny"))
+    tokenizer = Tokenizer.load(resolve_model("tiny"))
     prompt, said = tokenizer.encode(HOSTILE), tokenizer.encode(HOSTILE)
     samples = [
         make_sample(said, [*([S] * (len(said) - 3)), E, F, S], reward=1.0, reason=HOSTILE, parts={HOSTILE: 1.0}),
@@ -409,11 +423,11 @@ def hostile(tmp_path) -> Path:
     for sample in samples:
         sample.sampler_logprobs = sample.old_logprobs = [-1.0] * len(said)
     group = make_group(prompt, samples, id=HOSTILE)
-    return stored(tmp_path, graded([group])[0], recipe=f"own.py:{HOSTILE}")
+    return store_run(tmp_path, compute_advantages([group])[0], recipe=f"own.py:{HOSTILE}")
 
 
 def test_a_pipe_gets_no_control_codes_and_whole_lines(hostile):
-    text = printed(explain(hostile, 2))
+    text = print_to_text(explain_step(hostile, 2))
     assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e]", text)
     assert "\\x1b[2J" in text and "[red]" in text
     # a line of the text begins behind the margin: what imitates a label cannot stand where labels stand
@@ -425,10 +439,10 @@ def test_a_pipe_gets_no_control_codes_and_whole_lines(hostile):
 
 
 def test_a_terminal_gets_colours_and_nothing_else(hostile, monkeypatch):
-    plain = printed(explain(hostile, 2))
+    plain = print_to_text(explain_step(hostile, 2))
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLORTERM", "truecolor")
-    coloured = printed(explain(hostile, 2))
+    coloured = print_to_text(explain_step(hostile, 2))
     assert "\x1b[38;2;0;0;0;48;2;76;175;80m" in coloured and "\x1b[38;2;0;0;0;48;2;239;83;80m" in coloured
     text = re.sub(r"\x1b\[[0-9;]*m", "", coloured)
     legend = "  colours: prompt, environment, forced, pushed up a little pushed down a little no gradient\n"
@@ -467,7 +481,7 @@ def test_a_page_holds_hostile_text_as_text(hostile, tmp_path, capsys):
 
 
 def test_a_page_colours_by_sign_and_strength_and_by_provenance(hostile):
-    text = page(explain(hostile, 2))
+    text = render_page(explain_step(hostile, 2))
     strengths = {float(a) for a in re.findall(r"rgba\(46,160,67,([\d.]+)\)\" title", text)}
     assert strengths == {1.0} and "rgba(248,81,73," in text
     assert re.search(r'<span class="environment" title="id \d+ · environment">', text)
@@ -482,5 +496,5 @@ def test_a_further_attempt_and_its_cost_are_named():
     algo = SimpleNamespace(config=SimpleNamespace())
     step = SimpleNamespace(config=SimpleNamespace(reward={}, turns=ThinkAgain(cost=0.1)), algo=algo)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(group_module, "_returned", lambda algo, sample: sample.reward)
-        assert group_module._reward(step, sample) == "-0.100 from correct 0, 1 further attempt at -0.100"
+        patch.setattr(group_module, "_get_return", lambda algo, sample: sample.reward)
+        assert group_module._describe_reward(step, sample) == "-0.100 from correct 0, 1 further attempt at -0.100"

@@ -1,4 +1,4 @@
-"""What `cohort replay` refuses, and what it takes for a step that can be done again; the steps are in integration."""
+"""What `cohort replay` refuses, and which steps it can replay. Replays of real runs are in tests/integration."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cohort.config.algos import DAPO
 from cohort.config.schema import GRPO, LearnerConfig
 from cohort.errors import ConfigError
 from cohort.fates import Fate
-from cohort.inspect.replay import Row, as_sampled, changed_config, replayable
+from cohort.inspect.replay import MetricComparison, apply_settings, find_replayable_steps, reset_to_sampled
 from cohort.run.directory import RunDirectory
 from cohort.run.store.db import Store
 from cohort.run.store.reader import Reader
@@ -31,7 +31,7 @@ from tests.helpers.small_runs import small_run
 )
 def test_a_setting_that_does_not_act_on_the_update_is_refused_by_name(flag: str) -> None:
     with pytest.raises(ConfigError) as refusal:
-        changed_config(small_run(), [flag])
+        apply_settings(small_run(), [flag])
     assert str(refusal.value).startswith(f"{flag.partition('=')[0]} cannot be changed in a replay")
 
 
@@ -46,7 +46,7 @@ def test_a_setting_that_does_not_act_on_the_update_is_refused_by_name(flag: str)
 )
 def test_a_setting_that_needs_more_than_one_update_is_refused_by_name(flag: str, why: str) -> None:
     with pytest.raises(ConfigError, match=why) as refusal:
-        changed_config(small_run(), [flag])
+        apply_settings(small_run(), [flag])
     assert str(refusal.value).startswith(flag.partition("=")[0] + " ")
 
 
@@ -61,14 +61,14 @@ def test_a_setting_that_needs_more_than_one_update_is_refused_by_name(flag: str,
 )
 def test_settings_are_checked_as_those_of_a_run(flags: list[str], error: str) -> None:
     with pytest.raises(ConfigError, match=error):
-        changed_config(small_run(), flags)
+        apply_settings(small_run(), flags)
 
 
 def test_only_what_is_asked_for_is_changed() -> None:
     config = small_run(learner=LearnerConfig(epochs=2), reward={})
-    found = changed_config(config, ["--algo", "dapo", "--algo.clip-high", "0.5", "--optim.lr", "1e-5"])
+    found = apply_settings(config, ["--algo", "dapo", "--algo.clip-high", "0.5", "--optim.lr", "1e-5"])
     assert found == replace(config, algo=DAPO(clip_high=0.5), optim=replace(config.optim, lr=1e-5))
-    assert changed_config(config, []) == config
+    assert apply_settings(config, []) == config
 
 
 def test_the_command_needs_a_run_and_a_step() -> None:
@@ -90,13 +90,13 @@ def test_steps_that_can_be_replayed_have_their_rollouts_since_the_checkpoint_bef
         (directory.rollouts / f"step-{step:06d}.safetensors").touch()
     for step in (4, 7):
         (directory.checkpoints / f"step-{step:06d}").mkdir()
-    assert replayable(directory) == {1: 0, 2: 0, 8: 7}
+    assert find_replayable_steps(directory) == {1: 0, 2: 0, 8: 7}
     (directory.rollouts / "step-000005.safetensors").touch()
-    assert replayable(directory) == {1: 0, 2: 0, 5: 4, 6: 4, 7: 4, 8: 7}
+    assert find_replayable_steps(directory) == {1: 0, 2: 0, 5: 4, 6: 4, 7: 4, 8: 7}
 
 
 def group(*rewards: float, excluded: str = "", age: int = 0) -> Group:
-    """As stored after a step."""
+    """Returns a group as it is stored after a step."""
     prompt = Prompt(task="t", id="0", visit=0, row={}, messages=[], tokens=[1], provenance=[0])
     samples = [
         Sample(
@@ -127,19 +127,19 @@ def group(*rewards: float, excluded: str = "", age: int = 0) -> Group:
     ],
 )
 def test_a_stored_group_becomes_what_sampling_and_scoring_gave(algo: GRPO, stored: Group, excluded: str) -> None:
-    found = as_sampled(stored, build_algorithm(algo, 8))
+    found = reset_to_sampled(stored, build_algorithm(algo, 8))
     plain = {"old_logprobs": None, "ref_logprobs": None, "advantage": 0.0, "masked": ""}
     assert found == replace(stored, excluded=excluded, samples=[replace(s, **plain) for s in stored.samples])
     assert stored.samples[0].advantage == 2.0  # the stored one stays
 
 
 def test_metrics_are_the_same_to_the_last_bit_or_not_at_all() -> None:
-    def row(stored: float | None, replayed: float | None) -> Row:
-        return Row(name="loss", stored=stored, replayed=replayed)
+    def row(stored: float | None, replayed: float | None) -> MetricComparison:
+        return MetricComparison(name="loss", stored=stored, replayed=replayed)
 
     nan = float("nan")
-    assert row(0.1, 0.1).same and row(nan, nan).same
-    assert not row(0.1, math.nextafter(0.1, 1)).same and not row(nan, 0.1).same and not row(None, 0.1).same
+    assert row(0.1, 0.1).is_same and row(nan, nan).is_same
+    assert not row(0.1, math.nextafter(0.1, 1)).is_same and not row(nan, 0.1).is_same and not row(None, 0.1).is_same
     assert row(0.5, 0.75).difference == 0.25 and row(None, 0.75).difference is None
 
 
@@ -148,8 +148,8 @@ def test_reading_once_leaves_nothing_in_the_run_and_sees_what_a_writer_has_writt
     store = Store(path)
     store.write_step(1, {"loss": 0.5})
     with Reader(path, once=True) as reader:  # the step is in the log alone
-        assert reader.series("loss") == {1: 0.5}
+        assert reader.read_series("loss") == {1: 0.5}
     store.close()
     with Reader(path, once=True) as reader:
-        assert reader.series("loss") == {1: 0.5}
+        assert reader.read_series("loss") == {1: 0.5}
     assert [p.name for p in tmp_path.iterdir()] == ["run.db"]

@@ -1,4 +1,4 @@
-"""The composition root: parts that fit together, and one clear line for every combination that cannot work."""
+"""Building a job: its parts fit together, and a combination that cannot work is refused in one clear line."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ import pytest
 import torch
 
 from cohort.config.algos import KLConfig
-from cohort.config.load import change
+from cohort.config.load import change_config
 from cohort.config.schema import GRPO, BatchConfig, EvalConfig, LearnerConfig, OptimConfig, SamplingConfig
 from cohort.errors import CohortError, ConfigError, RunError, TaskError
 from cohort.run import checkpoint
 from cohort.tasks.arithmetic import Arithmetic
 from tests.helpers.hostile_task import Hostile
-from tests.helpers.small_runs import assembled, run_steps, small_run
+from tests.helpers.small_runs import built_job, run_steps, small_run
 
 FEW = Arithmetic(train_size=5, test_size=4)
 
 
-def refusal(config) -> CohortError:
-    with pytest.raises(CohortError) as caught, assembled(config):
+def catch_refusal(config) -> CohortError:
+    """Returns the error with which building a job is refused. It must be one line."""
+    with pytest.raises(CohortError) as caught, built_job(config):
         pass
     assert "\n" not in str(caught.value)
     return caught.value
@@ -31,18 +32,22 @@ def refusal(config) -> CohortError:
     [
         ({"batch": BatchConfig(prompts=6), "task": FEW}, ConfigError, ["5 train rows", "batch.prompts = 6"]),
         ({"eval": EvalConfig(problems=5), "task": FEW}, ConfigError, ["4 test rows", "fewer than the 5"]),
-        ({"sampling": SamplingConfig(max_tokens=1024)}, ConfigError, ["completions of 1024 tokens", "context of 1024"]),
+        (
+            {"sampling": SamplingConfig(max_tokens=1024)},
+            ConfigError,
+            ["1024 tokens (sampling.max_tokens", "context has 1024"],
+        ),
         (
             {"sampling": SamplingConfig(max_tokens=300), "learner": LearnerConfig(token_budget=300)},
             ConfigError,
-            ["completions of 300 tokens", "token_budget = 300"],
+            ["may have 300 tokens", "token_budget is 300"],
         ),
         ({"model": "no-such-model"}, CohortError, ["no-such-model"]),
     ],
 )
 def test_what_cannot_work_is_refused_before_anything_is_written(changes, kind, words):
     values = {"batch": BatchConfig(prompts=4), "eval": EvalConfig(problems=4), **changes}
-    error = refusal(small_run(**values))
+    error = catch_refusal(small_run(**values))
     assert isinstance(error, kind)
     for word in words:
         assert word in str(error)
@@ -50,7 +55,8 @@ def test_what_cannot_work_is_refused_before_anything_is_written(changes, kind, w
 
 def test_the_last_room_for_a_prompt_is_one_token():
     config = small_run(sampling=SamplingConfig(max_tokens=1023), learner=LearnerConfig(token_budget=4096))
-    error = refusal(config)  # one token is room, but no prompt is that short
+    # A prompt of one token would fit, but no prompt is that short.
+    error = catch_refusal(config)
     assert isinstance(error, TaskError) and "more than the 1 that fit" in str(error)
 
 
@@ -62,7 +68,7 @@ def test_a_prompt_over_the_context_or_the_budget_names_the_row_and_the_limit(roo
     else:
         sampling, learner = SamplingConfig(max_tokens=1004), LearnerConfig(token_budget=4096)
         config = small_run(task=Hostile(), reward={}, sampling=sampling, learner=learner)
-    error = refusal(config)
+    error = catch_refusal(config)
     assert isinstance(error, TaskError) and 'row "test-0"' in str(error) and "more than the 20 that fit" in str(error)
 
 
@@ -77,10 +83,10 @@ def test_a_prompt_over_the_context_or_the_budget_names_the_row_and_the_limit(roo
 )
 def test_combinations_that_need_no_model_are_refused_with_the_config(flags, words):
     with pytest.raises(ConfigError, match=words):
-        change(small_run(), flags)
+        change_config(small_run(), flags)
 
 
-def test_the_parts_share_what_must_be_shared():
+def test_engine_learner_and_producers_share_what_must_be_shared():
     config = small_run(
         sampling=SamplingConfig(max_tokens=17, temperature=0.7, stop=("zz",)),
         eval=EvalConfig(problems=5, temperature=0.3),
@@ -90,46 +96,46 @@ def test_the_parts_share_what_must_be_shared():
         seed=11,
         steps=9,
     )
-    with assembled(config) as parts:
-        assert parts.engine.decoder is parts.learner.decoder is parts.model.decoder
-        assert parts.learner.weights().module is parts.engine.decoder  # a load copies nothing
-        assert parts.learner.temperature == parts.producer.drawing.sampling.temperature == 0.7
-        assert parts.learner.num_updates == 9 * 2 * 3
-        assert parts.learner.reference is not None and parts.learner.reference is not parts.model.decoder
-        assert not any(p.requires_grad for p in parts.learner.reference.parameters())
+    with built_job(config) as job:
+        assert job.engine.decoder is job.learner.decoder is job.model.decoder
+        assert job.learner.weights().module is job.engine.decoder  # loading weights copies nothing
+        assert job.learner.temperature == job.producer.settings.sampling.temperature == 0.7
+        assert job.learner.num_updates == 9 * 2 * 3
+        assert job.learner.reference is not None and job.learner.reference is not job.model.decoder
+        assert not any(p.requires_grad for p in job.learner.reference.parameters())
         assert all(
             torch.equal(a, b)
-            for a, b in zip(parts.learner.reference.parameters(), parts.model.decoder.parameters(), strict=True)
+            for a, b in zip(job.learner.reference.parameters(), job.model.decoder.parameters(), strict=True)
         )
-        assert (parts.producer.drawing.purpose, parts.eval_producer.drawing.purpose) == ("train", "eval")
-        assert parts.producer.drawing.seed == parts.eval_producer.drawing.seed == parts.producer.stream.seed == 11
-        assert parts.producer.drawing.coefficients == {"correct": 2.0, "format": 0.5}
-        assert parts.eval_producer.drawing.sampling == replace(parts.producer.drawing.sampling, temperature=0.3)
-        assert parts.producer.drawing.sampling.stop_ids and parts.producer.drawing.sampling.stop_strings == ("zz",)
-        assert parts.engine.max_context == 400  # the budget is what limits here
+        assert (job.producer.settings.purpose, job.eval_producer.settings.purpose) == ("train", "eval")
+        assert job.producer.settings.seed == job.eval_producer.settings.seed == job.producer.stream.seed == 11
+        assert job.producer.settings.coefficients == {"correct": 2.0, "format": 0.5}
+        assert job.eval_producer.settings.sampling == replace(job.producer.settings.sampling, temperature=0.3)
+        assert job.producer.settings.sampling.stop_ids and job.producer.settings.sampling.stop_strings == ("zz",)
+        assert job.engine.max_context == 400  # token_budget is the smaller limit here
         assert torch.get_num_threads() == 1
         assert torch.get_deterministic_debug_mode() == 2  # an operation that is not deterministic is an error
 
 
 def test_truncation_reaches_the_sampler_in_training_and_not_in_evaluation():
     sampling = SamplingConfig(max_tokens=8, top_p=0.9, top_k=7, min_p=0.01, allow_truncation=True)
-    with assembled(small_run(sampling=sampling)) as parts:
-        drawn = parts.producer.drawing.sampling
+    with built_job(small_run(sampling=sampling)) as job:
+        drawn = job.producer.settings.sampling
         assert (drawn.top_p, drawn.top_k, drawn.min_p) == (0.9, 7, 0.01)
-        assert not parts.eval_producer.drawing.sampling.truncates
+        assert not job.eval_producer.settings.sampling.truncates
 
 
 def test_without_a_kl_there_is_no_reference():
-    with assembled(small_run()) as parts:
-        assert parts.learner.reference is None
+    with built_job(small_run()) as job:
+        assert job.learner.reference is None
 
 
 def test_evaluation_is_on_the_test_split_and_leaves_the_stream_alone():
-    with assembled(small_run()) as parts:
-        parts.producer.stream.next(2)
-        found = parts.evaluate(3)
-        assert parts.producer.stream.cursor == 2
-        rows = [row["id"] for row in parts.config.task.rows("test")]
+    with built_job(small_run()) as job:
+        job.producer.stream.next_prompts(2)
+        found = job.evaluate(3)
+        assert job.producer.stream.cursor == 2
+        rows = [row["id"] for row in job.config.task.rows("test")]
         assert [item.id for item in found.items] == rows[:6]
         s = found.setting
         assert (s.step, s.split, s.num_problems, s.num_samples, s.template) == (3, "test", 6, 1, "chat")
@@ -137,21 +143,21 @@ def test_evaluation_is_on_the_test_split_and_leaves_the_stream_alone():
 
 
 def test_evaluation_samples_as_often_as_asked():
-    with assembled(small_run(eval=EvalConfig(problems=3, samples=4))) as parts:
-        found = parts.evaluate(0)
+    with built_job(small_run(eval=EvalConfig(problems=3, samples=4))) as job:
+        found = job.evaluate(0)
         texts = [{answer.text for answer in item.answers} for item in found.items]
         assert all(len(item.answers) == 4 for item in found.items) and any(len(seen) > 1 for seen in texts)
 
 
 def test_a_checkpoint_carries_the_cursor_the_counters_and_the_threads(tmp_path):
-    with assembled(small_run(optim=OptimConfig(lr=1e-4))) as parts:
-        run_steps(parts, 1)
-        parts.learner.num_bad = 2
-        state = parts.checkpoint(1)
+    with built_job(small_run(optim=OptimConfig(lr=1e-4))) as job:
+        run_steps(job, 1)
+        job.learner.num_bad = 2
+        state = job.make_checkpoint(1)
         assert (state.step, state.cursor) == (1, 6)
         assert state.numbers["threads"] == 1 and state.numbers["torch"] == torch.__version__
-        path = checkpoint.save(tmp_path, state, parts.write_model)
-    with assembled(small_run(optim=OptimConfig(lr=1e-4))) as other:
+        path = checkpoint.save(tmp_path, state, job.write_model)
+    with built_job(small_run(optim=OptimConfig(lr=1e-4))) as other:
         decoder = other.model.decoder
         other.restore(checkpoint.load(path))
         assert other.model.decoder is decoder is other.engine.decoder  # in place: what is shared stays shared
@@ -160,25 +166,25 @@ def test_a_checkpoint_carries_the_cursor_the_counters_and_the_threads(tmp_path):
         assert other.engine.version == 1
 
 
-def test_prompts_that_are_still_open_stand_beside_the_cursor(tmp_path):
-    with assembled(small_run()) as parts:
-        run_steps(parts, 1)
-        assert "open" not in parts.checkpoint(1).numbers  # a step that waits for all its groups leaves none
-        taken = parts.producer._next(2)  # as if the run ended while they are sampled
-        state = parts.checkpoint(1)
+def test_a_checkpoint_has_the_open_prompts_besides_the_cursor(tmp_path):
+    with built_job(small_run()) as job:
+        run_steps(job, 1)
+        assert "open" not in job.make_checkpoint(1).numbers  # a step that waits for all its groups leaves none
+        taken = job.producer._take_prompts(2)  # as if the run ended while they are sampled
+        state = job.make_checkpoint(1)
         assert state.cursor == 8 and state.numbers["open"] == [[p.id, p.visit] for p in taken]
-        path = checkpoint.save(tmp_path, state, parts.write_model)
-    with assembled(small_run()) as other:
+        path = checkpoint.save(tmp_path, state, job.write_model)
+    with built_job(small_run()) as other:
         other.restore(checkpoint.load(path))
         groups = other.producer.collect(3, accept=lambda group: True)
         assert [g.prompt for g in groups[:2]] == taken and other.producer.stream.cursor == 9
 
 
 def test_an_optimizer_state_that_lacks_a_moment_is_refused(tmp_path):
-    with assembled(small_run()) as parts:
-        run_steps(parts, 1)
-        path = checkpoint.save(tmp_path, parts.checkpoint(1), parts.write_model)
+    with built_job(small_run()) as job:
+        run_steps(job, 1)
+        path = checkpoint.save(tmp_path, job.make_checkpoint(1), job.write_model)
         state = checkpoint.load(path)
         del state.optimizer["exp_avg_sq/embed"]
         with pytest.raises(RunError, match="exp_avg_sq/embed"):
-            parts.restore(state)
+            job.restore(state)

@@ -1,4 +1,4 @@
-"""The optimizer against AdamW written out, the schedule by hand, and what an update does with its gradient."""
+"""The optimizer against AdamW written out, the schedule by hand, clipping, and updates without a usable gradient."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from cohort.learner import local
 from cohort.learner.local import LocalLearner
 from cohort.learner.optim import Optimizer, global_norm, learning_rate
 from cohort.models.functions import linear
-from tests.helpers.decoders_and_groups import packed, random_groups, small_decoder
+from tests.helpers.decoders_and_groups import pack_groups, random_groups, small_decoder
 
 SETTINGS = OptimConfig(lr=0.1, beta1=0.7, beta2=0.8, eps=1e-2, weight_decay=0.3)
 ALGO = build_algorithm(GRPO(), 16)
 
 
-class Two(nn.Module):
+class MatrixAndVector(nn.Module):
     """A matrix, which decays, and a vector, which does not."""
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -33,11 +33,13 @@ class Two(nn.Module):
 
 
 def gradients(step: int) -> dict[str, torch.Tensor]:
+    """Returns the random gradients of step number `step`, by parameter name."""
     generator = torch.Generator().manual_seed(10 + step)
     return {"matrix": torch.randn(3, 2, generator=generator), "vector": torch.randn(4, generator=generator)}
 
 
-def advance(module: Two, optimizer: Optimizer, step: int, lr: float, scale: float) -> None:
+def advance(module: MatrixAndVector, optimizer: Optimizer, step: int, lr: float, scale: float) -> None:
+    """Makes one optimizer step with the gradients of step number `step`."""
     optimizer.zero_grad()
     for name, g in gradients(step).items():
         p = getattr(module, name)
@@ -47,8 +49,8 @@ def advance(module: Two, optimizer: Optimizer, step: int, lr: float, scale: floa
 
 
 def by_hand(steps: list[tuple[float, float]]) -> dict[str, torch.Tensor]:
-    """AdamW on plain tensors in float64."""
-    s, start = SETTINGS, Two(torch.float64)
+    """Returns the parameters after these steps (learning rate, scale), by AdamW on plain tensors in float64."""
+    s, start = SETTINGS, MatrixAndVector(torch.float64)
     p = {n: q.detach().clone() for n, q in start.named_parameters()}
     m, v = ({n: torch.zeros_like(q) for n, q in p.items()} for _ in range(2))
     for t, (lr, scale) in enumerate(steps, start=1):
@@ -63,12 +65,13 @@ def by_hand(steps: list[tuple[float, float]]) -> dict[str, torch.Tensor]:
     return p
 
 
-STEPS = [(0.1, 1.0), (0.05, 0.5), (0.2, 1.0)]  # learning rate, scale of the gradients
+# Each step is (learning rate, scale of the gradients).
+STEPS = [(0.1, 1.0), (0.05, 0.5), (0.2, 1.0)]
 
 
 @pytest.mark.parametrize("restart", [False, True])
 def test_updates_equal_adamw_written_out(restart):
-    module = Two(torch.float64)
+    module = MatrixAndVector(torch.float64)
     optimizer = Optimizer(module, SETTINGS)
     for step, (lr, scale) in enumerate(STEPS):
         if restart and step == 2:
@@ -82,7 +85,7 @@ def test_updates_equal_adamw_written_out(restart):
 
 
 def test_a_bf16_parameter_follows_its_fp32_master():
-    module = Two(torch.bfloat16)
+    module = MatrixAndVector(torch.bfloat16)
     optimizer = Optimizer(module, SETTINGS)
     before = {n: m.detach().clone() for n, m in optimizer.masters.items()}
     for step, (lr, scale) in enumerate(STEPS):
@@ -91,9 +94,10 @@ def test_a_bf16_parameter_follows_its_fp32_master():
         master = optimizer.masters[name]
         assert master.dtype == torch.float32 and not torch.equal(master, before[name])
         assert torch.equal(p, master.to(torch.bfloat16))
-        assert not torch.equal(p.float(), master)  # the master knows more than the parameter
+        # The master has more digits than the parameter.
+        assert not torch.equal(p.float(), master)
     saved = {k: t.clone() for k, t in optimizer.state().items()}
-    other = Two(torch.bfloat16)
+    other = MatrixAndVector(torch.bfloat16)
     resumed = Optimizer(other, SETTINGS)
     other.load_state_dict(module.state_dict())
     resumed.load_state(saved, num_steps=3)
@@ -103,18 +107,19 @@ def test_a_bf16_parameter_follows_its_fp32_master():
 
 
 def test_microbatches_of_a_bf16_parameter_add_up_in_fp32():
-    module = Two(torch.bfloat16)
+    module = MatrixAndVector(torch.bfloat16)
     optimizer = Optimizer(module, SETTINGS)
-    for value in (1.0, 2.0**-10, 2.0**-10):  # in bf16 the second and third would vanish
+    # Added in bf16, the second and third value would vanish.
+    for value in (1.0, 2.0**-10, 2.0**-10):
         module.vector.grad = torch.full((4,), value, dtype=torch.bfloat16)
         optimizer.collect_grads()
         assert module.vector.grad is None
     assert optimizer.masters["vector"].grad.tolist() == [1.0 + 2.0**-9] * 4
 
 
-def test_gradients_of_low_precision_matrices_go_to_the_master_as_they_are_formed():
-    """256 + 1 is 256 in bf16; and the parameter itself gets nothing that would have to be moved."""
-    module = Two(torch.bfloat16)
+def test_collectors_add_gradients_of_low_precision_matrices_to_the_master():
+    """The sum is exact (256 + 1 is 256 in bf16), and the parameter itself has no gradient."""
+    module = MatrixAndVector(torch.bfloat16)
     optimizer = Optimizer(module, SETTINGS)
     x = torch.ones(1, 2, dtype=torch.bfloat16)
     for value in (256.0, 1.0):
@@ -128,20 +133,20 @@ def test_gradients_of_low_precision_matrices_go_to_the_master_as_they_are_formed
 
 
 def test_gradients_of_fp32_matrices_are_autograds():
-    module = Two(torch.float32)
+    module = MatrixAndVector(torch.float32)
     assert Optimizer(module, SETTINGS).collectors() == {}
     linear(torch.ones(1, 2), module.matrix).sum().backward()
     assert torch.equal(module.matrix.grad, torch.ones(3, 2))
 
 
 def test_a_checkpoint_without_a_moment_is_refused():
-    module = Two(torch.float32)
+    module = MatrixAndVector(torch.float32)
     optimizer = Optimizer(module, SETTINGS)
     advance(module, optimizer, 0, 0.1, 1.0)
     saved = optimizer.state()
     del saved["exp_avg/vector"]
     with pytest.raises(RunError, match="exp_avg/vector"):
-        Optimizer(Two(torch.float32), SETTINGS).load_state(saved, num_steps=1)
+        Optimizer(MatrixAndVector(torch.float32), SETTINGS).load_state(saved, num_steps=1)
 
 
 def test_schedules_by_hand():
@@ -153,7 +158,8 @@ def test_schedules_by_hand():
     assert [learning_rate(cosine, i, 4) for i in (0, 1, 2, 4)] == pytest.approx([2.0, quarter, 1.1, 0.2])
     constant = OptimConfig(lr=2.0, warmup=4)
     assert [learning_rate(constant, i, 6) for i in range(6)] == [0.5, 1.0, 1.5, 2.0, 2.0, 2.0]
-    assert learning_rate(OptimConfig(lr=2.0, warmup=9), 2, 3) == pytest.approx(2 / 3)  # never reached: still rising
+    # The run ends before the warm-up does: the rate is still rising.
+    assert learning_rate(OptimConfig(lr=2.0, warmup=9), 2, 3) == pytest.approx(2 / 3)
 
 
 def test_the_norm_is_over_all_entries():
@@ -170,39 +176,40 @@ def learner_for(decoder=None, **optim) -> LocalLearner:
 @pytest.mark.parametrize("clip", [0.0, 1e9])
 def test_a_gradient_below_the_limit_is_left_alone(clip):
     learner = learner_for(clip_norm=clip)
-    learner.forward_backward(packed(random_groups(), 1000).minibatches[0], ALGO)
+    learner.forward_backward(pack_groups(random_groups(), 1000).minibatches[0], ALGO)
     before = [g.clone() for g in learner.optimizer.grads()]
     metrics = learner.optim_step()
     assert metrics["updates/clipped"] == 0.0 and metrics["grad_norm"] == pytest.approx(global_norm(before))
     assert all(torch.equal(a, b) for a, b in zip(before, learner.optimizer.grads(), strict=True))
 
 
-def damaged():
+def damaged_batch():
+    """Returns a batch whose gradient is not finite."""
     groups = random_groups()
     groups[0].samples[0].advantage = float("nan")
     return make_batch(groups)
 
 
 def test_bad_updates_must_come_in_a_row_to_stop_the_run(monkeypatch):
-    monkeypatch.setattr(local, "MAX_BAD", 2)
+    monkeypatch.setattr(local, "MAX_BAD_UPDATES", 2)
     learner, good = learner_for(), make_batch(random_groups())
     for _ in range(3):
-        assert learner.update(damaged(), ALGO).metrics["updates/bad"] == 1.0
+        assert learner.update(damaged_batch(), ALGO).metrics["updates/bad"] == 1.0
         assert learner.num_bad == 1
         assert learner.update(good, ALGO).metrics["updates/done"] == 1.0
         assert learner.num_bad == 0
-    learner.update(damaged(), ALGO)
+    learner.update(damaged_batch(), ALGO)
     with pytest.raises(TrainingStopped, match="2 updates in a row"):
-        learner.update(damaged(), ALGO)
+        learner.update(damaged_batch(), ALGO)
 
 
-def test_the_schedule_goes_on_through_updates_that_move_nothing():
+def test_updates_that_move_nothing_advance_the_schedule():
     """Otherwise a run with dead steps would end in the middle of its schedule."""
     learner = learner_for(lr=1.0, warmup=8)
     dead = random_groups()
     for s in (s for g in dead for s in g.samples):
         s.advantage = 0.0
-    batches = (make_batch(dead), damaged(), make_batch(random_groups()))
+    batches = (make_batch(dead), damaged_batch(), make_batch(random_groups()))
     rates = [learner.update(batch, ALGO).metrics["lr"] for batch in batches]
     assert rates == [1 / 8, 2 / 8, 3 / 8]
     assert (learner.update_index, learner.optimizer.num_steps) == (3, 1)

@@ -1,17 +1,17 @@
-"""Python's log as events of a run."""
+"""Records of Python's log as events of a run."""
 
 from __future__ import annotations
 
 import logging
 
-from cohort.logs.forward import forwarded
+from cohort.logs.forward import forward_logs
 
 
 def test_messages_of_the_parts_become_events_and_notices():
     events: list[tuple[str, str]] = []
     notices: list[tuple[str, str]] = []
     log = logging.getLogger("cohort.engines.native.cuda.engine")
-    with forwarded(lambda *told: events.append(told), lambda *told: notices.append(told)):
+    with forward_logs(lambda *told: events.append(told), lambda *told: notices.append(told)):
         log.info("arena of %d pages", 3)
         log.debug("a step was captured")
         logging.getLogger("cohort.learner.local").warning("out of memory")

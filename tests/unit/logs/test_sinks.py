@@ -1,4 +1,4 @@
-"""metrics.jsonl is what run.db says, wherever a run is killed; sinks get it too, and cannot hurt the run."""
+"""metrics.jsonl has what run.db has, wherever a run is killed. Sinks get the same rows; their failures end no run."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from cohort.run.directory import RunDirectory
 from cohort.run.job import StepRecord
 from cohort.run.life import Run
 from cohort.run.store.reader import Reader
-from tests.helpers.pretend_run import Pretender, pretend_groups, small_run
+from tests.helpers.pretend_run import PretendJob, pretend_groups, small_run
 
 ROOT = Path(__file__).resolve().parents[3]
 # Steps and evaluations (a second line of the step, or the line of step 0) in the order they happen.
 WHOLE = [0, 1, 2, 3, 3, 4, 5, 6, 6]
 
 
-class Remembering(Sink):
-    """A service that keeps what it is told."""
+class RecordingSink(Sink):
+    """A sink that keeps its rows in memory, also from one start to the next."""
 
     def __init__(self, there: list[SinkRow] | None = None) -> None:
         self.rows: list[SinkRow] = there or []
@@ -43,17 +43,19 @@ class Remembering(Sink):
         self.header = header
         self.num_there = len(self.rows)
 
-    def has(self, row: SinkRow) -> bool:
+    def has_row(self, row: SinkRow) -> bool:
         return row.number < self.num_there
 
-    def write(self, row: SinkRow) -> None:
+    def write_row(self, row: SinkRow) -> None:
         self.rows.append(row)
 
     def stop(self, ended_well: bool) -> None:
         self.ends.append(ended_well)
 
 
-class Failing(Remembering):
+class FailingSink(RecordingSink):
+    """A sink that raises `error` in "start", "step" or "finish", as `where` says."""
+
     def __init__(self, where: str, error: BaseException) -> None:
         super().__init__()
         self.where, self.error = where, error
@@ -66,26 +68,28 @@ class Failing(Remembering):
         self._fail("start")
         super().connect(header)
 
-    def write(self, row: SinkRow) -> None:
+    def write_row(self, row: SinkRow) -> None:
         if row.step == 3:
             self._fail("step")
-        super().write(row)
+        super().write_row(row)
 
     def stop(self, ended_well: bool) -> None:
         self._fail("finish")
         super().stop(ended_well)
 
 
-class Unspeakable(Exception):
+class ErrorWithoutRepr(Exception):
+    """An error whose repr raises another error."""
+
     def __repr__(self) -> str:
         raise ValueError("no words")
 
 
-def go(
+def start_run(
     directory: RunDirectory, sinks: dict[str, View] | None = None, fail_at: int = -1, view: View | None = None
 ) -> None:
-    """Start or resume; a bug in the step numbered `fail_at` (from 1) ends it before that step is recorded."""
-    pretender = Pretender()
+    """Starts or resumes a run. A bug in step `fail_at` (from 1) ends the run before that step is recorded."""
+    pretender = PretendJob()
     view = view or make_view("plain", io.StringIO())
     with Run(directory, directory.config, pretender, view, sinks) as run:
         for step in run.steps():
@@ -104,13 +108,13 @@ def lines_of(directory: RunDirectory) -> list[dict[str, Any]]:
 def assert_mirrors_database(directory: RunDirectory) -> None:
     lines = lines_of(directory)
     with Reader(directory.database) as reader:
-        rows = [(r.step, r.time, r.name, r.value) for r in reader.metrics()]
+        rows = [(r.step, r.time, r.name, r.value) for r in reader.read_metrics()]
     assert [(n["step"], n["time"], k, v) for n in lines for k, v in n["metrics"].items()] == rows
 
 
 def test_every_step_and_evaluation_is_one_line_with_the_values_of_the_database(tmp_path):
     directory = RunDirectory.create(tmp_path, small_run(), "a")
-    go(directory)
+    start_run(directory)
     lines = lines_of(directory)
     assert [line["step"] for line in lines] == WHOLE
     assert [i for i, line in enumerate(lines) if "eval/accuracy" in line["metrics"]] == [0, 4, 8]
@@ -120,7 +124,7 @@ def test_every_step_and_evaluation_is_one_line_with_the_values_of_the_database(t
 
 def test_a_number_that_json_lacks_is_null(tmp_path):
     directory = RunDirectory.create(tmp_path, small_run(steps=1), "a")
-    with Run(directory, directory.config, Pretender(), make_view("plain", io.StringIO())) as run:
+    with Run(directory, directory.config, PretendJob(), make_view("plain", io.StringIO())) as run:
         for step in run.steps():
             metrics = {"loss": float("nan"), "grad_norm": float("inf"), "lr": 0.5}
             run.end_step(step, StepRecord(metrics=metrics))
@@ -132,12 +136,12 @@ def test_a_number_that_json_lacks_is_null(tmp_path):
 def test_resume_removes_the_lines_after_its_checkpoint_and_half_a_line(tmp_path):
     directory = RunDirectory.create(tmp_path, small_run(), "a")
     with pytest.raises(RuntimeError, match="bug"):
-        go(directory, fail_at=6)  # checkpoints after 2 and 4, so step 5 will be done again
+        start_run(directory, fail_at=6)  # checkpoints after 2 and 4, so step 5 will be done again
     before = lines_of(directory)
     assert [line["step"] for line in before] == WHOLE[:7]
     with open(directory.metrics, "a") as file:
         file.write('{"step": 6, "time": 17')
-    go(RunDirectory.open(directory.path))
+    start_run(RunDirectory.open(directory.path))
     after = lines_of(directory)
     assert [line["step"] for line in after] == WHOLE
     assert after[:6] == before[:6] and after[6]["time"] > before[6]["time"]
@@ -146,10 +150,10 @@ def test_resume_removes_the_lines_after_its_checkpoint_and_half_a_line(tmp_path)
 
 def test_a_run_without_the_file_gets_it_on_resume(tmp_path):
     directory = RunDirectory.create(tmp_path, small_run(), "a")
-    go(directory)
+    start_run(directory)
     before = directory.metrics.read_bytes()
     directory.metrics.unlink()
-    go(RunDirectory.open(directory.path))
+    start_run(RunDirectory.open(directory.path))
     assert directory.metrics.read_bytes() == before
 
 
@@ -163,9 +167,9 @@ def test_an_evaluation_made_again_has_one_line(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(RunDirectory, "save_evaluation", fail)
         with pytest.raises(RunError):
-            go(directory)
+            start_run(directory)
     assert [line["step"] for line in lines_of(directory)] == [0]
-    go(RunDirectory.open(directory.path))
+    start_run(RunDirectory.open(directory.path))
     assert sorted(line["step"] for line in lines_of(directory)) == WHOLE
     assert_mirrors_database(directory)
 
@@ -176,7 +180,7 @@ from pathlib import Path
 import torch
 from cohort.logs.view import make_view
 from cohort.run.directory import RunDirectory
-from tests.helpers.pretend_run import LineCounter, live, small_run
+from tests.helpers.pretend_run import LineCounter, run_to_end, small_run
 from tests.unit.logs.test_sinks import WHOLE, assert_mirrors_database, lines_of
 torch.set_num_threads(1)
 root, num = Path(sys.argv[1]), int(sys.argv[2])
@@ -186,12 +190,12 @@ def in_child(path, kill_at):
     if pid == 0:
         directory = RunDirectory.open(path)
         with LineCounter(kill_at):
-            live(directory, make_view("plain", io.StringIO()))
+            run_to_end(directory, make_view("plain", io.StringIO()))
         os._exit(0)
     return os.waitpid(pid, 0)[1]
 
 with LineCounter() as lines:
-    live(RunDirectory.create(root, small_run(), "reference"), make_view("plain", io.StringIO()))
+    run_to_end(RunDirectory.create(root, small_run(), "reference"), make_view("plain", io.StringIO()))
 for trial in range(num):
     directory = RunDirectory.create(root, small_run(), f"run{trial}")
     directory.unlock()
@@ -204,7 +208,7 @@ print("killed", num)
 """
 
 
-def test_killed_anywhere_it_has_one_line_a_step(tmp_path):
+def test_killed_anywhere_the_file_has_one_line_per_step(tmp_path):
     env = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", CAMPAIGN, str(tmp_path), "12"]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300, check=False)
@@ -214,11 +218,11 @@ def test_killed_anywhere_it_has_one_line_a_step(tmp_path):
 
 def test_a_sink_gets_every_row_the_name_and_the_config(tmp_path):
     directory = RunDirectory.create(tmp_path, small_run(), "a")
-    sink = Remembering()
-    go(directory, {"memory": sink})
+    sink = RecordingSink()
+    start_run(directory, {"memory": sink})
     assert [row.step for row in sink.rows] == WHOLE
     assert [row.metrics for row in sink.rows] == [line["metrics"] for line in lines_of(directory)]
-    assert [row.of_evaluation for row in sink.rows].count(True) == 3
+    assert [row.is_evaluation for row in sink.rows].count(True) == 3
     assert sink.header is not None and sink.header.name == "a"
     assert (
         sink.header.config["batch"] == {"prompts": 2, "samples": 2}
@@ -229,14 +233,14 @@ def test_a_sink_gets_every_row_the_name_and_the_config(tmp_path):
 
 def test_a_resumed_run_is_in_its_sink_once(tmp_path):
     directory = RunDirectory.create(tmp_path, small_run(), "a")
-    sink = Remembering()
+    sink = RecordingSink()
     with pytest.raises(RuntimeError):
-        go(directory, {"memory": sink}, fail_at=6)
+        start_run(directory, {"memory": sink}, fail_at=6)
     assert [row.step for row in sink.rows] == WHOLE[:7] and sink.ends == [False]
-    late = Remembering()
-    lossy = Remembering(sink.rows[:2])  # the rest was lost on its way when the run was killed
-    again = Remembering(list(sink.rows))
-    go(RunDirectory.open(directory.path), {"again": again, "lossy": lossy, "late": late})
+    late = RecordingSink()
+    lossy = RecordingSink(sink.rows[:2])  # the rest was lost on its way when the run was killed
+    again = RecordingSink(list(sink.rows))
+    start_run(RunDirectory.open(directory.path), {"again": again, "lossy": lossy, "late": late})
     for found in (again, lossy, late):
         assert [row.step for row in found.rows] == WHOLE
         assert [row.number for row in found.rows] == list(range(9))
@@ -246,23 +250,25 @@ def test_a_resumed_run_is_in_its_sink_once(tmp_path):
 def test_the_name_is_that_of_the_folder_also_from_within(tmp_path, monkeypatch):
     RunDirectory.create(tmp_path, small_run(steps=1), "inside").unlock()
     monkeypatch.chdir(tmp_path / "inside")
-    sink = Remembering()
-    go(RunDirectory.open(Path(".")), {"memory": sink})
+    sink = RecordingSink()
+    start_run(RunDirectory.open(Path(".")), {"memory": sink})
     assert sink.header is not None and sink.header.name == "inside"
 
 
 @pytest.mark.parametrize("where", ["start", "step", "finish"])
-@pytest.mark.parametrize("error", [OSError("no network"), SystemExit(3), Unspeakable()], ids=lambda e: type(e).__name__)
-def test_a_sink_that_fails_is_told_once_and_switched_off(tmp_path, capsys, where, error):
+@pytest.mark.parametrize(
+    "error", [OSError("no network"), SystemExit(3), ErrorWithoutRepr()], ids=lambda e: type(e).__name__
+)
+def test_a_sink_that_fails_is_reported_once_and_switched_off(tmp_path, capsys, where, error):
     directory = RunDirectory.create(tmp_path, small_run(), "a")
-    failing, healthy, shown = Failing(where, error), Remembering(), io.StringIO()
-    go(directory, {"failing": failing, "healthy": healthy}, view=make_view("plain", shown))
+    failing, healthy, shown = FailingSink(where, error), RecordingSink(), io.StringIO()
+    start_run(directory, {"failing": failing, "healthy": healthy}, view=make_view("plain", shown))
     assert [line["step"] for line in lines_of(directory)] == WHOLE
     assert [row.step for row in healthy.rows] == WHOLE and healthy.ends[0] is True
     assert len(failing.rows) == {"start": 0, "step": 3, "finish": 9}[where]
     with Reader(directory.database) as reader:
-        [event] = reader.events(kind="sink")
-    word = {OSError: "no network", SystemExit: "SystemExit(3)", Unspeakable: "Unspeakable"}[type(error)]
+        [event] = reader.read_events(kind="sink")
+    word = {OSError: "no network", SystemExit: "SystemExit(3)", ErrorWithoutRepr: "ErrorWithoutRepr"}[type(error)]
     assert event.text.startswith("failing failed (") and word in event.text
     assert event.text.endswith("; the run goes on without it")
     assert shown.getvalue().count(event.text) == 1 and "step 6/6" in shown.getvalue()
@@ -272,12 +278,12 @@ def test_a_sink_that_fails_is_told_once_and_switched_off(tmp_path, capsys, where
 def test_ctrl_c_in_a_sink_still_stops_the_run(tmp_path):
     directory = RunDirectory.create(tmp_path, small_run(), "a")
     with pytest.raises(KeyboardInterrupt):
-        go(directory, {"failing": Failing("step", KeyboardInterrupt())})
+        start_run(directory, {"failing": FailingSink("step", KeyboardInterrupt())})
 
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """The packages of sinks that seem to be there."""
+    """Returns the packages of sinks that look installed; a test can change the set."""
     names = set(SINKS)
     find = importlib.util.find_spec
 
@@ -367,4 +373,4 @@ def test_a_wrong_flag_is_refused_before_anything_is_loaded(build, installed, cap
 
 def test_help_names_the_flag(capsys):
     assert main(["train", "--help"]) == 0
-    assert "--sinks NAME,...        Metrics also to wandb, tensorboard, trackio" in capsys.readouterr().out
+    assert "--sinks NAME,...        Send metrics to wandb, tensorboard, trackio" in capsys.readouterr().out

@@ -16,12 +16,12 @@ from rich.console import Console
 from cohort.errors import ConfigError
 from cohort.evaluation.records import Evaluation
 from cohort.logs import panels
-from cohort.logs.curve import braille
-from cohort.logs.escape import one_line, visible
+from cohort.logs.curve import draw_braille
+from cohort.logs.escape import escape_line, escape_text
 from cohort.logs.jsonlines import JsonView
 from cohort.logs.live import LiveView
 from cohort.logs.plain import PlainView
-from cohort.logs.view import Guarded, Header, Showcase, StepReport, Summary, make_view
+from cohort.logs.view import GuardedView, Header, Showcase, StepReport, Summary, make_view
 from cohort.run.store.records import Curve
 from tests.helpers.evaluations import eval_setting
 
@@ -95,26 +95,26 @@ def live_view(width: int = 100, height: int = 40) -> tuple[LiveView, io.StringIO
     return LiveView(output, console), output
 
 
-def frame_of(view: LiveView) -> str:
+def draw_frame(view: LiveView) -> str:
     with view.console.capture() as capture:
-        view.console.print(view.frame())
+        view.console.print(view.render_frame())
     return capture.get()
 
 
-def play(view, text: str = "fine") -> None:
+def show_two_steps(view, text: str = "fine") -> None:
     view.start(header())
-    view.evaluation(evaluation(0, 0.41))
-    view.phase("training")
-    view.step(report(1, **{"reward/mean": 0.4}))
-    view.event(1, "failure", text)
-    view.step(report(2, text))
-    view.evaluation(evaluation(2, 0.63))
+    view.show_evaluation(evaluation(0, 0.41))
+    view.show_phase("training")
+    view.show_step(report(1, **{"reward/mean": 0.4}))
+    view.show_event(1, "failure", text)
+    view.show_step(report(2, text))
+    view.show_evaluation(evaluation(2, 0.63))
 
 
-def test_plain_is_one_compact_line_a_step():
+def test_plain_prints_one_compact_line_per_step():
     output = io.StringIO()
     view = PlainView(output)
-    play(view)
+    show_two_steps(view)
     view.finish(summary())
     lines = output.getvalue().splitlines()
     assert lines[0] == "cohort · quickstart · tiny · arithmetic · grpo · 32 prompts x 8 samples · to step 60"
@@ -135,15 +135,15 @@ def test_a_stopped_run_says_how_to_go_on():
 def test_plain_in_an_old_encoding():
     raw = io.BytesIO()
     stream = io.TextIOWrapper(raw, encoding="ascii")
-    play(PlainView(stream), "é → 汉")
+    show_two_steps(PlainView(stream), "é → 汉")
     assert b"\\xe9 \\u2192 \\u6c49" in raw.getvalue()
 
 
 def test_json_lines():
     output = io.StringIO()
     view = JsonView(output)
-    play(view, HOSTILE[1])
-    view.step(report(3, **{"loss": math.nan, "grad_norm": math.inf}))
+    show_two_steps(view, HOSTILE[1])
+    view.show_step(report(3, **{"loss": math.nan, "grad_norm": math.inf}))
     view.finish(summary())
     assert output.getvalue().isascii()
     lines = [json.loads(line, parse_constant=lambda c: pytest.fail(c)) for line in output.getvalue().splitlines()]
@@ -158,8 +158,8 @@ def test_json_lines():
 
 def test_the_live_frame_shows_what_matters():
     view, _ = live_view()
-    play(view)
-    frame = frame_of(view)
+    show_two_steps(view)
+    frame = draw_frame(view)
     view.close()
     for expected in (
         "quickstart · tiny · arithmetic · grpo",
@@ -182,10 +182,10 @@ def test_the_live_frame_shows_what_matters():
 def test_checkpoints_do_not_push_failures_out_of_sight():
     view, _ = live_view()
     view.start(header())
-    view.event(1, "failure", "worker died")
+    view.show_event(1, "failure", "worker died")
     for step in range(2, 9):
-        view.event(step, "checkpoint", f"step-00000{step}")
-    frame = frame_of(view)
+        view.show_event(step, "checkpoint", f"step-00000{step}")
+    frame = draw_frame(view)
     view.close()
     assert "worker died" in frame and "step-000008" in frame and "step-000007" not in frame
 
@@ -193,25 +193,25 @@ def test_checkpoints_do_not_push_failures_out_of_sight():
 def test_a_resumed_run_shows_its_whole_history():
     view, _ = live_view()
     view.start(header(first_step=30, values={s: s / 30 for s in range(1, 31)}, evaluations=[evaluation(0, 0.1)]))
-    frame = frame_of(view)
+    frame = draw_frame(view)
     view.close()
     assert "step 30/60" in frame and "1.0" in frame
     assert sum(0x2800 < ord(c) < 0x2900 for c in frame) > 15
 
 
 def test_a_run_without_rewards_shows_its_own_curve():
-    """A loss that falls is good news, and no evaluation is announced that never comes."""
+    """A falling loss is shown as good, and no evaluation is announced."""
     view, _ = live_view()
     curve = Curve(label="loss", metric="loss", rising=False)
-    view.start(header(task="traces", algo="sft", batch="64 examples", curve=curve, evaluates=False))
+    view.start(header(task="traces", algo="sft", batch="64 examples", curve=curve, has_evaluation=False))
     for step, loss in ((1, 2.0), (2, 1.5)):
         metrics = {"loss": loss, "perplexity": 4.5, "time/trained_per_s": 812.0}
-        view.step(StepReport(step=step, num_steps=60, metrics=metrics, eta=1.0))
-    frame = frame_of(view)
+        view.show_step(StepReport(step=step, num_steps=60, metrics=metrics, eta=1.0))
+    frame = draw_frame(view)
     assert "64 examples" in frame and "━ loss" in frame and "1.500 ▼0.50" in frame
     assert "perplexity" in frame and "812" in frame
     assert "reward" not in frame and "held-out" not in frame
-    trend = panels._trend(curve, {1: 2.0, 2: 1.5})
+    trend = panels._draw_trend(curve, {1: 2.0, 2: 1.5})
     assert [str(span.style) for span in trend.spans][-1] == panels.GOOD
     view.close()
 
@@ -221,15 +221,15 @@ def test_a_run_without_rewards_shows_its_own_curve():
 def test_no_text_breaks_the_live_view(text, size):
     view, output = live_view(*size)
     view.start(header(recipe=text, model=text))
-    view.step(report(1, text))
-    view.event(1, text, text)
-    view.evaluation(evaluation(1, 0.5))
-    frame = frame_of(view)
+    view.show_step(report(1, text))
+    view.show_event(1, text, text)
+    view.show_evaluation(evaluation(1, 0.5))
+    frame = draw_frame(view)
     view.finish(summary())
     for shown in (frame, output.getvalue()):
         assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e\u2028\ud800]", shown)
     if size[0] >= 40:
-        # Whatever was said, the frame keeps its size.
+        # The frame keeps its size whatever the text is.
         assert all(cell_len(line) <= size[0] for line in frame.splitlines())
         assert len(frame.splitlines()) <= max(size[1], 16)
 
@@ -237,9 +237,9 @@ def test_no_text_breaks_the_live_view(text, size):
 def test_markup_stays_text():
     view, _ = live_view()
     view.start(header())
-    view.step(report(1, HOSTILE[0]))
-    view.event(1, "failure", HOSTILE[0])
-    frame = frame_of(view)
+    view.show_step(report(1, HOSTILE[0]))
+    view.show_event(1, "failure", HOSTILE[0])
+    frame = draw_frame(view)
     view.close()
     assert frame.count("[/INST] [bold]not bold[/bold] [/] [link=http://x]y[/link] :smile:") >= 3
 
@@ -249,50 +249,50 @@ def test_no_text_breaks_the_plain_view(text):
     output = io.StringIO()
     view = PlainView(output)
     view.start(header(recipe=text))
-    view.event(1, text, text)
+    view.show_event(1, text, text)
     assert output.getvalue().count("\n") == 3
     assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e\u2028\ud800]", output.getvalue())
 
 
 @given(st.text(st.characters(exclude_categories=()), max_size=60))
 @settings(max_examples=300, deadline=None)
-def test_visible_text_can_be_printed(text):
-    shown = visible(text)
+def test_escaped_text_can_be_printed(text):
+    shown = escape_text(text)
     shown.encode("utf-8")
     assert all(c == "\n" or c.isprintable() or not c.isascii() for c in shown)
-    assert "\n" not in one_line(text)
+    assert "\n" not in escape_line(text)
 
 
 def test_escapes_by_hand():
-    assert visible("a\x1b[0m\tb\r\nc") == "a\\x1b[0m    b\\r\nc"
-    assert visible("x" * 10, limit=4) == "xxxx… (6 more characters)"
-    assert visible("नमस्ते 🧑‍🚀 [x]") == "नमस्ते 🧑‍🚀 [x]"
+    assert escape_text("a\x1b[0m\tb\r\nc") == "a\\x1b[0m    b\\r\nc"
+    assert escape_text("x" * 10, limit=4) == "xxxx… (6 more characters)"
+    assert escape_text("नमस्ते 🧑‍🚀 [x]") == "नमस्ते 🧑‍🚀 [x]"
 
 
 def test_metrics_that_are_not_numbers_do_not_break_the_view():
     for bad in (math.nan, math.inf, -math.inf):
         view, _ = live_view()
         view.start(header())
-        view.step(report(1, **dict.fromkeys(METRICS, bad)))
-        view.step(report(2))
-        view.evaluation(evaluation(2, bad))
-        assert "step 2/60" in frame_of(view)
+        view.show_step(report(1, **dict.fromkeys(METRICS, bad)))
+        view.show_step(report(2))
+        view.show_evaluation(evaluation(2, bad))
+        assert "step 2/60" in draw_frame(view)
         view.close()
 
 
 def test_curves_by_hand():
     # One character: columns 0-1, rows 0-3 from the top. Rising from the lowest to the highest dot.
-    assert braille([(0, 0.0), (1, 1.0)], 1, 1, (0, 1), (0.0, 1.0)) == ["⡜"]
+    assert draw_braille([(0, 0.0), (1, 1.0)], 1, 1, (0, 1), (0.0, 1.0)) == ["⡜"]
     # A flat line at the bottom of two characters: dots 7 and 8 of each.
-    assert braille([(0, 0.0), (3, 0.0)], 2, 1, (0, 3), (0.0, 1.0)) == ["⣀⣀"]
+    assert draw_braille([(0, 0.0), (3, 0.0)], 2, 1, (0, 3), (0.0, 1.0)) == ["⣀⣀"]
     # Two values in the same column are averaged: one dot in the upper half.
-    assert braille([(0, 0.4), (0, 0.8)], 1, 1, (0, 9), (0.0, 1.0)) == ["⠂"]
-    assert braille([(0, math.nan)], 2, 2, (0, 1), (0.0, 1.0)) == ["⠀⠀", "⠀⠀"]
+    assert draw_braille([(0, 0.4), (0, 0.8)], 1, 1, (0, 9), (0.0, 1.0)) == ["⠂"]
+    assert draw_braille([(0, math.nan)], 2, 2, (0, 1), (0.0, 1.0)) == ["⠀⠀", "⠀⠀"]
 
 
 def test_the_view_fits_the_stream(monkeypatch):
     def kind(view) -> str:
-        assert isinstance(view, Guarded)
+        assert isinstance(view, GuardedView)
         return type(view.view).__name__
 
     class Terminal(io.StringIO):
@@ -316,7 +316,7 @@ def test_a_broken_stream_ends_the_view_only(capsys):
             raise BrokenPipeError(32, "Broken pipe")
 
     view = make_view("plain", Closed())
-    play(view)
+    show_two_steps(view)
     view.finish(summary())
     assert capsys.readouterr().err.count("the run goes on without it") == 1
 
@@ -325,7 +325,7 @@ def test_a_real_terminal_gets_its_cursor_back():
     output = io.StringIO()
     console = Console(file=output, force_terminal=True, width=100, height=40)
     view = LiveView(output, console)
-    play(view)
+    show_two_steps(view)
     view.finish(summary())
     said = output.getvalue()
     assert said.count("\x1b[?25l") == said.count("\x1b[?25h") == 1
@@ -335,7 +335,7 @@ def test_a_real_terminal_gets_its_cursor_back():
 def test_the_frame_can_be_recorded_as_a_picture():
     console = Console(file=io.StringIO(), record=True, force_terminal=True, width=100, height=40)
     view = LiveView(io.StringIO(), console)
-    play(view, HOSTILE[0])
+    show_two_steps(view, HOSTILE[0])
     view.finish(summary())
     picture = console.export_svg(title="cohort")
     assert picture.startswith("<svg") and "held-out" in picture

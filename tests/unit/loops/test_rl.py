@@ -1,4 +1,4 @@
-"""The loop itself: what it hands from stage to stage."""
+"""The training loop: which weights sample, what is stored in the samples, and how batches are packed."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ from cohort.config.schema import GRPO, BatchConfig, LearnerConfig, OptimConfig
 from cohort.data import pack as packing
 from cohort.learner import local
 from cohort.learner.local import LocalLearner
-from tests.helpers.small_runs import assembled, run_steps, small_run
+from tests.helpers.small_runs import built_job, run_steps, small_run
 
 
 def test_every_step_samples_with_the_weights_of_the_step_before():
-    with assembled(small_run(optim=OptimConfig(lr=1e-3))) as parts:
-        for step, (groups, stats) in enumerate(run_steps(parts, 3)):
+    with built_job(small_run(optim=OptimConfig(lr=1e-3))) as job:
+        for step, (groups, stats) in enumerate(run_steps(job, 3)):
             assert {tuple(s.versions) for g in groups for s in g.samples} == {((0, step),)}
             assert stats.metrics["sampler_gap/max"] < 1e-4  # nothing cached of older weights is read
-        assert parts.engine.version == 3
+        assert job.engine.version == 3
 
 
-def test_prompts_go_on_where_the_last_step_ended():
-    with assembled(small_run(batch=BatchConfig(prompts=4, samples=2))) as parts:
-        drawn = [g.prompt.id for groups, _ in run_steps(parts, 3) for g in groups]
+def test_each_step_continues_the_prompt_stream():
+    with built_job(small_run(batch=BatchConfig(prompts=4, samples=2))) as job:
+        drawn = [g.prompt.id for groups, _ in run_steps(job, 3) for g in groups]
     assert len(set(drawn)) == 12  # of 24 rows
 
 
 @pytest.mark.parametrize(("epochs", "minibatches"), [(1, 1), (2, 1), (1, 3)])
-def test_what_the_update_saw_is_kept_of_the_samples_it_saw(epochs, minibatches, monkeypatch):
-    """No pass is made before it."""
+def test_logprobs_of_the_update_are_stored_in_the_samples_it_trained_on(epochs, minibatches, monkeypatch):
+    """No separate forward pass computes them before the update."""
     asked = []
     annotate = LocalLearner.annotate
     watched = lambda self, g, needs: (asked.append(needs), annotate(self, g, needs))[1]  # noqa: E731
     monkeypatch.setattr(LocalLearner, "annotate", watched)
     learner = LearnerConfig(token_budget=512, epochs=epochs, minibatches=minibatches)
-    with assembled(small_run(learner=learner, batch=BatchConfig(prompts=3, samples=4))) as parts:
-        [(groups, stats)] = run_steps(parts, 1)
+    with built_job(small_run(learner=learner, batch=BatchConfig(prompts=3, samples=4))) as job:
+        [(groups, stats)] = run_steps(job, 1)
     assert asked == [set()]
     assert any(not g.excluded for g in groups)
     for group in groups:
@@ -59,8 +59,8 @@ def test_packs_are_cut_as_configured(share, budget, monkeypatch):
         return minibatches
 
     monkeypatch.setattr(local, "pack", watched)
-    with assembled(small_run(learner=LearnerConfig(token_budget=budget, prefix_sharing=share))) as parts:
-        [(groups, stats)] = run_steps(parts, 1)
+    with built_job(small_run(learner=LearnerConfig(token_budget=budget, prefix_sharing=share))) as job:
+        [(groups, stats)] = run_steps(job, 1)
     micros = asked[0][0].microbatches
     alive = [g for g in groups if not g.excluded]
     copies = sum(len(g.prompt.tokens) * (1 if share else len(g.samples)) for g in alive)
@@ -68,7 +68,7 @@ def test_packs_are_cut_as_configured(share, budget, monkeypatch):
     inputs = whole - sum(len(g.samples) for g in alive)  # a sample's last token predicts nothing
     assert stats.metrics["pack/tokens"] == sum(len(m.tokens) for m in micros)
     assert stats.metrics["pack/microbatches"] == len(micros)
-    assert max(len(m.tokens) + len(m.segments.unique()) for m in micros) <= budget  # spent on whole samples
+    assert max(len(m.tokens) + len(m.segments.unique()) for m in micros) <= budget  # only whole samples fill it
     if budget == 512:
         assert stats.metrics["pack/tokens"] == inputs and len(micros) == -(-whole // 512)
     else:
@@ -76,9 +76,9 @@ def test_packs_are_cut_as_configured(share, budget, monkeypatch):
 
 
 def test_groups_an_algorithm_does_not_accept_are_replaced_and_leave_no_gradient(monkeypatch):
-    with assembled(small_run(batch=BatchConfig(prompts=3, samples=4))) as parts:
-        monkeypatch.setattr(parts.algo, "accept", lambda g: 0 < sum(s.reward for s in g.samples) < 4, raising=False)
-        [(groups, stats)] = run_steps(parts, 1)
+    with built_job(small_run(batch=BatchConfig(prompts=3, samples=4))) as job:
+        monkeypatch.setattr(job.algo, "accept", lambda g: 0 < sum(s.reward for s in g.samples) < 4, raising=False)
+        [(groups, stats)] = run_steps(job, 1)
     refused = [g for g in groups if g.excluded == "not accepted"]
     assert refused and len(groups) - len(refused) == 3
     assert stats.metrics["groups/not_accepted"] == len(refused) and stats.metrics["groups/in_loss"] == 3
@@ -88,8 +88,8 @@ def test_groups_an_algorithm_does_not_accept_are_replaced_and_leave_no_gradient(
 def test_a_kl_in_the_reward_is_seen_by_the_baseline_and_not_by_the_reward():
     """Step 2: the policy has moved from its reference, so equal rewards are no longer equal returns."""
     config = small_run(algo=GRPO(kl=KLConfig(weight=5.0, place="reward"), scale="none"), optim=OptimConfig(lr=1e-2))
-    with assembled(config) as parts:
-        _, (second, stats) = run_steps(parts, 2)
+    with built_job(config) as job:
+        _, (second, stats) = run_steps(job, 2)
     for g in second:
         assert all(s.ref_logprobs is not None and s.old_logprobs is not None for s in g.samples)
         returns = []

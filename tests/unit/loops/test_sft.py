@@ -1,4 +1,4 @@
-"""Supervised fine-tuning over packs and learner: which tokens are imitated, and that it learns them."""
+"""The loop of supervised fine-tuning: which tokens are trained on, and that the model learns them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from cohort.config.schema import LearnerConfig, OptimConfig
 from cohort.data.pack import pack
 from cohort.errors import ConfigError
 from cohort.learner.local import LocalLearner
-from cohort.loops.sft import as_group, batch_of, step_metrics, train
-from cohort.models.catalog import resolve
+from cohort.loops.sft import add_perplexity, make_example_group, make_sft_batch, train
+from cohort.models.catalog import resolve_model
 from cohort.run.job import StepRecord
 from cohort.text import Tokenizer
 from cohort.types import Finish, Provenance
@@ -31,12 +31,12 @@ EXAMPLES = [
 ]
 
 
-def learner_for(decoder, **optim) -> LocalLearner:
+def make_learner(decoder, **optim) -> LocalLearner:
     return LocalLearner(decoder, LearnerConfig(), OptimConfig(**{"lr": 1e-2, **optim}), num_updates=10)
 
 
 def test_an_example_is_a_group_of_one_whose_prompt_precedes_the_first_target():
-    group = as_group("1", *EXAMPLES[1])
+    group = make_example_group("1", *EXAMPLES[1])
     assert (group.prompt.tokens, group.prompt.provenance) == ([4, 5], [P, F])
     [sample] = group.samples
     assert (sample.tokens, sample.provenance) == ([32, 40, 41, 33, 2], [T, E, E, T, T])
@@ -45,7 +45,7 @@ def test_an_example_is_a_group_of_one_whose_prompt_precedes_the_first_target():
 
 @pytest.mark.parametrize("budget", [100, 8])
 def test_targets_only_are_imitated_and_counted(budget):
-    batch = batch_of(EXAMPLES)
+    batch = make_sft_batch(EXAMPLES)
     [minibatch] = pack(batch, budget)
     assert (minibatch.counts.num_tokens, minibatch.counts.num_samples) == (8, 3)
     targets = sorted(t for m in minibatch.microbatches for t in m.targets.tolist())
@@ -57,8 +57,8 @@ def test_targets_only_are_imitated_and_counted(budget):
 @pytest.mark.parametrize("budget", [100, 8])
 def test_the_gradient_is_that_of_the_mean_over_all_targets(budget):
     decoder = small_decoder(torch.float64)
-    learner = learner_for(decoder)
-    [minibatch] = pack(batch_of(EXAMPLES), budget)
+    learner = make_learner(decoder)
+    [minibatch] = pack(make_sft_batch(EXAMPLES), budget)
     metrics = learner.forward_backward(minibatch, Imitation()).tally.to_metrics()
     got = {n: m.grad.clone() for n, m in learner.optimizer.masters.items()}
     decoder.zero_grad()
@@ -82,8 +82,8 @@ def test_the_loss_by_hand():
         old_logprobs=None,
         ref_logprobs=None,
         sampler_logprobs=zeros,
-        advantages=zeros,  # plays no part
-        weights=Imitation().weigh(lengths, Totals(num_tokens=6, num_samples=2, num_prompts=2)),
+        advantages=zeros,  # not used
+        weights=Imitation().weigh_tokens(lengths, Totals(num_tokens=6, num_samples=2, num_prompts=2)),
         segments=torch.tensor([0, 0, 1]),
     )
     loss, tally = Imitation().loss(inputs)
@@ -91,8 +91,8 @@ def test_the_loss_by_hand():
 
 
 @dataclass
-class Updates:
-    """So many steps, and what each ended with."""
+class StepsInMemory:
+    """A run of `num` steps without a directory. It keeps the record of each."""
 
     num: int
     ended: list[StepRecord] = field(default_factory=list)
@@ -108,9 +108,9 @@ class Updates:
 
 
 def test_one_update_lowers_the_loss_and_many_learn_the_examples():
-    run = Updates(40)
-    batch = batch_of(EXAMPLES)
-    train(run, learner_for(small_decoder()), lambda step: batch)
+    run = StepsInMemory(40)
+    batch = make_sft_batch(EXAMPLES)
+    train(run, make_learner(small_decoder()), lambda step: batch)
     losses = [record.metrics["loss"] for record in run.ended]
     assert losses[1] < losses[0]
     assert losses[0] > math.log(61) / 2 and losses[-1] < 0.1
@@ -119,17 +119,17 @@ def test_one_update_lowers_the_loss_and_many_learn_the_examples():
 
 
 def test_every_step_trains_on_the_batch_of_its_number():
-    run = Updates(3)
-    train(run, learner_for(small_decoder()), lambda step: batch_of([EXAMPLES[step]]))
+    run = StepsInMemory(3)
+    train(run, make_learner(small_decoder()), lambda step: make_sft_batch([EXAMPLES[step]]))
     assert [record.metrics["tokens"] for record in run.ended] == [3.0, 3.0, 2.0]
 
 
 def test_the_loop_is_one_update_after_the_other():
     """The loop written out: the weights are equal to the last bit."""
     by_loop, by_hand = small_decoder(), small_decoder()
-    batches = [batch_of(EXAMPLES[:n], minibatches) for n, minibatches in ((1, 1), (2, 2), (3, 1))]
-    train(Updates(3), learner_for(by_loop), lambda step: batches[step])
-    learner = learner_for(by_hand)
+    batches = [make_sft_batch(EXAMPLES[:n], minibatches) for n, minibatches in ((1, 1), (2, 2), (3, 1))]
+    train(StepsInMemory(3), make_learner(by_loop), lambda step: batches[step])
+    learner = make_learner(by_hand)
     for batch in batches:
         for minibatch in pack(batch, 100):
             learner.forward_backward(minibatch, Imitation())
@@ -139,29 +139,29 @@ def test_the_loop_is_one_update_after_the_other():
 
 
 def test_a_step_without_a_loss_has_no_perplexity():
-    assert step_metrics({"updates/no_signal": 1.0}) == {"updates/no_signal": 1.0}
-    assert step_metrics({"loss": 1e6})["perplexity"] == pytest.approx(math.exp(700))
+    assert add_perplexity({"updates/no_signal": 1.0}) == {"updates/no_signal": 1.0}
+    assert add_perplexity({"loss": 1e6})["perplexity"] == pytest.approx(math.exp(700))
 
 
 def test_the_end_of_the_turn_is_a_target_of_the_bundled_tokenizer():
-    tokenizer = Tokenizer.load(resolve("tiny"))
+    tokenizer = Tokenizer.load(resolve_model("tiny"))
     prompt = tokenizer.render([{"role": "user", "content": "2+2 = ?"}])
     target = [*tokenizer.encode("<answer>4</answer>", markup=True), tokenizer.end_of_turn]
     example = (prompt.tokens + target, prompt.provenance + [int(T)] * len(target))
-    [micro] = pack(batch_of([example]), 200)[0].microbatches
+    [micro] = pack(make_sft_batch([example]), 200)[0].microbatches
     assert micro.targets.tolist() == target and micro.targets[-1] in tokenizer.stop_ids
 
 
 def test_an_example_without_targets_trains_nothing():
     decoder = small_decoder()
     before = decoder.embed.detach().clone()
-    batch = batch_of([([1, 2, 3], [P, P, P])])
+    batch = make_sft_batch([([1, 2, 3], [P, P, P])])
     assert batch.fates == {"empty": 1} and batch.counts[0].num_tokens == 0
-    metrics = learner_for(decoder).update(batch, Imitation()).metrics
+    metrics = make_learner(decoder).update(batch, Imitation()).metrics
     assert metrics["updates/no_signal"] == 1.0 and torch.equal(decoder.embed, before)
 
 
 def test_an_example_that_begins_with_a_target_is_refused():
-    """Nothing precedes it; in a pack, its neighbour's last token would have predicted it."""
-    with pytest.raises(ConfigError, match="no token before it"):
-        pack(batch_of([EXAMPLES[0], ([30, 31], [T, T])]), 100)
+    """No token precedes its first. In a pack, the last token of another example would predict it."""
+    with pytest.raises(ConfigError, match="a sample has no prompt"):
+        pack(make_sft_batch([EXAMPLES[0], ([30, 31], [T, T])]), 100)

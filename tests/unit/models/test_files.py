@@ -1,4 +1,4 @@
-"""Model folders: exact round trips, and a clear refusal of everything that is not one."""
+"""Tests of model folders: exact round trips, and clear errors for every other folder."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from safetensors.torch import load_file, save_file
 
 from cohort.errors import ModelError
 from cohort.models.config import ModelConfig, make_rope
-from cohort.models.decoder import Decoder, hf_shaped, hf_views, initialise
+from cohort.models.decoder import Decoder, hf_views, initialise, to_hf_shape
 from cohort.models.files import load_folder, save_folder
-from cohort.models.staging import clear_leftovers, staged
+from cohort.models.staging import remove_leftovers, stage_folder
 
 
-def config(**changes: object) -> ModelConfig:
+def make_config(**changes: object) -> ModelConfig:
+    """Returns a small config with these changes."""
     values = {
         "architecture": "LlamaForCausalLM",
         "vocab_size": 24,
@@ -36,8 +37,9 @@ def config(**changes: object) -> ModelConfig:
     return ModelConfig(**values | changes)  # type: ignore[arg-type]
 
 
-def decoder(**changes: object) -> Decoder:
-    made = Decoder(config(**changes))
+def make_decoder(**changes: object) -> Decoder:
+    """Returns a small decoder with random weights, norms and biases included."""
+    made = Decoder(make_config(**changes))
     initialise(made, seed=3)
     for p in made.parameters():
         if p.ndim == 1:
@@ -45,13 +47,14 @@ def decoder(**changes: object) -> Decoder:
     return made
 
 
-def weights(of: Decoder) -> dict[str, torch.Tensor]:
-    return {name: hf_shaped(name, view).clone() for name, view in hf_views(of)}
+def read_weights(decoder: Decoder) -> dict[str, torch.Tensor]:
+    """Returns copies of all weights by Hugging Face name."""
+    return {name: to_hf_shape(name, view).clone() for name, view in hf_views(decoder)}
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    return save_folder(decoder(), None, None, tmp_path / "model")
+    return save_folder(make_decoder(), None, None, tmp_path / "model")
 
 
 @pytest.mark.parametrize("shard", [10**9, 2000], ids=["single", "sharded"])
@@ -67,13 +70,13 @@ def folder(tmp_path: Path) -> Path:
     ids=["tied", "untied", "qwen2", "qwen3", "biases"],
 )
 def test_round_trip_is_exact(changes: dict, shard: int, tmp_path: Path) -> None:
-    first = decoder(**changes)
+    first = make_decoder(**changes)
     save_folder(first, None, None, tmp_path / "a", max_shard_bytes=shard)
     assert (tmp_path / "a/model.safetensors.index.json").is_file() == (shard == 2000)
     loaded = load_folder(tmp_path / "a")
     assert loaded.config == first.config
     assert loaded.folder == tmp_path / "a"
-    expected, found = weights(first), weights(loaded.decoder)
+    expected, found = read_weights(first), read_weights(loaded.decoder)
     assert expected.keys() == found.keys()
     assert all(torch.equal(expected[n], found[n]) for n in expected)
     save_folder(loaded.decoder, loaded.hf_config, tmp_path / "a", tmp_path / "b", max_shard_bytes=shard)
@@ -82,8 +85,8 @@ def test_round_trip_is_exact(changes: dict, shard: int, tmp_path: Path) -> None:
 
 
 def test_stored_rows_are_the_hugging_face_ones(tmp_path: Path) -> None:
-    """q of head h is rows [h D, (h+1) D) of q_proj, whatever the fused layout is."""
-    made = decoder()
+    """The query of head h is rows [h D, (h+1) D) of q_proj, though the decoder stores it elsewhere in qkv."""
+    made = make_decoder()
     K, g, D = 2, 2, 8
     fused = made.layers[1].qkv.data.view(K, g + 2, D, 16)
     save_folder(made, None, None, tmp_path / "m")
@@ -95,7 +98,7 @@ def test_stored_rows_are_the_hugging_face_ones(tmp_path: Path) -> None:
 
 
 def test_dtypes_in_and_out(tmp_path: Path) -> None:
-    made = decoder()
+    made = make_decoder()
     save_folder(made, None, None, tmp_path / "half", dtype=torch.bfloat16)
     assert json.loads((tmp_path / "half/config.json").read_text())["torch_dtype"] == "bfloat16"
     loaded = load_folder(tmp_path / "half", dtype=torch.float64)
@@ -127,7 +130,8 @@ def test_tokenizer_files_are_copied_and_nothing_else(folder: Path, tmp_path: Pat
     assert (out / "chat_template.jinja").read_text() == "chat_template.jinja"
 
 
-def change(folder: Path, **tensors: torch.Tensor | None) -> None:
+def change_tensors(folder: Path, **tensors: torch.Tensor | None) -> None:
+    """Replaces or adds stored tensors; None removes one."""
     stored = load_file(folder / "model.safetensors")
     for name, tensor in tensors.items():
         stored.pop(name, None)
@@ -138,12 +142,12 @@ def change(folder: Path, **tensors: torch.Tensor | None) -> None:
 
 def test_tied_head_may_be_stored_if_it_is_equal(folder: Path) -> None:
     embed = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
-    change(
+    change_tensors(
         folder,
         **{"lm_head.weight": embed.clone(), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)},
     )
     assert torch.equal(load_folder(folder).decoder.head_weight.data, embed)
-    change(folder, **{"lm_head.weight": embed + 1})
+    change_tensors(folder, **{"lm_head.weight": embed + 1})
     with pytest.raises(ModelError, match=r"lm_head.weight differs from the embedding"):
         load_folder(folder)
 
@@ -166,7 +170,7 @@ def test_tied_head_may_be_stored_if_it_is_equal(folder: Path) -> None:
     ],
 )
 def test_wrong_tensors_are_named(folder: Path, tensors: dict, message: str) -> None:
-    change(folder, **tensors)
+    change_tensors(folder, **tensors)
     with pytest.raises(ModelError, match=message):
         load_folder(folder)
 
@@ -204,14 +208,15 @@ def test_pickle_checkpoints_are_refused_unread(folder: Path, name: str) -> None:
         load_folder(folder)
 
 
-def sharded(tmp_path: Path) -> tuple[Path, dict]:
-    folder = save_folder(decoder(), None, None, tmp_path / "sharded", max_shard_bytes=4000)
+def save_sharded(tmp_path: Path) -> tuple[Path, dict]:
+    """Writes a model in several files. Returns its folder and the contents of its index."""
+    folder = save_folder(make_decoder(), None, None, tmp_path / "sharded", max_shard_bytes=4000)
     return folder, json.loads((folder / "model.safetensors.index.json").read_text())
 
 
 @pytest.mark.parametrize("where", ["absolute", "parent", "link", "pickle"])
 def test_shard_paths_cannot_leave_the_folder(where: str, tmp_path: Path) -> None:
-    folder, index = sharded(tmp_path)
+    folder, index = save_sharded(tmp_path)
     name, shard = next(iter(index["weight_map"].items()))
     outside = tmp_path / "outside.safetensors"
     shutil.copyfile(folder / shard, outside)
@@ -241,11 +246,11 @@ def test_the_hub_caches_own_links_are_followed(folder: Path, tmp_path: Path) -> 
     for file in folder.iterdir():
         file.rename(repo / "blobs" / f"hash-{file.name}")
         (snapshot / file.name).symlink_to(os.path.join("../../blobs", f"hash-{file.name}"))
-    assert torch.equal(load_folder(snapshot).decoder.embed.data, decoder().embed.data)
+    assert torch.equal(load_folder(snapshot).decoder.embed.data, make_decoder().embed.data)
 
 
-def test_shards_that_are_missing_or_lie(tmp_path: Path) -> None:
-    folder, index = sharded(tmp_path)
+def test_missing_shards_and_wrong_indexes_are_refused(tmp_path: Path) -> None:
+    folder, index = save_sharded(tmp_path)
     shards = sorted(set(index["weight_map"].values()))
     first = folder / shards[0]
     kept = first.read_bytes()
@@ -264,17 +269,17 @@ def test_shards_that_are_missing_or_lie(tmp_path: Path) -> None:
 def test_export_refuses_a_folder_in_use_and_leaves_it_alone(folder: Path) -> None:
     before = {p.name: p.read_bytes() for p in folder.iterdir()}
     with pytest.raises(ModelError, match="exists and is not empty"):
-        save_folder(decoder(), None, None, folder)
+        save_folder(make_decoder(), None, None, folder)
     assert {p.name: p.read_bytes() for p in folder.iterdir()} == before
 
 
 def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError), staged(tmp_path / "out") as aside:
+    with pytest.raises(RuntimeError), stage_folder(tmp_path / "out") as aside:
         (aside / "config.json").write_text("{}")
         assert not (tmp_path / "out").exists()
         raise RuntimeError
     assert list(tmp_path.iterdir()) == []
-    with pytest.raises(ModelError, match=r"cannot write .*out.*disk is full"), staged(tmp_path / "out"):
+    with pytest.raises(ModelError, match=r"cannot write .*out.*disk is full"), stage_folder(tmp_path / "out"):
         raise OSError(28, "No space left on device")
     assert list(tmp_path.iterdir()) == []
 
@@ -283,5 +288,5 @@ def test_leftovers_of_a_killed_write_are_cleared(tmp_path: Path) -> None:
     (tmp_path / ".out.writing-abc").mkdir()
     (tmp_path / ".out.writing-abc" / "model.safetensors").write_bytes(b"half")
     (tmp_path / ".other.writing-abc").mkdir()
-    clear_leftovers(tmp_path / "out")
+    remove_leftovers(tmp_path / "out")
     assert [p.name for p in tmp_path.iterdir()] == [".other.writing-abc"]

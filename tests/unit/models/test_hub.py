@@ -1,4 +1,4 @@
-"""Models of the hub: a library in its place, that has them, has not, or is not there."""
+"""Tests of models of the hub, with a fake huggingface_hub that has a model, lacks it, or is not installed."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import pytest
 
 from cohort.errors import ModelError
 from cohort.models import hub
-from cohort.models.catalog import pull, resolve
+from cohort.models.catalog import pull, resolve_model
 
 NAME = "Owner/Some-Model.1"
 
 
-class Library:
-    """huggingface_hub with one model, in a folder of its own once it is fetched."""
+class FakeLibrary:
+    """A fake huggingface_hub with one model, which is in `folder` once it is fetched."""
 
     def __init__(self, folder: Path, files: tuple[str, ...] = ("config.json", "model.safetensors")) -> None:
         self.folder, self.files = folder, files
@@ -36,38 +36,38 @@ class Library:
 
 
 @pytest.fixture
-def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Library:
-    made = Library(tmp_path / "snapshot")
+def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeLibrary:
+    made = FakeLibrary(tmp_path / "snapshot")
     monkeypatch.setitem(sys.modules, "huggingface_hub", made)  # type: ignore[arg-type]
     monkeypatch.setenv("COHORT_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     return made
 
 
-def test_a_model_is_fetched_when_asked_for_and_then_found(library: Library) -> None:
+def test_a_model_is_fetched_when_asked_for_and_then_found(library: FakeLibrary) -> None:
     with pytest.raises(ModelError, match=f"{NAME} is not here yet: fetch it .* with `cohort pull {NAME}`"):
-        resolve(NAME)
-    assert pull(NAME) == library.folder == resolve(NAME)
+        resolve_model(NAME)
+    assert pull(NAME) == library.folder == resolve_model(NAME)
     assert "local_files_only" not in library.asked[1] and library.asked[2]["local_files_only"] is True
     patterns = library.asked[1]["allow_patterns"]
     assert "*.safetensors" in patterns and not any("bin" in p or "*.py" in p or p == "*" for p in patterns)
 
 
-def test_what_cannot_be_fetched_is_one_line(library: Library) -> None:
+def test_a_failed_fetch_raises_an_error_of_one_line(library: FakeLibrary) -> None:
     with pytest.raises(ModelError, match=r"Owner/None could not be fetched .* 404 Client Error; check the name") as e:
         pull("Owner/None")
     assert "page of text" not in str(e.value)
 
 
-def test_a_model_without_safetensors_is_refused(library: Library) -> None:
+def test_a_model_without_safetensors_is_refused(library: FakeLibrary) -> None:
     library.files = ("config.json", "pytorch_model.bin")
     with pytest.raises(ModelError, match=r"no config.json with safetensors"):
         pull(NAME)
 
 
-def test_a_folder_of_that_name_comes_first(library: Library, tmp_path: Path) -> None:
+def test_a_folder_of_that_name_comes_first(library: FakeLibrary, tmp_path: Path) -> None:
     (tmp_path / NAME).mkdir(parents=True)
-    assert resolve(NAME) == Path(NAME) and pull(NAME) == Path(NAME) and not library.asked
+    assert resolve_model(NAME) == Path(NAME) and pull(NAME) == Path(NAME) and not library.asked
 
 
 def test_without_the_library_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -76,10 +76,10 @@ def test_without_the_library_the_extra_is_named(monkeypatch: pytest.MonkeyPatch,
     with pytest.raises(ModelError, match=r"pip install 'cohort\[hub\]'"):
         pull(NAME)
     with pytest.raises(ModelError, match="cohort pull"):
-        resolve(NAME)
+        resolve_model(NAME)
 
 
-def test_the_real_library_has_what_is_called_here() -> None:
+def test_the_real_library_has_the_functions_that_are_called() -> None:
     real = pytest.importorskip("huggingface_hub")
-    assert isinstance(hub._hub(), type(real)) and callable(real.snapshot_download)
-    assert hub.cached("no-such-owner-xyz/no-such-model") is None
+    assert isinstance(hub._import_hub(), type(real)) and callable(real.snapshot_download)
+    assert hub.find_cached("no-such-owner-xyz/no-such-model") is None

@@ -1,4 +1,4 @@
-"""NF4 by hand: the code, blocks, scales of scales, bounds of the error, and a decoder that has such a base."""
+"""Tests of NF4: its values, blocks and scales by hand, bounds of its error, and adapters on a quantised base."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ import torch
 from cohort.config.algos import KLConfig
 from cohort.config.schema import GRPO, LearnerConfig, LoraConfig, OptimConfig
 from cohort.models import nf4
-from cohort.models.decoder import hf_shaped, hf_views
+from cohort.models.decoder import hf_views, to_hf_shape
 from cohort.models.lora import Adapters
-from cohort.models.nf4 import CODE, dynamic_code, quantise
+from cohort.models.nf4 import CODE, make_dynamic_code, quantise
 from cohort.run import checkpoint
 from tests.helpers.decoders_and_groups import small_decoder
-from tests.helpers.small_runs import assembled, run_steps, small_run
+from tests.helpers.small_runs import built_job, run_steps, small_run
 
 CPU = torch.device("cpu")
 
 
-def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+def draw_normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    """Returns normal random numbers."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
@@ -33,7 +34,7 @@ def test_the_code_is_that_of_the_paper():
 
 def test_the_code_of_scales_is_dynamic():
     """In the highest decade 64 values of each sign, in the next 32, ...; 0 and 1."""
-    code = dynamic_code(CPU)
+    code = make_dynamic_code(CPU)
     assert len(code) == 256 and torch.equal(code, code.sort().values)
     assert code[-1] == 1.0 and (code == 0).sum() == 1
     for i in range(7):
@@ -44,66 +45,66 @@ def test_the_code_of_scales_is_dynamic():
 
 
 def test_entries_by_hand():
-    """One block: scale 2, so 0.5 is 0.25 of it, nearest 0.2461; one scale is its own mean, and exact."""
+    """The scale of this block is 2, so 0.5 is stored as 0.25, rounded to 0.2461. A single scale is stored exactly."""
     row = torch.zeros(1, 64)
     row[0, :6] = torch.tensor([2.0, -2.0, 0.5, -0.1, 0.08, 1.28])
     made = quantise(row)
     assert made.codes[0, :3].tolist() == [(15 << 4) + 0, (10 << 4) + 6, (8 << 4) + 13]
     assert made.codes[0, 3:].tolist() == [(7 << 4) + 7] * 29
     expected = torch.tensor([2.0, -2.0, 2 * CODE[10], 2 * CODE[6], 2 * CODE[8], 2 * CODE[13]])
-    assert torch.equal(made.rows(0, 1)[0, :6], expected)
-    assert not made.rows(0, 1)[0, 6:].any()
+    assert torch.equal(made.read_rows(0, 1)[0, :6], expected)
+    assert not made.read_rows(0, 1)[0, 6:].any()
 
 
 def test_the_error_is_within_its_bounds():
-    """Half of the code's widest gap times the block's scale, and what 8 bits take from the scale."""
-    matrix = normal(96, 160)
+    """An entry errs by at most half of the widest gap between values, times the scale, plus the error of the scale."""
+    matrix = draw_normal(96, 160)
     made = quantise(matrix)
     scales = matrix.view(-1, 64).abs().amax(-1)
-    kept = dynamic_code(CPU)[made.scales.int()] * made.peaks.repeat_interleave(256)[: len(scales)] + made.mean
-    widest = float(dynamic_code(CPU).diff().max())
+    kept = make_dynamic_code(CPU)[made.scales.int()] * made.peaks.repeat_interleave(256)[: len(scales)] + made.mean
+    widest = float(make_dynamic_code(CPU).diff().max())
     assert ((kept - scales).abs() <= made.peaks.max() * widest / 2 * 1.001).all()
     gap = float(torch.tensor(CODE).diff().max())
     bound = (gap / 2 * scales + (kept - scales).abs())[:, None]
-    error = (made.rows(0, 96).view(-1, 64) - matrix.view(-1, 64)).abs()
+    error = (made.read_rows(0, 96).view(-1, 64) - matrix.view(-1, 64)).abs()
     assert (error <= bound * 1.001).all()
     assert 0.07 < float(error.square().mean().sqrt()) < 0.11  # of a standard deviation of 1
 
 
 def test_values_that_are_in_the_code_survive():
-    """Equal scales are their own mean: what is a multiple of the code comes back exactly."""
+    """Equal scales are stored exactly, because they equal their mean. So multiples of the values stay exact."""
     matrix = torch.tensor(CODE).repeat(8, 8) * 0.5
-    assert torch.equal(quantise(matrix).rows(0, 8), matrix)
+    assert torch.equal(quantise(matrix).read_rows(0, 8), matrix)
     zeros = torch.zeros(3, 50)
-    assert torch.equal(quantise(zeros).rows(0, 3), zeros)
+    assert torch.equal(quantise(zeros).read_rows(0, 3), zeros)
 
 
 @pytest.mark.parametrize("shape", [(40, 64), (17, 33), (5, 7), (130, 200)])
 def test_rows_are_rows_and_pieces_change_nothing(shape, monkeypatch):
-    matrix = normal(*shape)
+    matrix = draw_normal(*shape)
     whole = quantise(matrix)
-    full = whole.rows(0, shape[0])
+    full = whole.read_rows(0, shape[0])
     assert full.shape == shape
     for start, stop in ((0, 1), (1, 4), (shape[0] - 1, shape[0])):
-        assert torch.equal(whole.rows(start, stop), full[start:stop])
+        assert torch.equal(whole.read_rows(start, stop), full[start:stop])
     monkeypatch.setattr(nf4, "PIECE", 128)
-    assert torch.equal(quantise(matrix).rows(0, shape[0]), full)
+    assert torch.equal(quantise(matrix).read_rows(0, shape[0]), full)
 
 
 def test_it_takes_a_little_more_than_four_bits():
-    made = quantise(normal(1024, 1024))
+    made = quantise(draw_normal(1024, 1024))
     assert 8 * made.num_bytes / 2**20 == pytest.approx(4 + 8 / 64 + 32 / (64 * 256), rel=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_policy_is_the_rounded_base_with_adapters_and_so_is_the_reference(dtype):
+def test_policy_and_reference_start_from_the_quantised_base(dtype):
     decoder, original = small_decoder(dtype), small_decoder(dtype)
     adapters = Adapters(decoder, LoraConfig(rank=2, targets=("k_proj", "up_proj"), base="nf4"))
-    rounded = {n: hf_shaped(n, v).clone() for n, v in hf_views(decoder)}
+    rounded = {n: to_hf_shape(n, v).clone() for n, v in hf_views(decoder)}
     for name, view in hf_views(original):
-        exact = hf_shaped(name, view)
+        exact = to_hf_shape(name, view)
         if name.endswith(("k_proj.weight", "up_proj.weight")):
-            assert torch.equal(rounded[name], quantise(exact).rows(0, len(exact)))
+            assert torch.equal(rounded[name], quantise(exact).read_rows(0, len(exact)))
             assert not torch.equal(rounded[name], exact)
         else:
             assert torch.equal(rounded[name], exact)
@@ -111,21 +112,21 @@ def test_the_policy_is_the_rounded_base_with_adapters_and_so_is_the_reference(dt
         tensor.fill_(0.1)
     adapters.merge()
     assert not torch.equal(decoder.layers[0].qkv, original.layers[0].qkv)
-    with adapters.off():
-        assert all(torch.equal(hf_shaped(n, v), rounded[n]) for n, v in hf_views(decoder))
+    with adapters.hold_base():
+        assert all(torch.equal(to_hf_shape(n, v), rounded[n]) for n, v in hf_views(decoder))
 
 
-def test_a_run_on_a_4_bit_base_goes_on_exactly(tmp_path):
+def test_a_run_on_a_4_bit_base_resumes_exactly(tmp_path):
     lora = LoraConfig(rank=4, base="nf4")
     config = small_run(
         learner=LearnerConfig(lora=lora), optim=OptimConfig(lr=1e-3), algo=GRPO(kl=KLConfig(weight=0.01))
     )
-    with assembled(config) as parts:
+    with built_job(config) as parts:
         run_steps(parts, 1)
-        path = checkpoint.save(tmp_path, parts.checkpoint(1), parts.write_model)
+        path = checkpoint.save(tmp_path, parts.make_checkpoint(1), parts.write_model)
         expected = run_steps(parts, 1, first=1)[0][1].metrics
         weights = {n: p.clone() for n, p in parts.model.decoder.named_parameters()}
-    with assembled(config) as other:
+    with built_job(config) as other:
         other.restore(checkpoint.load(path))
         found = run_steps(other, 1, first=1)[0][1].metrics
         assert {n: v for n, v in found.items() if "time" not in n} == {

@@ -1,4 +1,4 @@
-"""Folders of adapters: written and read back, and what they may not hold."""
+"""Tests of adapter folders: writing, reading, refusals, and their use in runs."""
 
 from __future__ import annotations
 
@@ -17,18 +17,20 @@ from cohort.models.peft import load_adapters, save_adapters
 from cohort.run import checkpoint
 from cohort.run.directory import RunDirectory
 from tests.helpers.decoders_and_groups import small_decoder
-from tests.helpers.small_runs import assembled, run_steps, small_run
+from tests.helpers.small_runs import built_job, run_steps, small_run
 
 LORA = LoraConfig(rank=3, alpha=5.0, targets=("q_proj", "down_proj"))
 
 
 @pytest.fixture
 def folder(tmp_path):
+    """A folder with fresh adapters."""
     adapters = Adapters(small_decoder(), LORA)
     return save_adapters(adapters.tensors(), LORA, "some/model", tmp_path / "adapters")
 
 
-def change(folder, **settings):
+def change_settings(folder, **settings):
+    """Changes settings in adapter_config.json."""
     file = folder / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | settings))
 
@@ -48,7 +50,7 @@ def test_a_folder_has_pefts_names_and_shapes(folder):
     assert settings["base_model_name_or_path"] == "some/model"
 
 
-def test_what_was_saved_is_what_is_loaded(folder):
+def test_saved_adapters_are_loaded_unchanged(folder):
     adapters = Adapters(small_decoder(), LORA)
     found = load_adapters(folder)
     assert found.config == LORA
@@ -72,8 +74,8 @@ def test_what_was_saved_is_what_is_loaded(folder):
         ("a_variant_of_tomorrow", {"on": True}),
     ],
 )
-def test_what_is_no_plain_lora_is_refused_by_name(folder, name, value):
-    change(folder, **{name: value})
+def test_variants_of_lora_are_refused_by_name(folder, name, value):
+    change_settings(folder, **{name: value})
     with pytest.raises(ModelError, match=f"{name} = .* is not supported"):
         load_adapters(folder)
 
@@ -85,14 +87,14 @@ def test_what_is_no_plain_lora_is_refused_by_name(folder, name, value):
         {"use_dora": False, "loftq_config": {}, "velora_config": None, "init_lora_weights": "gaussian"},
     ],
 )
-def test_what_says_nothing_about_the_stored_adapters_is_no_obstacle(folder, settings):
-    change(folder, **settings)
+def test_settings_that_do_not_change_the_adapters_are_accepted(folder, settings):
+    change_settings(folder, **settings)
     assert load_adapters(folder).config == LORA
 
 
 @pytest.mark.parametrize("settings", [{"r": 0}, {"r": "8"}, {"lora_alpha": -1}, {"lora_alpha": None}])
-def test_numbers_that_are_none(folder, settings):
-    change(folder, **settings)
+def test_invalid_ranks_and_alphas_are_refused(folder, settings):
+    change_settings(folder, **settings)
     with pytest.raises(ModelError, match=next(iter(settings))):
         load_adapters(folder)
 
@@ -110,7 +112,7 @@ def test_adapters_of_other_matrices_and_other_models_are_refused(folder):
         Adapters(small_decoder(num_layers=3), LORA, start=stored)
     with pytest.raises(ModelError, match="another model"):
         Adapters(small_decoder(ff=48), LORA, start=stored)
-    with pytest.raises(ModelError, match=r"which the model or learner\.lora\.targets has not"):
+    with pytest.raises(ModelError, match=r"which is not in the model or not in learner\.lora\.targets"):
         Adapters(small_decoder(num_layers=1), LORA, start=stored)
     file.write_bytes(b"no safetensors")
     with pytest.raises(ModelError, match="corrupted"):
@@ -122,10 +124,11 @@ def test_adapters_of_other_matrices_and_other_models_are_refused(folder):
         load_adapters(folder / "nowhere")
 
 
-def run_of(path, config, parts, steps):
+def make_run(path, config, parts, steps):
+    """Runs some steps, writes a checkpoint, and returns the run directory's path."""
     directory = RunDirectory.create(path, config)
     run_steps(parts, steps)
-    checkpoint.save(directory.checkpoints, parts.checkpoint(steps), parts.write_model)
+    checkpoint.save(directory.checkpoints, parts.make_checkpoint(steps), parts.write_model)
     directory.unlock()
     return directory.path
 
@@ -134,8 +137,8 @@ def test_the_adapters_of_a_run_are_exported_and_start_another(tmp_path):
     """The second run begins as the policy the first one ended with, which is its reference."""
     lora = LoraConfig(rank=4, alpha=8.0, targets=("q_proj", "v_proj"))
     config = small_run(learner=LearnerConfig(lora=lora), optim=OptimConfig(lr=1e-3))
-    with assembled(config) as parts:
-        run = run_of(tmp_path / "runs", config, parts, 2)
+    with built_job(config) as parts:
+        run = make_run(tmp_path / "runs", config, parts, 2)
         trained = {n: p.clone() for n, p in parts.model.decoder.named_parameters()}
         plain = parts.model.folder
     out = export.export_adapters(run, tmp_path / "adapters", "last")
@@ -145,32 +148,32 @@ def test_the_adapters_of_a_run_are_exported_and_start_another(tmp_path):
     again = small_run(
         learner=LearnerConfig(lora=LoraConfig(load=str(out)), minibatches=2), algo=GRPO(kl=KLConfig(weight=0.1))
     )
-    with assembled(again) as parts:
+    with built_job(again) as parts:
         assert parts.model.folder == plain and parts.learner.reference is None
         assert parts.learner.adapters.config == lora
         assert all(torch.equal(p, trained[n]) for n, p in parts.model.decoder.named_parameters())
         groups, _ = run_steps(parts, 1)[0]
         assert all(s.ref_logprobs == s.old_logprobs for g in groups for s in g.samples)
-        state = parts.checkpoint(1)
+        state = parts.make_checkpoint(1)
         assert state.numbers["lora"]["rank"] == 4
 
 
 def test_a_run_that_trained_every_weight_has_no_adapters(tmp_path):
     config = small_run()
-    with assembled(config) as parts:
-        run = run_of(tmp_path / "runs", config, parts, 1)
-    with pytest.raises(RunError, match="has no adapters, it trained every weight; leave --adapters out"):
+    with built_job(config) as parts:
+        run = make_run(tmp_path / "runs", config, parts, 1)
+    with pytest.raises(RunError, match="has no adapters, because it trained every weight; leave out --adapters"):
         export.export_adapters(run, tmp_path / "adapters", "last")
     assert not (tmp_path / "adapters").exists()
 
 
 def test_a_run_whose_base_has_changed_is_not_resumed(tmp_path):
     config = small_run(learner=LearnerConfig(lora=LoraConfig(rank=2)), optim=OptimConfig(lr=1e-3))
-    with assembled(config) as parts:
+    with built_job(config) as parts:
         run_steps(parts, 1)
-        path = checkpoint.save(tmp_path, parts.checkpoint(1), parts.write_model)
-    with assembled(config) as other:
+        path = checkpoint.save(tmp_path, parts.make_checkpoint(1), parts.write_model)
+    with built_job(config) as other:
         other.restore(checkpoint.load(path))
         other.learner.adapters.layers[1]["o_proj"].base.matrix[3, 4] += 0.01
-        with pytest.raises(RunError, match=r"tiny is no longer the model .* layers.1.out"):
+        with pytest.raises(RunError, match=r"model tiny has changed .* layers.1.out"):
             other.restore(checkpoint.load(path))

@@ -1,4 +1,4 @@
-"""The table of shapes: parameter counts as published, and decoders of random weights."""
+"""Tests of the table of shapes: parameter counts as published, and decoders with random weights."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import torch
 
 from cohort.errors import ModelError
 from cohort.models.config import to_hf
-from cohort.models.limits import layer_params
-from cohort.models.shapes import SHAPES, named_shape, random_decoder
+from cohort.models.limits import count_layer_params
+from cohort.models.shapes import SHAPES, find_shape, make_random_decoder
 
 
 @pytest.mark.parametrize(
@@ -24,14 +24,14 @@ from cohort.models.shapes import SHAPES, named_shape, random_decoder
     ],
 )
 def test_parameters_of_the_matrix_products(name, layers, head, tied):
-    c = named_shape(name)
-    assert layer_params(c) == pytest.approx(layers, rel=1e-3)
+    c = find_shape(name)
+    assert count_layer_params(c) == pytest.approx(layers, rel=1e-3)
     assert c.vocab_size * c.hidden == pytest.approx(head, rel=1e-3)
     assert c.tied is tied and c.sliding_window is None
 
 
-def test_what_the_families_differ_in():
-    qwen2, qwen3, smollm2 = (named_shape(name) for name in ("qwen2.5-7b", "qwen3-0.6b", "smollm2-135m"))
+def test_differences_between_the_families():
+    qwen2, qwen3, smollm2 = (find_shape(name) for name in ("qwen2.5-7b", "qwen3-0.6b", "smollm2-135m"))
     assert (qwen2.qkv_bias, qwen2.qk_norm, qwen2.head_dim, qwen2.vocab_size) == (True, False, 128, 152064)
     assert (qwen3.qkv_bias, qwen3.qk_norm, qwen3.head_dim, qwen3.hidden) == (False, True, 128, 1024)
     assert (smollm2.qkv_bias, smollm2.qk_norm, smollm2.head_dim, smollm2.norm_eps) == (False, False, 64, 1e-5)
@@ -40,22 +40,22 @@ def test_what_the_families_differ_in():
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_a_shape_survives_its_config_json(name):
-    """vLLM is given the shape this way."""
-    config = named_shape(name)
+    """A shape reaches vLLM as a config.json."""
+    config = find_shape(name)
     assert type(config).from_hf(to_hf(config)) == config
 
 
 def test_an_unknown_name_lists_the_known_ones():
     with pytest.raises(ModelError, match=r'"qwen9".* Valid: .*qwen2.5-0.5b, qwen2.5-1.5b, .*smollm2-135m'):
-        named_shape("qwen9")
+        find_shape("qwen9")
 
 
 def test_random_weights(monkeypatch):
     little = {"num_hidden_layers": 1, "vocab_size": 50, "hidden_size": 448, "intermediate_size": 1184}
     little |= {"num_attention_heads": 14, "num_key_value_heads": 2}
     monkeypatch.setitem(SHAPES, "little", {**SHAPES["qwen2.5-7b"], **little})
-    config = named_shape("little")
-    one, same, other = (random_decoder(config, torch.bfloat16, "cpu", seed=seed) for seed in (0, 0, 1))
+    config = find_shape("little")
+    one, same, other = (make_random_decoder(config, torch.bfloat16, "cpu", seed=seed) for seed in (0, 0, 1))
     assert one.head is not None and torch.equal(one.head, same.head) and not torch.equal(one.head, other.head)
     for name, p in one.named_parameters():
         assert p.dtype == torch.bfloat16

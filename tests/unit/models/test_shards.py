@@ -1,4 +1,4 @@
-"""Safetensors files filled piece by piece: what the safetensors library reads is what was written."""
+"""Tests of safetensors files that are filled piece by piece: the safetensors library reads what was written."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from cohort.models.shards import Shards, Spec
+from cohort.models.shards import ShardWriter, TensorSpec
 
 
-def tensors() -> dict[str, Tensor]:
+def make_tensors() -> dict[str, Tensor]:
+    """Returns random tensors of several types and odd sizes."""
     g = torch.Generator().manual_seed(0)
     return {
         "odd": torch.randn(3, 5, generator=g).to(torch.bfloat16),
@@ -24,11 +25,13 @@ def tensors() -> dict[str, Tensor]:
     }
 
 
-def specs(of: dict[str, Tensor]) -> dict[str, Spec]:
-    return {name: Spec(shape=tuple(t.shape), dtype=t.dtype) for name, t in of.items()}
+def make_specs(tensors: dict[str, Tensor]) -> dict[str, TensorSpec]:
+    """Returns the shapes and types of tensors."""
+    return {name: TensorSpec(shape=tuple(t.shape), dtype=t.dtype) for name, t in tensors.items()}
 
 
-def read(file: Path) -> dict[str, Tensor]:
+def read_file(file: Path) -> dict[str, Tensor]:
+    """Reads all tensors with the safetensors library."""
     with safe_open(file, framework="pt") as stored:
         assert stored.metadata() == {"format": "pt"}
         return {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118 it is no mapping
@@ -36,11 +39,11 @@ def read(file: Path) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("piece", [1, 4, 1000, 10**6])
 def test_pieces_in_any_order_from_threads(piece: int, tmp_path: Path) -> None:
-    wanted = tensors()
+    wanted = make_tensors()
     pieces = [(n, i, t.view(-1)[i : i + piece]) for n, t in wanted.items() for i in range(0, t.numel(), piece)]
-    with Shards(tmp_path, specs(wanted), 10**9) as shards, ThreadPoolExecutor(4) as pool:
+    with ShardWriter(tmp_path, make_specs(wanted), 10**9) as shards, ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda p: shards.write(*p), reversed(pieces)))
-    found = read(tmp_path / "model.safetensors")
+    found = read_file(tmp_path / "model.safetensors")
     assert found.keys() == wanted.keys()
     for name, tensor in wanted.items():
         assert found[name].dtype == tensor.dtype
@@ -49,8 +52,8 @@ def test_pieces_in_any_order_from_threads(piece: int, tmp_path: Path) -> None:
 
 
 def test_every_tensor_starts_at_a_multiple_of_its_width(tmp_path: Path) -> None:
-    wanted = tensors()
-    with Shards(tmp_path, specs(wanted), 10**9):
+    wanted = make_tensors()
+    with ShardWriter(tmp_path, make_specs(wanted), 10**9):
         pass
     raw = (tmp_path / "model.safetensors").read_bytes()
     length = int.from_bytes(raw[:8], "little")
@@ -63,7 +66,7 @@ def test_every_tensor_starts_at_a_multiple_of_its_width(tmp_path: Path) -> None:
 
 def test_several_files_and_their_index(tmp_path: Path) -> None:
     wanted = {f"t{i}": torch.full((10,), float(i)) for i in range(5)}  # 40 bytes each
-    with Shards(tmp_path, specs(wanted), 85) as shards:
+    with ShardWriter(tmp_path, make_specs(wanted), 85) as shards:
         assert shards.num_files == 3
         for name, tensor in wanted.items():
             shards.write(name, 0, tensor)
@@ -72,12 +75,12 @@ def test_several_files_and_their_index(tmp_path: Path) -> None:
     files = [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
     assert list(index["weight_map"].values()) == [files[0], files[0], files[1], files[1], files[2]]
     for name, file in index["weight_map"].items():
-        assert torch.equal(read(tmp_path / file)[name], wanted[name])
+        assert torch.equal(read_file(tmp_path / file)[name], wanted[name])
 
 
 def test_a_tensor_larger_than_a_file_may_be_has_its_own(tmp_path: Path) -> None:
     wanted = {"large": torch.ones(100), "small": torch.ones(1)}
-    with Shards(tmp_path, specs(wanted), 50):
+    with ShardWriter(tmp_path, make_specs(wanted), 50):
         pass
     assert sorted(p.name for p in tmp_path.glob("*.safetensors")) == [
         "model-00001-of-00002.safetensors",

@@ -1,4 +1,4 @@
-"""The bundled model's files: a tokenizer for any text, a template with all roles, weights that fit."""
+"""Tests of the files of the bundled model `tiny`: tokenizer, chat template, weights, and the script that makes them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from cohort.algos.imitation import Imitation
 from cohort.config.schema import LearnerConfig, OptimConfig
 from cohort.learner.local import LocalLearner
-from cohort.loops.sft import batch_of
-from cohort.models.catalog import resolve
+from cohort.loops.sft import make_sft_batch
+from cohort.models.catalog import resolve_model
 from cohort.models.config import ModelConfig
 from cohort.models.decoder import Decoder, initialise
 from cohort.models.files import load_folder
@@ -60,7 +60,7 @@ def test_a_sum_is_short() -> None:
     assert len(TOKENIZER.encode(thought, markup=True)) == 21
 
 
-def test_tags_stay_in_the_text_and_turns_do_not() -> None:
+def test_decoding_keeps_tags_and_drops_the_end_of_turn() -> None:
     ids = [*TOKENIZER.encode("<think>1</think><answer>2</answer>", markup=True), TOKENIZER.end_of_turn]
     assert len(ids) == 7
     assert TOKENIZER.decode(ids) == "<think>1</think><answer>2</answer>"
@@ -93,12 +93,12 @@ def test_the_committed_tokenizer_is_what_the_script_makes(tmp_path: Path) -> Non
     from cohort.text.template import ChatTemplate
 
     template = ChatTemplate((FOLDER / "chat_template.jinja").read_text(encoding="utf-8"), {})
-    made.save(made.train(made.corpus(template)), tmp_path)
+    made.save_tokenizer(made.train_tokenizer(made.make_corpus(template)), tmp_path)
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         assert (tmp_path / name).read_text() == (FOLDER / name).read_text()
 
 
-def test_the_shape_keeps_its_promises() -> None:
+def test_the_shape_meets_its_requirements() -> None:
     assert CONFIG["vocab_size"] % 64 == 0 and CONFIG["head_dim"] in (32, 64)
     assert CONFIG["num_key_value_heads"] >= 2 and CONFIG["num_key_value_heads"] % 2 == 0
     assert CONFIG["num_attention_heads"] > CONFIG["num_key_value_heads"]
@@ -109,18 +109,19 @@ def test_the_checkpoint_is_small_and_loads_in_transformers() -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
-    folder = resolve("tiny")
+    folder = resolve_model("tiny")
     assert sum(f.stat().st_size for f in folder.glob("*")) <= 8_000_000
     theirs = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32)
     tokens = torch.tensor(TOKENIZER.render(TALK, [CALCULATOR]).tokens)
     ours = load_folder(folder).decoder
     with torch.no_grad():
         expected = theirs(tokens[None]).logits[0]
-        hidden = ours(tokens, torch.arange(len(tokens)), _causal(len(tokens)))
+        hidden = ours(tokens, torch.arange(len(tokens)), _make_causal_attention(len(tokens)))
         assert torch.allclose(ours.logits(hidden), expected, atol=1e-4)
 
 
-def _causal(length: int):  # type: ignore[no-untyped-def]
+def _make_causal_attention(length: int):  # type: ignore[no-untyped-def]
+    """Returns causal attention over one sequence of this length."""
     import torch
     import torch.nn.functional as F
 
@@ -137,23 +138,23 @@ def _causal(length: int):  # type: ignore[no-untyped-def]
 
 
 def test_the_script_makes_the_model_that_its_updates_written_out_make(tmp_path: Path) -> None:
-    """Skill first, then habits; trace by trace and update by update. The weights are equal to the last bit."""
+    """The script's updates are repeated one by one: first those on skills, then on habits. All bits are equal."""
     args = argparse.Namespace(
         out=tmp_path / "made", seed=3, updates=5, batch=6, lr=1.5e-3, rows=40, probe=0, workers=1, device="cpu"
     )
-    stream = script.batches(args)
+    stream = script.make_batches(args)
     next(stream)
-    script.train(args, stream)
+    script.train_model(args, stream)
     decoder = Decoder(ModelConfig.from_hf(CONFIG))
     initialise(decoder, 3)
     optim = OptimConfig(lr=1.5e-3, schedule="cosine", warmup=200, lr_floor=0.02, beta2=0.98, weight_decay=0.05)
     learner = LocalLearner(decoder, LearnerConfig(token_budget=script.TOKEN_BUDGET), optim, num_updates=5)
-    rows, tokenizer = mixture.load(40), Tokenizer.load(script.SOURCE)
+    rows, tokenizer = mixture.load_trace_rows(40), Tokenizer.load(script.SOURCE)
     for update, mix in enumerate([script.SKILL] * 4 + [script.HABITS]):
-        traces = [mixture.trace(rows, 3, 6 * update + i, mix) for i in range(6)]
-        examples = [encode.encode(tokenizer, trace) for trace in traces]
+        traces = [mixture.make_trace(rows, 3, 6 * update + i, mix) for i in range(6)]
+        examples = [encode.encode_trace(tokenizer, trace) for trace in traces]
         assert all(provenance[-1] == Provenance.TARGET for _, provenance in examples)
-        learner.update(batch_of(examples), Imitation())
+        learner.update(make_sft_batch(examples), Imitation())
     found = load_folder(tmp_path / "made", torch.bfloat16).decoder.state_dict()
     for name, tensor in decoder.state_dict().items():
         assert found[name].equal(tensor.to(torch.bfloat16)), name

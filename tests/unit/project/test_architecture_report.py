@@ -1,4 +1,4 @@
-"""scripts/architecture.py counts what it says, on a package small enough to count by hand."""
+"""The counts of scripts/architecture.py, on a package that is small enough to count by hand."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def write(root: Path, files: dict[str, str]) -> Path:
 
 @pytest.fixture
 def shape(tmp_path: Path) -> architecture.Shape:
-    return architecture.measure(write(tmp_path / "tree", FILES))
+    return architecture.measure_tree(write(tmp_path / "tree", FILES))
 
 
 def test_the_examples() -> None:
@@ -70,7 +70,7 @@ def test_private_names_of_other_files(shape: architecture.Shape) -> None:
 def test_before_and_after(shape: architecture.Shape, tmp_path: Path) -> None:
     changed = {**FILES, "src/cohort/types.py": "SIZE = 3\nONE = 1\n", "src/cohort/cli/main.py": ""}
     changed["src/cohort/cli/more.py"] = "import cohort.types\n\n\ndef run():\n    return cohort.types._SIZES\n"
-    report = architecture.report(architecture.measure(write(tmp_path / "new", changed)), shape, markdown=True)
+    report = architecture.make_report(architecture.measure_tree(write(tmp_path / "new", changed)), shape, markdown=True)
     lines = report.splitlines()
     assert "| types | 0 | 1 | 3 -> 2 | 1 -> 0 | 3 -> 0 | 3 -> 0 |  |  |" in lines
     assert "| cli | 2 | 1 -> 2 | 5 -> 3 | 1 | 2 | 2 | 2 (run, cli/more.py:4) |  |" in lines
@@ -80,14 +80,28 @@ def test_before_and_after(shape: architecture.Shape, tmp_path: Path) -> None:
 
 def test_a_part_that_is_gone_or_new(shape: architecture.Shape, tmp_path: Path) -> None:
     files = {name: text for name, text in FILES.items() if "/cli/" not in name}
-    smaller = architecture.measure(write(tmp_path / "new", files))
-    assert architecture.part_rows(smaller, shape)[-2][:5] == ["cli", "2", "1 -> 0", "5 -> 0", "1 -> 0"]
-    assert architecture.part_rows(shape, smaller)[-2][:5] == ["cli", "2", "0 -> 1", "0 -> 5", "0 -> 1"]
+    smaller = architecture.measure_tree(write(tmp_path / "new", files))
+    assert architecture.make_part_rows(smaller, shape)[-2][:5] == ["cli", "2", "1 -> 0", "5 -> 0", "1 -> 0"]
+    assert architecture.make_part_rows(shape, smaller)[-2][:5] == ["cli", "2", "0 -> 1", "0 -> 5", "0 -> 1"]
+
+
+def test_a_module_in_a_folder_can_have_a_layer_of_its_own(tmp_path: Path) -> None:
+    layers = 'LAYERS = {0: ("types",), 1: ("tasks",), 2: ("cli", "tasks.sums")}\n'
+    shape = architecture.measure_tree(
+        write(tmp_path / "tree", {**FILES, "tests/unit/project/test_architecture.py": layers})
+    )
+    assert list(shape.parts) == ["types", "tasks", "cli", "tasks.sums"]
+    assert shape.edges == {(2, 0): 2}
+
+
+def test_the_architecture_test_may_be_at_its_old_place(shape: architecture.Shape, tmp_path: Path) -> None:
+    files = {name.replace("/project/", "/"): text for name, text in FILES.items()}
+    assert architecture.measure_tree(write(tmp_path / "old", files)) == shape
 
 
 def test_the_layers_of_this_tree_are_found() -> None:
     layers = architecture.read_layers(architecture.ROOT)
     package = architecture.ROOT / "src" / "cohort"
     main = architecture.measure_module(package / "cli" / "main.py", package)
-    assert {main.part, *(name.partition(".")[0] for name in main.imports)} <= layers.keys()
+    assert {architecture.find_part(name, layers) for name in (main.name, *main.imports)} <= layers.keys()
     assert layers["types"] == 0 < layers["cli"]

@@ -131,9 +131,9 @@ def test_runs_without_anything_are_not_equal(tmp_path: Path) -> None:
 
 
 def test_new_names_come_from_the_tree(tmp_path: Path) -> None:
-    assert neutral.renamed(tmp_path, "METRICS") == {}
+    assert neutral.read_renamed(tmp_path, "METRICS") == {}
     file = tmp_path / neutral.NAMES
     file.parent.mkdir(parents=True)
     file.write_text('METRICS = {"kl": "divergence"}\n')
-    assert neutral.renamed(tmp_path, "METRICS") == {"kl": "divergence"}
-    assert neutral.renamed(tmp_path, "SETTINGS") == {}
+    assert neutral.read_renamed(tmp_path, "METRICS") == {"kl": "divergence"}
+    assert neutral.read_renamed(tmp_path, "SETTINGS") == {}

@@ -1,4 +1,4 @@
-"""Every shipped recipe, dry: its config, the data it asks for, its prompts as tokens, its memory on a device."""
+"""Every built-in recipe without a model: its config, its data, its prompts as tokens, its memory on a device."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 
 from cohort.config.kinds import RL
-from cohort.config.load import dump, load, parse
+from cohort.config.load import dump_config, load_config, parse_config
 from cohort.config.schema import SingleTurn, ThinkAgain
 from cohort.jobs import build
-from cohort.learner.plan import Load, plan_memory
-from cohort.models.catalog import resolve
-from cohort.models.limits import layer_params
-from cohort.models.shapes import named_shape
+from cohort.learner.plan import MemoryDemand, plan_memory
+from cohort.models.catalog import resolve_model
+from cohort.models.limits import count_layer_params
+from cohort.models.shapes import find_shape
 from cohort.recipes import RECIPES
-from cohort.tasks.base import grade, load_rows, plain_answer, self_check
+from cohort.tasks.base import grade, load_rows, make_plain_answer, run_self_check
 from cohort.tasks.stream import TaskStream
 from cohort.text import Tokenizer
 from cohort.types import Provenance
@@ -35,30 +35,30 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def shape_of(model: str) -> str:
-    """The shape that a published model has."""
+    """Returns the name of the shape of a published model."""
     name = model.rpartition("/")[2].lower()
     return re.sub(r"-(instruct|math|coder|chat|hf)(?=-|$)", "", name)
 
 
 @pytest.mark.parametrize("name", sorted(name for name, recipe in RECIPES.items() if isinstance(recipe(), RL)))
 def test_config_data_prompts_and_graders(name: str) -> None:
-    config = load(name)
-    assert parse(dump(config)) == config and config.recipe == name
+    config = load_config(name)
+    assert parse_config(dump_config(config)) == config and config.recipe == name
     task = config.task
-    assert self_check(task, 10).num_gold >= 10
-    tokenizer = Tokenizer.load(resolve("tiny"))  # any tokenizer with a chat template will do
-    stream = TaskStream(task, build.renderer(tokenizer, config.template), config.seed)
-    stream.check(config.batch.prompts)
-    prompts = stream.next(config.batch.prompts)
-    held_out = stream.held_out(config.eval.problems if config.eval.problems <= 20 else 0)
+    assert run_self_check(task, 10).num_gold >= 10
+    tokenizer = Tokenizer.load(resolve_model("tiny"))  # any tokenizer with a chat template will do
+    stream = TaskStream(task, build.make_renderer(tokenizer, config.template), config.seed)
+    stream.check_enough_rows(config.batch.prompts)
+    prompts = stream.next_prompts(config.batch.prompts)
+    held_out = stream.render_held_out(config.eval.problems if config.eval.problems <= 20 else 0)
     assert len({p.id for p in prompts}) == len(prompts) and not {p.id for p in prompts} & {p.id for p in held_out}
     for prompt in [*prompts[:3], *held_out[:3]]:
         text = tokenizer.spell(prompt.tokens)
         assert text.endswith("<|im_start|>assistant\n" + prompt.forced_text)
         assert (Provenance.FORCED in prompt.provenance) == (name.endswith("countdown") and name != "tiny_countdown")
         if task.name != "ifeval":  # some instructions are followed by any text
-            assert grade(task, prompt.row, plain_answer("I do not know.")).parts[task.accuracy] == 0
-    best = [grade(task, row, plain_answer(task.gold(row))).parts for row in load_rows(task, "train")[:5]]
+            assert grade(task, prompt.row, make_plain_answer("I do not know.")).parts[task.accuracy] == 0
+    best = [grade(task, row, make_plain_answer(task.gold(row))).parts for row in load_rows(task, "train")[:5]]
     worth = [sum(config.reward.get(part, 1.0) * value for part, value in parts.items()) for parts in best]
     assert all(w >= 0.7 for w in worth), "a right answer is paid for; the tutor takes 0.5 from these short ones"
 
@@ -68,50 +68,51 @@ def test_each_seed_recipe_has_a_variant_for_a_cpu() -> None:
     small |= {"dr_grpo_math": "smollm2_math", "ifeval": "smollm2_ifeval", "gsm8k_tutor": "smollm2_gsm8k_tutor"}
     small |= {"gsm8k_again": "smollm2_gsm8k_again"}
     for name, variant in small.items():
-        config = load(variant)
-        assert type(config.task) is type(load(name).task) and config.model in ("tiny", "smollm2-135m")
+        config = load_config(variant)
+        assert type(config.task) is type(load_config(name).task) and config.model in ("tiny", "smollm2-135m")
         assert config.batch.prompts * config.batch.samples * config.sampling.max_tokens <= 64 * 8 * 128
 
 
 @pytest.mark.parametrize("name", sorted(name for name, recipe in RECIPES.items() if recipe().model != "tiny"))
 def test_memory_plan(name: str) -> None:
-    """Each fits on one large device, as the recipe is."""
-    config = load(name)
-    plan = plan_memory(planned(config), int(DEVICE_GIB * 2**30))
+    """Each recipe fits on one large device without changes."""
+    config = load_config(name)
+    plan = plan_memory(compute_demand(config), int(DEVICE_GIB * 2**30))
     assert plan.peak <= DEVICE_GIB * 2**30
     assert (config.learner.lora.rank > 0) == (name in ADAPTERS)
 
 
-def planned(config: RL) -> Load:
-    c = named_shape(shape_of(config.model))
-    batch, prompt, new = config.batch, 512, config.max_sampled
+def compute_demand(config: RL) -> MemoryDemand:
+    """Returns the memory that a recipe needs with prompts of 512 tokens."""
+    c = find_shape(shape_of(config.model))
+    batch, prompt, new = config.batch, 512, config.max_sampled_tokens
     rows = batch.prompts * batch.samples
     trained, base = None, 0
     if lora := config.learner.lora.rank:
         sides = 2 * (c.hidden + c.num_heads * c.head_dim) + 2 * (c.hidden + c.num_kv_heads * c.head_dim)
         trained = lora * c.num_layers * (sides + 3 * (c.hidden + c.ff))
-        base = layer_params(c) * 2
-    return Load(
+        base = count_layer_params(c) * 2
+    return MemoryDemand(
         model=c,
-        width=2,
+        bytes_per_number=2,
         longest=prompt + new,
         batch_tokens=batch.prompts * prompt + rows * new,
         kv_tokens=batch.prompts * prompt + min(rows, config.engine.slots) * new,
         has_reference=config.algo.kl.weight > 0 and not lora,
-        trained=trained,
-        base=base,
+        num_trained=trained,
+        frozen_bytes=base,
     )
 
 
 def test_second_attempts_fit_into_the_context_of_their_models() -> None:
     for name in ("gsm8k_again", "smollm2_gsm8k_again"):
-        config = load(name)
+        config = load_config(name)
         assert isinstance(config.turns, ThinkAgain)
-        assert config.max_sampled + 1024 <= named_shape(shape_of(config.model)).max_positions
+        assert config.max_sampled_tokens + 1024 <= find_shape(shape_of(config.model)).max_positions
 
 
 Q = "Qwen/Qwen2.5"
-# Of the projects: model, steps, prompts, samples, tokens, temperature, learning rate, schedule, KL, rank of adapters.
+# Of the original projects: model, steps, prompts, samples, tokens, temperature, learning rate, schedule, KL, LoRA rank.
 PUBLISHED = {
     "countdown": (f"{Q}-3B", 125, 64, 8, 1024, 1.0, 1e-6, "cosine", 0.0, 0),
     "gsm8k": (f"{Q}-0.5B-Instruct", 300, 128, 8, 3000, 1.0, 1e-6, "cosine", 0.001, 0),
@@ -142,7 +143,7 @@ REWARDS = {
 
 @pytest.mark.parametrize("name", sorted(PUBLISHED))
 def test_the_settings_are_those_that_were_published(name: str) -> None:
-    c = load(name)
+    c = load_config(name)
     run = (c.model, c.steps, c.batch.prompts, c.batch.samples, c.sampling.max_tokens, c.sampling.temperature)
     assert (*run, c.optim.lr, c.optim.schedule, c.algo.kl.weight, c.learner.lora.rank) == PUBLISHED[name]
     assert c.reward == REWARDS.get(name, c.reward)
@@ -150,12 +151,12 @@ def test_the_settings_are_those_that_were_published(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["coder_gsm8k", "coder_countdown"])
 def test_a_recipe_with_a_result_is_the_run_that_gave_it(name: str) -> None:
-    """But for where it was stopped, what depends on the machine, and the order of rollouts, of which there was one.
+    """Equal, except for the number of steps, settings of the machine, and the order of rollouts (there was one then).
 
     The order makes no difference to these runs: no group is replaced, and there is one turn.
     """
     kept = RESULTS / name
-    ran, recipe = parse((kept / "config.yaml").read_text(encoding="utf-8")), load(name)
+    ran, recipe = parse_config((kept / "config.yaml").read_text(encoding="utf-8")), load_config(name)
     steps = json.loads((kept / "result.json").read_text(encoding="utf-8"))["training"]["steps"]
     assert recipe.steps == steps
     learner = replace(ran.learner, dtype=recipe.learner.dtype)

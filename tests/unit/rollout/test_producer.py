@@ -1,4 +1,4 @@
-"""The producer: both orders, waiting, engines that die, and a ledger from which a kill is survived."""
+"""The producer: both orders of work, waiting, engines that die, and the ledger that survives a kill."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from cohort.engines.scripted import Script, ScriptedEngine
 from cohort.errors import EngineError, TaskError
 from cohort.fates import Fate
 from cohort.rollout import producer as module
-from cohort.rollout.episode import Further
+from cohort.rollout.episode import LaterTurns
 from cohort.rollout.ledger import Status
 from cohort.rollout.producer import MAX_REFILLS, Producer, RejectionRate
 from cohort.types import Group, Outcome, Prompt
 from tests.helpers.engine_conformance import spell
-from tests.helpers.small_runs import Grader, assembled, producer_of, small_run
-from tests.unit.rollout.test_episode import AGAIN, FURTHER, grade, says, talking
+from tests.helpers.small_runs import LocalScorer, built_job, make_producer, small_run
+from tests.unit.rollout.test_episode import AGAIN, LATER_TURNS, grade, make_talking_producer, says
 from tests.unit.rollout.test_rollout import Stream, engine, producer, prompt
 
 ORDERS = ("rounds", "continuous")
 
 
-class Slow(Grader):
-    """A grader that takes as many polls over an answer as it likes: some are much quicker than others."""
+class SlowScorer(LocalScorer):
+    """A scorer whose answers take a random number of polls: some are much faster than others."""
 
     def __init__(self, grade: Any, seed: int, again: Any = None) -> None:
         super().__init__(grade, again=again)
@@ -45,22 +45,22 @@ class Slow(Grader):
         return done
 
 
-class Finding(Stream):
-    """A stream that gives a prompt again."""
+class FindingStream(Stream):
+    """A prompt stream that can return an earlier prompt again, by id and visit."""
 
-    def find(self, id: str, visit: int) -> Prompt:
+    def find_prompt(self, id: str, visit: int) -> Prompt:
         found = prompt(int(id[1:]))
         assert found.visit == visit
         return found
 
 
-def third(group: Group) -> bool:
+def accept_every_third(group: Group) -> bool:
     return group.prompt.row["n"] % 3 == 0
 
 
 @pytest.fixture(autouse=True)
 def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "PAUSE", 0.0)
+    monkeypatch.setattr(module, "POLL_PAUSE", 0.0)
 
 
 # ---- orders
@@ -69,11 +69,13 @@ def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("late", [0, 2])
 def test_both_orders_use_the_same_prompts_and_accept_the_same_groups(seed: int, late: int):
-    expected = producer().collect(4, third)
+    expected = producer().collect(4, accept_every_third)
     for order in ORDERS:
-        made = producer(scorer=Slow(producer().scorer.grade, seed), engine=engine(at_once=3, late=late), order=order)
-        assert made.collect(4, third) == expected
-        made.settle(expected)
+        made = producer(
+            scorer=SlowScorer(producer().scorer.grade, seed), engine=engine(slots=3, silent_polls=late), order=order
+        )
+        assert made.collect(4, accept_every_third) == expected
+        made.close_groups(expected)
         assert made.stream.cursor - len(made.ledger.open) == 10
         assert order == "continuous" or made.stream.cursor == 10
 
@@ -84,15 +86,20 @@ def test_step_after_step_both_orders_train_on_the_same_prompts(seed: int, share:
     """Prompts begun ahead and given up come first in the next step: none is lost, repeated or out of order."""
     accept = lambda group: group.prompt.row["n"] % share == 0  # noqa: E731
     rounds, continuous = (
-        producer(scorer=Slow(producer().scorer.grade, seed), stream=Finding(), engine=engine(at_once=5), order=order)
+        producer(
+            scorer=SlowScorer(producer().scorer.grade, seed),
+            stream=FindingStream(),
+            engine=engine(slots=5),
+            order=order,
+        )
         for order in ORDERS
     )
     ahead = 0
     for _ in range(6):
         expected, found = rounds.collect(4, accept), continuous.collect(4, accept)
         assert found == expected
-        rounds.settle(expected)
-        continuous.settle(found)
+        rounds.close_groups(expected)
+        continuous.close_groups(found)
         assert rounds.state()["open"] == []
         assert set(continuous.ledger.open.values()) <= {Status.WAITING}
         assert continuous.stream.cursor - len(continuous.ledger.open) == rounds.stream.cursor
@@ -104,24 +111,24 @@ def test_step_after_step_both_orders_train_on_the_same_prompts(seed: int, share:
 def test_prompts_are_begun_ahead_by_the_share_that_was_rejected():
     made = producer(order="continuous")
     begun: list[int] = []
-    whole = made._open
-    made._open = lambda prompts: (begun.append(len(prompts)), whole(prompts))[1]
+    whole = made._open_groups
+    made._open_groups = lambda prompts: (begun.append(len(prompts)), whole(prompts))[1]
     for step in range(4):
         begun.clear()
-        made.settle(made.collect(4, lambda group: group.prompt.row["n"] % 2 == 0))
+        made.close_groups(made.collect(4, lambda group: group.prompt.row["n"] % 2 == 0))
         assert begun[0] == 4 if step == 0 else begun[0] > 4
     rate = RejectionRate()
-    assert rate.likely(8) == 0
+    assert rate.estimate_replacements(8) == 0
     for n in range(16):
-        rate.count(rejected=n % 2 == 0)
-    assert rate.likely(9) == 5  # 8 of 16, with 8 accepted ones supposed before: a third, so 9 * (1/3 + 1/9 + ...)
+        rate.record(rejected=n % 2 == 0)
+    assert rate.estimate_replacements(9) == 5  # 8 rejected of 16 + 8: a accept_every_third, so 9 * (1/3 + 1/9 + ...)
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_neither_order_replaces_more_often_than_so(order: str):
-    made = producer(scorer=Slow(producer().scorer.grade, 0), order=order)
+def test_both_orders_stop_after_the_same_number_of_refills(order: str):
+    made = producer(scorer=SlowScorer(producer().scorer.grade, 0), order=order)
     groups = made.collect(3, lambda group: False)
-    made.settle(groups)
+    made.close_groups(groups)
     assert made.stream.cursor - len(made.ledger.open) == 3 * MAX_REFILLS == len(groups)
     assert {g.excluded for g in groups} == {Fate.NOT_ACCEPTED}
 
@@ -129,18 +136,24 @@ def test_neither_order_replaces_more_often_than_so(order: str):
 @pytest.mark.parametrize("seed", range(5))
 def test_further_turns_are_the_same_in_both_orders(seed: int):
     prompts = [prompt(n) for n in range(6)]
-    expected = talking(group_size=3).roll(prompts)
+    expected = make_talking_producer(group_size=3).roll_out(prompts)
     assert any(s.num_turns > 1 for g in expected for s in g.samples)
     for order in ORDERS:
-        made = producer(scorer=Slow(grade, seed, again=AGAIN), answers=says, further=FURTHER, group_size=3, order=order)
-        assert made.roll(prompts) == expected
+        made = producer(
+            scorer=SlowScorer(grade, seed, again=AGAIN),
+            answers=says,
+            later_turns=LATER_TURNS,
+            group_size=3,
+            order=order,
+        )
+        assert made.roll_out(prompts) == expected
 
 
-def test_in_continuous_order_a_slow_grader_delays_nobody_else():
+def test_in_continuous_order_a_slow_grader_delays_only_its_own_sample():
     """Prompt 0 is scored last of all; rejected groups are replaced and conversations go on meanwhile."""
     asked: list[str] = []
 
-    class Stubborn(Grader):
+    class Stubborn(LocalScorer):
         def poll(self, timeout: float = 0.0):
             first, self._held = self._held, []
             slow = [held for held in first if held[0].startswith("0/")]
@@ -149,12 +162,16 @@ def test_in_continuous_order_a_slow_grader_delays_nobody_else():
             self._held = slow
             return [held for held in first if held not in slow]
 
-    def listening(request: Request) -> Script:
+    def record_request(request: Request) -> Script:
         asked.append(request.id)
         return says(request)
 
     made = producer(
-        scorer=Stubborn(grade, again=AGAIN), answers=listening, further=FURTHER, group_size=1, order="continuous"
+        scorer=Stubborn(grade, again=AGAIN),
+        answers=record_request,
+        later_turns=LATER_TURNS,
+        group_size=1,
+        order="continuous",
     )
     groups = made.collect(3, lambda group: group.prompt.row["n"] in (0, 3, 5))
     assert [g.prompt.row["n"] for g in groups if not g.excluded] == [0, 3, 5]
@@ -165,15 +182,15 @@ def test_in_continuous_order_a_slow_grader_delays_nobody_else():
 
 
 def test_an_engine_that_is_late_is_waited_for(caplog: pytest.LogCaptureFixture):
-    expected = producer().roll([prompt(0), prompt(1)])
-    assert producer(engine=engine(late=20), late=3).roll([prompt(0), prompt(1)]) == expected
+    expected = producer().roll_out([prompt(0), prompt(1)])
+    assert producer(engine=engine(silent_polls=20), late=3).roll_out([prompt(0), prompt(1)]) == expected
     assert not caplog.records
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_an_engine_that_dies_ends_it_with_one_sentence(order: str):
+def test_an_engine_that_dies_raises_an_error_of_one_line(order: str):
     with pytest.raises(EngineError, match="died with") as error:
-        producer(engine=engine(lives=2, window=1), order=order).collect(3, third)
+        producer(engine=engine(polls_before_death=2, window=1), order=order).collect(3, accept_every_third)
     assert "\n" not in str(error.value)
 
 
@@ -187,7 +204,7 @@ def test_long_silence_says_what_is_waited_for_and_again_after_each_doubling(
         return now[0]
 
     monkeypatch.setattr(module.time, "monotonic", tick)
-    producer(engine=engine(late=300), group_size=1).roll([prompt(0)])
+    producer(engine=engine(silent_polls=300), group_size=1).roll_out([prompt(0)])
     waits = [int(r.getMessage().split("for ")[1].split(" s")[0]) for r in caplog.records]
     assert waits[:4] == [30, 60, 120, 240]
     assert "waiting for the engine (1 requests) and the graders (0 answers)" in caplog.records[0].getMessage()
@@ -197,18 +214,18 @@ def test_long_silence_says_what_is_waited_for_and_again_after_each_doubling(
 
 
 def test_a_prompt_is_waiting_running_scored_and_closed():
-    made = producer(stream=Finding(), order="rounds")
+    made = producer(stream=FindingStream(), order="rounds")
     seen: list[dict[Any, Status]] = []
 
     def accept(group: Group) -> bool:
         seen.append(dict(made.ledger.open))
-        return third(group)
+        return accept_every_third(group)
 
     groups = made.collect(3, accept)
     assert Status.RUNNING in seen[0].values() and Status.SCORED in seen[0].values()
     assert set(made.ledger.open.values()) == {Status.SCORED}
     groups[0].excluded = Fate.CONSTANT_REWARD
-    made.settle(groups)
+    made.close_groups(groups)
     assert made.state() == {"cursor": made.stream.cursor, "open": []}
     assert made.ledger.closed == {Fate.TRAINED: 2, Fate.NOT_ACCEPTED: len(groups) - 3, Fate.CONSTANT_REWARD: 1}
 
@@ -223,11 +240,11 @@ class Killed(Exception):
     pass
 
 
-class Mortal(ScriptedEngine):
-    """Dies with its process: after so many calls of any kind, nothing is heard of it."""
+class MortalEngine(ScriptedEngine):
+    """An engine whose process is killed: after `calls` calls every call raises Killed."""
 
     def __init__(self, calls: int) -> None:
-        super().__init__(says_n, spell, at_once=3, window=2)
+        super().__init__(says_n, spell, slots=3, window=2)
         self.calls = calls
 
     def _count(self) -> None:
@@ -245,13 +262,13 @@ class Mortal(ScriptedEngine):
 
 
 def says_n(request: Request) -> Script:
-    """A few tokens, by prompt and sample; then the stop."""
+    """The engine's script: a few tokens that depend on prompt and sample, then the stop token."""
     n = request.tokens[0]
     return Script(tokens=[n, request.key.sample + 100, *[5] * (n % 4), 2])
 
 
-def mortal(calls: int, order: str, state: dict[str, Any] | None) -> Producer:
-    made = producer(engine=Mortal(calls), stream=Finding(), order=order, scorer=Slow(parity, calls))
+def make_mortal_producer(calls: int, order: str, state: dict[str, Any] | None) -> Producer:
+    made = producer(engine=MortalEngine(calls), stream=FindingStream(), order=order, scorer=SlowScorer(parity, calls))
     if state is not None:
         made.load_state(state)
     return made
@@ -264,62 +281,62 @@ def parity(row, answer) -> Outcome:
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("calls", [*range(0, 40, 3), 55, 80, 133])
 def test_killed_anywhere_no_prompt_is_lost_or_repeated(order: str, calls: int):
-    """A kill after `calls` calls of the engine, in steps of three prompts; what was saved is all that is left."""
+    """The process is killed after `calls` calls of the engine. Only the saved state of the producer survives."""
     trained: list[str] = []
     state: dict[str, Any] | None = None
     left, steps = calls, 0
     while steps < 4:
-        made = mortal(left, order, state)
+        made = make_mortal_producer(left, order, state)
         try:
             while steps < 4:
-                groups = made.collect(3, third)
-                made.settle(groups)
+                groups = made.collect(3, accept_every_third)
+                made.close_groups(groups)
                 trained += [g.prompt.id for g in groups]
                 steps += 1
         except Killed:
             left = 10**9
         state = json.loads(json.dumps(made.state()))
-    whole = mortal(10**9, "rounds", None)
-    expected = [g.prompt.id for _ in range(4) for g in whole.collect(3, third)]
+    whole = make_mortal_producer(10**9, "rounds", None)
+    expected = [g.prompt.id for _ in range(4) for g in whole.collect(3, accept_every_third)]
     assert trained == expected and len(set(trained)) == len(trained)
     assert state["cursor"] - len(state["open"]) == whole.stream.cursor
     assert order == "continuous" or not state["open"]
 
 
 def test_a_state_with_open_prompts_begins_with_them_in_their_order():
-    made = producer(stream=Finding(), engine=engine(lives=1))
+    made = producer(stream=FindingStream(), engine=engine(polls_before_death=1))
     with pytest.raises(EngineError):
-        made.collect(4, third)
+        made.collect(4, accept_every_third)
     state = json.loads(json.dumps(made.state()))
     assert state == {"cursor": 4, "open": [[f"p{n}", n % 3] for n in range(4)]}
-    again = producer(stream=Finding())
+    again = producer(stream=FindingStream())
     again.load_state(state)
-    assert again.collect(4, third) == producer().collect(4, third)
+    assert again.collect(4, accept_every_third) == producer().collect(4, accept_every_third)
     assert again.stream.cursor == 10
 
 
 def test_a_producer_that_was_left_in_the_middle_is_not_used_again():
-    made = producer(engine=engine(lives=1))
+    made = producer(engine=engine(polls_before_death=1))
     with pytest.raises(EngineError, match="died"):
-        made.roll([prompt(0)])
-    with pytest.raises(EngineError, match="make a new producer"):
-        made.roll([prompt(0)])
+        made.roll_out([prompt(0)])
+    with pytest.raises(EngineError, match="Make a new producer"):
+        made.roll_out([prompt(0)])
 
 
 def test_an_environment_that_answers_in_another_role_is_refused():
-    with pytest.raises(TaskError, match="one user's message only"):
-        Further(max_tokens=3, follow_up=lambda words: [1]).tokens([{"role": "tool", "content": "4"}])
+    with pytest.raises(TaskError, match="exactly one message"):
+        LaterTurns(max_tokens=3, follow_up=lambda words: [1]).encode_replies([{"role": "tool", "content": "4"}])
 
 
 @pytest.mark.parametrize("weights", ["shared", "packed"])
 def test_after_a_step_the_engine_holds_no_memory_although_requests_were_given_up(weights: str):
-    """The learner needs it then, and nobody polls an idle engine."""
-    with assembled(small_run(engine=NativeEngine(slots=24, weights=weights))) as parts:
-        right = Grader(lambda row, answer: Outcome(parts={"correct": 1.0}))
-        made = producer_of(parts, 4, scorer=right, order="continuous")
+    """The learner needs the memory then, and an idle engine is not polled again."""
+    with built_job(small_run(engine=NativeEngine(slots=24, weights=weights))) as parts:
+        right = LocalScorer(lambda row, answer: Outcome(parts={"correct": 1.0}))
+        made = make_producer(parts, 4, scorer=right, order="continuous")
         for n in range(40):
-            made._rate.count(rejected=n % 2 == 0)
-        made.settle(made.collect(6, lambda group: True))
+            made._rejection_rate.record(rejected=n % 2 == 0)
+        made.close_groups(made.collect(6, lambda group: True))
         assert made.ledger.open, "nothing was begun ahead"
         assert made.engine.idle and made.engine.arena.kv.numel() == 0
         assert made.engine.packed is None or not made.engine.packed.products

@@ -1,4 +1,4 @@
-"""Checkpoints: exact, atomic, checked, pruned."""
+"""Checkpoints: exact round trip, atomic writes, detection of damage, removal of old ones."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ from cohort.run.checkpoint import Checkpoint
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def write_model(value: float = 1.0, size: int = 10):
+def make_model_writer(value: float = 1.0, size: int = 10):
+    """Returns a function that writes a model of one tensor into a folder."""
+
     def write(folder: Path) -> None:
         folder.mkdir()
         save_file({"w": torch.full((size,), value)}, folder / "model.safetensors")
@@ -29,7 +31,7 @@ def write_model(value: float = 1.0, size: int = 10):
     return write
 
 
-def a_checkpoint(step: int) -> Checkpoint:
+def make_checkpoint(step: int) -> Checkpoint:
     return Checkpoint(step=step, cursor=3 * step, optimizer={"w.exp_avg": torch.full((4,), float(step))})
 
 
@@ -51,7 +53,7 @@ def test_exact_round_trip(tmp_path):
         "nested": {"threads": 2, "names": ["a", None]},
     }
     saved = Checkpoint(step=100, cursor=12345678901, optimizer=optimizer, numbers=numbers)
-    path = checkpoint.save(tmp_path, saved, write_model(0.5))
+    path = checkpoint.save(tmp_path, saved, make_model_writer(0.5))
     assert path == tmp_path / "step-000100" and saved.model == path / "model"
     loaded = checkpoint.load(path)
     assert (loaded.step, loaded.cursor, loaded.numbers) == (100, 12345678901, numbers)
@@ -65,26 +67,26 @@ def test_exact_round_trip(tmp_path):
 def test_moments_of_less_than_fp32_are_refused(tmp_path):
     bad = Checkpoint(step=1, cursor=0, optimizer={"w.exp_avg": torch.zeros(2, dtype=torch.bfloat16)})
     with pytest.raises(ValueError, match=r'"w.exp_avg" is torch.bfloat16'):
-        checkpoint.save(tmp_path, bad, write_model())
+        checkpoint.save(tmp_path, bad, make_model_writer())
     assert list(tmp_path.iterdir()) == []
 
 
 def test_latest_and_prune(tmp_path):
-    assert checkpoint.latest(tmp_path) is None and checkpoint.latest(tmp_path / "missing") is None
+    assert checkpoint.find_latest(tmp_path) is None and checkpoint.find_latest(tmp_path / "missing") is None
     for step in (5, 10, 15, 20, 1_000_000):
-        checkpoint.save(tmp_path, a_checkpoint(step), write_model())
+        checkpoint.save(tmp_path, make_checkpoint(step), make_model_writer())
     (tmp_path / "notes.txt").write_text("not a checkpoint")
-    assert checkpoint.latest(tmp_path) == tmp_path / "step-1000000"
+    assert checkpoint.find_latest(tmp_path) == tmp_path / "step-1000000"
     assert checkpoint.prune(tmp_path, keep_last=2, keep={10}) == [5, 15]
-    assert checkpoint.steps(tmp_path) == [10, 20, 1_000_000]
+    assert checkpoint.list_steps(tmp_path) == [10, 20, 1_000_000]
     assert checkpoint.prune(tmp_path, keep_last=0, keep=set()) == [10, 20]  # the newest always stays
     assert sorted(p.name for p in tmp_path.iterdir()) == ["notes.txt", "step-1000000"]
 
 
 def test_saving_a_step_again_is_refused(tmp_path):
-    checkpoint.save(tmp_path, a_checkpoint(1), write_model())
+    checkpoint.save(tmp_path, make_checkpoint(1), make_model_writer())
     with pytest.raises(RunError, match="exists already"):
-        checkpoint.save(tmp_path, a_checkpoint(1), write_model())
+        checkpoint.save(tmp_path, make_checkpoint(1), make_model_writer())
 
 
 @pytest.mark.parametrize(
@@ -100,7 +102,7 @@ def test_saving_a_step_again_is_refused(tmp_path):
 )
 def test_damage_is_found_and_named(tmp_path, file, damage, words):
     for step in (1, 2, 3):
-        checkpoint.save(tmp_path, a_checkpoint(step), write_model())
+        checkpoint.save(tmp_path, make_checkpoint(step), make_model_writer())
     for step in (2, 3):
         target = tmp_path / f"step-00000{step}" / file
         data = bytearray(target.read_bytes())
@@ -114,7 +116,7 @@ def test_damage_is_found_and_named(tmp_path, file, damage, words):
 
 
 def test_the_only_one_damaged(tmp_path):
-    path = checkpoint.save(tmp_path, a_checkpoint(1), write_model())
+    path = checkpoint.save(tmp_path, make_checkpoint(1), make_model_writer())
     (path / "state.json").write_text("{}")
     with pytest.raises(RunError, match="no earlier one"):
         checkpoint.load(path)
@@ -125,7 +127,7 @@ def test_the_only_one_damaged(tmp_path):
     [(errno.ENOSPC, "the disk is full"), (errno.EROFS, "read-only"), (errno.EIO, "error")],
 )
 def test_a_disk_that_refuses_leaves_the_earlier_checkpoints_alone(tmp_path, number, words):
-    checkpoint.save(tmp_path, a_checkpoint(1), write_model())
+    checkpoint.save(tmp_path, make_checkpoint(1), make_model_writer())
 
     def refuse(folder: Path) -> None:
         folder.mkdir()
@@ -133,7 +135,7 @@ def test_a_disk_that_refuses_leaves_the_earlier_checkpoints_alone(tmp_path, numb
         raise OSError(number, os.strerror(number))
 
     with pytest.raises(RunError, match=f"step-000002: .*{words}"):
-        checkpoint.save(tmp_path, a_checkpoint(2), refuse)
+        checkpoint.save(tmp_path, make_checkpoint(2), refuse)
     assert [p.name for p in tmp_path.iterdir()] == ["step-000001"]
     assert checkpoint.load(tmp_path / "step-000001").step == 1
 
@@ -155,7 +157,7 @@ try:
     checkpoint.save(folder, large, write)
 except RunError as error:
     print(error)
-assert checkpoint.load(checkpoint.latest(folder)).step == 1
+assert checkpoint.load(checkpoint.find_latest(folder)).step == 1
 assert [p.name for p in folder.iterdir()] == ["step-000001"]
 """
 
@@ -171,13 +173,13 @@ def run_python(code: str, *args: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_system_stops_the_write_of_the_tensors(tmp_path):
-    """A real limit of the kernel, hit inside the safetensors library."""
+    """The kernel's limit on file sizes is reached inside the safetensors library."""
     result = run_python(SMALL_FILES, str(tmp_path))
     assert result.returncode == 0, result.stderr
     assert "cannot write" in result.stdout and "everything written before is intact" in result.stdout
 
 
-# A child for every line that comes in, because torch takes two seconds to import; each writes until it is killed.
+# Forks one child per line of input, because importing torch takes two seconds. Each child writes until it is killed.
 WRITER = """
 import os, sys, torch
 from pathlib import Path
@@ -186,8 +188,8 @@ from cohort.run import checkpoint
 
 def write_on(folder):
     folder.mkdir(exist_ok=True)
-    checkpoint.clean(folder)
-    last = checkpoint.latest(folder)
+    checkpoint.remove_leftovers(folder)
+    last = checkpoint.find_latest(folder)
     step = checkpoint.load(last).step if last else 0
     print("ready", os.getpid(), flush=True)
     def write(model):
@@ -210,38 +212,40 @@ for _ in sys.stdin:
 
 
 def test_killed_while_writing_the_newest_checkpoint_loads(tmp_path):
-    """A process that does nothing but save is killed from outside, wherever it happens to be."""
-    folder, rng, newest = tmp_path / "checkpoints", random.Random(0), 0
+    """A process that only saves checkpoints is killed from outside, at random moments."""
+    folder = tmp_path / "checkpoints"
+    rng = random.Random(0)
+    newest = 0
     env = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", WRITER, str(folder)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env, text=True) as parent:
         assert parent.stdin is not None and parent.stdout is not None
 
-        def hear(kind: str) -> int:
-            """The number of the next line, which is of this kind."""
-            said, number = parent.stdout.readline().split()
-            assert said == kind
+        def read_number(kind: str) -> int:
+            """Returns the number in the child's next line, which must be of this kind."""
+            word, number = parent.stdout.readline().split()
+            assert word == kind
             return int(number)
 
         for _ in range(3):
             parent.stdin.write("\n")
             parent.stdin.flush()
-            pid = hear("ready")
+            pid = read_number("ready")
             for _ in range(rng.randint(1, 6)):
-                announced = hear("saved")
+                announced = read_number("saved")
             os.kill(pid, signal.SIGKILL)
             ended = next(line for line in parent.stdout if line.startswith("ended"))
             assert ended == f"ended {signal.SIGKILL:d}\n"
-            path = checkpoint.latest(folder)
+            path = checkpoint.find_latest(folder)
             assert path is not None
             loaded = checkpoint.load(path)
-            assert loaded.step >= announced > newest  # what was announced is there
+            assert loaded.step >= announced > newest  # every announced checkpoint was durable
             newest = announced
             assert loaded.model is not None
             assert torch.equal(loaded.optimizer["w"], torch.full((200_000,), float(loaded.step)))
             assert torch.equal(load_file(loaded.model / "model.safetensors")["w"], loaded.optimizer["w"])
-            assert 1 <= len(checkpoint.steps(folder)) <= 3
+            assert 1 <= len(checkpoint.list_steps(folder)) <= 3
         parent.stdin.close()
     assert parent.returncode == 0
-    checkpoint.clean(folder)
+    checkpoint.remove_leftovers(folder)
     assert all(p.name.startswith("step-") for p in folder.iterdir())

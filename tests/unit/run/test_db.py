@@ -1,4 +1,4 @@
-"""run.db: a step is there whole or not at all, readers read meanwhile, ids only grow."""
+"""run.db: a step is written completely or not at all, readers can read meanwhile, and ids only grow."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 from cohort.errors import RunError
 from cohort.run import filesystem
-from cohort.run.filesystem import is_network, mount_type
+from cohort.run.filesystem import find_mount_type, is_on_network
 from cohort.run.store import db, schema
 from cohort.run.store.db import Store
 from cohort.run.store.reader import Reader
@@ -38,21 +38,21 @@ def test_what_is_written_is_read(path):
     begin = time.time()
     store.write_step(1, {"loss": 0.1 + 0.2, "bad": math.nan, "huge": math.inf}, groups, [("skip", "why")])
     with Reader(path) as reader:
-        metrics = {m.name: m.value for m in reader.metrics(step=1)}
+        metrics = {m.name: m.value for m in reader.read_metrics(step=1)}
         assert metrics["loss"] == 0.1 + 0.2 and math.isnan(metrics["bad"]) and metrics["huge"] == math.inf
-        [event] = reader.events()
+        [event] = reader.read_events()
         assert (event.step, event.kind, event.text) == (
             1,
             "skip",
             "why",
         ) and begin <= event.time <= time.time()
-        rows = reader.groups(step=1)
+        rows = reader.read_groups(step=1)
         assert [g.position for g in rows] == [0, 1] and rows[1].excluded == "constant reward"
-        assert rows[0].reward_mean == groups[0].samples[1].reward  # the failed one is no zero
-        [prompt] = reader.prompts(id=rows[0].prompt)
+        assert rows[0].reward_mean == groups[0].samples[1].reward  # a failed sample does not count as 0
+        [prompt] = reader.read_prompts(id=rows[0].prompt)
         assert (prompt.prompt_id, prompt.messages) == (groups[0].prompt.id, groups[0].prompt.messages)
         assert (prompt.row, prompt.num_tokens) == (groups[0].prompt.row, 3)
-        samples = reader.samples(group=rows[0].id)
+        samples = reader.read_samples(group=rows[0].id)
         assert samples[0].reward is None and samples[0].failure == "worker died"
         assert samples[1].text == "bad \\ud800 \x00 text"
         expected = groups[0].samples[1]
@@ -71,17 +71,17 @@ def test_rows_after_an_id_and_ids_that_are_never_used_again(path):
     for step in (1, 2, 3):
         store.write_step(step, {"loss": float(step)}, pretend_groups(step))
     with Reader(path) as reader:
-        seen = reader.metrics()[-1].id
-        last_sample = reader.samples()[-1].id
-        assert reader.metrics(after=seen) == []
-        store.truncate_after(1)
-        assert [m.step for m in reader.metrics()] == [1]
-        assert {g.step for g in reader.groups()} == {s.step for s in reader.samples()} == {1}
+        seen = reader.read_metrics()[-1].id
+        last_sample = reader.read_samples()[-1].id
+        assert reader.read_metrics(after=seen) == []
+        store.remove_after(1)
+        assert [m.step for m in reader.read_metrics()] == [1]
+        assert {g.step for g in reader.read_groups()} == {s.step for s in reader.read_samples()} == {1}
         store.write_step(2, {"loss": 20.0}, pretend_groups(2))
-        [new] = reader.metrics(after=seen)
+        [new] = reader.read_metrics(after=seen)
         assert (new.step, new.value) == (2, 20.0) and new.id > seen
-        assert len(reader.samples(after=last_sample)) == 4
-        assert reader.series("loss") == {1: 1.0, 2: 20.0}
+        assert len(reader.read_samples(after=last_sample)) == 4
+        assert reader.read_series("loss") == {1: 1.0, 2: 20.0}
     store.close()
 
 
@@ -91,13 +91,13 @@ def test_truncating_keeps_prompts_that_earlier_steps_use(path):
     groups[0].prompt.id, groups[1].prompt.id = "a", "b"
     store.write_step(1, {}, groups[:1])
     store.write_step(2, {}, groups)
-    store.truncate_after(1)
+    store.remove_after(1)
     with Reader(path) as reader:
-        assert [p.prompt_id for p in reader.prompts()] == ["a"]
-        assert [g.step for g in reader.groups()] == [1]
+        assert [p.prompt_id for p in reader.read_prompts()] == ["a"]
+        assert [g.step for g in reader.read_groups()] == [1]
     store.write_step(2, {}, groups)
     with Reader(path) as reader:
-        assert [p.prompt_id for p in reader.prompts()] == ["a", "b"]
+        assert [p.prompt_id for p in reader.read_prompts()] == ["a", "b"]
     store.close()
 
 
@@ -108,8 +108,13 @@ def test_a_step_that_fails_halfway_leaves_nothing(path):
     with pytest.raises(TypeError):
         store.write_step(1, {"loss": 1.0}, groups)
     with Reader(path) as reader:
-        assert (reader.metrics(), reader.prompts(), reader.groups(), reader.samples()) == ([], [], [], [])
-    store.write_step(1, {"loss": 1.0}, pretend_groups(0))  # and the store goes on
+        assert (reader.read_metrics(), reader.read_prompts(), reader.read_groups(), reader.read_samples()) == (
+            [],
+            [],
+            [],
+            [],
+        )
+    store.write_step(1, {"loss": 1.0}, pretend_groups(0))  # the store still works
     store.close()
 
 
@@ -119,23 +124,23 @@ def test_an_evaluation_done_again_replaces_its_numbers(path):
     store.write_evaluation(2, {"eval/accuracy": 0.5})
     store.write_evaluation(2, {"eval/accuracy": 0.5, "eval/mean_tokens": 3.0})
     with Reader(path) as reader:
-        assert [m.name for m in reader.metrics()] == ["loss", "eval/accuracy", "eval/mean_tokens"]
+        assert [m.name for m in reader.read_metrics()] == ["loss", "eval/accuracy", "eval/mean_tokens"]
     store.close()
 
 
-def test_a_full_disk_is_said_and_loses_nothing(path):
+def test_a_full_disk_is_reported_and_loses_nothing(path):
     store = Store(path)
     store.write_step(1, {"loss": 1.0}, pretend_groups(1))
     pages = store._db.execute("PRAGMA page_count").fetchone()[0]
-    store._db.execute(f"PRAGMA max_page_count={pages}")  # SQLite's own way of being full
+    store._db.execute(f"PRAGMA max_page_count={pages}")  # makes SQLite behave as on a full disk
     with pytest.raises(RunError, match="the disk is full: free some space, then resume"):
         store.write_step(2, {"loss": 2.0}, pretend_groups(2, num_groups=200))
     with Reader(path) as reader:
-        assert reader.last_step() == 1 and len(reader.samples()) == 4
+        assert reader.find_last_step() == 1 and len(reader.read_samples()) == 4
     store._db.execute("PRAGMA max_page_count=1000000")
     store.write_step(2, {"loss": 2.0}, pretend_groups(2, num_groups=200))
     with Reader(path) as reader:
-        assert reader.last_step() == 2 and len(reader.samples(step=2)) == 400
+        assert reader.find_last_step() == 2 and len(reader.read_samples(step=2)) == 400
     store.close()
 
 
@@ -154,12 +159,12 @@ def test_read_while_another_process_writes(path):
     arguments = [sys.executable, "-c", code, str(path), str(rollouts)]
     seen: set[int] = set()
     with subprocess.Popen(arguments, env=env) as process, Reader(path) as reader:
-        while process.poll() is None or reader.last_step() not in seen:
-            step = reader.last_step()
+        while process.poll() is None or reader.find_last_step() not in seen:
+            step = reader.find_last_step()
             seen.add(step)
             if step:
-                assert len(reader.samples(step=step)) == 6
-                assert len(reader.groups(step=step)) == 3
+                assert len(reader.read_samples(step=step)) == 6
+                assert len(reader.read_groups(step=step)) == 3
     assert process.returncode == 0 and max(seen) == 40
 
 
@@ -176,7 +181,7 @@ def test_a_killed_writer_leaves_a_database_that_opens(path):
     result = subprocess.run([sys.executable, "-c", code, str(path)], env=env)
     assert result.returncode == -9
     with Reader(path) as reader:
-        assert reader.series("loss") == {1: 1.0}
+        assert reader.read_series("loss") == {1: 1.0}
     store = Store(path)
     store.write_step(2, {"loss": 2.0})
     store.close()
@@ -194,7 +199,7 @@ def test_migration_brings_an_old_database_up(path, monkeypatch):
     assert store._db.execute("SELECT step, kind, rank FROM events").fetchall() == [(1, "x", 0)]
     assert store._db.execute("SELECT value FROM metrics").fetchall() == [(1.0,)]
     store.close()
-    with pytest.raises(RunError, match=r"schema version 2, this Cohort reads 1: upgrade"):
+    with pytest.raises(RunError, match=r"schema version 2, but this version of Cohort reads 1: upgrade"):
         Reader(path)
     monkeypatch.undo()
     with pytest.raises(RunError, match=r"schema version 2.*upgrade Cohort"):
@@ -216,7 +221,7 @@ def test_a_migration_that_fails_changes_nothing(path, monkeypatch):
 
 def test_what_is_not_a_database_is_named(path):
     path.write_bytes(b"this is not a database, " * 100)
-    with pytest.raises(RunError, match=r"run.db: file is not a database: it is damaged"):
+    with pytest.raises(RunError, match=r"run.db: file is not a database: the file is damaged"):
         Store(path)
     with pytest.raises(RunError, match=r"run.db cannot be read"):
         Reader(path)
@@ -225,14 +230,14 @@ def test_what_is_not_a_database_is_named(path):
 
 
 def test_no_write_ahead_log_on_network_file_systems(path, monkeypatch):
-    monkeypatch.setattr(db, "is_network", lambda folder: True)
+    monkeypatch.setattr(db, "is_on_network", lambda folder: True)
     store = Store(path)
     assert store.journal_mode == "DELETE"
     store.write_step(1, {"loss": 1.0})
     with Reader(path) as reader:
-        assert reader.series("loss") == {1: 1.0}
+        assert reader.read_series("loss") == {1: 1.0}
     store.close()
-    monkeypatch.setattr(db, "is_network", lambda folder: False)
+    monkeypatch.setattr(db, "is_on_network", lambda folder: False)
     store = Store(path)
     assert store.journal_mode == "WAL"
     store.close()
@@ -260,12 +265,12 @@ MOUNTS = r"""22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw
     ],
 )
 def test_the_mount_that_holds_a_path(path, kind):
-    assert mount_type(path, MOUNTS) == kind
+    assert find_mount_type(path, MOUNTS) == kind
 
 
 def test_network_kinds(monkeypatch):
     monkeypatch.setattr(filesystem.Path, "read_text", lambda self: MOUNTS)
-    found = {p: is_network(Path(p)) for p in ("/shared", "/shared/local", "/mnt/my share", "/data", "/var")}
+    found = {p: is_on_network(Path(p)) for p in ("/shared", "/shared/local", "/mnt/my share", "/data", "/var")}
     assert found == {
         "/shared": True,
         "/shared/local": False,
@@ -276,18 +281,18 @@ def test_network_kinds(monkeypatch):
 
 
 def test_two_writers_wait_for_each_other(path):
-    """The lock of the run forbids it; should it happen all the same, no row is lost."""
+    """The lock of the run forbids two writers. If there are two nevertheless, no row is lost."""
     a, b = Store(path), Store(path)
     for step in range(1, 11):
         (a if step % 2 else b).write_step(step, {"loss": float(step)})
     with Reader(path) as reader:
-        assert list(reader.series("loss")) == list(range(1, 11))
+        assert list(reader.read_series("loss")) == list(range(1, 11))
     a.close()
     b.close()
 
 
 def test_read_from_a_directory_that_cannot_be_written(tmp_path, path, monkeypatch):
-    """SQLite needs to create files beside a WAL database; where it cannot, it reads without."""
+    """SQLite creates files beside a WAL database. Where it cannot, the reader opens the database as immutable."""
     store = Store(path)
     store.write_step(1, {"loss": 1.0})
     store.close()
@@ -301,5 +306,5 @@ def test_read_from_a_directory_that_cannot_be_written(tmp_path, path, monkeypatc
 
     monkeypatch.setattr(sqlite3, "connect", connect)
     with Reader(path) as reader:
-        assert reader.series("loss") == {1: 1.0}
+        assert reader.read_series("loss") == {1: 1.0}
     assert len(asked) == 2

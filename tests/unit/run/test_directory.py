@@ -12,9 +12,9 @@ import pytest
 from cohort.errors import ConfigError, RunError
 from cohort.evaluation.records import Evaluation
 from cohort.run import directory as directory_module
-from cohort.run.directory import RunDirectory, new_name
-from cohort.run.store.rollouts import rollout_path, rollout_steps, save_rollouts
-from tests.helpers.pretend_run import Pretender, small_run
+from cohort.run.directory import RunDirectory, make_run_name
+from cohort.run.store.rollouts import list_rollout_steps, make_rollout_path, save_rollouts
+from tests.helpers.pretend_run import PretendJob, small_run
 
 
 def test_create_and_open(tmp_path):
@@ -29,12 +29,12 @@ def test_create_and_open(tmp_path):
 
 
 def test_names_differ():
-    assert len({new_name("a") for _ in range(50)}) > 45
+    assert len({make_run_name("a") for _ in range(50)}) > 45
 
 
 def test_an_existing_name_is_refused(tmp_path):
     RunDirectory.create(tmp_path, small_run(), "a")
-    with pytest.raises(RunError, match="a exists already: resume it"):
+    with pytest.raises(RunError, match="a exists already: resume that run"):
         RunDirectory.create(tmp_path, small_run(), "a")
 
 
@@ -62,7 +62,7 @@ def test_what_is_not_a_run(tmp_path):
 
 
 def test_a_read_only_place(tmp_path, monkeypatch):
-    """The refusal comes from the system; root may write anywhere, so it is given here."""
+    """The system's refusal is simulated, because root may write anywhere."""
 
     def refuse(*_, **__):
         raise OSError(30, os.strerror(30))
@@ -74,41 +74,41 @@ def test_a_read_only_place(tmp_path, monkeypatch):
 
 def test_extend_keeps_everything_else(tmp_path):
     directory = RunDirectory.create(tmp_path, small_run(), "a")
-    directory.extend(50)
+    directory.extend_to(50)
     assert RunDirectory.open(directory.path).config == dataclasses.replace(small_run(), steps=50)
-    with pytest.raises(RunError, match="has 50 steps: a run can be extended, not cut to 6"):
-        directory.extend(6)
+    with pytest.raises(RunError, match="has 50 steps, and --steps is 6: a run can be extended"):
+        directory.extend_to(6)
 
 
 def test_a_changed_setting_is_named(tmp_path):
     directory = RunDirectory.create(tmp_path, small_run(), "a")
-    directory.require_same(small_run(steps=10))
+    directory.require_same_settings(small_run(steps=10))
     changed = dataclasses.replace(small_run(), optim=dataclasses.replace(small_run().optim, lr=0.5))
-    with pytest.raises(RunError, match=r"started with optim.lr = 1e-06, not 0.5: a run keeps its settings"):
-        directory.require_same(changed)
+    with pytest.raises(RunError, match=r"started with optim.lr = 1e-06, not 0.5. A run keeps its settings"):
+        directory.require_same_settings(changed)
 
 
 def test_evaluations_round_trip(tmp_path):
     directory = RunDirectory.create(tmp_path, small_run(), "a")
-    evaluation = Pretender().evaluate(20)
+    evaluation = PretendJob().evaluate(20)
     path = directory.save_evaluation(evaluation)
     assert path == directory.path / "eval" / "step-000020.json"
-    directory.save_evaluation(Pretender().evaluate(3))
+    directory.save_evaluation(PretendJob().evaluate(3))
     (directory.eval / "other.json").write_text("made by hand")
-    found = directory.evaluations()
+    found = directory.load_evaluations()
     assert list(found) == [3, 20] and found[20] == evaluation and isinstance(found[20], Evaluation)
     path.write_text("{}")
     with pytest.raises(RunError, match=r"step-000020.json is damaged"):
-        directory.evaluations()
+        directory.load_evaluations()
 
 
 def test_remove_after(tmp_path):
     directory = RunDirectory.create(tmp_path, small_run(), "a")
     for step in (1, 2, 3):
-        save_rollouts(rollout_path(directory.rollouts, step), [])
-        directory.save_evaluation(Pretender().evaluate(step))
+        save_rollouts(make_rollout_path(directory.rollouts, step), [])
+        directory.save_evaluation(PretendJob().evaluate(step))
     half = directory.rollouts / ".step-000003.safetensors.123.tmp"
     half.write_bytes(b"half")
     directory.remove_after(2)
-    assert rollout_steps(directory.rollouts) == [1, 2] and list(directory.evaluations()) == [1, 2]
+    assert list_rollout_steps(directory.rollouts) == [1, 2] and list(directory.load_evaluations()) == [1, 2]
     assert not half.exists()

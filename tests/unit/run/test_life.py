@@ -1,4 +1,4 @@
-"""The life of a run: what it records, what it keeps, how it stops, and that killing it changes nothing."""
+"""A run from start to end: what it records and keeps, how it stops, and that killing it changes nothing."""
 
 from __future__ import annotations
 
@@ -17,42 +17,42 @@ import torch
 
 from cohort.config.schema import EvalConfig, SaveConfig
 from cohort.errors import RunError
-from cohort.logs.view import Guarded, View, make_view
-from cohort.loops.stats import failures, rollout_metrics, showcase
+from cohort.logs.view import GuardedView, View, make_view
+from cohort.loops.stats import choose_showcase, compute_rollout_metrics, summarise_failures
 from cohort.run import checkpoint
 from cohort.run.directory import RunDirectory
-from cohort.run.job import StepRecord, rollout_record
+from cohort.run.job import StepRecord, make_step_record
 from cohort.run.life import Run
 from cohort.run.silent import SilentRun
 from cohort.run.store.reader import Reader
-from cohort.run.store.records import About, Curve
-from cohort.run.store.rollouts import rollout_steps
-from tests.helpers.pretend_run import LineCounter, Pretender, live, pretend_groups, remains, small_run
+from cohort.run.store.records import Curve, RunDescription
+from cohort.run.store.rollouts import list_rollout_steps
+from tests.helpers.pretend_run import LineCounter, PretendJob, collect_remains, pretend_groups, run_to_end, small_run
 
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def quiet() -> View:
+def make_quiet_view() -> View:
     return make_view("plain", io.StringIO())
 
 
 def test_a_run_leaves_everything_in_its_place(tmp_path):
     directory = RunDirectory.create(tmp_path, small_run(), "a")
     output = io.StringIO()
-    pretender = live(directory, make_view("plain", output))
-    assert checkpoint.steps(directory.checkpoints) == [4, 6]  # every 2, the last two; 6 is also the best
-    assert rollout_steps(directory.rollouts) == [1, 2, 3, 4, 5, 6]
-    assert list(directory.evaluations()) == [0, 3, 6]
+    job = run_to_end(directory, make_view("plain", output))
+    assert checkpoint.list_steps(directory.checkpoints) == [4, 6]  # every 2, the last two; 6 is also the best
+    assert list_rollout_steps(directory.rollouts) == [1, 2, 3, 4, 5, 6]
+    assert list(directory.load_evaluations()) == [0, 3, 6]
     with Reader(directory.database) as reader:
-        assert reader.last_step() == 6
-        assert list(reader.series("loss")) == [1, 2, 3, 4, 5, 6]
-        assert list(reader.series("eval/accuracy")) == [0, 3, 6]
-        assert len(reader.samples(step=2)) == 4
-        assert all(v > 0 for v in reader.series("time/step").values())
-        assert reader.events(kind="command")[0].text == "cohort train pretend"
+        assert reader.find_last_step() == 6
+        assert list(reader.read_series("loss")) == [1, 2, 3, 4, 5, 6]
+        assert list(reader.read_series("eval/accuracy")) == [0, 3, 6]
+        assert len(reader.read_samples(step=2)) == 4
+        assert all(v > 0 for v in reader.read_series("time/step").values())
+        assert reader.read_events(kind="command")[0].text == "cohort train pretend"
     loaded = checkpoint.load(directory.checkpoints / "step-000006")
-    assert torch.equal(loaded.optimizer["w.momentum"], pretender.momentum) and loaded.cursor == 12
-    first, last = (directory.evaluations()[s].accuracy for s in (0, 6))
+    assert torch.equal(loaded.optimizer["w.momentum"], job.momentum) and loaded.cursor == 12
+    first, last = (directory.load_evaluations()[s].accuracy for s in (0, 6))
     line = f"held-out accuracy {first:.2f} -> {last:.2f}"
     closing = output.getvalue().splitlines()[-6:]
     assert line in closing
@@ -73,36 +73,36 @@ def test_the_best_checkpoint_is_kept_besides_the_last(tmp_path):
     config = small_run(steps=9, eval=EvalConfig(every=3), save=SaveConfig(every=2, keep_last=1))
     directory = RunDirectory.create(tmp_path, config, "a")
     accuracies = {0: 0.1, 3: 0.9, 6: 0.5, 9: 0.9}
-    pretender = Pretender()
-    measured = pretender.evaluate
-    pretender.evaluate = lambda s: dataclasses.replace(measured(s), accuracy=accuracies[s])
-    with Run(directory, config, pretender, quiet()) as run:
+    job = PretendJob()
+    measured = job.evaluate
+    job.evaluate = lambda s: dataclasses.replace(measured(s), accuracy=accuracies[s])
+    with Run(directory, config, job, make_quiet_view()) as run:
         for step in run.steps():
-            run.end_step(step, StepRecord(metrics=pretender.update(pretend_groups(step))))
+            run.end_step(step, StepRecord(metrics=job.update(pretend_groups(step))))
         run.finish()
     # 3 is not on the schedule of saving: it was saved because it was the best; 9 only equals it.
-    assert checkpoint.steps(directory.checkpoints) == [3, 9]
+    assert checkpoint.list_steps(directory.checkpoints) == [3, 9]
 
 
 def test_old_rollouts_are_removed(tmp_path):
     directory = RunDirectory.create(tmp_path, small_run(save=SaveConfig(every=2, rollouts=2)), "a")
-    live(directory, quiet())
-    assert rollout_steps(directory.rollouts) == [5, 6]
+    run_to_end(directory, make_quiet_view())
+    assert list_rollout_steps(directory.rollouts) == [5, 6]
 
 
 @pytest.fixture
-def heeded(number: int) -> Iterator[None]:
-    """The signal has its usual effect, also where the tests run under nohup, which ignores some."""
+def handled_signal(number: int) -> Iterator[None]:
+    """Gives the signal a handler: nohup, under which tests may run, ignores some signals."""
     before = signal.signal(number, signal.default_int_handler)
     yield
     signal.signal(number, before)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-@pytest.mark.usefixtures("heeded")
+@pytest.mark.usefixtures("handled_signal")
 def test_the_first_signal_finishes_the_step_and_resume_gives_the_same_run(tmp_path, number):
     reference = RunDirectory.create(tmp_path, small_run(), "reference")
-    live(reference, quiet())
+    run_to_end(reference, make_quiet_view())
     former = signal.getsignal(number)
     directory = RunDirectory.create(tmp_path, small_run(), "a")
     output = io.StringIO()
@@ -111,25 +111,25 @@ def test_the_first_signal_finishes_the_step_and_resume_gives_the_same_run(tmp_pa
         if step == 2:
             os.kill(os.getpid(), number)
 
-    live(directory, make_view("plain", output), interrupt)
+    run_to_end(directory, make_view("plain", output), interrupt)
     assert signal.getsignal(number) is former
     assert f"stopped after step 3 of 6; go on with: cohort resume {directory.path}" in output.getvalue()
-    assert checkpoint.steps(directory.checkpoints) == [2, 3]
-    assert 3 not in directory.evaluations()  # skipped, to stop soon; made up for on resume
-    live(RunDirectory.open(directory.path), quiet())
-    assert remains(directory) == remains(reference)
+    assert checkpoint.list_steps(directory.checkpoints) == [2, 3]
+    assert 3 not in directory.load_evaluations()  # skipped to stop soon; the resume makes it
+    run_to_end(RunDirectory.open(directory.path), make_quiet_view())
+    assert collect_remains(directory) == collect_remains(reference)
 
 
 def test_a_signal_before_the_first_step_leaves_a_run_that_can_be_resumed(tmp_path):
     directory = RunDirectory.create(tmp_path, small_run(), "a")
-    pretender = Pretender()
-    with Run(directory, directory.config, pretender, quiet()) as run:
+    job = PretendJob()
+    with Run(directory, directory.config, job, make_quiet_view()) as run:
         os.kill(os.getpid(), signal.SIGINT)
         assert list(run.steps()) == []
         assert not run.finish().complete
-    assert checkpoint.steps(directory.checkpoints) == [] and directory.evaluations() == {}
-    live(RunDirectory.open(directory.path), quiet())
-    assert list(directory.evaluations()) == [0, 3, 6]
+    assert checkpoint.list_steps(directory.checkpoints) == [] and directory.load_evaluations() == {}
+    run_to_end(RunDirectory.open(directory.path), make_quiet_view())
+    assert list(directory.load_evaluations()) == [0, 3, 6]
 
 
 def test_the_second_signal_stops_at_once(tmp_path):
@@ -141,53 +141,53 @@ def test_the_second_signal_stops_at_once(tmp_path):
             os.kill(os.getpid(), signal.SIGINT)
 
     with pytest.raises(KeyboardInterrupt):
-        live(directory, quiet(), interrupt)
+        run_to_end(directory, make_quiet_view(), interrupt)
     with Reader(directory.database) as reader:
-        assert reader.last_step() == 3
-        assert "cohort resume" in reader.events(kind="run")[-1].text
-    RunDirectory.open(directory.path).lock()  # free
+        assert reader.find_last_step() == 3
+        assert "cohort resume" in reader.read_events(kind="run")[-1].text
+    RunDirectory.open(directory.path).lock()  # the lock is free again
 
 
 def test_extending_a_run(tmp_path):
     directory = RunDirectory.create(tmp_path, small_run(), "a")
-    live(directory, quiet())
+    run_to_end(directory, make_quiet_view())
     longer = RunDirectory.open(directory.path)
     longer.lock()
-    longer.extend(8)
-    live(longer, quiet())
+    longer.extend_to(8)
+    run_to_end(longer, make_quiet_view())
     assert RunDirectory.open(directory.path).config.steps == 8
     with Reader(directory.database) as reader:
-        assert list(reader.series("loss")) == [1, 2, 3, 4, 5, 6, 7, 8]
+        assert list(reader.read_series("loss")) == [1, 2, 3, 4, 5, 6, 7, 8]
     straight = RunDirectory.create(tmp_path, small_run(steps=8), "b")
-    assert torch.equal(live(straight, quiet()).weights, checkpoint_weights(directory, 8))
+    assert torch.equal(run_to_end(straight, make_quiet_view()).weights, load_checkpoint_weights(directory, 8))
 
 
-def checkpoint_weights(directory: RunDirectory, step: int) -> torch.Tensor:
-    pretender = Pretender()
-    pretender.restore(checkpoint.load(directory.checkpoints / checkpoint.name(step)))
-    return pretender.weights
+def load_checkpoint_weights(directory: RunDirectory, step: int) -> torch.Tensor:
+    job = PretendJob()
+    job.restore(checkpoint.load(directory.checkpoints / checkpoint.folder_name(step)))
+    return job.weights
 
 
 def test_a_finished_run_resumes_to_its_own_end(tmp_path):
     directory = RunDirectory.create(tmp_path, small_run(), "a")
-    live(directory, quiet())
-    before = remains(directory)
+    run_to_end(directory, make_quiet_view())
+    before = collect_remains(directory)
     output = io.StringIO()
-    live(RunDirectory.open(directory.path), make_view("plain", output))
-    assert remains(directory) == before
+    run_to_end(RunDirectory.open(directory.path), make_view("plain", output))
+    assert collect_remains(directory) == before
     assert "held-out accuracy" in output.getvalue()
 
 
 def test_other_settings_are_refused_and_nothing_is_touched(tmp_path):
     directory = RunDirectory.create(tmp_path, small_run(), "a")
-    live(directory, quiet())
-    before = remains(directory)
+    run_to_end(directory, make_quiet_view())
+    before = collect_remains(directory)
     other = RunDirectory.open(directory.path)
     with pytest.raises(RunError, match=r"seed = 0, not 7.*only --steps may change"):
-        Run(other, small_run(seed=7), Pretender(), quiet()).__enter__()
-    with pytest.raises(RunError, match="extended, not cut to 2"):
-        Run(other, small_run(steps=2), Pretender(), quiet()).__enter__()
-    assert remains(directory) == before
+        Run(other, small_run(seed=7), PretendJob(), make_quiet_view()).__enter__()
+    with pytest.raises(RunError, match="--steps is 2: a run can be extended"):
+        Run(other, small_run(steps=2), PretendJob(), make_quiet_view()).__enter__()
+    assert collect_remains(directory) == before
     other.lock()  # the refusal gave the lock back
 
 
@@ -199,18 +199,18 @@ def test_a_refused_restore_removes_nothing(tmp_path):
             raise RuntimeError("bug")
 
     with pytest.raises(RuntimeError, match="bug"):
-        live(directory, quiet(), stop)
-    before = remains(directory)
+        run_to_end(directory, make_quiet_view(), stop)
+    before = collect_remains(directory)
     assert (before["state"]["step"], max(before["rollouts"])) == (4, 5)
 
     def refuse(state: checkpoint.Checkpoint) -> None:
         raise RunError("the run used 8 threads")
 
-    refusing = Pretender()
+    refusing = PretendJob()
     refusing.restore = refuse
     with pytest.raises(RunError, match="8 threads"):
-        Run(RunDirectory.open(directory.path), directory.config, refusing, quiet()).__enter__()
-    assert remains(directory) == before
+        Run(RunDirectory.open(directory.path), directory.config, refusing, make_quiet_view()).__enter__()
+    assert collect_remains(directory) == before
 
 
 def test_a_view_that_fails_does_not_stop_the_run(tmp_path, capsys):
@@ -219,25 +219,25 @@ def test_a_view_that_fails_does_not_stop_the_run(tmp_path, capsys):
             raise OSError("the terminal is gone")
 
     directory = RunDirectory.create(tmp_path, small_run(), "a")
-    live(directory, Guarded(Broken()))
-    assert checkpoint.steps(directory.checkpoints) == [4, 6]
+    run_to_end(directory, GuardedView(Broken()))
+    assert checkpoint.list_steps(directory.checkpoints) == [4, 6]
     assert capsys.readouterr().err.count("the run goes on without it") == 1
 
 
 def test_a_damaged_checkpoint_is_named_and_the_one_before_offered(tmp_path):
     directory = RunDirectory.create(tmp_path, small_run(), "a")
-    live(directory, quiet())
-    before = remains(directory)
+    run_to_end(directory, make_quiet_view())
+    before = collect_remains(directory)
     newest = directory.checkpoints / "step-000006"
     weights = newest / "model" / "model.safetensors"
     data = bytearray(weights.read_bytes())
     data[-1] ^= 1
     weights.write_bytes(data)
     with pytest.raises(RunError, match=r"step-000006 is damaged .*model.safetensors.*step-000004 before it is intact"):
-        live(RunDirectory.open(directory.path), quiet())
+        run_to_end(RunDirectory.open(directory.path), make_quiet_view())
     newest.rename(tmp_path / "away")
-    live(RunDirectory.open(directory.path), quiet())
-    assert remains(directory) == before
+    run_to_end(RunDirectory.open(directory.path), make_quiet_view())
+    assert collect_remains(directory) == before
 
 
 def test_metrics_of_groups_by_hand():
@@ -250,7 +250,7 @@ def test_metrics_of_groups_by_hand():
             sample.finish = type(sample.finish)("stop")
     a.samples[1].finish = type(a.samples[1].finish)("length")
     b.excluded = "constant reward"
-    metrics = rollout_metrics([a, b])
+    metrics = compute_rollout_metrics([a, b])
     expected = {
         "reward/mean": 0.5,
         "reward/std": 0.125**0.5,
@@ -264,27 +264,27 @@ def test_metrics_of_groups_by_hand():
         "tokens/prompt": 6,
     }
     assert {name: metrics[name] for name in expected} == pytest.approx(expected)
-    shown = showcase(3, [b, a])
+    shown = choose_showcase(3, [b, a])
     assert shown is not None and shown.reward == 1.0 and shown.completion == a.samples[0].text
-    assert failures([a, b]) == ""
+    assert summarise_failures([a, b]) == ""
     a.samples[0].failure = "worker died"
-    assert failures([a, b]) == "1 sample could not be scored and left their groups: worker died"
-    assert rollout_metrics([]) == {} and showcase(1, []) is None
+    assert summarise_failures([a, b]) == "1 sample could not be scored and left their groups: worker died"
+    assert compute_rollout_metrics([]) == {} and choose_showcase(1, []) is None
 
 
 def test_failures_are_recorded_with_their_step(tmp_path):
     directory = RunDirectory.create(tmp_path, small_run(steps=1), "a")
-    pretender = Pretender()
-    with Run(directory, directory.config, pretender, quiet()) as run:
+    job = PretendJob()
+    with Run(directory, directory.config, job, make_quiet_view()) as run:
         for step in run.steps():
             groups = pretend_groups(step)
             groups[0].samples[0].failure, groups[0].samples[0].reward = "worker died", None
-            run.event("skip", "non-finite gradient")
-            run.end_step(step, rollout_record(step, groups, {}))
+            run.record_event("skip", "non-finite gradient")
+            run.end_step(step, make_step_record(step, groups, {}))
         run.finish()
     with Reader(directory.database) as reader:
-        told = [(e.step, e.kind) for e in reader.events()]
-    assert (1, "skip") in told and (1, "failure") in told
+        events = [(e.step, e.kind) for e in reader.read_events()]
+    assert (1, "skip") in events and (1, "failure") in events
     incidents = directory.card.read_text().partition("## Skips and failures")[2].partition("##")[0].split("\n")
     assert [line for line in incidents if line] == [
         "- failure: 1",
@@ -294,13 +294,13 @@ def test_failures_are_recorded_with_their_step(tmp_path):
     ]
 
 
-class Counter(Pretender):
-    """A job without a task, rollouts or an evaluation: the run asks for none of them."""
+class CountingJob(PretendJob):
+    """A job without a task, rollouts or evaluations, none of which a run needs."""
 
     evaluate = None
 
-    def about(self) -> About:
-        return About(
+    def describe(self) -> RunDescription:
+        return RunDescription(
             source="numbers",
             source_is="data",
             algo="counting",
@@ -309,12 +309,12 @@ class Counter(Pretender):
             columns=(("loss", "loss"),),
         )
 
-    def next_commands(self, run, step):
+    def suggest_commands(self, run, step):
         return [["count", str(step), f"{run} on"]]
 
 
-def count(directory: RunDirectory, view: View) -> Counter:
-    job = Counter()
+def run_counting_job(directory: RunDirectory, view: View) -> CountingJob:
+    job = CountingJob()
     with Run(directory, directory.config, job, view) as run:
         for step in run.steps():
             run.end_step(step, StepRecord(metrics=job.update(pretend_groups(step))))
@@ -325,12 +325,12 @@ def count(directory: RunDirectory, view: View) -> Counter:
 def test_a_run_without_tasks_rollouts_and_evaluations(tmp_path):
     directory = RunDirectory.create(tmp_path, small_run(recipe="counted"), "a b")
     output = io.StringIO()
-    count(directory, make_view("plain", output))
-    assert checkpoint.steps(directory.checkpoints) == [4, 6]
-    assert rollout_steps(directory.rollouts) == [] and directory.evaluations() == {}
+    run_counting_job(directory, make_view("plain", output))
+    assert checkpoint.list_steps(directory.checkpoints) == [4, 6]
+    assert list_rollout_steps(directory.rollouts) == [] and directory.load_evaluations() == {}
     with Reader(directory.database) as reader:
-        assert list(reader.series("loss")) == [1, 2, 3, 4, 5, 6]
-        assert reader.series("rollouts/bytes") == {} and reader.groups() == []
+        assert list(reader.read_series("loss")) == [1, 2, 3, 4, 5, 6]
+        assert reader.read_series("rollouts/bytes") == {} and reader.read_groups() == []
     first, *_, last = output.getvalue().splitlines()
     assert first == "cohort · counted · tiny · numbers · counting · 3 numbers · to step 6"
     assert last == f"next count 6 '{directory.path} on'" and "held-out" not in output.getvalue()
@@ -341,16 +341,16 @@ def test_a_run_without_tasks_rollouts_and_evaluations(tmp_path):
 
 def test_a_silent_run_does_the_same_steps_and_leaves_nothing(tmp_path):
     directory = RunDirectory.create(tmp_path, small_run(), "a")
-    loud = count(directory, quiet())
+    loud = run_counting_job(directory, make_quiet_view())
     longer = RunDirectory.open(directory.path).config
     before = {path: path.stat().st_mtime_ns for path in directory.path.rglob("*")}
-    job = Counter()
+    job = CountingJob()
     with SilentRun(directory, dataclasses.replace(longer, steps=8), job) as run:
         assert run.step == 6 and torch.equal(job.weights, loud.weights)  # from the newest checkpoint
         done = []
         for step in run.steps():
-            run.event("skip", "told by the first rank")
-            run.notice("algo", "told by the first rank")
+            run.record_event("skip", "reported by the first rank")
+            run.show_notice("algo", "reported by the first rank")
             run.end_step(step, StepRecord(metrics=job.update(pretend_groups(step))))
             done.append(step)
         run.finish()
@@ -362,35 +362,35 @@ CAMPAIGN = """
 import os, sys, torch
 from pathlib import Path
 from cohort.run.directory import RunDirectory
-from tests.helpers.pretend_run import LineCounter, live, remains, small_run
+from tests.helpers.pretend_run import LineCounter, collect_remains, run_to_end, small_run
 import io
 from cohort.logs.view import make_view
 torch.set_num_threads(1)
 root, num = Path(sys.argv[1]), int(sys.argv[2])
 
-def in_child(path, kill_at):
+def run_in_child(path, kill_at):
     pid = os.fork()
     if pid == 0:
         directory = RunDirectory.open(path)
         with LineCounter(kill_at):
-            live(directory, make_view("plain", io.StringIO()))
+            run_to_end(directory, make_view("plain", io.StringIO()))
         os._exit(0)
     return os.waitpid(pid, 0)[1]
 
 reference = RunDirectory.create(root, small_run(), "reference")
 with LineCounter() as lines:
-    live(reference, make_view("plain", io.StringIO()))
-expected, total = remains(reference), lines.count
+    run_to_end(reference, make_view("plain", io.StringIO()))
+expected, total = collect_remains(reference), lines.count
 killed = 0
 for trial in range(num):
     directory = RunDirectory.create(root, small_run(), f"run{trial}")
     directory.unlock()
     first = 1 + trial * total // num
-    statuses = [in_child(directory.path, at) for at in (first, 1 + total // 3, -1)]
+    statuses = [run_in_child(directory.path, at) for at in (first, 1 + total // 3, -1)]
     assert os.WIFSIGNALED(statuses[0]) and os.WTERMSIG(statuses[0]) == 9, (first, statuses)
     assert statuses[-1] == 0, (first, statuses)
     killed += sum(map(os.WIFSIGNALED, statuses))
-    found = remains(directory)
+    found = collect_remains(directory)
     for part in expected:
         assert found[part] == expected[part], f"killed at line {first} of {total}: {part} differs"
 print(f"{total} lines, {killed} kills")
@@ -399,7 +399,7 @@ print(f"{total} lines, {killed} kills")
 
 @pytest.fixture
 def fast_path(tmp_path):
-    """A directory in memory where there is one: SIGKILL does not care, and fsync costs nothing there."""
+    """A directory in memory, if there is one: fsync costs nothing there, and SIGKILL leaves memory files intact."""
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else tmp_path) as path:
         yield Path(path)
@@ -407,8 +407,10 @@ def fast_path(tmp_path):
 
 @pytest.mark.parametrize("num_trials", [24, pytest.param(150, marks=pytest.mark.slow)])
 def test_killed_at_any_line_it_resumes_to_the_same_run(fast_path, num_trials):
-    """SIGKILL at lines spread over all that a run executes in store, checkpoint and run; each is killed again
-    during its resume, then finished, and compared with the run that was never killed."""
+    """SIGKILL at lines spread over everything that a run executes in `cohort.run` and `cohort.system.disk`.
+
+    Each run is killed a second time during its resume, then finished, and compared with a run that was never killed.
+    """
     result = subprocess.run(
         [sys.executable, "-c", CAMPAIGN, str(fast_path), str(num_trials)],
         cwd=ROOT,
@@ -425,5 +427,5 @@ def test_killed_at_any_line_it_resumes_to_the_same_run(fast_path, num_trials):
 def test_the_line_counter_sees_the_store(tmp_path):
     directory = RunDirectory.create(tmp_path, small_run(steps=1), "a")
     with LineCounter() as lines:
-        live(directory, quiet())
+        run_to_end(directory, make_quiet_view())
     assert lines.count > 200

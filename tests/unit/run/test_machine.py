@@ -1,4 +1,4 @@
-"""Commands that are shown must be commands that can be typed."""
+"""Commands in the output use a program name that the user's shell finds."""
 
 from __future__ import annotations
 
@@ -20,4 +20,4 @@ from cohort.run import machine
 def test_the_program_is_named_as_it_can_be_typed(monkeypatch, started, found, typed):
     monkeypatch.setattr(sys, "argv", [started, "train"])
     monkeypatch.setattr(machine.shutil, "which", lambda name: found)
-    assert machine.program() == typed
+    assert machine.program_name() == typed

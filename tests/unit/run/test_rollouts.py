@@ -1,4 +1,4 @@
-"""Rollout files: what goes in comes out, and damage is said to be damage."""
+"""Rollout files: groups are read as they were written, and damaged files are refused with an error that names them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,13 @@ from safetensors.numpy import save
 
 from cohort.errors import RunError
 from cohort.fates import Fate
-from cohort.run.store.rollouts import load_rollouts, remove_rollouts, rollout_path, rollout_steps, save_rollouts
+from cohort.run.store.rollouts import (
+    list_rollout_steps,
+    load_rollouts,
+    make_rollout_path,
+    remove_rollouts,
+    save_rollouts,
+)
 from cohort.serialize import dumps
 from cohort.types import Finish, Group, Prompt, Provenance, Sample
 from tests.helpers.pretend_run import pretend_groups
@@ -94,7 +100,7 @@ def test_not_a_number_survives(tmp_path):
 
 
 def test_float32_numbers_take_four_bytes_and_tokens_too(tmp_path):
-    """14 bytes a token at most: id 4, provenance 1, two logprobs 8."""
+    """At most 14 bytes per token: 4 for the id, 1 for the provenance, 8 for two log-probabilities."""
     n = 10_000
     logprobs = np.random.default_rng(0).normal(size=n).astype(np.float32).tolist()
     one = Sample(
@@ -104,7 +110,7 @@ def test_float32_numbers_take_four_bytes_and_tokens_too(tmp_path):
     groups[0].samples = [one]
     assert save_rollouts(tmp_path / "a", groups) < 14 * n
     one.old_logprobs = [x + 1e-12 for x in logprobs]
-    assert save_rollouts(tmp_path / "a", groups) > 17 * n  # exactness before size
+    assert save_rollouts(tmp_path / "a", groups) > 17 * n  # doubles are kept exactly, although they take more space
     assert load_rollouts(tmp_path / "a") == groups
 
 
@@ -118,16 +124,16 @@ def test_a_damaged_file_is_named(tmp_path, keep):
 
 
 def test_a_missing_file_says_why(tmp_path):
-    with pytest.raises(RunError, match="were not kept"):
-        load_rollouts(rollout_path(tmp_path, 3))
+    with pytest.raises(RunError, match="did not keep its rollouts"):
+        load_rollouts(make_rollout_path(tmp_path, 3))
 
 
 def test_removing(tmp_path):
     for step in range(1, 6):
-        save_rollouts(rollout_path(tmp_path, step), [])
+        save_rollouts(make_rollout_path(tmp_path, step), [])
     (tmp_path / "other.txt").write_text("")
     remove_rollouts(tmp_path, lambda step: step > 3)
-    assert rollout_steps(tmp_path) == [4, 5]
+    assert list_rollout_steps(tmp_path) == [4, 5]
     assert (tmp_path / "other.txt").exists()
 
 
@@ -143,16 +149,18 @@ def test_a_full_disk_leaves_the_old_file(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["a"]
 
 
-def test_what_cannot_be_written_is_said_and_leaves_no_file(tmp_path):
+def test_a_value_that_cannot_be_written_is_named_and_leaves_no_file(tmp_path):
     groups = pretend_groups(0)
     groups[0].prompt.row = {"x": object()}
-    with pytest.raises(RunError, match=r"step-000001.safetensors cannot be written.* a object cannot be serialised"):
-        save_rollouts(rollout_path(tmp_path, 1), groups)
+    with pytest.raises(
+        RunError, match=r"step-000001.safetensors: the groups contain a value .* a object cannot be serialised"
+    ):
+        save_rollouts(make_rollout_path(tmp_path, 1), groups)
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
-    ("of", "field", "value"),
+    ("record", "field", "value"),
     [
         ("group", "prompt", "x"),
         ("group", "samples", "y"),
@@ -180,14 +188,14 @@ def test_what_cannot_be_written_is_said_and_leaves_no_file(tmp_path):
         ("sample", "text", None),
     ],
 )
-def test_a_wrong_thing_in_a_field_is_damage(tmp_path, of, field, value):
+def test_a_wrong_value_in_a_field_is_damage(tmp_path, record, field, value):
     [group] = pretend_groups(0, num_groups=1, group_size=1)
     three = {"tokens": [1, 2, 3], "provenance": [1, 1, 1], "sampler_logprobs": [0.0, 0.0, 0.0], "old_logprobs": None}
     group.samples = [replace(group.samples[0], **three)]
-    path = rollout_path(tmp_path, 1)
+    path = make_rollout_path(tmp_path, 1)
     path.write_bytes(dumps([group]))
     assert load_rollouts(path) == [group]
-    setattr({"group": group, "prompt": group.prompt, "sample": group.samples[0]}[of], field, value)
+    setattr({"group": group, "prompt": group.prompt, "sample": group.samples[0]}[record], field, value)
     path.write_bytes(dumps([group]))
     with pytest.raises(RunError, match=r"step-000001.safetensors is damaged"):
         load_rollouts(path)
@@ -196,11 +204,12 @@ def test_a_wrong_thing_in_a_field_is_damage(tmp_path, of, field, value):
 @pytest.mark.parametrize("value", [None, 5, "groups", {"groups": []}, [1, 2], [["x"]]])
 def test_what_holds_no_groups_is_refused(tmp_path, value):
     (tmp_path / "a").write_bytes(dumps(value))
-    with pytest.raises(RunError, match=r"a is damaged or not a rollout file: it holds"):
+    with pytest.raises(RunError, match=r"a is damaged or not a rollout file: it (contains|does not contain)"):
         load_rollouts(tmp_path / "a")
 
 
-def format_1(text: bytes) -> bytes:
+def make_format_1_file(text: bytes) -> bytes:
+    """Returns a rollout file of format 1 with this JSON text."""
     return save(
         {
             "prompt_tokens": np.array([5, 6], dtype=np.int32),
@@ -224,7 +233,7 @@ GROUP_1 = {
 
 
 def test_files_of_format_1_are_read(tmp_path):
-    (tmp_path / "a").write_bytes(format_1(json.dumps({"groups": [GROUP_1]}).encode()))
+    (tmp_path / "a").write_bytes(make_format_1_file(json.dumps({"groups": [GROUP_1]}).encode()))
     prompt = Prompt(
         task="t", id="0", visit=1, row={}, messages=[], tokens=[5, 6], provenance=[0, 3], forced_text="a"
     )  # fmt: skip
@@ -250,6 +259,6 @@ def test_files_of_format_1_are_read(tmp_path):
     ids=["list", "number", "entry", "empty", "deep", "bomb", "negative", "type"],
 )
 def test_damage_in_format_1_is_named(tmp_path, text):
-    (tmp_path / "a").write_bytes(format_1(text))
+    (tmp_path / "a").write_bytes(make_format_1_file(text))
     with pytest.raises(RunError, match=r"a is damaged or not a rollout file: .*[a-z]"):
         load_rollouts(tmp_path / "a")

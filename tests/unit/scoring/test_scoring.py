@@ -1,4 +1,4 @@
-"""The parts of the scoring boundary, and its CPU limit; test_scoring_pool.py attacks the whole."""
+"""The parts of scoring and its CPU limit; `test_scoring_pool.py` tests the whole pool."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import pytest
 
 from cohort.errors import TaskError
 from cohort.scoring.pool import ScoringPool
-from cohort.scoring.process import worker_environment
+from cohort.scoring.process import make_worker_environment
 from cohort.scoring.wire import MAX_FAILURE, Hello, Item, Limits, Ready, Reply
-from cohort.scoring.worker import Printed, describe, score_item
+from cohort.scoring.worker import CapturedOutput, describe_error, score_item
 from cohort.tasks.arithmetic import Arithmetic
-from cohort.tasks.base import plain_answer, task
+from cohort.tasks.base import make_plain_answer, task
 from cohort.tasks.environment import Episodes, SingleTurn
 from cohort.tasks.ref import TaskRef
 from cohort.types import Answer
@@ -58,13 +58,13 @@ def test_records_survive_the_wire() -> None:
         b"\xff\xfe",
     ],
 )
-def test_what_is_no_reply_is_refused(line: bytes) -> None:
+def test_a_line_that_is_no_reply_is_refused(line: bytes) -> None:
     with pytest.raises(ValueError):
         Reply.decode(line)
 
 
 def test_prints_are_kept_up_to_the_limit() -> None:
-    printed = Printed(10)
+    printed = CapturedOutput(10)
     for _ in range(5):
         assert printed.write("abcd") == 4
     assert printed.text == "abcdabcdab"
@@ -78,24 +78,25 @@ def test_failures_say_what_and_where_in_a_bounded_line() -> None:
     try:
         raise KeyError("x" * 5000)
     except KeyError as error:
-        text = describe(error, "printed before")
+        text = describe_error(error, "printed before")
     assert text.startswith("KeyError: 'xxx")
     assert len(text) <= MAX_FAILURE + 3
     try:
         _ = [][0]
     except IndexError as error:
-        text = describe(error, "printed before")
+        text = describe_error(error, "printed before")
     assert "test_scoring.py, line" in text
     assert "it had printed 'printed before'" in text
 
 
-def scored(task: Any, item: Item) -> Reply:
-    return score_item(task, Episodes(lambda: SingleTurn(task)), item, lambda answer: None, Printed(10))
+def score_here(task: Any, item: Item) -> Reply:
+    """Scores an item as a worker does, in this process."""
+    return score_item(task, Episodes(lambda: SingleTurn(task)), item, lambda answer: None, CapturedOutput(10))
 
 
 def test_a_row_the_grader_cannot_read_is_a_failure_not_a_zero() -> None:
-    item = Item(number=4, row={"id": "1"}, answer=plain_answer("<answer>1</answer>"))
-    reply = scored(Arithmetic(), item)
+    item = Item(number=4, row={"id": "1"}, answer=make_plain_answer("<answer>1</answer>"))
+    reply = score_here(Arithmetic(), item)
     assert (reply.number, reply.parts) == (4, None)
     assert reply.failure.startswith("KeyError: 'answer' (arithmetic.py, line")
 
@@ -107,7 +108,9 @@ def test_running_out_of_memory_is_told_from_other_exceptions() -> None:
         def score(self, row: dict, answer: Answer) -> dict:
             raise MemoryError("no more") if row["eats"] else ValueError("a bug")
 
-    replies = [scored(Eats(), Item(number=1, row={"eats": eats}, answer=plain_answer(""))) for eats in (True, False)]
+    replies = [
+        score_here(Eats(), Item(number=1, row={"eats": eats}, answer=make_plain_answer(""))) for eats in (True, False)
+    ]
     assert [bool(reply.memory) for reply in replies] == [True, False]
     assert replies[0].memory.startswith("MemoryError: no more (test_scoring.py, line")
     assert replies[1].failure.startswith("ValueError: a bug")
@@ -118,7 +121,7 @@ def test_a_work_limit_is_a_number_of_seconds(seconds: object) -> None:
     class Limited(Arithmetic):
         work_seconds = seconds
 
-    with pytest.raises(TaskError, match='task "limited": its work_seconds is'):
+    with pytest.raises(TaskError, match='task "limited": work_seconds is'):
         task("limited")(Limited)
 
 
@@ -149,12 +152,12 @@ class Burns:
 @pytest.mark.parametrize(
     ("text", "num_tries"), [("burn", 1), ("SIGPROF", 1), ("SIGXCPU", 1), ("abort", 2), ("else", 1)]
 )
-def test_what_uses_up_its_cpu_time_is_not_tried_again(tmp_path: Path, text: str, num_tries: int) -> None:
-    """A worker that ends otherwise may have been the machine's doing: that answer has a second try."""
+def test_an_answer_that_uses_up_its_cpu_time_is_not_tried_again(tmp_path: Path, text: str, num_tries: int) -> None:
+    """Any other end of a worker may be the machine's fault, so that the answer has a second try."""
     (tmp_path / "burns.py").write_text(BURNS)
     row = {"id": "0", "tries": str(tmp_path / "tries")}
     with ScoringPool(TaskRef(name="burns", path=str(tmp_path / "burns.py"))) as pool:
-        (outcome,) = pool.score([(row, plain_answer(text))])
+        (outcome,) = pool.score([(row, make_plain_answer(text))])
         restarts = 0 if text == "else" else num_tries
         assert (pool.num_over_limit, pool.num_failures, pool.num_restarts) == (int(text != "else"), 0, restarts)
     assert outcome.parts == {"correct": 0.0}
@@ -162,10 +165,10 @@ def test_what_uses_up_its_cpu_time_is_not_tried_again(tmp_path: Path, text: str,
     assert (tmp_path / "tries").read_text() == "x" * num_tries
 
 
-def test_the_environment_is_an_allow_list(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_get_only_allowed_environment_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "MY_PASSWORD", "LD_PRELOAD"):
         monkeypatch.setenv(name, "secret")
-    environment = worker_environment()
+    environment = make_worker_environment()
     assert "secret" not in environment.values()
     assert environment["PATH"] == os.environ["PATH"]
     assert environment["PYTHONHASHSEED"] == "0"

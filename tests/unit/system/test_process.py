@@ -1,4 +1,4 @@
-"""What a process asks of its operating system, and that the user's own choice stands."""
+"""Settings of a process: freed memory and spinning threads. A choice of the user is kept."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ for keep, environment in ((False, {}), (True, {}), (True, {"MALLOC_ARENA_MAX": "
         continue
     os.environ.update(environment)
     if keep:
-        process.keep_memory()
+        process.keep_freed_memory()
     churn(8)
     before = faults()
     churn(8)
@@ -48,18 +48,18 @@ def test_freed_memory_stays_with_the_process():
     pages = 8 * (64 << 20) // os.sysconf("SC_PAGESIZE")
     assert plain > pages / 2
     assert kept < pages / 10
-    assert chosen > pages / 2  # somebody has chosen already
+    assert chosen > pages / 2  # the user has set a MALLOC_ variable
 
 
-def test_waiting_is_short_unless_the_user_chose(monkeypatch):
+def test_threads_spin_briefly_unless_the_user_chose(monkeypatch):
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
-    process.wait_briefly()
+    process.shorten_thread_spinning()
     assert os.environ["GOMP_SPINCOUNT"] == "5000"
     monkeypatch.setenv("GOMP_SPINCOUNT", "7")
-    process.wait_briefly()
+    process.shorten_thread_spinning()
     assert os.environ["GOMP_SPINCOUNT"] == "7"
     monkeypatch.delenv("GOMP_SPINCOUNT")
     monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
-    process.wait_briefly()
+    process.shorten_thread_spinning()
     assert "GOMP_SPINCOUNT" not in os.environ

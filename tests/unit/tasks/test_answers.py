@@ -1,4 +1,4 @@
-"""Every way an answer is written that we met or thought of, each with its verdict worked out by hand."""
+"""Answers in many spellings, each with the expected verdict worked out by hand."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from fractions import Fraction
 
 import pytest
 
-from cohort.tasks.answers import find_answer, plain, read_expression, read_value
+from cohort.tasks.answers import find_answer, read_expression, read_value, simplify_latex
 from cohort.tasks.arithmetic import Arithmetic
-from cohort.tasks.base import grade, plain_answer
+from cohort.tasks.base import grade, make_plain_answer
 from cohort.tasks.countdown import Countdown
 from cohort.tasks.expression import (
     MAX_BITS,
@@ -22,7 +22,7 @@ from cohort.tasks.expression import (
 
 TIMES, DOT, OVER, MINUS, DASH = "\u00d7", "\u00b7", "\u00f7", "\u2212", "\u2013"
 
-# text, correct, format, what the reason contains; the expected answer is 1200
+# Text, correct, format, a piece of the reason. The right answer is 1200.
 ARITHMETIC = [
     ("<answer>1200</answer>", 1, 1, ""),
     ("<think>3*400</think><answer>1200</answer>", 1, 1, ""),
@@ -78,7 +78,7 @@ ARITHMETIC = [
     ("<answer></answer>", 0, 0, "not a number"),  # a tag with nothing to read in it has no format
     ("<answer>?</answer>", 0, 0, "not a number"),
     ("<answer>\u200b</answer>", 0, 0, "not a number"),
-    ("<answer>\u3164</answer>", 0, 0, "not a number"),  # a letter that nobody sees
+    ("<answer>\u3164</answer>", 0, 0, "not a number"),  # a letter without a visible shape
     ("<answer> \n </answer>", 0, 0, "not a number"),
     ("<answer>\\boxed{}</answer>", 0, 1, "not a number"),
     # ---- thoughts are not answers
@@ -107,7 +107,7 @@ ARITHMETIC = [
     ("\ud800<answer>1200</answer>", 1, 1, ""),  # a lone surrogate
 ]
 
-# text between answer tags, correct, what the reason contains; 3 8 2 1 have to make 24
+# Text between answer tags, correct, a piece of the reason. The numbers 3 8 2 1 have to make 24.
 COUNTDOWN = [
     ("3*8*(2-1)", 1, ""),
     ("(2 - 1) * 8 * 3", 1, ""),
@@ -163,7 +163,7 @@ COUNTDOWN = [
     ("3[8(2-1)]", 1, ""),
     ("[2-1)*8*3", 0, "not closed"),
     ("(2-1]*8*3", 0, "not closed"),
-    ("8/3(2+1)", 0, "misses the target"),  # from the left, and so the 3 divides only the 8
+    ("8/3(2+1)", 0, "misses the target"),  # evaluated from the left: the 3 divides only the 8
     ("3**8**2**1", 0, "'**' is not allowed"),
     ("3*8//(2-1)", 0, "'//' is not allowed"),
     ("3*8^(2-1)", 0, "unexpected character"),
@@ -188,7 +188,7 @@ def test_there_are_enough_cases() -> None:
 
 @pytest.mark.parametrize(("text", "correct", "form", "reason"), ARITHMETIC)
 def test_arithmetic_answers(text: str, correct: int, form: int, reason: str) -> None:
-    outcome = grade(Arithmetic(), {"id": "0", "answer": 1200}, plain_answer(text))
+    outcome = grade(Arithmetic(), {"id": "0", "answer": 1200}, make_plain_answer(text))
     assert outcome.parts == {"correct": correct, "format": form}
     assert reason in outcome.reason
     assert bool(outcome.reason) == (correct == 0)
@@ -197,13 +197,13 @@ def test_arithmetic_answers(text: str, correct: int, form: int, reason: str) -> 
 @pytest.mark.parametrize(("text", "correct", "reason"), COUNTDOWN)
 def test_countdown_answers(text: str, correct: int, reason: str) -> None:
     row = {"id": "0", "nums": [3, 8, 2, 1], "target": 24}
-    outcome = grade(Countdown(), row, plain_answer(f"<answer>{text}</answer>"))
+    outcome = grade(Countdown(), row, make_plain_answer(f"<answer>{text}</answer>"))
     assert outcome.parts == {"correct": correct, "format": float(text != "")}
     assert reason in outcome.reason
     assert bool(outcome.reason) == (correct == 0)
 
 
-# the answers of a model as it wrote them; 44 19 35 have to make 98, or 26 88 44 33 to make 85
+# Completions of a model. The numbers 44 19 35 have to make 98, or 26 88 44 33 to make 85.
 @pytest.mark.parametrize(
     ("text", "nums", "correct", "form"),
     [
@@ -225,7 +225,7 @@ def test_countdown_answers(text: str, correct: int, reason: str) -> None:
 )
 def test_countdown_completions(text: str, nums: list[int], correct: int, form: int) -> None:
     row = {"id": "0", "nums": nums, "target": 98 if len(nums) == 3 else 85}
-    assert grade(Countdown(), row, plain_answer(text)).parts == {"correct": correct, "format": form}
+    assert grade(Countdown(), row, make_plain_answer(text)).parts == {"correct": correct, "format": form}
 
 
 @pytest.mark.parametrize(
@@ -280,12 +280,12 @@ def test_over_each_limit_there_is_a_reason() -> None:
 
 
 def test_nested_fractions_become_plain() -> None:
-    assert plain("\\frac{1}{\\frac{2}{3}}") == "((1)/(((2)/(3))))"
-    assert evaluate(plain("\\frac{1}{\\frac{2}{3}}")).value == Fraction(3, 2)
+    assert simplify_latex("\\frac{1}{\\frac{2}{3}}") == "((1)/(((2)/(3))))"
+    assert evaluate(simplify_latex("\\frac{1}{\\frac{2}{3}}")).value == Fraction(3, 2)
 
 
 def test_a_word_that_starts_like_a_latex_operator_is_not_one() -> None:
-    assert evaluate(plain("2 \\timesx 3")).value is None
+    assert evaluate(simplify_latex("2 \\timesx 3")).value is None
 
 
 def test_value_and_expression_take_their_own_side_of_the_equals_sign() -> None:

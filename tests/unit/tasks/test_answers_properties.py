@@ -1,4 +1,4 @@
-"""Attacks on the parser and the graders: they never raise, never work long, and are never fooled."""
+"""Random and hostile texts: the parser and the graders never raise, never take long, and accept only right answers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from cohort.tasks.answers import find_answer, read_expression, read_value
 from cohort.tasks.arithmetic import Arithmetic
-from cohort.tasks.base import grade, plain_answer
+from cohort.tasks.base import grade, make_plain_answer
 from cohort.tasks.countdown import Countdown
 from cohort.tasks.expression import MAX_OPERATIONS, evaluate
 
@@ -22,7 +22,7 @@ numbers = st.integers(0, 999).map(lambda n: (str(n), Fraction(n), (n,)))
 
 
 def join(parts: tuple[Tree, str, Tree, bool]) -> Tree:
-    """Fully parenthesised, so the expected value owes nothing to precedence rules."""
+    """Returns an expression with all parentheses, so that its expected value depends on no precedence rules."""
     (left, a, used_left), operator, (right, b, used_right), negate = parts
     value: Fraction | None = None
     if a is not None and b is not None and not (operator == "/" and b == 0):
@@ -59,7 +59,7 @@ def test_evaluate_agrees_with_exact_fractions(tree: Tree) -> None:
 @attack
 @given(st.lists(st.tuples(st.sampled_from("+-*"), st.integers(0, 99)), min_size=1, max_size=12))
 def test_precedence_agrees_with_python(terms: list[tuple[str, int]]) -> None:
-    products: list[list[int]] = [[1]]  # a sum of products, split by hand: no evaluator but + and *
+    products: list[list[int]] = [[1]]  # a sum of products: the expected value needs only + and *
     for index, (operator, number) in enumerate(terms):
         if operator == "*" and index:
             products[-1].append(number)
@@ -89,7 +89,7 @@ def test_nothing_raises_and_work_is_bounded(text: str) -> None:
 @given(anything, st.integers(-(10**9), 10**9))
 def test_arithmetic_grader_survives_anything(text: str, answer: int) -> None:
     for shown in (text, f"<answer>{text}</answer>", f"\\boxed{{{text}}}"):
-        outcome = grade(Arithmetic(), {"id": "0", "answer": answer}, plain_answer(shown))
+        outcome = grade(Arithmetic(), {"id": "0", "answer": answer}, make_plain_answer(shown))
         assert outcome.parts["correct"] in (0, 1)
         assert bool(outcome.reason) == (outcome.parts["correct"] == 0)
 
@@ -97,7 +97,7 @@ def test_arithmetic_grader_survives_anything(text: str, answer: int) -> None:
 @attack
 @given(st.integers(-(10**12), 10**12), st.integers(-(10**12), 10**12))
 def test_arithmetic_is_correct_exactly_for_the_value(answer: int, said: int) -> None:
-    outcome = grade(Arithmetic(), {"id": "0", "answer": answer}, plain_answer(f"<answer>{said:,}</answer>"))
+    outcome = grade(Arithmetic(), {"id": "0", "answer": answer}, make_plain_answer(f"<answer>{said:,}</answer>"))
     assert outcome.parts["correct"] == float(said == answer)
 
 
@@ -105,7 +105,7 @@ def test_arithmetic_is_correct_exactly_for_the_value(answer: int, said: int) -> 
 @given(anything, st.lists(st.integers(1, 99), min_size=1, max_size=4), st.integers(-5, 999))
 def test_countdown_grader_survives_anything(text: str, nums: list[int], target: int) -> None:
     row = {"id": "0", "nums": nums, "target": target}
-    outcome = grade(Countdown(), row, plain_answer(f"<answer>{text}</answer>"))
+    outcome = grade(Countdown(), row, make_plain_answer(f"<answer>{text}</answer>"))
     assert bool(outcome.reason) == (outcome.parts["correct"] == 0)
 
 
@@ -125,7 +125,7 @@ def test_countdown_is_correct_exactly_when_numbers_and_value_are(
     if right_target and value is not None and value.denominator == 1:
         target = int(value)
     row = {"id": "0", "nums": nums, "target": target}
-    outcome = grade(Countdown(), row, plain_answer(f"<answer>{text}</answer>"))
+    outcome = grade(Countdown(), row, make_plain_answer(f"<answer>{text}</answer>"))
     assert outcome.parts["correct"] == float(Counter(used) == Counter(nums) and value == target)
 
 
@@ -134,6 +134,6 @@ def test_countdown_is_correct_exactly_when_numbers_and_value_are(
 def test_a_correct_countdown_verdict_means_every_given_digit_once(text: str) -> None:
     """Single digits only, so the multiset can be read off the text without any parser."""
     row = {"id": "0", "nums": [2, 3, 4], "target": 24}
-    outcome = grade(Countdown(), row, plain_answer(f"<answer>{text}</answer>"))
+    outcome = grade(Countdown(), row, make_plain_answer(f"<answer>{text}</answer>"))
     if outcome.parts["correct"]:
         assert sorted(c for c in text if c.isdigit()) == ["2", "3", "4"]

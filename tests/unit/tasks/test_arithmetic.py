@@ -1,3 +1,5 @@
+"""The task arithmetic: its rows, splits, prompts and settings."""
+
 from __future__ import annotations
 
 from dataclasses import replace
@@ -8,9 +10,9 @@ import pytest
 
 from cohort.errors import TaskError
 from cohort.tasks.arithmetic import PHRASINGS, Arithmetic
-from cohort.tasks.base import load_rows, self_check
+from cohort.tasks.base import load_rows, run_self_check
 from cohort.tasks.expression import evaluate
-from cohort.tasks.splits import SPLITS, split_of
+from cohort.tasks.splits import SPLITS, assign_split
 
 SMALL = Arithmetic(train_size=400, test_size=100)
 SETTINGS = {
@@ -38,8 +40,8 @@ def numbers_of(expression: str) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize("task", SETTINGS.values(), ids=SETTINGS)
-def test_gold_scores_full_marks_and_nothing_scores_nothing(task: Arithmetic) -> None:
-    assert self_check(task, 100).num_gold >= 20
+def test_a_gold_answer_scores_full_marks_and_an_empty_one_nothing(task: Arithmetic) -> None:
+    assert run_self_check(task, 100).num_gold >= 20
 
 
 @pytest.mark.parametrize("task", SETTINGS.values(), ids=SETTINGS)
@@ -57,7 +59,7 @@ def test_rows_are_what_they_say(task: Arithmetic) -> None:
 
 
 def test_splits_share_no_numbers_whatever_the_settings() -> None:
-    """Across splits of *different* settings too: traces of one recipe never meet the test rows of another."""
+    """Also with different settings: no trace of one recipe is a test row of another."""
     used: dict[str, set[tuple[int, ...]]] = {split: set() for split in SPLITS}
     for task in SETTINGS.values():
         for split in SPLITS:
@@ -68,8 +70,8 @@ def test_splits_share_no_numbers_whatever_the_settings() -> None:
 
 
 def test_the_split_ignores_order_and_sign() -> None:
-    assert split_of([12, 7, 7]) == split_of([7, -12, 7])
-    counts = {split: sum(split_of([a, b]) == split for a in range(60) for b in range(a)) for split in SPLITS}
+    assert assign_split([12, 7, 7]) == assign_split([7, -12, 7])
+    counts = {split: sum(assign_split([a, b]) == split for a in range(60) for b in range(a)) for split in SPLITS}
     total = sum(counts.values())
     assert abs(counts["train"] / total - 0.5) < 0.05
     assert abs(counts["test"] / total - 0.2) < 0.05
@@ -82,7 +84,7 @@ def test_rows_are_the_same_every_time_and_a_larger_set_starts_with_the_smaller()
 
 
 def test_the_first_rows_never_change() -> None:
-    """They are what published numbers were measured on."""
+    """Published numbers were measured on them."""
     assert [row["question"] for row in islice(Arithmetic().rows("train"), 3)] == FIRST_TRAIN
     assert [row["question"] for row in islice(Arithmetic().rows("test"), 3)] == FIRST_TEST
 
@@ -91,7 +93,7 @@ FIRST_TRAIN = ["Find 1-48.", "Calculate 1*42+94.", "What is 8*6?"]
 FIRST_TEST = ["Find 7+57-98.", "Compute 2+80+8.", "Find 7-61+5."]
 
 
-def test_knobs_show_in_the_rows() -> None:
+def test_settings_show_in_the_rows() -> None:
     plain = [row["expression"] for row in SETTINGS["default"].rows("train")]
     assert not any(c in e for e in plain for c in "() ")
     assert {op for e in plain for op in "+-*" if op in e} == set("+-*")
@@ -111,7 +113,7 @@ def test_prompts_are_short_unless_asked() -> None:
 
 
 @pytest.mark.parametrize(
-    "knobs",
+    "settings",
     [
         {"min_terms": 1},
         {"min_terms": 4},
@@ -123,9 +125,9 @@ def test_prompts_are_short_unless_asked() -> None:
         {"train_size": 0},
     ],
 )
-def test_impossible_knobs_are_refused(knobs: dict) -> None:
+def test_impossible_settings_are_refused(settings: dict) -> None:
     with pytest.raises(TaskError, match="arithmetic needs"):
-        Arithmetic(**knobs)
+        Arithmetic(**settings)
 
 
 def test_a_space_too_small_says_how_many_there_are() -> None:

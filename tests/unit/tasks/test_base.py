@@ -1,3 +1,5 @@
+"""The definition of tasks: registration, rows, scores, self-checks and references."""
+
 from __future__ import annotations
 
 import subprocess
@@ -17,11 +19,11 @@ from cohort.tasks.base import (
     check_parts,
     get_task,
     grade,
+    list_task_names,
     load_rows,
-    plain_answer,
-    self_check,
+    make_plain_answer,
+    run_self_check,
     task,
-    task_names,
 )
 from cohort.tasks.ref import TaskRef, load_file
 
@@ -46,15 +48,15 @@ class Spelling:
         return row["word"][::-1]
 
 
-def test_the_decorator_makes_a_frozen_dataclass_with_knobs() -> None:
+def test_the_decorator_makes_a_frozen_dataclass_with_settings() -> None:
     made = get_task("spelling")(words=("abc",))
     assert [f.name for f in fields(made)] == ["words"]
     assert (made.name, made.accuracy, made.parts) == ("spelling", "correct", ("correct", "brief"))
     assert made == Spelling(words=("abc",))
     with pytest.raises(FrozenInstanceError):
         made.words = ()
-    assert "spelling" in task_names()
-    assert {"arithmetic", "countdown"} <= set(task_names())
+    assert "spelling" in list_task_names()
+    assert {"arithmetic", "countdown"} <= set(list_task_names())
 
 
 def test_unknown_names_get_the_nearest() -> None:
@@ -67,7 +69,7 @@ def rows(self: Any, split: str) -> list:
 
 
 def test_bad_classes_are_refused() -> None:
-    with pytest.raises(TaskError, match="lacks the method score"):
+    with pytest.raises(TaskError, match="has no method score"):
         task("half")(type("Half", (), {"rows": rows, "prompt": rows}))
     body = {"rows": rows, "prompt": rows, "score": rows}
     with pytest.raises(TaskError, match="lower-case"):
@@ -82,10 +84,12 @@ def test_bad_classes_are_refused() -> None:
         task("arithmetic")(type("Fake", (), dict(body)))
 
 
-def with_rows(*given: Any) -> Any:
+def with_rows(*rows: Any) -> Any:
+    """Returns a task with these rows in every split."""
+
     class Given(Spelling):
         def rows(self, split: str) -> Iterator[Any]:
-            yield from given
+            yield from rows
 
     return Given()
 
@@ -108,7 +112,7 @@ def test_ids_are_filled_in_from_the_content() -> None:
         (({"id": ""},), "has the id ''"),
         (({"id": True},), "has the id True"),
         (({"id": [1]},), "has the id"),
-        ((["x"],), "is a list, not a dict"),
+        ((["x"],), "is a list; rows must yield dicts"),
         (({"x": {1, 2}},), "cannot be written as JSON"),
         ((), 'no rows in its "train" split'),
     ],
@@ -141,30 +145,30 @@ def test_bad_scores_name_task_and_row(scored: Any, message: str) -> None:
 
 def test_booleans_count_as_0_and_1_and_reasons_travel() -> None:
     row = {"id": "0", "word": "abc"}
-    right, wrong = (grade(Spelling(), row, plain_answer(text)) for text in ("cba", "abc"))
+    right, wrong = (grade(Spelling(), row, make_plain_answer(text)) for text in ("cba", "abc"))
     assert (right.parts, right.reason) == ({"correct": 1.0, "brief": -0.5}, "")
     assert (wrong.parts, wrong.reason) == ({"correct": 0.0, "brief": -0.5}, "not its mirror image")
     assert type(right.parts["correct"]) is float
 
 
 def test_self_check_counts_and_catches() -> None:
-    assert self_check(Spelling(), 20) == SelfCheck(4, 4)
+    assert run_self_check(Spelling(), 20) == SelfCheck(4, 4)
 
     class Wrong(Spelling):
         def gold(self, row: dict) -> str:
             return "?"
 
     with pytest.raises(TaskError, match="the gold answer '\\?' scores"):
-        self_check(Wrong())
+        run_self_check(Wrong())
 
     class Gift(Spelling):
         def score(self, row: dict, answer: Any) -> Verdict:
             return Verdict({"correct": 0, "brief": 0.1})
 
     with pytest.raises(TaskError, match="an empty answer scores"):
-        self_check(Gift())
+        run_self_check(Gift())
     with pytest.raises(TaskError, match="no rows to check"):
-        self_check(with_rows())
+        run_self_check(with_rows())
 
 
 USER_FILE = """
@@ -181,18 +185,18 @@ class Mine:
 
 
 def test_a_reference_makes_the_same_task_again(tmp_path: Path) -> None:
-    assert TaskRef.of(Arithmetic(max_terms=5)).load() == Arithmetic(max_terms=5)
+    assert TaskRef.from_task(Arithmetic(max_terms=5)).load() == Arithmetic(max_terms=5)
     (tmp_path / "my_helper_a.py").write_text("N = 41")
     file = tmp_path / "mine.py"
     file.write_text(USER_FILE.format(name="mine-a", helper="my_helper_a"))
     made = load_file(file).Mine(sizes=(4, 5, 6))
-    ref = TaskRef.of(made)
+    ref = TaskRef.from_task(made)
     assert (ref.name, ref.knobs, ref.path) == ("mine-a", {"sizes": [4, 5, 6]}, str(file))
     assert ref.load() == made
     assert load_file(file) is load_file(str(file))
-    with pytest.raises(TaskError, match='no knob "size"'):
+    with pytest.raises(TaskError, match='no setting "size"'):
         TaskRef(name="mine-a", knobs={"size": 1}, path=str(file)).load()
-    with pytest.raises(TaskError, match="no such file"):
+    with pytest.raises(TaskError, match="there is no file"):
         load_file(tmp_path / "absent.py")
 
 

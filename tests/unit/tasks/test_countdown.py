@@ -1,3 +1,5 @@
+"""The task countdown: generated problems, rows from files, prompts and settings."""
+
 from __future__ import annotations
 
 import json
@@ -10,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from cohort.cli.main import main
-from cohort.config.document import dump, parse
-from cohort.config.load import load
+from cohort.config.document import dump_config, parse_config
+from cohort.config.load import load_config
 from cohort.errors import TaskError
-from cohort.tasks.base import grade, load_rows, plain_answer, self_check
-from cohort.tasks.countdown import Countdown, _wrapped
+from cohort.tasks.base import grade, load_rows, make_plain_answer, run_self_check
+from cohort.tasks.countdown import Countdown, _parenthesise
 from cohort.tasks.ref import TaskRef
 from cohort.tasks.splits import SPLITS
 from cohort.types import Answer
@@ -29,10 +31,10 @@ SETTINGS = {
 
 @pytest.mark.parametrize("task", SETTINGS.values(), ids=SETTINGS)
 def test_every_problem_is_solved_by_its_solution(task: Countdown) -> None:
-    assert self_check(task, 30).num_gold == 60
+    assert run_self_check(task, 30).num_gold == 60
     for split in SPLITS:
         for row in load_rows(task, split):
-            outcome = grade(task, row, plain_answer(task.gold(row)))
+            outcome = grade(task, row, make_plain_answer(task.gold(row)))
             assert outcome.parts == {"correct": 1, "format": 1}
             assert task.min_numbers <= len(row["nums"]) <= task.max_numbers
             assert all(1 <= n <= task.max_number for n in row["nums"])
@@ -75,7 +77,7 @@ def test_solutions_use_all_four_operators() -> None:
     ],
 )
 def test_solutions_have_the_parentheses_they_need(left: tuple, operator: str, right: tuple, text: str) -> None:
-    assert _wrapped((0, *left), operator, False) + operator + _wrapped((0, *right), operator, True) == text
+    assert _parenthesise((0, *left), operator, False) + operator + _parenthesise((0, *right), operator, True) == text
 
 
 def test_the_prompt_names_numbers_and_target() -> None:
@@ -97,12 +99,12 @@ def test_rows_from_a_file_are_test_rows(tmp_path: Path) -> None:
     task = Countdown(data=write(tmp_path / "some.jsonl", rows))
     loaded = load_rows(task, "test")
     assert [row["nums"] for row in loaded] == [[47, 76, 55, 60], [78, 43, 41]]
-    assert [grade(task, row, plain_answer(task.gold(row))).parts["correct"] for row in loaded] == [1, 1]
-    with pytest.raises(TaskError, match=r"serves testing only.*\{split\}"):
+    assert [grade(task, row, make_plain_answer(task.gold(row))).parts["correct"] for row in loaded] == [1, 1]
+    with pytest.raises(TaskError, match=r"for testing only.*\{split\}"):
         load_rows(task, "train")
 
 
-def test_a_problem_of_test_is_not_in_train_in_whatever_order(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_problem_of_test_is_not_in_train_in_any_order(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     train = [{"nums": [1, 2, 3], "target": 6}, {"nums": [1, 2, 3], "target": 7}, {"nums": [1, 2, 4], "target": 6}]
     file = write(tmp_path / "c_train.jsonl", train)
     write(tmp_path / "c_test.jsonl", [{"nums": [3, 1, 2], "target": 6, "solution": "3+1+2"}])
@@ -112,7 +114,7 @@ def test_a_problem_of_test_is_not_in_train_in_whatever_order(tmp_path: Path, cap
     assert load_rows(task, "test") == [{"id": "1-2-3=6", "nums": [3, 1, 2], "target": 6, "solution": "3+1+2"}]
 
 
-def test_order_and_solution_make_no_other_problem(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_another_order_or_solution_is_the_same_problem(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     rows = [
         {"nums": [3, 1, 2], "target": 6, "solution": "3+1+2"},
         {"nums": [1, 2, 3], "target": 6, "solution": "1*2*3"},
@@ -121,7 +123,7 @@ def test_order_and_solution_make_no_other_problem(tmp_path: Path, caplog: pytest
     ]
     file = write(tmp_path / "c.jsonl", rows)
     assert [row["nums"] for row in load_rows(Countdown(data=file), "test")] == [[3, 1, 2], [1, 23]]
-    assert caplog.messages == [f"countdown: {file}: repeated rows left out: 2 (line 2 is 1 again)"]
+    assert caplog.messages == [f"countdown: {file}: repeated rows left out: 2 (first: line 2 repeats 1)"]
 
 
 def test_a_table_of_other_names_is_read(tmp_path: Path) -> None:
@@ -132,9 +134,11 @@ def test_a_table_of_other_names_is_read(tmp_path: Path) -> None:
         {"id": "47-55-60-76=24", "nums": [47, 76, 55, 60], "target": 24, "solution": ""},
         {"id": "41-43-78=76", "nums": [78, 43, 41], "target": 76, "solution": ""},
     ]
-    with pytest.raises(TaskError, match=r"some.csv, line 2: needs nums .*its columns: \['numbers', 'goal'\]"):
+    with pytest.raises(TaskError, match=r"some.csv, line 2: needs nums .* Its columns: \['numbers', 'goal'\]"):
         load_rows(Countdown(data=str(file)), "test")
-    with pytest.raises(TaskError, match=r'names "number", which .* not read\. Did you mean "nums"\?'):
+    with pytest.raises(
+        TaskError, match=r'names "number", which is not a column that countdown reads\. Did you mean "nums"\?'
+    ):
         load_rows(Countdown(data=str(file), columns=("number=goal",)), "test")
     file.write_text('nums,target\n"[1, 2]",3\n"[1, 2",3\n')
     with pytest.raises(TaskError, match=r"some\.csv, line 3: needs nums"):
@@ -151,7 +155,7 @@ def test_a_table_of_other_names_is_read(tmp_path: Path) -> None:
         ('{"nums": [1, -2], "target": 3}\n', "line 1: needs nums"),
         ('{"nums": [1, 2]}\n', "line 1: needs nums"),
         ('{"nums": [], "target": 0}\n', "line 1: needs nums"),
-        ("[1]\n", r"line 1 is \[1\], not an object"),
+        ("[1]\n", r"line 1 is \[1\]; a row must be an object"),
         ("\n", "no rows"),
     ],
 )
@@ -167,24 +171,24 @@ def test_a_file_and_its_columns_are_given_on_the_command_line(tmp_path: Path, ca
     assert main(["data", "countdown", "--out", "-", "--split", "test", *given]) == 0
     assert json.loads(capsys.readouterr().out)["messages"] == [{"role": "user", "content": "Make 6 from 3, 1, 2."}]
     assert main(["data", "countdown", "--out", "-", "--split", "test", *given, "goal=target"]) == 2
-    assert 'columns names "goal", which countdown does not read.' in capsys.readouterr().err
+    assert 'columns names "goal", which is not a column that countdown reads.' in capsys.readouterr().err
     assert main(["data", "countdown", "--out", "-", "--task.data", file]) == 2
-    assert "is one file and serves testing only" in capsys.readouterr().err
-    config = load("quickstart", ["--task", "countdown", *given])
+    assert "one file, which is for testing only" in capsys.readouterr().err
+    config = load_config("quickstart", ["--task", "countdown", *given])
     assert config.task == Countdown(data=str(tmp_path / "c_{split}.jsonl"), columns=("nums=numbers",))
-    assert parse(dump(config)) == config
-    assert TaskRef.of(config.task).load() == config.task
+    assert parse_config(dump_config(config)) == config
+    assert TaskRef.from_task(config.task).load() == config.task
 
 
 def test_a_missing_file_and_a_missing_solution_are_clear(tmp_path: Path) -> None:
     with pytest.raises(TaskError, match=r"cannot read .*nowhere"):
         load_rows(Countdown(data=str(tmp_path / "nowhere.jsonl")), "test")
-    with pytest.raises(TaskError, match="without a solution"):
+    with pytest.raises(TaskError, match="has no solution"):
         SMALL.gold({"id": "7", "nums": [1], "target": 1, "solution": ""})
 
 
 @pytest.mark.parametrize(
-    "knobs",
+    "settings",
     [
         {"min_numbers": 1},
         {"max_numbers": 9},
@@ -195,9 +199,9 @@ def test_a_missing_file_and_a_missing_solution_are_clear(tmp_path: Path) -> None
         {"columns": ("nums=numbers",)},
     ],
 )
-def test_impossible_knobs_are_refused(knobs: dict) -> None:
+def test_impossible_settings_are_refused(settings: dict) -> None:
     with pytest.raises(TaskError, match="countdown needs"):
-        Countdown(**knobs)
+        Countdown(**settings)
 
 
 @pytest.mark.skipif("COHORT_DATA" not in os.environ, reason="needs the data sets in $COHORT_DATA")
@@ -209,8 +213,8 @@ def test_the_reference_set_is_solved_by_its_solutions(caplog: pytest.LogCaptureF
     assert len(train) == 4000
     assert not caplog.messages
     for row in rows + train:
-        assert grade(task, row, plain_answer(task.gold(row))).parts == {"correct": 1, "format": 1}
-        assert grade(task, row, plain_answer(f"<answer>{row['target']}</answer>")).parts["correct"] == 0
+        assert grade(task, row, make_plain_answer(task.gold(row))).parts == {"correct": 1, "format": 1}
+        assert grade(task, row, make_plain_answer(f"<answer>{row['target']}</answer>")).parts["correct"] == 0
 
 
 def test_a_prompt_may_end_with_an_open_thought_to_continue() -> None:
@@ -227,5 +231,5 @@ def test_a_prompt_may_end_with_an_open_thought_to_continue() -> None:
     )
     assert grade(task, row, forced).parts == {"correct": 1.0, "format": 1.0}
     for text in (f" <answer>{row['solution']}</answer>", f" <answer>{row['solution']}</answer></think>"):
-        never = replace(forced, text=text, full=opened["content"] + text)  # answered among its thoughts alone
+        never = replace(forced, text=text, full=opened["content"] + text)  # the answer is only in the thoughts
         assert grade(task, row, never).parts == {"correct": 0.0, "format": 0.0}

@@ -1,4 +1,4 @@
-"""The digest of a grader names all the code that scores, and nothing else."""
+"""The digest of a grader covers all code that scores, and no other code."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cohort.tasks.gsm8k import GSM8K
 from cohort.tasks.ifeval import instructions
 from cohort.tasks.ifeval.task import IFEval
 from cohort.tasks.mathematics.task import Math500
-from cohort.tasks.ref import grader_digest, load_file
+from cohort.tasks.ref import compute_grader_digest, load_file
 
 FILE = """
 import cohort
@@ -28,8 +28,8 @@ class Helped:
 """
 
 
-def read_through(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """The names of the files that are read from now on."""
+def record_reads(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Returns a set that is filled with the names of the files that are read from now on."""
     seen: set[str] = set()
     read = Path.read_bytes
 
@@ -43,23 +43,23 @@ def read_through(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
 def test_every_check_of_ifeval_is_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
     folder = Path(instructions.__file__).parent
-    seen = read_through(monkeypatch)
-    grader_digest(IFEval())
+    seen = record_reads(monkeypatch)
+    compute_grader_digest(IFEval())
     checks = {p.name for p in folder.glob("*.py")} - {"__init__.py"}
-    assert checks - seen <= {"gold.py", "phrases.py"} and {"formats.py", "sentences.py", "ifeval.py"} <= seen
+    assert checks - seen <= {"gold.py", "phrases.py"} and {"formats.py", "sentences.py", "task.py"} <= seen
 
 
-def test_what_reads_numbers_and_compares_expressions_is_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = read_through(monkeypatch)
-    grader_digest(GSM8K())
+def test_the_readers_of_numbers_and_expressions_are_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = record_reads(monkeypatch)
+    compute_grader_digest(GSM8K())
     assert {"gsm8k.py", "numbers.py", "answers.py", "expression.py"} <= seen and "arithmetic.py" not in seen
-    grader_digest(Math500())
-    assert {"mathematics.py", "equality.py", "notation.py", "quantity.py"} <= seen
+    compute_grader_digest(Math500())
+    assert {"task.py", "equality.py", "notation.py", "quantity.py"} <= seen
 
 
 def test_it_names_the_task_and_not_its_settings() -> None:
-    assert grader_digest(Arithmetic()).startswith("arithmetic-")
-    assert grader_digest(Arithmetic()) == grader_digest(Arithmetic(max_terms=5))
+    assert compute_grader_digest(Arithmetic()).startswith("arithmetic-")
+    assert compute_grader_digest(Arithmetic()) == compute_grader_digest(Arithmetic(max_terms=5))
 
 
 def test_a_users_own_module_beside_the_task_is_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,7 +68,7 @@ def test_a_users_own_module_beside_the_task_is_in_it(tmp_path: Path, monkeypatch
     monkeypatch.setattr(sys, "path", [*sys.path])
     load_file(tmp_path / "my_task.py")
     task = get_task("helped")()
-    before = grader_digest(task)
+    before = compute_grader_digest(task)
     (tmp_path / "helper.py").write_text("def right(text): return float(text == 'b')\n")
-    assert grader_digest(task) != before
+    assert compute_grader_digest(task) != before
     sys.modules.pop("helper", None)

@@ -1,3 +1,5 @@
+"""The task gsm8k: its grader on tables of completions, rewards, rows, prompts and the real data."""
+
 from __future__ import annotations
 
 import json
@@ -13,7 +15,7 @@ from hypothesis import strategies as st
 
 from cohort.errors import TaskError
 from cohort.scoring.pool import ScoringPool
-from cohort.tasks.base import get_task, grade, load_rows, plain_answer, self_check
+from cohort.tasks.base import get_task, grade, load_rows, make_plain_answer, run_self_check
 from cohort.tasks.gsm8k import GSM8K, Reward, Style
 from cohort.types import Answer
 from tests.unit.tasks.tables.gsm8k import HOSTILE, RIGHT, WRONG
@@ -55,14 +57,14 @@ def test_the_tables_are_large_enough() -> None:
 
 @pytest.mark.parametrize(("text", "reference", "shows"), RIGHT)
 def test_right_answers(text: str, reference: str, shows: str) -> None:
-    outcome = grade(GSM8K(), row(reference), plain_answer(text))
+    outcome = grade(GSM8K(), row(reference), make_plain_answer(text))
     assert outcome.parts["correct"] == 1, f"{shows}: {outcome.reason}"
     assert outcome.reason == ""
 
 
 @pytest.mark.parametrize(("text", "reference", "reason"), WRONG)
 def test_wrong_answers(text: str, reference: str, reason: str) -> None:
-    outcome = grade(GSM8K(), row(reference), plain_answer(text))
+    outcome = grade(GSM8K(), row(reference), make_plain_answer(text))
     assert outcome.parts["correct"] == 0
     assert reason in outcome.reason
 
@@ -71,7 +73,7 @@ def test_wrong_answers(text: str, reference: str, reason: str) -> None:
 @pytest.mark.parametrize("find", ["marked", "last"])
 def test_hostile_answers_are_a_verdict_at_once(name: str, find: str) -> None:
     start = time.process_time()
-    outcome = grade(GSM8K(find=find), row("-1/3"), plain_answer(HOSTILE[name]))
+    outcome = grade(GSM8K(find=find), row("-1/3"), make_plain_answer(HOSTILE[name]))
     assert time.process_time() - start < 2  # a megabyte takes a tenth of it
     assert outcome.parts["correct"] == 0
     assert outcome.reason
@@ -79,7 +81,7 @@ def test_hostile_answers_are_a_verdict_at_once(name: str, find: str) -> None:
 
 def test_hostile_answers_are_not_read_as_what_they_hide() -> None:
     for name, text in HOSTILE.items():
-        outcome = grade(GSM8K(), row("18"), plain_answer(text))
+        outcome = grade(GSM8K(), row("18"), make_plain_answer(text))
         assert outcome.parts["correct"] == 0, name
 
 
@@ -88,27 +90,27 @@ def test_hostile_answers_are_not_read_as_what_they_hide() -> None:
 def test_any_text_gets_a_verdict(text: str, style: Style, reward: Reward, find: str) -> None:
     task = GSM8K(style=style, reward=reward, find=find)
     for shown in (text, f"#### {text}", f"\\boxed{{{text}}}", f"<answer>{text}</answer>"):
-        outcome = grade(task, row("18"), plain_answer(shown))
+        outcome = grade(task, row("18"), make_plain_answer(shown))
         assert bool(outcome.reason) == (outcome.parts["correct"] == 0)
 
 
 @settings(max_examples=150, derandomize=True, deadline=None, database=None)
 @given(st.fractions(max_denominator=8), st.integers(-50, 50))
 def test_right_means_equal(reference: Fraction, said: int) -> None:
-    outcome = grade(GSM8K(), row(str(reference)), plain_answer(f"#### {said}.00"))
+    outcome = grade(GSM8K(), row(str(reference)), make_plain_answer(f"#### {said}.00"))
     assert outcome.parts["correct"] == float(said == reference)
 
 
 def test_without_a_marker_the_last_number_counts_only_if_asked_for() -> None:
     text = "She makes 9 * 2 = 18 dollars."
-    assert grade(GSM8K(), row("18"), plain_answer(text)).parts["correct"] == 0
-    assert grade(GSM8K(find="last"), row("18"), plain_answer(text)).parts["correct"] == 1
-    assert grade(GSM8K(find="last"), row("18"), plain_answer("#### 7, not 18")).reason == "more than one number"
-    assert grade(GSM8K(find="last"), row("18"), plain_answer(r"\boxed{7} rather than 18")).reason == "wrong value"
+    assert grade(GSM8K(), row("18"), make_plain_answer(text)).parts["correct"] == 0
+    assert grade(GSM8K(find="last"), row("18"), make_plain_answer(text)).parts["correct"] == 1
+    assert grade(GSM8K(find="last"), row("18"), make_plain_answer("#### 7, not 18")).reason == "more than one number"
+    assert grade(GSM8K(find="last"), row("18"), make_plain_answer(r"\boxed{7} rather than 18")).reason == "wrong value"
 
 
 def test_the_prompt_is_not_searched_for_the_answer() -> None:
-    """Nor is a text that stood in front of the completion."""
+    """Nor is the text before the completion."""
     asked = [{"role": "user", "content": "For example: #### 18"}]
     answer = Answer(
         text="I do not know.", full="#### 18 I do not know.", finish="stop", num_tokens=4, conversation=asked
@@ -149,8 +151,8 @@ EARNED = [
 
 
 @pytest.mark.parametrize(("reward", "style", "text", "earned"), EARNED)
-def test_what_is_earned(reward: Reward, style: Style, text: str, earned: tuple[float, ...]) -> None:
-    outcome = grade(GSM8K(reward=reward, style=style), row("18"), plain_answer(text))
+def test_the_parts_of_every_reward(reward: Reward, style: Style, text: str, earned: tuple[float, ...]) -> None:
+    outcome = grade(GSM8K(reward=reward, style=style), row("18"), make_plain_answer(text))
     assert tuple(outcome.parts.values()) == earned
     assert tuple(outcome.parts) == ("correct", "penalty", "format", "length")
 
@@ -169,12 +171,12 @@ def test_the_totals_are_those_the_docstring_states() -> None:
 
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("reward", REWARDS)
-def test_gold_scores_full_marks_and_nothing_scores_nothing(data: str, style: Style, reward: Reward) -> None:
+def test_a_gold_answer_scores_full_marks_and_an_empty_one_nothing(data: str, style: Style, reward: Reward) -> None:
     task = GSM8K(data=data, style=style, reward=reward)
-    assert self_check(task).num_gold == len(TRAIN) + len(TEST)
+    assert run_self_check(task).num_gold == len(TRAIN) + len(TEST)
     best = 1.2 if reward == "tutor" else 1.0
     for item in load_rows(task, "train"):
-        assert sum(grade(task, item, plain_answer(task.gold(item))).parts.values()) == pytest.approx(best)
+        assert sum(grade(task, item, make_plain_answer(task.gold(item))).parts.values()) == pytest.approx(best)
 
 
 def test_rows(data: str) -> None:
@@ -209,7 +211,7 @@ def test_every_style_asks_for_what_its_gold_answer_does(data: str, style: Style,
 def test_repeating_the_prompt_earns_nothing(data: str, style: Style, reward: Reward) -> None:
     task = GSM8K(data=data, style=style, reward=reward)
     item = load_rows(task, "test")[1]
-    parts = grade(task, item, plain_answer(task.prompt(item)[0]["content"])).parts
+    parts = grade(task, item, make_plain_answer(task.prompt(item)[0]["content"])).parts
     assert max(parts.values()) == 0
 
 
@@ -218,7 +220,7 @@ def test_an_answer_may_be_a_bare_number(tmp_path: Path) -> None:
     task = GSM8K(data=write(tmp_path, train=[{"q": "zero", "a": 0}], test=bare), columns=("question=q", "answer=a"))
     assert [item["answer"] for item in load_rows(task, "test")] == ["18", "-7", "5/2", "1200"]
     assert task.gold(load_rows(task, "test")[0]) == "The answer is \\boxed{18}."
-    assert self_check(task).num_gold == 5
+    assert run_self_check(task).num_gold == 5
 
 
 def test_the_first_test_questions(data: str) -> None:
@@ -231,15 +233,15 @@ def test_the_first_test_questions(data: str) -> None:
 def test_the_rows_beyond_test_size_are_checked_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     data = write(tmp_path, train=TRAIN, test=[*TEST, TEST[0]])
     assert len(load_rows(GSM8K(data=data, test_size=1), "test")) == 1
-    assert "repeated rows left out: 1 (line 4 is 1 again)" in caplog.text
+    assert "repeated rows left out: 1 (first: line 4 repeats 1)" in caplog.text
 
 
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
-        ({"question": "How many?", "answer": "many\n#### many"}, "answer ends with 'many': not a number"),
-        ({"question": "How many?", "answer": "5 + 13"}, "answer ends with '5 \\+ 13': more than one number"),
-        ({"question": "How many?", "answer": ""}, "answer ends with '': the answer is empty"),
+        ({"question": "How many?", "answer": "many\n#### many"}, "answer ends with 'many', .*: not a number"),
+        ({"question": "How many?", "answer": "5 + 13"}, "answer ends with '5 \\+ 13', .*: more than one number"),
+        ({"question": "How many?", "answer": ""}, "answer ends with '', .*: the answer is empty"),
         ({"question": "How many?", "answer": True}, "neither a number nor a solution"),
         ({"question": "How many?", "answer": None}, "neither a number nor a solution"),
         ({"question": "How many?", "answer": [18]}, "neither a number nor a solution"),
@@ -255,7 +257,7 @@ def test_a_row_that_cannot_be_used_is_named(tmp_path: Path, bad: dict[str, objec
 
 
 @pytest.mark.parametrize(
-    ("knobs", "message"),
+    ("settings", "message"),
     [
         ({"style": "latex"}, "style among boxed, hashes, tags, tutor, not 'latex'"),
         ({"reward": "trl"}, "reward among plain, verl, tutor, not 'trl'"),
@@ -263,17 +265,17 @@ def test_a_row_that_cannot_be_used_is_named(tmp_path: Path, bad: dict[str, objec
         ({"test_size": -1}, "test_size of at least 0, not -1"),
     ],
 )
-def test_knobs_are_checked(knobs: dict[str, object], message: str) -> None:
+def test_settings_are_checked(settings: dict[str, object], message: str) -> None:
     with pytest.raises(TaskError, match=message):
-        GSM8K(**knobs)
+        GSM8K(**settings)
 
 
-def test_it_is_registered_and_scores_behind_the_boundary(data: str) -> None:
+def test_it_is_registered_and_scored_by_a_pool(data: str) -> None:
     task = get_task("gsm8k")(data=data, style="hashes", reward="tutor")
     item = load_rows(task, "test")[0]
     with ScoringPool(task) as pool:
         [right, hostile] = pool.score(
-            [(item, plain_answer(LONG + "#### $1,200")), (item, plain_answer(HOSTILE["surrogates"]))]
+            [(item, make_plain_answer(LONG + "#### $1,200")), (item, make_plain_answer(HOSTILE["surrogates"]))]
         )
     assert right.parts == {"correct": 1, "penalty": 0, "format": 0.2, "length": 0}
     assert hostile.parts["correct"] == 0 and not hostile.failure
@@ -286,7 +288,7 @@ real = pytest.mark.skipif("COHORT_DATA" not in os.environ, reason="COHORT_DATA n
 
 @real
 def test_every_reference_of_the_real_data_is_read() -> None:
-    """Compared with the raw file: whole numbers, of which these many have commas or a sign."""
+    """Compared with the raw file: all are whole numbers, and so many of them have commas or a sign."""
     counts = {}
     for split in ("train", "test"):
         with Path(os.environ["COHORT_DATA"], f"gsm8k_{split}.jsonl").open(encoding="utf-8") as lines:
@@ -305,10 +307,10 @@ def test_every_gold_answer_of_the_real_data_is_right(style: Style) -> None:
         item["id"]
         for split in ("train", "test")
         for item in load_rows(task, split)
-        if sum(grade(task, item, plain_answer(task.gold(item))).parts.values()) != 1.2
+        if sum(grade(task, item, make_plain_answer(task.gold(item))).parts.values()) != 1.2
     ]
     assert not wrong
-    assert self_check(task).num_gold == 40
+    assert run_self_check(task).num_gold == 40
 
 
 @real

@@ -1,4 +1,4 @@
-"""The IFEval task: its rows, what an answer earns, the prompts it trains on, and the real data where it is at hand."""
+"""Tests of the IFEval task: scores, rows from files, generated prompts, and the real data where COHORT_DATA has it."""
 
 from __future__ import annotations
 
@@ -14,19 +14,21 @@ from typing import Any
 import pytest
 
 from cohort.errors import TaskError
-from cohort.tasks.base import grade, load_rows, plain_answer, self_check
+from cohort.tasks.base import grade, load_rows, make_plain_answer, run_self_check
 from cohort.tasks.ifeval.instructions import language
-from cohort.tasks.ifeval.instructions.gold import write
+from cohort.tasks.ifeval.instructions.gold import write_text
 from cohort.tasks.ifeval.instructions.registry import INSTRUCTIONS, read_arguments
-from cohort.tasks.ifeval.prompts import AGAINST, OFFERS, QUESTIONS, REQUESTS, TOPICS, are_compatible, make_prompt
+from cohort.tasks.ifeval.prompts import CONFLICTS, QUESTIONS, REQUESTS, TEMPLATES, TOPICS, are_compatible, generate_row
 from cohort.tasks.ifeval.task import LEVELS, MAX_CHARS, SYSTEM, IFEval
 from cohort.tasks.ref import TaskRef
 from cohort.types import Outcome, Row
 
 DATA = os.environ.get("COHORT_DATA", "")
 needs_data = pytest.mark.skipif(not DATA, reason="COHORT_DATA names no folder with ifeval.jsonl")
-NUM_PROVED = 1500  # generated rows
-CONTRADICTIONS = {"1627", "3369", "3371", "3718", "374"}  # repeat a request that holds what is forbidden
+# generated rows for which a text must be found
+NUM_PROVED = 1500
+# ids of the rows of IFEval that ask to repeat a request which contains something forbidden
+CONTRADICTIONS = {"1627", "3369", "3371", "3718", "374"}
 
 ROW: Row = {
     "id": "7",
@@ -37,19 +39,20 @@ ROW: Row = {
 NOTHING = dict.fromkeys(IFEval.parts, 0.0)
 
 
-def scored(text: str, row: Row = ROW, **knobs: Any) -> Outcome:
-    return grade(IFEval(**knobs), row, plain_answer(text))
+def score(text: str, row: Row = ROW, **settings: Any) -> Outcome:
+    """Returns the outcome of a text as an answer to the row, with these settings of the task."""
+    return grade(IFEval(**settings), row, make_plain_answer(text))
 
 
 def test_all_followed() -> None:
-    outcome = scored('"The owl is awake."')
+    outcome = score('"The owl is awake."')
     assert outcome.parts == NOTHING | dict.fromkeys(LEVELS, 1.0)
     assert outcome.reason == ""
 
 
 def test_some_followed() -> None:
     """Strictly only the keyword is there; without its first line the text follows everything."""
-    outcome = scored('Sure, here you are:\n"The owl is awake."')
+    outcome = score('Sure, here you are:\n"The owl is awake."')
     assert outcome.parts == NOTHING | {
         "prompt_strict": 0.0,
         "instruction_strict": 1 / 3,
@@ -76,7 +79,7 @@ def test_some_followed() -> None:
 )
 def test_an_empty_answer_earns_nothing(answer: str, text: str) -> None:
     """Though it has no comma, which is one of the row's instructions."""
-    outcome = scored(text, answer=answer)
+    outcome = score(text, answer=answer)
     assert outcome.parts == NOTHING
     assert outcome.reason
 
@@ -91,7 +94,7 @@ def test_an_empty_answer_earns_nothing(answer: str, text: str) -> None:
     ],
 )
 def test_thinking_is_taken_off(text: str, followed: int, why: str) -> None:
-    assert scored(text).parts["instruction_strict"] == pytest.approx(followed / 3), why
+    assert score(text).parts["instruction_strict"] == pytest.approx(followed / 3), why
 
 
 @pytest.mark.parametrize(
@@ -114,21 +117,21 @@ def test_thinking_is_taken_off(text: str, followed: int, why: str) -> None:
     ],
 )
 def test_tags(text: str, strict: float, form: float, thinks: float) -> None:
-    parts = scored(text, answer="tags").parts
+    parts = score(text, answer="tags").parts
     assert (parts["prompt_strict"], parts["format"], parts["thinks"]) == (strict, form, thinks)
 
 
-def test_blocks_are_not_paid_where_the_whole_is_read() -> None:
-    parts = scored('<think>a</think><answer>"The owl."</answer>').parts
+def test_blocks_earn_nothing_if_the_whole_answer_is_checked() -> None:
+    parts = score('<think>a</think><answer>"The owl."</answer>').parts
     assert (parts["format"], parts["thinks"]) == (0.0, 0.0)
 
 
-def test_an_answer_that_is_too_long_is_wrong_at_once() -> None:
+def test_an_answer_that_is_too_long_is_wrong_within_a_second() -> None:
     begin = time.process_time()
-    outcome = scored('"' + "owl " * MAX_CHARS + '"')
+    outcome = score('"' + "owl " * MAX_CHARS + '"')
     assert outcome.parts == NOTHING
     assert outcome.reason == f"the answer is longer than {MAX_CHARS} characters"
-    outcome = scored("<answer>" * 500_000 + "<think>" * 500_000, answer="tags")
+    outcome = score("<answer>" * 500_000 + "<think>" * 500_000, answer="tags")
     assert outcome.parts == NOTHING
     assert time.process_time() - begin < 1
 
@@ -141,8 +144,11 @@ def test_prompts() -> None:
     assert all(tag in SYSTEM for tag in ("<think>", "</think>", "<answer>", "</answer>"))
 
 
-def test_summary_weighs_instructions_once() -> None:
-    """One row with one instruction, followed; one with three, of which one is: 1/2 of the prompts, 2/4 of these."""
+def test_summary_counts_every_instruction_once() -> None:
+    """One row has one instruction, which is followed; the other has three, of which one is followed.
+
+    So strictly 1 of 2 prompts and 2 of 4 instructions are followed.
+    """
     rows = [{"instruction_id_list": ["a"]}, {"instruction_id_list": ["a", "b", "c"]}]
     first = dict.fromkeys(LEVELS, 1.0)
     second = {"prompt_strict": 0.0, "instruction_strict": 1 / 3, "prompt_loose": 1.0, "instruction_loose": 1.0}
@@ -161,7 +167,7 @@ def write_rows(path: Path, *rows: dict[str, Any]) -> str:
     return str(path)
 
 
-GIVEN = {
+RAW_ROW = {
     "key": 12,
     "prompt": "Say it in five words.",
     "instruction_id_list": ["length_constraints:number_words"],
@@ -170,7 +176,7 @@ GIVEN = {
 
 
 def test_rows_from_a_file(tmp_path: Path) -> None:
-    path = write_rows(tmp_path / "rows.jsonl", GIVEN, {**GIVEN, "prompt": "Another", "key": None})
+    path = write_rows(tmp_path / "rows.jsonl", RAW_ROW, {**RAW_ROW, "prompt": "Another", "key": None})
     first, second = IFEval(data=path).rows("test")
     assert first == {
         "id": "12",
@@ -184,44 +190,44 @@ def test_rows_from_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"prompt": " "}, "prompt is not a text"),
-        ({"prompt": 5}, "prompt is not a text"),
-        ({"instruction_id_list": []}, "instruction_id_list is not a list of names"),
-        ({"instruction_id_list": "punctuation:no_comma"}, "instruction_id_list is not a list of names"),
+        ({"prompt": " "}, "column \"prompt\" has ' ', not a text"),
+        ({"prompt": 5}, 'column "prompt" has 5, not a text'),
+        ({"instruction_id_list": []}, 'column "instruction_id_list" has [], not a list of names'),
+        ({"instruction_id_list": "punctuation:no_comma"}, "has 'punctuation:no_comma', not a list of names"),
         ({"instruction_id_list": ["punctuation:no_coma"]}, 'Did you mean "punctuation:no_comma"?'),
         ({"instruction_id_list": [["punctuation:no_comma"]]}, "there is no instruction"),
-        ({"kwargs": []}, "kwargs is not a list of 1 objects"),
+        ({"kwargs": []}, 'column "kwargs" is not a list of 1 objects'),
         ({"kwargs": [None]}, "not an object"),
         ({"kwargs": [{"relation": "at least"}]}, 'needs "num_words", a whole number from 0 to 10000, not None'),
     ],
 )
-def test_a_wrong_row_is_named(tmp_path: Path, change: dict[str, Any], message: str) -> None:
-    path = write_rows(tmp_path / "rows.jsonl", GIVEN, {**GIVEN, "prompt": "Other", **change})
+def test_the_error_names_the_line_of_a_bad_row(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    path = write_rows(tmp_path / "rows.jsonl", RAW_ROW, {**RAW_ROW, "prompt": "Other", **change})
     with pytest.raises(TaskError) as caught:
         list(IFEval(data=path).rows("test"))
     assert "rows.jsonl, line 2: " in str(caught.value)
     assert message in str(caught.value)
 
 
-def test_training_on_a_file_of_ones_own(tmp_path: Path) -> None:
-    write_rows(tmp_path / "own_test.jsonl", GIVEN)
-    write_rows(tmp_path / "own_train.jsonl", GIVEN, {**GIVEN, "prompt": "Another", "key": 13})
+def test_training_on_a_file_of_the_user(tmp_path: Path) -> None:
+    write_rows(tmp_path / "own_test.jsonl", RAW_ROW)
+    write_rows(tmp_path / "own_train.jsonl", RAW_ROW, {**RAW_ROW, "prompt": "Another", "key": 13})
     task = IFEval(train="keywords", data=str(tmp_path / "own_{split}.jsonl"))
     assert [row["prompt"] for row in task.rows("train")] == ["Another"], "what is tested is not trained on"
-    assert self_check(task).num_rows == 2
+    assert run_self_check(task).num_rows == 2
 
 
 def test_keywords_without_their_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for folder, said in (("", "not set"), (str(tmp_path), str(tmp_path))):
+    for folder, shown in (("", "not set"), (str(tmp_path), str(tmp_path))):
         monkeypatch.setenv("COHORT_DATA", folder)
         with pytest.raises(TaskError) as caught:
             IFEval(train="keywords").rows("train")
-        assert f"if_keywords_train.jsonl in the folder COHORT_DATA ({said})" in str(caught.value)
-        assert "no hub has it" in str(caught.value)
+        assert f"if_keywords_train.jsonl in the folder COHORT_DATA ({shown})" in str(caught.value)
+        assert "The hub does not have it" in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("knobs", "message"),
+    ("settings", "message"),
     [
         ({"train": "all"}, "train among generated, keywords, not 'all'"),
         ({"answer": "box"}, "answer among whole, tags, not 'box'"),
@@ -229,30 +235,30 @@ def test_keywords_without_their_file(tmp_path: Path, monkeypatch: pytest.MonkeyP
         ({"data": "mine_{split}.jsonl"}, "train = keywords to train on rows of data"),
     ],
 )
-def test_wrong_knobs(knobs: dict[str, Any], message: str) -> None:
+def test_wrong_settings(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(TaskError, match=re.escape(message)):
-        IFEval(**knobs)
+        IFEval(**settings)
 
 
-def test_a_split_that_is_none() -> None:
+def test_an_unknown_split_is_refused() -> None:
     with pytest.raises(TaskError, match='no split "traces"'):
         IFEval().rows("traces")
 
 
-def test_langdetect_is_missed_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_langdetect_is_an_error_before_a_run_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "langdetect", None)
     monkeypatch.setitem(sys.modules, "langdetect.detector_factory", None)
-    language._factory.cache_clear()
+    language._load_detector_factory.cache_clear()
     try:
         with pytest.raises(TaskError, match=re.escape("pip install 'cohort[ifeval]'")):
             IFEval().rows("train")
     finally:
-        language._factory.cache_clear()
+        language._load_detector_factory.cache_clear()
 
 
 def test_another_process_makes_the_same_task() -> None:
     task = IFEval(answer="tags", train_size=3)
-    assert TaskRef.of(task).load() == task
+    assert TaskRef.from_task(task).load() == task
 
 
 # ---- generated prompts
@@ -271,42 +277,43 @@ def test_generated_rows_are_distinct_and_reproducible() -> None:
 
 
 def test_generated_rows_have_every_kind_and_can_be_followed() -> None:
-    """The text that proves it is written from the instructions alone, so it proves that they go together."""
+    """The gold text is written from the instructions alone, so it proves that they can be followed together."""
     task = IFEval(train_size=NUM_PROVED)
     rows = load_rows(task, "train")
     kinds = Counter(name for row in rows for name in row["instruction_id_list"])
-    assert {*kinds} == {*INSTRUCTIONS} == {*OFFERS}
+    assert {*kinds} == {*INSTRUCTIONS} == {*TEMPLATES}
     assert min(kinds.values()) >= NUM_PROVED / 50
     assert {len(row["kwargs"]) for row in rows} == {1, 2, 3}
     for row in rows:
         for name, arguments in zip(row["instruction_id_list"], row["kwargs"], strict=True):
             assert read_arguments(name, arguments) == arguments
-        outcome = grade(task, row, plain_answer(task.gold(row)))
+        outcome = grade(task, row, make_plain_answer(task.gold(row)))
         assert outcome.parts["prompt_strict"] == 1, row
 
 
 def test_every_allowed_pair_can_be_followed() -> None:
-    """With arguments from generated rows, those pairs too that few prompts have."""
-    drawn: dict[str, list[dict[str, Any]]] = {name: [] for name in OFFERS}
+    """Tests all compatible pairs with arguments from generated rows, also pairs that few prompts have."""
+    drawn: dict[str, list[dict[str, Any]]] = {name: [] for name in TEMPLATES}
     for index in range(600):
-        row = make_prompt(index)
+        row = generate_row(index)
         for name, arguments in zip(row["instruction_id_list"], row["kwargs"], strict=True):
             drawn[name].append(arguments)
-    names = sorted(OFFERS)
+    names = sorted(TEMPLATES)
     pairs = [(a, b) for i, a in enumerate(names) for b in names[i + 1 :] if are_compatible(a, b)]
     assert len(pairs) > 200
     for one, other in pairs:
         for first, second in zip(drawn[one][:3], drawn[other][-3:], strict=True):
-            shared = {*_texts(first)} & {*_texts(second)}
-            assert shared or write([one, other], [first, second]) is not None, (one, first, other, second)
+            shared = {*_collect_words(first)} & {*_collect_words(second)}
+            assert shared or write_text([one, other], [first, second]) is not None, (one, first, other, second)
 
 
-def _texts(arguments: dict[str, Any]) -> list[str]:
+def _collect_words(arguments: dict[str, Any]) -> list[str]:
+    """Returns all words and phrases among the arguments; two instructions with the same word may contradict."""
     values = [v for v in arguments.values() if v not in ("at least", "less than")]
     return [w for v in values for w in (v if isinstance(v, list) else [v]) if isinstance(w, str)]
 
 
-def test_what_cannot_be_followed_together_is_never_asked_together() -> None:
+def test_conflicting_instructions_never_stand_in_one_prompt() -> None:
     impossible = [
         ("change_case:english_capital", "change_case:english_lowercase"),
         ("detectable_format:json_format", "startend:end_checker"),
@@ -318,15 +325,15 @@ def test_what_cannot_be_followed_together_is_never_asked_together() -> None:
         assert not are_compatible(one, other)
         assert not are_compatible(other, one)
     for index in range(2000):
-        names = make_prompt(index)["instruction_id_list"]
+        names = generate_row(index)["instruction_id_list"]
         for name in names:
-            assert not AGAINST.get(name, frozenset()) & {*names}
+            assert not CONFLICTS.get(name, frozenset()) & {*names}
 
 
 def test_a_prompt_says_what_is_checked() -> None:
-    """Every number, word and phrase of the arguments can be read in the prompt."""
+    """Every number, word and phrase of the arguments stands in the prompt."""
     for index in range(500):
-        row = make_prompt(index)
+        row = generate_row(index)
         for arguments in row["kwargs"]:
             for key, value in arguments.items():
                 if key.endswith("relation"):
@@ -337,7 +344,7 @@ def test_a_prompt_says_what_is_checked() -> None:
 
 
 def test_the_words_of_a_topic_stand_in_no_request() -> None:
-    """Or a request that is to be repeated could hold a forbidden word."""
+    """Otherwise a request that has to be repeated could contain a forbidden word."""
     for topic, words in TOPICS.items():
         for request in (*REQUESTS, *QUESTIONS):
             text = request.format(topic).lower()
@@ -368,23 +375,24 @@ def test_five_prompts_of_ifeval_contradict_themselves_and_all_others_can_be_foll
         except TaskError:
             failed.add(row["id"])
         else:
-            assert grade(task, row, plain_answer(gold)).parts["prompt_strict"] == 1, row["id"]
+            assert grade(task, row, make_plain_answer(gold)).parts["prompt_strict"] == 1, row["id"]
     assert failed == CONTRADICTIONS
 
 
-def _plain(text: str) -> str:
+def _normalise(text: str) -> str:
+    """Returns the words of a text in lower case with single spaces between them."""
     return " ".join(re.findall(r"\w+", text.lower()))
 
 
 @needs_data
 def test_nothing_of_ifeval_is_trained_on() -> None:
-    """No prompt and no request of ours is, holds or stands in one of IFEval, whatever its case, signs and spaces."""
-    tested = [_plain(row["prompt"]) for row in load_rows(IFEval(), "test")]
+    """No prompt and no request of ours equals, contains or stands in one of IFEval, whatever case and signs."""
+    tested = [_normalise(row["prompt"]) for row in load_rows(IFEval(), "test")]
     requests = [request.format(topic) for topic in TOPICS for request in (*REQUESTS, *QUESTIONS)]
     assert len(requests) == len({*requests}) >= 400
-    ours = {_plain(text) for text in requests}
-    ours |= {_plain(row["prompt"]) for row in load_rows(IFEval(train_size=3000), "train")}
-    ours |= {_plain(row["prompt"]) for row in load_rows(IFEval(train="keywords"), "train")}
+    ours = {_normalise(text) for text in requests}
+    ours |= {_normalise(row["prompt"]) for row in load_rows(IFEval(train_size=3000), "train")}
+    ours |= {_normalise(row["prompt"]) for row in load_rows(IFEval(train="keywords"), "train")}
     assert not ours & {*tested}
     everything = "\n".join(tested)
     assert not [text for text in ours if text in everything]
@@ -394,12 +402,12 @@ def test_nothing_of_ifeval_is_trained_on() -> None:
 
 @needs_data
 def test_generated_prompts_share_no_wording_with_ifeval() -> None:
-    """Not 30 characters in a row, whatever their case."""
+    """No 30 characters in a row are the same; case is ignored."""
     size = 30
     lines = (row["prompt"].lower() for row in load_rows(IFEval(), "test"))
     tested = {text[i : i + size] for text in lines for i in range(len(text) - size + 1)}
     for index in range(3000):
-        text = make_prompt(index)["prompt"].lower()
+        text = generate_row(index)["prompt"].lower()
         assert not [part for i in range(len(text) - size + 1) if (part := text[i : i + size]) in tested], index
 
 
@@ -407,7 +415,7 @@ def test_generated_prompts_share_no_wording_with_ifeval() -> None:
 @pytest.mark.parametrize("train", ["generated", "keywords"])
 @pytest.mark.parametrize("answer", ["whole", "tags"])
 def test_self_check(train: Any, answer: Any) -> None:
-    checked = self_check(IFEval(train=train, answer=answer), num_rows=40)
+    checked = run_self_check(IFEval(train=train, answer=answer), num_rows=40)
     assert checked.num_rows == checked.num_gold == 80
 
 
@@ -415,14 +423,15 @@ MARKS = "<<A>> " + "[1] " * 6 + "*1* " * 5 + "P.S. P.P.S " + " ".join(f"Section 
 
 
 @pytest.mark.parametrize(
-    ("text", "hollow"),
+    ("text", "lacks_content"),
     [
         (".", True),
         ("{}", True),
         ("<answer></answer>", True),
         ("a b a b a b a b a b", True),
-        ("Write a poem about rain, in capitals.", True),  # the prompt
-        ("Write a poem about rain, in capitals. Yes.", True),  # and hardly more
+        # a copy of the prompt, and one with hardly anything added
+        ("Write a poem about rain, in capitals.", True),
+        ("Write a poem about rain, in capitals. Yes.", True),
         ("1", True),
         ('"1"', True),
         ("x", True),
@@ -439,12 +448,13 @@ MARKS = "<<A>> " + "[1] " * 6 + "*1* " * 5 + "P.S. P.P.S " + " ".join(f"Section 
         ("बारिश पूरी रात छत पर गिरती रही", False),
     ],
 )
-def test_text_that_says_nothing_is_no_effort(text: str, hollow: bool) -> None:
+def test_text_that_says_nothing_is_no_effort(text: str, lacks_content: bool) -> None:
     row = {"id": "0", "prompt": "Write a poem about rain, in capitals.", "instruction_id_list": [], "kwargs": []}
     row |= {"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}
-    parts = grade(IFEval(), row, plain_answer(text)).parts
-    assert parts["effort"] == (-1.0 if hollow else 0.0)
-    assert parts["prompt_strict"] == float("," not in text)  # the published verdict stays
+    parts = grade(IFEval(), row, make_plain_answer(text)).parts
+    assert parts["effort"] == (-1.0 if lacks_content else 0.0)
+    # The verdict of the published checker stays.
+    assert parts["prompt_strict"] == float("," not in text)
 
 
 @pytest.mark.parametrize(
@@ -457,10 +467,10 @@ def test_text_that_says_nothing_is_no_effort(text: str, hollow: bool) -> None:
     ],
 )
 def test_an_answer_among_thoughts_is_no_effort(text: str, effort: float) -> None:
-    assert scored(text, answer="tags").parts["effort"] == effort
+    assert score(text, answer="tags").parts["effort"] == effort
 
 
 def test_a_keyword_that_is_one_letter_is_no_effort() -> None:
     row = {**ROW, "instruction_id_list": ["keywords:existence"], "kwargs": [{"keywords": ["x"]}]}
-    parts = scored("x", row, train="keywords").parts
+    parts = score("x", row, train="keywords").parts
     assert (parts["prompt_strict"], parts["effort"]) == (1.0, -1.0)

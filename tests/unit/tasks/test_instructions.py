@@ -1,4 +1,4 @@
-"""Every kind of instruction on answers judged by hand, what rows may say of them, and hostile answers."""
+"""Tests of every kind of instruction on answers judged by hand, of arguments in rows, and of hostile answers."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cohort.tasks.ifeval.instructions.cases import count_capital_words
-from cohort.tasks.ifeval.instructions.gold import WRITERS, write
-from cohort.tasks.ifeval.instructions.language import detect
+from cohort.tasks.ifeval.instructions.gold import WRITERS, write_text
+from cohort.tasks.ifeval.instructions.language import detect_language
 from cohort.tasks.ifeval.instructions.phrases import PHRASES
-from cohort.tasks.ifeval.instructions.registry import INSTRUCTIONS, MAX_WORD, read_arguments
+from cohort.tasks.ifeval.instructions.registry import INSTRUCTIONS, MAX_WORD_CHARS, read_arguments
 from cohort.tasks.ifeval.instructions.sentences import count_sentences
-from cohort.tasks.ifeval.instructions.verdicts import follow
+from cohort.tasks.ifeval.instructions.verdicts import check_instructions
 
 KEYS = "keywords:"
 LENGTH = "length_constraints:"
@@ -41,7 +41,7 @@ END = {"end_phrase": "Peace!"}
 REPEAT = {"prompt_to_repeat": "Write a poem."}
 ENGLISH = "the sun was warm and the children were playing in the garden behind the house"
 
-# instruction, arguments, answer, verdict by the letter, why
+# instruction, arguments, answer, strict verdict, why
 ROWS: list[tuple[str, dict[str, Any], str, bool, str]] = [
     (KEYS + "existence", OWL, "An owl under the moon.", True, "both occur; case does not matter"),
     (KEYS + "existence", OWL, "Two owls in moonlight.", True, "inside other words is enough"),
@@ -59,7 +59,7 @@ ROWS: list[tuple[str, dict[str, Any], str, bool, str]] = [
     (KEYS + "letter_frequency", THREE_Q, "Quiet queen Quinn", True, "three, in any case"),
     (KEYS + "letter_frequency", THREE_Q, "Quiet queen", False, "two"),
     (KEYS + "letter_frequency", FEW_Q, "quiz", True, "one is less than two"),
-    (KEYS + "letter_frequency", {**THREE_Q, "letter": "#"}, "#a #b #c", True, "a sign counts as it is"),
+    (KEYS + "letter_frequency", {**THREE_Q, "letter": "#"}, "#a #b #c", True, "other signs are counted too"),
     ("language:response_language", {"language": "de"}, "Der Hund schläft vor dem alten Haus.", True, "German"),
     ("language:response_language", {"language": "de"}, ENGLISH, False, "English"),
     ("language:response_language", {"language": "hi"}, PHRASES["hi"].sentence, True, "Hindi"),
@@ -146,9 +146,9 @@ ROWS: list[tuple[str, dict[str, Any], str, bool, str]] = [
 @pytest.mark.parametrize(
     ("name", "arguments", "answer", "expected", "why"), ROWS, ids=[f"{r[0]}: {r[4]}" for r in ROWS]
 )
-def test_by_hand(name: str, arguments: dict[str, Any], answer: str, expected: bool, why: str) -> None:
+def test_strict_verdicts_by_hand(name: str, arguments: dict[str, Any], answer: str, expected: bool, why: str) -> None:
     assert read_arguments(name, arguments) == arguments
-    assert follow([name], [arguments], answer).strict == (expected,), why
+    assert check_instructions([name], [arguments], answer).strict == (expected,), why
 
 
 def test_every_kind_is_judged_three_times_with_both_outcomes() -> None:
@@ -163,7 +163,7 @@ def test_every_kind_is_judged_three_times_with_both_outcomes() -> None:
 @pytest.mark.parametrize("blank", ["", " ", "\n\t\u3000\n"])
 def test_a_blank_answer_follows_nothing(name: str, blank: str) -> None:
     arguments = next(row[1] for row in ROWS if row[0] == name)
-    verdicts = follow([name], [arguments], blank)
+    verdicts = check_instructions([name], [arguments], blank)
     assert verdicts.strict == verdicts.loose == (False,)
 
 
@@ -181,14 +181,14 @@ def test_a_blank_answer_follows_nothing(name: str, blank: str) -> None:
     ],
 )
 def test_loose_verdicts_by_hand(name: str, arguments: dict[str, Any], answer: str, expected: bool, why: str) -> None:
-    verdicts = follow([name], [arguments], answer)
+    verdicts = check_instructions([name], [arguments], answer)
     assert verdicts.strict == (False,)
     assert verdicts.loose == (expected,), why
 
 
 def test_instructions_are_judged_one_by_one() -> None:
     names = ["punctuation:no_comma", "startend:quotation", FORMAT + "title"]
-    verdicts = follow(names, [{}, {}, {}], 'Sure, here:\n"No title."')
+    verdicts = check_instructions(names, [{}, {}, {}], 'Sure, here:\n"No title."')
     assert verdicts.strict == (False, False, False)
     assert verdicts.loose == (True, True, False)
 
@@ -243,14 +243,14 @@ def test_words_in_capitals_by_hand(text: str, count: int, why: str) -> None:
 
 @pytest.mark.parametrize("code", PHRASES)
 def test_the_phrases_are_in_their_languages(code: str) -> None:
-    assert detect(PHRASES[code].sentence) == code
+    assert detect_language(PHRASES[code].sentence) == code
     assert not {",", "."} & {*PHRASES[code].sentence}
 
 
-def test_a_language_is_the_same_every_time() -> None:
-    """Two languages in equal shares, where unseeded draws decide now for one and now for the other."""
+def test_a_text_always_gets_the_same_language() -> None:
+    """The text is half in one language and half in another, so that unseeded draws would choose either."""
     text = "das ist gut and this is fine"
-    assert len({detect(text) for _ in range(20)}) == 1
+    assert len({detect_language(text) for _ in range(20)}) == 1
 
 
 @pytest.mark.parametrize(
@@ -263,7 +263,7 @@ def test_a_language_is_the_same_every_time() -> None:
         (KEYS + "existence", {}, 'needs "keywords", a list of words'),
         (KEYS + "existence", {"keywords": []}, "not []"),
         (KEYS + "existence", {"keywords": "owl"}, "not 'owl'"),
-        (KEYS + "existence", {"keywords": ["x" * (MAX_WORD + 1)]}, f"at most {MAX_WORD} characters"),
+        (KEYS + "existence", {"keywords": ["x" * (MAX_WORD_CHARS + 1)]}, f"at most {MAX_WORD_CHARS} characters"),
         (KEYS + "letter_frequency", {**THREE_Q, "letter": "qu"}, "one letter"),
         (KEYS + "frequency", {**TWO_OWLS, "relation": "more than"}, '"at least" or "less than", not'),
         (
@@ -288,7 +288,7 @@ def test_wrong_arguments_are_refused(name: str, arguments: Any, message: str) ->
 
 
 def test_empty_arguments_are_left_out() -> None:
-    """The hub's rows carry every argument there is, most of them empty."""
+    """Rows of the hub have every argument of every instruction, most of them empty."""
     given = {**dict.fromkeys((*SECOND, *TWO_OWLS)), "relation": "at least", "num_words": 5}
     assert read_arguments(LENGTH + "number_words", given) == {"relation": "at least", "num_words": 5}
 
@@ -323,26 +323,27 @@ HOSTILE = {
 
 @pytest.mark.parametrize("kind", HOSTILE)
 def test_hostile_answers_take_less_than_a_second(kind: str) -> None:
-    """For each kind of instruction, all eight readings of the loose verdict included."""
-    detect("x")  # loads the profiles
+    """Every kind of instruction is checked on the text and on all its loose variants."""
+    # loads the language profiles, which must not count
+    detect_language("x")
     first = {row[0]: row[1] for row in reversed(ROWS)}
     for name, arguments in first.items():
         begin = time.process_time()
-        follow([name], [arguments], HOSTILE[kind])
+        check_instructions([name], [arguments], HOSTILE[kind])
         assert time.process_time() - begin < 1, name
 
 
 def test_hostile_keywords_are_literal_and_fast() -> None:
     text = "a" * SIZE
     begin = time.process_time()
-    for keyword in ("(a+)+$", "(a|a)*b", "[", "\\", "a{1000}{1000}", "a" * (MAX_WORD - 1) + "b", "\x00"):
-        assert follow([KEYS + "existence"], [{"keywords": [keyword]}], text).strict == (False,)
-        assert follow([KEYS + "forbidden_words"], [{"forbidden_words": [keyword]}], text).strict == (True,)
-        assert follow([KEYS + "frequency"], [{**TWO_OWLS, "keyword": keyword}], text).strict == (False,)
-        assert follow([FORMAT + "multiple_sections"], [{**SECTIONS, "section_spliter": keyword}], text).strict == (
-            False,
-        )
-        assert follow([CONTENT + "postscript"], [{"postscript_marker": keyword}], text).strict == (False,)
+    for keyword in ("(a+)+$", "(a|a)*b", "[", "\\", "a{1000}{1000}", "a" * (MAX_WORD_CHARS - 1) + "b", "\x00"):
+        assert check_instructions([KEYS + "existence"], [{"keywords": [keyword]}], text).strict == (False,)
+        assert check_instructions([KEYS + "forbidden_words"], [{"forbidden_words": [keyword]}], text).strict == (True,)
+        assert check_instructions([KEYS + "frequency"], [{**TWO_OWLS, "keyword": keyword}], text).strict == (False,)
+        assert check_instructions(
+            [FORMAT + "multiple_sections"], [{**SECTIONS, "section_spliter": keyword}], text
+        ).strict == (False,)
+        assert check_instructions([CONTENT + "postscript"], [{"postscript_marker": keyword}], text).strict == (False,)
     assert time.process_time() - begin < 7
 
 
@@ -350,23 +351,23 @@ def test_hostile_keywords_are_literal_and_fast() -> None:
 def test_any_text_gets_a_verdict(text: str) -> None:
     names = [row[0] for row in ROWS if not row[0].startswith(("language", CASE + "english"))]
     arguments = [row[1] for row in ROWS if not row[0].startswith(("language", CASE + "english"))]
-    verdicts = follow(names, arguments, text)
+    verdicts = check_instructions(names, arguments, text)
     for strict, loose in zip(verdicts.strict, verdicts.loose, strict=True):
         assert isinstance(strict, bool)
-        assert loose >= strict, "loose forgives"
+        assert loose >= strict, "a strict verdict is also a loose one"
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])
 def test_a_text_can_be_written_for_every_kind(row: tuple[str, dict[str, Any], str, bool, str]) -> None:
     name, arguments = row[0], row[1]
-    text = write([name], [arguments])
+    text = write_text([name], [arguments])
     assert text is not None
-    assert follow([name], [arguments], text).strict == (True,)
+    assert check_instructions([name], [arguments], text).strict == (True,)
 
 
-def test_no_text_is_claimed_for_a_contradiction() -> None:
-    assert write([CASE + "english_capital", CASE + "english_lowercase"], [{}, {}]) is None
+def test_no_text_is_found_for_a_contradiction() -> None:
+    assert write_text([CASE + "english_capital", CASE + "english_lowercase"], [{}, {}]) is None
     repeat = {"prompt_to_repeat": "Write it, please."}
-    assert write(["combination:repeat_prompt", "punctuation:no_comma"], [repeat, {}]) is None
-    assert write([LENGTH + "number_paragraphs"], [{"num_paragraphs": 0}]) is None
-    assert write([LENGTH + "number_words"], [{"relation": "less than", "num_words": 0}]) is None
+    assert write_text(["combination:repeat_prompt", "punctuation:no_comma"], [repeat, {}]) is None
+    assert write_text([LENGTH + "number_paragraphs"], [{"num_paragraphs": 0}]) is None
+    assert write_text([LENGTH + "number_words"], [{"relation": "less than", "num_words": 0}]) is None

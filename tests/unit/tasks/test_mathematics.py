@@ -1,4 +1,4 @@
-"""The mathematics tasks: what is found, what is equal, what is too much work, and where rows come from."""
+"""Tests of the mathematics tasks: finding answers, comparing them, work limits, prompts, and sources of rows."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import pytest
 
 from cohort.errors import TaskError
 from cohort.scoring.pool import ScoringPool
-from cohort.tasks.base import get_task, grade, load_rows, plain_answer, self_check
+from cohort.tasks.base import get_task, grade, load_rows, make_plain_answer, run_self_check
 from cohort.tasks.mathematics.equality import compare
-from cohort.tasks.mathematics.notation import MAX_CHARS, clean, read
+from cohort.tasks.mathematics.notation import MAX_CHARS, clean_latex, read_structure
 from cohort.tasks.mathematics.quantity import read_quantity
 from cohort.tasks.mathematics.task import AIME24, INSTRUCTION, Math12k, Math500, Minerva, Olympiad, make_row
 from cohort.tasks.ref import TaskRef
@@ -27,7 +27,7 @@ NAMES = ("math12k", "math500", "aime24", "amc", "minerva", "olympiad")
 HALF = {"id": "0", "problem": "?", "answer": "\\frac{1}{2}"}
 
 
-# ---- what is equal
+# ---- comparing answers
 
 
 @pytest.mark.parametrize(("gold", "answer", "same", "why"), SAME_OR_NOT)
@@ -44,7 +44,7 @@ def test_equal_within_a_tolerance(gold: str, answer: str, same: bool, why: str) 
 
 
 @pytest.mark.parametrize(("problem", "gold", "answer", "same", "why"), IN_A_PROBLEM)
-def test_the_problem_decides_too(problem: str, gold: str, answer: str, same: bool, why: str) -> None:
+def test_equal_or_not_given_the_problem(problem: str, gold: str, answer: str, same: bool, why: str) -> None:
     assert compare(gold, answer, problem=problem).equal == same, why
     assert compare(gold, gold, problem=problem).equal
 
@@ -55,8 +55,11 @@ def test_the_tables_are_large_enough() -> None:
     assert len(HOSTILE) >= 40
 
 
-def test_the_gold_decides_what_is_asked_for() -> None:
-    """Not symmetric: a value may be given for an equation's name, an equation's side not for the equation."""
+def test_comparison_is_not_symmetric() -> None:
+    """A gold value accepts an equation that ends with it, but a gold equation does not accept one of its sides.
+
+    A rounded gold accepts the exact value, but an exact gold does not accept a rounded value.
+    """
     assert compare("5", "x + 1 = 5").equal
     assert not compare("x + 1 = 5", "5").equal
     assert compare("0.333", "\\frac{1}{3}").equal
@@ -66,11 +69,11 @@ def test_the_gold_decides_what_is_asked_for() -> None:
 @pytest.mark.parametrize(
     "text", ["1/0", "1 2 3", "..", "1..2", "--1", "%", "1,2", "\\frac{1}{}", "0x10", "1e", "\u00b2"]
 )
-def test_what_is_no_number(text: str) -> None:
+def test_text_that_is_not_one_number(text: str) -> None:
     assert read_quantity(text) is None
 
 
-def test_every_text_has_a_reading() -> None:
+def test_any_text_can_be_compared() -> None:
     for text in (
         "",
         ",",
@@ -90,7 +93,7 @@ def test_every_text_has_a_reading() -> None:
     ):
         assert compare("5", text).equal == (text == "=5")
         assert not compare(text, "5").equal or text == "=5"
-        read(clean(text))
+        read_structure(clean_latex(text))
 
 
 @pytest.mark.parametrize(
@@ -103,15 +106,15 @@ def test_every_text_has_a_reading() -> None:
         ("Factor $x^2 - 1$.", "(x-1)(x+1)", "y = x^2-1", "(x+1)(x-1)"),
     ],
 )
-def test_a_copied_question_is_no_answer(problem: str, gold: str, copied: str, worked_out: str) -> None:
+def test_a_copy_of_the_problem_is_wrong(problem: str, gold: str, copied: str, worked_out: str) -> None:
     row = {"id": "0", "problem": problem, "answer": gold}
-    for text, correct, reason in ((copied, 0, "it repeats the problem"), (worked_out, 1, ""), (gold, 1, "")):
-        outcome = grade(Math500(), row, plain_answer(f"\\boxed{{{text}}}"))
+    for text, correct, reason in ((copied, 0, "the answer repeats the problem"), (worked_out, 1, ""), (gold, 1, "")):
+        outcome = grade(Math500(), row, make_plain_answer(f"\\boxed{{{text}}}"))
         assert (outcome.parts["correct"], outcome.reason) == (correct, reason)
 
 
-def test_what_the_problem_names_may_be_the_answer() -> None:
-    """Values, names and what is spelt like the gold are not worked out any further."""
+def test_finished_values_may_be_copied_from_the_problem() -> None:
+    """Values, names and text that is spelt like the gold are finished, so copying them is right."""
     for problem, gold, answer in (
         ("Is it $-3$ or $\\frac{1}{2}$?", "\\frac{1}{2}", "1/2"),
         ("Which is larger, $2^{30}$ or $3^{20}$?", "3^{20}", "3^{20}"),
@@ -119,16 +122,17 @@ def test_what_the_problem_names_may_be_the_answer() -> None:
         ("Is $n$ even or odd?", "\\text{even}", "even"),
     ):
         row = {"id": "0", "problem": problem, "answer": gold}
-        assert grade(Math500(), row, plain_answer(f"\\boxed{{{answer}}}")).parts["correct"] == 1
+        assert grade(Math500(), row, make_plain_answer(f"\\boxed{{{answer}}}")).parts["correct"] == 1
 
 
-# ---- what is too much work
+# ---- work limits
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_answers_are_wrong_and_soon(name: str) -> None:
+def test_hostile_answers_are_wrong_within_two_seconds(name: str) -> None:
     gold, answer, reason = HOSTILE[name]
-    compare("\\sqrt{2}", "\\sqrt{3}")  # whoever comes first pays for the imports
+    # The first comparison imports sympy, which must not count.
+    compare("\\sqrt{2}", "\\sqrt{3}")
     begin = time.process_time()
     result = compare(gold, answer)
     assert time.process_time() - begin < 2.0
@@ -141,7 +145,7 @@ def test_hostile_answers_are_wrong_and_soon(name: str) -> None:
 
 @pytest.mark.slow
 def test_math_verify_alone_runs_past_its_limit() -> None:
-    """Its limit is a signal, which long arithmetic in C does not see; ours counts before anything is done."""
+    """math-verify's time-out is a signal, which long arithmetic in C does not see; ours estimates the work first."""
     from math_verify import LatexExtractionConfig, parse, verify
 
     answer = "\\frac{3^{2000000}+1}{2^{3000000}+1}"
@@ -154,11 +158,11 @@ def test_math_verify_alone_runs_past_its_limit() -> None:
     assert time.process_time() - begin < 0.5
 
 
-def test_where_math_verify_is_too_kind_or_wrong() -> None:
-    """The reasons for not asking it alone; if one of these changes, `equality` may become simpler."""
+def test_cases_that_math_verify_gets_wrong() -> None:
+    """The reasons why `equality` does not rely on math-verify alone. If one changes, `equality` may become simpler."""
     from math_verify import LatexExtractionConfig, parse, verify
 
-    def same(gold: str, answer: str) -> bool:
+    def is_same_by_math_verify(gold: str, answer: str) -> bool:
         one, other = (parse(f"${text}$", [LatexExtractionConfig()]) for text in (gold, answer))
         return verify(one, other)
 
@@ -173,14 +177,14 @@ def test_where_math_verify_is_too_kind_or_wrong() -> None:
         ("10", "5 5"),
         ("(1,2)", "\\{1, 2\\}"),
     ):
-        assert same(gold, answer)
+        assert is_same_by_math_verify(gold, answer)
         assert not compare(gold, answer).equal
     for gold, answer in (
         ("\\cos 58^\\circ", "\\sin 32^\\circ"),
         ("(5,\\infty)", "x > 5"),
         ("\\frac{35}{2} \\pi", "35/2 \\pi"),
     ):
-        assert not same(gold, answer)
+        assert not is_same_by_math_verify(gold, answer)
         assert compare(gold, answer).equal
 
 
@@ -198,28 +202,28 @@ class Quick(Mathematics):
 """
 
 
-def test_what_passes_the_counts_and_hangs_is_ended_and_wrong(tmp_path: Path) -> None:
-    """An equation that sympy cannot be got to stop solving; its neighbours are scored as ever."""
+def test_an_answer_that_hangs_in_spite_of_the_limits_is_ended_and_wrong(tmp_path: Path) -> None:
+    """sympy does not stop solving the second equation; the scoring pool ends it, and the other answers are scored."""
     (tmp_path / "quick.py").write_text(QUICK)
     plane = {"id": "1", "problem": "?", "answer": "5x - 7y + 11z + 4 = 0"}
-    asked = [
-        (HALF, plain_answer("\\boxed{0.5}")),
-        (plane, plain_answer("\\boxed{x^{z}+y^{x}\\sin(zy)=z^{y}}")),
-        (plane, plain_answer("\\boxed{-5x + 7y - 11z = 4}")),
-        (HALF, plain_answer("\\boxed{\\sqrt{2}}")),
+    answers = [
+        (HALF, make_plain_answer("\\boxed{0.5}")),
+        (plane, make_plain_answer("\\boxed{x^{z}+y^{x}\\sin(zy)=z^{y}}")),
+        (plane, make_plain_answer("\\boxed{-5x + 7y - 11z = 4}")),
+        (HALF, make_plain_answer("\\boxed{\\sqrt{2}}")),
     ]
     begin = time.monotonic()
     with ScoringPool(TaskRef(name="quick-math", path=str(tmp_path / "quick.py"))) as pool:
-        outcomes = pool.score(asked)
+        outcomes = pool.score(answers)
         assert [o.parts.get("correct") for o in outcomes] == [1, 0, 1, 0]
         assert outcomes[1].reason == "over the grader's work limit of 1 s"
         assert (pool.num_over_limit, pool.num_failures, pool.num_restarts) == (1, 0, 1)
     assert time.monotonic() - begin < 60
 
 
-# ---- what is found
+# ---- finding the answer
 
-# completion, correct, format, what the reason contains; the gold answer is 1/2
+# completion, correct, format, a part of the reason; the gold answer is 1/2
 COMPLETIONS = [
     ("So it is $\\boxed{\\frac{1}{2}}$.", 1, 1, ""),
     ("\\boxed{0.5}", 1, 1, ""),
@@ -266,8 +270,8 @@ COMPLETIONS = [
 
 
 @pytest.mark.parametrize(("text", "correct", "formatted", "reason"), COMPLETIONS, ids=range(len(COMPLETIONS)))
-def test_what_a_completion_says(text: str, correct: int, formatted: int, reason: str) -> None:
-    outcome = grade(Math500(), HALF, plain_answer(text))
+def test_answers_are_found_in_completions(text: str, correct: int, formatted: int, reason: str) -> None:
+    outcome = grade(Math500(), HALF, make_plain_answer(text))
     assert outcome.parts == {"correct": correct, "format": formatted}
     assert reason in outcome.reason
     assert (outcome.reason == "") == bool(correct)
@@ -276,18 +280,19 @@ def test_what_a_completion_says(text: str, correct: int, formatted: int, reason:
 def test_several_accepted_forms_and_a_tolerance() -> None:
     row = {"id": "0", "problem": "?", "answer": "6630.65", "answers": ["6630"]}
     verdicts = {
-        text: grade(Minerva(), row, plain_answer(f"\\boxed{{{text}}}")).parts["correct"] for text in ("6630", "6700")
+        text: grade(Minerva(), row, make_plain_answer(f"\\boxed{{{text}}}")).parts["correct"]
+        for text in ("6630", "6700")
     }
     assert verdicts == {"6630": 1, "6700": 0}
-    assert grade(Minerva(tolerance=0), row, plain_answer("\\boxed{6631}")).parts["correct"] == 0
-    assert grade(Minerva(), row, plain_answer("\\boxed{6631}")).parts["correct"] == 1
-    assert grade(Math500(), row, plain_answer("\\boxed{6631}")).parts["correct"] == 0
+    assert grade(Minerva(tolerance=0), row, make_plain_answer("\\boxed{6631}")).parts["correct"] == 0
+    assert grade(Minerva(), row, make_plain_answer("\\boxed{6631}")).parts["correct"] == 1
+    assert grade(Math500(), row, make_plain_answer("\\boxed{6631}")).parts["correct"] == 0
 
 
-# ---- what is asked
+# ---- prompts
 
 
-def test_three_ways_to_ask() -> None:
+def test_prompts_of_the_three_styles() -> None:
     row = {"problem": "1+1?"}
     assert Math500().prompt(row) == [{"role": "user", "content": f"1+1?\n\n{INSTRUCTION}"}]
     system, user = Math500(style="qwen_math").prompt(row)
@@ -299,10 +304,11 @@ def test_three_ways_to_ask() -> None:
     assert Math500(style="none").prompt(row) == [user]
 
 
-# ---- where rows come from
+# ---- sources of rows
 
 
-def write(path: Path, rows: list) -> str:
+def write_rows(path: Path, rows: list) -> str:
+    """Writes the rows as JSON Lines and returns the path as text."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
 
@@ -319,21 +325,22 @@ MATH_TRAIN = [
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("COHORT_DATA", str(tmp_path))
-    write(tmp_path / "math_train_12k.jsonl", MATH_TRAIN)
-    write(
+    write_rows(tmp_path / "math_train_12k.jsonl", MATH_TRAIN)
+    write_rows(
         tmp_path / "math500.jsonl", [{"problem": "e", "answer": "5", "level": 1}, {"problem": "f", "answer": "(1,2)"}]
     )
-    write(tmp_path / "aime24.jsonl", [{"problem": "g", "answer": "025"}, {"problem": "h", "answer": 7}])
-    write(tmp_path / "amc.jsonl", [{"problem": "i", "answer": "142"}])
-    write(tmp_path / "minerva_math.jsonl", [{"problem": "j", "answer": "0.01", "answers": ["0.01", "0.02"]}])
-    write(tmp_path / "olympiadbench.jsonl", [{"problem": "k", "answer": "$-1$,$2$"}])
+    write_rows(tmp_path / "aime24.jsonl", [{"problem": "g", "answer": "025"}, {"problem": "h", "answer": 7}])
+    write_rows(tmp_path / "amc.jsonl", [{"problem": "i", "answer": "142"}])
+    write_rows(tmp_path / "minerva_math.jsonl", [{"problem": "j", "answer": "0.01", "answers": ["0.01", "0.02"]}])
+    write_rows(tmp_path / "olympiadbench.jsonl", [{"problem": "k", "answer": "$-1$,$2$"}])
     return tmp_path
 
 
 def test_rows_of_every_task(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         train = load_rows(Math12k(), "train")
-    assert [row["problem"] for row in train] == ["a", "b", "c"]  # d has no answer, e is tested on
+    # d has no answer, and e is in the test set
+    assert [row["problem"] for row in train] == ["a", "b", "c"]
     assert "without an answer left out: 1" in caplog.text
     assert [row.get("level") for row in train] == [3, 5, None]
     assert [row["problem"] for row in load_rows(Math12k(levels=(3, 4)), "train")] == ["a"]
@@ -343,10 +350,10 @@ def test_rows_of_every_task(folder: Path, caplog: pytest.LogCaptureFixture) -> N
     for name in NAMES:
         task = get_task(name)()
         rows = load_rows(task, "test")
-        assert [grade(task, row, plain_answer(task.gold(row))).parts for row in rows] == [
+        assert [grade(task, row, make_plain_answer(task.gold(row))).parts for row in rows] == [
             {"correct": 1, "format": 1}
         ] * len(rows)
-    assert self_check(Math12k()).num_gold == 5
+    assert run_self_check(Math12k()).num_gold == 5
 
 
 def test_sets_for_testing_have_no_train_rows(folder: Path) -> None:
@@ -358,53 +365,53 @@ def test_sets_for_testing_have_no_train_rows(folder: Path) -> None:
 
 
 def test_rows_of_other_files(tmp_path: Path) -> None:
-    mine = write(tmp_path / "mine_test.jsonl", [{"question": "q", "final": "7"}])
+    mine = write_rows(tmp_path / "mine_test.jsonl", [{"question": "q", "final": "7"}])
     assert load_rows(Olympiad(data=mine, columns=("answer=final",)), "test")[0]["problem"] == "q"
-    solved = write(tmp_path / "solved.jsonl", [{"problem": "p", "solution": "We get \\boxed{\\frac{1}{2}}."}])
+    solved = write_rows(tmp_path / "solved.jsonl", [{"problem": "p", "solution": "We get \\boxed{\\frac{1}{2}}."}])
     assert load_rows(Minerva(data=solved), "test")[0]["answer"] == "\\frac{1}{2}"
 
 
 @pytest.mark.parametrize(
     ("raw", "message"),
     [
-        ({"answer": "1"}, "problem is not a text"),
-        ({"problem": " ", "answer": "1"}, "problem is not a text"),
-        ({"problem": "p"}, "answer is neither"),
-        ({"problem": "p", "answer": True}, "answer is neither"),
-        ({"problem": "p", "answer": ["1"]}, "answer is neither"),
-        ({"problem": "p", "solution": "no box"}, "answer is neither"),
-        ({"problem": "p", "answer": "1", "answers": "2"}, "answers is not a list"),
+        ({"answer": "1"}, 'column "problem" has .*, not a text'),
+        ({"problem": " ", "answer": "1"}, 'column "problem" has .*, not a text'),
+        ({"problem": "p"}, 'column "answer" has .*, neither a text nor a number'),
+        ({"problem": "p", "answer": True}, 'column "answer" has .*, neither a text nor a number'),
+        ({"problem": "p", "answer": ["1"]}, 'column "answer" has .*, neither a text nor a number'),
+        ({"problem": "p", "solution": "no box"}, 'column "answer" has .*, neither a text nor a number'),
+        ({"problem": "p", "answer": "1", "answers": "2"}, 'column "answers" has .*, not a list of texts'),
     ],
 )
-def test_rows_that_are_none_are_refused(raw: dict, message: str, tmp_path: Path) -> None:
+def test_bad_rows_are_refused(raw: dict, message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
         make_row(raw)
-    path = write(tmp_path / "bad.jsonl", [{"problem": "good", "answer": "1"}, raw])
+    path = write_rows(tmp_path / "bad.jsonl", [{"problem": "good", "answer": "1"}, raw])
     with pytest.raises(TaskError, match=f"bad.jsonl, line 2.*{message}"):
         load_rows(Math500(data=path), "test")
 
 
-def test_knobs_are_checked() -> None:
-    for knobs, message in (
+def test_settings_are_checked() -> None:
+    for settings, message in (
         ({"levels": (0,)}, "levels among 1 2 3 4 5"),
         ({"style": "loud"}, "math12k needs style among"),
     ):
         with pytest.raises(TaskError, match=message):
-            Math12k(**knobs)
+            Math12k(**settings)
     with pytest.raises(TaskError, match="minerva needs a tolerance"):
         Minerva(tolerance=1.5)
     for name in NAMES:
         task = get_task(name)()
-        assert TaskRef.of(task).load() == task
+        assert TaskRef.from_task(task).load() == task
         assert (task.work_seconds, task.max_tokens) == (5.0, 3000)
 
 
-# ---- where the package is
+# ---- math-verify is missing, or imported by workers only
 
 
 def test_a_missing_package_is_named_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "math_verify" else found(name))
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "math_verify" else find_spec(name))
     with pytest.raises(TaskError, match=r"scoring math500 needs math_verify, .*pip install 'cohort\[math\]'"):
         ScoringPool(Math500())
     assert Math500().prompt(HALF)
@@ -412,21 +419,22 @@ def test_a_missing_package_is_named_before_anything_starts(monkeypatch: pytest.M
 
 def test_a_missing_package_is_named_in_process_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "latex2sympy2_extended", None)
-    assert grade(Math500(), HALF, plain_answer("\\boxed{0.5}")).parts["correct"] == 1  # a number needs no package
+    # comparing numbers needs no package
+    assert grade(Math500(), HALF, make_plain_answer("\\boxed{0.5}")).parts["correct"] == 1
     with pytest.raises(TaskError, match=r"needs math-verify: pip install 'cohort\[math\]'"):
-        grade(Math500(), HALF | {"answer": "\\pi"}, plain_answer("\\boxed{\\sin(7^{\\circ})}"))
+        grade(Math500(), HALF | {"answer": "\\pi"}, make_plain_answer("\\boxed{\\sin(7^{\\circ})}"))
 
 
 PARENT = """
 import sys
 from cohort.scoring.pool import ScoringPool
-from cohort.tasks.base import plain_answer
+from cohort.tasks.base import make_plain_answer
 from cohort.tasks.mathematics.task import Math500
 
 task, row = Math500(), {"id": "0", "problem": "?", "answer": "\\\\sqrt{18}"}
 task.prompt(row)
 with ScoringPool(task) as pool:
-    print([o.parts["correct"] for o in pool.score([(row, plain_answer("\\\\boxed{3\\\\sqrt{2}}"))])])
+    print([o.parts["correct"] for o in pool.score([(row, make_plain_answer("\\\\boxed{3\\\\sqrt{2}}"))])])
 print(sorted({"sympy", "math_verify", "latex2sympy2_extended"} & sys.modules.keys()))
 """
 
@@ -449,7 +457,7 @@ def test_every_gold_answer_of_the_real_sets_is_right(name: str) -> None:
     rows = load_rows(task, "train" if name == "math12k" else "test")
     assert len(rows) == SIZES.get(name, 11_993)
     for row in rows:
-        outcome = grade(task, row, plain_answer(f"We find\n\\[\\boxed{{{row['answer']}}}\\]"))
+        outcome = grade(task, row, make_plain_answer(f"We find\n\\[\\boxed{{{row['answer']}}}\\]"))
         assert outcome.parts == {"correct": 1, "format": 1}, (row["answer"], outcome.reason)
 
 
@@ -468,13 +476,13 @@ REWRITTEN = {
 @DATA
 @pytest.mark.parametrize("name", ["math500", "olympiad", "minerva"])
 def test_golds_of_the_real_sets_as_models_write_them(name: str) -> None:
-    """And another problem's answer is wrong, unless it is the same."""
+    """Rewritten golds are right, and the gold of the next problem is wrong, unless it is the same."""
     golds = [row["answer"] for row in load_rows(get_task(name)(), "test")]
     for gold in golds:
         for way, rewrite in REWRITTEN.items():
             answer = rewrite(gold.strip("$") if gold.count("$") <= 2 and "\\$" not in gold else gold)
             assert compare(gold, answer).equal, (way, gold, answer)
-    values = [clean(gold).rpartition("=")[2].strip() for gold in golds]
+    values = [clean_latex(gold).rpartition("=")[2].strip() for gold in golds]
     same = [(a, b) for a, b in zip(values, values[1:] + values[:1], strict=True) if compare(a, b).equal]
     assert all(a == b or read_quantity(a) == read_quantity(b) for a, b in same), same
     assert len(same) < len(golds) // 20

@@ -1,4 +1,4 @@
-"""Numbers as people write them, one at a time; completions as models write them are in `test_gsm8k`."""
+"""Reading of single numbers in many spellings. Whole completions are in `test_gsm8k`."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cohort.tasks.expression import MAX_CHARS, MAX_DIGITS
-from cohort.tasks.numbers import find_marked, last_number, read_quantity
+from cohort.tasks.numbers import find_marked_answer, read_last_number, read_quantity
 
 attack = settings(max_examples=200, derandomize=True, deadline=None, database=None)
 
-# ways to write a whole number, then ways to write something around it; all of one kind go with all of another
+# Spellings of a whole number, then texts around it. Every spelling is tested in every text.
 SPELLINGS = {
     "plain": str,
     "commas": "{:,}".format,
@@ -84,7 +84,7 @@ anything = st.one_of(st.text(max_size=200), soup, st.lists(pieces, max_size=40).
 @given(whole, st.sampled_from(sorted(SPELLINGS)), st.sampled_from(SETTINGS), st.sampled_from(MARKERS))
 def test_a_whole_number_is_read_back(number: int, spelling: str, setting: str, marker: str) -> None:
     text = marker.format(setting.format(SPELLINGS[spelling](number)))
-    marked = find_marked(text)
+    marked = find_marked_answer(text)
     assert marked.text is not None
     assert read_quantity(marked.text).value == number, text
 
@@ -117,7 +117,7 @@ def test_a_decimal_is_read_back(scaled: int, places: int) -> None:
     text = f"{'-' if scaled < 0 else ''}{digits[:-places]}.{digits[-places:]}"
     assert read_quantity(text).value == value
     assert read_quantity(f"${text} per day").value == value
-    assert last_number(f"It comes to {text}, I think.").value == value
+    assert read_last_number(f"It comes to {text}, I think.").value == value
 
 
 @attack
@@ -129,16 +129,16 @@ def test_two_numbers_are_never_one(one: int, other: int, between: str) -> None:
 @attack
 @given(anything)
 def test_nothing_raises_and_every_refusal_has_a_reason(text: str) -> None:
-    marked = find_marked(text)
+    marked = find_marked_answer(text)
     assert (marked.text is None) == bool(marked.reason)
-    for read in (read_quantity(text), last_number(text)):
+    for read in (read_quantity(text), read_last_number(text)):
         assert (read.value is None) == bool(read.reason)
 
 
 @attack
 @given(anything, whole)
 def test_whatever_stands_before_it_the_last_marker_counts(text: str, number: int) -> None:
-    marked = find_marked(f"{text}</think>\n#### {number}")
+    marked = find_marked_answer(f"{text}</think>\n#### {number}")
     assert marked.text is not None
     assert read_quantity(marked.text).value == number
     assert "hashes" in marked.kinds
@@ -151,7 +151,7 @@ def test_whatever_stands_before_it_the_last_marker_counts(text: str, number: int
         (r"\boxed{18}", {"boxed"}),
         ("<answer>18</answer>", {"tags"}),
         (r"<answer>\boxed{18}</answer>", {"tags", "boxed"}),
-        (r"#### \boxed{18}", {"boxed"}),  # the hashes hold nothing of their own
+        (r"#### \boxed{18}", {"boxed"}),  # the hashes have nothing of their own after them
         ("#### 18 <answer>7</answer>", {"hashes", "tags"}),
         ("#### eighteen", set()),
         (r"\boxed{} <answer></answer> ####", set()),
@@ -161,7 +161,7 @@ def test_whatever_stands_before_it_the_last_marker_counts(text: str, number: int
     ],
 )
 def test_which_kinds_of_marker_hold_a_number(text: str, kinds: set[str]) -> None:
-    assert find_marked(text).kinds == kinds
+    assert find_marked_answer(text).kinds == kinds
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ def test_which_kinds_of_marker_hold_a_number(text: str, kinds: set[str]) -> None
     ],
 )
 def test_the_last_number(text: str, value: Fraction) -> None:
-    assert last_number(text).value == value
+    assert read_last_number(text).value == value
 
 
 @pytest.mark.parametrize(
@@ -199,8 +199,8 @@ def test_the_last_number(text: str, value: Fraction) -> None:
     ],
 )
 def test_no_last_number(text: str, reason: str) -> None:
-    assert last_number(text).value is None
-    assert reason in last_number(text).reason
+    assert read_last_number(text).value is None
+    assert reason in read_last_number(text).reason
 
 
 def test_each_limit_lets_its_last_value_through() -> None:

@@ -1,4 +1,4 @@
-"""Rows from files and from the hub: every format gives the same rows, and what is wrong is named with its place."""
+"""Rows from files and from the hub: every format gives the same rows, and errors name the file and line."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from cohort.errors import TaskError
-from cohort.tasks.source import Place, from_anywhere, read_rows
+from cohort.tasks.source import Place, make_data_path_absolute, read_rows
 from cohort.types import Row
 
 RAW = [
@@ -27,19 +27,19 @@ PLACES = {
     "train": Place(file="sums_train.jsonl", hub="someone/sums:main", split="train"),
     "test": Place(file="sums_test.jsonl", hub="someone/sums:main", split="validation"),
 }
-OWN = ("question", "answer")
+COLUMNS = ("question", "answer")
 DATA = os.environ.get("COHORT_DATA", "")
 
 
 def make(raw: dict[str, Any]) -> Row:
-    for name in OWN:
+    for name in COLUMNS:
         if not isinstance(raw.get(name), str):
             raise ValueError(f"{name} is not text")
     return {"question": raw["question"], "answer": raw["answer"]}
 
 
 def read(data: str | Path = "", split: str = "test", columns: tuple[str, ...] = (), **changes: Any) -> list[Row]:
-    settings = {"places": PLACES, "make": make, "key": "question", "own": OWN} | changes
+    settings = {"places": PLACES, "make": make, "key": "question", "task_columns": COLUMNS} | changes
     return list(read_rows("sums", split, data=str(data), columns=columns, **settings))
 
 
@@ -110,32 +110,36 @@ A = '{"question": "a", "answer": "1"}\n'
     [
         ("a.jsonl", A + "no\n", "a.jsonl, line 2 is not JSON: Expecting value (column 1)"),
         ("a.jsonl", '\n\n{"question": "a"', "a.jsonl, line 3 is not JSON"),
-        ("a.jsonl", f"[{A.strip()}]", "a.jsonl, line 1 is [{'question': 'a', 'answer': '1'}], not"),
-        ("a.jsonl", "null\n", "a.jsonl, line 1 is None, not an object"),
+        ("a.jsonl", f"[{A.strip()}]", "a.jsonl, line 1 is [{'question': 'a', 'answer': '1'}]; a row must be an object"),
+        ("a.jsonl", "null\n", "a.jsonl, line 1 is None; a row must be an object"),
         ("a.jsonl", '{"question": "a", "answer": NaN}', "line 1 is not JSON: NaN is not a number"),
         ("a.jsonl", '{"question": "a", "answer": [-Infinity]}', "-Infinity is not a number"),
-        ("a.jsonl", '{"question": "a", "answer": 1e999}', "1e999 is too large"),
+        ("a.jsonl", '{"question": "a", "answer": 1e999}', "the number 1e999 is too large"),
         ("a.jsonl", '{"question": "\\ud83e", "answer": "1"}', "half a character"),
         ("a.jsonl", "[" * 100_000, "line 1 is not JSON"),
         ("a.jsonl", '{"question": ' + "1" * 5000 + "}", "line 1 is not JSON"),
         ("a.jsonl", A + '{"question": "b", "answer": 1}', "line 2: answer is not text"),
-        ("a.jsonl", '{"question": "a", "Answer": "1"}', "answer is not text (its columns: ['question', 'Answer']; --"),
+        (
+            "a.jsonl",
+            '{"question": "a", "Answer": "1"}',
+            "answer is not text. Its columns: ['question', 'Answer']. Map one with --task",
+        ),
         ("a.jsonl", "", "a.jsonl has no rows"),
         ("a.jsonl", "\n \n", "a.jsonl has no rows"),
         ("a.json", "", "a.json has no rows"),
         ("a.json", "[]", "a.json has no rows"),
         ("a.json", '{"rows": []}', "not an array of objects"),
         ("a.json", '{"question": "a"}\n{"question": "b"}\n', "a.json, line 2 is not JSON: Extra data (column 1)"),
-        ("a.json", f"[{A}, 3]", "a.json, row 2 is 3, not an object"),
+        ("a.json", f"[{A}, 3]", "a.json, row 2 is 3; a row must be an object"),
         ("a.json", "[NaN]", "a.json is not JSON: NaN"),
         ("a.csv", "", "a.csv has no rows"),
         ("a.csv", "question,answer\n", "a.csv has no rows"),
-        ("a.csv", "question,answer\na,1\nb\n", "a.csv, line 3 has 1 cells, but there are 2 columns"),
+        ("a.csv", "question,answer\na,1\nb\n", "a.csv, line 3 has 1 cells, but the first line names 2 columns"),
         ("a.csv", "question,answer\na,1,2\n", "a.csv, line 2 has 3 cells"),
-        ("a.csv", "question,question\na,1\n", "two columns have the same name"),
+        ("a.csv", "question,question\na,1\n", "two columns in its first line have the same name"),
         ("a.csv", 'question,answer\na,1\n"b,2\n', "a.csv, line 3 is not CSV"),
-        ("a.csv", "question;answer\na;1\n", "line 2: question is not text (its columns: ['question;answer']"),
-        ("a.txt", "x", "a.txt: the name of a file with rows ends in .jsonl, .json, .csv, .parquet"),
+        ("a.csv", "question;answer\na;1\n", "line 2: question is not text. Its columns: ['question;answer']"),
+        ("a.txt", "x", "a.txt: the name of a file with rows must end in one of .jsonl, .json, .csv, .parquet"),
     ],
 )
 def test_what_is_wrong_with_a_file_is_named_with_its_place(
@@ -155,7 +159,7 @@ def test_a_missing_file_a_folder_and_an_unset_variable_are_named(tmp_path: Path,
     refused("nowhere.jsonl: there is no such file", tmp_path / "nowhere.jsonl")
     refused("there is no such file", "data/nowhere.jsonl")  # the name of a file, not of a data set
     refused("it is a folder", tmp_path)
-    refused("$COHORT_NOWHERE is not set", "$COHORT_NOWHERE/a.jsonl")
+    refused("the environment variable COHORT_NOWHERE is not set", "$COHORT_NOWHERE/a.jsonl")
     refused("there is no such file", "x" * 5000 + ".jsonl")
     lines(tmp_path / "a.jsonl", RAW)
     monkeypatch.setenv("COHORT_SOMEWHERE", str(tmp_path))
@@ -168,7 +172,9 @@ def test_parquet_gives_the_same_rows(tmp_path: Path) -> None:
     parquet = pytest.importorskip("pyarrow.parquet")
     file = tmp_path / "rows.parquet"
     parquet.write_table(pyarrow.Table.from_pylist([*RAW] * 700 + [{"question": None}]), file)
-    rows = read_rows("sums", "test", data=str(file), columns=(), places={}, make=make, key="question", own=OWN)
+    rows = read_rows(
+        "sums", "test", data=str(file), columns=(), places={}, make=make, key="question", task_columns=COLUMNS
+    )
     assert [next(rows) for _ in RAW] == read(lines(tmp_path / "rows.jsonl", RAW))
     with pytest.raises(TaskError, match=r"rows.parquet, row 2101: question is not text"):  # in the third batch
         next(rows)
@@ -180,7 +186,9 @@ def test_parquet_gives_the_same_rows(tmp_path: Path) -> None:
 def test_parquet_without_its_library_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     (tmp_path / "rows.parquet").write_bytes(b"PAR1")
-    refused("rows.parquet, pip install 'cohort[data]'", tmp_path / "rows.parquet")
+    refused(
+        "rows.parquet needs pyarrow, which is not installed; run pip install 'cohort[data]'", tmp_path / "rows.parquet"
+    )
 
 
 # -- columns ---------------------------------------------------------------------------------------------------------
@@ -204,15 +212,15 @@ def test_columns_can_be_exchanged_and_used_twice(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
-        (("qestion=Q",), 'columns names "qestion", which sums does not read. Did you mean "question"?'),
-        (("level=Q",), "which sums does not read. Valid: answer, question."),
-        (("question",), 'columns holds "question"; write ours=theirs, as in question=NAME'),
-        (("=Q",), 'columns holds "=Q"'),
-        (("question=",), 'columns holds "question="'),
-        (("",), 'columns holds ""'),
+        (("qestion=Q",), 'columns names "qestion", which is not a column that sums reads. Did you mean "question"?'),
+        (("level=Q",), "which is not a column that sums reads. Valid: answer, question."),
+        (("question",), 'columns has the entry "question"; write ours=theirs, as in question=NAME'),
+        (("=Q",), 'columns has the entry "=Q"'),
+        (("question=",), 'columns has the entry "question="'),
+        (("",), 'columns has the entry ""'),
         (("question=Q", "question=A"), 'columns names "question" twice'),
         (("question=QQ",), 'a.jsonl, line 1 has no column "QQ". Did you mean "Q"?'),
-        ("question", 'columns holds "question"'),  # text instead of a list of texts
+        ("question", 'columns has the entry "question"'),  # text instead of a list of texts
     ],
 )
 def test_a_wrong_mapping_is_refused(tmp_path: Path, columns: Any, message: str) -> None:
@@ -227,7 +235,7 @@ def test_a_mapped_column_has_to_be_in_every_row(tmp_path: Path) -> None:
 def test_a_column_that_a_task_takes_for_granted_is_named(tmp_path: Path) -> None:
     file = lines(tmp_path / "a.jsonl", [{"Q": "a"}])
     refused(
-        "line 1 has no column \"question\" (its columns: ['Q'];", file, make=lambda raw: {"question": raw["question"]}
+        "line 1 has no column \"question\". Its columns: ['Q'].", file, make=lambda raw: {"question": raw["question"]}
     )
     bug: dict[str, str] = {}
     with pytest.raises(KeyError):
@@ -258,11 +266,13 @@ def test_repetitions_are_left_out_with_one_warning(tmp_path: Path, caplog: pytes
     file = lines(tmp_path / "a.jsonl", rows)
     with caplog.at_level(logging.WARNING):
         assert pairs(read(file)) == pairs([RAW[0], RAW[2], RAW[1]])
-    assert [r.getMessage() for r in caplog.records] == [f"sums: {file}: repeated rows left out: 3 (line 3 is 1 again)"]
+    assert [r.getMessage() for r in caplog.records] == [
+        f"sums: {file}: repeated rows left out: 3 (first: line 3 repeats 1)"
+    ]
     assert caplog.records[0].name == "cohort.tasks.source"
 
 
-def test_spelling_alone_makes_no_other_problem_and_names_alone_no_other_row(tmp_path: Path) -> None:
+def test_rows_that_differ_in_spelling_or_id_are_the_same(tmp_path: Path) -> None:
     file = lines(tmp_path / "a.jsonl", [{"question": q, "answer": "4"} for q in ("What IS it?", "what is\nit? ")])
     ids = iter("ab")
     assert len(read(file, make=lambda raw: make(raw) | {"id": next(ids)})) == 1
@@ -281,17 +291,17 @@ def test_two_problems_with_one_id_are_refused(tmp_path: Path) -> None:
         return {"id": raw["answer"], "question": raw["question"]}
 
     file = table(tmp_path / "a.csv", [RAW[0], RAW[1], {"question": "1 + 3?", "answer": "4"}])
-    refused(f"sums: {file}, line 2 and line 5 have the same id '4'; give each its own", file, make=named)
-    twice = [{"question": f"{n}?", "answer": [4]} for n in range(2)]  # no id at all, which is for others to say
+    refused(f"sums: {file}, line 2 and line 5 have the same id '4'; give each its own id", file, make=named)
+    twice = [{"question": f"{n}?", "answer": [4]} for n in range(2)]  # a list is no valid id, which `load_rows` reports
     refused("line 1 and line 2 have the same id [4]", lines(tmp_path / "a.jsonl", twice), make=named)
 
 
-def test_a_path_is_made_good_for_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_path_of_a_file_that_exists_is_made_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines(tmp_path / "a_train.jsonl", RAW)
     monkeypatch.chdir(tmp_path)
-    assert from_anywhere("a_{split}.jsonl") == str(tmp_path / "a_{split}.jsonl")
+    assert make_data_path_absolute("a_{split}.jsonl") == str(tmp_path / "a_{split}.jsonl")
     for name in ("owner/name", "$FOLDER/a.jsonl", "~/a.jsonl", "nowhere.jsonl", str(tmp_path / "a_train.jsonl")):
-        assert from_anywhere(name) == name
+        assert make_data_path_absolute(name) == name
 
 
 def test_train_has_no_problem_of_test(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -300,7 +310,7 @@ def test_train_has_no_problem_of_test(tmp_path: Path, caplog: pytest.LogCaptureF
     with caplog.at_level(logging.WARNING):
         assert pairs(read(tmp_path / "a_{split}.jsonl", "train")) == pairs([RAW[0], RAW[1]])
     assert [record.getMessage() for record in caplog.records] == [
-        f"sums: {train}: repeated rows left out: 1 (line 4 is 1 again)",
+        f"sums: {train}: repeated rows left out: 1 (first: line 4 repeats 1)",
         f"sums: {train}: rows of test left out of train: 2 (first: line 2)",
     ]
     caplog.clear()
@@ -311,7 +321,7 @@ def test_train_has_no_problem_of_test(tmp_path: Path, caplog: pytest.LogCaptureF
 def test_train_that_is_all_of_test_is_refused(tmp_path: Path) -> None:
     for split in ("train", "test"):
         lines(tmp_path / f"a_{split}.jsonl", RAW)
-    refused("a_train.jsonl has no rows but those that test has too", tmp_path / "a_{split}.jsonl", "train")
+    refused("a_train.jsonl has no rows except rows that are also in test", tmp_path / "a_{split}.jsonl", "train")
 
 
 def test_train_can_be_read_without_test(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -326,7 +336,11 @@ def test_train_can_be_read_without_test(tmp_path: Path, caplog: pytest.LogCaptur
 
 def test_one_file_serves_testing_only(tmp_path: Path) -> None:
     file = lines(tmp_path / "a.jsonl", RAW)
-    refused(f'data "{file}" is one file and serves testing only; to train, write {{split}} in its name', file, "train")
+    refused(
+        f'data is "{file}", one file, which is for testing only; to train, give two files and write {{split}}',
+        file,
+        "train",
+    )
     refused('has no split "dev" in its data; it has train, test', file, "dev")
 
 
@@ -334,7 +348,7 @@ def test_one_file_serves_testing_only(tmp_path: Path) -> None:
 
 
 class Loaded:
-    """What the `datasets` library gives for a split."""
+    """Stands in for what the `datasets` library returns for a split."""
 
     def __init__(self, rows: list[dict[str, Any]]) -> None:
         self.rows = rows
@@ -347,7 +361,7 @@ class Loaded:
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, str | None, str], list[dict[str, Any]]]:
-    """A hub without a network: (name, config, split) -> rows."""
+    """A dict that stands in for the hub: (name, config, split) -> rows."""
     held: dict[tuple[str, str | None, str], list[dict[str, Any]]] = {}
     library, errors = ModuleType("datasets"), ModuleType("datasets.exceptions")
 
@@ -380,15 +394,18 @@ def test_the_folder_of_data_comes_before_the_hub(tmp_path: Path, monkeypatch: An
 
 @pytest.mark.usefixtures("no_hub")
 def test_without_file_and_library_both_remedies_are_named(tmp_path: Path, monkeypatch: Any) -> None:
-    remedies = "to read someone/sums:main from the Hugging Face hub, pip install 'cohort[data]'; or "
+    remedies = "sums:main from the Hugging Face hub needs the package datasets; run pip install 'cohort[data]', or "
     refused(remedies + "set COHORT_DATA to a folder with sums_test.jsonl")
     monkeypatch.setenv("COHORT_DATA", str(tmp_path))
-    refused(remedies + f"put sums_train.jsonl into {tmp_path} (COHORT_DATA)", split="train")
-    refused("a/b:c from the Hugging Face hub, pip install 'cohort[data]'; or give the path of a file", "a/b:c")
+    refused(remedies + f"put sums_train.jsonl into {tmp_path}, the folder that COHORT_DATA names", split="train")
+    refused(
+        "a/b:c from the Hugging Face hub needs the package datasets; run pip install 'cohort[data]', or give the path",
+        "a/b:c",
+    )
 
 
 def test_a_split_without_a_place_and_a_place_without_a_hub(tmp_path: Path, monkeypatch: Any) -> None:
-    refused("sums has no train rows of its own", split="train", places={"test": PLACES["test"]})
+    refused("sums comes without train rows", split="train", places={"test": PLACES["test"]})
     alone = {"test": Place(file="a.jsonl", hub="", split="")}
     refused("sums needs a file with its test rows: set COHORT_DATA to a folder with a.jsonl", places=alone)
     monkeypatch.setenv("COHORT_DATA", str(tmp_path))
@@ -407,9 +424,14 @@ def test_rows_of_a_hub_data_set(hub: dict, caplog: pytest.LogCaptureFixture) -> 
     refused("a/b.c, split train, row 1201: answer is not text", "a/b.c", "train", columns=("question=Q",))
 
 
-def test_a_hub_data_set_that_cannot_be_had(hub: dict, caplog: pytest.LogCaptureFixture) -> None:
-    refused("cannot read a/b:c, split test, from the Hugging Face hub: no test in a/b; or give the path", "a/b:c")
-    refused("no validation in someone/sums; or set COHORT_DATA to a folder with sums_test.jsonl")
+def test_a_hub_data_set_that_does_not_exist(hub: dict, caplog: pytest.LogCaptureFixture) -> None:
+    refused(
+        "split test, from the Hugging Face hub: no test in a/b; check its name and the network, or give the path",
+        "a/b:c",
+    )
+    refused(
+        "no validation in someone/sums; check its name and the network, or set COHORT_DATA to a folder with sums_test"
+    )
     hub["a/b", "c", "train"] = RAW
     with caplog.at_level(logging.DEBUG, logger="cohort.tasks.source"):
         assert len(read("a/b:c", "train")) == 3
@@ -435,7 +457,7 @@ def test_a_file_is_a_file_even_if_it_could_be_a_data_set(tmp_path: Path, monkeyp
 
 @pytest.mark.skipif(not DATA, reason="needs the data sets in $COHORT_DATA")
 def test_gsm8k_is_read_whole() -> None:
-    """No question is twice in it, and none in both files."""
+    """No question is in it twice, and none is in both files."""
     for split, size in (("train", 7473), ("test", 1319)):
         rows = read(f"{DATA}/gsm8k_{{split}}.jsonl", split)
         assert len(rows) == size == len({row["id"] for row in rows})

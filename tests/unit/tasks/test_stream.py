@@ -1,3 +1,5 @@
+"""The prompt stream: order, cursor, prompts that are too long, held-out prompts, ranks, and bad messages."""
+
 from __future__ import annotations
 
 from collections import OrderedDict
@@ -13,7 +15,7 @@ import pytest
 from cohort.errors import ConfigError, TaskError
 from cohort.run.store.rollouts import load_rollouts, save_rollouts
 from cohort.tasks.base import task
-from cohort.tasks.draws import Draws, permutation
+from cohort.tasks.draws import Draws, make_permutation
 from cohort.tasks.stream import TaskStream
 from cohort.types import Group, Provenance
 
@@ -26,7 +28,7 @@ class Rendered:
 
 
 class Letters:
-    """A tokenizer of one token a letter; a final assistant message is forced."""
+    """A tokenizer with one token per letter; a final assistant message is forced."""
 
     def render(self, messages: list[dict], tools: Any = None) -> Rendered:
         asked = "".join(m["content"] for m in messages if m["role"] != "assistant")
@@ -52,12 +54,13 @@ class Count:
         return {"correct": 1.0}
 
 
-def stream(**given: Any) -> TaskStream:
-    return TaskStream(given.pop("task", Count()), Letters(), **{"seed": 3, **given})
+def stream(**settings: Any) -> TaskStream:
+    """Returns a prompt stream of `Count` with these settings."""
+    return TaskStream(settings.pop("task", Count()), Letters(), **{"seed": 3, **settings})
 
 
 def test_every_epoch_is_a_different_permutation_and_counts_visits() -> None:
-    prompts = stream().next(40)
+    prompts = stream().next_prompts(40)
     epochs = [prompts[i : i + 10] for i in range(0, 40, 10)]
     for visit, epoch in enumerate(epochs):
         assert sorted(p.id for p in epoch) == sorted(f"train-{i}" for i in range(10))
@@ -66,17 +69,17 @@ def test_every_epoch_is_a_different_permutation_and_counts_visits() -> None:
 
 
 def test_the_cursor_is_the_whole_state() -> None:
-    whole = stream().next(37)
+    whole = stream().next_prompts(37)
     pieces = stream()
-    assert pieces.next(5) + pieces.next(0) + pieces.next(19) + pieces.next(13) == whole
+    assert pieces.next_prompts(5) + pieces.next_prompts(0) + pieces.next_prompts(19) + pieces.next_prompts(13) == whole
     assert pieces.cursor == 37
     for cursor in (0, 1, 9, 10, 23):
-        assert stream(cursor=cursor).next(3) == whole[cursor : cursor + 3]
+        assert stream(cursor=cursor).next_prompts(3) == whole[cursor : cursor + 3]
 
 
-def test_seed_and_split_name_the_order() -> None:
+def test_seed_and_split_decide_the_order() -> None:
     def order(**given: Any) -> list[int]:
-        return [p.row["n"] for p in stream(**given).next(10)]
+        return [p.row["n"] for p in stream(**given).next_prompts(10)]
 
     assert order() == order()
     assert order(seed=4) != order()
@@ -84,8 +87,8 @@ def test_seed_and_split_name_the_order() -> None:
 
 
 def test_the_order_never_changes() -> None:
-    """A resumed run must meet the rows it would have met, whatever version wrote its checkpoint."""
-    assert permutation(8, 0, "t", "train", 0) == PINNED
+    """A resumed run must get the same rows, whatever version of Cohort wrote its checkpoint."""
+    assert make_permutation(8, 0, "t", "train", 0) == PINNED
     assert [Draws("t", 0).below(100), Draws("t", 1).below(100)] == PINNED_DRAWS
 
 
@@ -103,7 +106,7 @@ def test_draws_are_uniform_and_in_range() -> None:
 
 
 def test_prompts_carry_their_rendering() -> None:
-    (prompt,) = stream(task=Count(size=1, prefix="<think>")).next(1)
+    (prompt,) = stream(task=Count(size=1, prefix="<think>")).next_prompts(1)
     assert (prompt.task, prompt.id, prompt.visit) == ("count", "train-0", 0)
     assert prompt.tokens == [ord(c) for c in "n<think>"]
     assert prompt.provenance == [0] + [3] * 7
@@ -113,30 +116,30 @@ def test_prompts_carry_their_rendering() -> None:
 
 
 def test_fewer_rows_than_prompts_is_an_error_with_both_numbers() -> None:
-    stream().check(10)
+    stream().check_enough_rows(10)
     with pytest.raises(ConfigError, match=r"has 10 train rows, fewer than batch.prompts = 11"):
-        stream().check(11)
+        stream().check_enough_rows(11)
 
 
 def test_long_prompts_stop_the_run_or_are_skipped_and_counted() -> None:
     with pytest.raises(TaskError, match=r'row "train-\d": the prompt has \d+ tokens, more than the 4 that fit'):
-        stream(max_prompt_tokens=4).next(10)
+        stream(max_prompt_tokens=4).next_prompts(10)
     skipping = stream(max_prompt_tokens=4, too_long="skip")
-    prompts = skipping.next(8)
+    prompts = skipping.next_prompts(8)
     assert sorted(p.row["n"] for p in prompts) == [0, 0, 1, 1, 2, 2, 3, 3]
     assert skipping.num_skipped == skipping.cursor - 8
     again = stream(max_prompt_tokens=4, too_long="skip")
-    assert again.next(3) + again.next(5) == prompts
+    assert again.next_prompts(3) + again.next_prompts(5) == prompts
     assert again.cursor == skipping.cursor
 
 
 def test_when_every_prompt_is_too_long_it_says_so() -> None:
     hopeless = stream(task=Count(size=3, prefix="x" * 50), max_prompt_tokens=4, too_long="skip")
     with pytest.raises(TaskError, match="every train prompt is longer than 4 tokens"):
-        hopeless.next(1)
+        hopeless.next_prompts(1)
 
 
-def test_a_shard_that_cannot_be_is_refused() -> None:
+def test_an_impossible_shard_is_refused() -> None:
     for shard in ((2, 2), (-1, 2), (0, 0)):
         with pytest.raises(ValueError, match="shard"):
             stream(shard=shard)
@@ -144,30 +147,30 @@ def test_a_shard_that_cannot_be_is_refused() -> None:
 
 def test_a_prompt_is_found_again_by_its_row_and_visit() -> None:
     source = stream()
-    drawn = source.next(source.num_rows + 5)
+    drawn = source.next_prompts(source.num_rows + 5)
     cursor = source.cursor
-    assert [source.find(p.id, p.visit) for p in drawn] == drawn and source.cursor == cursor
-    with pytest.raises(TaskError, match='no train row "gone" any more'):
-        source.find("gone", 0)
+    assert [source.find_prompt(p.id, p.visit) for p in drawn] == drawn and source.cursor == cursor
+    with pytest.raises(TaskError, match='no longer has the train row "gone"'):
+        source.find_prompt("gone", 0)
 
 
 def test_held_out_is_the_test_split_in_its_own_order() -> None:
     source = stream()
-    assert [p.id for p in source.held_out(3)] == ["test-0", "test-1", "test-2"]
-    assert len(source.held_out()) == 10
+    assert [p.id for p in source.render_held_out(3)] == ["test-0", "test-1", "test-2"]
+    assert len(source.render_held_out()) == 10
     assert source.cursor == 0
     with pytest.raises(ConfigError, match=r"has 10 test rows, fewer than the 11"):
-        source.held_out(11)
+        source.render_held_out(11)
 
 
 @pytest.mark.parametrize("messages", [[], "hello", [{"content": "no role"}], None])
-def test_what_is_no_conversation_is_refused(messages: Any) -> None:
+def test_a_prompt_that_is_no_list_of_messages_is_refused(messages: Any) -> None:
     class Mute(Count):
         def prompt(self, row: dict) -> Any:
             return messages
 
     with pytest.raises(TaskError, match=r'row "train-.": prompt must return a list of messages'):
-        stream(task=Mute()).next(1)
+        stream(task=Mute()).next_prompts(1)
 
 
 def test_a_negative_cursor_is_a_bug() -> None:
@@ -176,7 +179,7 @@ def test_a_negative_cursor_is_a_bug() -> None:
 
 
 def test_rows_that_ask_the_same_are_named(caplog: pytest.LogCaptureFixture) -> None:
-    """In one split or in both: what is held out must not be what is trained."""
+    """In one split or in both: the held-out rows must not be the ones that are trained."""
 
     @task("alike")
     class Alike:
@@ -195,17 +198,17 @@ def test_rows_that_ask_the_same_are_named(caplog: pytest.LogCaptureFixture) -> N
         def score(self, row, answer):
             return {"correct": 0.0}
 
-    stream(task=Alike()).held_out(2)
+    stream(task=Alike()).render_held_out(2)
     assert not caplog.records
-    stream(task=Alike(shared=2)).held_out(1)
+    stream(task=Alike(shared=2)).render_held_out(1)
     stream(task=Alike(repeated=3))
     assert [record.getMessage() for record in caplog.records] == [
-        "alike: test rows that ask what a train row asks: 2 of 4 (first: test-0 asks what train-0 does)",
-        "alike: train rows that ask what an earlier one asks: 3",
+        "alike: test rows that ask the same as a train row: 2 of 4 (first: row test-0 asks the same as row train-0)",
+        "alike: train rows that ask the same as an earlier row: 3",
     ]
 
 
-def test_a_prompt_that_is_none_is_refused_by_name() -> None:
+def test_a_prompt_of_another_type_is_refused_with_task_and_row() -> None:
     @task("odd")
     class Odd:
         def rows(self, split):
@@ -218,45 +221,47 @@ def test_a_prompt_that_is_none_is_refused_by_name() -> None:
             return {"correct": 0.0}
 
     with pytest.raises(TaskError, match=r'task "odd", row "train-\d": prompt must return a list of messages'):
-        stream(task=Odd()).next(1)
+        stream(task=Odd()).next_prompts(1)
 
 
-def shards(size: int, **given: Any) -> list[TaskStream]:
-    return [stream(shard=(rank, size), **given) for rank in range(size)]
+def shards(size: int, **settings: Any) -> list[TaskStream]:
+    """Returns the prompt stream of every rank."""
+    return [stream(shard=(rank, size), **settings) for rank in range(size)]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
 def test_every_rank_gets_as_many_as_it_asks_for_and_all_together_the_whole_stream(size: int) -> None:
     whole, ranks = stream(), shards(size)
     for num in (1, 6, 0, 4, 13):
-        expected, parts = whole.next(num * size), [rank.next(num) for rank in ranks]
+        expected, parts = whole.next_prompts(num * size), [rank.next_prompts(num) for rank in ranks]
         assert [len(part) for part in parts] == [num] * size
         assert {rank.cursor for rank in ranks} == {whole.cursor}
         assert [part[place] for place in range(num) for part in parts] == expected  # rank 0, 1, ... in turn
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_a_rank_goes_on_from_its_cursor(size: int) -> None:
+def test_a_rank_continues_from_its_cursor(size: int) -> None:
     for rank in range(size):
-        whole, begun = stream(shard=(rank, size)).next(25), stream(shard=(rank, size))
-        assert begun.next(9) == whole[:9]
-        assert stream(shard=(rank, size), cursor=begun.cursor).next(16) == whole[9:]
+        whole, begun = stream(shard=(rank, size)).next_prompts(25), stream(shard=(rank, size))
+        assert begun.next_prompts(9) == whole[:9]
+        assert stream(shard=(rank, size), cursor=begun.cursor).next_prompts(16) == whole[9:]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_ranks_that_begin_at_any_cursor_share_out_what_follows(size: int) -> None:
-    parts = [rank.next(4) for rank in shards(size, cursor=5)]  # 5: as a run with another number of ranks left it
-    assert [part[place] for place in range(4) for part in parts] == stream(cursor=5).next(4 * size)
+def test_ranks_that_begin_at_any_cursor_share_the_prompts_after_it(size: int) -> None:
+    # A run with another number of ranks may have left the cursor at 5.
+    parts = [rank.next_prompts(4) for rank in shards(size, cursor=5)]
+    assert [part[place] for place in range(4) for part in parts] == stream(cursor=5).next_prompts(4 * size)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 10])
 def test_a_rank_replaces_what_it_skips_by_its_own_next_prompt(size: int) -> None:
-    """Ten rows of which four fit: the ranks run ahead of each other and still have nothing in common."""
+    """Ten rows of which four fit: the cursors of the ranks differ, and still the ranks share no prompt."""
     fits = {"max_prompt_tokens": 4, "too_long": "skip"}
-    every = stream().next(10_000)
+    every = stream().next_prompts(10_000)
     seen: set[tuple[str, int]] = set()
     for rank, one in enumerate(shards(size, **fits)):
-        taken = one.next(5) + one.next(7)
+        taken = one.next_prompts(5) + one.next_prompts(7)
         assert one.cursor % size == 0 and one.num_skipped == one.cursor // size - 12
         own = [prompt.id for prompt in every[rank : one.cursor : size] if prompt.row["n"] < 4]
         assert [prompt.id for prompt in taken] == own and len(own) == 12
@@ -264,18 +269,18 @@ def test_a_rank_replaces_what_it_skips_by_its_own_next_prompt(size: int) -> None
         assert len(names) == 12 and not names & seen
         seen |= names
         again = stream(shard=(rank, size), **fits)
-        first = again.next(5)
-        assert first + stream(shard=(rank, size), cursor=again.cursor, **fits).next(7) == taken
+        first = again.next_prompts(5)
+        assert first + stream(shard=(rank, size), cursor=again.cursor, **fits).next_prompts(7) == taken
 
 
 def test_rows_that_fit_are_found_however_many_are_skipped_before() -> None:
     """The end of one epoch and the beginning of the next may skip the same rows."""
     for size in (1, 2, 3):
         for one in shards(size, task=Count(size=3), max_prompt_tokens=1, too_long="skip"):
-            assert [prompt.row["n"] for prompt in one.next(40)] == [0] * 40
+            assert [prompt.row["n"] for prompt in one.next_prompts(40)] == [0] * 40
         for one in shards(size, task=Count(size=3, prefix="x" * 9), max_prompt_tokens=1, too_long="skip"):
             with pytest.raises(TaskError, match="every train prompt is longer than 1 tokens"):
-                one.next(1)
+                one.next_prompts(1)
 
 
 class Speaker(StrEnum):
@@ -311,8 +316,8 @@ class AsksAnyhow:
 
 
 @pytest.mark.parametrize("how", ["plain", "enum", "numpy", "subclass", "ordered", "keys"])
-def test_messages_of_any_make_become_plain_values_that_rollout_files_hold(how: str, tmp_path: Path) -> None:
-    [prompt] = stream(task=AsksAnyhow(how=how)).next(1)
+def test_messages_of_other_types_become_plain_values_that_rollout_files_hold(how: str, tmp_path: Path) -> None:
+    [prompt] = stream(task=AsksAnyhow(how=how)).next_prompts(1)
     extra = {"extra": {"1": [2, None]}} if how == "keys" else {}
     assert prompt.messages == [{"role": "user", "content": "ab", **extra}]
     assert type(prompt.messages[0]) is dict
@@ -324,4 +329,4 @@ def test_messages_of_any_make_become_plain_values_that_rollout_files_hold(how: s
 @pytest.mark.parametrize("how", ["object", "set"])
 def test_messages_that_are_no_json_name_task_and_row(how: str) -> None:
     with pytest.raises(TaskError, match=r'task "asks-anyhow", row "train-\d": its messages cannot be written as JSON'):
-        stream(task=AsksAnyhow(how=how)).next(1)
+        stream(task=AsksAnyhow(how=how)).next_prompts(1)

@@ -1,4 +1,4 @@
-"""CISPO: importance weights with an upper bound, and a gradient for every token."""
+"""CISPO: the ratio has an upper bound, and every token keeps its gradient."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from cohort.config.algos import CISPO
 
 
 @surrogate("cispo")
-def capped_weight(t: Tokens, c: CISPO) -> Surrogate:
-    """-min(r, cap).detach() A log p: the weight is held, the gradient is not lost."""
+def cispo_surrogate(t: Tokens, c: CISPO) -> Surrogate:
+    """Returns the terms -sg(min(r, cap)) A log p; sg means without gradient, cap is `clip_high`.
+
+    The ratio r only scales the gradient of log p, so a token beyond the cap still trains.
+    """
     ratio = t.log_ratio.detach().exp()
     terms = -ratio.clamp(max=c.clip_high) * t.advantages * t.logprobs
     return Surrogate(terms=terms, ratio=ratio, high=ratio > c.clip_high)

@@ -10,10 +10,14 @@ from cohort.config.algos import GMPO
 
 
 @surrogate("gmpo", per_token=False)
-def geometric(t: Tokens, c: GMPO) -> Surrogate:
-    """-A times the geometric mean of the sample's ratios, each held (in logs) where it would gain by moving on."""
+def gmpo_surrogate(t: Tokens, c: GMPO) -> Surrogate:
+    """Returns the terms -A exp(mean over the sample of clipped log r).
+
+    log r is clipped at clip_high where A > 0 and at -clip_low where A < 0: beyond that, a token gains nothing.
+    """
     log_ratio, sign = t.log_ratio, t.advantages.sign()
-    held = sign * torch.minimum(sign * log_ratio, sign * log_ratio.clamp(-c.clip_low, c.clip_high))
-    low, high = (log_ratio < -c.clip_low) & (sign < 0), (log_ratio > c.clip_high) & (sign > 0)
-    terms = -t.advantages * segment_mean(held, t.segments).exp()
+    clipped = sign * torch.minimum(sign * log_ratio, sign * log_ratio.clamp(-c.clip_low, c.clip_high))
+    low = (log_ratio < -c.clip_low) & (sign < 0)
+    high = (log_ratio > c.clip_high) & (sign > 0)
+    terms = -t.advantages * segment_mean(clipped, t.segments).exp()
     return Surrogate(terms=terms, ratio=log_ratio.exp(), low=low, high=high)

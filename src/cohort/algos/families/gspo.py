@@ -5,22 +5,28 @@ from __future__ import annotations
 import torch
 
 from cohort.algos.segments import segment_mean
-from cohort.algos.surrogates import Surrogate, Tokens, clip_marks, surrogate
+from cohort.algos.surrogates import Surrogate, Tokens, mark_clipped, surrogate
 from cohort.config.algos import GSPO
 
 
 @surrogate("gspo", per_token=False)
-def sequence_clipped(t: Tokens, c: GSPO) -> Surrogate:
-    """As PPO with the ratio (p_new / p_old)^(1 / length) of the whole sample."""
+def gspo_surrogate(t: Tokens, c: GSPO) -> Surrogate:
+    """Returns the terms of PPO with the sample's ratio s = (p / p_old)^(1 / length) in place of the token's.
+
+    p is the probability of the whole sample, so s is the geometric mean of the ratios of its tokens.
+    """
     ratio, A = segment_mean(t.log_ratio, t.segments).exp(), t.advantages
     terms = -torch.minimum(ratio * A, ratio.clamp(1.0 - c.clip_low, 1.0 + c.clip_high) * A)
-    return Surrogate(terms=terms, ratio=ratio, **clip_marks(ratio, A, c))
+    return Surrogate(terms=terms, ratio=ratio, **mark_clipped(ratio, A, c))
 
 
 @surrogate("gspo_token", per_token=False)
-def sequence_clipped_by_token(t: Tokens, c: GSPO) -> Surrogate:
-    """GSPO's value with each token's own gradient: the sample's ratio times p / p.detach()."""
+def gspo_token_surrogate(t: Tokens, c: GSPO) -> Surrogate:
+    """Returns the terms of GSPO with the ratio sg(s) p / sg(p) of each token; sg means without gradient.
+
+    The values are those of GSPO, but the gradient of a term is on its own token alone.
+    """
     ratio, A = segment_mean(t.log_ratio.detach(), t.segments).exp(), t.advantages
-    own = ratio * (t.logprobs - t.logprobs.detach()).exp()
-    terms = -torch.minimum(own * A, own.clamp(1.0 - c.clip_low, 1.0 + c.clip_high) * A)
-    return Surrogate(terms=terms, ratio=ratio, **clip_marks(ratio, A, c))
+    token_ratio = ratio * (t.logprobs - t.logprobs.detach()).exp()
+    terms = -torch.minimum(token_ratio * A, token_ratio.clamp(1.0 - c.clip_low, 1.0 + c.clip_high) * A)
+    return Surrogate(terms=terms, ratio=ratio, **mark_clipped(ratio, A, c))

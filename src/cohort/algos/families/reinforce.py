@@ -7,7 +7,10 @@ from cohort.config.algos import Policy
 
 
 @surrogate("reinforce", "rloo")
-def score_function(t: Tokens, c: Policy) -> Surrogate:
-    """-A log p, weighted with the detached ratio when the policy has moved since it acted."""
+def reinforce_surrogate(t: Tokens, c: Policy) -> Surrogate:
+    """Returns the terms -sg(r) A log p; sg means without gradient.
+
+    The ratio r is 1 in the first update of a step. In later ones it accounts for how far the policy has moved.
+    """
     ratio = t.log_ratio.detach().exp()
     return Surrogate(terms=-ratio * t.advantages * t.logprobs, ratio=ratio)

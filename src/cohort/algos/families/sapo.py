@@ -9,8 +9,11 @@ from cohort.config.algos import SAPO
 
 
 @surrogate("sapo")
-def softly_gated(t: Tokens, c: SAPO) -> Surrogate:
-    """-4 / tau sigmoid(tau (r - 1)) A, tau by the sign of A: slope 1 at r = 1, fading on both sides."""
+def sapo_surrogate(t: Tokens, c: SAPO) -> Surrogate:
+    """Returns the terms -4 / tau sigmoid(tau (r - 1)) A, with tau_pos where A > 0 and tau_neg elsewhere.
+
+    The derivative by r is -A at r = 1, as in PPO, and fades smoothly as r moves away on either side.
+    """
     ratio = t.log_ratio.exp()
     tau = torch.where(t.advantages > 0, torch.full_like(ratio, c.tau_pos), torch.full_like(ratio, c.tau_neg))
     return Surrogate(terms=-torch.sigmoid(tau * (ratio - 1.0)) * 4.0 / tau * t.advantages, ratio=ratio)

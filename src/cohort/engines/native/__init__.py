@@ -1,4 +1,4 @@
-"""Continuous batching on the learner's own weights."""
+"""The native engines: continuous batching on the learner's own weights, on a CPU and on a GPU."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from cohort.models.decoder import Decoder
 if TYPE_CHECKING:
     from cohort.engines.native.cuda.engine import GraphEngine
 
-__all__ = ["NativeEngine", "native_engine"]
+__all__ = ["NativeEngine", "make_native_engine"]
 
-HEAD_SIZES, DTYPES = (32, 64, 128), (torch.float32, torch.bfloat16, torch.float16)  # what the kernels take
+# What the Triton kernels of the GPU engine support.
+HEAD_SIZES = (32, 64, 128)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def native_engine(
+def make_native_engine(
     decoder: Decoder,
     tokenizer_decode: Callable[[list[int]], str],
     *,
@@ -29,14 +31,16 @@ def native_engine(
     window: int | None = None,
     reserve: int = 0,
 ) -> NativeEngine | GraphEngine:
-    """The fastest native engine for where the decoder is: CUDA graphs with Triton, else plain torch.
+    """Returns the fastest native engine for the decoder's device: CUDA graphs with Triton, else plain torch.
 
-    `reserve` = bytes of GPU memory that others need between rollouts.
+    `window` is the number of steps between reports (None = the engine's usual number). `reserve` is the number of
+    bytes of GPU memory that others, such as the learner, need between rollouts.
     """
     embed = decoder.embed
-    suited = decoder.config.head_dim in HEAD_SIZES and embed.dtype in DTYPES
-    if embed.device.type != "cuda" or weights != "shared" or not suited or find_spec("triton") is None:
+    has_kernels = decoder.config.head_dim in HEAD_SIZES and embed.dtype in DTYPES
+    if embed.device.type != "cuda" or weights != "shared" or not has_kernels or find_spec("triton") is None:
         return NativeEngine(decoder, tokenizer_decode, slots, max_context, weights, window or 8)
+    # Imported only here, because the module needs Triton.
     from cohort.engines.native.cuda.engine import GraphEngine
 
     return GraphEngine(decoder, tokenizer_decode, slots, max_context, window or 16, reserve=reserve)

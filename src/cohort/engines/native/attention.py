@@ -1,6 +1,6 @@
-"""What a token may see while sampling: its prompt, stored once a group, and what its own slot drew. Exact.
+"""Exact attention while sampling: a token sees its prompt, stored once per group, and its own slot's tokens.
 
-Letters: T tokens, B rows (slots), Q queries of a row and KV head, K KV heads, g query heads a KV head,
+Letters: T tokens, B rows (slots), Q queries per row and KV head, K KV heads, g query heads per KV head,
 D head size, P prompt positions, R own positions, W = P + R.
 """
 
@@ -13,209 +13,247 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cohort.engines.native.kv import Arena, Pool, Prefix
+from cohort.engines.native.kv import Arena, Prefix, PrefixPool
 from cohort.models.decoder import Attend
 
-IMBALANCE = 4  # queries padded beyond this factor: read a crowded prompt several times instead
+# If padding would multiply the queries by more than this, a prompt with many rows is read several times instead.
+MAX_PADDING_FACTOR = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Shared:
-    """The rows whose prompts lie in one pool: their queries against each prompt are one matrix product.
+class PoolPlan:
+    """The rows whose prompts lie in one pool, arranged so that one batched matrix product reads all these prompts.
 
-    Row i of the part is query `slot[i]` of a grid of `num` prompts x `siblings`; `rows_of` fills the grid.
+    The rows stand in a grid of `num_prompts` x `rows_per_prompt` places; places without a row are padding. The rows
+    of the pool are numbered in the order of the batch: row i is at place `grid_places[i]`.
     """
 
-    pool: Pool
-    entries: Tensor | None  # [num] in the pool; None = its first num
-    num: int
-    siblings: int
-    width: int  # longest prompt
-    rows_of: Tensor | None  # [num * siblings] rows of the batch; None = in order already
-    slot: Tensor | None  # [rows of the part]; None = in order already
-    rows: Tensor | None  # [rows of the part], where they are in the batch; None = the part is the whole batch
+    pool: PrefixPool
+    entries: Tensor | None  # [num_prompts], entries of the pool; None = the first num_prompts
+    num_prompts: int
+    rows_per_prompt: int
+    width: int  # tokens of the longest prompt
+    grid_rows: Tensor | None  # [num_prompts * rows_per_prompt], batch row at each place; None = in order already
+    grid_places: Tensor | None  # [rows of the pool], place of each row; None = in order already
+    batch_rows: Tensor | None  # [rows of the pool], their rows in the batch; None = the pool has the whole batch
 
-    def read(self, stored: Tensor) -> Tensor:
-        """[entries, K, room, D] -> [num * K, width, D], without a copy when all entries are read."""
-        picked = stored[: self.num] if self.entries is None else stored.index_select(0, self.entries)
+    def read_entries(self, stored: Tensor) -> Tensor:
+        """Returns the prompts' KV: [entries, K, room, D] -> [num_prompts * K, width, D].
+
+        Nothing is copied if the first entries are read.
+        """
+        picked = stored[: self.num_prompts] if self.entries is None else stored.index_select(0, self.entries)
         return picked.reshape(-1, self.pool.room, stored.shape[-1])[:, : self.width]
 
-    def group(self, x: Tensor) -> Tensor:
-        """[B, K, Q, n] -> [num * K, siblings * Q, n]"""
+    def to_grid(self, x: Tensor) -> Tensor:
+        """Arranges batch rows by prompt: [B, K, Q, n] -> [num_prompts * K, rows_per_prompt * Q, n]."""
         _, K, Q, n = x.shape
-        grid = x if self.rows_of is None else x.index_select(0, self.rows_of)
-        return grid.view(self.num, self.siblings, K, Q, n).transpose(1, 2).reshape(self.num * K, -1, n)
+        grid = x if self.grid_rows is None else x.index_select(0, self.grid_rows)
+        split = grid.view(self.num_prompts, self.rows_per_prompt, K, Q, n)
+        return split.transpose(1, 2).reshape(self.num_prompts * K, -1, n)
 
-    def ungroup(self, x: Tensor, K: int) -> Tensor:
-        """[num * K, siblings * Q, n] -> [rows of the part, K, Q, n]"""
+    def from_grid(self, x: Tensor, K: int) -> Tensor:
+        """Undoes `to_grid`: [num_prompts * K, rows_per_prompt * Q, n] -> [rows of the pool, K, Q, n]."""
         n = x.shape[-1]
-        grid = x.view(self.num, K, self.siblings, -1, n).transpose(1, 2).reshape(self.num * self.siblings, K, -1, n)
-        return grid if self.slot is None else grid.index_select(0, self.slot)
+        split = x.view(self.num_prompts, K, self.rows_per_prompt, -1, n)
+        grid = split.transpose(1, 2).reshape(self.num_prompts * self.rows_per_prompt, K, -1, n)
+        return grid if self.grid_places is None else grid.index_select(0, self.grid_places)
 
-    def scores(self, layer: int, q: Tensor) -> Tensor:
-        keys = self.read(self.pool.arena.keys(layer))
-        return self.ungroup(torch.bmm(self.group(q), keys.transpose(1, 2)), q.shape[1])
+    def compute_scores(self, layer: int, q: Tensor) -> Tensor:
+        """Returns the scores of queries [B, K, Q, D] against their prompts: [rows of the pool, K, Q, width]."""
+        keys = self.read_entries(self.pool.arena.keys(layer))
+        return self.from_grid(torch.bmm(self.to_grid(q), keys.transpose(1, 2)), q.shape[1])
 
-    def mixture(self, layer: int, weights: Tensor) -> Tensor:
-        values = self.read(self.pool.arena.values(layer))
-        return self.ungroup(torch.bmm(self.group(weights[..., : self.width]), values), weights.shape[1])
+    def mix_values(self, layer: int, weights: Tensor) -> Tensor:
+        """Returns the prompts' values mixed by attention weights [B, K, Q, P]: [rows of the pool, K, Q, D]."""
+        values = self.read_entries(self.pool.arena.values(layer))
+        return self.from_grid(torch.bmm(self.to_grid(weights[..., : self.width]), values), weights.shape[1])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Prompts:
-    """The prompts of a batch of rows."""
+class PromptPlan:
+    """How the rows of a batch read their prompts: one plan per pool."""
 
-    parts: list[Shared]
-    width: int
+    pools: list[PoolPlan]
+    width: int  # P, tokens of the longest prompt
     bias: Tensor  # [B, P], 0 where the row's prompt has a token, -inf beyond
 
-    def scores(self, layer: int, q: Tensor) -> Tensor:
-        """q [B, K, Q, D] -> [B, K, Q, P]"""
-        if len(self.parts) == 1:
-            return self.parts[0].scores(layer, q)
+    def compute_scores(self, layer: int, q: Tensor) -> Tensor:
+        """Returns the scores of queries against their prompts: q [B, K, Q, D] -> [B, K, Q, P]."""
+        if len(self.pools) == 1:
+            return self.pools[0].compute_scores(layer, q)
+        # Rows with shorter prompts keep 0 beyond their pool's width: the bias hides it.
         out = q.new_zeros(*q.shape[:3], self.width)
-        for part in self.parts:
-            assert part.rows is not None
-            out[..., : part.width].index_copy_(0, part.rows, part.scores(layer, q))
+        for part in self.pools:
+            assert part.batch_rows is not None
+            out[..., : part.width].index_copy_(0, part.batch_rows, part.compute_scores(layer, q))
         return out
 
-    def mixture(self, layer: int, weights: Tensor) -> Tensor:
-        """weights [B, K, Q, P] -> [B, K, Q, D]"""
-        if len(self.parts) == 1:
-            return self.parts[0].mixture(layer, weights)
-        D = self.parts[0].pool.arena.config.head_dim
+    def mix_values(self, layer: int, weights: Tensor) -> Tensor:
+        """Returns the prompts' values mixed by attention weights: weights [B, K, Q, P] -> [B, K, Q, D]."""
+        if len(self.pools) == 1:
+            return self.pools[0].mix_values(layer, weights)
+        D = self.pools[0].pool.arena.config.head_dim
         out = weights.new_empty(*weights.shape[:3], D)
-        for part in self.parts:
-            assert part.rows is not None
-            out.index_copy_(0, part.rows, part.mixture(layer, weights))
+        for part in self.pools:
+            assert part.batch_rows is not None
+            out.index_copy_(0, part.batch_rows, part.mix_values(layer, weights))
         return out
 
 
-def plan(prefixes: Sequence[Prefix], dtype: torch.dtype, device: torch.device) -> Prompts:
-    """How the rows with these prefixes read them. Host work, done when rows change, not at every token."""
+def plan_prompts(prefixes: Sequence[Prefix], dtype: torch.dtype, device: torch.device) -> PromptPlan:
+    """Plans how rows read their prompts. `prefixes` has one computed prefix per row; `dtype` is that of the scores.
+
+    This is work on the host. It is done when the rows change, not at every token.
+    """
     pools: dict[int, list[int]] = {}
     for row, prefix in enumerate(prefixes):
         assert prefix.pool is not None
         pools.setdefault(prefix.pool.room, []).append(row)
     whole = len(pools) == 1
-    parts = [_part([prefixes[r] for r in rows], rows, whole, device) for _, rows in sorted(pools.items())]
+    parts = [_plan_pool([prefixes[r] for r in rows], rows, whole, device) for _, rows in sorted(pools.items())]
     width = max(part.width for part in parts)
     lengths = torch.tensor([len(p.tokens) for p in prefixes], device=device)
-    return Prompts(parts=parts, width=width, bias=bias_below(lengths, width, dtype))
+    return PromptPlan(pools=parts, width=width, bias=make_length_bias(lengths, width, dtype))
 
 
-def _part(prefixes: list[Prefix], rows: list[int], whole: bool, device: torch.device) -> Shared:
+def _plan_pool(prefixes: list[Prefix], rows: list[int], whole: bool, device: torch.device) -> PoolPlan:
+    """Plans how the batch rows `rows`, with these prefixes of one pool, read them. `whole`: they are all rows."""
     pool = prefixes[0].pool
     assert pool is not None
-    crowd: dict[int, list[int]] = {}  # entry -> members, as indices into rows
+    crowd: dict[int, list[int]] = {}  # entry of the pool -> its rows, as indices into `rows`
     for i, prefix in enumerate(prefixes):
         crowd.setdefault(prefix.entry, []).append(i)
-    num, most = len(pool.prefixes), max(len(members) for members in crowd.values())
-    if num * most <= IMBALANCE * len(rows):
-        siblings, entries = most, list(range(num))
+    num = len(pool.prefixes)
+    most = max(len(members) for members in crowd.values())
+    if num * most <= MAX_PADDING_FACTOR * len(rows):
+        # Read every entry of the pool, without a gather, and pad each to the rows of the most crowded one.
+        rows_per_prompt, entries = most, list(range(num))
         grid = [crowd.get(e, []) for e in entries]
     else:
-        siblings = -(-len(rows) // len(crowd))
-        chunks = [(e, m[i : i + siblings]) for e, m in sorted(crowd.items()) for i in range(0, len(m), siblings)]
+        # Padding would waste too much: split crowded prompts into chunks of the average size.
+        rows_per_prompt = -(-len(rows) // len(crowd))
+        chunks = [
+            (e, m[i : i + rows_per_prompt]) for e, m in sorted(crowd.items()) for i in range(0, len(m), rows_per_prompt)
+        ]
         entries, grid = [e for e, _ in chunks], [m for _, m in chunks]
-    fill = [rows[0]] * (len(grid) * siblings)  # a place without a row computes something nobody reads
-    slot = [0] * len(rows)
+    # Places without a row compute row rows[0] again; these results are not read.
+    fill = [rows[0]] * (len(grid) * rows_per_prompt)
+    places = [0] * len(rows)
     for g, members in enumerate(grid):
         for j, i in enumerate(members):
-            fill[g * siblings + j] = rows[i]
-            slot[i] = g * siblings + j
+            fill[g * rows_per_prompt + j] = rows[i]
+            places[i] = g * rows_per_prompt + j
+    # Indices are left out where they would change nothing, which saves a copy at every layer.
     in_order = whole and fill == rows
-    return Shared(
+    return PoolPlan(
         pool=pool,
         entries=None if entries == list(range(len(entries))) else torch.tensor(entries, device=device),
-        num=len(entries),
-        siblings=siblings,
+        num_prompts=len(entries),
+        rows_per_prompt=rows_per_prompt,
         width=max(len(p.tokens) for p in prefixes),
-        rows_of=None if in_order else torch.tensor(fill, device=device),
-        slot=None if slot == list(range(len(fill))) else torch.tensor(slot, device=device),
-        rows=None if whole else torch.tensor(rows, device=device),
+        grid_rows=None if in_order else torch.tensor(fill, device=device),
+        grid_places=None if places == list(range(len(fill))) else torch.tensor(places, device=device),
+        batch_rows=None if whole else torch.tensor(rows, device=device),
     )
 
 
-def bias_below(lengths: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-    """[..., width]: 0 at positions below the length, -inf from it on."""
+def make_length_bias(lengths: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+    """Returns a bias for scores, [..., width]: 0 at positions below the length, -inf from there on."""
     seen = torch.arange(width, device=lengths.device) < lengths[..., None]
     return torch.zeros(seen.shape, dtype=dtype, device=lengths.device).masked_fill_(~seen, float("-inf"))
 
 
-def two_part(layer: int, q: Tensor, prompts: Prompts, own: tuple[Tensor, Tensor], bias: Tensor) -> Tensor:
-    """One softmax over the prompt's positions and the row's own.
+def attend_prompt_and_own(
+    layer: int, q: Tensor, prompts: PromptPlan, own: tuple[Tensor, Tensor], bias: Tensor
+) -> Tensor:
+    """Returns attention with one softmax over the positions of each row's prompt and its own tokens.
 
     q [B, K, Q, D]; own = keys and values [B * K, R, D]; bias [B, 1, Q or 1, W] -> [B, K, Q, D]
     """
     B, K, Q, D = q.shape
+    # Scaled once here, so that both kinds of scores are.
     q = q * D**-0.5
     keys, values = own
     own_scores = torch.bmm(q.reshape(B * K, Q, D), keys.transpose(1, 2)).view(B, K, Q, -1)
-    scores = torch.cat([prompts.scores(layer, q), own_scores], dim=-1).add_(bias)
+    scores = torch.cat([prompts.compute_scores(layer, q), own_scores], dim=-1).add_(bias)
     weights = torch.softmax(scores, dim=-1)  # [B, K, Q, W]
+    # The first P weights belong to the prompt, the rest to own tokens.
     mixed = torch.bmm(weights.view(B * K, Q, -1)[..., prompts.width :], values).view(B, K, Q, D)
-    return mixed.add_(prompts.mixture(layer, weights[..., : prompts.width]))
+    return mixed.add_(prompts.mix_values(layer, weights[..., : prompts.width]))
 
 
-def own_views(arena: Arena, layer: int, first: int, rows: int, room: int) -> tuple[Tensor, Tensor]:
-    """Keys and values of `rows` slots from `first` on, `room` tokens each: views, [rows * K, room, D]."""
+def view_own_kv(arena: Arena, layer: int, first: int, rows: int, room: int) -> tuple[Tensor, Tensor]:
+    """Returns keys and values of `rows` slots from `first` on, `room` own tokens each: views [rows * K, room, D]."""
 
-    def cut(stored: Tensor) -> Tensor:
+    def select(stored: Tensor) -> Tensor:
+        """[num_sequences, K, room, D] -> [rows * K, room, D]"""
         return stored[first : first + rows].view(-1, arena.room, stored.shape[-1])[:, :room]
 
-    return cut(arena.keys(layer)), cut(arena.values(layer))
+    return select(arena.keys(layer)), select(arena.values(layer))
 
 
-def decode_attend(arena: Arena, prompts: Prompts, lengths: Tensor, longest: int) -> Attend:
-    """One new token for each of the slots 0 .. B - 1, which hold `lengths` [B] <= longest of their own."""
+def make_decode_attend(arena: Arena, prompts: PromptPlan, lengths: Tensor, longest: int) -> Attend:
+    """Returns the attention of a decode step: one new token for each of the slots 0 .. B - 1.
+
+    The slots hold `lengths` [B] own tokens so far, at most `longest`. The new tokens' KV is stored in the arena.
+    """
     rows = lengths.shape[0]
-    places = arena.places(torch.arange(rows, device=lengths.device), lengths)
-    own_bias = bias_below(lengths + 1, longest + 1, prompts.bias.dtype)
+    places = arena.locate_tokens(torch.arange(rows, device=lengths.device), lengths)
+    own_bias = make_length_bias(lengths + 1, longest + 1, prompts.bias.dtype)
     bias = torch.cat([prompts.bias, own_bias], dim=1)[:, None, None]  # [B, 1, 1, W]
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q [B, K, g, D], k, v [B, K, D] -> [B, K, g, D]"""
         arena.write(layer, places, k, v)
-        return two_part(layer, q, prompts, own_views(arena, layer, 0, rows, longest + 1), bias)
+        return attend_prompt_and_own(layer, q, prompts, view_own_kv(arena, layer, 0, rows, longest + 1), bias)
 
     return attend
 
 
-def extend_attend(arena: Arena, prompts: Prompts, first: int, have: int, counts: list[int]) -> Attend:
-    """counts[i] > 0 new tokens, flat, for the slots from `first` on, which hold `have` own tokens each."""
+def make_extend_attend(arena: Arena, prompts: PromptPlan, first: int, num_done: int, counts: list[int]) -> Attend:
+    """Returns the attention for several new own tokens per slot.
+
+    Slot `first` + i gets counts[i] > 0 new tokens; all slots hold `num_done` own tokens already. The tokens come
+    flat, slot after slot. Their KV is stored in the arena.
+    """
     rows, most = len(counts), max(counts)
     device, num = prompts.bias.device, torch.tensor(counts, device=prompts.bias.device)
+    # The slot of each token, and its index among the new tokens of its slot.
     row = torch.repeat_interleave(torch.arange(rows, device=device), num)  # [T]
-    at = torch.arange(len(row), device=device) - torch.repeat_interleave(num.cumsum(0) - num, num)
-    places = arena.places(first + row, have + at)
-    padded = row * most + at  # [T] in [rows * most]
-    causal = bias_below(have + 1 + torch.arange(most, device=device), have + most, prompts.bias.dtype)
+    index = torch.arange(len(row), device=device) - torch.repeat_interleave(num.cumsum(0) - num, num)
+    places = arena.locate_tokens(first + row, num_done + index)
+    padded = row * most + index  # [T], place of each token in the padded grid [rows * most]
+    causal = make_length_bias(num_done + 1 + torch.arange(most, device=device), num_done + most, prompts.bias.dtype)
     bias = torch.cat(
         [
             prompts.bias[:, None].expand(rows, most, prompts.width),
-            causal[None].expand(rows, most, have + most),
+            causal[None].expand(rows, most, num_done + most),
         ],
         dim=-1,
     )  # [B, most, W]
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q [T, K, g, D], k, v [T, K, D] -> [T, K, g, D]"""
         arena.write(layer, places, k, v)
         _, K, g, D = q.shape
+        # Pad to one row per slot, and treat the heads of a KV head and the tokens of a slot alike as its queries.
         grid = q.new_zeros(rows * most, K, g, D).index_copy_(0, padded, q).view(rows, most, K, g, D)
         folded = grid.transpose(1, 2).reshape(rows, K, most * g, D)
         wide = bias[:, :, None].expand(rows, most, g, -1).reshape(rows, 1, most * g, -1)
-        mixed = two_part(layer, folded, prompts, own_views(arena, layer, first, rows, have + most), wide)
+        own = view_own_kv(arena, layer, first, rows, num_done + most)
+        mixed = attend_prompt_and_own(layer, folded, prompts, own, wide)
         flat = mixed.view(rows, K, most, g, D).transpose(1, 2).reshape(rows * most, K, g, D)
         return flat.index_select(0, padded)
 
     return attend
 
 
-def prefill_attend(batches: list[list[Prefix]]) -> Attend:
-    """Whole prefixes, flat and in order; the prefixes of one list lie in one pool.
+def make_prefill_attend(batches: list[list[Prefix]]) -> Attend:
+    """Returns the causal attention within whole prefixes, whose tokens come flat and in order.
 
-    Within a list prompts are padded on the right to the longest: a causal mask hides the padding from every
-    real token, so no other mask is needed.
+    The prefixes of one inner list lie in one pool. They are padded on the right to the longest: a causal mask hides
+    the padding from every real token, so no other mask is needed. The KV is stored in the pools.
     """
     steps = []
     begin = 0
@@ -223,32 +261,40 @@ def prefill_attend(batches: list[list[Prefix]]) -> Attend:
         pool = prefixes[0].pool
         assert pool is not None
         device, most = pool.arena.device, max(len(p.tokens) for p in prefixes)
+        # The prefix of each token, and its position in it.
         num = torch.tensor([len(p.tokens) for p in prefixes], device=device)
         row = torch.repeat_interleave(torch.arange(len(prefixes), device=device), num)
-        at = torch.arange(len(row), device=device) - torch.repeat_interleave(num.cumsum(0) - num, num)
+        index = torch.arange(len(row), device=device) - torch.repeat_interleave(num.cumsum(0) - num, num)
         entry = torch.tensor([p.entry for p in prefixes], device=device).index_select(0, row)
-        grid = (len(prefixes), most, row * most + at)
-        steps.append((pool.arena, slice(begin, begin + len(row)), pool.arena.places(entry, at), grid))
+        grid = (len(prefixes), most, row * most + index)
+        steps.append((pool.arena, slice(begin, begin + len(row)), pool.arena.locate_tokens(entry, index), grid))
         begin += len(row)
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q [T, K, g, D], k, v [T, K, D] -> [T, K, g, D]"""
         out = torch.empty_like(q)
         for arena, part, places, grid in steps:
             arena.write(layer, places, k[part], v[part])
-            out[part] = _causal(q[part], k[part], v[part], *grid)
+            out[part] = _attend_causally(q[part], k[part], v[part], *grid)
         return out
 
     return attend
 
 
-def _causal(q: Tensor, k: Tensor, v: Tensor, rows: int, most: int, padded: Tensor) -> Tensor:
-    """q [T, K, g, D], k, v [T, K, D]; token t is place padded[t] of a grid of rows x most."""
+def _attend_causally(q: Tensor, k: Tensor, v: Tensor, rows: int, most: int, padded: Tensor) -> Tensor:
+    """Returns causal attention within each of `rows` sequences of up to `most` tokens: [T, K, g, D].
+
+    q [T, K, g, D], k, v [T, K, D]; token t stands at place padded[t] of a grid of rows x most.
+    """
     T, K, g, D = q.shape
 
-    def grid(x: Tensor) -> Tensor:  # [T, K, h, D] -> [rows, K * g, most, D]
+    def pad_to_grid(x: Tensor) -> Tensor:
+        """[T, K, h, D] -> [rows, K * g, most, D], with h = g or 1 (repeated g times)"""
         full = x if len(x) == rows * most else x.new_zeros(rows * most, *x.shape[1:]).index_copy_(0, padded, x)
         return full.view(rows, most, K, -1, D).expand(-1, -1, -1, g, -1).flatten(2, 3).transpose(1, 2)
 
-    mixed = F.scaled_dot_product_attention(grid(q), grid(k[:, :, None]), grid(v[:, :, None]), is_causal=True)
+    mixed = F.scaled_dot_product_attention(
+        pad_to_grid(q), pad_to_grid(k[:, :, None]), pad_to_grid(v[:, :, None]), is_causal=True
+    )
     flat = mixed.transpose(1, 2).reshape(rows * most, K, g, D)
     return flat if len(flat) == T else flat.index_select(0, padded)

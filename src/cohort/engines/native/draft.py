@@ -1,4 +1,4 @@
-"""A sample that the native engines write, and the line of those that wait for a slot."""
+"""Drafts of the native engines, and the queue of drafts that wait for a slot."""
 
 from __future__ import annotations
 
@@ -12,23 +12,29 @@ from cohort.engines.native.kv import Prefix
 
 @dataclass(eq=False, kw_only=True, slots=True)
 class NativeDraft(Draft):
-    """A draft whose leading tokens are stored once for its whole group."""
+    """A draft whose leading tokens are stored once for its whole group.
+
+    Its own tokens are the others: the rest of the prompt (`own_prompt`), then what was drawn (`tokens`).
+    """
 
     prefix: Prefix
-    own: list[int]  # the request's tokens after the shared prefix
+    own_prompt: list[int]  # the request's tokens after the shared prefix
 
     @property
     def num_shared(self) -> int:
         return len(self.prefix.tokens)
 
     @property
-    def num_cached(self) -> int:
-        """Tokens of its own to be computed before it can go on."""
-        return len(self.own) + len(self.tokens)
+    def num_own_tokens(self) -> int:
+        """Number of its own tokens. Their KV must be computed before the draft can continue in a new slot."""
+        return len(self.own_prompt) + len(self.tokens)
 
 
-class Line:
-    """Drafts that wait, by prefix: a group begun is finished first, so few prompts are in memory at once."""
+class WaitingDrafts:
+    """The drafts that wait for a slot, grouped by prefix.
+
+    A group that has begun is served to its end before the next one, so that few prompts are in memory at once.
+    """
 
     def __init__(self) -> None:
         self.groups: OrderedDict[Prefix, deque[NativeDraft]] = OrderedDict()
@@ -41,29 +47,33 @@ class Line:
         for group in self.groups.values():
             yield from group
 
-    def join(self, draft: NativeDraft) -> None:
+    def add(self, draft: NativeDraft) -> None:
+        """Adds a draft as the last of its group. A new group comes after all others."""
         self.groups.setdefault(draft.prefix, deque()).append(draft)
         self.num += 1
 
-    def return_first(self, drafts: list[NativeDraft]) -> None:
-        """Put drafts that had a slot before everybody else, in their order."""
+    def put_back_first(self, drafts: list[NativeDraft]) -> None:
+        """Puts drafts that had a slot before all others, in their order."""
+        # The last one first, because each goes before all that are there.
         for draft in reversed(drafts):
             self.groups.setdefault(draft.prefix, deque()).appendleft(draft)
             self.groups.move_to_end(draft.prefix, last=False)
         self.num += len(drafts)
 
-    def take(self, num: int) -> list[NativeDraft]:
-        """The next `num`, or as many as there are."""
+    def pop_next(self, num: int) -> list[NativeDraft]:
+        """Removes and returns the next `num` drafts, or all if there are fewer."""
         taken: list[NativeDraft] = []
         while self.groups and len(taken) < num:
             key, group = next(iter(self.groups.items()))
             taken.append(group.popleft())
+            # An empty group is removed, so that the next one comes first.
             if not group:
                 del self.groups[key]
         self.num -= len(taken)
         return taken
 
-    def leave(self, draft: NativeDraft) -> None:
+    def remove(self, draft: NativeDraft) -> None:
+        """Removes one draft, wherever it waits."""
         group = self.groups[draft.prefix]
         group.remove(draft)
         if not group:

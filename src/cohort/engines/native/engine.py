@@ -1,8 +1,8 @@
-"""The native engine: continuous batching on the learner's own weights.
+"""The native engine in plain torch: continuous batching on the learner's own weights.
 
-Running drafts fill the slots 0 .. n - 1. A step computes one token for all of them; who ends leaves at once,
-the last slot moves into the gap, and drafts that wait take the free slots. A prompt is computed and stored
-once a group. Nothing looks at single samples in Python at every token: they are read back in bulk.
+Running drafts fill the slots 0 .. n - 1. A step computes one token for all of them. A draft that ends leaves at once,
+the last slot moves into the gap, and waiting drafts take the free slots. A prompt is computed and stored once per
+group. Python looks at no single sample in every step: tokens are read back from the device in bulk.
 """
 
 from __future__ import annotations
@@ -15,34 +15,47 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from cohort.engines.base import Abilities, Event, Request, Weights, Work
-from cohort.engines.native.attention import Prompts, decode_attend, extend_attend, plan, prefill_attend
-from cohort.engines.native.draft import Line, NativeDraft
-from cohort.engines.native.kv import Arena, Prefix, Prefixes, length_class
-from cohort.engines.native.packed import PackedLinears
-from cohort.engines.native.random import stream_of
-from cohort.engines.native.sampler import draw
+from cohort.engines.base import Abilities, Event, Request, Weights, WorkCounters
+from cohort.engines.native.attention import (
+    PromptPlan,
+    make_decode_attend,
+    make_extend_attend,
+    make_prefill_attend,
+    plan_prompts,
+)
+from cohort.engines.native.draft import NativeDraft, WaitingDrafts
+from cohort.engines.native.kv import Arena, Prefix, PrefixStore, round_to_length_class
+from cohort.engines.native.packed import PackedWeights
+from cohort.engines.native.random import derive_random_stream
+from cohort.engines.native.sampler import draw_tokens
 from cohort.engines.native.slots import Slots
-from cohort.engines.requests import check_engine, check_request, closed, damaged, not_under_way
+from cohort.engines.requests import (
+    check_engine_limits,
+    check_request,
+    closed_engine_error,
+    damaged_weights_error,
+    unknown_request_error,
+)
 from cohort.engines.weights import copy_weights
 from cohort.models.decoder import Attend, Decoder
-from cohort.models.functions import wide_product
+from cohort.models.functions import multiply_wide
 from cohort.types import Finish, Sample
 
-PREFILL_TOKENS = 2048  # most prompt tokens in one forward (a longer prompt goes alone)
-EXTEND_TOKENS = 256  # a slot's own tokens computed at once; with EXTEND_ROWS it bounds the scores in memory
+PREFILL_TOKENS = 2048  # most prompt tokens in one forward (a longer prompt has a forward of its own)
+# Own tokens of a slot, and slots, in one forward: together they bound the attention scores in memory.
+EXTEND_TOKENS = 256
 EXTEND_ROWS = 32
-FIRST_ROOM = 64  # own tokens a slot has room for at first
-LOGITS = 1 << 24  # most logits in memory at once
+FIRST_ROOM = 64  # own tokens that a slot has room for at first
+MAX_LOGITS = 1 << 24  # most logits in memory at once
 
 
 class NativeEngine:
     """Samples with a decoder whose storage it shares with the learner.
 
-    `tokenizer_decode` makes text of ids, for `Sample.text` and stop strings only. `max_context` bounds prompt
-    plus completion. `weights` = "packed" samples from copies laid out for the processor, "fp16" from half as
-    many bytes: faster still, not exact. `window` is the number of steps between reports: a server wants 1,
-    training any number.
+    `tokenizer_decode` turns ids into text, for `Sample.text` and stop strings only. `max_context` bounds prompt
+    plus completion, in tokens. `weights` = "packed" samples from copies laid out for the processor; "fp16" from copies
+    with half as many bytes, which is faster still but not exact. `window` is the number of steps between reports: a
+    server wants 1, training can have any number.
     """
 
     name = "native"
@@ -57,40 +70,45 @@ class NativeEngine:
         weights: Literal["shared", "packed", "fp16"] = "shared",
         window: int = 8,
     ) -> None:
-        check_engine(slots, window, max_context, decoder.config.max_positions)
+        check_engine_limits(slots, window, max_context, decoder.config.max_positions)
         dtype, device = decoder.embed.dtype, decoder.embed.device
         self.decoder, self.decode = decoder, tokenizer_decode
-        self.num_slots, self.max_context, self.window = slots, max_context, window
-        self.packed = None if weights == "shared" else PackedLinears(decoder, weights, slots)
+        self.num_slots = slots
+        self.max_context = max_context
+        self.window = window
+        self.packed = None if weights == "shared" else PackedWeights(decoder, weights, slots)
         self.version = 0
-        self.work = Work()
-        self.drafts: dict[str, NativeDraft] = {}  # all that are not ended, by request id
-        self.line = Line()
+        self.work = WorkCounters()
+        self.drafts: dict[str, NativeDraft] = {}  # all drafts that have not ended, by request id
+        self.waiting = WaitingDrafts()
         self.running: list[NativeDraft] = []  # by slot
-        wide = torch.float64 if dtype == torch.float64 else torch.float32
-        self.slots = Slots(slots, window + 1, wide, device)
+        float_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+        # One token more than the window: a draft gets its first token when it enters, before the steps of the window.
+        self.slots = Slots(slots, window + 1, float_dtype, device)
         self.arena = Arena(decoder.config, dtype, device)
-        self.prefixes = Prefixes(decoder.config, dtype, device)
-        self._prompts: Prompts | None = None  # how `running` read their prompts; None = to be planned
+        self.prefixes = PrefixStore(decoder.config, dtype, device)
+        self._prompt_plan: PromptPlan | None = None  # how the running drafts read their prompts; None = to be planned
         self._events: list[Event] = []
-        self._broken = False
+        self._has_damaged_kv = False
         self._closed = False
 
     # ---- protocol
 
     def submit(self, request: Request) -> None:
+        """Queues a request. Requests with the same shared tokens use one prefix."""
         if self._closed:
-            raise closed(self.name)
+            raise closed_engine_error(self.name)
         check_request(request, self.max_context, self.decoder.config.vocab_size, self.drafts)
+        # Both -1 and 0 make the whole prompt the prefix.
         shared = request.shared if request.shared > 0 else len(request.tokens)
         draft = NativeDraft(
             request=request,
-            stream=stream_of(request.key),
-            prefix=self.prefixes.take(tuple(request.tokens[:shared])),
-            own=list(request.tokens[shared:]),
+            random_stream=derive_random_stream(request.key),
+            prefix=self.prefixes.add_user(tuple(request.tokens[:shared])),
+            own_prompt=list(request.tokens[shared:]),
         )
         self.drafts[request.id] = draft
-        self.line.join(draft)
+        self.waiting.add(draft)
 
     @property
     def idle(self) -> bool:
@@ -98,88 +116,99 @@ class NativeEngine:
 
     @torch.no_grad()
     def poll(self, timeout: float = 0.0) -> list[Event]:
-        """Up to `window` steps. Reports every running request's new tokens and what ended."""
+        """Runs up to `window` steps. Reports the new tokens of every running request, and the samples that ended."""
         for _ in range(self.window):
-            self._admit()
+            self._admit_waiting()
             if not self.running:
                 break
-            self._step()
-        self._leave(self._read(range(len(self.running))))
+            self._run_step()
+        self._free_slots(self._read_slots(range(len(self.running))))
         if not self.drafts:
-            self.release()  # nothing under way, nothing held: the learner may need the memory now
+            # The learner may need the memory now.
+            self.release()
         events, self._events = self._events, []
         return events
 
     def abort(self, id: str) -> Sample:
+        """Stops a request, running or waiting, and returns its tokens read so far."""
         draft = self.drafts.get(id)
         if draft is None:
-            raise not_under_way(id)
+            raise unknown_request_error(id)
         draft.finish = Finish.ABORT
         if draft in self.running:
-            self._leave([self.running.index(draft)])
+            self._free_slots([self.running.index(draft)])
         else:
-            self.line.leave(draft)
-            self._forget(draft)
+            self.waiting.remove(draft)
+            self._drop_draft(draft)
         if not self.drafts:
-            self.release()  # as when the last request ends: nobody may poll an idle engine
-        return draft.sample(self.decode)
+            # `poll` would release the memory too, but a caller may never poll an idle engine.
+            self.release()
+        return draft.to_sample(self.decode)
 
     def load(self, weights: Weights, version: int) -> None:
+        """Samples from new weights from now on. Running drafts wait again, until their KV is recomputed."""
         if weights.module is not self.decoder:
             copy_weights(weights, self.decoder)
         if self.packed is not None:
-            self.packed.drop()
-        if self._broken:  # what was computed with damaged weights must not be read again, not even with weight zero
+            self.packed.drop_copies()
+        if self._has_damaged_kv:
+            # KV that is not finite must not be read again, not even with attention weight zero: 0 * NaN is NaN.
             self.release()
         self.version = version
-        self.line.return_first(self.running)
+        self.waiting.put_back_first(self.running)
         self.running = []
-        self.prefixes.forget()
-        self._prompts = None
-        self._broken = False
+        self.prefixes.drop_computed()
+        self._prompt_plan = None
+        self._has_damaged_kv = False
 
     def close(self) -> None:
-        # Not by `abort`: whoever was interrupted in the middle of a step must be able to close.
+        """Drops every request and frees all memory."""
+        # `abort` is not used here: an engine that was interrupted in the middle of a step must be able to close.
         self.drafts.clear()
-        self.line, self.running, self._events = Line(), [], []
+        self.waiting = WaitingDrafts()
+        self.running = []
+        self._events = []
         self.release()
         self._closed = True
 
     def release(self) -> None:
-        """Give the cache's memory back; what runs is computed again when it goes on."""
-        self.line.return_first(self.running)
+        """Frees the memory of all caches. Running drafts wait again; their KV is recomputed when they continue."""
+        self.waiting.put_back_first(self.running)
         self.running = []
         self.prefixes.release()
         self.arena.release()
         if self.packed is not None:
-            self.packed.drop()
-        self._prompts = None
+            self.packed.drop_copies()
+        self._prompt_plan = None
 
     # ---- entering
 
-    def _admit(self) -> None:
-        """Fill free slots, draw the first token of those who enter."""
+    def _admit_waiting(self) -> None:
+        """Gives free slots to waiting drafts, computes their KV and draws their first token."""
         free = self.num_slots - len(self.running)
-        if not self.line or (self.running and free < -(-self.num_slots // 16)):  # a prefill of few prompts is slow
+        # A prefill of few prompts is slow: while drafts run, wait until a sixteenth of the slots is free.
+        if not self.waiting or (self.running and free < -(-self.num_slots // 16)):
             return
-        entering = sorted(self.line.take(free), key=lambda d: d.num_cached)
+        entering = sorted(self.waiting.pop_next(free), key=lambda d: d.num_own_tokens)
         begin = time.perf_counter()
+        # Siblings share a prefix object, so each missing prefix is computed once.
         missing = {id(d.prefix): d.prefix for d in entering if d.prefix.pool is None}
-        self._prefill(sorted(missing.values(), key=lambda p: len(p.tokens)))
+        self._prefill_prefixes(sorted(missing.values(), key=lambda p: len(p.tokens)))
         first = len(self.running)
         self.running += entering
-        self._prompts = None
-        self.slots.place(entering, first)
-        self.slots.survey(self.running)
+        self._prompt_plan = None
+        self.slots.place_drafts(entering, first)
+        self.slots.note_used_options(self.running)
         for draft in entering:
-            draft.begin(self.version)
-        hidden = self._enter(entering, first)
+            draft.set_version(self.version)
+        hidden = self._compute_own_tokens(entering, first)
         self.work.prefill_seconds += time.perf_counter() - begin
-        self._draw(first, hidden)
+        self._draw_tokens(first, hidden)
 
-    def _prefill(self, prefixes: list[Prefix]) -> None:
-        """Compute prefixes, sorted by length, several in one forward."""
+    def _prefill_prefixes(self, prefixes: list[Prefix]) -> None:
+        """Computes the KV and the last hidden state of prefixes, several per forward. They must be sorted by length."""
         while prefixes:
+            # Take as many prefixes as PREFILL_TOKENS allows, at least one.
             num, total = 0, 0
             while num < len(prefixes) and (num == 0 or total + len(prefixes[num].tokens) <= PREFILL_TOKENS):
                 total += len(prefixes[num].tokens)
@@ -187,132 +216,145 @@ class NativeEngine:
             now, prefixes = prefixes[:num], prefixes[num:]
             batches: dict[int, list[Prefix]] = {}
             for prefix in now:
-                self.prefixes.place(prefix)
-                batches.setdefault(length_class(len(prefix.tokens)), []).append(prefix)
-            tokens = self._tensor([t for p in now for t in p.tokens])
-            positions = self._tensor([i for p in now for i in range(len(p.tokens))])
-            hidden = self._forward(tokens, positions, prefill_attend(list(batches.values())))
+                self.prefixes.allocate(prefix)
+                batches.setdefault(round_to_length_class(len(prefix.tokens)), []).append(prefix)
+            tokens = self._make_tensor([t for p in now for t in p.tokens])
+            positions = self._make_tensor([i for p in now for i in range(len(p.tokens))])
+            hidden = self._run_decoder(tokens, positions, make_prefill_attend(list(batches.values())))
             end = -1
             for prefix in now:
                 end += len(prefix.tokens)
-                prefix.hidden = hidden[end].clone()
+                # A clone, because a view would keep the hidden states of all tokens in memory.
+                prefix.last_hidden = hidden[end].clone()
             self.work.num_prompt_tokens += total
 
-    def _enter(self, entering: list[NativeDraft], first: int) -> Tensor:
-        """Hidden states to draw from, [n, d]: after the prefix, or after own tokens where there are some.
+    def _compute_own_tokens(self, entering: list[NativeDraft], first: int) -> Tensor:
+        """Computes the KV of the own tokens of drafts that enter the slots from `first` on.
 
-        `entering` is sorted by the number of own tokens, so those that still have some are the last slots.
+        Returns the hidden states to draw from, [n, d]: those of the last own token, or of the last prefix token where a
+        draft has no own ones. `entering` must be sorted by the number of own tokens, so that the drafts which still
+        have some to compute are always the last ones.
         """
-        lasts = [d.prefix.hidden for d in entering]
+        lasts = [d.prefix.last_hidden for d in entering]
         assert all(h is not None for h in lasts)
         hidden = torch.stack([h for h in lasts if h is not None])
         for low in range(0, len(entering), EXTEND_ROWS):
             part = entering[low : low + EXTEND_ROWS]
-            longest = part[-1].num_cached
+            longest = part[-1].num_own_tokens
             self.arena.reserve(len(self.running), max(longest + 1, FIRST_ROOM))
-            for have in range(0, longest, EXTEND_TOKENS):
-                begin = next(i for i, d in enumerate(part) if d.num_cached > have)
-                self._extend(part[begin:], first + low + begin, have, hidden[low + begin : low + len(part)])
+            for num_done in range(0, longest, EXTEND_TOKENS):
+                begin = next(i for i, d in enumerate(part) if d.num_own_tokens > num_done)
+                self._extend_slots(part[begin:], first + low + begin, num_done, hidden[low + begin : low + len(part)])
         return hidden
 
-    def _extend(self, drafts: list[NativeDraft], first: int, have: int, hidden: Tensor) -> None:
-        """Compute own tokens from `have` on (EXTEND_TOKENS at most) of the slots from `first` on."""
-        todo = [(d.own + d.tokens)[have : have + EXTEND_TOKENS] for d in drafts]
+    def _extend_slots(self, drafts: list[NativeDraft], first: int, num_done: int, hidden: Tensor) -> None:
+        """Computes up to EXTEND_TOKENS more own tokens for each of the drafts in the slots from `first` on.
+
+        `num_done` own tokens of each are cached already. The hidden states of the last tokens are written to `hidden`.
+        """
+        todo = [(d.own_prompt + d.tokens)[num_done : num_done + EXTEND_TOKENS] for d in drafts]
         counts = [len(t) for t in todo]
-        prompts = plan([d.prefix for d in drafts], self.arena.dtype, self.arena.device)
-        starts = [len(d.prefix.tokens) + have for d in drafts]
-        tokens = self._tensor([t for own in todo for t in own])
-        positions = self._tensor([s + i for s, n in zip(starts, counts, strict=True) for i in range(n)])
-        states = self._forward(tokens, positions, extend_attend(self.arena, prompts, first, have, counts))
-        ends = self._tensor(counts).cumsum(0) - 1
+        prompts = plan_prompts([d.prefix for d in drafts], self.arena.dtype, self.arena.device)
+        starts = [len(d.prefix.tokens) + num_done for d in drafts]
+        tokens = self._make_tensor([t for own in todo for t in own])
+        positions = self._make_tensor([s + i for s, n in zip(starts, counts, strict=True) for i in range(n)])
+        states = self._run_decoder(tokens, positions, make_extend_attend(self.arena, prompts, first, num_done, counts))
+        ends = self._make_tensor(counts).cumsum(0) - 1
         hidden.copy_(states.index_select(0, ends))
-        self.slots.length[first : first + len(drafts)] += self._tensor(counts)
+        self.slots.own_length[first : first + len(drafts)] += self._make_tensor(counts)
         self.work.num_prompt_tokens += len(tokens)
 
     # ---- a step
 
-    def _step(self) -> None:
-        """One token for every running draft."""
+    def _run_step(self) -> None:
+        """Computes and draws one token for every running draft. Drafts that end leave."""
         begin = time.perf_counter()
         n, s = len(self.running), self.slots
-        if self._prompts is None:
-            self._prompts = plan([d.prefix for d in self.running], self.arena.dtype, self.arena.device)
-        longest = int(s.length[:n].max())
+        if self._prompt_plan is None:
+            self._prompt_plan = plan_prompts([d.prefix for d in self.running], self.arena.dtype, self.arena.device)
+        longest = int(s.own_length[:n].max())
         self.arena.reserve(n, max(longest + 1, FIRST_ROOM))
-        attend = decode_attend(self.arena, self._prompts, s.length[:n], longest)
-        hidden = self._forward(s.last[:n], s.base[:n] + s.length[:n], attend)
-        s.length[:n] += 1
+        attend = make_decode_attend(self.arena, self._prompt_plan, s.own_length[:n], longest)
+        hidden = self._run_decoder(s.last_token[:n], s.prefix_length[:n] + s.own_length[:n], attend)
+        s.own_length[:n] += 1
         self.work.num_steps += 1
         self.work.decode_seconds += time.perf_counter() - begin
-        self._draw(0, hidden)
+        self._draw_tokens(0, hidden)
 
-    def _draw(self, first: int, hidden: Tensor) -> None:
-        """Draw a token for the slots from `first` on; who is done leaves."""
+    def _draw_tokens(self, first: int, hidden: Tensor) -> None:
+        """Draws one token from each hidden state [n, d] of the slots from `first` on. Drafts that end leave."""
         begin = time.perf_counter()
-        chunk = max(1, LOGITS // self.decoder.config.vocab_size)
+        # The rows are drawn in chunks, because the logits of all rows could fill the memory.
+        chunk = max(1, MAX_LOGITS // self.decoder.config.vocab_size)
         done, finite = [], True
         for low in range(0, len(hidden), chunk):
             part = hidden[low : low + chunk]
             here = slice(first + low, first + low + len(part))
-            with self._products():
-                logits = wide_product(part, self.decoder.head_weight)
-            drawn = draw(logits, self.slots.settings(here), self.slots.uniforms(here))
+            with self._use_packed_weights():
+                logits = multiply_wide(part, self.decoder.head_weight)
+            drawn = draw_tokens(logits, self.slots.get_settings(here), self.slots.draw_uniforms(here))
             finite = finite and bool(drawn.logprobs.isfinite().all())
-            done.append(self.slots.record(here, drawn))
+            done.append(self.slots.record_tokens(here, drawn))
         self.work.num_drawn += len(hidden)
         if not finite:
-            self._broken = True
-            raise damaged(self.version)
+            self._has_damaged_kv = True
+            raise damaged_weights_error(self.version)
         slots = (first + torch.cat(done).nonzero()[:, 0]).tolist()
         if slots:
-            self._leave(self._read(slots))
+            self._free_slots(self._read_slots(slots))
         self.work.draw_seconds += time.perf_counter() - begin
 
-    def _forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        with self._products():
+    def _run_decoder(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Returns the final hidden states [T, d] of tokens [T], with packed weights if the engine has them."""
+        with self._use_packed_weights():
             hidden: Tensor = self.decoder(tokens, positions, attend)
         return hidden
 
-    def _products(self) -> AbstractContextManager[None]:
-        return nullcontext() if self.packed is None else self.packed.used()
+    def _use_packed_weights(self) -> AbstractContextManager[None]:
+        """Returns the context in which products use the packed copies. It changes nothing if there are none."""
+        return nullcontext() if self.packed is None else self.packed.use()
 
     # ---- leaving
 
-    def _read(self, slots: Sequence[int]) -> list[int]:
-        """Take the windows of these slots into their drafts, report them, tell which slots have ended."""
+    def _read_slots(self, slots: Sequence[int]) -> list[int]:
+        """Moves the windows of these slots into their drafts and queues the events. Returns the slots that ended."""
         ended: list[int] = []
         if not slots:
             return ended
-        for slot, drawn in zip(slots, self.slots.read_back(slots), strict=True):
+        for slot, drawn in zip(slots, self.slots.read_and_clear(slots), strict=True):
             draft = self.running[slot]
-            self._events.append(draft.hear(*drawn, self.decode))
+            self._events.append(draft.add_and_report(*drawn, self.decode))
             if draft.finish is not None:
                 ended.append(slot)
         return ended
 
-    def _leave(self, slots: Sequence[int]) -> None:
-        """Free these slots: the last running drafts move into the gaps."""
+    def _free_slots(self, slots: Sequence[int]) -> None:
+        """Drops the drafts of these slots. The last running drafts move into the gaps."""
         if not slots:
             return
         gone, before = set(slots), len(self.running)
         for slot in slots:
-            self._forget(self.running[slot])
+            self._drop_draft(self.running[slot])
+        # The first `after` slots stay in use: drafts behind them move into the gaps among them.
         after = before - len(gone)
         target = sorted(slot for slot in gone if slot < after)
         source = [slot for slot in range(after, before) if slot not in gone]
         if source:
-            self.arena.move(source, target, int(self.slots.length[source].max()))
-            self.slots.move(source, target)
+            self.arena.move_sequences(source, target, int(self.slots.own_length[source].max()))
+            self.slots.move_slots(source, target)
         for old, new in zip(source, target, strict=True):
             self.running[new] = self.running[old]
         del self.running[after:]
-        self.slots.survey(self.running)
-        self._prompts = None
+        self.slots.note_used_options(self.running)
+        self._prompt_plan = None
 
-    def _forget(self, draft: NativeDraft) -> None:
+    def _drop_draft(self, draft: NativeDraft) -> None:
+        """Forgets a draft that has ended, and its prefix if no other draft uses it."""
         del self.drafts[draft.request.id]
-        self.prefixes.leave(draft.prefix)
-        self._prompts = None  # the pool may have moved a prefix
+        self.prefixes.remove_user(draft.prefix)
+        # The pool may have moved another prefix into the gap.
+        self._prompt_plan = None
 
-    def _tensor(self, values: list[int]) -> Tensor:
+    def _make_tensor(self, values: list[int]) -> Tensor:
+        """Returns the values as an int64 tensor on the engine's device."""
         return torch.tensor(values, dtype=torch.int64, device=self.arena.device)

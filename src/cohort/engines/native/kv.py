@@ -1,4 +1,4 @@
-"""Keys and values in memory: an arena for what each slot drew, a pool a length class for shared prompts.
+"""Keys and values in memory: an arena for each slot's own tokens, and one pool per length class for shared prompts.
 
 Letters: L layers, K KV heads, D head size.
 """
@@ -14,140 +14,160 @@ from cohort.models.config import ModelConfig
 
 
 class Arena:
-    """Keys and values of `num` sequences of up to `room` tokens: [2, L, num, K, room, D], grown by need.
+    """Keys and values of `num_sequences` sequences with `room` tokens each: [2, L, num_sequences, K, room, D].
 
-    New memory is zeroed: masked positions get weight zero, and zero times garbage could be NaN.
+    It grows on demand. New memory is zeroed: masked positions get weight zero, and zero times garbage could be NaN.
     """
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
-        self.config, self.dtype, self.device = config, dtype, device
-        self.num, self.room = 0, 0
-        self.kv = self._zeros(0, 0)
+        self.config = config
+        self.dtype, self.device = dtype, device
+        self.num_sequences, self.room = 0, 0
+        self.kv = self._allocate(0, 0)
         self.heads = torch.arange(config.num_kv_heads, device=device)
 
-    def _zeros(self, num: int, room: int) -> Tensor:
+    def _allocate(self, num: int, room: int) -> Tensor:
+        """Returns zeros for `num` sequences of `room` tokens."""
         c = self.config
         shape = (2, c.num_layers, num, c.num_kv_heads, room, c.head_dim)
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
     def reserve(self, num: int, room: int) -> None:
-        """Have at least this much; what is there stays. Doubling bounds the copying by the final size."""
-        if num <= self.num and room <= self.room:
+        """Grows the arena to at least `num` sequences of at least `room` tokens. Stored KV stays."""
+        if num <= self.num_sequences and room <= self.room:
             return
-        num = self.num if num <= self.num else max(num, 2 * self.num)
+        # Doubling bounds all copying together by the final size.
+        num = self.num_sequences if num <= self.num_sequences else max(num, 2 * self.num_sequences)
         room = self.room if room <= self.room else max(room, 2 * self.room)
-        grown = self._zeros(num, room)
-        grown[:, :, : self.num, :, : self.room] = self.kv
-        self.kv, self.num, self.room = grown, num, room
+        grown = self._allocate(num, room)
+        grown[:, :, : self.num_sequences, :, : self.room] = self.kv
+        self.kv = grown
+        self.num_sequences, self.room = num, room
 
     def keys(self, layer: int) -> Tensor:
-        return self.kv[0, layer]  # [num, K, room, D]
+        """Returns the keys of a layer as a view [num_sequences, K, room, D]."""
+        return self.kv[0, layer]
 
     def values(self, layer: int) -> Tensor:
+        """Returns the values of a layer as a view [num_sequences, K, room, D]."""
         return self.kv[1, layer]
 
-    def places(self, sequence: Tensor, position: Tensor) -> Tensor:
-        """Rows of the tokens at (sequence, position) [T] in a layer seen as [num * K * room, D]: [T * K]."""
+    def locate_tokens(self, sequence: Tensor, position: Tensor) -> Tensor:
+        """Returns where tokens lie in a layer seen as [num_sequences * K * room, D].
+
+        Token t is at `position[t]` of `sequence[t]`, both [T]. The result is [T * K]: one row per token and KV head.
+        """
         heads = sequence[:, None] * self.config.num_kv_heads + self.heads
         return (heads * self.room + position[:, None]).flatten()
 
     def write(self, layer: int, places: Tensor, k: Tensor, v: Tensor) -> None:
-        """k, v [T, K, D] to `places`."""
+        """Stores keys and values [T, K, D] at `places`, which come from `locate_tokens`."""
         D = self.config.head_dim
+        # A view of the layer as rows of D numbers, so that one index per row is enough.
         for half, new in ((0, k), (1, v)):
             self.kv[half, layer].view(-1, D).index_copy_(0, places, new.reshape(-1, D))
 
-    def move(self, source: list[int], target: list[int], room: int) -> None:
-        """Copy the first `room` tokens of the source sequences over the target ones."""
+    def move_sequences(self, source: list[int], target: list[int], room: int) -> None:
+        """Copies the first `room` tokens of the source sequences over the target sequences."""
         if source:
             self.kv[:, :, target, :, :room] = self.kv[:, :, source, :, :room]
 
     def release(self) -> None:
-        """Give the memory back; the next `reserve` allocates anew."""
-        self.num, self.room = 0, 0
-        self.kv = self._zeros(0, 0)
+        """Frees the memory. The next `reserve` allocates again."""
+        self.num_sequences, self.room = 0, 0
+        self.kv = self._allocate(0, 0)
 
 
 @dataclass(eq=False, kw_only=True, slots=True)
 class Prefix:
-    """The leading tokens that requests of a group share. It lives as long as one of them does."""
+    """The leading tokens that the requests of a group share. It exists as long as one of these requests does."""
 
     tokens: tuple[int, ...]
-    users: int = 0  # requests submitted and not ended
-    pool: Pool | None = None  # None: not computed (yet, or any more)
-    entry: int = -1
-    hidden: Tensor | None = None  # [d], final hidden state of the last token: every sibling's first draw
+    num_users: int = 0  # requests submitted and not ended
+    pool: PrefixPool | None = None  # where its KV lies; None = not computed (yet, or any more)
+    entry: int = -1  # index in the pool; -1 = none
+    last_hidden: Tensor | None = None  # [d], final hidden state of the last token: every sibling's first draw uses it
 
 
-class Pool:
-    """Computed prefixes of one length class. They fill entries 0 .. n - 1: reading them needs no gather."""
+class PrefixPool:
+    """The computed prefixes of one length class. They fill entries 0 .. n - 1, so reading all needs no gather."""
 
     def __init__(self, arena: Arena, room: int) -> None:
         self.arena, self.room = arena, room
         self.prefixes: list[Prefix] = []
 
     def add(self, prefix: Prefix) -> None:
+        """Gives the prefix the next entry. Its KV is still to be computed."""
         self.arena.reserve(len(self.prefixes) + 1, self.room)
         prefix.pool, prefix.entry = self, len(self.prefixes)
         self.prefixes.append(prefix)
 
     def remove(self, prefix: Prefix) -> None:
+        """Frees the entry of the prefix. The last prefix moves into the gap."""
         last = self.prefixes.pop()
-        if last is not prefix:  # the last one takes the place that became free
-            self.arena.move([last.entry], [prefix.entry], len(last.tokens))
+        # Entries 0 .. n - 1 must stay filled.
+        if last is not prefix:
+            self.arena.move_sequences([last.entry], [prefix.entry], len(last.tokens))
             last.entry = prefix.entry
             self.prefixes[last.entry] = last
-        prefix.pool, prefix.entry, prefix.hidden = None, -1, None
+        prefix.pool, prefix.entry = None, -1
+        prefix.last_hidden = None
 
 
-class Prefixes:
-    """Every shared prefix with a user, by its tokens."""
+class PrefixStore:
+    """All shared prefixes that have users, by their tokens."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
-        self.config, self.dtype, self.device = config, dtype, device
-        self.known: dict[tuple[int, ...], Prefix] = {}
-        self.pools: dict[int, Pool] = {}
+        self.config = config
+        self.dtype, self.device = dtype, device
+        self.by_tokens: dict[tuple[int, ...], Prefix] = {}
+        self.pools: dict[int, PrefixPool] = {}  # by length class
 
-    def take(self, tokens: tuple[int, ...]) -> Prefix:
-        """One more user of these tokens."""
-        prefix = self.known.setdefault(tokens, Prefix(tokens=tokens))
-        prefix.users += 1
+    def add_user(self, tokens: tuple[int, ...]) -> Prefix:
+        """Returns the prefix with these tokens, new or known, and counts one more user of it."""
+        prefix = self.by_tokens.setdefault(tokens, Prefix(tokens=tokens))
+        prefix.num_users += 1
         return prefix
 
-    def leave(self, prefix: Prefix) -> None:
-        """One user less; the last one frees the memory."""
-        prefix.users -= 1
-        if prefix.users == 0:
-            del self.known[prefix.tokens]
+    def remove_user(self, prefix: Prefix) -> None:
+        """Counts one user less. Forgets the prefix and frees its memory when it was the last."""
+        prefix.num_users -= 1
+        if prefix.num_users == 0:
+            del self.by_tokens[prefix.tokens]
             if prefix.pool is not None:
                 prefix.pool.remove(prefix)
 
-    def place(self, prefix: Prefix) -> None:
-        """Give the prefix room, to be filled by a prefill."""
-        room = length_class(len(prefix.tokens))
+    def allocate(self, prefix: Prefix) -> None:
+        """Gives the prefix an entry in the pool of its length class. A prefill has to fill it."""
+        room = round_to_length_class(len(prefix.tokens))
         if room not in self.pools:
-            self.pools[room] = Pool(Arena(self.config, self.dtype, self.device), room)
+            self.pools[room] = PrefixPool(Arena(self.config, self.dtype, self.device), room)
         self.pools[room].add(prefix)
 
-    def forget(self) -> None:
-        """Drop every computed state, as new weights demand; users stay."""
+    def drop_computed(self) -> None:
+        """Marks every prefix as not computed, as new weights require. Users and memory stay."""
         for pool in self.pools.values():
             for prefix in list(pool.prefixes):
-                prefix.pool, prefix.entry, prefix.hidden = None, -1, None
+                prefix.pool, prefix.entry = None, -1
+                prefix.last_hidden = None
             pool.prefixes.clear()
 
     def release(self) -> None:
-        self.forget()
+        """Marks every prefix as not computed and frees all memory. Users stay."""
+        self.drop_computed()
         self.pools.clear()
 
 
-def length_class(length: int) -> int:
-    """Room for a prefix: 32, 48, 64, 96, 128, 192, ...: few classes, at most a third of the memory unused.
+def round_to_length_class(length: int) -> int:
+    """Returns the room for a prefix of `length` tokens: the next of 32, 48, 64, 96, 128, 192, ...
 
-    >>> [length_class(n) for n in (1, 32, 33, 49, 65, 100, 129)]
+    There are few classes, and at most a third of the memory is unused.
+
+    >>> [round_to_length_class(n) for n in (1, 32, 33, 49, 65, 100, 129)]
     [32, 32, 48, 64, 96, 128, 192]
     """
     room = 32
     while room < length:
+        # From a power of two to one and a half times it, from there to the next power of two.
         room = room * 3 // 2 if room & (room - 1) == 0 else room * 4 // 3
     return room

@@ -1,7 +1,7 @@
-"""Faster products while sampling on a CPU: copies of the decoder's matrices, laid out for the processor.
+"""Faster matrix products while sampling on a CPU: copies of the decoder's matrices in a layout for the processor.
 
-"packed" is fp32, exact. "fp16" halves the bytes; its difference to the learner's log-probabilities is small, measured
-(`gap/*`) and open to correction.
+"packed" copies are fp32 and exact. "fp16" copies have half the bytes. Their difference to the learner's
+log-probabilities is small; it is measured (`gap/*`) and can be corrected for.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from torch import Tensor
 
 from cohort.errors import ConfigError
 from cohort.models.decoder import Decoder, Layer
-from cohort.models.functions import HAS_ONEDNN, Product, onednn, substituted
+from cohort.models.functions import HAS_ONEDNN, Product, multiply_by_onednn, substitute_products
 
 
-class PackedLinears:
-    """Within `with packed.used():`, products with the decoder's matrices use their copies.
+class PackedWeights:
+    """Copies of a decoder's matrices. Within `with packed.use():`, products with these matrices use the copies.
 
-    The decoder stays one code path that knows nothing of packing. Copies are made at the first use and again after
-    `drop`, so they are never older than the weights and cost no memory while the learner works.
+    The decoder's code knows nothing of packing. Copies are made at the first use and again after `drop_copies`, so
+    they are never older than the weights and cost no memory while the learner works. `rows` is the number of rows of
+    `x` that the layout is made for.
     """
 
     def __init__(self, decoder: Decoder, kind: Literal["packed", "fp16"], rows: int) -> None:
@@ -33,36 +34,45 @@ class PackedLinears:
         engines = set(torch.backends.quantized.supported_engines)
         if not (HAS_ONEDNN if kind == "packed" else {"fbgemm", "x86"} & engines):
             raise ConfigError(f'engine.weights = "{kind}" needs an x86 processor; use "shared".')
-        self.decoder, self.kind, self.rows = decoder, kind, rows
-        self.products: dict[int, Product] = {}  # by the address of the matrix, which views of it share
+        self.decoder = decoder
+        self.kind, self.rows = kind, rows
+        # Keyed by the address of the matrix, which all views of it share.
+        self.products: dict[int, Product] = {}
 
     @contextmanager
-    def used(self) -> Iterator[None]:
+    def use(self) -> Iterator[None]:
+        """Makes products with the decoder's matrices use the copies, which are made now if there are none."""
         if not self.products:
-            self.products = {m.data_ptr(): self._pack(m.detach().flatten(0, -2)) for m in _matrices(self.decoder)}
-        with substituted(self.products):
+            # Leading dimensions are folded, because gate_up is [2, ff, d].
+            self.products = {m.data_ptr(): self._pack(m.detach().flatten(0, -2)) for m in _list_matrices(self.decoder)}
+        with substitute_products(self.products):
             yield
 
-    def drop(self) -> None:
+    def drop_copies(self) -> None:
+        """Frees the copies, because the weights have changed or memory is needed."""
         self.products = {}
 
     def _pack(self, matrix: Tensor) -> Product:
+        """Returns a function that multiplies with a packed copy of the matrix [out, in]."""
         if self.kind == "packed":
-            return partial(_packed, torch.ops.mkldnn._reorder_linear_weight(matrix, self.rows))
-        return partial(_fp16, torch.ops.quantized.linear_prepack_fp16(matrix, None))
+            return partial(_multiply_packed, torch.ops.mkldnn._reorder_linear_weight(matrix, self.rows))
+        return partial(_multiply_fp16, torch.ops.quantized.linear_prepack_fp16(matrix, None))
 
 
-def _matrices(decoder: Decoder) -> Iterator[Tensor]:
+def _list_matrices(decoder: Decoder) -> Iterator[Tensor]:
+    """Yields the decoder's matrices that have products: the head and four per layer."""
     yield decoder.head_weight
     for layer in decoder.layers:
         assert isinstance(layer, Layer)
         yield from (layer.qkv, layer.out, layer.gate_up, layer.down)
 
 
-def _packed(copy: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
-    return onednn(x, copy, bias)
+def _multiply_packed(copy: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
+    """Returns x times the transposed matrix, plus bias, in fp32."""
+    return multiply_by_onednn(x, copy, bias)
 
 
-def _fp16(copy: torch.ScriptObject, x: Tensor, bias: Tensor | None) -> Tensor:
+def _multiply_fp16(copy: torch.ScriptObject, x: Tensor, bias: Tensor | None) -> Tensor:
+    """Returns x times the transposed matrix, whose entries are rounded to fp16, plus bias."""
     product: Tensor = torch.ops.quantized.linear_dynamic_fp16(x.contiguous(), copy)
     return product if bias is None else product + bias

@@ -1,7 +1,7 @@
 """Keyed randomness: one uniform number for every (key, token position), whatever the batch, slot or order.
 
-A key is hashed once to a 64-bit stream; a uniform is a counter-based hash of (stream, position) in wrapping
-64-bit integers, so that CPU and CUDA give the same bits.
+A key is hashed once to a random stream, a 64-bit integer. A uniform number is a counter-based hash of (random stream,
+position) in wrapping 64-bit integers, so that CPU and CUDA give the same bits.
 """
 
 from __future__ import annotations
@@ -20,31 +20,35 @@ MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 MIX_2 = 0x94D049BB133111EB - (1 << 64)
 
 
-def stream_of(key: Key) -> int:
-    """The key's stream, a signed 64-bit integer that is the same on every machine and in every process.
+def derive_random_stream(key: Key) -> int:
+    """Returns the random stream of a key: a signed 64-bit integer, equal on every machine and in every process.
 
-    >>> stream_of(Key(seed=0, purpose="train", task="t", prompt_id="7", visit=0, sample=3))
+    >>> derive_random_stream(Key(seed=0, purpose="train", task="t", prompt_id="7", visit=0, sample=3))
     -6122594671877502583
     """
     fields = [key.seed, key.purpose, key.task, key.prompt_id, key.visit, key.sample]
+    # JSON quotes every string, so no two different keys are written alike.
     canonical = json.dumps(fields, ensure_ascii=True, separators=(",", ":")).encode()
     digest = hashlib.blake2b(canonical, digest_size=8, person=b"cohort-stream").digest()
     return int.from_bytes(digest, "little", signed=True)
 
 
-def uniforms(stream: Tensor, position: Tensor) -> Tensor:
-    """Uniform numbers in [0, 1), float64 with 53 random bits, for int64 tensors of equal shape."""
-    bits = mix(stream ^ mix(position + GOLDEN))
-    return shift(bits, 11).to(torch.float64) * 2.0**-53
+def draw_uniforms(stream: Tensor, position: Tensor) -> Tensor:
+    """Returns uniform numbers in [0, 1), float64 with 53 random bits, one per pair of random stream and position.
+
+    `stream` and `position` are int64 tensors of equal shape. The same pair always gives the same number.
+    """
+    bits = mix_bits(stream ^ mix_bits(position + GOLDEN))
+    return shift_right(bits, 11).to(torch.float64) * 2.0**-53
 
 
-def mix(x: Tensor) -> Tensor:
-    """A bijection of 64-bit integers in which every input bit flips about half of the output bits."""
-    x = (x ^ shift(x, 30)) * MIX_1
-    x = (x ^ shift(x, 27)) * MIX_2
-    return x ^ shift(x, 31)
+def mix_bits(x: Tensor) -> Tensor:
+    """Applies a bijection of 64-bit integers in which every input bit flips about half of the output bits."""
+    x = (x ^ shift_right(x, 30)) * MIX_1
+    x = (x ^ shift_right(x, 27)) * MIX_2
+    return x ^ shift_right(x, 31)
 
 
-def shift(x: Tensor, bits: int) -> Tensor:
-    """Logical right shift: torch's own repeats the sign."""
+def shift_right(x: Tensor, bits: int) -> Tensor:
+    """Shifts int64 numbers to the right and fills with zeros. Torch's own shift repeats the sign bit."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)

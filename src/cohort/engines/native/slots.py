@@ -1,4 +1,4 @@
-"""The state of every slot as tensors, so that a decode step looks at no single sample in Python."""
+"""The state of all slots as tensors, so that a decode step looks at no single sample in Python."""
 
 from __future__ import annotations
 
@@ -7,103 +7,118 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from cohort.data.transfer import put
+from cohort.data.transfer import copy_to_device
 from cohort.engines.draft import Draft
-from cohort.engines.native.random import uniforms
-from cohort.engines.native.sampler import Drawn, Settings
+from cohort.engines.native.random import draw_uniforms
+from cohort.engines.native.sampler import DrawnTokens, SamplingSettings
 
-STREAM, POSITION, LAST, LENGTH, BASE, LEFT, FILLED, TOP_K = range(8)
+# Rows of `Slots.ints` and of `Slots.reals`.
+STREAM, POSITION, LAST, LENGTH, BASE, REMAINING, NUM_FILLED, TOP_K = range(8)
 TEMPERATURE, TOP_P, MIN_P = range(3)
 
 
 class Slots:
-    """One column a slot. `window` tokens a slot are held until they are read back in bulk."""
+    """State of all decoding slots, as tensors with one column or row per slot.
 
-    def __init__(self, num: int, window: int, wide: torch.dtype, device: torch.device) -> None:
+    Up to `window` drawn tokens per slot stay on the device before they are copied to the host together.
+    """
+
+    def __init__(self, num: int, window: int, float_dtype: torch.dtype, device: torch.device) -> None:
         self.device = device
         self.ints = torch.zeros(8, num, dtype=torch.int64, device=device)
         self.reals = torch.zeros(3, num, dtype=torch.float64, device=device)
-        self.stops = torch.full((num, 1), -1, device=device)
+        self.stop_ids = torch.full((num, 1), -1, device=device)  # [num, most stop ids], filled up with -1
         self.tokens = torch.zeros(num, window, dtype=torch.int64, device=device)
-        self.logprobs = torch.zeros(num, window, dtype=wide, device=device)
-        self.kept = torch.ones(num, window, dtype=wide, device=device)
-        self.scaled = self.greedy = self.truncated = self.sorted = False
-        # rows of `ints` under their names
-        self.stream = self.ints[STREAM]  # of random numbers
-        self.position = self.ints[POSITION]  # in the stream, of the next draw
-        self.last = self.ints[LAST]  # token drawn last, not yet in the cache
-        self.length = self.ints[LENGTH]  # own tokens in the cache
-        self.base = self.ints[BASE]  # length of the shared prefix
-        self.left = self.ints[LEFT]  # tokens that may still be drawn
-        self.filled = self.ints[FILLED]  # tokens in the window
+        self.logprobs = torch.zeros(num, window, dtype=float_dtype, device=device)
+        self.kept_mass = torch.ones(num, window, dtype=float_dtype, device=device)
+        self.has_temperature = self.has_greedy = self.has_truncation = self.needs_sorting = False
+        # Views of the rows of `ints`, each [num].
+        self.random_stream = self.ints[STREAM]
+        self.position = self.ints[POSITION]  # of the next draw, in the random stream
+        self.last_token = self.ints[LAST]  # token drawn last, not yet in the cache
+        self.own_length = self.ints[LENGTH]  # own tokens in the cache
+        self.prefix_length = self.ints[BASE]  # tokens of the shared prefix
+        self.remaining = self.ints[REMAINING]  # tokens that may still be drawn
+        self.num_filled = self.ints[NUM_FILLED]  # tokens in the window
 
-    def place(self, drafts: Sequence[Draft], first: int) -> None:
-        """Put drafts into the slots from `first` on. Nothing of them is cached yet."""
+    def place_drafts(self, drafts: Sequence[Draft], first: int) -> None:
+        """Writes the state of the drafts into the slots from `first` on. None of their tokens is cached yet."""
         ints, reals = [], []
+        # The table of stop ids grows to the longest list that was ever needed.
         widest = max(len(d.request.sampling.stop_ids) for d in drafts)
-        if widest > self.stops.shape[1]:
-            wider = self.stops.new_full((len(self.stops), widest), -1)
-            wider[:, : self.stops.shape[1]] = self.stops
-            self.stops = wider
-        width, stops = self.stops.shape[1], []
+        if widest > self.stop_ids.shape[1]:
+            wider = self.stop_ids.new_full((len(self.stop_ids), widest), -1)
+            wider[:, : self.stop_ids.shape[1]] = self.stop_ids
+            self.stop_ids = wider
+        width, stop_ids = self.stop_ids.shape[1], []
         for d in drafts:
             s, drawn = d.request.sampling, len(d.tokens)
-            ints.append([d.stream, d.request.start + drawn, 0, 0, d.num_shared, s.max_tokens - drawn, 0, s.top_k])
+            # In the order of the row constants above.
+            ints.append(
+                [d.random_stream, d.request.start + drawn, 0, 0, d.num_shared, s.max_tokens - drawn, 0, s.top_k]
+            )
             reals.append([s.temperature, s.top_p, s.min_p])
-            stops.append([*s.stop_ids, *[-1] * (width - len(s.stop_ids))])
+            stop_ids.append([*s.stop_ids, *[-1] * (width - len(s.stop_ids))])
         here = slice(first, first + len(drafts))
-        self.ints[:, here] = put(ints, self.device).T
-        self.reals[:, here] = put(reals, self.device, torch.float64).T
-        self.stops[here] = put(stops, self.device)
+        self.ints[:, here] = copy_to_device(ints, self.device).T
+        self.reals[:, here] = copy_to_device(reals, self.device, torch.float64).T
+        self.stop_ids[here] = copy_to_device(stop_ids, self.device)
 
-    def move(self, source: list[int], target: list[int]) -> None:
-        old, new = put(source, self.device), put(target, self.device)
+    def move_slots(self, source: list[int], target: list[int]) -> None:
+        """Copies the state of the source slots over the target slots."""
+        # Indexing with a tensor copies the sources first, so sources and targets may overlap.
+        old, new = copy_to_device(source, self.device), copy_to_device(target, self.device)
         self.ints[:, new] = self.ints[:, old]
         self.reals[:, new] = self.reals[:, old]
-        for held in (self.stops, self.tokens, self.logprobs, self.kept):
+        for held in (self.stop_ids, self.tokens, self.logprobs, self.kept_mass):
             held[new] = held[old]
 
-    def survey(self, drafts: Sequence[Draft]) -> None:
-        """Note what nobody among these asks for, so that no step pays for it."""
+    def note_used_options(self, drafts: Sequence[Draft]) -> None:
+        """Records which sampling options these drafts use, so that the decode step can skip the others."""
         asked = [d.request.sampling for d in drafts]
-        self.scaled = any(s.temperature not in (0.0, 1.0) for s in asked)
-        self.greedy = any(s.temperature == 0.0 for s in asked)
-        self.truncated = any(s.truncates for s in asked)
-        self.sorted = any(s.top_p < 1.0 or s.top_k > 0 for s in asked)
+        self.has_temperature = any(s.temperature not in (0.0, 1.0) for s in asked)
+        self.has_greedy = any(s.temperature == 0.0 for s in asked)
+        self.has_truncation = any(s.truncates for s in asked)
+        self.needs_sorting = any(s.top_p < 1.0 or s.top_k > 0 for s in asked)
 
-    def settings(self, here: slice) -> Settings:
-        return Settings(
+    def get_settings(self, here: slice) -> SamplingSettings:
+        """Returns the sampling settings of the slots `here`."""
+        return SamplingSettings(
             temperature=self.reals[TEMPERATURE, here],
             top_p=self.reals[TOP_P, here],
             min_p=self.reals[MIN_P, here],
             top_k=self.ints[TOP_K, here],
-            scaled=self.scaled,
-            greedy=self.greedy,
-            truncated=self.truncated,
-            sorted=self.sorted,
+            has_temperature=self.has_temperature,
+            has_greedy=self.has_greedy,
+            has_truncation=self.has_truncation,
+            needs_sorting=self.needs_sorting,
         )
 
-    def uniforms(self, here: slice) -> Tensor:
-        return uniforms(self.stream[here], self.position[here])
+    def draw_uniforms(self, here: slice) -> Tensor:
+        """Returns one uniform number per slot in `here`, for its next draw."""
+        return draw_uniforms(self.random_stream[here], self.position[here])
 
-    def record(self, here: slice, drawn: Drawn) -> Tensor:
-        """Store one drawn token a slot; tells which slots are done, [B] bool."""
-        at = self.filled[here][:, None]
-        self.last[here] = drawn.tokens
-        self.tokens[here].scatter_(1, at, drawn.tokens[:, None])
-        self.logprobs[here].scatter_(1, at, drawn.logprobs[:, None])
-        if drawn.kept is not None:
-            self.kept[here].scatter_(1, at, drawn.kept[:, None])
+    def record_tokens(self, here: slice, drawn: DrawnTokens) -> Tensor:
+        """Stores one drawn token per slot. Returns which slots are done, [B] bool: by a stop id or by length."""
+        column = self.num_filled[here][:, None]
+        self.last_token[here] = drawn.tokens
+        self.tokens[here].scatter_(1, column, drawn.tokens[:, None])
+        self.logprobs[here].scatter_(1, column, drawn.logprobs[:, None])
+        if drawn.kept_mass is not None:
+            self.kept_mass[here].scatter_(1, column, drawn.kept_mass[:, None])
         self.position[here] += 1
-        self.left[here] -= 1
-        self.filled[here] += 1
-        return (drawn.tokens[:, None] == self.stops[here]).any(dim=1) | (self.left[here] == 0)
+        self.remaining[here] -= 1
+        self.num_filled[here] += 1
+        return (drawn.tokens[:, None] == self.stop_ids[here]).any(dim=1) | (self.remaining[here] == 0)
 
-    def read_back(self, slots: Sequence[int]) -> list[tuple[list[int], list[float], list[float]]]:
-        """The windows of these slots (tokens, logprobs, kept mass), emptied."""
+    def read_and_clear(self, slots: Sequence[int]) -> list[tuple[list[int], list[float], list[float]]]:
+        """Copies the windows of these slots to the host and empties them.
+
+        Returns (tokens, log-probabilities, kept mass) per slot. Kept mass is [] if no slot truncates.
+        """
         which = torch.tensor(list(slots), device=self.device)
-        filled = self.filled[which].tolist()
+        filled = self.num_filled[which].tolist()
         tokens, logprobs = self.tokens[which].tolist(), self.logprobs[which].tolist()
-        kept = self.kept[which].tolist() if self.truncated else [[]] * len(slots)
-        self.filled[which] = 0
+        kept = self.kept_mass[which].tolist() if self.has_truncation else [[]] * len(slots)
+        self.num_filled[which] = 0
         return [(t[:n], lp[:n], k[:n]) for n, t, lp, k in zip(filled, tokens, logprobs, kept, strict=True)]

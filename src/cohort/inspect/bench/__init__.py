@@ -1,1 +1,1 @@
-"""`cohort bench`: throughput beside what the hardware allows."""
+"""`cohort bench`: measured throughput, compared with what the hardware allows."""

@@ -1,4 +1,4 @@
-"""Throughput of the engine, the learner and a whole step, next to what the hardware allows."""
+"""Measurement of the throughput of the engine, the learner and a whole step, compared with what the hardware allows."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from cohort.config.options import BenchOptions, BenchResult, EngineBenchOptions,
 from cohort.config.schema import GRPO, LearnerConfig, NativeEngine, OptimConfig
 from cohort.data.pack import make_batch
 from cohort.engines.base import Engine, Request, sample
-from cohort.engines.factory import Subject, make_engine
+from cohort.engines.factory import EngineModel, make_engine
 from cohort.errors import ConfigError
 from cohort.learner.local import LocalLearner
-from cohort.learner.plan import Load, Plan, plan_memory
+from cohort.learner.plan import MemoryDemand, MemoryPlan, plan_memory
 from cohort.models import limits
 from cohort.models.auto import AnyDecoder
 from cohort.models.decoder import Decoder
@@ -28,33 +28,38 @@ from cohort.types import Group, Key, Prompt, Provenance, Sample, Sampling
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limit:
-    """The least seconds, what they rest on, and how they divide."""
+class HardwareLimit:
+    """The shortest time that the hardware allows for a piece of work."""
 
     seconds: float
-    words: str
-    details: dict[str, float] = field(default_factory=dict)
+    description: str  # the measured rates that the time is computed from
+    details: dict[str, float] = field(default_factory=dict)  # the times of its phases, by label
 
 
 def bench_engine(decoder: Decoder, options: EngineBenchOptions) -> BenchResult:
+    """Measures how fast the native engine samples a batch, and the time of its phases."""
     if decoder.embed.is_cuda and options.copies != "shared":
-        raise ConfigError(f"--copies {options.copies} is for CPUs, and there is a GPU here: add --device cpu.")
-    shape = _shape(options)
-    # before the engine is made: what the measurement of the rates needs is not the engine's memory
-    limit = _engine_limit(decoder, shape)
-    batches = [_requests(_prompts(decoder, shape, seed), shape) for seed in range(options.repeats + 1)]
+        raise ConfigError(f"--copies {options.copies} works on CPUs only, and the model is on a GPU: add --device cpu.")
+    shape = _make_shape(options)
+    # Before the engine is made, because measuring the rates takes memory that is not the engine's.
+    limit = _compute_engine_limit(decoder, shape)
+    batches = [_make_requests(_make_prompts(decoder, shape, seed), shape) for seed in range(options.repeats + 1)]
     context = options.prompt_tokens + options.completion_tokens
     slots = options.slots or (options.prompts * options.samples if decoder.embed.is_cuda else 64)
-    _forget_peak(decoder)
+    _reset_peak_memory(decoder)
     begin = time.perf_counter()
-    engine = make_engine(NativeEngine(slots=slots, weights=options.copies), Subject(decoder=decoder, context=context))
+    engine = make_engine(
+        NativeEngine(slots=slots, weights=options.copies), EngineModel(decoder=decoder, context=context)
+    )
+    # One token of one request: after it, everything that is prepared on first use is ready.
     first = batches[0][0]
     sample(engine, [replace(first, sampling=replace(first.sampling, max_tokens=1))])
     start_up = time.perf_counter() - begin
-    sample(engine, batches[0])  # warms up
+    # The first batch warms up and is not counted.
+    sample(engine, batches[0])
     before = replace(engine.work)
-    seconds = statistics.median(_seconds(partial(sample, engine, batch)) for batch in batches[1:])
-    result = _result("engine", seconds, shape, limit, decoder)
+    seconds = statistics.median(_measure_seconds(partial(sample, engine, batch)) for batch in batches[1:])
+    result = _make_result("engine", seconds, shape, limit, decoder)
     for phase in ("prefill", "decode", "draw"):
         spent = getattr(engine.work, f"{phase}_seconds") - getattr(before, f"{phase}_seconds")
         result.details[f"{phase} s"] = spent / options.repeats
@@ -63,65 +68,76 @@ def bench_engine(decoder: Decoder, options: EngineBenchOptions) -> BenchResult:
 
 
 def bench_learner(decoder: Decoder, options: LearnerBenchOptions) -> BenchResult:
-    shape = _shape(options)
-    limit = _arithmetic_limit(decoder, 3 * limits.forward_flops(decoder.config, shape))
-    plan = _plan(decoder, shape, options.token_budget, kv=False)
-    learner = _learner(decoder, options.token_budget, options.prefix_sharing, plan)
-    groups = _random_groups(decoder, shape)
-    _forget_peak(decoder)
-    seconds = _median(lambda: _trained(learner, groups, shape), options.repeats)
-    return _result("learner", seconds, shape, limit, decoder, learner, plan)
+    """Measures how fast the learner trains on a batch of random tokens."""
+    shape = _make_shape(options)
+    # A backward pass takes twice the arithmetic of a forward pass.
+    limit = _compute_arithmetic_limit(decoder, 3 * limits.count_forward_flops(decoder.config, shape))
+    plan = _plan_memory(decoder, shape, options.token_budget, kv=False)
+    learner = _make_learner(decoder, options.token_budget, options.prefix_sharing, plan)
+    groups = _make_random_groups(decoder, shape)
+    _reset_peak_memory(decoder)
+    seconds = _measure_median(lambda: _train_on(learner, groups, shape), options.repeats)
+    return _make_result("learner", seconds, shape, limit, decoder, learner, plan)
 
 
 def bench_step(decoder: Decoder, options: BenchOptions) -> BenchResult:
-    """Sampling and training of one batch on shared weights; rewards are random, as scoring is not measured."""
-    shape = _shape(options)
-    limit = _step_limit(decoder, shape)
+    """Measures sampling and training of one batch on shared weights.
+
+    Nothing is scored: rewards alternate between 0 and 1.
+    """
+    shape = _make_shape(options)
+    limit = _compute_step_limit(decoder, shape)
     context = options.prompt_tokens + options.completion_tokens
-    plan = _plan(decoder, shape, 0, kv=True)
-    learner = _learner(decoder, 0, True, plan)
-    subject = Subject(decoder=decoder, context=context, reserve=0 if plan is None else plan.update)
+    plan = _plan_memory(decoder, shape, 0, kv=True)
+    learner = _make_learner(decoder, 0, True, plan)
+    subject = EngineModel(decoder=decoder, context=context, reserve=0 if plan is None else plan.update)
     engine = make_engine(NativeEngine(slots=options.prompts * options.samples), subject)
-    _forget_peak(decoder)
+    _reset_peak_memory(decoder)
     phases: dict[str, list[float]] = {"sample s": [], "train s": []}
 
     def step() -> None:
+        """Samples a batch, trains on it and loads the new weights; records the time of both phases."""
         begin = time.perf_counter()
-        groups = _sampled(engine, decoder, shape)
+        groups = _sample_groups(engine, decoder, shape)
         middle = time.perf_counter()
-        _trained(learner, groups, shape)
+        _train_on(learner, groups, shape)
+        # A step of a run ends with the new weights in the engine, so this is measured too.
         engine.load(learner.weights(), version=1)
-        _wait(decoder)
+        _synchronize(decoder)
         phases["sample s"].append(middle - begin)
         phases["train s"].append(time.perf_counter() - middle)
 
-    seconds = _median(step, options.repeats)
-    result = _result("step", seconds, shape, limit, decoder, learner, plan)
+    seconds = _measure_median(step, options.repeats)
+    result = _make_result("step", seconds, shape, limit, decoder, learner, plan)
+    # The first value of each phase is that of the warm-up.
     result.details.update({name: statistics.median(values[1:]) for name, values in phases.items()})
     return result
 
 
-def _shape(o: BenchOptions) -> limits.Shape:
-    own = isinstance(o, EngineBenchOptions) and o.lengths == "lognormal"
-    return limits.Shape(
+def _make_shape(o: BenchOptions) -> limits.BatchShape:
+    """Returns the number and lengths of prompts and completions to measure."""
+    has_own_lengths = isinstance(o, EngineBenchOptions) and o.lengths == "lognormal"
+    return limits.BatchShape(
         prompts=o.prompts,
         samples=o.samples,
         prompt_tokens=o.prompt_tokens,
         completion_tokens=o.completion_tokens,
-        lengths=limits.lognormal_lengths(o.prompts * o.samples, o.completion_tokens) if own else (),
+        lengths=limits.draw_lognormal_lengths(o.prompts * o.samples, o.completion_tokens) if has_own_lengths else (),
     )
 
 
-def _engine_limit(decoder: Decoder, shape: limits.Shape) -> Limit:
-    config, weight = decoder.config, decoder.embed
+def _compute_engine_limit(decoder: Decoder, shape: limits.BatchShape) -> HardwareLimit:
+    """Returns the shortest time in which the hardware could sample the batch."""
+    config = decoder.config
+    weight = decoder.embed
     if weight.device.type != "cuda":
-        return _arithmetic_limit(decoder, limits.forward_flops(config, shape))
-    rates = limits.gpu_rates(weight.dtype)
-    least = limits.least_seconds(config, shape, rates, weight.itemsize)
-    alone = limits.least_seconds(config, shape.unshared(), rates, weight.itemsize)
-    return Limit(
+        return _compute_arithmetic_limit(decoder, limits.count_forward_flops(config, shape))
+    rates = limits.measure_gpu_rates(weight.dtype)
+    least = limits.estimate_sampling_seconds(config, shape, rates, weight.itemsize)
+    alone = limits.estimate_sampling_seconds(config, shape.without_sharing(), rates, weight.itemsize)
+    return HardwareLimit(
         seconds=least.total,
-        words=f"{rates.bytes / 1e9:.0f} GB/s copied and {rates.flops / 1e12:.0f} TFLOP/s multiplied, "
+        description=f"{rates.bytes / 1e9:.0f} GB/s copied and {rates.flops / 1e12:.0f} TFLOP/s multiplied, "
         f"measured here on {torch.cuda.get_device_name()}",
         details={
             "limit prefill s": least.prefill,
@@ -131,61 +147,66 @@ def _engine_limit(decoder: Decoder, shape: limits.Shape) -> Limit:
     )
 
 
-def _step_limit(decoder: Decoder, shape: limits.Shape) -> Limit:
-    """Sampling and training, one after the other."""
+def _compute_step_limit(decoder: Decoder, shape: limits.BatchShape) -> HardwareLimit:
+    """Returns the shortest time for sampling and training one after the other."""
     if not decoder.embed.is_cuda:
-        return _arithmetic_limit(decoder, 4 * limits.forward_flops(decoder.config, shape))
-    sampling = _engine_limit(decoder, shape)
-    training = _arithmetic_limit(decoder, 3 * limits.forward_flops(decoder.config, shape))
+        return _compute_arithmetic_limit(decoder, 4 * limits.count_forward_flops(decoder.config, shape))
+    sampling = _compute_engine_limit(decoder, shape)
+    training = _compute_arithmetic_limit(decoder, 3 * limits.count_forward_flops(decoder.config, shape))
     parts = {"limit sample s": sampling.seconds, "limit train s": training.seconds}
-    return Limit(seconds=sampling.seconds + training.seconds, words=sampling.words, details=parts)
+    return HardwareLimit(seconds=sampling.seconds + training.seconds, description=sampling.description, details=parts)
 
 
-def _arithmetic_limit(decoder: Decoder, flops: float) -> Limit:
+def _compute_arithmetic_limit(decoder: Decoder, flops: float) -> HardwareLimit:
+    """Returns the time of `flops` operations at the measured rate of a large matrix product."""
     if decoder.embed.is_cuda:
-        rate = limits.gpu_rates(decoder.embed.dtype).flops
+        rate = limits.measure_gpu_rates(decoder.embed.dtype).flops
         words = f"{rate / 1e12:.0f} TFLOP/s, the rate of a large matrix product here on {torch.cuda.get_device_name()}"
-        return Limit(seconds=flops / rate, words=words)
-    rate = limits.matmul_rate(dtype=decoder.embed.dtype)
-    return Limit(
-        seconds=flops / rate,
-        words=f"{rate / 1e9:.0f} GFLOP/s, the rate of a large matrix product here on {torch.get_num_threads()} threads",
-    )
+        return HardwareLimit(seconds=flops / rate, description=words)
+    rate = limits.measure_matmul_rate(dtype=decoder.embed.dtype)
+    threads = torch.get_num_threads()
+    words = f"{rate / 1e9:.0f} GFLOP/s, the rate of a large matrix product here on {threads} threads"
+    return HardwareLimit(seconds=flops / rate, description=words)
 
 
-def _learner(decoder: Decoder, token_budget: int, share: bool, plan: Plan | None) -> LocalLearner:
+def _make_learner(decoder: Decoder, token_budget: int, share: bool, plan: MemoryPlan | None) -> LocalLearner:
+    """Returns a learner for the model. `share` turns prefix sharing on; a `token_budget` of 0 means 4096."""
     config = LearnerConfig(token_budget=token_budget or 4096, prefix_sharing=share)
     learner = LocalLearner(decoder, config, OptimConfig(lr=1e-6), num_updates=1)
-    learner.follow(plan)
+    learner.apply_plan(plan)
     return learner
 
 
-def _plan(decoder: Decoder, shape: limits.Shape, token_budget: int, kv: bool) -> Plan | None:
+def _plan_memory(decoder: Decoder, shape: limits.BatchShape, token_budget: int, kv: bool) -> MemoryPlan | None:
+    """Returns the memory plan for training on a GPU; None on a CPU. `kv` says whether an engine shares the memory."""
     if not decoder.embed.is_cuda:
         return None
-    tokens = shape.prompts * shape.prompt_tokens + shape.num_completion
-    load = Load(
+    tokens = shape.prompts * shape.prompt_tokens + shape.num_completion_tokens
+    demand = MemoryDemand(
         model=decoder.config,
-        width=decoder.embed.itemsize,
+        bytes_per_number=decoder.embed.itemsize,
         longest=shape.prompt_tokens + shape.completion_tokens,
         batch_tokens=tokens,
         kv_tokens=tokens if kv else 0,
     )
-    return plan_memory(load, available_bytes(decoder.embed.device), token_budget)
+    return plan_memory(demand, available_bytes(decoder.embed.device), token_budget)
 
 
-def _forget_peak(decoder: Decoder) -> None:
+def _reset_peak_memory(decoder: Decoder) -> None:
+    """Makes the peak of GPU memory count from now on."""
     if decoder.embed.is_cuda:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
 
 
-def _wait(decoder: AnyDecoder) -> None:
+def _synchronize(decoder: AnyDecoder) -> None:
+    """Waits until the GPU has done all work that was started, so that times are complete."""
     if decoder.embed.is_cuda:
         torch.cuda.synchronize()
 
 
-def _prompts(decoder: Decoder, shape: limits.Shape, seed: int = 0) -> list[Prompt]:
+def _make_prompts(decoder: Decoder, shape: limits.BatchShape, seed: int = 0) -> list[Prompt]:
+    """Returns prompts of random tokens, other ones for each seed."""
     rng = random.Random(seed)
     return [
         Prompt(
@@ -201,9 +222,9 @@ def _prompts(decoder: Decoder, shape: limits.Shape, seed: int = 0) -> list[Promp
     ]
 
 
-def _requests(prompts: Sequence[Prompt], shape: limits.Shape) -> list[Request]:
-    """No stop ids: every completion has the asked length."""
-    lengths = iter(shape.completions)
+def _make_requests(prompts: Sequence[Prompt], shape: limits.BatchShape) -> list[Request]:
+    """Returns one request per completion. None has stop ids, so every completion has the length of its request."""
+    lengths = iter(shape.completion_lengths)
     return [
         Request(
             id=f"{p.id}/{i}",
@@ -216,55 +237,68 @@ def _requests(prompts: Sequence[Prompt], shape: limits.Shape) -> list[Request]:
     ]
 
 
-def _sampled(engine: Engine, decoder: Decoder, shape: limits.Shape) -> list[Group]:
-    prompts = _prompts(decoder, shape)
-    done = sample(engine, _requests(prompts, shape))
+def _sample_groups(engine: Engine, decoder: Decoder, shape: limits.BatchShape) -> list[Group]:
+    """Samples a batch and returns its groups, without rewards."""
+    prompts = _make_prompts(decoder, shape)
+    done = sample(engine, _make_requests(prompts, shape))
     return [Group(prompt=p, samples=[done[f"{p.id}/{i}"] for i in range(shape.samples)]) for p in prompts]
 
 
-def _random_groups(decoder: Decoder, shape: limits.Shape) -> list[Group]:
+def _make_random_groups(decoder: Decoder, shape: limits.BatchShape) -> list[Group]:
+    """Returns groups whose completions are random tokens, without rewards."""
     rng = random.Random(1)
 
-    def one() -> Sample:
+    def make_sample() -> Sample:
         tokens = [rng.randrange(decoder.config.vocab_size) for _ in range(shape.completion_tokens)]
         marks = [int(Provenance.SAMPLED)] * len(tokens)
         return Sample(tokens=tokens, provenance=marks, sampler_logprobs=[0.0] * len(tokens))
 
-    return [Group(prompt=p, samples=[one() for _ in range(shape.samples)]) for p in _prompts(decoder, shape)]
+    return [
+        Group(prompt=p, samples=[make_sample() for _ in range(shape.samples)]) for p in _make_prompts(decoder, shape)
+    ]
 
 
-def _trained(learner: LocalLearner, groups: list[Group], shape: limits.Shape) -> None:
+def _train_on(learner: LocalLearner, groups: list[Group], shape: limits.BatchShape) -> None:
+    """Does one update on the groups, with rewards that alternate between 0 and 1."""
     algo = build_algorithm(GRPO(), shape.completion_tokens)
     for group in groups:
         for i, member in enumerate(group.samples):
-            member.reward, member.old_logprobs = float(i % 2), None  # as if they had just been drawn
+            member.reward = float(i % 2)
+            # The same groups are trained on several times; each time they must look as if they had just been sampled.
+            member.old_logprobs = None
     learner.update(make_batch(algo.advantages(groups)), algo)
-    _wait(learner.decoder)
+    _synchronize(learner.decoder)
 
 
-def _median(run: Callable[[], object], repeats: int) -> float:
-    run()  # warms up
-    return statistics.median(_seconds(run) for _ in range(repeats))
+def _measure_median(run: Callable[[], object], repeats: int) -> float:
+    """Returns the median time of `run` in seconds, after one run that is not counted."""
+    run()
+    return statistics.median(_measure_seconds(run) for _ in range(repeats))
 
 
-def _seconds(run: Callable[[], object]) -> float:
+def _measure_seconds(run: Callable[[], object]) -> float:
+    """Returns the time of one run in seconds."""
     begin = time.perf_counter()
     run()
     return time.perf_counter() - begin
 
 
-def _result(
+def _make_result(
     what: str,
     seconds: float,
-    shape: limits.Shape,
-    limit: Limit,
+    shape: limits.BatchShape,
+    limit: HardwareLimit,
     decoder: Decoder,
     learner: LocalLearner | None = None,
-    plan: Plan | None = None,
+    plan: MemoryPlan | None = None,
 ) -> BenchResult:
+    """Returns the measurement with its fraction of the hardware limit and details by label.
+
+    `what` is the name of the benchmark. `learner` and `plan` add their token budget and planned memory.
+    """
     details = {"limit s": limit.seconds, **limit.details}
     if learner is not None:
-        details["tokens a microbatch"] = learner.token_budget
+        details["tokens per microbatch"] = learner.token_budget
     if plan is not None:
         details["planned GPU memory GiB"] = plan.peak / 2**30
     if decoder.embed.is_cuda:
@@ -272,9 +306,9 @@ def _result(
     return BenchResult(
         what=what,
         seconds=seconds,
-        tokens_per_second=shape.num_completion / seconds,
+        tokens_per_second=shape.num_completion_tokens / seconds,
         fraction=limit.seconds / seconds,
-        limit=limit.words,
+        limit=limit.description,
         setting=f"{decoder.embed.device.type}, {str(decoder.embed.dtype).removeprefix('torch.')}",
         details=details,
     )

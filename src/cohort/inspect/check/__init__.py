@@ -1,1 +1,1 @@
-"""Checks of a run before it starts: the update, the reward and the plan, on its own config and a few real prompts."""
+"""`cohort check`: tests the update, the reward and the memory plan of a config on a few real prompts, before a run."""

@@ -1,16 +1,19 @@
-"""What a check found: a line for people, a record for programs."""
+"""Result of a single check: a line for people, a record for programs."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Literal
 
-from cohort.logs.escape import one_line
+from cohort.logs.escape import escape_line
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """`text` says what was found and, unless it is ok, what to do; foreign text in it is escaped already."""
+    """Result of one check. `text` says what was found and, unless the status is "ok", what to do.
+
+    Text that comes from tasks or models is already escaped in `text`. `details` are numbers for `--json`.
+    """
 
     name: str
     status: Literal["ok", "warn", "FAIL"]
@@ -22,21 +25,24 @@ class Finding:
 
 
 def ok(name: str, text: str, **details: float) -> Finding:
+    """Returns a finding with the status "ok"."""
     return Finding(name=name, status="ok", text=text, details=details)
 
 
 def warn(name: str, text: str, **details: float) -> Finding:
+    """Returns a finding with the status "warn": the run can start, but the user should read the text."""
     return Finding(name=name, status="warn", text=text, details=details)
 
 
 def fail(name: str, text: str, **details: float) -> Finding:
+    """Returns a finding with the status "FAIL": `cohort check` ends with exit code 1. Raises nothing."""
     return Finding(name=name, status="FAIL", text=text, details=details)
 
 
-def shown(text: str) -> str:
-    """Foreign text, quoted and harmless.
+def quote(text: str) -> str:
+    """Returns the start of a text from a task or a model in quotes, escaped so that it cannot act on a terminal.
 
-    >>> shown("<answer>\\n")
+    >>> quote("<answer>\\n")
     '"<answer>\\\\n"'
     """
-    return f'"{one_line(text, 80)}"'
+    return f'"{escape_line(text, 80)}"'

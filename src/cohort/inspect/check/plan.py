@@ -1,4 +1,4 @@
-"""What the run will take: memory, from shapes; time, from one small step. Both are estimates."""
+"""Checks of what the run will take: memory, computed from shapes, and time, from one small step. Both are estimates."""
 
 from __future__ import annotations
 
@@ -7,82 +7,109 @@ import time
 
 from cohort.data.pack import make_batch
 from cohort.inspect.check.findings import Finding, fail, ok, warn
-from cohort.inspect.check.trial import Trial, give_signal, sample
-from cohort.learner.plan import Load, state_bytes, update_bytes
+from cohort.inspect.check.trial import Trial, give_distinct_rewards, sample_trial
+from cohort.learner.plan import MemoryDemand, state_bytes, update_bytes
 from cohort.models.config import ModelConfig
-from cohort.models.limits import kv_bytes
+from cohort.models.limits import count_kv_bytes
 
 GIB = 2**30
-TIGHT = 0.8  # of the memory there is
-PATIENCE = 10.0  # seconds that sampling a whole batch may take here
+WARN_SHARE = 0.8  # of the machine's memory: an estimate above it is a warning
+MAX_SAMPLING_SECONDS = 10.0  # a whole batch is sampled for the time estimate only if that takes no longer
 
 
-def memory(trial: Trial) -> Finding:
-    """A GPU's was planned when the parts were put together: what does not fit was refused there."""
-    name, learner = "plan/memory", trial.parts.learner
+def check_memory(trial: Trial) -> Finding:
+    """Compares the estimated memory of a step with the machine's memory.
+
+    On a GPU, memory was planned when the job was built, and a plan that does not fit was refused there: the finding
+    repeats that plan.
+    """
+    name = "plan/memory"
+    learner = trial.job.learner
     if learner.plan is not None:
-        return ok(name, learner.plan.words, bytes=learner.plan.peak)
-    if not isinstance(trial.parts.model.config, ModelConfig):
-        return warn(name, "not estimated: the model is outside the native family, and its shapes are not known")
-    load = _load(trial, trial.parts.model.config)
-    state, kv = state_bytes(load), kv_bytes(load.model, load.width) * load.kv_tokens
-    update = update_bytes(load, min(learner.token_budget, load.batch_tokens), recompute=False)
-    need, there = state + update + kv, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    text = f"about {need / GIB:.2g} of {there / GIB:.2g} GiB (weights and optimizer {state / GIB:.2g}, "
+        return ok(name, learner.plan.description, bytes=learner.plan.peak)
+    if not isinstance(trial.job.model.config, ModelConfig):
+        return warn(name, "not estimated: this is not a model of the native family, so its shapes are not known")
+    demand = _estimate_demand(trial, trial.job.model.config)
+    state = state_bytes(demand)
+    kv = count_kv_bytes(demand.model, demand.bytes_per_number) * demand.kv_tokens
+    update = update_bytes(demand, min(learner.token_budget, demand.batch_tokens), recompute=False)
+    need = state + update + kv
+    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    text = f"about {need / GIB:.2g} of {available / GIB:.2g} GiB (weights and optimizer {state / GIB:.2g}, "
     text += f"update {update / GIB:.2g}, KV {kv / GIB:.2g}), an estimate"
-    if need <= TIGHT * there:
+    if need <= WARN_SHARE * available:
         return ok(name, text, bytes=need)
     remedy = "lower learner.token_budget or engine.slots, or train adapters (--learner.lora.rank 16)."
-    return (fail if need > there else warn)(name, f"{text}; {remedy}", bytes=need)
+    return (fail if need > available else warn)(name, f"{text}; {remedy}", bytes=need)
 
 
-def _load(trial: Trial, model: ModelConfig) -> Load:
-    parts, config = trial.parts, trial.parts.config
-    new, rows = config.sampling.max_tokens, config.batch.prompts * config.batch.samples
-    prompt = max(len(g.prompt.tokens) for g in trial.rolled)
-    adapters = parts.learner.adapters
-    return Load(
+def _estimate_demand(trial: Trial, model: ModelConfig) -> MemoryDemand:
+    """Returns the sizes that memory is estimated from, for a batch in which every sample has `sampling.max_tokens`.
+
+    Prompts count as long as the longest sampled one.
+    """
+    job = trial.job
+    config = job.config
+    new = config.sampling.max_tokens
+    rows = config.batch.prompts * config.batch.samples
+    prompt = max(len(g.prompt.tokens) for g in trial.sampled)
+    adapters = job.learner.adapters
+    return MemoryDemand(
         model=model,
-        width=parts.model.decoder.embed.itemsize,
+        bytes_per_number=job.model.decoder.embed.itemsize,
         longest=prompt + new,
         batch_tokens=config.batch.prompts * prompt + rows * new,
+        # The samples of a group share the KV of their prompt. Only as many completions as slots are decoded at once.
         kv_tokens=config.batch.prompts * prompt + min(rows, config.engine.slots) * new,
-        has_reference=parts.learner.reference is not None,
-        trained=None if adapters is None else adapters.num_params,
-        base=0 if adapters is None else adapters.base_bytes,
+        has_reference=job.learner.reference is not None,
+        num_trained=None if adapters is None else adapters.num_params,
+        frozen_bytes=0 if adapters is None else adapters.base_bytes,
     )
 
 
-def one_step(trial: Trial, score_seconds: float) -> Finding:
-    """A whole step where that is quick, else the few groups scaled. Moves the weights: the last check."""
-    name, parts, config = "plan/time", trial.parts, trial.parts.config
-    asked, few = config.batch.prompts * config.batch.samples, trial.rolled
-    seconds = sample(parts, len(few), len(few[0].samples)).seconds  # again: the first time much was got ready
-    if seconds * asked / _count(trial) <= PATIENCE:
-        trial = sample(parts, config.batch.prompts, config.batch.samples)
-        give_signal(trial)
-        seconds = trial.seconds
-    begin, size = time.perf_counter(), _count(trial)
-    parts_of = config.learner.minibatches if size == asked else 1
-    metrics = parts.learner.update(make_batch(trial.groups, parts_of), parts.algo).metrics
+def check_step_time(trial: Trial, score_seconds: float) -> Finding:
+    """Measures sampling and one update, and reports the estimated time of a step and of the whole run.
+
+    Does this with a whole batch where that is quick, otherwise with the trial's few groups, scaled to the batch.
+    `score_seconds` is the time of one score. The update moves the weights, so this must be the last check.
+    """
+    name = "plan/time"
+    job = trial.job
+    config = job.config
+    batch_size = config.batch.prompts * config.batch.samples
+    few = trial.sampled
+    # The trial was sampled once already. This second time measures without the work that is done only once.
+    seconds = sample_trial(job, len(few), len(few[0].samples)).sampling_seconds
+    if seconds * batch_size / _count_samples(trial) <= MAX_SAMPLING_SECONDS:
+        trial = sample_trial(job, config.batch.prompts, config.batch.samples)
+        give_distinct_rewards(trial)
+        seconds = trial.sampling_seconds
+    begin = time.perf_counter()
+    size = _count_samples(trial)
+    num_minibatches = config.learner.minibatches if size == batch_size else 1
+    metrics = job.learner.update(make_batch(trial.groups, num_minibatches), job.algo).metrics
     update = time.perf_counter() - begin
     if not metrics.get("updates/done"):
         return fail(name, "an update did not move the weights: the gradient is zero or not finite.")
-    step = (seconds + update) * asked / size + score_seconds * asked
-    about = "about" if size == asked else "at most about"  # a few samples cost nearly as much as many
-    text = f"{about} {_words(step)} a step, {_words(step * config.steps)} for {config.steps} steps without evaluation"
+    step = (seconds + update) * batch_size / size + score_seconds * batch_size
+    # A few samples take nearly as long as many, so a scaled estimate is too high rather than too low.
+    about = "about" if size == batch_size else "at most about"
+    total = f"{_format_seconds(step * config.steps)} for {config.steps} steps without evaluation"
+    text = f"{about} {_format_seconds(step)} per step, {total}"
     measured = f"sampling {seconds:.2g} s and update {update:.2g} s of {size} samples"
-    scaled = "" if size == asked else f", scaled to {asked}"
+    scaled = "" if size == batch_size else f", scaled to {batch_size}"
     return ok(name, f"{text}: an estimate, from {measured}{scaled}", step_seconds=step)
 
 
-def _count(trial: Trial) -> int:
-    return sum(len(g.samples) for g in trial.rolled)
+def _count_samples(trial: Trial) -> int:
+    """Returns the number of samples in all groups of the trial."""
+    return sum(len(g.samples) for g in trial.sampled)
 
 
-def _words(seconds: float) -> str:
-    """
-    >>> _words(2.34), _words(600), _words(86400)
+def _format_seconds(seconds: float) -> str:
+    """Returns a time with two digits, in seconds, minutes or hours.
+
+    >>> _format_seconds(2.34), _format_seconds(600), _format_seconds(86400)
     ('2.3 s', '10 min', '24 h')
     """
     for size, unit in ((3600, "h"), (60, "min")):

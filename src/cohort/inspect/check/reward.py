@@ -1,4 +1,7 @@
-"""The reward, rehearsed behind the boundary a run scores behind: right answers, none, and ways to cheat."""
+"""Checks of the reward: the task's grader scores right answers, empty ones and attempts to cheat.
+
+Scoring goes through the same pool of worker processes that a run uses.
+"""
 
 from __future__ import annotations
 
@@ -9,76 +12,97 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from cohort.errors import TaskError
-from cohort.inspect.check.findings import Finding, fail, ok, shown, warn
+from cohort.inspect.check.findings import Finding, fail, ok, quote, warn
 from cohort.inspect.check.trial import Trial
-from cohort.jobs.build import Parts
-from cohort.logs.escape import one_line
-from cohort.rollout.episode import answer_of
+from cohort.jobs.build import RLJob
+from cohort.logs.escape import escape_line
+from cohort.rollout.episode import make_answer
 from cohort.scoring.pool import ScoringPool
 from cohort.types import Answer, Outcome, Prompt, Sample
 
-NUM_TRAIN, NUM_TEST = 12, 4  # rows
-SECONDS = 10.0  # for a pass over the answers; what is not reached is left out
-SLOW, SLUGGISH = 0.5, 0.05  # seconds a score
-MOST, SOME = 0.5, 0.2  # of a right answer's reward
-OFTEN = 0.2  # of the rows
-REPEATS = 50
+# Rows of the training and of the test split that answers are made for.
+NUM_TRAIN = 12
+NUM_TEST = 4
+PASS_SECONDS = 10.0  # for one pass over the answers; the answers that are not reached in that time are left out
+FAIL_SCORE_SECONDS = 0.5  # time of one score
+WARN_SCORE_SECONDS = 0.05
+# Shares of the reward of a right answer that a worthless answer may earn.
+FAIL_REWARD_SHARE = 0.5
+WARN_REWARD_SHARE = 0.2
+WARN_ROW_SHARE = 0.2  # of the rows: how often a wrong answer may be accepted
+NUM_REPEATS = 50
+# Format without content, in the formats that tasks commonly ask for.
 SKELETONS = ("<answer></answer>", "<think></think><answer></answer>", "\\boxed{}", "#### ", "{}", "```\n```")
-CHEAP = ("empty", "whitespace", "skeleton")
+CHEAP_KINDS = ("empty", "whitespace", "skeleton")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """An answer to rehearse, and what came of it."""
+    """One answer to be scored and, once it is scored, its outcome.
+
+    `kind` says how the answer was made: empty, whitespace, echo (the prompt itself), skeleton (format only), gold
+    (the task's right answer), truncated, repeated, other (the gold answer of another row), sample (from the model).
+    """
 
     prompt: Prompt
     kind: str
     answer: Answer
     outcome: Outcome = field(default_factory=Outcome)
-    seconds: float = 0.0
+    seconds: float = 0.0  # that the score took
     reward: float = 0.0
     correct: bool = False
 
 
-def check_reward(trial: Trial, seconds: float = SECONDS) -> Iterator[Finding]:
-    """Also scores the trial's own samples."""
-    parts, task = trial.parts, trial.parts.config.task
-    stream = parts.producer.stream
-    rows = stream.next(min(NUM_TRAIN, stream.num_rows)) + parts.problems[:NUM_TEST]
+def check_reward(trial: Trial, seconds: float = PASS_SECONDS) -> Iterator[Finding]:
+    """Yields the findings about the task's grader. Also scores the trial's own samples and stores their rewards.
+
+    `seconds` limits each pass over the answers.
+    """
+    job = trial.job
+    task = job.config.task
+    stream = job.producer.stream
+    rows = stream.next_prompts(min(NUM_TRAIN, stream.num_rows)) + job.problems[:NUM_TEST]
     try:
-        scored = list(_scored(parts, parts.scorer, cases(task, rows), seconds))
-        yield failures(scored)
-        yield speed(parts, scored)
+        scored = list(_score_cases(job, job.scorer, make_cases(task, rows), seconds))
+        yield check_failures(scored)
+        yield check_speed(job, scored)
+        # What the other checks compare are scores, so answers without one are left out.
         judged = [c for c in scored if not c.outcome.failure]
-        yield from verdicts(parts, judged)
-        yield repeatable(parts, judged, seconds)
-        yield order(parts, judged, seconds)
-        yield signal(trial, seconds)
+        yield from check_verdicts(job, judged)
+        yield check_repeatable(job, judged, seconds)
+        yield check_order(job, judged, seconds)
+        yield check_signal(trial, seconds)
     except TaskError as error:
         yield fail(
-            "reward/contract", f"{one_line(str(error), 300)}. Mend the grader; nothing after this was rehearsed."
+            "reward/contract",
+            f"{escape_line(str(error), 300)}. Correct the grader; the reward checks after this did not run.",
         )
 
 
-def cases(task: object, prompts: Sequence[Prompt]) -> list[Case]:
-    """Row by row, so that every kind has been seen where time runs out."""
-    golds = [_gold(task, p) for p in prompts]
-    found: list[Case] = []
+def make_cases(task: object, prompts: Sequence[Prompt]) -> list[Case]:
+    """Returns the answers to score for each prompt, not yet scored.
+
+    They are in the order of the prompts, so that every kind has been scored when time runs out.
+    """
+    golds = [_get_gold(task, p) for p in prompts]
+    cases: list[Case] = []
     for n, (prompt, gold) in enumerate(zip(prompts, golds, strict=True)):
         asked = [m["content"] for m in prompt.messages if m["role"] == "user" and isinstance(m.get("content"), str)]
         texts = [("empty", ""), ("whitespace", " \n\t \n"), ("echo", "\n".join(asked))]
         texts += [("skeleton", s) for s in SKELETONS]
         if gold:
             other = golds[(n + 1) % len(golds)]
-            texts += [("gold", gold), ("truncated", gold[: len(gold) // 2]), ("repeated", "\n".join([gold] * REPEATS))]
+            repeated = "\n".join([gold] * NUM_REPEATS)
+            texts += [("gold", gold), ("truncated", gold[: len(gold) // 2]), ("repeated", repeated)]
+            # The task's own format without content: the gold answer with all words removed but those in tags.
             texts += [("skeleton", re.sub(r"(</?\w+>)|\w+", lambda m: m[1] or "", gold))]
             texts += [("other", other)] if other not in ("", gold) else []
-        found += [Case(prompt=prompt, kind=kind, answer=_answer(prompt, kind, text)) for kind, text in texts]
-    return found
+        cases += [Case(prompt=prompt, kind=kind, answer=_make_case_answer(prompt, kind, text)) for kind, text in texts]
+    return cases
 
 
-def _gold(task: object, prompt: Prompt) -> str:
-    """Empty where the task has none for the row."""
+def _get_gold(task: object, prompt: Prompt) -> str:
+    """Returns the task's right answer for the prompt's row; "" if the task has none."""
     gold = getattr(task, "gold", None)
     try:
         return str(gold(prompt.row)) if gold is not None else ""
@@ -86,186 +110,227 @@ def _gold(task: object, prompt: Prompt) -> str:
         return ""
 
 
-def _answer(prompt: Prompt, kind: str, text: str) -> Answer:
-    made = answer_of(prompt, Sample(tokens=[], provenance=[], sampler_logprobs=[], text=text))
-    whole = kind in ("gold", "repeated", "other", "truncated")  # a gold answer is complete, a forced prefix included
-    return replace(made, num_tokens=len(text.split()), full=text if whole else made.full)
+def _make_case_answer(prompt: Prompt, kind: str, text: str) -> Answer:
+    """Returns `text` as the answer that a grader gets."""
+    answer = make_answer(prompt, Sample(tokens=[], provenance=[], sampler_logprobs=[], text=text))
+    # A gold answer is complete: a prefix that the task forces on the model is already part of its text.
+    is_whole = kind in ("gold", "repeated", "other", "truncated")
+    return replace(answer, num_tokens=len(text.split()), full=text if is_whole else answer.full)
 
 
-def _scored(parts: Parts, pool: ScoringPool, given: Iterable[Case], seconds: float) -> Iterator[Case]:
-    """One at a time: a grader that hangs costs one limit, and every score has its own time."""
-    begin, accuracy = time.perf_counter(), parts.config.task.accuracy
-    for case in given:
+def _score_cases(job: RLJob, pool: ScoringPool, cases: Iterable[Case], seconds: float) -> Iterator[Case]:
+    """Yields the cases with their scores and stops once `seconds` have passed.
+
+    Scores one case at a time: each has its own time, and a grader that hangs costs one time limit only.
+    """
+    begin = time.perf_counter()
+    accuracy = job.config.task.accuracy
+    for case in cases:
         start = time.perf_counter()
         [outcome] = pool.score([(case.prompt.row, case.answer)])
         now = time.perf_counter()
-        reward, correct = parts.producer.drawing.reward(outcome.parts), outcome.parts.get(accuracy, 0.0) == 1.0
+        reward = job.producer.settings.compute_reward(outcome.parts)
+        correct = outcome.parts.get(accuracy, 0.0) == 1.0
         yield replace(case, outcome=outcome, seconds=now - start, reward=reward, correct=correct)
         if now - begin > seconds:
             return
 
 
-# ---- the grader
+# ---- the grader itself
 
 
-def failures(scored: Sequence[Case]) -> Finding:
-    name, failed = "reward/failures", [c for c in scored if c.outcome.failure]
+def check_failures(scored: Sequence[Case]) -> Finding:
+    """Fails if the grader could not score some answer."""
+    name = "reward/failures"
+    failed = [c for c in scored if c.outcome.failure]
     if not failed:
-        return ok(name, f"none in {len(scored)} answers", answers=len(scored))
-    first = f"the first, {failed[0].kind} text {shown(failed[0].answer.text)}: {shown(failed[0].outcome.failure)}"
+        return ok(name, f"all {len(scored)} answers could be scored", answers=len(scored))
+    first = f"the first, {failed[0].kind} text {quote(failed[0].answer.text)}: {quote(failed[0].outcome.failure)}"
     text = f"{len(failed)} of {len(scored)} answers could not be scored; {first}"
-    return fail(name, f"{text}. What the answer got wrong is a score of 0, not an exception.", failed=len(failed))
+    return fail(name, f"{text}. A wrong answer must get the score 0, not raise an exception.", failed=len(failed))
 
 
-def speed(parts: Parts, scored: Sequence[Case]) -> Finding:
-    """The first score waits for the worker to start."""
-    name, per_step = "reward/speed", parts.config.batch.prompts * parts.config.batch.samples
+def check_speed(job: RLJob, scored: Sequence[Case]) -> Finding:
+    """Compares the median time of a score with what is allowed. Leaves out the first, which waits for the worker."""
+    name = "reward/speed"
+    per_step = job.config.batch.prompts * job.config.batch.samples
     each = statistics.median([c.seconds for c in scored][1:] or [0.0])
-    text = f"{each:.2g} s a score, {each * per_step:.2g} s for the {per_step} of a step"
-    if each <= SLUGGISH:
+    text = f"{each:.2g} s per score, {each * per_step:.2g} s for the {per_step} scores of a step"
+    if each <= WARN_SCORE_SECONDS:
         return ok(name, text, seconds=each)
-    advice = f"{text}; allowed {SLOW:g} s a score. Make the grader cheaper, or cache what it looks up."
-    return (fail if each > SLOW else warn)(name, advice, seconds=each)
+    advice = f"{text}; allowed are {FAIL_SCORE_SECONDS:g} s per score. Make the grader cheaper, or cache its lookups."
+    return (fail if each > FAIL_SCORE_SECONDS else warn)(name, advice, seconds=each)
 
 
-def repeatable(parts: Parts, scored: Sequence[Case], seconds: float) -> Finding:
-    again = _scored(parts, parts.scorer, scored, seconds)
+def check_repeatable(job: RLJob, scored: Sequence[Case], seconds: float) -> Finding:
+    """Fails if scoring the same answers a second time, by the same worker, gives other scores."""
+    again = _score_cases(job, job.scorer, scored, seconds)
     remedy = "A score may depend on the row and the answer alone: no clock, no counter, no unseeded random numbers."
-    return _equal("reward/repeatable", list(zip(scored, again, strict=False)), "scored twice", remedy)
+    return _compare_scores("reward/repeatable", list(zip(scored, again, strict=False)), "scored twice", remedy)
 
 
-def order(parts: Parts, scored: Sequence[Case], seconds: float) -> Finding:
+def check_order(job: RLJob, scored: Sequence[Case], seconds: float) -> Finding:
+    """Fails if a new worker that scores the same answers in reverse order gives other scores."""
     turned = list(scored)[::-1]
-    with ScoringPool(parts.config.task) as pool:
-        again = list(_scored(parts, pool, turned, seconds))
+    with ScoringPool(job.config.task) as pool:
+        again = list(_score_cases(job, pool, turned, seconds))
     remedy = "The grader remembers something between answers, or depends on its process: it must do neither."
-    what = "scored in another order by another worker"
-    return _equal("reward/order", list(zip(turned, again, strict=False)), what, remedy)
+    how = "scored in another order by another worker"
+    return _compare_scores("reward/order", list(zip(turned, again, strict=False)), how, remedy)
 
 
-def _equal(name: str, pairs: Sequence[tuple[Case, Case]], what: str, remedy: str) -> Finding:
+def _compare_scores(name: str, pairs: Sequence[tuple[Case, Case]], how: str, remedy: str) -> Finding:
+    """Returns a failure if the two scores in some pair differ. `how` says how the pairs were scored."""
     differ = [(a, b) for a, b in pairs if a.outcome.parts != b.outcome.parts]
     if not differ:
-        return ok(name, f"{len(pairs)} answers {what}: the same scores", answers=len(pairs))
+        return ok(name, f"{len(pairs)} answers {how}: the same scores", answers=len(pairs))
     a, b = differ[0]
-    text = f"{len(differ)} of {len(pairs)} answers {what} differ: {a.outcome.parts}, then {b.outcome.parts}"
+    text = (
+        f"{len(differ)} of {len(pairs)} answers {how} got different scores: {a.outcome.parts}, then {b.outcome.parts}"
+    )
     return fail(name, f"{text}. {remedy}", differ=len(differ))
 
 
-# ---- its verdicts
+# ---- what the grader rewards
 
 
-def verdicts(parts: Parts, scored: Sequence[Case]) -> Iterator[Finding]:
+def check_verdicts(job: RLJob, scored: Sequence[Case]) -> Iterator[Finding]:
+    """Yields the findings about which kinds of answers are rewarded."""
     kinds: dict[str, list[Case]] = {}
     for case in scored:
         kinds.setdefault(case.kind, []).append(case)
     gold = kinds.get("gold", [])
-    most = parts.producer.drawing.reward(dict.fromkeys(parts.config.task.parts, 1.0))
+    # The full reward is that of the best gold answer or, without gold answers, that of full marks in every part.
+    most = job.producer.settings.compute_reward(dict.fromkeys(job.config.task.parts, 1.0))
     full = max([c.reward for c in gold], default=most)
-    yield right(gold)
-    yield nothing(kinds.get("empty", []))
-    yield varies(scored, gold)
-    yield cheapest([c for kind in CHEAP for c in kinds.get(kind, [])], full)
-    yield echo(kinds.get("echo", []), full)
-    yield repetition(kinds.get("repeated", []), gold)
+    yield check_gold(gold)
+    yield check_empty(kinds.get("empty", []))
+    yield check_variation(scored, gold)
+    yield check_cheapest([c for kind in CHEAP_KINDS for c in kinds.get(kind, [])], full)
+    yield check_echo(kinds.get("echo", []), full)
+    yield check_repetition(kinds.get("repeated", []), gold)
     for kind, words in (("other", "another row's right answer"), ("truncated", "the first half of a right answer")):
         if kind in kinds:
-            yield often(kind, words, kinds[kind], full)
+            yield check_acceptance(kind, words, kinds[kind], full)
 
 
-def right(gold: Sequence[Case]) -> Finding:
-    name, wrong = "reward/gold", [c for c in gold if not c.correct]
+def check_gold(gold: Sequence[Case]) -> Finding:
+    """Fails if some right answer of the task itself is not scored as correct; warns if the task has none."""
+    name = "reward/gold"
+    wrong = [c for c in gold if not c.correct]
     if not gold:
-        return warn(name, "the task gives no right answers: add gold(row) -> str, and this is checked with them.")
+        return warn(name, "not checked: the task gives no right answers. Add gold(row) -> str to the task.")
     if not wrong:
         return ok(name, f"right answers score full marks in {len(gold)} rows", rows=len(gold))
-    said = f"{shown(wrong[0].answer.text)} got {wrong[0].outcome.parts}, {shown(wrong[0].outcome.reason)}"
-    text = f"{len(wrong)} of {len(gold)} right answers are not scored as right; row {shown(wrong[0].prompt.id)}: {said}"
-    return fail(name, f"{text}. Mend score or gold.", wrong=len(wrong), rows=len(gold))
+    first = wrong[0]
+    score = f"{quote(first.answer.text)} got {first.outcome.parts}, {quote(first.outcome.reason)}"
+    text = f"{len(wrong)} of {len(gold)} right answers are not scored as right; row {quote(first.prompt.id)}: {score}"
+    return fail(name, f"{text}. Correct score or gold of the task.", wrong=len(wrong), rows=len(gold))
 
 
-def nothing(empty: Sequence[Case]) -> Finding:
-    name, paid = "reward/empty", [c for c in empty if c.correct or max(c.outcome.parts.values()) > 0]
+def check_empty(empty: Sequence[Case]) -> Finding:
+    """Fails if an empty answer earns anything."""
+    name = "reward/empty"
+    paid = [c for c in empty if c.correct or max(c.outcome.parts.values()) > 0]
     if not paid:
         return ok(name, f"an empty answer earns nothing in {len(empty)} rows", rows=len(empty))
     text = f"an empty answer earns {paid[0].outcome.parts} in {len(paid)} of {len(empty)} rows"
-    return fail(name, f"{text}: saying nothing would be learned. Give it 0.", rows=len(paid))
+    return fail(name, f"{text}: the policy would learn to say nothing. Score an empty answer 0.", rows=len(paid))
 
 
-def varies(scored: Sequence[Case], gold: Sequence[Case]) -> Finding:
-    name, rewards = "reward/varies", {c.reward for c in scored}
+def check_variation(scored: Sequence[Case], gold: Sequence[Case]) -> Finding:
+    """Fails if all answers got the same reward. Only warns if it is 0 and the task gives no right answers."""
+    name = "reward/varies"
+    rewards = {c.reward for c in scored}
     if len(rewards) > 1:
         return ok(name, f"{len(rewards)} different rewards, {min(rewards):g} to {max(rewards):g}")
     if gold or rewards != {0.0}:
         text = f"{len(scored)} answers, right and wrong, all got {rewards}" if scored else "no answer could be scored"
         return fail(name, f"{text}: a constant reward teaches nothing. Does score read the right field?")
-    return warn(
-        name, "nothing rehearsed here scored, and without gold(row) no right answer is known: add it to be sure."
-    )
+    text = "all answers tried here got the reward 0, and without gold(row) no right answer is known"
+    return warn(name, f"{text}. Add gold(row) -> str to the task, so that right answers can be tried too.")
 
 
-def cheapest(junk: Sequence[Case], full: float) -> Finding:
-    """The shortest string that earns anything although it says nothing."""
-    name, paid = "reward/cheapest", sorted((c for c in junk if c.reward > 0), key=lambda c: len(c.answer.text))
+def check_cheapest(junk: Sequence[Case], full: float) -> Finding:
+    """Reports the shortest answer without content that earns anything. `full` is the reward of a right answer."""
+    name = "reward/cheapest"
+    paid = sorted((c for c in junk if c.reward > 0), key=lambda c: len(c.answer.text))
     if not paid:
         return ok(name, "no empty, blank or format-only answer earns anything")
     worst = max(paid, key=lambda c: c.reward)
-    text = f"the cheapest string that scores is {shown(paid[0].answer.text)}: {paid[0].reward:g} of {full:g}"
-    return _graded(name, text, worst, any(c.correct for c in paid), full)
+    text = f"the shortest answer without content that scores is {quote(paid[0].answer.text)}"
+    text += f": {paid[0].reward:g} of {full:g}"
+    return _judge_payment(name, text, worst, any(c.correct for c in paid), full)
 
 
-def echo(echoes: Sequence[Case], full: float) -> Finding:
-    name, paid = "reward/echo", [c for c in echoes if c.reward > 0]
+def check_echo(echoes: Sequence[Case], full: float) -> Finding:
+    """Reports what an answer earns that only repeats the prompt. `full` is the reward of a right answer."""
+    name = "reward/echo"
+    paid = [c for c in echoes if c.reward > 0]
     if not paid:
         return ok(name, f"repeating the prompt earns nothing in {len(echoes)} rows", rows=len(echoes))
     worst = max(paid, key=lambda c: c.reward)
     text = f"repeating the prompt earns {worst.reward:g} of {full:g} in {len(paid)} of {len(echoes)} rows"
-    return _graded(name, text, worst, any(c.correct for c in paid), full)
+    return _judge_payment(name, text, worst, any(c.correct for c in paid), full)
 
 
-def _graded(name: str, text: str, worst: Case, correct: bool, full: float) -> Finding:
-    remedy = "The policy will find it: ask for more than that before paying, or lower the part's weight."
-    if correct or worst.reward >= MOST * full:
+def _judge_payment(name: str, text: str, worst: Case, correct: bool, full: float) -> Finding:
+    """Returns ok, warn or FAIL by the share of the full reward that the best-paid worthless answer earns.
+
+    `correct` says whether any such answer counts as correct, which always fails.
+    """
+    remedy = "The policy will find this: require more before any reward, or lower the coefficient of that part."
+    if correct or worst.reward >= FAIL_REWARD_SHARE * full:
         return fail(name, f"{text}. {remedy}", reward=worst.reward)
-    if worst.reward > SOME * full:
+    if worst.reward > WARN_REWARD_SHARE * full:
         return warn(name, f"{text}. {remedy}", reward=worst.reward)
     return ok(name, text, reward=worst.reward)
 
 
-def repetition(repeated: Sequence[Case], gold: Sequence[Case]) -> Finding:
-    name, once = "reward/repetition", {c.prompt.id: c.reward for c in gold}
+def check_repetition(repeated: Sequence[Case], gold: Sequence[Case]) -> Finding:
+    """Fails if giving a right answer many times earns more than giving it once."""
+    name = "reward/repetition"
+    once = {c.prompt.id: c.reward for c in gold}
     more = [c for c in repeated if c.reward > once.get(c.prompt.id, c.reward)]
     if not more:
-        return ok(name, f"an answer given {REPEATS} times earns no more than once")
-    text = f"an answer given {REPEATS} times earns {more[0].reward:g}, once {once[more[0].prompt.id]:g}"
-    return fail(name, f"{text}: count it once.", rows=len(more))
+        return ok(name, f"an answer given {NUM_REPEATS} times earns no more than once")
+    text = f"an answer given {NUM_REPEATS} times earns {more[0].reward:g}, given once {once[more[0].prompt.id]:g}"
+    return fail(name, f"{text}: count a repeated answer once.", rows=len(more))
 
 
-def often(kind: str, words: str, tried: Sequence[Case], full: float) -> Finding:
-    paid = [c for c in tried if c.correct or c.reward >= MOST * full]
+def check_acceptance(kind: str, words: str, tried: Sequence[Case], full: float) -> Finding:
+    """Warns if wrong answers of one kind are accepted in too many rows. `words` describes such an answer."""
+    paid = [c for c in tried if c.correct or c.reward >= FAIL_REWARD_SHARE * full]
     text = f"{words} is accepted in {len(paid)} of {len(tried)} rows"
-    if len(paid) <= OFTEN * len(tried):
+    if len(paid) <= WARN_ROW_SHARE * len(tried):
         return ok(f"reward/{kind}", text, rate=len(paid) / len(tried))
     return warn(f"reward/{kind}", f"{text}: guessing pays. Is the grader too lenient?", rate=len(paid) / len(tried))
 
 
-# ---- on what the model says
+# ---- the model's own samples
 
 
-def signal(trial: Trial, seconds: float) -> Finding:
-    """Scores the trial's samples and says how many groups would train."""
-    name, parts, begin = "reward/signal", trial.parts, time.perf_counter()
-    for group in trial.rolled:
+def check_signal(trial: Trial, seconds: float) -> Finding:
+    """Scores the trial's samples, stores their rewards, and reports how many groups have rewards that differ.
+
+    The reward is None where the grader failed or where `seconds` had passed before.
+    """
+    name = "reward/signal"
+    job = trial.job
+    begin = time.perf_counter()
+    for group in trial.sampled:
         for s in group.samples:
-            case = Case(prompt=group.prompt, kind="sample", answer=answer_of(group.prompt, s))
-            left = time.perf_counter() - begin < seconds
-            found = list(_scored(parts, parts.scorer, [case] if left else [], seconds))
-            s.reward = found[0].reward if found and not found[0].outcome.failure else None
-    rewards = [s.reward for g in trial.rolled for s in g.samples if s.reward is not None]
-    alive = sum(len({s.reward for s in g.samples} - {None}) > 1 for g in trial.rolled)
+            case = Case(prompt=group.prompt, kind="sample", answer=make_answer(group.prompt, s))
+            has_time = time.perf_counter() - begin < seconds
+            scored = list(_score_cases(job, job.scorer, [case] if has_time else [], seconds))
+            s.reward = scored[0].reward if scored and not scored[0].outcome.failure else None
+    rewards = [s.reward for g in trial.sampled for s in g.samples if s.reward is not None]
+    alive = sum(len({s.reward for s in g.samples} - {None}) > 1 for g in trial.sampled)
     mean = statistics.fmean(rewards or [0.0])
-    text = f"{alive} of {len(trial.rolled)} sampled groups have rewards that differ, mean reward {mean:.2f}"
+    text = f"{alive} of {len(trial.sampled)} sampled groups have rewards that differ, mean reward {mean:.2f}"
     if alive:
         return ok(name, text, groups=alive, mean=mean)
-    advice = "equal rewards train nothing: try an easier or harder task, more samples, or a warmer start."
+    advice = (
+        "equal rewards train nothing: try an easier or harder task, more samples, or a model that solves some problems."
+    )
     return warn(name, f"{text}; {advice}", groups=0, mean=mean)

@@ -1,4 +1,4 @@
-"""Every check of a config, in order."""
+"""All checks of a config, in order."""
 
 from __future__ import annotations
 
@@ -7,38 +7,42 @@ from collections.abc import Callable, Iterator
 from cohort.config.kinds import require_rl
 from cohort.config.schema import RunConfig
 from cohort.inspect.check.findings import Finding, fail
-from cohort.inspect.check.plan import memory, one_step
+from cohort.inspect.check.plan import check_memory, check_step_time
 from cohort.inspect.check.reward import check_reward
-from cohort.inspect.check.trial import give_signal, sample
+from cohort.inspect.check.trial import give_distinct_rewards, sample_trial
 from cohort.inspect.check.update import check_update
 from cohort.jobs import build
-from cohort.logs.escape import one_line
+from cohort.logs.escape import escape_line
 
-NUM_PROMPTS, NUM_SAMPLES = 3, 4
+NUM_PROMPTS = 3
+NUM_SAMPLES = 4  # per prompt
 
 
-def check(config: RunConfig, progress: Callable[[str], None]) -> Iterator[Finding]:
-    """Findings as they come. `progress` is told what is under way."""
+def run_checks(config: RunConfig, progress: Callable[[str], None]) -> Iterator[Finding]:
+    """Yields each finding as soon as its check is done. Calls `progress` with the name of each stage as it begins."""
     progress("loading the model and the task")
-    parts = build.assemble(require_rl(config, "cohort check"))
+    job = build.build_rl_job(require_rl(config, "cohort check"))
     try:
         progress("sampling a few groups")
-        trial = sample(parts, NUM_PROMPTS, NUM_SAMPLES)
+        trial = sample_trial(job, NUM_PROMPTS, NUM_SAMPLES)
         progress("rehearsing the reward")
+        # "reward/speed" reports seconds per score, which the estimate of a step's time needs.
         seconds = 0.0
         for finding in check_reward(trial):
             seconds = finding.details.get("seconds", seconds)
             yield finding
-        progress("taking gradients")
-        give_signal(trial)
+        progress("computing gradients")
+        give_distinct_rewards(trial)
         try:
             yield from check_update(trial)
-        except Exception as error:  # a loss or model that breaks is what this command is there to find
-            said = one_line(f"{type(error).__name__}: {error}", 300)
-            yield fail("update/raises", f"{said}. Nothing after this was checked.")
+        # Any exception is a finding here: a user's loss or model that breaks is what this command looks for.
+        except Exception as error:
+            reason = escape_line(f"{type(error).__name__}: {error}", 300)
+            yield fail("update/raises", f"computing the update raised {reason}. The checks after this did not run.")
             return
         progress("measuring a step")
-        yield memory(trial)
-        yield one_step(trial, seconds)
+        yield check_memory(trial)
+        # This check comes last because it moves the weights.
+        yield check_step_time(trial, seconds)
     finally:
-        parts.close()
+        job.close()

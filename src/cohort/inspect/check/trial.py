@@ -1,4 +1,4 @@
-"""A few groups sampled as a run samples them, and one forward and backward watched from outside."""
+"""A trial: a few groups sampled as a run samples them, and gradients computed on them with every token recorded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cohort.algos.inputs import LossInputs
 from cohort.algos.tally import Tally
 from cohort.data.pack import make_batch, pack_minibatch
 from cohort.engines.base import Engine, Event, Request
-from cohort.jobs.build import Parts
+from cohort.jobs.build import RLJob
 from cohort.learner.base import Cut
 from cohort.loops.learning import annotate
 from cohort.rollout.producer import Producer
@@ -25,98 +25,119 @@ from cohort.types import Answer, Finish, Group, Outcome, Row
 from cohort.world import World
 
 
-class Token(NamedTuple):
-    """What the loss was given for one token, and what it gave back."""
+class LossToken(NamedTuple):
+    """One token in the loss: the loss's inputs for it and dL/dlogprob."""
 
     logprob: float
     weight: float
     advantage: float
-    slope: float  # of the loss, on the log-probability
+    gradient: float  # dL/dlogprob: below 0, an update makes the token more likely
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seen:
-    """One forward and backward."""
+class BackwardPass:
+    """Result of one forward and backward pass over some groups."""
 
-    gradient: dict[str, Tensor]  # by parameter, on the host
+    gradient: dict[str, Tensor]  # by parameter name, on the host
     metrics: dict[str, float]
-    tokens: dict[int, list[Token]]  # by sample, counted over the groups
+    tokens: dict[int, list[LossToken]]  # by the number of the sample, counted over all groups
 
 
 @dataclass(kw_only=True)
 class Trial:
-    """The parts of a run and a few groups of it."""
+    """The job of a run and a few groups that it sampled."""
 
-    parts: Parts
-    rolled: list[Group]  # as sampled; scoring fills in their rewards
-    drawn: dict[tuple[str, int], list[int]]  # by prompt id and sample: the tokens the engine told as it drew them
-    seconds: float  # of sampling
-    groups: list[Group] = field(default_factory=list)  # copies with a signal, to be trained on
+    job: RLJob
+    sampled: list[Group]  # as sampled; the reward checks fill in their rewards
+    drawn_tokens: dict[tuple[str, int], list[int]]  # by prompt id and sample: token ids from the engine's events
+    sampling_seconds: float
+    groups: list[Group] = field(default_factory=list)  # copies with distinct rewards and advantages, to train on
 
-    def samples(self) -> Iterator[tuple[int, Group, int]]:
-        """(number over all groups, group, number in its group)"""
+    def enumerate_samples(self) -> Iterator[tuple[int, Group, int]]:
+        """Yields (number over all groups, group, index in the group) of each sample in `groups`."""
         places = ((g, i) for g in self.groups for i in range(len(g.samples)))
         return ((n, g, i) for n, (g, i) in enumerate(places))
 
-    def graded(self, groups: list[Group]) -> list[Group]:
-        """As the loop does between rollout and update."""
-        learner, algo = self.parts.learner, self.parts.algo
+    def compute_advantages(self, groups: list[Group]) -> list[Group]:
+        """Annotates groups with log-probabilities and sets their advantages, as the loop does before an update."""
+        learner = self.job.learner
+        algo = self.job.algo
+        # Log-probabilities of a copied sample may belong to other tokens than the sample has now.
         for sample in (s for g in groups for s in g.samples):
-            sample.old_logprobs = sample.ref_logprobs = None  # a copy's may be of other tokens
+            sample.old_logprobs = sample.ref_logprobs = None
         annotate(learner, groups, algo.needs())
         return algo.advantages(groups)
 
     @property
-    def longest(self) -> int:
-        """Tokens of the longest sample with its prompt: no microbatch may be smaller."""
+    def longest_sequence(self) -> int:
+        """The number of tokens of the longest sample with its prompt. A microbatch cannot be smaller."""
         return max((len(g.prompt.tokens) + len(s.tokens) for g in self.groups for s in g.samples), default=1)
 
-    def backward(self, groups: Sequence[Group], cut: Cut | None = None, world: World | None = None) -> Seen:
-        """The gradient of an update on these groups, and what the loss was given for each token."""
-        loss, batch = _Watched(self.parts.algo), make_batch(groups)
-        found = self.parts.learner.gradient(batch, cast(Loss, loss), cut, world)
+    def run_backward(self, groups: Sequence[Group], cut: Cut | None = None, world: World | None = None) -> BackwardPass:
+        """Computes the gradient of an update on these groups. Changes no weights.
+
+        `cut` says how the batch is divided into microbatches, `world` which rank of how many this is; None means as
+        in the run.
+        """
+        loss = _RecordingLoss(self.job.algo)
+        batch = make_batch(groups)
+        result = self.job.learner.compute_gradient(batch, cast(Loss, loss), cut, world)
+        # The batch numbers the samples that it packed; the trial numbers all samples of the groups.
         places = {id: place for place, id in enumerate(id for g in groups for id in g.ids())}
         tokens = {places[batch.ids[number]]: row for number, row in loss.tokens.items()}
-        return Seen(gradient=found.tensors, metrics=found.metrics, tokens=tokens)
+        return BackwardPass(gradient=result.tensors, metrics=result.metrics, tokens=tokens)
 
-    def trained(self) -> dict[int, list[int]]:
-        """The ids that an update trains, by sample (counted over the groups)."""
+    def collect_trained_tokens(self) -> dict[int, list[int]]:
+        """Returns the token ids that an update on `groups` trains, by the number of the sample over all groups."""
         batch = make_batch(self.groups)
         places = {id: place for place, id in enumerate(id for g in self.groups for id in g.ids())}
-        found: dict[int, list[int]] = {}
-        for micro in pack_minibatch(batch, 0, max(self.longest, self.parts.learner.token_budget)).microbatches:
+        trained: dict[int, list[int]] = {}
+        budget = max(self.longest_sequence, self.job.learner.token_budget)
+        for micro in pack_minibatch(batch, 0, budget).microbatches:
             for number, target in zip(micro.segments.tolist(), micro.targets.tolist(), strict=True):
-                found.setdefault(places[batch.ids[number]], []).append(target)
-        return found
+                trained.setdefault(places[batch.ids[number]], []).append(target)
+        return trained
 
 
-def sample(parts: Parts, num_prompts: int, num_samples: int) -> Trial:
-    """Through the run's own rollout; the reward is rehearsed elsewhere, so that a broken one does not end this."""
-    batch, engine = parts.config.batch, _Listening(parts.engine)
-    stream = parts.producer.stream
-    prompts = stream.next(min(num_prompts, batch.prompts))
-    drawing = replace(parts.producer.drawing, group_size=min(num_samples, batch.samples))
-    producer = Producer(cast(Engine, engine), _Unscored(parts.scorer.again), stream, drawing, parts.producer.order)
+def sample_trial(job: RLJob, num_prompts: int, num_samples: int) -> Trial:
+    """Samples a trial through the run's own producer, with at most the run's number of prompts and samples.
+
+    Nothing is scored here, so a broken grader does not end the trial: the reward has its own checks.
+    """
+    batch = job.config.batch
+    engine = _RecordingEngine(job.engine)
+    stream = job.producer.stream
+    prompts = stream.next_prompts(min(num_prompts, batch.prompts))
+    drawing = replace(job.producer.settings, group_size=min(num_samples, batch.samples))
+    scorer = _ZeroRewardScorer(job.scorer.again)
+    producer = Producer(cast(Engine, engine), scorer, stream, drawing, job.producer.order)
     begin = time.perf_counter()
-    rolled = producer.roll(prompts)
-    return Trial(parts=parts, rolled=rolled, drawn=engine.drawn, seconds=time.perf_counter() - begin)
+    groups = producer.roll_out(prompts)
+    seconds = time.perf_counter() - begin
+    return Trial(job=job, sampled=groups, drawn_tokens=engine.drawn_tokens, sampling_seconds=seconds)
 
 
-def give_signal(trial: Trial) -> None:
-    """Groups to train on: no two rewards alike, so that every algorithm has a signal, and nothing is failed or cut."""
-    groups = copy.deepcopy(trial.rolled)
+def give_distinct_rewards(trial: Trial) -> None:
+    """Fills `trial.groups` with copies of the sampled groups that any algorithm can train on.
+
+    No two rewards in a group are equal, and no sample counts as failed or cut off.
+    """
+    groups = copy.deepcopy(trial.sampled)
     for group in groups:
         for i, s in enumerate(group.samples):
-            s.failure, s.finish = "", Finish.STOP
+            s.failure = ""
+            s.finish = Finish.STOP
             s.reward = 1.0 - i / len(group.samples)
-    trial.groups = trial.graded(groups)
+    trial.groups = trial.compute_advantages(groups)
 
 
-def difference(got: dict[str, Tensor], expected: dict[str, Tensor]) -> tuple[float, float]:
-    """(mean, most) of the worst parameter, relative to its largest entry; NaN stays NaN.
+def compare_gradients(got: dict[str, Tensor], expected: dict[str, Tensor]) -> tuple[float, float]:
+    """Returns the mean and the largest difference of the worst parameter, relative to its largest expected entry.
 
-    Entries that should be 0 and are rounding (a bias of keys) are held to a thousandth of the largest gradient of all.
+    A parameter that is missing on one side counts as 0. NaN stays NaN.
     """
+    # A parameter whose gradient should be 0 (a bias of keys) has only rounding errors, which are as large as itself.
+    # It is therefore compared with at least a thousandth of the largest gradient of all parameters.
     top = max((float(g.abs().max()) for g in expected.values()), default=0.0)
     gaps = [torch.zeros(2, dtype=torch.float64)]
     for name in expected.keys() | got.keys():
@@ -128,32 +149,37 @@ def difference(got: dict[str, Tensor], expected: dict[str, Tensor]) -> tuple[flo
     return mean, most
 
 
-class _Watched:
-    """An algorithm's loss; keeps what it was given and its slope."""
+class _RecordingLoss:
+    """The loss of an algorithm that also records its inputs and dL/dlogprob of every token."""
 
     def __init__(self, algo: Loss) -> None:
-        self.algo, self.per_token = algo, algo.per_token
-        self.tokens: dict[int, list[Token]] = {}
+        self.algo = algo
+        self.per_token = algo.per_token
+        self.tokens: dict[int, list[LossToken]] = {}  # by the batch's number of the sample
 
-    def weigh(self, *args: Any, **kwargs: Any) -> Tensor:
-        return self.algo.weigh(*args, **kwargs)
+    def weigh_tokens(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Returns the algorithm's own token weights."""
+        return self.algo.weigh_tokens(*args, **kwargs)
 
     def loss(self, inputs: LossInputs) -> tuple[Tensor, Tally]:
+        """Returns the algorithm's own loss and tally, and records the tokens."""
         loss, tally = self.algo.loss(inputs)
-        slope = torch.autograd.grad(loss, inputs.logprobs, retain_graph=True)[0]
-        columns = (inputs.logprobs, inputs.weights, inputs.advantages, slope)
+        # The learner still needs the graph for its own backward pass.
+        gradient = torch.autograd.grad(loss, inputs.logprobs, retain_graph=True)[0]
+        columns = (inputs.logprobs, inputs.weights, inputs.advantages, gradient)
         for segment, *row in zip(inputs.segments.tolist(), *(c.tolist() for c in columns), strict=True):
-            self.tokens.setdefault(segment, []).append(Token(*row))
+            self.tokens.setdefault(segment, []).append(LossToken(*row))
         return loss, tally
 
 
-class _Listening:
-    """An engine, and by prompt and sample the tokens it told."""
+class _RecordingEngine:
+    """An engine that also records the tokens in its events, by prompt id and sample."""
 
     def __init__(self, engine: Engine) -> None:
-        self.engine, self.name = engine, engine.name
-        self.drawn: dict[tuple[str, int], list[int]] = {}
-        self._places: dict[str, tuple[str, int]] = {}
+        self.engine = engine
+        self.name = engine.name
+        self.drawn_tokens: dict[tuple[str, int], list[int]] = {}
+        self._places: dict[str, tuple[str, int]] = {}  # prompt id and sample, by request id
 
     def submit(self, request: Request) -> None:
         self._places[request.id] = (request.key.prompt_id, request.key.sample)
@@ -166,12 +192,12 @@ class _Listening:
     def poll(self, timeout: float = 0.0) -> list[Event]:
         events = self.engine.poll(timeout)
         for event in events:
-            self.drawn.setdefault(self._places[event.id], []).extend(event.tokens)
+            self.drawn_tokens.setdefault(self._places[event.id], []).extend(event.tokens)
         return events
 
 
-class _Worthless:
-    """An environment in which every answer is worth nothing."""
+class _ZeroRewardEnvironment:
+    """An environment that ends after one answer and rewards nothing."""
 
     def start(self, row: Row, draws: KeyedDraws) -> Opening:
         return Opening(messages=[])
@@ -180,15 +206,19 @@ class _Worthless:
         return Step(parts={})
 
 
-class _Unscored:
-    """In the place of graders: every answer is worth nothing, at once. Conversations go on as in the run."""
+class _ZeroRewardScorer:
+    """A stand-in for the scoring pool that gives every answer no reward, without running the task's grader.
+
+    Conversations continue as in the run: after a low reward, `again` can ask for a further attempt.
+    """
 
     def __init__(self, again: AgainRules | None) -> None:
-        inner = _Worthless()
+        inner = _ZeroRewardEnvironment()
         self.episodes = Episodes(lambda: inner if again is None else ThinkAgain(inner, again))
         self.done: list[tuple[str, Outcome]] = []
 
     def submit(self, id: str, row: Row, answer: Answer, past: Past | None = None) -> None:
+        # Without a past the task has a single turn, and the conversation ends.
         step = Step() if past is None else self.episodes.step(row, past, answer)
         self.done.append((id, Outcome(replies=step.replies, cost=step.cost)))
 

@@ -1,7 +1,7 @@
-"""Whether the update trains what was sampled, all of it and nothing else, however the batch is cut.
+"""Checks that the update trains exactly the sampled tokens, however the batch is divided.
 
-Every check goes through the run's own engine, packer, algorithm and learner, and is held to a definition that does not:
-one sequence at a time, one rank, the tokens the engine told.
+Every check goes through the run's own engine, packer, algorithm and learner. It compares them with a definition that
+uses none of these: one sequence at a time, one rank, the tokens in the engine's events.
 """
 
 from __future__ import annotations
@@ -14,137 +14,174 @@ import torch
 from torch import Tensor
 
 from cohort.inspect.check.findings import Finding, fail, ok, warn
-from cohort.inspect.check.trial import Seen, Trial, difference
+from cohort.inspect.check.trial import BackwardPass, Trial, compare_gradients
 from cohort.learner.base import Cut
 from cohort.loops.learning import annotate
-from cohort.models.functions import wide_product
+from cohort.models.functions import multiply_wide
 from cohort.text import Tokenizer
 from cohort.types import Finish, Group, Provenance, Sample
 from cohort.world import World
 
-# (mean, most) of gradients and of log-probabilities: ten times the numerics contract's, because a user's model may be
-# deeper than those it is tested on; faults are thousands of times larger. Low precision rounds every sum anew.
-EXACT = {torch.float64: (1e-9, 1e-9), torch.float32: (1e-4, 2e-3)}
-ON_GPU, ROUNDED = (1e-3, 1e-2), (0.1, 2.0)
-NUM_SPECIAL = 8
+# Allowed (mean, largest) differences of gradients and of log-probabilities. They are ten times those of the numerics
+# contract, because a user's model may be deeper than the models that are tested there; real faults are thousands of
+# times larger. In low precision every sum is rounded, so two orders of the same sum differ much more.
+TOLERANCES = {torch.float64: (1e-9, 1e-9), torch.float32: (1e-4, 2e-3)}
+GPU_TOLERANCE = (1e-3, 1e-2)  # float32 on a GPU
+LOW_PRECISION_TOLERANCE = (0.1, 2.0)
+NUM_SPECIAL = 8  # special tokens that are put into the probe
 
 
 def check_update(trial: Trial) -> Iterator[Finding]:
-    base = trial.backward(trial.groups)
-    probe = _probe(trial)
-    probed = trial.backward([probe])
-    yield sampled_tokens(trial, base)
-    yield end_token(trial)
-    yield special_tokens(probe, probed)
-    yield unsampled_tokens(trial, probe)
-    yield constant_rewards(trial)
-    yield ratio(base)
-    yield direction(base)
-    yield from one_at_a_time(trial, base, probe, probed)
-    yield sampler_gap(trial, base)
-    yield from cuts(trial, base)
+    """Yields the findings about the update on the trial's groups. They must have distinct rewards."""
+    base = trial.run_backward(trial.groups)
+    probe = _make_probe(trial)
+    probe_pass = trial.run_backward([probe])
+    yield check_sampled_tokens(trial, base)
+    yield check_end_token(trial)
+    yield check_special_tokens(probe, probe_pass)
+    yield check_unsampled_tokens(trial, probe)
+    yield check_constant_rewards(trial)
+    yield check_ratio(base)
+    yield check_direction(base)
+    yield from check_single_sequences(trial, base, probe, probe_pass)
+    yield check_sampler_gap(trial, base)
+    yield from check_batch_cuts(trial, base)
 
 
-def bound(trial: Trial) -> tuple[float, float]:
-    like = trial.parts.model.decoder.embed
-    return ON_GPU if like.is_cuda and like.dtype == torch.float32 else EXACT.get(like.dtype, ROUNDED)
+def get_tolerance(trial: Trial) -> tuple[float, float]:
+    """Returns the allowed (mean, largest) difference for the model's dtype and device."""
+    embed = trial.job.model.decoder.embed
+    if embed.is_cuda and embed.dtype == torch.float32:
+        return GPU_TOLERANCE
+    return TOLERANCES.get(embed.dtype, LOW_PRECISION_TOLERANCE)
 
 
-# ---- which tokens
+# ---- which tokens are trained
 
 
-def sampled_tokens(trial: Trial, base: Seen) -> Finding:
-    name, count = "update/sampled-tokens", 0
-    targets = trial.trained()
-    for n, group, i in trial.samples():
+def check_sampled_tokens(trial: Trial, base: BackwardPass) -> Finding:
+    """Fails if the token ids in the loss are not the ids that the engine drew."""
+    name = "update/sampled-tokens"
+    count = 0
+    targets = trial.collect_trained_tokens()
+    for n, group, i in trial.enumerate_samples():
+        # The algorithm may have masked the sample or excluded its group.
         if n not in targets:
-            continue  # masked or excluded by the algorithm
-        drawn = trial.drawn.get((group.prompt.id, i), [])
+            continue
+        drawn = trial.drawn_tokens.get((group.prompt.id, i), [])
         in_loss = sum(t.weight != 0.0 for t in base.tokens.get(n, []))
         if targets[n] != drawn or in_loss != len(drawn):
-            at = next((k for k, (a, b) in enumerate(zip(targets[n], drawn, strict=False)) if a != b), None)
-            where = f"they differ first at token {at}" if at is not None else f"{in_loss} are in the loss"
+            pairs = enumerate(zip(targets[n], drawn, strict=False))
+            differing = next((k for k, (a, b) in pairs if a != b), None)
+            where = f"{in_loss} are in the loss" if differing is None else f"they differ first at token {differing}"
             text = f"the engine drew {len(drawn)} tokens for sample {i} of a prompt, {len(targets[n])} are trained"
             return fail(name, f"{text}: {where}. Train the ids that were drawn; never tokenise text again.")
         count += len(drawn)
     return ok(name, f"the {count} ids the engine drew are the {count} ids in the loss", tokens=count)
 
 
-def end_token(trial: Trial) -> Finding:
-    name, sampling = "update/end-token", trial.parts.producer.drawing.sampling
-    stops, targets, ended, lost = set(sampling.stop_ids), trial.trained(), 0, 0
-    finishes = [s.finish for g in trial.rolled for s in g.samples]
-    for n, group, i in trial.samples():
-        drawn = trial.drawn.get((group.prompt.id, i), [])
-        by_token = bool(drawn) and drawn[-1] in stops
-        if n in targets and finishes[n] == Finish.STOP and (by_token or not sampling.stop_strings):
-            ended += 1
-            lost += not targets[n] or targets[n][-1] not in stops
-    if lost:
-        text = f"{lost} of {ended} samples that ended by themselves are trained without their end token"
-        return fail(name, f"{text}: the policy would never learn to stop.", lost=lost, ended=ended)
-    if not ended:
+def check_end_token(trial: Trial) -> Finding:
+    """Fails if a sample that stopped is trained without its end token; warns if no sample stopped."""
+    name = "update/end-token"
+    sampling = trial.job.producer.settings.sampling
+    stops = set(sampling.stop_ids)
+    targets = trial.collect_trained_tokens()
+    num_ended = 0
+    num_lost = 0
+    finishes = [s.finish for g in trial.sampled for s in g.samples]
+    for n, group, i in trial.enumerate_samples():
+        drawn = trial.drawn_tokens.get((group.prompt.id, i), [])
+        # A sample that a stop string ended has no end token to train.
+        ended_by_token = bool(drawn) and drawn[-1] in stops
+        if n in targets and finishes[n] == Finish.STOP and (ended_by_token or not sampling.stop_strings):
+            num_ended += 1
+            num_lost += not targets[n] or targets[n][-1] not in stops
+    if num_lost:
+        text = f"{num_lost} of {num_ended} samples that stopped are trained without their end token"
+        return fail(name, f"{text}: the policy would never learn to stop.", lost=num_lost, ended=num_ended)
+    if not num_ended:
         text = f"none of {len(finishes)} samples ended within sampling.max_tokens = {sampling.max_tokens}"
-        return warn(name, f"{text}; raise it, or the model may not know this chat template.", ended=0)
-    return ok(name, f"trained in all {ended} samples of {len(finishes)} that ended by themselves", ended=ended)
+        return warn(
+            name, f"{text}. Raise it; if that does not help, the model may not know this chat template.", ended=0
+        )
+    text = f"{num_ended} of {len(finishes)} samples stopped, and all of these are trained with their end token"
+    return ok(name, text, ended=num_ended)
 
 
-def special_tokens(probe: Group, probed: Seen) -> Finding:
-    """A mask made from ids instead of provenance leaves out a pad or end token that the policy did draw."""
-    name, sample = "update/special-tokens", probe.samples[1]
-    in_loss = sum(t.weight != 0.0 for t in probed.tokens.get(1, []))
+def check_special_tokens(probe: Group, probe_pass: BackwardPass) -> Finding:
+    """Fails if sampled special tokens are missing in the loss.
+
+    A mask that is made from token ids instead of provenance leaves out a pad or end token that the policy drew.
+    """
+    name = "update/special-tokens"
+    sample = probe.samples[1]
+    in_loss = sum(t.weight != 0.0 for t in probe_pass.tokens.get(1, []))
     if in_loss == sample.num_sampled:
         return ok(name, "pad, end and other special ids count like any token the policy drew")
-    text = f"of {sample.num_sampled} sampled tokens, special ids among them, {in_loss} are in the loss"
+    text = f"of {sample.num_sampled} sampled tokens, special ids among them, only {in_loss} are in the loss"
     return fail(name, f"{text}. The mask must come from provenance, not from ids.", in_loss=in_loss)
 
 
-def unsampled_tokens(trial: Trial, probe: Group) -> Finding:
-    """One sample alone, so that where each token is predicted is known without asking the packer."""
-    name, sample, first = "update/unsampled-tokens", probe.samples[0], len(probe.prompt.tokens) - 1
+def check_unsampled_tokens(trial: Trial, probe: Group) -> Finding:
+    """Fails if a token of the prompt, of the environment or a forced token has a gradient."""
+    name = "update/unsampled-tokens"
+    # One sample alone: then the position that predicts each token is known without the packer.
+    sample = probe.samples[0]
+    first = len(probe.prompt.tokens) - 1
     alone = [Group(prompt=probe.prompt, samples=[replace(sample, advantage=1.0)])]
     kept: list[Tensor] = []
 
-    def keep(module: object, inputs: object, hidden: Tensor) -> None:
+    def keep_hidden(module: object, inputs: object, hidden: Tensor) -> None:
         hidden.retain_grad()
         kept.append(hidden)
 
-    handle = trial.parts.model.decoder.register_forward_hook(keep)
+    handle = trial.job.model.decoder.register_forward_hook(keep_hidden)
     try:
-        seen = trial.backward(alone)
+        result = trial.run_backward(alone)
     finally:
         handle.remove()
+    # Positions whose hidden state has a gradient, and those that predict a sampled token: the two must be equal.
     touched = {i for h in kept if h.grad is not None for i in h.grad.abs().sum(-1).nonzero()[:, 0].tolist()}
     places = {first + i for i, p in enumerate(sample.provenance) if p == Provenance.SAMPLED}
-    wrong, in_loss = len(touched - places), len(seen.tokens.get(0, []))
+    wrong = len(touched - places)
+    in_loss = len(result.tokens.get(0, []))
     if wrong or in_loss != len(places) or not touched:
         text = f"{wrong} tokens the policy did not draw have a gradient; it drew {len(places)}, the loss has {in_loss}"
-        return fail(name, f"{text}. Only sampled tokens may be trained: see their provenance.", wrong=wrong)
+        return fail(name, f"{text}. Only tokens with the provenance SAMPLED may be trained.", wrong=wrong)
     return ok(name, "prompt, environment and forced tokens have a gradient of exactly zero")
 
 
-# ---- what the loss does with them
+# ---- what the loss does with these tokens
 
 
-def constant_rewards(trial: Trial) -> Finding:
-    """Copies of one sample: equal rewards, and equal whatever an algorithm makes of lengths and ends."""
-    name, group = "update/constant-rewards", trial.groups[0]
+def check_constant_rewards(trial: Trial) -> Finding:
+    """Fails if a group of equal rewards has an advantage other than 0."""
+    name = "update/constant-rewards"
+    group = trial.groups[0]
+    # Copies of one sample, because an algorithm may treat samples of equal reward but other length differently. The
+    # reward 0.1 + 0.2 is not exact in binary: a mean or a deviation computed from it need not be exact either.
     one = replace(group.samples[0], reward=0.1 + 0.2)
     prompts = [replace(group.prompt, visit=visit) for visit in range(2)]
     groups = [Group(prompt=p, samples=[copy.deepcopy(one) for _ in group.samples]) for p in prompts]
-    if getattr(trial.parts.config.algo, "baseline", "mean") in ("batch", "none"):
+    if getattr(trial.job.config.algo, "baseline", "mean") in ("batch", "none"):
         return ok(name, "does not apply: this baseline is not the group's")
-    trial.graded(groups)
-    gradient = trial.backward(groups).gradient
-    moved = any(bool(g.any()) for g in gradient.values())
-    if any(s.advantage != 0.0 for g in groups for s in g.samples) or (moved and all(g.excluded for g in groups)):
+    trial.compute_advantages(groups)
+    gradient = trial.run_backward(groups).gradient
+    has_moved = any(bool(g.any()) for g in gradient.values())
+    # A group that is not excluded may have a gradient from the KL or entropy term.
+    if any(s.advantage != 0.0 for g in groups for s in g.samples) or (has_moved and all(g.excluded for g in groups)):
         text = "a group of equal rewards has a gradient"
-        return fail(name, f"{text}: its advantages must be exactly 0, by comparison and not by a computed deviation.")
-    return ok(name, "advantages exactly 0" + (", the KL or entropy term alone trains" if moved else ", no gradient"))
+        return fail(
+            name, f"{text}: its advantages must be exactly 0. Compare max with min; do not compute a deviation."
+        )
+    return ok(name, "advantages exactly 0" + (", only the KL or entropy term trains" if has_moved else ", no gradient"))
 
 
-def ratio(base: Seen) -> Finding:
-    name, low, high = "update/ratio", base.metrics.get("ratio/min"), base.metrics.get("ratio/max")
+def check_ratio(base: BackwardPass) -> Finding:
+    """Fails if some ratio is not exactly 1 although nothing has been updated yet."""
+    name = "update/ratio"
+    low = base.metrics.get("ratio/min")
+    high = base.metrics.get("ratio/max")
     if low is None or high is None:
         return ok(name, "this algorithm reports no ratio")
     if low == high == 1.0:
@@ -155,88 +192,111 @@ def ratio(base: Seen) -> Finding:
     )
 
 
-def direction(base: Seen) -> Finding:
-    """Along the gradient step, log-probabilities must move with the advantages."""
+def check_direction(base: BackwardPass) -> Finding:
+    """Fails if the gradient step does not raise the log-probabilities of better samples relative to worse ones."""
     name = "update/direction"
-    terms = [t.advantage * t.slope for row in base.tokens.values() for t in row]
+    # A gradient step moves a log-probability against its gradient, so this product must be below 0.
+    terms = [t.advantage * t.gradient for row in base.tokens.values() for t in row]
     wrong = sum(x > 0 for x in terms)
     if not any(bool(g.any()) for g in base.gradient.values()):
         return fail(name, "rewards that differ give no gradient at all: nothing would be learned.")
     if not sum(terms) < 0:
         text = f"better answers become less likely (at {wrong} of {len(terms)} tokens)"
         return fail(name, f"{text}: a sign or a ratio is inverted.", wrong=wrong)
-    return ok(name, "better answers become likelier, worse ones less likely", wrong=wrong)
+    return ok(name, "better answers become more likely, worse ones less likely", wrong=wrong)
 
 
-# ---- against one sequence at a time
+# ---- compared with one sequence at a time
 
 
-def one_at_a_time(trial: Trial, base: Seen, probe: Group, probed: Seen) -> Iterator[Finding]:
-    rows = [(g, g.samples[i], base.tokens.get(n, [])) for n, g, i in trial.samples()]
-    rows += [(probe, s, probed.tokens.get(i, [])) for i, s in enumerate(probe.samples)]
-    usable = [row for row in rows if row[2] and len(row[2]) == row[1].num_sampled]  # of others another check speaks
+def check_single_sequences(
+    trial: Trial, base: BackwardPass, probe: Group, probe_pass: BackwardPass
+) -> Iterator[Finding]:
+    """Compares the log-probabilities of packed samples with those of each sample computed alone.
+
+    Yields one finding about all tokens, and one about the first token of each sample, which is predicted from a prompt
+    that the samples of a group may share.
+    """
+    rows = [(g, g.samples[i], base.tokens.get(n, [])) for n, g, i in trial.enumerate_samples()]
+    rows += [(probe, s, probe_pass.tokens.get(i, [])) for i, s in enumerate(probe.samples)]
+    # A sample whose number of tokens is wrong is reported by check_sampled_tokens or check_special_tokens.
+    usable = [row for row in rows if row[2] and len(row[2]) == row[1].num_sampled]
     gaps = [
-        (_alone(trial, g, s) - torch.tensor([t.logprob for t in seen], dtype=torch.float64)).abs()
-        for g, s, seen in usable
+        (_compute_logprobs_alone(trial, g, s) - torch.tensor([t.logprob for t in tokens], dtype=torch.float64)).abs()
+        for g, s, tokens in usable
     ]
     if not gaps:
         return
-    where = "packed with its siblings and alone"
-    yield _close(trial, "update/log-probs", torch.cat(gaps), f"the same {where}", f"differ {where}")
+    good = "log-probabilities are the same packed with other samples and alone"
+    bad = "log-probabilities packed with other samples differ from those computed alone"
+    yield _judge_logprob_gaps(trial, "update/log-probs", torch.cat(gaps), good, bad)
     firsts = torch.stack([gap[0] for gap in gaps])
-    good, bad = (
-        "every sibling's first token is predicted from its prompt",
-        "first tokens are predicted from a wrong place",
-    )
-    yield _close(trial, "update/sibling-context", firsts, good, bad)
+    good = "every sample's first token is predicted from its prompt"
+    bad = "first tokens are predicted from a wrong place"
+    yield _judge_logprob_gaps(trial, "update/sibling-context", firsts, good, bad)
 
 
 @torch.no_grad()
-def _alone(trial: Trial, group: Group, sample: Sample) -> Tensor:
-    """Log-probabilities of the sampled tokens by definition: the whole sequence, plain causal attention."""
-    decoder, first = trial.parts.model.decoder, len(group.prompt.tokens) - 1
+def _compute_logprobs_alone(trial: Trial, group: Group, sample: Sample) -> Tensor:
+    """Returns the log-probabilities of the sampled tokens, by a forward pass over this one sequence alone.
+
+    Uses plain causal attention without packing. Float64 on the host, one per sampled token.
+    """
+    decoder = trial.job.model.decoder
+    first = len(group.prompt.tokens) - 1
     tokens = torch.tensor([*group.prompt.tokens, *sample.tokens], device=decoder.embed.device)
-    at = torch.tensor([i for i, p in enumerate(sample.provenance) if p == Provenance.SAMPLED], device=tokens.device)
-    hidden = decoder.one_sequence(tokens).index_select(0, first + at)
-    logits = wide_product(hidden, decoder.head_weight) / trial.parts.config.sampling.temperature
-    logprobs = torch.log_softmax(logits, -1).gather(1, tokens[first + 1 + at, None])[:, 0]
+    places = [i for i, p in enumerate(sample.provenance) if p == Provenance.SAMPLED]
+    sampled = torch.tensor(places, device=tokens.device)
+    hidden = decoder.forward_one_sequence(tokens).index_select(0, first + sampled)
+    logits = multiply_wide(hidden, decoder.head_weight) / trial.job.config.sampling.temperature
+    logprobs = torch.log_softmax(logits, -1).gather(1, tokens[first + 1 + sampled, None])[:, 0]
     return logprobs.double().cpu()
 
 
-def sampler_gap(trial: Trial, base: Seen) -> Finding:
+def check_sampler_gap(trial: Trial, base: BackwardPass) -> Finding:
+    """Compares the log-probabilities that the engine reported with those of the learner."""
     gaps = [0.0]
-    for n, group, i in trial.samples():
-        sample, row = group.samples[i], base.tokens.get(n, [])
-        told = [x for x, p in zip(sample.sampler_logprobs, sample.provenance, strict=True) if p == Provenance.SAMPLED]
-        gaps += [abs(t.logprob - x) for t, x in zip(row, told, strict=False)]
-    good, bad = "engine and learner give a token the same probability", "engine and learner disagree"
-    half = getattr(trial.parts.config.engine, "weights", "shared") == "fp16"
-    return _close(
+    for n, group, i in trial.enumerate_samples():
+        sample = group.samples[i]
+        row = base.tokens.get(n, [])
+        marked = zip(sample.sampler_logprobs, sample.provenance, strict=True)
+        reported = [x for x, p in marked if p == Provenance.SAMPLED]
+        gaps += [abs(t.logprob - x) for t, x in zip(row, reported, strict=False)]
+    # An engine with fp16 copies of the weights rounds, so it gets the tolerance of low precision.
+    has_fp16_copies = getattr(trial.job.config.engine, "weights", "shared") == "fp16"
+    return _judge_logprob_gaps(
         trial,
         "update/sampler-gap",
         torch.tensor(gaps, dtype=torch.float64),
-        good,
-        bad,
-        ROUNDED if half else None,
+        "engine and learner give a token the same probability",
+        "engine and learner disagree",
+        LOW_PRECISION_TOLERANCE if has_fp16_copies else None,
     )
 
 
-def _close(
+def _judge_logprob_gaps(
     trial: Trial, name: str, gaps: Tensor, good: str, bad: str, limits: tuple[float, float] | None = None
 ) -> Finding:
-    mean, most = limits or bound(trial)
-    found = {"mean": float(gaps.mean()), "most": float(gaps.max())}
-    numbers = f"mean {found['mean']:.1e}, largest {found['most']:.1e} nats"
-    if found["mean"] <= mean and found["most"] <= most:
-        return ok(name, f"{good} ({numbers})", **found)
-    return fail(name, f"{bad}: {numbers}, allowed {mean:g} and {most:g}. What is trained is not what acted.", **found)
+    """Returns ok with the text `good` if the differences are within `limits`, else FAIL with the text `bad`.
+
+    `limits` are (mean, largest); None = those of the model's dtype and device.
+    """
+    mean, most = limits or get_tolerance(trial)
+    details = {"mean": float(gaps.mean()), "most": float(gaps.max())}
+    numbers = f"mean {details['mean']:.1e}, largest {details['most']:.1e} nats"
+    if details["mean"] <= mean and details["most"] <= most:
+        return ok(name, f"{good} ({numbers})", **details)
+    text = f"{bad}: {numbers}, allowed {mean:g} and {most:g}"
+    return fail(name, f"{text}. The policy that is trained is not the policy that acted.", **details)
 
 
-# ---- however the batch is cut
+# ---- however the batch is divided
 
 
-def cuts(trial: Trial, base: Seen) -> Iterator[Finding]:
-    groups, longest = trial.groups, trial.longest
+def check_batch_cuts(trial: Trial, base: BackwardPass) -> Iterator[Finding]:
+    """Compares the gradient with that of the same groups divided, ordered or packed in other ways."""
+    groups = trial.groups
+    longest = trial.longest_sequence
     turned = [replace(g, samples=g.samples[::-1]) for g in groups[::-1]]
     ways = {
         "microbatches": [(groups, Cut(token_budget=longest)), (groups, Cut(token_budget=3 * longest))],
@@ -244,72 +304,88 @@ def cuts(trial: Trial, base: Seen) -> Iterator[Finding]:
         "packing-order": [(turned, Cut(token_budget=longest))],
         "prefix-sharing": [(groups, Cut(share=False))],
     }
-    for what, cut in ways.items():
-        seen = [trial.backward(*way) for way in cut]
-        yield _equal(trial, what, [difference(s.gradient, base.gradient) for s in seen])
-    yield ranks(trial, base)
+    for what, cuts in ways.items():
+        passes = [trial.run_backward(*way) for way in cuts]
+        yield _judge_gradient_gaps(trial, what, [compare_gradients(p.gradient, base.gradient) for p in passes])
+    yield check_ranks(trial, base)
 
 
-def _equal(trial: Trial, what: str, found: list[tuple[float, float]]) -> Finding:
-    mean, most = bound(trial)
-    numbers = {"mean": max(f[0] for f in found), "most": max(f[1] for f in found)}
+def _judge_gradient_gaps(trial: Trial, what: str, gaps: list[tuple[float, float]]) -> Finding:
+    """Returns ok if all differences (mean, largest) are within the tolerance. `what` is how the batch was divided."""
+    mean, most = get_tolerance(trial)
+    subject = what.replace("-", " ")
+    numbers = {"mean": max(gap[0] for gap in gaps), "most": max(gap[1] for gap in gaps)}
     words = f"mean {numbers['mean']:.1e}, largest {numbers['most']:.1e} of the largest entry"
-    if all(f[0] <= mean and f[1] <= most for f in found):
-        return ok(f"update/{what}", f"the gradient does not depend on it ({words})", **numbers)
-    text = f"the gradient changes with it: {words}, allowed {mean:g} and {most:g}"
-    return fail(
-        f"update/{what}", f"{text}. Denominators must be counted over the whole step, before it is cut.", **numbers
-    )
+    if all(gap[0] <= mean and gap[1] <= most for gap in gaps):
+        return ok(f"update/{what}", f"the gradient does not depend on {subject} ({words})", **numbers)
+    text = f"the gradient changes with {subject}: {words}, allowed {mean:g} and {most:g}"
+    remedy = "Denominators must be counted over the whole step, before the batch is divided."
+    return fail(f"update/{what}", f"{text}. {remedy}", **numbers)
 
 
-class _Rank(World):
-    """One of two ranks, run one after the other: a sum is what both were seen to give before."""
+class _SimulatedRank(World):
+    """One of two ranks that run one after the other in this process.
+
+    The n-th call of `sum` returns the n-th of `totals`, which were added up from both ranks in an earlier round. Calls
+    beyond these return their own argument. `seen` records all arguments.
+    """
 
     size = 2
 
     def __init__(self, rank: int, totals: list[Tensor]) -> None:
-        self.rank, self.totals, self.seen = rank, totals, list[Tensor]()
+        self.rank = rank
+        self.totals = totals
+        self.seen = list[Tensor]()
 
     def sum(self, x: Tensor) -> Tensor:
         self.seen.append(x.detach().clone())
         return x.copy_(self.totals[len(self.seen) - 1]) if len(self.seen) <= len(self.totals) else x
 
 
-def ranks(trial: Trial, base: Seen) -> Finding:
-    """Unequal shares. The first round learns the counts, the second with them the gradients, the third has both."""
-    groups, totals, gradient = trial.groups, list[Tensor](), base.gradient
+def check_ranks(trial: Trial, base: BackwardPass) -> Finding:
+    """Compares the gradient with that of two simulated ranks that have unequal shares of the groups."""
+    groups = trial.groups
+    totals = list[Tensor]()
+    gradient = base.gradient
+    # What a rank sums late depends on totals of what it summed early. The first round learns the token counts, the
+    # second, with correct counts, the gradients, and the third has both.
     for _ in range(3):
-        worlds = [_Rank(rank, totals) for rank in (1, 0)]
+        worlds = [_SimulatedRank(rank, totals) for rank in (1, 0)]
         for world, share in zip(worlds, (groups[1:], groups[:1]), strict=True):
-            gradient = trial.backward(share, world=world).gradient
+            gradient = trial.run_backward(share, world=world).gradient
         totals = [a + b for a, b in zip(*(w.seen for w in worlds), strict=True)]
-    return _equal(trial, "ranks", [difference(gradient, base.gradient)])
+    return _judge_gradient_gaps(trial, "ranks", [compare_gradients(gradient, base.gradient)])
 
 
 # ---- helpers
 
 
-def _probe(trial: Trial) -> Group:
-    """A group whose first sample holds tokens of an environment and forced ones, and whose second special ids."""
+def _make_probe(trial: Trial) -> Group:
+    """Returns a group with tokens that a trial may lack.
+
+    The first sample has environment and forced tokens in its middle, the second has sampled special tokens.
+    """
     group = copy.deepcopy(trial.groups[0])
-    tokenizer = Tokenizer.load(trial.parts.model.folder)
+    tokenizer = Tokenizer.load(trial.job.model.folder)
     special = sorted({*tokenizer.stop_ids, *tokenizer.special_ids})[:NUM_SPECIAL]
     given = group.prompt.tokens[:3]
     marks = [Provenance.ENVIRONMENT, Provenance.ENVIRONMENT, Provenance.FORCED][: len(given)]
-    _insert(group.samples[0], given, [int(m) for m in marks])
-    _insert(group.samples[1], special, [int(Provenance.SAMPLED)] * len(special))
-    if trial.parts.config.algo.correction.kind != "none":
-        # as if the engine had drawn it all: a correction would otherwise leave out what was put in
-        annotate(trial.parts.learner, [group], {"old"})
+    _insert_tokens(group.samples[0], given, [int(m) for m in marks])
+    _insert_tokens(group.samples[1], special, [int(Provenance.SAMPLED)] * len(special))
+    if trial.job.config.algo.correction.kind != "none":
+        # The log-probabilities of inserted tokens are made up, and a sampler correction would leave these tokens out.
+        # With the learner's own log-probabilities it is as if the engine had drawn all of them.
+        annotate(trial.job.learner, [group], {"old"})
         for s in group.samples:
             s.sampler_logprobs, s.old_logprobs = s.old_logprobs or s.sampler_logprobs, None
     for i, s in enumerate(group.samples):
         s.reward = 1.0 - i / len(group.samples)
-    return trial.graded([group])[0]
+    return trial.compute_advantages([group])[0]
 
 
-def _insert(sample: Sample, tokens: list[int], marks: list[int]) -> None:
-    at = len(sample.tokens) // 2
-    sample.tokens[at:at] = tokens
-    sample.provenance[at:at] = marks
-    sample.sampler_logprobs[at:at] = [-1.0 if m == Provenance.SAMPLED else 0.0 for m in marks]
+def _insert_tokens(sample: Sample, tokens: list[int], marks: list[int]) -> None:
+    """Inserts tokens with their provenance into the middle of a sample. Sampled ones get the log-probability -1."""
+    middle = len(sample.tokens) // 2
+    sample.tokens[middle:middle] = tokens
+    sample.provenance[middle:middle] = marks
+    sample.sampler_logprobs[middle:middle] = [-1.0 if m == Provenance.SAMPLED else 0.0 for m in marks]

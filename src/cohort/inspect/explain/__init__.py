@@ -1,1 +1,1 @@
-"""Why a step did what it did, from its run directory alone: no model is loaded."""
+"""`cohort explain`: the groups of a step and what was done with them, from the run directory, without a model."""

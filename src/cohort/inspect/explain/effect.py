@@ -1,7 +1,7 @@
-"""What a step's loss did to every token: dL/dlogprob of its first update, from the rollouts alone.
+"""Effect of a step's loss on every token: dL/dlogprob of its first update, computed from the rollouts alone.
 
-A loss sees no model, only log-probabilities, and those are stored: they become leaves, the algorithm's own loss
-is asked, and its gradient on them is the answer.
+A loss sees no model, only log-probabilities, and those are stored. They become leaves of the graph, the algorithm's own
+loss is evaluated on them, and its gradient with respect to them is the effect.
 """
 
 from __future__ import annotations
@@ -21,146 +21,177 @@ from cohort.data.batch import Microbatch
 from cohort.data.pack import make_batch, pack
 from cohort.types import Group, Provenance, Sample
 
-CLIPPED, CORRECTED, NO_ADVANTAGE = "clipped", "sampler correction", "advantage is 0"
-NOT_FINITE, OTHER = "not finite", "the loss is flat here"
-_BUDGET = 65536  # tokens a pack: nothing but bookkeeping is done with them
+# Reasons why a token in the loss has no gradient.
+CLIPPED = "clipped"
+CORRECTED = "sampler correction"
+NO_ADVANTAGE = "advantage is 0"
+NOT_FINITE = "not finite"
+OTHER = "the loss is flat here"
+_BUDGET = 65536  # tokens per microbatch; no model runs, so memory does not limit it
 
-Policy = Callable[[Sample], list[float]]
-"""Log-probabilities of a sample's tokens."""
+LogprobFunction = Callable[[Sample], list[float]]
+"""Returns the log-probability of each token of a sample."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleEffect:
-    """One number a token of the sample; 0.0 where the loss does not look."""
+    """Effect of the loss on one sample. The lists have one entry per token of the sample."""
 
-    gradient: list[float]  # dL/dlogprob: below 0, the update pushes the token up
-    idle: list[str]  # why a token that is in the loss has no gradient; "" = it has one, or is not in the loss
-    metrics: dict[str, float] = field(default_factory=dict)  # the loss's own, of this sample; none = not in the loss
+    gradient: list[float]  # dL/dlogprob: below 0, the update makes the token more likely; 0.0 if not in the loss
+    zero_reasons: list[str]  # why a token in the loss has no gradient; "" = it has one, or it is not in the loss
+    metrics: dict[str, float] = field(default_factory=dict)  # of the loss on this sample; empty = not in the loss
 
     @property
-    def in_loss(self) -> bool:
+    def is_in_loss(self) -> bool:
+        """Whether any token of the sample is in the loss."""
         return bool(self.metrics)
 
     @property
-    def size(self) -> float:
+    def signal(self) -> float:
+        """Sum of |dL/dlogprob| over the tokens of the sample."""
         return math.fsum(map(abs, self.gradient))
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepEffect:
-    """The effects of a step, group by group."""
+    """Effect of the loss on all samples of a step, group by group."""
 
     groups: list[list[SampleEffect]]
-    exact: bool  # the learner's log-probabilities are stored; without them every ratio is taken to be 1
+    has_exact_ratios: bool  # the learner's log-probabilities are stored; without them every ratio is taken to be 1
 
     @cached_property
-    def sizes(self) -> list[float]:
+    def group_signals(self) -> list[float]:
         """Sum of |dL/dlogprob| of each group."""
-        return [math.fsum(sample.size for sample in group) for group in self.groups]
+        return [math.fsum(sample.signal for sample in group) for group in self.groups]
 
     @cached_property
-    def total(self) -> float:
-        return math.fsum(self.sizes)
+    def signal(self) -> float:
+        """Sum of |dL/dlogprob| of the whole step."""
+        return math.fsum(self.group_signals)
 
-    def share(self, size: float) -> float:
-        """Of the step's total; 0 where there is none."""
-        return size / self.total if self.total else 0.0
+    def compute_share(self, signal: float) -> float:
+        """Returns which part of the step's signal `signal` is, from 0 to 1; 0 if the step has none."""
+        return signal / self.signal if self.signal else 0.0
 
 
-def step_effect(groups: Sequence[Group], algo: Loss, minibatches: int = 1, policy: Policy | None = None) -> StepEffect:
-    """The effect of a step on graded groups, by the policy it began with or, if given, by `policy`."""
+def compute_step_effect(
+    groups: Sequence[Group], algo: Loss, minibatches: int = 1, policy: LogprobFunction | None = None
+) -> StepEffect:
+    """Returns the effect of a step on groups that have advantages.
+
+    The current log-probabilities are those the step began with or, if `policy` is given, those that it returns.
+    """
     samples = [s for g in groups for s in g.samples]
-    exact = all(s.old_logprobs is not None for g in groups if not g.excluded for s in g.samples if _trains(s))
+    exact = all(s.old_logprobs is not None for g in groups if not g.excluded for s in g.samples if _is_trained(s))
+    # A batch has old log-probabilities of all samples or of none.
     if not exact:
         samples = [replace(s, old_logprobs=None) for s in samples]
-    effects = [_none(s) for s in samples]
+    effects = [_make_zero_effect(s) for s in samples]
     rows = iter(samples)
     same = [replace(g, samples=[next(rows) for _ in g.samples]) for g in groups]
     longest = max((len(g.prompt.tokens) + len(s.tokens) for g in same for s in g.samples), default=0)
     batch = make_batch(same, minibatches)
+    # The batch numbers the samples that it packed; `effects` has all samples of the groups.
     places = {id: place for place, id in enumerate(id for g in same for id in g.ids())}
     for minibatch in pack(batch, max(longest, _BUDGET), share=False):
         counts = minibatch.counts
         totals = Totals(num_tokens=counts.num_tokens, num_samples=counts.num_samples, num_prompts=counts.num_prompts)
         for micro in minibatch.microbatches:
-            weights = algo.weigh(Lengths(sample=micro.lengths, group=micro.group_lengths), totals)
+            weights = algo.weigh_tokens(Lengths(sample=micro.lengths, group=micro.group_lengths), totals)
             begin = 0
-            # a whole sample a call: the tokens of a sequence-level loss depend on each other
-            for segment, num in zip(*_runs(micro.segments), strict=True):
-                at = slice(begin, begin + num)
+            # One call per whole sample, because in a sequence-level loss the tokens of a sample depend on each other.
+            for segment, num in zip(*_find_runs(micro.segments), strict=True):
+                span = slice(begin, begin + num)
                 place = places[batch.ids[segment]]
-                effects[place] = _effect(samples[place], _inputs(micro, weights, at), algo, policy)
+                inputs = _make_loss_inputs(micro, weights, span)
+                effects[place] = _compute_sample_effect(samples[place], inputs, algo, policy)
                 begin += num
-    found = iter(effects)
-    return StepEffect(groups=[[next(found) for _ in g.samples] for g in groups], exact=exact)
+    ordered = iter(effects)
+    return StepEffect(groups=[[next(ordered) for _ in g.samples] for g in groups], has_exact_ratios=exact)
 
 
-def _trains(sample: Sample) -> bool:
+def _is_trained(sample: Sample) -> bool:
+    """Returns whether the sample itself can be in the loss. Its group may be excluded nevertheless."""
     return not sample.failure and not sample.masked and sample.num_sampled > 0
 
 
-def _none(sample: Sample) -> SampleEffect:
-    return SampleEffect(gradient=[0.0] * len(sample.tokens), idle=[""] * len(sample.tokens))
+def _make_zero_effect(sample: Sample) -> SampleEffect:
+    """Returns the effect on a sample that is not in the loss."""
+    return SampleEffect(gradient=[0.0] * len(sample.tokens), zero_reasons=[""] * len(sample.tokens))
 
 
-def _runs(segments: Tensor) -> tuple[list[int], list[int]]:
+def _find_runs(segments: Tensor) -> tuple[list[int], list[int]]:
+    """Returns the value and the length of each run of equal neighbours."""
     values, counts = torch.unique_consecutive(segments, return_counts=True)
     return values.tolist(), counts.tolist()
 
 
-def _inputs(micro: Microbatch, weights: Tensor, at: slice) -> LossInputs:
-    """As the learner makes them, in float64, with the stored log-probabilities as the current ones."""
+def _make_loss_inputs(micro: Microbatch, weights: Tensor, span: slice) -> LossInputs:
+    """Returns the inputs of the loss for some tokens of a microbatch, as the learner makes them, in float64.
+
+    The stored log-probabilities are the current ones.
+    """
     old, ref = micro.old_logprobs, micro.ref_logprobs
-    sampler = micro.sampler_logprobs[at].double()
-    current = sampler if old is None else old[at].double()
+    sampler = micro.sampler_logprobs[span].double()
+    current = sampler if old is None else old[span].double()
     return LossInputs(
         logprobs=current,
-        entropy=torch.zeros_like(current),  # its gradient is not of a token's log-probability
+        # The entropy is not stored. Its gradient is not one of a token's log-probability, so zeros change nothing here.
+        entropy=torch.zeros_like(current),
         old_logprobs=None if old is None else current,
-        ref_logprobs=None if ref is None else ref[at].double(),
+        ref_logprobs=None if ref is None else ref[span].double(),
         sampler_logprobs=sampler,
-        advantages=micro.advantages[at].double(),
-        weights=weights[at].double(),
-        segments=micro.segments[at],
+        advantages=micro.advantages[span].double(),
+        weights=weights[span].double(),
+        segments=micro.segments[span],
     )
 
 
-def _effect(sample: Sample, inputs: LossInputs, algo: Loss, policy: Policy | None) -> SampleEffect:
-    where = [i for i, p in enumerate(sample.provenance) if p == Provenance.SAMPLED]
+def _compute_sample_effect(
+    sample: Sample, inputs: LossInputs, algo: Loss, policy: LogprobFunction | None
+) -> SampleEffect:
+    """Returns the effect on a sample that is in the loss. `inputs` has one row per sampled token."""
+    places = [i for i, p in enumerate(sample.provenance) if p == Provenance.SAMPLED]
     if policy is not None:
         values = policy(sample)
-        inputs = replace(inputs, logprobs=torch.tensor([values[i] for i in where], dtype=torch.float64))
-    gradient, metrics = _gradient(inputs, algo)
-    effect = _none(sample)
-    reasons = _reasons(inputs, gradient, algo)
-    for i, value, reason in zip(where, gradient.tolist(), reasons, strict=True):
-        effect.gradient[i], effect.idle[i] = 0.0 if reason == NOT_FINITE else value, reason
+        inputs = replace(inputs, logprobs=torch.tensor([values[i] for i in places], dtype=torch.float64))
+    gradient, metrics = _differentiate_loss(inputs, algo)
+    effect = _make_zero_effect(sample)
+    reasons = _explain_zero_gradients(inputs, gradient, algo)
+    for i, value, reason in zip(places, gradient.tolist(), reasons, strict=True):
+        effect.gradient[i] = 0.0 if reason == NOT_FINITE else value
+        effect.zero_reasons[i] = reason
     return replace(effect, metrics=metrics)
 
 
-def _gradient(inputs: LossInputs, algo: Loss) -> tuple[Tensor, dict[str, float]]:
+def _differentiate_loss(inputs: LossInputs, algo: Loss) -> tuple[Tensor, dict[str, float]]:
+    """Returns dL/dlogprob of each token, and the metrics of the loss."""
     leaf = inputs.logprobs.clone().requires_grad_()
     loss, tally = algo.loss(replace(inputs, logprobs=leaf, entropy=inputs.entropy.clone().requires_grad_()))
     (gradient,) = torch.autograd.grad(loss, [leaf])
     return gradient, tally.to_metrics()
 
 
-def _reasons(inputs: LossInputs, gradient: Tensor, algo: Loss) -> list[str]:
-    """Why tokens have no gradient, found by asking the loss again without each cause: right for any algorithm."""
+def _explain_zero_gradients(inputs: LossInputs, gradient: Tensor, algo: Loss) -> list[str]:
+    """Returns why each token has no gradient; "" for a token that has one or whose token weight is 0.
+
+    Finds the reason by evaluating the loss again with one cause removed, which is right for any algorithm.
+    """
     reasons = [""] * len(gradient)
     for i in (~gradient.isfinite()).nonzero().flatten().tolist():
         reasons[i] = NOT_FINITE
     silent = (gradient == 0) & (inputs.weights != 0)
     if not silent.any():
         return reasons
+    # Without clipping: all ratios are 1. Without correction: the sampler agrees with the learner.
     on_policy = replace(inputs, old_logprobs=inputs.logprobs)
     trusted = replace(inputs, sampler_logprobs=inputs.logprobs if inputs.old_logprobs is None else inputs.old_logprobs)
-    clipped, corrected = (_gradient(x, algo)[0] != 0 for x in (on_policy, trusted))
+    is_clipped, is_corrected = (_differentiate_loss(x, algo)[0] != 0 for x in (on_policy, trusted))
     for i in silent.nonzero().flatten().tolist():
         if inputs.advantages[i] == 0:
             reasons[i] = NO_ADVANTAGE
-        elif clipped[i] and not corrected[i]:
+        elif is_clipped[i] and not is_corrected[i]:
             reasons[i] = CLIPPED
         else:
-            reasons[i] = CORRECTED if corrected[i] else OTHER
+            reasons[i] = CORRECTED if is_corrected[i] else OTHER
     return reasons

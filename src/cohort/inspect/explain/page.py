@@ -1,4 +1,4 @@
-"""A report as one HTML file: no script, nothing from elsewhere, every text escaped."""
+"""A report as one HTML file: no script, nothing loaded from elsewhere, every text escaped."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from itertools import groupby
 
-from cohort.inspect.explain.records import Fact, GroupLine, GroupReport, Report, SampleReport, Token
-from cohort.inspect.explain.words import number, signed
-from cohort.logs.escape import one_line, visible
+from cohort.inspect.explain.records import Fact, GroupLine, GroupReport, Report, SampleReport, ShownToken
+from cohort.inspect.explain.words import format_number, format_signed
+from cohort.logs.escape import escape_line, escape_text
 from cohort.types import Provenance
 
 _STYLE = """
@@ -27,92 +27,101 @@ pre { font: 14px/1.6 ui-monospace, monospace; white-space: pre-wrap; overflow-wr
 .up { color: #2da44e; } .down { color: #cf222e; }
 """
 _COLOURS = {1: "46,160,67", -1: "248,81,73"}  # up, down
-_FAINT = 0.12  # of full colour: the smallest push is seen too
+_FAINT = 0.12  # opacity of the smallest push, so that it is visible too
 
 
-def page(report: Report) -> str:
-    """The whole document."""
+def render_page(report: Report) -> str:
+    """Returns the report as a whole HTML document."""
     parts = [
         "<!doctype html>",
         '<html lang="en"><head><meta charset="utf-8">',
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">",
-        f"<title>{_text(report.title)}</title><style>{_STYLE}</style></head><body>",
-        f"<h1>{_text(report.title)}</h1>",
-        _facts(report.facts),
-        *(f'<p class="note">{_text(note, 1000)}</p>' for note in report.notes),
-        _groups(report.groups, report.group.line.index),
-        *_group(report.group),
+        f"<title>{_escape(report.title)}</title><style>{_STYLE}</style></head><body>",
+        f"<h1>{_escape(report.title)}</h1>",
+        _render_facts(report.facts),
+        *(f'<p class="note">{_escape(note, 1000)}</p>' for note in report.notes),
+        _render_overview(report.groups, report.group.line.index),
+        *_render_group(report.group),
         "</body></html>",
     ]
     return "\n".join(parts) + "\n"
 
 
-def _text(text: str, limit: int = 1000) -> str:
-    return escape(one_line(text, limit))
+def _escape(text: str, limit: int = 1000) -> str:
+    """Returns a text as one line of HTML without markup, cut after `limit` characters."""
+    return escape(escape_line(text, limit))
 
 
-def _facts(facts: Sequence[Fact]) -> str:
-    rows = (f"<tr><th>{_text(label)}</th><td>{_text(value)}</td></tr>" for label, value in facts)
+def _render_facts(facts: Sequence[Fact]) -> str:
+    """Returns facts as a table."""
+    rows = (f"<tr><th>{_escape(label)}</th><td>{_escape(value)}</td></tr>" for label, value in facts)
     return f"<table>{''.join(rows)}</table>"
 
 
-def _groups(lines: Sequence[GroupLine], chosen: int) -> str:
+def _render_overview(lines: Sequence[GroupLine], chosen: int) -> str:
+    """Returns the table of all groups, largest share of the signal first. `chosen` is the index of the marked one."""
     rows = ["<tr><th>group</th><th>share</th><th>reward</th><th>prompt</th><th></th></tr>"]
     for line in sorted(lines, key=lambda line: -line.share):
         cells = (str(line.index), f"{line.share:.1%}", line.rewards, line.prompt_id, line.note)
         mark = ' class="chosen"' if line.index == chosen else ""
-        rows.append(f"<tr{mark}>{''.join(f'<td>{_text(cell)}</td>' for cell in cells)}</tr>")
+        rows.append(f"<tr{mark}>{''.join(f'<td>{_escape(cell)}</td>' for cell in cells)}</tr>")
     return f"<h2>groups</h2><table>{''.join(rows)}</table>"
 
 
-def _group(group: GroupReport) -> Iterable[str]:
+def _render_group(group: GroupReport) -> Iterable[str]:
+    """Yields the elements for one group: facts, prompt, legend and samples."""
     line = group.line
-    yield f"<h2>group {line.index} · {_text(line.prompt_id)} · {line.share:.1%} of the signal</h2>"
-    yield _facts(group.facts)
-    yield from _tokens(group.prompt, 0.0)
+    yield f"<h2>group {line.index} · {_escape(line.prompt_id)} · {line.share:.1%} of the signal</h2>"
+    yield _render_facts(group.facts)
+    yield from _render_tokens(group.prompt, 0.0)
     kinds = " · ".join(f'<span class="{kind}">{kind}</span>' for kind in ("prompt", "environment", "forced"))
     pushes = ((1.0, "pushed up"), (0.1, "a little"), (-1.0, "pushed down"), (-0.1, "a little"))
-    tints = " ".join(f'<span style="{_tint(push)}">{words}</span>' for push, words in pushes)
+    tints = " ".join(f'<span style="{_make_background(push)}">{words}</span>' for push, words in pushes)
     yield f'<p>{kinds} · {tints} · <span class="held">no gradient</span></p>'
     for sample in group.samples:
-        yield _heading(sample)
-        yield _facts(sample.facts)
-        yield from _tokens(sample.tokens, group.strongest)
+        yield _render_heading(sample)
+        yield _render_facts(sample.facts)
+        yield from _render_tokens(sample.tokens, group.strongest)
 
 
-def _heading(sample: SampleReport) -> str:
+def _render_heading(sample: SampleReport) -> str:
+    """Returns the heading of a sample: its share of the signal and the direction of its push, or its fate."""
     if sample.fate:
-        effect = f"out of the loss: {_text(sample.fate)}"
+        effect = f"out of the loss: {_escape(sample.fate)}"
     elif sample.push == 0:
         effect = "no push"
     else:
         way = "up" if sample.push > 0 else "down"
-        effect = f'<span class="{way}">{way} {signed(sample.push)}</span>'
+        effect = f'<span class="{way}">{way} {format_signed(sample.push)}</span>'
     return f"<h3>sample {sample.index} · {sample.share:.1%} of the signal · {effect}</h3>"
 
 
-def _tokens(tokens: Sequence[Token], strongest: float) -> Iterable[str]:
+def _render_tokens(tokens: Sequence[ShownToken], strongest: float) -> Iterable[str]:
+    """Yields one block per stretch of tokens with the same provenance. A push of `strongest` gets full colour."""
     for provenance, stretch in groupby(tokens, key=lambda t: t.provenance):
         kind = Provenance(provenance).name.lower()
-        spans = "".join(_span(token, kind, strongest) for token in stretch)
+        spans = "".join(_render_token(token, kind, strongest) for token in stretch)
         yield f'<div class="kind">{kind}</div><pre>{spans}</pre>'
 
 
-def _span(token: Token, kind: str, strongest: float) -> str:
-    text = escape(visible(token.text)).replace("\n", "⏎\n")
+def _render_token(token: ShownToken, kind: str, strongest: float) -> str:
+    """Returns a token coloured by its push, with its details in a tooltip."""
+    text = escape(escape_text(token.text)).replace("\n", "⏎\n")
     about = [f"id {token.id}", kind]
     if token.logprob is not None:
-        about.append(f"logprob {number(token.logprob)}")
+        about.append(f"logprob {format_number(token.logprob)}")
     if token.push:
-        about.append(f"push {signed(token.push)}, {token.share:.2%} of the signal")
-    if token.idle:
-        about.append(f"no gradient: {token.idle}")
-    style = f' style="{_tint(token.push / strongest)}"' if token.push and strongest else ""
-    classes = f"{kind} held" if token.idle else kind
+        about.append(f"push {format_signed(token.push)}, {token.share:.2%} of the signal")
+    if token.zero_reason:
+        about.append(f"no gradient: {token.zero_reason}")
+    # Tokens without a push keep the style of their provenance.
+    style = f' style="{_make_background(token.push / strongest)}"' if token.push and strongest else ""
+    classes = f"{kind} held" if token.zero_reason else kind
     return f'<span class="{classes}"{style} title="{escape(" · ".join(about))}">{text}</span>'
 
 
-def _tint(push: float) -> str:
-    """A background for a push between -1 and 1."""
+def _make_background(push: float) -> str:
+    """Returns the CSS of a background colour for a push between -1 and 1."""
+    # The opacity grows from faint to full with the push.
     strength = _FAINT + (1 - _FAINT) * min(1.0, abs(push))
     return f"background:rgba({_COLOURS[1 if push > 0 else -1]},{strength:.2f})"

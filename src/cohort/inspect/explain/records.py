@@ -1,6 +1,6 @@
-"""A report: what there is to say about a step, in words and numbers; how it looks is for `screen` and `page`.
+"""Records of a report: everything that is said about a step, without its layout, which is made by `screen` and `page`.
 
-Texts in here are as hostile as what they come from: whoever shows them escapes them.
+The texts are not escaped. They contain what models and rows wrote, so the code that shows them must escape them.
 """
 
 from __future__ import annotations
@@ -8,66 +8,66 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 Fact = tuple[str, str]
-"""A label and what is to be said under it."""
+"""A label and the text under it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Token:
-    """A token as it is shown. `push` is -dL/dlogprob: above 0, the update makes it more likely."""
+class ShownToken:
+    """A token and what the update does to it."""
 
     text: str
     id: int
     provenance: int
-    push: float = 0.0
+    push: float = 0.0  # -dL/dlogprob: above 0, the update makes the token more likely
     share: float = 0.0  # of the step's signal
     logprob: float | None = None
-    idle: str = ""  # why it has no push although it is in the loss
+    zero_reason: str = ""  # why it has no push although it is in the loss
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleReport:
-    """What is said of a sample."""
+    """Everything said about a sample."""
 
     index: int
     push: float  # sum over its tokens
-    share: float
+    share: float  # of the step's signal
     fate: str  # why it is out of the loss; "" = it is in
     facts: list[Fact]
-    tokens: list[Token]
+    tokens: list[ShownToken]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupLine:
-    """A group in the overview."""
+    """The line of a group in the overview of a step."""
 
     index: int
     prompt_id: str
     rewards: str
-    share: float
-    note: str  # what sets it apart: why it is out, how old it is
+    share: float  # of the step's signal
+    note: str  # why the group is out of the loss, how old it is; "" = nothing special
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupReport:
-    """What is said of a group."""
+    """Everything said about a group."""
 
     line: GroupLine
     facts: list[Fact]
-    prompt: list[Token]
+    prompt: list[ShownToken]
     samples: list[SampleReport]
 
     @property
     def strongest(self) -> float:
-        """The largest push of a token: what full colour means."""
+        """The largest |push| of a token in the group, which is shown in full colour."""
         return max((abs(t.push) for s in self.samples for t in s.tokens), default=0.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """What is said of a step."""
+    """Everything said about a step, with one of its groups in detail."""
 
     title: str
     facts: list[Fact]
-    notes: list[str]  # what a reader must know before believing the numbers
+    notes: list[str]  # what a reader must know to understand the numbers
     groups: list[GroupLine]
     group: GroupReport

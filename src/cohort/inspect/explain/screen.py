@@ -1,4 +1,4 @@
-"""A report on a terminal, or as plain text where there is none: what colour says is also said in words."""
+"""A report on a terminal or, where there is none, as plain text. Everything shown by colour is also said in words."""
 
 from __future__ import annotations
 
@@ -10,121 +10,141 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
-from cohort.inspect.explain.records import Fact, GroupLine, GroupReport, Report, SampleReport, Token
-from cohort.inspect.explain.words import signed
-from cohort.logs.escape import one_line, visible
+from cohort.inspect.explain.records import Fact, GroupLine, GroupReport, Report, SampleReport, ShownToken
+from cohort.inspect.explain.words import format_signed
+from cohort.logs.escape import escape_line, escape_text
 from cohort.types import Provenance
 
-CALM, HEAD, UP, DOWN, HELD = "bright_black", "bold cyan", "green", "red", "yellow"
+CALM = "bright_black"
+HEAD = "bold cyan"
+UP = "green"
+DOWN = "red"
+LIMITED = "yellow"  # out of the loss, or without a gradient
 _MARKS = {Provenance.PROMPT: CALM, Provenance.ENVIRONMENT: "blue", Provenance.FORCED: "magenta"}
-_TINTS = {1: ((232, 245, 233), (76, 175, 80)), -1: ((255, 235, 238), (239, 83, 80))}  # faint and full: up, down
-_MOST_GROUPS = 20
-_LABEL = 15
-_PROMPT_LIMIT = 4000  # tokens
+# Faint and full background (red, green, blue) of tokens that are pushed up (1) and down (-1).
+_TINTS = {1: ((232, 245, 233), (76, 175, 80)), -1: ((255, 235, 238), (239, 83, 80))}
+_MAX_GROUPS = 20  # lines of the overview
+_LABEL_WIDTH = 15  # characters
+_MAX_PROMPT_TOKENS = 4000
 
 
-def show(report: Report, file: IO[str] | None = None) -> None:
-    """Print it. Lines are as long as they are: a terminal folds them, a pipe gets them whole."""
+def print_report(report: Report, file: IO[str] | None = None) -> None:
+    """Prints a report to `file`; None = standard output. Does not break lines: a terminal folds them itself."""
     console = Console(file=file, highlight=False, emoji=False, markup=False)
-    for line in _lines(report, coloured=console.is_terminal and not console.no_color):
+    for line in _render_report(report, coloured=console.is_terminal and not console.no_color):
         console.print(line, soft_wrap=True)
 
 
-def _lines(report: Report, coloured: bool) -> Iterable[Text]:
-    yield Text(one_line(report.title), style=HEAD)
-    yield from _facts(report.facts)
+def _render_report(report: Report, coloured: bool) -> Iterable[Text]:
+    """Yields the lines of the whole report. A legend of the colours is included if `coloured`."""
+    yield Text(escape_line(report.title), style=HEAD)
+    yield from _render_facts(report.facts)
     for note in report.notes:
-        yield Text.assemble(("  ! ", HELD), one_line(note, 1000))
+        yield Text.assemble(("  ! ", LIMITED), escape_line(note, 1000))
     yield Text()
-    yield from _groups(report.groups, report.group.line.index)
+    yield from _render_overview(report.groups, report.group.line.index)
     yield Text()
-    yield from _group(report.group, coloured)
+    yield from _render_group(report.group, coloured)
 
 
-def _facts(facts: Sequence[Fact]) -> Iterable[Text]:
+def _render_facts(facts: Sequence[Fact]) -> Iterable[Text]:
+    """Yields one line per fact."""
     for label, value in facts:
-        yield Text.assemble("  ", (f"{label:<{_LABEL}}", CALM), " ", one_line(value, 1000))
+        yield Text.assemble("  ", (f"{label:<{_LABEL_WIDTH}}", CALM), " ", escape_line(value, 1000))
 
 
-def _groups(lines: Sequence[GroupLine], chosen: int) -> Iterable[Text]:
-    """The groups by their share of the signal; the tail of a long list is summed up."""
+def _render_overview(lines: Sequence[GroupLine], chosen: int) -> Iterable[Text]:
+    """Yields a table of the groups, largest share of the signal first; the rest of a long list is one line.
+
+    `chosen` is the index of the group that is marked, because it is shown below.
+    """
     ordered = sorted(lines, key=lambda line: -line.share)
     rows = [["group", "share", "reward", "prompt", ""]]
-    for line in ordered[:_MOST_GROUPS]:
+    for line in ordered[:_MAX_GROUPS]:
         mark = "<- below" if line.index == chosen else ""
-        fate = "  ".join(x for x in (one_line(line.note), mark) if x)
-        rows.append([str(line.index), f"{line.share:.1%}", line.rewards, one_line(line.prompt_id, 40), fate])
+        note = "  ".join(x for x in (escape_line(line.note), mark) if x)
+        rows.append([str(line.index), f"{line.share:.1%}", line.rewards, escape_line(line.prompt_id, 40), note])
+    # Widths are counted in terminal cells, because wide characters take two. The last column is not padded.
     widths = [max(cell_len(row[i]) for row in rows) for i in range(4)]
     for number, row in enumerate(rows):
         cells = [cell + " " * (width - cell_len(cell)) for cell, width in zip(row, widths, strict=False)]
         style = CALM if number == 0 else "bold" if row[0] == str(chosen) else ""
         yield Text("  " + "  ".join([*cells, row[4]]).rstrip(), style=style)
-    if rest := ordered[_MOST_GROUPS:]:
+    if rest := ordered[_MAX_GROUPS:]:
         yield Text(f"  and {len(rest)} more with {sum(line.share for line in rest):.1%} together", style=CALM)
 
 
-def _group(group: GroupReport, coloured: bool) -> Iterable[Text]:
+def _render_group(group: GroupReport, coloured: bool) -> Iterable[Text]:
+    """Yields the lines about one group: facts, prompt, legend and samples."""
     yield Text(
-        f"group {group.line.index} · {one_line(group.line.prompt_id)} · {group.line.share:.1%} of the signal",
+        f"group {group.line.index} · {escape_line(group.line.prompt_id)} · {group.line.share:.1%} of the signal",
         style=HEAD,
     )
-    yield from _facts(group.facts)
-    yield from _tokens(group.prompt[:_PROMPT_LIMIT], 0.0)
-    if len(group.prompt) > _PROMPT_LIMIT:
-        yield Text(f"  ... {len(group.prompt) - _PROMPT_LIMIT} more prompt tokens", style=CALM)
+    yield from _render_facts(group.facts)
+    yield from _render_tokens(group.prompt[:_MAX_PROMPT_TOKENS], 0.0)
+    if len(group.prompt) > _MAX_PROMPT_TOKENS:
+        yield Text(f"  ... {len(group.prompt) - _MAX_PROMPT_TOKENS} more prompt tokens", style=CALM)
     if coloured:
-        yield _legend()
+        yield _render_legend()
     for sample in group.samples:
         yield Text()
-        yield _heading(sample)
-        yield from _facts(sample.facts)
-        yield from _tokens(sample.tokens, group.strongest)
+        yield _render_heading(sample)
+        yield from _render_facts(sample.facts)
+        yield from _render_tokens(sample.tokens, group.strongest)
 
 
-def _heading(sample: SampleReport) -> Text:
+def _render_heading(sample: SampleReport) -> Text:
+    """Returns the first line about a sample: its share of the signal and the direction of its push, or its fate."""
     head = Text.assemble((f"sample {sample.index}", "bold"), f" · {sample.share:.1%} of the signal · ")
     if sample.fate:
-        head.append(f"out of the loss: {one_line(sample.fate)}", style=HELD)
+        head.append(f"out of the loss: {escape_line(sample.fate)}", style=LIMITED)
     elif sample.push == 0:
-        head.append("no push", style=HELD)
+        head.append("no push", style=LIMITED)
     else:
         head.append(
-            f"{'up' if sample.push > 0 else 'down'} {signed(sample.push)}", style=UP if sample.push > 0 else DOWN
+            f"{'up' if sample.push > 0 else 'down'} {format_signed(sample.push)}", style=UP if sample.push > 0 else DOWN
         )
     return head
 
 
-def _legend() -> Text:
+def _render_legend() -> Text:
+    """Returns the line that explains the colours."""
     parts: list[str | tuple[str, str]] = ["  colours: "]
     for kind, style in _MARKS.items():
         parts += [(kind.name.lower(), style), ", "]
     for words, push in (("pushed up", 1.0), ("a little", 0.1), ("pushed down", -1.0), ("a little", -0.1)):
-        parts += [(words, _tint(push)), " "]
-    return Text.assemble(*parts, ("no gradient", f"{HELD} underline"))
+        parts += [(words, _make_background(push)), " "]
+    return Text.assemble(*parts, ("no gradient", f"{LIMITED} underline"))
 
 
-def _tokens(tokens: Sequence[Token], strongest: float) -> Iterable[Text]:
-    """A line for every stretch of one provenance and every line in it, behind a margin no text can imitate."""
+def _render_tokens(tokens: Sequence[ShownToken], strongest: float) -> Iterable[Text]:
+    """Yields the text of tokens, with a new line for each change of provenance and each line break.
+
+    A margin in front of each line keeps a model's text from looking like a part of the report. A push of `strongest`
+    gets full colour.
+    """
+    # Each stretch of tokens with the same provenance gets its label once, on its first line.
     for provenance, stretch in groupby(tokens, key=lambda t: t.provenance):
         text = Text()
         for token in stretch:
-            text.append(visible(token.text).replace("\n", "⏎\n"), style=_style(token, strongest))
+            text.append(escape_text(token.text).replace("\n", "⏎\n"), style=_choose_style(token, strongest))
         label = Provenance(provenance).name.lower()
         for line in text.split("\n"):
-            yield Text.assemble("  ", (f"{label:<{_LABEL}}", CALM), (" │ ", CALM), line)
+            yield Text.assemble("  ", (f"{label:<{_LABEL_WIDTH}}", CALM), (" │ ", CALM), line)
             label = ""
 
 
-def _style(token: Token, strongest: float) -> str:
-    if token.idle:
-        return f"{HELD} underline"
+def _choose_style(token: ShownToken, strongest: float) -> str:
+    """Returns the style of a token: by its push or, without one, by its provenance."""
+    if token.zero_reason:
+        return f"{LIMITED} underline"
     if token.push and strongest:
-        return _tint(token.push / strongest)
+        return _make_background(token.push / strongest)
     return _MARKS.get(Provenance(token.provenance), "")
 
 
-def _tint(push: float) -> str:
-    """Black on a colour between faint and full, for a push between -1 and 1."""
+def _make_background(push: float) -> str:
+    """Returns the style of black text on a colour between faint and full, for a push between -1 and 1."""
     faint, full = _TINTS[1 if push > 0 else -1]
     mixed = [round(a + (b - a) * min(1.0, abs(push))) for a, b in zip(faint, full, strict=True)]
     return "#000000 on #{:02x}{:02x}{:02x}".format(*mixed)

@@ -1,4 +1,4 @@
-"""A recorded step, read from its run directory and judged again."""
+"""A recorded step, read from its run directory, with the effect of its loss."""
 
 from __future__ import annotations
 
@@ -11,63 +11,65 @@ from pathlib import Path
 from cohort.algos.algorithm import Algorithm, build_algorithm
 from cohort.config.kinds import RL, require_rl
 from cohort.errors import CohortError, RunError
-from cohort.inspect.explain.effect import StepEffect, step_effect
-from cohort.inspect.explain.words import ranges
-from cohort.models.catalog import resolve
+from cohort.inspect.explain.effect import StepEffect, compute_step_effect
+from cohort.inspect.explain.words import format_ranges
+from cohort.models.catalog import resolve_model
 from cohort.run import checkpoint
 from cohort.run.directory import RunDirectory
 from cohort.run.store.reader import Reader
-from cohort.run.store.rollouts import load_rollouts, rollout_path, rollout_steps
+from cohort.run.store.rollouts import list_rollout_steps, load_rollouts, make_rollout_path
 from cohort.text import Tokenizer
 from cohort.types import Group, Sample
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Step:
-    """A recorded step, loaded."""
+class RecordedStep:
+    """A step of a run, loaded from its files."""
 
     config: RL
     number: int
     groups: list[Group]
     algo: Algorithm
     effect: StepEffect
-    metrics: dict[str, float]  # what the run recorded of it
-    num_changed: int  # samples whose stored advantage or fate the algorithm would not give today
+    metrics: dict[str, float]  # that the run recorded for this step; empty if they cannot be read
+    num_changed: int  # samples that the algorithm would give another advantage or fate today
     tokenizer: Tokenizer | None
 
 
-def load(path: Path, number: int | None) -> Step:
-    """A step of a run by its number; None = the newest whose rollouts are kept."""
+def load_step(path: Path, number: int | None) -> RecordedStep:
+    """Loads a step of the run in `path`; None = the newest step whose rollouts are kept. Raises RunError."""
     directory = RunDirectory.open(path)
     config = require_rl(directory.config, "cohort explain")
-    kept = rollout_steps(directory.rollouts) if directory.rollouts.is_dir() else []
+    kept = list_rollout_steps(directory.rollouts) if directory.rollouts.is_dir() else []
     if not kept:
-        raise RunError(f"{path} keeps no rollouts: it has not finished a step yet, or they were removed.")
+        raise RunError(f"{path} keeps no rollouts: the run has not finished a step yet, or they were removed.")
     number = kept[-1] if number is None else number
     if number not in kept:
-        raise RunError(f"{path} has no rollouts of step {number}; those of step {ranges(kept)} are kept.")
-    groups = load_rollouts(rollout_path(directory.rollouts, number))
+        steps = format_ranges(kept)
+        raise RunError(f"{path} has no rollouts of step {number}; use --step with one of these: {steps}.")
+    groups = load_rollouts(make_rollout_path(directory.rollouts, number))
     metrics: dict[str, float] = {}
-    # the rollouts tell nearly everything: a database of another version is no reason to stop
+    # The rollouts tell nearly everything, so a database of another version is no reason to stop.
     with suppress(RunError), Reader(directory.database, once=True) as reader:
-        metrics = {row.name: row.value for row in reader.metrics(step=number)}
-    algo = build_algorithm(config.algo, config.max_sampled)
-    if "kl/weight" in metrics:  # steered from step to step: the one that was in force
+        metrics = {row.name: row.value for row in reader.read_metrics(step=number)}
+    algo = build_algorithm(config.algo, config.max_sampled_tokens)
+    # A run with a KL target changes its KL coefficient from step to step: use that of this step.
+    if "kl/weight" in metrics:
         algo.load_state({**algo.state(), "kl": metrics["kl/weight"]})
-    return Step(
+    return RecordedStep(
         config=config,
         number=number,
         groups=groups,
         algo=algo,
-        effect=step_effect(groups, algo, config.learner.minibatches),
+        effect=compute_step_effect(groups, algo, config.learner.minibatches),
         metrics=metrics,
-        num_changed=num_changed(groups, algo),
-        tokenizer=_tokenizer(directory),
+        num_changed=count_changed_samples(groups, algo),
+        tokenizer=_load_tokenizer(directory),
     )
 
 
-def num_changed(groups: Sequence[Group], algo: Algorithm) -> int:
-    """Samples that the algorithm, asked again, would give another advantage or fate than is stored."""
+def count_changed_samples(groups: Sequence[Group], algo: Algorithm) -> int:
+    """Returns how many samples the algorithm would now give another advantage or fate than is stored."""
     again = algo.advantages([replace(g, samples=[replace(s) for s in g.samples]) for g in groups])
     pairs = [
         (g, s, h, t) for g, h in zip(groups, again, strict=True) for s, t in zip(g.samples, h.samples, strict=True)
@@ -79,19 +81,22 @@ def num_changed(groups: Sequence[Group], algo: Algorithm) -> int:
     )
 
 
-def _tokenizer(directory: RunDirectory) -> Tokenizer | None:
-    """Of the newest checkpoint, which is surely the run's own, or of the model the run names; None = of neither."""
-    newest = checkpoint.latest(directory.checkpoints)
+def _load_tokenizer(directory: RunDirectory) -> Tokenizer | None:
+    """Returns the run's tokenizer; None if it is not found.
+
+    The newest checkpoint surely has the run's own; without a checkpoint, the model that the config names is tried.
+    """
+    newest = checkpoint.find_latest(directory.checkpoints)
     if newest is not None:
         with suppress(CohortError):
             return Tokenizer.load(newest / "model")
     with suppress(CohortError):
-        return Tokenizer.load(resolve(directory.config.model))
+        return Tokenizer.load(resolve_model(directory.config.model))
     return None
 
 
-def fate_of(group: Group, sample: Sample) -> str:
-    """Why a sample is out of the loss; "" = it is in."""
+def describe_fate(group: Group, sample: Sample) -> str:
+    """Returns why a sample is out of the loss; "" = it is in."""
     if sample.failure:
         return "failed"
     if group.excluded:

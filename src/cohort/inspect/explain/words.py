@@ -1,4 +1,4 @@
-"""Numbers and reasons as a report writes them."""
+"""Numbers and reasons as text for a report."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import Sequence
 
 from cohort.fates import Fate
 from cohort.inspect.explain.effect import CLIPPED, CORRECTED, NO_ADVANTAGE, NOT_FINITE
-from cohort.logs.numbers import compact
+from cohort.logs.numbers import format_compact
 
-WHY = {
-    Fate.CONSTANT_REWARD: "all samples of a group were paid the same, so none is better than another",
-    "equal rewards": "all samples of a group were paid the same, and algo.dead = drop",
-    Fate.NO_GAIN: "no sample of a group makes the best of k better",
+REASONS = {
+    Fate.CONSTANT_REWARD: "all samples of a group got the same reward, so none is better than another",
+    "equal rewards": "all samples of a group got the same reward, and algo.dead = drop",
+    Fate.NO_GAIN: "no sample of a group improves the best of k",
     "too few scored samples": "a baseline needs at least two",
     "masked: truncated": "it was cut at max_tokens, and algo.truncated = mask",
-    "failed": "the grader broke down, so there is no reward",
+    "failed": "the grader failed, so there is no reward",
     "empty": "it has no sampled token",
     NO_ADVANTAGE: "it did exactly as well as expected",
     CLIPPED: "the ratio has left the clip range on the side the advantage pushes to",
@@ -25,42 +25,46 @@ WHY = {
 }
 
 
-def because(reason: str) -> str:
+def explain_reason(reason: str) -> str:
+    """Returns a reason with its explanation, where there is one.
+
+    >>> explain_reason("empty"), explain_reason("not accepted")
+    ('empty: it has no sampled token', 'not accepted')
     """
-    >>> because("empty"), because("told so")
-    ('empty: it has no sampled token', 'told so')
-    """
-    return f"{reason}: {WHY[reason]}" if reason in WHY else reason
+    return f"{reason}: {REASONS[reason]}" if reason in REASONS else reason
 
 
-def number(value: float) -> str:
-    """
-    >>> number(1.0), number(0.25), number(-2.0)
+def format_number(value: float) -> str:
+    """Returns a number in few characters; whole numbers without decimals.
+
+    >>> format_number(1.0), format_number(0.25), format_number(-2.0)
     ('1', '0.250', '-2')
     """
-    return f"{value:.0f}" if float(value).is_integer() and abs(value) < 1e6 else compact(value)
+    return f"{value:.0f}" if float(value).is_integer() and abs(value) < 1e6 else format_compact(value)
 
 
-def signed(value: float) -> str:
-    """
-    >>> signed(0.25), signed(-2.0), signed(0.0)
+def format_signed(value: float) -> str:
+    """Returns a number in few characters, with a plus sign if it is above 0.
+
+    >>> format_signed(0.25), format_signed(-2.0), format_signed(0.0)
     ('+0.250', '-2', '0')
     """
-    return f"+{number(value)}" if value > 0 else number(value)
+    return f"+{format_number(value)}" if value > 0 else format_number(value)
 
 
-def plural(n: int, noun: str) -> str:
-    """
-    >>> plural(1, "sample"), plural(3, "sample")
+def format_count(n: int, noun: str) -> str:
+    """Returns a count with its noun, in the plural where needed.
+
+    >>> format_count(1, "sample"), format_count(3, "sample")
     ('1 sample', '3 samples')
     """
     return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
 
 
-def ranges(numbers: Sequence[int]) -> str:
-    """Sorted numbers, neighbours joined.
+def format_ranges(numbers: Sequence[int]) -> str:
+    """Returns sorted numbers as text, with neighbours joined into ranges.
 
-    >>> ranges([1, 2, 3, 7, 9, 10])
+    >>> format_ranges([1, 2, 3, 7, 9, 10])
     '1-3, 7, 9-10'
     """
     runs: list[list[int]] = []
@@ -72,37 +76,41 @@ def ranges(numbers: Sequence[int]) -> str:
     return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
-def counted(total: int, kinds: Counter[str]) -> str:
-    """
-    >>> counted(8, Counter({"in the loss": 6, "out: constant reward": 2}))
+def format_total(total: int, kinds: Counter[str]) -> str:
+    """Returns a total and how many of each kind it contains.
+
+    >>> format_total(8, Counter({"in the loss": 6, "out: constant reward": 2}))
     '8: 6 in the loss, 2 out: constant reward'
     """
     return f"{total}: " + (", ".join(f"{n} {kind}" for kind, n in kinds.items()) or "none in the loss")
 
 
 def mean(values: Sequence[float]) -> float:
+    """Returns the mean of at least one value."""
     return math.fsum(values) / len(values)
 
 
 def std(values: Sequence[float]) -> float:
-    """Of a sample (n - 1); 0 of fewer than two."""
+    """Returns the standard deviation of a sample (divides by n - 1); 0 for fewer than two values."""
     if len(values) < 2:
         return 0.0
     middle = mean(values)
     return math.sqrt(math.fsum((v - middle) ** 2 for v in values) / (len(values) - 1))
 
 
-def mean_std(values: Sequence[float]) -> str:
-    """
-    >>> mean_std([1.0, 0.0]), mean_std([])
+def format_mean_std(values: Sequence[float]) -> str:
+    """Returns mean and standard deviation; "none" without values.
+
+    >>> format_mean_std([1.0, 0.0]), format_mean_std([])
     ('0.500 ± 0.707', 'none')
     """
-    return f"{number(mean(values))} ± {number(std(values))}" if values else "none"
+    return f"{format_number(mean(values))} ± {format_number(std(values))}" if values else "none"
 
 
-def spread(values: Sequence[float]) -> str:
-    """
-    >>> spread([1.0, 0.0])
+def format_spread(values: Sequence[float]) -> str:
+    """Returns mean, standard deviation, smallest and largest value. There must be at least one value.
+
+    >>> format_spread([1.0, 0.0])
     '0.500 ± 0.707, from 0 to 1'
     """
-    return f"{mean_std(values)}, from {number(min(values))} to {number(max(values))}"
+    return f"{format_mean_std(values)}, from {format_number(min(values))} to {format_number(max(values))}"

@@ -1,1 +1,1 @@
-"""Metrics for other programs: each sink is a view, and its package is imported in its one module only."""
+"""Sinks: views that send metrics to another program. Each program's package is imported in one module only."""

@@ -1,4 +1,4 @@
-"""What sinks share: they pass on the rows of metrics.jsonl, those of the steps before a resume included."""
+"""Base of all sinks: passes on the rows of metrics.jsonl, those from before a resume included."""
 
 from __future__ import annotations
 
@@ -15,56 +15,63 @@ from cohort.logs.view import Header, StepReport, Summary
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SinkRow:
-    """The numbers of a step or of an evaluation."""
+    """Metrics of a step or of an evaluation: one line of metrics.jsonl."""
 
-    number: int  # counts the lines of metrics.jsonl, from 0
+    number: int  # of the line in metrics.jsonl, from 0
     step: int
-    time: float
+    time: float  # seconds since 1970
     metrics: Mapping[str, float]
 
     @property
-    def of_evaluation(self) -> bool:
+    def is_evaluation(self) -> bool:
+        """Whether these are the metrics of an evaluation, not of a step."""
         return any(name.startswith("eval/") for name in self.metrics)
 
 
 class Sink:
-    """A view that shows nothing and passes rows on.
+    """A view that shows nothing and sends rows to another program.
 
-    Every start passes on the whole run so far, and `has` leaves out what is there already. So nothing is missing
-    that a kill swallowed on its way, or that happened while the sink was not in use, and nothing is there twice.
+    Every start sends the whole run so far, without the rows that the program has already (`has_row`). So no row is
+    there twice, and none is missing: not one that a kill lost, nor one recorded while the sink was not in use.
     """
 
     def connect(self, header: Header) -> None:
+        """Imports the program's package and opens a run there."""
         raise NotImplementedError
 
-    def has(self, row: SinkRow) -> bool:
-        """Whether the row is there already, from before this start."""
+    def has_row(self, row: SinkRow) -> bool:
+        """Returns whether the program has the row already, from before this start."""
         return False
 
-    def write(self, row: SinkRow) -> None:
+    def write_row(self, row: SinkRow) -> None:
+        """Sends one row."""
         raise NotImplementedError
 
     def stop(self, ended_well: bool) -> None:
-        """Hand everything over; called once or more often, also when `connect` was not or failed."""
+        """Sends what is pending and disconnects.
+
+        May be called several times, and also if `connect` failed or was never called.
+        """
         raise NotImplementedError
 
     def start(self, header: Header) -> None:
         self._num_rows = 0
         self.connect(header)
+        # The file has every row up to now, also those from before a resume.
         for row in read_rows(Path(header.path) / "metrics.jsonl"):
             self._pass_on(row)
 
-    def phase(self, name: str) -> None:
+    def show_phase(self, name: str) -> None:
         pass
 
-    def step(self, report: StepReport) -> None:
+    def show_step(self, report: StepReport) -> None:
         self._pass_on(SinkRow(number=self._num_rows, step=report.step, time=time.time(), metrics=report.metrics))
 
-    def evaluation(self, evaluation: Evaluation) -> None:
+    def show_evaluation(self, evaluation: Evaluation) -> None:
         metrics = evaluation.metrics
         self._pass_on(SinkRow(number=self._num_rows, step=evaluation.step, time=time.time(), metrics=metrics))
 
-    def event(self, step: int, kind: str, text: str) -> None:
+    def show_event(self, step: int, kind: str, text: str) -> None:
         pass
 
     def finish(self, summary: Summary) -> None:
@@ -74,13 +81,15 @@ class Sink:
         self.stop(False)
 
     def _pass_on(self, row: SinkRow) -> None:
+        """Sends a row unless the program has it already."""
+        # A row that is not sent is counted too: the number is that of its line in metrics.jsonl.
         self._num_rows = row.number + 1
-        if not self.has(row):
-            self.write(row)
+        if not self.has_row(row):
+            self.write_row(row)
 
 
 def read_rows(path: Path) -> Iterator[SinkRow]:
-    """The rows of a metrics.jsonl; null is a number that JSON lacks."""
+    """Yields the rows of a metrics.jsonl. A null, which stands for a number that JSON lacks, becomes NaN."""
     with open(path, encoding="ascii") as lines:
         for number, line in enumerate(lines):
             row = json.loads(line)

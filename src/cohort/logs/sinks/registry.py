@@ -1,4 +1,4 @@
-"""The sinks by name, and the refusal of those that cannot work."""
+"""The sinks by name, and checks that they can be used."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import importlib.util
 from collections.abc import Sequence
 from typing import cast
 
-from cohort.errors import ConfigError, nearest
+from cohort.errors import ConfigError, suggest_name
 from cohort.logs.view import View
 
-# A sink's name is also that of its package and of Cohort's extra.
+# The name of a sink is also the name of its package and of the extra in "pip install cohort[...]".
 SINKS = {
     "tensorboard": "TensorboardSink",
     "trackio": "TrackioSink",
@@ -19,20 +19,26 @@ SINKS = {
 
 
 def check_sinks(names: Sequence[str]) -> None:
-    """Refuse what is unknown, given twice or not installed. Imports nothing, so it can come before everything."""
+    """Raises ConfigError for a name that is unknown, given twice, or whose package is not installed.
+
+    Imports nothing, so it can run before everything else.
+    """
     for name in names:
         if name not in SINKS:
-            raise ConfigError(f'unknown sink "{name}".{nearest(name, SINKS)}')
+            raise ConfigError(f'unknown sink "{name}".{suggest_name(name, SINKS)}')
         if names.count(name) > 1:
             raise ConfigError(f'sink "{name}" is given twice; give it once.')
         spec = importlib.util.find_spec(name)
-        # Without an origin it is no package but some folder of that name, such as the one wandb writes to.
+        # Without an origin this is no package, but a folder of that name, for instance the one that wandb writes to.
         if spec is None or spec.origin is None:
             raise ConfigError(f'sink "{name}" needs the package {name}: pip install "cohort[{name}]"')
 
 
 def make_sinks(names: Sequence[str]) -> dict[str, View]:
-    """The sinks, not started: a package is imported when its sink starts, where a failure costs only the sink."""
+    """Returns the sinks by name, not started.
+
+    The program's package is imported only when its sink starts, where a failure ends only the sink.
+    """
     check_sinks(names)
     made = {}
     for name in names:

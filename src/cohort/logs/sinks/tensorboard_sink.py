@@ -1,4 +1,4 @@
-"""TensorBoard: event files in the run directory, under tensorboard/."""
+"""Sink for TensorBoard: event files in the run directory, under tensorboard/."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cohort.logs.view import Header
 
 
 class TensorboardSink(Sink):
-    """Every start writes a file with the whole run, which tells readers to forget the files before it."""
+    """Writes an event file with the whole run at every start. It tells readers to forget the files before it."""
 
     _writer: Any = None
 
@@ -20,12 +20,14 @@ class TensorboardSink(Sink):
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-        self._event, self._summary = Event, Summary
+        self._event = Event
+        self._summary = Summary
         self._writer = EventFileWriter(str(Path(header.path) / "tensorboard"), flush_secs=5)
+        # Readers drop all events of earlier files when they see this record.
         restart = SessionLog(status=SessionLog.START)
         self._writer.add_event(Event(wall_time=time.time(), step=0, session_log=restart))
 
-    def write(self, row: SinkRow) -> None:
+    def write_row(self, row: SinkRow) -> None:
         values = [self._summary.Value(tag=name, simple_value=value) for name, value in row.metrics.items()]
         summary = self._summary(value=values)
         self._writer.add_event(self._event(wall_time=row.time, step=row.step, summary=summary))

@@ -1,4 +1,4 @@
-"""Trackio: a local dashboard, or a server where its own settings name one."""
+"""Sink for Trackio: a local dashboard, or a server if Trackio's own settings name one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PROJECT = "cohort"
 
 
 class TrackioSink(Sink):
-    """A resumed run goes on in the one of its name."""
+    """Sends rows to the Trackio run that has the name of the run directory. A resumed run continues there."""
 
     _run: Any = None
 
@@ -23,24 +23,26 @@ class TrackioSink(Sink):
         from trackio.sqlite_storage import SQLiteStorage
 
         self._trackio = trackio
-        with redirect_stdout(sys.stderr):  # where it greets; stdout may be JSON lines for a program
+        # Trackio prints a greeting, and stdout may be JSON lines for a program.
+        with redirect_stdout(sys.stderr):
             self._run = trackio.init(
                 project=PROJECT, name=header.name, config=header.config, resume="allow", embed=False
             )
         logs = SQLiteStorage.get_logs(PROJECT, header.name, run_id=self._run.id)
-        self._there = {(log["step"], "eval/accuracy" in log) for log in logs}
-        # What a server has cannot be asked: it is supposed to have got everything before this start.
+        self._known_rows = {(log["step"], "eval/accuracy" in log) for log in logs}
+        # A server cannot be asked which rows it has. It is assumed to have all rows from before this start.
         remote = os.environ.get("TRACKIO_SPACE_ID") or os.environ.get("TRACKIO_SERVER_URL")
-        self._before = header.first_step if remote else -1
+        self._last_sent_step = header.first_step if remote else -1
 
-    def has(self, row: SinkRow) -> bool:
-        return row.step <= self._before or (row.step, row.of_evaluation) in self._there
+    def has_row(self, row: SinkRow) -> bool:
+        return row.step <= self._last_sent_step or (row.step, row.is_evaluation) in self._known_rows
 
-    def write(self, row: SinkRow) -> None:
+    def write_row(self, row: SinkRow) -> None:
         self._run.log(dict(row.metrics), step=row.step)
 
     def stop(self, ended_well: bool) -> None:
         if self._run is not None:
             self._run = None
             with redirect_stdout(sys.stderr):
-                self._trackio.finish()  # the run's own `finish` would be called once more when Python ends
+                # Not the `finish` of the run object, which would be called once more when Python ends.
+                self._trackio.finish()

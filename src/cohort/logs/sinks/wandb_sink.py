@@ -1,4 +1,4 @@
-"""Weights & Biases: one of its runs a run, online or offline as its own settings say."""
+"""Sink for Weights & Biases: one run there per run directory, online or offline as its own settings say."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from cohort.logs.view import Header
 
 
 class WandbSink(Sink):
-    """Its id there is the run's name, so a resumed run goes on in the same one. Offline every start makes a folder
-    of its own, with the whole run in it."""
+    """Sends rows to the W&B run whose id is the name of the run directory, so a resumed run continues there.
+
+    Offline, every start writes a new folder with the whole run.
+    """
 
     _run: Any = None
 
@@ -26,18 +28,19 @@ class WandbSink(Sink):
             config=header.config,
             resume="allow",
             dir=os.environ.get("WANDB_DIR", header.path),
-            # The terminal is the progress view's: neither copied nor filled with a summary.
+            # The terminal belongs to the progress view: W&B neither copies it nor prints a summary.
             settings=wandb.Settings(console="off", quiet=True),
         )
-        # Its own count, which must grow, is that of the rows: a step and its evaluation are two.
-        self._num_there = self._run.step
+        # W&B's own step must grow with every row, so it counts rows: a step and its evaluation are two. The metric
+        # "step" is the x axis instead.
+        self._num_known = self._run.step
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
-    def has(self, row: SinkRow) -> bool:
-        return bool(row.number < self._num_there)
+    def has_row(self, row: SinkRow) -> bool:
+        return bool(row.number < self._num_known)
 
-    def write(self, row: SinkRow) -> None:
+    def write_row(self, row: SinkRow) -> None:
         self._run.log({"step": row.step, **row.metrics}, step=row.number)
 
     def stop(self, ended_well: bool) -> None:

@@ -1,1 +1,1 @@
-"""GGUF files: reading them and converting them to a Hugging Face folder."""
+"""Reading of GGUF files and their conversion to Hugging Face folders."""

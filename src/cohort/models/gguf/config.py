@@ -1,14 +1,16 @@
-"""A config.json and Hugging Face's tensor names from what a GGUF file says of itself."""
+"""Translation of a GGUF file's metadata into a config.json, and of its tensor names into those of Hugging Face."""
 
 from __future__ import annotations
 
 import re
 from typing import Any
 
-from cohort.errors import ModelError, nearest
+from cohort.errors import ModelError, suggest_name
 
+# transformers class by GGUF architecture.
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
+# Hugging Face name by GGUF name: within a layer, and outside of layers.
 _LAYER = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -25,12 +27,17 @@ _LAYER = {
 _OTHER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 
 
-def hf_config(metadata: dict[str, Any], *, tied: bool, vocab_size: int) -> dict[str, Any]:
-    """A config.json from GGUF metadata."""
-    read = _Numbers(metadata)
+def make_hf_config(metadata: dict[str, Any], *, tied: bool, vocab_size: int) -> dict[str, Any]:
+    """Returns the contents of a config.json from GGUF metadata.
+
+    `tied` tells whether the head uses the embedding's weights. Raises ModelError for what is missing or not supported.
+    """
+    read = _MetadataNumbers(metadata)
     kind = read.architecture
-    heads, hidden = read("attention.head_count"), read("embedding_length")
+    heads = read("attention.head_count")
+    hidden = read("embedding_length")
     window = read("attention.sliding_window", None)
+    # GGUF has no architecture of its own for Mistral: it is a Llama with a sliding window.
     windowed = kind == "llama" and window is not None
     config = {
         "architectures": ["MistralForCausalLM" if windowed else ARCHITECTURES[kind]],
@@ -42,14 +49,14 @@ def hf_config(metadata: dict[str, Any], *, tied: bool, vocab_size: int) -> dict[
         "num_key_value_heads": read("attention.head_count_kv", heads),
         "head_dim": read("attention.key_length", hidden // max(heads, 1)),
         "intermediate_size": read("feed_forward_length"),
-        # stored as fp32: 1e-05 comes back as 9.999999747378752e-06
+        # GGUF stores it as fp32, so 1e-05 is read as 9.999999747378752e-06. Seven digits restore it.
         "rms_norm_eps": float(f"{read('attention.layer_norm_rms_epsilon', 1e-6):.7g}"),
         "hidden_act": "silu",
         "max_position_embeddings": read("context_length"),
         "rope_theta": read("rope.freq_base", 10000.0),
-        "rope_scaling": _rope_scaling(read),
+        "rope_scaling": _read_rope_scaling(read),
         "tie_word_embeddings": tied,
-        # whose layout this is; without it, transformers 5 warns that the tokenizer is a faulty one of Mistral's
+        # The version whose layout this is. Without it, transformers 5 warns that the tokenizer is a faulty Mistral one.
         "transformers_version": "4.57.0",
     }
     if windowed:
@@ -61,10 +68,10 @@ def hf_config(metadata: dict[str, Any], *, tied: bool, vocab_size: int) -> dict[
     return config
 
 
-def hf_name(name: str) -> str:
-    """The Hugging Face name of a GGUF tensor.
+def to_hf_name(name: str) -> str:
+    """Returns the Hugging Face name of a GGUF tensor. Raises ModelError if there is none.
 
-    >>> hf_name("blk.3.ffn_down.weight")
+    >>> to_hf_name("blk.3.ffn_down.weight")
     'model.layers.3.mlp.down_proj.weight'
     """
     if name == "rope_freqs.weight":
@@ -78,28 +85,32 @@ def hf_name(name: str) -> str:
     raise ModelError(f'GGUF tensor "{name}" is unknown: the model is not a plain Llama, Qwen2 or Qwen3')
 
 
-class _Numbers:
-    """The numbers that the metadata give under the architecture's name."""
+class _MetadataNumbers:
+    """Reader for those numbers in GGUF metadata whose keys begin with the name of the architecture."""
 
     def __init__(self, metadata: dict[str, Any]) -> None:
         self.metadata = metadata
         self.architecture = str(metadata.get("general.architecture", ""))
         if self.architecture not in ARCHITECTURES:
-            known = nearest(self.architecture, ARCHITECTURES)
+            known = suggest_name(self.architecture, ARCHITECTURES)
             raise ModelError(f'GGUF architecture "{self.architecture}" is not supported.{known}')
 
     def __call__(self, key: str, *default: Any) -> Any:
+        """Returns the number under `key`, or the default where it is missing. Without a default it must be there."""
         name = f"{self.architecture}.{key}"
         if name not in self.metadata and default:
             return default[0]
         value = self.metadata.get(name)
         if isinstance(value, bool) or not isinstance(value, int | float):
-            said = "nothing" if value is None else "no single number"
-            raise ModelError(f"the GGUF file says {said} for {name}: it is incomplete, or of a kind not supported")
+            problem = "is missing" if value is None else "is not a single number"
+            raise ModelError(
+                f"{name} {problem} in the GGUF file: it is incomplete (fetch it again), or of a kind not supported"
+            )
         return value
 
 
-def _rope_scaling(read: _Numbers) -> dict[str, Any] | None:
+def _read_rope_scaling(read: _MetadataNumbers) -> dict[str, Any] | None:
+    """Returns the value of rope_scaling for config.json, or None if the model has no scaling."""
     kind = str(read.metadata.get(f"{read.architecture}.rope.scaling.type", "none"))
     if kind == "none":
         return None

@@ -1,9 +1,10 @@
-"""GGUF in, a Hugging Face folder out: weights dequantised, config and tokenizer from the metadata.
+"""Conversion of a GGUF file to a Hugging Face folder with dequantised weights, config and tokenizer.
 
-What the file holds as plain numbers is written as it is. Packed weights become fp32, exactly what they stand for, in
-models of up to a billion weights, and bf16 in larger ones: half the disk, and what such a model is trained in anyway.
+Weights that the file holds as plain numbers keep their type. Packed weights become fp32 in models of up to a billion
+weights, which represents them exactly. In larger models they become bf16, which takes half the disk and is the type
+that such a model is trained in anyway.
 
-The only module that imports the `gguf` package, and only for the packings that `dequantize` lacks.
+This is the only module that imports the `gguf` package, and only for the formats that `dequantize` lacks.
 """
 
 from __future__ import annotations
@@ -24,17 +25,18 @@ from torch import Tensor
 
 from cohort.errors import ModelError
 from cohort.models.config import ModelConfig
-from cohort.models.decoder import Decoder, hf_shaped, hf_views
-from cohort.models.gguf.config import hf_config, hf_name
-from cohort.models.gguf.dequantize import FORMATS, Format
-from cohort.models.gguf.reader import Head, StoredTensor, read_head
-from cohort.models.gguf.tokenizer import tokenizer_files
-from cohort.models.shards import Shards, Spec
-from cohort.models.staging import staged
+from cohort.models.decoder import Decoder, hf_views, to_hf_shape
+from cohort.models.gguf.config import make_hf_config, to_hf_name
+from cohort.models.gguf.dequantize import FORMATS, BlockFormat
+from cohort.models.gguf.reader import GgufHeader, StoredTensor, read_header
+from cohort.models.gguf.tokenizer import make_tokenizer_files
+from cohort.models.shards import ShardWriter, TensorSpec
+from cohort.models.staging import stage_folder
 
 SHARD_BYTES = 10**9
-EXACT_WEIGHTS = 10**9  # packed weights of models up to this size become fp32
-PIECE = 1 << 20  # weights that a thread unpacks at a time: they stay in its cache
+EXACT_WEIGHTS = 10**9  # packed weights of models with up to this many weights become fp32
+PIECE = 1 << 20  # weights that a thread unpacks at a time: few enough to stay in the core's cache
+# Keys of config.json whose values are checked against the sizes of the tensors.
 _SIZES = (
     "hidden_size",
     "intermediate_size",
@@ -46,17 +48,20 @@ _SIZES = (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Weight:
-    """A tensor on its way from the file to the folder."""
+class TensorConversion:
+    """What is needed to convert one tensor of the file and write it to the folder."""
 
-    name: str  # in Hugging Face's naming
+    name: str  # the Hugging Face name
     stored: StoredTensor
-    format: Format
-    dtype: torch.dtype  # it is written in
-    heads: int = 0  # whose rows are to be brought into order
+    format: BlockFormat  # how it is packed in the file
+    dtype: torch.dtype  # that it is written in
+    heads: int = 0  # number of heads whose rows must be reordered; 0 = the order is right
 
-    def pieces(self) -> Iterator[tuple[Weight, int, int]]:
-        """(self, first number, how many): whole blocks, and whole heads where their rows change places."""
+    def split_into_pieces(self) -> Iterator[tuple[TensorConversion, int, int]]:
+        """Yields (self, first entry, number of entries) for the pieces that threads convert independently.
+
+        A piece has whole blocks, and whole heads where rows are reordered.
+        """
         total = self.stored.num_weights
         whole = math.lcm(self.format.num_weights, total // self.heads if self.heads else 1)
         step = max(whole, PIECE // whole * whole)
@@ -64,49 +69,58 @@ class Weight:
             yield self, first, min(step, total - first)
 
 
-def convert(
+def convert_gguf(
     file: str | Path,
     out: str | Path,
     progress: Callable[[float], None] = lambda share: None,
     dtype: torch.dtype | None = None,
 ) -> Path:
-    """Write the model in a GGUF file as a Hugging Face folder `out` (which must not exist, or be empty).
+    """Writes the model in a GGUF file as a Hugging Face folder `out`, which must not exist or be empty. Returns `out`.
 
-    `dtype` is what packed weights become: fp32 or bf16, by the model's size unless given.
+    `dtype` is the type that packed weights become: by default fp32 or bf16, depending on the model's size. `progress`
+    is called with the share of the weights that is written.
     """
     file, out = Path(file), Path(out)
-    head = read_head(file)
-    config, weights = read_model(file, head, dtype)
-    side_files = tokenizer_files(head.metadata, config["vocab_size"])
-    with staged(out) as folder:
-        specs = {w.name: Spec(shape=w.stored.shape, dtype=w.dtype) for w in weights}
+    head = read_header(file)
+    config, weights = plan_conversion(file, head, dtype)
+    side_files = make_tokenizer_files(head.metadata, config["vocab_size"])
+    with stage_folder(out) as folder:
+        specs = {w.name: TensorSpec(shape=w.stored.shape, dtype=w.dtype) for w in weights}
         _check_space(folder, out, sum(spec.num_bytes for spec in specs.values()))
         _write_json(folder / "config.json", config, indent=2)
         _write_json(folder / "tokenizer.json", side_files["tokenizer.json"])
         _write_json(folder / "tokenizer_config.json", side_files["tokenizer_config.json"], indent=2)
-        with Shards(folder, specs, SHARD_BYTES) as shards:
+        with ShardWriter(folder, specs, SHARD_BYTES) as shards:
             write_weights(file, weights, shards, progress)
     return out
 
 
-def read_model(file: Path, head: Head, dtype: torch.dtype | None = None) -> tuple[dict[str, Any], list[Weight]]:
-    """The config.json of a GGUF file and its tensors, in the file's order; every one is there, and none else."""
+def plan_conversion(
+    file: Path, head: GgufHeader, dtype: torch.dtype | None = None
+) -> tuple[dict[str, Any], list[TensorConversion]]:
+    """Returns the contents of config.json for a GGUF file, and what to convert, in the order of the file.
+
+    Raises ModelError unless the tensors are exactly those of the model that the metadata describe.
+    """
     tensors = {t.name: t for t in head.tensors}
     if "token_embd.weight" not in tensors:
-        raise ModelError(f'{file} has no tensor "token_embd.weight": it holds no whole language model')
+        raise ModelError(
+            f'{file} has no tensor "token_embd.weight": it does not hold a whole language model, choose another file'
+        )
     vocab_size = tensors["token_embd.weight"].shape[0]
-    config = hf_config(head.metadata, tied="output.weight" not in tensors, vocab_size=vocab_size)
-    names = {hf_name(t.name): t for t in head.tensors}
-    formats = {t.format: _format_of(file, t) for t in head.tensors}
-    _check_places(file, head, formats)
-    shape = _checked_shape(file, config, names)
+    config = make_hf_config(head.metadata, tied="output.weight" not in tensors, vocab_size=vocab_size)
+    names = {to_hf_name(t.name): t for t in head.tensors}
+    formats = {t.format: _find_format(file, t) for t in head.tensors}
+    _check_offsets(file, head, formats)
+    shape = _read_checked_config(file, config, names)
     total = sum(t.num_weights for t in head.tensors)
     packed = dtype or (torch.float32 if total <= EXACT_WEIGHTS else torch.bfloat16)
+    # llama.cpp reorders rows of q and k for Llama and Mistral only: see `unpermute_heads`.
     heads = {}
     if shape.architecture in ("LlamaForCausalLM", "MistralForCausalLM"):
         heads = {"attn_q": shape.num_heads, "attn_k": shape.num_kv_heads}
     weights = [
-        Weight(
+        TensorConversion(
             name=name,
             stored=t,
             format=formats[t.format],
@@ -115,65 +129,80 @@ def read_model(file: Path, head: Head, dtype: torch.dtype | None = None) -> tupl
         )
         for name, t in names.items()
     ]
+    # Norms may be fp32 in any model: matrices decide what config.json says.
     wide = any(w.dtype is not torch.bfloat16 for w in weights if len(w.stored.shape) > 1)
     config["torch_dtype"] = "float32" if wide else "bfloat16"
     return config, weights
 
 
-def write_weights(file: Path, weights: list[Weight], shards: Shards, progress: Callable[[float], None]) -> None:
-    """Read, unpack and write every weight, on all cores, holding a few pieces in memory at a time."""
-    pieces = [piece for weight in weights for piece in weight.pieces()]
-    # a file takes bytes from one thread at a time: pieces that follow each other go to different files
+def write_weights(
+    file: Path, weights: list[TensorConversion], shards: ShardWriter, progress: Callable[[float], None]
+) -> None:
+    """Reads, unpacks and writes every weight, on all cores, with only a few pieces in memory at a time."""
+    pieces = [piece for weight in weights for piece in weight.split_into_pieces()]
+    # A file takes bytes from one thread at a time. So the pieces are ordered to go to different files in turn.
     apart = -(-len(pieces) // shards.num_files)
     pieces = [piece for i in range(apart) for piece in pieces[i::apart]]
-    total, done = sum(count for _, _, count in pieces), 0
+    total = sum(count for _, _, count in pieces)
+    done = 0
     threads = torch.get_num_threads()
     source = os.open(file, os.O_RDONLY)
-    # one core to each of these threads, none to torch's own
-    pool = ThreadPoolExecutor(_num_cores(), initializer=torch.set_num_threads, initargs=(1,))
+    # Each thread of the pool gets one core. torch must not start threads of its own within them.
+    pool = ThreadPoolExecutor(_count_cores(), initializer=torch.set_num_threads, initargs=(1,))
     try:
         for count in pool.map(lambda piece: _write_piece(source, shards, *piece), pieces):
             done += count
             progress(done / total)
     finally:
         pool.shutdown(cancel_futures=True)
-        torch.set_num_threads(threads)  # the workers' setting is also that of threads to come
+        # The setting of the pool's threads would also hold for threads that are started later.
+        torch.set_num_threads(threads)
         os.close(source)
 
 
-def _write_piece(source: int, shards: Shards, weight: Weight, first: int, count: int) -> int:
+def _write_piece(source: int, shards: ShardWriter, weight: TensorConversion, first: int, count: int) -> int:
+    """Converts `count` entries of a tensor, from entry `first` on, and writes them. Returns `count`.
+
+    `source` is the descriptor of the open GGUF file.
+    """
     form = weight.format
-    raw = _read(source, weight.stored.offset + form.size(first), form.size(count))
+    raw = _read_bytes(source, weight.stored.offset + form.size(first), form.size(count))
     blocks = torch.frombuffer(raw, dtype=torch.uint8).view(-1, form.num_bytes)
     values = torch.empty(blocks.shape[0], form.num_weights)
     form.unpack(blocks, values)
     if weight.heads:
+        # The number of heads in this piece.
         heads = weight.heads * count // weight.stored.num_weights
-        values = unpermuted(values.view(-1, *weight.stored.shape[1:]), heads)
+        values = unpermute_heads(values.view(-1, *weight.stored.shape[1:]), heads)
     shards.write(weight.name, first, values.to(weight.dtype))
     return count
 
 
-def _read(source: int, at: int, count: int) -> bytearray:
-    """Bytes of a file. Not by mapping it into memory: a file that is cut meanwhile would end the process."""
+def _read_bytes(source: int, offset: int, count: int) -> bytearray:
+    """Returns `count` bytes of an open file, from `offset` on. Any thread may call it."""
+    # The file is not mapped into memory: if it were cut short meanwhile, the process would be killed.
     raw = bytearray(count)
-    left = memoryview(raw)
-    while left:
-        got = os.preadv(source, [left], at)
-        if got == 0:
+    rest = memoryview(raw)
+    while rest:
+        num_read = os.preadv(source, [rest], offset)
+        if num_read == 0:
             raise ModelError("the GGUF file became shorter while it was read: fetch it again")
-        left, at = left[got:], at + got
+        rest, offset = rest[num_read:], offset + num_read
     return raw
 
 
-def unpermuted(rows: Tensor, num_heads: int) -> Tensor:
-    """Query or key rows as Hugging Face has them: GGUF interleaves Llama's rotary pairs instead of halves."""
+def unpermute_heads(rows: Tensor, num_heads: int) -> Tensor:
+    """Returns the rows of a query or key matrix in the order of Hugging Face.
+
+    For Llama, GGUF puts the two rows of a rotary pair next to each other. Hugging Face puts all first rows of a head
+    before all second rows.
+    """
     pairs = rows.view(num_heads, rows.shape[0] // num_heads // 2, 2, *rows.shape[1:])
     return pairs.transpose(1, 2).reshape(rows.shape)
 
 
-def _format_of(file: Path, tensor: StoredTensor) -> Format:
-    """How a tensor is packed: known here, or to the gguf package."""
+def _find_format(file: Path, tensor: StoredTensor) -> BlockFormat:
+    """Returns the format of a tensor: one of FORMATS, or one that the gguf package unpacks."""
     if tensor.format in FORMATS:
         return FORMATS[tensor.format]
     what = f'{file}: tensor "{tensor.name}" is packed as number {tensor.format}'
@@ -184,25 +213,32 @@ def _format_of(file: Path, tensor: StoredTensor) -> Format:
     try:
         kind = GGMLQuantizationType(tensor.format)
         num_weights, num_bytes = GGML_QUANT_SIZES[kind]
-        dequantize(np.zeros((1, num_bytes), dtype=np.uint8), kind)  # some have a name and nothing else
+        # Tried on one block, because the package names some formats that it cannot unpack.
+        dequantize(np.zeros((1, num_bytes), dtype=np.uint8), kind)
     except (ValueError, KeyError, NotImplementedError) as e:
         raise ModelError(f"{what}, which cannot be read ({e}): use another quantisation of the model") from e
 
     def unpack(blocks: Tensor, out: Tensor) -> None:
-        row = blocks.numpy().reshape(1, -1)  # it loops over rows in Python
+        """Unpacks with the gguf package."""
+        # All blocks as one row, because the package loops over rows in Python.
+        row = blocks.numpy().reshape(1, -1)
         out.copy_(torch.from_numpy(dequantize(row, kind)).view(out.shape))
 
-    return Format(name=kind.name, num_weights=num_weights, num_bytes=num_bytes, unpack=unpack)
+    return BlockFormat(name=kind.name, num_weights=num_weights, num_bytes=num_bytes, unpack=unpack)
 
 
-def _check_places(file: Path, head: Head, formats: dict[int, Format]) -> None:
-    """Every tensor is whole blocks inside the file, and together they are no more than it has bytes."""
+def _check_offsets(file: Path, head: GgufHeader, formats: dict[int, BlockFormat]) -> None:
+    """Raises ModelError unless every tensor consists of whole blocks inside the file and tensors do not overlap.
+
+    Overlaps are noticed only if all tensors together have more bytes than the file.
+    """
     together = 0
     for t in head.tensors:
         form = formats[t.format]
         if t.shape[-1] % form.num_weights:
             raise ModelError(
-                f'{file}: tensor "{t.name}" has rows of {t.shape[-1]}, no multiple of {form.name}\'s blocks'
+                f'{file}: tensor "{t.name}" has rows of {t.shape[-1]}, no multiple of {form.name}\'s blocks of '
+                f"{form.num_weights}: it is corrupted, fetch it again"
             )
         size = form.size(t.num_weights)
         together += size
@@ -212,35 +248,54 @@ def _check_places(file: Path, head: Head, formats: dict[int, Format]) -> None:
         raise ModelError(f"{file} is corrupted (its tensors overlap): fetch it again")
 
 
-def _checked_shape(file: Path, config: dict[str, Any], stored: dict[str, StoredTensor]) -> ModelConfig:
-    """The shape that the metadata describe, if it is that of the tensors."""
-    # no size may be larger than what is there: the check below would not end, or not fit into memory
+def _read_checked_config(file: Path, config: dict[str, Any], stored: dict[str, StoredTensor]) -> ModelConfig:
+    """Returns the model config that the metadata describe. Raises ModelError unless the tensors have its shapes.
+
+    `stored` has the Hugging Face names of the tensors as keys.
+    """
+    # Absurd sizes are refused first: with them the check below would not end or not fit into memory. No size can be
+    # larger than the largest side of a tensor, and there cannot be more layers than tensors.
     largest = max(side for t in stored.values() for side in t.shape)
     for key, value in config.items():
         bound = len(stored) if key == "num_hidden_layers" else largest
         if key in _SIZES and (not isinstance(value, int) or not 1 <= value <= bound):
-            raise ModelError(f"{file}: {key} would be {value!r}, which is not the size of anything in it")
+            raise ModelError(
+                f"{file}: {key} would be {value!r}, which is not the size of anything in it: "
+                "it is corrupted, fetch it again"
+            )
     shape = ModelConfig.from_hf(config)
     try:
+        # On the meta device the decoder has shapes but no memory.
         with torch.device("meta"):
-            expected = {name: tuple(hf_shaped(name, v).shape) for name, v in hf_views(Decoder(shape))}
+            expected = {name: tuple(to_hf_shape(name, v).shape) for name, v in hf_views(Decoder(shape))}
     except RuntimeError as e:
-        raise ModelError(f"{file}: the sizes in its metadata cannot be those of a model ({e})") from e
+        raise ModelError(
+            f"{file}: the sizes in its metadata cannot be those of a model ({e}): it is corrupted, fetch it again"
+        ) from e
     for name in sorted(expected.keys() | stored.keys()):
-        found = stored[name].shape if name in stored else "missing"
-        if found != (said := expected.get(name, "nothing of it")):
-            raise ModelError(f"{file}: {name} is {found}, its metadata say {said}: it is no whole model")
+        shape_in_file = stored[name].shape if name in stored else "missing"
+        if shape_in_file != (described := expected.get(name, "nothing of it")):
+            raise ModelError(
+                f"{file}: {name} is {shape_in_file}, its metadata say {described}: "
+                "it does not hold one whole model, choose another file"
+            )
     return shape
 
 
 def _check_space(folder: Path, out: Path, needed: int) -> None:
+    """Raises ModelError unless `needed` bytes are free on the disk of `folder`. `out` is named in the message."""
     if (free := shutil.disk_usage(folder).free) < needed:
-        raise ModelError(f"{needed / 1e9:.1f} GB are needed for {out} and {free / 1e9:.1f} GB are free")
+        raise ModelError(
+            f"{needed / 1e9:.1f} GB are needed for {out} and {free / 1e9:.1f} GB are free: "
+            "free some space or use another disk"
+        )
 
 
-def _num_cores() -> int:
+def _count_cores() -> int:
+    """Returns the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _write_json(file: Path, value: dict[str, Any], indent: int | None = None) -> None:
+    """Writes an object as JSON with a final newline."""
     file.write_text(json.dumps(value, indent=indent, ensure_ascii=False) + "\n", encoding="utf-8")

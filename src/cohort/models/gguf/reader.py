@@ -1,7 +1,7 @@
-"""The head of a GGUF file: its metadata, and where each tensor lies. Standard library only.
+"""Reader for the header of a GGUF file: its metadata, and where each tensor lies. Uses only the standard library.
 
-The file may be anyone's. Every count and length in it is compared with the bytes that are left before it is
-followed, so that a file cut short or made to do harm ends in a `ModelError`, none of its claims in a huge allocation.
+The file may be of unknown origin. Every count and length in it is compared with the bytes that are left before it is
+used. So a truncated or malicious file raises a `ModelError` and never causes a huge allocation.
 """
 
 from __future__ import annotations
@@ -15,23 +15,25 @@ from typing import Any, BinaryIO
 
 from cohort.errors import ModelError
 
-STRING, ARRAY = 8, 9  # types of values; the others are numbers
+# Types of values, by GGUF's numbers. All others are single numbers, listed with their codes for `struct`.
+STRING, ARRAY = 8, 9
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 MAX_DIMENSIONS = 4
-MAX_HEAD = 1 << 28  # bytes; the largest vocabularies take 20 MB
+MAX_HEADER_BYTES = 1 << 28  # the largest vocabularies take 20 MB
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredTensor:
-    """What the head says of a tensor."""
+    """What the header says about a tensor."""
 
     name: str
-    shape: tuple[int, ...]  # rows first
-    format: int  # GGUF's number for how it is packed
-    offset: int  # in the file
+    shape: tuple[int, ...]  # rows first, as in torch
+    format: int  # GGUF's number of the format in which it is packed
+    offset: int  # first byte in the file
 
     @property
     def num_weights(self) -> int:
+        """The number of entries of the tensor."""
         count = 1
         for side in self.shape:
             count *= side
@@ -39,106 +41,126 @@ class StoredTensor:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Head:
-    """Everything in front of the weights."""
+class GgufHeader:
+    """Everything that precedes the weights in a GGUF file."""
 
     metadata: dict[str, Any]  # numbers, strings, lists of strings, arrays of numbers
     tensors: tuple[StoredTensor, ...]
     num_bytes: int  # of the whole file
 
 
-def read_head(path: Path) -> Head:
-    """The metadata and the list of tensors of a GGUF file."""
+def read_header(path: Path) -> GgufHeader:
+    """Returns the metadata and the list of tensors of a GGUF file. Raises ModelError if it is none or is damaged."""
     try:
         with open(path, "rb") as file:
-            return _Reader(path, file).head()
+            return _HeaderReader(path, file).read_header()
     except FileNotFoundError as e:
-        raise ModelError(f"{path} does not exist") from e
+        raise ModelError(f"{path} does not exist: give the path of a GGUF file") from e
     except OSError as e:
-        raise ModelError(f"cannot read {path}: {e.strerror or e}") from e
+        raise ModelError(f"{path} cannot be read: {e.strerror or e}; give the path of a readable GGUF file") from e
 
 
-class _Reader:
-    """Reads on from one place in the file to the next."""
+class _HeaderReader:
+    """Reads a GGUF file from its beginning. Each method reads the next item and moves on."""
 
     def __init__(self, path: Path, file: BinaryIO) -> None:
-        self.path, self.file = path, file
-        self.size = self.left = os.fstat(file.fileno()).st_size
+        self.path = path
+        self.file = file
+        self.size = os.fstat(file.fileno()).st_size
+        self.left = self.size  # bytes that are not read yet
 
-    def head(self) -> Head:
-        if self.left < 24 or self.take(4) != b"GGUF":
-            raise ModelError(f"{self.path} is not a GGUF file")
-        version = self.number("I")
+    def read_header(self) -> GgufHeader:
+        """Reads the whole header. The file must be at its beginning."""
+        if self.left < 24 or self.read_bytes(4) != b"GGUF":
+            raise ModelError(f"{self.path} is not a GGUF file: give one that is")
+        version = self.read_number("I")
         if version not in (2, 3):
+            # The bytes of a small version number in the other order.
             swapped = " (of a big-endian machine)" if version and version & 0xFFFF == 0 else ""
-            raise ModelError(f"{self.path} is GGUF version {version}{swapped}: only 2 and 3 are supported")
-        num_tensors, num_values = self.number("Q"), self.number("Q")
-        self.expect(num_tensors * 24 + num_values * 13)  # the least that each takes: nothing is begun that cannot end
+            raise ModelError(
+                f"{self.path} is GGUF version {version}{swapped}: only 2 and 3 are supported, choose another file"
+            )
+        num_tensors = self.read_number("Q")
+        num_values = self.read_number("Q")
+        # The least bytes that each takes. Checked now, so that no loop begins for counts that cannot be true.
+        self.require_bytes(num_tensors * 24 + num_values * 13)
         metadata: dict[str, Any] = {}
         for _ in range(num_values):
-            name = self.string()
+            name = self.read_string()
             if name in metadata:
-                raise self.broken(f'"{name}" is there twice')
-            metadata[name] = self.value(self.number("I"))
-        found = [self.tensor() for _ in range(num_tensors)]
-        if len({t.name for t in found}) < len(found):
-            raise self.broken("two tensors have the same name")
+                raise self.make_error(f'"{name}" is there twice')
+            metadata[name] = self.read_value(self.read_number("I"))
+        listed = [self.read_tensor() for _ in range(num_tensors)]
+        if len({t.name for t in listed}) < len(listed):
+            raise self.make_error("two tensors have the same name")
         alignment = metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
-            raise self.broken(f"general.alignment is {alignment!r}")
+            raise self.make_error(f"general.alignment is {alignment!r}, not a power of two")
+        # The weights begin at the next multiple of the alignment. Offsets of tensors count from there.
         start = -(-(self.size - self.left) // alignment) * alignment
-        tensors = (StoredTensor(name=t.name, shape=t.shape, format=t.format, offset=start + t.offset) for t in found)
-        return Head(metadata=metadata, tensors=tuple(tensors), num_bytes=self.size)
+        tensors = (StoredTensor(name=t.name, shape=t.shape, format=t.format, offset=start + t.offset) for t in listed)
+        return GgufHeader(metadata=metadata, tensors=tuple(tensors), num_bytes=self.size)
 
-    def tensor(self) -> StoredTensor:
-        """Its offset still counts from the first weight."""
-        name, num_dimensions = self.string(), self.number("I")
+    def read_tensor(self) -> StoredTensor:
+        """Reads the entry of one tensor. Its offset still counts from the first weight, not from the file's start."""
+        name, num_dimensions = self.read_string(), self.read_number("I")
         if not 1 <= num_dimensions <= MAX_DIMENSIONS:
-            raise self.broken(f'tensor "{name}" has {num_dimensions} dimensions')
-        sides = [self.number("Q") for _ in range(num_dimensions)]
+            raise self.make_error(f'tensor "{name}" has {num_dimensions} dimensions')
+        sides = [self.read_number("Q") for _ in range(num_dimensions)]
         if 0 in sides:
-            raise self.broken(f'tensor "{name}" is empty')
-        return StoredTensor(name=name, shape=tuple(reversed(sides)), format=self.number("I"), offset=self.number("Q"))
+            raise self.make_error(f'tensor "{name}" is empty')
+        # GGUF lists the innermost side first, torch last.
+        return StoredTensor(
+            name=name, shape=tuple(reversed(sides)), format=self.read_number("I"), offset=self.read_number("Q")
+        )
 
-    def value(self, kind: int) -> Any:
+    def read_value(self, kind: int) -> Any:
+        """Reads a value of GGUF's type `kind`: a string, a number, a list of strings or an array of numbers."""
         if kind == STRING:
-            return self.string()
+            return self.read_string()
         if kind != ARRAY:
-            return self.number(self.code(kind))
-        kind, count = self.number("I"), self.number("Q")
+            return self.read_number(self.find_number_code(kind))
+        kind, count = self.read_number("I"), self.read_number("Q")
         if kind == STRING:
-            self.expect(8 * count)
-            return [self.string() for _ in range(count)]
-        code = self.code(kind)
-        return array("B" if code == "?" else code, self.take(count * struct.calcsize("<" + code)))
+            self.require_bytes(8 * count)
+            return [self.read_string() for _ in range(count)]
+        code = self.find_number_code(kind)
+        # `array` has no booleans: they are read as bytes 0 and 1.
+        return array("B" if code == "?" else code, self.read_bytes(count * struct.calcsize("<" + code)))
 
-    def string(self) -> str:
+    def read_string(self) -> str:
+        """Reads a string: its length in bytes, then UTF-8."""
         try:
-            return self.take(int.from_bytes(self.take(8), "little")).decode()
+            return self.read_bytes(int.from_bytes(self.read_bytes(8), "little")).decode()
         except UnicodeDecodeError as e:
-            raise self.broken(f"text that is not UTF-8: {e.reason}") from e
+            raise self.make_error(f"text that is not UTF-8: {e.reason}") from e
 
-    def number(self, code: str) -> Any:
-        return struct.unpack("<" + code, self.take(struct.calcsize("<" + code)))[0]
+    def read_number(self, code: str) -> Any:
+        """Reads a little-endian number, given its code for `struct`."""
+        return struct.unpack("<" + code, self.read_bytes(struct.calcsize("<" + code)))[0]
 
-    def code(self, kind: int) -> str:
+    def find_number_code(self, kind: int) -> str:
+        """Returns the code for `struct` of GGUF's number type `kind`."""
         if kind not in NUMBERS:
-            raise self.broken(f"a value of unknown type {kind}")
+            raise self.make_error(f"a value of unknown type {kind}")
         return NUMBERS[kind]
 
-    def take(self, count: int) -> bytes:
-        self.expect(count)
+    def read_bytes(self, count: int) -> bytes:
+        """Reads exactly `count` bytes."""
+        self.require_bytes(count)
         self.left -= count
-        found = self.file.read(count)
-        if len(found) < count:
-            raise self.broken("it became shorter while it was read")
-        return found
+        data = self.file.read(count)
+        if len(data) < count:
+            raise self.make_error("it became shorter while it was read")
+        return data
 
-    def expect(self, count: int) -> None:
+    def require_bytes(self, count: int) -> None:
+        """Raises ModelError unless `count` more bytes are left and the header stays below MAX_HEADER_BYTES."""
         if count > self.left:
-            raise self.broken(f"{count} more bytes should follow, {self.left} do")
-        if self.size - self.left + count > MAX_HEAD:
-            raise self.broken(f"more than {MAX_HEAD} bytes lie before the weights")
+            raise self.make_error(f"{count} more bytes should follow, but only {self.left} do")
+        if self.size - self.left + count > MAX_HEADER_BYTES:
+            raise self.make_error(f"more than {MAX_HEADER_BYTES} bytes lie before the weights")
 
-    def broken(self, why: str) -> ModelError:
+    def make_error(self, why: str) -> ModelError:
+        """Returns, but does not raise, the error for a damaged file."""
         return ModelError(f"{self.path} is corrupted or truncated ({why}): fetch it again")

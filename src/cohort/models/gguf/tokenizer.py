@@ -1,15 +1,20 @@
-"""A tokenizer.json and tokenizer_config.json rebuilt from the vocabulary in GGUF metadata."""
+"""Reconstruction of tokenizer.json and tokenizer_config.json from the vocabulary in GGUF metadata."""
 
 from __future__ import annotations
 
 from array import array
 from typing import Any
 
-from cohort.errors import ModelError, nearest
+from cohort.errors import ModelError, suggest_name
 
-NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # token types of the format
+# Token types of GGUF.
+NORMAL = 1
+CONTROL = 3
+USER_DEFINED = 4
+UNUSED = 5
+# GGUF's name of a special token by its name in tokenizer_config.json.
 _ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
-# how text is cut before merging, by the name llama.cpp knows it under
+# Patterns that cut text into pieces before merging, named as in llama.cpp.
 _QWEN2 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -17,21 +22,30 @@ _QWEN2 = (
 _LLAMA3 = _QWEN2.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
 
 
-def tokenizer_files(metadata: dict[str, Any], vocab_size: int) -> dict[str, dict[str, Any]]:
-    """File name -> content. The model has `vocab_size` embeddings, some of which may be no token's."""
+def make_tokenizer_files(metadata: dict[str, Any], vocab_size: int) -> dict[str, dict[str, Any]]:
+    """Returns the contents of both files by file name.
+
+    The model has `vocab_size` embeddings, which may be more than there are tokens. Raises ModelError for tokenizers
+    that are not supported or incomplete.
+    """
     kind = metadata.get("tokenizer.ggml.model")
     if kind != "gpt2":
         raise ModelError(f'GGUF tokenizer "{kind}" is not supported: only byte-level BPE ("gpt2") is')
-    tokens, merges = metadata.get("tokenizer.ggml.tokens"), metadata.get("tokenizer.ggml.merges")
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    merges = metadata.get("tokenizer.ggml.merges")
     if not isinstance(tokens, list) or not isinstance(merges, list):
-        raise ModelError("the GGUF file carries no vocabulary or no merges")
+        raise ModelError("the GGUF file has no vocabulary or no merges: choose a file with a whole model")
     if len(tokens) > vocab_size:
-        raise ModelError(f"the GGUF file has {len(tokens)} tokens, but embeddings for {vocab_size}")
+        raise ModelError(
+            f"the GGUF file has {len(tokens)} tokens, but embeddings for {vocab_size}: it is corrupted, fetch it again"
+        )
     types = metadata.get("tokenizer.ggml.token_type") or [NORMAL] * len(tokens)
     if not isinstance(types, list | array) or len(types) != len(tokens):
-        raise ModelError("the GGUF file's token types are not one for each of its tokens")
+        raise ModelError(
+            "the GGUF file does not have exactly one token type per token: it is corrupted, fetch it again"
+        )
     pre = str(metadata.get("tokenizer.ggml.pre", "default"))
-    settings = _settings(metadata, tokens)
+    settings = _make_tokenizer_config(metadata, tokens)
     spec = {
         "version": "1.0",
         "truncation": None,
@@ -46,12 +60,13 @@ def tokenizer_files(metadata: dict[str, Any], vocab_size: int) -> dict[str, dict
                 "normalized": False,
                 "special": kind == CONTROL,
             }
+            # Tokens that are matched as a whole in the text, before BPE.
             for i, (token, kind) in enumerate(zip(tokens, types, strict=True))
             if kind in (CONTROL, USER_DEFINED)
         ],
         "normalizer": {"type": "NFC"} if pre == "qwen2" else None,
-        "pre_tokenizer": _pre_tokenizer(pre),
-        "post_processor": _post_processor(metadata, tokens),
+        "pre_tokenizer": _make_pre_tokenizer(pre),
+        "post_processor": _make_post_processor(metadata, tokens),
         "decoder": _BYTES | {"use_regex": True},
         "model": {
             "type": "BPE",
@@ -72,8 +87,11 @@ def tokenizer_files(metadata: dict[str, Any], vocab_size: int) -> dict[str, dict
 _BYTES: dict[str, Any] = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
 
 
-def _pre_tokenizer(pre: str) -> dict[str, Any]:
+def _make_pre_tokenizer(pre: str) -> dict[str, Any]:
+    """Returns the section "pre_tokenizer" of tokenizer.json for llama.cpp's name of a pre-tokenizer."""
+
     def split(pattern: str) -> dict[str, Any]:
+        """Returns a step that cuts text at the matches of a pattern and keeps them."""
         return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
 
     first = {
@@ -85,12 +103,14 @@ def _pre_tokenizer(pre: str) -> dict[str, Any]:
         "llama3": split(_LLAMA3),
     }
     if pre not in first:
-        raise ModelError(f'GGUF pre-tokenizer "{pre}" is not supported.{nearest(pre, first)}')
+        raise ModelError(f'GGUF pre-tokenizer "{pre}" is not supported.{suggest_name(pre, first)}')
+    # Only the first three use the built-in pattern of GPT-2; the others have cut the text already.
     bytes_ = _BYTES | {"use_regex": pre in ("default", "gpt-2", "smollm")}
     return {"type": "Sequence", "pretokenizers": [first[pre], bytes_]} if first[pre] else bytes_
 
 
-def _post_processor(metadata: dict[str, Any], tokens: list[str]) -> dict[str, Any] | None:
+def _make_post_processor(metadata: dict[str, Any], tokens: list[str]) -> dict[str, Any] | None:
+    """Returns the section "post_processor" of tokenizer.json, which puts BOS in front; None if the model has none."""
     bos = metadata.get("tokenizer.ggml.bos_token_id")
     if not metadata.get("tokenizer.ggml.add_bos_token", False) or bos is None:
         return None
@@ -108,7 +128,8 @@ def _post_processor(metadata: dict[str, Any], tokens: list[str]) -> dict[str, An
     }
 
 
-def _settings(metadata: dict[str, Any], tokens: list[str]) -> dict[str, Any]:
+def _make_tokenizer_config(metadata: dict[str, Any], tokens: list[str]) -> dict[str, Any]:
+    """Returns the contents of tokenizer_config.json: special tokens, context length and chat template."""
     settings: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
@@ -116,7 +137,9 @@ def _settings(metadata: dict[str, Any], tokens: list[str]) -> dict[str, Any]:
     for role, name in _ROLES.items():
         if (id := metadata.get(f"tokenizer.ggml.{name}_token_id")) is not None:
             if not isinstance(id, int) or not 0 <= id < len(tokens):
-                raise ModelError(f"the GGUF file's {name}_token_id {id} is not in its vocabulary")
+                raise ModelError(
+                    f"the GGUF file's {name}_token_id {id} is not in its vocabulary: it is corrupted, fetch it again"
+                )
             settings[f"{role}_token"] = tokens[id]
     context = metadata.get(f"{metadata.get('general.architecture')}.context_length")
     if context is not None:

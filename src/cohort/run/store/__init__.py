@@ -1,1 +1,1 @@
-"""What a run records: run.db and rollout files, and readers for both."""
+"""The records of a run: run.db and rollout files, with their writers and readers."""

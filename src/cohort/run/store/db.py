@@ -1,6 +1,6 @@
-"""run.db: one writer, one transaction a step, any number of readers meanwhile.
+"""The writer of run.db: one writer, one transaction per step, any number of readers at the same time.
 
-The writer takes plain records only, so that records of other processes can be queued to it as they are.
+The writer takes plain records only, so that other processes could send it theirs without conversion.
 """
 
 from __future__ import annotations
@@ -14,28 +14,30 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from cohort.errors import RunError
-from cohort.run.filesystem import is_network
+from cohort.run.filesystem import is_on_network
 from cohort.run.store.schema import MIGRATIONS, TABLES
 from cohort.types import Group, Sample
 
 
 class Store:
-    """The writer. Only the holder of the run's lock may have one."""
+    """The writer of run.db. Only the process that holds the run's lock may have one."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        with self._errors():
+        with self._translate_errors():
+            # isolation_level=None: transactions begin and end only where `_transaction` says so.
             self._db = sqlite3.connect(path, timeout=30, isolation_level=None)
-            # WAL needs shared memory between its users, which a network file system cannot give them.
-            mode = "DELETE" if is_network(path.parent) else "WAL"
+            # WAL needs memory that all users of the database share, which machines on a network do not have.
+            mode = "DELETE" if is_on_network(path.parent) else "WAL"
             self._db.execute(f"PRAGMA journal_mode={mode}")
-            # A checkpoint vouches for the rows before it, so a committed row must survive a power cut.
+            # A resume does not write the rows before its checkpoint again, so a committed row must survive a power cut.
             self._db.execute("PRAGMA synchronous=FULL")
             self._db.execute("PRAGMA foreign_keys=ON")
             migrate(self._db, path)
 
     @property
     def journal_mode(self) -> str:
+        """How SQLite makes transactions safe: "WAL", or "DELETE" on a network file system."""
         return str(self._db.execute("PRAGMA journal_mode").fetchone()[0]).upper()
 
     def write_step(
@@ -45,7 +47,7 @@ class Store:
         groups: Sequence[Group] = (),
         events: Iterable[tuple[str, str]] = (),
     ) -> None:
-        """Everything about a step, or nothing of it."""
+        """Writes metrics, groups, samples and events, as (kind, text), of a step in one transaction."""
         now = time.time()
         with self._transaction() as db:
             self._insert_metrics(step, metrics, now)
@@ -53,36 +55,42 @@ class Store:
                 self._insert_group(step, position, group, now)
             db.executemany(
                 "INSERT INTO events (time, step, kind, text) VALUES (?, ?, ?, ?)",
-                [(now, step, kind, _storable(text)) for kind, text in events],
+                [(now, step, kind, _escape_surrogates(text)) for kind, text in events],
             )
 
     def write_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """The numbers of an evaluation; done again after a kill, they replace the former ones."""
+        """Writes the metrics of an evaluation. Those of an earlier evaluation of the same step are replaced."""
         with self._transaction() as db:
             db.execute("DELETE FROM metrics WHERE step = ? AND name LIKE 'eval/%'", (step,))
             self._insert_metrics(step, metrics, time.time())
 
     def write_event(self, step: int, kind: str, text: str) -> None:
+        """Writes one event."""
         self.write_step(step, {}, events=[(kind, text)])
 
-    def truncate_after(self, step: int) -> None:
-        """Forget the steps after `step`: they will be redone. Ids are never used again."""
+    def remove_after(self, step: int) -> None:
+        """Removes all rows of steps after `step`. Their ids are never used again."""
         with self._transaction() as db:
+            # Rows that refer to others are removed before those they refer to.
             for table in reversed(TABLES):
                 db.execute(f"DELETE FROM {table} WHERE step > ?", (step,))
 
     def close(self) -> None:
-        with self._errors():
+        """Closes the database."""
+        with self._translate_errors():
             self._db.close()
 
     def _insert_metrics(self, step: int, metrics: Mapping[str, float], now: float) -> None:
-        # SQLite has no NaN: it stores NULL, which the reader turns back.
+        """Inserts one row per metric, within a transaction."""
+        # SQLite has no NaN: it stores NULL, which `Reader` turns back into NaN.
         self._db.executemany(
             "INSERT INTO metrics (time, step, name, value) VALUES (?, ?, ?, ?)",
             [(now, step, name, float(value)) for name, value in metrics.items()],
         )
 
     def _insert_group(self, step: int, position: int, group: Group, now: float) -> None:
+        """Inserts the rows of a group, of its samples and, if it is new, of its prompt, within a transaction."""
+        # A sample that could not be scored has no reward, and does not count as 0.
         rewards = [s.reward for s in group.samples if s.reward is not None]
         cursor = self._db.execute(
             "INSERT INTO groups (time, step, position, prompt, visit, num_samples, reward_mean, reward_min,"
@@ -91,24 +99,25 @@ class Store:
                 now,
                 step,
                 position,
-                self._prompt_id(step, group, now),
+                self._find_or_insert_prompt(step, group, now),
                 group.prompt.visit,
                 len(group.samples),
                 math.fsum(rewards) / len(rewards) if rewards else None,
                 min(rewards, default=None),
                 max(rewards, default=None),
-                _storable(group.excluded),
+                _escape_surrogates(group.excluded),
             ),
         )
         self._db.executemany(
             "INSERT INTO samples (time, step, group_id, position, text, finish, num_tokens, version, reward,"
             " advantage, parts, reason, failure, masked) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-            [(now, step, cursor.lastrowid, *_sample_values(i, s)) for i, s in enumerate(group.samples)],
+            [(now, step, cursor.lastrowid, *_make_sample_values(i, s)) for i, s in enumerate(group.samples)],
         )
 
-    def _prompt_id(self, step: int, group: Group, now: float) -> int:
+    def _find_or_insert_prompt(self, step: int, group: Group, now: float) -> int:
+        """Returns the row id of the group's prompt, which is inserted if it is new."""
         prompt = group.prompt
-        key = (_storable(prompt.task), _storable(prompt.id))
+        key = (_escape_surrogates(prompt.task), _escape_surrogates(prompt.id))
         row = self._db.execute("SELECT id FROM prompts WHERE task = ? AND prompt_id = ?", key).fetchone()
         if row is not None:
             return int(row[0])
@@ -121,29 +130,40 @@ class Store:
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        with self._errors():
+        """Begins a transaction, and commits it at the end of the block; an exception rolls it back."""
+        with self._translate_errors():
+            # IMMEDIATE takes the write lock now, so that a second writer waits here and not in the middle.
             self._db.execute("BEGIN IMMEDIATE")
             try:
                 yield self._db
                 self._db.execute("COMMIT")
             except BaseException:
+                # Some errors make SQLite roll back by itself.
                 if self._db.in_transaction:
                     self._db.execute("ROLLBACK")
                 raise
 
     @contextmanager
-    def _errors(self) -> Iterator[None]:
+    def _translate_errors(self) -> Iterator[None]:
+        """Turns SQLite's errors inside the block into a RunError with a remedy."""
         try:
             yield
         except sqlite3.DatabaseError as error:
-            raise RunError(f"cannot write {self.path}: {_explain(error)}.") from error
+            raise RunError(f"cannot write {self.path}: {_explain_error(error)}.") from error
 
 
 def migrate(db: sqlite3.Connection, path: Path) -> None:
-    """Bring a database of any earlier version to the current schema, each version in one transaction."""
+    """Brings a database of any earlier version to the current schema, each version in one transaction.
+
+    Raises RunError if the database was written by a newer version of Cohort.
+    """
     version = int(db.execute("PRAGMA user_version").fetchone()[0])
     if version > len(MIGRATIONS):
-        raise RunError(f"{path} has schema version {version}, this Cohort knows {len(MIGRATIONS)}: upgrade Cohort.")
+        raise RunError(
+            f"{path} has schema version {version}, but this version of Cohort knows only {len(MIGRATIONS)}: "
+            "upgrade Cohort."
+        )
+    # The version number is part of the transaction: a kill leaves the old version or the new one.
     for number, statements in enumerate(MIGRATIONS[version:], start=version + 1):
         db.execute("BEGIN IMMEDIATE")
         try:
@@ -157,33 +177,35 @@ def migrate(db: sqlite3.Connection, path: Path) -> None:
             raise
 
 
-def _sample_values(position: int, sample: Sample) -> tuple[object, ...]:
+def _make_sample_values(position: int, sample: Sample) -> tuple[object, ...]:
+    """Returns the values of a sample's row after its group_id, in the order of the INSERT statement."""
     return (
         position,
-        _storable(sample.text),
+        _escape_surrogates(sample.text),
         str(sample.finish),
         len(sample.tokens),
         sample.versions[0][1] if sample.versions else -1,
         sample.reward,
         sample.advantage,
         json.dumps(sample.parts),
-        _storable(sample.reason),
-        _storable(sample.failure),
+        _escape_surrogates(sample.reason),
+        _escape_surrogates(sample.failure),
         sample.masked,
     )
 
 
-def _storable(text: str) -> str:
-    """SQLite takes UTF-8 only; a lone surrogate (from a JSON escape) would fail the whole step."""
+def _escape_surrogates(text: str) -> str:
+    """Returns the text with lone surrogates escaped. SQLite takes UTF-8 only, and one would fail the whole step."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
-def _explain(error: sqlite3.DatabaseError) -> str:
+def _explain_error(error: sqlite3.DatabaseError) -> str:
+    """Returns the text of an SQLite error, with a remedy if its cause is known."""
     text = str(error)
     if "full" in text:
         return "the disk is full: free some space, then resume; everything written before is intact"
     if "readonly" in text or "unable to open" in text:
         return f"{text}: make the directory writable or use another one"
     if "not a database" in text or "malformed" in text:
-        return f"{text}: it is damaged; restore it from a copy, or move it away to go on with an empty one"
+        return f"{text}: the file is damaged; restore it from a copy, or move it away to continue with an empty one"
     return text

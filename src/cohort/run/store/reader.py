@@ -1,4 +1,4 @@
-"""Reading run.db, also while the run writes it. Every query is short: a reader never holds the writer up."""
+"""The reader of run.db. It works while the run writes, and never blocks the writer, because every query is short."""
 
 from __future__ import annotations
 
@@ -9,26 +9,29 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from cohort.config.names import current_metric, former_metrics
+from cohort.config.names import get_current_metric_name, list_metric_names
 from cohort.errors import RunError
 from cohort.run.store.records import EventRow, GroupRow, MetricRow, PromptRow, SampleRow
 from cohort.run.store.schema import MIGRATIONS
 
 
 class Reader:
-    """Rows of a run, each list in the order of its ids. `after` asks for rows with a larger id only.
+    """Reads the rows of a run. Each list is in the order of ids; `after` selects rows with a larger id.
 
-    A reader that stays open sees what is written meanwhile. With `once` it need not, and leaves no trace in the run.
+    A reader that stays open sees what is written later. With `once` it may not, but then it creates no files in the
+    run directory. Raises RunError if the database does not exist or has another schema version.
     """
 
     def __init__(self, path: Path, *, once: bool = False) -> None:
         if not path.is_file():
-            raise RunError(f"{path} does not exist: this run has not started yet, or it is not a run.")
-        self._db = _connect(path, once)
+            raise RunError(f"{path} does not exist: the run has not started yet, or its directory is not a run.")
+        self._db = _open_read_only(path, once)
         version = int(self._db.execute("PRAGMA user_version").fetchone()[0])
         if version != len(MIGRATIONS):
             remedy = "upgrade Cohort" if version > len(MIGRATIONS) else "resume the run once to migrate it"
-            raise RunError(f"{path} has schema version {version}, this Cohort reads {len(MIGRATIONS)}: {remedy}.")
+            raise RunError(
+                f"{path} has schema version {version}, but this version of Cohort reads {len(MIGRATIONS)}: {remedy}."
+            )
 
     def __enter__(self) -> Reader:
         return self
@@ -39,46 +42,54 @@ class Reader:
         self.close()
 
     def close(self) -> None:
+        """Closes the database."""
         self._db.close()
 
-    def metrics(self, *, after: int = 0, step: int | None = None, name: str | None = None) -> list[MetricRow]:
-        """Under the names that metrics have now, whatever the version that wrote them called them."""
-        names = [None] if name is None else former_metrics(name)
+    def read_metrics(self, *, after: int = 0, step: int | None = None, name: str | None = None) -> list[MetricRow]:
+        """Returns metrics, of one step or one name if given. Old names of metrics are replaced by the current ones."""
+        names = [None] if name is None else list_metric_names(name)
         rows = sorted(
-            (r for n in names for r in self._rows("metrics", after, step=step, name=n)), key=lambda r: r["id"]
+            (r for n in names for r in self._select_rows("metrics", after, step=step, name=n)), key=lambda r: r["id"]
         )
         for row in rows:
-            row["name"] = current_metric(row["name"])
+            row["name"] = get_current_metric_name(row["name"])
+            # SQLite stores NaN as NULL.
             row["value"] = math.nan if row["value"] is None else row["value"]
         return [MetricRow(**row) for row in rows]
 
-    def prompts(self, *, after: int = 0, id: int | None = None) -> list[PromptRow]:
-        rows = self._rows("prompts", after, id=id)
+    def read_prompts(self, *, after: int = 0, id: int | None = None) -> list[PromptRow]:
+        """Returns prompts, or the one with this row id."""
+        rows = self._select_rows("prompts", after, id=id)
         return [PromptRow(**{**r, "messages": json.loads(r["messages"]), "row": json.loads(r["row"])}) for r in rows]
 
-    def groups(self, *, after: int = 0, step: int | None = None) -> list[GroupRow]:
-        return [GroupRow(**r) for r in self._rows("groups", after, step=step)]
+    def read_groups(self, *, after: int = 0, step: int | None = None) -> list[GroupRow]:
+        """Returns groups, of one step if given."""
+        return [GroupRow(**r) for r in self._select_rows("groups", after, step=step)]
 
-    def samples(self, *, after: int = 0, step: int | None = None, group: int | None = None) -> list[SampleRow]:
-        rows = self._rows("samples", after, step=step, group_id=group)
+    def read_samples(self, *, after: int = 0, step: int | None = None, group: int | None = None) -> list[SampleRow]:
+        """Returns samples, of one step or of the group with this row id if given."""
+        rows = self._select_rows("samples", after, step=step, group_id=group)
         for row in rows:
             row["group"] = row.pop("group_id")
             row["parts"] = json.loads(row["parts"])
             row["advantage"] = math.nan if row["advantage"] is None else row["advantage"]
         return [SampleRow(**row) for row in rows]
 
-    def events(self, *, after: int = 0, kind: str | None = None) -> list[EventRow]:
-        return [EventRow(**r) for r in self._rows("events", after, kind=kind)]
+    def read_events(self, *, after: int = 0, kind: str | None = None) -> list[EventRow]:
+        """Returns events, of one kind if given."""
+        return [EventRow(**r) for r in self._select_rows("events", after, kind=kind)]
 
-    def series(self, name: str) -> dict[int, float]:
-        """One metric over the steps."""
-        return {row.step: row.value for row in self.metrics(name=name)}
+    def read_series(self, name: str) -> dict[int, float]:
+        """Returns the values of one metric by step."""
+        return {row.step: row.value for row in self.read_metrics(name=name)}
 
-    def last_step(self) -> int:
-        """The newest step that is complete; 0 before the first."""
+    def find_last_step(self) -> int:
+        """Returns the newest complete step; 0 before the first."""
         return int(self._db.execute("SELECT coalesce(max(step), 0) FROM metrics").fetchone()[0])
 
-    def _rows(self, table: str, after: int, **equal: int | str | None) -> list[dict[str, Any]]:
+    def _select_rows(self, table: str, after: int, **equal: int | str | None) -> list[dict[str, Any]]:
+        """Returns rows as dicts by column. `equal` has values that columns must have; None = any value."""
+        # Names of tables and columns are constants of this module; only values are parameters of the query.
         wanted = {column: value for column, value in equal.items() if value is not None}
         conditions = " AND ".join(["id > ?", *(f"{column} = ?" for column in wanted)])
         cursor = self._db.execute(f"SELECT * FROM {table} WHERE {conditions} ORDER BY id", (after, *wanted.values()))
@@ -86,12 +97,14 @@ class Reader:
         return [dict(zip(columns, row, strict=True)) for row in cursor.fetchall()]
 
 
-def _connect(path: Path, once: bool) -> sqlite3.Connection:
+def _open_read_only(path: Path, once: bool) -> sqlite3.Connection:
+    """Opens the database for reading. Raises RunError if that is not possible. `once` is as in `Reader`."""
     address = f"{path.resolve().as_uri()}?mode=ro"
-    # In a directory that cannot be written a WAL database opens only as one that nobody changes.
+    # A WAL database in a directory that cannot be written opens only as immutable, hence the second attempt.
     for suffix in ("&immutable=1",) if once and _is_at_rest(path) else ("", "&immutable=1"):
         try:
             db = sqlite3.connect(address + suffix, uri=True, timeout=10)
+            # Connecting alone does not read the file.
             db.execute("SELECT count(*) FROM sqlite_master").fetchone()
             return db
         except sqlite3.OperationalError as error:
@@ -102,7 +115,11 @@ def _connect(path: Path, once: bool) -> sqlite3.Connection:
 
 
 def _is_at_rest(path: Path) -> bool:
-    """A WAL database without its log: nobody has it open. To open it as usual makes a log, which then stays."""
+    """Returns whether it is a WAL database without its log file, which means that no process has it open.
+
+    Opening it in the usual way would create a log file, which then stays.
+    """
     with path.open("rb") as file:
         header = file.read(20)
+    # Bytes 18 and 19 are the file format versions for writing and reading; 2 means WAL.
     return header[18:20] == b"\x02\x02" and not path.with_name(f"{path.name}-wal").exists()

@@ -1,8 +1,8 @@
-"""What the store keeps and gives back.
+"""Rows of run.db as records, and the description of a run.
 
-A step has a number from 1 on: step n turns policy version n - 1 into version n. Rows, rollout files,
-evaluations and checkpoints all count this way, so "after step n" means the same for each of them, and 0 is
-the state before training.
+Steps are counted from 1 here: step n turns version n - 1 of the weights into version n. Rows, rollout files,
+evaluations and checkpoints all count this way, so "after step n" means the same for each of them. 0 is the state before
+training.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ from cohort.types import Message, Row
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Curve:
-    """The metric that tells at a glance how a run is doing."""
+    """The metric that shows at a glance how a run develops."""
 
     label: str = "reward"
     metric: str = "reward/mean"
-    rising: bool = True  # whether more is better
+    rising: bool = True  # whether larger values are better
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class About:
-    """What a run says of itself in its header and card, in the words of its kind."""
+class RunDescription:
+    """What the header and the run card say about a run. Each kind of run makes its own."""
 
-    source: str  # what it learns from: the name of a task or of data
-    source_is: str = "task"  # the word for that
+    source: str  # what the run learns from: the name of a task or of data
+    source_is: str = "task"  # the word for the source: "task" or "data"
     algo: str
-    batch: str  # "32 prompts x 8 samples"
+    batch: str  # for example "32 prompts x 8 samples"
     curve: Curve = field(default_factory=Curve)
-    columns: tuple[tuple[str, str], ...] = ()  # (title, metric) of the card's table
-    totals: tuple[tuple[str, str], ...] = ()  # (words, metric) that the card sums over the run
-    reads_back: int = 0  # steps before a checkpoint whose rollouts a resume from it reads
+    columns: tuple[tuple[str, str], ...] = ()  # (title, metric) of the columns of the card's table
+    totals: tuple[tuple[str, str], ...] = ()  # (words, metric) of the metrics that the card sums over the run
+    reads_back: int = 0  # a resume reads the rollouts of so many steps before its checkpoint, to reuse them
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,7 +48,7 @@ class MetricRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PromptRow:
-    """A prompt, stored when it is first drawn."""
+    """A prompt. It is stored once, in the step that first sampled it."""
 
     id: int
     time: float
@@ -62,40 +62,40 @@ class PromptRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupRow:
-    """One visit to a prompt."""
+    """A group: one visit to a prompt. A prompt that is drawn again gets a new row, with the next visit."""
 
     id: int
     time: float
     step: int
-    position: int  # in the step; the same as in the rollout file
+    position: int  # of the group in the step and in its rollout file
     prompt: int  # PromptRow.id
     visit: int
     num_samples: int
-    reward_mean: float | None  # over the samples that were scored
+    reward_mean: float | None  # over the samples that were scored; None = none was
     reward_min: float | None
     reward_max: float | None
-    excluded: str
+    excluded: str  # the fate of an excluded group; "" = it was trained on
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleRow:
-    """What one member of a group said and got."""
+    """One sample of a group, without its tokens, which are in the rollout file."""
 
     id: int
     time: float
     step: int
     group: int  # GroupRow.id
-    position: int  # in the group
+    position: int  # of the sample in the group
     text: str
     finish: str
     num_tokens: int
-    version: int  # policy version of its first token
-    reward: float | None
+    version: int  # of the weights that sampled its first token; -1 = unknown
+    reward: float | None  # None = it could not be scored
     advantage: float
     parts: dict[str, float]
     reason: str
     failure: str
-    masked: str
+    masked: str  # the fate of a sample that was left out of the loss; "" = it was trained on
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

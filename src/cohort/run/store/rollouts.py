@@ -1,7 +1,7 @@
-"""Rollout files: the groups of one step, exactly, in the one serialisation (`cohort.serialize`).
+"""Rollout files: the groups of one step, without loss, in the format of `cohort.serialize`.
 
-About 14 bytes per token: an id in 4, a provenance in 1, two float32 log-probabilities; texts are deflated. Files of
-format 1, which earlier versions wrote, are read as well.
+A token takes about 14 bytes: 4 for its id, 1 for its provenance, 8 for two float32 log-probabilities. Texts are
+compressed. Files of format 1, which earlier versions wrote, can be read as well.
 """
 
 from __future__ import annotations
@@ -19,141 +19,176 @@ from cohort.errors import RunError
 from cohort.fates import Fate
 from cohort.run.store.rollouts_format_1 import is_format_1, read_format_1
 from cohort.serialize import SerialError, dumps, loads
-from cohort.system.disk import write_atomic
+from cohort.system.disk import write_atomically
 from cohort.types import Finish, Group, Prompt, Provenance, Sample
 
 _NAME = re.compile(r"step-(\d{6,})\.safetensors")
 
 
-def rollout_path(folder: Path, step: int) -> Path:
+def make_rollout_path(folder: Path, step: int) -> Path:
+    """Returns the path of the rollout file of a step, counted from 1."""
     return folder / f"step-{step:06d}.safetensors"
 
 
 def save_rollouts(path: Path, groups: Sequence[Group]) -> int:
-    """Write the groups, whole or not at all, and return the number of bytes."""
+    """Writes the groups completely or not at all, and returns the number of bytes."""
     try:
         data = dumps(list(groups))
     except SerialError as error:
-        raise RunError(f"{path} cannot be written, because of what the rollouts hold: {error}.") from error
-    write_atomic(path, data)
+        raise RunError(f"cannot write {path}: the groups contain a value that cannot be stored: {error}.") from error
+    write_atomically(path, data)
     return len(data)
 
 
 def load_rollouts(path: Path) -> list[Group]:
-    """The groups as they were saved: equal records, token for token and bit for bit."""
+    """Returns the groups as they were saved, equal to the last bit.
+
+    Raises RunError if the file is missing or damaged. A damaged file may contain anything, hence the many handlers.
+    """
     try:
         data = path.read_bytes()
         arrays = load_arrays(data)
+        # Both formats are safetensors files; their arrays have different names.
         groups = read_format_1(arrays) if is_format_1(arrays) else loads(data)
         if not isinstance(groups, list):
-            raise ValueError("it holds no groups")
+            raise ValueError("it does not contain a list of groups")
         for group in groups:
             _check_group(group)
     except FileNotFoundError:
-        raise RunError(f"{path} does not exist: rollouts of that step were not kept (see save.rollouts).") from None
+        raise RunError(
+            f"{path} does not exist: the run has not done this step, or did not keep its rollouts (see save.rollouts)."
+        ) from None
     except MemoryError:
-        raise RunError(f"{path} is damaged or too large: what it claims to hold does not fit into memory.") from None
+        raise RunError(f"{path} is damaged or too large: its content does not fit into memory.") from None
     except RecursionError:
-        raise RunError(f"{path} is damaged or not a rollout file: it is nested too deep.") from None
+        raise RunError(f"{path} is damaged or not a rollout file: its content is nested too deeply.") from None
     except (LookupError, TypeError, AttributeError) as error:
         kind = type(error).__name__
-        raise RunError(f"{path} is damaged or not a rollout file: it makes no sense ({kind}: {error}).") from error
+        raise RunError(
+            f"{path} is damaged or not a rollout file: its content is inconsistent ({kind}: {error})."
+        ) from error
     except (OSError, SafetensorError, zlib.error, ValueError) as error:
         raise RunError(f"{path} is damaged or not a rollout file: {error}.") from error
     return groups
 
 
 def _check_group(group: Any) -> None:
-    """Raises ValueError for a group that no run can have saved: the wrong thing in a field, or lists that do not fit.
+    """Raises ValueError for a group that no run can have saved: wrong types in fields, or lists of different lengths.
 
-    The serialisation knows records by their field names alone, so a damaged file may hold anything in them.
+    The serialisation knows records by their field names alone, so fields of a damaged file may hold any type.
     """
     if type(group) is not Group:
-        raise ValueError("it holds something that is no group")
-    _check_fields(group, _GROUP)
+        raise ValueError("it contains something else than groups")
+    _check_fields(group, _GROUP_CHECKS)
     prompt = group.prompt
-    _check_fields(prompt, _PROMPT)
+    _check_fields(prompt, _PROMPT_CHECKS)
     if len(prompt.provenance) != len(prompt.tokens):
         raise ValueError("the tokens and the provenance of a prompt differ in length")
     for sample in group.samples:
-        _check_fields(sample, _SAMPLE)
+        _check_fields(sample, _SAMPLE_CHECKS)
         num = len(sample.tokens)
         for name in ("provenance", "sampler_logprobs"):
             if len(getattr(sample, name)) != num:
                 raise ValueError(f"the tokens and the {name} of a sample differ in length")
-        for name in ("kept_mass", "old_logprobs", "ref_logprobs", "token_advantages"):  # where they are known
+        # These may be empty or None: they are not known for every sample.
+        for name in ("kept_mass", "old_logprobs", "ref_logprobs", "token_advantages"):
             if (values := getattr(sample, name)) and len(values) != num:
                 raise ValueError(f"the tokens and the {name} of a sample differ in length")
 
 
-Holds = Callable[[Any], bool]
+ValueCheck = Callable[[Any], bool]
+"""Returns whether a value is valid for a field."""
 
 
-def _check_fields(record: Any, fields: dict[str, Holds]) -> None:
-    for name, holds in fields.items():
-        if not holds(getattr(record, name)):
-            raise ValueError(f"the {name} of a {type(record).__name__.lower()} is not what it should be")
+def _check_fields(record: Any, checks: dict[str, ValueCheck]) -> None:
+    """Raises ValueError if a field of the record does not pass its check."""
+    for name, is_valid in checks.items():
+        if not is_valid(getattr(record, name)):
+            raise ValueError(f"the field {name} of a {type(record).__name__.lower()} has a wrong type or value")
 
 
-def _is(*kinds: type) -> Holds:
-    """These very types: True is no number here."""
+def _has_type(*kinds: type) -> ValueCheck:
+    """Returns a check for exactly these types. Subclasses do not pass, so True is not an int here."""
     return lambda value: type(value) in kinds
 
 
-def _list_of(*kinds: type) -> Holds:
-    """A list of these very types, most often of the first."""
+def _is_list_of(*kinds: type) -> ValueCheck:
+    """Returns a check for a list whose items have exactly these types."""
 
-    def holds(value: Any) -> bool:
+    def is_valid(value: Any) -> bool:
         if type(value) is not list:
             return False
-        found = list(map(type, value))
-        return found.count(kinds[0]) == len(found) or set(found) <= set(kinds)
+        types = list(map(type, value))
+        # Most lists have only the first type, and counting is faster than a set.
+        return types.count(kinds[0]) == len(types) or set(types) <= set(kinds)
 
-    return holds
-
-
-def _are_marks(value: Any) -> bool:
-    """One provenance per token."""
-    return _whole_numbers(value) and set(value) <= _MARKS
+    return is_valid
 
 
-def _are_versions(value: Any) -> bool:
-    return _list_of(tuple)(value) and all(list(map(type, pair)) == [int, int] for pair in value)
+def _is_provenance(value: Any) -> bool:
+    """Returns whether the value is a list of provenances, as numbers."""
+    return _is_int_list(value) and set(value) <= _PROVENANCE_VALUES
 
 
-def _are_parts(value: Any) -> bool:
+def _is_versions(value: Any) -> bool:
+    """Returns whether the value is a list of (first token, version of the weights)."""
+    return _is_list_of(tuple)(value) and all(list(map(type, pair)) == [int, int] for pair in value)
+
+
+def _is_parts(value: Any) -> bool:
+    """Returns whether the value is a dict from names of reward parts to numbers."""
     return type(value) is dict and all(type(part) in (float, int) for part in value.values())
 
 
-def _or_none(holds: Holds) -> Holds:
-    return lambda value: value is None or holds(value)
+def _is_none_or(is_valid: ValueCheck) -> ValueCheck:
+    """Returns a check for None or what `is_valid` accepts."""
+    return lambda value: value is None or is_valid(value)
 
 
-_MARKS = set(map(int, Provenance))
-_text, _number = _is(str), _is(float, int)
-_whole_numbers, _numbers = _list_of(int), _list_of(float, int)
-_GROUP = {"prompt": _is(Prompt), "samples": _list_of(Sample), "excluded": _is(Fate), "reused": _is(int)}
-_PROMPT = {
-    **{"task": _text, "id": _text, "visit": _is(int), "row": _is(dict), "messages": _list_of(dict)},
-    **{"tokens": _whole_numbers, "provenance": _are_marks, "forced_text": _text},
+_PROVENANCE_VALUES = set(map(int, Provenance))
+_is_text = _has_type(str)
+_is_number = _has_type(float, int)
+_is_int_list = _is_list_of(int)
+_is_number_list = _is_list_of(float, int)
+# The checks of all fields, by record.
+_GROUP_CHECKS = {
+    "prompt": _has_type(Prompt),
+    "samples": _is_list_of(Sample),
+    "excluded": _has_type(Fate),
+    "reused": _has_type(int),
 }
-_SAMPLE = {
-    **{"tokens": _whole_numbers, "provenance": _are_marks, "sampler_logprobs": _numbers, "kept_mass": _numbers},
-    **{"versions": _are_versions, "finish": _is(Finish), "masked": _is(Fate)},
-    **{"text": _text, "reason": _text, "failure": _text, "parts": _are_parts},
-    **{"reward": _or_none(_number), "advantage": _number, "token_advantages": _or_none(_numbers)},
-    **{"old_logprobs": _or_none(_numbers), "ref_logprobs": _or_none(_numbers)},
+_PROMPT_CHECKS = {
+    **{
+        "task": _is_text,
+        "id": _is_text,
+        "visit": _has_type(int),
+        "row": _has_type(dict),
+        "messages": _is_list_of(dict),
+    },
+    **{"tokens": _is_int_list, "provenance": _is_provenance, "forced_text": _is_text},
+}
+_SAMPLE_CHECKS = {
+    **{
+        "tokens": _is_int_list,
+        "provenance": _is_provenance,
+        "sampler_logprobs": _is_number_list,
+        "kept_mass": _is_number_list,
+    },
+    **{"versions": _is_versions, "finish": _has_type(Finish), "masked": _has_type(Fate)},
+    **{"text": _is_text, "reason": _is_text, "failure": _is_text, "parts": _is_parts},
+    **{"reward": _is_none_or(_is_number), "advantage": _is_number, "token_advantages": _is_none_or(_is_number_list)},
+    **{"old_logprobs": _is_none_or(_is_number_list), "ref_logprobs": _is_none_or(_is_number_list)},
 }
 
 
-def rollout_steps(folder: Path) -> list[int]:
-    """The steps whose rollouts are there, oldest first."""
-    found = (_NAME.fullmatch(entry.name) for entry in folder.iterdir())
-    return sorted(int(match[1]) for match in found if match)
+def list_rollout_steps(folder: Path) -> list[int]:
+    """Returns the steps whose rollout files exist, oldest first."""
+    matches = (_NAME.fullmatch(entry.name) for entry in folder.iterdir())
+    return sorted(int(match[1]) for match in matches if match)
 
 
-def remove_rollouts(folder: Path, wanted: Callable[[int], bool]) -> None:
-    """Remove the files of every step that is not wanted: retention, and the clean slate before a resume."""
-    for step in rollout_steps(folder):
-        if not wanted(step):
-            rollout_path(folder, step).unlink()
+def remove_rollouts(folder: Path, keep: Callable[[int], bool]) -> None:
+    """Removes the rollout files of all steps for which `keep(step)` is false."""
+    for step in list_rollout_steps(folder):
+        if not keep(step):
+            make_rollout_path(folder, step).unlink()

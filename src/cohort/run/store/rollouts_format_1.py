@@ -1,13 +1,14 @@
-"""Rollout files of format 1, which earlier versions wrote: read, never written.
+"""Reads rollout files of format 1, which earlier versions wrote. This format is no longer written.
 
-A safetensors file with, for all prompts and samples one after another: prompt_tokens, tokens, prompt_provenance,
-provenance, four arrays of floats, and `text`, deflated JSON with everything that is not per token, and the lengths.
+Such a file is a safetensors file. Its arrays prompt_tokens, prompt_provenance, tokens, provenance and four of floats
+hold the values of all prompts and samples, one after another. The array `text` is compressed JSON with everything that
+is not per token, and with the lengths of the pieces.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from numpy.typing import NDArray
@@ -21,21 +22,20 @@ Array = NDArray[Any]
 
 
 def is_format_1(arrays: Mapping[str, Array]) -> bool:
-    """Whether the arrays of a safetensors file are such a file's."""
+    """Returns whether the arrays of a safetensors file are those of a rollout file of format 1."""
     return "text" in arrays and "json" not in arrays
 
 
 def read_format_1(arrays: Mapping[str, Array]) -> list[Group]:
-    """The groups of such a file."""
+    """Returns the groups of a rollout file of format 1. Raises ValueError or KeyError if the arrays do not fit."""
+    # The size of the arrays bounds how large the text may become, in case the file is damaged.
     header = json.loads(inflate(arrays["text"].tobytes(), sum(array.nbytes for array in arrays.values())))
-    take = {name: _taker(array) for name, array in arrays.items()}
-    return [_read_group(data, take) for data in header["groups"]]
+    readers = {name: _ArrayReader(array) for name, array in arrays.items()}
+    return [_read_group(data, readers) for data in header["groups"]]
 
 
-Taker = Callable[[int], list[Any]]
-
-
-def _read_group(data: dict[str, Any], take: dict[str, Taker]) -> Group:
+def _read_group(data: dict[str, Any], readers: dict[str, _ArrayReader]) -> Group:
+    """Returns a group from its JSON and the next values of the arrays, by name."""
     num_tokens, num_provenance = data["num_tokens"]
     prompt = Prompt(
         task=data["task"],
@@ -43,20 +43,22 @@ def _read_group(data: dict[str, Any], take: dict[str, Taker]) -> Group:
         visit=data["visit"],
         row=data["row"],
         messages=data["messages"],
-        tokens=take["prompt_tokens"](num_tokens),
-        provenance=take["prompt_provenance"](num_provenance),
+        tokens=readers["prompt_tokens"].read(num_tokens),
+        provenance=readers["prompt_provenance"].read(num_provenance),
         forced_text=data["forced_text"],
     )
-    samples = [_read_sample(sample, take) for sample in data["samples"]]
+    samples = [_read_sample(sample, readers) for sample in data["samples"]]
     return Group(prompt=prompt, samples=samples, excluded=Fate(data["excluded"]), reused=data.get("age", 0))
 
 
-def _read_sample(data: dict[str, Any], take: dict[str, Taker]) -> Sample:
+def _read_sample(data: dict[str, Any], readers: dict[str, _ArrayReader]) -> Sample:
+    """Returns a sample from its JSON and the next values of the arrays, by name."""
+    # A length of -1 means that the field was None.
     num_tokens, num_provenance, *num_floats = data["num"]
-    floats = {name: None if num < 0 else take[name](num) for name, num in zip(_FLOATS, num_floats, strict=True)}
+    floats = {name: None if num < 0 else readers[name].read(num) for name, num in zip(_FLOATS, num_floats, strict=True)}
     return Sample(
-        tokens=take["tokens"](num_tokens),
-        provenance=take["provenance"](num_provenance),
+        tokens=readers["tokens"].read(num_tokens),
+        provenance=readers["provenance"].read(num_provenance),
         sampler_logprobs=floats["sampler_logprobs"] or [],
         kept_mass=floats["kept_mass"] or [],
         versions=[(first, version) for first, version in data["versions"]],
@@ -73,19 +75,19 @@ def _read_sample(data: dict[str, Any], take: dict[str, Taker]) -> Sample:
     )
 
 
-def _taker(array: Array) -> Taker:
-    """A function that gives the next n values of the array."""
-    values: list[Any] = array.tolist()
-    position = 0
+class _ArrayReader:
+    """Reads an array piece by piece, from its beginning."""
 
-    def take(num: int) -> list[Any]:
-        nonlocal position
+    def __init__(self, array: Array) -> None:
+        self._values: list[Any] = array.tolist()
+        self._position = 0
+
+    def read(self, num: int) -> list[Any]:
+        """Returns the next `num` values. Raises ValueError if there are not as many, or `num` is negative."""
         if num < 0:
             raise ValueError("a length is negative")
-        taken = values[position : position + num]
-        if len(taken) != num:
-            raise ValueError("an array is shorter than its lengths say")
-        position += num
-        return taken
-
-    return take
+        piece = self._values[self._position : self._position + num]
+        if len(piece) != num:
+            raise ValueError("an array is shorter than the sum of its lengths")
+        self._position += num
+        return piece

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 TABLES = ("metrics", "prompts", "groups", "samples", "events")
-"""Referenced tables before those that refer to them."""
+"""Referenced tables come before those that refer to them, so rows must be removed in reverse order."""
 
-# AUTOINCREMENT: the id of a removed row is not used again: "rows after id" stays right across a resume.
-_FIRST = (
+# AUTOINCREMENT never gives the id of a removed row again. So a reader that asks for rows after an id misses none when a
+# resume removes rows and writes them anew.
+_VERSION_1 = (
     """CREATE TABLE metrics (
         id INTEGER PRIMARY KEY AUTOINCREMENT, time REAL NOT NULL, step INTEGER NOT NULL,
         name TEXT NOT NULL, value REAL)""",
@@ -34,4 +35,4 @@ _FIRST = (
         kind TEXT NOT NULL, text TEXT NOT NULL)""",
 )
 
-MIGRATIONS: tuple[tuple[str, ...], ...] = (_FIRST,)
+MIGRATIONS: tuple[tuple[str, ...], ...] = (_VERSION_1,)

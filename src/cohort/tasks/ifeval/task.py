@@ -1,21 +1,25 @@
-"""IFEval: instructions that a program can check (arXiv:2311.07911; 541 prompts to test on, 25 kinds of instruction).
+"""IFEval: instructions that a program can check (arXiv:2311.07911; 541 test prompts, 25 kinds of instruction).
 
-Verdicts are those of the published checker, so that numbers can be compared with published ones; where that one draws
-at random, crashes or takes a quadratic time, `tests/peers/test_ifeval_reference.py` says what is done here instead.
-Five of the 541 prompts contradict themselves (repeat a request with commas in it, use no comma): 99.1% is the ceiling.
+The verdicts are those of the published checker, so that results can be compared with published ones. In some cases that
+checker draws at random, crashes or takes quadratic time; `tests/peers/test_ifeval_reference.py` says what is done here
+instead. Five of the 541 prompts contradict themselves (repeat a request with commas in it, use no comma), so the best
+possible result is 99.1%.
 
-IFEval is a test set, so training has rows of its own: generated ones (`if_prompts`), or a file of questions with
+IFEval is a test set, so training uses other rows: generated ones (module `prompts`), or a file of questions with
 required and forbidden keywords.
 
-Parts: of the prompt's instructions, all are followed (`prompt_strict`, `prompt_loose`: 0 or 1), or a share of them
-(`instruction_strict`, `instruction_loose`); loose is after taking off asterisks, a first line and a last line. With
-answer = tags, `format` says that there is exactly one answer block, outside of thoughts and with a letter or digit in
-it, and `thinks` that one think block with something in it was closed before that; otherwise they are 0. An answer of
-which nothing can be seen follows nothing, though it has no comma. Many instructions are followed by text that says
-nothing, such as a full stop, the prompt again or thoughts that never end, and a policy would find that: `effort` is -1
-there and 0 otherwise (the other parts stay what the published checker says). RECIPE weights, for `reward`, are those of
-TorchRL's recipe, the last ours: {"prompt_strict": 0.4, "instruction_strict": 0.3, "prompt_loose": 0.2,
-"instruction_loose": 0.1, "format": 0.1, "thinks": 0.05, "effort": 2.0}.
+Reward parts: `prompt_strict` and `prompt_loose` are 1 if all instructions of the prompt are followed, else 0;
+`instruction_strict` and `instruction_loose` are the share of followed instructions. Loose verdicts also try the text
+without asterisks, without its first line and without its last line. With answer = tags, `format` is 1 if there is
+exactly one answer block, outside of thoughts and with a letter or digit in it, and `thinks` is 1 if also exactly one
+think block with text was closed before it; otherwise these parts are 0. An answer without a visible character follows
+no instruction, although it has no comma.
+
+Many instructions are followed by text that says nothing, such as a full stop, a copy of the prompt or thoughts that
+never end, and a policy would find that out. So `effort` is -1 for such text and 0 otherwise; the other parts remain
+those of the published checker. Coefficients for `reward` as in TorchRL's recipe, except for the last, which is ours:
+{"prompt_strict": 0.4, "instruction_strict": 0.3, "prompt_loose": 0.2, "instruction_loose": 0.1, "format": 0.1,
+"thinks": 0.05, "effort": 2.0}.
 """
 
 from __future__ import annotations
@@ -29,20 +33,21 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
 
 from cohort.errors import TaskError
-from cohort.tasks.answers import BLANK, after_thoughts, has_text
+from cohort.tasks.answers import INVISIBLE_LETTERS, has_visible_text, remove_thoughts
 from cohort.tasks.base import Verdict, require, task
 from cohort.tasks.ifeval.instructions import gold, language
 from cohort.tasks.ifeval.instructions.registry import read_arguments
-from cohort.tasks.ifeval.instructions.verdicts import follow
-from cohort.tasks.ifeval.prompts import make_prompt
-from cohort.tasks.source import FOLDER, Place, read_rows
+from cohort.tasks.ifeval.instructions.verdicts import check_instructions
+from cohort.tasks.ifeval.prompts import generate_row
+from cohort.tasks.source import FOLDER_VARIABLE, Place, read_rows
 from cohort.types import Answer, Message, Row
 
-Train = Literal["generated", "keywords"]
-Reading = Literal["whole", "tags"]
+TrainSource = Literal["generated", "keywords"]
+AnswerScope = Literal["whole", "tags"]
 
 PLACES = {
-    "train": Place(file="if_keywords_train.jsonl", hub="", split="train"),  # no hub has it
+    # This file is not on the hub; `_require_keywords_file` explains where to put it.
+    "train": Place(file="if_keywords_train.jsonl", hub="", split="train"),
     "test": Place(file="ifeval.jsonl", hub="google/IFEval", split="train"),
 }
 COLUMNS = ("prompt", "instruction_id_list", "kwargs", "key")
@@ -51,172 +56,207 @@ SYSTEM = (
     "Think first, between <think> and </think>. Then write your reply between <answer> and </answer>, once. "
     "Whatever the user asks of the reply holds for what stands between these two tags; nothing else is read."
 )
-MAX_CHARS = 200_000  # of an answer: what its checks cost is bounded, and no prompt asks for a tenth of that
-MAX_TRAIN = 1_000_000
-_MARK = re.compile(r"<[^<>]{0,40}>")
+# Longer answers are wrong. This bounds the cost of the checks; no prompt asks for a tenth of it.
+MAX_CHARS = 200_000
+MAX_TRAIN_SIZE = 1_000_000
+_TAG = re.compile(r"<[^<>]{0,40}>")
 _WORD = re.compile(r"[^\W\d_]+")
-_BLANK = BLANK + "\u2800"  # and a sign without ink
-MIN_LETTERS, MIN_DIFFERENT = 8, 4  # of an answer that says something, in any script
+# The Braille blank is a symbol that shows nothing.
+_INVISIBLE = INVISIBLE_LETTERS + "\u2800"
+# Fewer letters, or fewer different ones, are no content in any script.
+MIN_LETTERS, MIN_DIFFERENT_LETTERS = 8, 4
 
 
 @task("ifeval")
 class IFEval:
-    """Prompts with verifiable instructions: to test, the 541 of IFEval; to train, others."""
+    """Prompts with verifiable instructions: the 541 of IFEval for testing, others for training."""
 
-    train: Train = "generated"
-    """Rows to train on: generated ones, or keywords = from a file (if_keywords_train.jsonl, or `data` with {split})."""
+    train: TrainSource = "generated"
+    """Rows to train on: generated, or keywords = from a file (if_keywords_train.jsonl, or `data` with {split})."""
     train_size: int = 10_000
-    """Generated rows."""
-    answer: Reading = "whole"
-    """What is checked: the whole completion (after a closed think block), or what stands in its answer tags."""
+    """Number of generated rows."""
+    answer: AnswerScope = "whole"
+    """What is checked: whole = the completion (after a closed think block), tags = the text inside its answer tags."""
     data: str = ""
-    """Where the rows lie: a file (perhaps with {split} in its name) or a hub data set; "" = $COHORT_DATA or the hub."""
+    """Where the rows are: a file (perhaps with {split} in its name) or a hub data set; "" = $COHORT_DATA or the hub."""
     columns: tuple[str, ...] = ()
-    """Columns that are named otherwise there, as in prompt=question."""
+    """Columns that have another name there, as in prompt=question."""
 
     name: ClassVar[str]
     accuracy: ClassVar[str] = "prompt_strict"
     parts: ClassVar[tuple[str, ...]] = (*LEVELS, "format", "thinks", "effort")
-    max_tokens: ClassVar[int] = 1280  # of a completion, in evaluations that do not say
+    # per completion, in evaluations that do not set a number
+    max_tokens: ClassVar[int] = 1280
 
     def __post_init__(self) -> None:
         need = partial(require, "ifeval")
-        for knob, kind in {"train": Train, "answer": Reading}.items():
-            known, given = get_args(kind), getattr(self, knob)
-            need(given in known, f"{knob} among {', '.join(known)}, not {given!r}")
-        need(1 <= self.train_size <= MAX_TRAIN, f"1 <= train_size <= {MAX_TRAIN}, not {self.train_size}")
+        for setting, kind in {"train": TrainSource, "answer": AnswerScope}.items():
+            known, value = get_args(kind), getattr(self, setting)
+            need(value in known, f"{setting} among {', '.join(known)}, not {value!r}")
+        need(1 <= self.train_size <= MAX_TRAIN_SIZE, f"1 <= train_size <= {MAX_TRAIN_SIZE}, not {self.train_size}")
         reads_train = self.train == "keywords" or "{split}" not in self.data
-        need(reads_train, f'train = keywords to train on rows of data "{self.data}"; generated ones need no {{split}}')
+        need(reads_train, f'train = keywords to train on rows of data "{self.data}"; generated rows need no {{split}}')
 
     def rows(self, split: str) -> Iterator[Row]:
-        language.require()
+        """Yields the rows of a split. Raises TaskError if langdetect or the file of the rows is missing."""
+        # Without this check, a missing package would end a run at its first answer.
+        language.require_langdetect()
         if split == "train" and self.train == "generated":
-            return self._generate()
+            return self._generate_rows()
         if split == "train" and not self.data:
-            _find_keywords()
+            _require_keywords_file()
         return read_rows(
-            "ifeval", split, data=self.data, columns=self.columns, places=PLACES, make=_row, key="prompt", own=COLUMNS
+            "ifeval",
+            split,
+            data=self.data,
+            columns=self.columns,
+            places=PLACES,
+            make=_make_row,
+            key="prompt",
+            task_columns=COLUMNS,
         )
 
     def prompt(self, row: Row) -> list[Message]:
-        asked = [{"role": "user", "content": row["prompt"]}]
-        return asked if self.answer == "whole" else [{"role": "system", "content": SYSTEM}, *asked]
+        """Returns the prompt of a row as a user message; with answer = tags, after a system message about the tags."""
+        messages = [{"role": "user", "content": row["prompt"]}]
+        return messages if self.answer == "whole" else [{"role": "system", "content": SYSTEM}, *messages]
 
     def score(self, row: Row, answer: Answer) -> Verdict:
+        """Returns all reward parts, and the instructions that are not followed strictly as the reason."""
         names = row["instruction_id_list"]
         parts = dict.fromkeys(self.parts, 0.0)
-        text: str | None = _after_thinking(answer.text)
-        said, _ = after_thoughts(answer.text)
+        # `text` is what the published checker would see. `visible` leaves out all thoughts, also unfinished ones: only
+        # it counts for the parts of our own, which must not reward an answer inside thoughts.
+        text: str | None = _strip_thinking(answer.text)
+        visible, _ = remove_thoughts(answer.text)
         if self.answer == "tags":
-            text, said = _block(answer.text, "answer"), _block(said, "answer") or ""
-            parts["format"] = float(text is not None and has_text(said))
-            parts["thinks"] = parts["format"] * has_text(_block(answer.text, "think") or "")
-        if text is None or not _is_visible(text):
+            text, visible = _find_block(answer.text, "answer"), _find_block(visible, "answer") or ""
+            parts["format"] = float(text is not None and has_visible_text(visible))
+            parts["thinks"] = parts["format"] * has_visible_text(_find_block(answer.text, "think") or "")
+        if text is None or not _has_visible_character(text):
             nothing = dict.fromkeys(self.parts, 0.0)
-            return Verdict(nothing, "not exactly one answer block" if text is None else "the answer is empty")
+            return Verdict(nothing, "there is not exactly one answer block" if text is None else "the answer is empty")
         if len(text) > MAX_CHARS:
             return Verdict(parts, f"the answer is longer than {MAX_CHARS} characters")
-        followed = follow(names, row["kwargs"], text)
-        for level, verdicts in (("strict", followed.strict), ("loose", followed.loose)):
+        results = check_instructions(names, row["kwargs"], text)
+        for level, verdicts in (("strict", results.strict), ("loose", results.loose)):
             parts[f"prompt_{level}"] = float(all(verdicts))
             parts[f"instruction_{level}"] = sum(verdicts) / len(verdicts)
-        parts["effort"] = -1.0 if is_hollow(said, row["prompt"]) else 0.0
-        missed = [name for name, holds in zip(names, followed.strict, strict=True) if not holds]
+        parts["effort"] = -1.0 if lacks_content(visible, row["prompt"]) else 0.0
+        missed = [name for name, is_followed in zip(names, results.strict, strict=True) if not is_followed]
         return Verdict(parts, f"not followed: {', '.join(missed)}" if missed else "")
 
     def summary(self, rows: Sequence[Row], parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-        """The four numbers that are reported for IFEval, from answers and their rows.
+        """Returns the four accuracies that are reported for IFEval, from rows and the reward parts of their answers.
 
-        Instruction-level accuracy counts every instruction once, so a row weighs as much as it has instructions.
+        The accuracy of instructions counts every instruction once, so a row counts as often as it has instructions.
 
         >>> rows = [{"instruction_id_list": ["a"]}, {"instruction_id_list": ["a", "b", "c"]}]
-        >>> found = IFEval().summary(rows, [dict.fromkeys(LEVELS, 1.0), dict.fromkeys(LEVELS, 0.0)])
-        >>> found["strict, prompts"], found["strict, instructions"]
+        >>> accuracies = IFEval().summary(rows, [dict.fromkeys(LEVELS, 1.0), dict.fromkeys(LEVELS, 0.0)])
+        >>> accuracies["strict, prompts"], accuracies["strict, instructions"]
         (0.5, 0.25)
         """
         sizes = [len(row["instruction_id_list"]) for row in rows]
-        found: dict[str, float] = {}
+        accuracies: dict[str, float] = {}
         for level in LEVELS:
             unit, strictness = level.split("_")
-            weights = sizes if unit == "instruction" else [1] * len(rows)
-            followed = sum(weight * part[level] for weight, part in zip(weights, parts, strict=True))
-            found[f"{strictness}, {unit}s"] = followed / sum(weights)
-        return found
+            counts = sizes if unit == "instruction" else [1] * len(rows)
+            followed = sum(count * part[level] for count, part in zip(counts, parts, strict=True))
+            accuracies[f"{strictness}, {unit}s"] = followed / sum(counts)
+        return accuracies
 
     def gold(self, row: Row) -> str:
-        """A text that follows the row's instructions, whatever it says."""
-        text = gold.write(row["instruction_id_list"], row["kwargs"])
+        """Returns a text that follows all instructions of a row; it ignores the request. TaskError if none is found."""
+        text = gold.write_text(row["instruction_id_list"], row["kwargs"])
         if text is None:
-            raise TaskError(f'ifeval, row "{row["id"]}": its instructions contradict each other, or no text was found')
+            raise TaskError(
+                f'ifeval, row "{row["id"]}": no text was found that follows all its instructions; '
+                f"they contradict each other, or the search is not good enough"
+            )
         return text if self.answer == "whole" else f"<think>As asked.</think>\n<answer>{text}</answer>"
 
-    def _generate(self) -> Iterator[Row]:
+    def _generate_rows(self) -> Iterator[Row]:
+        """Yields `train_size` generated rows with different prompts, always the same ones."""
         seen: set[str] = set()
         index = 0
         while len(seen) < self.train_size:
-            row = make_prompt(index)
+            row = generate_row(index)
             index += 1
             if row["prompt"] not in seen:
                 seen.add(row["prompt"])
                 yield row
 
 
-def is_hollow(text: str, prompt: str) -> bool:
-    """Text that says nothing: hardly a letter, few different ones, or hardly a word that the prompt does not say.
+def lacks_content(text: str, prompt: str) -> bool:
+    """Returns whether a text says nothing: hardly a letter, few different ones, or hardly a word beyond the prompt.
 
-    A word counts once, and a single Latin letter not at all, so that neither "Section 1 Section 2" nor "P.S." is text.
+    A word counts once and a single Latin letter not at all, so neither "Section 1 Section 2" nor "P.S." is content.
 
-    >>> [is_hollow(text, "Write a line.") for text in ("{ }", "<answer></answer>", "aaaa aaaa aaaa", "Write a line")]
+    >>> texts = ("{ }", "<answer></answer>", "aaaa aaaa aaaa", "Write a line")
+    >>> [lacks_content(text, "Write a line.") for text in texts]
     [True, True, True, True]
-    >>> is_hollow("My answer is no.", "Is it so?")
+    >>> lacks_content("My answer is no.", "Is it so?")
     False
     """
-    text, prompt = (_MARK.sub("", t).casefold() for t in (text, prompt))
+    text, prompt = (_TAG.sub("", t).casefold() for t in (text, prompt))
     words = {*_WORD.findall(text)} - {*_WORD.findall(prompt)} - {*"abcdefghijklmnopqrstuvwxyz"}
-    letters = [c for word in words for c in word if c not in _BLANK]
-    if len(letters) < MIN_LETTERS or len(set(letters)) < MIN_DIFFERENT:
+    letters = [c for word in words for c in word if c not in _INVISIBLE]
+    if len(letters) < MIN_LETTERS or len(set(letters)) < MIN_DIFFERENT_LETTERS:
         return True
+    # A copy of the prompt, a part of it, or a copy with hardly anything added.
     said, asked = ("".join(filter(str.isalnum, t)) for t in (text, prompt))
     return said in asked or len(said.replace(asked, "")) < MIN_LETTERS
 
 
-def _is_visible(text: str) -> bool:
-    """Whether a letter, digit, punctuation mark or sign is there: no spaces, no controls, no zero widths."""
-    return any(unicodedata.category(c)[0] in "LNPS" and c not in _BLANK for c in text)
+def _has_visible_character(text: str) -> bool:
+    """Returns whether the text has a letter, digit, punctuation mark or symbol that can be seen.
+
+    Spaces, control characters and characters without width do not count.
+    """
+    return any(unicodedata.category(c)[0] in "LNPS" and c not in _INVISIBLE for c in text)
 
 
-def _after_thinking(text: str) -> str:
-    """What follows the think block; its beginning may have been in the prompt. One that never closes is the answer."""
+def _strip_thinking(text: str) -> str:
+    """Returns the text after the first closed think block, or the whole text if no block is closed.
+
+    The opening tag is not needed, since it may have been part of the prompt.
+    """
     _, closed, rest = text.partition("</think>")
     return rest.strip() if closed else text
 
 
-def _block(text: str, tag: str) -> str | None:
-    """What stands between the one opening and the one closing tag."""
+def _find_block(text: str, tag: str) -> str | None:
+    """Returns the text between the opening and the closing tag, or None unless each occurs exactly once, in order."""
     begin, end = f"<{tag}>", f"</{tag}>"
     if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
         return None
     return text[text.index(begin) + len(begin) : text.index(end)].strip()
 
 
-def _find_keywords() -> None:
-    folder, file = os.environ.get(FOLDER, ""), PLACES["train"].file
+def _require_keywords_file() -> None:
+    """Raises TaskError if the file of keyword rows is not in the folder that COHORT_DATA names."""
+    folder, file = os.environ.get(FOLDER_VARIABLE, ""), PLACES["train"].file
     if not folder or not (Path(folder).expanduser() / file).exists():
         raise TaskError(
-            f"ifeval: train = keywords reads {file} in the folder {FOLDER} ({folder or 'not set'}); "
-            f"no hub has it: put it there, or use train = generated"
+            f"ifeval: train = keywords reads {file} in the folder {FOLDER_VARIABLE} ({folder or 'not set'}), "
+            f"and it is not there. The hub does not have it: put it there, or use train = generated"
         )
 
 
-def _row(given: dict[str, Any]) -> Row:
-    """A checked row: as many kwargs as instructions, and what each instruction needs."""
-    prompt, names, kwargs = given.get("prompt"), given.get("instruction_id_list"), given.get("kwargs")
+def _make_row(raw: dict[str, Any]) -> Row:
+    """Returns a row with prompt, instruction_id_list and kwargs from a raw one; its key, if any, becomes the id.
+
+    Raises ValueError for raw columns of the wrong type, and for arguments that an instruction does not accept.
+    """
+    prompt = raw.get("prompt")
+    names = raw.get("instruction_id_list")
+    kwargs = raw.get("kwargs")
     if not isinstance(prompt, str) or not prompt.strip():
-        raise ValueError("prompt is not a text")
+        raise ValueError(f'column "prompt" has {prompt!r:.60}, not a text')
     if not isinstance(names, list) or not names:
-        raise ValueError("instruction_id_list is not a list of names")
+        raise ValueError(f'column "instruction_id_list" has {names!r:.60}, not a list of names')
     if not isinstance(kwargs, list) or len(kwargs) != len(names):
-        raise ValueError(f"kwargs is not a list of {len(names)} objects, one for each instruction")
+        raise ValueError(f'column "kwargs" is not a list of {len(names)} objects, one for each instruction')
     arguments = [read_arguments(name, each) for name, each in zip(names, kwargs, strict=True)]
     row = {"prompt": prompt, "instruction_id_list": names, "kwargs": arguments}
-    return row if given.get("key") is None else {"id": str(given["key"]), **row}
+    return row if raw.get("key") is None else {"id": str(raw["key"]), **row}

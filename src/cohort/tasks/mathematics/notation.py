@@ -1,10 +1,11 @@
-r"""How a mathematical answer is written: its LaTeX cleaned, and read as lists, pairs, intervals and matrices of leaves.
+r"""Notation of mathematical answers: cleans their LaTeX and reads it as a tree of lists, pairs, intervals and matrices.
 
-What has an order and what has none is decided here, by the brackets alone: `1, 2`, `\{2, 1\}` and `1 \text{ and } 2`
-are values in any order, `(1, 2)` is a pair or an open interval, `[1, 2)` an interval, `x > 2` is `(2, \infty)`,
-`3 \pm 1` two values, `1,234` one number unless it stands in brackets. Leaves are for `equality` to compare.
+The leaves of the tree are single values; `equality` compares them. Only the brackets decide whether values have an
+order: `1, 2`, `\{2, 1\}` and `1 \text{ and } 2` are values in any order, `(1, 2)` is a pair or an open interval,
+`[1, 2)` is an interval, `x > 2` is `(2, \infty)`, and `3 \pm 1` is two values. `1,234` is one number, unless it stands
+in brackets.
 
-Every scan is a single pass over at most `MAX_CHARS` characters, and nesting is counted.
+Every scan is a single pass over at most `MAX_CHARS` characters, and the depth of brackets is limited.
 """
 
 from __future__ import annotations
@@ -14,33 +15,39 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 MAX_CHARS = 1_000
-MAX_DEPTH = 16  # of brackets in brackets
+# depth of brackets inside brackets
+MAX_DEPTH = 16
 
 
 class OverLimit(Exception):
-    """An answer that is too much work to compare; says what there is too much of."""
+    """Raised for an answer that is too much work to compare. The message says which limit it exceeds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """One value, as cleaned LaTeX."""
+    """A single value of an answer, as cleaned LaTeX."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Items:
-    """Several values. `kind`: "any" order; "()" in order, or an open interval; "[]", "[)", "(]"; "matrix" of "row"s."""
+    """Several values of an answer.
+
+    `kind` is "any" for values in any order, "()" for values in order or an open interval, "[]", "[)" or "(]" for other
+    intervals, "matrix" for a matrix whose items are of the kind "row". `is_bare`: the values stand without brackets.
+    """
 
     kind: str
     items: tuple[Node, ...]
-    bare: bool = False  # written without brackets
+    is_bare: bool = False
 
 
 Node = Leaf | Items
 
 # ---- cleaning
-_UNICODE = str.maketrans(
+
+_UNICODE_TO_LATEX = str.maketrans(
     dict.fromkeys("\u2212\u2013\u2010\u2011", "-")
     | dict.fromkeys("\u00a0\u2007\u2009\u202f\t\r\n", " ")
     | dict.fromkeys("\u00b7\u22c5", r"\cdot ")
@@ -49,21 +56,31 @@ _UNICODE = str.maketrans(
     | {"\u2264": r"\le ", "\u2265": r"\ge ", "\u2260": r"\ne ", "\u03b8": r"\theta ", "\u00b2": "^2", "\u00b3": "^3"}
     | {"\u2205": r"\emptyset "}
 )
-_RULES = tuple(
+# Pairs of a pattern and its replacement, applied in this order: later patterns rely on the spelling of earlier ones.
+_CLEANING_RULES = tuple(
     (re.compile(pattern), spelling)
     for pattern, spelling in (
-        (r"\\\\\[[0-9.]+ ?[a-z]{2}\]", r"\\\\"),  # space between the rows of a matrix
-        (r"\\?\$|(?<!\\)\\[()\[\]]", ""),  # money, mathematics mode
-        (r"(?<![\w)}])(?:\*\*|`)|(?:\*\*|`)(?![\w({\\])", ""),  # Markdown; 1**2 is not 12
+        # extra space between the rows of a matrix
+        (r"\\\\\[[0-9.]+ ?[a-z]{2}\]", r"\\\\"),
+        # dollar signs, and delimiters of mathematics mode
+        (r"\\?\$|(?<!\\)\\[()\[\]]", ""),
+        # bold and code marks of Markdown, but not ** between digits: 1**2 is not 12
+        (r"(?<![\w)}])(?:\*\*|`)|(?:\*\*|`)(?![\w({\\])", ""),
+        # separators of thousands in LaTeX
         (r"(?<=\d)(?:,\s*\\!\s*|\{,\}|\\[,!]\s*)(?=\d{3}(?!\d))", ""),  # 10,\!080
+        # sizes of brackets and text, and spaces
         (r"\\right\s*\.|\\(?:left|right|[bB]igg?[lrm]?|displaystyle|textstyle)(?![a-zA-Z])|(?<!\\)\\!", ""),
         (r"\\(?:tiny|small|normalsize|[lL]arge|LARGE|[hH]uge)(?![a-zA-Z])", ""),
         (r"(?<!\\)\\[,;:> ]|~|\\q?quad(?![a-zA-Z])|\s+", " "),
         (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
-        (r"^ *\\text(?:bf)? ?\{ ?\([A-E]\) ?\} ?(?=[-\d\\])(?!\\(?:text|math|mbox))", ""),  # (A) 5, but not (A) (B)
+        # the letter of a choice before its value, as in (A) 5; two choices, as in (A) (B), stay
+        (r"^ *\\text(?:bf)? ?\{ ?\([A-E]\) ?\} ?(?=[-\d\\])(?!\\(?:text|math|mbox))", ""),
+        # "The answer is" before the value, and a condition ("for all x", "where x > 0") after it
         (r"^ *\\text ?\{ ?[Tt]he (?:final )?answer is:? ?\} ?(?=\S)", ""),
         (r"(?<=\S),? ?\\(?:text|mbox) ?\{[ ,]*(?:for (?:all|every)|where)(?![a-zA-Z]).*", ""),
+        # bold and colour
         (r"\\(?:boldsymbol|(?:text)?color ?\{\w+\}) ?(?:\{([^{}]*)\})?", r"\1"),
+        # one spelling for brackets, relations and the empty set
         (r"\\[lr]vert(?![a-zA-Z])", "|"),
         (r"\\langle(?![a-zA-Z])", "("),
         (r"\\rangle(?![a-zA-Z])", ")"),
@@ -75,42 +92,48 @@ _RULES = tuple(
         (r"\\lt(?![a-zA-Z])", "<"),
         (r"\\gt(?![a-zA-Z])", ">"),
         (r"\\neq(?![a-zA-Z])|!=", r"\\ne "),
+        # omitted braces of fractions and roots
         (r"\\frac\s*(\w|\\pi)\s*(\w)", r"\\frac{\1}{\2}"),
         (r"\\frac\s*(\w|\\pi)\s*\{", r"\\frac{\1}{"),
         (r"(\\frac\s*\{(?:[^{}]|\{[^{}]*\})*\})\s*(\w)", r"\1{\2}"),
         (r"((?:\\frac|\})\{\d{1,3}),(\d{3})(?=\})", r"\1\2"),  # \frac{20,000}{\pi}
         (r"\\sqrt\s*(\[[^\[\]]*\])?\s*(\w)", r"\\sqrt\1{\2}"),
-        (r"\(([0-9A-Z]+)\)(?=_)", r"\1"),  # (52)_8
-        (r"_\{\(([0-9]+)\)\}", r"_{\1}"),  # 52_{(8)}
+        # brackets around a number or its base: (52)_8, 52_{(8)}
+        (r"\(([0-9A-Z]+)\)(?=_)", r"\1"),
+        (r"_\{\(([0-9]+)\)\}", r"_{\1}"),
         (r"\\?%|(?<![a-zA-Z\\])per ?cent(?:age)?(?![a-zA-Z])", "%"),
         (r"(?<![\w\\.])(\d+(?:\.\d+)?)[eE]([-+]?\d{1,3})(?!\w|\.\d)", r"\1\\times 10^{\2}"),  # 4.5e33
-        (r"(?<=\d)(?:\^\{?\s*(?:\\prime\s*)+\}?|'{1,2})", ""),  # seconds of arc
+        # minutes and seconds of arc after a digit, and derivatives after a letter
+        (r"(?<=\d)(?:\^\{?\s*(?:\\prime\s*)+\}?|'{1,2})", ""),
         (r"(?<![a-zA-Z]{2})([a-zA-Z])''(?![a-zA-Z'])", r"\1^{\\prime \\prime}"),
         (r"(?<![a-zA-Z]{2})([a-zA-Z])'(?![a-zA-Z'])", r"\1^{\\prime}"),
     )
 )
-_TEXT = re.compile(
+_TEXT_MACRO = re.compile(
     r"\\(text|mbox|hbox|math|operatorname)(?:bf|it|rm|sf|tt|normal)?\s*"
     r"\{((?:[^{}]|\^\{-?\d\})*)\}(\^\{?-?\d+\}?)?"
 )
 _AND = re.compile(r"(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])")
-_HOURS = re.compile(r"\s*[ap]\.?\s?m\.?\s*", re.IGNORECASE)
-_FACTOR = r"(?:[mgshdACFJKLNTVW\u00c5]|[A-Za-z]{2,})(?:\^?[23]|\^\{-?[1-3]\})?"
-_UNIT = re.compile(rf"\D*[A-Za-z]{{2}}[23]?\D*|\s*{_FACTOR}(?:[\s/]+{_FACTOR})*\s*")  # no number hides in a unit
-_NO_UNIT = re.compile(  # cm squared is a unit, 5 squared is not 5
+_AM_OR_PM = re.compile(r"\s*[ap]\.?\s?m\.?\s*", re.IGNORECASE)
+_UNIT_FACTOR = r"(?:[mgshdACFJKLNTVW\u00c5]|[A-Za-z]{2,})(?:\^?[23]|\^\{-?[1-3]\})?"
+# \D keeps numbers out: a unit that is dropped must not contain a value
+_UNIT = re.compile(rf"\D*[A-Za-z]{{2}}[23]?\D*|\s*{_UNIT_FACTOR}(?:[\s/]+{_UNIT_FACTOR})*\s*")
+# Words that change a number and so are no units. "cm squared" is a unit, but "5 squared" is not 5.
+_NUMBER_WORD = re.compile(
     r"\s*(?:squared|cubed)\b|.*\b(?:(?:hundred|thousand|million|billion|trillion|dozen)s?|pi|factorial|plus|minus|"
     r"half|twice|one|two|three|four|five|six|seven|eight|nine|ten)\b",
     re.IGNORECASE,
 )
-_TRIG = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-zA-Z])")
-_CIRCLE = r"\s*(?:\^\s*\{?\s*\\circ\s*\}?|\\degree(?![a-zA-Z]))\s*(?:[CF](?![a-zA-Z]))?"
-_DEGREES, _ANGLE = re.compile(_CIRCLE), re.compile(rf"(\d+(?:\.\d+)?){_CIRCLE}")
+_TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-zA-Z])")
+_DEGREE_PATTERN = r"\s*(?:\^\s*\{?\s*\\circ\s*\}?|\\degree(?![a-zA-Z]))\s*(?:[CF](?![a-zA-Z]))?"
+_DEGREE_SIGN, _ANGLE = re.compile(_DEGREE_PATTERN), re.compile(rf"(\d+(?:\.\d+)?){_DEGREE_PATTERN}")
 
 # ---- structure
+
 _TOKEN = re.compile(r"\\\\|\\[a-zA-Z]+|\\.|.", re.DOTALL)
-_OPEN = {"(", "[", "{", r"\{", r"\begin"}
-_CLOSE = {")", "]", "}", r"\}", r"\end"}
-_THOUSANDS = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?%?")
+_OPENING = {"(", "[", "{", r"\{", r"\begin"}
+_CLOSING = {")", "]", "}", r"\}", r"\end"}
+_NUMBER_WITH_COMMAS = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?%?")
 _MATRIX = re.compile(r"\\begin\{([pb]?matrix|array)\}(.*)\\end\{\1\}", re.DOTALL)
 _NAME = re.compile(
     r"(?:[A-Z]{2,}|[A-Za-z]|\\(?!(?:pi|infty|frac|sqrt|ln|log)(?![a-zA-Z]))[a-zA-Z]+(?:\s*[A-Z]{1,3})?)"
@@ -119,155 +142,191 @@ _NAME = re.compile(
 _FLIPPED = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le"}
 
 
-def read(text: str, grouped: bool = True) -> Node:
-    r"""The answer as a tree. `grouped`: commas between groups of three digits are part of a number.
+def read_structure(text: str, join_thousands: bool = True) -> Node:
+    r"""Cleans an answer and returns it as a tree. Raises OverLimit if it is too long or nested too deeply.
 
-    >>> read(r"$x = 3$ \text{ and } x = 10,\!080")
-    Items(kind='any', items=(Leaf(text='x = 3'), Leaf(text='x = 10080')), bare=True)
-    >>> read(r"\left( 1, \dfrac12 \right]")
-    Items(kind='(]', items=(Leaf(text='1'), Leaf(text='\\frac{1}{2}')), bare=False)
+    `join_thousands`: a text such as `1,234` that is nothing else is one number; otherwise its commas separate values.
+
+    >>> read_structure(r"$x = 3$ \text{ and } x = 10,\!080")
+    Items(kind='any', items=(Leaf(text='x = 3'), Leaf(text='x = 10080')), is_bare=True)
+    >>> read_structure(r"\left( 1, \dfrac12 \right]")
+    Items(kind='(]', items=(Leaf(text='1'), Leaf(text='\\frac{1}{2}')), is_bare=False)
     """
     if len(text) > MAX_CHARS:
         raise OverLimit(f"more than {MAX_CHARS} characters")
-    return _node(clean(text), grouped)
+    return _read_node(clean_latex(text), join_thousands)
 
 
-def is_grouped(text: str) -> bool:
-    """Whether it is one number with commas, or else several of three digits: `45,135,225`."""
-    return len(text) <= MAX_CHARS and _THOUSANDS.fullmatch(clean(text)) is not None
+def is_number_with_commas(text: str) -> bool:
+    """Returns whether the text can be one number with commas, or several numbers of three digits: `45,135,225`."""
+    return len(text) <= MAX_CHARS and _NUMBER_WITH_COMMAS.fullmatch(clean_latex(text)) is not None
 
 
 def is_name(text: str) -> bool:
-    """Whether it names what a value is of, as the left sides of `x = 5`, `f(x) = 2x` and `AB = 7` do."""
+    """Returns whether the text only names a value, as the left sides of `x = 5`, `f(x) = 2x` and `AB = 7` do."""
     return _NAME.fullmatch(text.strip()) is not None
 
 
-def clean(text: str) -> str:
-    r"""One spelling for what is written in several ways; units are left out.
+def clean_latex(text: str) -> str:
+    r"""Returns the text with one spelling for everything that LaTeX can write in several ways, and without units.
 
-    >>> clean(r"$\left(3,\,\dfrac12\right)$.")
+    >>> clean_latex(r"$\left(3,\,\dfrac12\right)$.")
     '(3, \\frac{1}{2})'
-    >>> clean(r"15 \mbox{ cm}^2"), clean(r"\text{(C)}"), clean(r"90^{\circ}")
+    >>> clean_latex(r"15 \mbox{ cm}^2"), clean_latex(r"\text{(C)}"), clean_latex(r"90^{\circ}")
     ('15', '(C)', '90')
     """
-    text = text.translate(_UNICODE)
-    for pattern, spelling in _RULES:
+    text = text.translate(_UNICODE_TO_LATEX)
+    for pattern, spelling in _CLEANING_RULES:
         text = pattern.sub(spelling, text)
-    for _ in range(3):  # \text in \text
-        text = _TEXT.sub(_without_text, text)
+    # Text macros may be nested; each pass replaces the innermost ones.
+    for _ in range(3):
+        text = _TEXT_MACRO.sub(_replace_text_macro, text)
     text = _AND.sub(",", text)
-    if _TRIG.search(text):  # the sine of 30 degrees is not that of 30
+    # Degrees are dropped, except under a sine or cosine: there they are converted, since sin(30) means radians.
+    if _TRIGONOMETRIC.search(text):
         text = _ANGLE.sub(r"(\\frac{\1\\pi}{180})", text)
-    text = _DEGREES.sub(" ", text)
+    text = _DEGREE_SIGN.sub(" ", text)
     return text.lstrip(" ,;:").rstrip(" .,;:")
 
 
-def _without_text(found: re.Match[str]) -> str:
-    """What is left of \\text{...}: nothing of a unit, which follows a value and ends it; otherwise the words."""
-    macro, words, power = found.groups()
-    before, after = found.string[: found.start()].rstrip(), found.string[found.end() :].lstrip()
-    ends = not after or after.startswith(
+def _replace_text_macro(macro_match: re.Match[str]) -> str:
+    r"""Returns the replacement of one \text{...} macro: a space for a unit, otherwise its words and its power.
+
+    Words are a unit only if they follow a value and nothing of that value comes after them.
+    """
+    macro, words, power = macro_match.groups()
+    before = macro_match.string[: macro_match.start()].rstrip()
+    after = macro_match.string[macro_match.end() :].lstrip()
+    ends_value = not after or after.startswith(
         (",", ";", ".", ")", "]", "}", "&", r"\text", r"\mbox", r"\mathrm", r"\}", r"\\")
     )
-    follows = before[-1:].isalnum() or before.endswith(("}", ")", "%", "!"))
-    is_unit = (
-        macro != "operatorname" and _UNIT.fullmatch(words) and not (_HOURS.fullmatch(words) or _NO_UNIT.match(words))
-    )
-    if is_unit and follows and ends and not _AND.search(words):
+    follows_value = before[-1:].isalnum() or before.endswith(("}", ")", "%", "!"))
+    is_other_word = _AM_OR_PM.fullmatch(words) or _NUMBER_WORD.match(words)
+    is_unit = macro != "operatorname" and _UNIT.fullmatch(words) and not is_other_word
+    if is_unit and follows_value and ends_value and not _AND.search(words):
         return " "
     return words + (power or "")
 
 
-def split(text: str, at: Iterable[str]) -> tuple[list[str], list[str]]:
-    r"""The pieces between the given tokens, and the tokens; what stands in brackets is not cut.
+def split_outside_brackets(text: str, separators: Iterable[str]) -> tuple[list[str], list[str]]:
+    r"""Splits the text at the separators that stand outside brackets; returns the pieces and the separators in order.
 
-    >>> split(r"(1,2), \{3,4\}", ",")
+    A separator is one character or one LaTeX command. Text whose brackets do not match is returned as one piece.
+    Raises OverLimit for too many nested brackets.
+
+    >>> split_outside_brackets(r"(1,2), \{3,4\}", ",")
     (['(1,2)', ' \\{3,4\\}'], [','])
     """
-    pieces, found, start, depth = [], [], 0, 0
-    wanted = {*at}
+    pieces: list[str] = []
+    found_separators: list[str] = []
+    start = depth = 0
+    wanted = {*separators}
     for token in _TOKEN.finditer(text):
         word = token[0]
-        depth += (word in _OPEN) - (word in _CLOSE)
+        depth += (word in _OPENING) - (word in _CLOSING)
         if depth > MAX_DEPTH:
             raise OverLimit(f"more than {MAX_DEPTH} nested brackets")
         if depth < 0:
             break
         if depth == 0 and word in wanted:
             pieces.append(text[start : token.start()])
-            found.append(word)
+            found_separators.append(word)
             start = token.end()
-    if depth != 0:  # brackets that do not match: nothing to go by
+    # Without matching brackets, nothing says which separators are outside of them.
+    if depth != 0:
         return [text], []
-    return [*pieces, text[start:]], found
+    return [*pieces, text[start:]], found_separators
 
 
-def _node(text: str, grouped: bool) -> Node:
-    union, _ = split(text, [r"\cup"])
+def split_sides(text: str) -> list[str]:
+    r"""Splits an answer at "=" and returns its sides; the last one is the value, also for "5 = x".
+
+    Of `4\pi \approx 12.57` only the first part counts, unless it is empty or only a name.
+    """
+    exact, *approximations = split_outside_brackets(text, [r"\approx"])[0]
+    text = approximations[0] if approximations and (not exact.strip() or is_name(exact)) else exact
+    sides = [side.strip() for side in split_outside_brackets(text, "=")[0]]
+    return sides[::-1] if len(sides) == 2 and is_name(sides[1]) and not is_name(sides[0]) else sides
+
+
+def _read_node(text: str, join_thousands: bool) -> Node:
+    """Reads cleaned text as a union of sets, one number with commas, a list, or a single value."""
+    union, _ = split_outside_brackets(text, [r"\cup"])
     if len(union) > 1:
-        return _any([_node(part, False) for part in union])
-    if grouped and _THOUSANDS.fullmatch(text.strip()):
+        return _make_unordered([_read_node(part, False) for part in union])
+    if join_thousands and _NUMBER_WITH_COMMAS.fullmatch(text.strip()):
         return Leaf(text.strip().replace(",", ""))
-    parts = [part for part in split(text, ",;")[0] if part.strip()]
+    parts = [part for part in split_outside_brackets(text, ",;")[0] if part.strip()]
     if len(parts) > 1:
-        return _any([_single(part.strip()) for part in parts], bare=True)
-    return _single(parts[0].strip() if parts else "")
+        return _make_unordered([_read_single(part.strip()) for part in parts], is_bare=True)
+    return _read_single(parts[0].strip() if parts else "")
 
 
-def _any(nodes: list[Node], bare: bool = False) -> Node:
-    """In any order; lists in it are part of it."""
+def _make_unordered(nodes: list[Node], is_bare: bool = False) -> Node:
+    """Joins values that have no order. Merges lists among them into the result; returns a single value alone."""
     flat: list[Node] = []
     for node in nodes:
         flat += node.items if isinstance(node, Items) and node.kind == "any" else [node]
-    return flat[0] if len(flat) == 1 else Items("any", tuple(flat), bare)
+    return flat[0] if len(flat) == 1 else Items("any", tuple(flat), is_bare)
 
 
-def _single(text: str) -> Node:
-    """What is not a list: a matrix, something in brackets, a relation, a value."""
-    sides, _ = split(text, [r"\in"])
+def _read_single(text: str) -> Node:
+    """Reads cleaned text that is no list: a matrix, values in brackets, an equation, an inequality, or one value."""
+    # In "x \in [1, 2]" only the set counts.
+    sides, _ = split_outside_brackets(text, [r"\in"])
     if len(sides) == 2:
-        return _node(sides[1], False)
+        return _read_node(sides[1], False)
     if matrix := _MATRIX.fullmatch(text):
+        # an array begins with the alignment of its columns in braces
         body = matrix[2].removeprefix("{").partition("}")[2] if matrix[1] == "array" else matrix[2]
-        rows = [row for row in split(body, [r"\\"])[0] if row.strip()]
-        return Items("matrix", tuple(Items("row", tuple(map(_leaf, split(row, "&")[0]))) for row in rows))
-    if brackets := _enclosed(text):
-        if text.startswith("(") and text.count(r"\pm") == 1 and "," in text:  # (0, \pm 2) is two pairs
-            return _any([_single(signed) for signed in _signed(text)])
-        return _bracketed(*brackets)
-    sides, _ = split(text, "=")
-    if len(sides) > 1 and isinstance(value := _node(sides[-1], False), Items):
+        rows = [row for row in split_outside_brackets(body, [r"\\"])[0] if row.strip()]
+        return Items(
+            "matrix", tuple(Items("row", tuple(map(_read_leaf, split_outside_brackets(row, "&")[0]))) for row in rows)
+        )
+    if brackets := _split_enclosing_brackets(text):
+        # (0, \pm 2) is two pairs
+        if text.startswith("(") and text.count(r"\pm") == 1 and "," in text:
+            return _make_unordered([_read_single(signed) for signed in _expand_plus_minus(text)])
+        return _read_bracketed(*brackets)
+    # "(x, y) = (1, 2)" is the pair (1, 2); an equation with one value stays whole
+    sides, _ = split_outside_brackets(text, "=")
+    if len(sides) > 1 and isinstance(value := _read_node(sides[-1], False), Items):
         return value
-    return _relation(text) or _leaf(text)
+    return _read_relation(text) or _read_leaf(text)
 
 
-def _leaf(text: str) -> Node:
+def _read_leaf(text: str) -> Node:
+    r"""Returns the text as one value, or as two values if it contains `\pm`."""
     if r"\pm" in text:
-        return _any([Leaf(signed.strip().removeprefix("+").lstrip()) for signed in _signed(text)])
+        return _make_unordered([Leaf(signed.strip().removeprefix("+").lstrip()) for signed in _expand_plus_minus(text)])
     return Leaf(text.strip().rstrip(" .,;:"))
 
 
-def _signed(text: str) -> list[str]:
-    r"""With either sign for `\pm`, and for `\mp` the sign that goes with it."""
+def _expand_plus_minus(text: str) -> list[str]:
+    r"""Returns two texts: with + for `\pm` and - for `\mp`, and the reverse."""
     return [text.replace(r"\pm", a).replace(r"\mp", b) for a, b in (("+", "-"), ("-", "+"))]
 
 
-def _enclosed(text: str) -> tuple[str, str, str] | None:
-    """Brackets around the whole: the opening one, what is inside, the closing one."""
+def _split_enclosing_brackets(text: str) -> tuple[str, str, str] | None:
+    """Returns the opening bracket, the text inside and the closing bracket, if one pair encloses the whole text.
+
+    Returns None otherwise. Brackets of different shapes may form a pair, as in [1, 2).
+    """
     tokens = [token[0] for token in _TOKEN.finditer(text)]
-    if len(tokens) < 2 or tokens[0] not in _OPEN - {r"\begin"} or tokens[-1] not in _CLOSE:
+    if len(tokens) < 2 or tokens[0] not in _OPENING - {r"\begin"} or tokens[-1] not in _CLOSING:
         return None
     depth = 0
     for index, word in enumerate(tokens):
-        depth += (word in _OPEN) - (word in _CLOSE)
+        depth += (word in _OPENING) - (word in _CLOSING)
         if depth == 0:
-            whole = index == len(tokens) - 1
-            return (tokens[0], "".join(tokens[1:-1]), tokens[-1]) if whole else None
+            is_whole = index == len(tokens) - 1
+            return (tokens[0], "".join(tokens[1:-1]), tokens[-1]) if is_whole else None
     return None
 
 
-def _bracketed(left: str, inside: str, right: str) -> Node:
-    parts = [_single(part.strip()) for part in split(inside, ",;")[0] if part.strip()]
+def _read_bracketed(left: str, inside: str, right: str) -> Node:
+    """Reads a pair of brackets with its content: one value, values in order, an interval, a set, or else a leaf."""
+    parts = [_read_single(part.strip()) for part in split_outside_brackets(inside, ",;")[0] if part.strip()]
     kind = left + right
     if len(parts) == 1 and kind in ("()", "[]", "{}", r"\{\}"):
         return parts[0]
@@ -276,28 +335,30 @@ def _bracketed(left: str, inside: str, right: str) -> Node:
     if kind in ("[]", "[)", "(]") and len(parts) == 2:
         return Items(kind, tuple(parts))
     if kind in (r"\{\}", "[]", "{}") and parts:
-        return _any(parts)
-    return _leaf(left + inside + right)
+        return _make_unordered(parts)
+    return _read_leaf(left + inside + right)
 
 
-def _relation(text: str) -> Node | None:
-    r"""`x > 2`, `1 \le x < 2` and `x \ne 0` as intervals."""
-    sides, signs = split(text, [*_FLIPPED, r"\ne"])
+def _read_relation(text: str) -> Node | None:
+    r"""Reads an inequality such as `x > 2`, `1 \le x < 2` or `x \ne 0` as intervals; returns None for other text."""
+    sides, signs = split_outside_brackets(text, [*_FLIPPED, r"\ne"])
     sides = [side.strip() for side in sides]
+    # "2 < x" becomes "x > 2"
     if len(sides) == 2 and is_name(sides[1]) and not is_name(sides[0]):
         sides, signs = sides[::-1], [_FLIPPED.get(signs[0], signs[0])]
     if len(sides) == 2 and is_name(sides[0]) and not is_name(sides[1]):
         below, above = Leaf(r"-\infty"), Leaf(r"\infty")
         match signs[0]:
             case "<" | r"\le":
-                return Items("()" if signs[0] == "<" else "(]", (below, _leaf(sides[1])))
+                return Items("()" if signs[0] == "<" else "(]", (below, _read_leaf(sides[1])))
             case ">" | r"\ge":
-                return Items("()" if signs[0] == ">" else "[)", (_leaf(sides[1]), above))
-        return _any([Items("()", (below, _leaf(sides[1]))), Items("()", (_leaf(sides[1]), above))])
+                return Items("()" if signs[0] == ">" else "[)", (_read_leaf(sides[1]), above))
+        return _make_unordered([Items("()", (below, _read_leaf(sides[1]))), Items("()", (_read_leaf(sides[1]), above))])
+    # "2 > x > 1" becomes "1 < x < 2"; mixed directions are no interval
     if len(sides) == 3 and is_name(sides[1]) and signs[0] in _FLIPPED and signs[1] in _FLIPPED:
         if signs[0] in (">", r"\ge"):
             sides, signs = sides[::-1], [_FLIPPED[sign] for sign in reversed(signs)]
         if {*signs} <= {"<", r"\le"}:
             kind = ("(" if signs[0] == "<" else "[") + (")" if signs[1] == "<" else "]")
-            return Items(kind, (_leaf(sides[0]), _leaf(sides[2])))
+            return Items(kind, (_read_leaf(sides[0]), _read_leaf(sides[2])))
     return None

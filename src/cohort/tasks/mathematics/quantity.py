@@ -1,7 +1,7 @@
-r"""A written number, read exactly: 1,234.50, \frac{1}{2}, 1\frac{4}{5}, 3/4, 62.5%, 3\times 10^{-2}, 0.\overline{27}.
+r"""Written numbers, read exactly: 1,234.50, \frac{1}{2}, 1\frac{4}{5}, 3/4, 62.5%, 3\times 10^{-2}, 0.\overline{27}.
 
-For text that `notation` has cleaned. A unit after the number is left out. What is not one number in one of these
-spellings is no quantity; nothing is computed but a fraction, and digits are counted first.
+The text must have been cleaned by `notation`. A unit after the number is ignored. Text that is not exactly one number
+in one of these spellings is no quantity. Only fractions are computed, and the digits are counted before that.
 """
 
 from __future__ import annotations
@@ -10,18 +10,20 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 
-MAX_DIGITS = 400  # of a number, and of the power of ten it is multiplied by
+# Longest text of a number that is read.
+MAX_DIGITS = 400
 
 _NUMBER = r"(?:\d{1,3}(?:[ ,]\d{3})+|\d+)(?:\.\d*)?|\.\d+"
-_TEN = r"10\^(?:\{(?P<power>[-+]?\d{1,3})\}|(?P<digit>\d))"
+_POWER_OF_TEN = r"10\^(?:\{(?P<power>[-+]?\d{1,3})\}|(?P<digit>\d))"
+# The accepted spellings. `read_quantity` looks at the named groups of the first one that matches the whole text.
 _FORMS = tuple(
     re.compile(form, re.ASCII)
     for form in (
         rf"(?P<number>{_NUMBER})",
         rf"(?P<whole>\d+)?\\frac\{{(?P<above>[-+]?(?:{_NUMBER}))\}}\{{(?P<below>[-+]?(?:{_NUMBER}))\}}",
         rf"(?:(?P<whole>\d+) )?(?P<above>{_NUMBER})/(?P<below>{_NUMBER})",
-        rf"(?P<number>{_NUMBER})(?:\\times|\\cdot|\*){_TEN}",
-        _TEN,
+        rf"(?P<number>{_NUMBER})(?:\\times|\\cdot|\*){_POWER_OF_TEN}",
+        _POWER_OF_TEN,
         r"(?P<number>\d*\.\d*)\\overline\{(?P<period>\d+)\}",
     )
 )
@@ -31,70 +33,83 @@ _UNITS = (
     "dollars?|cents?|euros?|USD|degrees?|deg|radians?|rad|units?|square|cubic|sq|Hz|kHz|MHz|eV|keV|MeV|kJ|mol|"
     "people|students?|ways?|points?|sides?|digits?|integers?|solutions?|values?|times|pairs?|coins?|games?|cards?"
 )
+# One unit at the end of the text, perhaps with a power and "per" another unit: "cm^2", "km/h".
 _UNIT = re.compile(rf"(?<=[\d}}) ])(?:{_UNITS})\.?(?:\^\{{?[23]\}}?)?(?: ?(?:/|per) ?[a-z]+(?:\^\{{?[23]\}}?)?)?$")
 
 
 @dataclass(frozen=True, slots=True)
 class Quantity:
-    """`decimals`: digits after the point as written. A percentage is its number: 50% is 50."""
+    """An exact number as it was written. `decimals` counts the digits after the point. A value of 50% is 50."""
 
     value: Fraction
     decimals: int = 0
-    percent: bool = False
+    is_percent: bool = False
 
     @property
-    def rounding(self) -> Fraction:
-        """How far an exact value may be from this: half of the last digit, if this looks rounded, else nothing."""
+    def max_rounding_error(self) -> Fraction:
+        """Half of the last digit if the number looks rounded, which is how far the exact value may be; otherwise 0.
+
+        A number looks rounded if it has decimals and at least three digits.
+        """
         digits = len(str(abs(int(self.value * 10**self.decimals))))
         return Fraction(1, 2 * 10**self.decimals) if self.decimals and digits >= 3 else Fraction(0)
 
-    def matches(self, answer: Quantity, tolerance: float, in_percent: bool) -> bool:
-        """Whether an answer is this gold number; `in_percent`: the problem speaks of percent.
+    def matches(self, answer: Quantity, tolerance: float, is_percent_problem: bool) -> bool:
+        """Returns whether an answer equals this gold number, within the relative tolerance or the rounding error.
 
-        To a gold of 50%, 50 left the sign out and 0.5 worked it in. 50% to a gold without the sign is 50 if the problem
-        speaks of percent, and otherwise 0.5.
+        `is_percent_problem`: the problem mentions percent. To a gold of 50%, the answers 50 and 0.5 are both right. To
+        a gold without the sign, an answer of 50% means 50 in such a problem and 0.5 in others.
         """
         values = [answer.value]
-        if self.percent and not answer.percent:
+        if self.is_percent and not answer.is_percent:
             values.append(answer.value * 100)
-        elif answer.percent and not (self.percent or in_percent):
+        elif answer.is_percent and not (self.is_percent or is_percent_problem):
             values = [answer.value / 100]
-        slack = max(abs(self.value) * Fraction(tolerance), Fraction(0) if answer.decimals else self.rounding)
+        # An answer with decimals must repeat the rounded gold; only an exact answer may differ by its rounding error.
+        slack = max(abs(self.value) * Fraction(tolerance), Fraction(0) if answer.decimals else self.max_rounding_error)
         return any(abs(self.value - value) <= slack for value in values)
 
 
 def read_quantity(text: str) -> Quantity | None:
-    r"""The number, if that is what the text is.
+    r"""Returns the number that the whole text states, or None if it is not a single written number.
 
     >>> read_quantity("62.5%")
-    Quantity(value=Fraction(125, 2), decimals=1, percent=True)
+    Quantity(value=Fraction(125, 2), decimals=1, is_percent=True)
     >>> read_quantity(r"1\frac{4}{5}").value, read_quantity("12 square feet").value, read_quantity("12 x")
     (Fraction(9, 5), Fraction(12, 1), None)
     """
     text = " ".join(text.split())
-    for _ in range(3):  # square feet, miles per hour
+    # A unit may have several words, as in "square feet".
+    for _ in range(3):
         text = _UNIT.sub("", text).rstrip()
-    percent, text = text.endswith("%"), text.removesuffix("%").rstrip()
+    is_percent = text.endswith("%")
+    text = text.removesuffix("%").rstrip()
     sign, text = (-1, text[1:]) if text.startswith("-") else (1, text.removeprefix("+"))
-    text = re.sub(r"(?<!\d) | (?!\d)", "", text)  # between digits it says something
+    # Spaces go, except between digits: "2 1/2" is a mixed number, and "1 234" is one number, but "5 5" is none.
+    text = re.sub(r"(?<!\d) | (?!\d)", "", text)
     if len(text) > MAX_DIGITS:
         return None
-    found = next(filter(None, (form.fullmatch(text) for form in _FORMS)), None)
-    if found is None:
+    match = next(filter(None, (form.fullmatch(text) for form in _FORMS)), None)
+    if match is None:
         return None
-    part = found.groupdict()
+    part = match.groupdict()
     if part.get("above"):
-        below = _exact(part["below"])
-        value = int(part["whole"] or 0) + _exact(part["above"]) / below if below else None
-        return None if value is None else Quantity(sign * value, percent=percent)
-    number, period, power = part.get("number") or "1", part.get("period"), part.get("power") or part.get("digit")
+        # a fraction, perhaps with a whole number before it; a denominator of 0 is no number
+        below = _parse_decimal(part["below"])
+        value = int(part["whole"] or 0) + _parse_decimal(part["above"]) / below if below else None
+        return None if value is None else Quantity(sign * value, is_percent=is_percent)
+    # a decimal, perhaps with a power of ten or with digits that repeat without end
+    number = part.get("number") or "1"
+    period = part.get("period")
+    power = part.get("power") or part.get("digit")
     decimals = len(number.partition(".")[2])
-    value = _exact(number) * Fraction(10) ** int(power or 0)
+    value = _parse_decimal(number) * Fraction(10) ** int(power or 0)
     if period:
         value += Fraction(int(period), (10 ** len(period) - 1) * 10**decimals)
-    return Quantity(sign * value, 0 if period or power else decimals, percent)
+    return Quantity(sign * value, 0 if period or power else decimals, is_percent)
 
 
-def _exact(number: str) -> Fraction:
+def _parse_decimal(number: str) -> Fraction:
+    """Returns the exact value of digits with at most one point; commas and spaces between groups are ignored."""
     plain = number.replace(",", "").replace(" ", "").rstrip(".")
     return Fraction(int(plain)) if plain.isdigit() else Fraction(plain or "0")

@@ -1,19 +1,20 @@
-r"""Mathematics with a checkable answer: MATH to train on, and the five sets that models are compared on.
+r"""Mathematics tasks with answers that can be checked: MATH for training, and five sets for evaluation.
 
     math12k    MATH (arXiv:2103.03874) in the split of arXiv:2305.20050: 12,000 problems; tested on math500
-    math500    the 500 problems of MATH that split leaves for testing
+    math500    the 500 problems of MATH that this split leaves for testing
     aime24     American Invitational Mathematics Examination 2024: 30 problems, whole numbers from 0 to 999
     amc        American Mathematics Competitions: 83 problems, numbers
     minerva    undergraduate science and mathematics (OCWCourses of arXiv:2206.14858): 272 problems
     olympiad   OlympiadBench (arXiv:2402.14008), the English text-only mathematics: 675 problems
 
-The answer is what stands in the last closed `\boxed{...}` or `<answer>...</answer>`, whichever ends last, after the
-thoughts if there are any. Nothing else of a completion is looked at, so that no number of its reasoning can be taken
-for its answer. `equality` says when two answers are the same.
+The answer is the content of the last closed `\boxed{...}` or `<answer>...</answer>`, whichever ends last. If there are
+thoughts, only the text after them counts. The rest of a completion is ignored, so that no number of the reasoning can
+be mistaken for the answer. `equality` decides whether two answers are the same.
 
-Parts: `correct`, and `format`: there is exactly one box, closed and not empty, and the answer is in it. Advice for
-`reward`: {"format": 0} for models that box their answers already, as instruction-tuned ones do; {"format": 0.1} for
-base models that have to find the box. More than that teaches boxes, not mathematics.
+Reward parts: `correct`, and `format`. `format` is 1 if the completion has exactly one box, which is closed and not
+empty, and the answer is in it. Advice for `reward`: {"format": 0} for models that box their answers already, as
+instruction-tuned ones do; {"format": 0.1} for base models that have yet to learn the box. A larger coefficient teaches
+boxes, not mathematics.
 """
 
 from __future__ import annotations
@@ -24,10 +25,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, get_args
 
 from cohort.errors import TaskError
-from cohort.tasks.answers import after_thoughts, inner_box, last_box, last_tag
+from cohort.tasks.answers import find_last_box, find_last_tag, remove_thoughts, unwrap_box
 from cohort.tasks.base import Verdict, require, task
-from cohort.tasks.mathematics.equality import EXTRA, PACKAGE, Comparison, compare
-from cohort.tasks.mathematics.notation import MAX_CHARS, clean
+from cohort.tasks.mathematics.equality import Comparison, compare
+from cohort.tasks.mathematics.notation import MAX_CHARS, clean_latex
+from cohort.tasks.mathematics.symbolic import EXTRA, PACKAGE
 from cohort.tasks.source import Place, read_rows
 from cohort.types import Answer, Message, Row
 
@@ -42,20 +44,22 @@ MATH500 = Place(file="math500.jsonl", hub="HuggingFaceH4/MATH-500", split="test"
 
 @dataclass(frozen=True, kw_only=True)
 class Mathematics:
-    """What the tasks of this module share."""
+    """Base of the tasks of this module: where rows come from, how they are asked, and how answers are scored."""
 
     data: str = ""
-    """Where the rows lie: a file (perhaps with {split} in its name) or a hub data set; "" = $COHORT_DATA or the hub."""
+    """Where the rows are: a file (perhaps with {split} in its name) or a hub data set; "" = $COHORT_DATA or the hub."""
     columns: tuple[str, ...] = ()
-    """Columns that are named otherwise there, as in problem=question."""
+    """Columns that have another name there, as in problem=question."""
     style: Style = "boxed"
-    """boxed = ask for the box after the problem; qwen_math = in a system message, as Qwen-Math models were trained;
+    """boxed = ask for the box after the problem; qwen_math = ask in a system message, as Qwen-Math models were trained;
     none = the problem alone."""
 
     name: ClassVar[str]
     accuracy: ClassVar[str] = "correct"
     parts: ClassVar[tuple[str, ...]] = ("correct", "format")
-    max_tokens: ClassVar[int] = 3000  # of a completion, in evaluations that do not say
+    # per completion, in evaluations that do not set a number
+    max_tokens: ClassVar[int] = 3000
+    # The limits of `equality` do not cover all of sympy: an answer that takes longer than this is wrong.
     work_seconds: ClassVar[float] = 5.0
     packages: ClassVar[Mapping[str, str]] = {PACKAGE: EXTRA}
     places: ClassVar[Mapping[str, Place]]
@@ -65,8 +69,9 @@ class Mathematics:
         require(self.name, self.style in styles, f"style among {', '.join(styles)}, not {self.style!r}")
 
     def rows(self, split: str) -> Iterator[Row]:
+        """Yields the rows of a split that have an answer. Raises TaskError for "train" of a set that is for testing."""
         if split == "train" and split not in self.places:
-            raise TaskError(f"{self.name} is for testing and has no train rows; math12k has them")
+            raise TaskError(f"{self.name} is for testing and has no train rows; train on math12k")
         rows = read_rows(
             self.name,
             split,
@@ -75,40 +80,47 @@ class Mathematics:
             places=self.places,
             make=make_row,
             key="problem",
-            own=COLUMNS,
+            task_columns=COLUMNS,
         )
-        return self._answered(rows, split)
+        return self._skip_unanswered(rows, split)
 
-    def _answered(self, rows: Iterable[Row], split: str) -> Iterator[Row]:
-        """Some copies of MATH have problems whose answer is empty."""
-        empty = 0
+    def _skip_unanswered(self, rows: Iterable[Row], split: str) -> Iterator[Row]:
+        """Yields the rows whose answer is not empty, and warns about the number of others at the end."""
+        # Some copies of MATH have problems without an answer.
+        num_empty = 0
         for row in rows:
-            empty += not row["answer"]
+            num_empty += not row["answer"]
             if row["answer"]:
                 yield row
-        if empty:
-            log.warning("%s: rows of %s without an answer left out: %d", self.name, split, empty)
+        if num_empty:
+            log.warning("%s: rows of %s without an answer left out: %d", self.name, split, num_empty)
 
     def prompt(self, row: Row) -> list[Message]:
+        """Returns the messages that ask for the answer of a row, in the chosen style."""
         problem = row["problem"]
         if self.style == "qwen_math":
             return [{"role": "system", "content": INSTRUCTION}, {"role": "user", "content": problem}]
         return [{"role": "user", "content": f"{problem}\n\n{INSTRUCTION}" if self.style == "boxed" else problem}]
 
     def score(self, row: Row, answer: Answer) -> Verdict:
-        said, _ = after_thoughts(answer.text)
-        given, in_box = find_answer(said)
-        if given is None:
-            half = "\\boxed" in said or "<answer>" in said
-            return Verdict({"correct": 0, "format": 0}, "the answer is not closed" if half else "no boxed answer")
-        formatted = in_box and said.count("\\boxed") == 1 and says_something(given)
-        result = self.judge(row, given)
-        return Verdict({"correct": float(result.equal), "format": float(formatted)}, result.reason)
+        """Returns the parts "correct" and "format", each 0 or 1, with the reason why an answer is not correct."""
+        visible, _ = remove_thoughts(answer.text)
+        answer_text, is_boxed = find_answer(visible)
+        if answer_text is None:
+            is_unclosed = "\\boxed" in visible or "<answer>" in visible
+            return Verdict(
+                {"correct": 0, "format": 0}, "the answer is not closed" if is_unclosed else "no boxed answer"
+            )
+        is_formatted = is_boxed and visible.count("\\boxed") == 1 and has_letter_or_digit(answer_text)
+        result = self.compare_with_gold(row, answer_text)
+        return Verdict({"correct": float(result.equal), "format": float(is_formatted)}, result.reason)
 
-    def judge(self, row: Row, given: str) -> Comparison:
-        return compare(row["answer"], given, problem=row["problem"])
+    def compare_with_gold(self, row: Row, answer_text: str) -> Comparison:
+        """Compares the text of an answer with the gold answer of a row."""
+        return compare(row["answer"], answer_text, problem=row["problem"])
 
     def gold(self, row: Row) -> str:
+        """Returns a completion with the gold answer of a row."""
         return f"The answer is \\boxed{{{row['answer']}}}."
 
 
@@ -118,7 +130,7 @@ class Math12k(Mathematics):
     """Competition problems of five levels; tested on MATH-500."""
 
     levels: tuple[int, ...] = ()
-    """Train on these levels only, from 1 (easy) to 5, as in 3 4 5; all of them unless named."""
+    """Train only on these levels, from 1 (easy) to 5, as in 3 4 5; all levels if none is named."""
 
     places: ClassVar[Mapping[str, Place]] = {
         "train": Place(file="math_train_12k.jsonl", hub="lkevinzc/math-12k", split="train"),
@@ -130,6 +142,7 @@ class Math12k(Mathematics):
         require(self.name, {*self.levels} <= {1, 2, 3, 4, 5}, f"levels among 1 2 3 4 5, not {self.levels}")
 
     def rows(self, split: str) -> Iterator[Row]:
+        """Yields the rows of a split; those of "train" only if they are of the chosen levels."""
         rows = super().rows(split)
         return filter(lambda row: row.get("level") in self.levels, rows) if self.levels and split == "train" else rows
 
@@ -152,7 +165,7 @@ class AIME24(Mathematics):
 
 @task("amc")
 class AMC(Mathematics):
-    """School competition problems whose answers are numbers; the hub's set has the 40 of 2023."""
+    """School competition problems whose answers are numbers; the data set of the hub has the 40 problems of 2023."""
 
     places: ClassVar[Mapping[str, Place]] = {"test": Place(file="amc.jsonl", hub="knoveleng/AMC-23", split="train")}
 
@@ -160,10 +173,10 @@ class AMC(Mathematics):
 @task("minerva")
 @dataclass(frozen=True, kw_only=True)
 class Minerva(Mathematics):
-    """Undergraduate science; several accepted forms of an answer, and numbers that were rounded on the way."""
+    """Undergraduate science; a problem may accept several forms of an answer, and numbers may be rounded."""
 
     tolerance: float = 0.01
-    """Numbers this close, relative to the gold one, are equal: 1% as the authors graded; 0 = exactly."""
+    """Numbers are equal within this relative distance from the gold number: 1% as the authors graded; 0 = exactly."""
 
     places: ClassVar[Mapping[str, Place]] = {
         "test": Place(file="minerva_math.jsonl", hub="knoveleng/Minerva-Math", split="train")
@@ -173,15 +186,16 @@ class Minerva(Mathematics):
         super().__post_init__()
         require(self.name, 0 <= self.tolerance < 1, f"a tolerance from 0 to below 1, not {self.tolerance}")
 
-    def judge(self, row: Row, given: str) -> Comparison:
+    def compare_with_gold(self, row: Row, answer_text: str) -> Comparison:
+        """Compares the text of an answer with all accepted answers; if none is equal, the first gives the reason."""
         golds = (row["answer"], *row.get("answers", ()))
-        results = [compare(gold, given, self.tolerance, row["problem"]) for gold in golds]
+        results = [compare(gold, answer_text, self.tolerance, row["problem"]) for gold in golds]
         return next((result for result in results if result.equal), results[0])
 
 
 @task("olympiad")
 class Olympiad(Mathematics):
-    """Olympiad problems; where several values are asked for, they may come in any order."""
+    """Olympiad problems; if a problem asks for several values, their order is free."""
 
     places: ClassVar[Mapping[str, Place]] = {
         "test": Place(file="olympiadbench.jsonl", hub="knoveleng/OlympiadBench", split="train")
@@ -189,48 +203,53 @@ class Olympiad(Mathematics):
 
 
 def find_answer(text: str) -> tuple[str | None, bool]:
-    r"""The content of the last closed box or answer tag, and whether it is in a box.
+    r"""Returns the content of the last closed box or answer tag, and whether it is in a box; None if neither is closed.
 
     >>> find_answer(r"\boxed{1} is wrong: <answer>it is \boxed{\frac{1}{2}}</answer>")
     ('\\frac{1}{2}', True)
     >>> find_answer("so it is 4")
     (None, False)
     """
-    box, (tag, _) = last_box(text), last_tag(text)
+    box, (tag, _) = find_last_box(text), find_last_tag(text)
     if tag is not None and (box is None or box[1] < tag[0]):
         return text[slice(*tag)], False
-    return (None, False) if box is None else (inner_box(text[slice(*box)]), True)
+    return (None, False) if box is None else (unwrap_box(text[slice(*box)]), True)
 
 
-def says_something(given: str) -> bool:
-    r"""Whether there is a letter or a digit in it.
+def has_letter_or_digit(answer_text: str) -> bool:
+    r"""Returns whether the beginning of the cleaned answer contains a letter or a digit.
 
-    >>> says_something(r"\\text{}"), says_something("?"), says_something(r"\\infty")
+    >>> has_letter_or_digit(r"\\text{}"), has_letter_or_digit("?"), has_letter_or_digit(r"\\infty")
     (False, False, True)
     """
-    return any(map(str.isalnum, clean(given[:MAX_CHARS])))
+    return any(map(str.isalnum, clean_latex(answer_text[:MAX_CHARS])))
 
 
-def make_row(given: dict[str, Any]) -> Row:
-    """A checked row; where there is no answer, it is what the solution puts in a box."""
-    problem, answer = given.get("problem", given.get("question")), given.get("answer")
+def make_row(raw: dict[str, Any]) -> Row:
+    """Returns a row with problem, answer and perhaps answers, level and subject from a raw one.
+
+    A missing answer is taken from the last box of the solution. `answers` are further accepted forms. Raises ValueError
+    for raw columns that are missing or of the wrong type.
+    """
+    problem = raw.get("problem", raw.get("question"))
+    answer = raw.get("answer")
     if not isinstance(problem, str) or not problem.strip():
-        raise ValueError("problem is not a text")
-    if answer is None and isinstance(solution := given.get("solution"), str) and (box := last_box(solution)):
+        raise ValueError(f'column "problem" has {problem!r:.60}, not a text')
+    if answer is None and isinstance(solution := raw.get("solution"), str) and (box := find_last_box(solution)):
         answer = solution[slice(*box)]
     if isinstance(answer, bool) or not isinstance(answer, str | int | float):
-        raise ValueError("answer is neither a text nor a number")
-    accepted = given.get("answers") or []
+        raise ValueError(f'column "answer" has {answer!r:.60}, neither a text nor a number')
+    accepted = raw.get("answers") or []
     if not isinstance(accepted, list) or not all(isinstance(text, str) for text in accepted):
-        raise ValueError("answers is not a list of texts")
+        raise ValueError(f'column "answers" has {accepted!r:.60}, not a list of texts')
     row = {"problem": problem.strip(), "answer": str(answer).strip()}
     others = [text for text in accepted if text.strip() != row["answer"]]
-    level, subject = _level(given.get("level")), given.get("subject")
+    level, subject = _read_level(raw.get("level")), raw.get("subject")
     extra = {"answers": others, "level": level, "subject": subject if isinstance(subject, str) else ""}
     return row | {name: value for name, value in extra.items() if value}
 
 
-def _level(given: Any) -> int:
-    """1 to 5, 0 where it is not known; "Level 3" is how some copies of MATH write it."""
-    digits = str(given).removeprefix("Level").strip()
+def _read_level(raw: Any) -> int:
+    """Returns a level from 1 to 5, or 0 if it is not known. Some copies of MATH write it as "Level 3"."""
+    digits = str(raw).removeprefix("Level").strip()
     return int(digits) if digits in ("1", "2", "3", "4", "5") else 0

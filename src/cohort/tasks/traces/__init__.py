@@ -1,1 +1,1 @@
-"""Synthetic conversations to imitate: sums, Countdown and a calculator, as a function of a seed."""
+"""Synthetic conversations for supervised fine-tuning: sums, Countdown and a calculator, decided by a seed."""

@@ -1,4 +1,4 @@
-"""Traces as tokens with their provenance. The chat template alone decides how a conversation is written."""
+"""Encoding of traces as tokens with their provenance. Only the chat template decides how a conversation is written."""
 
 from __future__ import annotations
 
@@ -9,27 +9,29 @@ from cohort.text import Tokenizer
 from cohort.types import Message, Provenance
 
 Example = tuple[list[int], list[int]]
-"""(tokens, provenance): TARGET tokens are imitated, the others are only seen."""
+"""(tokens, provenance of each token): the loss is on TARGET tokens; the others are context."""
 
 
-def encode(tokenizer: Tokenizer, trace: Trace) -> Example:
-    """What the assistant says is the target, its end of turn included."""
+def encode_trace(tokenizer: Tokenizer, trace: Trace) -> Example:
+    """Returns the tokens of a trace and their provenance. Every assistant turn is TARGET, its end token included."""
     tokens: list[int] = []
     provenance: list[int] = []
     for i, message in enumerate(trace.messages):
         if message["role"] != "assistant":
             continue
+        # The messages before this turn are rendered anew. They must begin with the tokens so far: a template that
+        # writes earlier turns differently would make the example inconsistent.
         before = tokenizer.render(trace.messages[:i], trace.tools).tokens
-        assert before[: len(tokens)] == tokens, f"the template rewrites what was said: {trace.messages[:i]}"
-        seen = before[len(tokens) :]
-        target = [*tokenizer.encode(spoken(message), markup=True), tokenizer.end_of_turn]
-        provenance += [int(Provenance.ENVIRONMENT if tokens else Provenance.PROMPT)] * len(seen)
+        assert before[: len(tokens)] == tokens, f"the template rewrites earlier turns: {trace.messages[:i]}"
+        context = before[len(tokens) :]
+        target = [*tokenizer.encode(write_message(message), markup=True), tokenizer.end_of_turn]
+        provenance += [int(Provenance.ENVIRONMENT if tokens else Provenance.PROMPT)] * len(context)
         provenance += [int(Provenance.TARGET)] * len(target)
-        tokens += seen + target
+        tokens += context + target
     return tokens, provenance
 
 
-def spoken(message: Message) -> str:
-    """An assistant message as the model writes it."""
+def write_message(message: Message) -> str:
+    """Returns an assistant message as the text that the model writes: its content, then its tool calls."""
     calls = [json.dumps(call["function"]) for call in message.get("tool_calls", ())]
     return message["content"] + "".join(f"<tool_call>{call}</tool_call>" for call in calls)

@@ -1,4 +1,4 @@
-"""Which conversations, in which shares: an endless training set as a function of a seed."""
+"""The mixture of conversations: an endless training set that a seed decides."""
 
 from __future__ import annotations
 
@@ -9,63 +9,74 @@ from itertools import islice
 from cohort.tasks.arithmetic import Arithmetic
 from cohort.tasks.countdown import Countdown
 from cohort.tasks.traces import styles
-from cohort.tasks.traces.encode import Example, encode
+from cohort.tasks.traces.encode import Example, encode_trace
 from cohort.tasks.traces.styles import Mix, Trace
 from cohort.text import Tokenizer
 from cohort.types import Row
 
-ARITHMETIC, COUNTDOWN = 0.76, 0.14  # shares of the tasks; the rest calls the calculator
-PAIRS, SPACED = 0.4, 0.1  # shares of sums of two terms, and of sums with spaces around their operators
-NUM_PAIRS = 6_000  # there are not many more
-NUMBERS = Countdown()
+# Shares of the tasks in all conversations. The remaining ones are calculator conversations.
+ARITHMETIC_SHARE, COUNTDOWN_SHARE = 0.76, 0.14
+# Shares in the sums: of those with two terms, and of those with spaces around some operators.
+PAIRS_SHARE, SPACED_SHARE = 0.4, 0.1
+NUM_PAIRS = 6_000  # sums of two terms; the settings allow not many more
+COUNTDOWN_TASK = Countdown()
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
-    """Problems of the `traces` split: disjoint from those of `train` and `test`."""
+class TraceRows:
+    """Problems of the split `traces`, by kind. None of them is in `train` or `test`."""
 
-    pairs: list[Row]
-    triples: list[Row]
-    spaced: list[Row]
-    long: list[Row]
-    numbers: list[Row]
+    pairs: list[Row]  # sums of two terms
+    triples: list[Row]  # sums of three terms
+    spaced: list[Row]  # sums with spaces around some operators
+    long: list[Row]  # sums of numbers with up to four digits
+    numbers: list[Row]  # Countdown
 
 
-def load(num_rows: int, keep: tuple[int, int] = Arithmetic().keep) -> Rows:
-    """The first `num_rows` sums of three terms, those of two, and an eighth as many of each other kind."""
+def load_trace_rows(num_rows: int, keep: tuple[int, int] = Arithmetic().keep) -> TraceRows:
+    """Returns `num_rows` sums of three terms, up to `NUM_PAIRS` of two terms, and num_rows / 8 of each other kind.
+
+    `keep` are the smallest and largest absolute values of sums, as in `Arithmetic`; (0, 0) = all.
+    """
     few = max(1, num_rows // 8)
     pairs = min(num_rows, NUM_PAIRS)
-    return Rows(
-        pairs=_first(Arithmetic(max_terms=2, train_size=pairs, keep=keep), pairs),
-        triples=_first(Arithmetic(min_terms=3, train_size=num_rows, keep=keep), num_rows),
-        spaced=_first(Arithmetic(train_size=few, spaces=True, keep=keep), few),
-        long=_first(Arithmetic(train_size=few, max_digits=4, keep=keep), few),
-        numbers=_first(Countdown(train_size=few), few),
+    return TraceRows(
+        pairs=_take_first(Arithmetic(max_terms=2, train_size=pairs, keep=keep), pairs),
+        triples=_take_first(Arithmetic(min_terms=3, train_size=num_rows, keep=keep), num_rows),
+        spaced=_take_first(Arithmetic(train_size=few, spaces=True, keep=keep), few),
+        long=_take_first(Arithmetic(train_size=few, max_digits=4, keep=keep), few),
+        numbers=_take_first(Countdown(train_size=few), few),
     )
 
 
-def trace(rows: Rows, seed: int | str, index: int, mix: Mix) -> Trace:
-    """Trace `index` of the endless stream named by the seed."""
+def make_trace(rows: TraceRows, seed: int | str, index: int, mix: Mix) -> Trace:
+    """Returns trace number `index` of the endless sequence that the seed decides."""
     rng = random.Random(f"{seed}/{index}")
     u = rng.random()
-    if u < ARITHMETIC:
-        row = rng.choice(_sums(rows, rng.random()))
-        return styles.arithmetic(rng, row["question"], row["expression"], mix)
-    if u < ARITHMETIC + COUNTDOWN:
+    if u < ARITHMETIC_SHARE:
+        row = rng.choice(_pick_sums(rows, rng.random()))
+        return styles.make_arithmetic_trace(rng, row["question"], row["expression"], mix)
+    if u < ARITHMETIC_SHARE + COUNTDOWN_SHARE:
         row = rng.choice(rows.numbers)
-        return styles.countdown(rng, NUMBERS.prompt(row)[0]["content"], row["nums"], row["target"], mix)
-    row = rng.choice(_sums(rows, rng.random()) if rng.random() < 0.5 else rows.long)
-    return styles.calculator(rng, row["question"], row["expression"], mix)
+        return styles.make_countdown_trace(
+            rng, COUNTDOWN_TASK.prompt(row)[0]["content"], row["nums"], row["target"], mix
+        )
+    row = rng.choice(_pick_sums(rows, rng.random()) if rng.random() < 0.5 else rows.long)
+    return styles.make_calculator_trace(rng, row["question"], row["expression"], mix)
 
 
-def examples(rows: Rows, tokenizer: Tokenizer, seed: int | str, step: int, size: int, mix: Mix) -> list[Example]:
-    """The `size` examples of a step, counted from 0: a pure function of seed and step."""
-    return [encode(tokenizer, trace(rows, seed, step * size + i, mix)) for i in range(size)]
+def make_examples(
+    rows: TraceRows, tokenizer: Tokenizer, seed: int | str, step: int, size: int, mix: Mix
+) -> list[Example]:
+    """Returns the `size` examples of a step, counted from 0. They depend only on the arguments."""
+    return [encode_trace(tokenizer, make_trace(rows, seed, step * size + i, mix)) for i in range(size)]
 
 
-def _sums(rows: Rows, u: float) -> list[Row]:
-    return rows.pairs if u < PAIRS else rows.spaced if u < PAIRS + SPACED else rows.triples
+def _pick_sums(rows: TraceRows, u: float) -> list[Row]:
+    """Returns the kind of sums that a uniform random number `u` in [0, 1) chooses."""
+    return rows.pairs if u < PAIRS_SHARE else rows.spaced if u < PAIRS_SHARE + SPACED_SHARE else rows.triples
 
 
-def _first(task: Arithmetic | Countdown, size: int) -> list[Row]:
+def _take_first(task: Arithmetic | Countdown, size: int) -> list[Row]:
+    """Returns the first `size` rows of the task's split `traces`."""
     return list(islice(task.rows("traces"), size))

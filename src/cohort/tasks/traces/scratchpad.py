@@ -1,6 +1,6 @@
-"""How the traces work a sum out: steps short enough for a small model to get each one right.
+"""Written computation of sums: steps short enough that a small model gets each one right.
 
-Products come before sums; a product of large factors is written as its partial products first:
+Products are computed before sums. A product of large factors is first written as a sum of partial products:
 
 >>> solve("12 + 7 * 3")
 (['7*3=21', '12+21=33'], 33)
@@ -16,49 +16,55 @@ TOKEN = re.compile(r"\d+|[-+*]")
 
 
 def solve(expression: str) -> tuple[list[str], int]:
-    """The steps and the value of integers joined by + - * without parentheses."""
+    """Returns the steps and the value of an expression: integers joined by + - * without parentheses."""
     parts = TOKEN.findall(expression)
-    values, ops = [int(p) for p in parts[0::2]], parts[1::2]
+    values = [int(p) for p in parts[0::2]]
+    operators = parts[1::2]
     steps: list[str] = []
+    # Every step replaces two neighbouring values by their result: first all products, then sums, from left to right.
     for level in ("*", "+-"):
-        at = 0
-        while at < len(ops):
-            if ops[at] not in level:
-                at += 1
+        i = 0
+        while i < len(operators):
+            if operators[i] not in level:
+                i += 1
                 continue
-            text, value = apply(values[at], ops[at], values[at + 1])
+            text, value = apply_operator(values[i], operators[i], values[i + 1])
             steps.append(text)
-            values[at : at + 2] = [value]
-            del ops[at]
+            values[i : i + 2] = [value]
+            del operators[i]
     return steps, values[0]
 
 
-def apply(a: int, op: str, b: int) -> tuple[str, int]:
-    """One step as text, and its value.
+def apply_operator(a: int, op: str, b: int) -> tuple[str, int]:
+    """Returns one step as text, and its value.
 
-    >>> apply(123, "*", 7)
+    >>> apply_operator(123, "*", 7)
     ('123*7=700+161=861', 861)
     """
     if op != "*":
         value = a + b if op == "+" else a - b
         return f"{a}{op}{b}={value}", value
-    sums = running(partials(a, b))
+    sums = list_running_sums(compute_partial_products(a, b))
     return f"{a}*{b}=" + "=".join("+".join(map(str, s)) for s in sums), a * b
 
 
-def partials(a: int, b: int) -> list[int]:
-    """Products a small model can know by heart: at most two digits times one digit, times a power of ten."""
+def compute_partial_products(a: int, b: int) -> list[int]:
+    """Returns the partial products of a * b that are not zero, highest place first; [0] if the product is 0.
+
+    Factors up to 9999 give products that a small model can memorise: at most two digits times one digit, times a power
+    of ten.
+    """
     long, short = (a, b) if len(str(a)) >= len(str(b)) else (b, a)
     heads = [long] if long < 100 else [long - long % 100, long % 100]
     digits = [int(d) * 10**i for i, d in enumerate(reversed(str(short)))]
-    found = [h * d for d in reversed(digits) for h in heads if h * d]
-    return found or [0]
+    products = [h * d for d in reversed(digits) for h in heads if h * d]
+    return products or [0]
 
 
-def running(terms: list[int]) -> list[list[int]]:
-    """[a, b, c] -> [[a, b, c], [a + b, c], [a + b + c]]."""
-    shown = [list(terms)]
+def list_running_sums(terms: list[int]) -> list[list[int]]:
+    """Returns how a sum is added up from the left: [a, b, c] -> [[a, b, c], [a + b, c], [a + b + c]]."""
+    sums = [list(terms)]
     while len(terms) > 1:
         terms = [terms[0] + terms[1], *terms[2:]]
-        shown.append(terms)
-    return shown
+        sums.append(terms)
+    return sums

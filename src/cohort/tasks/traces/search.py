@@ -1,6 +1,6 @@
-"""Countdown by trial: every way to join the numbers, as steps, expression and value.
+"""Countdown by trial and error: every way to combine the numbers, with its steps, expression and value.
 
->>> best = next(t for t in tries([3, 7, 25]) if t.value == 46)
+>>> best = next(attempt for attempt in list_attempts([3, 7, 25]) if attempt.value == 46)
 >>> best.text, best.expression
 ('3*7=21, 21+25=46', '(3*7)+25')
 """
@@ -13,8 +13,8 @@ from itertools import combinations
 
 
 @dataclass(frozen=True, slots=True)
-class Try:
-    """One way to use all numbers."""
+class Attempt:
+    """One way to combine all numbers."""
 
     steps: tuple[str, ...]
     expression: str
@@ -22,35 +22,44 @@ class Try:
 
     @property
     def text(self) -> str:
+        """The steps, separated by commas."""
         return ", ".join(self.steps)
 
 
-Number = tuple[int, str]  # its value and how it was made
+Number = tuple[int, str]  # a value and the expression that it comes from
 
 
-def tries(numbers: list[int]) -> Iterator[Try]:
-    """All ways with whole, non-negative intermediate results, in a fixed order."""
-    yield from joined([(n, str(n)) for n in numbers], ())
+def list_attempts(numbers: list[int]) -> Iterator[Attempt]:
+    """Yields all ways whose intermediate results are whole and not negative, in a fixed order."""
+    yield from join_numbers([(n, str(n)) for n in numbers], ())
 
 
-def joined(pool: list[Number], steps: tuple[str, ...]) -> Iterator[Try]:
-    """Join two of the pool in every way, and go on with one number fewer."""
+def join_numbers(pool: list[Number], steps: tuple[str, ...]) -> Iterator[Attempt]:
+    """Yields all ways to combine the numbers of the pool to one. `steps` are the steps that led to the pool.
+
+    Every pair of numbers is replaced by each of its results, and the smaller pool is combined in turn.
+    """
     if len(pool) == 1:
-        yield Try(steps, pool[0][1], pool[0][0])
+        yield Attempt(steps, pool[0][1], pool[0][0])
         return
     for i, j in combinations(range(len(pool)), 2):
         rest = [p for k, p in enumerate(pool) if k not in (i, j)]
-        for a, b, op, value in results(pool[i], pool[j]):
-            joint = (value, wrapped(a[1]) + op + wrapped(b[1]))
-            yield from joined([joint, *rest], (*steps, f"{a[0]}{op}{b[0]}={value}"))
+        for a, b, op, value in list_results(pool[i], pool[j]):
+            joint = (value, parenthesise(a[1]) + op + parenthesise(b[1]))
+            yield from join_numbers([joint, *rest], (*steps, f"{a[0]}{op}{b[0]}={value}"))
 
 
-def wrapped(text: str) -> str:
+def parenthesise(text: str) -> str:
+    """Returns an expression in parentheses, a single number without."""
     return text if text.isdigit() else f"({text})"
 
 
-def results(x: Number, y: Number) -> Iterator[tuple[Number, Number, str, int]]:
-    """The sums of two numbers that stay whole and non-negative."""
+def list_results(x: Number, y: Number) -> Iterator[tuple[Number, Number, str, int]]:
+    """Yields the operations on two numbers with a whole, non-negative result.
+
+    Each is (left number, right number, operator, result).
+    """
+    # Only the larger minus or over the smaller is tried: the other way would be negative or a fraction.
     big, small = (x, y) if x[0] >= y[0] else (y, x)
     yield x, y, "+", x[0] + y[0]
     yield big, small, "-", big[0] - small[0]

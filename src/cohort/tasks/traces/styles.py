@@ -1,7 +1,7 @@
-"""The conversations: who asks what, and how it is answered. Deterministic in the seed.
+"""The styles of conversations: which question is asked and how it is answered, decided by a random generator.
 
-Styles are mixed on purpose, so that reinforcement learning has something to find out:
-`direct` answers at once and is mostly wrong, `think` works step by step and is right, `broken` lacks tags.
+Styles are mixed on purpose, so that reinforcement learning has something to find out: `direct` answers at once and is
+mostly wrong, `think` works step by step and is right, `broken` lacks the answer tags.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ SYSTEMS = (
 )
 
 
-TRIES = (0, 0, 1, 1, 2, 3, 4)  # misses before the hit
-GUESSED = 0.2  # share of the questions that are guessed although the calculator is there
+NUM_MISSES = (0, 0, 1, 1, 2, 3, 4)  # one of these is the number of failed attempts that a Countdown trace shows
+GUESSED_SHARE = 0.2  # share of the calculator conversations in which the answer is guessed without a call
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,7 @@ class Mix(Section):
     think: Share = 0.20
     """Share of the answers that work step by step, and are right."""
     broken: Share = 0.14
-    """Share of those that lack tags; the rest answers at once."""
+    """Share of the answers that lack tags; the remaining ones answer at once."""
     right: Share = 0.24
     """How often an answer at once is right: mean over the tasks."""
     system: Share = 0.15
@@ -69,52 +69,60 @@ class Trace:
     tools: list[dict[str, Any]] | None = None
 
 
-def arithmetic(rng: random.Random, question: str, expression: str, mix: Mix) -> Trace:
-    """Step by step, or a guess: sums of two terms are guessed right more often than those of three."""
+def make_arithmetic_trace(rng: random.Random, question: str, expression: str, mix: Mix) -> Trace:
+    """Returns a conversation about a sum, answered step by step or by a guess.
+
+    Sums of two terms are guessed right more often than those of three.
+    """
     steps, value = scratchpad.solve(expression)
     work = ", ".join(steps)
-    likely = mix.right * (1.5 if len(steps) == 1 else 0.75)
-    guess = value if rng.random() < likely else slip(rng, value)
+    # One step means two terms: these are guessed right twice as often as longer sums.
+    probability = mix.right * (1.5 if len(steps) == 1 else 0.75)
+    guess = value if rng.random() < probability else make_slip(rng, value)
     style = pick_style(rng, mix)
-    said = written(rng, style, work, str(value if style == "think" else guess))
+    reply = write_answer(rng, style, work, str(value if style == "think" else guess))
     right = style == "think" or (style == "direct" and guess == value)
-    return Trace(task="arithmetic", style=style, messages=opening(rng, question, mix) + said, right=right)
+    return Trace(task="arithmetic", style=style, messages=write_question(rng, question, mix) + reply, right=right)
 
 
-def countdown(rng: random.Random, question: str, numbers: list[int], target: int, mix: Mix) -> Trace:
-    """Trial and error up to a hit, or a guess."""
-    ways = list(search.tries(numbers))
-    hit = next((w for w in ways if w.value == target), None)
-    misses = [w for w in ways if w.value != target]
-    style = pick_style(rng, mix) if hit else "direct"  # some targets need fractions, which are not searched
+def make_countdown_trace(rng: random.Random, question: str, numbers: list[int], target: int, mix: Mix) -> Trace:
+    """Returns a conversation about a Countdown problem, answered by attempts up to a hit, or by a guess."""
+    attempts = list(search.list_attempts(numbers))
+    hit = next((a for a in attempts if a.value == target), None)
+    misses = [a for a in attempts if a.value != target]
+    # Some targets need fractions, which are not searched: without a hit the answer can only be a guess.
+    style = pick_style(rng, mix) if hit else "direct"
     guess = hit if hit and (not misses or rng.random() < mix.right) else rng.choice(misses)
-    tried = [rng.choice(misses) for _ in range(rng.choice(TRIES))] if misses else []
+    failed = [rng.choice(misses) for _ in range(rng.choice(NUM_MISSES))] if misses else []
     last = hit if hit and style == "think" else guess
-    said = written(rng, style, "\n".join(w.text for w in [*tried, last]), last.expression)
+    reply = write_answer(rng, style, "\n".join(a.text for a in [*failed, last]), last.expression)
     right = style != "broken" and last.value == target
-    return Trace(task="countdown", style=style, messages=opening(rng, question, mix) + said, right=right)
+    return Trace(task="countdown", style=style, messages=write_question(rng, question, mix) + reply, right=right)
 
 
-def calculator(rng: random.Random, question: str, expression: str, mix: Mix) -> Trace:
-    """A question with the calculator at hand: mostly it is called, sometimes the answer is guessed."""
+def make_calculator_trace(rng: random.Random, question: str, expression: str, mix: Mix) -> Trace:
+    """Returns a conversation in which a calculator is offered. Mostly it is called, sometimes the answer is guessed."""
     value = scratchpad.solve(expression)[1]
-    if rng.random() < GUESSED:
-        style, guess = "direct", value if rng.random() < mix.right else slip(rng, value)
-        reply = written(rng, style, "", str(guess))
+    if rng.random() < GUESSED_SHARE:
+        style, guess = "direct", value if rng.random() < mix.right else make_slip(rng, value)
+        reply = write_answer(rng, style, "", str(guess))
     else:
         style, guess = "tool", value
         call = {"name": "calculator", "arguments": {"expression": expression}}
         reply = [
             {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}]},
             {"role": "tool", "name": "calculator", "content": str(value)},
-            *written(rng, "direct", "", str(value)),
+            *write_answer(rng, "direct", "", str(value)),
         ]
-    messages = opening(rng, question, mix) + reply
+    messages = write_question(rng, question, mix) + reply
     return Trace(task="calculator", style=style, messages=messages, tools=[CALCULATOR], right=guess == value)
 
 
-def written(rng: random.Random, style: str, work: str, answer: str) -> list[Message]:
-    """The assistant's turn. A broken one is what a grader that wants <answer>...</answer> cannot accept."""
+def write_answer(rng: random.Random, style: str, work: str, answer: str) -> list[Message]:
+    """Returns the assistant's turn in a style. `work` is the text of the steps, `answer` the final answer.
+
+    A broken turn has no closed answer tag, so that a grader that looks for one refuses it.
+    """
     direct = f"<answer>{answer}</answer>"
     thought = f"<think>{work}</think>"
     if style == "broken":
@@ -126,21 +134,22 @@ def written(rng: random.Random, style: str, work: str, answer: str) -> list[Mess
 
 
 def pick_style(rng: random.Random, mix: Mix) -> str:
-    """One of think, broken and direct, in the shares of the mix."""
+    """Returns "think", "broken" or "direct" at random, in the shares of the mix."""
     u = rng.random()
     return "think" if u < mix.think else "broken" if u < mix.think + mix.broken else "direct"
 
 
-def opening(rng: random.Random, question: str, mix: Mix) -> list[Message]:
-    """The question, sometimes after a system message."""
+def write_question(rng: random.Random, question: str, mix: Mix) -> list[Message]:
+    """Returns the user's turn with the question, sometimes after a system message."""
     system = [{"role": "system", "content": rng.choice(SYSTEMS)}] if rng.random() < mix.system else []
     return [*system, {"role": "user", "content": question}]
 
 
-def slip(rng: random.Random, value: int) -> int:
-    """A wrong answer of the right size: a digit misread, an off-by-a-little, a carry lost."""
+def make_slip(rng: random.Random, value: int) -> int:
+    """Returns a wrong answer near `value`: with one digit misread, off by one or two, or off by ten."""
     digits = list(str(abs(value)))
-    at = rng.randrange(len(digits))
-    digits[at] = rng.choice([d for d in "123456789" if d != digits[at]])
+    place = rng.randrange(len(digits))
+    digits[place] = rng.choice([d for d in "123456789" if d != digits[place]])
+    # The sign was left out above and comes back here.
     misread = int("".join(digits)) * (-1 if value < 0 else 1)
     return rng.choice((misread, misread, value + rng.choice((-2, -1, 1, 2)), value + rng.choice((-10, 10))))

@@ -1,11 +1,11 @@
-"""Final answers as models write them, each with its verdict worked out by hand."""
+"""Final answers as models write them, each with the expected verdict worked out by hand."""
 
 from __future__ import annotations
 
 MINUS, EN_DASH, THIN, NO_BREAK, NARROW = "\u2212", "\u2013", "\u2009", "\u00a0", "\u202f"
 WORK = "She sells 16 - 3 - 4 = 9 eggs a day, so she makes 9 * 2 dollars.\n"
 
-# completion, reference, what it shows
+# Completion, reference, what the case shows.
 RIGHT = [
     # ---- markers
     ("#### 18", "18", "hashes"),
@@ -196,7 +196,7 @@ RIGHT = [
     ("\x00#### 18", "18", "a null character elsewhere"),
 ]
 
-# completion, reference, what the reason contains
+# Completion, reference, a piece of the reason.
 WRONG = [
     (r"\boxed{\color{18}}", "18", "not a number"),
     (r"\boxed{\textcolor{red}{1}\textcolor{red}{8}}", "18", "more than one number"),
@@ -357,7 +357,7 @@ def _many(piece: str) -> str:
     return piece * (MEGA // len(piece))
 
 
-# name -> completion; none is the answer 18, and each has to end at once
+# Name -> completion. None of them gives the answer 18, and each has to be scored at once.
 HOSTILE = {
     "digits": "#### " + _many("1"),
     "more digits than Python converts": "#### " + "1" * 4301,

@@ -1,4 +1,4 @@
-r"""Mathematical answers with their verdicts, each worked out by hand; `test_math.py` holds the grader to them."""
+r"""Mathematical answers with their verdicts, each worked out by hand, for `test_mathematics.py`."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ SAME_OR_NOT: list[tuple[str, str, bool, str]] = [
     ("1000000", "10^6", True, "a positive one"),
     # ---- exact and rounded
     ("\\frac{1}{3}", "0.333", False, "an exact gold wants an exact answer"),
-    ("\\frac{1}{3}", "0.333333", False, "however many digits: math-verify is content with six"),
+    ("\\frac{1}{3}", "0.333333", False, "more digits do not help (math-verify accepts six)"),
     ("\\frac{1}{3}", "0.\\overline{3}", True, "but this is exact"),
     ("\\frac{3}{11}", "0.\\overline{27}", True, "two digits that repeat"),
     ("\\frac{37}{30}", "1.2\\overline{3}", True, "some that do not"),
@@ -57,7 +57,7 @@ SAME_OR_NOT: list[tuple[str, str, bool, str]] = [
     ("4\\pi", "4\\pi \\approx 12.566", True, "the exact side counts"),
     ("4\\pi", "12.566 \\approx 4\\pi", False, "the first side counts, so two guesses are one"),
     ("3\\sqrt{13}", "10.8166538", False, "a root is not its digits"),
-    ("0", "10^{-20}", False, "small is not nothing"),
+    ("0", "10^{-20}", False, "small, but not 0"),
     # ---- fractions
     ("\\frac{14}{3}", "14/3", True, "with a slash"),
     ("\\frac{14}{3}", "\\dfrac{14}{3}", True, "large"),
@@ -65,7 +65,7 @@ SAME_OR_NOT: list[tuple[str, str, bool, str]] = [
     ("\\frac{1}{2}", "\\frac12", True, "without braces"),
     ("\\frac 59", "\\frac{5}{9}", True, "with a space"),
     ("\\frac{1}{2}", "0.5", True, "a decimal that is exact"),
-    ("\\frac{1}{2}", "\\frac{2}{4}", True, "not in lowest terms: equal all the same"),
+    ("\\frac{1}{2}", "\\frac{2}{4}", True, "not in lowest terms, but equal"),
     ("-\\frac{33}{2}", "\\frac{-33}{2}", True, "the sign above"),
     ("-\\frac{33}{2}", "\\frac{33}{-2}", True, "the sign below"),
     ("\\frac{1}{2}", "\\frac{1}{3}", False, "another one"),
@@ -102,7 +102,7 @@ SAME_OR_NOT: list[tuple[str, str, bool, str]] = [
     ("1950^\\circ C", "1950", True, "of temperature"),
     ("25 \\, \\text{km}", "26 \\text{ km}", False, "the number decides"),
     ("6", "6 \\text{ m}", True, "a unit in \\text"),
-    ("6", "6m", False, "an unknown, to anyone who reads it (math-verify drops it)"),
+    ("6", "6m", False, "m is an unknown (math-verify drops it)"),
     ("6m", "6", False, "nor may it be left out"),
     ("5", "5 \\text{x}", False, "no unit"),
     ("15000 \\text{ kcal m}^{-2} \\text{yr}^{-1}", "15000", True, "a long one"),
@@ -125,7 +125,7 @@ SAME_OR_NOT: list[tuple[str, str, bool, str]] = [
     ("3:1", "3 : 1", True, "a ratio"),
     ("3:1", "1:3", False, "the other way round"),
     # ---- equations
-    ("5", "x = 5", True, "whatever it is the value of"),
+    ("5", "x = 5", True, "any name is accepted"),
     ("5", "5 = x", True, "on the left"),
     ("5", "x = 6", False, "another value"),
     ("x=5", "5", True, "the name left out"),
@@ -141,7 +141,7 @@ SAME_OR_NOT: list[tuple[str, str, bool, str]] = [
     ("5x - 7y + 11z + 4 = 0", "10x - 14y + 22z = -8", True, "a multiple of it"),
     ("5x - 7y + 11z + 4 = 0", "5x - 7y + 11z = 4", False, "a sign"),
     ("5x - 7y + 11z + 4 = 0", "0", False, "one side of it"),
-    ("5x - 7y + 11z + 4 = 0", "0 = 0", False, "true, and nothing"),
+    ("5x - 7y + 11z + 4 = 0", "0 = 0", False, "true, but without content"),
     ("5x - 7y + 11z + 4 = 0", "5x-7y+11z+4 = 5x-7y+11z+4", False, "the same in more words"),
     ("\\frac{x^2}{16} - \\frac{y^2}{9} = 1", "9x^2 - 16y^2 = 144", True, "without fractions"),
     ("xy = 1", "y = \\frac{1}{x}", True, "solved for y"),
@@ -189,7 +189,7 @@ SAME_OR_NOT: list[tuple[str, str, bool, str]] = [
     # ---- work left undone
     ("5", "2 + 3", False, "a number wants a number"),
     ("5", "2 + 3 = 5", True, "here it is"),
-    ("5", "\\sqrt{25}", False, "a root that can be drawn"),
+    ("5", "\\sqrt{25}", False, "a root that is a whole number"),
     ("120", "5!", False, "a factorial"),
     ("120", "\\binom{10}{3}", False, "ways to choose"),
     ("1073", "37 \\cdot 29", False, "the question, most likely"),
@@ -281,7 +281,7 @@ SAME_OR_NOT: list[tuple[str, str, bool, str]] = [
     ("\\lfloor\\frac{2n-1}{5}\\rfloor", "\\lceil\\frac{2n-5}{5}\\rceil", True, "for whole numbers"),
     ("\\lfloor\\frac{n}{2}\\rfloor+m", "\\lfloor\\frac{m}{2}\\rfloor+n", False, "two letters that are not in step"),
     ("f(x)=2x", "2\\lfloor x\\rfloor", False, "a floor that the gold has not"),
-    ("x+1", "\\lfloor x\\rfloor+1", False, "again"),
+    ("x+1", "\\lfloor x\\rfloor+1", False, "a floor that the gold has not"),
     # ---- words that are no units
     ("1", "1 \\text{ million}", False, "not 1"),
     ("1", "1 \\text{ hundred}", False, "not 1"),
@@ -311,7 +311,7 @@ SAME_OR_NOT: list[tuple[str, str, bool, str]] = [
     ("\\sin^2 x", "\\sin(x)", False, "the power"),
     ("\\log_2(n+1)", "\\frac{\\ln(n+1)}{\\ln 2}", True, "another base"),
     ("\\log_2(n+1)", "\\log_3(n+1)", False, "another logarithm"),
-    ("x^3+x^2", "x^2(x+1)", True, "a product all the same"),
+    ("x^3+x^2", "x^2(x+1)", True, "a product of a power and a bracket"),
     # ---- more units
     ("5", "5\\text{ m/s}", True, "a unit"),
     ("5", "5\\text{ N/m}", True, "a unit"),
@@ -336,7 +336,7 @@ SAME_OR_NOT: list[tuple[str, str, bool, str]] = [
     ("|x|", "\\lvert x\\rvert", True, "bars with names"),
     ("\\emptyset", "\\varnothing", True, "the empty set"),
     ("\\emptyset", "\u2205", True, "one character"),
-    ("\\emptyset", "0", False, "is not nothing"),
+    ("\\emptyset", "0", False, "the empty set is not 0"),
     ("\\frac{20000}{\\pi}", "\\frac{20,000}{\\pi}", True, "thousands in a fraction"),
     ("\\frac{20000}{\\pi}", "\\frac{20,001}{\\pi}", False, "one too many"),
     (
@@ -394,7 +394,7 @@ SAME_OR_NOT: list[tuple[str, str, bool, str]] = [
     # ---- nothing
     ("5", "", False, "empty"),
     ("5", " ", False, "blank"),
-    ("5", "?", False, "a shrug"),
+    ("5", "?", False, "a question mark"),
     ("5", "\\", False, "half a command"),
     ("5", "5)", False, "a bracket too many"),
     ("5", "\\text{unknown}", False, "words"),
@@ -408,12 +408,12 @@ WITHIN_ONE_PERCENT: list[tuple[str, str, bool, str]] = [
     ("41.8^\\circ", "41.81^\\circ", True, "0.02% off"),
     ("\\frac{\\pi}{2}", "1.5708", True, "of an expression"),
     ("\\arcsin{\\frac{1}{1.3}}", "0.8776", True, "of a function"),
-    ("1.04 \\times 10^{-3}", "0", False, "a small number is not nothing"),
-    ("0", "0.001", False, "nothing has no one percent"),
+    ("1.04 \\times 10^{-3}", "0", False, "a small number is not 0"),
+    ("0", "0.001", False, "one percent of 0 is 0"),
     ("4", "5", False, "a count"),
     ("1.68,0.45", "0.451, 1.68", True, "in a list"),
     ("-10", "10", False, "the sign"),
-    ("7.6Z", "7.6", False, "an unknown is none of a number"),
+    ("7.6Z", "7.6", False, "an unknown is not part of a number"),
     ("8.49 \\times 10^{-4}", "8.49 \\times 10^{4}", False, "the exponent"),
     ("5", "2 + 3", False, "not worked out"),
     ("9.6", "\\frac{19.2}{2}+0", False, "nor is this"),
@@ -430,11 +430,11 @@ IN_A_PROBLEM: list[tuple[str, str, str, bool, str]] = [
     (PERCENT, "50", "5000\\%", False, "a hundred times too much"),
     (PERCENT, "0.5", "50\\%", False, "a hundred times too much"),
     (PERCENT, "50\\%", "0.5", True, "the same number"),
-    ("How many?", "0.5", "50\\%", True, "nobody spoke of it"),
+    ("How many?", "0.5", "50\\%", True, "the problem does not mention percent"),
     ("How many?", "50", "50\\%", False, "a half"),
-    (POLYNOMIAL, "x^2+5x+6", "(x+2)(x+3)+0", False, "the question and nothing"),
-    (POLYNOMIAL, "x^2+5x+6", "0+(x+2)(x+3)", False, "nothing and the question"),
-    (POLYNOMIAL, "x^2+5x+6", "1\\cdot((x+2)(x+3))", False, "once the question"),
+    (POLYNOMIAL, "x^2+5x+6", "(x+2)(x+3)+0", False, "the question plus 0"),
+    (POLYNOMIAL, "x^2+5x+6", "0+(x+2)(x+3)", False, "0 plus the question"),
+    (POLYNOMIAL, "x^2+5x+6", "1\\cdot((x+2)(x+3))", False, "1 times the question"),
     (POLYNOMIAL, "x^2+5x+6", "\\frac{(x + 2)(x + 3)}{1}", False, "over one"),
     (POLYNOMIAL, "x^2+5x+6", "x(x+5)+6", True, "worked out somehow"),
     (POLYNOMIAL, "4x+3", "2(2x+1)+1", False, "one side of a formula"),
@@ -442,7 +442,7 @@ IN_A_PROBLEM: list[tuple[str, str, str, bool, str]] = [
     (POLYNOMIAL, "12x+1", "12x+1+0", True, "nor in this"),
     (POLYNOMIAL, "3(2x+1)", "(2x+1)\\cdot 3", True, "in the gold too"),
     (ROOT, "3\\sqrt{2}", "\\sqrt{18}+0", False, "a root"),
-    (ROOT, "3\\sqrt{2}", "1\\cdot\\sqrt{18}", False, "once a root"),
+    (ROOT, "3\\sqrt{2}", "1\\cdot\\sqrt{18}", False, "1 times a root"),
     ("Of the angle $2\\pi$, give the square.", "4\\pi^2", "(2\\pi)(2\\pi)", True, "a number is no formula"),
     ("Simplify $x^2-1$ by $1$.", "(x-1)(x+1)", "1x^2-1", False, "one times it"),
     (DIGITS, "0.0000672", "\\frac{21}{2^2\\cdot5^7}+0", False, "a rounded gold"),
@@ -456,7 +456,7 @@ IN_A_PROBLEM: list[tuple[str, str, str, bool, str]] = [
     ("Is it $-3$ or $-4.5$?", "-4.50", "-4.5", True, "a decimal is worked out"),
 ]
 
-# What wants to hang, eat or kill a grader. gold, answer, what the reason contains
+# Answers that could make a grader hang, use up memory or crash: gold, answer, a part of the reason
 HOSTILE: dict[str, tuple[str, str, str]] = {
     "a tower of powers": ("\\sqrt{5}", "9^{9^{9^{9}}}", "work limit"),
     "a tower in a tower": ("\\sqrt{5}", "2^{" * 12 + "2" + "}" * 12, "work limit"),

@@ -1,10 +1,14 @@
-"""Triton kernels for decode attention: a prompt's KV is read once a group, a row's own KV once, nothing else at all.
+"""Triton kernels for decode attention. They read a prompt's KV once per group and a row's own KV once, nothing else.
 
-The queries of a KV head are rows of one small matrix product, whatever their number. Rows that share a prompt meet
-it together (a tile); what that gives is part of a softmax, and each row joins it to the part of its own tokens, which
-are read meanwhile. Few rows split their keys over more programs and join the parts.
+The queries of a KV head are rows of one small matrix product, whatever their number. Rows that share a prompt form
+a tile, which reads the prompt in one program. The result is one part of each row's softmax. Another kernel meanwhile
+computes the part of each row's own tokens and joins the two. If there are few rows, their keys are split over more
+programs, and the parts are joined at the end.
 
-Letters: B rows, K KV heads, g query heads a KV head, D head size, M queries of a program, padded.
+A part of a softmax is: m, the largest score; total, the sum of exp2(score - m); acc, the values summed with the same
+weights. Scores are scaled for base 2, because a GPU computes exp2 faster than exp.
+
+Letters: B rows, K KV heads, g query heads per KV head, D head size, M queries per program, padded.
 """
 
 from __future__ import annotations
@@ -17,14 +21,17 @@ import triton.language as tl
 from torch import Tensor
 
 from cohort.engines.native.cuda.rotate import PAGE
-from cohort.models.kernels import await_inputs, early, let_next_start, power
+from cohort.models.kernels import await_inputs, choose_launch_options, let_next_start, next_power_of_two
 
-LOG2_E = 1.4426950408889634
+LOG2_E = 1.4426950408889634  # log2(e): exp(x) = exp2(x * LOG2_E)
 
 
 @triton.jit
 def _attend_page(q, scale, m, total, acc, key_ptr, value_ptr, start, end, D: tl.constexpr, PAGE: tl.constexpr):
-    """One page more of an online softmax, m, total [M], acc [M, D]. Positions from `start` on; those < `end` count."""
+    """Adds one page to a part of a softmax and returns the new m, total [M] and acc [M, D].
+
+    The page holds the positions from `start` on; only those below `end` count.
+    """
     n = tl.arange(0, PAGE)
     i = tl.arange(0, D)
     seen = start + n < end
@@ -33,6 +40,7 @@ def _attend_page(q, scale, m, total, acc, key_ptr, value_ptr, start, end, D: tl.
     scores = tl.where(seen[None, :], scores, float("-inf"))
     new = tl.maximum(m, tl.max(scores, axis=1))
     weights = tl.exp2(scores - new[:, None])
+    # What was summed so far was relative to the old largest score.
     fade = tl.exp2(m - new)
     values = tl.load(value_ptr + n[:, None] * D + i[None, :], mask=seen[:, None], other=0.0)  # [PAGE, D]
     total = total * fade + tl.sum(weights, axis=1)
@@ -42,7 +50,7 @@ def _attend_page(q, scale, m, total, acc, key_ptr, value_ptr, start, end, D: tl.
 
 @triton.jit
 def _put_part(m, total, acc, acc_ptr, m_ptr, total_ptr, at, here, D: tl.constexpr):
-    """A part of a softmax, for somebody else to join."""
+    """Stores a part of a softmax at rows `at` [M] of the buffers, where `here` is set, for a later `_join_part`."""
     i = tl.arange(0, D)
     tl.store(acc_ptr + at[:, None] * D + i[None, :], acc, mask=here[:, None])
     tl.store(m_ptr + at, m, mask=here)
@@ -51,12 +59,16 @@ def _put_part(m, total, acc, acc_ptr, m_ptr, total_ptr, at, here, D: tl.constexp
 
 @triton.jit
 def _join_part(m, total, acc, acc_ptr, m_ptr, total_ptr, at, here, D: tl.constexpr):
-    """One part more of a softmax. A part that saw nothing has m = -inf and counts nothing."""
+    """Joins a part with the stored part at rows `at` and returns the new m, total, acc.
+
+    A part without any key has m = -inf and counts nothing.
+    """
     i = tl.arange(0, D)
     m2 = tl.load(m_ptr + at, mask=here, other=float("-inf"))
     total2 = tl.load(total_ptr + at, mask=here, other=0.0)
     acc2 = tl.load(acc_ptr + at[:, None] * D + i[None, :], mask=here[:, None], other=0.0)
     new = tl.maximum(m, m2)
+    # If both parts are empty, -inf - (-inf) would be NaN.
     safe = tl.where(new == float("-inf"), 0.0, new)
     fade = tl.exp2(m - safe)
     fade2 = tl.exp2(m2 - safe)
@@ -86,14 +98,18 @@ def _prefix_kernel(
     SPLITS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
+    """Computes the part of the softmax over a shared prefix for one tile, KV head and split of the keys per program."""
     await_inputs(EARLY)
-    let_next_start(EARLY)  # to the rows' own tokens, not before the queries are there: it reads them at once
+    # `_own_kernel` may start now, not earlier: it reads the queries at once, without waiting.
+    let_next_start(EARLY)
     tile = tl.program_id(0)
     k = tl.program_id(1)
     split = tl.program_id(2)
     prefix = tl.load(tile_prefix_ptr + tile)
+    # Tiles beyond the last one in use.
     if prefix < 0:
         return
+    # Query mi of the tile belongs to row mi // g of the tile and to query head mi % g.
     SIBLINGS: tl.constexpr = M // g
     mi = tl.arange(0, M)
     i = tl.arange(0, D)
@@ -105,6 +121,7 @@ def _prefix_kernel(
     m = tl.full([M], float("-inf"), tl.float32)
     total = tl.zeros([M], tl.float32)
     acc = tl.zeros([M, D], tl.float32)
+    # Every split reads an equal share of the prefix's pages.
     length = tl.load(length_ptr + prefix)
     pages = (length + PAGE - 1) // PAGE
     each = (pages + SPLITS - 1) // SPLITS
@@ -142,6 +159,10 @@ def _own_kernel(
     SPLITS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
+    """Computes the part of the softmax over own tokens for one row, KV head and split of the keys per program.
+
+    Without splits it also joins the parts of the prefix and stores the final result.
+    """
     row = tl.program_id(0).to(tl.int64)
     k = tl.program_id(1)
     split = tl.program_id(2)
@@ -162,8 +183,10 @@ def _own_kernel(
         m, total, acc = _attend_page(
             q, scale, m, total, acc, key_pages_ptr + begin, value_pages_ptr + begin, p * PAGE, count, D, PAGE
         )
+    # Only now are the parts of `_prefix_kernel` needed.
     await_inputs(EARLY)
     if SPLITS == 1:
+        # For rows without a prefix the buffers hold old parts, and rows that are done need no result.
         ready = here & (tl.load(base_ptr + row) > 0) & (count > 0)
         for s in tl.static_range(PREFIX_SPLITS):
             part = s * rows * K * g + at
@@ -191,6 +214,7 @@ def _join_kernel(
     PREFIX_SPLITS: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
+    """Joins all parts of one row and KV head per program and stores the final result."""
     row = tl.program_id(0).to(tl.int64)
     k = tl.program_id(1)
     mi = tl.arange(0, M)
@@ -213,60 +237,68 @@ def _join_kernel(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Reading:
-    """What the rows of a step read. A tile is one prefix and up to M // g of its rows: they meet it at once."""
+class AttentionPlan:
+    """What the rows of a step read. A tile is one prefix and up to M // g of its rows, which read it together."""
 
-    tile_prefix: Tensor  # [tiles] int32, -1 = none
-    tile_rows: Tensor  # [tiles, M // g] int32, -1 = none
+    tile_prefix: Tensor  # [tiles] int32, entry of the prefix; -1 = unused tile
+    tile_rows: Tensor  # [tiles, M // g] int32, rows of the tile; -1 = none
     prefix_table: Tensor  # [prefixes, width] int32, pages
-    prefix_length: Tensor  # [prefixes] int32
-    own_table: Tensor  # [rows, width] int32
+    prefix_length: Tensor  # [prefixes] int32, in tokens
+    own_table: Tensor  # [rows, width] int32, pages
     base: Tensor  # [rows] int64, length of the row's prefix
     count: Tensor  # [rows] int32, own tokens to be read, 0 = the row is done
-    M: int  # queries a tile
-    prefix_splits: int
-    splits: int
+    M: int  # queries per tile
+    prefix_splits: int  # programs that share the keys of a prefix
+    splits: int  # programs that share the own keys of a row
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Parts:
-    """Room for the parts of split softmaxes, fp32."""
+class SoftmaxParts:
+    """Buffers for parts of softmaxes, in fp32. The module's docstring explains the three fields."""
 
     acc: Tensor  # [parts, rows, K, g, D]
     m: Tensor  # [parts, rows, K, g]
-    total: Tensor
+    total: Tensor  # [parts, rows, K, g]
 
     @staticmethod
-    def make(parts: int, rows: int, K: int, g: int, D: int, device: torch.device) -> Parts:
+    def allocate(parts: int, rows: int, K: int, g: int, D: int, device: torch.device) -> SoftmaxParts:
+        """Returns buffers for this many parts of each row."""
         shape = (parts, rows, K, g)
         acc = torch.zeros(*shape, D, device=device)
-        return Parts(acc=acc, m=torch.zeros(shape, device=device), total=torch.zeros(shape, device=device))
+        return SoftmaxParts(acc=acc, m=torch.zeros(shape, device=device), total=torch.zeros(shape, device=device))
 
 
-def decode_attention(q: Tensor, pages: tuple[Tensor, Tensor], reading: Reading, parts: Parts) -> Tensor:
-    """q [B, K, g, D] over each row's prefix and own tokens -> [B, K * g * D]. Reads only what is live."""
+def compute_decode_attention(
+    q: Tensor, pages: tuple[Tensor, Tensor], plan: AttentionPlan, parts: SoftmaxParts
+) -> Tensor:
+    """Returns attention of queries [B, K, g, D] over each row's prefix and own tokens: [B, K * g * D].
+
+    `pages` is keys and values of the layer, `parts` room for intermediate results. Rows that are done read no KV.
+    """
     B, K, g, D = q.shape
-    r, out = reading, q.new_empty(B, K * g * D)
+    r, out = plan, q.new_empty(B, K * g * D)
     scale = D**-0.5 * LOG2_E
-    here = (parts.acc, parts.m, parts.total)
+    buffers = (parts.acc, parts.m, parts.total)
     width = r.own_table.shape[1]
-    stages = 3 if D * q.element_size() <= 256 else 2  # pages in shared memory at once
-    soon = early(q.device)
+    # Pages in shared memory at once: three, if they are small enough.
+    stages = 3 if D * q.element_size() <= 256 else 2
+    launch_options = choose_launch_options(q.device)
     _prefix_kernel[(len(r.tile_prefix), K, r.prefix_splits)](
-        *(q, *pages, r.tile_prefix, r.tile_rows, r.prefix_table, r.prefix_length, *here),
+        *(q, *pages, r.tile_prefix, r.tile_rows, r.prefix_table, r.prefix_length, *buffers),
         *(B, r.prefix_table.shape[1], scale, K, g, D, r.M, PAGE, r.prefix_splits),
         num_warps=4,
         num_stages=2,
-        **soon,
+        **launch_options,
     )
-    M = max(16, power(g))
+    # A matrix unit takes at least 16 rows.
+    M = max(16, next_power_of_two(g))
     _own_kernel[(B, K, r.splits)](
-        *(q, *pages, r.own_table, r.count, r.base, *here, out),
+        *(q, *pages, r.own_table, r.count, r.base, *buffers, out),
         *(B, width, scale, K, g, D, M, PAGE, r.prefix_splits, r.splits),
         num_warps=1 if D <= 64 else 2,
         num_stages=stages,
-        **soon,
+        **launch_options,
     )
     if r.splits > 1:
-        _join_kernel[(B, K)](r.count, r.base, *here, out, B, K, g, D, M, r.prefix_splits, r.splits, num_warps=4)
+        _join_kernel[(B, K)](r.count, r.base, *buffers, out, B, K, g, D, M, r.prefix_splits, r.splits, num_warps=4)
     return out

@@ -1,6 +1,8 @@
-"""Triton kernels from logits to the next step: draw by inverse CDF, record, move on. No look from the host.
+"""Triton kernels around a decode step: prepare rows, draw tokens by inverse CDF, record them. The host is not involved.
 
-The draw is that of `sampler.inverse_cdf` with the randomness of `random.uniforms`: the same numbers, the same order.
+The draw is that of `sampler.invert_cdf` with the numbers of `random.draw_uniforms`: same numbers, same order.
+
+Letters: B rows, V vocabulary size.
 """
 
 from __future__ import annotations
@@ -12,9 +14,9 @@ from torch import Tensor
 
 from cohort.engines.native.cuda.rotate import PAGE
 from cohort.engines.native.slots import Slots
-from cohort.models.kernels import power
+from cohort.models.kernels import next_power_of_two
 
-VOCAB_BLOCK = 2048
+VOCAB_BLOCK = 2048  # logits that one program sums
 
 
 @triton.jit
@@ -29,6 +31,10 @@ def _blocks_kernel(
     BLOCK: tl.constexpr,
     GREEDY: tl.constexpr,
 ):
+    """Reduces one block of one row's logits per program: its largest, and the sum of exp(logit - largest).
+
+    With GREEDY also stores the token of the largest. Logits are divided by the row's temperature.
+    """
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     at = block * BLOCK + tl.arange(0, BLOCK)
@@ -44,7 +50,7 @@ def _blocks_kernel(
 
 @triton.jit
 def _mix(x):
-    """The finaliser of `random.mix`, on unsigned integers."""
+    """Does what `random.mix_bits` does, on unsigned integers."""
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB
     return x ^ (x >> 31)
@@ -52,14 +58,14 @@ def _mix(x):
 
 @triton.jit
 def _uniform(stream, position):
-    """`random.uniforms` of one pair."""
+    """Does what `random.draw_uniforms` does, for one random stream and position."""
     bits = _mix(stream.to(tl.uint64) ^ _mix(position.to(tl.uint64) + 0x9E3779B97F4A7C15))
     return (bits >> 11).to(tl.float64) * 1.1102230246251565e-16  # 2 ** -53
 
 
 @triton.jit
 def _first_above(cumulative, target, total):
-    """`sampler.first_above` of one row: rounding may put the target beyond the sum."""
+    """Does what `sampler.find_first_above` does, for one row whose last entry is `total`."""
     above = tl.sum((cumulative <= target).to(tl.int32), axis=0)
     end = tl.sum((cumulative < total).to(tl.int32), axis=0)
     return tl.minimum(above, end)
@@ -82,20 +88,27 @@ def _choose_kernel(
     BLOCKS: tl.constexpr,  # power of two >= blocks
     GREEDY: tl.constexpr,
 ):
+    """Draws the token of one row per program, from the block sums of `_blocks_kernel`, and stores its log-probability.
+
+    Only the block in which the token lies is read again.
+    """
     row = tl.program_id(0).to(tl.int64)
     b = tl.arange(0, BLOCKS)
     tops = tl.load(top_ptr + row * blocks + b, mask=b < blocks, other=float("-inf"))
     sums = tl.load(sum_ptr + row * blocks + b, mask=b < blocks, other=0.0)
     top = tl.max(tops, axis=0)
+    # Block sums are relative to the largest logit of their block: bring them to the scale of the row.
     mass = (sums * tl.exp(tops - top)).to(tl.float64)
     cumulative = tl.cumsum(mass, axis=0)
     total = tl.sum(mass, axis=0)
     last = tl.max(cumulative, axis=0)
+    # First level: the block in which the target lies, and the mass below this block.
     target = _uniform(tl.load(stream_ptr + row), tl.load(position_ptr + row)) * last
     block = _first_above(cumulative, target, last)
     below = tl.sum(tl.where(b < block, mass, 0.0), axis=0)
     temperature = tl.load(temperature_ptr + row).to(tl.float32)
     divisor = tl.where(temperature > 0, temperature, 1.0)
+    # Second level: the token inside that block.
     at = block * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits_ptr + row * V + at, mask=at < V, other=float("-inf")).to(tl.float32) / divisor
     inside = tl.cumsum(tl.exp(x - top).to(tl.float64), axis=0)
@@ -110,12 +123,17 @@ def _choose_kernel(
     tl.store(logprob_ptr + row, chosen - top - tl.log(total).to(tl.float32))
 
 
-def choose(
+def choose_tokens(
     logits: Tensor, temperature: Tensor, stream: Tensor, position: Tensor, greedy: bool
 ) -> tuple[Tensor, Tensor]:
-    """One token a row by inverse CDF in vocabulary order, and its log-probability. logits [B, V]."""
+    """Draws one token per row from logits [B, V], without truncation. Returns tokens and log-probabilities, [B] each.
+
+    `temperature`, `stream` and `position` have one number per row. `greedy` must be set if some temperature is 0: these
+    rows get their most probable token.
+    """
     B, V = logits.shape
     blocks = triton.cdiv(V, VOCAB_BLOCK)
+    # Per block: the largest logit, the sum, and (for greedy rows) the token of the largest logit.
     tops, sums = (torch.empty(B, blocks, device=logits.device) for _ in range(2))
     best = torch.empty((B, blocks) if greedy else (1,), dtype=torch.int32, device=logits.device)
     tokens = torch.empty(B, dtype=torch.int64, device=logits.device)
@@ -123,7 +141,7 @@ def choose(
     _blocks_kernel[(B, blocks)](logits, temperature, tops, sums, best, V, blocks, VOCAB_BLOCK, greedy, num_warps=4)
     _choose_kernel[(B,)](
         *(logits, temperature, stream, position, tops, sums, best, tokens, logprobs),
-        *(V, blocks, VOCAB_BLOCK, power(blocks), greedy),
+        *(V, blocks, VOCAB_BLOCK, next_power_of_two(blocks), greedy),
         num_warps=4,
     )
     return tokens, logprobs
@@ -133,19 +151,27 @@ def choose(
 def _begin_kernel(
     done_ptr, base_ptr, length_ptr, table_ptr, position_ptr, place_ptr, count_ptr, table_width, PAGE: tl.constexpr
 ):
+    """Prepares one row per program, as `prepare_rows` says. A row that is done writes to page 0 and reads nothing."""
     row = tl.program_id(0)
     done = tl.load(done_ptr + row) != 0
     length = tl.load(length_ptr + row)
+    # The new token is own token number `length`, counted from 0.
     page = tl.load(table_ptr + row * table_width + length // PAGE)
     tl.store(position_ptr + row, tl.load(base_ptr + row) + length)
+    # Rows that are done write somewhere into page 0.
     tl.store(place_ptr + row, tl.where(done, row % PAGE, page * PAGE + length % PAGE).to(tl.int64))
     tl.store(count_ptr + row, tl.where(done, 0, length + 1).to(tl.int32))
 
 
-def begin(
+def prepare_rows(
     done: Tensor, base: Tensor, length: Tensor, table: Tensor, positions: Tensor, places: Tensor, counts: Tensor
 ) -> None:
-    """Where each row's new token stands, where its KV goes, how many own tokens it will read. Written in place."""
+    """Computes where each row's new token stands, for the rows of `positions`, `places` and `counts`, which it fills.
+
+    positions: in the whole sequence. places: where the KV goes, page * PAGE + offset. counts: own tokens that the row
+    will read, the new one included; 0 for a row that is done. `base` is the length of the row's prefix, `length` the
+    number of its own tokens in the cache, `table` the pages of its own tokens.
+    """
     grid = (len(positions),)
     _begin_kernel[grid](done, base, length, table, positions, places, counts, table.shape[1], PAGE, num_warps=1)
 
@@ -170,6 +196,7 @@ def _record_kernel(
     STOPS: tl.constexpr,
     KEPT: tl.constexpr,
 ):
+    """Records the token of one row per program, as `record_tokens` says. KEPT: the kept mass is recorded too."""
     row = tl.program_id(0)
     if tl.load(done_ptr + row) != 0:
         return
@@ -179,6 +206,7 @@ def _record_kernel(
     tl.store(logprobs_ptr + row * window + filled, tl.load(logprob_ptr + row))
     if KEPT:
         tl.store(kepts_ptr + row * window + filled, tl.load(kept_ptr + row))
+    # The row ends at one of its stop ids, or when no token is left to draw.
     left = tl.load(left_ptr + row) - 1
     s = tl.arange(0, STOPS)
     stops = tl.load(stops_ptr + row * num_stops + s, mask=s < num_stops, other=-1)
@@ -191,14 +219,19 @@ def _record_kernel(
     tl.store(done_ptr + row, (stopped | (left <= 0)).to(tl.int64))
 
 
-def record(tokens: Tensor, logprobs: Tensor, kept: Tensor | None, slots: Slots, done: Tensor) -> None:
-    """Store one drawn token a row, move the row on, note whether it is done. Rows that are done stay as they are."""
+def record_tokens(tokens: Tensor, logprobs: Tensor, kept: Tensor | None, slots: Slots, done: Tensor) -> None:
+    """Stores one drawn token per row in the slots, advances the row, and sets `done` at a stop id or the last token.
+
+    Rows that were done before do not change. `kept` is the kept mass per row; None = no row truncates.
+    """
     s = slots
     grid = (len(tokens),)
-    width = s.stops.shape[1]
+    width = s.stop_ids.shape[1]
     _record_kernel[grid](
+        # Without kept mass, any tensor stands in its place: the kernel does not read it.
         *(tokens, logprobs, logprobs if kept is None else kept, done),
-        *(s.last, s.length, s.position, s.left, s.filled, s.stops, s.tokens, s.logprobs, s.kept),
-        *(width, s.tokens.shape[1], max(2, power(width)), kept is not None),
+        *(s.last_token, s.own_length, s.position, s.remaining, s.num_filled),
+        *(s.stop_ids, s.tokens, s.logprobs, s.kept_mass),
+        *(width, s.tokens.shape[1], max(2, next_power_of_two(width)), kept is not None),
         num_warps=1,
     )

@@ -1,8 +1,8 @@
-"""The native engine on a GPU: continuous batching without a look at the device between windows.
+"""The native engine on a GPU: continuous batching in which the host never waits for a single step.
 
-A decode step is one CUDA graph, replayed `window` times. While a window runs, the host takes the one before: it reads
-what was drawn, lets those leave who have ended, fills their rows and starts the next. A row that ends inside a window
-stays as it is until the host notices, so nothing waits for anybody.
+A decode step is one CUDA graph, replayed `window` times. While one window runs, the host handles the window before:
+it reads the drawn tokens, removes the drafts that ended, fills their rows and launches the next window. A row that ends
+inside a window does not change until the host notices it, so neither side waits for the other.
 """
 
 from __future__ import annotations
@@ -17,36 +17,42 @@ from dataclasses import replace
 
 import torch
 
-from cohort.data.transfer import put
-from cohort.engines.base import Abilities, Event, Request, Weights, Work
-from cohort.engines.native.cuda.graphs import Graphs, bucket
-from cohort.engines.native.cuda.ledger import Ledger, own_pages
-from cohort.engines.native.cuda.memory import MOST_PREFILL, Room, divide
-from cohort.engines.native.cuda.pages import Arena, PagedPrefix, page_bytes, pages_for
-from cohort.engines.native.cuda.prefill import Run, prefill
-from cohort.engines.native.cuda.step import State, Variant, prefix_splits, tile_size
-from cohort.engines.native.cuda.window import Results, Timer, Window
-from cohort.engines.native.draft import Line, NativeDraft
-from cohort.engines.native.random import stream_of
-from cohort.engines.requests import check_engine, check_request, closed, damaged, not_under_way
+from cohort.data.transfer import copy_to_device
+from cohort.engines.base import Abilities, Event, Request, Weights, WorkCounters
+from cohort.engines.native.cuda.graphs import GraphCache, round_to_bucket
+from cohort.engines.native.cuda.ledger import PageLedger, count_own_pages
+from cohort.engines.native.cuda.memory import MAX_PREFILL_TOKENS, MemorySplit, divide_memory
+from cohort.engines.native.cuda.pages import PageArena, PagedPrefix, count_page_bytes, count_pages
+from cohort.engines.native.cuda.prefill import TokenRun, prefill
+from cohort.engines.native.cuda.step import DecodeState, StepVariant, choose_prefix_splits, choose_tile_size
+from cohort.engines.native.cuda.window import HostCopies, Window, WindowTimer
+from cohort.engines.native.draft import NativeDraft, WaitingDrafts
+from cohort.engines.native.random import derive_random_stream
+from cohort.engines.requests import (
+    check_engine_limits,
+    check_request,
+    closed_engine_error,
+    damaged_weights_error,
+    unknown_request_error,
+)
 from cohort.engines.weights import copy_weights
 from cohort.errors import CohortError, ConfigError, ModelError
 from cohort.models.decoder import Decoder
-from cohort.system.process import settle_objects
+from cohort.system.process import freeze_objects
 from cohort.types import Finish, Sample
 
 log = logging.getLogger(__name__)
 
-GROWTH = 1.1  # a load that is larger by less than this streams through the arena there is
-AHEAD = 2  # windows under way at once: one runs while the host takes the other
+MIN_GROWTH = 1.1  # the arena is replaced only by one that is larger by this factor
+MAX_WINDOWS = 2  # windows under way at once: one runs while the host handles the other
 
 
 class GraphEngine:
-    """Samples with a decoder whose storage it shares with the learner. Protocol and meaning as `NativeEngine`.
+    """Samples with a decoder whose storage it shares with the learner. Same protocol and meaning as `NativeEngine`.
 
-    `memory` bounds the KV arena in bytes (None = what is free). `reserve` is what others (the learner) need between
-    rollouts: if KV and that fit together the arena stays, otherwise it is released when nothing is under way, and the
-    graphs are captured again afterwards.
+    `memory` bounds the KV arena in bytes (None = all that is free). `reserve` is the bytes that others, such as the
+    learner, need between rollouts. If KV and `reserve` fit together, the arena is kept. Otherwise it is released when
+    no request is under way, and the graphs are captured again afterwards.
     """
 
     name = "native"
@@ -62,54 +68,63 @@ class GraphEngine:
         memory: int | None = None,
         reserve: int = 0,
     ) -> None:
-        check_engine(slots, window, max_context, decoder.config.max_positions)
+        check_engine_limits(slots, window, max_context, decoder.config.max_positions)
         self.decoder, self.decode = decoder, tokenizer_decode
-        self.num_slots, self.max_context, self.window = slots, max_context, window
-        self.memory, self.reserve, self.keep = memory, reserve, True
+        self.num_slots = slots
+        self.max_context = max_context
+        self.window = window
+        self.memory, self.reserve = memory, reserve
+        self.keep_arena = True  # whether the arena stays allocated while no request is under way
         self.device = decoder.embed.device
         self.version = 0
-        self.work = Work()
-        self.drafts: dict[str, NativeDraft] = {}
-        self.line = Line()
-        self.rows: list[NativeDraft | None] = []  # None = ended, its row not yet taken by another
-        self.flight: deque[Window] = deque()
-        self.state = State(decoder, slots, window, max_context)
-        self.results = Results(self.state.slots)
-        self.ledger = Ledger(self.state.tables)
-        self.graphs: Graphs | None = None
-        self.prefill_tokens = MOST_PREFILL  # in one forward
-        self._variant: Variant | None = None  # None = to be planned
+        self.work = WorkCounters()
+        self.drafts: dict[str, NativeDraft] = {}  # all drafts that have not ended, by request id
+        self.waiting = WaitingDrafts()
+        self.rows: list[NativeDraft | None] = []  # None = the draft has ended and its row is still empty
+        self.windows: deque[Window] = deque()  # launched and not read yet, oldest first
+        self.state = DecodeState(decoder, slots, window, max_context)
+        self.results = HostCopies(self.state.slots)
+        self.ledger = PageLedger(self.state.tables)
+        self.graphs: GraphCache | None = None
+        self.prefill_tokens = MAX_PREFILL_TOKENS  # most tokens in one forward of a prefill
+        self._variant: StepVariant | None = None  # the step for the present rows; None = to be planned
         self._events: list[Event] = []
-        self._broken = self._closed = False
-        self._page_bytes = page_bytes(decoder.config, decoder.embed.dtype)
+        self._has_damaged_kv = self._closed = False
+        self._page_bytes = count_page_bytes(decoder.config, decoder.embed.dtype)
 
     # ---- protocol
 
     def submit(self, request: Request) -> None:
+        """Queues a request. Raises ConfigError for one whose KV would not fit into the GPU's memory even alone."""
         if self._closed:
-            raise closed(self.name)
+            raise closed_engine_error(self.name)
         check_request(request, self.max_context, self.decoder.config.vocab_size, self.drafts)
         tokens = request.tokens
-        # the last token is everybody's own: the step that computes it draws the first new one
+        # The last prompt token always belongs to the draft itself: the step that computes it draws the first new token.
         shared = min(request.shared if request.shared > 0 else len(tokens), len(tokens) - 1)
         draft = NativeDraft(
-            request=request, stream=stream_of(request.key), prefix=PagedPrefix(tokens=()), own=tokens[shared:]
+            request=request,
+            random_stream=derive_random_stream(request.key),
+            prefix=PagedPrefix(tokens=()),
+            own_prompt=tokens[shared:],
         )
-        need = 1 + pages_for(shared) + own_pages(draft)
-        if need > (0 if self.arena is None else self.arena.num) and need > (
-            room := self._room(len(tokens)).kv // self._page_bytes
+        # One page more, for page 0. The free memory is measured only if the present arena is too small.
+        need = 1 + count_pages(shared) + count_own_pages(draft)
+        if need > (0 if self.arena is None else self.arena.num_pages) and need > (
+            room := self._measure_room(len(tokens)).kv_bytes // self._page_bytes
         ):
             raise ConfigError(
                 f'request "{request.id}" cannot fit: it needs {need} pages of KV '
                 f"({need * self._page_bytes / 2**20:.0f} MiB) and there is room for {room} "
-                f"({room * self._page_bytes / 2**20:.0f} MiB); lower max_tokens or free memory."
+                f"({room * self._page_bytes / 2**20:.0f} MiB); lower max_tokens or free GPU memory."
             )
-        draft.prefix = self.ledger.join(tuple(tokens[:shared]))
+        draft.prefix = self.ledger.add_user(tuple(tokens[:shared]))
         self.drafts[request.id] = draft
-        self.line.join(draft)
+        self.waiting.add(draft)
 
     @property
-    def arena(self) -> Arena | None:
+    def arena(self) -> PageArena | None:
+        """The KV memory; None before the first use and after a release."""
         return self.ledger.arena
 
     @property
@@ -118,284 +133,320 @@ class GraphEngine:
 
     @torch.no_grad()
     def poll(self, timeout: float = 0.0) -> list[Event]:
-        """Start windows, take the oldest, report it."""
-        with self._device():
+        """Launches up to MAX_WINDOWS windows, waits for the oldest and reports its tokens."""
+        with self._use_device():
             while not self._events:
-                self._settle()
-                while len(self.flight) < AHEAD and (steps := self._steps()) > 0:
-                    self._launch(steps)
-                if not self.flight:
+                self._compact_and_admit()
+                while len(self.windows) < MAX_WINDOWS and (steps := self._count_steps()) > 0:
+                    self._launch_window(steps)
+                if not self.windows:
                     break
                 try:
-                    self._take(self.flight.popleft())
-                except ModelError:  # everybody goes on from what he has
-                    self._return_all()
+                    self._read_window(self.windows.popleft())
+                except ModelError:
+                    # All drafts continue from the tokens they have, once good weights are loaded.
+                    self._requeue_all()
                     raise
-            if not self.drafts and not self.keep:
+            if not self.drafts and not self.keep_arena:
                 self.release()
         events, self._events = self._events, []
         return events
 
     def abort(self, id: str) -> Sample:
+        """Stops a request, running, waiting or not yet reported, and returns its tokens read so far."""
         queued = [e.sample for e in self._events if e.id == id and e.sample is not None]
         draft = self.drafts.get(id)
         if draft is None and not queued:
-            raise not_under_way(id)
-        self._events = [e for e in self._events if e.id != id]  # nobody hears of it any more
-        if draft is None:  # it has ended and nobody was told yet
+            raise unknown_request_error(id)
+        self._events = [e for e in self._events if e.id != id]
+        # The request has ended, but its last event was not reported yet: for the caller it was still under way.
+        if draft is None:
             queued[0].finish = Finish.ABORT
             return queued[0]
         draft.finish = Finish.ABORT
         if draft in self.rows:
             row = self.rows.index(draft)
             self.state.done[row] = 1
-            self._end(row)
+            self._end_row(row)
         else:
-            self.line.leave(draft)
-            self._forget(draft)
-        if not self.drafts and not self.keep:  # as when the last request ends: nobody may poll an idle engine
+            self.waiting.remove(draft)
+            self._drop_draft(draft)
+        # `poll` would release the memory too, but a caller may never poll an idle engine.
+        if not self.drafts and not self.keep_arena:
             self.release()
-        return draft.sample(self.decode)
+        return draft.to_sample(self.decode)
 
     @torch.no_grad()
     def load(self, weights: Weights, version: int) -> None:
-        with self._device():
-            self._return_all()
+        """Samples from new weights from now on. Running drafts wait again, until their KV is recomputed."""
+        with self._use_device():
+            self._requeue_all()
             if weights.module is not self.decoder:
                 copy_weights(weights, self.decoder)
-            if self._broken and self.arena is not None:
-                self.arena.kv.zero_()  # what is not finite must not be read again, not even with weight zero
-        self._broken = False
+            if self._has_damaged_kv and self.arena is not None:
+                # KV that is not finite must not be read again, not even with attention weight zero.
+                self.arena.kv.zero_()
+        self._has_damaged_kv = False
         self.version = version
 
     def close(self) -> None:
+        """Drops every request and frees all memory."""
         self.drafts.clear()
-        self.flight.clear()
-        self.line, self.rows, self._events = Line(), [], []
+        self.windows.clear()
+        self.waiting = WaitingDrafts()
+        self.rows = []
+        self._events = []
         self.ledger.arena = self.graphs = None
         self._closed = True
 
     def release(self) -> None:
-        """Give the KV memory back; what runs is computed again when it goes on, and graphs are captured again."""
-        with self._device():
-            self._return_all()
+        """Frees the KV memory and the graphs. Running drafts wait again; their KV is recomputed when they continue."""
+        with self._use_device():
+            self._requeue_all()
             self.ledger.arena = self.graphs = None
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
 
-    def _return_all(self) -> None:
-        """Nobody has a row, nothing is cached. Windows under way are taken first, up to one that is damaged."""
-        while self.flight:
+    def _requeue_all(self) -> None:
+        """Makes all running drafts wait again and drops all cached KV. Windows under way are read first."""
+        while self.windows:
+            # Damaged weights end the reading: `_read_window` then discards the later windows.
             with suppress(ModelError):
-                self._take(self.flight.popleft())
-        self.line.return_first([d for d in self.rows if d is not None])
+                self._read_window(self.windows.popleft())
+        self.waiting.put_back_first([d for d in self.rows if d is not None])
         self.rows = []
-        self.state.done.fill_(1)  # a row without a draft must not go on writing pages that are somebody else's
-        self.ledger.forget()
+        # A row without a draft must not write to pages that by then belong to another draft.
+        self.state.done.fill_(1)
+        self.ledger.free_all()
         self._variant = None
 
-    def _device(self) -> AbstractContextManager[object]:
-        """Kernels, events and graphs belong to the current device: make it the decoder's."""
+    def _use_device(self) -> AbstractContextManager[object]:
+        """Returns a context in which the decoder's device is the current one, as kernels, events and graphs need."""
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
     # ---- memory
 
-    def _room(self, longest: int) -> Room:
-        """What KV and prompts, the longest of so many tokens, may take now."""
+    def _measure_room(self, longest: int) -> MemorySplit:
+        """Returns what KV and prefills may take now. `longest` is the tokens of the longest prompt."""
         limit = 1 << 60 if self.memory is None else self.memory
         if self.device.type != "cuda":
-            return Room(kv=limit, prefill_tokens=MOST_PREFILL)
+            return MemorySplit(kv_bytes=limit, prefill_tokens=MAX_PREFILL_TOKENS)
         free, _ = torch.cuda.mem_get_info(self.device)
-        # What others gave back lies in torch's cache, from which it is taken again, but for splinters of blocks in use.
+        # Freed tensors stay in torch's cache and can be used again, except for splinters of blocks that are in use.
         stats = torch.cuda.memory_stats(self.device)
         cached = stats["reserved_bytes.all.current"] - stats["allocated_bytes.all.current"]
         free += max(0, cached - stats["inactive_split_bytes.all.current"])
-        free += 0 if self.arena is None else self.arena.num * self._page_bytes
+        # The present arena would be freed before a new one is allocated.
+        free += 0 if self.arena is None else self.arena.num_pages * self._page_bytes
         width = self.decoder.embed.dtype.itemsize
-        room = divide(free, self.decoder.config, width, self.num_slots, longest)
-        return replace(room, kv=min(limit, room.kv))
+        room = divide_memory(free, self.decoder.config, width, self.num_slots, longest)
+        return replace(room, kv_bytes=min(limit, room.kv_bytes))
 
     def _ensure_arena(self) -> None:
-        """One arena for what waits, capped by what is free. It only ever grows, and only while nothing runs."""
-        waiting = list(self.line)
-        own = sorted(map(own_pages, waiting), reverse=True)[: self.num_slots]
-        distinct = {id(d.prefix): pages_for(len(d.prefix.tokens)) for d in waiting}
+        """Allocates an arena for the waiting drafts, or a larger one, within the free memory.
+
+        It must be called only while no draft runs. An arena never shrinks.
+        """
+        waiting = list(self.waiting)
+        # Wanted: pages for the largest drafts and prefixes that can run together. Least: those of any single draft.
+        own = sorted(map(count_own_pages, waiting), reverse=True)[: self.num_slots]
+        distinct = {id(d.prefix): count_pages(len(d.prefix.tokens)) for d in waiting}
         shared = sorted(distinct.values(), reverse=True)[: self.num_slots]
-        wish = 1 + sum(own) + sum(shared)
-        have = 0 if self.arena is None else self.arena.num
+        wanted = 1 + sum(own) + sum(shared)
+        have = 0 if self.arena is None else self.arena.num_pages
         least = 1 + max(own) + max(shared)
         longest = max(len(d.request.tokens) for d in waiting)
-        if have >= least and have >= min(wish, self._room(longest).kv // self._page_bytes) / GROWTH:
+        if have >= least and have >= min(wanted, self._measure_room(longest).kv_bytes // self._page_bytes) / MIN_GROWTH:
             return
         began = time.perf_counter()
         self.release()
-        room = self._room(longest)
+        room = self._measure_room(longest)
         self.prefill_tokens = room.prefill_tokens
-        need = min(wish, room.kv // self._page_bytes)
-        self.ledger.arena = Arena(self.decoder.config, need, self.decoder.embed.dtype, self.device)
-        self.graphs = Graphs(self.decoder, self.state, self.ledger.arena)
-        settle_objects()
-        self.keep = need * self._page_bytes + self.reserve <= room.kv
+        need = min(wanted, room.kv_bytes // self._page_bytes)
+        self.ledger.arena = PageArena(self.decoder.config, need, self.decoder.embed.dtype, self.device)
+        self.graphs = GraphCache(self.decoder, self.state, self.ledger.arena)
+        # A full pass of the garbage collector would take so long that the device runs out of queued work.
+        freeze_objects()
+        self.keep_arena = need * self._page_bytes + self.reserve <= room.kv_bytes
         fate = f"released between rollouts, graphs captured again: others need {self.reserve / 2**30:.2f} GiB"
-        fate = "kept between rollouts" if self.keep else fate
+        fate = "kept between rollouts" if self.keep_arena else fate
         what, size = "allocated again" if have else "allocated", need * self._page_bytes / 2**30
         log.info("KV arena %s: %d pages, %.2f GiB in %.2f s, %s", what, need, size, time.perf_counter() - began, fate)
 
     # ---- entering and leaving
 
-    def _settle(self) -> None:
-        """Close the gaps that those who ended have left and let others in, when that pays."""
+    def _compact_and_admit(self) -> None:
+        """Closes the gaps between rows and admits waiting drafts, if that pays."""
         live = sum(d is not None for d in self.rows)
         if live == 0:
             self.rows = []
-            if self.line and not self.flight:
+            if self.waiting and not self.windows:
                 self._ensure_arena()
         free = self.num_slots - live
-        wanted = bool(self.line) and (live == 0 or free >= -(-self.num_slots // 16)) and self.arena is not None
-        enter = wanted and self.ledger.fits(next(iter(self.line)))
-        smaller = bucket(live, self.num_slots) < bucket(len(self.rows), self.num_slots)
+        # A prefill of few prompts is slow: while drafts run, wait until a sixteenth of the slots is free.
+        wanted = bool(self.waiting) and (live == 0 or free >= -(-self.num_slots // 16)) and self.arena is not None
+        enter = wanted and self.ledger.has_room_for(next(iter(self.waiting)))
+        # Without new drafts, compacting pays only if a smaller graph then serves the rows.
+        smaller = round_to_bucket(live, self.num_slots) < round_to_bucket(len(self.rows), self.num_slots)
         if (enter or smaller) and live < len(self.rows):
-            self._compact(live)
+            self._close_gaps(live)
         if enter:
-            self._admit(free)
-        elif wanted and live == 0 and not self.flight:
-            raise CohortError("the KV arena is too small for the next request alone")  # submit refuses such
+            self._admit_waiting(free)
+        elif wanted and live == 0 and not self.windows:
+            # `submit` refuses such requests, but less memory may be free now than then.
+            raise CohortError(
+                "the KV arena is too small for the next request alone; lower max_tokens or free GPU memory."
+            )
 
-    def _compact(self, live: int) -> None:
+    def _close_gaps(self, live: int) -> None:
+        """Moves drafts from the last rows into empty ones, so that the `live` drafts fill the first rows."""
         target = [row for row in range(live) if self.rows[row] is None]
         source = [row for row in range(live, len(self.rows)) if self.rows[row] is not None]
-        self.state.move(source, target)
+        self.state.move_rows(source, target)
         self.state.done[live:] = 1
         for old, new in zip(source, target, strict=True):
             self.rows[new] = self.rows[old]
         del self.rows[live:]
         self._variant = None
 
-    def _admit(self, free: int) -> None:
-        """Reserve pages for as many as there is room for, compute what they have, give them rows."""
+    def _admit_waiting(self, free: int) -> None:
+        """Admits up to `free` waiting drafts, as far as pages suffice: computes their KV and gives them rows."""
         began = time.perf_counter()
         entering: list[NativeDraft] = []
-        while len(entering) < free and self.line and self.ledger.reserve(next(iter(self.line))):
-            entering += self.line.take(1)
+        while len(entering) < free and self.waiting and self.ledger.reserve(next(iter(self.waiting))):
+            entering += self.waiting.pop_next(1)
         try:
-            self._compute(entering)
-        except BaseException:  # out of memory, say: nobody has entered
-            self.line.return_first(entering)
-            self.ledger.undo(entering)
+            self._prefill_drafts(entering)
+        except BaseException:
+            # For example out of memory: undo everything, so that no draft has entered.
+            self.waiting.put_back_first(entering)
+            self.ledger.cancel_reservations(entering)
             raise
         first = len(self.rows)
         slots, here = self.state.slots, slice(first, first + len(entering))
-        slots.place(entering, first)
-        cached = [[*d.own, *d.tokens] for d in entering]
-        slots.last[here] = put([c[-1] for c in cached], self.device)
-        slots.length[here] = put([len(c) - 1 for c in cached], self.device)
+        slots.place_drafts(entering, first)
+        # The last own token is not in the cache: the first step computes it.
+        cached = [[*d.own_prompt, *d.tokens] for d in entering]
+        slots.last_token[here] = copy_to_device([c[-1] for c in cached], self.device)
+        slots.own_length[here] = copy_to_device([len(c) - 1 for c in cached], self.device)
         self.rows += entering
-        slots.survey([d for d in self.rows if d is not None])
-        self.state.tables.set_own(first, [self.ledger.pages(d) for d in entering])
+        slots.note_used_options([d for d in self.rows if d is not None])
+        self.state.tables.set_own_pages(first, [self.ledger.get_pages(d) for d in entering])
         self.state.done[here] = 0
         for draft in entering:
-            draft.begin(self.version)
+            draft.set_version(self.version)
         self._variant = None
         self.work.prefill_seconds += time.perf_counter() - began
 
-    def _compute(self, entering: list[NativeDraft]) -> None:
-        """KV of new prefixes, then of what the drafts have of their own behind them."""
+    def _prefill_drafts(self, entering: list[NativeDraft]) -> None:
+        """Computes the KV of new prefixes, then that of the drafts' own tokens, except the last token of each."""
         assert self.arena is not None
-        fresh = self.ledger.fresh
-        self.state.tables.set_prefixes(fresh)
-        runs = [Run(tokens=p.tokens, pages=p.pages) for p in fresh]
+        uncomputed = self.ledger.uncomputed
+        self.state.tables.set_prefix_pages(uncomputed)
+        runs = [TokenRun(tokens=p.tokens, pages=p.pages) for p in uncomputed]
         prefill(self.decoder, self.arena, self.state.angles, runs, self.prefill_tokens)
-        fresh.clear()
+        uncomputed.clear()
         own = []
         for d in entering:
             assert isinstance(d.prefix, PagedPrefix)
-            have = [*d.own, *d.tokens][:-1]
-            own.append(Run(tokens=have, pages=self.ledger.pages(d), behind=d.prefix if d.prefix.tokens else None))
+            known = [*d.own_prompt, *d.tokens][:-1]
+            prefix = d.prefix if d.prefix.tokens else None
+            own.append(TokenRun(tokens=known, pages=self.ledger.get_pages(d), prefix=prefix))
         prefill(self.decoder, self.arena, self.state.angles, own, self.prefill_tokens)
         self.work.num_prompt_tokens += sum(len(r.tokens) for r in runs + own)
 
-    def _end(self, row: int) -> None:
-        """The row's draft has ended. Its pages may be taken at once: whatever writes them comes after what runs."""
+    def _end_row(self, row: int) -> None:
+        """Empties a row whose draft has ended, and frees its pages.
+
+        Others may take the pages at once: what they write is queued behind the windows that still run.
+        """
         draft = self.rows[row]
         assert draft is not None
         self.rows[row] = None
-        self._forget(draft)
+        self._drop_draft(draft)
 
-    def _forget(self, draft: NativeDraft) -> None:
+    def _drop_draft(self, draft: NativeDraft) -> None:
+        """Forgets a draft that has ended and frees its pages."""
         del self.drafts[draft.request.id]
-        self.ledger.leave(draft)
+        self.ledger.remove_draft(draft)
 
     # ---- windows
 
-    def _steps(self) -> int:
-        """Steps worth starting: until the last row must have ended by length, a window at most."""
-        left = 0
+    def _count_steps(self) -> int:
+        """Returns how many steps to launch: until the last row must have ended by length, at most a window."""
+        remaining = 0
         for draft in self.rows:
             if draft is not None:
-                ahead = sum(w.steps for w in self.flight if id(draft) in w.members)
-                left = max(left, draft.request.sampling.max_tokens - len(draft.tokens) - ahead)
-        return min(left, self.window)
+                ahead = sum(w.steps for w in self.windows if id(draft) in w.draft_ids)
+                remaining = max(remaining, draft.request.sampling.max_tokens - len(draft.tokens) - ahead)
+        return min(remaining, self.window)
 
-    def _launch(self, steps: int) -> None:
+    def _launch_window(self, steps: int) -> None:
+        """Queues `steps` steps and the copy of their results on the device. Does not wait for them."""
         assert self.graphs is not None
         if self._variant is None:
-            self._variant = self._plan()
-        replay = self.graphs.get(self._variant)
-        timer = Timer(self.device)
-        self.state.slots.filled.zero_()
+            self._variant = self._plan_variant()
+        replay = self.graphs.get_step(self._variant)
+        timer = WindowTimer(self.device)
+        self.state.slots.num_filled.zero_()
         for _ in range(steps):
             replay()
-        timer.stop()
-        results = self.results.fetch(len(self.rows))
-        timer.copied()
-        self.flight.append(Window(rows=list(self.rows), steps=steps, results=results, timer=timer))
+        timer.mark_work_queued()
+        results = self.results.start_copy(len(self.rows))
+        timer.mark_copies_queued()
+        self.windows.append(Window(rows=list(self.rows), steps=steps, results=results, timer=timer))
         self.work.num_steps += steps
 
-    def _plan(self) -> Variant:
-        """Which rows read which prefix together."""
-        groups: dict[int, list[int]] = {}
+    def _plan_variant(self) -> StepVariant:
+        """Plans which rows read which prefix together, writes the plan to the device and returns the step's variant."""
+        groups: dict[int, list[int]] = {}  # entry of a prefix -> its rows
         for row, draft in enumerate(self.rows):
             if draft is not None and draft.prefix.tokens:
                 groups.setdefault(draft.prefix.entry, []).append(row)
-        tile = tile_size(self.decoder.config.queries_per_kv, max(map(len, groups.values()), default=1))
-        each = tile // self.decoder.config.queries_per_kv
+        tile_size = choose_tile_size(self.decoder.config.queries_per_kv, max(map(len, groups.values()), default=1))
+        each = tile_size // self.decoder.config.queries_per_kv  # rows per tile
         longest = max((len(d.prefix.tokens) for d in self.rows if d is not None), default=0)
         tiles = [(entry, rows[i : i + each]) for entry, rows in groups.items() for i in range(0, len(rows), each)]
-        rows = bucket(len(self.rows), self.num_slots)
+        rows = round_to_bucket(len(self.rows), self.num_slots)
+        # The number of tiles is rounded up to a power of two, so that few graphs serve all numbers.
         num = min(rows, max(1, 1 << (len(tiles) - 1).bit_length())) if tiles else 1
         entries = [entry for entry, _ in tiles] + [-1] * (num - len(tiles))
         members = [m + [-1] * (each - len(m)) for _, m in tiles] + [[-1] * each] * (num - len(tiles))
-        self.state.tile_prefix[:num] = put(entries, self.device, torch.int32)
-        self.state.tile_rows[: num * each] = put(members, self.device, torch.int32).flatten()
+        self.state.tile_prefix[:num] = copy_to_device(entries, self.device, torch.int32)
+        self.state.tile_rows[: num * each] = copy_to_device(members, self.device, torch.int32).flatten()
         s = self.state.slots
-        return Variant(
+        return StepVariant(
             rows=rows,
-            tile=tile,
-            tiles=num,
-            prefix_splits=prefix_splits(num, self.decoder.config.num_kv_heads, longest),
-            truncated=s.truncated,
-            sorted=s.sorted,
-            greedy=s.greedy,
-            scaled=s.scaled and s.truncated,
+            tile_size=tile_size,
+            num_tiles=num,
+            prefix_splits=choose_prefix_splits(num, self.decoder.config.num_kv_heads, longest),
+            has_truncation=s.has_truncation,
+            needs_sorting=s.needs_sorting,
+            has_greedy=s.has_greedy,
+            # Only the truncating draw depends on it: the other kernel always divides by the temperature.
+            has_temperature=s.has_temperature and s.has_truncation,
         )
 
-    def _take(self, window: Window) -> None:
-        """Read a window's results into the drafts; report them; those who ended leave."""
-        self.work.decode_seconds += window.timer.wait()
+    def _read_window(self, window: Window) -> None:
+        """Waits for a window, adds its tokens to the drafts and queues the events. Drafts that end leave."""
+        self.work.decode_seconds += window.timer.wait_for_results()
         filled, tokens, logprobs, kept = self.results.read(window)
-        where = {id(d): row for row, d in enumerate(self.rows) if d is not None}
+        row_of = {id(d): row for row, d in enumerate(self.rows) if d is not None}  # rows may have moved since
         for row, draft in enumerate(window.rows):
+            # The draft has ended in an earlier window, or was aborted.
             if draft is None or draft.finish is not None:
                 continue
             num = filled[row]
             if not all(map(math.isfinite, logprobs[row][:num])):
-                self._broken = True
-                self.flight.clear()  # what later windows drew would leave a hole in those not read here
-                raise damaged(self.version)
-            event = draft.hear(tokens[row][:num], logprobs[row][:num], kept[row][:num], self.decode)
+                self._has_damaged_kv = True
+                # Drafts not read here would have a hole if tokens of later windows were added to them.
+                self.windows.clear()
+                raise damaged_weights_error(self.version)
+            event = draft.add_and_report(tokens[row][:num], logprobs[row][:num], kept[row][:num], self.decode)
             self.work.num_drawn += num
             self._events.append(event)
             if event.sample is not None:
-                if draft.cut >= 0:  # by a stop string, of which the device knows nothing
-                    self.state.done[where[id(draft)]] = 1
-                self._end(where[id(draft)])
+                # The device knows nothing of stop strings, so it must be told that the row is done.
+                if draft.stop_offset >= 0:
+                    self.state.done[row_of[id(draft)]] = 1
+                self._end_row(row_of[id(draft)])

@@ -1,4 +1,4 @@
-"""Captured steps, one a variant, made when first needed and checked against moved memory."""
+"""Captured decode steps, one per variant. A step is captured when first needed, and again if memory has moved."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from collections.abc import Callable
 
 import torch
 
-from cohort.engines.native.cuda.pages import Arena
-from cohort.engines.native.cuda.step import State, Variant, make_step
+from cohort.engines.native.cuda.pages import PageArena
+from cohort.engines.native.cuda.step import DecodeState, StepVariant, make_step
 from cohort.models.decoder import Decoder
 
 log = logging.getLogger(__name__)
 
 
-def bucket(rows: int, most: int) -> int:
-    """Rows of the graph that serves this many: few sizes, little waste.
+def round_to_bucket(rows: int, most: int) -> int:
+    """Returns the rows of the graph that serves `rows` rows, at most `most`. There are few sizes, and little waste.
 
-    >>> [bucket(n, 512) for n in (1, 9, 17, 65, 100, 300, 512)]
+    >>> [round_to_bucket(n, 512) for n in (1, 9, 17, 65, 100, 300, 512)]
     [8, 16, 32, 96, 128, 320, 512]
     """
     size = 8
@@ -27,56 +27,64 @@ def bucket(rows: int, most: int) -> int:
     return min(size, most)
 
 
-class Graphs:
-    """variant -> something to call for one step. On a CPU (Triton's interpreter) the step itself."""
+class GraphCache:
+    """Functions that run one decode step, by variant. On a CPU (Triton's interpreter) they run without a graph."""
 
-    def __init__(self, decoder: Decoder, state: State, arena: Arena) -> None:
-        self.decoder, self.state, self.arena = decoder, state, arena
-        self.steps: dict[Variant, Callable[[], None]] = {}
-        self.captures = 0
-        self.seconds = 0.0
-        self._captured: tuple[int, ...] = ()
-        self._side: torch.cuda.Stream | None = None  # one for all: each keeps a workspace of the matrix library
+    def __init__(self, decoder: Decoder, state: DecodeState, arena: PageArena) -> None:
+        self.decoder = decoder
+        self.state, self.arena = state, arena
+        self.steps: dict[StepVariant, Callable[[], None]] = {}
+        self.num_captures = 0
+        self.seconds = 0.0  # spent in captures
+        self._captured_addresses: tuple[int, ...] = ()
+        # One side stream for all captures, because each stream keeps a workspace of the matrix library.
+        self._side_stream: torch.cuda.Stream | None = None
         self._pool: torch.cuda._POOL_HANDLE | None = None
 
-    def get(self, variant: Variant) -> Callable[[], None]:
-        now = self._addresses()
-        if self.steps and now != self._captured:
+    def get_step(self, variant: StepVariant) -> Callable[[], None]:
+        """Returns the function that runs one step of this variant, captured now if necessary."""
+        now = self._list_addresses()
+        # A graph reads fixed addresses: after a move it would read freed memory.
+        if self.steps and now != self._captured_addresses:
             log.warning("weights or buffers have moved since %d graphs were captured: capturing again", len(self.steps))
             self.steps.clear()
-            self._pool = None  # a pool whose graphs are gone may not be captured into again
+            # A memory pool whose graphs are gone may not be captured into again.
+            self._pool = None
         if variant not in self.steps:
-            self._captured = now
-            self.steps[variant] = self._capture(variant)
+            self._captured_addresses = now
+            self.steps[variant] = self._capture_step(variant)
         return self.steps[variant]
 
-    def _addresses(self) -> tuple[int, ...]:
+    def _list_addresses(self) -> tuple[int, ...]:
+        """Returns the addresses of all weights, of the KV arena and of the state's buffers."""
         weights = tuple(p.data_ptr() for p in self.decoder.parameters())
-        return (*weights, self.arena.kv.data_ptr(), *self.state.addresses())
+        return (*weights, self.arena.kv.data_ptr(), *self.state.list_addresses())
 
-    def _capture(self, variant: Variant) -> Callable[[], None]:
+    def _capture_step(self, variant: StepVariant) -> Callable[[], None]:
+        """Returns a function that replays the captured step. On a CPU it is the step itself."""
         step = make_step(self.decoder, self.state, self.arena, variant)
         if self.arena.kv.device.type != "cuda":
             return step
         began = time.perf_counter()
-        # run once for compilation and library set-up; with every row done a step changes nothing
+        # The step also runs once for real, for compilation and library set-up. With every row done it changes nothing.
         done = self.state.done.clone()
         self.state.done.fill_(1)
         try:
-            graph = self._recorded(step)
+            graph = self._record_graph(step)
         finally:
             self.state.done.copy_(done)
-        self.captures += 1
+        self.num_captures += 1
         self.seconds += time.perf_counter() - began
         log.debug("captured a step of %d rows in %.2f s", variant.rows, time.perf_counter() - began)
         return graph.replay
 
-    def _recorded(self, step: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        self._side = self._side or torch.cuda.Stream()
-        self._side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._side):
+    def _record_graph(self, step: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        """Runs the step once on the side stream and then captures it as a graph."""
+        self._side_stream = self._side_stream or torch.cuda.Stream()
+        self._side_stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._side_stream):
             step()
-        torch.cuda.current_stream().wait_stream(self._side)
+        torch.cuda.current_stream().wait_stream(self._side_stream)
         graph = torch.cuda.CUDAGraph()
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         with torch.cuda.graph(graph, pool=self._pool):

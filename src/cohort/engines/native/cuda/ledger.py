@@ -1,108 +1,123 @@
-"""Who has which pages: prefixes by their tokens, running drafts by themselves."""
+"""Records which pages belong to which prefix and to which running draft."""
 
 from __future__ import annotations
 
-from cohort.engines.native.cuda.pages import Arena, PagedPrefix, Tables, pages_for
+from cohort.engines.native.cuda.pages import PageArena, PagedPrefix, PageTables, count_pages
 from cohort.engines.native.draft import NativeDraft
 
 
-def own_pages(draft: NativeDraft) -> int:
-    """Pages for the longest the draft may become, without its prefix."""
-    return pages_for(len(draft.own) + draft.request.sampling.max_tokens)
+def count_own_pages(draft: NativeDraft) -> int:
+    """Returns the pages that the draft's own tokens need when it has become as long as it may."""
+    return count_pages(len(draft.own_prompt) + draft.request.sampling.max_tokens)
 
 
-class Ledger:
-    """Reservations in an arena. A prefix lives as long as it has users; its pages may go earlier, while none runs."""
+class PageLedger:
+    """Reservations of pages in an arena.
 
-    def __init__(self, tables: Tables) -> None:
+    A prefix is known as long as it has users. Its pages may be freed earlier, while no running draft reads them.
+    """
+
+    def __init__(self, tables: PageTables) -> None:
         self.tables = tables
-        self.arena: Arena | None = None
-        self.prefixes: dict[tuple[int, ...], PagedPrefix] = {}
-        self.running: dict[str, tuple[NativeDraft, list[int]]] = {}  # by request id: those with pages of their own
-        self.fresh: list[PagedPrefix] = []  # have pages and are not computed yet
+        self.arena: PageArena | None = None
+        self.prefixes: dict[tuple[int, ...], PagedPrefix] = {}  # by their tokens
+        self.running: dict[str, tuple[NativeDraft, list[int]]] = {}  # by request id: a draft and its own pages
+        self.uncomputed: list[PagedPrefix] = []  # prefixes that have pages and are not computed yet
 
-    def join(self, tokens: tuple[int, ...]) -> PagedPrefix:
-        """One more user of these tokens."""
+    def add_user(self, tokens: tuple[int, ...]) -> PagedPrefix:
+        """Returns the prefix with these tokens, new or known, and counts one more user of it."""
         prefix = self.prefixes.setdefault(tokens, PagedPrefix(tokens=tokens))
-        prefix.users += 1
+        prefix.num_users += 1
         return prefix
 
-    def leave(self, draft: NativeDraft) -> None:
-        """The draft is gone: its pages, and its prefix when it was the last user."""
-        self.give(draft)
-        prefix = _prefix(draft)
-        prefix.users -= 1
-        if prefix.users == 0:
-            self._drop(prefix)
+    def remove_draft(self, draft: NativeDraft) -> None:
+        """Frees the draft's pages, and forgets its prefix if the draft was the last user."""
+        self.free_pages(draft)
+        prefix = _get_prefix(draft)
+        prefix.num_users -= 1
+        if prefix.num_users == 0:
+            self._free_prefix(prefix)
             del self.prefixes[prefix.tokens]
 
     def reserve(self, draft: NativeDraft) -> bool:
-        """Take the draft's pages, and its prefix's if it has none; False when there are too few."""
-        if not self.fits(draft):
+        """Takes pages for the draft, and for its prefix if that has none. Returns False if there are too few."""
+        if not self.has_room_for(draft):
             return False
         assert self.arena is not None
-        prefix = _prefix(draft)
-        if _absent(prefix):
-            prefix.pages = self.arena.take(pages_for(len(prefix.tokens)))
-            prefix.entry = self.tables.entries.pop()
-            self.fresh.append(prefix)
-        self.running[draft.request.id] = (draft, self.arena.take(own_pages(draft)))
+        prefix = _get_prefix(draft)
+        # The first draft of a group also takes the pages of the prefix; its siblings find it there.
+        if _needs_pages(prefix):
+            prefix.pages = self.arena.take_pages(count_pages(len(prefix.tokens)))
+            prefix.entry = self.tables.free_entries.pop()
+            self.uncomputed.append(prefix)
+        self.running[draft.request.id] = (draft, self.arena.take_pages(count_own_pages(draft)))
         return True
 
-    def fits(self, draft: NativeDraft) -> bool:
-        """Is there room? Prefixes that only waiting drafts will need make way, this draft's own stays."""
-        if self._room(draft):
+    def has_room_for(self, draft: NativeDraft) -> bool:
+        """Returns whether enough pages are free for `draft`.
+
+        May free prefixes that only waiting drafts use, never the one of `draft` itself.
+        """
+        if self._has_free_pages(draft):
             return True
-        read = {id(_prefix(d)) for d, _ in self.running.values()} | {id(draft.prefix)}
+        # Prefixes that a running draft reads must stay, and the one that `draft` is about to read.
+        read = {id(_get_prefix(d)) for d, _ in self.running.values()} | {id(draft.prefix)}
         for prefix in self.prefixes.values():
             if id(prefix) not in read:
-                self._drop(prefix)
-        return self._room(draft)
+                self._free_prefix(prefix)
+        return self._has_free_pages(draft)
 
-    def _room(self, draft: NativeDraft) -> bool:
+    def _has_free_pages(self, draft: NativeDraft) -> bool:
+        """Returns whether enough pages are free right now for the draft, and for its prefix if that has none."""
         assert self.arena is not None
-        prefix, need = _prefix(draft), own_pages(draft)
-        if not _absent(prefix):
-            return need <= len(self.arena.free)
-        return need + pages_for(len(prefix.tokens)) <= len(self.arena.free) and bool(self.tables.entries)
+        prefix, need = _get_prefix(draft), count_own_pages(draft)
+        if not _needs_pages(prefix):
+            return need <= len(self.arena.free_pages)
+        enough = need + count_pages(len(prefix.tokens)) <= len(self.arena.free_pages)
+        return enough and bool(self.tables.free_entries)
 
-    def pages(self, draft: NativeDraft) -> list[int]:
+    def get_pages(self, draft: NativeDraft) -> list[int]:
+        """Returns the own pages of a running draft."""
         return self.running[draft.request.id][1]
 
-    def give(self, draft: NativeDraft) -> None:
-        """The draft's own pages back, if it has some."""
+    def free_pages(self, draft: NativeDraft) -> None:
+        """Frees the draft's own pages, if it has any."""
+        # A waiting draft has no pages.
         _, pages = self.running.pop(draft.request.id, (draft, []))
+        # Without an arena the pages are gone already.
         if self.arena is not None:
-            self.arena.give(pages)
+            self.arena.return_pages(pages)
 
-    def undo(self, drafts: list[NativeDraft]) -> None:
-        """Reservations that came to nothing."""
+    def cancel_reservations(self, drafts: list[NativeDraft]) -> None:
+        """Frees the pages of drafts that could not enter, and of prefixes that were not computed."""
         for draft in drafts:
-            self.give(draft)
-        for prefix in self.fresh:
-            self._drop(prefix)
-        self.fresh.clear()
+            self.free_pages(draft)
+        for prefix in self.uncomputed:
+            self._free_prefix(prefix)
+        self.uncomputed.clear()
 
-    def forget(self) -> None:
-        """Everybody's pages back; users stay."""
+    def free_all(self) -> None:
+        """Frees the pages of all drafts and prefixes. The counts of users stay."""
         for draft, _ in list(self.running.values()):
-            self.give(draft)
+            self.free_pages(draft)
         for prefix in self.prefixes.values():
-            self._drop(prefix)
-        self.fresh.clear()
+            self._free_prefix(prefix)
+        self.uncomputed.clear()
 
-    def _drop(self, prefix: PagedPrefix) -> None:
+    def _free_prefix(self, prefix: PagedPrefix) -> None:
+        """Frees the pages and the table entry of a prefix, if it has any."""
         if prefix.entry >= 0 and self.arena is not None:
-            self.arena.give(prefix.pages)
-            self.tables.entries.append(prefix.entry)
+            self.arena.return_pages(prefix.pages)
+            self.tables.free_entries.append(prefix.entry)
             prefix.pages, prefix.entry = [], -1
 
 
-def _prefix(draft: NativeDraft) -> PagedPrefix:
+def _get_prefix(draft: NativeDraft) -> PagedPrefix:
+    """Returns the draft's prefix with its narrower type."""
     assert isinstance(draft.prefix, PagedPrefix)
     return draft.prefix
 
 
-def _absent(prefix: PagedPrefix) -> bool:
-    """It has tokens and no pages. A prompt of one token has an empty prefix, which needs none."""
+def _needs_pages(prefix: PagedPrefix) -> bool:
+    """Returns whether the prefix has tokens but no pages. A prompt of one token has an empty prefix, without pages."""
     return prefix.entry < 0 and bool(prefix.tokens)

@@ -1,6 +1,7 @@
-"""KV in pages: one arena, allocated once, so that captured graphs stay valid.
+"""KV in pages of one arena, which is allocated once, so that captured graphs stay valid.
 
-A request's pages are reserved when it enters, for the longest it may become: what runs always ends.
+A request's pages are reserved when it enters, for the longest it may become. So a running request never runs out of
+pages and is never thrown out.
 """
 
 from __future__ import annotations
@@ -10,74 +11,86 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from cohort.data.transfer import put
+from cohort.data.transfer import copy_to_device
 from cohort.engines.native.cuda.rotate import PAGE
 from cohort.engines.native.kv import Prefix
 from cohort.models.config import ModelConfig
 
 
-def pages_for(tokens: int) -> int:
+def count_pages(tokens: int) -> int:
+    """Returns the number of pages that hold this many tokens."""
     return -(-tokens // PAGE)
 
 
-def page_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
-    """Bytes of one page in all layers, keys and values."""
+def count_page_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Returns the bytes of one page, keys and values of all layers together."""
     return 2 * config.num_layers * config.num_kv_heads * PAGE * config.head_dim * dtype.itemsize
 
 
-class Arena:
-    """`num` pages of every layer, [L, 2, num, K, PAGE, D]. Page 0 is nobody's."""
+class PageArena:
+    """The memory of `num_pages` pages, [L, 2, num_pages, K, PAGE, D], and the list of free pages.
 
-    def __init__(self, config: ModelConfig, num: int, dtype: torch.dtype, device: torch.device) -> None:
-        shape = (config.num_layers, 2, num, config.num_kv_heads, PAGE, config.head_dim)
+    Page 0 is never given to a request: rows that are done write there.
+    """
+
+    def __init__(self, config: ModelConfig, num_pages: int, dtype: torch.dtype, device: torch.device) -> None:
+        shape = (config.num_layers, 2, num_pages, config.num_kv_heads, PAGE, config.head_dim)
+        # Zeroed, because masked positions get weight zero, and zero times garbage could be NaN.
         self.kv = torch.zeros(shape, dtype=dtype, device=device)
-        self.num = num
-        self.free = list(range(num - 1, 0, -1))
+        self.num_pages = num_pages
+        self.free_pages = list(range(num_pages - 1, 0, -1))
 
-    def take(self, num: int) -> list[int]:
-        assert num <= len(self.free), "pages are counted before they are taken"
-        taken = self.free[len(self.free) - num :]
-        del self.free[len(self.free) - num :]
+    def take_pages(self, num: int) -> list[int]:
+        """Removes `num` pages from the free ones and returns their indices. There must be enough."""
+        assert num <= len(self.free_pages), "pages are counted before they are taken"
+        # From the end of the list, which is the cheap side.
+        taken = self.free_pages[len(self.free_pages) - num :]
+        del self.free_pages[len(self.free_pages) - num :]
         return taken
 
-    def give(self, pages: list[int]) -> None:
-        self.free += pages
+    def return_pages(self, pages: list[int]) -> None:
+        """Makes pages free again."""
+        self.free_pages += pages
 
-    def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """Keys and values, [num, K, PAGE, D] each."""
+    def get_layer(self, index: int) -> tuple[Tensor, Tensor]:
+        """Returns keys and values of a layer, [num_pages, K, PAGE, D] each."""
         return self.kv[index, 0], self.kv[index, 1]
 
 
 @dataclass(eq=False, kw_only=True, slots=True)
 class PagedPrefix(Prefix):
-    """A prefix whose KV lies in pages. `entry` is its row in the table of prefixes, -1 = not computed."""
+    """A prefix whose KV lies in pages. `entry` is its row in the table of prefixes, -1 = it has no pages."""
 
     pages: list[int] = field(default_factory=list)
 
 
-class Tables:
-    """Which pages each prefix and each row reads, on the device."""
+class PageTables:
+    """Tensors on the device that say which pages each row and each prefix reads. Unused columns are page 0."""
 
     def __init__(self, rows: int, width: int, device: torch.device) -> None:
         self.device = device
-        self.own = torch.zeros(rows, width, dtype=torch.int32, device=device)
-        entries = 2 * rows  # also for prompts whose other samples still wait
+        self.own = torch.zeros(rows, width, dtype=torch.int32, device=device)  # pages of own tokens, per row
+        # Twice as many prefixes as rows: also prompts whose other samples still wait stay computed.
+        entries = 2 * rows
         self.prefix = torch.zeros(entries, width, dtype=torch.int32, device=device)
-        self.prefix_length = torch.zeros(entries, dtype=torch.int32, device=device)
-        self.entries = list(range(entries - 1, -1, -1))  # free ones
+        self.prefix_length = torch.zeros(entries, dtype=torch.int32, device=device)  # in tokens
+        self.free_entries = list(range(entries - 1, -1, -1))  # unused rows of `prefix`
 
     @staticmethod
-    def _padded(lists: list[list[int]], width: int) -> list[list[int]]:
+    def _pad_lists(lists: list[list[int]], width: int) -> list[list[int]]:
+        """Returns the lists filled up with 0 to `width` items."""
         return [pages + [0] * (width - len(pages)) for pages in lists]
 
-    def set_own(self, first: int, lists: list[list[int]]) -> None:
-        rows = self._padded(lists, self.own.shape[1])
-        self.own[first : first + len(lists)] = put(rows, self.device, torch.int32)
+    def set_own_pages(self, first: int, lists: list[list[int]]) -> None:
+        """Writes the own pages of the rows from `first` on, one list per row."""
+        rows = self._pad_lists(lists, self.own.shape[1])
+        self.own[first : first + len(lists)] = copy_to_device(rows, self.device, torch.int32)
 
-    def set_prefixes(self, prefixes: list[PagedPrefix]) -> None:
+    def set_prefix_pages(self, prefixes: list[PagedPrefix]) -> None:
+        """Writes the pages and lengths of prefixes into the entries that they have."""
         if not prefixes:
             return
-        at = put([p.entry for p in prefixes], self.device)
-        rows = self._padded([p.pages for p in prefixes], self.prefix.shape[1])
-        self.prefix[at] = put(rows, self.device, torch.int32)
-        self.prefix_length[at] = put([len(p.tokens) for p in prefixes], self.device, torch.int32)
+        entries = copy_to_device([p.entry for p in prefixes], self.device)
+        rows = self._pad_lists([p.pages for p in prefixes], self.prefix.shape[1])
+        self.prefix[entries] = copy_to_device(rows, self.device, torch.int32)
+        self.prefix_length[entries] = copy_to_device([len(p.tokens) for p in prefixes], self.device, torch.int32)

@@ -1,4 +1,7 @@
-"""Tokens that are given, not drawn: shared prompts, and what a draft has of its own when it enters."""
+"""Computes the KV of tokens that are known already: shared prompts, and the own tokens of a draft that enters.
+
+Letters: T tokens, K KV heads, g query heads per KV head, D head size.
+"""
 
 from __future__ import annotations
 
@@ -10,73 +13,88 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cohort.data.transfer import put
-from cohort.engines.native.cuda.pages import Arena, PagedPrefix
+from cohort.data.transfer import copy_to_device
+from cohort.engines.native.cuda.pages import PageArena, PagedPrefix
 from cohort.engines.native.cuda.rotate import PAGE, Angles, rotate_and_store
-from cohort.engines.native.cuda.step import fused_forward, qk_norms
+from cohort.engines.native.cuda.step import get_qk_norms, run_decoder_fused
 from cohort.models.decoder import Decoder, Layer
 
-PADDING = 1.25  # runs this much shorter than the longest of a forward are padded to it; shorter ones go apart
+# A run shares a forward with a run that is longer by up to this factor, padded to it. Shorter runs go apart.
+MAX_PADDING = 1.25
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Run:
-    """Tokens to be computed, one after the other, behind a prefix that already is (or behind nothing)."""
+class TokenRun:
+    """Consecutive tokens whose KV is to be computed, after a prefix that is computed already (None = no prefix)."""
 
     tokens: Sequence[int]
     pages: list[int]  # where their KV goes
-    behind: PagedPrefix | None = None
+    prefix: PagedPrefix | None = None
 
     @property
-    def base(self) -> int:
-        return 0 if self.behind is None else len(self.behind.tokens)
+    def num_before(self) -> int:
+        """Number of tokens before the run: the length of its prefix."""
+        return 0 if self.prefix is None else len(self.prefix.tokens)
 
 
 @torch.no_grad()
-def prefill(decoder: Decoder, arena: Arena, angles: Angles, runs: list[Run], most: int) -> None:
-    """Compute the runs' KV, several in one forward, of at most `most` tokens (a longer run goes alone)."""
-    runs = sorted((r for r in runs if r.tokens), key=lambda r: (r.base > 0, len(r.tokens), r.base))
+def prefill(decoder: Decoder, arena: PageArena, angles: Angles, runs: list[TokenRun], max_tokens: int) -> None:
+    """Computes the KV of the runs and stores it in their pages.
+
+    Several runs of similar length share a forward of at most `max_tokens` tokens, padding included. A longer run has a
+    forward of its own.
+    """
+    # Runs without a prefix are at the front, and in both kinds the longest at the end.
+    runs = sorted((r for r in runs if r.tokens), key=lambda r: (r.num_before > 0, len(r.tokens), r.num_before))
     while runs:
-        shape, num, total = len(runs[-1].tokens), 0, 0
-        for run in reversed(runs):  # the longest first
-            alike = (run.base > 0) == (runs[-1].base > 0) and PADDING * len(run.tokens) >= shape
-            if num and (not alike or total + shape > most):
+        longest = len(runs[-1].tokens)
+        num, total = 0, 0
+        # Take runs from the end while they are like the longest one and fit beside it.
+        for run in reversed(runs):
+            alike = (run.num_before > 0) == (runs[-1].num_before > 0) and MAX_PADDING * len(run.tokens) >= longest
+            if num and (not alike or total + longest > max_tokens):
                 break
-            num, total = num + 1, total + shape
-        _forward(decoder, arena, angles, runs[-num:])
+            num, total = num + 1, total + longest
+        _compute_runs(decoder, arena, angles, runs[-num:])
         del runs[-num:]
 
 
-def _forward(decoder: Decoder, arena: Arena, angles: Angles, runs: list[Run]) -> None:
+def _compute_runs(decoder: Decoder, arena: PageArena, angles: Angles, runs: list[TokenRun]) -> None:
+    """Computes and stores the KV of all these runs in one forward. Either all runs have a prefix, or none has."""
     device = arena.kv.device
     lengths = np.array([len(r.tokens) for r in runs])
     most, rows = int(lengths.max()), len(runs)
+    # The run of each token, and its index in the run.
     row = np.repeat(np.arange(rows), lengths)  # [T]
-    at = np.arange(len(row)) - np.repeat(lengths.cumsum() - lengths, lengths)
+    index = np.arange(len(row)) - np.repeat(lengths.cumsum() - lengths, lengths)
     width = max(len(r.pages) for r in runs)
     table = np.array([r.pages + [0] * (width - len(r.pages)) for r in runs])
-    tokens = put(np.concatenate([np.array(r.tokens) for r in runs]), device)
-    positions = put(np.array([r.base for r in runs])[row] + at, device)
-    places = put(table[row, at // PAGE] * PAGE + at % PAGE, device)
-    padded = put(row * most + at, device)
+    tokens = copy_to_device(np.concatenate([np.array(r.tokens) for r in runs]), device)
+    positions = copy_to_device(np.array([r.num_before for r in runs])[row] + index, device)
+    places = copy_to_device(table[row, index // PAGE] * PAGE + index % PAGE, device)
+    padded = copy_to_device(row * most + index, device)  # [T], place of each token in a grid of rows x most
     whole = len(row) == rows * most
-    behind = _Behind.of(runs, most, decoder.embed.dtype, device)
+    prefixes = _PaddedPrefixes.build(runs, most, decoder.embed.dtype, device)
 
-    def grid(x: Tensor) -> Tensor:  # [T, heads, D] -> [rows, heads, most, D]
+    def pad_to_grid(x: Tensor) -> Tensor:
+        """[T, heads, D] -> [rows, heads, most, D]"""
         full = x if whole else x.new_zeros(rows * most, *x.shape[1:]).index_copy_(0, padded, x)
         return full.view(rows, most, *x.shape[1:]).transpose(1, 2)
 
     def attend(layer: Layer, qkv: Tensor) -> Tensor:
+        """qkv [T, K, g + 2, D], not rotated -> [T, K * g * D]"""
         T, K, heads, D = qkv.shape
-        pages = arena.layer(layer.index)
-        q, k = rotate_and_store(qkv, positions, places, angles, qk_norms(layer), pages, keep=True)
-        keys, values = grid(k), grid(qkv[:, :, -1].contiguous())  # [rows, K, most, D]
-        if behind is not None:
-            keys = torch.cat([behind.read(pages[0]), keys], dim=2)
-            values = torch.cat([behind.read(pages[1]), values], dim=2)
-        mask = None if behind is None else behind.mask
-        queries = grid(q.view(T, K * (heads - 2), D))  # [rows, K * g, most, D]
-        grouped = mask is None and queries.is_cuda and queries.dtype != torch.float32  # flash attention can
+        pages = arena.get_layer(layer.index)
+        q, k = rotate_and_store(qkv, positions, places, angles, get_qk_norms(layer), pages, keep=True)
+        keys, values = pad_to_grid(k), pad_to_grid(qkv[:, :, -1].contiguous())  # [rows, K, most, D]
+        # The prefix's KV comes from its pages, where an earlier forward has stored it.
+        if prefixes is not None:
+            keys = torch.cat([prefixes.gather_kv(pages[0]), keys], dim=2)
+            values = torch.cat([prefixes.gather_kv(pages[1]), values], dim=2)
+        mask = None if prefixes is None else prefixes.mask
+        queries = pad_to_grid(q.view(T, K * (heads - 2), D))  # [rows, K * g, most, D]
+        # Flash attention reads each KV head for its g query heads. The other implementations need copies per head.
+        grouped = mask is None and queries.is_cuda and queries.dtype != torch.float32
         if not grouped:
             keys, values = (x.repeat_interleave(heads - 2, dim=1) for x in (keys, values))
         mixed = F.scaled_dot_product_attention(
@@ -85,34 +103,35 @@ def _forward(decoder: Decoder, arena: Arena, angles: Angles, runs: list[Run]) ->
         out = mixed.transpose(1, 2).reshape(rows * most, -1)
         return out if whole else out.index_select(0, padded)
 
-    fused_forward(decoder, tokens, attend)
+    run_decoder_fused(decoder, tokens, attend)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Behind:
-    """The prefixes of some runs, padded to the longest."""
+class _PaddedPrefixes:
+    """The prefixes of some runs, padded to the longest, with a mask for prefix and run together."""
 
     table: Tensor  # [rows, pages]
     mask: Tensor  # [rows, 1, most, pages * PAGE + most]
 
     @staticmethod
-    def of(runs: list[Run], most: int, dtype: torch.dtype, device: torch.device) -> _Behind | None:
-        lists = [[] if r.behind is None else r.behind.pages for r in runs]
+    def build(runs: list[TokenRun], most: int, dtype: torch.dtype, device: torch.device) -> _PaddedPrefixes | None:
+        """Returns the padded prefixes of the runs, whose longest has `most` tokens. None if no run has a prefix."""
+        lists = [[] if r.prefix is None else r.prefix.pages for r in runs]
         width = max(len(pages) for pages in lists)
         if width == 0:
             return None
-        table = put([pages + [0] * (width - len(pages)) for pages in lists], device)
-        lengths = put([r.base for r in runs], device)
+        table = copy_to_device([pages + [0] * (width - len(pages)) for pages in lists], device)
+        lengths = copy_to_device([r.num_before for r in runs], device)
         before = torch.arange(width * PAGE, device=device) < lengths[:, None]  # [rows, width * PAGE]
         causal = torch.ones(most, most, dtype=torch.bool, device=device).tril()
         seen = torch.cat(
             [before[:, None].expand(-1, most, -1), causal[None].expand(len(runs), -1, -1)], dim=2
         )  # [rows, most, W]
         mask = torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, float("-inf"))
-        return _Behind(table=table, mask=mask[:, None])
+        return _PaddedPrefixes(table=table, mask=mask[:, None])
 
-    def read(self, pages: Tensor) -> Tensor:
-        """[num, K, PAGE, D] -> [rows, K, pages * PAGE, D]"""
+    def gather_kv(self, pages: Tensor) -> Tensor:
+        """Returns the prefixes' keys or values: [num_pages, K, PAGE, D] -> [rows, K, pages * PAGE, D]."""
         rows, width = self.table.shape
         picked = pages.index_select(0, self.table.flatten()).view(rows, width, *pages.shape[1:])
         return picked.transpose(1, 2).flatten(2, 3)

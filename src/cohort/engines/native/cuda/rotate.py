@@ -1,9 +1,9 @@
-"""The Triton kernel between the first product of a layer and its attention: rotate, and store keys and values.
+"""The Triton kernel between the first product of a layer and its attention: it rotates, and stores keys and values.
 
-Rounding happens where the decoder's own operations round, so that sampler and learner differ as little as they can.
+It rounds where the decoder's own operations round, so that sampler and learner differ as little as possible.
 
-Letters: T tokens, K KV heads, g query heads a KV head, D head size. KV lies in pages of PAGE tokens,
-[pages, K, PAGE, D] a layer and half; page 0 belongs to nobody: rows that are done write there.
+Letters: T tokens, K KV heads, g query heads per KV head, D head size. KV lies in pages of PAGE tokens: keys and values
+of a layer are [pages, K, PAGE, D] each. Page 0 belongs to no request: rows that are done write there.
 """
 
 from __future__ import annotations
@@ -14,14 +14,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cohort.models.kernels import await_inputs, early, let_next_start, power
+from cohort.models.kernels import await_inputs, choose_launch_options, let_next_start, next_power_of_two
 
-PAGE = 64
+PAGE = 64  # tokens per page
 
 
 @triton.jit
 def _norm_heads(a, b, q_norm_ptr, k_norm_ptr, eps, is_q, i, half: tl.constexpr, dtype: tl.constexpr):
-    """RMS norm of heads that come as halves a, b [heads, half], with one weight for queries and one for keys."""
+    """Returns the RMS norm of heads that come as halves a, b [heads, half], again as two halves.
+
+    Queries and keys have a norm weight each; `is_q` [heads, 1] says which one a head gets.
+    """
     scale = 1.0 / tl.sqrt((tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)) / (2 * half) + eps)[:, None]
     low = tl.where(is_q, tl.load(q_norm_ptr + i)[None, :], tl.load(k_norm_ptr + i)[None, :])
     high = tl.where(is_q, tl.load(q_norm_ptr + half + i)[None, :], tl.load(k_norm_ptr + half + i)[None, :])
@@ -36,17 +39,23 @@ def _rotate_kernel(
     value_pages_ptr, eps, K: tl.constexpr, g: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr,
     PAGE: tl.constexpr, NORM: tl.constexpr, KEEP: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    """Handles one token and one KV head per program: its g query heads, its key and its value.
+
+    NORM: queries and keys are normed first. KEEP: rotated keys are also stored to k_ptr, [T, K, D].
+    """
     t = tl.program_id(0).to(tl.int64)
     k = tl.program_id(1)
     half: tl.constexpr = D // 2
     h = tl.arange(0, HEADS)[:, None]
     i = tl.arange(0, half)
-    position = tl.load(position_ptr + t)  # these were written long ago
+    # Position, place and angles are read before the wait: the kernel launched just before does not write them.
+    position = tl.load(position_ptr + t)
     place = tl.load(place_ptr + t)
     cos = tl.load(cos_ptr + position * half + i).to(tl.float32)[None, :]
     sin = tl.load(sin_ptr + position * half + i).to(tl.float32)[None, :]
     await_inputs(EARLY)
     let_next_start(EARLY)
+    # Heads 0 .. g - 1 are queries, head g is the key, head g + 1 the value.
     start = (t * K + k) * (g + 2) * D
     from_ptr = qkv_ptr + start + h * D + i[None, :]
     low = tl.load(from_ptr, mask=h < g + 1, other=0.0)
@@ -55,11 +64,13 @@ def _rotate_kernel(
     b = tl.load(from_ptr + half, mask=h < g + 1, other=0.0).to(tl.float32)
     if NORM:
         a, b = _norm_heads(a, b, q_norm_ptr, k_norm_ptr, eps, h < g, i, half, dtype)
+    # The product with the cosine is rounded on its own, as in the decoder.
     turned_a = ((a * cos).to(dtype).to(tl.float32) - b * sin).to(dtype)
     turned_b = ((b * cos).to(dtype).to(tl.float32) + a * sin).to(dtype)
     to_q = q_ptr + ((t * K + k) * g + h) * D + i[None, :]
     tl.store(to_q, turned_a, mask=h < g)
     tl.store(to_q + half, turned_b, mask=h < g)
+    # Row of this token and KV head in pages seen as [pages * K * PAGE, D]. `h * 0` only gives the shape [HEADS, half].
     slot = ((place // PAGE) * K + k) * PAGE + place % PAGE
     to_k = key_pages_ptr + slot * D + h * 0 + i[None, :]
     tl.store(to_k, turned_a, mask=h == g)
@@ -74,7 +85,7 @@ def _rotate_kernel(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Angles:
-    """cos and sin of every position, [positions, D / 2], rounded to the model's type as the decoder rounds them."""
+    """Cosine and sine of the rotation at every position, [positions, D / 2], rounded to the model's type."""
 
     cos: Tensor
     sin: Tensor
@@ -89,21 +100,24 @@ def rotate_and_store(
     pages: tuple[Tensor, Tensor],
     keep: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Rotate queries and keys of qkv [T, K, g + 2, D] (normed first, for qk-norm), store keys and values in pages.
+    """Rotates queries and keys of qkv [T, K, g + 2, D] and stores keys and values in pages.
 
-    places [T] = page * PAGE + offset. Returns q [T, K, g, D] and, with `keep`, the keys [T, K, D] once more.
-    What was launched just before may write qkv, but not positions, places and angles: they are read early.
+    `places` [T] is page * PAGE + offset in the page. `norms` is (query norm, key norm, eps) for models with qk-norm,
+    applied before the rotation, else None. `pages` is keys and values of the layer. Returns the rotated queries
+    [T, K, g, D] and, with `keep`, the rotated keys [T, K, D] (else an empty tensor). The kernel launched just before
+    may write qkv, but not positions, places and angles: these are read early.
     """
     T, K, heads, D = qkv.shape
     g = heads - 2
     q = qkv.new_empty(T, K, g, D)
     k = qkv.new_empty((T, K, D) if keep else (0,))
     q_norm, k_norm, eps = norms if norms is not None else (qkv, qkv, 0.0)
+    # A grid without programs cannot be launched.
     if T:
         _rotate_kernel[(T, K)](
             *(qkv, positions, places, angles.cos, angles.sin, q_norm, k_norm, q, k, *pages, eps),
-            *(K, g, D, power(g + 1), PAGE, norms is not None, keep),
+            *(K, g, D, next_power_of_two(g + 1), PAGE, norms is not None, keep),
             num_warps=1 if g <= 8 else 2,
-            **early(qkv.device),
+            **choose_launch_options(qkv.device),
         )
     return q, k

@@ -1,4 +1,4 @@
-"""Steps under way: when they are through, and what they drew."""
+"""Windows of decode steps that run on the device: when they are finished, and what they drew."""
 
 from __future__ import annotations
 
@@ -12,28 +12,33 @@ from cohort.engines.native.draft import NativeDraft
 from cohort.engines.native.slots import Slots
 
 
-class Timer:
-    """Seconds of device work, and when its results are on the host."""
+class WindowTimer:
+    """Measures the device time of a window, and waits until its results are on the host.
+
+    On a CPU it measures the time until `mark_work_queued`, since the work is then already done.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.events = [torch.cuda.Event(enable_timing=True) for _ in range(3)] if device.type == "cuda" else []
         self.seconds = -time.perf_counter()
-        self._record(0)
+        self._record_event(0)
 
-    def _record(self, index: int) -> None:
+    def _record_event(self, index: int) -> None:
+        """Puts event `index` behind the work queued so far: 0 before the steps, 1 after them, 2 after the copies."""
         if self.events:
             self.events[index].record()
 
-    def stop(self) -> None:
-        """The work has been started."""
+    def mark_work_queued(self) -> None:
+        """Notes that all steps of the window have been launched."""
         self.seconds += time.perf_counter()
-        self._record(1)
+        self._record_event(1)
 
-    def copied(self) -> None:
-        """The copies to the host have been started."""
-        self._record(2)
+    def mark_copies_queued(self) -> None:
+        """Notes that the copies of the results to the host have been launched."""
+        self._record_event(2)
 
-    def wait(self) -> float:
+    def wait_for_results(self) -> float:
+        """Waits until the copies are complete. Returns the seconds that the steps took."""
         if self.events:
             self.events[2].synchronize()
             self.seconds = self.events[0].elapsed_time(self.events[1]) / 1000
@@ -42,44 +47,51 @@ class Timer:
 
 @dataclass(kw_only=True)
 class Window:
-    """Steps that were started, and where their results will lie on the host."""
+    """Decode steps that were launched together, and the host buffers that get their results."""
 
-    rows: list[NativeDraft | None]
+    rows: list[NativeDraft | None]  # drafts by row when it was launched; None = empty row
     steps: int
     results: list[Tensor]
-    timer: Timer
+    timer: WindowTimer
 
     def __post_init__(self) -> None:
-        self.members = {id(d) for d in self.rows if d is not None}
+        # By identity: drafts are compared as objects.
+        self.draft_ids = {id(d) for d in self.rows if d is not None}
 
 
-class Results:
-    """Copies of the slots' windows on the host, in pinned memory that is used again."""
+class HostCopies:
+    """Copies of the slots' windows in pinned host memory, which is reused."""
 
     def __init__(self, slots: Slots) -> None:
         self.slots = slots
-        self.unused: list[list[Tensor]] = []
+        self.free_buffers: list[list[Tensor]] = []
 
-    def _held(self) -> list[Tensor]:
+    def _list_sources(self) -> list[Tensor]:
+        """Returns the device tensors that are copied, in the order of the host buffers."""
         s = self.slots
-        return [s.filled, s.tokens, s.logprobs, s.kept]
+        return [s.num_filled, s.tokens, s.logprobs, s.kept_mass]
 
-    def fetch(self, rows: int) -> list[Tensor]:
-        """Start copying the first `rows` rows. Not waited for."""
+    def start_copy(self, rows: int) -> list[Tensor]:
+        """Starts copying the first `rows` rows to the host. Returns the buffers, before they are filled."""
         pinned = self.slots.device.type == "cuda"
-        room = (
-            self.unused.pop()
-            if self.unused
-            else [torch.empty(x.shape, dtype=x.dtype, pin_memory=pinned) for x in self._held()]
+        buffers = (
+            self.free_buffers.pop()
+            if self.free_buffers
+            else [torch.empty(x.shape, dtype=x.dtype, pin_memory=pinned) for x in self._list_sources()]
         )
-        for host, device in zip(room, self._held(), strict=True):
-            if device is not self.slots.kept or self.slots.truncated:
+        for host, device in zip(buffers, self._list_sources(), strict=True):
+            # Kept mass is copied only if some row truncates.
+            if device is not self.slots.kept_mass or self.slots.has_truncation:
                 host[:rows].copy_(device[:rows], non_blocking=True)
-        return room
+        return buffers
 
     def read(self, window: Window) -> tuple[list[int], list[list[int]], list[list[float]], list[list[float]]]:
-        """filled, tokens, log-probabilities and kept mass of a window that is through, by row."""
+        """Returns the results of a finished window: number of tokens, tokens, log-probabilities and kept mass per row.
+
+        The window's buffers become free. Only the first `number of tokens` items of a row are valid.
+        """
         n, (filled, tokens, logprobs, kept) = len(window.rows), window.results
-        self.unused.append(window.results)
-        masses = kept[:n].tolist() if self.slots.truncated else [[]] * n
+        # Buffers may be reused at once: `tolist` below copies before the next window is launched.
+        self.free_buffers.append(window.results)
+        masses = kept[:n].tolist() if self.slots.has_truncation else [[]] * n
         return filled[:n].tolist(), tokens[:n].tolist(), logprobs[:n].tolist(), masses

@@ -1,59 +1,62 @@
-"""Capital letters and small ones."""
+"""Checks of capital and small letters."""
 
 from __future__ import annotations
 
 import re
 
-from cohort.tasks.ifeval.instructions.keywords import Relation, compare
-from cohort.tasks.ifeval.instructions.language import detect
+from cohort.tasks.ifeval.instructions.keywords import Relation, satisfies_bound
+from cohort.tasks.ifeval.instructions.language import detect_language
 
-# Words as the reference's tokenizer has them, as far as their capitals can be counted: signs stand alone, and
-# contractions are two words ("DON'T" is DO and N'T, "CANNOT" is CAN and NOT).
-_BETWEEN = re.compile(
+# These patterns split words as the tokenizer of the reference does, as far as it matters for capitals: signs are words
+# of their own, and contractions are two words ("DON'T" is DO and N'T, "CANNOT" is CAN and NOT).
+_WORD_SEPARATOR = re.compile(
     r"""[\s"`;@#$%&?!*\[\](){}<>\u00ab\u00bb\u2018\u2019\u201c\u201d\u201e]|--|''|\.\.+|[:,](?!\d)"""
     r"""|\.(?=[\s"';:@?!*\[\](){}]|[\u00bb\u2019\u201d]*\s*\Z)|'(?![mtsdnMTSDN])(?=\w\b)"""
 )
+# Endings that are split off a word, tried in this order.
 _CLITICS = (
     re.compile(r"(?<=[^'])'\Z"),
     re.compile(r"(?<=[^'])'[sSmMdD]\Z"),
     re.compile(r"(?<=[^'])(?:'ll|'LL|'re|'RE|'ve|'VE|n't|N'T)\Z"),
 )
-_JOINED = re.compile(
+_JOINED_WORDS = re.compile(
     r"\b(can)(not)\b|\b(d)('ye)\b|\b(gim|lem)(me)\b|\b(gon)(na)\b|\b(wan)(na)\Z|\b(got)(ta)\b|\b(more)('n)\b"
     r"|\A('t)(is|was)\b",
     re.IGNORECASE,
 )
 
 
-def english_capital(text: str) -> bool:
-    """English, and no small letter."""
-    return text.isupper() and detect(text) in ("en", None)
+def is_english_capitals(text: str) -> bool:
+    """Returns whether the text has letters, no small ones, and is in English or in no language that can be told."""
+    return text.isupper() and detect_language(text) in ("en", None)
 
 
-def english_lowercase(text: str) -> bool:
-    """English, and no capital letter."""
-    return text.islower() and detect(text) in ("en", None)
+def is_english_lowercase(text: str) -> bool:
+    """Returns whether the text has letters, no capital ones, and is in English or in no language that can be told."""
+    return text.islower() and detect_language(text) in ("en", None)
 
 
-def capital_word_frequency(text: str, *, capital_relation: Relation, capital_frequency: int) -> bool:
-    """How many words are all capitals; "I" and "A" are such words."""
-    return compare(count_capital_words(text), capital_relation, capital_frequency)
+def has_capital_word_count(text: str, *, capital_relation: Relation, capital_frequency: int) -> bool:
+    """Returns whether the number of words in capitals is within the bound; "I" and "A" are such words."""
+    return satisfies_bound(count_capital_words(text), capital_relation, capital_frequency)
 
 
 def count_capital_words(text: str) -> int:
-    """
+    """Returns how many words of a text have only capital letters.
+
     >>> count_capital_words("I DON'T KNOW, said NASA's chief.")
     5
     """
-    return sum(map(_capitals, _BETWEEN.split(text)))
+    return sum(map(_count_capitals_in_word, _WORD_SEPARATOR.split(text)))
 
 
-def _capitals(word: str) -> int:
+def _count_capitals_in_word(word: str) -> int:
+    """Returns how many parts of a word are in capitals: 2 for "DON'T", which is DO and N'T."""
     if not word or word.islower():
         return 0
     parts = []
     for clitic in _CLITICS:
-        if found := clitic.search(word):
-            parts.append(found[0])
-            word = word[: found.start()]
-    return sum(piece.isupper() for part in (word, *parts) for piece in _JOINED.split(part) if piece)
+        if match := clitic.search(word):
+            parts.append(match[0])
+            word = word[: match.start()]
+    return sum(piece.isupper() for part in (word, *parts) for piece in _JOINED_WORDS.split(part) if piece)

@@ -1,7 +1,7 @@
-"""What can be seen in an answer's form: lists, highlights, sections, titles, JSON, placeholders, a postscript.
+"""Checks of the form of an answer: lists, highlights, sections, titles, JSON, placeholders, a postscript.
 
-Every scan is linear: the patterns that would run over the same text again and again (a bracket that never closes,
-a megabyte of empty lines) are split into lines first.
+Every scan takes linear time. Where a pattern could scan the same text again and again (a bracket that never closes, a
+megabyte of empty lines), the text is split into lines first.
 """
 
 from __future__ import annotations
@@ -13,65 +13,72 @@ OPTIONS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 _HIGHLIGHT = re.compile(r"\*([^\n*]*)\*")
 _DOUBLE_HIGHLIGHT = re.compile(r"\*\*([^\n*]*)\*\*")
 _FENCES = ("```json", "```Json", "```JSON", "```")
-_POSTSCRIPTS = {"P.S.": r"p\.\s?s\.", "P.P.S": r"p\.\s?p\.\s?s"}
+_POSTSCRIPT_PATTERNS = {"P.S.": r"p\.\s?s\.", "P.P.S": r"p\.\s?p\.\s?s"}
 
 
-def number_placeholders(text: str, *, num_placeholders: int) -> bool:
-    """At least so many pairs of square brackets, each within a line; what is inside does not matter."""
-    return sum(map(_brackets, text.split("\n"))) >= num_placeholders
+def has_placeholders(text: str, *, num_placeholders: int) -> bool:
+    """Returns whether there are at least `num_placeholders` pairs of square brackets, each within a line.
+
+    The text between them does not matter.
+    """
+    return sum(map(_count_bracket_pairs, text.split("\n"))) >= num_placeholders
 
 
-def _brackets(line: str) -> int:
-    count, end = 0, 0
+def _count_bracket_pairs(line: str) -> int:
+    """Returns how many times "[" is followed by "]"; an opening bracket inside a pair is ignored."""
+    count = end = 0
     while (begin := line.find("[", end)) >= 0 and (close := line.find("]", begin)) >= 0:
         count, end = count + 1, close + 1
     return count
 
 
-def number_bullet_lists(text: str, *, num_bullets: int) -> bool:
-    """Exactly so many lines that begin with one asterisk or with a hyphen.
+def has_bullet_count(text: str, *, num_bullets: int) -> bool:
+    """Returns whether exactly `num_bullets` lines begin with one asterisk or with a hyphen.
 
-    An asterisk alone in its line takes the next line for its text, as in the reference.
+    An asterisk alone in its line takes the next line as its text, as in the reference.
     """
-    stars = hyphens = 0
-    taken = False
+    num_stars = num_hyphens = 0
+    # whether the line before is a lone asterisk, so that this line is its text and no bullet of its own
+    is_taken = False
     lines = text.split("\n")
     for number, line in enumerate(lines):
         begin = line.lstrip()[:2]
-        hyphens += begin.startswith("-")
+        num_hyphens += begin.startswith("-")
         is_alone = line.lstrip() == "*" and number + 1 < len(lines)
-        is_star = not taken and (is_alone or (len(begin) == 2 and begin[0] == "*" and begin[1] != "*"))
-        stars += is_star
-        taken = is_star and is_alone
-    return stars + hyphens == num_bullets
+        is_star = not is_taken and (is_alone or (len(begin) == 2 and begin[0] == "*" and begin[1] != "*"))
+        num_stars += is_star
+        is_taken = is_star and is_alone
+    return num_stars + num_hyphens == num_bullets
 
 
-def number_highlighted_sections(text: str, *, num_highlights: int) -> bool:
-    """At least so many *highlights* within a line; a **double** one counts too."""
-    found = [*_HIGHLIGHT.finditer(text), *_DOUBLE_HIGHLIGHT.finditer(text)]
-    return sum(1 for highlight in found if highlight[1].strip()) >= num_highlights
+def has_highlights(text: str, *, num_highlights: int) -> bool:
+    """Returns whether there are at least `num_highlights` *highlights*, each within a line; **bold** ones count too."""
+    highlights = [*_HIGHLIGHT.finditer(text), *_DOUBLE_HIGHLIGHT.finditer(text)]
+    return sum(1 for highlight in highlights if highlight[1].strip()) >= num_highlights
 
 
-def multiple_sections(text: str, *, section_spliter: str, num_sections: int) -> bool:
-    """At least so many marks such as "Section 1", in the case that was asked for."""
+def has_sections(text: str, *, section_spliter: str, num_sections: int) -> bool:
+    """Returns whether there are at least `num_sections` marks such as "Section 1". Upper and lower case differ."""
     marks = re.finditer(re.escape(section_spliter.strip()) + r"\s?\d+", text)
     return sum(1 for _ in marks) >= num_sections
 
 
-def title(text: str) -> bool:
-    """A title in double angle brackets, within a line."""
-    return any(map(_has_title, text.split("\n")))
+def has_title(text: str) -> bool:
+    """Returns whether some line has a title in double angle brackets."""
+    return any(map(_has_title_in_line, text.split("\n")))
 
 
-def _has_title(line: str) -> bool:
+def _has_title_in_line(line: str) -> bool:
+    """Returns whether something other than brackets and spaces stands between the first "<<" and the last ">>"."""
     begin, end = line.find("<<"), line.rfind(">>")
+    # `begin` is -1 without "<<"; the second comparison refuses that
     return end > begin + 2 > 1 and line[begin : end + 2].lstrip("<").rstrip(">").strip() != ""
 
 
-def json_format(text: str) -> bool:
-    """The whole answer is JSON, perhaps in a fence.
+def is_json(text: str) -> bool:
+    """Returns whether the whole answer is JSON, perhaps inside a Markdown fence.
 
-    >>> json_format('```json\\n{"a": 1}\\n```'), json_format('Here you are: {"a": 1}')
+    >>> is_json('```json\\n{"a": 1}\\n```'), is_json('Here you are: {"a": 1}')
     (True, False)
     """
     text = text.strip()
@@ -84,12 +91,15 @@ def json_format(text: str) -> bool:
     return True
 
 
-def constrained_response(text: str) -> bool:
-    """One of the three options occurs, word for word."""
+def has_option(text: str) -> bool:
+    """Returns whether one of the three options occurs, word for word."""
     return any(option in text for option in OPTIONS)
 
 
-def postscript(text: str, *, postscript_marker: str) -> bool:
-    """A postscript begins somewhere, not only at the end; "P. S." is one too."""
+def has_postscript(text: str, *, postscript_marker: str) -> bool:
+    """Returns whether the mark of a postscript occurs, in upper or lower case and anywhere in the text.
+
+    "P.S." and "P.P.S" may have a space after each full stop.
+    """
     marker = postscript_marker.strip()
-    return re.search(_POSTSCRIPTS.get(marker) or re.escape(marker.lower()), text.lower()) is not None
+    return re.search(_POSTSCRIPT_PATTERNS.get(marker) or re.escape(marker.lower()), text.lower()) is not None

@@ -1,34 +1,38 @@
-"""What an answer begins with, ends with, keeps out, or is divided by."""
+"""Checks of how an answer begins and ends, of commas, and of two responses in one answer."""
 
 from __future__ import annotations
 
 
-def no_comma(text: str) -> bool:
+def has_no_comma(text: str) -> bool:
+    """Returns whether the text has no comma, not even in a number."""
     return "," not in text
 
 
-def quotation(text: str) -> bool:
-    """The whole answer stands between double quotation marks.
+def is_quoted(text: str) -> bool:
+    """Returns whether the whole answer stands between double quotation marks.
 
-    >>> quotation(' "Yes." '), quotation('"')
+    >>> is_quoted(' "Yes." '), is_quoted('"')
     (True, False)
     """
     text = text.strip()
     return len(text) > 1 and text[0] == text[-1] == '"'
 
 
-def end_checker(text: str, *, end_phrase: str) -> bool:
-    """Ends with the phrase, in any case; a quotation mark may follow."""
+def ends_with_phrase(text: str, *, end_phrase: str) -> bool:
+    """Returns whether the text ends with the phrase, in upper or lower case; quotation marks may follow."""
     return text.strip().strip('"').lower().endswith(end_phrase.strip().lower())
 
 
-def repeat_prompt(text: str, *, prompt_to_repeat: str) -> bool:
-    """Begins with the request, word for word, in any case."""
+def begins_with_prompt(text: str, *, prompt_to_repeat: str) -> bool:
+    """Returns whether the text begins with the request, word for word, in upper or lower case."""
     return text.strip().lower().startswith(prompt_to_repeat.strip().lower())
 
 
-def two_responses(text: str) -> bool:
-    """Two different answers with six asterisks between them."""
+def has_two_responses(text: str) -> bool:
+    """Returns whether the text is two different answers with six asterisks between them.
+
+    Asterisks may also stand before the first answer and after the second.
+    """
     parts = [part.strip() for part in text.split("******")]
     filled = [part for part in parts if part]
     return all(parts[1:-1]) and len(filled) == 2 and filled[0] != filled[1]

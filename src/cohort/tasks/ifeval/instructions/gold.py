@@ -1,4 +1,4 @@
-"""Texts that follow instructions, made to order: they prove that a row can be satisfied, not that it is fun to read."""
+"""Texts that follow given instructions. They prove that a row can be satisfied; their content means nothing."""
 
 from __future__ import annotations
 
@@ -10,199 +10,242 @@ from cohort.tasks.ifeval.instructions.formats import OPTIONS
 from cohort.tasks.ifeval.instructions.keywords import Relation
 from cohort.tasks.ifeval.instructions.phrases import ENGLISH, PHRASES
 from cohort.tasks.ifeval.instructions.registry import Arguments
-from cohort.tasks.ifeval.instructions.verdicts import follow
+from cohort.tasks.ifeval.instructions.verdicts import check_instructions
 
-_WORDS = ("note", "idea", "plan", "moss", "fjord", "lynx")
-_MAX_FILL = 400  # sentences
+# Words to fill texts with: the first one without a forbidden part is used.
+_FILLER_WORDS = ("note", "idea", "plan", "moss", "fjord", "lynx")
+_MAX_SENTENCES = 400
 
 
 @dataclass(kw_only=True, slots=True)
 class Draft:
-    """A text in parts: blocks with a joint between them, the first with the lines that instructions ask for."""
+    """A text in the making: blocks with a separator between them. The functions below add what instructions ask for.
 
-    begin: str = ""
+    The first block has the `beginning`, the filling sentences and the `lines`; the last block ends with `final_lines`.
+    `openings` maps the index of a block to its first word. Words that contain one of `forbidden_parts` are left out.
+    `transforms` change the finished text, in order.
+    """
+
+    beginning: str = ""
     lines: list[str] = field(default_factory=list)
-    end: list[str] = field(default_factory=list)
+    final_lines: list[str] = field(default_factory=list)
     sentences: Sequence[str] = ENGLISH
     num_blocks: int = 1
-    joint: str = "\n"
-    openings: dict[int, str] = field(default_factory=dict)  # of blocks: their first words
-    avoid: list[str] = field(default_factory=list)
-    finish: list[Callable[[str], str]] = field(default_factory=list)
+    separator: str = "\n"
+    openings: dict[int, str] = field(default_factory=dict)
+    forbidden_parts: list[str] = field(default_factory=list)
+    transforms: list[Callable[[str], str]] = field(default_factory=list)
 
-    def is_free(self, word: str) -> bool:
-        return not any(part.lower() in word.lower() for part in self.avoid)
+    def is_allowed(self, word: str) -> bool:
+        """Returns whether the word contains none of the forbidden parts, in upper or lower case."""
+        return not any(part.lower() in word.lower() for part in self.forbidden_parts)
 
     @property
-    def word(self) -> str:
-        return next(filter(self.is_free, _WORDS), "")
+    def allowed_word(self) -> str:
+        """The first filler word that is allowed, or "" if all are forbidden."""
+        return next(filter(self.is_allowed, _FILLER_WORDS), "")
 
-    def fill(self, num_sentences: int, stop: str) -> str:
+    def write_sentences(self, num_sentences: int, stop: str) -> str:
+        """Returns that many sentences without forbidden words, each followed by `stop`; they repeat from the first."""
         chosen = (self.sentences[i % len(self.sentences)] for i in range(num_sentences))
-        return " ".join(" ".join(filter(self.is_free, sentence.split())) + stop for sentence in chosen)
+        return " ".join(" ".join(filter(self.is_allowed, sentence.split())) + stop for sentence in chosen)
 
     def render(self, num_sentences: int, stop: str) -> str:
-        blocks = [[self.openings.get(i, ""), self.fill(1, stop) or self.word] for i in range(self.num_blocks)]
-        blocks[0] = [self.begin, self.openings.get(0, ""), self.fill(num_sentences, stop), *self.lines]
-        blocks[-1] += self.end
-        text = self.joint.join("\n".join(filter(None, block)) or self.word for block in blocks)
-        for change in self.finish:
+        """Returns the finished text with `num_sentences` sentences in its first block; `stop` ends every sentence."""
+        blocks = [
+            [self.openings.get(i, ""), self.write_sentences(1, stop) or self.allowed_word]
+            for i in range(self.num_blocks)
+        ]
+        blocks[0] = [self.beginning, self.openings.get(0, ""), self.write_sentences(num_sentences, stop), *self.lines]
+        blocks[-1] += self.final_lines
+        text = self.separator.join("\n".join(filter(None, block)) or self.allowed_word for block in blocks)
+        for change in self.transforms:
             text = change(text)
         return text
 
 
-def write(names: Sequence[str], arguments: Sequence[Arguments]) -> str | None:
-    """A text that follows all of these instructions, or None where no way was found.
+def write_text(names: Sequence[str], arguments: Sequence[Arguments]) -> str | None:
+    """Returns a text that strictly follows all of these instructions, or None if the search finds none.
 
-    >>> write(["startend:quotation", "keywords:existence"], [{}, {"keywords": ["owl"]}])
+    >>> write_text(["startend:quotation", "keywords:existence"], [{}, {"keywords": ["owl"]}])
     '"The day is bright and the road is long.\\nowl"'
     """
     draft = Draft()
     ordered = sorted(zip(names, arguments, strict=True), key=lambda pair: list(WRITERS).index(pair[0]))
-    for name, given in ordered:
-        WRITERS[name](draft, **given)
-    texts = (draft.render(num_sentences, stop) for num_sentences in _amounts() for stop in (".", ""))
-    return next((text for text in texts if all(follow(names, arguments, text).strict)), None)
+    for name, kwargs in ordered:
+        WRITERS[name](draft, **kwargs)
+    # The right length is found by trial: more and more sentences, each time with and without full stops.
+    texts = (draft.render(num_sentences, stop) for num_sentences in _propose_sentence_counts() for stop in (".", ""))
+    return next((text for text in texts if all(check_instructions(names, arguments, text).strict)), None)
 
 
-def _amounts() -> Iterator[int]:
-    amount = 1
+def _propose_sentence_counts() -> Iterator[int]:
+    """Yields 1, 0, 2, 3 and so on, with growing steps, up to the first count of at least _MAX_SENTENCES."""
+    count = 1
     yield from (1, 0)
-    while amount < _MAX_FILL:
-        amount += 1 + amount // 12
-        yield amount
+    while count < _MAX_SENTENCES:
+        count += 1 + count // 12
+        yield count
 
 
-def _forbidden(draft: Draft, *, forbidden_words: Sequence[str]) -> None:
-    draft.avoid += forbidden_words
+# ---- Writers: each one takes the arguments of an instruction and changes a draft so that its text follows it.
 
 
-def _frequency(draft: Draft, *, keyword: str, relation: Relation, frequency: int) -> None:
+def _avoid_forbidden_words(draft: Draft, *, forbidden_words: Sequence[str]) -> None:
+    """Forbids the words for all filling text."""
+    draft.forbidden_parts += forbidden_words
+
+
+def _repeat_or_avoid_keyword(draft: Draft, *, keyword: str, relation: Relation, frequency: int) -> None:
+    """Adds the keyword as often as needed for "at least"; forbids it for "less than"."""
     if relation == "at least":
         draft.lines.append(" ".join([keyword] * frequency))
     else:
-        draft.avoid.append(keyword)
+        draft.forbidden_parts.append(keyword)
 
 
-def _letters(draft: Draft, *, letter: str, let_relation: Relation, let_frequency: int) -> None:
+def _repeat_or_avoid_letter(draft: Draft, *, letter: str, let_relation: Relation, let_frequency: int) -> None:
+    """Adds the letter as often as needed for "at least"; forbids it for "less than"."""
     if let_relation == "at least":
         draft.lines.append(letter * let_frequency)
     else:
-        draft.avoid.append(letter)
+        draft.forbidden_parts.append(letter)
 
 
-def _no_comma(draft: Draft) -> None:
-    draft.finish.append(lambda text: text.replace(",", ""))
+def _remove_commas(draft: Draft) -> None:
+    """Removes all commas from the finished text."""
+    draft.transforms.append(lambda text: text.replace(",", ""))
 
 
-def _upper(draft: Draft) -> None:
-    draft.finish.append(str.upper)
+def _change_to_capitals(draft: Draft) -> None:
+    """Changes the finished text to capital letters."""
+    draft.transforms.append(str.upper)
 
 
-def _lower(draft: Draft) -> None:
-    draft.finish.append(str.lower)
+def _change_to_lowercase(draft: Draft) -> None:
+    """Changes the finished text to small letters."""
+    draft.transforms.append(str.lower)
 
 
-def _quotation(draft: Draft) -> None:
-    draft.finish.append('"{}"'.format)
+def _put_in_quotation_marks(draft: Draft) -> None:
+    """Puts the finished text between double quotation marks."""
+    draft.transforms.append('"{}"'.format)
 
 
-def _json(draft: Draft) -> None:
-    draft.finish.append(lambda text: json.dumps({draft.word: text.replace("\n", " ")}, ensure_ascii=False))
+def _wrap_in_json(draft: Draft) -> None:
+    """Makes the finished text the only value of a JSON object, in one line."""
+    draft.transforms.append(lambda text: json.dumps({draft.allowed_word: text.replace("\n", " ")}, ensure_ascii=False))
 
 
-def _language(draft: Draft, *, language: str) -> None:
+def _use_language(draft: Draft, *, language: str) -> None:
+    """Fills the text with a sentence of the language, if there is one in PHRASES."""
     if language in PHRASES:
         draft.sentences = (PHRASES[language].sentence,)
 
 
-def _length(draft: Draft, *, relation: Relation, num_words: int = 0, num_sentences: int = 0) -> None:
-    """The amount of filling, with full stops or without, sees to it."""
+def _leave_length_to_search(draft: Draft, *, relation: Relation, num_words: int = 0, num_sentences: int = 0) -> None:
+    """Does nothing: `write_text` tries different numbers of sentences until the length is right."""
 
 
-def _capitals(draft: Draft, *, capital_relation: Relation, capital_frequency: int) -> None:
+def _add_capital_words(draft: Draft, *, capital_relation: Relation, capital_frequency: int) -> None:
+    """Adds words in capitals for "at least"; does nothing for "less than", since sentences have none."""
     if capital_relation == "at least":
-        draft.lines.append(" ".join([draft.word.upper()] * capital_frequency))
+        draft.lines.append(" ".join([draft.allowed_word.upper()] * capital_frequency))
 
 
-def _existence(draft: Draft, *, keywords: Sequence[str]) -> None:
+def _add_keywords(draft: Draft, *, keywords: Sequence[str]) -> None:
+    """Adds a line with all keywords."""
     draft.lines.append(" ".join(keywords))
 
 
-def _placeholders(draft: Draft, *, num_placeholders: int) -> None:
-    draft.lines.append(" ".join([f"[{draft.word}]"] * num_placeholders))
+def _add_placeholders(draft: Draft, *, num_placeholders: int) -> None:
+    """Adds a line with as many words in square brackets."""
+    draft.lines.append(" ".join([f"[{draft.allowed_word}]"] * num_placeholders))
 
 
-def _highlights(draft: Draft, *, num_highlights: int) -> None:
-    draft.lines.append(" ".join([f"{draft.word} *{draft.word}*"] * num_highlights))
+def _add_highlights(draft: Draft, *, num_highlights: int) -> None:
+    """Adds a line with as many words between asterisks."""
+    draft.lines.append(" ".join([f"{draft.allowed_word} *{draft.allowed_word}*"] * num_highlights))
 
 
-def _title(draft: Draft) -> None:
-    draft.lines.append(f"<<{draft.word}>>")
+def _add_title(draft: Draft) -> None:
+    """Adds a title in double angle brackets."""
+    draft.lines.append(f"<<{draft.allowed_word}>>")
 
 
-def _option(draft: Draft) -> None:
-    draft.lines.append(next(filter(draft.is_free, OPTIONS), OPTIONS[0]))
+def _add_option(draft: Draft) -> None:
+    """Adds one of the three allowed answers, preferably one without a forbidden part."""
+    draft.lines.append(next(filter(draft.is_allowed, OPTIONS), OPTIONS[0]))
 
 
-def _sections(draft: Draft, *, section_spliter: str, num_sections: int) -> None:
+def _add_sections(draft: Draft, *, section_spliter: str, num_sections: int) -> None:
+    """Adds as many headings with numbers from 1."""
     draft.lines += [f"{section_spliter} {number}" for number in range(1, num_sections + 1)]
 
 
-def _bullets(draft: Draft, *, num_bullets: int) -> None:
-    draft.lines += [f"- {draft.word}"] * num_bullets
+def _add_bullets(draft: Draft, *, num_bullets: int) -> None:
+    """Adds as many bullet points."""
+    draft.lines += [f"- {draft.allowed_word}"] * num_bullets
 
 
-def _paragraphs(draft: Draft, *, num_paragraphs: int) -> None:
-    draft.num_blocks, draft.joint = max(1, num_paragraphs), "\n***\n"
+def _divide_into_paragraphs(draft: Draft, *, num_paragraphs: int) -> None:
+    """Divides the text into paragraphs with three asterisks between them."""
+    draft.num_blocks, draft.separator = max(1, num_paragraphs), "\n***\n"
 
 
-def _nth_paragraph(draft: Draft, *, num_paragraphs: int, nth_paragraph: int, first_word: str) -> None:
-    draft.num_blocks, draft.joint = num_paragraphs, "\n\n"
+def _divide_and_set_first_word(draft: Draft, *, num_paragraphs: int, nth_paragraph: int, first_word: str) -> None:
+    """Divides the text into paragraphs with empty lines between them; the nth begins with the word."""
+    draft.num_blocks, draft.separator = num_paragraphs, "\n\n"
     draft.openings[nth_paragraph - 1] = first_word
 
 
-def _two_responses(draft: Draft) -> None:
-    draft.num_blocks, draft.joint = 2, "\n******\n"
-    draft.openings[1] = draft.word
+def _divide_into_two_responses(draft: Draft) -> None:
+    """Divides the text into two different responses with six asterisks between them."""
+    draft.num_blocks, draft.separator = 2, "\n******\n"
+    draft.openings[1] = draft.allowed_word
 
 
-def _repeat(draft: Draft, *, prompt_to_repeat: str) -> None:
-    draft.begin = prompt_to_repeat
+def _begin_with_prompt(draft: Draft, *, prompt_to_repeat: str) -> None:
+    """Puts the request at the beginning."""
+    draft.beginning = prompt_to_repeat
 
 
-def _postscript(draft: Draft, *, postscript_marker: str) -> None:
-    draft.end.append(f"{postscript_marker} {draft.word}")
+def _add_postscript(draft: Draft, *, postscript_marker: str) -> None:
+    """Adds a postscript after the last block."""
+    draft.final_lines.append(f"{postscript_marker} {draft.allowed_word}")
 
 
-def _end(draft: Draft, *, end_phrase: str) -> None:
-    draft.end.append(end_phrase)
+def _end_with_phrase(draft: Draft, *, end_phrase: str) -> None:
+    """Adds the phrase as the last line."""
+    draft.final_lines.append(end_phrase)
 
 
-WRITERS: dict[str, Callable[..., None]] = {  # in the order they are applied: what is to be avoided first
-    "keywords:forbidden_words": _forbidden,
-    "keywords:frequency": _frequency,
-    "keywords:letter_frequency": _letters,
-    "punctuation:no_comma": _no_comma,
-    "detectable_format:json_format": _json,
-    "change_case:english_capital": _upper,
-    "change_case:english_lowercase": _lower,
-    "startend:quotation": _quotation,
-    "language:response_language": _language,
-    "length_constraints:number_sentences": _length,
-    "length_constraints:number_words": _length,
-    "change_case:capital_word_frequency": _capitals,
-    "keywords:existence": _existence,
-    "detectable_content:number_placeholders": _placeholders,
-    "detectable_format:number_highlighted_sections": _highlights,
-    "detectable_format:title": _title,
-    "detectable_format:constrained_response": _option,
-    "detectable_format:multiple_sections": _sections,
-    "detectable_format:number_bullet_lists": _bullets,
-    "length_constraints:number_paragraphs": _paragraphs,
-    "length_constraints:nth_paragraph_first_word": _nth_paragraph,
-    "combination:two_responses": _two_responses,
-    "combination:repeat_prompt": _repeat,
-    "detectable_content:postscript": _postscript,
-    "startend:end_checker": _end,
+# In the order in which they are applied: forbidden parts come first, because later writers choose allowed words.
+# Transforms change the finished text in the same order, so that the quotation marks come last.
+WRITERS: dict[str, Callable[..., None]] = {
+    "keywords:forbidden_words": _avoid_forbidden_words,
+    "keywords:frequency": _repeat_or_avoid_keyword,
+    "keywords:letter_frequency": _repeat_or_avoid_letter,
+    "punctuation:no_comma": _remove_commas,
+    "detectable_format:json_format": _wrap_in_json,
+    "change_case:english_capital": _change_to_capitals,
+    "change_case:english_lowercase": _change_to_lowercase,
+    "startend:quotation": _put_in_quotation_marks,
+    "language:response_language": _use_language,
+    "length_constraints:number_sentences": _leave_length_to_search,
+    "length_constraints:number_words": _leave_length_to_search,
+    "change_case:capital_word_frequency": _add_capital_words,
+    "keywords:existence": _add_keywords,
+    "detectable_content:number_placeholders": _add_placeholders,
+    "detectable_format:number_highlighted_sections": _add_highlights,
+    "detectable_format:title": _add_title,
+    "detectable_format:constrained_response": _add_option,
+    "detectable_format:multiple_sections": _add_sections,
+    "detectable_format:number_bullet_lists": _add_bullets,
+    "length_constraints:number_paragraphs": _divide_into_paragraphs,
+    "length_constraints:nth_paragraph_first_word": _divide_and_set_first_word,
+    "combination:two_responses": _divide_into_two_responses,
+    "combination:repeat_prompt": _begin_with_prompt,
+    "detectable_content:postscript": _add_postscript,
+    "startend:end_checker": _end_with_phrase,
 }

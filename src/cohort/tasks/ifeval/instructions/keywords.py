@@ -1,4 +1,4 @@
-"""Words and letters that an answer must have, must not have, or must have often enough."""
+"""Checks of words and letters: those that an answer must have, must not have, or must have a number of times."""
 
 from __future__ import annotations
 
@@ -9,39 +9,42 @@ from typing import Literal
 Relation = Literal["at least", "less than"]
 
 
-def compare(count: int, relation: Relation, bound: int) -> bool:
-    """The two relations of IFEval.
+def satisfies_bound(count: int, relation: Relation, bound: int) -> bool:
+    """Returns whether a count is "at least" or "less than" the bound, the two relations of IFEval.
 
-    >>> compare(3, "at least", 3), compare(3, "less than", 3)
+    >>> satisfies_bound(3, "at least", 3), satisfies_bound(3, "less than", 3)
     (True, False)
     """
     return count >= bound if relation == "at least" else count < bound
 
 
-def existence(text: str, *, keywords: Sequence[str]) -> bool:
-    """Every keyword occurs, in any case, inside other words too.
+def has_keywords(text: str, *, keywords: Sequence[str]) -> bool:
+    """Returns whether every keyword occurs, in upper or lower case; inside other words counts.
 
-    >>> existence("Catalogue of dogs", keywords=["cat", "dog"])
+    >>> has_keywords("Catalogue of dogs", keywords=["cat", "dog"])
     True
     """
     return all(re.search(re.escape(word), text, re.IGNORECASE) for word in keywords)
 
 
-def frequency(text: str, *, keyword: str, relation: Relation, frequency: int) -> bool:
-    """How often one keyword occurs, in any case, inside other words too."""
-    found = re.finditer(re.escape(keyword.strip()), text, re.IGNORECASE)
-    return compare(sum(1 for _ in found), relation, frequency)
+def has_keyword_count(text: str, *, keyword: str, relation: Relation, frequency: int) -> bool:
+    """Returns whether the number of times that the keyword occurs is within the bound.
+
+    Upper and lower case are the same, and inside other words counts.
+    """
+    matches = re.finditer(re.escape(keyword.strip()), text, re.IGNORECASE)
+    return satisfies_bound(sum(1 for _ in matches), relation, frequency)
 
 
-def forbidden_words(text: str, *, forbidden_words: Sequence[str]) -> bool:
-    """None of the words occurs, in any case; inside other words they are allowed.
+def has_no_forbidden_words(text: str, *, forbidden_words: Sequence[str]) -> bool:
+    """Returns whether none of the words occurs, in upper or lower case; inside other words they are allowed.
 
-    >>> forbidden_words("a scatter plot", forbidden_words=["cat"])
+    >>> has_no_forbidden_words("a scatter plot", forbidden_words=["cat"])
     True
     """
     return not any(re.search(rf"\b{re.escape(word)}\b", text, re.IGNORECASE) for word in forbidden_words)
 
 
-def letter_frequency(text: str, *, letter: str, let_relation: Relation, let_frequency: int) -> bool:
-    """How often one letter, or sign, occurs in any case."""
-    return compare(text.lower().count(letter.lower()), let_relation, let_frequency)
+def has_letter_count(text: str, *, letter: str, let_relation: Relation, let_frequency: int) -> bool:
+    """Returns whether the number of times that the letter or sign occurs, in either case, is within the bound."""
+    return satisfies_bound(text.lower().count(letter.lower()), let_relation, let_frequency)

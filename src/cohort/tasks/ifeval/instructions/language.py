@@ -1,4 +1,4 @@
-"""Which language an answer is written in, by langdetect: the one place that imports it."""
+"""Checks of the language of an answer with langdetect; the only module that imports it."""
 
 from __future__ import annotations
 
@@ -12,25 +12,30 @@ LANGUAGES = (
     "af ar bg bn ca cs cy da de el en es et fa fi fr gu he hi hr hu id it ja kn ko lt lv mk ml mr ne nl no pa pl pt ro "
     "ru sk sl so sq sv sw ta te th tl tr uk ur vi zh-cn zh-tw"
 )
+# langdetect draws at random; with a fixed seed, the same text always gets the same language.
 SEED = 0
-MAX_CHARS = 20_000  # langdetect itself looks at 10,000 after it took addresses out, slowly
+# langdetect uses 10,000 characters, but first it removes addresses from the whole text, which is slow.
+MAX_CHARS = 20_000
 
 
-def require() -> None:
-    """Refuse now what would fail in the middle of a run."""
-    _factory()
+def require_langdetect() -> None:
+    """Raises TaskError if langdetect is not installed. Called before a run, which would otherwise fail midway."""
+    _load_detector_factory()
 
 
-def response_language(text: str, *, language: str) -> bool:
-    """The answer as a whole is in the language; one that has none (only digits, say) passes, as in the reference."""
-    return detect(text) in (language, None)
+def is_in_language(text: str, *, language: str) -> bool:
+    """Returns whether the answer as a whole is in the language, given as a code such as "de".
+
+    A text that has no language, for example only digits, passes, as in the reference.
+    """
+    return detect_language(text) in (language, None)
 
 
-def detect(text: str) -> str | None:
-    """The most probable language, or None where nothing tells. The same for the same text: the draws are seeded."""
+def detect_language(text: str) -> str | None:
+    """Returns the code of the most probable language, or None if the text has none. Equal texts get equal results."""
     from langdetect import LangDetectException
 
-    detector = _factory().create()
+    detector = _load_detector_factory().create()
     detector.append(text[:MAX_CHARS])
     try:
         return str(detector.detect())
@@ -39,13 +44,17 @@ def detect(text: str) -> str | None:
 
 
 @cache
-def _factory() -> Any:
+def _load_detector_factory() -> Any:
+    """Returns langdetect's factory of detectors with all language profiles loaded, once per process.
+
+    Raises TaskError if langdetect is not installed.
+    """
     try:
         from langdetect.detector_factory import PROFILES_DIRECTORY, DetectorFactory
     except ImportError as error:
-        raise TaskError("ifeval needs langdetect to tell languages: pip install 'cohort[ifeval]'") from error
+        raise TaskError("ifeval needs langdetect, which is not installed; run pip install 'cohort[ifeval]'") from error
     factory = DetectorFactory()
-    # sorted, since the order in which a file system lists them would decide the last bits of the sums
+    # The files are sorted, because the order in which a file system lists them would change the last bits of sums.
     factory.load_json_profile([file.read_text(encoding="utf-8") for file in sorted(Path(PROFILES_DIRECTORY).iterdir())])
     factory.seed = SEED
     return factory

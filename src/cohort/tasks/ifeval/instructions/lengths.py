@@ -1,29 +1,35 @@
-"""How long an answer is: words, sentences, paragraphs."""
+"""Checks of the length of an answer: words, sentences, paragraphs."""
 
 from __future__ import annotations
 
 import re
 
-from cohort.tasks.ifeval.instructions.keywords import Relation, compare
+from cohort.tasks.ifeval.instructions.keywords import Relation, satisfies_bound
 from cohort.tasks.ifeval.instructions.sentences import count_sentences
 
 _WORD = re.compile(r"\w+")
-_WORD_END = re.compile("[.,?!'\"]")
+_FIRST_WORD_END = re.compile("[.,?!'\"]")
 
 
-def number_words(text: str, *, relation: Relation, num_words: int) -> bool:
-    """Words are runs of letters, digits and underscores: "it's" is two."""
-    return compare(sum(1 for _ in _WORD.finditer(text)), relation, num_words)
+def has_word_count(text: str, *, relation: Relation, num_words: int) -> bool:
+    """Returns whether the number of words is within the bound.
+
+    Words are runs of letters, digits and underscores: "it's" is two words.
+    """
+    return satisfies_bound(sum(1 for _ in _WORD.finditer(text)), relation, num_words)
 
 
-def number_sentences(text: str, *, relation: Relation, num_sentences: int) -> bool:
-    return compare(count_sentences(text), relation, num_sentences)
+def has_sentence_count(text: str, *, relation: Relation, num_sentences: int) -> bool:
+    """Returns whether the number of sentences is within the bound."""
+    return satisfies_bound(count_sentences(text), relation, num_sentences)
 
 
-def number_paragraphs(text: str, *, num_paragraphs: int) -> bool:
-    """Paragraphs stand between lines of three asterisks; the first and the last may be empty, then they do not count.
+def has_paragraph_count(text: str, *, num_paragraphs: int) -> bool:
+    """Returns whether there are exactly `num_paragraphs` paragraphs with three asterisks between them.
 
-    >>> number_paragraphs("one ***\\ntwo", num_paragraphs=2)
+    An empty first or last paragraph does not count. Any other empty paragraph makes the result False.
+
+    >>> has_paragraph_count("one ***\\ntwo", num_paragraphs=2)
     True
     """
     first, *rest = (bool(part.strip()) for part in text.split("***"))
@@ -31,15 +37,18 @@ def number_paragraphs(text: str, *, num_paragraphs: int) -> bool:
     return all(inner) and first + len(inner) + sum(last) == num_paragraphs
 
 
-def nth_paragraph_first_word(text: str, *, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
-    """Paragraphs stand between empty lines; one of them begins with a certain word, in any case.
+def has_first_word_in_paragraph(text: str, *, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
+    """Returns whether there are `num_paragraphs` paragraphs between empty lines, and the nth begins with the word.
 
-    The place is counted with empty paragraphs, the number without: so does the reference.
+    Upper and lower case are the same. As in the reference, empty paragraphs count for the place of the nth paragraph,
+    but not for the number of paragraphs.
     """
     paragraphs = [part.split(maxsplit=1) for part in text.split("\n\n")]
     num_filled = sum(map(bool, paragraphs))
     words = paragraphs[nth_paragraph - 1] if nth_paragraph <= num_filled else []
     if not words or num_filled != num_paragraphs:
         return False
-    found = _WORD_END.split(words[0].lstrip("'").lstrip('"'), maxsplit=1)[0]
-    return "".join(map(str.lower, found)) == first_word.lower()
+    word = _FIRST_WORD_END.split(words[0].lstrip("'").lstrip('"'), maxsplit=1)[0]
+    # Letter by letter, as in the reference: a few characters become lower case differently in a word than alone, for
+    # example a final sigma.
+    return "".join(map(str.lower, word)) == first_word.lower()

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Phrase:
-    """A language's English name, and a sentence in it; without commas, and without a full stop."""
+    """The English name of a language, and a sentence in that language without commas and without a full stop."""
 
     language: str
     sentence: str
 
 
+# by the language codes of langdetect
 PHRASES = {
     "ar": Phrase("Arabic", "الصباح هادئ والمدينة القديمة تستيقظ ببطء قرب النهر"),
     "bg": Phrase("Bulgarian", "Сутринта беше тиха докато старият град бавно пробуждаше улиците край реката"),
@@ -44,6 +45,7 @@ PHRASES = {
     "ur": Phrase("Urdu", "صبح خاموش ہے اور پرانا شہر دریا کے کنارے آہستہ آہستہ جاگ رہا ہے"),
     "vi": Phrase("Vietnamese", "Buổi sáng yên tĩnh và thành phố cổ thức dậy chậm rãi bên dòng sông"),
 }
+# Sentences without a full stop from which `gold` writes English texts.
 ENGLISH = (
     "The day is bright and the road is long",
     "Old friends walk slowly through the green hills",

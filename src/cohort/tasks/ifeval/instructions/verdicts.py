@@ -1,4 +1,4 @@
-"""Which instructions an answer follows: by the letter, and after the usual small talk was taken away."""
+"""Verdicts on an answer: which instructions it follows, strictly and after usual small talk is removed."""
 
 from __future__ import annotations
 
@@ -9,34 +9,42 @@ from cohort.tasks.ifeval.instructions.registry import INSTRUCTIONS, Arguments
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Followed:
-    """Which instructions of a row an answer follows, in their order: by the letter, and with some leniency."""
+class InstructionResults:
+    """Which instructions of a row an answer follows, one entry per instruction in their order.
+
+    `strict` judges the answer itself. `loose` is also true if a shortened variant follows the instruction.
+    """
 
     strict: tuple[bool, ...]
     loose: tuple[bool, ...]
 
 
-def follow(names: Sequence[str], arguments: Sequence[Arguments], text: str) -> Followed:
-    """Check a text against a row's instructions. An empty text follows none.
+def check_instructions(names: Sequence[str], arguments: Sequence[Arguments], text: str) -> InstructionResults:
+    """Checks a text against the instructions of a row. An empty text follows none.
 
-    >>> follow(["punctuation:no_comma", "startend:quotation"], [{}, {}], 'Sure:\\n"Yes"')
-    Followed(strict=(True, False), loose=(True, True))
+    >>> check_instructions(["punctuation:no_comma", "startend:quotation"], [{}, {}], 'Sure:\\n"Yes"')
+    InstructionResults(strict=(True, False), loose=(True, True))
     """
-    checks = [(INSTRUCTIONS[name].check, given) for name, given in zip(names, arguments, strict=True)]
-    strict = [text.strip() != "" and check(text, **given) for check, given in checks]
-    relaxed = [] if all(strict) else [*_relaxed(text)]
+    checks = [(INSTRUCTIONS[name].check, kwargs) for name, kwargs in zip(names, arguments, strict=True)]
+    strict = [text.strip() != "" and check(text, **kwargs) for check, kwargs in checks]
+    # The variants cost up to seven more checks, so they are made only if they can change a verdict.
+    variants = [] if all(strict) else [*_make_loose_variants(text)]
     loose = [
-        is_followed or any(check(other, **given) for other in relaxed)
-        for is_followed, (check, given) in zip(strict, checks, strict=True)
+        is_followed or any(check(variant, **kwargs) for variant in variants)
+        for is_followed, (check, kwargs) in zip(strict, checks, strict=True)
     ]
-    return Followed(strict=tuple(strict), loose=tuple(loose))
+    return InstructionResults(strict=tuple(strict), loose=tuple(loose))
 
 
-def _relaxed(text: str) -> Iterator[str]:
-    """The text without its asterisks, its first line, its last line, or several of these."""
+def _make_loose_variants(text: str) -> Iterator[str]:
+    """Returns the text without its asterisks, its first line, its last line, and all combinations of these.
+
+    Leaves out blank variants, repeated ones and the text itself.
+    """
     _, _, no_first = text.partition("\n")
     no_last, _, _ = text.rpartition("\n")
     _, _, neither = no_last.partition("\n")
+    # dicts instead of sets, to keep the order
     cut = dict.fromkeys((text, no_first.strip(), no_last.strip(), neither.strip()))
-    others = dict.fromkeys((*cut, *(other.replace("*", "") for other in cut)))
-    return (other for other in others if other != text and other.strip())
+    variants = dict.fromkeys((*cut, *(variant.replace("*", "") for variant in cut)))
+    return (variant for variant in variants if variant != text and variant.strip())

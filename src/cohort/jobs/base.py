@@ -1,0 +1,89 @@
+"""The base of all jobs: a model, its learner, and how both are saved in checkpoints and restored from them."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+
+from cohort.config.document import dump_config, parse_config
+from cohort.config.schema import RunConfig
+from cohort.engines.weights import copy_weights
+from cohort.errors import RunError
+from cohort.learner.local import LocalLearner
+from cohort.models.auto import AnyDecoder
+from cohort.models.decoder import Decoder
+from cohort.models.files import LoadedModel, load_folder, save_folder
+from cohort.run.checkpoint import Checkpoint
+from cohort.run.directory import RunDirectory
+
+
+@dataclass(kw_only=True)
+class TrainingJob:
+    """The model that a run trains, and its learner. Subclasses add what it is trained on, and the loop."""
+
+    config: RunConfig
+    model: LoadedModel
+    learner: LocalLearner
+
+    def write_model(self, folder: Path) -> None:
+        """Writes the current weights into `folder`, in the format of Hugging Face."""
+        weights = self.learner.weights()
+        decoder = self.model.decoder
+        # A learner in another process has a model of its own.
+        if weights.module is not decoder:
+            assert isinstance(decoder, Decoder), "a foreign model is trained in this process"
+            copy_weights(weights, decoder)
+        save_folder(decoder, self.model.hf_config, self.model.folder, folder)
+
+    def checkpoint_learner(self, step: int, cursor: int) -> Checkpoint:
+        """Returns a checkpoint with the learner's state after `step` completed steps.
+
+        `cursor` is the position in the prompt stream, or in the data, from which the run continues.
+        """
+        tensors, numbers = self.learner.state()
+        # The number of steps is the one setting that may change, so it is left out here.
+        settings = dump_config(replace(self.config, steps=0))
+        numbers |= {"threads": torch.get_num_threads(), "torch": torch.__version__, "config": settings}
+        if self.learner.adapters is not None:
+            numbers["lora"] = asdict(self.learner.adapters.config)
+        return Checkpoint(step=step, cursor=cursor, optimizer=tensors, numbers=numbers)
+
+    def restore_learner(self, state: Checkpoint) -> None:
+        """Restores weights, optimizer and number of threads from a checkpoint.
+
+        Raises RunError if the checkpoint was made with other settings than those of this job.
+        """
+        assert state.model is not None
+        # <run>/checkpoints/<step>/model: the third folder above the model is the run.
+        saved_with = RunDirectory(state.model.parents[2], parse_config(state.numbers["config"], warn=False))
+        saved_with.require_same_settings(self.config)
+        # Sums depend on the number of threads, so the run keeps its number, also on a machine with fewer cores.
+        torch.set_num_threads(int(state.numbers["threads"]))
+        decoder = self.model.decoder
+        saved = load_folder(state.model, decoder.embed.dtype).decoder
+        # Copied in place, because an engine may share the storage. With adapters, the learner merges the weights.
+        if self.learner.adapters is None:
+            decoder.load_state_dict(saved.state_dict())
+        self.learner.load_state(state.optimizer, state.numbers)
+        if self.learner.adapters is not None:
+            _require_equal_weights(decoder, saved, self.config.model)
+
+    def close(self) -> None:
+        """Ends the processes and connections that the job has opened. Here there are none."""
+
+
+def _require_equal_weights(decoder: AnyDecoder, saved: AnyDecoder, model: str) -> None:
+    """Raises RunError unless the merged weights of `decoder` equal the `saved` ones up to rounding.
+
+    A checkpoint of adapters does not hold the base weights. They are read again from `model`, which may have changed
+    since the run was started.
+    """
+    for (name, p), q in zip(decoder.state_dict().items(), saved.state_dict().values(), strict=True):
+        tolerance = 4 * torch.finfo(p.dtype).eps
+        if not torch.allclose(p.cpu(), q, rtol=tolerance, atol=tolerance * float(q.abs().max())):
+            raise RunError(
+                f"The model {model} has changed since this run was started: merged with the checkpoint's adapters, "
+                f"its weights {name} are not those of the checkpoint. Put the original model back."
+            )

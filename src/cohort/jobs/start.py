@@ -1,0 +1,84 @@
+"""Starting and resuming a run of any kind: opens the directory, builds the job, runs its loop, closes everything."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
+
+from cohort.config.schema import RunConfig
+from cohort.logs.forward import forward_logs
+from cohort.logs.sinks.registry import make_sinks
+from cohort.logs.view import View, make_view
+from cohort.run.directory import RunDirectory
+from cohort.run.job import Job
+from cohort.run.life import Run
+
+
+class RunnableJob(Job, Protocol):
+    """A job that also has a training loop and can be closed."""
+
+    @property
+    def config(self) -> RunConfig:
+        """The config of the run, in which every setting that depends on the machine is decided."""
+
+    def run_loop(self, run: Run) -> None:
+        """Does every remaining step of `run`."""
+
+    def close(self) -> None:
+        """Ends the processes and connections that the job has opened."""
+
+
+JobBuilder = Callable[[RunConfig], RunnableJob]
+"""Loads the model and the data that a config names, and returns the job."""
+
+
+def start_run(config: RunConfig, build_job: JobBuilder, out: Path, log: str, sinks: Sequence[str]) -> Path:
+    """Trains a config in a new run directory below `out`, to the last step. Returns the path of the directory.
+
+    `log` names the view (see `make_view`), `sinks` the programs that also get the metrics. If a signal stops the run,
+    saves a checkpoint and raises KeyboardInterrupt.
+    """
+    # A sink that cannot work is refused before the model is loaded.
+    views = make_sinks(sinks)
+    job = build_job(config)
+    try:
+        # Called from Python, there is no command that could be repeated.
+        typed = shlex.join(["cohort", *sys.argv[1:]]) if sys.argv[1:2] == ["train"] else ""
+        directory = RunDirectory.create(out, job.config, command=typed)
+        _run_job(job, directory, log, views)
+    finally:
+        job.close()
+    return directory.path
+
+
+def resume_run(path: Path, build_job: JobBuilder, steps: int | None, log: str, sinks: Sequence[str]) -> Path:
+    """Continues the run in `path` from its newest checkpoint, and returns `path`. Is stopped as `start_run` is.
+
+    `steps` is the new total number of steps; None keeps the number the run was started with.
+    """
+    views = make_sinks(sinks)
+    directory = RunDirectory.open(path)
+    # Refuses a second writer before anything is loaded.
+    directory.lock()
+    config = directory.config if steps is None else replace(directory.config, steps=steps)
+    directory.require_same_settings(config)
+    job = build_job(config)
+    try:
+        _run_job(job, directory, log, views)
+    finally:
+        job.close()
+    return directory.path
+
+
+def _run_job(job: RunnableJob, directory: RunDirectory, log: str, sinks: Mapping[str, View]) -> None:
+    """Does the remaining steps of a run and finishes it. Raises KeyboardInterrupt if a signal stopped it early."""
+    with Run(directory, job.config, job, make_view(log), sinks) as run, forward_logs(run.record_event, run.show_notice):
+        job.run_loop(run)
+        summary = run.finish()
+    # Everything is saved, but the caller must not continue as if the run were complete.
+    if not summary.complete:
+        raise KeyboardInterrupt

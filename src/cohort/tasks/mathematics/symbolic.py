@@ -1,0 +1,207 @@
+"""Comparison of mathematical expressions with sympy: reads LaTeX, bounds the work, and compares values at points.
+
+The only module that uses math-verify, its LaTeX parser and sympy.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from fractions import Fraction
+from functools import lru_cache
+from typing import Any
+
+from cohort.errors import TaskError
+from cohort.tasks.mathematics.notation import OverLimit
+
+PACKAGE, EXTRA = "math_verify", "cohort[math]"
+
+# Limits of what is given to the parser: characters of an expression, digits of one number in it.
+MAX_EXPRESSION_CHARS = 300
+MAX_DIGITS = 200
+# Limits of an evaluation: estimated bits of the largest number that occurs, and functions inside one another.
+MAX_BITS = 50_000
+MAX_FUNCTIONS = 5
+# Values are computed to 40 digits, and equal values may differ by this relative error.
+EVALUATED_DIGITS = 40
+VALUE_TOLERANCE = 1e-25
+
+LETTER_COMMANDS = (
+    "alpha|beta|gamma|delta|epsilon|varepsilon|zeta|eta|theta|kappa|lambda|mu|nu|xi|pi|rho|sigma|tau|phi|varphi|chi|psi|"
+    "omega|Gamma|Delta|Theta|Lambda|Sigma|Phi|Psi|Omega"
+)
+# The commands that the parser may see. Sums, integrals and limits are left out on purpose: it would evaluate them.
+_KNOWN_COMMAND = re.compile(
+    rf"(?:{LETTER_COMMANDS}|frac|sqrt|cdot|times|div|infty|binom|lfloor|rfloor|lceil|rceil|ln|log|exp|max|min|dot|le|"
+    "ge|ne|(?:arc)?(?:sin|cos|tan)h?|cot|sec|csc|setminus|cap|cup|mathbb|prime)"
+)
+SLASH_FRACTION = re.compile(r"(?<![\w.})^!])([0-9]+)/([0-9]+)(?![0-9.^!])")
+_MIXED_NUMBER = re.compile(r"(?<![\w.^_])([0-9]+) ?(\\frac\{[0-9]+\}\{[0-9]+\})")
+# The place of a product sign that is left out, as in 2(3); not the one after an index or a power: \sin^2(x), \log_2(x).
+_OMITTED_TIMES = re.compile(r"(?<=[0-9])(?<![_^][0-9]) ?(?=\(|\\frac)")
+
+
+class Unreadable(Exception):
+    """Raised for text that must not reach the parser. `equality` catches it."""
+
+
+@lru_cache(maxsize=256)
+def parse_latex(text: str) -> Any:
+    """Parses cleaned LaTeX and returns an unevaluated sympy expression with exact numbers.
+
+    Raises OverLimit for too much work, TaskError if math-verify is not installed, and whatever the parser raises.
+    """
+    latex = _prepare_latex(text)
+    try:
+        from latex2sympy2_extended import latex2sympy
+        from latex2sympy2_extended.latex2sympy2 import ConversionConfig, NormalizationConfig
+        from sympy import Float, I, Rational, Symbol, evaluate
+    except ImportError as error:
+        raise TaskError(f"comparing mathematical answers needs math-verify: pip install '{EXTRA}'") from error
+    # The parser evaluates binomials and nothing else. That is switched off, since their size is not checked yet.
+    with evaluate(r"\binom" not in latex):
+        parsed = latex2sympy(
+            latex,
+            is_real=True,
+            normalization_config=NormalizationConfig(boxed="none"),
+            conversion_config=ConversionConfig(lowercase_symbols=False),
+        )
+    _estimate_bits(parsed)
+    if _count_nested_functions(parsed) > MAX_FUNCTIONS:
+        raise OverLimit(f"more than {MAX_FUNCTIONS} nested functions")
+    # Decimals become exact fractions, and the letter i becomes the imaginary unit.
+    exact = {number: Rational(str(number)) for number in parsed.atoms(Float)}
+    return parsed.xreplace(exact | {Symbol("i", real=True): I})
+
+
+def _prepare_latex(text: str) -> str:
+    """Returns the text with fractions, mixed numbers and omitted product signs written so that the parser reads them.
+
+    Raises OverLimit if the text is too long, and Unreadable if the parser would evaluate or misread something in it.
+    """
+    if len(text) > MAX_EXPRESSION_CHARS:
+        raise OverLimit(f"an expression of more than {MAX_EXPRESSION_CHARS} characters")
+    if re.search(rf"[0-9]{{{MAX_DIGITS + 1}}}", text):
+        raise OverLimit(f"a number of more than {MAX_DIGITS} digits")
+    commands = re.findall(r"\\([a-zA-Z]+)", text)
+    if not text.isprintable() or not text.isascii() or not all(map(_KNOWN_COMMAND.fullmatch, commands)):
+        raise Unreadable
+    # The parser would read y' as y, and "5 5" as a sum.
+    if re.search(r"[0-9.] +[0-9.]|[%']", text):
+        raise Unreadable
+    # In "1/2 x" the parser would put x into the denominator.
+    text = SLASH_FRACTION.sub(r"\\frac{\1}{\2}", text)
+    return _OMITTED_TIMES.sub(r"\\cdot ", _MIXED_NUMBER.sub(r"(\1+\2)", text))
+
+
+def _estimate_bits(node: Any, letter_bits: float = 2.0) -> float:
+    """Estimates how many bits the largest number has that occurs while the unevaluated sympy tree is evaluated.
+
+    `letter_bits` is the size of the values that letters get. Raises OverLimit above MAX_BITS.
+    """
+    if node.is_Number and node.is_finite:
+        size = float(max(part.bit_length() for part in Fraction(str(node)).as_integer_ratio()))
+    elif not node.args:
+        size = letter_bits  # a letter, or a constant such as pi
+    else:
+        parts = [_estimate_bits(arg, letter_bits) for arg in node.args]
+        kind = type(node).__name__
+        # These are products whose number of factors is about the value of the last argument.
+        if kind in ("Pow", "exp", "factorial", "binomial"):
+            last = node.args[-1]
+            num_factors = abs(float(last)) if last.is_Number else 2.0 ** min(parts[-1], 64)
+            # sympy multiplies a binomial of a letter factor by factor, which costs more
+            is_letter_binomial = kind == "binomial" and not node.args[0].is_Number
+            size = max(2.0, parts[0]) * num_factors * (16 if is_letter_binomial else 1)
+        else:
+            size = sum(parts)
+    if size > MAX_BITS:
+        raise OverLimit(f"numbers of more than {MAX_BITS} bits")
+    return size
+
+
+def _count_nested_functions(node: Any) -> int:
+    """Returns the greatest number of functions inside one another in a sympy tree: 2 for sin(ln(x)) + cos(x)."""
+    return max(map(_count_nested_functions, node.args), default=0) + bool(node.is_Function)
+
+
+# One row (a, b, c, d) per point: letter number i gets the value (a + b * i) / (c + d * i).
+_POINT_COEFFICIENTS = ((11, 4, 9, 3), (2, 1, 7, 3), (25, 3, 11, 2), (-8, 3, 5, 1), (5, -4, 7, 1))
+
+
+def choose_points(*expressions: Any) -> list[dict[Any, Any]]:
+    """Returns the points at which expressions are compared: one dict per point, from each letter (symbol) to its value.
+
+    Letters have different values at a point, positive and negative ones. If the first expression, the gold, has floors
+    or ceilings, the values are whole numbers.
+    """
+    from sympy import Integer, Rational, ceiling, floor
+
+    letters = sorted(set().union(*(e.free_symbols for e in expressions)), key=str)
+    if expressions[0].has(floor, ceiling):
+        # Each letter takes all values from 6 to 18, so that all remainders up to 12 occur. Each one moves in steps of
+        # its own, so that no two letters change together. The values have 5 bits, more than the usual points.
+        for expression in expressions:
+            _estimate_bits(expression, 5.0)
+        return [{s: Integer(6 + (5 * i + (i + 1) * k) % 13) for i, s in enumerate(letters)} for k in range(13)]
+    rows = _POINT_COEFFICIENTS if letters else _POINT_COEFFICIENTS[:1]
+    return [{s: Rational(a + b * i, c + d * i) for i, s in enumerate(letters)} for a, b, c, d in rows]
+
+
+def collect_letters(expression: Any) -> set[str]:
+    """Returns the names of the unknowns in a sympy expression."""
+    return {str(symbol) for symbol in expression.free_symbols}
+
+
+def evaluate_at(expression: Any, point: dict[Any, Any]) -> Any:
+    """Returns the value at a point as a real or complex sympy number, or None if it is not a finite number.
+
+    Expressions with derivatives or unknown functions have no value.
+    """
+    from sympy import Derivative
+    from sympy.core.function import AppliedUndef
+
+    if expression.has(Derivative, AppliedUndef):
+        return None
+    value = expression.xreplace(point).evalf(EVALUATED_DIGITS)
+    parts = value.as_real_imag()
+    return value if all(part.is_Number and part.is_finite for part in parts) else None
+
+
+def have_same_values(gold: Any, answer: Any, tolerance: float, rounding: float) -> bool | None:
+    """Returns whether two sympy expressions have the same letters and the same value at every point.
+
+    Values may differ by `tolerance` relative to the gold, or by `rounding`. None means that a value cannot be computed.
+    """
+    if collect_letters(gold) != collect_letters(answer):
+        return False
+    for point in choose_points(gold, answer):
+        gold_value, answer_value = evaluate_at(gold, point), evaluate_at(answer, point)
+        if gold_value is None or answer_value is None:
+            return None
+        is_real = gold_value.is_real and answer_value.is_real
+        # Which root or logarithm of a negative number is meant is a convention: such points decide nothing.
+        if not is_real and any(value < 0 for value in point.values()):
+            continue
+        # A gold value of 0 has no relative error.
+        margin = tolerance * abs(gold_value) if gold_value else VALUE_TOLERANCE
+        if abs(gold_value - answer_value) > max(margin, rounding):
+            return False
+    return True
+
+
+def make_equation(left: Any, right: Any) -> Any:
+    """Returns the sympy equation of two expressions, not simplified."""
+    from sympy import Eq
+
+    return Eq(left, right, evaluate=False)
+
+
+def are_equal_by_math_verify(gold: Any, answer: Any) -> bool:
+    """Returns whether math-verify's own comparison calls two sympy expressions equal."""
+    from math_verify import verify
+
+    # math-verify's time-out is off, because it relies on a signal that long arithmetic does not notice. The work limits
+    # here and the scoring worker's own limit take its place. Without this level, math-verify warns about it.
+    logging.getLogger(PACKAGE).setLevel(logging.ERROR)
+    return bool(verify(gold, answer, timeout_seconds=None))
