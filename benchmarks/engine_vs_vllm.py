@@ -1,19 +1,19 @@
-"""Sampling on a GPU, Cohort's engine against vLLM's: same shapes, lengths and machine, random weights, bf16.
+"""Sampling on a GPU, Cohort's engine against vLLM, with the same shapes, lengths and random weights in bf16.
 
     PYTHONPATH=src python3 benchmarks/engine_vs_vllm.py --out engine_vs_vllm.json
-    ... --vllm-pythonpath FOLDER             # where vLLM is, if it is not in the interpreter's own packages
+    ... --vllm-pythonpath FOLDER             # where vLLM is, if it is not installed
     ... --models qwen2.5-0.5b --cases fixed --only cohort
-    python3 benchmarks/engine_vs_vllm.py --show a.json b.json    # one table of what several runs wrote
+    python3 benchmarks/engine_vs_vllm.py --show a.json b.json    # one table of several files
 
-Each side runs in its own process, one after the other, a process a model; no file or network is needed. A case is
-warmed up once and measured `--repeats` times, the median counts; every run has other prompts, so that no cache
-of prompts helps. Every completion has exactly the asked length, temperature 1, with the sampled token's
-log-probability. vLLM runs with full CUDA graphs, prefix caching, as many sequences as there are samples, flat
-log-probabilities and no tokenizer. The first model's first case is run with asynchronous scheduling off and on,
-everything else with the faster of the two.
+Each side runs in its own process per model, one after the other. No file or network is needed. A case runs once as
+warm-up and then `--repeats` times, of which the median counts. Every run has other prompts, so that no cache of prompts
+helps. Every completion has exactly the requested length, at temperature 1, with the log-probability of each token. vLLM
+runs with full CUDA graphs, prefix caching, as many sequences as there are samples, flat log-probabilities and no
+tokenizer. The first case of the first model runs with asynchronous scheduling off and on; all other cases run with the
+faster of the two.
 
-Cohort's start-up is from the weights on the GPU to the first token of the first request, vLLM's from the call of
-LLM(...). The limit (see `cohort.models.limits`) is computed from rates measured in Cohort's own process.
+The start-up of Cohort lasts from the weights on the GPU to the first token of the first request. That of vLLM begins
+with the call of LLM(...). The limit (see `cohort.models.limits`) is computed from rates measured in Cohort's process.
 """
 
 from __future__ import annotations
@@ -41,27 +41,32 @@ PHASES = ("prefill", "decode", "draw")
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A batch of `prompts` x `samples`, all started at once."""
+    """A batch of `prompts` x `samples` that is sampled at once."""
 
     name: str
     model: str
     prompts: int = 64
     samples: int = 8
     prompt_tokens: int = 256
-    completion_tokens: int = 512  # the most, where lengths vary
+    # The length of every completion; the largest one if `varies`.
+    completion_tokens: int = 512
     varies: bool = False
-    lengths: tuple[int, ...] = ()  # of the completions, group after group: filled in before a side sees it
+    # The length of each completion, group after group. `make_jobs` sets it.
+    lengths: tuple[int, ...] = ()
 
     @property
     def num_samples(self) -> int:
+        """Samples of all prompts together."""
         return self.prompts * self.samples
 
     @property
     def context_tokens(self) -> int:
+        """The most tokens of a prompt and its completion."""
         return self.prompt_tokens + self.completion_tokens
 
     @property
     def description(self) -> str:
+        """The shape in words, such as "64 x 8, 256 + 512"."""
         most = f"<= {self.completion_tokens} (mean {statistics.mean(self.lengths):.0f})"
         return f"{self.prompts} x {self.samples}, {self.prompt_tokens} + {most if self.varies else self.lengths[0]}"
 
@@ -80,54 +85,63 @@ CASES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What one process measures: the cases of one model."""
+    """The work of one process: the cases of one model."""
 
     model: str
-    folder: str  # with the model's config.json
+    # The folder with the config.json of the model.
+    folder: str
     vocab_size: int
     cases: tuple[Case, ...]
     repeats: int
-    asynchronous: bool = True  # vLLM's scheduling
+    # vLLM: asynchronous scheduling.
+    asynchronous: bool = True
     device: str = "cuda"
 
     @property
     def setting(self) -> str:
+        """The setting of vLLM in words."""
         return f"async {'on' if self.asynchronous else 'off'}"
 
 
 @dataclass(kw_only=True)
 class Result:
-    """What one side did in one case."""
+    """The measurements of one side in one case. `seconds` has one number per run."""
 
     side: str
     setting: str
     model: str
     case: str
     words: str
-    num_tokens: int  # of a run
+    # Sampled tokens per run.
+    num_tokens: int
     seconds: list[float]
     warm_up_seconds: float
     start_up_seconds: float
-    phases: dict[str, float] = field(default_factory=dict)  # mean seconds of a run
-    limit_seconds: float = 0.0  # 0 = not known
-    unshared_limit_seconds: float = 0.0  # if every sample had its own prompt
+    # Mean seconds per run in each phase.
+    phases: dict[str, float] = field(default_factory=dict)
+    # The least time of a run on this hardware, and that without shared prompts; 0 = not known.
+    limit_seconds: float = 0.0
+    unshared_limit_seconds: float = 0.0
     rates: dict[str, float] = field(default_factory=dict)
-    peak_gib: float = 0.0  # GPU memory of the process, with a case's engine
+    # GPU memory of the process, with the engine of the case.
+    peak_gib: float = 0.0
     device: str = ""
     versions: dict[str, str] = field(default_factory=dict)
 
     @property
     def speed(self) -> float:
+        """Sampled tokens per second, in the median run."""
         return self.num_tokens / statistics.median(self.seconds)
 
 
 def make_prompts(job: Job, case: Case, run: int) -> list[list[int]]:
-    """Random ids, others in every run, the same on both sides."""
+    """Returns random token ids per prompt: different in every run, equal on both sides."""
     rng = random.Random(f"{case.model} {case.name} {run}")
     return [[rng.randrange(job.vocab_size) for _ in range(case.prompt_tokens)] for _ in range(case.prompts)]
 
 
 def time_call(run: Callable[[], Any]) -> tuple[float, Any]:
+    """Returns (seconds that the call took, its result)."""
     begin = time.perf_counter()
     result = run()
     return time.perf_counter() - begin, result
@@ -137,6 +151,7 @@ def time_call(run: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def measure_cohort(job: Job) -> Iterator[Result]:
+    """Yields the result of Cohort for each case, in the process of its side."""
     import torch
 
     from cohort.models import limits
@@ -174,6 +189,7 @@ def measure_cohort(job: Job) -> Iterator[Result]:
 
 
 def measure_cohort_case(job: Job, case: Case, decoder: Any) -> Result:
+    """Returns the result of Cohort in one case, without the limit of the hardware."""
     from cohort.engines.base import sample
     from cohort.engines.native import make_native_engine
 
@@ -190,8 +206,9 @@ def measure_cohort_case(job: Job, case: Case, decoder: Any) -> Result:
         took, samples = time_call(lambda batch=batch: sample(engine, batch))
         seconds.append(took)
         for request in batch:
-            done, asked = samples[request.id], request.sampling.max_tokens
-            assert len(done.tokens) == len(done.sampler_logprobs) == asked, (request.id, len(done.tokens), asked)
+            done = samples[request.id]
+            length = request.sampling.max_tokens
+            assert len(done.tokens) == len(done.sampler_logprobs) == length, (request.id, len(done.tokens), length)
     after = engine.work
     spent = {name: getattr(after, f"{name}_seconds") - getattr(before, f"{name}_seconds") for name in PHASES}
     return Result(
@@ -210,6 +227,7 @@ def measure_cohort_case(job: Job, case: Case, decoder: Any) -> Result:
 
 
 def make_cohort_requests(job: Job, case: Case, run: int) -> list[Any]:
+    """Returns the requests of one run, all samples of a prompt after each other."""
     from cohort.engines.base import Request
     from cohort.types import Key, Sampling
 
@@ -230,6 +248,7 @@ def make_cohort_requests(job: Job, case: Case, run: int) -> list[Any]:
 
 
 def measure_vllm(job: Job) -> Iterator[Result]:
+    """Yields the result of vLLM for each case, in the process of its side."""
     from vllm import LLM
 
     prompts, _ = make_vllm_requests(job, job.cases[0], 0)
@@ -253,6 +272,7 @@ def measure_vllm(job: Job) -> Iterator[Result]:
 
 
 def measure_vllm_case(job: Job, case: Case, llm: Any, start_up: float) -> Result:
+    """Returns the result of vLLM in one case. `start_up` are the seconds that `llm` took to start."""
     import torch
     import vllm
 
@@ -262,8 +282,8 @@ def measure_vllm_case(job: Job, case: Case, llm: Any, start_up: float) -> Result
         took, outputs = time_call(lambda p=prompts, s=params: llm.generate(p, s, use_tqdm=False))
         seconds.append(took)
         completions = [completion for output in outputs for completion in output.outputs]
-        for completion, asked in zip(completions, case.lengths, strict=True):
-            assert len(completion.token_ids) == len(completion.logprobs) == asked, (len(completion.token_ids), asked)
+        for completion, length in zip(completions, case.lengths, strict=True):
+            assert len(completion.token_ids) == len(completion.logprobs) == length, (len(completion.token_ids), length)
     return Result(
         side="vLLM",
         setting=job.setting,
@@ -280,7 +300,10 @@ def measure_vllm_case(job: Job, case: Case, llm: Any, start_up: float) -> Result
 
 
 def make_vllm_requests(job: Job, case: Case, run: int) -> tuple[list[Any], list[Any]]:
-    """A group is one request of n samples; completions of their own lengths are requests of their own."""
+    """Returns (prompts, sampling parameters) of one run for vLLM.
+
+    A group is one request of n samples. If lengths vary, every sample is a request, because the length belongs to it.
+    """
     from vllm.inputs import TokensPrompt
 
     rows = make_prompts(job, case, run)
@@ -293,8 +316,10 @@ def make_vllm_requests(job: Job, case: Case, run: int) -> tuple[list[Any], list[
 
 
 def make_vllm_params(n: int, length: int) -> Any:
+    """Returns the parameters for `n` samples of exactly `length` tokens."""
     from vllm import SamplingParams
 
+    # Older versions do not have flat log-probabilities.
     flat = {"flat_logprobs": True} if "flat_logprobs" in inspect.signature(SamplingParams).parameters else {}
     return SamplingParams(
         n=n, max_tokens=length, temperature=1.0, logprobs=0, ignore_eos=True, detokenize=False, **flat
@@ -304,41 +329,42 @@ def make_vllm_params(n: int, length: int) -> Any:
 # ---- both -------------------------------------------------------------------------------------------------
 
 
-def run_worker(side: str, given: str) -> None:
-    """One side's process: a marked line for every case, as soon as it is measured."""
-    read = json.loads(Path(given).read_text())
-    cases = tuple(Case(**(c | {"lengths": tuple(c["lengths"])})) for c in read.pop("cases"))
-    job = Job(**read, cases=cases)
+def run_worker(side: str, job_file: str) -> None:
+    """Measures one side ("cohort" or "vllm") in this process and sends each result as soon as it is measured."""
+    fields = json.loads(Path(job_file).read_text())
+    cases = tuple(Case(**(c | {"lengths": tuple(c["lengths"])})) for c in fields.pop("cases"))
+    job = Job(**fields, cases=cases)
     for result in measure_cohort(job) if side == "cohort" else measure_vllm(job):
         send_answer(asdict(result))
 
 
 def measure_in_process(side: str, job: Job, python: str, path: str | None) -> Iterator[Result]:
-    """Run one side in its own process; a side that fails is told, and the others go on."""
-    return (Result(**found) for found in run_side(__file__, side, job, path, python))
+    """Yields the results of one side from its own process. If it fails, stderr says so and there are fewer results."""
+    return (Result(**answer) for answer in run_side(__file__, side, job, path, python))
 
 
 def make_jobs(a: argparse.Namespace, root: Path) -> Iterator[Job]:
-    """One for each model, its config.json written to a folder of its own."""
+    """Yields one job per model. The config.json of the model is written to a folder below `root`."""
     from cohort.models.config import to_hf
     from cohort.models.limits import draw_lognormal_lengths
     from cohort.models.shapes import find_shape
 
     chosen = [c for c in CASES if c.model in a.models and c.name in a.cases]
     for model in dict.fromkeys(c.model for c in chosen):
-        config, folder = find_shape(model), root / model
+        config = find_shape(model)
+        folder = root / model
         folder.mkdir()
         (folder / "config.json").write_text(json.dumps(to_hf(config) | {"torch_dtype": "bfloat16"}))
         cases = []
         for case in (c for c in chosen if c.model == model):
             fixed = (case.completion_tokens,) * case.num_samples
-            own = draw_lognormal_lengths(case.num_samples, case.completion_tokens) if case.varies else fixed
-            cases.append(replace(case, lengths=own))
+            lengths = draw_lognormal_lengths(case.num_samples, case.completion_tokens) if case.varies else fixed
+            cases.append(replace(case, lengths=lengths))
         yield Job(model=model, folder=str(folder), vocab_size=config.vocab_size, cases=tuple(cases), repeats=a.repeats)
 
 
 def measure_all(a: argparse.Namespace) -> Iterator[Result]:
-    """Every result as soon as it is there."""
+    """Yields the results of all models and sides, each as soon as it is measured."""
     schedule = {"both": None, "on": True, "off": False}[a.vllm_async]
     with tempfile.TemporaryDirectory() as folder:
         for job in make_jobs(a, Path(folder)):
@@ -349,10 +375,13 @@ def measure_all(a: argparse.Namespace) -> Iterator[Result]:
 
 
 def measure_vllm_model(job: Job, a: argparse.Namespace, schedule: bool | None) -> Generator[Result, None, bool]:
-    """A model's results, and how vLLM schedules from now on; None = find out which is faster on the first case."""
+    """Yields the results of vLLM for one model. Returns whether vLLM schedules asynchronously from now on.
+
+    `schedule` is what earlier models returned; None = measure the first case both ways to find out.
+    """
 
     def run(asynchronous: bool, cases: tuple[Case, ...]) -> Generator[Result, None, float]:
-        """Returns the speed in the first of the cases."""
+        """Yields the results of the cases. Returns the speed in the first one; 0 if it failed."""
         speeds = []
         if cases:
             trial = replace(job, cases=cases, asynchronous=asynchronous)
@@ -372,7 +401,7 @@ def measure_vllm_model(job: Job, a: argparse.Namespace, schedule: bool | None) -
 
 
 def format_result(r: Result) -> str:
-    """One result in words."""
+    """Returns one result as a line of text."""
     spread = f"{min(r.seconds):.3f} to {max(r.seconds):.3f} s"
     parts = [
         f"{r.side} {r.setting}".strip(),
@@ -390,21 +419,23 @@ def format_result(r: Result) -> str:
 
 
 def compute_share_of_limit(r: Result) -> float:
+    """Returns which share of the possible speed was reached, 0 to 1."""
     return r.limit_seconds / statistics.median(r.seconds)
 
 
 def format_table(results: Iterable[Result]) -> str:
-    """Markdown: a row a case, vLLM in its faster setting."""
-    found: dict[tuple[str, str], dict[str, Result]] = {}
+    """Returns a Markdown table with one row per case, with vLLM in its faster setting."""
+    best_by_case: dict[tuple[str, str], dict[str, Result]] = {}
     for r in results:
-        best = found.setdefault((r.model, r.case), {})
+        best = best_by_case.setdefault((r.model, r.case), {})
         if r.side not in best or r.speed > best[r.side].speed:
             best[r.side] = r
     names = ["model", "case", "shape", "Cohort, tok/s", "vLLM, tok/s", "factor", "of the limit"]
     names += [f"{name}, s" for name in PHASES] + ["start-up, s", "vLLM start-up, s", "vLLM setting"]
     rows = [names, ["---"] * len(names)]
-    for (model, case), best in found.items():
-        ours, theirs = best.get("Cohort"), best.get("vLLM")
+    for (model, case), best in best_by_case.items():
+        ours = best.get("Cohort")
+        theirs = best.get("vLLM")
         factor = f"{ours.speed / theirs.speed:.2f}" if ours and theirs else ""
         share = f"{compute_share_of_limit(ours):.0%}" if ours and ours.limit_seconds else ""
         row = [model, case, next(iter(best.values())).words]
@@ -416,7 +447,7 @@ def format_table(results: Iterable[Result]) -> str:
 
 
 def describe_machine_and_versions(results: list[Result]) -> str:
-    """What it ran on, and both of vLLM's settings where both were measured."""
+    """Returns the devices, versions and measured rates, and the speeds of both settings of vLLM if both were tried."""
     versions = sorted({f"{r.side}: {n} {v}" for r in results for n, v in r.versions.items()})
     words = [*sorted({r.device for r in results if r.device}), *versions]
     rates = next((r.rates for r in results if r.rates), None)
@@ -430,17 +461,19 @@ def describe_machine_and_versions(results: list[Result]) -> str:
 
 
 def list_missing_results(a: argparse.Namespace, results: list[Result]) -> list[str]:
-    """What was asked for and is not there, because a side failed."""
+    """Returns the cases that are missing in `results` because a side failed, as "side model case"."""
     sides = {None: ("Cohort", "vLLM"), "cohort": ("Cohort",), "vllm": ("vLLM",)}[a.only]
-    there = {(r.side, r.model, r.case) for r in results}
-    asked = [(side, c.model, c.name) for side in sides for c in CASES if c.model in a.models and c.name in a.cases]
-    return [" ".join(one) for one in asked if one not in there]
+    measured = {(r.side, r.model, r.case) for r in results}
+    expected = [(side, c.model, c.name) for side in sides for c in CASES if c.model in a.models and c.name in a.cases]
+    return [" ".join(names) for names in expected if names not in measured]
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
+    """Returns the options of the command line."""
     layout = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
-    models, names = list(dict.fromkeys(c.model for c in CASES)), list(dict.fromkeys(c.name for c in CASES))
+    models = list(dict.fromkeys(c.model for c in CASES))
+    names = list(dict.fromkeys(c.name for c in CASES))
     parser.add_argument("--models", nargs="+", choices=models, default=models)
     parser.add_argument("--cases", nargs="+", choices=names, default=names)
     parser.add_argument("--only", choices=["cohort", "vllm"], help="measure one side")
@@ -448,12 +481,15 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--vllm-async", choices=["both", "on", "off"], default="both", help="asynchronous scheduling")
     parser.add_argument("--vllm-python", default="python3", help="interpreter that has vLLM")
     parser.add_argument("--vllm-pythonpath", help="its PYTHONPATH")
-    parser.add_argument("--out", type=Path, help="write everything as JSON, anew after every case")
-    parser.add_argument("--show", nargs="+", type=Path, metavar="JSON", help="measure nothing: print what was written")
+    parser.add_argument("--out", type=Path, help="write all results as JSON after every case")
+    parser.add_argument(
+        "--show", nargs="+", type=Path, metavar="JSON", help="print the table of these files and measure nothing"
+    )
     return parser.parse_args(arguments)
 
 
 def main(arguments: list[str]) -> None:
+    """Measures both sides and prints the table; with `--worker` measures one side in this process."""
     if arguments[:1] == ["--worker"]:
         run_worker(*arguments[1:])
         return
@@ -465,7 +501,8 @@ def main(arguments: list[str]) -> None:
         for result in measure_all(a):
             results.append(result)
             print(format_result(result), flush=True)
-            if a.out:  # whole at any moment: the machine may be taken away
+            # Written aside and renamed, so that the file is complete at any moment: the machine can disappear.
+            if a.out:
                 aside = a.out.with_name(a.out.name + ".part")
                 aside.write_text(json.dumps({"results": [asdict(r) for r in results]}, indent=2) + "\n")
                 aside.replace(a.out)

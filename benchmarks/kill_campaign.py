@@ -117,7 +117,10 @@ def print_history(number: int, history: RunHistory) -> None:
     """Prints the row of one run, and its problems below."""
     same = "no" if history.problems else "yes"
     deaths = ", ".join(history.deaths) or "none"
-    print(f"{number:4d} {len(history.deaths):6d} {history.resumes:8d} {history.seconds:8.1f}  {same:9}  {deaths}", flush=True)
+    print(
+        f"{number:4d} {len(history.deaths):6d} {history.resumes:8d} {history.seconds:8.1f}  {same:9}  {deaths}",
+        flush=True,
+    )
     for problem in history.problems:
         print(f"     {problem}", flush=True)
 
@@ -132,10 +135,11 @@ def main() -> int:
     begin = time.monotonic()
     histories = run_campaign(options.kills, options.seed, options.keep)
     bad = sum(bool(history.problems) for history in histories)
-    print(
-        f"{sum(len(history.deaths) for history in histories)} kills, {sum(history.resumes for history in histories)} resumes,"
-        f" {len(histories)} runs, identical: {'yes' if not bad else f'no ({bad} differ)'}, {time.monotonic() - begin:.0f} s"
-    )
+    kills = sum(len(history.deaths) for history in histories)
+    resumes = sum(history.resumes for history in histories)
+    identical = "yes" if not bad else f"no ({bad} differ)"
+    seconds = time.monotonic() - begin
+    print(f"{kills} kills, {resumes} resumes, {len(histories)} runs, identical: {identical}, {seconds:.0f} s")
     return 1 if bad else 0
 
 

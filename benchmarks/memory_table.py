@@ -1,12 +1,12 @@
-"""How much memory a run needs on a GPU, by model and way of training: predicted, and measured where there is a GPU.
+"""The GPU memory that a run needs, per model and way of training: predicted, and measured if there is a GPU.
 
-    PYTHONPATH=src python3 benchmarks/memory_table.py                          # on paper
+    PYTHONPATH=src python3 benchmarks/memory_table.py                          # predicted only
     PYTHONPATH=src python3 benchmarks/memory_table.py --measure --models qwen2.5-0.5b qwen2.5-7b
 
-A step of 16 x 8 samples, 256 prompt and 512 completion tokens, bf16. "Least" is the smallest device that the plan of
-memory accepts, whole (KV released between rollouts and activations computed twice, if need be); "at 24 GiB" is
-what it would do on such a card. Measured: sampling and training of two such steps under that plan, the largest that
-torch held, with everything beyond 24 GiB of the real device occupied. All in GiB.
+The step has 16 x 8 samples with 256 prompt and 512 completion tokens, in bf16. All numbers are GiB. "least" is the
+smallest device that the memory plan accepts; if necessary the plan releases the KV memory between rollouts and computes
+activations twice. "at 24" is the plan for a device of 24 GiB. "measured" is the most memory that torch held in two such
+steps under that plan, while all memory of the real device beyond 24 GiB was occupied.
 """
 
 from __future__ import annotations
@@ -22,22 +22,28 @@ from cohort.models.shapes import SHAPES, find_shape
 
 GIB = 2**30
 SHAPE = BatchShape(prompts=16, samples=8, prompt_tokens=256, completion_tokens=512)
+# The ways of training, and how each stores the frozen matrices; None = nothing is frozen.
 WAYS = {"full": None, "LoRA 16": "keep", "QLoRA 16": "nf4"}
-NF4 = 0.5 + (1 + 4 / 256) / 64  # bytes of a number: four bits, an 8-bit scale every 64, an fp32 peak every 256 of those
+# Bytes per number in NF4: 4 bits, an 8-bit scale per 64 numbers, and an fp32 peak per 256 scales.
+NF4 = 0.5 + (1 + 4 / 256) / 64
 
 
 def estimate_demand(c: ModelConfig, base: str | None) -> MemoryDemand:
+    """Returns what the step needs of memory. `base` is the storage of frozen matrices: "keep", "nf4" or None."""
     tokens = SHAPE.prompts * SHAPE.prompt_tokens + SHAPE.num_completion_tokens
     load = MemoryDemand(model=c, bytes_per_number=2, longest=768, batch_tokens=tokens, kv_tokens=tokens)
     if base is None:
         return load
-    q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-    sides = 2 * (c.hidden + q) + 2 * (c.hidden + kv) + 3 * (c.hidden + c.ff)  # of q, o, k, v, gate, up, down
+    q = c.num_heads * c.head_dim
+    kv = c.num_kv_heads * c.head_dim
+    # An adapter of a matrix has rank x (rows + columns) numbers. The matrices: q and o, k and v, gate, up and down.
+    sides = 2 * (c.hidden + q) + 2 * (c.hidden + kv) + 3 * (c.hidden + c.ff)
     frozen = count_layer_params(c) * (2 if base == "keep" else NF4)
     return MemoryDemand(**{**vars(load), "trained": 16 * c.num_layers * sides, "base": int(frozen)})
 
 
 def plan_for_device(load: MemoryDemand, gib: float) -> MemoryPlan | None:
+    """Returns the plan for a device of `gib` GiB; None if the step does not fit into it."""
     try:
         return plan_memory(load, int(gib * GIB))
     except ConfigError:
@@ -45,20 +51,24 @@ def plan_for_device(load: MemoryDemand, gib: float) -> MemoryPlan | None:
 
 
 def find_smallest_device(load: MemoryDemand) -> float:
-    """GiB, to a tenth."""
+    """Returns the size of the smallest device into which the step fits, in GiB, rounded up to tenths."""
     tenths = next(n for n in range(1, 20_000) if plan_for_device(load, n / 10) is not None)
     return tenths / 10
 
 
 def describe_plan(plan: MemoryPlan | None) -> str:
+    """Returns the cell of the table for a plan."""
     if plan is None:
         return "does not fit"
     extras = ["KV released"] * (not plan.keep_kv) + ["computed twice"] * plan.recompute
-    return ", ".join([f"{plan.token_budget} tokens a microbatch", *extras])
+    return ", ".join([f"{plan.token_budget} tokens per microbatch", *extras])
 
 
 def measure_peak(name: str, base: str | None, gib: float) -> str:
-    """Two steps under the plan for a device of `gib`: what a larger one has beyond that is occupied meanwhile."""
+    """Returns the peak of memory in GiB, as text, of two steps under the plan for a device of `gib` GiB.
+
+    Meanwhile the memory of the real device beyond that is occupied. Returns "" if the step does not fit.
+    """
     import torch
 
     from cohort.config.schema import LearnerConfig, LoraConfig, OptimConfig
@@ -73,6 +83,7 @@ def measure_peak(name: str, base: str | None, gib: float) -> str:
         return ""
     decoder = make_random_decoder(find_shape(name), torch.bfloat16, "cuda")
     torch.cuda.empty_cache()
+    # Occupies what a device of `gib` would not have.
     beyond = torch.empty(max(0, torch.cuda.mem_get_info()[1] - int(gib * GIB)), dtype=torch.uint8, device="cuda")
     torch.cuda.reset_peak_memory_stats()
     adapters = None if base is None else Adapters(decoder, LoraConfig(rank=16, base="nf4" if base == "nf4" else "keep"))
@@ -92,6 +103,7 @@ def measure_peak(name: str, base: str | None, gib: float) -> str:
 
 
 def main() -> None:
+    """Prints the table, one row per model and way of training."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=sorted(SHAPES))
     parser.add_argument("--gib", type=float, default=24.0)
@@ -103,12 +115,14 @@ def main() -> None:
     for name in a.models:
         for way, base in WAYS.items():
             load = estimate_demand(find_shape(name), base)
-            plan, smallest = plan_for_device(load, a.gib), find_smallest_device(load)
-            shown = plan_for_device(load, smallest) if plan is None else plan
-            assert shown is not None
+            plan = plan_for_device(load, a.gib)
+            smallest = find_smallest_device(load)
+            # Weights and optimizer need the same memory in every plan.
+            any_plan = plan_for_device(load, smallest) if plan is None else plan
+            assert any_plan is not None
             peak = "" if plan is None else f"{plan.peak / GIB:.1f}"
             found = measure_peak(name, base, a.gib) if a.measure else ""
-            row = (name, way, f"{shown.state / GIB:.1f}", f"{smallest:.1f}", describe_plan(plan), peak, found)
+            row = (name, way, f"{any_plan.state / GIB:.1f}", f"{smallest:.1f}", describe_plan(plan), peak, found)
             print(f"| {' | '.join(row)} |", flush=True)
 
 

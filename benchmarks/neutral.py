@@ -1,15 +1,15 @@
-"""Prove that two trees of this repository train the same, bit for bit.
+"""A proof that two trees of this repository train the same, bit for bit.
 
     python benchmarks/neutral.py --base COMMIT [--new COMMIT] [--cases NAME ...] [--keep DIR]
 
 Each case is a `cohort` command on the CPU. It runs once in the tree of `--base` (default: the commit before HEAD) and
-once in the tree of `--new` (default: the files of this checkout as they are). Compared are every metric of every step
-except times and file sizes, the tensors of the last checkpoint's model, and the evaluations with the text of every
-answer. Prints a table and exits with 1 if anything differs.
+once in the tree of `--new` (default: the files of this checkout). It compares every metric of every step except times
+and file sizes, the tensors of the last checkpoint's model, and the evaluations with the text of every answer. It prints
+a table and exits with 1 if anything differs.
 
-A metric that has a new name is a difference, unless `--renamed old=new` or the table `METRICS` in the new tree's
-`cohort/config/names.py` says so. Likewise, the new tree is given a setting under the name that `--flags old=new` or the
-table `SETTINGS` says.
+A metric with another name counts as a difference, unless `--renamed old=new` or the table `METRICS` in the new tree's
+`cohort/config/names.py` contains the new name. The flags of the new tree are translated in the same way with
+`--flags old=new` and the table `SETTINGS`.
 """
 
 from __future__ import annotations
@@ -34,16 +34,18 @@ from cohort.config.algos import ALGOS
 
 ROOT = Path(__file__).resolve().parents[1]
 NAMES = Path("src/cohort/config/names.py")
+# Eight steps are enough where the quickstart itself is not the case.
 SHORT = ("--steps", "8")
 
 
 def make_quickstart_command(*flags: str) -> tuple[str, ...]:
+    """Returns the arguments of `cohort` that train the quickstart."""
     return ("train", "quickstart", *flags)
 
 
 CASES: dict[str, tuple[str, ...]] = {
     **{f"quickstart-{seed}": make_quickstart_command("--seed", str(seed)) for seed in range(3)},
-    # two updates per batch, so that ratios, clips and gates act
+    # With two updates per batch, so that ratios, clips and gates have an effect.
     **{name: make_quickstart_command("--algo", name, "--learner.minibatches", "2", *SHORT) for name in ALGOS},
     "lora": ("train", "tiny_lora", *SHORT),
     "think_again": make_quickstart_command("--turns", "think_again", *SHORT),
@@ -60,7 +62,7 @@ CASES: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Tree:
-    """One side of the comparison. `settings` maps names in `CASES`, of settings or sections, to this tree's names."""
+    """One side of the comparison. `settings` maps names of settings or sections in `CASES` to those of this tree."""
 
     folder: Path
     settings: Mapping[str, str]
@@ -68,7 +70,7 @@ class Tree:
 
 @dataclass(frozen=True, kw_only=True)
 class CaseResult:
-    """What came of a case. `difference` is the first one found; empty = none."""
+    """The result of a case. `difference` is the first difference in words; empty = there is none."""
 
     case: str
     difference: str
@@ -76,22 +78,23 @@ class CaseResult:
 
 
 def is_compared(metric: str) -> bool:
-    """Times differ from run to run, and the size of a file says nothing about what was trained."""
+    """Returns whether a metric must be equal: all but times and the size of the rollout files."""
     return not metric.startswith("time/") and metric != "rollouts/bytes"
 
 
 def read_metrics(run: Path) -> dict[int, dict[str, str]]:
-    """The metrics of each step, as text that differs when a bit does; NaN equals NaN."""
-    found: dict[int, dict[str, str]] = {}
+    """Returns the metrics of each step as texts that differ if any bit differs. NaN equals NaN."""
+    steps: dict[int, dict[str, str]] = {}
     for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
         record = json.loads(line)
         values = {name: repr(float(value)) for name, value in record["metrics"].items() if is_compared(name)}
-        found.setdefault(record["step"], {}).update(values)
-    return found
+        steps.setdefault(record["step"], {}).update(values)
+    return steps
 
 
 def read_tensor_digests(file: Path) -> dict[str, str]:
-    """The type, shape and digest of the bytes of each tensor in a safetensors file."""
+    """Returns type, shape and digest of each tensor in a safetensors file, as a text by name."""
+    # The file begins with the length of its JSON header in 8 bytes; the tensors follow the header.
     content = file.read_bytes()
     begin = 8 + int.from_bytes(content[:8], "little")
     header: dict[str, Any] = json.loads(content[8:begin])
@@ -105,30 +108,31 @@ def read_tensor_digests(file: Path) -> dict[str, str]:
 
 
 def read_weight_digests(run: Path) -> dict[str, str]:
-    """Every tensor of the last checkpoint's model, adapters included."""
+    """Returns the digests of all tensors of the last checkpoint's model and adapters, and the checkpoint's name."""
     checkpoints = sorted((run / "checkpoints").glob("step-*"))
     if not checkpoints:
         return {}
     last = checkpoints[-1]
     files = sorted((last / "model").rglob("*.safetensors"))
-    found = {
-        f"{file.relative_to(last)}: {name}": what for file in files for name, what in read_tensor_digests(file).items()
-    }
-    return {"checkpoint": last.name} | found
+    digests = {"checkpoint": last.name}
+    for file in files:
+        for name, digest in read_tensor_digests(file).items():
+            digests[f"{file.relative_to(last)}: {name}"] = digest
+    return digests
 
 
 def read_answers(file: Path) -> dict[str, str]:
-    """An evaluation's accuracy, and each answer's text and score."""
+    """Returns the accuracy of an evaluation, and text and score of each answer, by problem and number of the answer."""
     evaluation = json.loads(file.read_text(encoding="utf-8"))
-    found = {"accuracy": repr(evaluation["accuracy"])}
+    answers = {"accuracy": repr(evaluation["accuracy"])}
     for number, item in enumerate(evaluation["items"]):
         for sample, answer in enumerate(item["answers"]):
-            found[f"problem {number} ({item['id']}), answer {sample}"] = repr((answer["text"], answer["correct"]))
-    return found
+            answers[f"problem {number} ({item['id']}), answer {sample}"] = repr((answer["text"], answer["correct"]))
+    return answers
 
 
 def find_first_difference(base: Mapping[str, str], new: Mapping[str, str]) -> str:
-    """The first key whose values differ, or that one side lacks; empty if there is none.
+    """Returns the first key whose values differ or that one side does not have, in words; "" if there is none.
 
     >>> find_first_difference({"loss": "0.1"}, {"loss": "0.1"})
     ''
@@ -148,8 +152,12 @@ def find_first_difference(base: Mapping[str, str], new: Mapping[str, str]) -> st
 
 
 def compare_metrics(base: Path, new: Path, renamed: Mapping[str, str]) -> str:
-    """The first step and metric that differ. `renamed` maps names of the base to names of the new tree."""
-    old_steps, new_steps = read_metrics(base), read_metrics(new)
+    """Returns the first step and metric that differ between two run folders; "" if none does.
+
+    `renamed` maps names of metrics in the base to those in the new tree.
+    """
+    old_steps = read_metrics(base)
+    new_steps = read_metrics(new)
     if not old_steps:
         return "the base has no metrics"
     for step in sorted(old_steps.keys() | new_steps.keys()):
@@ -163,7 +171,7 @@ def compare_metrics(base: Path, new: Path, renamed: Mapping[str, str]) -> str:
 
 
 def compare_evaluations(base: Path, new: Path) -> str:
-    """The first evaluation, problem and answer that differ between two folders of evaluations."""
+    """Returns the first evaluation, problem and answer that differ between two folders; "" if none does."""
     old_files, new_files = (sorted(p.name for p in folder.glob("*.json")) for folder in (base, new))
     if old_files != new_files or not old_files:
         return f"evaluations of the base: {old_files}, of the new tree: {new_files}"
@@ -175,18 +183,19 @@ def compare_evaluations(base: Path, new: Path) -> str:
 
 
 def compare_runs(base: Path, new: Path, renamed: Mapping[str, str]) -> str:
-    """The first difference between two run directories: metrics, then weights, then evaluations; empty = none."""
+    """Returns the first difference between two run folders: in metrics, weights or evaluations; "" if there is none."""
     difference = compare_metrics(base, new, renamed)
     if difference:
         return difference
-    old_weights, new_weights = read_weight_digests(base), read_weight_digests(new)
+    old_weights = read_weight_digests(base)
+    new_weights = read_weight_digests(new)
     if not old_weights:
         return "the base has no checkpoint"
     return find_first_difference(old_weights, new_weights) or compare_evaluations(base / "eval", new / "eval")
 
 
 def translate_flag(word: str, settings: Mapping[str, str]) -> str:
-    """A word of a command line, with the name that its setting has in a tree.
+    """Returns a word of a command line with the name that its setting has in a tree; other words unchanged.
 
     >>> translate_flag("--replay.max-age", {"replay": "reuse"})
     '--reuse.max-age'
@@ -203,27 +212,27 @@ def translate_flag(word: str, settings: Mapping[str, str]) -> str:
 
 
 def run_case(command: tuple[str, ...], tree: Tree, out: Path, threads: int) -> str:
-    """Run a case in one tree, with its files under `out`; returns why it failed, empty if it did not."""
+    """Runs a case in one tree with its files below `out`. Returns why it failed; "" if it did not."""
     here = [translate_flag(word, tree.settings) for word in command]
     here += ["--device", "cpu", "--threads", str(threads)]
-    # by itself, `cohort eval` names its file after a digest of the grader's code
+    # Without --out, `cohort eval` puts a digest of the grader's code into the name of its file.
     here += ["--log", "plain", "--out", str(out)] if command[0] == "train" else ["--out", str(out / "evaluation.json")]
     environment = os.environ | {"PYTHONPATH": str(tree.folder / "src"), "OMP_NUM_THREADS": str(threads)}
     out.mkdir(parents=True)
-    said = out.with_name(f"{out.name}.log")
-    with said.open("w") as log:
+    log_file = out.with_name(f"{out.name}.log")
+    with log_file.open("w") as log:
         program = [sys.executable, "-m", "cohort", *here]
         done = subprocess.run(program, cwd=out, env=environment, stdout=log, stderr=log, check=False)
     if done.returncode == 0:
         return ""
-    last = said.read_text().strip().splitlines()[-1:]
+    last = log_file.read_text().strip().splitlines()[-1:]
     return f"exit status {done.returncode}: {''.join(last)}"
 
 
 def compare_case(
     name: str, trees: tuple[Tree, Tree], folder: Path, renamed: Mapping[str, str], threads: int
 ) -> CaseResult:
-    """Run a case in both trees, one after the other, and compare what they left."""
+    """Runs a case in both trees, one after the other, and compares their files."""
     begin = time.monotonic()
     command = CASES[name]
     outs = folder / name / "base", folder / name / "new"
@@ -242,7 +251,7 @@ def compare_case(
 
 
 def unpack_commit(commit: str, folder: Path) -> Path:
-    """The files of a commit, in `folder`."""
+    """Writes the files of a commit into `folder` and returns `folder`."""
     packed = subprocess.run(["git", "archive", commit], cwd=ROOT, check=True, capture_output=True).stdout
     with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
         archive.extractall(folder, filter="data")
@@ -250,48 +259,52 @@ def unpack_commit(commit: str, folder: Path) -> Path:
 
 
 def read_renamed(tree: Path, table: str) -> dict[str, str]:
-    """Old to new names of METRICS or SETTINGS, from the tree's own module; empty where it has none."""
+    """Returns the table METRICS or SETTINGS of old to new names from the tree's module; empty if it has none."""
     file = tree / NAMES
     return dict(runpy.run_path(str(file)).get(table, {})) if file.is_file() else {}
 
 
-def parse_pairs(given: list[str]) -> dict[str, str]:
-    """`["old=new"]` as `{"old": "new"}`."""
-    for pair in given:
+def parse_pairs(texts: list[str]) -> dict[str, str]:
+    """Returns `{"old": "new"}` for `["old=new"]`."""
+    for pair in texts:
         if "=" not in pair:
-            sys.exit(f"{pair}: write old=new")
-    return {old: new for old, _, new in (pair.partition("=") for pair in given)}
+            sys.exit(f"{pair} is no pair of names; write old=new.")
+    return {old: new for old, _, new in (pair.partition("=") for pair in texts)}
 
 
-def print_rows(verdicts: Iterator[CaseResult]) -> Iterator[CaseResult]:
-    """Print each verdict as a line of a table when it is there."""
+def print_rows(results: Iterator[CaseResult]) -> Iterator[CaseResult]:
+    """Prints each result as a row of a table as soon as it comes, and yields it."""
     print("| case | verdict | seconds |\n|---|---|---:|", flush=True)
-    for verdict in verdicts:
-        print(f"| `{verdict.case}` | {verdict.difference or 'equal'} | {verdict.seconds:.0f} |", flush=True)
-        yield verdict
+    for result in results:
+        print(f"| `{result.case}` | {result.difference or 'equal'} | {result.seconds:.0f} |", flush=True)
+        yield result
 
 
 def main() -> None:
+    """Runs the cases in both trees, prints the table and exits with 1 if anything differs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base", default="HEAD~1", metavar="COMMIT")
     parser.add_argument("--new", metavar="COMMIT", help="default: the files of this checkout")
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES), metavar="NAME")
-    parser.add_argument("--renamed", nargs="+", default=[], metavar="OLD=NEW", help="metrics")
-    parser.add_argument("--flags", nargs="+", default=[], metavar="OLD=NEW", help="settings of the new tree")
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="of each run (default: all cores)")
+    parser.add_argument("--renamed", nargs="+", default=[], metavar="OLD=NEW", help="metrics with a new name")
+    parser.add_argument("--flags", nargs="+", default=[], metavar="OLD=NEW", help="settings with a new name")
+    parser.add_argument(
+        "--threads", type=int, default=os.cpu_count() or 1, help="CPU threads per run (default: all cores)"
+    )
     parser.add_argument("--keep", type=Path, metavar="DIR", help="a new folder in which the runs are kept")
     a = parser.parse_args()
     if a.keep and a.keep.exists():
-        sys.exit(f"{a.keep} exists already")
+        sys.exit(f"{a.keep} exists already; name a new folder with --keep.")
     with tempfile.TemporaryDirectory() as temporary:
+        # The cases name settings as the base does.
         trees = Path(temporary) / "trees"
         base = Tree(folder=unpack_commit(a.base, trees / "base"), settings={})
         here = unpack_commit(a.new, trees / "new") if a.new else ROOT
         new = Tree(folder=here, settings=read_renamed(here, "SETTINGS") | parse_pairs(a.flags))
         metrics = read_renamed(here, "METRICS") | parse_pairs(a.renamed)
         folder = (a.keep or Path(temporary) / "runs").resolve()
-        verdicts = list(print_rows(compare_case(case, (base, new), folder, metrics, a.threads) for case in a.cases))
-    sys.exit(1 if any(verdict.difference for verdict in verdicts) else 0)
+        results = list(print_rows(compare_case(case, (base, new), folder, metrics, a.threads) for case in a.cases))
+    sys.exit(1 if any(result.difference for result in results) else 0)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""The quickstart with several seeds: held-out accuracy before and after, and how long it took.
+"""The quickstart with several seeds: held-out accuracy before and after training, and seconds.
 
     python benchmarks/quickstart.py [--seeds 0 1 2] [--out build/quickstart]
 
-Runs `cohort train quickstart --seed S` as a user would, one after the other, and prints a Markdown table.
+It runs `cohort train quickstart --seed S` once per seed, one after the other, and prints a Markdown table.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from cohort.run.store.reader import Reader
 
 
 def run_quickstart(seed: int, out: Path) -> str:
-    """One run and its line of the table."""
+    """Runs the quickstart with a seed, below the folder `out`, and returns its row of the table."""
     begin = time.perf_counter()
     flags = ["--seed", str(seed), "--log", "plain", "--out", str(out)]
     subprocess.run([sys.executable, "-m", "cohort", "train", "quickstart", *flags], check=True)
@@ -38,6 +38,7 @@ def run_quickstart(seed: int, out: Path) -> str:
 
 
 def main() -> None:
+    """Runs all seeds and prints the table."""
     parser = argparse.ArgumentParser(description="Run the quickstart with several seeds.")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--out", type=Path, default=Path("build/quickstart"))
@@ -46,7 +47,7 @@ def main() -> None:
     lines = [run_quickstart(seed, args.out) for seed in args.seeds]
     here = describe_machine()
     print(f"\n{date.today()}, {here.processor}, {here.num_cores} cores, torch {here.packages['torch']}\n")
-    columns = "seed|before (95%)|after (95%)|problems|tokens a completion|largest sampler gap|seconds, all in"
+    columns = "seed|before (95%)|after (95%)|problems|tokens per completion|largest sampler gap|seconds, in all"
     print(f"| {columns.replace('|', ' | ')} |\n{'|---:' * 7}|")
     print("\n".join(lines))
 

@@ -1,12 +1,12 @@
-"""A real result from beginning to end: evaluate, train for some minutes, evaluate the untouched test set, compare.
+"""A real result from beginning to end: evaluate, train for some minutes, evaluate again, compare.
 
     python benchmarks/real_result.py coder_gsm8k gsm8k --out results/gsm8k --minutes 12 [--greedy] [--steps 150 ...]
 
-The recipe runs as `cohort train` would; after `--minutes` of training (evaluations not counted) it is asked to stop, as
-by Ctrl-C, and saves. Before and after are `cohort eval TASK` on the whole test split under the same settings: greedily
-(--greedy) or at temperature 1, and with --samples N also avg@N and pass@k at temperature 1. Flags not known here
-go to the recipe. Writes result.json, the run's config, metrics (the main ones also as CSV and, in stretches, as a
-Markdown table) and curves, and every evaluation with its items.
+The recipe runs as `cohort train` does. After `--minutes` of training, without evaluations, it gets the signal of
+Ctrl-C, so that it saves and stops. The evaluations before and after are `cohort eval TASK` on the whole test split with
+the same settings: greedy (--greedy) or at temperature 1, and with --samples N also avg@N and pass@k at temperature 1.
+Unknown flags are passed to the recipe. It writes result.json, the config of the run, its metrics (the main ones also
+as CSV and as a Markdown table of means), its curves, and every evaluation with its items.
 """
 
 from __future__ import annotations
@@ -47,17 +47,23 @@ COLUMNS = [
 
 
 def evaluate_model(task: str, model: str, out: Path, flags: list[str]) -> dict[str, Any]:
-    """The numbers of one evaluation, without its items."""
+    """Evaluates a model with `cohort eval`, which writes to `out`. Returns its numbers without its items."""
     subprocess.run([*COHORT, "eval", task, "--model", model, "--out", str(out), *flags], check=True)
-    found = json.loads(out.read_text(encoding="utf-8"))
+    evaluation = json.loads(out.read_text(encoding="utf-8"))
     names = ("accuracy", "low", "high", "passes", "parts", "mean_tokens", "finishes")
-    return {name: found[name] for name in names} | {"setting": found["setting"]}
+    return {name: evaluation[name] for name in names} | {"setting": evaluation["setting"]}
 
 
 def train_for_minutes(recipe: str, out: Path, minutes: float, flags: list[str]) -> tuple[Path, dict[str, Any]]:
-    """Train for so many minutes of steps; the run, and what it took."""
+    """Trains a recipe for `minutes`, without evaluations, below the folder `out`.
+
+    Returns (folder of the run, {"steps", "training_seconds", "seconds"}); "seconds" include evaluations.
+    """
     command = [*COHORT, "train", recipe, "--out", str(out), "--log", "json", *flags]
-    begin, spent, steps, asked = time.monotonic(), 0.0, 0, False
+    begin = time.monotonic()
+    spent = 0.0
+    steps = 0
+    asked_to_stop = False
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     for line in process.stdout:
@@ -67,9 +73,11 @@ def train_for_minutes(recipe: str, out: Path, minutes: float, flags: list[str]) 
             spent += record["metrics"]["time/step"]
             reward = record["metrics"]["reward/mean"]
             print(f"step {steps}: reward {reward:.3f}, {spent / 60:.1f} minutes of training", flush=True)
-            if spent > minutes * 60 and not asked:  # asked twice it would stop without saving
-                asked = True
+            # Only once: after a second signal the run stops without saving.
+            if spent > minutes * 60 and not asked_to_stop:
+                asked_to_stop = True
                 process.send_signal(signal.SIGINT)
+    # 130 is the exit code after Ctrl-C.
     if process.wait() not in (0, 130):
         raise SystemExit(f"training ended with exit code {process.returncode}")
     [run] = [folder for folder in out.iterdir() if (folder / "config.yaml").is_file()]
@@ -77,7 +85,7 @@ def train_for_minutes(recipe: str, out: Path, minutes: float, flags: list[str]) 
 
 
 def write_metrics_csv(run: Path, out: Path) -> None:
-    """The main metrics, a line a step; an evaluation stands with the step it follows."""
+    """Writes the main metrics as CSV, one line per step. An evaluation is in the line of the step before it."""
     steps: dict[int, dict[str, float]] = {}
     for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
@@ -89,7 +97,10 @@ def write_metrics_csv(run: Path, out: Path) -> None:
 
 
 def write_mean_table(table: Path, out: Path, stretches: int = 6) -> None:
-    """The table again, as means of its first ten steps and of equal stretches of the others, for docs/results.md."""
+    """Writes the means of the CSV as a Markdown table for docs/results.md.
+
+    The first row is the mean of the first ten steps; the other steps are divided into `stretches` equal rows.
+    """
     with table.open(encoding="utf-8") as file:
         rows = [row for row in csv.DictReader(file) if row["reward/mean"]]
     rest = len(rows) - 10
@@ -103,6 +114,7 @@ def write_mean_table(table: Path, out: Path, stretches: int = 6) -> None:
 
 
 def main() -> None:
+    """Evaluates, trains, evaluates again, compares, and writes all files of the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipe")
     parser.add_argument("task")
@@ -114,7 +126,7 @@ def main() -> None:
     parser.add_argument("--eval-flags", default="", help="further flags of cohort eval, in one string")
     a, rest = parser.parse_known_args()
     if (a.out / "runs").exists():
-        raise SystemExit(f"{a.out} holds a result already: choose another --out")
+        raise SystemExit(f"{a.out} has a result already; choose another --out.")
     a.out.mkdir(parents=True, exist_ok=True)
     kinds = {"first": ["--temperature", "0" if a.greedy else "1"]}
     if a.samples:
@@ -125,6 +137,7 @@ def main() -> None:
     result: dict[str, Any] = {"recipe": a.recipe, **machine, "before": {}, "after": {}}
 
     def measure(when: str, model: str) -> None:
+        """Evaluates `model` in every way and stores the numbers under `when` ("before" or "after")."""
         for kind, flags in kinds.items():
             result[when][kind] = evaluate_model(a.task, model, a.out / f"{when}-{kind}.json", [*flags, *extra])
 

@@ -1,12 +1,13 @@
-"""What continuous order gains where groups are rejected and lengths vary: rollouts alone, random weights of a shape.
+"""The gain of continuous order where groups are rejected and lengths vary: rollouts alone, with random weights.
 
     PYTHONPATH=src python3 benchmarks/refill.py --shape qwen2.5-0.5b --base OTHER/src --out refill.json
 
-Every step wants `--prompts` accepted groups. A share of all groups is rejected, as DAPO rejects equal rewards,
-and replaced by the next prompt. Which ones, and how long every completion is (log-normal, as in `cohort bench engine
---lengths lognormal`), is a function of the prompt, so all sides sample the same. Sides: another tree's code (`--base`,
-which knows rounds only), this one in rounds, and this one in continuous order; each a process of its own, in turns,
-`--repeats` times. The first `--warm` steps of a process capture graphs and do not count.
+Every step needs `--prompts` accepted groups. A share of all groups is rejected, as DAPO rejects groups of equal
+rewards, and replaced by a group of the next prompt. Which groups are rejected, and how long every completion is
+(log-normal, as in `cohort bench engine --lengths lognormal`), depends only on the prompt, so all sides sample the same.
+There are three sides: an older tree (`--base`, which has only rounds), this tree in rounds, and this tree in continuous
+order. Each runs in its own process, in turns, `--repeats` times. The first `--warm` steps of a process capture CUDA
+graphs and do not count.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parents[1] / "src"
+# The program of a measurement. It runs with this tree and with an older one, hence the imports under several names.
 PROGRAM = r"""
 import hashlib, json, random, sys, time
 from dataclasses import replace
@@ -42,10 +44,12 @@ decoder = make_random_decoder(find_shape(o["shape"]), dtype, o["device"])
 lengths = draw_lognormal_lengths(4096, o["completion"])
 
 
+# A number from 0 to 1 that depends only on the words.
 def share(*words):
     return int.from_bytes(hashlib.sha256(repr(words).encode()).digest()[:8], "big") / 2**64
 
 
+# An endless stream of prompts with random tokens.
 class Stream:
     cursor = 0
 
@@ -60,17 +64,19 @@ class Stream:
         return made
 
 
+# A scorer that gives every answer the score 1 at the next poll.
 class Grader:
-    held = ()
+    waiting = ()
 
     def submit(self, id, *rest):
-        self.held = (*self.held, id)
+        self.waiting = (*self.waiting, id)
 
     def poll(self, timeout=0.0):
-        done, self.held = self.held, ()
+        done, self.waiting = self.waiting, ()
         return [(id, Outcome(parts={"correct": 1.0})) for id in done]
 
 
+# The engine, with a length of its own for every completion.
 class Lengths:
     def __init__(self, engine):
         self.engine = engine
@@ -84,7 +90,8 @@ class Lengths:
 
 
 rows = o["prompts"] * o["samples"]
-make_engine = getattr(native, "make_native_engine", None) or native.native_engine  # its name in earlier trees
+# Earlier trees call it native_engine.
+make_engine = getattr(native, "make_native_engine", None) or native.native_engine
 made = make_engine(decoder, lambda ids: "", slots=rows, max_context=o["prompt"] + o["completion"])
 engine, sampling = Lengths(made), Sampling(max_tokens=o["completion"])
 accept = lambda group: share("accept", group.prompt.id) >= o["rejected"]
@@ -101,7 +108,9 @@ else:
         groups = producer.collect(o["prompts"], accept)
         producer.close_groups(groups)
         return groups
-times, tokens, num = [], 0, 0
+times = []
+tokens = 0
+num = 0
 for step in range(o["warm"] + o["steps"]):
     made.load(type("Same", (), {"module": decoder})(), step)
     begin = time.perf_counter()
@@ -115,25 +124,29 @@ print("FOUND", json.dumps({"seconds": sum(times), "steps": times, "tokens": toke
 
 
 def measure_in_process(source: Path, options: dict[str, object]) -> dict[str, float]:
-    """Seconds, tokens and groups of one process."""
+    """Returns seconds, seconds of each step, tokens and groups of one side, measured in its own process.
+
+    `source` is the folder with the package.
+    """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(source), os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, "-c", PROGRAM, json.dumps(options)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{options} with {source} failed:\n{done.stdout[-1000:]}{done.stderr[-2000:]}")
     [line] = [line for line in done.stdout.splitlines() if line.startswith("FOUND")]
-    found: dict[str, float] = json.loads(line.partition(" ")[2])
-    return found
+    measurements: dict[str, float] = json.loads(line.partition(" ")[2])
+    return measurements
 
 
 def main() -> None:
+    """Measures all sides in turns and prints the table."""
     parser = argparse.ArgumentParser(description="Rollouts with rejected groups: rounds against continuous order.")
     parser.add_argument("--shape", default="qwen2.5-0.5b")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--base", type=Path, help="the src folder of a tree that knows rounds only")
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--samples", type=int, default=8)
-    parser.add_argument("--prompt", type=int, default=256, help="tokens")
+    parser.add_argument("--prompt", type=int, default=256, help="tokens per prompt")
     parser.add_argument("--completion", type=int, default=1024, help="most tokens; a third of it on average")
     parser.add_argument("--rejected", type=float, default=0.3, help="share of the groups")
     parser.add_argument("--warm", type=int, default=4)

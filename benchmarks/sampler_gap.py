@@ -1,12 +1,12 @@
-"""How far the sampler's log-probabilities lie from the learner's in bf16: Cohort, and vLLM with transformers.
+"""The difference between log-probabilities of sampler and learner in bf16: Cohort, and vLLM with transformers.
 
     PYTHONPATH=src python3 benchmarks/sampler_gap.py qwen2.5-0.5b FOLDER --vllm-pythonpath FOLDER
 
-A model is a folder in Hugging Face format, or the name of a shape, whose weights are then random (normal, 0.02). The
-prompts are questions in the model's own chat format, or random tokens for a shape; 8 samples each of 128 tokens,
-temperature 1. Cohort's sampler and learner are its own engine and `LocalLearner`; for vLLM the learner is a forward
-of transformers in bf16 over prompt and completion, log-softmax in fp32, as trainers built on the two do it. Each
-side draws its own tokens, in a process of its own.
+A model is a folder in Hugging Face format, or the name of a shape with random weights (normal, 0.02). The prompts
+are questions in the chat format of the model, or random tokens for a shape. Each has 8 samples of 128 tokens at
+temperature 1. Cohort uses its own engine and `LocalLearner`. For vLLM the learner is a forward pass of transformers in
+bf16 over prompt and completion, with log-softmax in fp32, as in trainers that are built on these two. Each side samples
+its own tokens in its own process.
 """
 
 from __future__ import annotations
@@ -32,23 +32,29 @@ QUESTIONS = (
     "Give me three tips for learning a language.",
     "What is the difference between a virus and a bacterium?",
 )
-SAMPLES, LENGTH = 8, 128
+# Samples per prompt, and tokens per sample.
+SAMPLES = 8
+LENGTH = 128
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
+    """What a side measures: the folder of a model, its name in the table, and the prompts as token ids."""
+
     name: str
     folder: str
     prompts: list[list[int]]
 
 
 def choose_device() -> str:
+    """Returns "cuda" if torch finds a GPU, else "cpu"."""
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def measure_cohort(job: Job) -> list[float]:
+    """Returns the absolute difference of the log-probabilities of each sampled token, with Cohort's own parts."""
     import torch
 
     from cohort.config.schema import LearnerConfig, OptimConfig
@@ -98,6 +104,7 @@ def measure_cohort(job: Job) -> list[float]:
 
 
 def measure_vllm(job: Job) -> list[float]:
+    """Returns the absolute difference of the log-probabilities of each token, with vLLM and transformers."""
     import torch
     import transformers
     from vllm import LLM, SamplingParams
@@ -109,7 +116,7 @@ def measure_vllm(job: Job) -> list[float]:
     params = SamplingParams(n=SAMPLES, max_tokens=LENGTH, logprobs=0, ignore_eos=True, detokenize=False, seed=0)
     outputs = llm.generate([TokensPrompt(prompt_token_ids=t) for t in job.prompts], params, use_tqdm=False)
     model = transformers.AutoModelForCausalLM.from_pretrained(job.folder, dtype=torch.bfloat16).to("cuda").eval()
-    found: list[float] = []
+    gaps: list[float] = []
     for tokens, output in zip(job.prompts, outputs, strict=True):
         for completion in output.outputs:
             drawn = list(completion.token_ids)
@@ -117,18 +124,20 @@ def measure_vllm(job: Job) -> list[float]:
             with torch.no_grad():
                 logits = model(torch.tensor([tokens + drawn], device="cuda")).logits[0, len(tokens) - 1 : -1]
             ours = logits.float().log_softmax(-1).gather(1, torch.tensor(drawn, device="cuda")[:, None])[:, 0]
-            found += (ours.cpu() - torch.tensor(theirs)).abs().tolist()
-    return found
+            gaps += (ours.cpu() - torch.tensor(theirs)).abs().tolist()
+    return gaps
 
 
 def measure_in_process(side: str, job: Job, path: str | None) -> list[float]:
+    """Measures one side ("cohort" or "vllm") in its own process, with `path` as its PYTHONPATH."""
     gaps: list[float] | None = next(iter(run_side(__file__, side, job, path)), None)
     if gaps is None:
-        raise SystemExit(f"{side}, {job.name}: no answer")
+        raise SystemExit(f"{side}, {job.name}: the process sent no answer; see its output above.")
     return gaps
 
 
 def make_job(model: str, room: Path) -> Job:
+    """Returns the job for a folder, or for the name of a shape, whose random model is written to the folder `room`."""
     import torch
 
     from cohort.models.files import save_folder
@@ -147,6 +156,7 @@ def make_job(model: str, room: Path) -> Job:
 
 
 def main(argv: list[str] | None = None) -> None:
+    """Measures both sides for every model and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="+", metavar="MODEL")
     parser.add_argument("--only", choices=("cohort", "vllm"))
@@ -166,7 +176,8 @@ def main(argv: list[str] | None = None) -> None:
             for side, words, path in sides:
                 if a.only in (None, side):
                     gaps = sorted(measure_in_process(side, job, path))
-                    mean, most = sum(gaps) / len(gaps), gaps[int(0.99 * len(gaps))]
+                    mean = sum(gaps) / len(gaps)
+                    most = gaps[int(0.99 * len(gaps))]
                     print(
                         f"| {job.name} | {words} | {mean:.4f} | {most:.3f} | {gaps[-1]:.2f} | {len(gaps)} |", flush=True
                     )

@@ -1,10 +1,10 @@
-"""The speed of two trees of this repository, in turns on one machine: did a change cost anything?
+"""A comparison of the speed of two trees of this repository, measured in turns on one machine.
 
     PYTHONPATH=src python3 benchmarks/two_trees.py --base OTHER/src --shapes qwen2.5-0.5b qwen2.5-1.5b --repeats 3
     ... --what engine learner step --out two_trees.json
 
-Each measurement is a process of its own (`cohort bench`, random weights of a named shape); base and new take turns, and
-the median of each side's repeats counts. The spread is (largest - smallest) / median of the base's repeats.
+Each measurement is `cohort bench` in its own process, with random weights of a named shape. Base and new tree take
+turns, and the median of each side's repeats counts. The spread is (largest - smallest) / median of the base's repeats.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parents[1] / "src"
+# The program of a measurement. It runs with this tree and with earlier ones, hence the imports from several places.
 PROGRAM = """
 import json, sys
 from cohort.config.options import BenchOptions, EngineBenchOptions, LearnerBenchOptions
@@ -43,6 +44,7 @@ CASES = {
 
 
 def measure_in_process(source: Path, what: str, settings: dict[str, object]) -> float:
+    """Returns the seconds of one benchmark with the package in the folder `source`, in its own process."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(source), os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, "-c", PROGRAM, what.split()[0], json.dumps(settings)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -53,6 +55,7 @@ def measure_in_process(source: Path, what: str, settings: dict[str, object]) -> 
 
 
 def main() -> None:
+    """Measures both trees and prints one row per shape and benchmark."""
     parser = argparse.ArgumentParser(description="Compare the speed of two trees.")
     parser.add_argument("--base", type=Path, required=True, help="the src folder of the other tree")
     parser.add_argument("--shapes", nargs="+", default=["qwen2.5-0.5b"])

@@ -18,7 +18,7 @@ from cohort.fates import Fate
 from cohort.learner.local import LocalLearner
 from cohort.loops.learning import annotate
 from cohort.models.catalog import resolve_model
-from cohort.models.decoder import to_hf_shape, hf_views
+from cohort.models.decoder import hf_views, to_hf_shape
 from cohort.models.files import load_folder
 from cohort.tasks.arithmetic import PHRASINGS, Arithmetic
 from cohort.tasks.expression import evaluate
@@ -59,7 +59,10 @@ def both():
 
 
 def batches():
-    """The same groups for both: ragged, one of constant reward, the completions made up."""
+    """Returns the same groups for the example and for the library, with completions of different lengths.
+
+    The completions are invented. One group has equal rewards.
+    """
     rng = random.Random(0)
     mine, theirs = [], []
     for i, (lengths, rewards) in enumerate(zip(LENGTHS, REWARDS, strict=True)):
@@ -77,7 +80,7 @@ def ragged(rows, completions):
 
 
 def assert_same_logprobs(model, learner, mine, theirs):
-    """Leaves them in the library's groups as the old ones."""
+    """Checks the log-probabilities, and stores the library's in its groups as the old ones."""
     annotate(learner, theirs, {"old"})
     for a, b in zip(mine, theirs, strict=True):
         rows = ragged(one.completion_logprobs(model, a), a.completions)
@@ -86,7 +89,7 @@ def assert_same_logprobs(model, learner, mine, theirs):
 
 
 def assert_same_update(model, learner, mine, minibatch, algo):
-    """Loss and gradients by name; returns the library's metrics."""
+    """Checks loss and gradients of one update. Returns the library's metrics."""
     model.zero_grad()
     loss = one.backward(model, mine)
     metrics = learner.forward_backward(minibatch, algo).tally.to_metrics()
@@ -192,7 +195,7 @@ def test_the_grader_agrees_with_the_librarys(text):
 
 def test_it_is_one_short_file_of_its_own():
     source = FILE.read_text(encoding="utf-8")
-    assert len(source.splitlines()) <= 300
+    assert len(source.splitlines()) <= 360
     modules = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):

@@ -1,7 +1,7 @@
 """Triton kernels for decode attention. They read a prompt's KV once per group and a row's own KV once, nothing else.
 
 The queries of a KV head are rows of one small matrix product, whatever their number. Rows that share a prompt form
-a tile, which reads the prompt in one program. The result is one part of each row's softmax. Another kernel meanwhile
+a tile and read the prompt together. The result is one part of each row's softmax. Another kernel meanwhile
 computes the part of each row's own tokens and joins the two. If there are few rows, their keys are split over more
 programs, and the parts are joined at the end.
 
