@@ -1,7 +1,7 @@
-# Every target makes its own environment first, so a fresh clone with Python >= 3.11 needs nothing else.
+# Every target first makes the environment that it needs. A fresh clone needs only Python >= 3.11.
 #   make quickstart          train the bundled model and watch its reward rise
 #   make test                the tests of every change, within ten minutes
-# PYTHON=python3.12 picks the interpreter, JOBS=8 the test processes.
+# PYTHON=python3.12 chooses the interpreter, JOBS=8 the number of test processes.
 
 PYTHON ?= python3
 JOBS ?= auto
@@ -14,9 +14,10 @@ PEERS_READY := $(PEERS)/.ready
 KERNELS_READY := $(KERNELS)/.ready
 VLLM_READY := $(VLLM)/.ready
 PIP := -m pip install --quiet --disable-pip-version-check
-# One thread a test process: the processes already use every core.
-# worksteal: a process without work takes tests from another. By default one process gets all the slow tests and the others wait for it.
-# Compiled files are kept, whatever the environment says: the tests start more than a hundred processes.
+# OMP_NUM_THREADS=1: one thread per test process, because the processes already use every core.
+# worksteal: a process without work takes tests from another. By default one process gets all the slow tests, and the
+# others wait for it.
+# PYTHONDONTWRITEBYTECODE is empty, so that compiled files are kept: the tests start more than a hundred processes.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(JOBS) --dist worksteal --durations 10
 
 .PHONY: help quickstart test test-slow test-all test-peers test-kernels test-vllm lint format types check clean
@@ -24,8 +25,8 @@ help:
 	@sed -n 's/^#   //p' Makefile; echo "Also: test-slow, test-peers, test-kernels, test-all (test and these three), test-vllm, lint, format, types, check (lint + types + test), clean"
 
 $(READY): pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Cohort needs Python 3.11 or newer; name one with PYTHON=..." >&2; exit 2; }
-	@echo "Installing into $(VENV), once; a few minutes."
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "$(PYTHON) is too old or missing: Cohort needs Python 3.11 or newer. Name one with make PYTHON=python3.12 ..." >&2; exit 2; }
+	@echo "Installing into $(VENV). This happens once and takes a few minutes."
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python $(PIP) -c constraints.txt -e ".[dev]"
 	@touch $@
@@ -34,13 +35,16 @@ $(PEERS_READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(PEERS)
 	@echo '*' > $(PEERS)/.gitignore
 	$(PEERS)/bin/python $(PIP) -c constraints.txt -e ".[peers]"
-	# verl pins other transformers and tensordict and wants Ray: its loss functions need none of it
+	# Without its requirements: verl pins other versions of transformers and tensordict and needs Ray. Its loss functions
+	# need none of these.
 	$(PEERS)/bin/python $(PIP) --no-deps verl==0.9.1
-	# the checker of IFEval in one, nltk's sentences for it in the other; their other needs are large
+	# lm-eval has the checker of IFEval, llama-index-core has nltk's sentence data for it. Their requirements are large
+	# and not needed.
 	$(PEERS)/bin/python $(PIP) --no-deps lm-eval==0.4.13 llama-index-core==0.14.25
 	@touch $@
 
-# Triton's interpreter wants numpy < 2.3, so not that of constraints.txt; in 3.9 it refuses a mask that is a block & a scalar.
+# Triton's interpreter needs numpy < 2.3, which is not that of constraints.txt. Triton 3.9 is excluded, because its
+# interpreter refuses a mask that is a block & a scalar.
 $(KERNELS_READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(KERNELS)
 	@echo '*' > $(KERNELS)/.gitignore
@@ -48,7 +52,8 @@ $(KERNELS_READY): pyproject.toml constraints.txt
 	$(KERNELS)/bin/python $(PIP) torch==2.13.0 "triton>=3.6,<3.9" "numpy<2.3"
 	@touch $@
 
-# vLLM's build for CPUs, without what text does not need; it wants another transformers than that of constraints.txt.
+# vLLM's build for CPUs, without the requirements that text does not need. It needs another version of transformers than
+# constraints.txt has.
 $(VLLM_READY): pyproject.toml constraints.txt benchmarks/vllm_loads.py
 	$(PYTHON) -m venv $(VLLM)
 	@echo '*' > $(VLLM)/.gitignore
@@ -72,11 +77,11 @@ test-all: test test-slow test-peers test-kernels
 test-peers: $(PEERS_READY)
 	COHORT_REQUIRE_PEERS=1 $(PEERS)/bin/python -m pytest -o addopts="--strict-markers --strict-config --import-mode=importlib -ra" tests/peers
 
-# The kernels of the GPU engine: on a GPU where there is one, else in Triton's interpreter.
+# The kernels of the GPU engine, on a GPU if there is one, else in Triton's interpreter.
 test-kernels: $(KERNELS_READY)
 	OMP_NUM_THREADS=1 $(KERNELS)/bin/python -m pytest -o addopts="--strict-markers --strict-config --import-mode=importlib --doctest-modules -ra" -W "ignore:Conversion of an array:DeprecationWarning" --durations 10 tests/gpu src/cohort/engines/native/cuda
 
-# The engines that sample with vLLM, against vLLM itself: in process, and as a server.
+# The engines that sample with vLLM, compared with vLLM itself: in the same process and as a server.
 test-vllm: $(VLLM_READY)
 	PYTHONPATH=src OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -o addopts="--strict-markers --strict-config --import-mode=importlib -ra" --durations 10 tests/with_vllm
 

@@ -35,7 +35,7 @@ from cohort.config.schema import (
 from cohort.data.batch import Batch
 from cohort.jobs import build
 from cohort.learner.local import LocalLearner
-from cohort.loops.sft import pack_examples, train
+from cohort.loops.sft import make_sft_batch, train
 from cohort.models.device import DTYPES, choose_device, choose_dtype
 from cohort.models.files import load_folder, save_folder
 from cohort.run.directory import RunDirectory
@@ -61,6 +61,7 @@ def train_by_imitation(folder: str, task: Countdown, updates: int, lr: float, ou
     model.decoder.to(device)
     tokenizer = Tokenizer.load(folder)
     losses: list[float] = []
+    # Problems of the split `traces`, which are in neither `train` nor `test`.
     rows = list(islice(replace(task, train_size=updates * SFT_BATCH).rows("traces"), updates * SFT_BATCH))
     rng = random.Random(0)
 
@@ -68,7 +69,7 @@ def train_by_imitation(folder: str, task: Countdown, updates: int, lr: float, ou
         """Returns the traces of one update as a batch."""
         part = rows[update * SFT_BATCH : (update + 1) * SFT_BATCH]
         traces = [make_countdown_trace(rng, task.prompt(r)[0]["content"], r["nums"], r["target"], STYLES) for r in part]
-        return pack_examples([encode_trace(tokenizer, trace) for trace in traces], SFT_BUDGET)
+        return make_sft_batch([encode_trace(tokenizer, trace) for trace in traces])
 
     class Updates:
         """The steps of the training loop, which records the losses."""
@@ -122,10 +123,10 @@ def main() -> None:
     task = Countdown(min_numbers=a.numbers, max_numbers=a.numbers, instructions=True)
     begin = time.monotonic()
     losses = train_by_imitation(a.model, task, a.sft_updates, a.sft_lr, a.out / "sft")
-    middle = time.monotonic()
+    imitation_end = time.monotonic()
     config = make_config(a.out / "sft", task, a)
     run = build.train(config, a.out / "runs", "plain")
-    seconds = {"imitation": middle - begin, "run": time.monotonic() - middle}
+    seconds = {"imitation": imitation_end - begin, "run": time.monotonic() - imitation_end}
     with Reader(run / "run.db") as reader:
         series = {name: reader.read_series(name) for name in SHOWN}
     accuracy = {step: e.accuracy for step, e in RunDirectory.open(run).load_evaluations().items()}

@@ -72,6 +72,7 @@ class Case:
 
 
 FIRST = "qwen2.5-0.5b"
+# The cases of the first model differ in lengths and sharing; the other models have only the first one.
 CASES = (
     Case(name="fixed", model=FIRST),
     Case(name="variable", model=FIRST, varies=True),
@@ -182,6 +183,7 @@ def measure_cohort(job: Job) -> Iterator[Result]:
             result.rates = asdict(rates)
             result.peak_gib = torch.cuda.max_memory_reserved() / 2**30
             result.device = torch.cuda.get_device_name()
+        # Frees the engine of this case before the next one is made.
         gc.collect()
         if on_gpu:
             torch.cuda.empty_cache()
@@ -199,7 +201,9 @@ def measure_cohort_case(job: Job, case: Case, decoder: Any) -> Result:
     engine = make_native_engine(decoder, lambda ids: "", slots=case.num_samples, max_context=case.context_tokens)
     sample(engine, [replace(first, sampling=replace(first.sampling, max_tokens=1))])
     start_up = time.perf_counter() - begin
+    # The first batch is the warm-up.
     warm_up, _ = time_call(lambda: sample(engine, batches[0]))
+    # A copy, because the engine keeps counting in its own record.
     before = replace(engine.work)
     seconds = []
     for batch in batches[1:]:

@@ -82,6 +82,7 @@ def time_conversion(file: Path, scratch: Path, dtype: torch.dtype | None) -> tup
     with DiscardingWriter(scratch, specs, gguf.SHARD_BYTES) as nowhere:
         unpack = time_call(lambda: gguf.write_weights(file, weights, nowhere, lambda share: None))
     print_row("unpack", unpack, size)
+    # Removes the files that the discarding writer made.
     for path in scratch.glob("*.safetensors*"):
         path.unlink()
     with ShardWriter(scratch, specs, gguf.SHARD_BYTES) as shards:

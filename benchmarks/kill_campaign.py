@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+# The helpers are in tests/, which is not installed.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.helpers.command_line import (
@@ -53,6 +54,7 @@ def start_or_resume(folder: Path, census: Census, rng: random.Random, history: R
     """
     args = next_args(folder)
     history.resumes += args[0] == "resume"
+    # Half of the kills come at a time, the others at a line of the code.
     by_clock = kill and rng.random() < 0.5
     strike = census.random_strike(rng) if kill and not by_clock else None
     moment = rng.uniform(0, census.seconds)
@@ -62,6 +64,7 @@ def start_or_resume(folder: Path, census: Census, rng: random.Random, history: R
     except subprocess.TimeoutExpired:
         process.kill()
         out, err = process.communicate()
+    # Killed by the clock above, or by itself at the chosen line.
     if process.returncode == -signal.SIGKILL:
         history.deaths.append(str(strike) if strike else f"after {moment:.2f} s")
         if not no_worker_is_left(process.pid):

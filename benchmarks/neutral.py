@@ -141,6 +141,7 @@ def find_first_difference(base: Mapping[str, str], new: Mapping[str, str]) -> st
     >>> find_first_difference({"loss": "0.1"}, {"loss": "0.1", "lr": "2.0"})
     'lr: only the new tree has it (2.0)'
     """
+    # The order of the base, then what only the new tree has.
     for key in [*base, *(key for key in new if key not in base)]:
         if key not in new:
             return f"{key}: only the base has it ({base[key]})"
@@ -173,6 +174,7 @@ def compare_metrics(base: Path, new: Path, renamed: Mapping[str, str]) -> str:
 def compare_evaluations(base: Path, new: Path) -> str:
     """Returns the first evaluation, problem and answer that differ between two folders; "" if none does."""
     old_files, new_files = (sorted(p.name for p in folder.glob("*.json")) for folder in (base, new))
+    # Two empty folders prove nothing.
     if old_files != new_files or not old_files:
         return f"evaluations of the base: {old_files}, of the new tree: {new_files}"
     for name in old_files:
@@ -184,6 +186,7 @@ def compare_evaluations(base: Path, new: Path) -> str:
 
 def compare_runs(base: Path, new: Path, renamed: Mapping[str, str]) -> str:
     """Returns the first difference between two run folders: in metrics, weights or evaluations; "" if there is none."""
+    # Metrics first: they name the step at which two runs diverge.
     difference = compare_metrics(base, new, renamed)
     if difference:
         return difference

@@ -25,6 +25,7 @@ def run_quickstart(seed: int, out: Path) -> str:
     flags = ["--seed", str(seed), "--log", "plain", "--out", str(out)]
     subprocess.run([sys.executable, "-m", "cohort", "train", "quickstart", *flags], check=True)
     seconds = time.perf_counter() - begin
+    # The newest folder is that of this run.
     directory = RunDirectory.open(max(out.iterdir(), key=lambda p: p.stat().st_mtime))
     first, last = (e for step, e in directory.load_evaluations().items() if step in (0, directory.config.steps))
     with Reader(directory.database) as reader:
@@ -32,7 +33,7 @@ def run_quickstart(seed: int, out: Path) -> str:
         gap = max(reader.read_series("sampler_gap/max").values())
     return (
         f"| {seed} | {first.accuracy:.3f} ({first.low:.3f} to {first.high:.3f}) "
-        f"| {last.accuracy:.3f} ({last.low:.3f} to {last.high:.3f}) | {first.num_problems} "
+        f"| {last.accuracy:.3f} ({last.low:.3f} to {last.high:.3f}) | {first.setting.num_problems} "
         f"| {length[0]:.1f} -> {length[-1]:.1f} | {gap:.1e} | {seconds:.0f} |"
     )
 

@@ -103,6 +103,7 @@ def write_mean_table(table: Path, out: Path, stretches: int = 6) -> None:
     """
     with table.open(encoding="utf-8") as file:
         rows = [row for row in csv.DictReader(file) if row["reward/mean"]]
+    # A run of less than about twenty steps is one row.
     rest = len(rows) - 10
     cuts = [0, *(10 + rest * i // stretches for i in range(stretches + 1))] if rest > 10 else [0, len(rows)]
     names = [name for name in COLUMNS if name not in ("step", "eval/accuracy")]

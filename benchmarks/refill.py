@@ -63,6 +63,9 @@ class Stream:
             self.cursor += 1
         return made
 
+    # Its name in earlier trees.
+    next = next_prompts
+
 
 # A scorer that gives every answer the score 1 at the next poll.
 class Grader:
@@ -161,6 +164,7 @@ def main() -> None:
     sources |= {"rounds": HERE, "continuous": HERE}
     sources = {side: source for side, source in sources.items() if side in args.sides}
     found: dict[str, list[dict[str, float]]] = {side: [] for side in sources}
+    # Sides take turns, so that a slow change of the machine affects all of them.
     for _ in range(args.repeats):
         for side, source in sources.items():
             found[side].append(measure_in_process(source, {**options, "order": side}))

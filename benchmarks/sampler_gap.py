@@ -93,6 +93,7 @@ def measure_cohort(job: Job) -> list[float]:
         )
         for p, tokens in enumerate(job.prompts)
     ]
+    # The learner's log-probabilities, computed as before an update.
     learner = LocalLearner(decoder, LearnerConfig(token_budget=4096), OptimConfig(), num_updates=1)
     annotate(learner, groups, ["old"])
     return [
@@ -122,6 +123,7 @@ def measure_vllm(job: Job) -> list[float]:
             drawn = list(completion.token_ids)
             theirs = [step[token].logprob for step, token in zip(completion.logprobs, drawn, strict=True)]
             with torch.no_grad():
+                # The logits of a token are at the position before it.
                 logits = model(torch.tensor([tokens + drawn], device="cuda")).logits[0, len(tokens) - 1 : -1]
             ours = logits.float().log_softmax(-1).gather(1, torch.tensor(drawn, device="cuda")[:, None])[:, 0]
             gaps += (ours.cpu() - torch.tensor(theirs)).abs().tolist()

@@ -128,6 +128,7 @@ def search_trl_settings(job: Job) -> Iterator[tuple[str, float]]:
 
     part = len(job.ids) // 4
     small = replace(job, texts=job.texts[:part], ids=job.ids[:part], engine="generate", made_up=True, steps=1)
+    # After a failure for lack of memory the next setting starts with an empty GPU.
     for size, kept, weights in product(TRIED, ("", "keep"), ("fp32", "bf16")):
         if size > small.num_samples:
             continue
@@ -195,6 +196,7 @@ def write_model(shape: str, folder: Path, device: str) -> int:
     config = find_shape(shape)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     save_folder(make_random_decoder(config, dtype, device), None, None, folder)
+    # The three special tokens have the ids 0, 1 and 2. `make_prompts` leaves them out.
     special = {"unk_token": "<unk>", "eos_token": "<eos>", "pad_token": "<pad>"}
     names = [*special.values(), *(f"t{n}" for n in range(len(special), config.vocab_size))]
     words = Tokenizer(models.WordLevel({name: n for n, name in enumerate(names)}, unk_token="<unk>"))

@@ -72,6 +72,7 @@ def main() -> None:
             if args.small:
                 settings |= {"prompts": 2, "samples": 2, "prompt_tokens": 8, "completion_tokens": 8}
             times: dict[str, list[float]] = {"base": [], "new": []}
+            # The trees take turns, so that a slow change of the machine affects both.
             for _ in range(args.repeats):
                 times["base"].append(measure_in_process(args.base, what, settings))
                 times["new"].append(measure_in_process(HERE, what, settings))

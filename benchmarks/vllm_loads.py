@@ -93,6 +93,7 @@ def make_conversations() -> list[Conversation]:
         a, b, c = (rng.randint(1, 99) for _ in range(3))
         expression = f"{a}+{b}-{c}"
         value = str(a + b - c)
+        # Every second question is a Countdown problem, except those with a tool.
         puzzle = i % 2 == 0 and i < 24
         user = {"role": "user", "content": f"Make {value} from {a}, {b}, {c}." if puzzle else f"Compute {expression}."}
         if i < 16:
@@ -117,6 +118,7 @@ def complete_with_transformers(folder: Path, conversations: list[Conversation]) 
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
     model, loading = loaded
+    # Names of tensors that are missing, unexpected or of another shape.
     if wrong := {what: names for what, names in loading.items() if names}:
         raise SystemExit(f"transformers did not load every tensor of {folder} unchanged: {wrong}")
     completions = []
@@ -174,6 +176,7 @@ def complete_with_vllm(folder: Path, conversations: list[Conversation]) -> list[
 
 def complete_with_cohort(folder: Path, conversations: list[Conversation]) -> list[Completion]:
     """Completes the conversations with the native engine, all at once."""
+    # Cohort is not installed in the environment of vLLM.
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
     from cohort.engines.base import Request, sample
     from cohort.engines.native import NativeEngine
@@ -207,6 +210,7 @@ def compare_completions(ours: list[Completion], reference: list[Completion]) -> 
     notes = []
     for i, (a, b) in enumerate(zip(ours, reference, strict=True)):
         pairs = list(zip(a.tokens, b.tokens, strict=False))
+        # The first position at which the tokens differ; the common length if there is none.
         first = next((k for k, (x, y) in enumerate(pairs) if x != y), len(pairs))
         differences = [abs(x - y) for x, y in zip(a.logprobs[:first], b.logprobs[:first], strict=True)]
         largest = max([largest, *differences])

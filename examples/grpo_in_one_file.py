@@ -216,7 +216,7 @@ def sample_completions(model: Llama, prompt: list[int], n: int, max_tokens: int)
         logprobs.append(logp.gather(1, tokens))
         ended |= tokens[:, 0] == END
     rows = torch.cat(drawn, dim=1).tolist()
-    # A sample that ends before the others of its group goes on drawing tokens. They are cut off.
+    # A sample that ended before the others of its group has further tokens after its end. They are cut off.
     completions = [row[: row.index(END) + 1] if END in row else row for row in rows]
     return completions, torch.cat(logprobs, dim=1).masked_fill(~make_token_mask(completions), 0.0)
 

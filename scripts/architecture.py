@@ -145,6 +145,7 @@ def count_code_lines(source: str) -> int:
     """
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     lines = {line for t in tokens if t.type not in NO_CODE for line in range(t.start[0], t.end[0] + 1)}
+    # Strings that are statements are docstrings.
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             lines -= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
@@ -180,15 +181,15 @@ def find_imports(tree: ast.Module, package: Path) -> Iterator[str]:
 
 def find_own_names(tree: ast.Module) -> set[str]:
     """Returns the names of functions, variables and fields that a file defines, also inside its classes."""
-    found = set()
+    names = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            found.add(node.name)
+            names.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            found.add(node.id)
+            names.add(node.id)
         elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"):
-            found.add(node.attr)
-    return found
+            names.add(node.attr)
+    return names
 
 
 def find_foreign_names(tree: ast.Module, package: str) -> set[str]:
@@ -216,6 +217,7 @@ def find_private_uses(tree: ast.Module, place: str, package: str = "cohort") -> 
                 if is_private(alias.name):
                     yield f"{place}:{node.lineno} imports {node.module}.{alias.name}"
         elif isinstance(node, ast.Attribute) and is_private(node.attr) and node.attr not in own:
+            # The first word of the expression tells whether it belongs to another package.
             whole = ast.unparse(node)
             if whole.partition(".")[0] not in foreign:
                 yield f"{place}:{node.lineno} uses {whole}"

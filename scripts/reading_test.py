@@ -75,7 +75,7 @@ def read_functions(path: Path) -> Iterator[Item]:
 
 
 def walk_functions(node: ast.AST, prefix: str) -> Iterator[tuple[str, FunctionNode]]:
-    """Yields (qualified name, node) for the functions of a module and of its classes, not for functions in functions."""
+    """Yields (qualified name, node) for the functions of a module and of its classes, not for those in functions."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, FunctionNode):
             yield prefix + child.name, child

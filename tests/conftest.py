@@ -1,4 +1,4 @@
-"""What every test may use."""
+"""Settings of Hypothesis, and fixtures for all tests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-# The same examples every time, and no deadline: a busy machine must not fail a test.
+# Hypothesis tries the same examples in every run. There is no deadline, because a busy machine must not fail a test.
 settings.register_profile("cohort", deadline=None, derandomize=True)
 settings.load_profile("cohort")
 
@@ -21,7 +21,11 @@ Done = subprocess.CompletedProcess[str]
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """A run in this process sets torch's threads. Left at two, with two test processes, they make later tests crawl."""
+    """Sets torch back to one thread after a test, if OMP_NUM_THREADS is 1.
+
+    A training run inside the test process changes torch's number of threads. With two test processes at two threads
+    each, later tests would be very slow.
+    """
     yield
     torch = sys.modules.get("torch")
     if torch is not None and torch.get_num_threads() != 1 and os.environ.get("OMP_NUM_THREADS") == "1":
@@ -30,14 +34,12 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def run_cohort(tmp_path: Path) -> Callable[..., Done]:
-    """The command line in a process of its own, in an empty folder: `run_cohort("train", "quickstart")`."""
+    """Returns a function that runs `cohort ARGS` in its own process and an empty folder: `run_cohort("train", ...)`."""
 
     def run(*args: str, timeout: float = 300) -> Done:
         command = [sys.executable, "-m", "cohort", *args]
-        env = {
-            **os.environ,
-            "PYTHONPATH": str(SOURCE),
-        }  # wherever the package is installed, this checkout runs
+        # The command uses this checkout, even if another one is installed.
+        env = {**os.environ, "PYTHONPATH": str(SOURCE)}
         return subprocess.run(
             command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=timeout, check=False
         )

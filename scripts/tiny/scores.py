@@ -17,6 +17,7 @@ from cohort.tasks.traces.styles import CALCULATOR
 from cohort.text import Tokenizer
 from cohort.types import Key, Message, Row, Sampling
 
+# A whole tool call, and the longest answer in tokens.
 CALL = re.compile(r"<tool_call>(.*)</tool_call>", re.DOTALL)
 MAX_TOKENS = 160
 
@@ -78,6 +79,7 @@ def score_task(
     prefix: list[Message] = [{"role": "assistant", "content": forced}] if forced else []
     prompts = [tokenizer.render([*task.prompt(row), *prefix]).tokens for row in rows]
     texts, mean_tokens = sample_answers(engine, tokenizer, task, rows, prompts)
+    # The grader sees the forced beginning as part of the answer.
     full = [forced + text for text in texts]
     right = [grade(task, row, make_plain_answer(text)).parts["correct"] for row, text in zip(rows, full, strict=True)]
     thinking = sum(text.startswith("<think>") for text in full) / num

@@ -102,10 +102,10 @@ def main() -> None:
     next(stream)
     train_model(args, stream)
     from cohort.models.files import load_folder
-    from scripts.tiny.scores import measure
+    from scripts.tiny.scores import measure_scores
 
     print("| task | begins with | accuracy | tokens | thinks |\n|---|---|---|---|---|")
-    for score in measure(load_folder(args.out).decoder, Tokenizer.load(args.out), args.problems):
+    for score in measure_scores(load_folder(args.out).decoder, Tokenizer.load(args.out), args.problems):
         print(score, flush=True)
 
 

@@ -42,11 +42,12 @@ def train(
     log: str = "plain",
     sinks: Sequence[str] = (),
 ) -> Path:
-    """Trains a recipe and returns the run directory.
+    """Trains a recipe to its last step and returns the run directory.
 
-    `recipe` is a name, `file.py:function`, or a config such as `RL(...)`. `settings` maps dotted names of settings to
-    values. `out` is the folder in which the run directory is made. `log` is the progress view (live, plain or json).
-    `sinks` are programs that get the metrics too (wandb, tensorboard, trackio).
+    `recipe` is a name, `file.py:function`, or a config such as `RL(...)`. `settings` maps dotted names of settings,
+    such as "optim.lr", to values that replace those of the recipe. `out` is the folder in which the run directory is
+    made. `log` is the progress view ("live", "plain", "json" or "auto"). `sinks` are programs that get the metrics too
+    (wandb, tensorboard, trackio).
     """
     from cohort.config import load
     from cohort.jobs.build import train as build_train

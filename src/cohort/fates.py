@@ -26,11 +26,12 @@ class Fate(StrEnum):
     def is_counted(self) -> bool:
         """Whether the samples of a group with this fate count in the denominators of the loss.
 
-        A group without gradient still counts: it adds nothing to the sum, but the mean is over it too.
+        TRAINED, CONSTANT_REWARD and NO_GAIN count. A group without gradient adds nothing to the sum, but the mean is
+        over it too.
         """
         return self in (Fate.TRAINED, Fate.CONSTANT_REWARD, Fate.NO_GAIN)
 
     @property
     def is_set_by_algorithm(self) -> bool:
-        """Whether the algorithm sets this fate. It then decides anew when it sees the group again."""
+        """Whether the algorithm sets this fate. If so, it decides anew at the next call; else it keeps the fate."""
         return self not in (Fate.NOT_ACCEPTED, Fate.STALE)

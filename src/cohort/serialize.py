@@ -67,7 +67,7 @@ def record(cls: C) -> C:
 
 
 def dumps(value: Any) -> bytes:
-    """Returns the value as bytes. Raises SerialError, naming the type, for a value that cannot be serialised."""
+    """Returns the value as bytes that `loads` can read. Raises SerialError if a part of it cannot be serialised."""
     writer = _Writer()
     try:
         tree = writer.encode(value)
@@ -85,7 +85,7 @@ def dumps(value: Any) -> bytes:
 
 
 def loads(data: bytes) -> Any:
-    """Returns the value that `dumps` turned into these bytes. Raises SerialError for all other bytes."""
+    """Returns a value equal to the one that `dumps` turned into these bytes. Raises SerialError for any other bytes."""
     try:
         arrays = load(data)
         if "json" not in arrays:
@@ -114,7 +114,7 @@ def loads(data: bytes) -> Any:
 
 
 def inflate(packed: bytes, size: int) -> bytes:
-    """Returns the decompressed text of a file of `size` bytes.
+    """Returns the decompressed text of `packed` (zlib format), which comes from a file of `size` bytes.
 
     Raises SerialError where the text is cut off or is longer than a file of that size may hold.
     """
@@ -130,7 +130,7 @@ def inflate(packed: bytes, size: int) -> bytes:
 
 
 def _deflate(text: bytes, num_array_bytes: int) -> bytes:
-    """Returns the text in zlib's format; `num_array_bytes` is the size of the arrays in the same file.
+    """Returns the text in zlib's format. `num_array_bytes` is the size of all arrays in the same file.
 
     Text that compresses so well that `inflate` would refuse it is stored in that format without compression.
     """
@@ -158,7 +158,11 @@ class _Writer:
         self.fields: dict[str, list[str]] = {}  # per class in the tree: field names, in the order of the values
 
     def encode(self, value: Any) -> Any:
-        """Returns the JSON form of a value. Raises SerialError for an unknown type or too many levels."""
+        """Returns the value as a tree for JSON, in which lists of numbers are replaced by references to a store.
+
+        The numbers themselves are added to the stores. Raises SerialError for a value of unknown type or with too many
+        levels.
+        """
         if value is None or type(value) in (bool, int, float, str):
             return value
         if type(value) is list:
@@ -178,7 +182,10 @@ class _Writer:
         return tree
 
     def _encode_container(self, value: Any) -> list[Any]:
-        """Returns the marked JSON list of a container, an array, an enum's member or a record."""
+        """Returns a list [mark, ...] for JSON that represents a list, tuple, dict, array, enum member or record.
+
+        Raises SerialError for anything else.
+        """
         if type(value) is list:
             return [_LIST, *map(self.encode, value)]
         if isinstance(value, Enum):
@@ -197,7 +204,7 @@ class _Writer:
         return [_RECORD, name, *(self.encode(getattr(value, field)) for field in names)]
 
     def _append_to_store(self, numbers: Array) -> int:
-        """Adds the numbers to the store of their type and returns the index at which they begin there."""
+        """Adds the numbers to the end of the store of their type. Returns the index of the first one in that store."""
         store = _dtype_name(numbers.dtype)
         self._stores.setdefault(store, []).append(numbers)
         start = self._filled.get(store, 0)
@@ -205,7 +212,7 @@ class _Writer:
         return start
 
     def join_stores(self) -> dict[str, Array]:
-        """Returns one array per type, with all stored numbers of that type end to end."""
+        """Returns one array per number type, by name of the type, with all stored numbers of that type end to end."""
         return {name: np.concatenate(parts) for name, parts in self._stores.items()}
 
 
@@ -249,13 +256,16 @@ class _Reader:
         return value
 
     def _decode_dict(self, parts: list[Any]) -> dict[str, Any]:
-        """Returns a dict. `parts` is one JSON object."""
+        """Returns the dict that a marked list holds. `parts` is that list without its mark: one JSON object."""
         if len(parts) != 1 or not isinstance(parts[0], dict):
             raise SerialError("an entry that is marked as a dict holds something else")
         return {key: self.decode(item) for key, item in parts[0].items()}
 
     def _decode_enum(self, parts: list[Any]) -> Enum:
-        """Returns a member of an enum. `parts` is the class name and the member's value."""
+        """Returns the enum member that a marked list names. `parts` is [class name, the member's value].
+
+        Raises SerialError if no enum is registered under that name.
+        """
         name, value = parts
         cls = _find_record_class(name)
         if not issubclass(cls, Enum):
@@ -263,9 +273,10 @@ class _Reader:
         return cls(value)
 
     def _decode_record(self, parts: list[Any]) -> Any:
-        """Returns a record. `parts` is the class name and the values of the fields.
+        """Returns the record that a marked list describes. `parts` is [class name, value of each field, ...].
 
-        Values are matched by the field names of the writer's class: a field that was added since takes its default.
+        Values are matched to the field names that the writer listed: a field that was added to the class since takes
+        its default.
         """
         name, *values = parts
         cls = _find_record_class(name)
@@ -275,7 +286,7 @@ class _Reader:
         return cls(**{field: self.decode(value) for field, value in named})
 
     def _decode_numbers(self, parts: list[Any]) -> list[Any]:
-        """Returns a list of numbers. `parts` is the index of its type in `_STORES`, its start and its length."""
+        """Returns a list of numbers from a store. `parts` is [index of its type in `_STORES`, first index, length]."""
         index, start, num = parts
         if type(index) is not int or not 0 <= index < len(_STORES):
             raise SerialError("a list of numbers has an unknown type")
@@ -287,17 +298,17 @@ class _Reader:
         return self._lists[store][span]
 
     def _decode_array(self, parts: list[Any]) -> Array:
-        """Returns an array as a copy, which the caller may change. `parts` is its type, its start and its shape."""
+        """Returns an array from a store, as a copy. `parts` is [name of its type, index of the first number, shape]."""
         store, start, shape = parts
         if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
             raise SerialError("an array has an invalid shape")
         return self._arrays[store][self._claim_span(store, start, math.prod(shape))].reshape(shape).copy()
 
     def _claim_span(self, store: str, start: Any, num: Any) -> slice:
-        """Returns where `num` numbers lie in a store, and counts them as handed out.
+        """Returns the slice of a store with `num` numbers from index `start`, and counts these numbers as handed out.
 
-        A writer never refers to a number twice. So a reader that hands out more numbers than the store holds reads
-        hostile data, and raises SerialError before it fills the memory.
+        Raises SerialError where the store does not have them, or where more numbers are handed out than it holds: a
+        writer never refers to a number twice, and hostile data must not fill the memory.
         """
         if store == "json" or store not in self._arrays:
             raise SerialError("an entry refers to numbers that the data does not hold")
@@ -314,9 +325,9 @@ class _Reader:
 
 
 def _to_number_array(values: list[Any]) -> Array | None:
-    """Returns a list of whole numbers or of floats as an array, in the smallest type that loses nothing.
+    """Returns a list of whole numbers, or of floats, as an array in the smallest type that loses nothing.
 
-    Returns None for an empty list, a mixed one, one of other values, and whole numbers beyond 64 bits.
+    Returns None for any other list: empty, mixed, with other values, or with whole numbers beyond 64 bits.
     """
     if not values:
         return None
@@ -344,12 +355,12 @@ def _to_number_array(values: list[Any]) -> Array | None:
 
 @cache
 def _dtype_name(dtype: np.dtype[Any]) -> str:
-    """Returns `dtype.name`. The cache saves time: numpy builds that name anew at every access."""
+    """Returns `dtype.name`, such as "float32". The cache saves time: numpy builds that name anew at every access."""
     return dtype.name
 
 
 def field_names(cls: type) -> list[str]:
-    """Returns the names of the fields of a dataclass or named tuple, in order."""
+    """Returns the names of the fields of a dataclass or named tuple, in the order of their definition."""
     return list(cls._fields) if hasattr(cls, "_fields") else [f.name for f in dataclasses.fields(cls)]
 
 
@@ -364,7 +375,7 @@ def _find_record_name(value: Any) -> str:
 def _find_record_class(name: Any) -> Any:
     """Returns the class that is registered under `name`. Raises SerialError if there is none."""
     if not isinstance(name, str) or name not in _records:
-        raise SerialError(f'there is no record "{name}"')
+        raise SerialError(f'there is no record "{name}" in this version of Cohort')
     return _records[name]
 
 

@@ -22,11 +22,14 @@ class World:
     size = 1
 
     def sum(self, x: Tensor) -> Tensor:
-        """Replaces `x` by its sum over all ranks, in place, and returns it."""
+        """Replaces `x` by its sum over all ranks, in place, and returns it. With one rank, `x` stays as it is."""
         return x
 
     def gather(self, value: Any) -> list[Any]:
-        """Returns the values of all ranks, in rank order. A value is anything that `cohort.serialize` takes."""
+        """Returns the values that all ranks pass, in rank order. With one rank, that is [value].
+
+        A value is anything that `cohort.serialize` takes.
+        """
         return [value]
 
 
@@ -43,14 +46,17 @@ class ProcessGroup(World):
         self._device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
 
     def sum(self, x: Tensor) -> Tensor:
-        """Replaces `x` by its sum over all ranks, in place, and returns it."""
+        """Replaces `x` by its sum over all ranks, in place, and returns it. Every rank must call it."""
         # nccl cannot sum tensors in host memory.
         on_device = x.to(self._device)
         torch.distributed.all_reduce(on_device)
         return x if on_device is x else x.copy_(on_device)
 
     def gather(self, value: Any) -> list[Any]:
-        """Returns the values of all ranks, in rank order."""
+        """Returns the values that all ranks pass, in rank order. Every rank must call it.
+
+        A value is anything that `cohort.serialize` takes.
+        """
         own_bytes = torch.frombuffer(bytearray(dumps(value)), dtype=torch.uint8).to(self._device)
         # all_gather needs tensors of one size: the ranks exchange their sizes first, then padded bytes.
         sizes = [torch.zeros(1, dtype=torch.int64, device=self._device) for _ in range(self.size)]

@@ -83,7 +83,7 @@ def assert_same_logprobs(model, learner, mine, theirs):
     """Checks the log-probabilities, and stores the library's in its groups as the old ones."""
     annotate(learner, theirs, {"old"})
     for a, b in zip(mine, theirs, strict=True):
-        rows = ragged(one.completion_logprobs(model, a), a.completions)
+        rows = ragged(one.compute_logprobs(model, a), a.completions)
         for row, s in zip(rows, b.samples, strict=True):
             assert row == pytest.approx(s.old_logprobs, abs=CLOSE, rel=0)
 
@@ -91,7 +91,7 @@ def assert_same_logprobs(model, learner, mine, theirs):
 def assert_same_update(model, learner, mine, minibatch, algo):
     """Checks loss and gradients of one update. Returns the library's metrics."""
     model.zero_grad()
-    loss = one.backward(model, mine)
+    loss = one.add_gradients(model, mine)
     metrics = learner.forward_backward(minibatch, algo).tally.to_metrics()
     assert loss == pytest.approx(metrics["loss"], abs=CLOSE)
     params = dict(model.named_parameters())
@@ -112,7 +112,7 @@ def test_both_epochs_are_the_librarys(both):
     assert_same_logprobs(model, learner, mine, theirs)
     algo.advantages(theirs)
     for a, b in zip(mine, theirs, strict=True):
-        assert one.advantages(a.rewards) == [s.advantage for s in b.samples]  # exactly
+        assert one.compute_advantages(a.rewards) == [s.advantage for s in b.samples]  # exactly
     assert [g.excluded for g in theirs] == ["", "", Fate.CONSTANT_REWARD, ""]
     minibatch = pack_groups(theirs, learner.token_budget).minibatches[0]
 
@@ -142,12 +142,12 @@ def test_what_is_sampled_has_the_log_probabilities_it_is_trained_with(both):
     model, learner = both
     torch.manual_seed(0)
     prompt = one.encode_prompt(one.Tokenizer.from_file(str(one.MODEL / "tokenizer.json")), "What is 12+7*3?")
-    completions, logprobs = one.sample(model, prompt, 6, 24)
+    completions, logprobs = one.sample_completions(model, prompt, 6, 24)
     assert len({len(c) for c in completions}) > 1, "not ragged"
     for c in completions:
         assert 1 <= len(c) <= 24 and one.END not in c[:-1] and (c[-1] == one.END or len(c) == 24)
     group = one.Group(prompt, completions, logprobs, [0.0] * 6)
-    assert (one.completion_logprobs(model, group) - logprobs).abs().max() <= CLOSE
+    assert (one.compute_logprobs(model, group) - logprobs).abs().max() <= CLOSE
     assert_same_logprobs(model, learner, [group], [make_group(prompt, [make_sample(c) for c in completions])])
 
 

@@ -1,4 +1,7 @@
-"""Where Triton kernels are tested: on a GPU, or without one in Triton's interpreter. Import this before any kernel."""
+"""The device on which Triton kernels are tested: a GPU, or without one the CPU with Triton's interpreter.
+
+Import this module before any kernel, because it turns the interpreter on.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,8 @@ if not HAS_GPU:
 pytest.importorskip("triton", reason="the GPU engine needs Triton: make test-kernels installs it")
 
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
-# The interpreter multiplies bf16 as if it were integers and rounds to it by cutting off.
+# The interpreter multiplies bf16 numbers as if they were integers, and truncates where it should round to bf16.
 HALF = torch.bfloat16 if HAS_GPU else torch.float16
-only_gpu = pytest.mark.skipif(not HAS_GPU, reason="needs a GPU: graphs, bf16 products and memory are CUDA's own")
+only_gpu = pytest.mark.skipif(
+    not HAS_GPU, reason="needs a GPU: the interpreter has no graphs, bf16 products or GPU memory"
+)

@@ -1,4 +1,4 @@
-"""A real model on a GPU against transformers: `COHORT_SMOLLM2=FOLDER pytest tests/gpu/test_real_model.py -s`.
+"""A real model on a GPU, compared with transformers: `COHORT_SMOLLM2=FOLDER pytest tests/gpu/test_real_model.py -s`.
 
 FOLDER is SmolLM2-135M in Hugging Face format, as `cohort pull smollm2-135m` makes it. Where COHORT_DATA names a folder
 with gsm8k_test.jsonl, the first hundred questions of GSM8K are among the prompts.
@@ -66,8 +66,8 @@ QUESTIONS = [
 ]
 
 
-def prompts_of(kind: str, tokenizer: Tokenizer) -> list[list[int]]:
-    """Text to be continued, or questions in the model's own chat format."""
+def make_prompts(kind: str, tokenizer: Tokenizer) -> list[list[int]]:
+    """Returns the tokens of each prompt: texts to be continued ("stories"), or questions in the model's chat format."""
     if kind == "stories":
         return [tokenizer.encode(text) for text in STORIES]
     questions = QUESTIONS
@@ -76,12 +76,16 @@ def prompts_of(kind: str, tokenizer: Tokenizer) -> list[list[int]]:
     return [tokenizer.render([{"role": "user", "content": question}]).tokens for question in questions]
 
 
-def drawn(
+def sample_completions(
     dtype: torch.dtype, kind: str, temperature: float, siblings: int, length: int
 ) -> tuple[Decoder, list[list[int]], dict[str, Sample]]:
+    """Samples `siblings` completions per prompt, of at most `length` tokens.
+
+    Returns the decoder, the tokens of the prompts, and the samples by "prompt/sibling".
+    """
     decoder = load_folder(FOLDER, dtype).decoder.to("cuda")
     tokenizer = Tokenizer.load(FOLDER)
-    prompts = prompts_of(kind, tokenizer)
+    prompts = make_prompts(kind, tokenizer)
     engine = make_native_engine(decoder, tokenizer.decode, slots=64, max_context=512)
     assert isinstance(engine, GraphEngine)
     stops = () if kind == "stories" else tokenizer.stop_ids
@@ -98,81 +102,89 @@ def drawn(
     return decoder, prompts, sample(engine, requests)
 
 
-def peer(dtype: torch.dtype):
+def load_peer(dtype: torch.dtype):
+    """Returns the model as transformers loads it."""
     transformers = pytest.importorskip("transformers")
     model = transformers.AutoModelForCausalLM.from_pretrained(FOLDER, dtype=dtype)
     return model.to("cuda").eval()
 
 
 class Agreement(NamedTuple):
-    """Shares of our greedy tokens that are also the best, given all before them, by transformers in ..."""
+    """Shares of positions at which the likeliest token is the same, given the same tokens before it.
 
-    same: float  # ... our type
-    rounded: float  # ... our type, by the logits it returns, which in bf16 are rounded and tie
-    exact: float  # ... fp32
-    peer: float  # share of the places where transformers in our type agrees with itself in fp32
+    `same`, `rounded` and `exact` compare our greedy tokens with those of transformers.
+    """
+
+    same: float  # transformers in our type, with logits computed in fp32
+    rounded: float  # transformers in our type, with the logits that it returns: in bf16 they are rounded, and some tie
+    exact: float  # transformers in fp32
+    peer: float  # transformers in our type (logits in fp32) compared with transformers in fp32
 
 
 @torch.no_grad()
-def agreement(dtype: torch.dtype, kinds: Sequence[str], length: int) -> Agreement:
-    """Over all tokens of all kinds of prompts; each kind's own shares are printed."""
-    model, exact = peer(dtype), peer(torch.float32)
-    each = []
+def measure_agreement(dtype: torch.dtype, kinds: Sequence[str], length: int) -> Agreement:
+    """Returns the agreement over all kinds of prompts, and prints that of each kind."""
+    model = load_peer(dtype)
+    exact = load_peer(torch.float32)
+    by_kind = []
     for kind in kinds:
-        _, prompts, samples = drawn(dtype, kind, temperature=0.0, siblings=1, length=length)
-        found = []
+        _, prompts, samples = sample_completions(dtype, kind, temperature=0.0, siblings=1, length=length)
+        matches = []
         for p, tokens in enumerate(prompts):
             own = torch.tensor(samples[f"{p}/0"].tokens, device="cuda")
             stream = torch.tensor([[*tokens, *own.tolist()]], device="cuda")
             here = slice(len(tokens) - 1, -1)
             out = model(stream, output_hidden_states=True)
+            # The logits are computed again in fp32, since those that the model returns are rounded.
             wide = (out.hidden_states[-1][0, here].float() @ model.lm_head.weight.float().T).argmax(-1)
             best = exact(stream).logits[0, here].argmax(-1)
-            found.append(torch.stack([wide == own, out.logits[0, here].argmax(-1) == own, best == own, wide == best]))
-        each.append(torch.cat(found, dim=1).double())
-        print(f"\n{dtype}, {kind}, {each[-1].shape[1]} tokens: {Agreement(*each[-1].mean(1).tolist())}")
-    shares = Agreement(*torch.cat(each, dim=1).mean(1).tolist())
+            rounded = out.logits[0, here].argmax(-1)
+            matches.append(torch.stack([wide == own, rounded == own, best == own, wide == best]))
+        by_kind.append(torch.cat(matches, dim=1).double())
+        print(f"\n{dtype}, {kind}, {by_kind[-1].shape[1]} tokens: {Agreement(*by_kind[-1].mean(1).tolist())}")
+    shares = Agreement(*torch.cat(by_kind, dim=1).mean(1).tolist())
     print(f"\n{dtype}, all: {shares}")
     return shares
 
 
-def gaps(decoder: Decoder, prompts: list[list[int]], samples: dict[str, Sample], siblings: int) -> Tensor:
-    """|sampler - learner log-probability| of every token drawn."""
+def measure_gaps(decoder: Decoder, prompts: list[list[int]], samples: dict[str, Sample], siblings: int) -> Tensor:
+    """Returns, for every sampled token, |log-probability of the sampler - that of the learner|."""
     learner = LocalLearner(decoder, LearnerConfig(token_budget=4096), OptimConfig(), num_updates=1)
     rows = [[samples[f"{p}/{i}"] for i in range(siblings)] for p in range(len(prompts))]
     groups = [
         make_group(tokens, [make_sample(s.tokens) for s in row]) for tokens, row in zip(prompts, rows, strict=True)
     ]
     annotate(learner, groups, ["old"])
-    ours = [lp for row in rows for s in row for lp in s.sampler_logprobs]
-    theirs = [lp for group in groups for s in group.samples for lp in s.old_logprobs]
-    found = (torch.tensor(ours) - torch.tensor(theirs)).abs()
-    print(f"\n{decoder.embed.dtype}: gap mean {found.mean():.2e}, max {found.max():.2e} of {len(found)} tokens")
-    return found
+    of_sampler = [lp for row in rows for s in row for lp in s.sampler_logprobs]
+    of_learner = [lp for group in groups for s in group.samples for lp in s.old_logprobs]
+    gaps = (torch.tensor(of_sampler) - torch.tensor(of_learner)).abs()
+    print(f"\n{decoder.embed.dtype}: gap mean {gaps.mean():.2e}, max {gaps.max():.2e} of {len(gaps)} tokens")
+    return gaps
 
 
 @needs_model
 def test_greedy_tokens_are_those_of_transformers_in_fp32():
-    found = agreement(torch.float32, ["stories"], 64)
-    assert (found.same, found.rounded) == (1.0, 1.0)  # then greedy decoding there gives the same tokens
+    agreement = measure_agreement(torch.float32, ["stories"], 64)
+    # With full agreement, greedy decoding by transformers gives the same tokens.
+    assert (agreement.same, agreement.rounded) == (1.0, 1.0)
 
 
 @needs_model
 def test_bf16_argmax_agrees_with_transformers_teacher_forced():
-    """bf16 itself changes a token in a hundred, in transformers as here: see its agreement with itself in fp32."""
-    found = agreement(torch.bfloat16, ["stories", "questions", *["gsm8k"] * GSM8K.is_file()], 200)
-    assert found.same >= 0.99
+    """bf16 changes about one token in a hundred, also in transformers: see `Agreement.peer`."""
+    agreement = measure_agreement(torch.bfloat16, ["stories", "questions", *["gsm8k"] * GSM8K.is_file()], 200)
+    assert agreement.same >= 0.99
 
 
 @needs_model
 @pytest.mark.parametrize(
-    ("dtype", "mean_bound", "most_bound"), [(torch.float32, 1e-5, 2e-4), (torch.bfloat16, 0.025, 1.0)]
+    ("dtype", "mean_bound", "max_bound"), [(torch.float32, 1e-5, 2e-4), (torch.bfloat16, 0.025, 1.0)]
 )
-def test_gap_between_sampler_and_learner(dtype, mean_bound, most_bound):
-    """This model is deep and narrow: in bf16 no two orders of summation agree better than to about 0.02."""
-    decoder, prompts, samples = drawn(dtype, "stories", temperature=1.0, siblings=8, length=128)
-    found = gaps(decoder, prompts, samples, 8)
-    assert found.mean() <= mean_bound and found.max() <= most_bound
+def test_gap_between_sampler_and_learner(dtype, mean_bound, max_bound):
+    """This model is deep and narrow: in bf16, two orders of summation differ by about 0.02."""
+    decoder, prompts, samples = sample_completions(dtype, "stories", temperature=1.0, siblings=8, length=128)
+    gaps = measure_gaps(decoder, prompts, samples, 8)
+    assert gaps.mean() <= mean_bound and gaps.max() <= max_bound
 
 
 def test_gap_in_bf16_with_random_weights_of_a_real_shape():
@@ -189,4 +201,4 @@ def test_gap_in_bf16_with_random_weights_of_a_real_shape():
         for p, tokens in enumerate(prompts)
         for i in range(8)
     ]
-    assert gaps(decoder, prompts, sample(engine, requests), 8).mean() < 0.01
+    assert measure_gaps(decoder, prompts, sample(engine, requests), 8).mean() < 0.01

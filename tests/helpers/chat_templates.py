@@ -1,4 +1,4 @@
-"""Small tokenizers and chat templates in the style of the families, which the text tests share."""
+"""Small tokenizers and chat templates like those of known model families, for tests of text."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ LLAMA3 = """{{- bos_token }}
 {%- endif %}
 """
 
-# tools as Hermes and Qwen 2.5 write them
+# Tools are written as Hermes and Qwen 2.5 do it.
 QWEN25 = """{%- if tools %}
     {{- '<|im_start|>system\\n' }}
     {%- if messages[0]['role'] == 'system' %}
@@ -83,7 +83,7 @@ QWEN25 = """{%- if tools %}
 {%- endif %}
 """
 
-# no header for the assistant's turn: the message starts right after the user's
+# The assistant's turn has no header: its message starts right after the user's.
 MISTRAL = (
     "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'user' %}"
     "{{ '[INST] ' + message['content'] + ' [/INST]' }}{% else %}"
@@ -100,34 +100,36 @@ SPECIAL = [
     "<|eot_id|>",
 ]
 SPECIAL += ["[INST]", "[/INST]"]
-MARKUP = [
-    "<tool_call>",
-    "</tool_call>",
-    "<think>",
-    "</think>",
-]  # added, but not "special": decoding keeps them
+# Added tokens that are not "special", so that decoding keeps them.
+MARKUP = ["<tool_call>", "</tool_call>", "<think>", "</think>"]
+# The token that ends a turn, by template.
 END = {"smollm2": "<|im_end|>", "llama3": "<|eot_id|>", "qwen2.5": "<|im_end|>", "mistral": "<|endoftext|>"}
 
 
 def write_tokenizer(folder: Path, template: str = "smollm2", in_vocab: bool = True, **settings: Any) -> Path:
-    """Byte-level BPE. `in_vocab`: special tokens come first (as in SmolLM2), or after the rest (Qwen)."""
-    made = Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.Sequence(
+    """Writes a byte-level BPE tokenizer to `folder`, which is returned.
+
+    `template` is a name in TEMPLATES or the text of a template. Special tokens have the first ids if `in_vocab` is true
+    (as in SmolLM2), else the last, and text is normalised to NFC (as in Qwen). `settings` are added to the file
+    tokenizer_config.json.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
-    made.decoder = decoders.ByteLevel()
+    tokenizer.decoder = decoders.ByteLevel()
     if not in_vocab:
-        made.normalizer = normalizers.NFC()
+        tokenizer.normalizer = normalizers.NFC()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     first = SPECIAL if in_vocab else []
-    made.train_from_iterator(
+    tokenizer.train_from_iterator(
         CORPUS,
         trainers.BpeTrainer(vocab_size=420, initial_alphabet=alphabet, special_tokens=first, show_progress=False),
     )
-    made.add_special_tokens([AddedToken(s, special=True, normalized=False) for s in SPECIAL])
-    made.add_tokens([AddedToken(s, special=False, normalized=False) for s in MARKUP])
+    tokenizer.add_special_tokens([AddedToken(s, special=True, normalized=False) for s in SPECIAL])
+    tokenizer.add_tokens([AddedToken(s, special=False, normalized=False) for s in MARKUP])
     folder.mkdir(parents=True, exist_ok=True)
-    made.save(str(folder / "tokenizer.json"))
+    tokenizer.save(str(folder / "tokenizer.json"))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": "<|endoftext|>",

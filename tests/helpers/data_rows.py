@@ -1,11 +1,11 @@
-"""Small stand-ins for the public files that tasks read."""
+"""Small made-up files in place of the public data sets that tasks read."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
-# Rows as their public files have them, made up here.
+# By name of the file: rows in the format of the public file.
 ROWS = {
     "gsm8k_train": [
         {
@@ -41,7 +41,7 @@ ROWS = {
 
 
 def write_rows(folder: Path) -> Path:
-    """The folder for COHORT_DATA."""
+    """Writes all files to `folder` and returns it. COHORT_DATA can be set to it."""
     for name, rows in ROWS.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder

@@ -17,12 +17,12 @@ from cohort.jobs.build import build_rl_job
 from cohort.tasks.arithmetic import Arithmetic
 from cohort.tasks.stream import TaskStream
 from cohort.text import Tokenizer
-from tests.helpers.command_line import SMALL, cohort, differences, only_run, remains
+from tests.helpers.command_line import SMALL, cohort, differences, next_args, only_run, remains
 from tests.helpers.foreign_models import write_foreign_folder
 from tests.helpers.small_runs import keep_torch_settings, small_run
 from tests.helpers.struck_command import Strike
 
-# Random weights find no answer to a sum, but half of what they write is of even length.
+# A model with random weights adds no numbers, but about half of its completions have an even length.
 RECIPE = """
 from dataclasses import replace
 import cohort
@@ -46,7 +46,7 @@ class Even:
 def even():
     return replace(quickstart(), task=Even(), reward={})
 """
-# A reference that moves is part of the checkpoint.
+# The reference is refreshed every 3 steps, so that checkpoints must contain it.
 SETTINGS = [*SMALL, "--algo.kl.weight=0.01", "--algo.kl.refresh=3", "--optim.lr=1e-2"]
 
 
@@ -76,26 +76,22 @@ def undisturbed(recipe: str, settings: list[str], tmp_path_factory: pytest.TempP
     return run
 
 
-def next_args(folder: Path, recipe: str, settings: list[str]) -> list[str]:
-    run = only_run(folder)
-    return ["resume", str(run.relative_to(folder))] if run else ["train", recipe, *settings]
-
-
-def test_4_10_killed_and_resumed_it_ends_the_same(
+def test_4_10_a_run_that_is_killed_and_resumed_ends_the_same(
     undisturbed: Path, recipe: str, settings: list[str], tmp_path: Path
 ) -> None:
-    strike = Strike(signal.SIGKILL, "update", 5, 5)  # after the reference has moved
-    struck = cohort(*next_args(tmp_path, recipe, settings), at=tmp_path, orders=[strike])
+    # In the fifth update: after the reference was refreshed.
+    strike = Strike(signal.SIGKILL, "update", 5, 5)
+    struck = cohort(*next_args(tmp_path, settings, recipe), at=tmp_path, orders=[strike])
     assert struck.returncode == -signal.SIGKILL, f"{strike} did not happen: {struck.stdout}{struck.stderr}"
-    done = cohort(*next_args(tmp_path, recipe, settings), at=tmp_path)
+    done = cohort(*next_args(tmp_path, settings, recipe), at=tmp_path)
     assert done.returncode == 0, done.stderr
     run = only_run(tmp_path)
     assert run is not None
     assert differences(remains(run), remains(undisturbed)) == []
 
 
-def test_what_the_run_says_and_what_moved(undisturbed: Path, model: Path) -> None:
-    """Every update was made, each of its samples with its own prompt; the sampler's gap is rounding."""
+def test_every_update_was_done_and_every_weight_changed(undisturbed: Path, model: Path) -> None:
+    """Prompts are not shared between samples, and the gap between sampler and learner is rounding."""
     rows = [json.loads(line) for line in (undisturbed / "metrics.jsonl").read_text().splitlines()]
     steps = [row["metrics"] for row in rows if "loss" in row["metrics"]]
     assert len(steps) == 6 and all(m["sampler_gap/mean"] <= 1e-5 for m in steps)
@@ -103,11 +99,11 @@ def test_what_the_run_says_and_what_moved(undisturbed: Path, model: Path) -> Non
     assert "prefix_sharing: false" in (undisturbed / "config.yaml").read_text()
     first, last = (load_file(f / "model.safetensors") for f in (model, undisturbed / "checkpoints/step-000006/model"))
     assert first.keys() == last.keys()
-    still = [name for name in first if torch.equal(first[name], last[name])]
-    assert still == []
+    unchanged = [name for name in first if torch.equal(first[name], last[name])]
+    assert unchanged == []
 
 
-def test_export_is_what_transformers_loads(undisturbed: Path, tmp_path: Path) -> None:
+def test_transformers_loads_the_exported_weights(undisturbed: Path, tmp_path: Path) -> None:
     done = cohort("export", undisturbed, "out", at=tmp_path)
     assert done.returncode == 0, done.stderr
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
@@ -118,32 +114,33 @@ def test_export_is_what_transformers_loads(undisturbed: Path, tmp_path: Path) ->
     assert Tokenizer.load(tmp_path / "out").stop_ids == (2,)
 
 
-def test_eval_says_what_the_model_said(model: Path, tmp_path: Path) -> None:
-    """Greedy answers in the file are what transformers' own `generate` gives to the prompts in it."""
-    asked = ("--limit=3", "--temperature=0", "--max-tokens=12", "--threads=1", "--out=e.json")
-    done = cohort("eval", "arithmetic", f"--model={model}", *asked, at=tmp_path)
+def test_eval_writes_the_answers_of_the_model(model: Path, tmp_path: Path) -> None:
+    """The greedy answers in the file equal those of transformers' own `generate` to the same prompts."""
+    flags = ("--limit=3", "--temperature=0", "--max-tokens=12", "--threads=1", "--out=e.json")
+    done = cohort("eval", "arithmetic", f"--model={model}", *flags, at=tmp_path)
     assert done.returncode == 0, done.stderr
-    tokenizer, theirs = Tokenizer.load(model), transformers.AutoModelForCausalLM.from_pretrained(model)
+    tokenizer = Tokenizer.load(model)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(model)
     stream = TaskStream(Arithmetic(), tokenizer, 0, "test")
     items = json.loads((tmp_path / "e.json").read_text())["items"]
     assert len(items) == 3
     for item, prompt in zip(items, stream.render_held_out(3), strict=True):
-        given = torch.tensor([prompt.tokens])
-        said = theirs.generate(given, do_sample=False, max_new_tokens=12, eos_token_id=[2], pad_token_id=0)[0]
-        new = [t for t in said[len(prompt.tokens) :].tolist() if t != 2]
-        assert item["id"] == prompt.id and [s["text"] for s in item["answers"]] == [tokenizer.decode(new)]
+        tokens = torch.tensor([prompt.tokens])
+        output = theirs.generate(tokens, do_sample=False, max_new_tokens=12, eos_token_id=[2], pad_token_id=0)[0]
+        completion = [t for t in output[len(prompt.tokens) :].tolist() if t != 2]
+        assert item["id"] == prompt.id and [s["text"] for s in item["answers"]] == [tokenizer.decode(completion)]
 
 
-def test_check_proves_the_update_on_it(recipe: str, settings: list[str], tmp_path: Path) -> None:
+def test_check_passes_all_checks_of_the_update(recipe: str, settings: list[str], tmp_path: Path) -> None:
     done = cohort("check", recipe, *settings, at=tmp_path)
     findings = [line.split()[:2] for line in done.stdout.splitlines() if " update/" in line]
     assert len(findings) >= 12 and not [name for verdict, name in findings if verdict == "FAIL"], done.stdout
     for name in ("sampled-tokens", "unsampled-tokens", "sibling-context", "sampler-gap", "prefix-sharing", "ranks"):
         assert ["ok", f"update/{name}"] in findings
-    assert "memory" in done.stdout and "outside the native family" in done.stdout
+    assert "memory" in done.stdout and "runs on transformers' code" in done.stdout
 
 
-def test_what_is_for_native_models_is_refused(model: Path) -> None:
+def test_settings_for_native_models_only_are_refused(model: Path) -> None:
     lora = LearnerConfig(lora=LoraConfig(rank=4))
     with (
         keep_torch_settings(),
@@ -151,5 +148,8 @@ def test_what_is_for_native_models_is_refused(model: Path) -> None:
     ):
         build_rl_job(small_run(model=str(model), learner=lora))
     packed = NativeEngine(weights="packed")
-    with keep_torch_settings(), pytest.raises(ConfigError, match=r"^engine.weights = packed is for native models, and GPTNeo"):
+    with (
+        keep_torch_settings(),
+        pytest.raises(ConfigError, match=r"^engine.weights = packed is for native models, and GPTNeo"),
+    ):
         build_rl_job(small_run(model=str(model), engine=packed))

@@ -279,4 +279,4 @@ def test_bench_engine_with_random_weights(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "2 x 2 samples, 16+8 tokens at most, log-normal" in done.stdout
     assert re.search(r"^start-up s +\d", done.stdout, re.MULTILINE)
-    assert "Valid: llama-2-7b, " in refused(bench("--model", "qwen"))
+    assert "use one of: llama-2-7b, " in refused(bench("--model", "qwen"))

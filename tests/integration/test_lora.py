@@ -1,4 +1,4 @@
-"""Adapters from the command line: train, kill, resume, export."""
+"""Runs with LoRA adapters from the command line: train, kill, resume, export."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def test_4_10_a_run_with_adapters_killed_and_resumed_ends_the_same(undisturbed: 
     assert differences(remains(run), remains(undisturbed)) == []
 
 
-def test_what_a_checkpoint_holds(undisturbed: Path) -> None:
-    """The factors and their moments, no more; and a plain model, of which only the targets have moved."""
+def test_a_checkpoint_holds_adapters_and_a_merged_model(undisturbed: Path) -> None:
+    """The optimizer's file has the factors and their moments only. In the model, only adapted matrices have changed."""
     folder = undisturbed / "checkpoints" / "step-000006"
     state = load_file(folder / "optimizer.safetensors")
     kinds = {name.partition("/")[0] for name in state}
@@ -46,11 +46,11 @@ def test_what_a_checkpoint_holds(undisturbed: Path) -> None:
     assert any(t.any() for name, t in state.items() if name.endswith("q_proj.lora_B.weight"))
     numbers = json.loads((folder / "state.json").read_text())["numbers"]
     assert numbers["lora"]["rank"] == 4
-    last, first = (
+    last, earlier = (
         load_file(undisturbed / "checkpoints" / s / "model/model.safetensors") for s in ("step-000006", "step-000004")
     )
-    moved = {name.split(".")[-2] for name in last if not torch.equal(last[name], first[name])}
-    assert moved == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    changed = {name.split(".")[-2] for name in last if not torch.equal(last[name], earlier[name])}
+    assert changed == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 
 
 def test_adapters_are_exported_and_start_another_run(undisturbed: Path, tmp_path: Path) -> None:

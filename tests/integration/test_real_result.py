@@ -1,4 +1,7 @@
-"""The script behind docs/results.md, with the bundled model: it stops by the clock, saves, and compares."""
+"""benchmarks/real_result.py, which makes docs/results.md, with the bundled model.
+
+It trains for a given time, saves, and compares the model before and after.
+"""
 
 from __future__ import annotations
 
@@ -17,23 +20,15 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.slow
 def test_a_result_from_beginning_to_end(tmp_path: Path) -> None:
     script = [sys.executable, str(ROOT / "benchmarks" / "real_result.py"), "quickstart", "arithmetic"]
-    times = [
-        "--out",
-        str(tmp_path),
-        "--minutes",
-        "0.001",
-        "--samples",
-        "2",
-        "--eval-flags",
-        "--limit 8 --max-tokens 16",
-    ]
+    options = ["--out", str(tmp_path), "--minutes", "0.001", "--samples", "2"]
+    options += ["--eval-flags", "--limit 8 --max-tokens 16"]
     small = ["--batch.prompts", "2", "--batch.samples", "2", "--sampling.max-tokens", "16", "--eval.problems", "2"]
-    done = subprocess.run([*script, "--model", "tiny", *times, *small], capture_output=True, text=True, timeout=300)
+    done = subprocess.run([*script, "--model", "tiny", *options, *small], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
 
     result = json.loads((tmp_path / "result.json").read_text(encoding="utf-8"))
     steps = result["training"]["steps"]
-    assert 1 <= steps < 20, "it was to stop long before the recipe's last step"
+    assert 1 <= steps < 20, "the time limit ends it long before the recipe's last step"
     assert set(result["before"]) == set(result["after"]) == {"first", "sampled"}
     assert result["before"]["first"]["setting"]["num_problems"] == 8
     assert result["before"]["first"]["setting"]["weights"] != result["after"]["first"]["setting"]["weights"]
@@ -49,7 +44,7 @@ def test_a_result_from_beginning_to_end(tmp_path: Path) -> None:
     assert (tmp_path / "config.yaml").is_file()
 
 
-def test_stretches_leave_no_step_out(tmp_path: Path) -> None:
+def test_mean_table_leaves_no_step_out(tmp_path: Path) -> None:
     spec = importlib.util.spec_from_file_location("real_result", ROOT / "benchmarks" / "real_result.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -60,7 +55,7 @@ def test_stretches_leave_no_step_out(tmp_path: Path) -> None:
             *(",".join([str(i), *["1"] * (len(module.COLUMNS) - 1)]) for i in range(1, steps + 1)),
         ]
         (tmp_path / "a.csv").write_text("\n".join(rows) + "\n", encoding="utf-8")
-        module.write_stretches(tmp_path / "a.csv", tmp_path / "a.md")
+        module.write_mean_table(tmp_path / "a.csv", tmp_path / "a.md")
         lines = (tmp_path / "a.md").read_text(encoding="utf-8").splitlines()[2:]
         ends = [line.split("|")[1].strip().split("-") for line in lines]
         covered = [step for first, last in ends for step in range(int(first), int(last) + 1)]

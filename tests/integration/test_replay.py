@@ -44,7 +44,7 @@ from tests.helpers.small_runs import built_job, keep_torch_settings, run_steps, 
 
 
 def short_run(**changes: Any) -> RL:
-    """Returns a config of four steps with checkpoints after steps 2 and 4 (by default): replays of these re-apply one."""
+    """Returns a config of four steps with checkpoints after steps 2 and 4 (by default). Their replays re-apply one."""
     values: dict[str, Any] = {
         "steps": 4,
         "batch": BatchConfig(prompts=6, samples=4),
@@ -182,7 +182,9 @@ def test_another_algorithm_takes_out_the_groups_it_would_have_replaced(runs: dic
     other = replay_quietly(runs["grpo"], step, "--algo", "dapo")
     assert other.changed["algo"] == ("grpo", "dapo")
     assert metrics(other)["groups/not_accepted"] == dead and "groups/constant_reward" not in metrics(other)
-    assert other.notes == [f"groups that refill would have replaced, and that only left: {dead:.0f}."]
+    assert other.notes == [
+        f"groups that a run would have replaced by others, and that are only left out here: {dead:.0f}."
+    ]
 
 
 def test_the_compute_type_may_be_another(runs: dict[str, Path]) -> None:
@@ -216,7 +218,7 @@ def test_a_difference_is_reported_with_its_size(copied: Path, capsys: pytest.Cap
     assert cells == ["lr", f"{lr + 0.5:.6g}", f"{lr:.6g}", "-0.5"]
     assert "the run was extended since" in out
     [note] = replay_quietly(copied, 2).notes
-    assert note == "step 1, re-applied on the way, was not reproduced: lr differ."
+    assert note == "step 1, which was re-applied first, was not reproduced: lr differ."
 
 
 def test_changed_rollouts_of_an_earlier_step_are_reported(copied: Path) -> None:
@@ -227,7 +229,7 @@ def test_changed_rollouts_of_an_earlier_step_are_reported(copied: Path) -> None:
     save_rollouts(path, groups)
     found = replay_quietly(copied, 4)
     assert {"grad_norm", "kl/ref"} <= {row.name for row in found.differing_rows}
-    assert found.notes[0].startswith("step 3, re-applied on the way, was not reproduced: reward/mean")
+    assert found.notes[0].startswith("step 3, which was re-applied first, was not reproduced: reward/mean")
 
 
 def test_a_step_that_cannot_be_replayed_names_those_that_can(copied: Path) -> None:
@@ -240,7 +242,10 @@ def test_a_step_that_cannot_be_replayed_names_those_that_can(copied: Path) -> No
     ):
         with pytest.raises(RunError) as refusal:
             replay_quietly(copied, step)
-        assert str(refusal.value) == f"step {step} of {copied} cannot be replayed: {why}; steps that can: 3-4."
+        assert (
+            str(refusal.value)
+            == f"step {step} of {copied} cannot be replayed: {why}; use --step with one that can: 3-4."
+        )
     assert replay_quietly(copied, 3).differing_rows == []
     make_rollout_path(copied / "rollouts", 3).unlink()
     with pytest.raises(RunError, match="no other step can either"):
@@ -255,7 +260,7 @@ def test_a_run_under_way_is_replayed_beside_its_writer(copied: Path) -> None:
     store.remove_after(3)
     try:
         assert replay_quietly(copied, 3).differing_rows == []
-        with pytest.raises(RunError, match=r"the run has done 3 steps; steps that can: 1-3\."):
+        with pytest.raises(RunError, match=r"the run has done 3 steps; use --step with one that can: 1-3\."):
             replay_quietly(copied, 4)
     finally:
         store.close()

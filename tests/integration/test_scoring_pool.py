@@ -20,7 +20,7 @@ import pytest
 
 from cohort.errors import TaskError
 from cohort.scoring import pool as pool_module
-from cohort.scoring.pool import MAX_WINDOW, ScoringPool, choose_num_workers, choose_window
+from cohort.scoring.pool import MAX_QUEUE, ScoringPool, choose_num_workers, choose_queue_length
 from cohort.scoring.process import Worker
 from cohort.scoring.wire import Item, Limits, Reply, check_environment_reply
 from cohort.tasks.arithmetic import Arithmetic
@@ -430,9 +430,9 @@ def test_a_dropped_second_try_is_not_made_and_starts_no_worker(file: str, sent: 
 
 
 def test_the_window_shrinks_as_answers_take_longer() -> None:
-    assert [choose_window(s) for s in (0.0, 0.001, 0.0015)] == [MAX_WINDOW] * 3
-    assert [choose_window(s) for s in (None, 0.05, 0.1, 1e9)] == [2] * 4
-    between = [choose_window(s / 1000) for s in range(1, 60)]
+    assert [choose_queue_length(s) for s in (0.0, 0.001, 0.0015)] == [MAX_QUEUE] * 3
+    assert [choose_queue_length(s) for s in (None, 0.05, 0.1, 1e9)] == [2] * 4
+    between = [choose_queue_length(s / 1000) for s in range(1, 60)]
     assert between == sorted(between, reverse=True) and len(set(between)) > 10
 
 
@@ -454,8 +454,8 @@ def test_quick_answers_are_as_quick_as_with_a_full_window(file: str, monkeypatch
     """The bound is generous: with one answer per poll they would take many times as long where polls are rare."""
     asked = make_items(*["nothing"] * 2000)
     took: dict[str, int] = {}
-    for name, seconds in (("fixed", math.inf), ("measured", pool_module.WINDOW_SECONDS)):
-        monkeypatch.setattr(pool_module, "WINDOW_SECONDS", seconds)
+    for name, seconds in (("fixed", math.inf), ("measured", pool_module.QUEUE_SECONDS)):
+        monkeypatch.setattr(pool_module, "QUEUE_SECONDS", seconds)
         with make_patient_pool(file) as pool:
             pool.score(make_items("nothing"))
             for i, (row, answer) in enumerate(asked):
@@ -666,7 +666,7 @@ def test_files_are_bounded(pool: ScoringPool, tmp_path: Path) -> None:
 
 def test_workers_know_no_keys_and_have_their_own_session(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOME_API_KEY", "secret")
-    with ScoringPool(TaskRef(name="wild", path=file, knobs={"note": "hi"})) as pool:
+    with ScoringPool(TaskRef(name="wild", path=file, settings={"note": "hi"})) as pool:
         (outcome,) = pool.score(make_items("shows"))
     assert "KEY" not in outcome.reason
     assert "PATH" in outcome.reason

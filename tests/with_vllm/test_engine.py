@@ -279,8 +279,8 @@ def test_an_evaluation_that_names_it_has_the_native_engines_answers(tmp_path: Pa
     found = {}
     for name in ("native", "vllm"):
         options = EvalOptions(engine=name, limit=12, temperature=0.0, max_tokens=48, slots=8, device="cpu")
-        examiner = ModelEvaluator("tiny", options)
-        with closing(examiner):
-            found[name] = examiner.run(examiner.prepare(Arithmetic(test_size=20)), tmp_path).evaluation
+        evaluator = ModelEvaluator("tiny", options)
+        with closing(evaluator):
+            found[name] = evaluator.run(evaluator.prepare(Arithmetic(test_size=20)), tmp_path).evaluation
     assert found["vllm"].setting.engine == "vllm" and found["vllm"].accuracy > 0
     assert found["vllm"].items == found["native"].items

@@ -11,7 +11,7 @@ from cohort.types import Finish, Group
 def count_fates(groups: Sequence[Group]) -> dict[str, float]:
     """Returns how many groups and samples have each fate, by metric name, sorted. Call after `Algorithm.advantages`.
 
-    `groups/in_loss` counts the groups that train; it is always there. A fate that no group or sample has is left out.
+    `groups/in_loss` counts the groups that train and is always present. A fate that no group or sample has is left out.
 
     >>> from cohort.types import Prompt, Sample
     >>> prompt = Prompt(task="t", id="0", visit=0, row={}, messages=[], tokens=[1], provenance=[0])
@@ -42,5 +42,5 @@ def count_fates(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def _to_metric_name(fate: str) -> str:
-    """Returns a fate's text with underscores in place of spaces."""
+    """Returns a fate's text with underscores in place of spaces, such as "constant_reward"."""
     return fate.replace(" ", "_")

@@ -23,7 +23,7 @@ def is_constant(rewards: Sequence[float]) -> bool:
 
 
 def mean_of(rewards: Sequence[float]) -> float:
-    """Returns the mean. `fsum` makes it independent of the order of the samples."""
+    """Returns the mean of at least one reward. The order of the rewards does not change it, not even by rounding."""
     return math.fsum(rewards) / len(rewards)
 
 
@@ -44,8 +44,8 @@ def compute_advantages(
 ) -> list[list[float]]:
     """Returns the advantages (reward - baseline) / scale of a step's groups, in the shape of `groups`.
 
-    `groups` has one list of rewards per group. With a baseline of the group, a group of equal rewards (a group of one
-    included) gets exact zeros.
+    `groups` has one list of rewards per group. `baseline` and `scale` are explained in `config.algos.Policy`. With a
+    baseline of the group ("mean", "leave_one_out"), a group of equal rewards or of one sample gets exact zeros.
 
     >>> compute_advantages([[1.0, 0.0, 0.0, 1.0]], "none")
     [[0.5, -0.5, -0.5, 0.5]]
@@ -71,7 +71,7 @@ def compute_advantages(
 
 
 def _subtract_baseline(rewards: Sequence[float], baseline: Baseline, batch: Sequence[float]) -> list[float]:
-    """Returns one group's rewards minus their baseline. `batch` has the rewards of all groups of the step."""
+    """Returns one group's rewards minus the baseline. `batch` has the rewards of all groups of the step."""
     if baseline == "none":
         return list(rewards)
     if baseline == "batch":
@@ -87,10 +87,10 @@ def _subtract_baseline(rewards: Sequence[float], baseline: Baseline, batch: Sequ
 def best_of_k_gains(rewards: Sequence[float], k: int) -> list[float]:
     """Returns, per sample, how much it raises the best reward of k samples, on average over all subsets of size k.
 
-    A subset without the sample counts 0. These gains make an unbiased gradient of the expected best of k
-    (arXiv:2505.15201): the sum of gain times log-probability has it on average. A sample that is the best of no subset
-    gains nothing; constant rewards give exact zeros. The baseline of a subset is its best reward without the
-    sample, so k is at least 2; a smaller k gives zeros. A k above the number of samples is lowered to it.
+    A subset without the sample counts 0. The sum of gain times log-probability has, on average, the gradient of the
+    expected best of k (arXiv:2505.15201). A sample that is the best of no subset gains nothing; constant rewards give
+    exact zeros. A sample is compared with the best of the other k - 1, so a k below 2 gives zeros. A k above the number
+    of samples is lowered to it.
 
     >>> best_of_k_gains([1.0, 0.0, 0.0], 2)  # the first is in two of three pairs, and raises both by 1
     [0.6666666666666666, 0.0, 0.0]

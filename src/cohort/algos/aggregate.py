@@ -31,9 +31,10 @@ class Lengths:
 
 
 def token_weights(lengths: Lengths, mode: Aggregate, totals: Totals, max_tokens: int) -> Tensor:
-    """Returns the token weights [N], float64; 0 for a token whose sample has no token in the loss.
+    """Returns the token weights [N], float64: the factor of each token's loss term in the sum over all tokens.
 
-    `max_tokens` is the longest completion; only the mode "constant" uses it.
+    `mode` is the setting algo.aggregate. `totals` are the denominators over all ranks. `max_tokens` is the longest
+    completion; only "constant" uses it. The weight is 0 for a token whose sample has no token in the loss.
 
     >>> lengths = Lengths(sample=torch.tensor([1, 4]), group=torch.tensor([5, 5]))
     >>> totals = Totals(num_tokens=5, num_samples=2, num_prompts=1)

@@ -1,7 +1,7 @@
 """The protocols `Loss` and `Algorithm`. An algorithm gives samples their advantages and tokens their loss.
 
-To add an algorithm, write its settings in `config/algos.py` and its policy loss in `algos/surrogates.py`, decorated
-with `@surrogate("its_name")`.
+To add an algorithm, write its settings in `config/algos.py` and its policy loss in a module of `algos/families`,
+decorated with `@surrogate("its_name")`.
 """
 
 from __future__ import annotations
@@ -31,10 +31,16 @@ class Loss(Protocol):
     """Whether the loss compares with the policy at the start of the step. Then later updates need `old_logprobs`."""
 
     def weigh_tokens(self, lengths: Lengths, totals: Totals) -> Tensor:
-        """Returns the token weights [N] of a microbatch. `totals` has the global denominators."""
+        """Returns the token weights [N] of a microbatch: the factor of each token's loss term, divisions included.
+
+        `lengths` has the lengths of each token's sample and group, `totals` the denominators over all ranks.
+        """
 
     def loss(self, inputs: LossInputs) -> tuple[Tensor, Tally]:
-        """Returns the microbatch's share of the loss (a 0-d tensor, to be summed) and the metrics of its tokens."""
+        """Returns the sum over tokens of loss term times token weight, as a 0-d tensor, and the metrics of the tokens.
+
+        The loss of an optimizer step is the sum of the results of all its microbatches.
+        """
 
 
 class Algorithm(Loss, Protocol):
@@ -42,38 +48,43 @@ class Algorithm(Loss, Protocol):
 
     @property
     def advantage_description(self) -> str:
-        """How advantages are computed, as text for a report."""
+        """How advantages are computed, as text for a report, such as "baseline = mean, scale = std"."""
 
     def needs(self) -> frozenset[str]:
-        """Returns which log-probabilities samples must have before `advantages`: a subset of {"old", "ref"}."""
+        """Returns which log-probabilities the learner must add to samples before `advantages`.
+
+        The result is a subset of {"old", "ref"}: by the current policy, and by the reference policy.
+        """
 
     def accept(self, group: Group) -> bool:
-        """Returns whether a scored group is kept. A rejected group is replaced by one of another prompt."""
+        """Returns whether a scored group is kept. A group that is not kept is replaced by one of another prompt."""
 
     def advantages(self, groups: list[Group], world: World = ONE_PROCESS) -> list[Group]:
-        """Sets `advantage` and `masked` of samples and `excluded` of groups, in place. Returns all the groups.
+        """Sets `advantage` and `masked` of samples and `excluded` of groups, in place. Returns `groups`, all of them.
 
-        Baselines over the batch use the groups of all ranks.
+        `world` has the ranks that train together: baselines over the batch use the groups of all ranks.
         """
 
     def update_coefficients(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Adjusts the KL and entropy coefficients for the next step, if they have targets, by a step's metrics.
+        """Adjusts the KL and entropy coefficients for the next step, if they have targets, by the metrics of a step.
 
-        Returns the adjustable coefficients that were used in that step, by metric name.
+        Returns the values that were used in that step, by metric name; coefficients without a target are left out.
         """
 
     def to_record(self) -> PlainAlgorithm:
         """Returns settings and state as a record that can be sent to another process."""
 
     def state(self) -> dict[str, float]:
-        """Returns the coefficients, which a checkpoint stores."""
+        """Returns the current coefficients by name, which a checkpoint stores."""
 
     def load_state(self, state: Mapping[str, float]) -> None:
-        """Restores what `state` returned."""
+        """Replaces the coefficients by those that `state` returned."""
 
 
 def algorithm_name(config: Any) -> str:
-    """Returns the name of the algorithm that `config` belongs to. Raises ConfigError for other objects.
+    """Returns the name of the algorithm that `config` belongs to, a key of `config.algos.ALGOS`.
+
+    The class must match exactly. Raises ConfigError for other objects.
 
     >>> from cohort.config.algos import DrGRPO
     >>> algorithm_name(DrGRPO())
@@ -83,19 +94,28 @@ def algorithm_name(config: Any) -> str:
         # Exact type: config classes inherit from each other.
         if type(config) is variant:
             return name
-    raise ConfigError(f"algo: {type(config).__name__} is not an algorithm config.{suggest_name('', ALGOS)}")
+    raise ConfigError(
+        f"algo: {type(config).__name__} is not an algorithm config. Use a class of cohort.config.algos, such as GRPO."
+        f"{suggest_name('', ALGOS)}"
+    )
 
 
 def build_algorithm(config: Any, max_tokens: int) -> Algorithm:
-    """Returns the algorithm for a config. `max_tokens` is the longest completion, a constant divisor in some losses."""
+    """Returns the algorithm for a config of `config.algos.ALGOS`. Raises ConfigError for other objects.
+
+    `max_tokens` is the length of the longest completion, which some losses and penalties use.
+    """
     name = algorithm_name(config)
     if name not in algorithm_names():
-        raise ConfigError(f'algo "{name}" is configured but not implemented.{suggest_name(name, algorithm_names())}')
+        raise ConfigError(
+            f'algo "{name}" has settings but no policy loss: no function is decorated with @surrogate("{name}"). '
+            f"Write one in cohort/algos/families, or choose another algorithm.{suggest_name(name, algorithm_names())}"
+        )
     return PolicyGradient(name, config, max_tokens)
 
 
 def algorithm_from_record(record: PlainAlgorithm) -> Algorithm:
-    """Returns the algorithm that another process sent with `Algorithm.to_record`."""
+    """Returns the algorithm that a record from `Algorithm.to_record` describes, with the coefficients that it had."""
     algo = build_algorithm(record.config, record.max_tokens)
     algo.load_state(record.state)
     return algo

@@ -23,14 +23,14 @@ class Coefficients:
 
     @staticmethod
     def from_config(config: Policy) -> Coefficients:
-        """Returns the coefficients with which a run starts."""
+        """Returns the coefficients with which a run starts: those of the config."""
         return Coefficients(kl=config.kl.weight, entropy=config.entropy)
 
     def update(self, config: Policy, metrics: Mapping[str, float]) -> None:
-        """Adjusts the coefficients, in place, by the metrics of a step.
+        """Adjusts the coefficients that have a target, in place, by the metrics of a step.
 
-        A KL above its target raises the KL coefficient (Ziegler et al. 2019). An entropy at or below its target
-        raises the entropy coefficient. Coefficients without target stay.
+        A KL above its target raises the KL coefficient, one below lowers it (Ziegler et al. 2019). An entropy at or
+        below its target raises the entropy coefficient, one above lowers it.
 
         >>> from cohort.config.algos import GRPO, KLConfig
         >>> config = GRPO(kl=KLConfig(weight=0.1, target=0.01), entropy=0.01, entropy_target=0.5)

@@ -17,10 +17,10 @@ from cohort.config.algos import CorrectionConfig
 
 @torch.no_grad()
 def importance_ratios(old_logprobs: Tensor, sampler_logprobs: Tensor, segments: Tensor, level: str) -> Tensor:
-    """Returns the importance ratios [T], without gradient.
+    """Returns the importance ratios p_old / p_sampler [T], without gradient.
 
-    Level "token": exp(old - sampler) of each token. "sequence": the product over the token's sample. "geometric": the
-    geometric mean over the token's sample. `segments` [T] tells which sample a token belongs to.
+    Level "token": the ratio of each token. "sequence": the product over the token's sample. "geometric": the geometric
+    mean over the token's sample. `segments` [T] has the number of each token's sample.
 
     >>> old, sampler = torch.tensor([-1.0, -1.0]), torch.tensor([-1.5, -2.0])
     >>> importance_ratios(old, sampler, torch.tensor([0, 0]), "sequence").log()
@@ -35,10 +35,10 @@ def importance_ratios(old_logprobs: Tensor, sampler_logprobs: Tensor, segments: 
 
 
 def bound_ratios(ratios: Tensor, c: CorrectionConfig) -> Tensor:
-    """Returns the importance ratios with the bounds of `c` applied.
+    """Returns the importance ratios [T] limited to `c.bounds`, in the way of `c.kind`.
 
-    Kind "truncate" clamps them to the bounds (truncated importance sampling). "mask" sets those outside to 0 (IcePop's
-    double bound). "none" returns them unchanged.
+    Kind "truncate" clamps them to the bounds (truncated importance sampling). "mask" sets those outside to 0 (IcePop).
+    "none" returns them unchanged.
 
     >>> bound_ratios(torch.tensor([0.1, 1.0, 9.0]), CorrectionConfig(kind="truncate", bounds=(0.5, 2.0)))
     tensor([0.5000, 1.0000, 2.0000])

@@ -30,7 +30,7 @@ class Estimator:
 
 
 def _baseline_advantages(returns: Returns, c: Policy) -> list[list[float]]:
-    """Returns advantages relative to the baseline and scale of the config."""
+    """Returns the advantages (return - baseline) / scale, in the shape of `returns`, as the config says."""
     return compute_advantages(returns, c.scale, c.baseline)
 
 
@@ -43,10 +43,10 @@ _estimators: dict[str, Estimator] = {}
 
 
 def register_estimator(name: str, estimator: Estimator) -> None:
-    """Registers `estimator` for the algorithm `name` of `config.algos.ALGOS`."""
+    """Makes `estimator` (a way to compute advantages) that of the algorithm `name`, a key of `config.algos.ALGOS`."""
     _estimators[name] = estimator
 
 
 def find_estimator(name: str) -> Estimator:
-    """Returns the estimator that the algorithm `name` registered, or else the one with a baseline."""
+    """Returns how the algorithm `name` computes advantages: its registered estimator, or else BASELINE_ESTIMATOR."""
     return _estimators.get(name, BASELINE_ESTIMATOR)

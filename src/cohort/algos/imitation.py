@@ -17,11 +17,11 @@ class Imitation:
     has_ratio = False
 
     def weigh_tokens(self, lengths: Lengths, totals: Totals) -> Tensor:
-        """Returns the same weight [N] for every token: one over the number of target tokens of all ranks."""
+        """Returns the same token weight [N] for every token: one over the number of target tokens of all ranks."""
         return torch.full_like(lengths.sample, 1.0 / totals.num_tokens, dtype=torch.float64)
 
     def loss(self, inputs: LossInputs) -> tuple[Tensor, Tally]:
-        """Returns the sum of -log p times token weight (0-d), and the metrics."""
+        """Returns the sum over tokens of -log p times token weight (0-d), and metrics (tokens, loss, entropy)."""
         loss = -(inputs.weights * inputs.logprobs).sum()
         tally = Tally().add_sum("tokens", float(inputs.logprobs.numel())).add_mean("loss", -inputs.logprobs)
         return loss, tally.add_mean("entropy", inputs.entropy)

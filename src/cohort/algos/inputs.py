@@ -27,7 +27,7 @@ class LossInputs:
     all_in_loss: bool = False
 
     def in_loss(self) -> LossInputs:
-        """Returns the inputs with only the tokens whose weight is not 0.
+        """Returns the inputs with only the tokens whose token weight is not 0; itself if that is all of them.
 
         A weight of 0 is not enough to remove a masked token: 0 times its ratio, if that is infinite, would be NaN.
 

@@ -19,7 +19,9 @@ from cohort.config.algos import Estimator
 
 
 def kl_per_token(logprobs: Tensor, other_logprobs: Tensor, estimator: Estimator) -> Tensor:
-    """Returns the estimate of KL(policy || other) at each token [T], differentiable in `logprobs`.
+    """Returns an estimate of KL(policy || other) at each token [T], differentiable in `logprobs`.
+
+    It assumes that the policy with `logprobs` drew the tokens. `estimator` is "k1", "k2", "k3" or "abs".
 
     >>> kl_per_token(torch.tensor([-1.0]), torch.tensor([-1.5]), "k2")
     tensor([0.1250])
@@ -36,9 +38,9 @@ def kl_per_token(logprobs: Tensor, other_logprobs: Tensor, estimator: Estimator)
 
 
 def kl_of_sample(logprobs: Sequence[float], other_logprobs: Sequence[float], estimator: Estimator) -> float:
-    """Returns the sum of the estimates over the tokens of a sample, as a number without gradient.
+    """Returns the sum over a sample's tokens of the KL estimates (see `kl_per_token`), as a number without gradient.
 
-    This form is subtracted from a reward.
+    It is for a KL that is subtracted from the reward.
 
     >>> kl_of_sample([-1.0, -2.0], [-1.5, -1.75], "k1")
     0.25

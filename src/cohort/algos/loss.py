@@ -39,7 +39,7 @@ class PolicyLoss:
         terms = surrogate.terms
         tally = self._measure(x, old, surrogate)
         # Measured even where nothing is corrected: the metrics then show what a correction would have to undo.
-        factor = self._importance_factor(x, old, tally)
+        factor = self._compute_importance_factor(x, old, tally)
         if self.config.correction.kind != "none":
             terms = terms * factor
         tally.add_sum("loss/policy", x.weights * terms)
@@ -55,8 +55,11 @@ class PolicyLoss:
         loss = (x.weights * terms).sum()
         return loss, tally.add_sum("loss", loss)
 
-    def _importance_factor(self, x: LossInputs, old: Tensor, tally: Tally) -> Tensor:
-        """Returns the bounded importance ratios [T] and adds their metrics to `tally`."""
+    def _compute_importance_factor(self, x: LossInputs, old: Tensor, tally: Tally) -> Tensor:
+        """Returns the importance ratios p_old / p_sampler [T], limited as the config says, and adds metrics to `tally`.
+
+        `old` [T] are the log-probabilities at the start of the step.
+        """
         raw = importance_ratios(old, x.sampler_logprobs, x.segments, self.config.correction.level)  # [T]
         factor = bound_ratios(raw, self.config.correction)
         tally.add_mean("importance/mean", factor).add_mean("importance/square", factor.square())
@@ -66,7 +69,10 @@ class PolicyLoss:
 
     @torch.no_grad()
     def _measure(self, x: LossInputs, old: Tensor, surrogate: Surrogate) -> Tally:
-        """Returns the metrics of the tokens in the loss. In means each token counts once, whatever its token weight."""
+        """Returns the metrics of the tokens in the loss. In means each token counts once, whatever its token weight.
+
+        `old` [T] are the log-probabilities at the start of the step. `surrogate` has the ratios and the clipped tokens.
+        """
         tally = Tally().add_sum("tokens", float(x.weights.numel()))
         ratio = surrogate.ratio
         tally.add_mean("ratio/mean", ratio).add_minimum("ratio/min", ratio).add_maximum("ratio/max", ratio)

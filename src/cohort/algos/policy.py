@@ -56,14 +56,18 @@ class PolicyGradient:
         self.per_token = self._surrogate.per_token and config.correction.level == "token"
 
     def needs(self) -> frozenset[str]:
-        """Returns "old" if the reward contains the KL, and "ref" if the KL is to the reference."""
+        """Returns which log-probabilities samples must have before `advantages`: a subset of {"old", "ref"}.
+
+        "old" (by the current policy) is there if the KL is part of the reward, "ref" if the KL is to the reference
+        policy.
+        """
         kl = self.config.kl
         old = kl.weight and kl.place == "reward"
         ref = kl.weight and kl.to == "reference"
         return frozenset({"old"} if old else ()) | frozenset({"ref"} if ref else ())
 
     def accept(self, group: Group) -> bool:
-        """Returns whether a scored group is kept: always, unless dead groups are to be replaced (algo.dead = refill).
+        """Returns False for a group to be replaced by one of another prompt: a dead group, if algo.dead = refill.
 
         Whether a group is dead is decided by the task's rewards, without penalties for length.
         """
@@ -72,13 +76,14 @@ class PolicyGradient:
         return not self._is_dead([s.reward for s in group.samples if s.reward is not None and not s.failure])
 
     def _is_dead(self, rewards: list[float]) -> bool:
-        """Returns whether a group with these rewards has no gradient."""
+        """Returns whether a group whose scored samples have these rewards gets no gradient from its advantages."""
         return self._estimator.is_dead(rewards, self.config)
 
     def advantages(self, groups: list[Group], world: World = ONE_PROCESS) -> list[Group]:
-        """Sets advantages, masks and exclusions in place and returns `groups`.
+        """Sets advantages and masks of samples and `excluded` of groups, in place, and returns `groups`.
 
-        A group that other code excluded keeps its fate and gets no advantages.
+        A group that other code excluded keeps its fate and gets no advantages. `world` has the ranks that train
+        together.
         """
         graded: list[tuple[Group, list[float]]] = []  # (group, returns of its scored samples)
         for group in groups:
@@ -97,7 +102,11 @@ class PolicyGradient:
         return groups
 
     def _estimate_advantages(self, returns: list[list[float]], world: World) -> list[list[float]]:
-        """Returns the advantages of this rank's groups, in the shape of `returns` (of their scored samples)."""
+        """Returns the advantages of this rank's groups, in the shape of `returns`.
+
+        `returns` has one list per group, with the return of each scored sample. The groups of all ranks are taken into
+        account.
+        """
         returns_by_rank = world.gather(returns)
         # The estimator sees the groups of all ranks, in rank order; this rank's groups begin at `first`.
         first = sum(map(len, returns_by_rank[: world.rank]))
@@ -106,21 +115,24 @@ class PolicyGradient:
 
     @property
     def advantage_description(self) -> str:
-        """How advantages are computed, as text for a report."""
+        """How advantages are computed, as text for a report, such as "baseline = mean, scale = std"."""
         return self._estimator.describe(self.config)
 
     def weigh_tokens(self, lengths: Lengths, totals: Totals) -> Tensor:
-        """Returns the token weights [N] of a microbatch, by the aggregation of the config."""
+        """Returns the token weights [N] of a microbatch: the factor of each token's loss term, by algo.aggregate."""
         return token_weights(lengths, self.config.aggregate, totals, self.max_tokens)
 
     def loss(self, inputs: LossInputs) -> tuple[Tensor, Tally]:
-        """Returns the microbatch's share of the loss (0-d) and its metrics, with the current coefficients."""
+        """Returns the weighted sum of the tokens' loss terms (0-d) and their metrics, with the current coefficients."""
         kl, entropy = self.coefficients.kl, self.coefficients.active_entropy
         loss = PolicyLoss(surrogate=self._surrogate, config=self.config, kl_coefficient=kl, entropy_coefficient=entropy)
         return loss(inputs)
 
     def update_coefficients(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Adjusts the coefficients that have targets, by a step's metrics. Returns those used in that step."""
+        """Adjusts the KL and entropy coefficients that have targets, by the metrics of a step.
+
+        Returns the values that were used in that step, by metric name; coefficients without a target are left out.
+        """
         used = {}
         if self.config.kl.target:
             used["kl/weight"] = self.coefficients.kl
@@ -130,29 +142,30 @@ class PolicyGradient:
         return used
 
     def to_record(self) -> PlainAlgorithm:
-        """Returns settings and state as a record that can be sent."""
+        """Returns settings and coefficients as a record that can be sent to another process."""
         return PlainAlgorithm(config=self.config, max_tokens=self.max_tokens, state=self.state())
 
     def state(self) -> dict[str, float]:
-        """Returns the coefficients, which a checkpoint stores."""
+        """Returns the current coefficients by name, which a checkpoint stores."""
         return asdict(self.coefficients)
 
     def load_state(self, state: Mapping[str, float]) -> None:
-        """Restores what `state` returned."""
+        """Replaces the coefficients by those that `state` returned."""
         self.coefficients = Coefficients(**state)  # type: ignore[arg-type]
 
     def compute_return(self, sample: Sample) -> float:
-        """Returns the number that the baseline sees: the reward after truncation, length penalty and KL.
+        """Returns the number from which the advantage is computed: the reward after all penalties.
 
-        `sample.reward` stays what the task gave.
+        These are, where the config asks for them, those for truncation, for length and for the KL. `sample.reward` is
+        not changed.
         """
         reward = self._shape_reward(sample)
         if self.coefficients.kl and self.config.kl.place == "reward":
-            reward -= self.coefficients.kl * self._sample_kl(sample)
+            reward -= self.coefficients.kl * self._compute_sample_kl(sample)
         return reward
 
     def _shape_reward(self, sample: Sample) -> float:
-        """Returns the reward after the penalties for truncation and length."""
+        """Returns the task's reward after the penalties for truncation and length that the config asks for."""
         assert sample.reward is not None, "a sample is neither scored nor failed"
         reward = sample.reward
         if self.config.truncated == "penalize" and sample.finish == Finish.LENGTH:
@@ -164,8 +177,11 @@ class PolicyGradient:
             reward -= 1.0 if cut else overlong_penalty(sample.num_sampled, self.max_tokens, self.config.overlong)
         return reward
 
-    def _sample_kl(self, sample: Sample) -> float:
-        """Returns the KL to the reference or the sampler, summed over the sampled tokens; 0 where there are none."""
+    def _compute_sample_kl(self, sample: Sample) -> float:
+        """Returns the KL of the current policy to the reference or the sampler, summed over the sampled tokens.
+
+        It is 0 for a sample without sampled tokens. Other samples must have the log-probabilities that `needs` names.
+        """
         # The learner annotates no sample without sampled tokens.
         if not sample.num_sampled:
             return 0.0
@@ -176,7 +192,10 @@ class PolicyGradient:
         return kl_of_sample([old[i] for i in sampled], [other[i] for i in sampled], kl.estimator)
 
     def _store_advantages(self, group: Group, returns: list[float], advantages: Sequence[float]) -> None:
-        """Writes the advantages into the scored samples, and excludes the group if it has no gradient."""
+        """Writes the advantages into the scored samples, and sets `group.excluded` if the group has no gradient.
+
+        `returns` and `advantages` have one number per scored sample, in order.
+        """
         scored = (s for s in group.samples if not s.failure)
         for sample, advantage in zip(scored, advantages, strict=True):
             sample.advantage = advantage
@@ -193,7 +212,7 @@ class PolicyGradient:
         return bool((kl.weight and kl.place == "loss") or self.config.entropy or self.config.entropy_target)
 
     def _choose_mask(self, sample: Sample) -> Fate:
-        """Returns why a sample is left out of the loss, or TRAINED."""
+        """Returns why a sample is left out of the loss (FAILED or TRUNCATED), or TRAINED if it is not."""
         if sample.failure:
             return Fate.FAILED
         cut = self.config.truncated == "mask" and sample.finish == Finish.LENGTH
@@ -202,6 +221,8 @@ class PolicyGradient:
 
 def overlong_penalty(length: int, max_tokens: int, share: float) -> float:
     """Returns a penalty that rises from 0 to 1 over the last `share` of `max_tokens` (DAPO, equation 13).
+
+    `length` is the number of sampled tokens.
 
     >>> [overlong_penalty(n, 100, 0.2) for n in (80, 90, 100)]
     [0.0, 0.5, 1.0]

@@ -7,9 +7,10 @@ from torch import Tensor
 
 
 def number_segments(segments: Tensor) -> Tensor:
-    """Returns the samples' numbers [T] replaced by 0, 1, 2, ... in the order in which the samples come.
+    """Returns the sample numbers [T] replaced by 0, 1, 2, ... in the order in which the samples come.
 
-    This needs no count of the samples, for which the host would have to wait for the GPU.
+    The tokens of a sample must follow each other. The GPU is not asked how many samples there are, so the host never
+    waits.
 
     >>> number_segments(torch.tensor([7, 7, 2, 9, 9]))
     tensor([0, 0, 1, 2, 2])
@@ -20,7 +21,9 @@ def number_segments(segments: Tensor) -> Tensor:
 
 
 def segment_sum(values: Tensor, segments: Tensor) -> Tensor:
-    """Returns, for every token, the sum of `values` over its sample [T]; differentiable.
+    """Returns a vector [T] with, at every token, the sum of `values` over all tokens of its sample; differentiable.
+
+    `segments` [T] has the number of each token's sample; the tokens of a sample must follow each other.
 
     >>> segment_sum(torch.tensor([1.0, 2.0, 5.0]), torch.tensor([3, 3, 8]))
     tensor([3., 3., 5.])
@@ -31,5 +34,8 @@ def segment_sum(values: Tensor, segments: Tensor) -> Tensor:
 
 
 def segment_mean(values: Tensor, segments: Tensor) -> Tensor:
-    """Returns, for every token, the mean of `values` over its sample [T]; differentiable."""
+    """Returns a vector [T] with, at every token, the mean of `values` over all tokens of its sample; differentiable.
+
+    `segments` [T] has the number of each token's sample; the tokens of a sample must follow each other.
+    """
     return segment_sum(values, segments) / segment_sum(torch.ones_like(values), segments)

@@ -57,9 +57,10 @@ _surrogates: dict[str, RegisteredSurrogate] = {}
 
 
 def surrogate(*names: str, per_token: bool = True) -> Callable[[SurrogateFunction], SurrogateFunction]:
-    """Returns a decorator that registers a policy loss for the algorithms `names` (keys of `config.algos.ALGOS`).
+    """Returns a decorator that registers a function as the policy loss of the algorithms `names`.
 
-    `per_token` = False is for a loss whose terms need other tokens of the same sample.
+    The names are keys of `config.algos.ALGOS`. `per_token` = False is for a loss whose term of a token depends on other
+    tokens of the same sample.
     """
 
     def register(function: SurrogateFunction) -> SurrogateFunction:
@@ -71,7 +72,7 @@ def surrogate(*names: str, per_token: bool = True) -> Callable[[SurrogateFunctio
 
 
 def find_surrogate(name: str) -> RegisteredSurrogate:
-    """Returns the policy loss of the algorithm `name`. Raises KeyError where none is registered."""
+    """Returns the registered policy loss of the algorithm `name`. Raises KeyError where none is registered."""
     return _surrogates[name]
 
 
@@ -81,8 +82,9 @@ def algorithm_names() -> list[str]:
 
 
 def mark_clipped(ratio: Tensor, A: Tensor, c: Clipped) -> dict[str, Tensor]:
-    """Returns which tokens are clipped, as the fields "low" and "high" [T] bool of a `Surrogate`.
+    """Returns {"low": [T] bool, "high": [T] bool}: which tokens are clipped at the lower and at the upper bound.
 
-    A token is clipped where min(r A, clip(r) A) takes the clipped side: there it has no gradient.
+    These are fields of a `Surrogate`. `A` are the advantages. A token is clipped where min(r A, clip(r) A) takes the
+    clipped side: there it has no gradient.
     """
     return {"low": (ratio < 1.0 - c.clip_low) & (A < 0), "high": (ratio > 1.0 + c.clip_high) & (A > 0)}

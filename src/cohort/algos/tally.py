@@ -28,7 +28,7 @@ class Tally:
         self._minima: dict[str, Tensor] = {}
 
     def add_mean(self, name: str, values: Tensor | float) -> Tally:
-        """Counts every entry of `values` in the mean `name`. Returns itself."""
+        """Lets every entry of `values` count in the mean called `name`. Changes this tally and returns it."""
         values = torch.as_tensor(values)
         # `new_full`, because `torch.tensor` on a GPU would wait for it.
         count = values.new_full((), float(values.numel()), dtype=torch.float64)
@@ -37,22 +37,28 @@ class Tally:
         return self
 
     def add_sum(self, name: str, values: Tensor | float) -> Tally:
-        """Adds every entry of `values` to the sum `name`. Returns itself."""
+        """Adds every entry of `values` to the sum called `name`. Changes this tally and returns it."""
         self._sums[name] = _sum(torch.as_tensor(values)) + self._sums.get(name, 0.0)
         return self
 
     def add_maximum(self, name: str, values: Tensor | float) -> Tally:
-        """Raises the maximum `name` to the largest entry of `values`; no entry changes nothing. Returns itself."""
+        """Raises the maximum called `name` to the largest entry of `values`, if that is larger.
+
+        An empty tensor leaves it unchanged. Changes this tally and returns it.
+        """
         self._maxima[name] = _larger(self._maxima.get(name), _max(values))
         return self
 
     def add_minimum(self, name: str, values: Tensor | float) -> Tally:
-        """Lowers the minimum `name` to the smallest entry of `values`; no entry changes nothing. Returns itself."""
+        """Lowers the minimum called `name` to the smallest entry of `values`, if that is smaller.
+
+        An empty tensor leaves it unchanged. Changes this tally and returns it.
+        """
         self._minima[name] = -_larger(_negate(self._minima.get(name)), _max(-torch.as_tensor(values)))
         return self
 
     def merge(self, other: Tally) -> Tally:
-        """Adds the counts of another tally to this one. Returns itself."""
+        """Adds another tally to this one, as if its values had been counted here. Changes this tally and returns it."""
         for name, (total, count) in other._means.items():
             old_sum, old_count = self._means.get(name, (0.0, 0.0))
             self._means[name] = (total + old_sum, count + old_count)
@@ -65,7 +71,7 @@ class Tally:
         return self
 
     def merge_ranks(self, world: World) -> Tally:
-        """Returns the tally over all ranks. Each rank may have counted other names, or none."""
+        """Returns one tally with the values of all ranks. Ranks need not have counted the same names."""
         if world.size == 1:
             return self
         whole = Tally()
@@ -75,13 +81,16 @@ class Tally:
         return whole
 
     def _to_lists(self) -> tuple[list[list[str]], list[float], list[float]]:
-        """Returns (names of means, sums, maxima and minima; sums; maxima) as lists that can be sent."""
+        """Returns (names, sums, maxima) as lists that can be sent to other ranks.
+
+        `names` are four sorted lists: those of means, sums, maxima and minima. The numbers are those of `state`.
+        """
         sums, maxima = self.state()
         names = [sorted(table) for table in (self._means, self._sums, self._maxima, self._minima)]
         return names, sums.tolist(), maxima.tolist()
 
     def state(self) -> tuple[Tensor, Tensor]:
-        """Returns all values as two flat float64 vectors (sums, maxima), each in name order.
+        """Returns all values as two float64 vectors (sums, maxima), without the names, in name order within each kind.
 
         `sums` has a sum and a count per mean, then the sums. `maxima` has the maxima, then the negated minima.
         """
@@ -92,7 +101,7 @@ class Tally:
         return _stack(sums), _stack(maxima)
 
     def with_values(self, sums: Tensor, maxima: Tensor) -> Tally:
-        """Returns a new tally with this one's names and with values in the layout of `state`."""
+        """Returns a new tally with the names of this one and these values, ordered as in the vectors of `state`."""
         new = Tally()
         num_means = len(self._means)
         num_maxima = len(self._maxima)
@@ -107,7 +116,10 @@ class Tally:
         return new
 
     def to_metrics(self) -> dict[str, float]:
-        """Returns the number of every name, in name order. A mean, minimum or maximum of no entries is left out."""
+        """Returns one number per name, in name order. A mean, minimum or maximum over no entries is left out.
+
+        Waits for the GPU if values are there.
+        """
         # Two vectors, so that values on a GPU take two transfers in all.
         sums, maxima = (vector.tolist() for vector in self.state())
         metrics: dict[str, float] = {}
@@ -126,7 +138,10 @@ class Tally:
 
 
 def _make_empty_tally(names: list[list[str]]) -> Tally:
-    """Returns a tally with these names (of means, sums, maxima, minima) and zeros as placeholders for values."""
+    """Returns a tally that has these names, with zeros as placeholders for values.
+
+    `names` are four lists: those of means, sums, maxima and minima.
+    """
     tally, zero = Tally(), torch.zeros((), dtype=torch.float64)
     means, sums, maxima, minima = names
     tally._means = dict.fromkeys(means, (zero, zero))
@@ -142,7 +157,7 @@ def _sum(values: Tensor) -> Tensor:
 def _max(values: Tensor | float) -> Tensor:
     """Returns the largest entry in float64 (0-d), without gradient.
 
-    The result is minus infinity where there is no entry, so that every microbatch has every name.
+    It is minus infinity for an empty tensor, so that every microbatch has every name.
     """
     values = torch.as_tensor(values).detach().double()
     return values.max() if values.numel() else values.new_full((), -_INFINITY)
@@ -159,7 +174,7 @@ def _negate(a: Tensor | None) -> Tensor | None:
 
 
 def _stack(values: list[Tensor]) -> Tensor:
-    """Returns 0-d tensors as one vector. Values counted on the host are moved to the device of the others."""
+    """Returns 0-d tensors as one vector, on the GPU if any of them is there. An empty list gives an empty vector."""
     if not values:
         return torch.zeros(0, dtype=torch.float64)
     device = next((v.device for v in values if v.device.type != "cpu"), values[0].device)

@@ -14,10 +14,11 @@ T = TypeVar("T")
 def read_arguments(
     command: str, places: Sequence[str], about: str, default: T, args: Sequence[str]
 ) -> tuple[list[str], T]:
-    """Returns the positional words, one per name in `places`, and `default` with the flags applied.
+    """Reads the words after a command. Returns its positional words and a copy of `default` with the flags applied.
 
-    `places` are names in capitals, such as RUN; all words are required and may stand before or after the flags.
-    `about` is the text of the help. `--help` prints it and raises SystemExit. Raises ConfigError for a mistake.
+    `places` name the positional words, such as ["RUN", "OUT"]: all are required, before or after the flags. `default`
+    is a dataclass with one field per flag. `--help` prints `about` and the flags, and raises SystemExit. Raises
+    ConfigError for missing or unexpected words and for wrong flags.
     """
     prog = " ".join(["cohort", command, *places])
     if flags.wants_help(args):
@@ -28,19 +29,19 @@ def read_arguments(
     # Words behind a flag count like words before it.
     words += late
     if len(words) < len(places):
-        raise ConfigError(f"{places[len(words)]} is missing: {prog} [--flags].")
+        raise ConfigError(f"{places[len(words)]} is missing; write: {prog} [--flags].")
     if len(words) > len(places):
-        raise ConfigError(f'unexpected "{words[len(places)]}": {prog} [--flags].')
+        raise ConfigError(f'unexpected word "{words[len(places)]}"; write: {prog} [--flags].')
     return words, flags.apply_flags(default, given, prog)
 
 
 def _split_late_words(
     given: Sequence[flags.Flag], valid: dict[str, flags.Setting]
 ) -> tuple[list[flags.Flag], list[str]]:
-    """Separates flags from positional words that follow them. Returns the flags and those words.
+    """Separates flags from positional words that follow them. Returns (flags with their own values, those words).
 
-    A flag takes every word after it. If it has a single value, the further words belong to the command. A switch
-    (a flag of type bool) needs no value: without "true" or "false" after it, it is on.
+    In `given` a flag has every word after it as a value. If its setting in `valid` has a single value, the further
+    words are positional. A switch (type bool) needs no value: without "true" or "false" after it, it is on.
     """
     kept: list[flags.Flag] = []
     late: list[str] = []

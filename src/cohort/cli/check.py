@@ -29,7 +29,10 @@ cohort train RECIPE --help lists every setting of a recipe."""
 
 
 def run(args: list[str]) -> None:
-    """Runs `cohort check` with the words after it. Raises SystemExit(1) if a check failed."""
+    """Runs `cohort check` with `args`, the words after it: prints the findings.
+
+    Raises SystemExit(1) if a check failed.
+    """
     # `--json` belongs to the command, all other flags are settings of the recipe.
     as_json = "--json" in args
     rest = [arg for arg in args if arg != "--json"]
@@ -60,7 +63,7 @@ def run(args: list[str]) -> None:
 
 
 def _to_json(finding: Finding) -> dict[str, Any]:
-    """Returns a finding for `--json`. NaN and infinity, which JSON lacks, become strings."""
+    """Returns a finding as the object that `--json` prints. NaN and infinity, which JSON lacks, become strings."""
     details = {k: v if math.isfinite(v) else str(v) for k, v in finding.details.items()}
     return {"name": finding.name, "status": finding.status, "text": finding.text, "details": details}
 

@@ -26,7 +26,7 @@ class Options:
 
 
 def run(args: list[str]) -> None:
-    """Runs `cohort compare` with the words after it."""
+    """Runs `cohort compare` with `args`, the words after it: prints the comparison of two evaluations."""
     about = (
         "Tell whether B is better than A: print the paired difference with its 95% interval and p-value, and the "
         "problems that B won and lost. A and B are files written by `cohort eval` or run directories, whose last "
@@ -34,7 +34,7 @@ def run(args: list[str]) -> None:
     )
     (first, second), options = read_arguments("compare", ["A", "B"], about, Options(), args)
     if options.show < -1:
-        raise ConfigError(f"--show is {options.show}; it must be at least -1.")
+        raise ConfigError(f"--show is {options.show}; it must be at least -1 (-1 = all problems, 0 = none).")
     from cohort.evaluation.compare import compare, find_evaluation
 
     comparison = compare(find_evaluation(Path(first)), find_evaluation(Path(second)))
@@ -42,7 +42,10 @@ def run(args: list[str]) -> None:
 
 
 def format_comparison(comparison: Comparison, show: int) -> str:
-    """Returns a comparison as text. Lists up to `show` of the won and of the lost problems; -1 = all."""
+    """Returns a comparison as text: a table of A and B, the difference with its interval, and some of the problems.
+
+    Lists up to `show` of the problems that B won and of those that B lost; 0 = none, -1 = all.
+    """
     a = comparison.first
     b = comparison.second
     d = comparison.difference
@@ -60,12 +63,15 @@ def format_comparison(comparison: Comparison, show: int) -> str:
         *(f"note: {note}" for note in comparison.notes),
     ]
     if show:
-        lines += _list_pairs("won by B", comparison.won, show) + _list_pairs("lost by B", comparison.lost, show)
+        lines += _list_problems("won by B", comparison.won, show) + _list_problems("lost by B", comparison.lost, show)
     return "\n".join(lines)
 
 
-def _list_pairs(title: str, pairs: Sequence[DifferingProblem], show: int) -> list[str]:
-    """Returns a title and one line per problem, at most `show` (-1 = all); nothing if there is no problem."""
+def _list_problems(title: str, pairs: Sequence[DifferingProblem], show: int) -> list[str]:
+    """Returns the lines of a list: an empty line, the title, and one line per problem, at most `show` (-1 = all).
+
+    Empty if there is no problem.
+    """
     from cohort.logs.escape import escape_line
 
     if not pairs:

@@ -28,18 +28,18 @@ class Options:
 
 
 def run(args: list[str]) -> None:
-    """Runs `cohort data` with the words after it."""
+    """Runs `cohort data` with `args`, the words after it: writes the prompts of a task to a file."""
     task, options = read_task("data", "Write a task's prompts as JSONL.", Options(), args)
     if not options.out:
         raise ConfigError("--out is missing; name the file to write, or - for standard output.")
     if options.n < 0:
-        raise ConfigError(f"--n is {options.n}; it must be at least 0.")
+        raise ConfigError(f"--n is {options.n}; it must be at least 0 (0 = all rows).")
     # Mistakes in --out are found before the rows are loaded.
     path = Path(options.out)
     if options.out != "-" and not path.parent.is_dir():
-        raise ConfigError(f'there is no folder "{path.parent}"; make it first.')
+        raise ConfigError(f'there is no folder "{path.parent}" for --out; make it first.')
     if path.is_dir():
-        raise ConfigError(f'"{path}" is a folder; name a file.')
+        raise ConfigError(f"--out {path} is a folder; name a file.")
     rows = load_rows(task, options.split)
     if options.n > len(rows):
         raise ConfigError(f"--n is {options.n}, but {task.name} has {len(rows)} {options.split} rows; lower --n.")
@@ -59,13 +59,13 @@ def run(args: list[str]) -> None:
 
 
 def _render_rows(task: Any, rows: list[dict[str, Any]]) -> Iterator[str]:
-    """Yields one JSON object per row, with its id, its prompt as messages and the row itself."""
+    """Yields one JSON object per row as a line of text, with its id, its prompt as messages and the row itself."""
     for row in rows:
         yield json.dumps({"id": row["id"], "messages": task.prompt(row), "row": row}, ensure_ascii=False)
 
 
 def _write_lines(lines: Iterator[str], file: TextIO) -> int:
-    """Writes lines to a file and returns how many there were."""
+    """Writes lines to an open file and returns how many there were."""
     count = 0
     for line in lines:
         file.write(line + "\n")

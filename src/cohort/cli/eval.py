@@ -38,7 +38,7 @@ class Options(EvalOptions):
 
 
 def run(args: list[str]) -> None:
-    """Runs `cohort eval` with the words after it."""
+    """Runs `cohort eval` with `args`, the words after it: evaluates, writes and prints each task's result."""
     about = (
         "Measure a model's accuracy on the held-out problems of one task or several. The same command continues an "
         "interrupted evaluation. A finished one is shown and not made again; only samples that could not be scored "
@@ -64,14 +64,14 @@ def run(args: list[str]) -> None:
     names = [f.name for f in dataclasses.fields(EvalOptions)]
     plain = EvalOptions(**{name: getattr(options, name) for name in names})
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING, stream=sys.stderr)
-    examiner = ModelEvaluator(options.model, plain)
-    with closing(examiner):
+    evaluator = ModelEvaluator(options.model, plain)
+    with closing(evaluator):
         # All tasks are prepared first, so that errors in their rows show before anything is sampled.
-        exams = [examiner.prepare(task) for task in tasks]
+        prepared = [evaluator.prepare(task) for task in tasks]
         try:
-            for n, exam in enumerate(exams):
+            for n, prepared_task in enumerate(prepared):
                 with show_progress() as progress:
-                    done = examiner.run(exam, out, progress)
+                    done = evaluator.run(prepared_task, out, progress)
                 prefix = "wrote" if done.is_new else "this evaluation existed already:"
                 print(f"{chr(10) * (n > 0)}{format_evaluation(done.evaluation)}\n{prefix} {done.path}")
         except KeyboardInterrupt:
@@ -86,8 +86,8 @@ def run(args: list[str]) -> None:
 def show_progress() -> Iterator[Progress]:
     """Yields a function that shows progress: a bar on a terminal, elsewhere about ten lines per task.
 
-    The function takes the task, the number of finished problems and the number of all problems. It prints to stderr,
-    because standard output is for the result.
+    It is called with the name of the task, the number of finished problems and the number of all problems. It prints to
+    stderr, because standard output is for the result.
     """
     from rich.console import Console
     from rich.progress import (
@@ -116,14 +116,14 @@ def show_progress() -> Iterator[Progress]:
 
 
 def _print_progress(task: str, done: int, total: int) -> None:
-    """Prints a line of progress to stderr at every tenth of the problems."""
+    """Prints "task: done of total problems" to stderr at every tenth of the problems, else nothing."""
     part = max(1, total // PLAIN_STEPS)
     if done == total or done % part == 0:
         print(f"{task}: {done} of {total} problems", file=sys.stderr, flush=True)
 
 
 def format_evaluation(evaluation: Evaluation) -> str:
-    """Returns an evaluation as a table."""
+    """Returns an evaluation as a table: setting, accuracy with interval, reward parts, lengths, and what went wrong."""
     e, s = evaluation, evaluation.setting
     # At least 1, so that an evaluation without answers can be printed.
     total = max(1, sum(e.finishes.values()))

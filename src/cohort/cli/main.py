@@ -46,9 +46,10 @@ _REPORTED_OS_ERRORS = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns the exit code: 0 done, 1 the reader of a pipe left, 2 an error, 130 interrupted.
+    """Runs one command and returns its exit code.
 
-    `argv` are the words after `cohort`; None = those of this process.
+    0 = done, 1 = the reader of a pipe left, 2 = an error that the user can fix (printed as one line), 130 =
+    interrupted. `argv` are the words after `cohort`; None = those of this process. Other exceptions pass through.
     """
     args = list(sys.argv[1:] if argv is None else argv)
     process.shorten_thread_spinning()
@@ -67,13 +68,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         if error.errno not in _REPORTED_OS_ERRORS:
             raise
-        return _print_error(f"{error.strerror}: {error.filename or 'while writing'}")
+        place = error.filename or "while writing"
+        return _print_error(f"{error.strerror}: {place}. Use another path, or give this one space and permissions.")
     except KeyboardInterrupt:
         return 130
 
 
 def _dispatch(args: list[str]) -> int:
-    """Runs the command that `args` begin with and returns its exit code. Raises CohortError for an unknown one."""
+    """Runs the command that `args` begin with, or prints help or version. Returns 0, the exit code.
+
+    Raises CohortError for an unknown command, and what the command raises.
+    """
     if not args or args[0] in ("-h", "--help", "help"):
         print(format_usage())
         return 0
@@ -93,7 +98,7 @@ def _dispatch(args: list[str]) -> int:
 
 
 def format_usage() -> str:
-    """Returns the text of `cohort --help`."""
+    """Returns the text of `cohort --help`: one line per command."""
     width = max(len(f"{name} {args}") for name, (args, _) in COMMANDS.items())
     lines = [f"  {f'{name} {args}':<{width}}  {about}" for name, (args, about) in COMMANDS.items()]
     return "\n".join(

@@ -14,7 +14,7 @@ class Options:
 
 
 def run(args: list[str]) -> None:
-    """Runs `cohort models` with the words after it."""
+    """Runs `cohort models` with `args`, the words after it: prints a table of the models that can be loaded by name."""
     about = "List the models that can be loaded by name. A folder in Hugging Face format can be named too."
     read_arguments("models", [], about, Options(), args)
     from cohort.models.catalog import list_models

@@ -11,14 +11,16 @@ Log = Literal["live", "plain", "json"]
 
 
 def choose_log(asked: str, terminal: bool) -> str:
-    """Returns the kind of progress view: `asked` or, if that is "", live on a terminal and plain elsewhere."""
+    """Returns the kind of progress view: `asked` or, if that is "", "live" on a terminal and "plain" elsewhere."""
     return asked or ("live" if terminal else "plain")
 
 
-def choose_sinks(asked: str | None) -> tuple[str, ...]:
-    """Returns the sinks in a text like "wandb,tensorboard". Raises ConfigError if one is unknown or not installed.
+def parse_sink_names(asked: str | None) -> tuple[str, ...]:
+    """Returns the names of sinks in a text like "wandb,tensorboard"; None = no sinks.
 
-    >>> choose_sinks(None)
+    Raises ConfigError if one is unknown, given twice or not installed.
+
+    >>> parse_sink_names(None)
     ()
     """
     names = () if asked is None else tuple(name.strip() for name in asked.split(","))
@@ -27,7 +29,7 @@ def choose_sinks(asked: str | None) -> tuple[str, ...]:
 
 
 def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Returns a table with columns aligned by spaces, readable on a terminal, in a file and in a pipe.
+    """Returns a table as lines of text, with columns padded with spaces. Rows must be as long as the header.
 
     >>> print(format_table(["name", "size"], [["tiny", "3 MB"], ["smollm2-135m", "270 MB"]]))
     name          size

@@ -13,7 +13,7 @@ class Options:
 
 
 def run(args: list[str]) -> None:
-    """Runs `cohort pull` with the words after it."""
+    """Runs `cohort pull` with `args`, the words after it: fetches or converts a model and prints its folder."""
     about = (
         "Fetch MODEL, a name that `cohort models` lists or owner/name on the Hugging Face hub, or convert a .gguf file."
     )

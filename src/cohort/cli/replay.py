@@ -35,11 +35,11 @@ ABOUT = (
 
 
 def run(args: list[str]) -> None:
-    """Runs `cohort replay` with the words after it."""
+    """Runs `cohort replay` with `args`, the words after it: does a step again and prints how its metrics differ."""
     own, settings = _split_settings(args)
     (where,), options = read_arguments("replay", ["RUN"], ABOUT, Options(), own)
     if options.step is None:
-        raise ConfigError("--step is missing: cohort replay RUN --step N.")
+        raise ConfigError("--step is missing; write: cohort replay RUN --step N.")
     # Imported here because it imports torch: help and mistakes must not wait for that.
     from cohort.inspect.replay import replay_step
     from cohort.logs.jsonlines import replace_non_finite
@@ -52,7 +52,10 @@ def run(args: list[str]) -> None:
 
 
 def _split_settings(args: list[str]) -> tuple[list[str], list[str]]:
-    """Divides the words into the command's own words and flags, and settings of the run. Returns both."""
+    """Returns (words and flags of the command itself, flags that are settings of the run).
+
+    The command's own flags are --step, --json and --help. A word after a flag goes with that flag.
+    """
     own: list[str] = []
     settings: list[str] = []
     # A word without dashes belongs to the flag before it, so it goes where that flag went.
@@ -65,12 +68,12 @@ def _split_settings(args: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _print_progress(text: str) -> None:
-    """Prints what is being done to stderr. Standard output has only the result."""
+    """Prints what is being done to stderr, because standard output has only the result."""
     print(f"{text} ...", file=sys.stderr, flush=True)
 
 
 def _format_result(replayed: ReplayResult) -> str:
-    """Returns the result as text: changed settings, a table of the metrics that differ, and notes."""
+    """Returns the replay's result as text: changed settings, a table of the metrics that differ, and notes."""
     lines = [f"step {replayed.step} from {_describe_base(replayed)}"]
     lines += [f"changed: {name} {old} -> {new}" for name, (old, new) in replayed.changed.items()]
     differing = replayed.differing_rows
@@ -91,14 +94,14 @@ def _format_result(replayed: ReplayResult) -> str:
 
 
 def _summarize_metrics(replayed: ReplayResult) -> str:
-    """Returns the replayed loss, gradient norm and learning rate as text."""
+    """Returns the replayed loss, gradient norm and learning rate as text, such as "loss 0.5, lr 1e-05"."""
     return ", ".join(
         f"{r.name} {_format_number(r.replayed)}" for r in replayed.rows if r.name in ("loss", "grad_norm", "lr")
     )
 
 
 def _describe_base(replayed: ReplayResult) -> str:
-    """Returns what the replay began from and which steps it re-applied first."""
+    """Returns a text that says what the replay began from and which steps it re-applied before the replayed one."""
     base, last = replayed.base, replayed.step - 1
     origin = f"the checkpoint of step {base}" if base else "the initial model"
     if base == last:
@@ -107,10 +110,10 @@ def _describe_base(replayed: ReplayResult) -> str:
 
 
 def _format_row(row: MetricComparison) -> list[str]:
-    """Returns the cells of a metric in the table."""
+    """Returns the cells of a metric in the table: name, stored value, replayed value, difference."""
     return [row.name, _format_number(row.stored), _format_number(row.replayed), _format_number(row.difference, "+.3g")]
 
 
 def _format_number(value: float | None, form: str = ".6g") -> str:
-    """Returns a number in the format `form`; "-" for None."""
+    """Returns a number as text in the Python format `form`; "-" for None."""
     return "-" if value is None else format(value, form)

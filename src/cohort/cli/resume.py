@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from cohort.cli.arguments import read_arguments
-from cohort.cli.output import Log, choose_log, choose_sinks
+from cohort.cli.output import Log, choose_log, parse_sink_names
 from cohort.config import flags
 from cohort.config.kinds import KINDS
 from cohort.errors import ConfigError
@@ -26,7 +26,7 @@ class Options:
 
 
 def run(args: list[str]) -> None:
-    """Runs `cohort resume` with the words after it."""
+    """Runs `cohort resume` with `args`, the words after it: continues a run until its last step."""
     # A flag that would change a setting of the run gets an error of its own, not just "unknown flag".
     settings = {field.name for kind in KINDS.values() for field in fields(kind)} - {"steps"}
     for flag in flags.split_args(args)[1]:
@@ -39,8 +39,10 @@ def run(args: list[str]) -> None:
         "resume", ["RUN"], "Continue the run in directory RUN exactly where it stopped.", Options(), args
     )
     if options.steps is not None and options.steps < 1:
-        raise ConfigError(f"--steps is {options.steps}; it must be at least 1.")
-    sinks = choose_sinks(options.sinks)
+        raise ConfigError(
+            f"--steps is {options.steps}; it must be at least 1: the number of the step at which the run ends."
+        )
+    sinks = parse_sink_names(options.sinks)
     # Imported here because it imports torch: help and mistakes must not wait for that.
     from cohort.jobs import build
 

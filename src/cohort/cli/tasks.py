@@ -19,10 +19,11 @@ T = TypeVar("T")
 
 
 def read_tasks(command: str, about: str, options: T, args: list[str]) -> tuple[list[Any], T]:
-    """Returns the tasks with their settings applied, and the options. Prints the help if that is asked for.
+    """Reads the words after a command that takes tasks. Returns the tasks with their settings, and the options.
 
-    TASK is the first word; further tasks may follow before the flags. The flags of a single task are `--task.x`, those
-    of several tasks `--NAME.x`.
+    `args` begin with the tasks, then come flags: those of the dataclass `options`, and `--task.x` for a setting of a
+    single task or `--NAME.x` for one of several tasks. `about` is the text of the help, which is printed if asked for.
+    Raises ConfigError for a mistake.
     """
     words = list(takewhile(lambda arg: not arg.startswith("-"), args))
     if not words:
@@ -34,7 +35,7 @@ def read_tasks(command: str, about: str, options: T, args: list[str]) -> tuple[l
         raise SystemExit(0)
     classes = [find_task(word) for word in words]
     if len(set(classes)) < len(classes):
-        raise ConfigError(f"a task is named twice: cohort {command} {' '.join(words)}.")
+        raise ConfigError(f"a task is named twice: cohort {command} {' '.join(words)}. Name each task once.")
     keys = ["task"] if len(words) == 1 else [cls.name.replace("-", "_") for cls in classes]
     # A task's name becomes a flag, so it must not be that of an option, of another task, or a keyword of Python.
     taken = {f.name for f in dataclasses.fields(options)}  # type: ignore[arg-type]
@@ -56,8 +57,11 @@ def read_tasks(command: str, about: str, options: T, args: list[str]) -> tuple[l
 
 
 def read_task(command: str, about: str, options: T, args: list[str]) -> tuple[Any, T]:
-    """Returns the task and the options of a command that takes a single task. Otherwise as `read_tasks`."""
+    """Reads the words after a command that takes one task. Returns the task with its settings, and the options.
+
+    The parameters are those of `read_tasks`. Raises ConfigError if several tasks are given.
+    """
     tasks, given = read_tasks(command, about, options, args)
     if len(tasks) > 1:
-        raise ConfigError(f"cohort {command} takes one task, not {len(tasks)}.")
+        raise ConfigError(f"cohort {command} takes one task, but {len(tasks)} are given; run it once per task.")
     return tasks[0], given

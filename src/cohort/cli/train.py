@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import get_args
 
-from cohort.cli.output import Log, choose_log, choose_sinks
+from cohort.cli.output import Log, choose_log, parse_sink_names
 from cohort.config import flags, load
 from cohort.errors import ConfigError
 from cohort.recipes import RECIPES
@@ -25,7 +25,7 @@ cohort train RECIPE --help lists every setting of a recipe."""
 
 
 def run(args: list[str]) -> None:
-    """Runs `cohort train` with the words after it."""
+    """Runs `cohort train` with `args`, the words after it: trains a recipe, or prints help."""
     if not args or args[0].startswith("-"):
         if flags.wants_help(args):
             print(HELP.format(recipes=format_recipes()))
@@ -47,7 +47,7 @@ def run(args: list[str]) -> None:
 
 
 def format_recipes() -> str:
-    """Returns the built-in recipes, one per line, with the first line of their docstrings."""
+    """Returns the built-in recipes as lines of text: name and first line of the docstring, sorted by name."""
     width = max(map(len, RECIPES))
     return "\n".join(
         f"  {name:<{width}}  {(f.__doc__ or '').strip().splitlines()[0]}" for name, f in sorted(RECIPES.items())
@@ -57,7 +57,7 @@ def format_recipes() -> str:
 def _split_command_flags(args: list[str]) -> tuple[list[str], str, str, tuple[str, ...]]:
     """Separates `--out`, `--log` and `--sinks` from the settings of the run.
 
-    Returns the other words, the folder for run directories, the kind of progress view and the names of the sinks.
+    Returns (the other words and flags, folder for run directories, kind of progress view, names of the sinks).
     """
     words, given = flags.split_args(args)
     own = {
@@ -76,5 +76,5 @@ def _split_command_flags(args: list[str]) -> tuple[list[str], str, str, tuple[st
     for flag in given:
         if flag.name not in own:
             rest += [flag.spelling, *flag.values] if len(flag.values) != 1 else [f"{flag.spelling}={flag.values[0]}"]
-    sinks = choose_sinks(values.get("sinks"))
+    sinks = parse_sink_names(values.get("sinks"))
     return rest, values.get("out", "runs"), choose_log(log, sys.stdout.isatty()), sinks

@@ -25,6 +25,7 @@ from cohort.config.section import (
 )
 from cohort.errors import ConfigError
 
+# The choices of the settings below. The docstrings of the settings explain them.
 Baseline = Literal["mean", "leave_one_out", "batch", "none"]
 Scale = Literal["std", "batch", "centred", "mean", "none"]
 Aggregate = Literal["token", "sequence", "prompt", "constant"]

@@ -45,6 +45,7 @@ def get_variant_name(field: str, value: Any) -> str:
 
     `field` is a field with variants: `task`, `turns`, `algo`, `engine` or `data`.
     """
+    # Tasks are not in VARIANTS: they have their own registry and can be in files of users.
     if field == "task":
         return make_task_spec(value)
     names = {cls: name for name, cls in VARIANTS[field].items()}
@@ -173,6 +174,7 @@ def _pop_kind(tree: dict[str, Any], source: str) -> type[RunConfig]:
     name = tree.pop("kind", "rl" if number == 1 else None)
     if not isinstance(name, str) or name not in KINDS:
         raise ConfigError(f"{source}: unknown kind of run {name!r}.{suggest_name(str(name), KINDS)}")
+    # Sections that later formats have, with what Cohort did before they existed.
     if number == 1:
         tree |= {name: dict(section) for name, section in KINDS[name].since_format_1.items() if name not in tree}
     return KINDS[name]
@@ -238,6 +240,7 @@ def _convert_value(value: Any, hint: Any, path: str, source: str) -> Any:
             return tuple(_convert_value(item, t, path, source) for item, t in zip(value, types_, strict=True))
     if origin is list and isinstance(value, list):
         return [_convert_value(item, inner[0], path, source) for item in value]
+    # Of the types in a union the exact one is preferred, so that 5 stays a whole number in `int | float`.
     if origin in (Union, types.UnionType):
         for option in inner:
             if type(value) is option:

@@ -72,10 +72,11 @@ def collect_settings(config: Any, prefix: str = "") -> dict[str, Setting]:
     Full names begin with `prefix`. Each key of a dict counts as a setting. Fields hidden from the command line are left
     out.
     """
-    found: dict[str, Setting] = {}
+    settings: dict[str, Setting] = {}
     hints = typing.get_type_hints(type(config), include_extras=True)
     for field in dataclasses.fields(config):
-        name, value = prefix + field.name, getattr(config, field.name)
+        name = prefix + field.name
+        value = getattr(config, field.name)
         hint = hints[field.name]
         hint, marks = (hint.__origin__, hint.__metadata__) if get_origin(hint) is typing.Annotated else (hint, ())
         if tyro.conf.Suppress in marks:
@@ -83,13 +84,14 @@ def collect_settings(config: Any, prefix: str = "") -> dict[str, Setting]:
         # A mark from tyro.conf.arg can give the flag a name other than that of the field.
         renamed = [m.name for m in marks if getattr(m, "name", None)]
         if dataclasses.is_dataclass(value):
-            found |= collect_settings(value, name + ".")
+            settings |= collect_settings(value, name + ".")
+        # Each key of a dict, such as `reward`, is a setting with a number as value.
         elif isinstance(value, dict):
-            found |= {f"{name}.{key}": Setting(f"{name}.{key}", float, item) for key, item in value.items()}
+            settings |= {f"{name}.{key}": Setting(f"{name}.{key}", float, item) for key, item in value.items()}
         else:
             name = prefix + renamed[0] if renamed else name
-            found[name] = Setting(name, hint, value, tuple(m for m in marks if isinstance(m, Bound)))
-    return found
+            settings[name] = Setting(name, hint, value, tuple(m for m in marks if isinstance(m, Bound)))
+    return settings
 
 
 def split_args(args: Sequence[str]) -> tuple[list[str], list[Flag]]:
@@ -101,6 +103,7 @@ def split_args(args: Sequence[str]) -> tuple[list[str], list[Flag]]:
     words: list[str] = []
     flags: list[tuple[str, list[str]]] = []
     for arg in args:
+        # A single dash does not begin a flag: it can be the sign of a negative value.
         if arg.startswith("--") and len(arg) > 2:
             name, equals, value = arg[2:].partition("=")
             flags.append((name.replace("-", "_"), [value] if equals else []))
@@ -230,6 +233,7 @@ def apply_flags(default: T, flags: Sequence[Flag], prog: str) -> T:
             return False
         return False
 
+    # All flags together first, because a flag may be right only with the others.
     with contextlib.suppress(SystemExit):
         return parse(flags)
     for flag in flags:

@@ -51,6 +51,7 @@ class RL(RunConfig):
     algo: Policy = field(default_factory=GRPO)
     replay: ReplayConfig = field(default_factory=ReplayConfig)
 
+    # Clips and gates act only if the policy changes between the first and the last update on a batch.
     effects: ClassVar[tuple[Effect, ...]] = (
         Effect(
             ("algo.clip_low", "algo.clip_high", "algo.dual_clip", "algo.tau_pos", "algo.tau_neg"),

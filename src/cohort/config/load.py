@@ -44,6 +44,7 @@ __all__ = [
 
 C = TypeVar("C", bound=RunConfig)
 
+# The settings record has a field `choose_algo` for the name of the variant, beside the field `algo` for its settings.
 _PREFIX = "choose_"
 
 
@@ -58,22 +59,23 @@ def change_config(config: C, args: Sequence[str] = ()) -> C:
     In the result, every reward part has a coefficient, and sections that are off have their defaults. Raises a
     ConfigError for unknown flags, wrong values and settings that contradict each other or have no effect.
     """
-    words, given = flags.split_args(args)
+    words, user_flags = flags.split_args(args)
     if words:
         raise ConfigError(f'unexpected "{words[0]}"; write settings as flags, for example --steps 100.')
-    config = _apply_variant_flags(config, given)
+    config = _apply_variant_flags(config, user_flags)
     config.require_complete()
     settings = _make_settings_record(config)
     valid = flags.collect_settings(settings)
-    # _apply_variant_flags ignores flags that are repeated or have no value. Both are errors.
-    for flag in given:
+    # The flags of variants were applied above without a check. They must be given once and with one value.
+    for flag in user_flags:
         if flag.name in config.variants:
-            flags.check_flags([f for f in given if f.name == flag.name], valid)
+            flags.check_flags([f for f in user_flags if f.name == flag.name], valid)
+    # Settings can be read only now: which ones exist depends on the chosen variants.
     settings = flags.apply_flags(
-        settings, [f for f in given if f.name not in config.variants], _make_program_name(config.recipe)
+        settings, [f for f in user_flags if f.name not in config.variants], _make_program_name(config.recipe)
     )
     config = _make_config(config, settings)
-    validate(config, {flag.name for flag in given})
+    validate(config, {flag.name for flag in user_flags})
     return reset_inactive_sections(config)
 
 
@@ -94,6 +96,7 @@ def print_help(recipe: str, args: Sequence[str] = ()) -> None:
     """Prints every setting of a recipe, with the variants that `args` chooses."""
     config = _apply_variant_flags(_call_recipe(recipe), flags.split_args(args)[1])
     _, function = find_recipe(recipe)
+    # The first line of the recipe's docstring introduces the help.
     lines = (function.__doc__ or "").strip().splitlines()
     about = f"{lines[0]} " if lines else ""
     description = f"{about}Also: --out DIR (default runs), --log live|plain|json, --sinks NAME,..."
@@ -116,9 +119,9 @@ def _call_recipe(recipe: str) -> RunConfig:
     return dataclasses.replace(config, recipe=name)
 
 
-def _apply_variant_flags(config: C, given: Collection[flags.Flag]) -> C:
+def _apply_variant_flags(config: C, user_flags: Collection[flags.Flag]) -> C:
     """Returns `config` with the variants that flags such as `--task`, `--turns`, `--algo` and `--engine` choose."""
-    for flag in given:
+    for flag in user_flags:
         if flag.name not in config.variants or len(flag.values) != 1:
             continue
         cls = find_variant(flag.name, flag.values[0])
@@ -138,6 +141,7 @@ def _make_settings_record(config: RunConfig) -> Any:
     for field in config.variants:
         value = getattr(config, field)
         name = get_variant_name(field, value)
+        # A task in a user's file is not among the registered names.
         names = tuple(dict.fromkeys([*list_variant_names(field), name]))
         arg = tyro.conf.arg(name=field, help=f"Choose the {field} by name; it starts from its own defaults.")
         fields.append((_PREFIX + field, Annotated[Literal[names], arg], name))
@@ -158,5 +162,6 @@ def _make_default_field(value: Any) -> Any:
 def _make_config(config: C, settings: Any) -> C:
     """Returns the values of `settings`, made by `_make_settings_record`, as a config of the class of `config`."""
     values = {f.name: getattr(settings, f.name) for f in dataclasses.fields(config)}
+    # The records of dict fields become dicts again.
     values |= {name: dataclasses.asdict(values[name]) for name in config.make_flag_records()}
     return type(config)(**values)

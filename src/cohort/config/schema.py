@@ -125,6 +125,7 @@ class OptimConfig(Section):
     )
 
 
+# The matrices of a layer that can have adapters, by their names in model files.
 Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 TARGETS: tuple[Target, ...] = get_args(Target)
 

@@ -59,11 +59,11 @@ class Batch:
 
     @property
     def num_minibatches(self) -> int:
-        """The number of optimizer steps M."""
+        """The number M of minibatches, which is the number of optimizer steps per epoch."""
         return len(self.counts)
 
     def sample_numbers(self, minibatch: int) -> list[int]:
-        """Returns the numbers of the samples of a minibatch, ascending."""
+        """Returns the numbers of the samples in the minibatch with index `minibatch`, ascending."""
         return [n for n, m in enumerate(self.minibatch) if m == minibatch]
 
 
@@ -92,7 +92,7 @@ class Microbatch:
     ref_logprobs: Tensor | None = None  # [N]
 
     def to(self, device: torch.device) -> Microbatch:
-        """Returns a copy whose tensors are on the device. The layout stays: attention reads what it needs from it."""
+        """Returns a copy whose tensors are on `device`. The layout is shared: attention copies what it needs of it."""
         tensors: dict[str, Any] = {}
         for f in fields(self):
             value = getattr(self, f.name)
@@ -113,15 +113,15 @@ class Minibatch:
 
     @property
     def counts(self) -> Counts:
-        """The denominators of this minibatch on this rank."""
+        """The numbers of samples, tokens and prompts of this minibatch on this rank, by which the loss is divided."""
         return self.batch.counts[self.index]
 
     @property
     def num_inputs(self) -> int:
-        """The number of tokens in all microbatches, which a forward computes."""
+        """The number of tokens in all microbatches: what one forward pass over the minibatch computes."""
         return sum(len(m.tokens) for m in self.microbatches)
 
     @property
     def largest_microbatch(self) -> int:
-        """The number of tokens of the largest microbatch; 0 = there is none."""
+        """The number of tokens of the largest microbatch; 0 = there is no microbatch."""
         return max((len(m.tokens) for m in self.microbatches), default=0)

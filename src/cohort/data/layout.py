@@ -91,7 +91,10 @@ class Layout:
     num_tokens: int
 
     def make_blocks(self, device: torch.device) -> Blocks:
-        """Returns the spans as blocks of similar shape, so that padding wastes little and calls are few."""
+        """Returns the spans as padded blocks for matrix products, with index tensors on `device`.
+
+        Spans of similar length share a block, so that padding wastes little and calls are few.
+        """
         blocks: list[Block] = []
         order = np.empty(self.num_tokens, dtype=np.int64)
         num_rows = 0  # in the outputs of the blocks so far
@@ -119,7 +122,7 @@ class Layout:
         return Blocks(blocks=blocks, order=copy_to_device(order, device))
 
     def make_runs(self, device: torch.device) -> Runs:
-        """Returns the spans as sequences end to end."""
+        """Returns the spans as sequences of queries and keys, end to end, for attention kernels, on `device`."""
         num_queries = [s.length for s in self.spans]
         num_keys = [s.length + s.prompt_length for s in self.spans]
         return Runs(
@@ -131,7 +134,11 @@ class Layout:
         )
 
     def _make_copies(self, device: torch.device) -> Copies:
-        """Returns where the keys of all spans come from: per span its shared prompt, then itself."""
+        """Returns, for the keys of all spans end to end, which token of the packed stream each key is a copy of.
+
+        The keys of a span are those of its shared prompt, if it has one, then its own. The reverse, the copies of each
+        token, is in the result too. Tensors are on `device`.
+        """
         parts = ((s.prompt_start, s.prompt_length, s.start, s.length) for s in self.spans)
         order = np.concatenate([np.r_[at : at + size, start : start + n] for at, size, start, n in parts])
         return Copies(
@@ -144,12 +151,15 @@ class Layout:
 
 
 def _accumulate_edges(lengths: Sequence[int]) -> list[int]:
-    """Returns where sequences of these lengths begin when laid end to end, and the end of the last."""
+    """Returns the index at which each sequence begins when all are laid end to end, and then the end of the last."""
     return [0, *accumulate(lengths)]
 
 
 def _group_similar(spans: Sequence[Span]) -> list[list[Span]]:
-    """Returns sorted spans in groups for one call each, cut where padding would cost more than the call it saves."""
+    """Returns the spans in groups that are attended in one call each. The spans must be sorted by length.
+
+    A new group begins where padding would cost more than the call that is saved.
+    """
     out: list[list[Span]] = []
     # Of the last group: most queries, most keys, and query-key pairs without padding.
     lq = lk = area = 0

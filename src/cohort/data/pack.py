@@ -32,9 +32,9 @@ MIN_SAVED_SHARE = 0.02
 def make_batch(groups: Sequence[Group], minibatches: int = 1, loss_on: Provenance = Provenance.SAMPLED) -> Batch:
     """Returns the samples of these groups that have a gradient, divided into `minibatches` optimizer steps.
 
-    `loss_on` is the provenance of the tokens that the loss may touch. Groups of constant reward are left out but count
-    in the denominators: their gradient is exactly zero, their share of the mean is not. Masked and empty samples count
-    as samples without tokens. Raises ValueError where two samples have the same id.
+    The loss may touch tokens of the provenance `loss_on` only. Groups of constant reward are left out but count in the
+    denominators: their gradient is exactly zero, their share of the mean is not. Masked and empty samples count as
+    samples without tokens. Raises ValueError where two samples have the same id.
     """
     fates: Counter[str] = Counter()
     counts: list[Counts] = []
@@ -58,7 +58,9 @@ def make_batch(groups: Sequence[Group], minibatches: int = 1, loss_on: Provenanc
             num_prompts += num_samples > num_before
         counts.append(Counts(num_samples=num_samples, num_tokens=num_tokens, num_prompts=num_prompts))
     if len({row.id for row in rows}) < len(rows):
-        raise ValueError("two samples of a batch have the same id (task, prompt, visit, sample)")
+        raise ValueError(
+            "two samples of a batch have the same id (task, prompt, visit, sample); each group may occur once"
+        )
     return Batch(
         ids=[row.id for row in rows],
         group=[row.group for row in rows],
@@ -86,9 +88,10 @@ class _Row(NamedTuple):
 
 
 def _divide_groups(groups: Sequence[Group], parts: int) -> list[list[int]]:
-    """Returns the indices of the groups of each of `parts` minibatches.
+    """Returns one list of indices into `groups` per minibatch; `parts` is the number of minibatches.
 
-    Minibatches get equal numbers of groups that count, to within one. Groups that replay uses again are spread evenly.
+    Groups that count in the loss's denominators are divided evenly, to within one. Those that were sampled in an
+    earlier step (`Group.reused`) are spread evenly too. All other groups go to the first minibatch.
     """
     counting = [n for n, g in enumerate(groups) if g.excluded.is_counted]
     # New and reused groups each spread over 0 .. 1 by their order; sorting by that place mixes both evenly.
@@ -103,7 +106,10 @@ def _divide_groups(groups: Sequence[Group], parts: int) -> list[list[int]]:
 
 
 def _classify_sample(group: Group, sample: Sample, num_targets: int) -> str:
-    """Returns the key of `Batch.fates` under which a sample counts. Only "packed" samples are in the batch."""
+    """Returns "failed", "excluded", "masked", "empty", "no_signal" or "packed": the key for counts in `Batch.fates`.
+
+    `num_targets` is the number of its tokens that the loss may touch. Only "packed" samples are in the batch.
+    """
     if sample.failure:
         return "failed"
     if not group.excluded.is_counted:
@@ -116,12 +122,12 @@ def _classify_sample(group: Group, sample: Sample, num_targets: int) -> str:
 
 
 def _find_targets(sample: Sample, loss_on: Provenance) -> Ints:
-    """Returns the indices of the sample's tokens that the loss may touch, ascending."""
+    """Returns the indices of the sample's tokens that the loss may touch: those of provenance `loss_on`, ascending."""
     return np.flatnonzero(np.array(sample.provenance) == int(loss_on))
 
 
 def _token_advantages(sample: Sample) -> Floats:
-    """Returns the advantages [T] of a sample's tokens."""
+    """Returns one advantage per token [T]: those set per token, or else the sample's advantage for every token."""
     if sample.token_advantages is not None:
         return np.array(sample.token_advantages, dtype=np.float64)
     return np.full(len(sample.tokens), sample.advantage, dtype=np.float64)
@@ -145,7 +151,11 @@ class PackUnit:
 
 
 def pack(batch: Batch, token_budget: int, share: bool = True) -> list[Minibatch]:
-    """Returns every minibatch of the batch, cut into microbatches of at most `token_budget` tokens."""
+    """Returns every minibatch of the batch, cut into microbatches of at most `token_budget` tokens.
+
+    With `share` the prompt of a group is stored once, if that saves enough tokens. Raises ConfigError for a sample that
+    does not fit the budget.
+    """
     return [pack_minibatch(batch, index, token_budget, share) for index in range(batch.num_minibatches)]
 
 
@@ -171,14 +181,17 @@ def pack_minibatch(batch: Batch, index: int, token_budget: int, share: bool = Tr
 
 
 def longest_sample(batch: Batch) -> int:
-    """Returns the tokens of the longest sample with its prompt. No token budget can be smaller."""
+    """Returns the number of tokens of the longest sample and its prompt; 0 for an empty batch.
+
+    A token budget must be at least that large.
+    """
     return max((_num_tokens(batch, n) for n in range(len(batch.ids))), default=0)
 
 
 def sharing_pays(batch: Batch, groups: Mapping[int, Sequence[int]]) -> bool:
-    """Returns whether computing a prompt once per group saves enough tokens to be worth a second attention call.
+    """Returns whether computing each prompt once per group saves enough tokens to be worth a second attention call.
 
-    `groups` has the numbers of the samples by group.
+    `groups` maps the index of a group's prompt to the numbers of the group's samples.
     """
     without_sharing = sum(_num_tokens(batch, n) for members in groups.values() for n in members)
     saved = sum(len(batch.prompts[group]) * (len(members) - 1) for group, members in groups.items())
@@ -186,7 +199,10 @@ def sharing_pays(batch: Batch, groups: Mapping[int, Sequence[int]]) -> bool:
 
 
 def with_old_logprobs(minibatch: Minibatch, old: Mapping[int, Floats]) -> Minibatch:
-    """Returns the minibatch with old log-probabilities in its microbatches. `old` has [T] per sample, by its number."""
+    """Returns a copy of the minibatch with old log-probabilities in its microbatches.
+
+    `old` maps sample numbers to one log-probability per token [T]. It must have every sample of the minibatch.
+    """
     batch = minibatch.batch
     micros = []
     for micro in minibatch.microbatches:
@@ -196,25 +212,30 @@ def with_old_logprobs(minibatch: Minibatch, old: Mapping[int, Floats]) -> Miniba
 
 
 def _num_tokens(batch: Batch, n: int) -> int:
-    """Returns the tokens of sample number `n` with its prompt."""
+    """Returns the number of tokens of sample number `n` and its prompt."""
     return len(batch.prompts[batch.group[n]]) + len(batch.tokens[n])
 
 
 def _make_units(batch: Batch, group: int, members: Sequence[int], budget: int, share: bool) -> list[PackUnit]:
-    """Returns the samples of a group as units within the budget: as few as possible with `share`, else one per sample.
+    """Returns the samples of a group as units: sets of samples that share one copy of the prompt within the budget.
 
-    Raises ConfigError for an empty prompt and for a sample that exceeds the budget alone.
+    `group` is the index of the prompt, `members` are the samples' numbers. With `share` a unit takes as many samples as
+    fit; without, each sample is a unit. Raises ConfigError for an empty prompt or a sample that exceeds the budget
+    alone.
     """
     units: list[PackUnit] = []
     prompt = batch.prompts[group]
     if not len(prompt):
-        raise ConfigError("a sample has no prompt, so no token can predict its first one; give it a prompt")
+        raise ConfigError(
+            "a sample has no prompt: its prompt has 0 tokens, so no token predicts the first one of the completion; "
+            "let the task's `prompt` method return at least one message with text"
+        )
     for n in members:
         num = len(batch.tokens[n])
         if len(prompt) + num > budget:
             raise ConfigError(
-                f"a sample of {len(prompt)} prompt + {num} completion tokens exceeds "
-                f"learner.token_budget = {budget}; raise it to at least {len(prompt) + num}"
+                f"a sample of {len(prompt)} prompt + {num} completion tokens exceeds the token budget of {budget} "
+                f"tokens per microbatch; set --learner.token_budget to at least {len(prompt) + num}"
             )
         if share and units and units[-1].num_tokens + num <= budget:
             last = units[-1]
@@ -225,9 +246,10 @@ def _make_units(batch: Batch, group: int, members: Sequence[int], budget: int, s
 
 
 def fit_into_bins(units: Sequence[PackUnit], budget: int) -> list[list[PackUnit]]:
-    """Returns the units in few, well-filled bins of at most `budget` tokens, by first-fit decreasing.
+    """Returns the units in bins of at most `budget` tokens; each bin becomes a microbatch.
 
-    The result is deterministic: units of equal size keep their order.
+    Units are placed from the largest to the smallest, each into the first bin with room, so that bins are few and well
+    filled. The result is deterministic: units of equal size keep their order.
     """
     bins: list[list[PackUnit]] = []
     room: list[int] = []
@@ -244,7 +266,10 @@ def fit_into_bins(units: Sequence[PackUnit], budget: int) -> list[list[PackUnit]
 
 
 def _make_microbatch(batch: Batch, units: Sequence[PackUnit], group_lengths: Mapping[int, int]) -> Microbatch:
-    """Returns a microbatch of these units. `group_lengths` has the number of targets per group."""
+    """Returns one microbatch with all samples of these units, as tensors on the host.
+
+    `group_lengths` maps the index of a group's prompt to the number of targets of the whole group.
+    """
     stream = _PackedStream()
     source: list[Ints] = []
     chosen = [n for unit in units for n in unit.samples]
@@ -290,9 +315,10 @@ class _PackedStream:
         self.num = 0  # tokens so far
 
     def add(self, tokens: Ints, position: int, prompt: tuple[int, int] | None = None) -> int:
-        """Appends a span and returns the index at which it begins.
+        """Appends a span with these tokens and returns the index of its first token in the packed stream.
 
-        `position` is that of its first token in the sequence. `prompt` is (start, length) of a shared prompt.
+        `position` is the place of the first token in its own sequence. `prompt` is (start, length) of a prompt in the
+        packed stream that the span sees too; None = none.
         """
         start, length = self.num, len(tokens)
         self.tokens.append(tokens)
@@ -303,17 +329,20 @@ class _PackedStream:
 
 
 def _concatenate(parts: Sequence[Ints] | Sequence[Floats]) -> Tensor:
-    """Returns arrays end to end, as a tensor."""
+    """Returns the arrays joined end to end, as one tensor on the host."""
     return torch.from_numpy(np.concatenate(parts))
 
 
 def _repeat_per_token(values: list[int], counts: list[int]) -> Tensor:
-    """Returns each sample's value repeated for each of its tokens; `counts` has the tokens per sample."""
+    """Returns a tensor in which values[i] is repeated counts[i] times: one entry per target token of each sample."""
     return torch.from_numpy(np.repeat(np.array(values), counts))
 
 
 def _gather_targets(batch: Batch, values: Sequence[Floats | None], chosen: Sequence[int]) -> Tensor | None:
-    """Returns the values of the targets [N] of the samples numbered `chosen`; None where these samples have none."""
+    """Returns the values at the target tokens [N] of the samples numbered `chosen`, end to end.
+
+    `values` has one array [T] per sample of the batch, or None. The result is None where all chosen samples have None.
+    """
     present = [(n, v) for n in chosen if (v := values[n]) is not None]
     assert len(present) in (0, len(chosen)), "some samples of a batch are annotated and some are not"
     return _concatenate([v[batch.targets[n]] for n, v in present]) if present else None

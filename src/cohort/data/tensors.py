@@ -24,24 +24,24 @@ class PlainTensor:
 
 
 def tensors_to_records(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, PlainTensor]:
-    """Returns named tensors as records, by name. The data is a copy on the host."""
+    """Returns a serialisable record per (name, tensor), by name. The data is a copy in host memory."""
     return {name: _tensor_to_record(tensor) for name, tensor in tensors}
 
 
 def _tensor_to_record(tensor: Tensor) -> PlainTensor:
-    """Returns a tensor as a record with a copy of its bytes."""
+    """Returns a serialisable record with a tensor's type, shape and a copy of its bytes."""
     on_host = tensor.detach().to("cpu", copy=True).contiguous()
     dtype = str(on_host.dtype).removeprefix("torch.")
     return PlainTensor(dtype=dtype, shape=list(on_host.shape), data=on_host.flatten().view(torch.uint8).numpy())
 
 
 def tensor_from_record(plain: PlainTensor) -> Tensor:
-    """Returns the tensor of a record, on the host, equal bit for bit."""
+    """Returns a new tensor in host memory, equal bit for bit to the one that the record was made from."""
     tensor = torch.empty(plain.shape, dtype=getattr(torch, plain.dtype))
     tensor.view(-1).view(torch.uint8).copy_(torch.from_numpy(plain.data))
     return tensor
 
 
 def tensors_from_records(plain: dict[str, PlainTensor]) -> dict[str, Tensor]:
-    """Returns the tensors of records, by name."""
+    """Returns new tensors in host memory from the records of `tensors_to_records`, by name."""
     return {name: tensor_from_record(one) for name, one in plain.items()}

@@ -9,7 +9,10 @@ from torch import Tensor
 
 
 def copy_to_device(values: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """Returns a tensor of these values on the device. On a GPU the copy may still be under way."""
+    """Returns a tensor of these values (array, list or tensor) on the device; `dtype` None = the type of the values.
+
+    On a GPU the copy may still be under way: work that is queued there later waits for it, the host does not.
+    """
     on_host = torch.as_tensor(values, dtype=dtype)
     # With pinned memory the host does not wait. From ordinary memory the copy would wait for everything queued before.
     return on_host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else on_host.to(device)

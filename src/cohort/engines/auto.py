@@ -74,7 +74,7 @@ class AutoEngine:
     # ---- protocol
 
     def submit(self, request: Request) -> None:
-        """Queues a request for one of the next batches."""
+        """Queues a request for one of the next batches. Raises ConfigError for a request that can never be served."""
         if self._closed:
             raise closed_engine_error(self.name)
         check_request(request, self.max_context, self.decoder.config.vocab_size, self.drafts)
@@ -83,11 +83,15 @@ class AutoEngine:
 
     @property
     def idle(self) -> bool:
+        """Whether no request is under way and no event waits to be reported."""
         return not self.drafts and not self._events
 
     @torch.no_grad()
     def poll(self, timeout: float = 0.0) -> list[Event]:
-        """Runs up to `window` steps. Reports the new tokens of every running request, and the samples that ended."""
+        """Runs up to `self.window` decode steps and returns the events: new tokens per request, and samples that ended.
+
+        `timeout` is ignored, because the work is done in this process.
+        """
         for _ in range(self.window):
             if not self.drafts:
                 break
@@ -97,7 +101,10 @@ class AutoEngine:
         return events
 
     def abort(self, id: str) -> Sample:
-        """Stops a request, running or waiting, and returns its tokens read so far."""
+        """Stops a running or waiting request and returns its sample so far, with finish = abort.
+
+        Raises CohortError for an unknown id.
+        """
         draft = self.drafts.get(id)
         if draft is None:
             raise unknown_request_error(id)
@@ -110,7 +117,10 @@ class AutoEngine:
         return draft.to_sample(self.decode)
 
     def load(self, weights: Weights, version: int) -> None:
-        """Takes over `version` and drops the cache. The weights must be those of the decoder it samples with."""
+        """Sets `version` and drops the cache. Running requests wait again until their KV is recomputed.
+
+        Nothing is copied: `weights` must be those of the engine's own decoder, else ModelError is raised.
+        """
         if weights.module is not self.decoder:
             raise ModelError(
                 "the transformers engine samples from the learner's own model, but got weights of another one; "
@@ -120,7 +130,7 @@ class AutoEngine:
         self.version = version
 
     def close(self) -> None:
-        """Drops every request and the cache."""
+        """Drops every request and the cache. A later `submit` raises EngineError."""
         self.drafts.clear()
         self.waiting = []
         self.running = []
@@ -129,7 +139,10 @@ class AutoEngine:
         self._closed = True
 
     def _requeue_all(self) -> None:
-        """Makes all running drafts wait again and drops the cache. Tokens not read yet will be drawn again."""
+        """Puts all running requests back in the queue, before the waiting ones, and drops the cache.
+
+        Tokens that were drawn but not yet read from the device will be drawn again.
+        """
         # Drafts that had a row are the first to get one again.
         self.waiting, self.running = self.running + self.waiting, []
         self.cache = None
@@ -137,7 +150,7 @@ class AutoEngine:
     # ---- a step
 
     def _run_step(self) -> None:
-        """Draws one token for every row. If no row is left, starts the next batch and draws its first tokens."""
+        """Draws one token for every row (running request). If there is no row, starts the next batch first."""
         if self.running:
             # The new column is a real token in every row.
             self.mask = F.pad(self.mask, (0, 1), value=1)
@@ -147,9 +160,9 @@ class AutoEngine:
         self._draw_tokens(hidden)
 
     def _start_batch(self) -> Tensor:
-        """Gives rows to the next batch and computes its prompts. Returns the hidden states to draw from, [rows, d].
+        """Moves waiting requests into rows and computes their known tokens: prompts, and tokens drawn before.
 
-        A prompt that several rows continue is computed once.
+        Returns the hidden states to draw the next tokens from, [rows, d]. Equal token sequences are computed once.
         """
         self.running = self._select_batch()
         del self.waiting[: len(self.running)]
@@ -171,9 +184,11 @@ class AutoEngine:
         return hidden.index_select(0, self._make_tensor(order))
 
     def _select_batch(self) -> list[Draft]:
-        """Returns the next waiting drafts, in their order, that fit into one batch, at least one.
+        """Returns the first waiting drafts that fit into one batch, at least one. They stay in the queue.
 
-        All rows of a batch are padded to the longest known tokens and may grow by the longest rest.
+        A batch has at most `num_slots` rows. All rows are padded to the longest known tokens and may grow by the
+        largest number of tokens that one of them may still draw; the sum must stay within `max_context`. The tokens to
+        compute must stay within PREFILL_TOKENS.
         """
         taken: list[Draft] = []
         rows: set[tuple[int, ...]] = set()
@@ -188,7 +203,11 @@ class AutoEngine:
         return taken
 
     def _run_decoder(self, tokens: Tensor) -> Tensor:
-        """Runs tokens [rows, columns] after those in the cache. Returns the last column's hidden states [rows, d]."""
+        """Runs tokens [rows, columns] after those in the cache, which takes them up.
+
+        Returns the hidden states of the last column, [rows, d]. If memory runs out, all requests wait again and
+        ConfigError is raised.
+        """
         try:
             hidden, self.cache = self.decoder.run_padded(tokens, self.mask, self.cache, keep_cache=True)
         except torch.OutOfMemoryError as e:
@@ -198,7 +217,10 @@ class AutoEngine:
         return hidden[:, -1]
 
     def _draw_tokens(self, hidden: Tensor) -> None:
-        """Draws one token from each row's hidden state [rows, d]. Drafts that end leave."""
+        """Draws and records one token per row from its hidden state [rows, d]. Rows that end are reported and removed.
+
+        If a log-probability is not finite, all requests wait again and ModelError is raised.
+        """
         # The rows are drawn in chunks, because the logits of all rows could fill the memory.
         chunk, done = max(1, MAX_LOGITS // self.decoder.config.vocab_size), []
         for low in range(0, len(hidden), chunk):
@@ -216,7 +238,10 @@ class AutoEngine:
     # ---- leaving
 
     def _read_rows(self, rows: Sequence[int]) -> list[int]:
-        """Moves the windows of these rows into their drafts and queues the events. Returns the rows that ended."""
+        """Adds the tokens drawn since the last read to the drafts of these rows, and queues one event per row.
+
+        Returns those of the rows whose request has ended. They are not removed yet.
+        """
         ended: list[int] = []
         for row, drawn in zip(rows, self.slots.read_and_clear(rows) if rows else [], strict=True):
             draft = self.running[row]
@@ -226,7 +251,7 @@ class AutoEngine:
         return ended
 
     def _remove_rows(self, rows: Sequence[int]) -> None:
-        """Drops the drafts of these rows. The other rows move up, in their order."""
+        """Drops the requests in these rows. The other rows move up and keep their order."""
         if not rows:
             return
         gone = set(rows)
@@ -241,10 +266,10 @@ class AutoEngine:
         self._select_rows(self._make_tensor(stay))
 
     def _select_rows(self, rows: Tensor) -> None:
-        """Replaces the rows of mask and cache by the given ones; a row may be given several times."""
+        """Rebuilds mask and cache from the rows with these indices, in this order. An index may occur several times."""
         self.cache.reorder_cache(rows)
         self.mask = self.mask.index_select(0, rows)
 
     def _make_tensor(self, values: Any) -> Tensor:
-        """Returns the values as an int64 tensor on the engine's device."""
+        """Returns integers, in lists of any depth, as an int64 tensor on the engine's device."""
         return torch.tensor(values, dtype=torch.long, device=self.device)

@@ -71,7 +71,7 @@ class Weights(Protocol):
 
     @property
     def module(self) -> Any:
-        """The live decoder if it is in this process, else None. An engine that holds the same one copies nothing."""
+        """The learner's decoder if it is in this process, else None. An engine with the same decoder copies nothing."""
 
     def __iter__(self) -> Iterator[tuple[str, Any]]: ...
 
@@ -88,7 +88,7 @@ class Engine(Protocol):
     work: WorkCounters
 
     def submit(self, request: Request) -> None:
-        """Queues a request. Raises ConfigError, with the numbers, for a request that can never fit."""
+        """Queues a request. Raises ConfigError, with the numbers, for a request that can never be served."""
 
     @property
     def idle(self) -> bool:
@@ -102,17 +102,23 @@ class Engine(Protocol):
         """
 
     def abort(self, id: str) -> Sample:
-        """Stops a request and returns its partial sample, with finish = abort."""
+        """Stops a request and returns its partial sample, with finish = abort. Raises CohortError for an unknown id."""
 
     def load(self, weights: Weights, version: int) -> None:
-        """Takes new weights and drops all cached KV. Samples under way record both versions as spans of tokens."""
+        """Samples from `weights` from now on, as `version`, and drops all cached KV.
+
+        Requests under way go on; their samples record from which token on which version was used.
+        """
 
     def close(self) -> None:
         """Drops every request and frees all memory. A second call does nothing; a later `submit` raises EngineError."""
 
 
 def sample(engine: Engine, requests: Iterable[Request]) -> dict[str, Sample]:
-    """Submits the requests, polls until the engine is idle, and returns the finished samples by request id."""
+    """Submits the requests, polls until the engine is idle, and returns the finished samples by request id.
+
+    Requests that were already under way are finished and returned too.
+    """
     for request in requests:
         engine.submit(request)
     # Requests submitted before this call are finished and returned too.
@@ -123,7 +129,7 @@ def sample(engine: Engine, requests: Iterable[Request]) -> dict[str, Sample]:
 
 
 def require_for_training(abilities: Abilities, name: str) -> None:
-    """Raises ConfigError if the engine called `name` lacks an ability that training needs."""
+    """Raises ConfigError if the engine called `name` lacks token ids, log-probabilities or live weights."""
     needs = {
         "token ids": abilities.token_ids,
         "log-probabilities": abilities.logprobs,

@@ -24,26 +24,26 @@ class Draft:
 
     @property
     def num_shared(self) -> int:
-        """Number of leading request tokens whose KV is stored once for the whole group."""
+        """Number of leading prompt tokens that the group shares: all of them, unless a subclass says otherwise."""
         return len(self.request.tokens)
 
     @property
     def all_tokens(self) -> tuple[int, ...]:
-        """The prompt's tokens followed by the drawn ones."""
+        """The tokens of the prompt followed by those drawn so far."""
         return (*self.request.tokens, *self.tokens)
 
     def set_version(self, version: int) -> None:
-        """Records that the tokens from here on are drawn with weights of `version`."""
+        """Records that tokens drawn from now on come from weights of `version`. A repeated version changes nothing."""
         if not self.versions or self.versions[-1][1] != version:
             self.versions.append((len(self.tokens), version))
 
     def add_tokens(
         self, tokens: list[int], logprobs: list[float], kept: list[float], decode: Callable[[list[int]], str]
     ) -> None:
-        """Appends newly drawn tokens and sets `finish` if they end the sample.
+        """Appends newly drawn tokens and sets `finish` if they end the sample: by a stop, or by length.
 
-        Tokens after the one that completes a stop string are discarded. `kept` is the kept probability mass per
-        token; it is ignored if the request does not truncate.
+        Tokens after the one that completes a stop string are discarded. `kept` is per token the probability mass that
+        top-k, top-p and min-p kept; it is ignored if the request uses none of them. `decode` turns token ids into text.
         """
         sampling, before = self.request.sampling, len(self.tokens)
         self.tokens += tokens
@@ -59,16 +59,20 @@ class Draft:
     def add_and_report(
         self, tokens: list[int], logprobs: list[float], kept: list[float], decode: Callable[[list[int]], str]
     ) -> Event:
-        """Calls `add_tokens` and returns the event to report: the tokens that were kept, and the sample at the end."""
+        """Calls `add_tokens` and returns the event to report.
+
+        The event has the new tokens that were not discarded, their log-probabilities, and the sample if it has ended.
+        """
         before = len(self.tokens)
         self.add_tokens(tokens, logprobs, kept, decode)
         ended = None if self.finish is None else self.to_sample(decode)
         return Event(id=self.request.id, tokens=self.tokens[before:], logprobs=self.logprobs[before:], sample=ended)
 
     def _cut_after_stop_string(self, before: int, decode: Callable[[list[int]], str]) -> bool:
-        """Discards what follows the first token from index `before` on that completes a stop string.
+        """Discards all tokens after the first one that completes a stop string.
 
-        Returns whether the text has a stop string. Sets `stop_offset` if so.
+        Only tokens from index `before` on can complete one, since the earlier ones were checked before. Returns whether
+        the text has a stop string; if so, `stop_offset` is set to its first character.
         """
         # One decode of the whole text is enough in the usual case that there is no stop string.
         if self._find_stop_string(decode(self._visible_tokens())) < 0:
@@ -81,7 +85,7 @@ class Draft:
         raise AssertionError("a stop string was found in the whole but in no part")
 
     def _find_stop_string(self, text: str) -> int:
-        """Returns the character at which the first stop string begins in `text`, or -1."""
+        """Returns the index of the character at which the earliest stop string begins in `text`; -1 = there is none."""
         offsets = [offset for stop in self.request.sampling.stop_strings if (offset := text.find(stop)) >= 0]
         return min(offsets, default=-1)
 
@@ -91,7 +95,7 @@ class Draft:
         return self.tokens[:-1] if stopped else self.tokens
 
     def to_sample(self, decode: Callable[[list[int]], str]) -> Sample:
-        """Returns the finished draft as a sample. Its text ends before a stop string or stop id, its tokens after."""
+        """Returns the ended draft as a Sample. Its tokens include the stop string or stop id, its text does not."""
         assert self.finish is not None
         text = decode(self.tokens)[: self.stop_offset] if self.stop_offset >= 0 else decode(self._visible_tokens())
         return Sample(

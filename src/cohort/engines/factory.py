@@ -19,7 +19,7 @@ from cohort.text import Tokenizer
 
 
 def decode_nothing(tokens: list[int]) -> str:
-    """Returns "". It stands in for a tokenizer where the sampled text is not read."""
+    """Returns "" for all tokens. It stands in for a tokenizer's `decode` where the sampled text is not read."""
     return ""
 
 
@@ -39,7 +39,7 @@ class EngineModel:
 
 
 def make_engine(variant: variants.EngineConfig, model: EngineModel) -> Engine:
-    """Returns the engine that `variant` describes, ready to sample from `model`."""
+    """Returns a new engine for the settings `variant` (native, vLLM or server), ready to sample from `model`."""
     if isinstance(variant, variants.ServerEngine):
         return ServerEngine(variant.url, model.name, template=model.template, concurrency=variant.slots)
     if isinstance(variant, variants.VllmEngine):
@@ -57,7 +57,10 @@ def make_engine(variant: variants.EngineConfig, model: EngineModel) -> Engine:
 
 
 def _make_engine_in_process(variant: variants.NativeEngine, model: EngineModel) -> Engine:
-    """Returns an engine for a loaded decoder: a native one, or AutoEngine for models outside the native family."""
+    """Returns an engine that samples in this process: a native one, or AutoEngine for a model of transformers.
+
+    Raises ConfigError if `variant.weights` asks for packed copies of a model of transformers, which cannot have them.
+    """
     decoder = model.decoder
     assert decoder is not None, "an engine in this process samples from a loaded decoder"
     if not isinstance(decoder, AutoDecoder):
@@ -77,7 +80,10 @@ def _make_engine_in_process(variant: variants.NativeEngine, model: EngineModel) 
 
 
 def get_abilities(variant: variants.EngineConfig) -> Abilities:
-    """Returns what an engine of this variant can do, without making one: vLLM or a server need not be there."""
+    """Returns what an engine with these settings can do (token ids, log-probabilities, live weights).
+
+    No engine is made: vLLM need not be installed and no server need run.
+    """
     if isinstance(variant, variants.ServerEngine):
         return ServerEngine.abilities
     if isinstance(variant, variants.VllmEngine):

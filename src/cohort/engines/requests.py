@@ -10,12 +10,13 @@ from cohort.errors import CohortError, ConfigError, EngineError, ModelError
 
 
 def check_engine_limits(slots: int, window: int, max_context: int, max_positions: int) -> None:
-    """Raises ConfigError for settings with which an engine could serve no request.
+    """Raises ConfigError if an engine could serve no request with these settings.
 
-    `max_positions` is the longest context that the model supports.
+    `slots` and `window` must be at least 1. `max_context` must be at most `max_positions`, the longest context of the
+    model, in tokens.
     """
     if slots < 1 or window < 1:
-        raise ConfigError(f"engine.slots = {slots}, window = {window}: both must be at least 1.")
+        raise ConfigError(f"engine.slots = {slots}, window = {window}: set both to at least 1.")
     if max_context > max_positions:
         raise ConfigError(
             f"max_context = {max_context} is more than the {max_positions} positions of the model; "
@@ -24,7 +25,10 @@ def check_engine_limits(slots: int, window: int, max_context: int, max_positions
 
 
 def check_request(request: Request, max_context: int, vocab_size: int, under_way: Container[str]) -> None:
-    """Raises ConfigError for a request that can never be served, or whose id is already in `under_way`."""
+    """Raises ConfigError for a request that can never be served, or whose id is already in `under_way`.
+
+    `max_context` is the most tokens of prompt and completion together; token ids must be below `vocab_size`.
+    """
     s, num = request.sampling, len(request.tokens)
     who = f'request "{request.id}"'
     if request.id in under_way:
@@ -32,7 +36,7 @@ def check_request(request: Request, max_context: int, vocab_size: int, under_way
     if num == 0:
         raise ConfigError(f"{who} has an empty prompt; give at least one token.")
     if s.max_tokens < 1:
-        raise ConfigError(f"{who}: max_tokens = {s.max_tokens} must be at least 1.")
+        raise ConfigError(f"{who}: max_tokens = {s.max_tokens} must be at least 1; raise sampling.max_tokens.")
     if num + s.max_tokens > max_context:
         raise ConfigError(
             f"{who} cannot fit: {num} prompt tokens + max_tokens {s.max_tokens} = {num + s.max_tokens} is "
@@ -65,17 +69,17 @@ def check_request(request: Request, max_context: int, vocab_size: int, under_way
 
 
 def unknown_request_error(id: str) -> CohortError:
-    """Returns the error for an abort of a request that is not under way."""
+    """Returns (does not raise) the error for an abort of request `id`, which is not under way."""
     return CohortError(f'request "{id}" is not under way: it was never submitted, or has ended or been aborted.')
 
 
 def closed_engine_error(name: str) -> EngineError:
-    """Returns the error for a request to the engine `name` after it was closed."""
-    return EngineError(f"the {name} engine is closed: make a new one.")
+    """Returns (does not raise) the error for a request that is submitted to the engine `name` after its `close`."""
+    return EngineError(f"the {name} engine is closed and takes no more requests: make a new one.")
 
 
 def damaged_weights_error(version: int) -> ModelError:
-    """Returns the error for log-probabilities that are not finite, sampled from weights of `version`."""
+    """Returns (does not raise) the error for log-probabilities of weights `version` that are infinite or NaN."""
     return ModelError(
         f"the model (version {version}) gives log-probabilities that are not finite: its weights are damaged, or "
         "sampling.temperature is too close to 0. Go back to an earlier checkpoint; as temperature use 0 (greedy) or "

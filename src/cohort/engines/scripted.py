@@ -60,7 +60,7 @@ class ScriptedEngine:
         self.drafts: dict[str, tuple[Draft, Script]] = {}  # by request id, in the order of submission
 
     def submit(self, request: Request) -> None:
-        """Queues a request and looks up its script."""
+        """Queues a request and looks up its script. Raises ConfigError for a request that can never be served."""
         self._check_alive()
         if self._closed:
             raise closed_engine_error(self.name)
@@ -70,10 +70,14 @@ class ScriptedEngine:
 
     @property
     def idle(self) -> bool:
+        """Whether no request is under way."""
         return not self.drafts
 
     def poll(self, timeout: float = 0.0) -> list[Event]:
-        """Gives each of the oldest `slots` requests up to `window` tokens and reports them."""
+        """Gives each of the oldest `slots` requests up to `window` tokens of its script and returns one event for each.
+
+        Returns [] in a silent poll. `timeout` is ignored.
+        """
         self._check_alive()
         self.num_polls += 1
         # With silent_polls = 2, polls 3, 6, 9 ... report something.
@@ -93,7 +97,7 @@ class ScriptedEngine:
         return events
 
     def _add_next_token(self, draft: Draft, script: Script) -> None:
-        """Appends the script's next token to the draft. Raises ConfigError if the script has no more."""
+        """Appends the next token of `script` to the draft. Raises ConfigError if the script has no more tokens."""
         index = len(draft.tokens)
         if index == len(script.tokens):
             raise ConfigError(
@@ -104,6 +108,7 @@ class ScriptedEngine:
         draft.add_tokens([script.tokens[index]], [logprob], [1.0], self.decode)
 
     def abort(self, id: str) -> Sample:
+        """Stops a request and returns its sample so far, with finish = abort. Raises CohortError for an unknown id."""
         if id not in self.drafts:
             raise unknown_request_error(id)
         draft, _ = self.drafts.pop(id)
@@ -111,15 +116,19 @@ class ScriptedEngine:
         return draft.to_sample(self.decode)
 
     def load(self, weights: Weights, version: int) -> None:
-        """Takes over `version`. The weights have no effect: scripts decide the tokens."""
+        """Sets the version that new tokens get. The weights have no effect: scripts decide the tokens."""
         self._check_alive()
         self.version = version
 
     def close(self) -> None:
+        """Drops every request. A later `submit` raises EngineError."""
         self.drafts.clear()
         self._closed = True
 
     def _check_alive(self) -> None:
-        """Raises EngineError once `polls_before_death` polls have passed."""
+        """Raises EngineError if `polls_before_death` is set and so many polls have been made."""
         if self.polls_before_death is not None and self.num_polls >= self.polls_before_death:
-            raise EngineError(f"the scripted engine died with {len(self.drafts)} requests under way.")
+            raise EngineError(
+                f"the scripted engine died with {len(self.drafts)} requests under way: "
+                f"polls_before_death = {self.polls_before_death} is reached. Raise it, or set it to None."
+            )

@@ -84,7 +84,7 @@ class ServerEngine:
         if template not in ("chat", "text"):
             raise ConfigError(f'template = "{template}" is unknown.{suggest_name(template, ("chat", "text"))}')
         if concurrency < 1 or not 0 < timeout < threading.TIMEOUT_MAX:
-            raise ConfigError(f"concurrency = {concurrency} must be at least 1, timeout = {timeout} a time above 0.")
+            raise ConfigError(f"concurrency = {concurrency} must be at least 1, timeout = {timeout} above 0 seconds.")
         self.client = ServerClient(url, key, timeout, pause)
         self.model = model
         self.template = template
@@ -102,11 +102,14 @@ class ServerEngine:
         )
         if model not in served:
             names = self.client.clean_text(suggest_name(model, served) if served else "It serves none.")
-            raise ConfigError(f'{self.client.url} does not serve "{model}". {names}')
+            raise ConfigError(f'{self.client.url} does not serve "{model}". {names} Give a model that it serves.')
         self._sends_all_settings = served[model] in SERVERS_WITH_ALL_SETTINGS
 
     def submit(self, request: Request) -> None:
-        """Queues a request for the next free thread, and starts another thread if `concurrency` allows it."""
+        """Queues a request for the next free thread, and starts another thread if `concurrency` allows it.
+
+        Raises ConfigError for a request without messages, with stop ids, or with impossible sampling settings.
+        """
         if self._closed:
             raise closed_engine_error(self.name)
         # The server counts and checks the prompt's tokens, so only the sampling settings are checked here.
@@ -114,9 +117,9 @@ class ServerEngine:
         check_request(alike, max_context=1 << 62, vocab_size=1, under_way=self._pending)
         who = f'request "{request.id}"'
         if not request.messages:
-            raise ConfigError(f"{who} has no messages, and a server takes no token ids; give the messages.")
+            raise ConfigError(f"{who} has no messages, and a server takes no token ids; set messages in the request.")
         if request.sampling.stop_ids:
-            raise ConfigError(f"{who}: a server takes no stop ids, only stop strings; leave them out.")
+            raise ConfigError(f"{who}: a server takes no stop ids, only stop strings; leave stop_ids empty.")
         path = "chat/completions" if self.template == "chat" else "completions"
         call = HttpCall(method="POST", path=path, body=json.dumps(self._make_body(request)).encode())
         pending = self._pending[request.id] = PendingRequest(request=request, call=call)
@@ -129,7 +132,7 @@ class ServerEngine:
         threading.Thread(target=self._run_thread, name="cohort-server", daemon=True).start()
 
     def _make_body(self, request: Request) -> dict[str, Any]:
-        """Returns the JSON object that asks the server for this request."""
+        """Returns the JSON object that is sent for a request: model, sampling settings, and messages or text."""
         s, chat = request.sampling, self.template == "chat"
         # OpenAI's newer models refuse the name that all other servers know.
         limit = "max_completion_tokens" if chat and self.client.is_openai else "max_tokens"
@@ -154,12 +157,14 @@ class ServerEngine:
 
     @property
     def idle(self) -> bool:
+        """Whether no request is under way."""
         return not self._pending
 
     def poll(self, timeout: float = 0.0) -> list[Event]:
-        """Waits up to `timeout` seconds until a request ended, and reports all that ended.
+        """Waits up to `timeout` seconds until a request ends. Returns one event for each request that has ended.
 
-        If a request failed, or the wait is interrupted, all other requests are aborted and the error is raised.
+        An event has the whole answer: there are none for parts. If a request failed, or the wait is interrupted, all
+        other requests are aborted and the error is raised.
         """
         deadline = time.monotonic() + timeout
         events: list[Event] = []
@@ -176,7 +181,7 @@ class ServerEngine:
         return events
 
     def _wait_for_results(self, seconds: float) -> list[tuple[PendingRequest, CallResult]]:
-        """Waits up to `seconds` for the first result and returns all that are there. [] = none came in time."""
+        """Waits up to `seconds` for a first result. Returns all (request, result) pairs that have come, maybe none."""
         ended: list[tuple[PendingRequest, CallResult]] = []
         with contextlib.suppress(queue.Empty):
             ended.append(self._results.get(timeout=max(0.0, seconds)))
@@ -185,13 +190,16 @@ class ServerEngine:
         return ended
 
     def _make_event(self, pending: PendingRequest, result: CallResult) -> Event | None:
-        """Returns the event of a request that ended; None if it was aborted before. Raises an error it ended with."""
+        """Returns the event for a request that ended with `result`; None if the request was aborted before.
+
+        Raises `result` if it is an error, and EngineError if it is None, which means a bug in the thread.
+        """
         id = pending.request.id
         # The id may have been used again since: only the same object is the same request.
         if self._pending.get(id) is not pending:
             return None
         if result is None:
-            raise EngineError("a thread of the server engine failed: its traceback is above.")
+            raise EngineError("a thread of the server engine failed: report this bug with the traceback above.")
         if isinstance(result, CohortError):
             raise result
         del self._pending[id]
@@ -202,7 +210,10 @@ class ServerEngine:
         return Event(id=id, tokens=result.tokens, logprobs=result.sampler_logprobs, sample=result)
 
     def abort(self, id: str) -> Sample:
-        """Stops a request and returns an empty sample, since the text of an unfinished answer is not known."""
+        """Stops a request and returns an empty sample with finish = abort, since a server sends no partial text.
+
+        Raises CohortError for an unknown id.
+        """
         if id not in self._pending:
             raise unknown_request_error(id)
         pending = self._pending.pop(id)
@@ -214,20 +225,24 @@ class ServerEngine:
         return Sample(tokens=[], provenance=[], sampler_logprobs=[], finish=Finish.ABORT)
 
     def load(self, weights: Weights, version: int) -> None:
-        """Raises ConfigError: a server takes no new weights."""
+        """Always raises ConfigError: a server takes no new weights."""
         raise ConfigError("a server takes no new weights: it can only evaluate. Train with --engine native.")
 
     def close(self) -> None:
+        """Aborts every request. A later `submit` raises EngineError."""
         self._abort_all()
         self._closed = True
 
     def _abort_all(self) -> None:
-        """Aborts every request that is under way."""
+        """Aborts every request that is under way. Their samples are dropped."""
         for id in list(self._pending):
             self.abort(id)
 
     def _run_thread(self) -> None:
-        """Sends waiting requests, one after the other on one connection, until none waits. Runs in a thread."""
+        """Sends waiting requests, one after the other on one connection, until none waits. Runs in a thread of its own.
+
+        Puts each result (sample, error, or None after a bug) into the queue that `poll` reads.
+        """
         connection = self.client.make_connection()
         while (pending := self._pop_waiting()) is not None:
             result: CallResult = None
@@ -241,7 +256,10 @@ class ServerEngine:
         connection.close()
 
     def _pop_waiting(self) -> PendingRequest | None:
-        """Returns the next waiting request. If there is none, counts the calling thread as ended and returns None."""
+        """Removes and returns the next waiting request.
+
+        If there is none, returns None and counts the calling thread as ended, so that `submit` may start a new one.
+        """
         with self._lock:
             if self._waiting:
                 return self._waiting.popleft()
@@ -249,14 +267,17 @@ class ServerEngine:
             return None
 
     def _send_request(self, connection: HTTPConnection, pending: PendingRequest) -> Sample:
-        """Sends a request, with retries, and returns its sample."""
+        """Sends a request to the server, with retries, and returns the sample in the reply."""
         return self.client.send_with_retries(
             connection, pending.call, lambda reply: read_sample(reply, pending.request)
         )
 
 
 def read_models(reply: Any) -> dict[str, str]:
-    """Returns the served models from a reply: name -> `owned_by`. Raises RetryableError if it has no list of models."""
+    """Returns the served models from the JSON reply: name -> `owned_by`, or "" where the reply does not say it.
+
+    Raises RetryableError if the reply has no list of models.
+    """
     data = reply.get("data") if isinstance(reply, dict) else reply
     if not isinstance(data, list):
         raise RetryableError("no list of models in its reply: is it a server with OpenAI's interface?")
@@ -265,7 +286,11 @@ def read_models(reply: Any) -> dict[str, str]:
 
 
 def read_sample(reply: Any, request: Request) -> Sample:
-    """Returns the sample in the reply to a request. Raises RetryableError for a reply that makes no sense."""
+    """Returns the sample in the JSON reply to `request`.
+
+    It has the text, and UNKNOWN_TOKEN with log-probability 0 for each token that the server counts. Raises
+    RetryableError for a reply that is malformed or reports an error.
+    """
     choices = reply.get("choices") if isinstance(reply, dict) else None
     if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
         raise RetryableError("a reply without choices")
@@ -290,7 +315,12 @@ def read_sample(reply: Any, request: Request) -> Sample:
 
 
 def extract_text(choice: dict[str, Any], request: Request, finish: Finish) -> str:
-    """Returns what the model wrote, with a separate thought put back in <think>...</think> before the content."""
+    """Returns the text that the model wrote, from one `choice` of the JSON reply to `request`.
+
+    A thought that the server sends in a field of its own is put before the content, in <think>...</think>. The prompt
+    may have opened it already, and a thought that was cut off is not closed. Raises RetryableError for a malformed
+    choice.
+    """
     # A choice without a message is that of the text interface.
     if "message" not in choice:
         return read_text(choice.get("text"))
@@ -310,7 +340,10 @@ def extract_text(choice: dict[str, Any], request: Request, finish: Finish) -> st
 
 
 def read_text(content: Any) -> str:
-    """Returns text that comes as a string, as a list of parts, or as None (after a call of a tool, or a filter)."""
+    """Returns the text in a JSON value: a string, a list of parts with texts, or None ("", as after a call of a tool).
+
+    Raises RetryableError for any other value.
+    """
     if content is None:
         return ""
     if isinstance(content, str):

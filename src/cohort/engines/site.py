@@ -32,7 +32,9 @@ MAX_QUOTED_CHARACTERS = 300  # of a server's own text in a message
 MAX_WARNINGS = 10
 RETRYABLE_STATUSES = (408, 425, 429)  # besides 5xx: statuses after which another try may succeed
 KEY_HINT = ". The key is read from COHORT_API_KEY, or from the variable that `key` names"
+OTHER_HINT = ". Change what the server objects to: the model's name, the prompt's length or a sampling setting"
 HINTS = {401: KEY_HINT, 403: KEY_HINT, 404: ". Is url the part of the address before /v1?"}
+HINTS |= dict.fromkeys((301, 302, 303, 307, 308), ". Redirects are not followed: give the new address as url")
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +76,7 @@ class HttpCall:
     open_socket: socket.socket | None = None  # set while the server works on the call
 
     def cancel(self) -> None:
-        """Ends the call, whether it is pausing or waiting for the reply."""
+        """Ends the call, from any thread, whether it pauses between two tries or waits for the reply."""
         self.cancelled.set()
         if self.open_socket is not None:
             # An OSError here means that the call has just ended.
@@ -98,7 +100,7 @@ class ServerClient:
 
     @property
     def is_openai(self) -> bool:
-        """Whether the server is one of OpenAI's own."""
+        """Whether `self.url` is one of OpenAI's own servers."""
         return is_openai(self.url)
 
     def make_connection(self) -> HTTPConnection:
@@ -110,10 +112,11 @@ class ServerClient:
     def send_with_retries(
         self, connection: HTTPConnection, call: HttpCall, read: Callable[[Any], T], retry_unreachable: bool = True
     ) -> T:
-        """Sends a call and returns what `read` makes of the JSON in its reply.
+        """Sends a call and returns what the function `read` makes of the JSON in its reply.
 
-        Tries again after a RetryableError, of `read` too, and raises EngineError after MAX_TRIES tries. Without
-        `retry_unreachable`, raises ModelError at once if no server answers.
+        After a RetryableError, raised while sending or by `read`, it pauses and tries again; after MAX_TRIES tries or a
+        cancel it raises EngineError. If no server answers and `retry_unreachable` is False, it raises ModelError at
+        once.
         """
         for n in range(1, MAX_TRIES + 1):
             try:
@@ -142,7 +145,10 @@ class ServerClient:
         try:
             reply = self._send_and_receive(connection, call)
         except ssl.SSLCertVerificationError as e:
-            raise ConfigError(f"{self.url} has no certificate that can be trusted: {e.verify_message}.") from e
+            raise ConfigError(
+                f"{self.url} has no certificate that can be trusted: {e.verify_message}. Correct the address, or name "
+                "a file with the server's certificate in SSL_CERT_FILE."
+            ) from e
         except (OSError, HTTPException) as e:
             text = self.clean_text(f"{type(e).__name__}: {e}".removesuffix(": "))
             raise RetryableError(text, unreachable=True) from e
@@ -158,14 +164,18 @@ class ServerClient:
             status = error["code"] if isinstance(error, dict) and isinstance(error.get("code"), int) else 500
         words = self.clean_text(f"{status} {find_error_message(value, reply)}")
         if status not in RETRYABLE_STATUSES and status < 500:
-            raise ConfigError(f"{self.url}/v1/{call.path} refuses: {words}{HINTS.get(status, '')}")
+            raise ConfigError(f"{self.url}/v1/{call.path} refuses: {words}{HINTS.get(status, OTHER_HINT)}")
         pause = parse_retry_after(reply.retry_after)
         if pause is not None and pause > MAX_PAUSE_SECONDS:
             raise EngineError(f"{self.url} asks for a pause of {pause:.0f} seconds: {words}. Start again after it.")
         raise RetryableError(words, pause_seconds=pause)
 
     def _send_and_receive(self, connection: HTTPConnection, call: HttpCall) -> HttpReply:
-        """Sends the call over the connection and returns the reply. Raises OSError or HTTPException on failure."""
+        """Sends the call over the connection and returns the reply, whatever its status is.
+
+        Raises OSError or HTTPException if the connection fails, the reply is cut off or too long, or the call is
+        cancelled.
+        """
         headers = {"Content-Type": "application/json", "Accept": "application/json", "User-Agent": "cohort"}
         # Local servers usually need no key.
         if self._key:
@@ -189,14 +199,14 @@ class ServerClient:
         return HttpReply(status=response.status, data=data, retry_after=pause, location=location)
 
     def clean_text(self, text: str) -> str:
-        """Returns a server's text fit for a message: one short line, without control characters and without the key."""
+        """Returns `text` as one short line for a message, with [key] for the API key and without control characters."""
         # Some servers repeat the key in their error message.
         text = text.replace(self._key, "[key]") if self._key else text
         line = " ".join("".join(c if c.isprintable() else " " for c in text).split())
         return line if len(line) <= MAX_QUOTED_CHARACTERS else f"{line[:MAX_QUOTED_CHARACTERS]}..."
 
     def warn_once(self, text: str) -> None:
-        """Logs a warning about the server, unless the same one was logged before or MAX_WARNINGS were."""
+        """Logs the warning "URL text". Does nothing if it was logged before, or if MAX_WARNINGS others were."""
         with self._lock:
             if text in self._logged_warnings or len(self._logged_warnings) == MAX_WARNINGS:
                 return
@@ -205,7 +215,7 @@ class ServerClient:
 
 
 def parse_json(data: bytes) -> Any:
-    """Returns the JSON value, or None if the data is no JSON."""
+    """Returns the JSON value in `data`, or None if it is no valid JSON."""
     try:
         return json.loads(data)
     except (ValueError, RecursionError):
@@ -213,7 +223,11 @@ def parse_json(data: bytes) -> Any:
 
 
 def find_error_message(value: Any, reply: HttpReply) -> str:
-    """Returns what an error reply says, from the places where servers say it. `value` is its JSON, or None."""
+    """Returns the message in an error reply. `value` is the JSON of the reply; None = it has none.
+
+    It is in `error`, `message` or `detail` of the JSON. A redirect gives "moved to ...", a reply without JSON its own
+    text.
+    """
     if reply.location:
         return f"moved to {reply.location}"
     if not isinstance(value, dict):
@@ -225,7 +239,7 @@ def find_error_message(value: Any, reply: HttpReply) -> str:
 
 
 def parse_retry_after(header: str) -> float | None:
-    """Returns the seconds to wait, from a header with a number or a date. None if it has neither.
+    """Returns the seconds to wait that a Retry-After header asks for, as a number or a date; None if it is neither.
 
     >>> parse_retry_after("7"), parse_retry_after("-1"), parse_retry_after("soon"), parse_retry_after("")
     (7.0, 0.0, None, None)
@@ -241,7 +255,7 @@ def parse_retry_after(header: str) -> float | None:
 
 
 def normalise_url(url: str) -> str:
-    """Returns the address without /v1 and slashes at its end. Raises ConfigError for what cannot be an address.
+    """Returns a server's address without a final /v1 or slash. Raises ConfigError for a text that is no such address.
 
     >>> normalise_url("http://localhost:8000/v1/")
     'http://localhost:8000'
@@ -255,7 +269,7 @@ def normalise_url(url: str) -> str:
         # The port is no number, or a bracket is missing.
         raise wrong from e
     if "@" in where.netloc:
-        raise ConfigError("url must not hold a user or a password; the key is read from the environment.")
+        raise ConfigError("url must not hold a user or a password; remove them and put the key into COHORT_API_KEY.")
     if not plausible or where.query or where.fragment or not (url.isascii() and url.isprintable()) or " " in url:
         raise wrong
     return f"{where.scheme}://{where.netloc}{where.path.rstrip('/').removesuffix('/v1')}"
@@ -268,16 +282,17 @@ def is_openai(url: str) -> bool:
 
 
 def read_api_key(url: str, variable: str) -> str:
-    """Returns the API key from the environment; "" = there is none.
+    """Returns the API key for the server at `url` from the environment; "" = there is none.
 
-    It is in the given variable, or without one in COHORT_API_KEY, or for OpenAI's own servers in OPENAI_API_KEY. Error
-    messages do not repeat the variable's name, because users may give the key itself by mistake.
+    `variable` is the name of the environment variable; "" = COHORT_API_KEY, then, for OpenAI's own servers only,
+    OPENAI_API_KEY. Raises ConfigError if the given variable is not set or the key has impossible characters. The
+    message does not repeat the variable's name, because users may give the key itself by mistake.
     """
     # OpenAI's key must not be sent to other servers.
     names = [variable] if variable else ["COHORT_API_KEY", *(["OPENAI_API_KEY"] if is_openai(url) else [])]
     key = next((value for name in names if (value := os.environ.get(name, "").strip())), "")
     if variable and not key:
-        raise ConfigError("key names an environment variable that is not set; give its name, not the key itself.")
+        raise ConfigError("key must name an environment variable that is set; give its name, not the key itself.")
     if not (key.isascii() and key.isprintable()) or " " in key:
         raise ConfigError("the API key has a space, a line end or another character that no key has; set it again.")
     return key

@@ -21,7 +21,10 @@ class WeightSync:
     engine: Engine
 
     def send(self, version: int) -> None:
-        """Loads the learner's current weights into the engine as `version`. Raises EngineError if it keeps others."""
+        """Loads the learner's current weights into the engine as `version`.
+
+        Raises EngineError if the engine does not report this version afterwards.
+        """
         self.engine.load(self.get_weights(), version)
         # An engine that silently kept its old weights would spoil the training.
         if self.engine.version != version:

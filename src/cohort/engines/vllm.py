@@ -54,7 +54,7 @@ class PendingOutput:
     tail: str = ""  # the end of the text, as long as the part of a stop string that may be in it
 
     def add_tokens(self, tokens: list[int], logprobs: list[float]) -> bool:
-        """Appends new tokens. Returns whether the new text seems to complete a stop string."""
+        """Appends new tokens. Returns whether their text, with the end of the text before, has a stop string."""
         self.tokens += tokens
         self.logprobs += logprobs
         text = "" if self.text_stream is None else self.text_stream.push(tokens)
@@ -68,7 +68,7 @@ class PendingOutput:
         return bool(text) and any(stop in seen for stop in stops)
 
     def make_draft(self, tokenizer: Tokenizer) -> Draft:
-        """Returns all tokens as a draft, which finds the end of the sample, stop strings included."""
+        """Returns all tokens as a Draft. It is cut after a stop string, and `finish` is set if the sample has ended."""
         draft = Draft(request=self.request)
         draft.set_version(version=0)
         # Only the last tokens may complete a stop string. A draft decodes these one by one, which is slow for all.
@@ -79,7 +79,7 @@ class PendingOutput:
         return draft
 
     def make_event(self, num: int) -> Event:
-        """Returns the event with the first `num` tokens, less those reported before."""
+        """Returns an event with those of the first `num` tokens that were not reported, and counts them as reported."""
         new = slice(self.num_reported, num)
         self.num_reported = num
         return Event(id=self.request.id, tokens=self.tokens[new], logprobs=self.logprobs[new])
@@ -138,14 +138,14 @@ class VllmEngine:
                 warnings.simplefilter("ignore", FutureWarning)
                 self._engine = self._vllm.LLMEngine.from_engine_args(self._vllm.EngineArgs(**settings))
         except (ValueError, RuntimeError, OSError, ImportError) as e:
-            raise ModelError(f"vLLM cannot serve {folder}: {shorten_error(e)}") from e
+            raise ModelError(f"vLLM cannot serve {folder}: {shorten_error(e)}. Use --engine native.") from e
         self.vocab_size = int(self._engine.model_config.get_vocab_size())
         self._pending: dict[str, PendingOutput] = {}
         self._closed = False
         self.work = WorkCounters()
 
     def submit(self, request: Request) -> None:
-        """Hands a request to vLLM."""
+        """Hands a request to vLLM. Raises ConfigError for a request that can never be served, or that vLLM refuses."""
         if self._closed:
             raise closed_engine_error(self.name)
         check_request(request, self.max_context, self.vocab_size, self._pending)
@@ -158,12 +158,12 @@ class VllmEngine:
         try:
             self._engine.add_request(request.id, prompt, self._make_params(request))
         except ValueError as e:
-            raise ConfigError(f'request "{request.id}": vLLM refuses it: {shorten_error(e)}') from e
+            raise ConfigError(f'vLLM refuses request "{request.id}": {shorten_error(e)}. Change its sampling.') from e
         stream = TextStream(self.tokenizer) if request.sampling.stop_strings else None
         self._pending[request.id] = PendingOutput(request=request, text_stream=stream)
 
     def _make_params(self, request: Request) -> Any:
-        """Returns vLLM's SamplingParams for a request."""
+        """Returns vLLM's SamplingParams object for a request. Its seed is derived from the request's key."""
         s = request.sampling
         greedy = s.temperature == 0
         return self._vllm.SamplingParams(
@@ -184,10 +184,14 @@ class VllmEngine:
 
     @property
     def idle(self) -> bool:
+        """Whether no request is under way."""
         return not self._pending
 
     def poll(self, timeout: float = 0.0) -> list[Event]:
-        """Runs one step of vLLM and reports the new tokens whose text is complete."""
+        """Runs one step of vLLM and returns the events: new tokens whose text is complete, and samples that ended.
+
+        `timeout` is ignored, because vLLM runs in this process. Raises EngineError if vLLM loses requests.
+        """
         if not self._pending:
             return []
         outputs = self._engine.step()
@@ -196,7 +200,10 @@ class VllmEngine:
         return [event for output in outputs if (event := self._read_output(output)) is not None]
 
     def _read_output(self, output: Any) -> Event | None:
-        """Adds vLLM's output to its request. Returns the event to report; None if there is nothing to report yet."""
+        """Adds one output of vLLM's step to its request. Returns the event to report, or None if there is none yet.
+
+        Outputs of aborted requests are ignored. Raises EngineError if vLLM ended the request for a reason of its own.
+        """
         pending = self._pending.get(output.request_id)
         if pending is None:
             return None
@@ -215,7 +222,10 @@ class VllmEngine:
         return pending.make_event(pending.num_complete) if pending.num_complete > pending.num_reported else None
 
     def _finish_request(self, pending: PendingOutput, draft: Draft, still_running: bool) -> Event:
-        """Forgets a request that has ended and returns its last event. `still_running`: vLLM still works on it."""
+        """Forgets a request that has ended and returns its last event, with the sample of `draft`.
+
+        `still_running` says that vLLM still works on the request (a stop string ended it); vLLM then aborts it.
+        """
         if still_running:
             self._engine.abort_request([pending.request.id])
         del self._pending[pending.request.id]
@@ -224,7 +234,10 @@ class VllmEngine:
         return event
 
     def abort(self, id: str) -> Sample:
-        """Stops a request in vLLM and returns the tokens reported so far."""
+        """Stops a request and returns its sample with the tokens reported so far and finish = abort.
+
+        Raises CohortError for an unknown id.
+        """
         if id not in self._pending:
             raise unknown_request_error(id)
         self._engine.abort_request([id])
@@ -236,18 +249,21 @@ class VllmEngine:
         return draft.to_sample(self.tokenizer.decode)
 
     def load(self, weights: Weights, version: int) -> None:
-        """Raises ConfigError: vLLM takes no new weights."""
+        """Always raises ConfigError: vLLM takes no new weights."""
         raise ConfigError("the vllm engine takes no new weights: it can only evaluate. Train with --engine native.")
 
     def close(self) -> None:
-        """Aborts every request. vLLM itself stays loaded."""
+        """Aborts every request. vLLM itself stays loaded. A later `submit` raises EngineError."""
         for id in list(self._pending):
             self.abort(id)
         self._closed = True
 
 
 def import_vllm() -> Any:
-    """Returns the vllm package. Before the import it switches off vLLM's log and its usage statistics."""
+    """Imports and returns the vllm package, with its log and usage statistics switched off.
+
+    Raises ConfigError if it is not installed or does not load.
+    """
     for name, value in VLLM_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     try:
@@ -256,12 +272,15 @@ def import_vllm() -> Any:
     except ImportError as e:
         if isinstance(e, ModuleNotFoundError) and e.name == "vllm":
             raise ConfigError("the vllm engine needs vLLM: pip install 'cohort[vllm]'") from e
-        raise ConfigError(f"vLLM is installed but does not load: {shorten_error(e)}") from e
+        raise ConfigError(f"vLLM does not load: {shorten_error(e)}. Repair it: pip install 'cohort[vllm]'") from e
     return vllm
 
 
 def check_options(options: Mapping[str, Any], known: set[str], fixed: Mapping[str, Any]) -> None:
-    """Raises ConfigError for an option that is not `known` to vLLM, or that the engine sets itself (`fixed`)."""
+    """Raises ConfigError for an option that vLLM does not know or that the engine sets itself.
+
+    `options` are the user's settings by name, `known` the names that vLLM knows, `fixed` the engine's own settings.
+    """
     for name in options:
         if name in fixed:
             raise ConfigError(f"engine option {name} cannot be set: the engine sets it to {fixed[name]!r}; remove it.")

@@ -14,14 +14,17 @@ ROUNDABLE = {
     (torch.float32, torch.float16),
     (torch.float64, torch.float32),
 }
+# The end of every message below: a user cannot repair single tensors.
+FIX = "Learner and engine must have the same model, in the same type."
 
 
 @torch.no_grad()
 def copy_weights(weights: Weights, decoder: Decoder, allow_rounding: bool = False) -> None:
     """Copies every tensor of `weights` into the decoder, in place, by Hugging Face name.
 
-    Raises ModelError if a name is missing or unknown, or a shape or type differs. With `allow_rounding`, tensors of a
-    wider type are rounded to the decoder's type where ROUNDABLE permits it.
+    Raises ModelError if a name is missing or unknown, or a shape or type differs; tensors before the bad one are copied
+    by then. With `allow_rounding`, tensors of a wider type are rounded to the decoder's type where ROUNDABLE permits
+    it.
     """
     views = dict(hf_views(decoder))
     missing = set(views)
@@ -30,21 +33,21 @@ def copy_weights(weights: Weights, decoder: Decoder, allow_rounding: bool = Fals
         if name == "lm_head.weight" and decoder.head is None:
             continue
         if name not in views:
-            raise ModelError(f'weights have a tensor "{name}" that the model has not.{suggest_name(name, views)}')
+            raise ModelError(f'weights have a tensor "{name}" that the model has not.{suggest_name(name, views)} {FIX}')
         view = views[name]
         shape = to_hf_shape(name, view.to("meta")).shape
         if tensor.shape != shape:
-            raise ModelError(f'"{name}" has shape {list(tensor.shape)}; the model needs {list(shape)}.')
+            raise ModelError(f'"{name}" has shape {list(tensor.shape)}; the model needs {list(shape)}. {FIX}')
         if tensor.dtype != view.dtype and not (allow_rounding and (tensor.dtype, view.dtype) in ROUNDABLE):
             raise ModelError(
-                f'"{name}" is of type {_format_dtype(tensor.dtype)}; the model needs {_format_dtype(view.dtype)}.'
+                f'"{name}" is of type {_format_dtype(tensor.dtype)}; the model needs {_format_dtype(view.dtype)}. {FIX}'
             )
         view.copy_(tensor.reshape(view.shape))
         missing.discard(name)
     if missing:
-        raise ModelError(f"weights lack {len(missing)} tensors of the model, {sorted(missing)[0]} among them.")
+        raise ModelError(f"weights lack {len(missing)} tensors of the model, {sorted(missing)[0]} among them. {FIX}")
 
 
 def _format_dtype(dtype: torch.dtype) -> str:
-    """Returns the name of a type without "torch.", such as "bfloat16"."""
+    """Returns the name of a tensor type without "torch.", such as "bfloat16"."""
     return str(dtype).removeprefix("torch.")

@@ -38,7 +38,7 @@ class Comparison:
     notes: list[str] = field(default_factory=list)  # other differences between the two settings
 
     def to_json(self) -> str:
-        """Returns the comparison as JSON text."""
+        """Returns settings, accuracies, difference and differing problems as JSON text. Answers are left out."""
         sides = {
             name: {"setting": asdict(e.setting), "accuracy": e.accuracy, "low": e.low, "high": e.high}
             for name, e in (("first", self.first), ("second", self.second))
@@ -49,7 +49,10 @@ class Comparison:
 
 
 def find_evaluation(path: Path) -> Evaluation:
-    """Returns the evaluation that `path` names: a file that `cohort eval` wrote, RUN (its newest) or RUN@STEP."""
+    """Returns the evaluation that `path` names: a file that `cohort eval` wrote, RUN (its newest) or RUN@STEP.
+
+    Raises RunError if there is none.
+    """
     if path.is_file():
         return load_evaluation(path)
     folder, separator, step = str(path).rpartition("@")
@@ -61,23 +64,30 @@ def find_evaluation(path: Path) -> Evaluation:
         )
     evaluations = load_evaluations(run)
     if not evaluations:
-        raise RunError(f"{run} has no evaluations: it has made none yet, or it is not a run directory.")
+        raise RunError(
+            f"{run} has no evaluations: it has made none yet, or it is not a run directory. Evaluate a model with "
+            "`cohort eval`, or name another run."
+        )
     wanted = step if run != path else str(max(evaluations))
     if not wanted.isdecimal() or int(wanted) not in evaluations:
         steps = ", ".join(map(str, evaluations))
-        raise RunError(f"{run} has no evaluation of step {wanted}; it has evaluations of the steps {steps}.")
+        raise RunError(
+            f"{run} has no evaluation of step {wanted}; it has evaluations of the steps {steps}. Name one of these "
+            "after the @."
+        )
     return evaluations[int(wanted)]
 
 
 def compare(first: Evaluation, second: Evaluation) -> Comparison:
-    """Compares two evaluations problem by problem. A problem without a score on one side is left out, with a note.
+    """Compares two evaluations of the same problems. Returns the difference, and the problems that were won and lost.
 
-    Raises RunError if tasks, splits, graders or problems differ.
+    A problem without a score in one of them is left out, with a note. Raises RunError if tasks, splits, graders,
+    settings of the task or problems differ.
     """
     pairs = list(zip(first.items, _match_items(first, second), strict=True))
     scored = [(a, b) for a, b in pairs if a.correct and b.correct]
     if not scored:
-        raise RunError("no problem has a score in both evaluations: evaluate both again after the grader is repaired.")
+        raise RunError("no problem has a score in both evaluations: repair the grader, then evaluate both again.")
     # Only problems on which the two differ are listed as won or lost.
     differ = [_make_differing_problem(a, b) for a, b in scored if mean(a.correct) != mean(b.correct)]
     num_unscored = len(pairs) - len(scored)
@@ -94,15 +104,18 @@ def compare(first: Evaluation, second: Evaluation) -> Comparison:
 
 
 def _match_items(first: Evaluation, second: Evaluation) -> list[EvalItem]:
-    """Returns the second's items in the order of the first's.
+    """Returns the items (problems with answers) of `second`, in the order of the items of `first`.
 
     Raises RunError if task, split, grader, settings of the task, problems or messages differ.
     """
     a, b = first.setting, second.setting
     for what, x, y in (("tasks", a.task, b.task), ("graders", a.grader, b.grader), ("splits", a.split, b.split)):
         if x != y:
-            advice = "; the grader has changed in between: evaluate both again" if what == "graders" else ""
-            raise RunError(f"these evaluations have different {what}, {x} and {y}, and cannot be compared{advice}.")
+            cause = "; the grader has changed in between" if what == "graders" else ""
+            raise RunError(
+                f"these evaluations have different {what}, {x} and {y}, and cannot be compared{cause}. "
+                "Evaluate both models again with the same task, split and version of the grader."
+            )
     for name in sorted({*a.knobs, *b.knobs} - DATA_SETTINGS):
         if a.knobs.get(name) != b.knobs.get(name):
             raise RunError(
@@ -132,7 +145,7 @@ def _match_items(first: Evaluation, second: Evaluation) -> list[EvalItem]:
 
 
 def _describe_other_differences(first: Evaluation, second: Evaluation) -> list[str]:
-    """Returns one line per setting that differs and may: template, sampling, engine and others.
+    """Returns one line per differing setting that does not forbid a comparison: template, sampling, engine and others.
 
     They are shown because they can explain a difference, for example if only the baseline used another template.
     """
@@ -145,6 +158,9 @@ def _describe_other_differences(first: Evaluation, second: Evaluation) -> list[s
 
 
 def _make_differing_problem(a: EvalItem, b: EvalItem) -> DifferingProblem:
-    """Returns the record of a problem from the items of both evaluations. The question is the last user message."""
+    """Returns id, question and both accuracies of a problem. `a` and `b` are its items in the two evaluations.
+
+    The question is the last user message.
+    """
     question = str(next((m["content"] for m in reversed(a.messages) if m["role"] == "user"), ""))
     return DifferingProblem(id=a.id, question=question, first=mean(a.correct), second=mean(b.correct))

@@ -63,25 +63,31 @@ class Journal:
             self._file.close()
 
     def add(self, item: EvalItem) -> None:
-        """Writes a finished item. One with a failed answer is not written, so that the next attempt scores it again."""
+        """Adds a finished item (a problem with its answers) to `items` and to the journal on disk.
+
+        One with an answer that could not be scored is not written to disk, so that the next attempt answers it again.
+        """
         self.items[item.id] = item
         if not item.has_failures:
             self._append_line(asdict(item))
 
     def finish(self, evaluation: Evaluation) -> None:
-        """Writes the complete evaluation to `path`, and removes the journal."""
+        """Writes the complete evaluation to `path` as JSON, and removes the journal."""
         write_atomically(self.path, json.dumps(evaluation.to_json(), indent=1))
         self.part_path.unlink(missing_ok=True)
 
     def _append_line(self, record: dict[str, object]) -> None:
-        """Appends a record as one line of JSON. It is durable when this returns."""
+        """Appends a record to the journal as one line of JSON. The line survives a power cut once this returns."""
         with explain_disk_errors(self.part_path):
             self._file.write(json.dumps(record).encode() + b"\n")
             self._file.flush()
             os.fsync(self._file.fileno())
 
     def _load_items(self) -> None:
-        """Reads the items of an interrupted evaluation. Raises RunError if the journal is damaged or another one's."""
+        """Reads the items that an interrupted evaluation has finished into `items`.
+
+        Raises RunError if the journal is damaged or belongs to an evaluation with other settings.
+        """
         # What follows the last line break is a line that a kill cut off.
         complete, _, _ = self.part_path.read_bytes().rpartition(b"\n")
         lines = complete.split(b"\n") if complete else []

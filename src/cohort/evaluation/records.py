@@ -46,7 +46,10 @@ class EvalItem:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> EvalItem:
-        """Returns the item that was stored as these JSON values."""
+        """Returns the item from its JSON values, as `dataclasses.asdict` made them.
+
+        Raises KeyError or TypeError if they do not fit.
+        """
         return cls(**{**data, "answers": [EvalAnswer(**a) for a in data["answers"]]})
 
 
@@ -96,7 +99,7 @@ class Evaluation:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The numbers of the evaluation, by their names in the metrics table of run.db."""
+        """The numbers of the evaluation as metrics, by names like "eval/accuracy"."""
         total = max(1, sum(self.finishes.values()))
         shares = {f"eval/finish/{name}": count / total for name, count in sorted(self.finishes.items())}
         return {
@@ -108,12 +111,15 @@ class Evaluation:
         }
 
     def to_json(self) -> dict[str, Any]:
-        """Returns plain values that can be written as JSON."""
+        """Returns the evaluation as nested dicts and lists that can be written as JSON."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Evaluation:
-        """Returns the evaluation that `to_json` returned as plain values."""
+        """Returns the evaluation from the dict that `to_json` returned.
+
+        Raises KeyError or TypeError if it does not fit.
+        """
         items = [EvalItem.from_json(item) for item in data["items"]]
         passes = [PassAtK(**p) for p in data["passes"]]
         return cls(**{**data, "setting": EvalSetting(**data["setting"]), "passes": passes, "items": items})

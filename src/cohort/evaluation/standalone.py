@@ -28,7 +28,7 @@ from cohort.scoring.pool import ScoringPool, choose_num_workers
 from cohort.tasks.base import Task
 from cohort.tasks.ref import TaskRef, compute_grader_digest
 from cohort.tasks.stream import Renderer, TaskStream
-from cohort.text import Rendered, Tokenizer
+from cohort.text import RenderedPrompt, Tokenizer
 from cohort.text.plain import join_contents
 from cohort.types import Message, Prompt, Sampling
 
@@ -42,11 +42,14 @@ DIGEST_BLOCK_BYTES = 1 << 20
 class ServerRenderer:
     """A renderer that leaves prompts as messages, because the server renders them itself."""
 
-    def render(self, messages: Sequence[Message], tools: object = None) -> Rendered:
-        """Returns no tokens. The text of a last message of the assistant is forced: the model continues it."""
+    def render(self, messages: Sequence[Message], tools: object = None) -> RenderedPrompt:
+        """Returns a prompt without tokens, because the server renders the messages itself. `tools` is ignored.
+
+        The text of a last message of the assistant is `forced_text`: the model continues it.
+        """
         last = messages[-1]
         forced = str(last.get("content") or "") if last["role"] == "assistant" else ""
-        return Rendered(tokens=[], provenance=[], forced_text=forced)
+        return RenderedPrompt(tokens=[], provenance=[], forced_text=forced)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,13 +86,16 @@ class ModelEvaluator:
         self.engine = self._make_server_engine() if options.engine == "server" else self._make_local_engine()
 
     def _make_server_engine(self) -> Engine:
-        """Returns an engine that asks an OpenAI-compatible server."""
+        """Returns an engine that sends requests to the OpenAI-compatible server at `options.url`."""
         o = self.options
         subject = EngineModel(name=self.model, template=o.template, context=0)
         return make_engine(ServerEngine(url=o.url, slots=o.slots), subject)
 
     def _make_local_engine(self) -> Engine:
-        """Loads the model into the native engine or vLLM and returns that. Sets what is known about the model."""
+        """Loads the model into the native engine or vLLM, and returns the engine.
+
+        Sets tokenizer, context, digest of the weights and place (device and dtype) of this object.
+        """
         o = self.options
         device = choose_device(o.device)
         build.configure_torch(o.threads, device)
@@ -114,13 +120,16 @@ class ModelEvaluator:
         self.engine.close()
 
     def _spell_prompt(self, prompt: Prompt) -> str:
-        """Returns the prompt as the text the model sees, special tokens included; "" if a server rendered it."""
+        """Returns the prompt as the text the model sees, special tokens included; "" if a server's template made it."""
         if self.tokenizer is not None:
             return self.tokenizer.spell(prompt.tokens)
         return join_contents(prompt.messages) if self.options.template == "text" else ""
 
     def prepare(self, task: Task) -> PreparedTask:
-        """Reads the rows of a task and renders its prompts, so that errors in them show before anything is sampled."""
+        """Reads the rows of a task and renders its prompts. Returns them with the sampling options and the setting.
+
+        So errors show before anything is sampled. Raises ConfigError if --max-tokens leaves no room for a prompt.
+        """
         o = self.options
         # The longest prompt that leaves room for a completion; 0 = not known.
         room = 0 if not self.context else self.context - (o.max_tokens or 1)
@@ -151,7 +160,7 @@ class ModelEvaluator:
             num_samples=o.samples,
             model=self.model,
             weights=self.weights,
-            knobs=TaskRef.from_task(task).knobs,
+            knobs=TaskRef.from_task(task).settings,
             rows=digest_rows(prompts),
             grader=compute_grader_digest(task),
             template=o.template,
@@ -163,13 +172,13 @@ class ModelEvaluator:
         return PreparedTask(task=task, stream=stream, prompts=prompts, sampling=sampling, setting=setting)
 
     def run(
-        self, prepared: PreparedTask, out: Path, progress: Progress = lambda task, done, of: None
+        self, prepared: PreparedTask, out: Path, progress: Progress = lambda task, done, total: None
     ) -> EvaluationResult:
-        """Evaluates a task and writes the evaluation. Reads it instead if it exists with the same setting.
+        """Evaluates a task and writes the evaluation to a file. Reads that instead if it exists with the same setting.
 
-        `out` is a .json file, or a folder in which the file is named after the setting. An evaluation that was
-        interrupted, or in which answers could not be scored, is completed. Raises RunError if `out` is a file with
-        another evaluation.
+        `out` is a .json file, or a folder in which the file is named after the setting. `progress(task, done, total)`
+        is called as problems are finished. An evaluation that was interrupted, or in which answers could not be scored,
+        is completed. Raises RunError if `out` is a file with another evaluation.
         """
         name = prepared.task.name
         setting = prepared.setting
@@ -210,7 +219,7 @@ class ModelEvaluator:
 
 
 def digest_folder(folder: Path) -> str:
-    """Returns a digest that identifies a model by its files: names, sizes, and parts of their content.
+    """Returns 16 hexadecimal digits that identify a model: a hash of its files' names, sizes and parts of the content.
 
     Beginning, middle and end of each file are read. Training changes weights everywhere, so these parts are enough.
     """

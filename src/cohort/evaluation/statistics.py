@@ -24,16 +24,20 @@ MAX_EXACT_PROBLEMS = 1000
 
 
 def compute_accuracy(scores: Scores) -> float:
-    """Returns avg@n: the mean over problems of the mean over their samples. A problem without scores is left out."""
+    """Returns avg@n, the accuracy: the mean over problems of the mean score of their samples.
+
+    `scores` has one list per problem, with a score (0 or 1) per sample. A problem without scores is left out.
+    """
     return mean([mean(row) for row in scores if row])
 
 
 def accuracy_interval(scores: Scores) -> tuple[float, float]:
     """Returns the 95% interval (low, high) of the accuracy: Wilson's interval with an effective number of answers.
 
-    Samples of one problem are not independent. The effective number is the number of independent answers whose mean
-    would vary as much as the means of the problems do. One more problem, half right and half wrong, is added to this
-    variance, because few problems that agree prove little. With one sample per problem, each counts as one answer.
+    `scores` has one list per problem, with a score (0 or 1) per sample. Samples of one problem are not independent. The
+    effective number is the number of independent answers whose mean would vary as much as the means of the problems do.
+    One more problem, half right and half wrong, is added to this variance, because few problems that agree prove
+    little. With one sample per problem, each counts as one answer. (0, 1) if there are no scores.
 
     >>> [round(x, 3) for x in accuracy_interval([[1.0]] * 8 + [[0.0]] * 2)]
     [0.49, 0.943]
@@ -51,14 +55,19 @@ def accuracy_interval(scores: Scores) -> tuple[float, float]:
 
 
 def _wilson_interval(p: float, n: float) -> tuple[float, float]:
-    """Returns Wilson's 95% interval (low, high) of a share `p` of `n` independent answers. `n` need not be whole."""
+    """Returns Wilson's 95% interval (low, high) of a share `p` of right answers among `n` independent ones.
+
+    `n` need not be whole.
+    """
     centre = (p + Z * Z / (2 * n)) / (1 + Z * Z / n)
     half = Z * math.sqrt(p * (1 - p) / n + Z * Z / (4 * n * n)) / (1 + Z * Z / n)
     return max(0.0, centre - half), min(1.0, centre + half)
 
 
 def compute_pass_at_k(scores: Scores, k: int) -> float:
-    """Returns pass@k: the unbiased probability that one of k samples is right (Chen et al. 2021), mean over problems.
+    """Returns pass@k: the probability that at least one of k samples of a problem is right, mean over problems.
+
+    It is estimated without bias (Chen et al. 2021). Problems with fewer than k samples are left out.
 
     >>> compute_pass_at_k([[1, 0, 0, 0], [0, 0, 0, 0]], 2)
     0.25
@@ -77,7 +86,10 @@ class PassAtK:
 
 
 def compute_all_pass_at_k(scores: Scores) -> list[PassAtK]:
-    """Returns pass@k for k = 2, 4, 8, ... up to the number of samples. Intervals are by bootstrap over problems."""
+    """Returns pass@k with its 95% interval for k = 2, 4, 8, ... up to the number of samples of a problem.
+
+    Intervals are by bootstrap over problems.
+    """
     most = max(map(len, scores), default=0)
     results = []
     for k in (2**i for i in range(1, 20)):
@@ -93,7 +105,7 @@ def compute_all_pass_at_k(scores: Scores) -> list[PassAtK]:
 
 
 def _pass_at_k_per_problem(scores: Scores, k: int) -> list[float]:
-    """Returns pass@k of each problem that has at least k samples."""
+    """Returns pass@k (the probability that one of k samples is right) of each problem that has at least k samples."""
 
     def compute_miss_probability(row: Sequence[float]) -> float:
         """Returns the probability that k samples, drawn without repetition, are all wrong."""
@@ -106,9 +118,10 @@ def _pass_at_k_per_problem(scores: Scores, k: int) -> list[float]:
 def bootstrap_interval(
     values: Sequence[float], statistic: Callable[[Sequence[float]], float] | None = None
 ) -> tuple[float, float]:
-    """Returns the 95% percentile interval (low, high) of the mean, or of `statistic`, of independent values.
+    """Returns the 95% interval (low, high) of the mean of independent values, by bootstrap (resampling).
 
-    The random numbers have a fixed seed, so equal values give equal intervals.
+    `statistic` is computed in place of the mean if it is given. The random numbers have a fixed seed, so equal values
+    give equal intervals. (0, 1) if there are no values.
     """
     statistic = statistic or mean
     if len(values) < 2:
@@ -133,13 +146,15 @@ class Difference:
 
     @property
     def verdict(self) -> int:
-        """1 or -1 if interval and test agree that the second is better or worse; otherwise 0."""
+        """1 if interval and test both say that the second evaluation is better, -1 if both say worse; otherwise 0."""
         is_significant = self.p < 0.05
         return int(is_significant and self.low > 0) - int(is_significant and self.high < 0)
 
 
 def compare_paired(first: Scores, second: Scores) -> Difference:
-    """Compares two evaluations problem by problem. Each row of both must have a score; rows are in the same order.
+    """Returns how much better `second` is than `first`: mean difference, its 95% interval, test, wins and losses.
+
+    Both have one list of scores per problem, in the same order, none of them empty.
 
     >>> result = compare_paired([[0.0]] * 9 + [[1.0]], [[1.0]] * 5 + [[0.0]] * 5)
     >>> result.wins, result.losses, round(result.p, 3)
@@ -150,7 +165,7 @@ def compare_paired(first: Scores, second: Scores) -> Difference:
     wins = sum(g > 0 for g in moved)
     # With one sample per problem a difference is +1 or -1, and the exact test applies.
     single = all(abs(g) == 1 for g in moved)
-    p, test = (_sign_test(wins, len(moved)), "exact McNemar") if single else (_flip_test(moved), "sign flips")
+    p, test = (_sign_test(wins, len(moved)), "exact McNemar") if single else (_sign_flip_test(moved), "sign flips")
     value = mean(gains)
     spread = math.sqrt(math.fsum((g - value) ** 2 for g in gains) / max(1, len(gains) - 1) / max(1, len(gains)))
     return Difference(
@@ -165,7 +180,7 @@ def compare_paired(first: Scores, second: Scores) -> Difference:
 
 
 def _sign_test(wins: int, n: int) -> float:
-    """Returns the two-sided probability that n fair coins split at least as unevenly as `wins` to `n - wins`."""
+    """Returns the p-value of a two-sided sign test: `wins` of `n` differing problems against a fair coin."""
     if n > MAX_EXACT_PROBLEMS:
         # The 1 is the continuity correction of the normal approximation.
         z = (abs(2 * wins - n) - 1) / math.sqrt(n)
@@ -175,10 +190,11 @@ def _sign_test(wins: int, n: int) -> float:
     return min(1.0, float(2 * tail / 2**n))
 
 
-def _flip_test(gains: Sequence[float]) -> float:
-    """Returns the two-sided probability of a sum as large as that of the gains if every sign were a fair coin.
+def _sign_flip_test(gains: Sequence[float]) -> float:
+    """Returns the p-value of a two-sided sign-flip test: how often the sum of gains with random signs is as large.
 
-    The random numbers have a fixed seed, so equal gains give equal results.
+    "Large" is the absolute value, compared with that of the sum of `gains`. The random numbers have a fixed seed, so
+    equal gains give equal results.
     """
     # Less a little, so that rounding does not hide equal sums.
     observed = abs(math.fsum(gains)) - 1e-12

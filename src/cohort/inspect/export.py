@@ -6,7 +6,7 @@ from pathlib import Path
 
 from cohort.config.schema import LoraConfig
 from cohort.errors import ModelError, RunError
-from cohort.learner.backend import adapter_tensors
+from cohort.learner.backend import select_adapter_tensors
 from cohort.models.files import load_folder, save_folder
 from cohort.models.peft import save_adapters
 from cohort.run import checkpoint
@@ -15,9 +15,10 @@ from cohort.run.directory import RunDirectory
 
 
 def export_model(path: Path, out: Path, which: str) -> Path:
-    """Writes the model of a checkpoint to `out` as a Hugging Face folder and returns the folder.
+    """Writes the model of a checkpoint of the run in `path` as a new Hugging Face folder `out`, and returns `out`.
 
-    `which` is a step number, "best" (highest held-out accuracy) or "last".
+    `which` names the checkpoint: a step number, "best" (highest held-out accuracy) or "last". Raises RunError if the
+    run has no such checkpoint, ModelError if `out` exists already.
     """
     state = _load_checkpoint(RunDirectory.open(path), out, which)
     assert state.model is not None
@@ -26,36 +27,46 @@ def export_model(path: Path, out: Path, which: str) -> Path:
 
 
 def export_adapters(path: Path, out: Path, which: str) -> Path:
-    """Writes only the adapters of a checkpoint to `out`, in PEFT format, and returns the folder. Raises RunError."""
+    """Writes only the LoRA adapters of a checkpoint as a new folder `out` in PEFT format, and returns `out`.
+
+    `which` is as in `export_model`. Raises RunError if the run has no such checkpoint or trained without adapters,
+    ModelError if `out` exists already.
+    """
     directory = RunDirectory.open(path)
     state = _load_checkpoint(directory, out, which)
     lora = state.numbers.get("lora")
     if lora is None:
-        raise RunError(f"{path} has no adapters, because it trained every weight; leave out --adapters")
+        raise RunError(f"{path} has no adapters, because it trained every weight; leave out --adapters.")
     config = LoraConfig(**{**lora, "targets": tuple(lora["targets"])})
-    return save_adapters(adapter_tensors(state.optimizer), config, directory.config.model, out)
+    return save_adapters(select_adapter_tensors(state.optimizer), config, directory.config.model, out)
 
 
 def _load_checkpoint(directory: RunDirectory, out: Path, which: str) -> Checkpoint:
-    """Loads the checkpoint that `which` names. Raises if there is none, or if `out` exists already."""
+    """Loads the checkpoint that `which` names: a step number, "best" (highest held-out accuracy) or "last".
+
+    Raises RunError if there is none, and ModelError if the folder `out`, to which it will be written, exists already.
+    """
     path = directory.path
     steps = checkpoint.list_steps(directory.checkpoints)
     if not steps:
-        raise RunError(f"{path} has no checkpoint yet; it writes one every save.every steps and at its end")
+        raise RunError(
+            f"{path} has no checkpoint yet. A run writes one every save.every steps and at its end: wait, or continue "
+            f"the run with `cohort resume {path}`."
+        )
     step = steps[-1]
     if which == "best":
         # Step 0 is the initial model, which has no checkpoint.
         scored = {s: e.accuracy for s, e in directory.load_evaluations().items() if s}
         if not scored:
-            raise RunError(f"{path} has no evaluation after a step, so no best checkpoint is known; use --step last")
+            raise RunError(f"{path} has no evaluation after a step, so the best one is not known; use --step last.")
         # Among steps of equal accuracy the earliest is taken.
         step = max(scored, key=lambda s: (scored[s], -s))
     elif which != "last":
         step = int(which)
     if step not in steps:
         raise RunError(
-            f"{path} has no checkpoint of step {step}; use --step with one that it has: {', '.join(map(str, steps))}"
+            f"{path} has no checkpoint of step {step}; use --step with one that it has: {', '.join(map(str, steps))}."
         )
     if out.exists():
-        raise ModelError(f"{out} exists already: choose another folder")
+        raise ModelError(f"{out} exists already; give OUT the name of a new folder, or remove this one.")
     return checkpoint.load(directory.checkpoints / checkpoint.folder_name(step))

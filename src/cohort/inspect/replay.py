@@ -76,11 +76,14 @@ class ReplayResult:
 
     @property
     def differing_rows(self) -> list[MetricComparison]:
-        """The metrics that are not equal to the last bit."""
+        """The metrics whose stored and replayed values are not equal to the last bit."""
         return [row for row in self.rows if not row.is_same]
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the object that `--json` prints. "exact" is None if settings were changed."""
+        """Returns the object that `--json` prints, made of dicts, lists and numbers.
+
+        "exact" says whether all metrics are equal to the last bit; None if settings were changed.
+        """
         return {
             "step": self.step,
             "base": self.base,
@@ -96,9 +99,11 @@ class ReplayResult:
 
 
 def replay_step(path: Path, step: int, settings: Sequence[str], report_progress: Progress) -> ReplayResult:
-    """Does the update of `step` (counted from 1) again, with the flags in `settings` applied to this step alone.
+    """Does the update of `step` (counted from 1) of the run in `path` again, and compares its metrics with the stored.
 
-    Calls `report_progress` with a text when each step begins. Raises RunError if the step cannot be replayed.
+    `settings` are flags like "--optim.lr=1e-5" that apply to this step alone. Earlier steps since the last checkpoint
+    are done again first. Calls `report_progress` with a text when each step begins. Raises RunError if the step cannot
+    be replayed, ConfigError for a setting that cannot be changed.
     """
     directory = RunDirectory.open(path)
     config = require_rl(directory.config, "cohort replay")
@@ -138,20 +143,27 @@ def replay_step(path: Path, step: int, settings: Sequence[str], report_progress:
 
 
 def apply_settings(config: RL, settings: Sequence[str]) -> RL:
-    """Returns `config` with the flags applied. Raises ConfigError for a flag that does not act on a single update."""
+    """Returns a copy of `config` with the flags in `settings` applied, such as "--optim.lr=1e-5".
+
+    Raises ConfigError for an unknown flag and for one that does not act on a single update.
+    """
     others = {f.name for f in fields(config)} - set(_SECTIONS)
     for flag in flags.split_args(settings)[1]:
         if flag.name.partition(".")[0] in others:
             raise ConfigError(
                 f"{flag.spelling} cannot be changed in a replay, which does one update of the run again; "
-                "only settings of --algo, --optim and --learner can."
+                "only settings of --algo, --optim and --learner can. Remove the flag."
             )
         if flag.name in _STEERING:
             raise ConfigError(
-                f"{flag.spelling} acts from one step to the next, but a replay does one step: start a run with it."
+                f"{flag.spelling} acts from one step to the next, but a replay does one step: start a run with it, "
+                "using cohort train."
             )
         if flag.name.startswith("learner.lora."):
-            raise ConfigError(f"{flag.spelling} decides what a run trains from its beginning: start a run with it.")
+            raise ConfigError(
+                f"{flag.spelling} decides what a run trains from its beginning, so a replay cannot change it: start a "
+                "run with it, using cohort train."
+            )
     changed = change_config(config, settings)
     return replace(config, algo=changed.algo, optim=changed.optim, learner=changed.learner)
 
@@ -180,7 +192,10 @@ def find_replayable_steps(directory: RunDirectory) -> dict[int, int]:
 
 
 def _find_base(directory: RunDirectory, step: int) -> int:
-    """Returns the step of the checkpoint to replay `step` from (0 = initial model). Raises RunError if none fits."""
+    """Returns the step of the checkpoint from which `step` is replayed (0 = initial model).
+
+    Raises RunError if `step` cannot be replayed, with the reason and the steps that can.
+    """
     replayable = find_replayable_steps(directory)
     if step in replayable:
         return replayable[step]
@@ -193,17 +208,20 @@ def _find_base(directory: RunDirectory, step: int) -> int:
         why = "its rollouts are not kept"
     else:
         why = "rollouts of steps between it and the last checkpoint before it are not kept"
-    others = f"steps that can: {format_ranges(sorted(replayable))}" if replayable else "no other step can either"
-    raise RunError(f"step {step} of {directory.path} cannot be replayed: {why}; {others}.")
+    if replayable:
+        remedy = f"use --step with one that can: {format_ranges(sorted(replayable))}"
+    else:
+        remedy = "no other step can either. Start a run with --save.rollouts 0, which keeps the rollouts of all steps"
+    raise RunError(f"step {step} of {directory.path} cannot be replayed: {why}; {remedy}.")
 
 
 def _find_kept_steps(directory: RunDirectory) -> set[int]:
-    """Returns the steps whose rollouts are kept."""
+    """Returns the steps whose rollouts are kept in the run directory; empty if it has none."""
     return set(list_rollout_steps(directory.rollouts)) if directory.rollouts.is_dir() else set()
 
 
 def _read_last_step(directory: RunDirectory) -> int:
-    """Returns the number of the last step that the run recorded."""
+    """Returns the number of the last step that run.db has."""
     with Reader(directory.database, once=True) as reader:
         return reader.find_last_step()
 
@@ -212,14 +230,17 @@ def _read_last_step(directory: RunDirectory) -> int:
 
 
 def _build_job(config: RL) -> RLJob:
-    """Builds the job of a run and closes its scoring workers, because a replay scores nothing."""
+    """Builds the job of a config (model, learner, algorithm). Closes its scoring workers: a replay scores nothing."""
     job = build_rl_job(config)
     job.close()
     return job
 
 
 def _restore_base(job: RLJob, directory: RunDirectory, step: int) -> int:
-    """Restores the nearest checkpoint before `step` into the job and returns its step; 0 = the initial model."""
+    """Restores the nearest checkpoint before `step` into the job and returns its step.
+
+    0 = the initial model, which the job has from the start; then only the run's number of threads is restored.
+    """
     while True:
         base = _find_base(directory, step)
         if not base:
@@ -238,7 +259,10 @@ def _restore_base(job: RLJob, directory: RunDirectory, step: int) -> int:
 
 
 def _read_checkpoint_numbers(directory: RunDirectory) -> dict[str, Any]:
-    """Returns the numbers of the newest checkpoint, such as threads and torch version; empty if it has none."""
+    """Returns the numbers that the newest checkpoint stores beside tensors, by name, such as "threads" and "torch".
+
+    Empty if there is no checkpoint or it cannot be read.
+    """
     path = checkpoint.find_latest(directory.checkpoints)
     with suppress(OSError, ValueError, KeyError):
         return dict(json.loads((path / "state.json").read_text())["numbers"]) if path else {}
@@ -256,7 +280,7 @@ class _TrainingState:
 
     @classmethod
     def capture(cls, job: RLJob) -> _TrainingState:
-        """Copies the state of a job."""
+        """Returns a copy of a job's state: learner, coefficients of the algorithm, number of threads."""
         return cls(
             config=job.config,
             learner=job.learner.snapshot(),
@@ -265,7 +289,7 @@ class _TrainingState:
         )
 
     def build_job_with(self, config: RL) -> RLJob:
-        """Builds a job with other settings and gives it this state.
+        """Builds a job with other settings, gives it this state and returns it.
 
         The learning rate schedule keeps the run's length and position.
         """
@@ -276,11 +300,11 @@ class _TrainingState:
         job = _build_job(config)
         torch.set_num_threads(self.threads)
         job.learner.restore(self.learner)
-        job.algo.load_state(job.algo.state() | self._select_steered(config))
+        job.algo.load_state(job.algo.state() | self._select_kept_coefficients(config))
         return job
 
-    def _select_steered(self, config: RL) -> dict[str, float]:
-        """Returns the coefficients that the run had changed from step to step and that the replay keeps.
+    def _select_kept_coefficients(self, config: RL) -> dict[str, float]:
+        """Returns the KL and entropy coefficients that the run had changed from step to step and the replay keeps.
 
         A coefficient is not kept if its own setting or its target is another one in `config`.
         """
@@ -295,7 +319,10 @@ class _TrainingState:
 
 
 def _redo_update(job: RLJob, stored: Sequence[Group]) -> tuple[list[Group], dict[str, float]]:
-    """Does the update of a step on its stored groups. Returns the groups with their new advantages, and the metrics."""
+    """Does the update of a step on copies of its stored groups, which changes the weights of the job.
+
+    Returns the copies with their new advantages, and the metrics of the step.
+    """
     # Groups reused from earlier steps are reset too: every update computes their advantages anew.
     groups = [reset_to_sampled(group, job.algo) for group in stored]
     groups, stats = update_policy(job.learner, job.algo, groups, job.config.learner)
@@ -303,12 +330,16 @@ def _redo_update(job: RLJob, stored: Sequence[Group]) -> tuple[list[Group], dict
 
 
 def _load_groups(directory: RunDirectory, step: int) -> list[Group]:
-    """Loads the stored groups of a step."""
+    """Reads the groups of a step from its rollout file."""
     return load_rollouts(make_rollout_path(directory.rollouts, step))
 
 
 def reset_to_sampled(group: Group, algo: Algorithm) -> Group:
-    """Returns a stored group as it was after sampling: scored, and accepted or not, without advantages."""
+    """Returns a copy of a stored group as it was before its update: scored, without what the algorithm decided then.
+
+    Advantages, log-probabilities and masks are removed. A group that `algo` does not accept is marked as not accepted,
+    as in a run, unless it was reused from an earlier step.
+    """
     excluded = Fate.TRAINED if group.excluded.is_set_by_algorithm else group.excluded
     if not excluded and not group.reused and not algo.accept(group):
         excluded = Fate.NOT_ACCEPTED
@@ -316,12 +347,16 @@ def reset_to_sampled(group: Group, algo: Algorithm) -> Group:
 
 
 def _count_not_accepted(groups: Sequence[Group]) -> int:
-    """Returns how many groups the algorithm did not accept."""
+    """Returns how many groups have the fate "not accepted": the algorithm refused them before the update."""
     return sum(g.excluded == Fate.NOT_ACCEPTED for g in groups)
 
 
 def _compare_metrics(directory: RunDirectory, step: int, replayed: Mapping[str, float]) -> list[MetricComparison]:
-    """Returns the recorded and the replayed value of each metric that an update determines."""
+    """Returns the stored and the replayed value of each metric that an update determines.
+
+    `replayed` are the replayed values by name; the stored ones are read from run.db. Times, evaluations and file sizes
+    are left out.
+    """
     with Reader(directory.database, once=True) as reader:
         stored = {row.name: row.value for row in reader.read_metrics(step=step)}
     names = [n for n in dict.fromkeys([*stored, *replayed]) if not n.startswith(_NOT_COMPARED)]
@@ -332,7 +367,10 @@ def _compare_metrics(directory: RunDirectory, step: int, replayed: Mapping[str, 
 
 
 def _explain_differences(directory: RunDirectory, differing: set[str]) -> list[str]:
-    """Returns the known reasons why a replay without changed settings did not give the recorded metrics."""
+    """Returns sentences with known reasons why an unchanged replay did not give the stored metrics; empty if none.
+
+    `differing` are the names of the metrics that differ.
+    """
     notes = []
     if directory.config.device != "cpu":
         notes.append("on a GPU sums have no fixed order, so the same update done twice differs in the last bits.")

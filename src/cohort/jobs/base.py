@@ -28,7 +28,7 @@ class TrainingJob:
     learner: LocalLearner
 
     def write_model(self, folder: Path) -> None:
-        """Writes the current weights into `folder`, in the format of Hugging Face."""
+        """Writes the current weights, config and tokenizer into `folder`, as a Hugging Face model folder."""
         weights = self.learner.weights()
         decoder = self.model.decoder
         # A learner in another process has a model of its own.
@@ -38,7 +38,7 @@ class TrainingJob:
         save_folder(decoder, self.model.hf_config, self.model.folder, folder)
 
     def checkpoint_learner(self, step: int, cursor: int) -> Checkpoint:
-        """Returns a checkpoint with the learner's state after `step` completed steps.
+        """Returns a checkpoint with the learner's state after `step` completed steps. It does not contain the weights.
 
         `cursor` is the position in the prompt stream, or in the data, from which the run continues.
         """
@@ -51,7 +51,7 @@ class TrainingJob:
         return Checkpoint(step=step, cursor=cursor, optimizer=tensors, numbers=numbers)
 
     def restore_learner(self, state: Checkpoint) -> None:
-        """Restores weights, optimizer and number of threads from a checkpoint.
+        """Restores weights, optimizer and number of threads from a checkpoint, in place.
 
         Raises RunError if the checkpoint was made with other settings than those of this job.
         """
@@ -71,14 +71,14 @@ class TrainingJob:
             _require_equal_weights(decoder, saved, self.config.model)
 
     def close(self) -> None:
-        """Ends the processes and connections that the job has opened. Here there are none."""
+        """Does nothing here. Subclasses end the processes and connections that they have opened."""
 
 
 def _require_equal_weights(decoder: AnyDecoder, saved: AnyDecoder, model: str) -> None:
-    """Raises RunError unless the merged weights of `decoder` equal the `saved` ones up to rounding.
+    """Raises RunError unless the weights of `decoder`, adapters merged, equal the `saved` ones up to rounding.
 
-    A checkpoint of adapters does not hold the base weights. They are read again from `model`, which may have changed
-    since the run was started.
+    A checkpoint of adapters does not restore the base weights: they are read again from `model`, a name or a path,
+    which may have changed since the run was started.
     """
     for (name, p), q in zip(decoder.state_dict().items(), saved.state_dict().values(), strict=True):
         tolerance = 4 * torch.finfo(p.dtype).eps

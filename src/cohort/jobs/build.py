@@ -50,9 +50,10 @@ ASSUMED_PROMPT_TOKENS = 1024
 
 
 def resolve_machine_settings(config: RL) -> RL:
-    """Returns the config with every setting decided that depends on the machine: device, dtype, order, engine weights.
+    """Returns the config with device, dtype, order of rollouts and engine weights decided for this machine.
 
-    The run records the result. Resumed on another machine it keeps these settings, or is refused.
+    The run records the result. Resumed on another machine it keeps these settings, or is refused. Raises ConfigError if
+    the settings cannot work on the device.
     """
     device = choose_device(config.device)
     learner = replace(config.learner, dtype=choose_dtype(config.learner.dtype, device))
@@ -73,7 +74,7 @@ def resolve_machine_settings(config: RL) -> RL:
 
 
 def configure_torch(threads: int, device: torch.device) -> None:
-    """Sets torch's number of threads (0 = all cores) and, on a CPU, makes torch refuse operations that vary.
+    """Sets torch's number of threads (0 = all cores). On a CPU, makes torch raise for nondeterministic operations.
 
     On a GPU deterministic algorithms would cost time, so equal runs may differ in the last bits there.
     """
@@ -83,9 +84,9 @@ def configure_torch(threads: int, device: torch.device) -> None:
 
 
 def build_rl_job(config: RL) -> RLJob:
-    """Loads the model and the task, and returns the job. Raises CohortError for what cannot work.
+    """Loads model and task, makes engine, learner and scoring workers, and returns the job that joins them.
 
-    It writes nothing, so a config that is refused leaves no run directory behind.
+    Raises CohortError if the config cannot work. Writes no files, so a refused config leaves no run directory behind.
     """
     require_for_training(get_abilities(config.engine), get_variant_name("engine", config.engine))
     config = resolve_machine_settings(config)
@@ -145,16 +146,21 @@ def build_rl_job(config: RL) -> RLJob:
 
 
 def make_renderer(tokenizer: Tokenizer, template: str) -> Renderer:
-    """Returns what turns messages into tokens: the chat template, or plain text if `template` is "text"."""
+    """Returns the object that turns messages into tokens.
+
+    `template` is "chat" for the model's chat template; any other value joins the messages as plain text.
+    """
     return tokenizer if template == "chat" else RawTextRenderer(tokenizer)
 
 
 def _plan_gpu_memory(
     config: RL, model: LoadedModel, device: torch.device, has_reference: bool, adapters: Adapters | None
 ) -> MemoryPlan | None:
-    """Returns a plan of GPU memory for weights, microbatches and KV; None on a CPU, whose system manages memory.
+    """Returns how GPU memory is divided among weights, microbatches and KV; None = no plan.
 
-    The plan assumes the length of prompts, because the task is read later.
+    There is no plan on a CPU, or for a model that Cohort does not implement itself. `has_reference` = a frozen copy of
+    the model is needed as well. Prompts are assumed to have up to ASSUMED_PROMPT_TOKENS, because the task is read
+    later.
     """
     # The shapes of models outside the native family are not known.
     if device.type != "cuda" or not isinstance(model.config, ModelConfig):
@@ -177,10 +183,10 @@ def _plan_gpu_memory(
 
 
 def _compute_prompt_limit(longest: int, model: LoadedModel, budget: int) -> int:
-    """Returns the longest prompt, in tokens, that fits with `longest` tokens after it.
+    """Returns the length in tokens of the longest prompt that fits before a completion of `longest` tokens.
 
-    Both together must fit into the model's context and into one microbatch of `budget` tokens. Raises ConfigError if
-    no prompt fits.
+    Both together must fit into the model's context and into one microbatch of `budget` tokens. Raises ConfigError if no
+    prompt fits.
     """
     context = model.config.context
     room = min(context, budget) - longest
@@ -194,7 +200,10 @@ def _compute_prompt_limit(longest: int, model: LoadedModel, budget: int) -> int:
 
 
 def _load_model(config: C, device: torch.device) -> tuple[Path, LoadedModel, C]:
-    """Returns the model's folder, the model on the device, and the config adapted to the model's architecture."""
+    """Finds or fetches the model that the config names, and loads it.
+
+    Returns its folder, the model on the device, and the config adapted to the model's architecture.
+    """
     folder = resolve_model(config.model)
     model = load_folder(folder, DTYPES[config.learner.dtype])
     model.decoder.to(device)
@@ -202,17 +211,17 @@ def _load_model(config: C, device: torch.device) -> tuple[Path, LoadedModel, C]:
 
 
 def _make_frozen_copy(model: LoadedModel) -> AnyDecoder:
-    """Returns a copy of the model that is never trained: the reference policy."""
+    """Returns a copy of the model whose weights are never trained, for use as the reference policy."""
     frozen = copy.deepcopy(model.decoder)
     frozen.requires_grad_(False)
     return frozen
 
 
 def _adapt_to_architecture(config: C, decoder: AnyDecoder) -> C:
-    """Returns the config, with prefix sharing off if the model is one of transformers' own classes.
+    """Returns the config, with `learner.prefix_sharing` off if Cohort does not implement the model itself.
 
-    These compute a prompt once per sample, not once per group. Raises ConfigError if the config asks for adapters,
-    which only native models have.
+    Such a model (`AutoDecoder`, from transformers) computes a prompt once per sample, not once per group. Raises
+    ConfigError if the config asks for adapters, which such a model cannot have.
     """
     if not isinstance(decoder, AutoDecoder):
         return config
@@ -225,7 +234,10 @@ def _adapt_to_architecture(config: C, decoder: AnyDecoder) -> C:
 
 
 def _make_adapters(config: RunConfig, decoder: AnyDecoder) -> Adapters | None:
-    """Returns the adapters that learner.lora asks for, read from files or new; None if it is off."""
+    """Returns the LoRA adapters of `decoder` that the config asks for, new or read from learner.lora.load.
+
+    None if the config asks for none, or the model is not one that Cohort implements itself.
+    """
     lora = config.learner.lora
     if not isinstance(decoder, Decoder):
         return None
@@ -236,10 +248,10 @@ def _make_adapters(config: RunConfig, decoder: AnyDecoder) -> Adapters | None:
 
 
 def train(config: RunConfig, out: Path, log: str, *sinks: str) -> Path:
-    """Trains a config in a new run directory below `out`, and returns its path.
+    """Trains a config in a new run directory below `out`, and returns the path of that directory.
 
-    `log` names the view, `sinks` the programs that also get the metrics. If a signal stops the run, saves a checkpoint
-    and raises KeyboardInterrupt.
+    `log` names the terminal output ("auto", "live", "plain" or "json"), `sinks` the programs that also get the metrics.
+    If a signal stops the run, saves a checkpoint and raises KeyboardInterrupt.
     """
     # Stored as an absolute path, so that the run can be resumed from another folder.
     if isinstance(config, RL) and isinstance(data := getattr(config.task, "data", None), str) and data:
@@ -248,15 +260,16 @@ def train(config: RunConfig, out: Path, log: str, *sinks: str) -> Path:
 
 
 def resume(path: Path, steps: int | None, log: str, *sinks: str) -> Path:
-    """Continues the run in `path` from its newest checkpoint, and returns `path`. Is stopped as `train` is.
+    """Continues the run in `path` from its newest checkpoint, and returns `path`.
 
-    `steps` is the new total number of steps; None keeps the number the run was started with.
+    `steps` is the new total number of steps; None keeps the number the run was started with. `log`, `sinks` and
+    signals: see `train`.
     """
     return resume_run(path, _build_job, steps, log, sinks)
 
 
 def _build_job(config: RunConfig) -> RunnableJob:
-    """Returns the job of a config, by its kind: RL or SFT."""
+    """Returns the job of a config: an RLJob or an SFTJob, by the class of the config."""
     if isinstance(config, SFT):
         return build_sft_job(config)
     assert isinstance(config, RL), f"nothing is built for the kind {config.kind}"
@@ -264,7 +277,7 @@ def _build_job(config: RunConfig) -> RunnableJob:
 
 
 def build_sft_job(config: SFT) -> SFTJob:
-    """Loads the model and the examples, and returns the job of supervised fine-tuning."""
+    """Loads the model and the examples, and returns the job of supervised fine-tuning. Writes no files."""
     device = choose_device(config.device)
     learner = replace(config.learner, dtype=choose_dtype(config.learner.dtype, device))
     config = replace(config, device="cpu" if device.type == "cpu" else "cuda", learner=learner)

@@ -59,7 +59,10 @@ class RLJob(TrainingJob):
     tokenizer: Tokenizer
 
     def evaluate(self, step: int) -> Evaluation:
-        """Evaluates the current weights on the held-out problems. `step` is the number of completed steps."""
+        """Samples and scores answers to the held-out problems with the current weights, and returns the evaluation.
+
+        `step` is the number of completed steps.
+        """
         c = self.config
         setting = EvalSetting(
             task=c.task.name,
@@ -69,7 +72,7 @@ class RLJob(TrainingJob):
             model=c.model,
             # The run and the step name these weights.
             weights="",
-            knobs=TaskRef.from_task(c.task).knobs,
+            knobs=TaskRef.from_task(c.task).settings,
             rows=digest_rows(self.problems),
             grader=compute_grader_digest(c.task),
             template=c.template,
@@ -85,7 +88,7 @@ class RLJob(TrainingJob):
         )
 
     def make_checkpoint(self, step: int) -> Checkpoint:
-        """Returns the state of learner, prompt stream and algorithm after `step` completed steps."""
+        """Returns the state of learner, prompt stream and algorithm after `step` completed steps, but no weights."""
         rollouts = self.producer.state()
         state = self.checkpoint_learner(step, rollouts["cursor"])
         state.numbers["algo"] = self.algo.state()
@@ -95,22 +98,28 @@ class RLJob(TrainingJob):
         return state
 
     def restore(self, state: Checkpoint) -> None:
-        """Restores a checkpoint, and sends the restored weights to the engine."""
+        """Restores learner, prompt stream and algorithm from a checkpoint, and sends the weights to the engine.
+
+        Raises RunError if the checkpoint was made with other settings.
+        """
         self.restore_learner(state)
         self.algo.load_state(state.numbers["algo"])
         self.producer.load_state({"cursor": state.cursor, "open": state.numbers.get("open", [])})
         self.sync.send(state.step)
 
     def describe(self) -> RunDescription:
-        """Returns what the header and the run card say about the run."""
+        """Returns what terminal and run card say about this run: task, algorithm, batch, and which metrics to show."""
         return describe_run(self.config)
 
     def suggest_commands(self, run: Path, step: int) -> list[list[str]]:
-        """Returns commands to try with the complete run, each as a list of words."""
+        """Returns commands to try after the run in directory `run` is complete, each as a list of words.
+
+        They evaluate the model after `step` steps, export it, and train on.
+        """
         return suggest_commands(self.config, run, step)
 
     def run_loop(self, run: Run) -> None:
-        """Does every remaining step of `run`, after notices about settings that may surprise."""
+        """Trains for every remaining step of `run`. First shows notices about settings that may surprise the user."""
         # Only at the start: a resumed run has the event in its database.
         if self.producer.settings.sampling.truncates and run.step == 0:
             run.record_event(
@@ -129,7 +138,7 @@ class RLJob(TrainingJob):
 
 
 def describe_run(config: RL) -> RunDescription:
-    """Returns what the header and the run card say about a run with this config."""
+    """Returns what terminal and run card say about a run with this config: task, algorithm, batch, metrics to show."""
     return RunDescription(
         source=get_variant_name("task", config.task),
         algo=get_variant_name("algo", config.algo),
@@ -141,9 +150,10 @@ def describe_run(config: RL) -> RunDescription:
 
 
 def suggest_commands(config: RL, run: Path, step: int) -> list[list[str]]:
-    """Returns commands to try with a complete run, each as a list of words.
+    """Returns commands to try after the run in directory `run` is complete, each as a list of words.
 
-    They evaluate the model of `step` as the run did, export it, and train on.
+    They evaluate the model after `step` steps as the run did, export it, and train on (after the quickstart: train
+    another recipe).
     """
     task = get_variant_name("task", config.task)
     model = run / "checkpoints" / checkpoint.folder_name(step) / "model"
@@ -157,7 +167,10 @@ def suggest_commands(config: RL, run: Path, step: int) -> list[list[str]]:
 
 
 def _make_eval_flags(config: RL) -> list[str]:
-    """Returns the flags with which `cohort eval` evaluates as the run does. Defaults are left out."""
+    """Returns the flags that make `cohort eval` evaluate as the run does, as words.
+
+    Flags with default values are left out.
+    """
     flags = []
     if config.template != "chat":
         flags += ["--template", config.template]
@@ -174,10 +187,10 @@ def _make_eval_flags(config: RL) -> list[str]:
 
 
 def notice_if_ratios_are_one(config: RL) -> str:
-    """Returns a notice if the algorithm differs from others only in its importance ratios and these are all 1.
+    """Returns a notice for the user if all importance ratios are 1 and the algorithm is known for its ratios; else "".
 
-    "" means that there is nothing to tell. With one update per batch the weights have not changed since sampling, so
-    every ratio is 1.
+    With one update per batch the weights have not changed since sampling, so every ratio is 1, and such an algorithm is
+    the plain policy gradient.
     """
     name = get_variant_name("algo", config.algo)
     if config.learner.updates_per_batch > 1 or name not in ("gspo", "gspo_token", "cispo", "sapo", "gmpo"):

@@ -24,7 +24,10 @@ from cohort.text import Tokenizer
 
 
 def make_example_source(config: SFT, tokenizer: Tokenizer) -> Callable[[int], list[Example]]:
-    """Returns a function from a step, counted from 0, to its examples. The same step always has the same examples."""
+    """Reads the data of a config, and returns a function from a step, counted from 0, to the examples of that step.
+
+    The same step always has the same examples.
+    """
     rows = mixture.load_trace_rows(config.data.rows)
     return lambda step: mixture.make_examples(rows, tokenizer, config.seed, step, config.batch.examples, config.data)
 
@@ -41,25 +44,25 @@ class SFTJob(TrainingJob):
     evaluate: ClassVar[None] = None
 
     def run_loop(self, run: Run) -> None:
-        """Does every remaining step of `run`."""
+        """Trains for every remaining step of `run`."""
         sft.train(run, self.learner, self.make_batch)
 
     @stage("examples")
     def make_batch(self, step: int) -> Batch:
-        """Returns the batch of a step, counted from 0."""
+        """Returns the batch of examples that a step, counted from 0, trains on."""
         return sft.make_sft_batch(self.examples(step), self.config.learner.minibatches)
 
     def make_checkpoint(self, step: int) -> Checkpoint:
-        """Returns the learner's state after `step` completed steps."""
+        """Returns the learner's state after `step` completed steps, but no weights."""
         # The examples of a step depend on its number only, so the position in the data is the step.
         return self.checkpoint_learner(step, cursor=step)
 
     def restore(self, state: Checkpoint) -> None:
-        """Restores a checkpoint."""
+        """Restores weights and learner from a checkpoint. Raises RunError if it was made with other settings."""
         self.restore_learner(state)
 
     def describe(self) -> RunDescription:
-        """Returns what the header and the run card say about the run."""
+        """Returns what terminal and run card say about this run: data, batch, and which metrics to show."""
         return RunDescription(
             source=get_variant_name("data", self.config.data),
             source_is="data",
@@ -76,7 +79,10 @@ class SFTJob(TrainingJob):
         )
 
     def suggest_commands(self, run: Path, step: int) -> list[list[str]]:
-        """Returns commands that evaluate the model, export it and train on, each as a list of words."""
+        """Returns commands to try after the run in directory `run` is complete, each as a list of words.
+
+        They evaluate the model after `step` steps, export it, and train on.
+        """
         model = run / "checkpoints" / checkpoint.folder_name(step) / "model"
         return [
             [program_name(), "eval", "arithmetic", "--model", str(model)],

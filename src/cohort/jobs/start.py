@@ -26,7 +26,7 @@ class RunnableJob(Job, Protocol):
         """The config of the run, in which every setting that depends on the machine is decided."""
 
     def run_loop(self, run: Run) -> None:
-        """Does every remaining step of `run`."""
+        """Trains for every remaining step of `run`."""
 
     def close(self) -> None:
         """Ends the processes and connections that the job has opened."""
@@ -39,8 +39,8 @@ JobBuilder = Callable[[RunConfig], RunnableJob]
 def start_run(config: RunConfig, build_job: JobBuilder, out: Path, log: str, sinks: Sequence[str]) -> Path:
     """Trains a config in a new run directory below `out`, to the last step. Returns the path of the directory.
 
-    `log` names the view (see `make_view`), `sinks` the programs that also get the metrics. If a signal stops the run,
-    saves a checkpoint and raises KeyboardInterrupt.
+    `build_job` makes the job from the config. `log` names the terminal output (see `make_view`), `sinks` the programs
+    that also get the metrics. If a signal stops the run, saves a checkpoint and raises KeyboardInterrupt.
     """
     # A sink that cannot work is refused before the model is loaded.
     views = make_sinks(sinks)
@@ -56,9 +56,10 @@ def start_run(config: RunConfig, build_job: JobBuilder, out: Path, log: str, sin
 
 
 def resume_run(path: Path, build_job: JobBuilder, steps: int | None, log: str, sinks: Sequence[str]) -> Path:
-    """Continues the run in `path` from its newest checkpoint, and returns `path`. Is stopped as `start_run` is.
+    """Continues the run in `path` from its newest checkpoint, and returns `path`.
 
-    `steps` is the new total number of steps; None keeps the number the run was started with.
+    `steps` is the new total number of steps; None keeps the number the run was started with. The other parameters and
+    signals are as in `start_run`.
     """
     views = make_sinks(sinks)
     directory = RunDirectory.open(path)
@@ -75,7 +76,7 @@ def resume_run(path: Path, build_job: JobBuilder, steps: int | None, log: str, s
 
 
 def _run_job(job: RunnableJob, directory: RunDirectory, log: str, sinks: Mapping[str, View]) -> None:
-    """Does the remaining steps of a run and finishes it. Raises KeyboardInterrupt if a signal stopped it early."""
+    """Trains for the remaining steps and finishes the run. Raises KeyboardInterrupt if a signal stopped it early."""
     with Run(directory, job.config, job, make_view(log), sinks) as run, forward_logs(run.record_event, run.show_notice):
         job.run_loop(run)
         summary = run.finish()

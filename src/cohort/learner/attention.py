@@ -22,10 +22,11 @@ MAX_EXPLICIT_KEYS = 256
 
 
 def make_packed_attention(layout: Layout, like: Tensor, head_dim: int) -> Attend:
-    """Returns the `attend` function of the decoder for one microbatch.
+    """Returns the function attend(layer, q, k, v) with which the decoder attends over one microbatch.
 
-    `like` is any weight of the model: its device and type decide how attention is computed. Masks are built once for
-    all layers.
+    `layout` says which tokens see which. `like` is any weight of the model: its device and type decide whether
+    attention is computed by flash kernels (16-bit numbers on a GPU, `head_dim` a power of two) or in padded blocks of
+    torch operations. Masks are built here once, for all layers.
     """
     if has_kernels(like) and like.dtype in (torch.bfloat16, torch.float16) and is_power_of_two(head_dim):
         return make_flash_attention(layout.make_runs(like.device))
@@ -54,9 +55,10 @@ def make_packed_attention(layout: Layout, like: Tensor, head_dim: int) -> Attend
 
 
 def _attend_with_all_scores(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """q [b, Lq, K, g, D], k, v [b, Lk, K, D], mask [b or 1, 1, Lq, Lk] -> [b, Lq, K, g, D], by plain matrix products.
+    """Returns softmax(q k^T / sqrt(D) + mask) v [b, Lq, K, g, D] by two matrix products, with all scores in memory.
 
-    The query heads that share a KV head are computed as further queries of one matrix product.
+    q is [b, Lq, K, g, D]; k and v are [b, Lk, K, D]; the mask, [b or 1, 1, Lq, Lk], has -inf for keys that a query must
+    not see. The g query heads that share a KV head are further rows of the same matrix product.
     """
     b, lq, K, g, D = q.shape
     lk = k.shape[1]
@@ -68,7 +70,7 @@ def _attend_with_all_scores(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Te
 
 
 def _attend_fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """Does the same as `_attend_with_all_scores`, without all scores in memory."""
+    """Returns the same as `_attend_with_all_scores`, by torch's fused attention, which does not store all scores."""
     g = q.shape[3]
     heads = q.flatten(2, 3).transpose(1, 2)  # [b, K * g, Lq, D]
     k, v = k.transpose(1, 2), v.transpose(1, 2)
@@ -81,9 +83,9 @@ def _attend_fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 
 
 def _make_mask(block: Block, dtype: torch.dtype) -> Tensor:
-    """Returns the mask of a block, 0 where a query sees a key and -inf elsewhere.
+    """Returns the numbers to add to a block's attention scores: 0 where a query sees a key and -inf elsewhere.
 
-    Its shape is [b, 1, Lq, Lk], or [1, 1, Lq, Lk] when all offsets are equal.
+    The shape is [b, 1, Lq, Lk], or [1, 1, Lq, Lk] when all spans of the block have the same offset (prompt length).
     """
     lq, lk = block.queries.shape[1], block.keys.shape[1]
     offsets = block.offsets[:1] if block.has_equal_offsets else block.offsets

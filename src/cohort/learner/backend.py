@@ -35,25 +35,37 @@ class Backend(Protocol):
     adapters: Adapters | None
 
     def logprobs(self, micro: Microbatch, temperature: float) -> Tensor:
-        """Returns the log-probabilities [N] of a microbatch's targets, on the host."""
+        """Returns the log-probabilities [N] of a microbatch's N target tokens, on the host, without gradient.
+
+        The logits are divided by `temperature` first.
+        """
 
     def backward(self, micro: Microbatch, temperature: float, gradient: GradientFunction, per_token: bool) -> None:
-        """Adds the gradient of a microbatch, whose tensors are on the model's device.
+        """Runs forward and backward on a microbatch and adds its gradient to the gradients of the master weights.
 
-        With `per_token`, `gradient` may be called for any rows; otherwise it is called once, for all of them.
+        The tensors of `micro` must be on the model's device. `gradient` takes rows of targets with their
+        log-probabilities and entropies, and returns the gradients of the loss on both. With `per_token` it may be
+        called for one chunk of rows after the other; otherwise it is called once, for all rows.
         """
 
     def as_reference(self, reference: AnyDecoder | None) -> AbstractContextManager[None]:
-        """Returns a context in which `logprobs` returns those of the reference policy."""
+        """Returns a context in which `logprobs` uses the reference policy in place of the trained one.
+
+        `reference` is the model to use. It is ignored where adapters are trained: then the reference is the decoder
+        with the adapters that it had at the start.
+        """
 
     def step(self, lr: float, scale: float) -> None:
-        """Makes one optimizer step with the gradients multiplied by `scale`."""
+        """Makes one optimizer step with learning rate `lr`, after multiplying the gradients by `scale`."""
 
     def state(self) -> dict[str, Tensor]:
-        """Returns the optimizer state by parameter name, in full shape, and the adapters where they are trained."""
+        """Returns the optimizer's tensors by name (moments, copied masters), and the adapters where they are trained.
+
+        The names of adapter tensors begin with ADAPTER_PREFIX.
+        """
 
     def load_state(self, tensors: Mapping[str, Tensor], num_steps: int) -> None:
-        """Restores what `state` returned. `num_steps` is the number of optimizer steps made before."""
+        """Restores what `state` returned. `num_steps` is the number of optimizer steps that were made until then."""
 
 
 class _BaseBackend:
@@ -66,7 +78,10 @@ class _BaseBackend:
         self._policy: AnyDecoder = decoder  # the model that `logprobs` uses: the decoder, or the reference
 
     def logprobs(self, micro: Microbatch, temperature: float) -> Tensor:
-        """Returns the log-probabilities [N] of a microbatch's targets, on the host."""
+        """Returns the log-probabilities [N] of a microbatch's N target tokens, on the host.
+
+        The logits are divided by `temperature` first. Inside `as_reference` the model is the reference policy.
+        """
         on_device = micro.to(self.decoder.embed.device)
         hidden = self._compute_hidden(self._policy, on_device, None)
         head = self._policy.head_weight
@@ -74,9 +89,13 @@ class _BaseBackend:
         return values.cpu()
 
     def backward(self, micro: Microbatch, temperature: float, gradient: GradientFunction, per_token: bool) -> None:
-        """Adds the gradient of a microbatch to the gradients of the masters."""
+        """Runs forward and backward on a microbatch and adds its gradient to the gradients of the master weights.
+
+        `gradient` returns the gradients of the loss on the log-probabilities and entropies of some rows of targets.
+        With `per_token` it is called once per chunk of rows, otherwise once for all rows.
+        """
         head = self.decoder.head_weight
-        with self._collect_gradients():
+        with self._gradient_context():
             embedded = self._embed(micro)
             hidden = self._compute_hidden(self.decoder, micro, embedded)
             if not per_token:
@@ -94,7 +113,11 @@ class _BaseBackend:
 
     @contextmanager
     def as_reference(self, reference: AnyDecoder | None) -> Iterator[None]:
-        """Context in which `logprobs` returns those of the reference policy."""
+        """Context in which `logprobs` uses the reference policy in place of the trained one.
+
+        Where adapters are trained, the reference is the decoder with the adapters of the start, and `reference` is
+        ignored; otherwise `reference` must not be None.
+        """
         # With adapters, the reference is the decoder without what was trained: no second model is needed.
         if self.adapters is not None:
             with self.adapters.hold_reference():
@@ -108,39 +131,54 @@ class _BaseBackend:
             self._policy = self.decoder
 
     def step(self, lr: float, scale: float) -> None:
-        """Makes one optimizer step with the gradients multiplied by `scale`."""
+        """Makes one optimizer step with learning rate `lr`, after multiplying the gradients by `scale`.
+
+        Trained adapters are then merged into the decoder's weights.
+        """
         self.optimizer.step(lr, scale)
         # The decoder always holds the merged weights.
         if self.adapters is not None:
             self.adapters.merge()
 
     def state(self) -> dict[str, Tensor]:
-        """Returns the optimizer state by parameter name, and the adapters where they are trained."""
+        """Returns the optimizer's tensors by name (moments, copied masters), and adapters where they are trained."""
         adapters = {} if self.adapters is None else self.adapters.tensors()
         return self.optimizer.state() | {ADAPTER_PREFIX + name: tensor for name, tensor in adapters.items()}
 
     def load_state(self, tensors: Mapping[str, Tensor], num_steps: int) -> None:
-        """Restores what `state` returned. `num_steps` is the number of optimizer steps made before."""
+        """Restores what `state` returned. `num_steps` is the number of optimizer steps that were made until then."""
         self.optimizer.load_state(tensors, num_steps)
         if self.adapters is not None:
-            self.adapters.load(adapter_tensors(tensors))
+            self.adapters.load(select_adapter_tensors(tensors))
 
     # ---- where the two backends differ
 
-    def _collect_gradients(self) -> AbstractContextManager[None]:
-        """Returns a context in which gradients of low-precision matrices are added to their masters at once."""
+    def _gradient_context(self) -> AbstractContextManager[None]:
+        """Returns the context in which `backward` runs forward and backward. Here it does nothing.
+
+        A subclass may return a context that adds the gradients of matrices to those of their masters as they are
+        formed.
+        """
         return nullcontext()
 
     def _embed(self, micro: Microbatch) -> Tensor | None:
-        """Returns the embeddings [T, d] of the tokens if their gradient is formed by hand, else None."""
+        """Returns None: autograd forms the gradient of the embedding table.
+
+        A subclass that forms it by hand returns the embeddings [T, d] of the microbatch's tokens, detached from the
+        table.
+        """
         return None
 
     def _compute_hidden(self, decoder: Any, micro: Microbatch, embedded: Tensor | None) -> Tensor:
-        """Returns the hidden states [N, d] that predict the targets: the head runs on these only."""
+        """Returns the hidden states [N, d] that predict the N targets. Only these go through the head.
+
+        `decoder` is the model to run. `embedded` [T, d] is what `_embed` returned; None = the decoder embeds the
+        tokens.
+        """
         raise NotImplementedError
 
     def _add_embedding_gradient(self, micro: Microbatch, embedded: Tensor | None) -> None:
-        """Adds the gradient of the embedding table, if it is formed by hand."""
+        """Does nothing. A subclass that overrides `_embed` adds the embeddings' gradient to that of the table."""
 
 
 class FusedBackend(_BaseBackend):
@@ -148,18 +186,29 @@ class FusedBackend(_BaseBackend):
 
     decoder: Decoder
 
-    def _collect_gradients(self) -> AbstractContextManager[None]:
+    def _gradient_context(self) -> AbstractContextManager[None]:
+        """Returns a context in which the decoder's matrices hand their gradients to collectors instead of autograd.
+
+        A collector adds a matrix's gradient to its fp32 master, or to the adapters of the matrix where these are
+        trained.
+        """
         return redirect_gradients(self.decoder, (self.adapters or self.optimizer).collectors())
 
     def _embed(self, micro: Microbatch) -> Tensor:
+        """Returns the embeddings [T, d] of the tokens, detached from the table. Autograd stores a gradient in them."""
         return self.decoder.embed.detach().index_select(0, micro.tokens).requires_grad_()
 
     def _compute_hidden(self, decoder: Decoder, micro: Microbatch, embedded: Tensor | None) -> Tensor:
+        """Returns the hidden states [N, d] that predict the N targets, from attention over the packed stream.
+
+        `embedded` [T, d] replaces the embeddings of the tokens; None = the decoder looks them up.
+        """
         attend = make_packed_attention(micro.layout, decoder.embed, decoder.config.head_dim)
         hidden: Tensor = decoder(micro.tokens, micro.positions, attend, embedded)
         return hidden.index_select(0, micro.source)
 
     def _add_embedding_gradient(self, micro: Microbatch, embedded: Tensor | None) -> None:
+        """Adds the gradient stored in `embedded` to the master gradient of the embedding table, if it is trained."""
         if self.decoder.embed.requires_grad:
             assert embedded is not None and embedded.grad is not None
             total = self.optimizer.master_grad(self.decoder.embed)
@@ -172,24 +221,25 @@ class AutogradBackend(_BaseBackend):
     decoder: AutoDecoder
 
     def _compute_hidden(self, decoder: AutoDecoder, micro: Microbatch, embedded: Tensor | None) -> Tensor:
+        """Returns the hidden states [N, d] that predict the N targets. `embedded` is not used."""
         hidden: Tensor = decoder(micro.tokens, micro.layout)
         return hidden.index_select(0, micro.source)
 
 
 def make_backend(decoder: AnyDecoder, optim: OptimConfig, adapters: Adapters | None) -> FusedBackend | AutogradBackend:
-    """Returns the backend for this decoder. `adapters` are trained in place of its weights; None = the weights are."""
+    """Returns the backend for this decoder. It trains the `adapters`, or where they are None the decoder's weights."""
     return (FusedBackend if decoder.is_native else AutogradBackend)(decoder, optim, adapters)
 
 
-def adapter_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the adapter tensors in a learner's state, by their names without the prefix."""
+def select_adapter_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns those tensors of a learner's state that belong to adapters, by name without ADAPTER_PREFIX."""
     return {name.removeprefix(ADAPTER_PREFIX): t for name, t in tensors.items() if name.startswith(ADAPTER_PREFIX)}
 
 
 def _slice_gradients(row_gradients: tuple[Tensor, Tensor | None]) -> GradientFunction:
-    """Returns a gradient function that returns parts of gradients which were computed for all rows at once.
+    """Returns a gradient function that only cuts rows out of gradients that were computed for all rows before.
 
-    `row_gradients` has the gradients on log-probabilities and on entropies; None = no gradient on entropies.
+    `row_gradients` is (gradient on the log-probabilities [N], gradient on the entropies [N] or None if there is none).
     """
     d_logprobs, d_entropy = row_gradients
 

@@ -21,14 +21,14 @@ from cohort.world import World
 
 @record
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Found:
+class TokenLogprobs:
     """Log-probabilities of samples: per sample one number per token, 0 where the token was not sampled."""
 
     ids: list[SampleId] = field(default_factory=list)
     logprobs: list[list[float]] = field(default_factory=list)
 
     def by_id(self) -> dict[SampleId, list[float]]:
-        """Returns the log-probabilities by sample id."""
+        """Returns each sample's log-probabilities by sample id: one per token, 0 where the token was not sampled."""
         return dict(zip(self.ids, self.logprobs, strict=True))
 
 
@@ -37,8 +37,8 @@ class Found:
 class Annotations:
     """Log-probabilities of samples by the policy and the reference, computed before the update."""
 
-    old: Found | None = None  # by the policy that is trained, with its current weights; None = not asked for
-    ref: Found | None = None  # by the reference policy; None = not asked for
+    old: TokenLogprobs | None = None  # by the policy that is trained, with its current weights; None = not asked for
+    ref: TokenLogprobs | None = None  # by the reference policy; None = not asked for
     seconds: dict[str, float] = field(default_factory=dict)  # by stage
 
 
@@ -47,7 +47,7 @@ class Annotations:
 class Update:
     """Results of an update."""
 
-    old: Found  # log-probabilities before the update, of the samples that came without them
+    old: TokenLogprobs  # log-probabilities before the update, of the samples that came without them
     metrics: dict[str, float]  # over all ranks
     notices: list[tuple[str, str]] = field(default_factory=list)  # (level, text) to show to the user
     seconds: dict[str, float] = field(default_factory=dict)  # by stage
@@ -62,7 +62,7 @@ class Gradient:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Cut:
+class MicrobatchOptions:
     """How a batch is cut into microbatches. The gradient must not depend on it."""
 
     token_budget: int = 0  # 0 = that of the learner
@@ -98,30 +98,45 @@ class Learner(Protocol):
     world: World  # the ranks that train together
 
     def annotate(self, groups: Sequence[Group], needs: Collection[str]) -> Annotations:
-        """Returns the log-probabilities named in `needs` ("old", "ref") of these groups' samples."""
+        """Computes log-probabilities of the groups' samples, without changing the groups.
+
+        `needs` may contain "old" (by the trained policy, with its current weights) and "ref" (by the reference policy).
+        The result has None for one that is not in `needs`.
+        """
 
     def update(self, batch: Batch, algo: Loss) -> Update:
-        """Trains on a batch, in epochs of one optimizer step per minibatch, and returns what happened."""
+        """Trains the weights in place: in every epoch one optimizer step per minibatch of the batch.
+
+        Returns metrics, notices for the user, seconds per stage, and the log-probabilities before the update ("old") of
+        samples that came without them.
+        """
 
     def compute_gradient(
-        self, batch: Batch, algo: Loss, cut: Cut | None = None, world: World | None = None
+        self, batch: Batch, algo: Loss, options: MicrobatchOptions | None = None, world: World | None = None
     ) -> Gradient:
-        """Returns the gradient of a batch of one minibatch. Weights and state stay unchanged.
+        """Returns the gradient and the metrics of a batch with one minibatch. Weights and state stay unchanged.
 
-        `cut` and `world` replace the learner's own for this call.
+        `options` says how the batch is cut into microbatches; None = as in `update`. `world` replaces the learner's
+        ranks for this call; None = its own.
         """
 
     def weights(self) -> LiveWeights:
-        """Returns the current weights, by Hugging Face name."""
+        """Returns the current weights, which yield (Hugging Face name, tensor) pairs. Nothing is copied."""
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Returns optimizer tensors by name, and numbers. With the weights, a resumed run needs nothing else."""
+        """Returns (tensors of the optimizer by name, counters by name).
+
+        A checkpoint stores both beside the weights, and a resumed run needs nothing else of the learner.
+        """
 
     def load_state(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> None:
-        """Restores what `state` returned. Other code loads the weights."""
+        """Restores the tensors and counters that `state` returned. The caller loads the weights."""
 
     def snapshot(self) -> Snapshot:
-        """Returns a copy of weights and state."""
+        """Returns a copy of weights, optimizer state, counters and reference, in host memory."""
 
     def restore(self, snapshot: Snapshot) -> None:
-        """Takes over a snapshot, perhaps of a learner with other settings."""
+        """Replaces weights, optimizer state and counters by those of a snapshot.
+
+        The snapshot may come from a learner with other settings, such as another number type.
+        """

@@ -19,22 +19,26 @@ from cohort.models.functions import has_kernels
 
 
 def flash_forward(q: Tensor, k: Tensor, v: Tensor, runs: Runs) -> tuple[Tensor, Tensor]:
-    """q [T, H, D], k, v [S, K, D] -> output [T, H, D], and the log of each query's normaliser [H, T].
+    """Returns the attention output [T, H, D] and the log of each query's softmax normaliser [H, T].
 
-    The causal mask is aligned at the end: the last query of a sequence sees all of its keys.
+    q is [T, H, D]; k and v are [S, K, D], in the order of `runs`. The mask is causal and aligned at the end of each
+    sequence: its last query sees all of its keys, the query before it all but the last key.
     """
-    out, lse, *_ = torch.ops.aten._flash_attention_forward(q, k, v, *_kernel_edges(runs), 0.0, True, False)
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(q, k, v, *_edge_arguments(runs), 0.0, True, False)
     return out, lse
 
 
 def flash_backward(
     d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, runs: Runs
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the gradients of q, k and v. `out` and `lse` are the results of `flash_forward`."""
+    """Returns the gradients of q [T, H, D], k and v [S, K, D], given the gradient `d_out` of the output.
+
+    The other arguments are those of `flash_forward` and its two results, `out` and `lse`.
+    """
     # Random state of the dropout. There is no dropout, but the kernel wants the tensors.
     state = torch.empty(2, dtype=torch.uint64, device=q.device)
     unused = torch.empty(0, dtype=torch.uint64, device=q.device)
-    edges = _kernel_edges(runs)
+    edges = _edge_arguments(runs)
     return torch.ops.aten._flash_attention_backward(d_out, q, k, v, out, lse, *edges, 0.0, True, state, unused)
 
 
@@ -43,36 +47,49 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, runs):  # type: ignore[no-untyped-def]
-        """q [T, H, D], k, v [T, K, D] -> output [T, H, D]."""
-        out, lse = flash_forward(q, _gather_seen(k, runs), _gather_seen(v, runs), runs)
+        """Returns the attention output [T, H, D], for q [T, H, D] and k, v [T, K, D] in the order of the packed stream.
+
+        `runs` says which queries see which keys. q, k, v and the results are saved for `backward`.
+        """
+        out, lse = flash_forward(q, _copy_for_spans(k, runs), _copy_for_spans(v, runs), runs)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.runs = runs
         return out
 
     @staticmethod
     def backward(ctx, d_out):  # type: ignore[no-untyped-def]
-        """Returns the gradients of q, k and v, and None for `runs`."""
+        """Returns the gradients of q, k and v, and None for `runs`, which has no gradient."""
         q, k, v, out, lse = ctx.saved_tensors
         runs = ctx.runs
         # No names for the gathered tensors, so that they are freed as soon as the kernel has run.
         d_q, d_k, d_v = flash_backward(
-            d_out.contiguous(), q, _gather_seen(k, runs), _gather_seen(v, runs), out, lse, runs
+            d_out.contiguous(), q, _copy_for_spans(k, runs), _copy_for_spans(v, runs), out, lse, runs
         )
         return d_q, *((d_k, d_v) if runs.copies is None else add_up_copies(d_k, d_v, runs.copies)), None
 
 
-def _kernel_edges(runs: Runs) -> tuple[Tensor, Tensor, int, int]:
-    """Returns (query edges, key edges, most queries, most keys), in the order of the kernel's arguments."""
+def _edge_arguments(runs: Runs) -> tuple[Tensor, Tensor, int, int]:
+    """Returns the four arguments that describe the sequences to the kernels, in the order in which these take them.
+
+    They are the edges of the queries, the edges of the keys, the most queries and the most keys of one sequence.
+    """
     return runs.query_edges, runs.key_edges, runs.max_queries, runs.max_keys
 
 
-def _gather_seen(x: Tensor, runs: Runs) -> Tensor:
-    """[T, K, D] -> [S, K, D]: keys or values in the order in which the spans see them."""
+def _copy_for_spans(x: Tensor, runs: Runs) -> Tensor:
+    """Returns keys or values [S, K, D] in the order in which the spans see them. `x` [T, K, D] is in stream order.
+
+    Those of a shared prompt occur once per sample. If no prompt is shared, `x` itself is returned.
+    """
     return x if runs.copies is None else x.index_select(0, runs.copies.stream_index)
 
 
 def add_up_copies(d_k: Tensor, d_v: Tensor, copies: Copies) -> Sequence[Tensor]:
-    """Returns the gradients of k and v [T, K, D] from those of their copies [S, K, D], added up in fp32."""
+    """Returns the gradients of k and of v for the packed stream [T, K, D], from those of the copied keys [S, K, D].
+
+    Each token gets the sum over its copies, which `copies` lists. The sum is formed in fp32 or wider and returned in
+    the type of the input.
+    """
     if has_kernels(d_k):
         from cohort.learner import kernels
 
@@ -84,7 +101,10 @@ def add_up_copies(d_k: Tensor, d_v: Tensor, copies: Copies) -> Sequence[Tensor]:
 
 
 def make_flash_attention(runs: Runs) -> Callable[[int, Tensor, Tensor, Tensor], Tensor]:
-    """Returns the `attend` function of the decoder for one microbatch."""
+    """Returns the function attend(layer, q, k, v) with which the decoder attends over one microbatch by flash kernels.
+
+    `runs` says which queries see which keys.
+    """
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [T, K, g, D], k, v [T, K, D] -> [T, K, g, D]."""

@@ -34,10 +34,11 @@ def gradient_through_head(
     temperature: float,
     gradient: GradientFunction,
 ) -> Tensor:
-    """Returns the gradient on hidden [N, d] of a loss that is a sum over tokens.
+    """Returns the gradient of the loss on the hidden states [N, d]. The loss must be a sum over the N rows.
 
-    The gradient of the head `weight` [V, d] is added to `d_weight` [V, d]; None = the head is frozen. The logits of a
-    chunk serve both directions while they exist, so they are computed once.
+    The gradient of the head `weight` [V, d] is added to `d_weight` [V, d] in place; None = the head is frozen.
+    `targets` [N] are token ids. `gradient` returns the gradients of the loss on log-probabilities and entropies of some
+    rows. It is called once per chunk of rows, while the chunk's logits exist, so that these are computed once.
     """
     d_hidden = torch.zeros_like(hidden)
     for rows in _split_rows(hidden, weight):
@@ -58,7 +59,12 @@ ChunkGradientFunction = Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]
 def _logits_gradient(
     hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, loss_gradient: ChunkGradientFunction
 ) -> Tensor:
-    """Returns the gradient on a chunk's logits [n, V]. `hidden` [n, d] and `targets` [n] are those of the chunk."""
+    """Returns the gradient of the loss on the logits [n, V] of one chunk, before the division by `temperature`.
+
+    `hidden` [n, d] and `targets` [n] (token ids) are the rows of the chunk; `weight` [V, d] is the head.
+    `loss_gradient` maps log-probabilities and entropies [n] to the gradients of the loss on both. The result has the
+    type of `hidden`.
+    """
     logits = _compute_logits(hidden, weight, temperature)
     top = logits.amax(dim=-1, keepdim=True)
     # Not normalised here: the sum goes into factors of shape [n], which cost less than a division of [n, V].
@@ -82,7 +88,7 @@ def _logits_gradient(
 def _logits_gradient_by_kernels(
     hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, loss_gradient: ChunkGradientFunction
 ) -> Tensor:
-    """Does the same as `_logits_gradient` with Triton kernels.
+    """Returns the same as `_logits_gradient`, by Triton kernels.
 
     The logits are read twice, and the result is the only other tensor of their size.
     """
@@ -95,7 +101,10 @@ def _logits_gradient_by_kernels(
 
 
 def _split_rows(hidden: Tensor, weight: Tensor) -> list[slice]:
-    """Returns the rows of `hidden` as chunks whose logits stay within the limit."""
+    """Returns slices that cut the rows of `hidden` [N, d] into chunks of nearly equal size.
+
+    The logits of a chunk are at most CHUNK_LOGITS numbers (GPU_CHUNK_LOGITS on a GPU), or one row where a row has more.
+    """
     rows, vocab = hidden.shape[0], weight.shape[0]
     most = max(1, (GPU_CHUNK_LOGITS if hidden.is_cuda else CHUNK_LOGITS) // vocab)
     # Chunks of equal size, because a last chunk of a few rows would cost nearly as much as a full one.
@@ -113,9 +122,10 @@ def _compute_logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tenso
 def token_logprobs(
     hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0, with_entropy: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """hidden [N, d], weight [V, d], targets [N] -> log p(target) [N] and entropy [N], without gradient.
+    """Returns (log p(target) [N], entropy of the next-token distribution [N]) for hidden [N, d], without gradient.
 
-    Without `with_entropy` the entropy may be zeros.
+    `weight` [V, d] is the head, `targets` [N] are token ids. The logits are divided by `temperature`. Without
+    `with_entropy` the entropies are not meant to be used: they may be zeros.
     """
     wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     logprobs, entropy = torch.zeros(2, len(hidden), dtype=wide, device=hidden.device)

@@ -24,7 +24,11 @@ VOCAB_BLOCK = 4096
 def _logprobs_and_entropy_kernel(
     logits_ptr, target_ptr, logprob_ptr, entropy_ptr, log_z_ptr, V, temperature, BLOCK: tl.constexpr
 ):
-    """Computes one row of `logprobs_and_entropy` per program, with one pass over its logits."""
+    """Computes, per program, log p(target), entropy and log normaliser of one row of logits [N, V] / temperature.
+
+    The results go to entry `row` of logprob_ptr, entropy_ptr and log_z_ptr. target_ptr has the token id per row. The
+    logits are read once, BLOCK at a time.
+    """
     # Running sums are relative to the largest logit so far. When a larger one comes, `fade` scales the earlier sums.
     row = tl.program_id(0).to(tl.int64)
     top = tl.full([], float("-inf"), tl.float32)
@@ -50,9 +54,9 @@ def _logprobs_and_entropy_kernel(
 
 
 def logprobs_and_entropy(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns log p(target), entropy and log of the normaliser of each row of logits [N, V] / temperature.
+    """Returns (log p(target), entropy, log of the softmax normaliser) of each row of logits [N, V] / temperature.
 
-    Each result is [N] in fp32. `targets` [N] has the token id per row.
+    Each result is [N] in fp32. `targets` [N] has one token id per row.
     """
     N, V = logits.shape
     logprobs, entropy, log_z = torch.empty(3, N, dtype=torch.float32, device=logits.device)
@@ -76,7 +80,12 @@ def _logits_gradient_kernel(
     logits_ptr, target_ptr, entropy_ptr, log_z_ptr, g_ptr, e_ptr, out_ptr, V, temperature,
     ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Computes one row and one block of the vocabulary of `logits_gradient` per program. ENTROPY: `e_ptr` is used."""
+    """Computes, per program, the gradient on BLOCK logits of one row and writes it to out_ptr [N, V].
+
+    g_ptr [N] and e_ptr [N] have the gradients of the loss on log p(target) and on the entropy. entropy_ptr and
+    log_z_ptr [N] are results of the forward kernel. ENTROPY = whether the entropy has a gradient; if not, e_ptr is not
+    read.
+    """
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     here = at < V
@@ -100,9 +109,10 @@ def logits_gradient(
     temperature: float,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Returns the gradient on logits [N, V], in `dtype`, of a loss with these gradients on log p(target) and entropy.
+    """Returns the gradient of a loss on logits [N, V], before the division by `temperature`, in `dtype`.
 
-    `entropy` and `log_z` [N] are results of `logprobs_and_entropy`. `d_entropy` None = no gradient on the entropy.
+    `d_logprobs` and `d_entropy` [N] are the gradients of the loss on log p(target) and on the entropy; `d_entropy` None
+    = the loss does not depend on the entropy. `entropy` and `log_z` [N] are results of `logprobs_and_entropy`.
     """
     N, V = logits.shape
     out = torch.empty(N, V, dtype=dtype, device=logits.device)
@@ -119,7 +129,11 @@ def logits_gradient(
 
 @triton.jit
 def _sum_copies_kernel(k_ptr, v_ptr, back_ptr, edges_ptr, k_out_ptr, v_out_ptr, W: tl.constexpr, BLOCK: tl.constexpr):
-    """Adds up the copies of one token per program, in fp32. W is the number of entries of a row of k and v."""
+    """Adds up, per program, the rows of k and of v that are copies of one token, and writes both sums.
+
+    The sums go to row `token` of k_out_ptr and v_out_ptr. The numbers of the copied rows are back_ptr[edges_ptr[token]
+    : edges_ptr[token + 1]]. Sums are in fp32. W is the number of entries of a row, BLOCK the next power of two.
+    """
     token = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     here = at < W
@@ -134,7 +148,11 @@ def _sum_copies_kernel(k_ptr, v_ptr, back_ptr, edges_ptr, k_out_ptr, v_out_ptr, 
 
 
 def sum_copies(k: Tensor, v: Tensor, copies: Copies) -> tuple[Tensor, Tensor]:
-    """Returns, for k and for v, the sum of each token's copies: [S, K, D] -> [T, K, D], always in the same order."""
+    """Returns, for k and for v, the sum of each token's copies: [S, K, D] -> [T, K, D], in the type of the input.
+
+    `copies` says which of the S rows are copies of which of the T tokens. The order of summation is fixed, so that the
+    result is always the same to the last bit.
+    """
     assert k.is_contiguous() and v.is_contiguous()
     T, W = len(copies.token_edges) - 1, k[0].numel()
     out = k.new_empty(T, *k.shape[1:]), v.new_empty(T, *v.shape[1:])

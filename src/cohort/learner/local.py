@@ -25,8 +25,8 @@ from cohort.data.pack import longest_sample, make_batch, pack, pack_minibatch, w
 from cohort.data.transfer import copy_to_device
 from cohort.errors import TrainingStopped
 from cohort.learner.backend import make_backend
-from cohort.learner.base import Annotations, Cut, Gradient, LiveWeights, Snapshot, Update
-from cohort.learner.minibatch import MinibatchResult, TokenLoss, make_found, repack, scatter_to_samples
+from cohort.learner.base import Annotations, Gradient, LiveWeights, MicrobatchOptions, Snapshot, Update
+from cohort.learner.minibatch import MinibatchResult, TokenLoss, make_token_logprobs, repack, scatter_to_samples
 from cohort.learner.optim import Optimizer, global_norm, learning_rate
 from cohort.learner.plan import MemoryPlan
 from cohort.models.auto import AnyDecoder
@@ -95,9 +95,9 @@ class LocalLearner:
         return self.backend.optimizer
 
     def apply_plan(self, plan: MemoryPlan | None) -> None:
-        """Takes token budget and recomputation from a memory plan. The first update reports how far off the plan was.
+        """Sets the token budget and whether activations are recomputed, as the memory plan says; None changes nothing.
 
-        None (on a CPU) changes nothing.
+        The first update then reports how far off the plan was. A learner on a CPU has no plan.
         """
         self.plan = plan
         if plan is not None:
@@ -106,7 +106,7 @@ class LocalLearner:
     # ---- the step --------------------------------------------------------------------------------------------
 
     def annotate(self, groups: Sequence[Group], needs: Collection[str]) -> Annotations:
-        """Returns the log-probabilities named in `needs`; the "old" ones are those of the current policy.
+        """Returns log-probabilities of the samples: "old" by the current policy, "ref" by the reference, if in `needs`.
 
         Samples that `make_batch` leaves out, such as failed and empty ones, get none.
         """
@@ -117,14 +117,18 @@ class LocalLearner:
             minibatch = pack_minibatch(batch, 0, self.token_budget, self.config.prefix_sharing)
             if "old" in needs:
                 self._annotated_at = self.update_index
-                old = make_found(batch, self._compute_logprobs(minibatch))
+                old = make_token_logprobs(batch, self._compute_logprobs(minibatch))
             if "ref" in needs:
                 with self.backend.as_reference(self.reference):
-                    ref = make_found(batch, self._compute_logprobs(minibatch))
+                    ref = make_token_logprobs(batch, self._compute_logprobs(minibatch))
         return Annotations(old=old, ref=ref, seconds={"annotate": time.perf_counter() - begin})
 
     def update(self, batch: Batch, algo: Loss) -> Update:
-        """Trains on a batch: per epoch one optimizer step per minibatch. Returns what happened."""
+        """Trains the weights in place: in every epoch one optimizer step per minibatch of the batch.
+
+        Returns metrics over all ranks, notices for the user, seconds per stage, and the log-probabilities before the
+        update of samples that came without them.
+        """
         begin = time.perf_counter()
         parts = pack(batch, self.token_budget, self.config.prefix_sharing)
         packed = time.perf_counter()
@@ -157,23 +161,24 @@ class LocalLearner:
         self._refresh_reference()
         notices, self._notices = self._notices, []
         return Update(
-            old=make_found(batch, {n: values for n, values in old_logprobs.items() if n not in known}),
+            old=make_token_logprobs(batch, {n: values for n, values in old_logprobs.items() if n not in known}),
             metrics=dict(sorted((tally.merge_ranks(self.world).to_metrics() | steps.to_metrics()).items())) | packs,
             notices=notices,
             seconds={"pack": packed - begin, "update": time.perf_counter() - packed},
         )
 
     def compute_gradient(
-        self, batch: Batch, algo: Loss, cut: Cut | None = None, world: World | None = None
+        self, batch: Batch, algo: Loss, options: MicrobatchOptions | None = None, world: World | None = None
     ) -> Gradient:
-        """Returns the gradient of a batch of one minibatch, without an optimizer step.
+        """Returns the gradient (summed over ranks) and this rank's metrics of a batch with one minibatch.
 
-        `cut` says how the batch is cut into microbatches. `world` replaces the learner's world for this call.
+        No optimizer step is made. `options` says how the batch is cut into microbatches; None = as in `update`. `world`
+        replaces the learner's ranks for this call; None = its own.
         """
-        cut, own_world = cut or Cut(), self.world
-        budget = max(cut.token_budget or self.token_budget, longest_sample(batch))
-        minibatch = pack_minibatch(batch, 0, budget, self.config.prefix_sharing and cut.share)
-        if cut.backwards:
+        options, own_world = options or MicrobatchOptions(), self.world
+        budget = max(options.token_budget or self.token_budget, longest_sample(batch))
+        minibatch = pack_minibatch(batch, 0, budget, self.config.prefix_sharing and options.share)
+        if options.backwards:
             minibatch = replace(minibatch, microbatches=minibatch.microbatches[::-1])
         try:
             self.world = world or own_world
@@ -186,16 +191,16 @@ class LocalLearner:
         return Gradient(tensors=tensors, metrics=metrics)
 
     def _refresh_reference(self) -> None:
-        """Copies the current policy into the reference when `refresh_every` steps have passed."""
+        """Copies the current policy into the reference every `refresh_every` steps. Does nothing at other steps."""
         updates_per_refresh = self.refresh_every * self.config.epochs * self.config.minibatches
         if self.reference is not None and updates_per_refresh and self.update_index % updates_per_refresh == 0:
             self.reference.load_state_dict(self.decoder.state_dict())
 
     def _add_old_logprobs(self, minibatch: Minibatch, old_logprobs: dict[int, Floats]) -> Minibatch:
-        """Returns the minibatch with the log-probabilities of the policy before the first update.
+        """Returns the minibatch with the log-probabilities before the step's first update in its microbatches.
 
-        `old_logprobs` has those computed so far, by sample number. Missing ones are computed with the current weights
-        and added to it.
+        `old_logprobs` has those computed so far, by sample number. If some are missing, they are computed with the
+        current weights and added to this dict. A minibatch that has them already is returned unchanged.
         """
         if all(m.old_logprobs is not None for m in minibatch.microbatches):
             return minibatch
@@ -204,21 +209,26 @@ class LocalLearner:
         return with_old_logprobs(minibatch, old_logprobs)
 
     def forward_backward(self, minibatch: Minibatch, algo: Loss) -> MinibatchResult:
-        """Computes the gradient of a minibatch, summed over ranks, into the masters. Returns metrics and logprobs.
+        """Computes the gradient of a minibatch, summed over ranks, and leaves it in the gradients of the masters.
 
-        Where memory runs out, it starts again with smaller microbatches.
+        Returns this rank's metrics and log-probabilities. Where memory runs out, it starts again with smaller
+        microbatches.
         """
         # Collective calls stay outside the retries: every rank makes each of them once, however often it starts again.
         c = minibatch.counts
         counts = torch.tensor([c.num_tokens, c.num_samples, c.num_prompts], dtype=torch.float64)
         num_tokens, num_samples, num_prompts = self.world.sum(counts).tolist()
         totals = Totals(num_tokens=num_tokens, num_samples=num_samples, num_prompts=num_prompts)
-        result = self._accumulate(minibatch, totals, algo)
-        self._sum_grads()
+        result = self._accumulate_gradients(minibatch, totals, algo)
+        self._sum_grads_over_ranks()
         return result
 
-    def _accumulate(self, minibatch: Minibatch, totals: Totals, algo: Loss) -> MinibatchResult:
-        """Adds up the gradients of all microbatches, in smaller ones after every failure for want of memory."""
+    def _accumulate_gradients(self, minibatch: Minibatch, totals: Totals, algo: Loss) -> MinibatchResult:
+        """Adds up the gradients of all microbatches of this rank, and returns metrics and log-probabilities.
+
+        Starts again with microbatches of about half the size whenever memory runs out. `totals` are the denominators of
+        the loss over all ranks.
+        """
         # Memory ran out before with microbatches of this size.
         if self._fitting_budget and minibatch.largest_microbatch > self._fitting_budget:
             minibatch = repack(minibatch, max(self._fitting_budget, minibatch.longest_sample))
@@ -231,16 +241,17 @@ class LocalLearner:
             minibatch = self._repack_smaller(minibatch, reason)
 
     def _repack_smaller(self, minibatch: Minibatch, reason: str) -> Minibatch:
-        """Returns the minibatch in microbatches of half the size, and remembers that size.
+        """Returns the minibatch in microbatches of about half the size, drops all gradients, and adds a warning.
 
-        `reason` is the message of the failure. Raises TrainingStopped where a single sample did not fit.
+        That size is remembered for later minibatches. `reason` is the message of the failure. Raises TrainingStopped if
+        the longest sample allows no smaller microbatches.
         """
         largest = minibatch.largest_microbatch
         budget = max(minibatch.longest_sample, largest // 2)
         if budget >= largest:
             raise TrainingStopped(
-                f"out of memory with a single sample of {minibatch.longest_sample} tokens in a microbatch: {reason} "
-                "Lower sampling.max_tokens, or use a smaller model."
+                f"out of memory with a single sample of {minibatch.longest_sample} tokens in a microbatch ({reason}). "
+                "Start a new run with a lower --sampling.max_tokens or a smaller model."
             )
         self.optimizer.zero_grad()
         if self.decoder.embed.is_cuda:
@@ -254,7 +265,11 @@ class LocalLearner:
         return repack(minibatch, budget)
 
     def _run_microbatches(self, minibatch: Minibatch, totals: Totals, algo: Loss) -> MinibatchResult:
-        """Computes and adds up the gradients of all microbatches once. Raises torch.OutOfMemoryError."""
+        """Zeroes the gradients and adds up those of all microbatches, one after the other.
+
+        Returns metrics and log-probabilities. `totals` are the denominators of the loss over all ranks. Raises
+        torch.OutOfMemoryError.
+        """
         self.optimizer.zero_grad()
         # If no weight has moved since the annotation, the current log-probabilities are the old ones, to the last bit.
         # The annotated ones are not: they come from another packing, with dead groups still in it.
@@ -273,10 +288,11 @@ class LocalLearner:
         return result
 
     def optim_step(self) -> dict[str, float]:
-        """Makes one optimizer step with the clipped gradient. Returns its metrics.
+        """Makes one optimizer step and returns its metrics (learning rate, gradient norm, what became of the step).
 
-        Without signal no step is made, because momentum alone would move the weights. A step with a non-finite
-        gradient is skipped. Raises TrainingStopped after MAX_BAD_UPDATES of these in a row.
+        The gradient is first scaled down to a norm of at most `optim.clip_norm` (0 = no limit). If it is exactly zero,
+        no step is made, because momentum alone would move the weights. If it is not finite, the step is skipped. Raises
+        TrainingStopped when MAX_BAD_UPDATES steps in a row were skipped.
         """
         lr = learning_rate(self.optim, self.update_index, self.num_updates)
         self.update_index += 1
@@ -285,8 +301,8 @@ class LocalLearner:
             self.num_bad += 1
             if self.num_bad >= MAX_BAD_UPDATES:
                 raise TrainingStopped(
-                    f"{self.num_bad} updates in a row had non-finite gradients; lower optim.lr, or resume from an "
-                    "earlier checkpoint"
+                    f"{self.num_bad} updates in a row had non-finite gradients. Start a new run with a lower "
+                    "--optim.lr, or move the newest checkpoints out of the run's folder and resume it."
                 )
             return {"updates/bad": 1.0, "lr": lr}
         self.num_bad = 0
@@ -298,13 +314,16 @@ class LocalLearner:
 
     @torch.no_grad()
     def _compute_logprobs(self, minibatch: Minibatch) -> dict[int, Floats]:
-        """Returns the log-probabilities [T] of every sample, by its number, of the backend's current policy."""
+        """Returns the log-probabilities [T] of each sample, by sample number; 0 where a token is no target.
+
+        They are those of the current policy, or of the reference inside `Backend.as_reference`.
+        """
         micros = minibatch.microbatches
         pieces = [(m.segments, self.backend.logprobs(m, self.temperature)) for m in micros]
         return scatter_to_samples(minibatch.batch, pieces)
 
-    def _sum_grads(self) -> None:
-        """Replaces the gradients by their sums over ranks."""
+    def _sum_grads_over_ranks(self) -> None:
+        """Replaces the gradients of the masters by their sums over all ranks, in place."""
         if self.world.size == 1:
             return
         # Every rank must join every sum, also one that had no microbatch and so has no gradient.
@@ -316,7 +335,10 @@ class LocalLearner:
     # ---- notices ---------------------------------------------------------------------------------------------
 
     def _report_layout(self, parts: Sequence[Minibatch]) -> None:
-        """Adds one notice, at the first update: how this run's batches are laid out, and why."""
+        """Adds one notice, at the first update: how many tokens it has, and whether and why prompts are shared.
+
+        `parts` are all minibatches of the update.
+        """
         micro = [m for minibatch in parts for m in minibatch.microbatches]
         if self._layout_reported or not micro:
             return
@@ -335,7 +357,11 @@ class LocalLearner:
 
     @contextmanager
     def _compare_with_plan(self, minibatch: Minibatch) -> Iterator[None]:
-        """Context around one update. After the first one it adds notices: the plan, and how far off it was."""
+        """Context around forward and backward of a minibatch. Where a memory plan is set, it measures the memory used.
+
+        It then adds two notices, the plan and by how many percent it was off, and drops the plan: later calls do
+        nothing.
+        """
         if self.plan is None or not minibatch.microbatches:
             yield
             return
@@ -354,11 +380,15 @@ class LocalLearner:
     # ---- weights and state -----------------------------------------------------------------------------------
 
     def weights(self) -> LiveWeights:
-        """Returns the current weights, by Hugging Face name."""
+        """Returns the current weights, which yield (Hugging Face name, tensor) pairs. Nothing is copied."""
         return LiveWeights(self.decoder)
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Returns optimizer tensors (and a reference that moves) by name, and the counters."""
+        """Returns (tensors by name, counters by name).
+
+        The tensors are the optimizer's, those of adapters, and those of the reference if it is refreshed during the
+        run.
+        """
         tensors = self.backend.state()
         # A reference that never moves is the initial model, which a resumed run loads again.
         if self.reference is not None and self.refresh_every:
@@ -367,21 +397,24 @@ class LocalLearner:
         return tensors, {**numbers, "optimizer_steps": self.optimizer.num_steps}
 
     def _restore_state(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> None:
-        """Restores counters, optimizer and adapters from a `state` or a snapshot."""
+        """Restores counters, optimizer and adapters from what `state` or `snapshot` returned, but not the reference."""
         self.update_index, self.num_bad = int(numbers["update_index"]), int(numbers["num_bad"])
         # Earlier annotations were made with other weights.
         self._annotated_at = -1
         self.backend.load_state(tensors, int(numbers["optimizer_steps"]))
 
     def load_state(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> None:
-        """Restores what `state` returned. Other code loads the weights."""
+        """Restores counters, optimizer, adapters and a refreshed reference from what `state` returned.
+
+        The caller loads the weights.
+        """
         self._restore_state(tensors, numbers)
         if self.reference is not None and self.refresh_every:
             for name, p in self.reference.named_parameters():
                 p.data.copy_(tensors[REFERENCE_PREFIX + name])
 
     def snapshot(self) -> Snapshot:
-        """Returns a copy of weights and state, on the host."""
+        """Returns a copy of weights, optimizer state, counters and reference, in host memory."""
         tensors, numbers = self.state()
         # All masters, also those that are the weights: the weights of another learner may have another type.
         masters = {f"master/{name}": master for name, master in self.optimizer.masters.items()}
@@ -394,7 +427,10 @@ class LocalLearner:
         )
 
     def restore(self, snapshot: Snapshot) -> None:
-        """Takes over a snapshot, perhaps of a learner with other settings."""
+        """Replaces weights (or adapters), optimizer state, counters and reference by those of a snapshot.
+
+        The snapshot may come from a learner with other settings, such as another number type.
+        """
         self.num_updates = snapshot.num_updates
         if self.adapters is None:
             self.decoder.load_state_dict(snapshot.weights)

@@ -15,7 +15,7 @@ from cohort.algos.inputs import LossInputs
 from cohort.algos.tally import Tally
 from cohort.data.batch import Batch, Floats, Microbatch, Minibatch
 from cohort.data.pack import pack_minibatch, with_old_logprobs
-from cohort.learner.base import Found
+from cohort.learner.base import TokenLogprobs
 
 
 @dataclass(kw_only=True, slots=True)
@@ -44,14 +44,15 @@ class TokenLoss:
         self.result = result
 
     def compute_gradient(self, rows: slice, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Returns the gradients of the loss on these rows' log-probabilities and entropies; None = no gradient.
+        """Returns the gradients [n] of the loss on the log-probabilities and on the entropies of some targets.
 
-        Metrics and log-probabilities of the rows are added to the result.
+        `rows` says which of the microbatch's N targets these are; `logprobs` and `entropy` are [n]. The second item is
+        None if the loss does not depend on the entropy. Metrics and log-probabilities are added to `self.result`.
         """
         leaves = [x.detach().requires_grad_() for x in (logprobs, entropy)]
         # The backend calls this while gradients are off.
         with torch.enable_grad():
-            loss, metrics = self.algo.loss(self._inputs(rows, *leaves))
+            loss, metrics = self.algo.loss(self._make_inputs(rows, *leaves))
         self.result.tally.merge(metrics)
         self.result.logprob_pieces.append((self.micro.segments[rows], logprobs))
         d_logprobs, d_entropy = torch.autograd.grad(loss, leaves, allow_unused=True)
@@ -59,8 +60,8 @@ class TokenLoss:
         self.result.tally.add_sum("signal", d_logprobs.abs())
         return d_logprobs, d_entropy
 
-    def _inputs(self, rows: slice, logprobs: Tensor, entropy: Tensor) -> LossInputs:
-        """Returns what the loss sees of these rows, in the type of `logprobs`."""
+    def _make_inputs(self, rows: slice, logprobs: Tensor, entropy: Tensor) -> LossInputs:
+        """Returns the inputs of the algorithm's loss for the targets `rows`, converted to the type of `logprobs`."""
         micro = self.micro
         return LossInputs(
             logprobs=logprobs,
@@ -76,9 +77,10 @@ class TokenLoss:
 
 
 def scatter_to_samples(batch: Batch, pieces: Sequence[tuple[Tensor, Tensor]]) -> dict[int, Floats]:
-    """Returns values of targets as one array [T] per sample, by its number; 0 where a token is no target.
+    """Returns one array [T] per sample, by sample number, with values at its targets and 0 at other tokens.
 
-    `pieces` are (segments, values) of targets. The targets of a sample must follow each other, in their order.
+    `pieces` are pairs (sample number of each target, value of each target). The targets of a sample must follow each
+    other, in their order, perhaps across pieces.
     """
     by_sample: dict[int, Floats] = {}
     if not pieces:
@@ -94,13 +96,16 @@ def scatter_to_samples(batch: Batch, pieces: Sequence[tuple[Tensor, Tensor]]) ->
     return by_sample
 
 
-def make_found(batch: Batch, values: Mapping[int, Floats]) -> Found:
-    """Returns log-probabilities [T] by sample number as a record with sample ids."""
-    return Found(ids=[batch.ids[n] for n in values], logprobs=[row.tolist() for row in values.values()])
+def make_token_logprobs(batch: Batch, values: Mapping[int, Floats]) -> TokenLogprobs:
+    """Returns log-probabilities [T], given by sample number, as a record that names the samples by their ids."""
+    return TokenLogprobs(ids=[batch.ids[n] for n in values], logprobs=[row.tolist() for row in values.values()])
 
 
 def repack(minibatch: Minibatch, budget: int) -> Minibatch:
-    """Returns the minibatch in microbatches of at most `budget` tokens. Old log-probabilities that it has are kept."""
+    """Returns the minibatch cut again, into microbatches of at most `budget` tokens.
+
+    Old log-probabilities in its microbatches are kept.
+    """
     repacked = pack_minibatch(minibatch.batch, minibatch.index, budget, minibatch.share_prompts)
     old = [(m.segments, m.old_logprobs) for m in minibatch.microbatches if m.old_logprobs is not None]
     return with_old_logprobs(repacked, scatter_to_samples(minibatch.batch, old)) if old else repacked

@@ -17,6 +17,8 @@ from cohort.models.functions import Collector, add_product
 def learning_rate(config: OptimConfig, update: int, num_updates: int) -> float:
     """Returns the learning rate of update number `update` (from 0) of `num_updates`.
 
+    It rises over the first `config.warmup` updates and then follows `config.schedule`.
+
     >>> c = OptimConfig(lr=1.0, warmup=4, schedule="linear")
     >>> [learning_rate(c, i, 8) for i in range(8)]
     [0.25, 0.5, 0.75, 1.0, 1.0, 0.75, 0.5, 0.25]
@@ -47,15 +49,16 @@ class Optimizer:
         self.num_steps = 0
 
     def zero_grad(self) -> None:
-        """Removes all gradients, of parameters and of masters."""
+        """Removes all gradients of parameters and of masters: they are None afterwards."""
         for name, p in self.params.items():
             p.grad = None
             self.masters[name].grad = None
 
     def collect_grads(self) -> None:
-        """Adds a microbatch's gradients of low-precision parameters to their masters' and removes them.
+        """Adds the gradients of low-precision parameters to those of their fp32 masters, and removes them.
 
-        Gradients that a collector has taken already are not there any more.
+        It is called after every microbatch. Gradients that a collector (see `collectors`) has added already are None
+        here.
         """
         for name, p in self.params.items():
             master = self.masters[name]
@@ -64,48 +67,58 @@ class Optimizer:
                 p.grad = None
 
     def collectors(self) -> dict[str, Collector]:
-        """Returns, by name of each low-precision matrix, a function that adds its gradient to its master's in fp32.
+        """Returns, by parameter name, a function per low-precision matrix that adds its gradient to its master's.
 
-        The function takes the gradient of the product's output and the product's input.
+        For a product x W^T, the function is called with the gradient [T, n] of the product and with x [T, d], in place
+        of autograd's gradient of W. The sum is formed in fp32.
         """
         low_precision = [n for n, p in self.params.items() if p.ndim > 1 and self.masters[n] is not p]
         return {n: partial(self._add_to_master_grad, n) for n in low_precision}
 
     def _add_to_master_grad(self, name: str, grad: Tensor, x: Tensor) -> None:
-        """Adds grad^T x, the gradient of the matrix `name`, to its master's gradient."""
+        """Adds grad^T x to the gradient of the master of the matrix `name`.
+
+        `grad` [T, n] is the gradient of a product x W^T, and x [T, d] its input, so grad^T x is the gradient of W.
+        """
         add_product(self._ensure_grad(name).flatten(0, -2), grad, x)
 
     def master_grad(self, param: Tensor) -> Tensor:
-        """Returns the gradient of a parameter's master, for code that forms a gradient by hand and adds it there."""
+        """Returns the gradient tensor of a parameter's master, to which the caller may add in place.
+
+        It is filled with zeros if there was none.
+        """
         return self._ensure_grad(next(n for n, p in self.params.items() if p is param))
 
     def _ensure_grad(self, name: str) -> Tensor:
-        """Returns the gradient of a master; makes it, filled with zeros, where there is none."""
+        """Returns the gradient tensor of the master `name`. If there is none, makes one of zeros."""
         master = self.masters[name]
         if master.grad is None:
             master.grad = torch.zeros_like(master)
         return master.grad
 
     def grads(self) -> list[Tensor]:
-        """Returns the gradients of the masters that have one."""
+        """Returns the gradients of the masters, without those that have none."""
         return [m.grad for m in self.masters.values() if m.grad is not None]
 
     @torch.no_grad()
     def step(self, lr: float, scale: float) -> None:
-        """Updates masters and parameters once, with the gradients multiplied by `scale` in place."""
+        """Makes one AdamW step with learning rate `lr`, after multiplying the gradients by `scale` in place.
+
+        Low-precision parameters are then rounded from their masters. Masters without gradient stay unchanged.
+        """
         if scale != 1.0:
             torch._foreach_mul_(self.grads(), scale)
         self.num_steps += 1
         trained = [n for n, m in self.masters.items() if m.grad is not None]
         # Weight decay is for matrices; norms and biases are not shrunk.
-        self._adamw([n for n in trained if self.masters[n].ndim > 1], lr, self.config.weight_decay)
-        self._adamw([n for n in trained if self.masters[n].ndim <= 1], lr, 0.0)
+        self._apply_adamw([n for n in trained if self.masters[n].ndim > 1], lr, self.config.weight_decay)
+        self._apply_adamw([n for n in trained if self.masters[n].ndim <= 1], lr, 0.0)
         for name, p in self.params.items():
             if self.masters[name] is not p:
                 p.copy_(self.masters[name])
 
-    def _adamw(self, names: list[str], lr: float, weight_decay: float) -> None:
-        """Updates the masters `names` by AdamW, in place.
+    def _apply_adamw(self, names: list[str], lr: float, weight_decay: float) -> None:
+        """Updates the masters `names` and their moments by AdamW, in place.
 
         It calls torch's kernel directly: torch's optimizer class imports the compiler, which takes a second per start.
         """
@@ -130,7 +143,10 @@ class Optimizer:
         )
 
     def state(self) -> dict[str, Tensor]:
-        """Returns the moments, and the masters that are copies, by parameter name, in full shape."""
+        """Returns, by name, the two moments of each parameter, and the masters of low-precision parameters.
+
+        The names are "exp_avg/...", "exp_avg_sq/..." and "master/...", followed by the parameter's name.
+        """
         tensors: dict[str, Tensor] = {}
         for name, master in self.masters.items():
             tensors |= dict(zip(_moment_keys(name), self.moments[name], strict=True))
@@ -139,7 +155,10 @@ class Optimizer:
         return tensors
 
     def load_state(self, tensors: Mapping[str, Tensor], num_steps: int) -> None:
-        """Restores what `state` returned, and the number of steps made. Raises RunError where a moment is missing."""
+        """Restores what `state` returned. `num_steps` is the number of optimizer steps that were made until then.
+
+        Raises RunError where a moment is missing. A master that is missing stays as it was.
+        """
         self.num_steps = num_steps
         for name, master in self.masters.items():
             # A snapshot has masters of all parameters, a checkpoint only those that are copies.
@@ -147,12 +166,15 @@ class Optimizer:
                 master.data.copy_(tensors[f"master/{name}"])
             for key, moment in zip(_moment_keys(name), self.moments[name], strict=True):
                 if key not in tensors:
-                    raise RunError(f"the checkpoint's optimizer state lacks {key}; use an earlier checkpoint")
+                    raise RunError(
+                        f'the optimizer state of the checkpoint lacks the tensor "{key}". Move this checkpoint out of '
+                        "the run's folder checkpoints, then resume the run: it continues from the one before."
+                    )
                 moment.copy_(tensors[key])
 
 
 def _moment_keys(name: str) -> tuple[str, str]:
-    """Returns the names of a parameter's first and second moment in the state."""
+    """Returns the names under which `Optimizer.state` stores a parameter's first and second moment."""
     return f"exp_avg/{name}", f"exp_avg_sq/{name}"
 
 
@@ -162,5 +184,5 @@ def _make_master(p: nn.Parameter) -> nn.Parameter:
 
 
 def global_norm(tensors: list[Tensor]) -> float:
-    """Returns the Euclidean norm of all entries of all tensors together; 0 where there are none."""
+    """Returns the Euclidean norm of all entries of all tensors together; 0 for an empty list."""
     return float(torch.stack(torch._foreach_norm(tensors)).double().norm()) if tensors else 0.0

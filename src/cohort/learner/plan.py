@@ -52,16 +52,19 @@ class MemoryPlan:
 
     @property
     def peak(self) -> int:
-        """Memory while training. KV that is kept takes its part then too, although it is not used."""
+        """The most bytes in use while training: state, update, and KV memory if it is kept between rollouts."""
         return self.state + self.update + (self.kv if self.keep_kv else 0)
 
     def update_bytes_for(self, tokens: int) -> int:
-        """Returns `update` for a largest microbatch of `tokens`, which may be fewer than the token budget."""
+        """Returns the bytes that an update needs besides the state if its largest microbatch has `tokens` tokens.
+
+        This is less than `update` where `tokens` is below the token budget.
+        """
         return self.update - (self.token_budget - tokens) * self.per_token
 
     @property
     def description(self) -> str:
-        """The plan in one line, for the log."""
+        """The plan as one line for the log: memory used of memory available, its parts, and tokens per microbatch."""
         gib = 2**30
         parts = [
             f"memory plan: {self.peak / gib:.1f} of {self.available / gib:.1f} GiB while training "
@@ -73,12 +76,12 @@ class MemoryPlan:
 
 
 def num_params(c: ModelConfig) -> int:
-    """Returns the number of parameters in matrices. Norms and biases are a thousandth of them and not counted."""
+    """Returns the number of parameters in all matrices of a model. Norms and biases (a thousandth) do not count."""
     return count_layer_params(c) + (1 if c.tied else 2) * c.vocab_size * c.hidden
 
 
 def state_bytes(demand: MemoryDemand) -> int:
-    """Returns the bytes of weights (of the reference too), frozen weights, masters and moments."""
+    """Returns the bytes that are in use all the time: weights, reference, frozen weights, masters and AdamW moments."""
     params = num_params(demand.model)
     num_trained = params if demand.num_trained is None else demand.num_trained
     # fp32 weights are their own masters. Adapters are fp32 masters beside the weights.
@@ -89,7 +92,10 @@ def state_bytes(demand: MemoryDemand) -> int:
 
 
 def kept_bytes_per_token(c: ModelConfig, bytes_per_number: int, recompute: bool) -> int:
-    """Returns the bytes per token that are kept from forward to backward, in all layers."""
+    """Returns the bytes per token that all layers together keep from the forward to the backward.
+
+    With `recompute` a layer keeps only its inputs, and computes the rest again in the backward.
+    """
     stream = 4 * c.hidden  # fp32
     ends = 3 * (4 + bytes_per_number) * c.hidden  # embedding, final norm and the input of the head
     # With recomputation only a layer's inputs are kept: the residual stream and what is to be added to it.
@@ -98,10 +104,10 @@ def kept_bytes_per_token(c: ModelConfig, bytes_per_number: int, recompute: bool)
 
 
 def layer_bytes_per_token(c: ModelConfig, bytes_per_number: int) -> int:
-    """Returns the bytes per token that one layer keeps for its backward.
+    """Returns the bytes per token that one layer keeps for its backward, without recomputation.
 
-    These are two sums of the residual stream, two normed inputs, q, k, v, mixed values with their normalisers, gate
-    and up.
+    They hold two sums of the residual stream, two normed inputs, q, k, v, mixed values with their normalisers, gate and
+    up.
     """
     heads = (2 * c.num_heads + 2 * c.num_kv_heads) * c.head_dim
     # Models that normalise q and k keep both from before the norm too.
@@ -110,19 +116,20 @@ def layer_bytes_per_token(c: ModelConfig, bytes_per_number: int) -> int:
 
 
 def work_bytes_per_token(c: ModelConfig, bytes_per_number: int, recompute: bool) -> int:
-    """Returns the bytes per token that exist only while a layer's backward runs.
+    """Returns the bytes per token that exist only while the backward of one layer runs.
 
-    These are the gradients of gate and up, their product computed again, and its gradient.
+    They hold the gradients of gate and up, their product computed again, and its gradient; with `recompute` also
+    everything that the layer computes again.
     """
     recomputed = layer_bytes_per_token(c, bytes_per_number) if recompute else 0
     return bytes_per_number * (4 * c.ff + 3 * c.hidden) + 3 * 4 * c.hidden + recomputed
 
 
 def head_bytes(demand: MemoryDemand, budget: int) -> int:
-    """Returns the bytes that the head needs for one chunk of logits of a microbatch of `budget` tokens.
+    """Returns the most bytes that the head needs for one chunk of logits of a microbatch of `budget` tokens.
 
-    At first these are the logits and their gradient. Later the logits are gone, and the chunk's gradient of the head
-    is there instead.
+    First the logits and their gradient are in memory. Later the logits are gone, and a gradient of the head's matrix is
+    there instead (unless only adapters are trained).
     """
     c = demand.model
     logits = min(GPU_CHUNK_LOGITS, budget * c.vocab_size)
@@ -133,8 +140,8 @@ def head_bytes(demand: MemoryDemand, budget: int) -> int:
 def update_bytes(demand: MemoryDemand, budget: int, recompute: bool) -> int:
     """Returns the bytes that training needs besides the state, with microbatches of `budget` tokens.
 
-    These are the masters' gradients, what is kept for the backward, and the larger of the needs of head and layers:
-    head and layers run one after the other.
+    They are the gradients of the masters, what is kept for the backward, and the work of head or layers, whichever
+    needs more: head and layers run one after the other. `recompute` = activations are computed again in the backward.
     """
     num_trained = num_params(demand.model) if demand.num_trained is None else demand.num_trained
     c, bytes_per_number = demand.model, demand.bytes_per_number
@@ -143,11 +150,11 @@ def update_bytes(demand: MemoryDemand, budget: int, recompute: bool) -> int:
 
 
 def plan_memory(demand: MemoryDemand, available: int, token_budget: int = 0) -> MemoryPlan:
-    """Returns the fastest way to use `available` bytes. `token_budget` 0 = the plan chooses it.
+    """Returns the fastest plan that fits into `available` bytes. `token_budget` 0 = the plan chooses it.
 
-    The first choice that leaves room for large microbatches is taken: nothing recomputed and KV kept; KV released
-    between rollouts; activations computed twice; both. If none does, the first that fits the longest sample is taken.
-    Raises ConfigError where not even one sample fits.
+    Four ways are tried in this order: nothing recomputed and KV kept; KV released between rollouts; activations
+    recomputed; both. The first that allows microbatches of GOOD_BUDGET tokens is taken, or else the first into which
+    the longest sample fits. Raises ConfigError where not even one sample fits.
     """
     state = state_bytes(demand)
     kv = count_kv_bytes(demand.model, demand.bytes_per_number) * demand.kv_tokens
@@ -170,14 +177,18 @@ def plan_memory(demand: MemoryDemand, available: int, token_budget: int = 0) -> 
                 )
     need = state + update_bytes(demand, least, True) + WORKSPACE_BYTES
     raise ConfigError(
-        f"the model does not fit: one microbatch of {least} tokens needs {need / USABLE_SHARE / 2**30:.1f} GiB "
-        f"(weights and optimizer {state / 2**30:.1f}) and the device has {available / 2**30:.1f}; use a smaller model, "
-        "shorter samples, or train adapters (--learner.lora.rank 16)."
+        f"the model does not fit: training with {least} tokens per microbatch needs "
+        f"{need / USABLE_SHARE / 2**30:.1f} GiB of GPU memory (weights and optimizer {state / 2**30:.1f}), and the "
+        f"device has {available / 2**30:.1f} GiB; use a smaller model, shorter samples (--sampling.max_tokens), "
+        "or train adapters (--learner.lora.rank 16)."
     )
 
 
 def _largest_fitting_budget(demand: MemoryDemand, room: int, recompute: bool, most: int) -> int:
-    """Returns the largest token budget up to `most` whose update needs at most `room` bytes; 0 if none does."""
+    """Returns the largest token budget up to `most` whose update needs at most `room` bytes; 0 if none does.
+
+    `recompute` = activations are computed again in the backward.
+    """
     # Bisection: the need grows with the budget.
     low, high = 0, most
     while low < high:

@@ -10,7 +10,7 @@ Range = tuple[float, float]
 
 
 def find_bounds(values: Sequence[float]) -> Range:
-    """Returns the lowest and the highest finite value, never equal, so that a flat curve can be drawn.
+    """Returns (lowest, highest) of the finite values, widened if they are equal, so that a flat curve can be drawn.
 
     >>> find_bounds([0.25, 0.75]), find_bounds([1.0]), find_bounds([])
     ((0.25, 0.75), (0.5, 1.5), (0.0, 1.0))
@@ -23,9 +23,9 @@ def find_bounds(values: Sequence[float]) -> Range:
 
 
 def find_cell(value: float, scale: Range, num: int) -> int:
-    """Returns the index of the cell that holds the value, if the scale is divided into `num` equal cells.
+    """Returns the index of the cell that holds the value, if the range `scale` is divided into `num` equal cells.
 
-    A value outside of the scale gets the first or the last cell.
+    A value outside of the range gets the first or the last cell.
 
     >>> [find_cell(v, (0.0, 1.0), 4) for v in (0.0, 0.3, 1.0)]
     [0, 1, 3]
@@ -35,9 +35,10 @@ def find_cell(value: float, scale: Range, num: int) -> int:
 
 
 def draw_braille(points: Sequence[tuple[float, float]], width: int, height: int, x: Range, y: Range) -> list[str]:
-    """Returns lines of text, top first, with the curve through the points (x, y). Averages points in the same column.
+    """Draws the curve through `points` with braille characters. Returns its lines of text, top first.
 
-    `x` and `y` are the ranges of the axes; `width` and `height` are in characters.
+    `points` are pairs (x, y), of which those in the same column of dots are averaged. `x` and `y` are the (lowest,
+    highest) values of the axes. `width` and `height` are in characters.
 
     >>> draw_braille([(0, 0.0), (1, 1.0)], 1, 1, (0, 1), (0.0, 1.0))
     ['⡜']
@@ -55,7 +56,10 @@ def draw_braille(points: Sequence[tuple[float, float]], width: int, height: int,
 
 
 def _average_columns(points: Sequence[tuple[float, float]], num: int, x: Range) -> list[tuple[int, float]]:
-    """Returns (column, mean value) of each column that has a point, from left to right."""
+    """Returns (column, mean value) of each column that has a point, from left to right.
+
+    The range `x` is divided into `num` columns. `points` are pairs (x, y); values that are not finite are left out.
+    """
     sums: dict[int, tuple[float, int]] = {}
     for position, value in points:
         # False for infinity and for NaN: these leave a gap in the curve.
@@ -67,7 +71,10 @@ def _average_columns(points: Sequence[tuple[float, float]], num: int, x: Range) 
 
 
 def _trace_line(start: tuple[int, int], end: tuple[int, int]) -> list[tuple[int, int]]:
-    """Returns the dots (column, row) of a line without holes. `start` is left out unless it is also the end."""
+    """Returns the dots (column, row) of a straight line without holes, ending with `end`.
+
+    `start` itself is left out, unless it is also the end.
+    """
     (c0, r0), (c1, r1) = start, end
     num = max(abs(c1 - c0), abs(r1 - r0), 1)
     return [(round(c0 + (c1 - c0) * i / num), round(r0 + (r1 - r0) * i / num)) for i in range(1, num + 1)]

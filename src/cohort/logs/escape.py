@@ -23,7 +23,7 @@ def escape_text(text: str, limit: int = 4000) -> str:
 
 
 def escape_line(text: str, limit: int = 200) -> str:
-    """Returns the text escaped as by `escape_text`, with newlines escaped too.
+    """Returns the text escaped as by `escape_text`, and newlines written as \\n, so that it is one line.
 
     >>> escape_line("a\\nb")
     'a\\\\nb'
@@ -32,7 +32,7 @@ def escape_line(text: str, limit: int = 200) -> str:
 
 
 def _escape_character(c: str) -> str:
-    """Returns a character, or its escape sequence if it could act on a terminal."""
+    """Returns a character, its escape sequence if it could act on a terminal, or four spaces for a tab."""
     if c == "\t":
         return "    "
     if c in _KEEP or unicodedata.category(c) not in ("Cc", "Cf", "Cs", "Zl", "Zp"):

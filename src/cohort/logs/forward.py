@@ -22,6 +22,10 @@ class _ForwardingHandler(logging.Handler):
         self._notice = notice
 
     def emit(self, record: logging.LogRecord) -> None:
+        """Calls `event` for a record of level WARNING or above, else `notice`, with the kind of event and the message.
+
+        The kind is made from the name of the logging package; "log" if the logger is "cohort" itself.
+        """
         # The package under `cohort`, for instance ["engines"]; empty for the logger "cohort" itself.
         part = record.name.split(".")[1:2]
         receive = self._event if record.levelno >= logging.WARNING else self._notice
@@ -30,7 +34,10 @@ class _ForwardingHandler(logging.Handler):
 
 @contextmanager
 def forward_logs(event: Receiver, notice: Receiver) -> Iterator[None]:
-    """Within this context, warnings of Cohort's own loggers go to `event`, and messages of level INFO to `notice`."""
+    """While this context is open, passes warnings of Cohort's loggers to `event` and INFO messages to `notice`.
+
+    Both are called with the kind of event, such as "engine", and the message. At the end the log level is restored.
+    """
     log = logging.getLogger("cohort")
     handler = _ForwardingHandler(event, notice)
     level = log.level

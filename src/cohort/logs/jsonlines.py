@@ -22,23 +22,28 @@ class JsonView:
         self._stream = stream
 
     def start(self, header: Header) -> None:
+        """Prints a line of the kind "start" with the facts of the header, without curve, evaluations and config."""
         self._write("start", **{k: v for k, v in asdict(header).items() if k not in _OMITTED})
 
     def show_phase(self, name: str) -> None:
-        pass
+        """Does nothing: phases are not printed."""
 
     def show_step(self, report: StepReport) -> None:
+        """Prints a line of the kind "step" with the step's number, remaining seconds and metrics."""
         self._write("step", step=report.step, num_steps=report.num_steps, eta=report.eta, metrics=report.metrics)
 
     def show_evaluation(self, evaluation: Evaluation) -> None:
+        """Prints a line of the kind "evaluation" with the results, without the answers to single problems."""
         # The answers to all problems are left out: they are long, and the run directory has them.
         fields = {k: v for k, v in evaluation.to_json().items() if k != "items"}
         self._write("evaluation", **fields)
 
     def show_event(self, step: int, kind: str, text: str) -> None:
+        """Prints a line of the kind "event" with step, kind of event and text."""
         self._write("event", step=step, event=kind, text=text)
 
     def finish(self, summary: Summary) -> None:
+        """Prints a line of the kind "finish" with the held-out accuracy before and after; null if not evaluated."""
         self._write(
             "finish",
             path=summary.path,
@@ -51,17 +56,23 @@ class JsonView:
         )
 
     def close(self) -> None:
+        """Flushes the stream. Does not close it."""
         self._stream.flush()
 
     def _write(self, kind: str, **fields: Any) -> None:
-        """Prints one line and flushes it, so that a program that reads a pipe gets it at once."""
+        """Prints `fields` as one JSON line with `kind` and the time, and flushes it.
+
+        A program that reads a pipe gets the line at once.
+        """
         line = json.dumps(replace_non_finite({"kind": kind, "time": time.time(), **fields}), allow_nan=False)
         self._stream.write(line + "\n")
         self._stream.flush()
 
 
 def replace_non_finite(value: Any) -> Any:
-    """Returns `value` with None in place of NaN and infinity, which JSON lacks. Looks into dicts, lists and tuples.
+    """Returns a copy of `value` with None in place of NaN and infinity, which JSON lacks.
+
+    Looks into dicts, lists and tuples; tuples become lists.
 
     >>> replace_non_finite({"loss": float("nan"), "lr": [0.5, float("inf")]})
     {'loss': None, 'lr': [0.5, None]}

@@ -36,6 +36,10 @@ class LiveView:
         self._begin = time.monotonic()
 
     def start(self, header: Header) -> None:
+        """Starts to draw the frame on the terminal, twice per second, from a thread of its own.
+
+        Curve and evaluations begin with those from before a resume.
+        """
         self._header = header
         self._values = dict(header.values)
         self._evaluations = list(header.evaluations)
@@ -45,9 +49,11 @@ class LiveView:
         self._live.start(refresh=True)
 
     def show_phase(self, name: str) -> None:
+        """Sets the phase that the next frame shows."""
         self._phase = name
 
     def show_step(self, report: StepReport) -> None:
+        """Makes the next frame show this step: its metrics, one more point of the curve, and its showcase sample."""
         self._report = report
         metric = Curve().metric if self._header is None else self._header.curve.metric
         if metric in report.metrics:
@@ -57,9 +63,11 @@ class LiveView:
         self._phase = "training"
 
     def show_evaluation(self, evaluation: Evaluation) -> None:
+        """Adds the evaluation to those that the next frame shows."""
         self._evaluations.append(evaluation)
 
     def show_event(self, step: int, kind: str, text: str) -> None:
+        """Adds an event to the list of the last three, which the next frame shows."""
         # Only the newest checkpoint is shown, so that checkpoints do not push a failure out of the short list.
         if kind == "checkpoint":
             for old in [e for e in self._events if e[1] == kind]:
@@ -67,10 +75,11 @@ class LiveView:
         self._events.append((step, kind, text))
 
     def finish(self, summary: Summary) -> None:
+        """Ends the frame and prints the closing lines and the commands to try next below it."""
         self._phase = "done" if summary.complete else "stopped"
         self.close()
         styles = {"held-out": "bold green", "stopped": "bold yellow"}
-        for line in summary.lines():
+        for line in summary.format_lines():
             style = styles.get(line.split(" ")[0], "dim")
             self.console.print(Text(escape_line(line, 1000), style=style), soft_wrap=True)
         for number, command in enumerate(summary.next_commands):
@@ -78,12 +87,16 @@ class LiveView:
             self.console.print(Text(lead, style="dim").append(escape_line(command, 1000), style="cyan"), soft_wrap=True)
 
     def close(self) -> None:
+        """Stops to redraw the frame and gives the terminal back. Does nothing the second time."""
         if self._live is not None:
             live, self._live = self._live, None
             live.stop()
 
     def render_frame(self) -> ConsoleRenderable | RichCast:
-        """Returns the whole frame as of now. It fits the height of the terminal."""
+        """Returns the whole frame for rich to draw, made from what was shown so far.
+
+        It fits the height of the terminal; empty before `start`.
+        """
         if self._header is None:
             return Text("")
         header = self._header

@@ -23,7 +23,7 @@ class MetricsFile:
         self._evaluated_steps: set[int] = set()  # steps whose evaluation is in the file
 
     def rewrite(self) -> None:
-        """Writes the whole file anew from run.db.
+        """Writes the whole file anew from run.db, atomically.
 
         This removes steps that a resume took back and an incomplete line that a kill left.
         """
@@ -32,7 +32,10 @@ class MetricsFile:
         write_atomically(self.path, "".join(self._format_lines(self._read_new_rows())))
 
     def append(self) -> None:
-        """Appends the rows that run.db got since the last call."""
+        """Appends lines for the rows that run.db got since the last `append` or `rewrite`.
+
+        Writes the whole file anew if an evaluation that it has was made again.
+        """
         rows = self._read_new_rows()
         if any(row.step in self._evaluated_steps for row in rows if _is_evaluation(row)):
             # After a kill, this evaluation was made again and its rows were replaced.
@@ -42,12 +45,12 @@ class MetricsFile:
             file.write("".join(self._format_lines(rows)))
 
     def _read_new_rows(self) -> list[MetricRow]:
-        """Returns the rows of run.db that are not in the file yet."""
+        """Returns the rows of run.db that are newer than the last row in the file."""
         with Reader(self._database) as reader:
             return reader.read_metrics(after=self._last_id)
 
     def _format_lines(self, rows: Sequence[MetricRow]) -> Iterator[str]:
-        """Yields the line of each step and each evaluation, and records that it is in the file."""
+        """Yields one JSON line per step and per evaluation in `rows`, and records that it is in the file."""
         # Rows of one step are neighbours in run.db, and so are those of one evaluation.
         for (step, of_evaluation), group in groupby(rows, key=lambda row: (row.step, _is_evaluation(row))):
             members = list(group)
@@ -59,5 +62,5 @@ class MetricsFile:
 
 
 def _is_evaluation(row: MetricRow) -> bool:
-    """Returns whether a row belongs to an evaluation, not to a step."""
+    """Returns whether a row is a metric of an evaluation (its name begins with "eval/"), not of a step."""
     return row.name.startswith("eval/")

@@ -41,7 +41,7 @@ _PERCENT = {"finish/length", "groups/dead"}  # shares, shown in percent
 
 
 def draw_title(header: Header, phase: str) -> ConsoleRenderable:
-    """Draws the top line: recipe, model, task, algorithm and batch, and the current phase on the right."""
+    """Returns the top line: recipe, model, task, algorithm and batch on the left, the current phase on the right."""
     names = [header.recipe, header.model, header.task, header.algo, header.batch]
     # Names that are equal, for instance of recipe and task, are shown once.
     left = Text(end="")
@@ -55,7 +55,10 @@ def draw_title(header: Header, phase: str) -> ConsoleRenderable:
 
 
 def draw_progress(step: int, num_steps: int, elapsed: float, eta: float) -> ConsoleRenderable:
-    """Draws the progress bar with the step on its left and the elapsed and remaining seconds on its right."""
+    """Returns a progress bar with the step on its left, and on its right the elapsed time and the remaining `eta`.
+
+    Both are in seconds; an `eta` of NaN = not known.
+    """
     grid = Table.grid(expand=True, padding=(0, 1))
     grid.add_column(no_wrap=True)
     grid.add_column(ratio=1)
@@ -68,7 +71,7 @@ def draw_progress(step: int, num_steps: int, elapsed: float, eta: float) -> Cons
 
 
 def place_side_by_side(left: ConsoleRenderable, right: ConsoleRenderable) -> ConsoleRenderable:
-    """Places two panels side by side; the right one is 33 columns wide."""
+    """Returns a grid with two panels side by side. The right one is 33 columns wide, the left one takes the rest."""
     grid = Table.grid(expand=True)
     grid.add_column(ratio=1)
     grid.add_column(width=33)
@@ -79,9 +82,9 @@ def place_side_by_side(left: ConsoleRenderable, right: ConsoleRenderable) -> Con
 def draw_curve(
     header: Header, values: dict[int, float], evaluations: list[Evaluation], width: int, height: int
 ) -> ConsoleRenderable:
-    """Draws the curve of `values` (by step) and a dot per held-out evaluation, with the x axis over the whole run.
+    """Returns a panel with the curve of `values` (by step) and a dot per held-out evaluation.
 
-    `width` and `height` are those of the drawing area in characters.
+    The x axis covers the whole run. `width` and `height` are those of the drawing area in characters.
     """
     points = [(float(step), value) for step, value in sorted(values.items())]
     dots = [(float(e.step), e.accuracy) for e in evaluations]
@@ -109,7 +112,11 @@ def draw_curve(
 def draw_numbers(
     curve: Curve, metrics: dict[str, float], values: dict[int, float], evaluations: list[Evaluation], height: int
 ) -> ConsoleRenderable:
-    """Draws the figures of the last step in `height` lines. The most important come first, the others may be cut."""
+    """Returns a panel with figures of the last step, one per line, in exactly `height` lines.
+
+    `metrics` are those of the step, `values` those of the curve by step. The most important figures come first; what
+    exceeds `height` is left out.
+    """
     rows: list[tuple[str, Text]] = []
     if values:
         rows.append((curve.label, _draw_trend(curve, values)))
@@ -135,7 +142,10 @@ def draw_numbers(
 
 
 def _draw_trend(curve: Curve, values: dict[int, float]) -> Text:
-    """Draws the last value of the curve and how it changed over the last ten steps."""
+    """Returns the last value of the curve with an arrow and its change over the last ten steps.
+
+    The arrow is green if the change is for the better. `values` are by step.
+    """
     series = [values[step] for step in sorted(values)]
     change = series[-1] - series[max(0, len(series) - 11)]
     arrow = "▲" if change > 0 else "▼" if change < 0 else ""
@@ -147,7 +157,10 @@ def _draw_trend(curve: Curve, values: dict[int, float]) -> Text:
 
 
 def draw_stages(metrics: dict[str, float], width: int) -> ConsoleRenderable:
-    """Draws which stages took the time of the last step: one bar with a legend."""
+    """Returns a bar that shows which share of the last step's time each stage took, with a legend below.
+
+    `width` is in characters. Empty if the times are not known.
+    """
     shares = compute_stage_shares(metrics)
     if not shares:
         return Text("")
@@ -169,7 +182,10 @@ def draw_stages(metrics: dict[str, float], width: int) -> ConsoleRenderable:
 
 
 def draw_sample(showcase: Showcase, width: int, height: int) -> ConsoleRenderable:
-    """Draws the last sample worth reading, in at most `height` lines inside its border."""
+    """Returns a panel with a sample: prompt, completion, reward and why it ended.
+
+    Long texts are cut, so that at most `height` lines are inside the border. `width` is that of the panel.
+    """
     reward = "" if showcase.reward is None else f"reward {format_compact(showcase.reward)}"
     is_good = showcase.reward is not None and showcase.reward > 0
     head = Text.assemble(("sample of step ", CALM), str(showcase.step))
@@ -186,7 +202,7 @@ def draw_sample(showcase: Showcase, width: int, height: int) -> ConsoleRenderabl
 
 
 def draw_events(items: list[tuple[int, str, str]]) -> ConsoleRenderable:
-    """Draws one line per event, given as (step, kind, text)."""
+    """Returns one line per event. An event is (step, kind, text)."""
     text = Text(no_wrap=True, overflow="ellipsis")
     for index, (step, kind, what) in enumerate(items):
         style = {"checkpoint": CALM, "run": CALM}.get(kind, "yellow")
@@ -198,7 +214,10 @@ def draw_events(items: list[tuple[int, str, str]]) -> ConsoleRenderable:
 
 
 def _clip_text(text: str, width: int, num_lines: int, style: str) -> Text:
-    """Returns the first `num_lines` lines of a text, folded at the width. An ellipsis marks a cut."""
+    """Returns the first `num_lines` lines of a text after folding it at `width` terminal cells.
+
+    An ellipsis marks a cut. `style` is rich's name of colour and weight.
+    """
     lines: list[str] = []
     for line in text.split("\n"):
         lines.extend(_fold_line(line, width))
@@ -210,7 +229,7 @@ def _clip_text(text: str, width: int, num_lines: int, style: str) -> Text:
 
 
 def _fold_line(line: str, width: int) -> list[str]:
-    """Cuts a line into pieces of at most `width` terminal cells. Wide characters take two cells."""
+    """Returns a line as pieces of at most `width` terminal cells. Wide characters take two cells."""
     folded = []
     current = ""
     used = 0

@@ -30,15 +30,17 @@ class PlainView:
         self._stream = stream
 
     def start(self, header: Header) -> None:
+        """Prints two lines: what is trained from which step to which, and the run directory."""
         names = " · ".join(escape_line(n) for n in (header.recipe, header.model, header.task, header.algo) if n)
         where = f"from step {header.first_step} " if header.first_step else ""
         self._write(f"cohort · {names} · {header.batch} · {where}to step {header.num_steps}")
         self._write(f"run {escape_line(header.path)}")
 
     def show_phase(self, name: str) -> None:
-        pass
+        """Does nothing: phases are not printed."""
 
     def show_step(self, report: StepReport) -> None:
+        """Prints one line with the step's number, its main metrics, its speed and the remaining time."""
         width = len(str(report.num_steps))
         fields = [f"step {report.step:{width}d}/{report.num_steps}"]
         fields += [f"{label} {format_compact(report.metrics[n])}" for n, label in _SHOWN.items() if n in report.metrics]
@@ -50,25 +52,29 @@ class PlainView:
         self._write("  ".join(fields))
 
     def show_evaluation(self, evaluation: Evaluation) -> None:
+        """Prints one line with the held-out accuracy and its 95% interval."""
         self._write(
             f"held-out accuracy {evaluation.accuracy:.3f} ({evaluation.low:.3f} to {evaluation.high:.3f})"
             f" at step {evaluation.step}, {evaluation.setting.num_problems} problems"
         )
 
     def show_event(self, step: int, kind: str, text: str) -> None:
+        """Prints one line with step, kind of event and text, escaped."""
         self._write(f"step {step} · {escape_line(kind)} · {escape_line(text)}")
 
     def finish(self, summary: Summary) -> None:
-        for line in summary.lines():
+        """Prints the closing lines and the commands to try next."""
+        for line in summary.format_lines():
             self._write(escape_line(line, 1000))
         for number, command in enumerate(summary.next_commands):
             self._write(("     " if number else "next ") + escape_line(command, 1000))
 
     def close(self) -> None:
+        """Flushes the stream. Does not close it."""
         self._stream.flush()
 
     def _write(self, line: str) -> None:
-        """Prints one line; characters that the stream's encoding lacks become escape sequences."""
+        """Prints one line and flushes it. Characters that the stream's encoding lacks become escape sequences."""
         encoding = getattr(self._stream, "encoding", None) or "utf-8"
         self._stream.write(line.encode(encoding, "backslashreplace").decode(encoding) + "\n")
         self._stream.flush()

@@ -72,8 +72,11 @@ class Summary:
     complete: bool  # every step done and evaluated
     next_commands: list[str] = field(default_factory=list)  # commands to try next; shown on terminals only
 
-    def lines(self) -> list[str]:
-        """Returns the closing lines, which are the same on the terminal and in the run card."""
+    def format_lines(self) -> list[str]:
+        """Returns the closing lines of a run, which are the same on the terminal and in the run card.
+
+        They say how to continue a stopped run, the held-out accuracy, and the run directory.
+        """
         lines: list[str] = []
         if not self.complete:
             resume = f"{program_name()} resume {self.path}"
@@ -101,19 +104,19 @@ class View(Protocol):
         """Shows what the run does now: "training", "evaluating" or "saving"."""
 
     def show_step(self, report: StepReport) -> None:
-        """Shows a finished step."""
+        """Shows a finished step: its metrics and the time that remains."""
 
     def show_evaluation(self, evaluation: Evaluation) -> None:
         """Shows a finished evaluation."""
 
     def show_event(self, step: int, kind: str, text: str) -> None:
-        """Shows an event of a step, for instance a checkpoint or a warning. `text` is not escaped."""
+        """Shows an event of a step. `kind` is, for instance, "checkpoint" or "engine". `text` is not escaped yet."""
 
     def finish(self, summary: Summary) -> None:
         """Shows how the run ended."""
 
     def close(self) -> None:
-        """Releases the terminal. Also called when the run fails, possibly twice."""
+        """Releases the terminal. Also called when the run fails, and possibly twice."""
 
 
 class GuardedView:
@@ -127,32 +130,42 @@ class GuardedView:
         self._tell = tell
 
     def start(self, header: Header) -> None:
-        self._call(lambda view: view.start(header))
+        """Calls `start` of the guarded view, if it has not failed yet."""
+        self._call_view(lambda view: view.start(header))
 
     def show_phase(self, name: str) -> None:
-        self._call(lambda view: view.show_phase(name))
+        """Calls `show_phase` of the guarded view, if it has not failed yet."""
+        self._call_view(lambda view: view.show_phase(name))
 
     def show_step(self, report: StepReport) -> None:
-        self._call(lambda view: view.show_step(report))
+        """Calls `show_step` of the guarded view, if it has not failed yet."""
+        self._call_view(lambda view: view.show_step(report))
 
     def show_evaluation(self, evaluation: Evaluation) -> None:
-        self._call(lambda view: view.show_evaluation(evaluation))
+        """Calls `show_evaluation` of the guarded view, if it has not failed yet."""
+        self._call_view(lambda view: view.show_evaluation(evaluation))
 
     def show_event(self, step: int, kind: str, text: str) -> None:
-        self._call(lambda view: view.show_event(step, kind, text))
+        """Calls `show_event` of the guarded view, if it has not failed yet."""
+        self._call_view(lambda view: view.show_event(step, kind, text))
 
     def finish(self, summary: Summary) -> None:
-        self._call(lambda view: view.finish(summary))
+        """Calls `finish` of the guarded view, if it has not failed yet."""
+        self._call_view(lambda view: view.finish(summary))
 
     def close(self) -> None:
-        self._call(lambda view: view.close())
+        """Calls `close` of the guarded view, if it has not failed yet."""
+        self._call_view(lambda view: view.close())
 
-    def _call(self, what: Callable[[View], Any]) -> None:
-        """Calls `what` with the view, if the view still works. Catches every failure of the view."""
+    def _call_view(self, action: Callable[[View], Any]) -> None:
+        """Calls `action` with the view, unless the view has failed before.
+
+        If `action` raises, the view is closed and never called again, and the failure is reported.
+        """
         if self.view is None:
             return
         try:
-            what(self.view)
+            action(self.view)
         # Terminals close, pipes break, encodings lack characters, and the packages of sinks raise anything.
         except (Exception, SystemExit) as error:
             # The view is given up before it is closed, so that nothing calls it again.
@@ -167,7 +180,7 @@ class GuardedView:
 
 
 def _describe_error(error: BaseException) -> str:
-    """Returns an error as text; only the name of its type if its own repr fails."""
+    """Returns the repr of an error; only the name of its type if that repr fails."""
     try:
         return repr(error)
     # The error may come from another package, and so does its repr.
@@ -182,42 +195,50 @@ class CombinedView:
         self.views = tuple(views)
 
     def start(self, header: Header) -> None:
+        """Calls `start` of each view, in order."""
         for view in self.views:
             view.start(header)
 
     def show_phase(self, name: str) -> None:
+        """Calls `show_phase` of each view, in order."""
         for view in self.views:
             view.show_phase(name)
 
     def show_step(self, report: StepReport) -> None:
+        """Calls `show_step` of each view, in order."""
         for view in self.views:
             view.show_step(report)
 
     def show_evaluation(self, evaluation: Evaluation) -> None:
+        """Calls `show_evaluation` of each view, in order."""
         for view in self.views:
             view.show_evaluation(evaluation)
 
     def show_event(self, step: int, kind: str, text: str) -> None:
+        """Calls `show_event` of each view, in order."""
         for view in self.views:
             view.show_event(step, kind, text)
 
     def finish(self, summary: Summary) -> None:
+        """Calls `finish` of each view, in order."""
         for view in self.views:
             view.finish(summary)
 
     def close(self) -> None:
+        """Calls `close` of each view, in order."""
         for view in self.views:
             view.close()
 
 
 def make_view(kind: str = "auto", stream: TextIO | None = None) -> View:
-    """Returns a guarded view that prints to `stream`; None = standard output.
+    """Returns a view that prints to `stream` (None = standard output) and whose failure does not end the run.
 
-    `kind` is "live", "plain", "json" or "auto", which is live on a terminal and plain elsewhere.
+    `kind` is "live", "plain", "json" or "auto", which is live on a terminal and plain elsewhere. Raises ConfigError for
+    another kind.
     """
     stream = sys.stdout if stream is None else stream
     if kind not in KINDS:
-        raise ConfigError(f'unknown log "{kind}".{suggest_name(kind, KINDS)}')
+        raise ConfigError(f'unknown progress view "{kind}" for log.{suggest_name(kind, KINDS)}')
     # Only the module of the chosen view is imported: the live view needs rich, the others do not.
     if kind == "json":
         from cohort.logs.jsonlines import JsonView
@@ -233,5 +254,5 @@ def make_view(kind: str = "auto", stream: TextIO | None = None) -> View:
 
 
 def _is_terminal(stream: TextIO) -> bool:
-    """Returns whether the stream is a terminal that can redraw a frame."""
+    """Returns whether the stream is a terminal that can redraw a frame, judged by the variable TERM too."""
     return stream.isatty() and os.environ.get("TERM", "") not in ("dumb", "")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection
 
-from cohort.learner.base import Found, Learner, Update
+from cohort.learner.base import Learner, TokenLogprobs, Update
 from cohort.system import clock
 from cohort.types import Group
 
@@ -18,7 +18,7 @@ log = logging.getLogger("cohort.learner")
 
 
 def annotate(learner: Learner, groups: list[Group], needs: Collection[str]) -> None:
-    """Gets log-probabilities from the learner and stores them in the samples.
+    """Asks the learner for log-probabilities of the sampled tokens, and stores them in the samples, in place.
 
     `needs` names the policies: "old" is the policy before the update, "ref" the reference policy.
     """
@@ -29,20 +29,26 @@ def annotate(learner: Learner, groups: list[Group], needs: Collection[str]) -> N
 
 
 def store_update(groups: list[Group], update: Update) -> None:
-    """Stores the log-probabilities of an update in the samples, and reports its times and notices."""
+    """Stores the log-probabilities that an update returned in the samples, in place; see also `report_update`.
+
+    They are those of the policy before the update. The update's times go to the clock, its notices to the log.
+    """
     store_logprobs(groups, "old_logprobs", update.old)
     report_update(update)
 
 
 def report_update(update: Update) -> None:
-    """Adds an update's times to the clock and logs its notices."""
+    """Adds the seconds that an update took to this process's clock, and writes its notices to the log."""
     clock.add_seconds(update.seconds)
     for level, text in update.notices:
         log.log(logging.getLevelNamesMapping()[level.upper()], "%s", text)
 
 
-def store_logprobs(groups: list[Group], field: str, logprobs: Found | None) -> None:
-    """Writes log-probabilities into the attribute `field` of the samples with the same ids. None changes nothing."""
+def store_logprobs(groups: list[Group], field: str, logprobs: TokenLogprobs | None) -> None:
+    """Sets the attribute `field` ("old_logprobs" or "ref_logprobs") of the samples to their log-probabilities.
+
+    Samples are matched by id; those without log-probabilities are not changed. `logprobs` None changes no sample.
+    """
     by_id = {} if logprobs is None else logprobs.by_id()
     for group in groups if by_id else ():
         for id, sample in zip(group.ids(), group.samples, strict=True):

@@ -28,9 +28,11 @@ class RolloutReuse:
         self._groups_by_step: dict[int, list[Group]] = {}
 
     def draw(self, step: int) -> list[Group]:
-        """Returns `config.prompts` groups to train on again in `step`, or fewer if there are not as many.
+        """Returns up to `config.prompts` groups of earlier steps to train on again in `step`, counted from 0.
 
-        Each of them was trained on before, and is at most `config.steps` versions of the weights old.
+        They are drawn at random, by (seed, step), from the groups that were trained on before and were sampled by
+        weights at most `config.steps` steps old. They are copies without advantages and without the learner's
+        log-probabilities.
         """
         if not self.config.prompts:
             return []
@@ -46,7 +48,10 @@ class RolloutReuse:
         return [_reset_group(group, age) for age, group in (candidates[i] for i in order)]
 
     def _read_trained_groups(self, step: int) -> list[Group]:
-        """Returns the groups that were sampled in `step` and had a signal there: not excluded, some advantage not 0."""
+        """Returns the groups that were sampled and trained on in `step`, counted from 0, from its rollout file.
+
+        Groups that were excluded, or whose advantages are all 0, are left out.
+        """
         # Files count completed steps, so step 0 wrote file 1.
         groups = load_rollouts(make_rollout_path(self._folder, step + 1))
         return [g for g in groups if not g.reused and not g.excluded and any(s.advantage for s in g.samples)]
@@ -58,15 +63,15 @@ def _find_oldest_version(group: Group, default: int) -> int:
 
 
 def _reset_group(group: Group, age: int) -> Group:
-    """Returns a copy of the group as it was after scoring, marked as reused with this age.
+    """Returns a copy of the group without advantages, masks and the learner's log-probabilities, marked as reused.
 
-    Its log-probabilities and advantages were computed for weights that have changed since.
+    Those were computed for weights that have changed since. `age` says how many steps ago the group was sampled.
     """
     return replace(group, reused=age, samples=[reset_sample(s) for s in group.samples])
 
 
 def reset_sample(sample: Sample) -> Sample:
-    """Returns a copy of the sample as it was after scoring: without log-probabilities, advantages and mask."""
+    """Returns a copy of the sample as it was after scoring: no advantages, mask or log-probabilities of the learner."""
     return replace(
         sample, old_logprobs=None, ref_logprobs=None, advantage=0.0, token_advantages=None, masked=Fate.TRAINED
     )

@@ -38,7 +38,11 @@ def train(
     algo: Algorithm,
     reuse: RolloutReuse,
 ) -> None:
-    """Does every remaining step of `run`: the first one that is not done yet, up to `config.steps`."""
+    """Trains for every remaining step of `run`: samples, scores, updates the weights, and sends them to the engine.
+
+    `producer` samples and scores, `learner` updates, `sync` sends the weights, `algo` accepts groups and computes
+    advantages and loss, `reuse` adds groups of earlier steps.
+    """
     for step in run.steps():
         # Sample and score. Groups that the algorithm does not accept are replaced by groups of further prompts.
         groups = producer.collect(config.batch.prompts, accept=algo.accept)
@@ -56,9 +60,10 @@ def train(
 def update_policy(
     learner: Learner, algo: Algorithm, groups: list[Group], config: LearnerConfig
 ) -> tuple[list[Group], StepStats]:
-    """Updates the weights once on scored groups. Returns the groups, with advantages and fates, and the step's metrics.
+    """Updates the weights on one batch of scored groups.
 
-    `cohort replay` calls it on groups that it read from a rollout file.
+    Returns the groups, with advantages and fates, and the metrics of the step. `cohort replay` calls it on groups that
+    it read from a rollout file.
     """
     # Baselines and metrics are over the groups of all ranks.
     world = learner.world

@@ -25,7 +25,7 @@ from cohort.types import Finish, Group, Prompt, Provenance, Sample
 
 
 def train(run: TrainingRun, learner: Learner, batches: Callable[[int], Batch]) -> None:
-    """Does every remaining step of `run`. `batches(step)` returns what that step, counted from 0, trains on."""
+    """Trains for every remaining step of `run`. `batches(step)` returns the batch of a step, counted from 0."""
     loss = Imitation()
     for step in run.steps():
         update = learner.update(batches(step), loss)
@@ -35,20 +35,26 @@ def train(run: TrainingRun, learner: Learner, batches: Callable[[int], Batch]) -
 
 
 def add_perplexity(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Returns the learner's metrics and, if they have a loss, its exponential as `perplexity`."""
+    """Returns a copy of the learner's metrics, with `perplexity` = exp(`loss`) added if there is a loss."""
     # exp overflows a double above 709.
     perplexity = {"perplexity": math.exp(min(metrics["loss"], 700.0))} if "loss" in metrics else {}
     return {**metrics, **perplexity}
 
 
 def make_sft_batch(examples: Iterable[Example], minibatches: int = 1) -> Batch:
-    """Returns the batch of one step. It holds plain arrays only, so that other processes can make it ahead of time."""
+    """Returns the batch of one step: each example as a group with one sample, divided into `minibatches`.
+
+    It holds plain arrays only, so that other processes can make it ahead of time.
+    """
     groups = [make_example_group(str(n), tokens, provenance) for n, (tokens, provenance) in enumerate(examples)]
     return make_batch(groups, minibatches, loss_on=Provenance.TARGET)
 
 
 def make_example_group(id: str, tokens: Sequence[int], provenance: Sequence[int]) -> Group:
-    """Returns an example as a group with one sample. The prompt is everything before the first target token."""
+    """Returns an example of supervised fine-tuning as a group with one sample. `provenance` says who wrote each token.
+
+    Everything before the first token to imitate (TARGET) becomes the prompt, the rest the sample.
+    """
     num_prompt = next((i for i, p in enumerate(provenance) if p == Provenance.TARGET), len(tokens))
     prompt = Prompt(
         task="sft",

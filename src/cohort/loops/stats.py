@@ -22,9 +22,10 @@ class StepStats:
 
 
 def compute_step_stats(groups: Sequence[Group], update: Mapping[str, float], world: World = ONE_PROCESS) -> StepStats:
-    """Returns a step's metrics: rewards, lengths and fates of the groups of all ranks, and the learner's own, `update`.
+    """Returns a step's metrics: rewards, lengths and fates of the groups of all ranks, and the learner's own.
 
-    `groups` are those of this rank. Reused groups count only in the `replay/` metrics.
+    `groups` are those of this rank (process), `update` the learner's metrics. Groups that were reused from earlier
+    steps count only in the `replay/` metrics.
     """
     if world.size > 1:
         groups = [group for part in world.gather([_strip_for_gather(g) for g in groups]) for group in part]
@@ -39,7 +40,10 @@ def compute_step_stats(groups: Sequence[Group], update: Mapping[str, float], wor
 
 
 def _strip_for_gather(group: Group) -> Group:
-    """Returns a copy of the group without the fields that no metric reads, to send less to the other ranks."""
+    """Returns a copy of the group without texts, tokens and other fields that no metric reads.
+
+    So less is sent to the other ranks (processes).
+    """
     prompt = replace(group.prompt, row={}, messages=[], provenance=[], forced_text="")
     dropped: dict[str, Any] = {"tokens": [], "sampler_logprobs": [], "old_logprobs": None, "ref_logprobs": None}
     samples = [replace(s, **dropped, token_advantages=None, text="", reason="") for s in group.samples]
@@ -47,7 +51,7 @@ def _strip_for_gather(group: Group) -> Group:
 
 
 def compute_rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Returns metrics over all samples of the groups: rewards, lengths, failures and token counts."""
+    """Returns metrics over all samples of the groups, by name: rewards, lengths, failures and token counts."""
     samples = [s for g in groups for s in g.samples]
     if not samples:
         return {}
@@ -67,16 +71,16 @@ def compute_rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def summarise_failures(groups: Iterable[Group]) -> str:
-    """Returns one line on the samples that could not be scored, with the first reason; "" if there are none."""
+    """Returns one line with the number of samples that could not be scored and the first reason; "" if none failed."""
     reasons = [s.failure for g in groups for s in g.samples if s.failure]
     noun = "sample" if len(reasons) == 1 else "samples"
     return f"{len(reasons)} {noun} could not be scored and left their groups: {reasons[0]}" if reasons else ""
 
 
 def choose_showcase(step: int, groups: Sequence[Group]) -> Showcase | None:
-    """Returns the best sample of the group whose rewards differ the most; None if no sample has a reward.
+    """Returns a sample to show the user: the best one of the group whose rewards vary the most.
 
-    Such a group shows what the step could learn. `step` counts from 1.
+    Such a group shows what the step could learn. None if no sample has a reward. `step` counts from 1.
     """
     best: tuple[float, Group, Sample] | None = None
     for group in groups:
@@ -98,13 +102,16 @@ def choose_showcase(step: int, groups: Sequence[Group]) -> Showcase | None:
 
 
 def _is_dead(group: Group) -> bool:
-    """Returns whether all rewards of the group are equal, or there are none: then it gives no gradient."""
+    """Returns whether all rewards of the group are equal, or it has none, so that it gives no gradient."""
     rewards = [s.reward for s in group.samples if s.reward is not None]
     return not rewards or max(rewards) == min(rewards)
 
 
 def _compute_reward_metrics(scored: list[Sample]) -> dict[str, float]:
-    """Returns mean, spread and range of the rewards of scored samples, and the mean of each reward part."""
+    """Returns mean, standard deviation, minimum and maximum of the rewards, and the mean of each reward part.
+
+    {} if no sample has a reward.
+    """
     rewards = [s.reward for s in scored if s.reward is not None]
     if not rewards:
         return {}
@@ -123,7 +130,10 @@ def _compute_reward_metrics(scored: list[Sample]) -> dict[str, float]:
 
 
 def _compute_length_metrics(samples: list[Sample]) -> dict[str, float]:
-    """Returns mean lengths in sampled tokens, of all samples and per finish reason, and the share of each reason."""
+    """Returns metrics of the number of sampled tokens per sample: mean, maximum, and mean per finish reason.
+
+    Adds the share of samples for the finish reasons stop, length and abort.
+    """
     lengths: dict[str, list[float]] = defaultdict(list)
     for sample in samples:
         lengths[str(sample.finish)].append(sample.num_sampled)

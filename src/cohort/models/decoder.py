@@ -37,7 +37,7 @@ class Norm(nn.Module):
         self.weight = nn.Parameter(torch.ones(size))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns x normalised over its last axis, in the type of the norm's weight."""
+        """Returns x / rms(x) * weight over the last axis of x, in the type of the norm's weight."""
         return rms_norm(x, self.weight, self.eps)
 
 
@@ -64,10 +64,11 @@ class Layer(nn.Module):
         self.collectors: dict[str, Collector] = {}  # by the name of a matrix; set by `redirect_gradients`
 
     def forward(self, x: Tensor, y: Tensor | None, cos: Tensor, sin: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
-        """Runs the layer on the residual stream x [T, d], to which y [T, d] is still to be added (None: nothing is).
+        """Runs the layer on the residual stream x + y, both [T, d] (y is None: on x).
 
-        Returns the stream and the feed-forward output that is still to be added to it. The addition is left to the
-        next layer, because it is computed together with the norm that follows.
+        Returns two tensors [T, d]: the stream after attention, and the feed-forward output, which the caller must add
+        to it. The next layer does so together with its first norm, by one kernel. `cos` and `sin` come from
+        `compute_cos_sin`.
         """
         T = x.shape[0]
         collect = self.collectors.get
@@ -109,10 +110,10 @@ class Decoder(nn.Module):
         return self.embed if self.head is None else self.head
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, embedded: Tensor | None = None) -> Tensor:
-        """Returns the final hidden states [T, d], after the last norm.
+        """Returns the final hidden states [T, d], after the last norm, of tokens [T] at `positions` [T].
 
-        `embedded` [T, d] replaces the embeddings of the tokens. It is for callers that compute the embedding's gradient
-        themselves.
+        `attend` computes attention and decides which tokens see which others. `embedded` [T, d] replaces the embeddings
+        of the tokens. It is for callers that compute the embedding's gradient themselves.
         """
         # index_select has a deterministic backward, plain indexing has not.
         x = widen(self.embed.index_select(0, tokens) if embedded is None else embedded)  # [T, d]
@@ -133,12 +134,12 @@ class Decoder(nn.Module):
     def forward_one_sequence(self, tokens: Tensor) -> Tensor:
         """Returns the final hidden states [T, d] of tokens [T] that are one sequence, by plain causal attention.
 
-        Packed streams must give the same numbers.
+        It is the reference: the same sequence inside a packed stream must get the same states.
         """
         return self(tokens, torch.arange(len(tokens), device=tokens.device), _attend_causally)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields (Hugging Face name, tensor in the shape that Hugging Face stores) for every weight."""
+        """Returns an iterator over all weights: (Hugging Face name, tensor in the shape that Hugging Face stores)."""
         return ((name, to_hf_shape(name, view)) for name, view in hf_views(self))
 
     def compute_cos_sin(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -149,7 +150,10 @@ class Decoder(nn.Module):
         return cos.to(dtype)[:, None, None], sin.to(dtype)[:, None, None]
 
     def _apply(self, fn, recurse: bool = True):  # type: ignore[no-untyped-def]
-        """Applies `fn` to all tensors, as torch does, but keeps the frequencies: `.to(dtype)` must not round them."""
+        """Replaces all tensors by `fn(tensor)`, as torch does for `.to()`, and returns self.
+
+        The rotary frequencies only change their device: `.to(dtype)` must not round them.
+        """
         exact = self.inv_freq
         super()._apply(fn, recurse)
         self.inv_freq = exact.to(self.embed.device)
@@ -157,7 +161,7 @@ class Decoder(nn.Module):
 
 
 def _attend_causally(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attends causally within one sequence. An `Attend` function; `layer` is not used."""
+    """Returns the mixed values [T, K, g, D] of causal attention in one sequence. See `Attend`; `layer` is unused."""
     queries = q.flatten(1, 2).transpose(0, 1)[None]  # [1, H, T, D]
     # Each KV head is repeated once per query head that shares it.
     keys, values = (x.repeat_interleave(q.shape[2], 1).transpose(0, 1)[None] for x in (k, v))
@@ -170,9 +174,11 @@ MATRICES = ("qkv", "out", "gate_up", "down")  # the matrices of a layer, by attr
 
 @contextmanager
 def redirect_gradients(decoder: Decoder, collectors: Mapping[str, Collector]) -> Iterator[None]:
-    """Within the block, the named matrices get no gradient from backward; their collectors get its factors instead.
+    """Within the block, a backward pass calls collectors instead of computing the gradients of their matrices.
 
-    `collectors` has the names of parameters as keys, such as "layers.0.qkv". Only matrices of layers can be redirected.
+    `collectors` has the names of parameters as keys, such as "layers.0.qkv". A collector is called with the gradient
+    [T, out] of the matrix product's output and with its input [T, in]. Other names than those of layers' matrices are
+    ignored.
     """
     for i, layer in enumerate(decoder.layers):
         assert isinstance(layer, Layer)
@@ -187,7 +193,10 @@ def redirect_gradients(decoder: Decoder, collectors: Mapping[str, Collector]) ->
 
 
 def initialise(decoder: Decoder, seed: int, std: float = 0.02) -> None:
-    """Fills the matrices with normal random numbers, the same ones on every device. Norms and biases stay 1 and 0."""
+    """Fills the decoder's matrices in place with normal random numbers of standard deviation `std`.
+
+    The same seed gives the same numbers on every device. Norms and biases stay unchanged.
+    """
     # Drawn on the CPU and in the order of names, so that neither device nor order of definition matters.
     generator = torch.Generator().manual_seed(seed)
     for _, p in sorted(decoder.named_parameters()):
@@ -240,5 +249,8 @@ def hf_views(
 
 
 def to_hf_shape(name: str, view: Tensor) -> Tensor:
-    """Returns a view of `hf_views` in the shape that Hugging Face stores. Copies where the view is not contiguous."""
+    """Returns a view from `hf_views` in the shape that Hugging Face stores: a vector [out] or a matrix [out, in].
+
+    `name` is the weight's Hugging Face name. Copies where the view is not contiguous.
+    """
     return view.flatten() if name.endswith(".bias") else view.flatten(0, -2) if view.ndim > 2 else view

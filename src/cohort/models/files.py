@@ -60,9 +60,10 @@ class LoadedModel:
 
 
 def load_folder(path: str | Path, dtype: torch.dtype = torch.float32) -> LoadedModel:
-    """Reads config.json and the safetensors files of a folder into a decoder with weights in `dtype`.
+    """Reads a model folder in Hugging Face format. Returns a decoder with weights in `dtype`, and its config.
 
-    The decoder is the native one if it supports the architecture, else a model of transformers.
+    The decoder is this package's own (`Decoder`) if that supports the architecture, else a model of transformers
+    (`AutoDecoder`). Raises ModelError if files are missing, damaged, or do not fit together.
     """
     folder = Path(path)
     hf_config = read_config(folder)
@@ -101,9 +102,10 @@ def load_folder(path: str | Path, dtype: torch.dtype = torch.float32) -> LoadedM
 
 
 def is_native(hf_config: Mapping[str, Any]) -> bool:
-    """Returns whether the native decoder supports the architecture that config.json names.
+    """Returns whether this package's own decoder supports the architecture in `hf_config`, the contents of config.json.
 
-    True also if it names none: the native reader then raises the better error.
+    If it names neither an architecture nor a model_type, returns True: `ModelConfig.from_hf` then raises the better
+    error.
 
     >>> is_native({"architectures": ["LlamaForCausalLM"]}), is_native({"architectures": ["GPTNeoForCausalLM"]})
     (True, False)
@@ -113,7 +115,7 @@ def is_native(hf_config: Mapping[str, Any]) -> bool:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Returns the contents of the folder's config.json. Raises ModelError if the folder is not a model."""
+    """Returns the contents of the folder's config.json. Raises ModelError if folder or file is missing or damaged."""
     if not folder.is_dir():
         raise ModelError(f"{folder} is not a folder: give a model name (see `cohort models`) or a Hugging Face folder")
     if not (folder / "config.json").is_file():
@@ -124,9 +126,10 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def find_weight_files(folder: Path) -> dict[Path, list[str] | None]:
-    """Returns the safetensors files of a folder, each with the names of the tensors that the index expects in it.
+    """Returns a dict from each safetensors file of a model folder to the names of the tensors that it should have.
 
-    The names are None where the folder has one file and no index.
+    The names come from the folder's index. They are None where the folder has one file and no index. Raises ModelError
+    if there are no such files.
     """
     if (folder / INDEX).is_file():
         index = read_json(folder / INDEX).get("weight_map")
@@ -159,9 +162,10 @@ def save_folder(
 ) -> Path:
     """Writes a model folder `out` that transformers and vLLM load, and returns its path.
 
-    config.json is `hf_config`, or made from the decoder if that is None. Tokenizer and chat template are copied from
-    the folder `source` (None: not written). Weights are written in `dtype`, by default the decoder's, in files of at
-    most `max_shard_bytes`, unless one tensor alone is larger. The folder appears complete or not at all.
+    config.json is `hf_config` with the new type, or made from the decoder if that is None. Tokenizer and chat template
+    are copied from the folder `source` (None: not written). Weights are written in `dtype`, by default the decoder's,
+    in files of at most `max_shard_bytes`, unless one tensor alone is larger. The folder appears complete or not at all.
+    Raises ModelError if `out` is not empty or cannot be written.
     """
     dtype = dtype or decoder.embed.dtype
     with stage_folder(Path(out)) as folder:
@@ -181,7 +185,10 @@ def save_folder(
 
 
 def _write_weights(decoder: Decoder, folder: Path, dtype: torch.dtype, max_shard_bytes: int) -> None:
-    """Writes the decoder's weights under their Hugging Face names, in one file or in shards with an index."""
+    """Writes the decoder's weights in `dtype` into safetensors files in `folder`, under their Hugging Face names.
+
+    It is one file, or several of at most `max_shard_bytes` each (or one larger tensor) and an index.
+    """
     # First decide which tensors go into which file, in the decoder's order.
     shards: list[list[str]] = [[]]
     views = dict(hf_views(decoder))
@@ -206,7 +213,10 @@ def _write_weights(decoder: Decoder, folder: Path, dtype: torch.dtype, max_shard
 
 
 def _copy_into_view(name: str, tensor: Tensor, views: Mapping[str, Tensor], file: Path) -> None:
-    """Copies one stored tensor into the decoder's view of that name. Raises ModelError if it does not fit."""
+    """Copies a tensor that was read from `file` into the view of that name, which is part of the decoder's storage.
+
+    Raises ModelError if there is no such view, or if type or shape do not fit.
+    """
     if name not in views:
         raise ModelError(
             f'{file}: unknown tensor "{name}": the weights are of another model than config.json; fetch both again'
@@ -226,7 +236,10 @@ def _copy_into_view(name: str, tensor: Tensor, views: Mapping[str, Tensor], file
 
 
 def _read_all_tensors(folder: Path, files: Mapping[Path, list[str] | None]) -> Iterator[tuple[str, Tensor, Path]]:
-    """Yields (name, tensor, file) for every tensor of a folder, one at a time."""
+    """Yields (name, tensor, file) for every tensor of a model folder, one at a time.
+
+    `files` is the result of `find_weight_files`. Raises ModelError if a tensor is missing or is in two files.
+    """
     yielded: set[str] = set()
     for file, names in files.items():
         for name, tensor in read_tensors(file, names):
@@ -239,9 +252,10 @@ def _read_all_tensors(folder: Path, files: Mapping[Path, list[str] | None]) -> I
 
 
 def read_tensors(file: Path, expected: list[str] | None) -> Iterator[tuple[str, Tensor]]:
-    """Yields (name, tensor) for every tensor of one safetensors file, in the order of names.
+    """Yields (name, tensor) for every tensor of one safetensors file, in alphabetical order.
 
-    `expected` are names that must be there, or None. Raises ModelError if one is missing or the file is damaged.
+    `expected` are names that the file must have; None means any. Raises ModelError if one is missing or the file is
+    damaged.
     """
     try:
         with safe_open(file, framework="pt") as stored:
@@ -257,25 +271,26 @@ def read_tensors(file: Path, expected: list[str] | None) -> Iterator[tuple[str, 
 
 
 def _resolve_weight_file(folder: Path, file: Any) -> Path:
-    """Returns the real path of a weight file that the index names, if it is a safetensors file inside the folder.
+    """Returns the real path of a weight file, given its name relative to the model folder, as in the index.
 
-    Raises ModelError for any other path: an index of unknown origin must not make other files be read.
+    Raises ModelError unless it is a safetensors file inside the folder: an index of unknown origin must not cause
+    other files to be read.
     """
     if not isinstance(file, str) or not file.endswith(".safetensors"):
-        raise ModelError(f"{folder / INDEX} names {file!r}: only .safetensors files are read")
+        raise ModelError(f"{folder / INDEX} names {file!r}, but only .safetensors files are read: use another model")
     root = folder.resolve()
     path = (folder / file).resolve()
     # In the hub's cache, a snapshot folder has links to the files of a `blobs` folder beside it.
     roots = [root, root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [root]
     if Path(file).is_absolute() or ".." in Path(file).parts or not any(path.is_relative_to(r) for r in roots):
-        raise ModelError(f'weight file "{file}" leaves the model folder {folder}: refused')
+        raise ModelError(f'weight file "{file}" leaves the model folder {folder} and is not read: use another model')
     if not path.is_file():
         raise ModelError(f"{folder / file} is missing: the download is incomplete, fetch it again")
     return path
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Returns the JSON object in a file. Raises ModelError if it cannot be read or is no object."""
+    """Returns the JSON object in a file as a dict. Raises ModelError if the file cannot be read or has no object."""
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as e:
@@ -286,5 +301,5 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def _write_json(file: Path, value: dict[str, Any]) -> None:
-    """Writes an object as indented JSON with a final newline."""
+    """Writes `value` to a file as indented JSON with a final newline."""
     file.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -30,14 +30,20 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias, collect):  # type: ignore[no-untyped-def]
-        """Returns x @ weight.T + bias [T, n]."""
+        """Returns x @ weight.T + bias [T, n]. Bias may be None.
+
+        `collect` is a function that the backward calls instead of computing the gradient of weight (None: it computes).
+        """
         ctx.save_for_backward(x, weight)
         ctx.collect = collect
         return multiply(x, weight, bias, exact=True)
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        """Returns the gradients of x, weight and bias from that of the output; None for `collect`."""
+        """Returns the gradients of x, weight, bias and `collect` from `grad`, the gradient [T, n] of the output.
+
+        A gradient is None where it is not needed. That of `collect` is always None.
+        """
         x, weight = ctx.saved_tensors
         d_x = multiply(grad, weight.t()) if ctx.needs_input_grad[0] else None
         d_weight = _form_weight_gradient(grad, x, ctx.needs_input_grad[1], ctx.collect)
@@ -49,7 +55,7 @@ class _RmsNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, eps):  # type: ignore[no-untyped-def]
-        """Returns x / rms(x) * weight."""
+        """Returns x / rms(x) * weight over the last axis of x, in the weight's type."""
         exact = widen(x)
         scale = torch.rsqrt(exact.square().mean(-1, keepdim=True) + eps)
         ctx.save_for_backward(x, weight, scale)
@@ -58,7 +64,7 @@ class _RmsNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        """Returns the gradients of x and weight from that of the output; None for `eps`."""
+        """Returns the gradients of x and weight from `grad`, the gradient of the output, and None for `eps`."""
         x, weight, scale = ctx.saved_tensors
         normed = widen(x) * scale
         d_weight = (grad * normed.to(grad.dtype)).flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
@@ -77,7 +83,7 @@ class _FusedAddNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, y, weight, eps):  # type: ignore[no-untyped-def]
-        """Returns the sum x + y and its norm."""
+        """Returns the sum x + y [T, d] (x itself, if y is None) and the RMS norm of the sum times weight."""
         kernels = _import_kernels()
         total = x if y is None else torch.empty_like(x)
         scale = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
@@ -90,7 +96,10 @@ class _FusedAddNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, d_total, d_normed):  # type: ignore[no-untyped-def]
-        """Returns the gradients of x, y and weight from those of the sum and of the norm; None for `eps`."""
+        """Returns the gradients of x, y and weight, and None for `eps`. The gradient of y is None if there was no y.
+
+        `d_total` and `d_normed` are the gradients of the two outputs, the sum and the norm; None stands for zero.
+        """
         total, weight, scale = ctx.saved_tensors
         d_normed = torch.zeros_like(total, dtype=weight.dtype) if d_normed is None else d_normed.contiguous()
         d_x, d_y, d_weight = _import_kernels().norm_backward(total, weight, scale, d_normed, d_total, ctx.y_dtype)
@@ -102,13 +111,13 @@ class _FusedRotation(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, qkv, cos, sin):  # type: ignore[no-untyped-def]
-        """Returns rotated q and k, and v."""
+        """Splits qkv [T, K, g + 2, D] and returns q [T, K, g, D] and k [T, K, D], both rotated, and v [T, K, D]."""
         ctx.save_for_backward(cos, sin)
         return _import_kernels().split_and_rotate(qkv, cos, sin)
 
     @staticmethod
     def backward(ctx, d_q, d_k, d_v):  # type: ignore[no-untyped-def]
-        """Returns the gradient of qkv from those of q, k and v; None for cos and sin."""
+        """Returns the gradient of qkv from those of the outputs q, k and v, and None for cos and sin."""
         cos, sin = ctx.saved_tensors
         grads = (x.contiguous() for x in (d_q, d_k, d_v))
         return _import_kernels().split_and_rotate_backward(*grads, cos, sin), None, None
@@ -119,7 +128,11 @@ class _GatedUnit(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, gate_up, gate_up_bias, down, down_bias, collect_gate_up, collect_down):  # type: ignore[no-untyped-def]
-        """Returns down(silu(gate(x)) * up(x)) [T, d]."""
+        """Returns down(silu(gate(x)) * up(x)) [T, d]: gate, up and down are products with a matrix and may have a bias.
+
+        `collect_gate_up` and `collect_down` are functions that the backward calls instead of computing the gradient of
+        that matrix (None: it computes).
+        """
         both = multiply(x, gate_up, gate_up_bias)  # [T, 2 ff]
         ctx.save_for_backward(x, gate_up, down, both)
         ctx.collect_gate_up, ctx.collect_down = collect_gate_up, collect_down
@@ -127,7 +140,10 @@ class _GatedUnit(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        """Returns the gradients of x, the matrices and the biases from that of the output; None for the collectors."""
+        """Returns the gradients of all seven arguments of `forward` from `grad`, the gradient [T, d] of the output.
+
+        A gradient is None where it is not needed. Those of the two collectors are always None.
+        """
         x, gate_up, down, both = ctx.saved_tensors
         needs = ctx.needs_input_grad
         d_both, inner = _apply_gate_backward(both, multiply(grad, down.t()))
@@ -144,13 +160,13 @@ class _Rotation(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, cos, sin):  # type: ignore[no-untyped-def]
-        """Returns x rotated."""
+        """Returns x with rotary position embedding applied, as `rotate` describes."""
         ctx.save_for_backward(cos, sin)
         return _rotate_halves(x, cos, sin)
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        """Returns the gradient of x from that of the output; None for cos and sin."""
+        """Returns the gradient of x from `grad`, the gradient of the output, and None for cos and sin."""
         cos, sin = ctx.saved_tensors
         # The gradient of a rotation is the rotation by the opposite angle.
         return _rotate_halves(grad, cos, -sin), None, None
@@ -165,9 +181,10 @@ _substitutes: Mapping[int, Product] = {}
 
 @contextmanager
 def substitute_products(products: Mapping[int, Product]) -> Iterator[None]:
-    """Within the block, `multiply` uses these products for the matrices at these memory addresses.
+    """Within the block, `multiply` calls functions from `products` for some matrices instead of its own product.
 
-    The sampler replaces matrices with packed copies this way.
+    The keys are the memory addresses (`data_ptr`) of those matrices. The sampler uses this to multiply with copies of
+    the matrices in a faster layout.
     """
     global _substitutes
     before, _substitutes = _substitutes, products
@@ -185,9 +202,9 @@ From these two the gradient of the matrix would be formed. A collector uses them
 
 
 def _form_weight_gradient(grad: Tensor, x: Tensor, needed: bool, collect: Collector | None) -> Tensor | None:
-    """Returns the gradient [n, d] of a matrix from its product's gradient [T, n] and input x [T, d].
+    """Returns the gradient [n, d] of a matrix, given the gradient `grad` [T, n] of its product with x [T, d].
 
-    With a collector, passes both to it and returns None. Returns None too if the gradient is not `needed`.
+    With a collector, calls that with `grad` and x and returns None. Returns None too if the gradient is not `needed`.
     """
     if collect is not None:
         collect(grad, x)
@@ -198,7 +215,8 @@ def _form_weight_gradient(grad: Tensor, x: Tensor, needed: bool, collect: Collec
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None, exact: bool = False) -> Tensor:
     """Returns x @ weight.T (+ bias) [T, n], without autograd.
 
-    On x86 in fp32 the library oneDNN computes it, which is a tenth faster than MKL. With `exact` MKL does.
+    If `substitute_products` has set a function for this matrix, that function computes the product. Otherwise, on x86
+    in fp32, the library oneDNN does, a tenth faster than MKL but with larger rounding errors. With `exact` MKL does.
     """
     # The sums of oneDNN are less exact: SmolLM2's log-probabilities lie 1.1e-5 from float64 instead of 0.8e-5, and the
     # contract is 1e-5. In the forward pass it is much faster only for wide matrices (gate, head). So narrow forward
@@ -211,7 +229,10 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None, exact: bool 
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Adds a^T b to `total` [n, d] in place, in the type of `total`: fp32 also where a [T, n] and b [T, d] are bf16."""
+    """Adds a^T b to `total` [n, d] in place, for a [T, n] and b [T, d].
+
+    The sum has the type of `total`, which may be fp32 where a and b are bf16.
+    """
     if total.dtype == a.dtype:
         total.addmm_(a.t(), b)
     elif a.is_cuda:
@@ -222,13 +243,16 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def multiply_by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Returns x @ weight.T (+ bias), computed by oneDNN. `weight` may be in the packed layout of oneDNN."""
+    """Returns x @ weight.T (+ bias) [T, n], computed by the CPU library oneDNN.
+
+    `weight` is [n, d], or the same matrix in oneDNN's own layout, which is faster.
+    """
     out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return out
 
 
 def multiply_wide(x: Tensor, weight: Tensor) -> Tensor:
-    """Returns x @ weight.T in at least fp32, without autograd, whatever the type of x and weight.
+    """Returns x @ weight.T [T, n] in fp32 (float64 for float64 inputs), without autograd, also for bf16 inputs.
 
     It is for logits: rounded to bf16, they would cause most of the gap between sampler and learner.
     """
@@ -242,7 +266,8 @@ def multiply_wide(x: Tensor, weight: Tensor) -> Tensor:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, collect: Collector | None = None) -> Tensor:
     """Returns x [T, d] times weight [n, d] transposed, plus bias [n]: [T, n].
 
-    With `collect` the weight gets no gradient; the collector is called in the backward instead.
+    With `collect`, the backward computes no gradient of `weight`. It calls `collect` with the gradient of the output
+    and x instead.
     """
     if not torch.is_grad_enabled():
         return multiply(x, weight, bias, exact=True)
@@ -250,7 +275,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, collect: Colle
 
 
 def add_norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Returns the sum x + y [T, d] (or x, if y is None) and the RMS norm of that sum in the weight's type."""
+    """Returns the sum x + y [T, d] (x itself, if y is None), and its RMS norm times weight, in the weight's type."""
     if has_kernels(x):
         total, normed = _FusedAddNorm.apply(x, y, weight, eps)
         return total, normed
@@ -277,21 +302,25 @@ def apply_gated_unit(
 ) -> Tensor:
     """Returns down(silu(gate(x)) * up(x)) [T, d], for x [T, d], gate_up [2 ff, d] and down [d, ff].
 
-    A matrix that has a collector gets no gradient: see `Collector`.
+    For a matrix with a collector, the backward computes no gradient. It calls the collector with the gradient of that
+    matrix's product and the product's input instead.
     """
     return _GatedUnit.apply(x, gate_up, gate_up_bias, down, down_bias, collect_gate_up, collect_down)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Applies rotary position embedding to x [T, K, h, D], with cos and sin [T, 1, 1, D/2].
+    """Returns x [T, K, h, D] with rotary position embedding applied, given cos and sin [T, 1, 1, D/2] of the angles.
 
-    Entry i of the last axis forms a pair with entry i + D/2 (the halves convention of Hugging Face).
+    Entries i and i + D/2 of the last axis form the pair that angle i rotates (the convention of Hugging Face).
     """
     return _Rotation.apply(x, cos, sin)
 
 
 def split_and_rotate(qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Splits qkv [T, K, g + 2, D] and returns q [T, K, g, D] and k [T, K, D], both rotated, and v [T, K, D]."""
+    """Splits qkv [T, K, g + 2, D] and returns q [T, K, g, D] and k [T, K, D], both rotated, and v [T, K, D].
+
+    Along its third axis qkv has g queries, a key and a value. cos and sin [T, 1, 1, D/2] are those of the angles.
+    """
     if has_kernels(qkv) and is_power_of_two(qkv.shape[-1]):
         q, k, v = _FusedRotation.apply(qkv, cos, sin)
         return q, k, v
@@ -302,7 +331,7 @@ def split_and_rotate(qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Ten
 
 
 def is_power_of_two(n: int) -> bool:
-    """Returns whether n is a power of two. The kernels for attention and rotation take only such head sizes."""
+    """Returns whether n is a power of two. The kernels for attention and rotation take only head sizes that are."""
     return n & (n - 1) == 0
 
 
@@ -312,7 +341,7 @@ def has_kernels(x: Tensor) -> bool:
 
 
 def _import_kernels():  # type: ignore[no-untyped-def]
-    """Returns the module of kernels. It is imported late because it needs Triton, which only GPU machines have."""
+    """Returns the module cohort.models.kernels. It is imported late: it needs Triton, which only GPU machines have."""
     from cohort.models import kernels
 
     return kernels
@@ -328,7 +357,7 @@ def _apply_gate(both: Tensor) -> Tensor:
 
 
 def _apply_gate_backward(both: Tensor, d_inner: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the gradient of `both` [T, 2 ff] and silu(gate) * up [T, ff], computed again.
+    """Returns the gradient of `both`, which is gate and up side by side [T, 2 ff], and silu(gate) * up [T, ff] again.
 
     `d_inner` [T, ff] is the gradient of silu(gate) * up. Its memory may be overwritten.
     """
@@ -346,7 +375,7 @@ def _apply_gate_backward(both: Tensor, d_inner: Tensor) -> tuple[Tensor, Tensor]
 
 
 def _rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Returns x with each pair (entry i, entry i + D/2) of the last axis rotated by its angle."""
+    """Returns x with each pair (entry i, entry i + D/2) of the last axis rotated by angle i, given its cos and sin."""
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     (a, b), (low, high) = x.chunk(2, dim=-1), out.chunk(2, dim=-1)
     torch.mul(a, cos, out=low).addcmul_(b, sin, value=-1)

@@ -25,7 +25,10 @@ def is_hub_name(name: str) -> bool:
 
 
 def find_cached(name: str) -> Path | None:
-    """Returns the folder of a model that was fetched before, or None. Uses no network."""
+    """Returns the folder of the hub model `owner/name` in the hub's own cache. Uses no network.
+
+    Returns None if it is not there or incomplete, or if the package huggingface_hub is not installed.
+    """
     hub = _import_hub()
     if hub is None:
         return None
@@ -39,7 +42,10 @@ def find_cached(name: str) -> Path | None:
 
 
 def fetch_model(name: str) -> Path:
-    """Fetches a model from the hub and returns its folder. Files that are in the hub's cache are not fetched again."""
+    """Fetches the model `owner/name` from the hub into the hub's own cache and returns its folder there.
+
+    Files that are in the cache are not fetched again. Raises ModelError if the model cannot be fetched or used.
+    """
     hub = _import_hub()
     if hub is None:
         raise ModelError(

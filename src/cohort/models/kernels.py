@@ -29,9 +29,10 @@ def next_power_of_two(n: int) -> int:
 
 @cache
 def choose_launch_options(device: torch.device) -> dict[str, Any]:
-    """Returns the launch options for a kernel that may start before the kernel before it has ended.
+    """Returns the keyword arguments to launch a kernel with so that it starts before the kernel before it has ended.
 
-    Such a kernel must call `await_inputs` with EARLY. Where the device lacks this ability, EARLY is False.
+    They are EARLY, which is False where the device cannot do this, and Triton's own option. The kernel must pass EARLY
+    to `await_inputs` before it reads what earlier kernels write.
     """
     # Programmatic dependent launch exists from compute capability 9.0 on.
     has_early_start = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
@@ -40,9 +41,10 @@ def choose_launch_options(device: torch.device) -> dict[str, Any]:
 
 @triton.jit
 def await_inputs(EARLY: tl.constexpr):
-    """Waits until all kernels launched before have finished. Does nothing unless EARLY.
+    """Waits until all kernels that were launched before this one have finished. Does nothing unless EARLY.
 
-    Every program of a kernel must call it, because otherwise the kernels after it could start too soon.
+    EARLY: this kernel was launched with the option to start early. Then every program of it must make this call,
+    because otherwise later kernels could start too soon.
     """
     if EARLY:
         tl.extra.cuda.gdc_wait()
@@ -52,7 +54,8 @@ def await_inputs(EARLY: tl.constexpr):
 def let_next_start(EARLY: tl.constexpr):
     """Allows the kernel launched next to start once all programs of this kernel have made this call.
 
-    The next kernel must still call `await_inputs` before it reads what this kernel writes.
+    Does nothing unless EARLY, which means that the device can start kernels early. The next kernel must still call
+    `await_inputs` before it reads what this kernel writes.
     """
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
@@ -66,7 +69,11 @@ def _add_norm_kernel(
     x_ptr, y_ptr, weight_ptr, total_ptr, out_ptr, scale_ptr, eps, d: tl.constexpr, BLOCK: tl.constexpr,
     ADD: tl.constexpr, KEEP: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Computes one row of `add_norm` per program. ADD: there is a y. KEEP: the factors 1 / rms are stored."""
+    """Computes one row of `add_norm` per program: stores x + y in total, and its RMS norm times weight in out.
+
+    ADD: there is a y; otherwise it computes the norm of x, and y and total are not used. KEEP: stores 1 / rms in scale.
+    d: length of a row. BLOCK: the next power of two. EARLY: see `await_inputs`.
+    """
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     here = at < d
@@ -95,9 +102,9 @@ def _add_norm_kernel(
 def add_norm(
     x: Tensor, y: Tensor | None, weight: Tensor, eps: float, total: Tensor | None = None, scale: Tensor | None = None
 ) -> Tensor:
-    """Returns the RMS norm of x + y (or of x, if y is None) in the weight's type. All are [T, d].
+    """Returns the RMS norm of x + y (of x, if y is None) times weight [d], in the weight's type. All else is [T, d].
 
-    The sum is stored in `total`, or over x if that is None. `scale` [T] receives the factors 1 / rms for the backward.
+    With a y, the sum is written into `total`, or over x if that is None. `scale` [T], if given, receives 1 / rms.
     The kernel launched just before may write y (or x, if there is no y). It must not write the other inputs, because
     they are read before that kernel has ended.
     """
@@ -121,9 +128,10 @@ def _norm_backward_kernel(
     x_ptr, weight_ptr, scale_ptr, d_out_ptr, d_total_ptr, d_x_ptr, d_y_ptr, d_weight_ptr, T, each,
     d: tl.constexpr, BLOCK: tl.constexpr, TOTAL: tl.constexpr, Y: tl.constexpr,
 ):  # fmt: skip
-    """Computes `norm_backward` for `each` consecutive rows per program, which also adds up its part of d_weight.
+    """Computes `norm_backward` for `each` consecutive rows of T per program: stores their gradients in d_x.
 
-    TOTAL: d_total is added to d_x. Y: d_y is stored.
+    Stores the program's part of the weight's gradient, summed over its rows, in one row of d_weight. TOTAL: d_total is
+    added to d_x. Y: d_x is also stored in d_y, in the type of y. d: length of a row. BLOCK: the next power of two.
     """
     program = tl.program_id(0)
     at = tl.arange(0, BLOCK)
@@ -150,11 +158,11 @@ def _norm_backward_kernel(
 def norm_backward(
     x: Tensor, weight: Tensor, scale: Tensor, d_out: Tensor, d_total: Tensor | None, y_dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Computes the backward of `add_norm`.
+    """Returns the gradients of the inputs of `add_norm`: of x [T, d], of y [T, d], and of the weight [d].
 
-    `x` [T, d] is the sum that was normed, `scale` [T] the factors 1 / rms, `d_out` the gradient of the norm, and
-    `d_total` the gradient that reaches the sum from elsewhere (None: there is none). Returns the gradients of x, of y
-    (in `y_dtype`; None if that is None) and of the weight [d].
+    `x` is the sum that was normed, `scale` [T] the factors 1 / rms, `d_out` the gradient of the norm, and `d_total` the
+    gradient that the sum has from its other uses (None: it has none). The gradient of y has the type `y_dtype`; if that
+    is None, there was no y, and its gradient is None.
     """
     T, d = x.shape
     assert x.is_contiguous() and d_out.is_contiguous() and (d_total is None or d_total.is_contiguous())
@@ -180,7 +188,10 @@ def norm_backward(
 
 @triton.jit
 def _gate_kernel(wide_ptr, out_ptr, ff: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
-    """Computes silu(gate) * up for one row and BLOCK columns per program."""
+    """Stores silu(gate) * up in out [T, ff], one row and BLOCK columns per program.
+
+    wide [T, 2 ff] has gate and up side by side. EARLY: see `await_inputs`.
+    """
     await_inputs(EARLY)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -209,7 +220,11 @@ def apply_gate(wide: Tensor) -> Tensor:
 
 @triton.jit
 def _gate_backward_kernel(wide_ptr, d_out_ptr, d_wide_ptr, out_ptr, ff: tl.constexpr, BLOCK: tl.constexpr):
-    """Computes the gradients of gate and up, and silu(gate) * up again, for one row and BLOCK columns per program."""
+    """Stores the gradients of gate and up in d_wide [T, 2 ff], one row and BLOCK columns per program.
+
+    wide has gate and up side by side, d_out [T, ff] is the gradient of silu(gate) * up. That product is computed again
+    and stored in out [T, ff].
+    """
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     here = at < ff
@@ -227,9 +242,10 @@ def _gate_backward_kernel(wide_ptr, d_out_ptr, d_wide_ptr, out_ptr, ff: tl.const
 
 
 def apply_gate_backward(wide: Tensor, d_out: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the gradient [T, 2 ff] of the input of `apply_gate`, and the output of `apply_gate` [T, ff] again.
+    """Returns the gradient [T, 2 ff] of `wide`, the input of `apply_gate`, and the output of `apply_gate` [T, ff].
 
-    The output is computed again so that it need not be kept from the forward pass.
+    `d_out` [T, ff] is the gradient of that output. The output is computed again so that it need not be kept from the
+    forward pass.
     """
     T, ff = d_out.shape
     assert wide.is_contiguous() and d_out.is_contiguous()
@@ -248,9 +264,10 @@ def _rotate_kernel(
     qkv_ptr, cos_ptr, sin_ptr, q_ptr, k_ptr, v_ptr, K: tl.constexpr, g: tl.constexpr, D: tl.constexpr,
     HEADS: tl.constexpr, BACK: tl.constexpr,
 ):  # fmt: skip
-    """Splits and rotates qkv into q, k and v, for one token and one KV head per program.
+    """Splits qkv and stores its rotated queries in q, its rotated key in k and its value in v.
 
-    BACK: computes the gradient of qkv from those of q, k and v instead, by the inverse rotation.
+    A program does one token and one of K KV heads, with g queries of size D. HEADS: g + 1 rounded up to a power of two.
+    BACK: instead reads q, k and v as gradients, rotates q and k back, and stores the gradient of qkv in qkv.
     """
     t = tl.program_id(0).to(tl.int64)
     k = tl.program_id(1)
@@ -297,7 +314,7 @@ def _rotate_kernel(
 def split_and_rotate(qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Splits qkv [T, K, g + 2, D] and returns q [T, K, g, D] and k [T, K, D], both rotated, and v [T, K, D].
 
-    cos and sin have T * D / 2 entries each.
+    Along its third axis qkv has g queries, a key and a value. cos and sin of the angles have T * D / 2 entries each.
     """
     T, K, heads, D = qkv.shape
     assert qkv.is_contiguous()
@@ -313,7 +330,10 @@ def split_and_rotate(qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Ten
 
 
 def split_and_rotate_backward(d_q: Tensor, d_k: Tensor, d_v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Returns the gradient of qkv [T, K, g + 2, D] from those of q, k and v, which must be contiguous."""
+    """Returns the gradient of qkv [T, K, g + 2, D], the input of `split_and_rotate`, from those of its outputs.
+
+    All tensors must be contiguous. cos and sin are those of `split_and_rotate`.
+    """
     T, K, g, D = d_q.shape
     d_qkv = d_q.new_empty(T, K, g + 2, D)
     if T:

@@ -49,7 +49,7 @@ class BatchShape:
         return sum(self.completion_lengths)
 
     def without_sharing(self) -> BatchShape:
-        """Returns the shape of the same batch where each completion has a copy of the prompt to itself."""
+        """Returns the shape of the same batch with a copy of the prompt per completion: one sample per prompt."""
         return replace(self, prompts=self.prompts * self.samples, samples=1)
 
 
@@ -70,7 +70,7 @@ class MinimumSeconds:
 
     @property
     def total(self) -> float:
-        """Seconds of both phases together."""
+        """The seconds of prefill and decoding together."""
         return self.prefill + self.decode
 
 
@@ -84,7 +84,7 @@ def count_layer_params(c: ModelConfig) -> int:
 
 
 def count_forward_flops(c: ModelConfig, shape: BatchShape) -> float:
-    """Returns the floating-point operations of one forward pass over a batch of groups, with each prompt once.
+    """Returns the floating-point operations of one forward pass over a batch, in which a group's prompt counts once.
 
     The number is the same for sampling with a KV cache and for training.
     """
@@ -102,12 +102,15 @@ def count_forward_flops(c: ModelConfig, shape: BatchShape) -> float:
 
 
 def count_kv_bytes(c: ModelConfig, width: int) -> int:
-    """Returns the bytes of the keys and values of one token in all layers."""
+    """Returns the bytes of the keys and values of one token in all layers, at `width` bytes per number."""
     return 2 * c.num_layers * c.num_kv_heads * c.head_dim * width
 
 
 def draw_lognormal_lengths(num: int, cap: int, seed: int = 0) -> tuple[int, ...]:
-    """Returns `num` random lengths, distributed as completions often are: many short, a long tail, at most `cap`."""
+    """Returns `num` random lengths in tokens, from 1 to `cap`: many are short, few are long, as with real completions.
+
+    They follow a lognormal distribution whose median is 0.284 of the cap.
+    """
     rng = random.Random(seed)
     drawn = (LOGNORMAL_MEDIAN * cap * math.exp(LOGNORMAL_SIGMA * rng.gauss(0, 1)) for _ in range(num))
     return tuple(min(max(round(length), 1), cap) for length in drawn)
@@ -117,7 +120,10 @@ def draw_lognormal_lengths(num: int, cap: int, seed: int = 0) -> tuple[int, ...]
 
 
 def estimate_sampling_seconds(c: ModelConfig, shape: BatchShape, rates: Rates, width: int) -> MinimumSeconds:
-    """Returns the least time that sampling a batch takes on a GPU."""
+    """Returns the least seconds that sampling a batch takes on a GPU with the given rates, by phase.
+
+    `width` is the number of bytes per stored number. The module's docstring says what is counted.
+    """
     P = shape.prompt_tokens
     G = shape.samples
     ends = shape.completion_lengths
@@ -134,7 +140,7 @@ def estimate_sampling_seconds(c: ModelConfig, shape: BatchShape, rates: Rates, w
 
 
 def estimate_prefill_seconds(c: ModelConfig, shape: BatchShape, rates: Rates, width: int) -> float:
-    """Returns the least seconds for running every prompt once through the layers."""
+    """Returns the least seconds for running every prompt once through the layers. `width`: bytes per stored number."""
     pairs = shape.prompts * shape.prompt_tokens**2 / 2
     attention = 4.0 * c.num_layers * c.num_heads * c.head_dim * pairs / rates.flops
     return (
@@ -143,9 +149,9 @@ def estimate_prefill_seconds(c: ModelConfig, shape: BatchShape, rates: Rates, wi
 
 
 def estimate_layers_seconds(c: ModelConfig, rates: Rates, width: int, alive: int, num_read: int) -> float:
-    """Returns the least seconds for one step of `alive` samples through the layers.
+    """Returns the least seconds for running one new token of each of `alive` samples through the layers.
 
-    `num_read` is the number of tokens whose keys and values are read.
+    `num_read` is the number of tokens whose keys and values are read, at `width` bytes per stored number.
     """
     return (
         _estimate_product_seconds(count_layer_params(c), alive, rates, width)
@@ -154,7 +160,10 @@ def estimate_layers_seconds(c: ModelConfig, rates: Rates, width: int, alive: int
 
 
 def estimate_head_seconds(c: ModelConfig, rates: Rates, width: int, alive: int) -> float:
-    """Returns the least seconds for the logits of `alive` samples, which are written once and read once."""
+    """Returns the least seconds for the logits of one token of each of `alive` samples.
+
+    It is the product with the head, and writing and reading the logits once, at `width` bytes per stored number.
+    """
     return (
         _estimate_product_seconds(c.vocab_size * c.hidden, alive, rates, width)
         + 2.0 * width * c.vocab_size * alive / rates.bytes
@@ -162,9 +171,9 @@ def estimate_head_seconds(c: ModelConfig, rates: Rates, width: int, alive: int) 
 
 
 def _estimate_product_seconds(params: int, rows: int, rates: Rates, width: int) -> float:
-    """Returns the least seconds for the product of `rows` vectors with `params` weights.
+    """Returns the least seconds for the product of `rows` vectors with matrices that have `params` weights in all.
 
-    It is the time to read the weights or the time to compute with them, whichever is longer.
+    It is the time to read the weights (`width` bytes each) or to compute with them, whichever is longer.
     """
     return max(width * params / rates.bytes, 2.0 * params * rows / rates.flops)
 
@@ -188,9 +197,9 @@ def _count_alive(ends: tuple[int, ...] | list[int]) -> list[int]:
 
 
 def measure_matmul_rate(seconds: float = 0.5, size: int = 1536, dtype: torch.dtype = torch.float32) -> float:
-    """Measures the floating-point operations per second of a large matrix product on the CPU.
+    """Returns the floating-point operations per second of a matrix product on the CPU, the best of several runs.
 
-    Repeats the product for `seconds` and returns the best rate.
+    Repeats a product of two matrices [size, size] for `seconds`.
     """
     a, b = torch.randn(2, size, size).to(dtype)
     best = 0.0
@@ -203,14 +212,17 @@ def measure_matmul_rate(seconds: float = 0.5, size: int = 1536, dtype: torch.dty
 
 
 def measure_gpu_rates(dtype: torch.dtype, size: int = 8192, num_bytes: int = 1 << 31) -> Rates:
-    """Measures the rates of the current CUDA device, each the best of several runs. Frees the memory it used."""
+    """Returns the rates of the current GPU, each the best of several runs. Frees the memory that it used.
+
+    They are measured by a product of two matrices [size, size] of type `dtype`, and by a copy of `num_bytes` bytes.
+    """
     rates = Rates(flops=_measure_product_rate(dtype, size), bytes=_measure_copy_rate(num_bytes))
     torch.cuda.empty_cache()
     return rates
 
 
 def _measure_product_rate(dtype: torch.dtype, size: int) -> float:
-    """Returns the floating-point operations per second of a square matrix product on the GPU."""
+    """Returns the floating-point operations per second of a product of two matrices [size, size] on the GPU."""
     a, b = torch.randn(2, size, size, device="cuda", dtype=dtype)
     product = torch.empty_like(a)
     return 2.0 * size**3 / _time_on_gpu(lambda: torch.mm(a, b, out=product))
@@ -224,7 +236,7 @@ def _measure_copy_rate(num_bytes: int) -> float:
 
 
 def _time_on_gpu(run: Callable[[], object], repeats: int = 20) -> float:
-    """Returns the seconds of the fastest of `repeats` runs, by the GPU's own clock, after three runs to warm up."""
+    """Calls `run` `repeats` times, after three calls to warm up. Returns the least seconds, by the GPU's clock."""
     best = math.inf
     for n in range(repeats + 3):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

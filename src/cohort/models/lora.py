@@ -34,11 +34,11 @@ class PlainBase:
 
     @property
     def num_bytes(self) -> int:
-        """The memory of the weights in bytes."""
+        """The memory that the base weights take, in bytes."""
         return self.matrix.nbytes
 
     def read_rows(self, start: int, stop: int) -> Tensor:
-        """Returns rows `start` to `stop` of the matrix, without copying."""
+        """Returns rows `start` to `stop` (exclusive) of the matrix, [stop - start, in], without copying."""
         return self.matrix[start:stop]
 
 
@@ -63,7 +63,10 @@ class Adapter(nn.Module):
 
     @torch.no_grad()
     def write_matrix(self, factors: tuple[Tensor, Tensor] | None) -> None:
-        """Sets the decoder's matrix to the base plus scale * B A, with `factors` = (A, B), or to the base if None."""
+        """Overwrites the decoder's matrix with base weights + scale * B A, for `factors` = (A, B).
+
+        None means the base weights alone.
+        """
         # The view may be [K, heads, D, in]. Then one index of its first axis covers several rows of the matrix.
         rows_per_index = self.view[0].numel() // self.view.shape[-1]
         # Piece by piece, so that only a piece of the matrix exists in fp32 at a time.
@@ -79,9 +82,10 @@ class Adapter(nn.Module):
             piece.copy_(matrix.view(piece.shape))
 
     def add_gradient(self, grad: Tensor, x: Tensor) -> None:
-        """Adds to the gradients of A and B what follows from the gradient `grad` [T, out] of a product and its input x.
+        """Adds to A.grad and B.grad what one product of the matrix with x [T, in] contributes.
 
-        `grad` and x [T, in] have the decoder's type. The gradients are added up in the type of A and B.
+        `grad` [T, out] is the gradient of the product's output. It and x have the decoder's type. The sums have the
+        type of A and B.
         """
         if self.A.grad is None or self.B.grad is None:
             self.A.grad, self.B.grad = torch.zeros_like(self.A), torch.zeros_like(self.B)
@@ -135,35 +139,38 @@ class Adapters(nn.Module):
 
     @property
     def num_params(self) -> int:
-        """The number of trained entries, in A and B of all matrices."""
+        """The number of trained parameters: the entries of A and B of all matrices."""
         return sum(p.numel() for p in self.parameters())
 
     @property
     def base_bytes(self) -> int:
-        """The memory of all base weights in bytes."""
+        """The memory that the base weights of all adapted matrices take, in bytes."""
         return sum(adapter.base.num_bytes for adapter in self.by_name.values())
 
     def collectors(self) -> dict[str, Collector]:
-        """Returns a collector per adapted matrix of the decoder, by parameter name, for `redirect_gradients`.
+        """Returns a collector per adapted matrix, by the decoder's parameter name, for `redirect_gradients`.
 
-        A collector adds to the gradients of the A and B that belong to its matrix.
+        A collector is called in the backward pass with the gradient of a product and the product's input. It adds to
+        the gradients of the A and B that belong to its matrix.
         """
         return self._collectors
 
     def tensors(self) -> dict[str, Tensor]:
-        """Returns A and B of every matrix, without copying, under the names that PEFT gives them."""
+        """Returns A and B of every adapted matrix, without copying, by the names that the library PEFT gives them."""
         factors = ((name, letter, getattr(a, letter).data) for name, a in self.by_name.items() for letter in "AB")
         return {f"base_model.model.{name}.lora_{letter}.weight": tensor for name, letter, tensor in factors}
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Sets A and B of every matrix to `tensors`, which have the names of `tensors()`, and merges them.
+        """Copies `tensors` into A and B of every matrix and merges them into the decoder.
 
-        Raises ModelError and changes nothing if names or shapes do not fit.
+        Names are those of the method `tensors`. Raises ModelError and changes nothing if names or shapes do not fit.
         """
         mine = self.tensors()
         for name in sorted(mine.keys() | tensors.keys()):
             if name not in tensors:
-                raise ModelError(f'the adapters lack "{name}": they are incomplete, or of a model with fewer layers')
+                raise ModelError(
+                    f'the adapters lack "{name}": they are incomplete, or of a model with fewer layers; use others'
+                )
             if name not in mine:
                 raise ModelError(
                     f'the adapters have "{name}", which is not in the model or not in learner.lora.targets: '
@@ -172,31 +179,42 @@ class Adapters(nn.Module):
             if mine[name].shape != tensors[name].shape:
                 shape, needed = list(tensors[name].shape), list(mine[name].shape)
                 raise ModelError(
-                    f'adapter "{name}" is {shape}, the model needs {needed}: it is of another model or another rank'
+                    f'adapter "{name}" is {shape}, but {needed} is needed: '
+                    f"use adapters of this model and of rank {self.config.rank}"
                 )
         for name, tensor in mine.items():
             tensor.copy_(tensors[name])
         self.merge()
 
     def merge(self) -> None:
-        """Writes W0 + alpha / rank * B A into the decoder. Must be called whenever A or B have changed."""
+        """Writes base weights + alpha / rank * B A into the decoder, for every adapted matrix.
+
+        Must be called whenever A or B have changed.
+        """
         for adapter in self.by_name.values():
             adapter.write_matrix((adapter.A, adapter.B))
 
     def hold_base(self) -> AbstractContextManager[None]:
-        """Returns a context within which the decoder has the base weights. Afterwards adapters are merged again."""
-        return self._hold({})
+        """Returns a context manager within which the decoder has the base weights, without adapters.
+
+        Afterwards the decoder has the current adapters again.
+        """
+        return self._hold_factors({})
 
     def hold_reference(self) -> AbstractContextManager[None]:
-        """Returns a context within which the decoder is the reference policy: the base and the adapters of the start.
+        """Returns a context manager within which the decoder is the reference policy.
 
-        Afterwards the current adapters are merged again.
+        That is the base weights, with the adapters that were given as `start`, if any. Afterwards the decoder has the
+        current adapters again.
         """
-        return self._hold(self._start)
+        return self._hold_factors(self._start)
 
     @contextmanager
-    def _hold(self, factors: Mapping[str, tuple[Tensor, Tensor]]) -> Iterator[None]:
-        """Within the block, the decoder has the base plus these factors (A, B), by name; none means the base alone."""
+    def _hold_factors(self, factors: Mapping[str, tuple[Tensor, Tensor]]) -> Iterator[None]:
+        """Within the block, the decoder has the base weights plus `factors`; afterwards the current adapters again.
+
+        `factors` are pairs (A, B) by the name of the matrix. A matrix that is not among them has its base weights.
+        """
         for name, adapter in self.by_name.items():
             adapter.write_matrix(factors.get(name))
         try:
@@ -206,9 +224,9 @@ class Adapters(nn.Module):
 
 
 def _locate_views(decoder: Decoder) -> Iterator[tuple[str, str, Tensor]]:
-    """Yields, for every weight: its Hugging Face name, the decoder's parameter that it is part of, its rows there.
+    """Yields, for every weight: its Hugging Face name, the name of the parameter that holds it, and its rows there.
 
-    The rows are indices [out], in the order of the Hugging Face tensor.
+    The rows are indices [out] into the parameter, flattened to a matrix, in the order of the Hugging Face tensor.
     """
     parameter_names = {p: name for name, p in decoder.named_parameters()}
     last: list[nn.Parameter] = []
@@ -225,7 +243,10 @@ def _locate_views(decoder: Decoder) -> Iterator[tuple[str, str, Tensor]]:
 
 
 def _make_collector(adapter: Adapter, rows: Tensor) -> Collector:
-    """Returns a collector that passes on to `adapter` the columns of the gradient that belong to `rows` of a matrix."""
+    """Returns a function that takes the gradient of a product with a matrix, and the product's input.
+
+    It passes to `adapter` those columns of the gradient that belong to the matrix's `rows`, and the input.
+    """
     start, stop = int(rows[0]), int(rows[-1]) + 1
     # Rows that lie side by side are a slice, which needs no copy.
     if len(rows) == stop - start:
@@ -235,7 +256,7 @@ def _make_collector(adapter: Adapter, rows: Tensor) -> Collector:
 
 
 def _join_collectors(collectors: Sequence[Collector]) -> Collector:
-    """Returns a collector that calls all of these in order."""
+    """Returns one collector that calls all of `collectors`, in order, with its own two arguments."""
 
     def collect(grad: Tensor, x: Tensor) -> None:
         """Calls all collectors."""

@@ -46,11 +46,14 @@ class QuantisedMatrix:
 
     @property
     def num_bytes(self) -> int:
-        """The memory of all parts in bytes."""
+        """The memory that codes, scales, peaks and mean take, in bytes."""
         return sum(t.nbytes for t in (self.codes, self.scales, self.peaks, self.mean))
 
     def read_rows(self, start: int, stop: int) -> Tensor:
-        """Returns rows `start` to `stop` of the matrix [stop - start, columns], dequantised and rounded to its type."""
+        """Returns rows `start` to `stop` (exclusive) of the matrix, [stop - start, columns], dequantised.
+
+        They have the type of the original matrix.
+        """
         first, last = start * self.num_columns, stop * self.num_columns
         # The blocks that these entries lie in: rows need not begin or end at the edge of a block.
         low, high = first // BLOCK, -(-last // BLOCK)
@@ -64,7 +67,7 @@ class QuantisedMatrix:
 
 
 def quantise(matrix: Tensor) -> QuantisedMatrix:
-    """Returns a matrix [rows, columns] of any floating-point type in NF4.
+    """Returns a quantised copy, in 4 bits per entry (NF4), of a matrix [rows, columns] of any floating-point type.
 
     It works piece by piece, so that no fp32 copy of the whole matrix exists.
     """
@@ -86,7 +89,10 @@ def quantise(matrix: Tensor) -> QuantisedMatrix:
 
 
 def _quantise_blocks(entries: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the codes [blocks, 32] and the fp32 scales [blocks] of a piece [n] of a matrix."""
+    """Returns the codes [blocks, 32] and the fp32 scales [blocks] of n consecutive entries of a matrix.
+
+    A block is 64 entries, the last one padded with zeros. A code is a byte with two entries of 4 bits.
+    """
     blocks = F.pad(entries.float(), (0, -len(entries) % BLOCK)).view(-1, BLOCK)
     scales = blocks.abs().amax(dim=-1)
     codes = _find_nearest(_divide_by_scales(blocks, scales), make_normal_code(blocks.device))
@@ -94,25 +100,25 @@ def _quantise_blocks(entries: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _divide_by_scales(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Returns `blocks` [n, entries] with each row divided by its scale [n]. A row of zeros stays zero."""
+    """Returns `blocks` [n, entries] with each row divided by its scale of `scales` [n]. A row of zeros stays zero."""
     # The lower bound avoids a division by zero.
     return (blocks * (1.0 / scales.clamp(min=1e-38))[:, None]).clamp_(-1, 1)
 
 
 def _find_nearest(values: Tensor, code: Tensor) -> Tensor:
-    """Returns, for each of `values`, the index of the nearest number in a sorted `code`, as uint8."""
+    """Returns, for each of `values`, the index of the nearest number in the sorted vector `code`, as uint8."""
     return torch.bucketize(values, (code[:-1] + code[1:]) / 2, out_int32=True).to(torch.uint8)
 
 
 @cache
 def make_normal_code(device: torch.device) -> Tensor:
-    """Returns the 16 values for entries, sorted, as a tensor on the device. It is made once per device."""
+    """Returns the 16 numbers that a 4-bit entry can stand for, sorted, as a tensor that is made once per device."""
     return torch.tensor(CODE, dtype=torch.float32, device=device)
 
 
 @cache
 def make_dynamic_code(device: torch.device) -> Tensor:
-    """Returns the 256 values for scales, sorted, as a tensor on the device. It is made once per device.
+    """Returns the 256 numbers that an 8-bit scale can stand for, sorted, as a tensor that is made once per device.
 
     They are 0, 1, and of each sign 2^i numbers in the i-th of the seven decades up to 1 (arXiv:1511.04561).
     """

@@ -45,7 +45,8 @@ class SavedAdapters:
 def save_adapters(tensors: Mapping[str, Tensor], config: LoraConfig, base_model: str, out: str | Path) -> Path:
     """Writes an adapter folder `out` that PEFT and vLLM load on top of the base model, and returns its path.
 
-    `tensors` have the names of `Adapters.tensors`. `base_model` is the name or path that is recorded in the folder.
+    `tensors` are A and B of all matrices, with the names of `Adapters.tensors`. `config` tells rank, alpha and targets.
+    `base_model` is the name or path that is recorded in the folder. Raises ModelError if `out` is not empty.
     """
     # PEFT's own lora_alpha is an integer, so a whole number is written as one.
     alpha = int(config.alpha) if config.alpha == int(config.alpha) else config.alpha
@@ -79,7 +80,10 @@ def save_adapters(tensors: Mapping[str, Tensor], config: LoraConfig, base_model:
 
 
 def load_adapters(path: str | Path) -> SavedAdapters:
-    """Reads an adapter folder. Raises ModelError for adapters that are not plain LoRA, alpha / r * B A."""
+    """Returns config and tensors of the adapter folder `path`, in the format of PEFT.
+
+    Raises ModelError if it is damaged, or if its adapters are not plain LoRA, which adds alpha / r * B A to a matrix.
+    """
     folder = Path(path)
     if not (folder / CONFIG).is_file():
         raise ModelError(
@@ -90,9 +94,9 @@ def load_adapters(path: str | Path) -> SavedAdapters:
     _require_plain(settings, folder / CONFIG)
     rank, alpha = settings.get("r"), settings.get("lora_alpha")
     if not isinstance(rank, int) or rank < 1:
-        raise ModelError(f"{folder / CONFIG}: r = {rank!r}, a positive whole number is needed")
+        raise ModelError(f"{folder / CONFIG}: r = {rank!r} must be a positive whole number: correct the file")
     if not isinstance(alpha, int | float) or not 0 < alpha < math.inf:
-        raise ModelError(f"{folder / CONFIG}: lora_alpha = {alpha!r}, a positive number is needed")
+        raise ModelError(f"{folder / CONFIG}: lora_alpha = {alpha!r} must be a positive number: correct the file")
     if not (folder / WEIGHTS).is_file():
         raise ModelError(f"{folder} has no {WEIGHTS}: save the adapters as safetensors")
     tensors = dict(read_tensors(folder / WEIGHTS, None))
@@ -101,12 +105,12 @@ def load_adapters(path: str | Path) -> SavedAdapters:
         parts = name.split(".")
         if tensor.dtype not in FLOAT_DTYPES or len(parts) < 3 or parts[-2] not in ("lora_A", "lora_B"):
             raise ModelError(
-                f'{folder / WEIGHTS}: "{name}" ({tensor.dtype}) is no adapter of a matrix: only plain LoRA is supported'
+                f'{folder / WEIGHTS}: "{name}" ({tensor.dtype}) is no adapter of a matrix: use plain LoRA adapters'
             )
         modules.add(parts[-3])
     if unknown := sorted(modules - set(TARGETS)):
         raise ModelError(
-            f"{folder / WEIGHTS}: adapters of {unknown[0]} are not supported, only of {', '.join(TARGETS)}"
+            f"{folder / WEIGHTS}: adapters of {unknown[0]} are not supported: use adapters only of {', '.join(TARGETS)}"
         )
     if not modules:
         raise ModelError(f"{folder / WEIGHTS} holds no adapters: save them again with PEFT's save_pretrained")
@@ -116,11 +120,16 @@ def load_adapters(path: str | Path) -> SavedAdapters:
 
 
 def _require_plain(settings: Mapping[str, Any], file: Path) -> None:
-    """Raises ModelError if any setting of adapter_config.json turns on a variant of LoRA."""
+    """Raises ModelError if any of `settings`, the contents of adapter_config.json, turns on a variant of LoRA.
+
+    `file` is named in the message.
+    """
     # Each variant of PEFT has a field that is false, null or empty when it is off. So a field that is unknown here,
     # of a newer PEFT, is refused only if it is on.
     for name, value in settings.items():
         if not (value in PLAIN_VALUES[name] if name in PLAIN_VALUES else name in IGNORED_SETTINGS or not value):
-            raise ModelError(f"{file}: {name} = {value!r} is not supported, only plain LoRA is")
+            raise ModelError(
+                f"{file}: {name} = {value!r} is not supported: use adapters of plain LoRA, trained without it"
+            )
     if "peft_type" not in settings:
         raise ModelError(f"{file} has no peft_type: it is not a config of PEFT; save the adapters again with PEFT")

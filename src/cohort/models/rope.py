@@ -27,17 +27,22 @@ class Rope:
 
 
 def make_rope(parameters: Mapping[str, Any], head_dim: int, max_positions: int) -> Rope:
-    """Returns the rope that `parameters` (rope_type, rope_theta, factor, ...) describe.
+    """Returns the rotary embedding that `parameters` of a config.json (rope_type, rope_theta, ...) describe.
+
+    `head_dim` is the size of a head. `max_positions` is the context before scaling, if the parameters do not name it.
+    Raises ModelError for what is not supported.
 
     >>> make_rope({"rope_theta": 100.0}, head_dim=4, max_positions=8).inv_freq == (1.0, _round_to_fp32(0.1))
     True
     """
     kind = str(parameters.get("rope_type") or parameters.get("type") or "default")
     if kind not in _SCALERS:
-        raise ModelError(f'rope type "{kind}" is not supported.{suggest_name(kind, _SCALERS)}')
+        raise ModelError(f'rope type "{kind}" in config.json is not supported.{suggest_name(kind, _SCALERS)}')
     partial = parameters.get("partial_rotary_factor")
     if partial not in (None, 1, 1.0):
-        raise ModelError(f"partial_rotary_factor {partial} in config.json is not supported: only 1 is")
+        raise ModelError(
+            f"partial_rotary_factor {partial} in config.json is not supported, only 1 is: use another model"
+        )
     theta = _read_number(parameters, "rope_theta", DEFAULT_THETA)
     plain = [_round_to_fp32(1.0 / _round_to_fp32(theta ** _round_to_fp32(i / head_dim))) for i in range(0, head_dim, 2)]
     # Defaults for what a scaling needs and the parameters may lack.
@@ -53,18 +58,21 @@ def make_rope(parameters: Mapping[str, Any], head_dim: int, max_positions: int) 
 
 
 def _keep_frequencies(plain: list[float], p: Mapping[str, Any]) -> tuple[list[float], float]:
-    """Keeps the plain frequencies (rope_type "default")."""
+    """Returns the unscaled frequencies unchanged, and the factor 1 on cos and sin (rope_type "default")."""
     return plain, 1.0
 
 
 def _divide_frequencies(plain: list[float], p: Mapping[str, Any]) -> tuple[list[float], float]:
-    """Divides all frequencies by the factor (rope_type "linear")."""
+    """Returns all frequencies divided by "factor" of `p`, and the factor 1 on cos and sin (rope_type "linear")."""
     factor = _read_number(p, "factor")
     return [f / factor for f in plain], 1.0
 
 
 def _scale_for_llama3(plain: list[float], p: Mapping[str, Any]) -> tuple[list[float], float]:
-    """Stretches long waves by the factor, keeps short ones, and blends between the two (Llama 3.1)."""
+    """Returns the frequencies as Llama 3.1 scales them, and the factor 1 on cos and sin (rope_type "llama3").
+
+    Low frequencies are divided by "factor" of the parameters `p`, high ones are kept, and those between are blended.
+    """
     factor, low, high = (_read_number(p, k) for k in ("factor", "low_freq_factor", "high_freq_factor"))
     context = _read_number(p, "original_max_position_embeddings")
 
@@ -83,7 +91,10 @@ def _scale_for_llama3(plain: list[float], p: Mapping[str, Any]) -> tuple[list[fl
 
 
 def _scale_for_yarn(plain: list[float], p: Mapping[str, Any]) -> tuple[list[float], float]:
-    """Scales frequencies along a ramp over the dimensions, and cos and sin by a factor, as YaRN (arXiv:2309.00071)."""
+    """Returns the frequencies as YaRN scales them, and its factor on cos and sin (rope_type "yarn", arXiv:2309.00071).
+
+    High frequencies are kept, low ones are divided by "factor" of the parameters `p`, with a linear ramp between.
+    """
     theta = _read_number(p, "rope_theta")
     context = _read_number(p, "original_max_position_embeddings")
     factor = _read_number(p, "factor")
@@ -106,7 +117,10 @@ def _scale_for_yarn(plain: list[float], p: Mapping[str, Any]) -> tuple[list[floa
 
 
 def _compute_yarn_factor(factor: float, p: Mapping[str, Any]) -> float:
-    """Returns YaRN's factor on cos and sin: the one in the parameters, or one computed from the stretching factor."""
+    """Returns YaRN's factor on cos and sin: "attention_factor" of the parameters `p`, if it is there.
+
+    Else it is computed from `factor`, by which the context is stretched.
+    """
     if p.get("attention_factor") is not None:
         return float(p["attention_factor"])
 
@@ -120,13 +134,16 @@ def _compute_yarn_factor(factor: float, p: Mapping[str, Any]) -> float:
 
 
 def _read_number(p: Mapping[str, Any], key: str, default: float | None = None) -> float:
-    """Returns the positive number under `key`, or the default where the key is missing or null."""
+    """Returns the positive number under `key` of the rope parameters, or the default where it is missing or null.
+
+    Raises ModelError for any other value, and where there is neither a value nor a default.
+    """
     value = p.get(key)
     if value is None:
         value = default
     # bool is a subclass of int.
     if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-        raise ModelError(f"rope parameter {key} = {value!r} in config.json: a positive number is needed")
+        raise ModelError(f"rope parameter {key} = {value!r} in config.json must be a positive number: correct it")
     return float(value)
 
 

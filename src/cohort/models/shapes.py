@@ -58,7 +58,10 @@ _SMOLLM2: dict[str, Any] = {
 
 
 def _make_hf_config(family: dict[str, Any], *sizes: int, **changes: Any) -> dict[str, Any]:
-    """Returns the contents of a config.json: those of the family, the sizes in the order of _FIELDS, and changes."""
+    """Returns the contents of a config.json: those of `family`, with five sizes added and `changes` applied.
+
+    The sizes are hidden size, layers, heads, KV heads and feed-forward size.
+    """
     return {**family, **dict(zip(_FIELDS, sizes, strict=True)), **changes}
 
 
@@ -78,18 +81,19 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def find_shape(name: str) -> ModelConfig:
-    """Returns the shape of a well-known model. Raises ModelError with all valid names."""
+    """Returns the config of a well-known model, such as "qwen2.5-7b". Raises ModelError for unknown names."""
     if name not in SHAPES:
-        raise ModelError(f'no shape is known under the name "{name}". Valid: {", ".join(sorted(SHAPES))}.')
+        raise ModelError(f'with random weights there is no model "{name}"; use one of: {", ".join(sorted(SHAPES))}')
     return ModelConfig.from_hf(SHAPES[name])
 
 
 def make_random_decoder(
     config: ModelConfig, dtype: torch.dtype, device: str, seed: int = 0, std: float = 0.02
 ) -> Decoder:
-    """Returns a decoder with random weights that are drawn on the device itself.
+    """Returns a decoder in `dtype` with normal random weights of standard deviation `std`, drawn on the device itself.
 
-    Billions of weights take seconds this way, not minutes. Unlike `initialise`, the numbers depend on the device.
+    Norms are 1 and biases 0. Billions of weights take seconds this way, not minutes. Unlike with `initialise`, the
+    numbers depend on the device.
     """
     with torch.device(device):
         decoder = Decoder(config).to(dtype)

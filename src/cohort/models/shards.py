@@ -62,9 +62,9 @@ class ShardWriter:
             (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
     def write(self, name: str, first: int, values: Tensor) -> None:
-        """Writes contiguous `values` into the tensor `name`, beginning at its entry number `first`.
+        """Writes `values` into the file of the tensor `name`, beginning at its entry number `first`, counted from 0.
 
-        `values` must have the tensor's type. Any thread may call this at any time.
+        `values` must be contiguous, on the CPU and of the tensor's type. Any thread may call this at any time.
         """
         file, offset = self._places[name]
         offset += first * values.dtype.itemsize
@@ -83,7 +83,7 @@ class ShardWriter:
         self._open.close()
 
     def _create_file(self, path: Path, shard: Mapping[str, TensorSpec]) -> None:
-        """Creates a file in its full size, writes its header, and notes where each tensor begins."""
+        """Creates the file `path` in full size for the tensors of `shard`, with a header. Notes where each begins."""
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         offset = 0
         # Wide types come first, so that every tensor starts at a multiple of its type's width.
@@ -104,7 +104,10 @@ class ShardWriter:
 
 
 def _split_into_shards(specs: Mapping[str, TensorSpec], max_bytes: int) -> list[dict[str, TensorSpec]]:
-    """Divides the tensors, in their order, into files of at most `max_bytes`. A larger tensor gets its own file."""
+    """Returns the specs divided into one dict per file, in their order, each with at most `max_bytes` of tensors.
+
+    A tensor that is larger alone gets its own file.
+    """
     shards: list[dict[str, TensorSpec]] = [{}]
     size = 0
     for name, spec in specs.items():
@@ -118,7 +121,7 @@ def _split_into_shards(specs: Mapping[str, TensorSpec], max_bytes: int) -> list[
 
 @contextmanager
 def _open_new_file(path: Path) -> Iterator[int]:
-    """Creates a file that must not exist yet and yields its descriptor, open for writing."""
+    """Creates a file that must not exist yet and yields its descriptor, open for writing. Closes it after the block."""
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         yield file

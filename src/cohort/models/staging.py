@@ -19,7 +19,8 @@ from cohort.system.disk import sync_directory, sync_tree
 def stage_folder(out: Path) -> Iterator[Path]:
     """Yields a temporary folder to write into. It becomes `out` by one rename when the block ends without an error.
 
-    Raises ModelError if `out` is not empty or cannot be written. An error in the block leaves `out` unchanged.
+    Raises ModelError if `out` is not empty or cannot be written. After an error in the block, the temporary folder is
+    removed and `out` is unchanged.
     """
     out = Path(os.path.abspath(out))
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -40,7 +41,8 @@ def stage_folder(out: Path) -> Iterator[Path]:
         aside.rename(out)
         sync_directory(out.parent)
     except OSError as e:
-        hint = " (the disk is full): free some space" if e.errno == errno.ENOSPC else ""
+        is_full = e.errno == errno.ENOSPC
+        hint = " (the disk is full): free some space" if is_full else "; check the disk, or choose another folder"
         raise ModelError(f"cannot write {out}: {e.strerror or e}{hint}") from e
     finally:
         shutil.rmtree(aside, ignore_errors=True)
@@ -48,9 +50,10 @@ def stage_folder(out: Path) -> Iterator[Path]:
 
 @contextmanager
 def hold_lock(path: Path, waiting: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Holds an exclusive lock on the file `path` during the block. The file is created if needed.
+    """Holds an exclusive lock on the file `path` during the block. The file is created if needed, and is not removed.
 
-    If another process holds the lock, calls `waiting` once and then waits.
+    If another process holds the lock, calls `waiting` once, to tell the user, and then waits for the lock. Raises
+    ModelError if the file cannot be created.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -68,13 +71,16 @@ def hold_lock(path: Path, waiting: Callable[[], None] = lambda: None) -> Iterato
 
 
 def remove_leftovers(out: Path) -> None:
-    """Removes the temporary folders of killed calls of `stage_folder(out)`. The caller must hold a lock on `out`."""
+    """Removes the temporary folders that killed processes left behind while they were in `stage_folder(out)`.
+
+    The caller must hold a lock that excludes other writers of `out`.
+    """
     for aside in out.parent.glob(f".{out.name}.writing-*"):
         shutil.rmtree(aside, ignore_errors=True)
 
 
 def _read_umask() -> int:
-    """Returns the process's umask. The system only tells it when it is set, so it is set and restored."""
+    """Returns the process's umask: the permissions that new files do not get. It is set for a moment and restored."""
     mask = os.umask(0)
     os.umask(mask)
     return mask

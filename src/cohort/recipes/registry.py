@@ -15,9 +15,10 @@ RECIPES: dict[str, Recipe] = {}
 
 
 def recipe(function: Callable[[], C]) -> Callable[[], C]:
-    """Decorator that registers `function` as the recipe of its name. The first line of its docstring describes it.
+    """Registers `function` as the recipe of its name and returns it unchanged; used as a decorator.
 
-    Raises ConfigError if it has no docstring, or if another module has registered the name.
+    The first line of its docstring describes it in the help. Raises ConfigError if it has no docstring, or if another
+    module has registered the name.
     """
     name = getattr(function, "__name__", repr(function))
     if not (function.__doc__ or "").strip():

@@ -25,7 +25,10 @@ class LaterTurns:
     argument, to the beginning of the policy's next turn."""
 
     def encode_replies(self, replies: Sequence[Message]) -> list[int]:
-        """Returns the tokens between two turns of the policy. Raises TaskError unless it is one message of a user."""
+        """Returns the tokens between two turns of the policy, which contain the environment's reply.
+
+        Raises TaskError unless `replies` is exactly one message of the role "user".
+        """
         if len(replies) != 1 or replies[0]["role"] != "user":
             raise TaskError(
                 f"The environment replied {str(list(replies))[:80]}. It must reply with exactly one message, of role "
@@ -47,7 +50,7 @@ class EpisodeSettings:
     context: int = 0  # completions are cut so that prompt and completion have at most so many tokens; 0 = no limit
 
     def make_key(self, prompt: Prompt, index: int) -> Key:
-        """Returns the key of the random numbers that draw one sample. `index` is its place in the group."""
+        """Returns the key that names the random numbers of one sample. `index` is the sample's place in its group."""
         return Key(
             seed=self.seed,
             purpose=self.purpose,
@@ -58,7 +61,7 @@ class EpisodeSettings:
         )
 
     def compute_reward(self, parts: Mapping[str, float]) -> float:
-        """Returns the sum of coefficient x value over the reward parts."""
+        """Returns the reward: the sum of coefficient x value over the reward parts, a dict from name to value."""
         return compute_total_reward(parts, self.coefficients)
 
 
@@ -79,7 +82,11 @@ class Episode:
     answers: list[Answer] = field(default_factory=list)  # one per turn of the policy
 
     def make_request(self, id: str) -> Request:
-        """Returns the request for the policy's next turn, under this id."""
+        """Returns the request to the engine for the policy's next turn. `id` becomes the id of the request.
+
+        Its tokens are the prompt and everything after it so far. Its `max_tokens` is lowered to what fits into the
+        context.
+        """
         sampling = self.settings.sampling
         later_turns = self.settings.later_turns
         if self.answers and later_turns is not None:
@@ -100,7 +107,7 @@ class Episode:
         )
 
     def make_past(self) -> Past | None:
-        """Returns the episode's key and the answers before the newest one; None if episodes have one turn.
+        """Returns the episode's key and the answers before the newest one; None if episodes have only one turn.
 
         A scoring worker that does not know the episode plays it again from them.
         """
@@ -109,7 +116,7 @@ class Episode:
         return Past(key=self.settings.make_key(self.prompt, self.index), answers=tuple(self.answers[:-1]))
 
     def add_turn(self, turn: Sample) -> Answer:
-        """Appends a finished turn of the policy, and returns it as the grader sees it."""
+        """Appends a finished turn of the policy to the sample. Returns the turn as the answer that the grader sees."""
         answer = make_answer(self.prompt, turn, self.history)
         self.history.append({"role": "assistant", "content": answer.full})
         self.sample = join_turns(self.sample, turn) if self.answers else turn
@@ -117,7 +124,10 @@ class Episode:
         return answer
 
     def add_outcome(self, outcome: Outcome) -> None:
-        """Stores the outcome of the newest turn in the sample. The outcome of the last turn is the one that counts."""
+        """Stores a grader's outcome of the newest turn in the sample: reward, reward parts, reason and failure.
+
+        It replaces the outcome of the turn before. The reward is None after a failure.
+        """
         # The answer was too much work for the grader. A worker that plays the episode again gets this one in its place.
         if outcome.stand_in is not None:
             self.answers[-1] = outcome.stand_in
@@ -129,9 +139,10 @@ class Episode:
         sample.reward = None if outcome.failure else self.settings.compute_reward(outcome.parts) - outcome.cost
 
     def add_replies(self, replies: Sequence[Message]) -> bool:
-        """Appends the environment's replies. Returns whether the policy has another turn.
+        """Appends the environment's replies to the sample. Returns whether the policy has another turn.
 
-        It has none if there are no replies, or if the context has no room for a token after them.
+        It has none, and nothing is appended, if there are no replies, episodes have one turn, or the context has no
+        room for a token after the replies.
         """
         later_turns = self.settings.later_turns
         sample = self.sample
@@ -157,10 +168,10 @@ class Episode:
 
 
 def make_answer(prompt: Prompt, turn: Sample, history: Sequence[Message] = ()) -> Answer:
-    """Returns a turn of the policy as the grader sees it.
+    """Returns a turn of the policy as the answer that the grader sees.
 
-    `full` includes the text that the policy was made to continue, which belongs to the first turn. `history` has the
-    turns after the prompt; it is empty in the first turn.
+    `history` has the messages between the prompt and this turn; it is empty in the first turn. Only then does
+    `Answer.full` begin with the text that the policy was made to continue (`prompt.forced_text`).
     """
     full = turn.text if history else prompt.forced_text + turn.text
     # A prompt with forced text ends with a message of the assistant, which the answer repeats in full.
@@ -175,7 +186,10 @@ def make_answer(prompt: Prompt, turn: Sample, history: Sequence[Message] = ()) -
 
 
 def join_turns(sample: Sample, more: Sample) -> Sample:
-    """Returns `sample` followed by `more`, as one sample. Fields that are not per token are those of `more`."""
+    """Returns a new sample with the tokens, per-token lists, versions and text of `sample`, then those of `more`.
+
+    Fields of the whole sample, such as reward and finish reason, are those of `more`.
+    """
     num = len(sample.tokens)
     return replace(
         more,

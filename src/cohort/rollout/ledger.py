@@ -33,16 +33,19 @@ class Ledger:
         self.closed: Counter[Fate] = Counter()
 
     def add(self, prompt: Prompt) -> None:
-        """Opens a prompt that was taken from the stream."""
+        """Adds a prompt that was taken from the prompt stream to the open prompts, with the status WAITING."""
         self.open[prompt.id, prompt.visit] = Status.WAITING
 
     def advance(self, prompt: Prompt, status: Status) -> None:
-        """Changes the status of an open prompt. Ignores others, such as the problems of an evaluation."""
+        """Sets the status of an open prompt. Ignores a prompt that is not open, such as a problem of an evaluation."""
         if (prompt.id, prompt.visit) in self.open:
             self.open[prompt.id, prompt.visit] = status
 
     def close(self, groups: Iterable[Group]) -> None:
-        """Closes the prompts of groups that were trained on or excluded. Ignores prompts that are not open."""
+        """Removes the prompts of these groups from the open prompts, and counts them by the fate of their groups.
+
+        Prompts that are not open are ignored.
+        """
         for group in groups:
             if self.open.pop((group.prompt.id, group.prompt.visit), None) is not None:
                 self.closed[group.excluded] += 1

@@ -55,20 +55,20 @@ class Scorer(Protocol):
     """The part of a scoring pool that a producer uses."""
 
     def submit(self, id: str, row: Row, answer: Answer, past: Past | None = None) -> None:
-        """Queues an answer to be scored. `past` has the earlier answers of an episode with several turns."""
+        """Queues an answer for scoring; `poll` returns its outcome later. `past` has earlier answers of the episode."""
 
     def poll(self, timeout: float = 0.0) -> list[tuple[str, Outcome]]:
-        """Returns (id, outcome) of newly scored answers. Waits up to `timeout` seconds for the first."""
+        """Returns (id, outcome) of newly scored answers, each once. Waits up to `timeout` seconds for the first."""
 
     def drop(self, id: str) -> None:
-        """Gives up an answer: `poll` will not return it."""
+        """Gives up the answer with this id: `poll` will not return its outcome."""
 
 
 def count_needed_prompts(verdicts: Sequence[bool | None], num: int) -> int:
-    """Returns how many prompts a step needs for `num` accepted groups: as many as it would take in rounds.
+    """Returns how many prompts a step needs to get `num` accepted groups, if each rejected group is replaced.
 
-    `verdicts` has, in the order of the prompts, whether the group of each was accepted; None = not known yet. Unknown
-    ones count as accepted, so the result is a lower bound. It is exact once all verdicts of these prompts are known.
+    `verdicts` has, in the order of the prompts, whether the group of each was accepted; None = not known yet, which
+    counts as accepted, so the result is a lower bound until all are known. There are at most MAX_REFILLS rounds.
 
     >>> count_needed_prompts([], 3), count_needed_prompts([True, False, None], 3)
     (3, 4)
@@ -94,13 +94,16 @@ class RejectionRate:
         self._rejected: deque[bool] = deque(maxlen=RATE_WINDOW)
 
     def record(self, rejected: bool) -> None:
-        """Counts one more group."""
+        """Adds one group to those from which the rate is estimated.
+
+        `rejected` = the algorithm did not accept the group.
+        """
         self._rejected.append(rejected)
 
     def estimate_replacements(self, num: int) -> int:
-        """Returns how many replacements `num` open groups will probably need.
+        """Returns how many groups will probably be needed to replace the rejected ones among `num` open groups.
 
-        A replacement may be rejected as well, so this is the sum num * (rate + rate^2 + ...).
+        A replacement may be rejected as well, so this is the sum num * (rate + rate^2 + ...), rounded up.
         """
         rate = min(MAX_REJECTION_RATE, sum(self._rejected) / (len(self._rejected) + PRIOR_ACCEPTED))
         return math.ceil(num * rate / (1.0 - rate))
@@ -143,12 +146,12 @@ class Producer:
 
     @stage("rollout")
     def collect(self, num: int, accept: Callable[[Group], bool]) -> list[Group]:
-        """Returns `num` accepted groups, and those that `accept` rejected, in the order of their prompts.
+        """Samples and scores prompts until `num` groups are accepted. Returns these and the rejected groups.
 
-        Rejected groups are marked as excluded. Each is replaced by a group of the next prompt. Both orders of work use
-        the same prompts (see `count_needed_prompts`). In continuous order, prompts that will probably be needed are
-        begun ahead; those that are not needed come first in the next call. Raises TrainingStopped if too many samples
-        could not be scored.
+        They are in the order of their prompts. A group for which `accept(group)` is false is marked as excluded and
+        replaced by a group of the next prompt; after MAX_REFILLS rounds there may be fewer than `num`. In continuous
+        order prompts are begun ahead; those not needed come first in the next call. Raises TrainingStopped if many
+        samples cannot be scored.
         """
         self._begin_call()
         groups: dict[int, Group] = {}  # the complete ones, by the number of their prompt
@@ -171,10 +174,10 @@ class Producer:
         return collected
 
     def _begin_needed_prompts(self, verdicts: list[bool | None], num: int) -> bool:
-        """Begins prompts until as many are begun as are known to be needed. Returns False once all needed are scored.
+        """Begins the prompts that `num` accepted groups are known to need. Returns False once all of them are scored.
 
-        In continuous order it also begins the replacements that will probably be needed. Adds None to `verdicts` for
-        each new prompt.
+        In continuous order it also begins the replacements that will probably be needed. Appends None to `verdicts`
+        (see `count_needed_prompts`) for each new prompt.
         """
         needed = count_needed_prompts(verdicts, num)
         missing = needed - sum(verdict is not None for verdict in verdicts[:needed])
@@ -186,30 +189,30 @@ class Producer:
         return missing > 0
 
     def close_groups(self, groups: Sequence[Group]) -> None:
-        """Marks the prompts of trained and excluded groups as finished, so that a saved state leaves them out."""
+        """Marks the prompts of trained and excluded groups as finished, so that a checkpoint leaves them out."""
         # Reused groups were finished in the step that sampled them.
         self.ledger.close(group for group in groups if not group.reused)
 
     def start(self, prompts: Sequence[Prompt]) -> Iterator[tuple[int, Group]]:
-        """Yields one group per prompt as it is complete, as (index in `prompts`, group). No group is replaced."""
+        """Samples and scores one group per prompt. Yields (index in `prompts`, group) as each group is complete."""
         self._begin_call()
         self._open_groups(prompts)
         yield from self._run_episodes()
 
     def roll_out(self, prompts: Sequence[Prompt]) -> list[Group]:
-        """Returns one group per prompt, in the order of the prompts."""
+        """Samples and scores one group per prompt, and returns the groups in the order of the prompts."""
         groups = dict(self.start(prompts))
         return [groups[number] for number in range(len(prompts))]
 
     def state(self) -> dict[str, Any]:
-        """Returns what a checkpoint stores: the cursor of the prompt stream, and (id, visit) of the open prompts.
+        """Returns what a checkpoint stores: "cursor", the position in the prompt stream, and "open", the open prompts.
 
-        That is enough to continue without losing or repeating a prompt.
+        Each open prompt is [id, visit]. That is enough to continue without losing or repeating a prompt.
         """
         return {"cursor": self.stream.cursor, "open": [list(entry) for entry in self.ledger.open]}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continues from what `state` returned. The open prompts come first, with the same random numbers."""
+        """Continues from what `state` returned. Open prompts are sampled first, again with the same random numbers."""
         self.stream.cursor = state["cursor"]
         self.ledger = Ledger()
         self._reopened = [self.stream.find_prompt(id, visit) for id, visit in state.get("open", [])]
@@ -219,7 +222,7 @@ class Producer:
     # ---- from prompts to groups
 
     def _begin_call(self) -> None:
-        """Resets the numbering of prompts. Raises EngineError if an earlier call has not ended."""
+        """Prepares a new call of `start` or `collect`. Raises EngineError if an earlier call has not ended."""
         if self._groups:
             raise EngineError(
                 f"The producer still works on {len(self._groups)} groups of an earlier call that was not finished. "
@@ -231,7 +234,7 @@ class Producer:
         self._silence = SilenceMonitor()
 
     def _take_prompts(self, num: int) -> list[Prompt]:
-        """Returns the next `num` prompts: those that were put back or restored first, then the stream's."""
+        """Returns the next `num` prompts: first those that were put back or restored, then new ones of the stream."""
         again, self._reopened = self._reopened[:num], self._reopened[num:]
         fresh = self.stream.next_prompts(num - len(again)) if num > len(again) else []
         for prompt in fresh:
@@ -239,7 +242,7 @@ class Producer:
         return again + fresh
 
     def _put_back_prompts(self, first: int) -> None:
-        """Gives up the prompts from number `first` on. They come before all others in the next call."""
+        """Aborts the prompts from number `first` of this call on. The next call begins with them."""
         late = range(first, self._num_begun)
         for number in late:
             group = self._groups.pop(number, None)
@@ -257,7 +260,7 @@ class Producer:
         self._reopened = self._prompts[first:] + self._reopened
 
     def _open_groups(self, prompts: Sequence[Prompt]) -> None:
-        """Opens one group per prompt, and marks its samples as ready for the engine."""
+        """Creates one open group per prompt, and marks its first turns as ready to be submitted to the engine."""
         size = self.settings.group_size
         self._prompts += prompts
         for prompt in prompts:
@@ -271,9 +274,9 @@ class Producer:
             self._ready += [(number, i) for i in range(size)]
 
     def _run_episodes(self) -> Iterator[tuple[int, Group]]:
-        """Samples and scores the open groups to the end. Yields (number of the prompt, group) as each is complete.
+        """Samples and scores all open groups. Yields (number of the prompt in this call, group) as each is complete.
 
-        The caller may open further groups between two of them.
+        The caller may open further groups while it iterates.
         """
         while self._ready or self._sampling or self._scoring:
             # Rounds wait until everything under way is scored.
@@ -296,7 +299,7 @@ class Producer:
                     yield number, Group(prompt=group.prompt, samples=samples)
 
     def _submit_ready(self) -> None:
-        """Submits every ready turn to the engine, in the order of prompts and samples."""
+        """Submits all turns that are ready to the engine, in the order of prompts and samples."""
         for number, index in sorted(self._ready):
             id = f"{number}/{index}"
             group = self._groups[number]
@@ -310,7 +313,7 @@ class Producer:
     def _poll_outcomes(self) -> list[tuple[str, Outcome]]:
         """Returns (id, outcome) of the turns that were scored since the last call. Waits a moment if there are none.
 
-        Submits the turns that the engine has finished for scoring. Raises EngineError if the engine lost requests.
+        Passes turns that the engine has finished on to the scorer. Raises EngineError if the engine lost requests.
         """
         events: list[Event] = []
         busy = not self.engine.idle
@@ -335,7 +338,7 @@ class Producer:
         return scored
 
     def _submit_for_scoring(self, id: str, turn: Sample) -> None:
-        """Adds a finished turn to its episode, and submits the answer to the scorer."""
+        """Adds a turn that the engine has finished to its episode, and submits its answer to the scorer under `id`."""
         number, index = map(int, id.split("/"))
         group = self._groups[number]
         episode = group.episodes[index]
@@ -353,9 +356,9 @@ class SilenceMonitor:
         self.patience = QUIET_SECONDS  # seconds of silence before the next warning
 
     def record_poll(self, has_news: bool, num_requests: int, num_answers: int) -> None:
-        """Counts a poll with or without news, and warns if it is time.
+        """Restarts the time of silence if the poll had news. Otherwise logs a warning if the silence lasts too long.
 
-        `num_requests` and `num_answers` say how much the engine and the graders work on.
+        `num_requests` are under way in the engine, `num_answers` are being scored.
         """
         now = time.monotonic()
         if has_news:
@@ -372,7 +375,7 @@ class SilenceMonitor:
 
 
 def stop_if_scoring_is_broken(groups: Sequence[Group]) -> None:
-    """Raises TrainingStopped if more than MAX_FAILED_SHARE of the samples could not be scored.
+    """Raises TrainingStopped if more than MAX_FAILED_SHARE of the samples in the groups could not be scored.
 
     A failure is not a reward of 0. Few failures are counted and shown; after many, no metric can be trusted.
     """

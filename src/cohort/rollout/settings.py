@@ -15,7 +15,10 @@ from cohort.types import Sampling
 def make_episode_settings(
     config: RL, sampling: Sampling, tokenizer: Tokenizer
 ) -> tuple[EpisodeSettings, EpisodeSettings]:
-    """Returns the settings of episodes in training and in evaluation, in this order."""
+    """Returns two settings of episodes: those for training and those for evaluation.
+
+    `sampling` has the sampling options of training. Evaluation samples without top-p, top-k and min-p.
+    """
     turns = config.turns
     later_turns = None
     if isinstance(turns, ThinkAgain):
@@ -42,7 +45,10 @@ def make_episode_settings(
 
 
 def make_again_rules(config: RL) -> AgainRules | None:
-    """Returns the rules by which scoring workers ask for another attempt; None = the first answer ends an episode."""
+    """Returns the rules by which a scoring worker asks the policy for another attempt at a problem.
+
+    None = the first answer ends an episode.
+    """
     t = config.turns
     if not isinstance(t, ThinkAgain):
         return None
@@ -50,7 +56,7 @@ def make_again_rules(config: RL) -> AgainRules | None:
 
 
 def max_environment_tokens(config: RL, tokenizer: Tokenizer) -> int:
-    """Returns the largest number of tokens that the environment can add to a sample, over all of its turns."""
+    """Returns the largest number of tokens that the environment can add to one sample, over all turns; 0 = one turn."""
     t = config.turns
     if not isinstance(t, ThinkAgain):
         return 0
@@ -58,7 +64,7 @@ def max_environment_tokens(config: RL, tokenizer: Tokenizer) -> int:
 
 
 def make_sampling(config: SamplingConfig, tokenizer: Tokenizer) -> Sampling:
-    """Returns the sampling options of a config. A completion also ends at the model's own stop tokens."""
+    """Returns the sampling options of a config, with the stop tokens of the model's tokenizer."""
     return Sampling(
         max_tokens=config.max_tokens,
         temperature=config.temperature,

@@ -33,7 +33,10 @@ class CardData:
 
 
 def render_card(data: CardData) -> str:
-    """Returns the card as Markdown."""
+    """Returns the run card, the text of run.md, as Markdown.
+
+    Its sections are summary, results, training metrics, incidents, command, machine and settings.
+    """
     sections = [
         _render_summary(data),
         _render_results(data),
@@ -59,7 +62,7 @@ def _render_summary(data: CardData) -> str:
 
 
 def _render_results(data: CardData) -> str:
-    """Returns the section of results: the closing lines, and a table of the evaluations if there are any."""
+    """Returns the section "Results": the last lines of the terminal output, and a table of the evaluations, if any."""
     lines = ["## Results", "", *(f"    {line}" for line in data.closing)]
     if data.evaluations:
         # All evaluations of a run have the same task, split and numbers.
@@ -75,7 +78,10 @@ def _render_results(data: CardData) -> str:
 
 
 def _render_training_table(data: CardData) -> str:
-    """Returns a table of the main metrics at up to _MAX_TABLE_ROWS evenly spaced steps; "" if there are no metrics."""
+    """Returns the section "Training": a table of the main metrics at up to _MAX_TABLE_ROWS evenly spaced steps.
+
+    Returns "" if there are no metrics.
+    """
     columns = [(title, data.series[name]) for title, name in data.description.columns if data.series.get(name)]
     steps = sorted({step for _, series in columns for step in series})
     if not steps:
@@ -87,7 +93,11 @@ def _render_training_table(data: CardData) -> str:
 
 
 def _render_incidents(data: CardData) -> str:
-    """Returns the section that counts skips, failures and other incidents, and sums the metrics of `totals`."""
+    """Returns the section "Skips and failures".
+
+    It counts the recorded events by kind, except those that every run has, and sums metrics that the description of the
+    run names, such as the number of samples that could not be scored.
+    """
     counts: dict[str, int] = {}
     for event in data.events:
         # These three kinds belong to every run.
@@ -99,7 +109,7 @@ def _render_incidents(data: CardData) -> str:
 
 
 def _render_command(data: CardData) -> str:
-    """Returns the section with the command that repeats the run."""
+    """Returns the section "Do it again": the command that repeats the run, and what equal numbers need."""
     command = data.command or shlex.join(["cohort", "train", data.config.recipe])
     return (
         f"## Do it again\n\n    {command}\n\n"
@@ -108,7 +118,7 @@ def _render_command(data: CardData) -> str:
 
 
 def _render_machine(data: CardData) -> str:
-    """Returns the section on processor, memory, system and versions."""
+    """Returns the section "Where": processor, memory, GPU, operating system, and versions of Python and packages."""
     m = data.machine
     packages = ", ".join(f"{name} {version}" for name, version in m.packages.items())
     accelerator = f", {m.accelerator}" if m.accelerator else ""
@@ -119,23 +129,23 @@ def _render_machine(data: CardData) -> str:
 
 
 def _render_settings(data: CardData) -> str:
-    """Returns the section with the whole config as YAML."""
+    """Returns the section "Settings": the whole config of the run as YAML."""
     return f"## Settings\n\n```yaml\n{dump_config(data.config).rstrip()}\n```"
 
 
 def _format_table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
-    """Returns the lines of a Markdown table, aligned to the right."""
+    """Returns the lines of a Markdown table: `head`, a rule, then `rows`. All columns are aligned to the right."""
     lines = [f"| {' | '.join(head)} |", f"|{'|'.join('---:' for _ in head)}|"]
     return lines + [f"| {' | '.join(str(cell) for cell in row)} |" for row in rows]
 
 
 def _make_evaluation_row(e: Evaluation) -> tuple[object, ...]:
-    """Returns the cells of an evaluation: step, accuracy, interval, mean tokens and finish reasons."""
+    """Returns the cells of a row of the evaluation table: step, accuracy, interval, mean tokens and finish reasons."""
     interval = f"{e.low:.3f} to {e.high:.3f}"
     return e.step, f"{e.accuracy:.3f}", interval, f"{e.mean_tokens:.1f}", _format_shares(e.finishes)
 
 
 def _format_shares(finishes: Mapping[str, int]) -> str:
-    """Returns the share of each finish reason, like "length 10%, stop 90%"."""
+    """Returns the share of each finish reason, like "length 10%, stop 90%", given the number of samples per reason."""
     total = max(1, sum(finishes.values()))
     return ", ".join(f"{name} {count / total:.0%}" for name, count in sorted(finishes.items()))

@@ -44,7 +44,7 @@ class Checkpoint:
 
 
 def folder_name(step: int) -> str:
-    """Returns the name of the folder with the checkpoint of a step.
+    """Returns the name of the folder that holds the checkpoint of a step. `step` is the number of completed steps.
 
     >>> folder_name(100)
     'step-000100'
@@ -53,7 +53,7 @@ def folder_name(step: int) -> str:
 
 
 def list_steps(directory: Path) -> list[int]:
-    """Returns the steps of the checkpoints in `directory`, oldest first."""
+    """Returns the steps whose checkpoints are in `directory`, oldest first; [] if the directory does not exist."""
     if not directory.is_dir():
         return []
     matches = (_NAME.fullmatch(entry.name) for entry in directory.iterdir() if entry.is_dir())
@@ -61,19 +61,20 @@ def list_steps(directory: Path) -> list[int]:
 
 
 def find_latest(directory: Path) -> Path | None:
-    """Returns the folder of the newest checkpoint; None if there is none. `load` checks whether it is intact."""
+    """Returns the folder of the newest checkpoint in `directory`; None if there is none. Does not check its files."""
     steps = list_steps(directory)
     return directory / folder_name(steps[-1]) if steps else None
 
 
 def save(directory: Path, checkpoint: Checkpoint, write_model: Callable[[Path], None]) -> Path:
-    """Writes a checkpoint to `directory/step-...` and returns that folder. It is durable when this returns.
+    """Writes a checkpoint to the folder `directory/step-...` and returns that folder, which then survives a power cut.
 
-    `write_model` writes the weights into the folder that it is given. If it or the disk fails, nothing is left behind.
+    `write_model(folder)` is called to write the weights. `checkpoint.model` is set to their folder. Raises RunError if
+    the checkpoint exists or the disk fails; an attempt that failed leaves no files.
     """
     final = directory / folder_name(checkpoint.step)
     if final.exists():
-        raise RunError(f"the checkpoint {final} exists already: move it away to write it again.")
+        raise RunError(f"the checkpoint {final} exists already: move it away, then resume the run to write it again.")
     aside = directory / f"{_ASIDE_PREFIX}{final.name}"
     with explain_disk_errors(final):
         try:
@@ -92,7 +93,8 @@ def save(directory: Path, checkpoint: Checkpoint, write_model: Callable[[Path], 
             # The library reports a full disk as its own error. Its text has the system's reason.
             shutil.rmtree(aside, ignore_errors=True)
             raise RunError(
-                f"cannot write {final}: {error}; everything written before is intact. Repair that, then resume the run."
+                f"cannot write {final}: {error}. The disk may be full or failing: repair that, then resume the run; "
+                "everything written before is intact."
             ) from error
         except BaseException:
             shutil.rmtree(aside, ignore_errors=True)
@@ -102,17 +104,24 @@ def save(directory: Path, checkpoint: Checkpoint, write_model: Callable[[Path], 
 
 
 def load(path: Path) -> Checkpoint:
-    """Reads a checkpoint after checking every byte.
+    """Returns the checkpoint in the folder `path`. Its weights are not loaded: `model` is their folder.
 
-    Raises RunError if it is damaged. The message says whether an earlier checkpoint is intact.
+    Every file is first compared with its recorded checksum. Raises RunError if one is damaged; the message says from
+    where the run can continue.
     """
     problem, state = check_files(path)
     if problem:
-        raise RunError(f"the checkpoint {path} is damaged ({problem}); {_suggest_remedy(path)}.")
+        raise RunError(
+            f"the checkpoint {path} is damaged ({problem}). Move it away, then resume the run: "
+            f"{_describe_resume_point(path)}."
+        )
     try:
         optimizer = load_file(path / "optimizer.safetensors")
     except (OSError, SafetensorError) as error:
-        raise RunError(f"the checkpoint {path} cannot be read ({error}); {_suggest_remedy(path)}.") from error
+        raise RunError(
+            f"the checkpoint {path} cannot be read ({error}). Move it away, then resume the run: "
+            f"{_describe_resume_point(path)}."
+        ) from error
     return Checkpoint(
         step=state["step"],
         cursor=state["cursor"],
@@ -123,9 +132,9 @@ def load(path: Path) -> Checkpoint:
 
 
 def check_files(path: Path) -> tuple[str, dict[str, Any]]:
-    """Compares the files of a checkpoint with their recorded sizes and checksums.
+    """Compares the files of the checkpoint in the folder `path` with their recorded sizes and checksums.
 
-    Returns what is wrong ("" = nothing) and the content of state.json ({} if that cannot be read).
+    Returns a text that says what is wrong ("" = nothing) and the content of state.json ({} if that cannot be used).
     """
     try:
         state = json.loads((path / "state.json").read_text())
@@ -137,7 +146,10 @@ def check_files(path: Path) -> tuple[str, dict[str, Any]]:
         return f"state.json has no {', '.join(sorted(missing))}", {}
     # Older formats can be read, newer ones are not known.
     if state["format"] > FORMAT:
-        return f"format {state['format']} is newer than this version of Cohort, which knows {FORMAT}", state
+        return (
+            f"format {state['format']} is newer than this version of Cohort, which knows {FORMAT}: upgrade Cohort",
+            state,
+        )
     for file, expected in files.items():
         target = path / file
         if not target.is_file():
@@ -152,9 +164,9 @@ def check_files(path: Path) -> tuple[str, dict[str, Any]]:
 
 
 def prune(directory: Path, *, keep_last: int, keep: set[int]) -> list[int]:
-    """Removes old checkpoints and returns their steps, oldest first.
+    """Removes old checkpoints from `directory` and returns the steps of those that it removed, oldest first.
 
-    Kept are the newest `keep_last` (at least one) and those of the steps in `keep`.
+    It keeps the newest `keep_last` checkpoints (at least one) and those of the steps in `keep`.
     """
     steps = list_steps(directory)
     old = [step for step in steps[: -max(keep_last, 1)] if step not in keep]
@@ -168,13 +180,16 @@ def prune(directory: Path, *, keep_last: int, keep: set[int]) -> list[int]:
 
 
 def remove_leftovers(directory: Path) -> None:
-    """Removes temporary folders that a killed run left. The caller must hold the run's lock."""
+    """Removes temporary folders that a killed process left in `directory`. The caller must hold the run's lock."""
     for entry in directory.glob(f"{_ASIDE_PREFIX}*"):
         shutil.rmtree(entry, ignore_errors=True)
 
 
 def _write_optimizer(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Writes the optimizer's tensors. They must be fp32, or float64 in tests, which are kept without rounding."""
+    """Writes the optimizer's tensors, by parameter name, to the file `path`, without rounding.
+
+    Raises ValueError for a tensor that is not float32 (or float64, which occurs in tests).
+    """
     for parameter, tensor in tensors.items():
         if tensor.dtype not in (torch.float32, torch.float64):
             raise ValueError(f'the optimizer state "{parameter}" is {tensor.dtype}, but must be float32 (or float64)')
@@ -182,13 +197,16 @@ def _write_optimizer(path: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 
 def _copy_if_shared(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the tensor, or a copy if it is a view of a larger one: safetensors refuses tensors that share memory."""
+    """Returns the tensor, or a copy if it is a view of a larger one, because safetensors refuses shared memory."""
     is_whole = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
     return tensor if is_whole else tensor.contiguous().clone()
 
 
 def _write_state(folder: Path, checkpoint: Checkpoint) -> None:
-    """Writes state.json, with size and checksum of every other file. It must be the last file that is written."""
+    """Writes state.json: the counters of the checkpoint, and size and checksum of every other file in `folder`.
+
+    So it must be the last file that is written.
+    """
     files = sorted(f for f in folder.rglob("*") if f.is_file())
     state = {
         "format": FORMAT,
@@ -207,11 +225,14 @@ def _write_state(folder: Path, checkpoint: Checkpoint) -> None:
     sync_directory(folder)
 
 
-def _suggest_remedy(path: Path) -> str:
-    """Returns what to do about the damaged checkpoint `path`: resume from the newest intact one before it, if any."""
+def _describe_resume_point(path: Path) -> str:
+    """Returns the end of a message: where a resume begins once the damaged checkpoint `path` is moved away.
+
+    That is the newest intact checkpoint before it, or the beginning of the run.
+    """
     match = _NAME.fullmatch(path.name)
     step = int(match[1]) if match else 0
     for earlier in reversed([s for s in list_steps(path.parent) if s < step]):
         if not check_files(path.parent / folder_name(earlier))[0]:
-            return f"{folder_name(earlier)} before it is intact: move the damaged one away, then resume from there"
-    return "no earlier one is intact: move it away, then resume to start this run from its beginning"
+            return f"{folder_name(earlier)} before it is intact, and the run continues from there"
+    return "no earlier checkpoint is intact, so the run starts again from its beginning"

@@ -54,9 +54,11 @@ class RunDirectory:
 
     @classmethod
     def create(cls, root: Path, config: RunConfig, name: str | None = None, *, command: str = "") -> RunDirectory:
-        """Makes a new run directory under `root` and locks it. `name` defaults to a new name with date and recipe.
+        """Makes a new run directory under `root`, with its config and an empty database, locks it and returns it.
 
-        `command` is the command that the user typed. It is recorded now, because a resume does not know it.
+        `name` is the name of the directory; None = a new one from date and recipe. `command` is what the user typed; it
+        is recorded now, because a resume does not know it ("" = a command made from the recipe). Raises RunError if the
+        directory exists.
         """
         path = root / (name or make_run_name(config.recipe))
         text = dump_config(config)
@@ -79,12 +81,19 @@ class RunDirectory:
 
     @classmethod
     def open(cls, path: Path) -> RunDirectory:
-        """Returns an existing run, not locked. Raises RunError if there is none or its config cannot be read."""
+        """Returns the run in the directory `path`, not locked.
+
+        Raises RunError if there is no run or its config cannot be read, ConfigError if the config has errors.
+        """
         path = Path(path)
         if not path.is_dir():
             # Suggests the run with the most similar name.
             siblings = [p.name for p in path.parent.glob("*/") if (p / "config.yaml").is_file()]
-            hint = suggest_name(path.name, siblings) if siblings else f" {path.parent} holds no runs."
+            hint = (
+                suggest_name(path.name, siblings)
+                if siblings
+                else f" {path.parent} holds no runs. `cohort train` starts one."
+            )
             raise RunError(f"there is no run {path}.{hint}")
         file = path / "config.yaml"
         if not file.is_file():
@@ -94,7 +103,9 @@ class RunDirectory:
         try:
             text = file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise RunError(f"{file} cannot be read: {error}.") from error
+            raise RunError(
+                f"{file} cannot be read: {error}. Repair its permissions, or restore it from a copy."
+            ) from error
         return cls(path, parse_config(text, str(file)), read_format(text))
 
     def lock(self) -> None:
@@ -124,7 +135,10 @@ class RunDirectory:
             )
 
     def extend_to(self, steps: int) -> None:
-        """Changes the number of steps in config.yaml. The caller must hold the lock."""
+        """Sets the total number of steps of the run, here and in config.yaml. The caller must hold the lock.
+
+        Raises RunError if `steps` is smaller than before. Also brings config.yaml to the current format.
+        """
         config = dataclasses.replace(self.config, steps=steps)
         self.require_same_settings(config)
         # A directory of an older format gets the new number as well: its next files will have the new format.
@@ -134,22 +148,22 @@ class RunDirectory:
             self.format = FORMAT
 
     def dump_settings(self) -> dict[str, Any]:
-        """Returns the content of config.yaml as plain values. It never contains keys or other secrets."""
+        """Returns the content of config.yaml as nested dicts, lists, strings and numbers. It has no secrets."""
         settings: dict[str, Any] = yaml.safe_load(dump_config(self.config))
         return settings
 
     def save_evaluation(self, evaluation: Evaluation) -> Path:
-        """Writes an evaluation of this run and returns the path of its file."""
+        """Writes an evaluation to eval/step-NNNNNN.json of this run and returns that path. Replaces an earlier one."""
         path = self.eval / f"step-{evaluation.step:06d}.json"
         write_atomically(path, json.dumps(evaluation.to_json(), indent=1))
         return path
 
     def load_evaluations(self) -> dict[int, Evaluation]:
-        """Returns all evaluations of the run, by step, oldest first."""
+        """Returns all evaluations of the run as a dict from step to evaluation, oldest first."""
         return load_evaluations(self.path)
 
     def remove_after(self, step: int) -> None:
-        """Removes rollouts and evaluations of steps after `step`, and temporary files that a killed process left."""
+        """Removes rollout files and evaluations of steps after `step`, and temporary files of killed processes."""
         with explain_disk_errors(self.path):
             remove_rollouts(self.rollouts, lambda s: s <= step)
             for path in self.eval.glob("*.json"):
@@ -162,15 +176,18 @@ class RunDirectory:
 
 
 def load_evaluation(path: Path) -> Evaluation:
-    """Returns the evaluation in a file. Raises RunError if it is damaged or something else."""
+    """Returns the evaluation in the JSON file `path`. Raises RunError if it is damaged or not an evaluation."""
     try:
         return Evaluation.from_json(json.loads(path.read_text()))
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise RunError(f"{path} is damaged or not an evaluation: {error}.") from error
+        raise RunError(
+            f"{path} is damaged or not an evaluation: {error}. Give a file that `cohort eval` wrote, or delete "
+            "this one and evaluate again."
+        ) from error
 
 
 def load_evaluations(run: Path) -> dict[int, Evaluation]:
-    """Returns all evaluations of the run in the directory `run`, by step, oldest first.
+    """Returns all evaluations of the run in the directory `run` as a dict from step to evaluation, oldest first.
 
     It does not read the run's config, so it works also if a file that the config names is gone.
     """
@@ -179,13 +196,15 @@ def load_evaluations(run: Path) -> dict[int, Evaluation]:
 
 
 def make_run_name(recipe: str) -> str:
-    """Returns a name for a new run: the date, the recipe and four random characters, 2026-11-15-countdown-k3f9."""
+    """Returns a name for a new run: date, recipe and four random characters, like "2026-11-15-countdown-k3f9"."""
     tail = "".join(secrets.choice(_LETTERS) for _ in range(4))
     return f"{datetime.now():%Y-%m-%d}-{make_slug(recipe)}-{tail}"
 
 
 def make_slug(recipe: str) -> str:
-    """Returns the last part of a recipe's or model's name with only letters, digits, "_" and "-", for a file name.
+    """Returns the last part of a recipe's or model's name as a part of a file name.
+
+    Other characters than letters, digits and "_" become "-". "run" if nothing is left.
 
     >>> make_slug("recipes/my_file.py:big run"), make_slug("countdown"), make_slug("")
     ('big-run', 'countdown', 'run')

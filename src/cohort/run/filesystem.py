@@ -23,9 +23,9 @@ def is_on_network(path: Path) -> bool:
 
 
 def find_mount_type(path: str, mountinfo: str) -> str:
-    """Returns the type of the file system that holds `path`; "" if none is found.
+    """Returns the type of the file system that holds `path`, as the kernel names it; "" if none is found.
 
-    `mountinfo` is the content of /proc/self/mountinfo, the kernel's list of mounts.
+    `mountinfo` is the content of /proc/self/mountinfo, the kernel's list of mounted file systems.
 
     >>> find_mount_type("/data/runs/a", "1 0 8:1 / / rw - ext4 /dev/sda rw\\n2 1 0:9 / /data rw - nfs4 host:/ rw")
     'nfs4'

@@ -27,7 +27,10 @@ class StepRecord:
 
 
 def make_step_record(step: int, groups: Sequence[Group], metrics: Mapping[str, float]) -> StepRecord:
-    """Returns the record of a step, counted from 0, that trained on these groups."""
+    """Returns what the run records of a step: its groups, its metrics, one sample to show and a line about failures.
+
+    `step` counts from 0. `groups` are those that the step trained on.
+    """
     # Reused groups are on record with the step that sampled them.
     fresh = [g for g in groups if not g.reused]
     return StepRecord(
@@ -40,29 +43,35 @@ class Job(Protocol):
 
     @property
     def evaluate(self) -> Callable[[int], Evaluation] | None:
-        """Evaluates the current weights, given the number of completed steps; None = such runs have no evaluation."""
+        """A function that evaluates the current weights, given the number of completed steps; None = no evaluation."""
 
     def make_checkpoint(self, step: int) -> Checkpoint:
-        """Returns the current state, except the weights, which `write_model` writes."""
+        """Returns the state of the job after `step` completed steps, except the weights, which `write_model` writes."""
 
     def write_model(self, folder: Path) -> None:
-        """Writes the current weights into `folder`, in the format of Hugging Face."""
+        """Writes the current weights, config and tokenizer into `folder`, as a Hugging Face model folder."""
 
     def restore(self, state: Checkpoint) -> None:
-        """Restores a checkpoint, the weights in its `model` folder included. Raises CohortError if it does not fit."""
+        """Restores a checkpoint, the weights in its `model` folder included.
+
+        Raises CohortError if the checkpoint does not fit this job.
+        """
 
     def describe(self) -> RunDescription:
-        """Returns what the header and the run card say about the run."""
+        """Returns what terminal and run card say about the run: task, algorithm, batch, and which metrics to show."""
 
     def suggest_commands(self, run: Path, step: int) -> list[list[str]]:
-        """Returns commands to try with the complete run in directory `run`, each as a list of words."""
+        """Returns commands to try after the run in directory `run` is complete, each as a list of words.
+
+        `step` is the number of completed steps.
+        """
 
 
 class TrainingRun(Protocol):
     """The part of a run that a training loop uses."""
 
     def steps(self) -> Iterator[int]:
-        """Yields the remaining steps, counted from 0. The loop must end each with `end_step`."""
+        """Yields the number of each remaining step, counted from 0. The loop must end each step with `end_step`."""
 
     def end_step(self, step: int, record: StepRecord) -> None:
-        """Records the step, and evaluates and saves a checkpoint when they are due."""
+        """Records a step, counted from 0, and evaluates and saves a checkpoint when they are due."""

@@ -102,7 +102,7 @@ class Run:
         return bool(self._signals.requested)
 
     def steps(self) -> Iterator[int]:
-        """Yields the remaining steps, counted from 0, until the last one or a signal to stop.
+        """Yields the number of each remaining step, counted from 0, until the last one or a signal to stop.
 
         The loop must end each step with `end_step`. Evaluates before the first step if that is due.
         """
@@ -121,18 +121,22 @@ class Run:
             self._save_checkpoint()
 
     def record_event(self, kind: str, text: str) -> None:
-        """Shows something that happened (a skip, a failure), and records it in run.db with the current step."""
+        """Shows an event (a skip, a failure) at once. It is written to run.db together with the current step.
+
+        `kind` is one word, like "failure".
+        """
         self.show_notice(kind, text)
         self._pending.append((kind, text))
 
     def show_notice(self, kind: str, text: str) -> None:
-        """Shows a text without recording it. A resumed run shows it again."""
+        """Shows a text on terminal and sinks without recording it in run.db, so a resumed run shows it again."""
         self._view.show_event(self.step + 1, kind, text)
 
     def end_step(self, step: int, record: StepRecord) -> None:
-        """Records a step, counted from 0. Then evaluates and saves a checkpoint if they are due.
+        """Writes a step, counted from 0, to run.db and its rollout file.
 
-        If the run has been asked to stop, saves a checkpoint and does not evaluate.
+        Then evaluates and saves a checkpoint if they are due. If the run has been asked to stop, saves a checkpoint and
+        does not evaluate.
         """
         assert step == self.step, f"step {step} ended while step {self.step} was under way"
         # What is recorded counts completed steps, from 1.
@@ -166,7 +170,11 @@ class Run:
             self._save_checkpoint()
 
     def finish(self) -> Summary:
-        """Makes the last evaluation and checkpoint if they are missing, writes the card and returns the summary."""
+        """Makes the last evaluation and checkpoint if all steps are done and they are missing, and writes the run card.
+
+        Returns what the terminal shows at the end: steps done, seconds, first and last evaluation, whether the run is
+        complete.
+        """
         if self.step >= self.config.steps:
             if not self.is_stopping:
                 self._evaluate_if_due()
@@ -181,7 +189,7 @@ class Run:
         return summary
 
     def _recover(self, store: Store) -> None:
-        """Goes back to the newest checkpoint, or to the beginning if there is none. Removes all that is newer."""
+        """Restores the newest checkpoint, if there is one, and removes everything that the run wrote after it."""
         checkpoint.remove_leftovers(self.directory.checkpoints)
         path = checkpoint.find_latest(self.directory.checkpoints)
         state = checkpoint.load(path) if path else None
@@ -220,19 +228,19 @@ class Run:
         self._view.show_phase("training")
 
     def _find_best_step(self) -> int:
-        """Returns the step with the best held-out accuracy, the earliest of equal ones; 0 if there is none."""
+        """Returns the step above 0 with the best held-out accuracy, the earliest of equal ones; 0 if there is none."""
         trained = [e for step, e in self.evaluations.items() if step > 0]
         return max(trained, key=lambda e: (e.accuracy, -e.step)).step if trained else 0
 
     def _is_save_due(self) -> bool:
-        """Returns whether a checkpoint is due: by the schedule, after the last step, or as the best one so far."""
+        """Returns whether a checkpoint is due: every `save.every` steps, after the last one, or at a best accuracy."""
         every = self.config.save.every
         number = self.step
         scheduled = number == self.config.steps or (every > 0 and number % every == 0)
         return scheduled or (self.config.save.keep_best and number == self._find_best_step())
 
     def _save_checkpoint(self) -> None:
-        """Saves a checkpoint of the current step, unless it exists, and removes old ones."""
+        """Saves a checkpoint of the current step and removes old ones. Does nothing if the step has a checkpoint."""
         folder = self.directory.checkpoints
         if self.step in checkpoint.list_steps(folder):
             return
@@ -255,7 +263,7 @@ class Run:
         checkpoint.prune(self.directory.checkpoints, keep_last=self.config.save.keep_last, keep=keep)
 
     def _remove_old_rollouts(self) -> None:
-        """Removes rollout files that are older than `save.rollouts` steps. 0 keeps all.
+        """Removes the rollout files of all but the last `save.rollouts` steps. `save.rollouts` = 0 keeps all.
 
         Those that a resume from the newest checkpoint would reuse are kept.
         """
@@ -268,9 +276,9 @@ class Run:
         remove_rollouts(self.directory.rollouts, lambda step: step > oldest)
 
     def _compute_times(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Returns the metrics that depend on the clock: seconds per stage and step, and tokens per second.
+        """Returns the time metrics of the step: seconds of each stage and of the whole step, and tokens per second.
 
-        All begin with "time/", so that a comparison of two runs can leave them out.
+        `metrics` has the token counts. Names begin with "time/", so that a comparison of two runs can leave them out.
         """
         seconds = time.perf_counter() - self._step_began
         stages = clock.read_and_reset()
@@ -287,12 +295,12 @@ class Run:
         return times
 
     def _estimate_remaining_seconds(self) -> float:
-        """Returns the seconds that the remaining steps will take, at the mean speed of this process."""
+        """Returns the seconds that the remaining steps will take, at the mean speed since this start or resume."""
         done = self.step - self._first_step
         return (time.perf_counter() - self._started) / max(1, done) * (self.config.steps - self.step)
 
     def _make_header(self) -> Header:
-        """Returns what views show at the start. `values` has the curve of the steps before a resume."""
+        """Returns what terminal and sinks show at the start, with the metric values and evaluations before a resume."""
         config, about = self.config, self._description
         with Reader(self.directory.database) as reader:
             values = reader.read_series(about.curve.metric)
@@ -314,7 +322,7 @@ class Run:
         )
 
     def _make_summary(self) -> Summary:
-        """Returns what views show at the end, and whether all steps and the last evaluation are done."""
+        """Returns what terminal and sinks show at the end. It is `complete` if the last step is done and evaluated."""
         evaluations = [self.evaluations[step] for step in sorted(self.evaluations)]
         evaluated = self._job.evaluate is None or self.config.steps in self.evaluations
         complete = self.step >= self.config.steps and evaluated
@@ -330,11 +338,11 @@ class Run:
         )
 
     def _format_next_commands(self) -> list[str]:
-        """Returns the commands that the job suggests, as they are typed in a shell."""
+        """Returns the commands that the job suggests to try next, each as one line for a shell."""
         return [shlex.join(command) for command in self._job.suggest_commands(self.directory.path, self.step)]
 
     def _render_card(self, summary: Summary) -> str:
-        """Returns the run card as Markdown, from the records of the whole run."""
+        """Returns the run card as Markdown, from run.db and the evaluations of the whole run."""
         accelerator = torch.cuda.get_device_name(0) if torch.cuda.is_available() else ""
         with Reader(self.directory.database) as reader:
             names = {row.name for row in reader.read_metrics() if not row.name.startswith("time/")}
@@ -349,7 +357,7 @@ class Run:
                 command=next((event.text for event in events if event.kind == "command"), ""),
                 threads=torch.get_num_threads(),
                 machine=describe_machine(accelerator),
-                closing=summary.lines(),
+                closing=summary.format_lines(),
                 evaluations=[self.evaluations[step] for step in sorted(self.evaluations)],
                 series=series,
                 events=events,
@@ -357,23 +365,23 @@ class Run:
         )
 
     def _record_sink_failure(self, name: str, problem: str) -> None:
-        """Reports that the sink `name` failed. The run no longer uses it."""
+        """Records the event that the sink `name` failed because of `problem`. The run goes on without the sink."""
         self.record_event("sink", f"{name} failed ({escape_line(problem, 300)}); the run goes on without it")
 
     def _write_pending_events(self) -> None:
-        """Writes the events since the last complete step into run.db."""
+        """Writes the events since the last completed step to run.db, under the number of that step."""
         if self._pending:
             self._require_store().write_step(self.step, {}, events=self._pending)
             self._pending = []
 
     def _require_store(self) -> Store:
-        """Returns the open store. Raises RunError outside `with`."""
+        """Returns the open writer of run.db. Raises RunError if the run is not inside its `with` block."""
         if self._store is None:
             raise RunError("this run is not open: use it inside `with Run(...) as run:`.")
         return self._store
 
     def _close(self) -> None:
-        """Restores signals, closes views and the store, and unlocks the directory."""
+        """Puts the signal handlers back, closes views and run.db, and unlocks the directory."""
         self._signals.restore()
         self._view.close()
         if self._store is not None:

@@ -26,7 +26,10 @@ class Lock:
         return self._descriptor is not None
 
     def acquire(self) -> None:
-        """Takes the lock, unless this object has it already. Raises RunError if another process holds it."""
+        """Takes the lock, unless this object holds it already.
+
+        Does not wait: raises RunError if another process holds it.
+        """
         if self.is_held:
             return
         with explain_disk_errors(self.path):
@@ -48,7 +51,7 @@ class Lock:
         self._descriptor = descriptor
 
     def release(self) -> None:
-        """Frees the lock, if this object holds it."""
+        """Frees the lock, if this object holds it. The lock file stays."""
         # The file stays: removing it would let a third process lock a name that a second still waits on.
         if self._descriptor is not None:
             os.close(self._descriptor)
@@ -56,7 +59,10 @@ class Lock:
 
 
 def _describe_holder(content: bytes) -> str:
-    """Returns which process holds the lock, from the content of the lock file."""
+    """Returns which process holds the lock, like "process 12 on HOST since TIME", from the content of the lock file.
+
+    "another process" if the content cannot be read.
+    """
     try:
         holder = json.loads(content)
         return f"process {holder['pid']} on {holder['host']} since {holder['since']}"

@@ -16,7 +16,10 @@ _PACKAGES = ("cohort", "torch", "transformers", "tokenizers", "safetensors", "nu
 
 
 def program_name() -> str:
-    """Returns how to type this program in a shell: "cohort", or its path if the shell would not find "cohort"."""
+    """Returns what to type in a shell to start this program:
+
+    "cohort", or its path if the shell would not find "cohort".
+    """
     started = Path(sys.argv[0])
     return str(started) if started.name == "cohort" and not shutil.which("cohort") else "cohort"
 
@@ -35,7 +38,10 @@ class Machine:
 
 
 def describe_machine(accelerator: str = "") -> Machine:
-    """Returns a description of this machine. `accelerator` is the name of the GPU; "" = none. Imports no package."""
+    """Returns processor, memory, operating system and versions of packages of this machine, as texts for the run card.
+
+    `accelerator` is the name of the GPU; "" = none. No package is imported to find its version.
+    """
     return Machine(
         system=platform.platform(),
         processor=_find_processor(),
@@ -56,7 +62,7 @@ def _find_version(package: str) -> str:
 
 
 def _find_processor() -> str:
-    """Returns the name of the processor."""
+    """Returns the name of the processor; the machine's architecture if the name is not known."""
     try:
         # Linux; elsewhere the file does not exist, and `platform` answers.
         for line in Path("/proc/cpuinfo").read_text().splitlines():
@@ -68,7 +74,7 @@ def _find_processor() -> str:
 
 
 def _find_memory() -> str:
-    """Returns the size of the main memory as text, or "unknown"."""
+    """Returns the size of the main memory as text, like "15 GB"; "unknown" if the system does not tell."""
     try:
         return format_size(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     except (ValueError, OSError):

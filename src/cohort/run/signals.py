@@ -24,7 +24,10 @@ class StopSignals:
         self._former: dict[signal.Signals, Any] = {}
 
     def install(self) -> None:
-        """Replaces the handlers of the three signals."""
+        """Replaces the handlers of SIGINT (Ctrl-C), SIGTERM and SIGHUP by one that asks the run to stop.
+
+        Does nothing outside the main thread. A signal that the process ignores stays ignored, except SIGINT.
+        """
         if threading.current_thread() is not threading.main_thread():
             return
         for number in (getattr(signal, name) for name in _STOP_SIGNALS if hasattr(signal, name)):
@@ -35,13 +38,13 @@ class StopSignals:
                 signal.signal(number, self._handle_signal)
 
     def restore(self) -> None:
-        """Puts the former handlers back."""
+        """Puts the signal handlers back that `install` replaced."""
         for number, former in self._former.items():
             signal.signal(number, former)
         self._former.clear()
 
     def _handle_signal(self, number: int, frame: FrameType | None) -> None:
-        """Handles a signal: notes the first, raises KeyboardInterrupt at the second."""
+        """Handles a stop signal: stores the name of the first in `requested`, raises KeyboardInterrupt at a second."""
         if self.requested:
             raise KeyboardInterrupt
         self.requested = signal.Signals(number).name

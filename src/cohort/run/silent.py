@@ -35,22 +35,22 @@ class SilentRun:
         pass
 
     def steps(self) -> Iterator[int]:
-        """Yields the remaining steps, counted from 0. The loop must end each with `end_step`."""
+        """Yields the number of each remaining step, counted from 0. The loop must end each step with `end_step`."""
         while self.step < self.config.steps:
             step = self.step
             yield step
             assert self.step == step + 1, f"step {step} did not end with end_step"
 
     def end_step(self, step: int, record: StepRecord) -> None:
-        """Counts the step. The first rank records it."""
+        """Counts the step as completed and records nothing: the process of the first rank does that."""
         assert step == self.step, f"step {step} ended while step {self.step} was under way"
         self.step = step + 1
 
     def record_event(self, kind: str, text: str) -> None:
-        """Does nothing: the first rank reports it."""
+        """Does nothing: only the first of several processes shows and records events."""
 
     def show_notice(self, kind: str, text: str) -> None:
-        """Does nothing: the first rank reports it."""
+        """Does nothing: only the first of several processes shows notices."""
 
     def finish(self) -> None:
-        """Does nothing: the first rank saves and reports."""
+        """Does nothing: only the first of several processes saves the last checkpoint and writes the run card."""

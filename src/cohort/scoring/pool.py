@@ -38,10 +38,10 @@ from cohort.tasks.environment import AgainRules, Past
 from cohort.tasks.ref import TaskRef
 from cohort.types import Answer, Outcome, Row
 
-MAX_WINDOW = 64  # most answers that a worker has queued, so that it need not wait for the next poll
-MIN_WINDOW = 2  # the answer that it scores and the next one
+MAX_QUEUE = 64  # most answers that a worker has queued, so that it need not wait for the next poll
+MIN_QUEUE = 2  # the answer that it scores and the next one
 # Seconds of work that a worker has queued. A longer queue would keep answers from workers that are idle.
-WINDOW_SECONDS = 0.1
+QUEUE_SECONDS = 0.1
 # Seconds that a worker may score a dropped answer while others wait. Starting another worker takes about as long.
 WASTED_SECONDS = 0.25
 START_SECONDS = 60.0  # time in which a worker must have loaded its task
@@ -62,10 +62,10 @@ class Trouble:
 
 
 def choose_num_workers(task: Task) -> int:
-    """Returns how many workers are worth their cost for a task.
+    """Returns how many scoring workers to start for a task. One worker keeps up with a quick grader.
 
-    One worker keeps up with a quick grader. A task with `work_seconds` gets one per processor, less the one that
-    samples and trains, and at most MAX_WORKERS.
+    A task with `work_seconds` (a slow grader) gets one per processor, less the one that samples and trains, but at
+    least 1 and at most MAX_WORKERS.
     """
     if not task.work_seconds:
         return 1
@@ -73,15 +73,17 @@ def choose_num_workers(task: Task) -> int:
     return max(1, min(MAX_WORKERS, processors - 1))
 
 
-def choose_window(seconds: float | None) -> int:
-    """Returns how many answers a worker has queued if scoring one takes `seconds`; None = not known yet.
+def choose_queue_length(seconds: float | None) -> int:
+    """Returns how many answers a worker should have queued, the one it is scoring included.
 
-    >>> [choose_window(seconds) for seconds in (None, 0.0, 0.001, 0.01, 0.05, 5.0)]
+    `seconds` is the time that scoring one answer takes; None = not known yet.
+
+    >>> [choose_queue_length(seconds) for seconds in (None, 0.0, 0.001, 0.01, 0.05, 5.0)]
     [2, 64, 64, 10, 2, 2]
     """
     if seconds is None:
-        return MIN_WINDOW
-    return MAX_WINDOW if seconds * MAX_WINDOW <= WINDOW_SECONDS else max(MIN_WINDOW, round(WINDOW_SECONDS / seconds))
+        return MIN_QUEUE
+    return MAX_QUEUE if seconds * MAX_QUEUE <= QUEUE_SECONDS else max(MIN_QUEUE, round(QUEUE_SECONDS / seconds))
 
 
 class ScoringPool:
@@ -131,7 +133,11 @@ class ScoringPool:
             self._workers.append(self._start_worker())
 
     def submit(self, id: str, row: Row, answer: Answer, past: Past | None = None) -> None:
-        """Queues an answer; `poll` returns its outcome under this id. With a `past` it is the next of an episode."""
+        """Queues an answer to a row for scoring; `poll` returns its outcome under `id`.
+
+        `past` holds the earlier answers of the same episode; None = the answer stands alone. Raises ValueError if the
+        pool is closed or the id is still in use.
+        """
         if not self._finalizer.alive:
             raise ValueError("the scoring pool is closed; make a new one")
         if id in self._numbers:
@@ -163,9 +169,9 @@ class ScoringPool:
                 return done
 
     def drop(self, id: str) -> None:
-        """Forgets an answer: its outcome is not reported, and the id may be used again. Unknown ids are ignored.
+        """Forgets the answer with this id: its outcome is not reported, and the id may be used again.
 
-        A worker that is scoring the answer is replaced soon if others wait: see `_find_trouble`.
+        Unknown ids are ignored. A worker that is scoring the answer is soon killed and replaced if other answers wait.
         """
         self._done = [(other, outcome) for other, outcome in self._done if other != id]
         number = self._numbers.pop(id, None)
@@ -176,7 +182,10 @@ class ScoringPool:
                 self._update_wasted_since(worker)
 
     def score(self, items: Iterable[tuple[Row, Answer]]) -> list[Outcome]:
-        """Scores all answers and returns their outcomes in the same order. A TaskError closes the pool."""
+        """Scores all (row, answer) pairs, waits for the last one, and returns their outcomes in the same order.
+
+        Raises ValueError if submitted answers are still pending. A TaskError closes the pool and is raised.
+        """
         if self.num_pending:
             raise ValueError(f"{self.num_pending} submitted answers are pending; call poll until none is left")
         count = 0
@@ -193,7 +202,7 @@ class ScoringPool:
         return [outcomes[str(i)] for i in range(count)]
 
     def close(self) -> None:
-        """Ends the workers and drops pending answers."""
+        """Kills the worker processes and forgets pending answers. The pool cannot be used afterwards."""
         self._finalizer()
         self._ids.clear()
         self._numbers.clear()
@@ -229,26 +238,33 @@ class ScoringPool:
                 self._replace_worker(index, worker, None if dead else trouble)
 
     def _start_worker(self) -> Worker:
-        """Starts a worker with the next serial."""
+        """Starts a worker process and returns it. Its serial is one higher than that of the worker started before."""
         self._next_serial += 1
         return Worker(self._hello, self._next_serial)
 
     def _is_wanted(self, item: Item) -> bool:
-        """Returns whether an item was not dropped. Forgets one that was."""
+        """Returns whether the caller still wants an item, and has not dropped it.
+
+        Removes the notes about a dropped one.
+        """
         if item.number not in self._ids:
             self._forget(item)
             return False
         return True
 
     def _update_wasted_since(self, worker: Worker) -> None:
-        """Records since when a worker has been scoring an answer that was dropped; None if it is not."""
+        """Sets `worker.wasted_since`: since when the worker has been scoring a dropped answer, or None if it is not."""
         if worker.ready is None or not worker.items or worker.items[0].number in self._ids:
             worker.wasted_since = None
         elif worker.wasted_since is None:
             worker.wasted_since = time.monotonic()
 
     def _hand_out_items(self, index: int, worker: Worker) -> None:
-        """Fills the queue of worker `index`, after replacing it if a retry needs a newer one than there is."""
+        """Sends items to worker number `index` until its queue is full or no item waits.
+
+        An item to retry may need a worker that was started after its first try. If no worker is that new, the worker
+        gets nothing more, and it is replaced as soon as it has no items.
+        """
         # Dropped items at the front are removed first: no worker is to be started for them, and none is to be replaced
         # because they seem to wait.
         while self._retries and not self._is_wanted(self._retries[0][1]):
@@ -264,7 +280,7 @@ class ScoringPool:
             self.num_restarts += 1
             worker = self._workers[index] = self._start_worker()
         # A worker that scores a dropped answer may soon be replaced and gets nothing.
-        window = choose_window(self._typical_seconds) if worker.wasted_since is None else 0
+        window = choose_queue_length(self._typical_seconds) if worker.wasted_since is None else 0
         while len(worker.items) < window:
             if self._retries and self._retries[0][0] <= worker.serial:
                 item = self._retries.popleft()[1]
@@ -277,14 +293,17 @@ class ScoringPool:
         worker.flush()
 
     def _handle_reply(self, worker: Worker, reply: Reply) -> None:
-        """Finishes or retries the item that a reply is about, or records that the worker has loaded its task or not."""
+        """Finishes or retries the item that a reply is about, or notes that the worker has loaded its task or failed.
+
+        A reply about another item than the worker's first marks the worker as garbled.
+        """
         if reply.ready or reply.broken:
             worker.ready = reply.ready
             self._failed_starts = 0
             if reply.ready:
                 self._work_seconds = reply.ready.work_seconds
             else:
-                message = f'task "{self.task.name}" cannot be loaded for scoring: {reply.broken}'
+                message = f'task "{self.task.name}" cannot be loaded for scoring: {reply.broken}; correct its file'
                 self._errors.append(TaskError(message))
             return
         if worker.ready is None or not worker.items or worker.items[0].number != reply.number:
@@ -317,7 +336,11 @@ class ScoringPool:
                 self._finish_scored(item, outcome)
 
     def _find_trouble(self, worker: Worker) -> Trouble | None:
-        """Returns why a living worker must be replaced: bad replies, too slow, or busy with a dropped answer."""
+        """Returns why a living worker must be replaced; None if it need not be.
+
+        Reasons are bad replies, a start or a grader that takes too long, and work on a dropped answer while others
+        wait.
+        """
         silent = time.monotonic() - worker.last_active
         if worker.garbled:
             return Trouble(worker.garbled)
@@ -338,9 +361,10 @@ class ScoringPool:
         return None
 
     def _replace_worker(self, index: int, worker: Worker, trouble: Trouble | None) -> None:
-        """Kills worker `index`, starts another in its place, and retries or fails the item that it was scoring.
+        """Kills worker number `index`, starts another in its place, and retries or fails the item that it was scoring.
 
-        `trouble` is why; None = the worker is dead, and the way it ended is the trouble.
+        Its other items go back to the queues. `trouble` says why the worker is replaced; None = it is dead, and the way
+        in which it ended is the reason.
         """
         end = worker.kill()
         trouble = trouble or Trouble(f"the grader's process {end.how}", end.exhausted, over_limit=end.over_limit)
@@ -360,17 +384,21 @@ class ScoringPool:
             # One failed start may be an accident; three in a row are reported.
             self._failed_starts += 1
             if self._failed_starts >= 3:
-                message = f'task "{self.task.name}": the scoring worker does not start ({trouble.reason})'
+                message = (
+                    f'task "{self.task.name}": the scoring worker does not start ({trouble.reason}); '
+                    "check that its file can be imported in a process of its own"
+                )
                 self._errors.append(TaskError(message))
         self._workers[index] = self._start_worker()
         if first is not None:
             self._retry_or_fail(first, trouble, self._next_serial)
 
     def _retry_or_fail(self, item: Item, trouble: Trouble, serial: int | None = None) -> None:
-        """Queues an item for its second try, or finishes it with a failure if that was the second one.
+        """Queues an item whose grader had trouble for a second try, or finishes it as failed after the second one.
 
-        The second try is on a worker of at least `serial`; None = on one that is not started yet. An answer that is
-        over its CPU limit, or too much work in both tries, is replaced by an empty one, which any worker may score.
+        The second try is on a worker whose serial is at least `serial`; None = on one that is not started yet. An
+        answer that used up its CPU time, or was too much work in both tries, is replaced by an empty one, which any
+        worker may score.
         """
         if item.number not in self._ids:
             # It was dropped, so there is no need for another try.
@@ -394,7 +422,10 @@ class ScoringPool:
             self._finish(item, Outcome(failure=trouble.reason))
 
     def _finish_scored(self, item: Item, outcome: Outcome) -> None:
-        """Finishes an item with its score; that of an empty answer gets the reason why one was scored instead."""
+        """Finishes an item with the outcome of its grader, which `poll` then returns.
+
+        If an empty answer was scored instead, because the real one was too much work, the outcome's reason says so.
+        """
         if item.number in self._emptied:
             self.num_over_limit += 1
             outcome = replace(outcome, reason=f"{OVER_LIMIT} of {self._work_seconds:g} s")
@@ -404,17 +435,17 @@ class ScoringPool:
         self._finish(item, outcome)
 
     def _finish_refused(self, item: Item, error: TaskError) -> None:
-        """Finishes an item whose grader returned no score: `poll` raises the error, unless the item was dropped."""
+        """Finishes an item whose grader gave no valid score: `poll` raises the error, unless the item was dropped."""
         if self._forget(item) is not None:
             self._errors.append(error)
 
     def _finish(self, item: Item, outcome: Outcome) -> None:
-        """Finishes an item: `poll` returns the outcome, unless the item was dropped."""
+        """Finishes an item: `poll` returns its outcome, unless the item was dropped."""
         if (id := self._forget(item)) is not None:
             self._done.append((id, outcome))
 
     def _forget(self, item: Item) -> str | None:
-        """Removes everything that is known of an item and returns its id; None if it was dropped."""
+        """Removes all notes about an item and returns the id that the caller gave it; None if the item was dropped."""
         self._was_too_much.pop(item.number, None)
         self._emptied.discard(item.number)
         id = self._ids.pop(item.number, None)
@@ -424,7 +455,10 @@ class ScoringPool:
 
 
 def _kill_workers(workers: list[Worker], owner: int) -> None:
-    """Kills all workers and empties the list, if this is the process `owner` that started them."""
+    """Kills all workers and empties the list.
+
+    Does nothing in a process other than `owner`, the process id of their parent.
+    """
     # A fork of the owner has the list too. It must not kill workers that the owner still uses.
     if os.getpid() != owner:
         return

@@ -85,24 +85,30 @@ class Worker:
 
     @property
     def pid(self) -> int:
-        """The process id."""
+        """The process id of the worker."""
         return self._process.pid
 
     def register_with(self, poll: select.poll) -> None:
-        """Makes `poll` wake when this worker has written, or when its pipe takes more of what waits to be sent."""
+        """Adds the worker's pipes to `poll`, which then wakes when the worker has written.
+
+        If requests wait to be sent, `poll` also wakes when the pipe has room for them.
+        """
         poll.register(self._replies, select.POLLIN)
         if self._outgoing:
             poll.register(self._requests, select.POLLOUT)
 
     def send(self, item: Item) -> None:
-        """Queues an item for this worker; `flush` writes it."""
+        """Queues an item for this worker; `flush` writes it to the pipe."""
         if not self.items:
             self.last_active = time.monotonic()
         self.items.append(item)
         self._outgoing += item.encode()
 
     def flush(self) -> None:
-        """Writes as much of the queued items as the pipe takes now. A dead worker raises nothing: see `has_died`."""
+        """Writes as much of the queued items as the pipe takes now, without waiting.
+
+        Raises nothing if the worker is dead.
+        """
         with suppress(BlockingIOError, BrokenPipeError):
             while self._outgoing:
                 written = os.write(self._requests, self._outgoing)
@@ -113,7 +119,10 @@ class Worker:
         self._pipe_was_full = bool(self._outgoing)
 
     def read_replies(self) -> list[Reply]:
-        """Returns the replies that have arrived. Sets `garbled` if something else than replies arrived."""
+        """Returns the replies that have arrived, without waiting.
+
+        Sets `garbled` to an explanation if other data arrived.
+        """
         # At most one over-long line is read: a grader that writes without end must not fill the pool's memory.
         with suppress(BlockingIOError):
             while len(self._incoming) <= MAX_LINE and (data := os.read(self._replies, 1 << 16)):
@@ -132,7 +141,7 @@ class Worker:
         return replies
 
     def has_died(self) -> bool:
-        """Returns whether the process has ended, without reaping it."""
+        """Returns whether the process has ended. Its exit status stays available for `kill`."""
         # `kill` reaps the process. Until then the kernel gives its id, which is also its group's, to no other process.
         flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
         try:
@@ -142,7 +151,10 @@ class Worker:
             return True
 
     def kill(self) -> ProcessEnd:
-        """Kills the process and its whole group, and returns how it had ended if it was dead before."""
+        """Kills the process and its whole process group, and closes the pipes.
+
+        Returns how the process ended: "was killed", or what had ended it before this call.
+        """
         was_dead = self.has_died()
         # Also when the process is dead: it may have left children in its group.
         with suppress(ProcessLookupError, PermissionError):

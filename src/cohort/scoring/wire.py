@@ -44,12 +44,12 @@ class Hello:
     again: AgainRules | None = None  # when an episode gets another turn; None = an episode is one answer
 
     def encode(self) -> bytes:
-        """Returns the message as a line."""
+        """Returns the message as a line of JSON."""
         return _encode_line(dataclasses.asdict(self))
 
     @staticmethod
     def decode(line: bytes) -> Hello:
-        """Returns the message of a line."""
+        """Returns the message that `encode` wrote as `line`."""
         message = json.loads(line)
         task = TaskRef(**message["task"])
         limits = Limits(**message["limits"])
@@ -70,11 +70,14 @@ class Item:
 
     @property
     def num_answers(self) -> int:
-        """How many answers a worker may have to score for this item: those of a replayed episode and the newest."""
+        """How many answers a worker may have to score: the newest and, to replay an episode, all earlier ones."""
         return 1 if self.past is None else 1 + len(self.past.answers)
 
     def encode(self) -> bytes:
-        """Returns the item as a line: number, row, the fields of the answer and, of an episode, key and answers."""
+        """Returns the item as a line of JSON: number, row and the fields of the answer.
+
+        For an answer of an episode, the episode's key and its earlier answers follow.
+        """
         past = self.past
         fields = [self.number, self.row, *_answer_to_list(self.answer)]
         if past is not None:
@@ -83,7 +86,7 @@ class Item:
 
     @staticmethod
     def decode(line: bytes) -> Item:
-        """Returns the item of a line."""
+        """Returns the item that `encode` wrote as `line`."""
         number, row, *rest = json.loads(line)
         # An answer has five fields; anything after them is the past of an episode.
         answer = _answer_from_list(rest[:5])
@@ -97,12 +100,12 @@ class Item:
 
 
 def _answer_to_list(a: Answer) -> list[Any]:
-    """Returns the fields of an answer in the order of `_answer_from_list`."""
+    """Returns the fields of an answer as a list: text, full, finish, num_tokens, conversation."""
     return [a.text, a.full, a.finish, a.num_tokens, a.conversation]
 
 
 def _answer_from_list(fields: list[Any]) -> Answer:
-    """Returns the answer that `_answer_to_list` listed."""
+    """Returns the answer whose fields `_answer_to_list` wrote."""
     text, full, finish, num_tokens, conversation = fields
     return Answer(text=text, full=full, finish=finish, num_tokens=num_tokens, conversation=conversation)
 
@@ -136,7 +139,7 @@ class Reply:
     seconds: float = 0.0  # how long scoring took, by the worker's clock
 
     def encode(self) -> bytes:
-        """Returns the reply as a line, without fields that have their defaults."""
+        """Returns the reply as a line of JSON, without fields that have their defaults."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         if self.ready is not None:
             fields["ready"] = dataclasses.astuple(self.ready)
@@ -144,7 +147,10 @@ class Reply:
 
     @staticmethod
     def decode(line: bytes) -> Reply:
-        """Returns the reply of a line. Raises ValueError or TypeError for a line that is not a reply."""
+        """Returns the reply that `encode` wrote as `line`.
+
+        Raises ValueError or TypeError for a line that is not a reply.
+        """
         # Foreign code shares the worker's process and may write anything into the pipe, so every type is checked.
         fields = json.loads(line)
         if not isinstance(fields, dict) or not fields.keys() <= _DEFAULTS.keys():
@@ -166,12 +172,15 @@ _DEFAULTS: dict[str, Any] = {f.name: [] if f.name == "replies" else f.default fo
 
 
 def _encode_line(value: Any) -> bytes:
-    """Returns a value as one line of JSON."""
+    """Returns a value as one line of JSON in bytes, with the line break."""
     return json.dumps(value, separators=(",", ":")).encode() + b"\n"
 
 
 def check_environment_reply(name: str, row_id: str, reply: Reply) -> None:
-    """Raises TaskError unless the replies of an environment are messages and its cost is a finite number."""
+    """Raises TaskError unless an environment's messages have role and content and its cost is a finite number.
+
+    `name` is the task and `row_id` the row, for the error message.
+    """
     where = f'task "{name}", row "{row_id}": the environment'
     for message in reply.replies:
         if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):

@@ -38,27 +38,32 @@ class CapturedOutput(io.TextIOBase):
         self.pieces: list[str] = []
 
     def write(self, text: str) -> int:
+        """Keeps as much of the text as the limit allows. Returns the length of the whole text, as text streams do."""
         if self.size < self.limit:
             self.pieces.append(text[: self.limit - self.size])
             self.size += len(self.pieces[-1])
         return len(text)
 
     def clear(self) -> None:
-        """Drops what was kept."""
+        """Drops the text that was kept, so that `limit` characters can be kept again."""
         self.size = 0
         self.pieces.clear()
 
     @property
     def text(self) -> str:
-        """What was kept."""
+        """The text that was kept since the last `clear`."""
         return "".join(self.pieces)
 
     def writable(self) -> bool:
+        """Returns True: the stream can be written to."""
         return True
 
 
 def die_with_parent(parent: int) -> None:
-    """Asks the kernel to kill this process when its parent dies for any reason. Does nothing outside Linux."""
+    """Asks the kernel to kill this process when its parent dies for any reason. Does nothing outside Linux.
+
+    `parent` is the parent's process id: if that process is dead already, this one ends at once.
+    """
     if sys.platform != "linux":
         # Elsewhere the worker ends when it next reads from the pipe of requests, which is then at its end.
         return
@@ -75,7 +80,7 @@ def die_with_parent(parent: int) -> None:
 
 
 def set_limits(limits: Limits) -> None:
-    """Limits memory, file size and core dumps of this process. CPU time is limited per answer instead."""
+    """Limits memory and file size of this process and turns core dumps off. CPU time is limited per answer instead."""
     # Address space that the loaded task already uses is not counted. Outside Linux it is unknown and taken as 0.
     in_use = 0
     if os.path.exists("/proc/self/statm"):
@@ -87,7 +92,7 @@ def set_limits(limits: Limits) -> None:
 
 
 def renew_cpu_limit(seconds: float) -> None:
-    """Allows this process `seconds` more of CPU time, rounded up, with one second to spare."""
+    """Sets the CPU limit of this process to the time used so far plus `seconds`, rounded up, plus one second."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     _set_soft_limit(resource.RLIMIT_CPU, math.ceil(used.ru_utime + used.ru_stime + seconds) + 1)
 
@@ -99,7 +104,7 @@ def _set_soft_limit(which: int, value: int) -> None:
 
 
 def seed_random(item: Item, answer: Answer) -> None:
-    """Seeds the module `random`, if it is loaded, with the row and the answer.
+    """Seeds the module `random`, if it is loaded, with the item's row and the answer.
 
     A grader that draws random numbers then draws the same for the same answer, in any order of answers.
     """
@@ -111,9 +116,10 @@ def seed_random(item: Item, answer: Answer) -> None:
 def score_item(
     task: Task, episodes: Episodes, item: Item, before: Callable[[Answer], None], printed: CapturedOutput
 ) -> Reply:
-    """Runs the grader or environment on an item and returns its result. Whatever is raised becomes a reply too.
+    """Runs the task's grader or environment on an item and returns its result as a reply.
 
-    `before` is called with every answer before it is scored; `printed` holds what the grader prints.
+    Whatever the grader raises becomes a reply too. `episodes` holds the environments of episodes under way, `before` is
+    called with every answer before it is scored, and `printed` holds what the grader prints.
     """
     # This is the only call of foreign code, and the only place that catches what it raises.
     try:
@@ -131,7 +137,10 @@ def score_item(
 
 
 def make_step_reply(task: Task, item: Item, step: Step) -> Reply:
-    """Returns the step of an environment as a reply. Raises TaskError for a step that is not valid."""
+    """Returns the reply for an item that tells the step of its environment.
+
+    Raises TaskError for a step that is not valid.
+    """
     where = f'task "{task.name}", row "{item.row.get("id", "?")}"'
     if step.done and step.parts is None:
         raise TaskError(f"{where}: the episode ended without a reward; its last step must have parts")
@@ -148,7 +157,7 @@ def make_step_reply(task: Task, item: Item, step: Step) -> Reply:
 
 
 def describe_error(error: BaseException, printed: str = "") -> str:
-    """Returns one line with what was raised, where, and the end of what the grader had printed."""
+    """Returns one line: what was raised, in which file and line, and the end of `printed`, the grader's output."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({os.path.basename(frames[-1].filename)}, line {frames[-1].lineno})" if frames else ""
     tail = f"; it had printed {printed[-200:]!r}" if printed else ""
@@ -161,9 +170,10 @@ def _shorten(text: str) -> str:
 
 
 def serve(task: Task, hello: Hello, requests: BinaryIO, send: Callable[[bytes], None]) -> None:
-    """Scores the items that come through `requests`, one after the other, until they end.
+    """Scores the items that come through `requests`, one after the other, until `requests` ends.
 
-    Each reply is sent before the next item is begun, so that the pool knows at which item a worker died.
+    `send` writes a reply to the pool. Each reply is sent before the next item is begun, so that the pool knows at which
+    item a worker died.
     """
     # Kept before the grader runs: it may replace the function that tells the time.
     worker_pid, monotonic = os.getpid(), time.monotonic
@@ -198,9 +208,9 @@ def serve(task: Task, hello: Hello, requests: BinaryIO, send: Callable[[bytes], 
 
 
 def main(arguments: list[str]) -> None:
-    """Loads the task that the hello names, says "ready" or "broken", and scores until the requests end.
+    """Runs a scoring worker: loads the task that the hello names, says "ready" or "broken", and scores all requests.
 
-    `arguments` are the file descriptors of requests and replies and the parent's process id.
+    `arguments` are the file descriptors of requests and replies, and the process id of the parent.
     """
     requests_fd, replies_fd, parent = map(int, arguments)
     die_with_parent(parent)

@@ -15,7 +15,7 @@ _seconds: dict[str, float] = {}
 
 
 def stage(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Returns a decorator that adds the time spent in a function to the stage `name`."""
+    """Returns a decorator that adds the seconds spent in each call of a function to the stage `name` of a step."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(function)
@@ -32,13 +32,13 @@ def stage(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 
 def add_seconds(seconds: Mapping[str, float]) -> None:
-    """Adds seconds by stage that were measured elsewhere, for example in the process of a learner."""
+    """Adds seconds, by name of the stage, that were measured elsewhere, for example in the process of a learner."""
     for name, spent in seconds.items():
         _seconds[name] = _seconds.get(name, 0.0) + spent
 
 
 def read_and_reset() -> dict[str, float]:
-    """Returns the seconds by stage since the last call, and starts again at 0."""
+    """Returns the seconds spent since the last call, by name of the stage, and starts again at 0."""
     seconds = dict(_seconds)
     _seconds.clear()
     return seconds

@@ -23,16 +23,19 @@ def explain_disk_errors(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno in _DISK_FULL:
-            problem = "the disk is full: free some space, then resume; everything written before is intact"
+            problem = "the disk is full: free some space"
         elif error.errno in _NOT_WRITABLE:
             problem = f"{os.strerror(error.errno).lower()}: make the directory writable or use another one"
         else:
-            problem = f"{error.strerror or error}; everything written before is intact"
-        raise RunError(f"cannot write {path}: {problem}.") from error
+            problem = f"{error.strerror or error}: remove the cause"
+        raise RunError(
+            f"cannot write {path}: {problem}, then resume the run or repeat the command; "
+            "everything written before is intact."
+        ) from error
 
 
 def sync_directory(path: Path) -> None:
-    """Makes the names of the files in a directory durable. fsync of a file covers its content, but not its name."""
+    """Makes the names of the files in a directory survive a power cut. fsync of a file covers only its content."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -41,7 +44,7 @@ def sync_directory(path: Path) -> None:
 
 
 def sync_tree(path: Path) -> None:
-    """Makes every file and directory under `path` durable."""
+    """Makes every file and directory under `path` survive a power cut (fsync)."""
     for folder, _, names in os.walk(path):
         for name in names:
             descriptor = os.open(os.path.join(folder, name), os.O_RDONLY)
@@ -53,7 +56,10 @@ def sync_tree(path: Path) -> None:
 
 
 def write_atomically(path: Path, data: bytes | str) -> None:
-    """Writes a file so that other processes see all of it or nothing. It is durable when this returns."""
+    """Writes a file so that other processes see the old content or the new, never a part. Creates or replaces it.
+
+    The new content survives a power cut once this returns. Raises RunError if the disk fails.
+    """
     # Beside the target, because a rename is atomic only within a file system.
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with explain_disk_errors(path):
@@ -80,7 +86,7 @@ def compute_checksum(path: Path) -> str:
 
 
 def format_size(num_bytes: int) -> str:
-    """Returns a number of bytes as text for people.
+    """Returns a number of bytes as text for people, in units of 1024.
 
     >>> format_size(512), format_size(20_480), format_size(3 * 2**30)
     ('512 B', '20 KB', '3.0 GB')

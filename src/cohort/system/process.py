@@ -16,17 +16,17 @@ _M_MMAP_THRESHOLD = -3
 
 
 def shorten_thread_spinning() -> None:
-    """Limits how long torch's threads spin while they wait. Must be called before torch is imported.
+    """Makes torch's threads sleep after a short time of busy waiting. Must be called before torch is imported.
 
-    On a busy machine long spinning made steps ten times slower. A short spin makes them a tenth slower on a quiet
-    machine, no spin half. A choice of the user (OMP_WAIT_POLICY or GOMP_SPINCOUNT) is kept.
+    On a busy machine long spinning made steps ten times slower. On a quiet machine a short spin makes steps a tenth
+    slower, no spin a half slower. If the user has set OMP_WAIT_POLICY or GOMP_SPINCOUNT, that is kept.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "5000")
 
 
 def keep_freed_memory() -> None:
-    """Makes the allocator keep freed memory in the process, in blocks of up to 1 GiB.
+    """Makes the C library keep freed memory in the process for reuse, in blocks of up to 1 GiB.
 
     By default the memory of every activation goes back to the system and is then fetched again page by page, each page
     cleared. That takes a twentieth of a training step on a CPU. Peak memory is the same. It has no effect if the C
@@ -46,10 +46,10 @@ def keep_freed_memory() -> None:
 
 
 def freeze_objects() -> None:
-    """Excludes all objects that exist now from later garbage collection.
+    """Collects garbage now, and excludes all objects that remain from later garbage collection.
 
     A full collection over everything that torch and transformers import takes a tenth of a second. A GPU that has only
-    two windows of work ahead would become idle in that time.
+    two windows of work ahead (queued decode steps) would become idle in that time.
     """
     gc.collect()
     gc.freeze()

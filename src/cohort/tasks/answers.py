@@ -44,6 +44,8 @@ class ExtractedAnswer:
 def find_answer(text: str) -> ExtractedAnswer:
     """Returns the final answer in a completion: the last closed answer tag or, without one, the last closed box.
 
+    LaTeX in the answer is written as plain arithmetic. Thoughts are not searched.
+
     >>> find_answer("<think>2+2</think><answer> 4 </answer>")
     ExtractedAnswer(text='4', well_formed=True, reason='')
     >>> find_answer(r"so it is $\\boxed{\\frac{1}{2}}$.")
@@ -67,10 +69,10 @@ def find_answer(text: str) -> ExtractedAnswer:
 
 
 def remove_thoughts(text: str) -> tuple[str, bool]:
-    """Returns the text outside the thoughts, and whether the text ends inside a thought that is not closed.
+    """Returns the text outside the thoughts (<think>...</think>), and whether the text ends inside a thought.
 
-    The text begins after the last `</think>`, even without a `<think>` before it, because the prompt may have opened
-    the thoughts. It ends at a `<think>` that is not closed.
+    The returned text begins after the last `</think>`, even without a `<think>` before it, because the prompt may have
+    opened the thoughts. It ends at a `<think>` that is not closed.
 
     >>> remove_thoughts("<think>4? <answer>4</answer></think>It is 5.")
     ('It is 5.', False)
@@ -87,7 +89,10 @@ def has_visible_text(text: str) -> bool:
 
 
 def unwrap_box(answer: str) -> str:
-    """Returns the content of the last box in an answer; the answer itself if it has none or is over MAX_CHARS."""
+    """Returns the content of the last `\\boxed{...}` in an answer; the answer itself if no box in it is filled.
+
+    An answer of more than MAX_CHARS characters is returned unchanged.
+    """
     # Twice, for a box inside a box inside a tag.
     for _ in range(2):
         if len(answer) <= MAX_CHARS and "\\boxed" in answer and (span := find_last_box(answer)) and span[0] < span[1]:
@@ -96,9 +101,10 @@ def unwrap_box(answer: str) -> str:
 
 
 def find_last_tag(text: str) -> tuple[Span | None, int]:
-    """Returns the span of the content of the last closed answer tag, and how often `<answer>` and `</answer>` occur.
+    """Returns the place of the content of the last closed `<answer>` tag, and how many answer tags occur.
 
-    Of nested tags the innermost counts. The span is None if no tag is closed.
+    The place is (start, end), or None if no tag is closed. Of nested tags the innermost counts. Opening and closing
+    tags are counted one by one, so that one well-formed answer gives 2.
     """
     start: int | None = None
     inside: Span | None = None
@@ -114,7 +120,10 @@ def find_last_tag(text: str) -> tuple[Span | None, int]:
 
 
 def find_last_box(text: str) -> Span | None:
-    """Returns the span of the content of the `\\boxed{...}` that closes last, or None. Its braces must balance."""
+    """Returns (start, end) of the content of the `\\boxed{...}` that closes last; None if no box closes.
+
+    Braces inside the box must balance.
+    """
     # Per open brace where the content of its box starts; None for a brace that opens no box.
     open_braces: list[int | None] = []
     inside: Span | None = None
@@ -149,9 +158,9 @@ def simplify_latex(text: str) -> str:
 
 
 def read_value(answer: str) -> Evaluation:
-    """Returns the value of the number that an answer states, after the last "=" if there is one.
+    """Returns the number that an answer states, after the last "=" if there is one.
 
-    An expression is refused: its value is None and `reason` says why.
+    An expression that is not computed is refused: `value` is None and `reason` says why.
 
     >>> read_value("12 * 2 = 24").value
     Fraction(24, 1)
@@ -162,10 +171,10 @@ def read_value(answer: str) -> Evaluation:
 
 
 def read_expression(answer: str) -> Evaluation:
-    """Returns the value of the expression that an answer states, with the numbers that occur in it.
+    """Returns the value of the expression that an answer states, and the numbers that are written in it.
 
     The expression is the text before the first "=", or after it if the text before it is only a number. All sides of
-    the equation must be equal; otherwise the value is None and `reason` says why.
+    the equation must be equal; otherwise `value` is None and `reason` says why.
 
     >>> read_expression("(1+2)*8 = 24").value
     Fraction(24, 1)

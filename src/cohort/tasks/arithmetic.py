@@ -67,10 +67,11 @@ class Arithmetic:
         need(min(self.train_size, self.test_size) >= 1, "train_size and test_size of at least 1")
 
     def rows(self, split: str) -> Iterator[Row]:
-        """Yields distinct problems: the first `train_size` or `test_size` that the split's candidates give.
+        """Yields `train_size` or `test_size` different problems of a split, always the same ones.
 
-        Candidate k depends only on the split, on k and on the settings. Candidates whose numbers belong to another
-        split are left out. Raises TaskError if the settings allow fewer problems than asked for.
+        Problems are drawn at random: candidate number k depends only on the split, on k and on the settings. Candidates
+        whose numbers belong to another split are left out. Raises TaskError if the settings allow fewer problems than
+        asked for.
         """
         check_split("arithmetic", split)
         size = self.test_size if split == "test" else self.train_size
@@ -91,9 +92,11 @@ class Arithmetic:
                 yield row
 
     def prompt(self, row: Row) -> list[Message]:
+        """Returns one user message with the question, and with words about the answer tags if `instructions` is set."""
         return [{"role": "user", "content": row["question"] + (INSTRUCTIONS if self.instructions else "")}]
 
     def score(self, row: Row, answer: Answer) -> Verdict:
+        """Returns the parts "correct" (the answer is the exact value) and "format" (exactly one answer tag), 0 or 1."""
         extracted = find_answer(answer.full)
         number = read_value(extracted.text) if extracted.text is not None else None
         correct = number is not None and number.value is not None and number.value == row["answer"]
@@ -101,15 +104,19 @@ class Arithmetic:
         return Verdict({"correct": float(correct), "format": float(extracted.well_formed)}, reason)
 
     def gold(self, row: Row) -> str:
+        """Returns the right value in answer tags."""
         return f"<answer>{row['answer']}</answer>"
 
     def _draw_candidate(self, split: str, index: int) -> Row | None:
-        """Draws candidate number `index`; None if its numbers belong to another split or `keep` excludes its value."""
+        """Returns candidate number `index` of a split as a row: a random expression, its question and its value.
+
+        None if its numbers belong to another split or `keep` excludes its value.
+        """
         draws = Draws("arithmetic", split, index)
         numbers = [self._draw_number(draws) for _ in range(draws.between(self.min_terms, self.max_terms))]
         if assign_split(numbers) != split:
             return None
-        words = self._draw_words(draws, numbers)
+        words = self._draw_expression(draws, numbers)
         value = evaluate("".join(words)).value
         assert value is not None and value.denominator == 1, words
         answer = int(value)
@@ -123,14 +130,15 @@ class Arithmetic:
         return {"id": "".join(words), "expression": expression, "question": question, "answer": answer}
 
     def _draw_number(self, draws: Draws) -> int:
-        """Draws the number of digits, then a number of that many digits."""
+        """Returns a random number: first the number of digits is drawn, then a number of that many digits."""
         digits = draws.between(self.min_digits, self.max_digits)
         return draws.between(10 ** (digits - 1), 10**digits - 1)
 
-    def _draw_words(self, draws: Draws, numbers: list[int]) -> list[str]:
-        """Draws operators, signs and parentheses and returns the expression in pieces: number, operator, number, ...
+    def _draw_expression(self, draws: Draws, numbers: list[int]) -> list[str]:
+        """Returns a random expression of the numbers, in their order, as pieces: number, operator, number, and so on.
 
-        Signs and parentheses are part of the piece of the number beside them.
+        Operators are drawn and, if the settings allow them, minus signs and one pair of parentheses. Signs and
+        parentheses are part of the piece of the number beside them.
         """
         # Numbers stand at even indices and operators at odd ones.
         words = [str(numbers[0])]

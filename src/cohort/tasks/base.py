@@ -75,17 +75,24 @@ class Task(Protocol):
         """Returns the rows of a split ("train" or "test"), always the same rows in the same order."""
 
     def prompt(self, row: Row) -> list[Message]:
-        """Returns the messages that the model is shown. A final assistant message is one that the model continues."""
+        """Returns the messages that the model is shown for a row.
+
+        A final assistant message is one that the model continues.
+        """
 
     def score(self, row: Row, answer: Answer) -> Mapping[str, float] | Verdict:
-        """Returns the reward's parts by name. A wrong answer gets low parts; an exception is a bug in the grader."""
+        """Returns the reward's parts for an answer, by name.
+
+        A wrong answer gets low parts; an exception is a bug in the grader.
+        """
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 def task(name: str) -> Callable[[type[T]], type[T]]:
     """Returns a decorator that checks a class and registers it as the task `name`.
 
-    The decorated class becomes a frozen dataclass with the attributes of `Task`.
+    The decorated class becomes a frozen dataclass with the attributes of `Task`. TaskError is raised for a name or a
+    class that cannot be a task.
 
     >>> @task("echo")
     ... class Echo:
@@ -147,7 +154,10 @@ def _find_source_file(cls: type) -> str:
 
 
 def _identify_definition(cls: type) -> tuple[str, str]:
-    """Returns the file (or module) and the qualified name of a registered class: equal for the same definition."""
+    """Returns the file (or module) and the qualified name of a registered class.
+
+    They are equal for the same definition.
+    """
     return vars(cls)["_source"] or cls.__module__, cls.__qualname__
 
 
@@ -169,9 +179,14 @@ def list_task_names() -> list[str]:
 
 
 def require(task: str, holds: bool, rule: str) -> None:
-    """Raises TaskError("<task> needs <rule>") unless `holds`. Tasks check their settings with it."""
+    """Raises TaskError, with the task's name and `rule`, unless `holds`. Tasks check their settings with it.
+
+    `rule` continues "it needs", as in "a tolerance below 1, not 2".
+    """
     if not holds:
-        raise TaskError(f"{task} needs {rule}")
+        raise TaskError(
+            f'task "{task}" has a setting that is not allowed: it needs {rule}. Change it with --task.NAME VALUE'
+        )
 
 
 def check_packages(task: Task) -> None:
@@ -204,7 +219,11 @@ def load_rows(task: Task, split: str) -> list[Row]:
 
 
 def _normalise_row(name: str, index: int, raw: Any) -> Row:
-    """Returns row number `index` of the task `name` as plain JSON values with a string `id`, which comes first."""
+    """Returns a raw row as plain JSON values, with a string `id` as its first field.
+
+    Without an id, a hash of the row is its id. `name` is the task and `index` the row's number, for error messages.
+    Raises TaskError if `raw` is not a dict, cannot be written as JSON, or has an id that is neither text nor an int.
+    """
     if not isinstance(raw, Mapping):
         raise TaskError(f'task "{name}": row {index} is a {type(raw).__name__}; rows must yield dicts')
     try:
@@ -223,10 +242,11 @@ def _normalise_row(name: str, index: int, raw: Any) -> Row:
 
 
 def check_parts(name: str, row_id: str, declared: tuple[str, ...], accuracy: str, scored: Any) -> dict[str, float]:
-    """Returns the parts that a grader gave as floats, in the order in which the task declares them.
+    """Returns the reward parts that a grader gave as floats, in the order of `declared`, the task's part names.
 
-    Raises TaskError with task and row for a missing or undeclared part, a value that is no finite number, and an
-    accuracy other than 0 and 1. Nothing of this is turned into a score of 0.
+    `scored` is what the grader returned, `accuracy` the name of the part that must be 0 or 1, and `name` and `row_id`
+    are the task and the row, for messages. Raises TaskError for a missing or undeclared part, a value that is no finite
+    number, and an accuracy other than 0 and 1.
 
     >>> check_parts("t", "0", ("correct", "format"), "correct", {"format": 0.5, "correct": True})
     {'correct': 1.0, 'format': 0.5}
@@ -238,27 +258,33 @@ def check_parts(name: str, row_id: str, declared: tuple[str, ...], accuracy: str
         missing = [part for part in declared if part not in scored]
         extra = [str(part) for part in scored if part not in declared]
         problem = f"lacks the part {missing[0]!r}" if missing else f"has the undeclared part {extra[0]!r}"
-        raise TaskError(f"{where}: the result of score {problem}; the task declares parts = {declared!r}")
+        raise TaskError(
+            f"{where}: the result of score {problem}; the task declares parts = {declared!r}: "
+            "return exactly these, or change parts"
+        )
     parts: dict[str, float] = {}
     for part in declared:
         value = scored[part]
         # `Real` includes booleans and the numbers of numpy; strings and None are refused.
         if not isinstance(value, Real):
-            raise TaskError(f"{where}: part {part!r} is {str(value)[:40]!r}, not a number")
+            raise TaskError(f"{where}: part {part!r} is {str(value)[:40]!r}, not a number; score must return a number")
         try:
             parts[part] = float(value)
         except OverflowError:
             # An int too large for a float is refused below like infinity.
             parts[part] = math.inf
         if not math.isfinite(parts[part]):
-            raise TaskError(f"{where}: part {part!r} is {parts[part]}; a part must be a finite number")
+            raise TaskError(f"{where}: part {part!r} is {parts[part]}; score must return a finite number")
     if parts[accuracy] not in (0.0, 1.0):
         raise TaskError(f"{where}: part {accuracy!r}, the accuracy, is {parts[accuracy]}; it must be 0 or 1")
     return parts
 
 
 def grade(task: Task, row: Row, answer: Answer) -> Outcome:
-    """Scores one answer with the task's grader, in this process. Runs use the worker processes of a ScoringPool."""
+    """Scores one answer with the task's grader, in this process, and returns its parts and reason as an outcome.
+
+    Raises TaskError if the parts are not valid. Runs use the worker processes of a ScoringPool instead.
+    """
     scored = task.score(row, answer)
     verdict = scored if isinstance(scored, Verdict) else Verdict(scored)
     parts = check_parts(task.name, str(row.get("id", "?")), task.parts, task.accuracy, verdict.parts)
@@ -266,7 +292,7 @@ def grade(task: Task, row: Row, answer: Answer) -> Outcome:
 
 
 def make_plain_answer(text: str) -> Answer:
-    """Returns an answer that consists of `text` alone, for self-checks, gold answers and tests."""
+    """Returns an answer that consists of `text` alone and ended by itself, for self-checks, gold answers and tests."""
     return Answer(text=text, full=text, finish="stop", num_tokens=len(text.split()), conversation=[])
 
 
@@ -281,7 +307,8 @@ class SelfCheck:
 def run_self_check(task: Task, num_rows: int = 20) -> SelfCheck:
     """Scores an empty answer and, where the task has `gold`, a right one on the first `num_rows` rows of each split.
 
-    Raises TaskError if an empty answer earns anything, if a gold answer is not right, or if there are no rows.
+    Returns how many rows passed, and for how many of them a gold answer was scored. Raises TaskError if an empty answer
+    earns anything, if a gold answer is not right, or if there are no rows.
     """
     gold = getattr(task, "gold", None)
     checked = 0
@@ -291,7 +318,7 @@ def run_self_check(task: Task, num_rows: int = 20) -> SelfCheck:
             where = f'task "{task.name}", row "{row["id"]}" of "{split}"'
             empty = grade(task, row, make_plain_answer(""))
             if empty.parts[task.accuracy] != 0 or max(empty.parts.values()) > 0:
-                raise TaskError(f"{where}: an empty answer scores {empty.parts}; no part of it may be above 0")
+                raise TaskError(f"{where}: an empty answer scores {empty.parts}; correct score: no part may be above 0")
             if gold is not None:
                 text = gold(row)
                 best = grade(task, row, make_plain_answer(text))
@@ -302,5 +329,7 @@ def run_self_check(task: Task, num_rows: int = 20) -> SelfCheck:
                     )
             checked += 1
     if not checked:
-        raise TaskError(f'task "{task.name}" has no rows to check')
+        raise TaskError(
+            f'task "{task.name}" has no rows to check; its method rows must yield some for "train" or "test"'
+        )
     return SelfCheck(checked, checked if gold is not None else 0)

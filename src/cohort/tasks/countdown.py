@@ -73,16 +73,24 @@ class Countdown:
         need(self.data != "" or not self.columns, f"data, because columns is given ({' '.join(self.columns)})")
 
     def rows(self, split: str) -> Iterator[Row]:
-        """Returns the rows of a split, read from `data` or generated."""
+        """Returns the rows of a split, read from the setting `data` or, without it, generated."""
         check_split("countdown", split)
         return self._read_data(split) if self.data else self._generate_rows(split)
 
     def prompt(self, row: Row) -> list[Message]:
+        """Returns a user message with the numbers and the target.
+
+        With `think`, an assistant message that opens <think> follows, for the model to continue.
+        """
         question = f"Make {row['target']} from {', '.join(map(str, row['nums']))}."
         asked = [{"role": "user", "content": question + (INSTRUCTIONS if self.instructions else "")}]
         return [*asked, {"role": "assistant", "content": OPENING}] if self.think else asked
 
     def score(self, row: Row, answer: Answer) -> Verdict:
+        """Returns the parts "correct" and "format", each 0 or 1, with the reason why an answer is not correct.
+
+        A correct expression uses exactly the given numbers and equals the target.
+        """
         # `full` includes the beginning of the answer that the setting `think` forces, with its opening <think>.
         extracted = find_answer(answer.full)
         reason = extracted.reason
@@ -97,13 +105,13 @@ class Countdown:
         return Verdict({"correct": float(not reason), "format": float(extracted.well_formed)}, reason)
 
     def gold(self, row: Row) -> str:
-        """Returns the row's solution in answer tags. Raises TaskError for a row that was read without one."""
+        """Returns the row's solution in answer tags. Raises TaskError for a row that was read without a solution."""
         if not row.get("solution"):
             raise TaskError(f'countdown, row "{row["id"]}" has no solution; add the column solution to the data')
         return f"<answer>{row['solution']}</answer>"
 
     def _generate_rows(self, split: str) -> Iterator[Row]:
-        """Yields distinct generated problems, as many as `train_size` or `test_size` says.
+        """Yields `train_size` or `test_size` different generated problems of a split, always the same ones.
 
         Candidate k depends only on the split, on k and on the settings. Raises TaskError if the settings allow fewer
         problems.
@@ -125,9 +133,9 @@ class Countdown:
                 yield row
 
     def _draw_candidate(self, split: str, index: int) -> Row | None:
-        """Draws candidate number `index`.
+        """Returns candidate number `index` of a split as a row: random numbers, a target and a solution.
 
-        None if its numbers belong to another split, or if none of the `TRIES` expressions has an allowed target.
+        None if its numbers belong to another split, or if none of the `TRIES` expressions drawn has an allowed target.
         """
         draws = Draws("countdown", split, index)
         size = draws.between(self.min_numbers, self.max_numbers)
@@ -141,11 +149,11 @@ class Countdown:
         return None
 
     def _draw_solution(self, draws: Draws, nums: list[int]) -> tuple[int, str]:
-        """Draws an expression of all numbers and returns its value and its text; (-1, "") if a division is not exact.
+        """Returns the value and the text of a random expression of all `nums`; (-1, "") if a division is not exact.
 
         Two random pieces are joined until one is left. The smaller number is subtracted from the larger one and only
-        exact quotients are used, so that every intermediate result is a whole number >= 0: the kind of solution that
-        a person would find. The text has the parentheses that it needs and no others.
+        exact quotients are used, so that every intermediate result is a whole number >= 0: the kind of solution that a
+        person would find. The text has the parentheses that it needs and no others.
         """
         # A piece is its value, its text and the operator that joined it last ("" for a given number).
         pieces = [(n, str(n), "") for n in nums]
@@ -162,10 +170,10 @@ class Countdown:
         return pieces[0][0], pieces[0][1]
 
     def _read_data(self, split: str) -> Iterator[Row]:
-        """Returns the rows of `data`, each problem once."""
+        """Returns the rows of a split of the setting `data`, each problem once."""
         first: dict[str, Row] = {}
 
-        def make(raw: dict[str, Any]) -> Row:
+        def make_once(raw: dict[str, Any]) -> Row:
             """Returns the row of a problem, or the earlier row if the same problem was read before.
 
             Rows with the same numbers in another order, or with another solution, are the same problem.
@@ -181,21 +189,21 @@ class Countdown:
             data=self.data,
             columns=self.columns,
             places={},
-            make=make,
+            make=make_once,
             key="id",
             task_columns=("nums", "target", "solution"),
         )
 
 
 def _compute_whole(left: int, operator: str, right: int) -> int | None:
-    """Returns the result of one operation; None for a division by zero or one that leaves a remainder."""
+    """Returns the result of one operation with + - * or /; None for a division by zero or with a remainder."""
     if operator == "/":
         return left // right if right and left % right == 0 else None
     return left + right if operator == "+" else left - right if operator == "-" else left * right
 
 
 def _parenthesise(piece: tuple[int, str, str], operator: str, right: bool) -> str:
-    """Returns the text of a piece as an operand of `operator`, in parentheses if it needs them.
+    """Returns the text of `piece` as an operand of `operator`, in parentheses if it needs them.
 
     `piece` is (value, text, operator that joined it last); `right` says whether it is the right operand.
     """
@@ -212,7 +220,10 @@ def _make_problem_key(row: Row) -> tuple[tuple[int, ...], int]:
 
 
 def _make_row(raw: dict[str, Any]) -> Row:
-    """Returns a row of the task from raw columns; its id spells the problem. Raises ValueError if they do not fit."""
+    """Returns a row of the task from a raw row with `nums`, `target` and perhaps `solution`.
+
+    Its id is as in "3-8-2=24". Raises ValueError if a column is missing or has no whole numbers.
+    """
     nums = _parse_cell(raw.get("nums"))
     target = _parse_cell(raw.get("target"))
     whole = isinstance(nums, list) and all(type(n) is int and n >= 0 for n in nums) and type(target) is int
@@ -222,7 +233,10 @@ def _make_row(raw: dict[str, Any]) -> Row:
 
 
 def _parse_cell(cell: Any) -> Any:
-    """Returns the value of a cell. Text is parsed as JSON if it is JSON: a CSV file has "[3, 8, 2]" and "24"."""
+    """Returns the value of a table cell.
+
+    Text that is JSON is parsed, as "[3, 8, 2]" in a CSV file; the rest is unchanged.
+    """
     try:
         return json.loads(cell) if isinstance(cell, str) else cell
     except (ValueError, RecursionError):

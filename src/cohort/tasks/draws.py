@@ -23,7 +23,7 @@ class Draws:
         self._used = 0
 
     def below(self, n: int) -> int:
-        """Draws an integer from 0 to n - 1, for n < 2**32."""
+        """Returns a random integer from 0 to n - 1, for n < 2**32."""
         # A hash has 64 bytes: eight words of 64 bits, each for one draw.
         offset = self._used % 8
         if offset == 0:
@@ -35,16 +35,16 @@ class Draws:
         return (word * n) >> 64
 
     def between(self, low: int, high: int) -> int:
-        """Draws an integer from low to high, both included."""
+        """Returns a random integer from low to high, both included."""
         return low + self.below(high - low + 1)
 
     def choice(self, items: Sequence[T]) -> T:
-        """Draws one of the items, all with equal probability."""
+        """Returns one of the items at random, all with equal probability."""
         return items[self.below(len(items))]
 
 
 def make_permutation(n: int, *key: str | int) -> list[int]:
-    """Returns the numbers 0 to n - 1 in a random order that the key decides. They are sorted by their keyed hashes.
+    """Returns the numbers 0 to n - 1 in a random order. Equal keys give equal orders.
 
     >>> sorted(make_permutation(5, "doc", 0)) == [0, 1, 2, 3, 4]
     True

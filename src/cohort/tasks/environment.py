@@ -30,7 +30,10 @@ class KeyedDraws:
     key: Key
 
     def for_turn(self, name: str, turn: int) -> Draws:
-        """Returns the random draws of a turn. `name` keeps draws for different purposes apart."""
+        """Returns a source of random draws for turn number `turn`.
+
+        Each purpose uses a `name` of its own, as in "again".
+        """
         k = self.key
         return Draws(name, k.seed, k.purpose, k.task, k.prompt_id, k.visit, k.sample, turn)
 
@@ -63,10 +66,13 @@ class Environment(Protocol):
     """One episode of a conversation with the policy."""
 
     def start(self, row: Row, draws: KeyedDraws) -> Opening:
-        """Starts the episode of a row and returns its first messages. Called once, before any step."""
+        """Starts the episode of a row and returns the messages that the policy is shown. Called once, before any step.
+
+        `draws` gives the episode its random numbers.
+        """
 
     def step(self, answer: Answer) -> Step:
-        """Takes the policy's next answer and returns its reward or the replies to it."""
+        """Takes the policy's next answer and returns its reward, or the messages that reply to it."""
 
 
 class SingleTurn:
@@ -77,10 +83,12 @@ class SingleTurn:
         self.row: Row = {}
 
     def start(self, row: Row, draws: KeyedDraws) -> Opening:
+        """Keeps the row and returns the task's prompt for it."""
         self.row = row
         return Opening(messages=self.task.prompt(row))
 
     def step(self, answer: Answer) -> Step:
+        """Scores the answer with the task's grader and returns its parts; the episode is done."""
         outcome = grade(self.task, self.row, answer)
         return Step(parts=outcome.parts, reason=outcome.reason)
 
@@ -106,11 +114,15 @@ class ThinkAgain:
         self.num_turns = 0
 
     def start(self, row: Row, draws: KeyedDraws) -> Opening:
+        """Starts the inner environment and returns its first messages."""
         self.draws = draws
         return self.inner.start(row, draws)
 
     def step(self, answer: Answer) -> Step:
-        """Steps the inner environment. If its reward is low and attempts are left, asks for another one."""
+        """Steps the inner environment. If its reward is low and attempts are left, the step asks for another attempt.
+
+        The cost of further attempts is added to the cost of the step.
+        """
         assert self.draws is not None, "an episode is started before it is stepped"
         step, rules = self.inner.step(answer), self.rules
         self.num_turns += 1
@@ -127,7 +139,9 @@ class ThinkAgain:
 
 
 def compute_total_reward(parts: Mapping[str, float], coefficients: Mapping[str, float]) -> float:
-    """Returns the sum of the parts, each times its coefficient. A part without a coefficient has the coefficient 1.
+    """Returns the sum of the reward parts, each times its coefficient.
+
+    A part without a coefficient has the coefficient 1.
 
     >>> compute_total_reward({"correct": 1.0, "format": 0.5}, {"format": 2.0})
     2.0
@@ -159,10 +173,11 @@ class Episodes:
     def step(
         self, row: Row, past: Past, answer: Answer, before: Callable[[Answer], None] = lambda answer: None
     ) -> Step:
-        """Steps the environment of an episode with its newest answer and returns the result.
+        """Steps the environment of an episode with its newest answer and returns the resulting step.
 
-        Replays the episode first if its environment is not in the table. `before` is called with every answer before
-        the environment gets it, and with the newest one before a new environment is started.
+        `past` holds the episode's key and earlier answers: with them the episode is replayed first if its environment
+        is not in the table. `before` is called with every answer before the environment gets it, and with the newest
+        one before a new environment is started.
         """
         # The environment leaves the table while it works: after an exception its state cannot be used any more.
         environment, history = self._live.pop(past.key, (None, b""))

@@ -61,7 +61,9 @@ def normalize(text: str) -> str:
 
 
 def evaluate(text: str) -> Evaluation:
-    """Returns the value of an expression, or the reason why it is refused. Never raises.
+    """Returns the exact value of an expression with + - * / and parentheses, or the reason why it is refused.
+
+    Never raises.
 
     >>> evaluate("1/3 + 1/6").value
     Fraction(1, 2)
@@ -83,7 +85,9 @@ def evaluate(text: str) -> Evaluation:
 
 
 def read_number(text: str) -> Evaluation:
-    """Returns the value of a text that is one number, with sign, thousands commas and decimals. Nothing is computed.
+    """Returns the value of a text that is one number, perhaps with sign, thousands commas and decimals.
+
+    Anything else, an expression too, is refused: `value` is None and `reason` says why.
 
     >>> read_number("-1,200.50").value
     Fraction(-2401, 2)
@@ -103,7 +107,10 @@ def read_number(text: str) -> Evaluation:
 
 
 def _parse_literal(word: str) -> Fraction:
-    """Returns the value of an unsigned number, perhaps with thousands commas and decimals."""
+    """Returns the value of an unsigned number, perhaps with thousands commas and decimals.
+
+    Raises _RefusedError for too many digits and for misplaced commas.
+    """
     if sum(map(str.isdigit, word)) > MAX_DIGITS:
         raise _RefusedError(f"a number of more than {MAX_DIGITS} digits")
     if "," in word:
@@ -125,7 +132,10 @@ class _Parser:
         self.numbers: list[Fraction] = []  # in the order in which they are written
 
     def tokenize(self, text: str) -> None:
-        """Splits a text into `tokens`. Refuses a text that has anything but tokens and spaces, or nothing."""
+        """Splits a text into numbers, operators and parentheses and appends them to `tokens`.
+
+        Raises _RefusedError if the text is empty or has other characters, or an operator `**` or `//`.
+        """
         position = 0
         while position < len(text):
             match = _TOKEN.match(text, position)
@@ -140,23 +150,23 @@ class _Parser:
             raise _RefusedError("empty")
 
     def peek(self) -> str:
-        """Returns the next token without taking it; "" at the end."""
+        """Returns the next token and does not move past it; "" at the end."""
         return self.tokens[self.position] if self.position < len(self.tokens) else ""
 
     def next_token(self) -> str:
-        """Takes the next token and returns it; "" at the end."""
+        """Returns the next token and moves past it; "" at the end."""
         token = self.peek()
         self.position += 1
         return token
 
     def count_operation(self) -> None:
-        """Counts an operation and refuses one too many."""
+        """Counts one more operation. Raises _RefusedError if there are more than MAX_OPERATIONS."""
         self.operations += 1
         if self.operations > MAX_OPERATIONS:
             raise _RefusedError(f"more than {MAX_OPERATIONS} operations")
 
     def parse_sum(self) -> Fraction:
-        """Parses a `sum` of the grammar above and returns its value."""
+        """Parses products joined by + and - from the next token on, and returns their value."""
         value = self.parse_product()
         while self.peek() in ("+", "-"):
             operator = self.next_token()
@@ -166,7 +176,10 @@ class _Parser:
         return value
 
     def parse_product(self) -> Fraction:
-        """Parses a `product` of the grammar above and returns its value."""
+        """Parses factors joined by * and / from the next token on, and returns their value.
+
+        Raises _RefusedError for a division by zero.
+        """
         value = self.parse_factor()
         while self.peek() in ("*", "/", *_CLOSING):
             # A parenthesis right after a factor multiplies it: 3(4 - 1) is a product too.
@@ -179,7 +192,7 @@ class _Parser:
         return value
 
     def parse_factor(self) -> Fraction:
-        """Parses a `factor` of the grammar above, any number of signs included, and returns its value."""
+        """Parses a number or parenthesis with any number of signs before it, and returns its value."""
         negative = False
         while self.peek() in ("+", "-"):
             negative ^= self.next_token() == "-"
@@ -188,7 +201,7 @@ class _Parser:
         return -value if negative else value
 
     def parse_parenthesis(self) -> Fraction:
-        """Parses a `bracket` of the grammar above and returns its value."""
+        """Parses a sum in round or square brackets, which begin at the next token, and returns its value."""
         closing = _CLOSING[self.next_token()]
         self.depth += 1
         if self.depth > MAX_DEPTH:
@@ -200,7 +213,7 @@ class _Parser:
         return value
 
     def parse_number(self) -> Fraction:
-        """Takes the next token, which must be a number, records it in `numbers` and returns its value."""
+        """Moves past the next token, which must be a number, appends its value to `numbers` and returns it."""
         token = self.next_token()
         if not token:
             raise _RefusedError("ends where a number is expected")
@@ -212,7 +225,7 @@ class _Parser:
 
 
 def _check_size(value: Fraction) -> Fraction:
-    """Returns the value unchanged. Refuses one whose numerator or denominator has too many bits."""
+    """Returns the value unchanged. Raises _RefusedError if its numerator or denominator has more than MAX_BITS bits."""
     if max(value.numerator.bit_length(), value.denominator.bit_length()) > MAX_BITS:
         raise _RefusedError(f"a value of more than {MAX_BITS} bits")
     return value

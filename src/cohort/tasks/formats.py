@@ -24,43 +24,63 @@ NumberedRows = Iterator[tuple[int, Any]]
 
 
 def _read_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Yields the lines of a text file with their numbers from 1. Raises TaskError with the number of a bad line."""
+    """Yields (number, line) for the lines of a text file, numbered from 1.
+
+    Raises TaskError for a line that is not UTF-8.
+    """
     # Lines are decoded one by one: decoding the whole file could not tell which line is not text.
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             try:
                 yield number, line.decode("utf-8-sig" if number == 1 else "utf-8")
             except UnicodeDecodeError as error:
-                raise TaskError(f"{path}, line {number} is not UTF-8 text") from error
+                raise TaskError(f"{path}, line {number} is not UTF-8 text; save the file in that encoding") from error
 
 
 def _read_jsonl(path: Path) -> NumberedRows:
-    """Yields the values of a JSON Lines file with their line numbers; blank lines are skipped."""
+    """Yields (line number, value) for a JSON Lines file; blank lines are skipped.
+
+    Raises TaskError for a line that is not JSON.
+    """
     for number, line in _read_lines(path):
         if not line.strip():
             continue
         try:
             raw = _parse_json(line)
         except (ValueError, RecursionError) as error:
-            raise TaskError(f"{path}, line {number} is not JSON: {_describe_error(error)}") from error
+            raise TaskError(
+                f"{path}, line {number} is not JSON: {_describe_error(error)}; write one JSON object per line"
+            ) from error
         yield number, raw
 
 
 def _read_json(path: Path) -> NumberedRows:
-    """Yields the items of a JSON array with their numbers. An empty file has none."""
+    """Yields (number, item) for the array in a JSON file, numbered from 1; nothing for an empty file.
+
+    Raises TaskError if the file is not a JSON array.
+    """
     text = "".join(line for _, line in _read_lines(path))
     try:
         rows = _parse_json(text) if text.strip() else []
     except (ValueError, RecursionError) as error:
         line = f", line {error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
-        raise TaskError(f"{path}{line} is not JSON: {_describe_error(error)}") from error
+        raise TaskError(
+            f"{path}{line} is not JSON: {_describe_error(error)}; write an array of objects, or "
+            "name it .jsonl if it has one object per line"
+        ) from error
     if not isinstance(rows, list):
-        raise TaskError(f"{path} is not an array of objects; if it has one object per line, name it .jsonl")
+        raise TaskError(
+            f"{path} is JSON, but not an array; write an array of objects, or "
+            "name it .jsonl if it has one object per line"
+        )
     yield from enumerate(rows, start=1)
 
 
 def _read_csv(path: Path) -> NumberedRows:
-    """Yields the rows of a CSV file as dicts of text, with their line numbers; the first line names the columns."""
+    """Yields (line number, row) for a CSV file; rows are dicts of text. The first line names the columns.
+
+    Raises TaskError for a line that is not CSV or has another number of cells.
+    """
     csv.field_size_limit(MAX_CELL)
     reader = csv.reader((line for _, line in _read_lines(path)), strict=True)
     names: list[str] = []
@@ -76,15 +96,19 @@ def _read_csv(path: Path) -> NumberedRows:
                 if len(values) != len(names):
                     raise TaskError(
                         f"{path}, line {number} has {len(values)} cells, but the first line names {len(names)} columns"
+                        "; correct that line, or quote cells that contain a comma"
                     )
                 yield number, dict(zip(names, values, strict=True))
             number = reader.line_num + 1
     except csv.Error as error:
-        raise TaskError(f"{path}, line {number} is not CSV: {error}") from error
+        raise TaskError(f"{path}, line {number} is not CSV: {error}; correct the quotation marks there") from error
 
 
 def _read_parquet(path: Path) -> NumberedRows:
-    """Yields the rows of a Parquet file with their numbers. Needs pyarrow."""
+    """Yields (number, row) for a Parquet file, numbered from 1; rows are dicts.
+
+    Raises TaskError if pyarrow is not installed or the file cannot be read.
+    """
     try:
         from pyarrow import ArrowException
         from pyarrow.parquet import ParquetFile
@@ -95,7 +119,7 @@ def _read_parquet(path: Path) -> NumberedRows:
             batches = file.iter_batches(batch_size=BATCH_ROWS)
             yield from enumerate((row for batch in batches for row in batch.to_pylist()), start=1)
     except ArrowException as error:
-        raise TaskError(f"cannot read {path}: {shorten_error(error)}") from error
+        raise TaskError(f"cannot read {path}: {shorten_error(error)}; check that it is a Parquet file") from error
 
 
 # Readers by the ending of the file name. They raise TaskError for a malformed file and OSError for an unreadable one.
@@ -108,17 +132,17 @@ FORMATS: dict[str, Callable[[Path], NumberedRows]] = {
 
 
 def _describe_error(error: Exception) -> str:
-    """Returns the message of a JSON error with its column in the line, and that of any other error unchanged."""
+    """Returns the message of an error; for a JSON error with the column of the line where it is."""
     return f"{error.msg} (column {error.colno})" if isinstance(error, json.JSONDecodeError) else str(error)
 
 
 def _refuse_constant(name: str) -> Any:
-    """Raises ValueError: the decoder calls it for NaN, Infinity and -Infinity."""
+    """Raises ValueError. The JSON decoder calls it for NaN, Infinity and -Infinity; `name` is one of these."""
     raise ValueError(f"{name} is not a number in JSON")
 
 
 def _parse_float(digits: str) -> float:
-    """Returns the value of a number with a point or exponent. Raises ValueError if it is too large for a float."""
+    """Returns the value of a JSON number with a point or exponent. Raises ValueError if it is too large for a float."""
     value = float(digits)
     if math.isinf(value):
         raise ValueError(f"the number {digits[:20]} is too large")
@@ -129,7 +153,7 @@ _DECODER = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_parse_
 
 
 def _parse_json(text: str) -> Any:
-    """Returns the value of a JSON text.
+    """Returns the value of a JSON text. Raises ValueError if it is not JSON.
 
     Raises ValueError also for what Python's reader accepts and other programs cannot use: NaN, infinity, numbers too
     large for a float, and half a character (a lone surrogate).

@@ -78,7 +78,10 @@ class GSM8K:
             require("gsm8k", value in known, f"{setting} among {', '.join(known)}, not {value!r}")
 
     def rows(self, split: str) -> Iterator[Row]:
-        """Returns the rows of a split; of test the first `test_size`, if it is not 0."""
+        """Returns the rows of a split; of "test" only the first `test_size`, unless that is 0.
+
+        Raises TaskError if test has fewer.
+        """
         rows = read_rows(
             "gsm8k",
             split,
@@ -100,9 +103,15 @@ class GSM8K:
         return iter(all_rows[: self.test_size])
 
     def prompt(self, row: Row) -> list[Message]:
+        """Returns one user message with the question, which asks for the answer in the way that `style` says."""
         return [{"role": "user", "content": PROMPTS[self.style].format(question=row["question"])}]
 
     def score(self, row: Row, answer: Answer) -> Verdict:
+        """Returns the reward parts of an answer, with the reason why it is not right.
+
+        The answer is the last marked number in the completion, or with find = last, if none is marked, the last number
+        of all.
+        """
         # Only the completion is searched: `answer.full` may begin with text that the model did not write.
         marked = find_marked_answer(answer.text)
         if marked.text is not None:
@@ -124,7 +133,10 @@ class GSM8K:
         return f"{solution}\n{final}".lstrip()
 
     def _make_parts(self, correct: bool, marked: MarkedAnswer, answer: Answer) -> dict[str, float]:
-        """Returns the parts that the setting `reward` gives for an answer; parts that it does not use are 0."""
+        """Returns the reward parts of an answer, as the setting `reward` defines them; unused parts are 0.
+
+        `correct` says whether the answer is right, and `marked` which markers it has, for the part "format".
+        """
         parts = dict.fromkeys(self.parts, 0.0) | {"correct": float(correct)}
         formatted = MARKER[self.style] in marked.kinds
         if self.reward == "verl":
@@ -138,7 +150,7 @@ class GSM8K:
 
 
 def _make_row(raw: dict[str, Any]) -> Row:
-    """Returns a row with question, answer (the number as text) and solution from a raw one.
+    """Returns a row with question, answer (the number as text) and solution, made from a raw row of the data set.
 
     The number stands after the last "####" of the raw answer, or is the whole of it. Raises ValueError for raw columns
     that do not fit.
@@ -146,9 +158,11 @@ def _make_row(raw: dict[str, Any]) -> Row:
     question = raw.get("question")
     answer = raw.get("answer")
     if not isinstance(question, str) or not question.strip():
-        raise ValueError("question is not a text")
+        raise ValueError(f'column "question" has {question!r:.60}, not a text')
     if isinstance(answer, bool) or not isinstance(answer, str | int | float):
-        raise ValueError('answer is neither a number nor a solution that ends with "#### number"')
+        raise ValueError(
+            f'column "answer" has {answer!r:.60}, neither a number nor a solution that ends with "#### number"'
+        )
     # Without "####" the solution is empty and the whole answer must be a number.
     solution, _, final = str(answer).rpartition("####")
     number = read_quantity(final)

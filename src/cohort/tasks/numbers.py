@@ -95,7 +95,9 @@ class MarkedAnswer:
 
 
 def find_marked_answer(text: str) -> MarkedAnswer:
-    r"""Returns the content of the marker that comes last in a completion.
+    r"""Returns the content of the last marker in a completion: `#### 18`, `\boxed{18}` or `<answer>18</answer>`.
+
+    Thoughts are not searched. If there is no marker, `text` is None and `reason` says why.
 
     >>> find_marked_answer("#### 7\nNo: 9 * 2 = 18, so it is\n#### 18").text
     '18'
@@ -133,17 +135,17 @@ def _remove_thoughts_and_special_tokens(text: str) -> tuple[str, bool]:
 
 
 def _find_last_box(text: str) -> Span | None:
-    """Returns the span of the last closed box, or of the number after a later `\\boxed` without braces, or None."""
+    """Returns (start, end) of the content of the last box, closed or bare as in `\\boxed18`; None if there is none."""
     bare = deque(_BARE_BOX.finditer(text), maxlen=1)
     spans = [span for span in (find_last_box(text), bare[0].span(1) if bare else None) if span is not None]
     return max(spans, default=None)
 
 
 def _find_last_hashes(text: str) -> Span | None:
-    """Returns the span of the text after the last `####` that has a digit after it; None if there is none.
+    """Returns (start, end) of the text after the last `####` that has a digit after it; None if there is none.
 
-    The text is on the line of the hashes or, if that is empty, on the next line with text. Other hashes or a marker
-    end it.
+    The text is on the line of the hashes or, if that is empty, on the next line with text. Other hashes or a marker end
+    it.
     """
     span: Span | None = None
     start: int | None = None
@@ -160,7 +162,9 @@ def _find_last_hashes(text: str) -> Span | None:
 
 
 def read_last_number(text: str) -> Evaluation:
-    """Returns the last number anywhere in a text: for completions without a marker.
+    """Returns the value of the last number anywhere in a text, for completions without a marker.
+
+    If there is none, `value` is None and `reason` says why.
 
     >>> read_last_number("5 + 13 makes $18, not 20% more or -$1,200.50.").value
     Fraction(-2401, 2)
@@ -177,7 +181,9 @@ class _RefusedError(Exception):
 
 
 def read_quantity(text: str) -> Evaluation:
-    r"""Returns the one number that an answer states, without its unit, or the reason why there is none.
+    r"""Returns the value of the one number that an answer states, without its unit.
+
+    If it states no number or several, `value` is None and `reason` says why.
 
     >>> read_quantity(r"\$1{,}200.50 \text{ per year}").value
     Fraction(2401, 2)
@@ -195,7 +201,7 @@ def read_quantity(text: str) -> Evaluation:
 
 
 def _extract_statement(text: str) -> str:
-    """Returns the text that states the result: after the last "=", and after words like "the answer is"."""
+    """Returns the part of an answer that states the result: after the last "=", and after "the answer is"."""
     stated = _strip_wrapping(_simplify_spelling(text).rpartition("=")[2])
     lead = _LEAD.match(stated)
     return _strip_wrapping(stated[lead.end() :]) if lead else stated
@@ -225,7 +231,10 @@ def _strip_wrapping(text: str) -> str:
 
 
 def _parse_value(statement: str) -> Fraction:
-    """Returns the value of a text that is one number with its sign, currency and unit. Raises _RefusedError."""
+    """Returns the value of a text that is one number with its sign, currency and unit.
+
+    Raises _RefusedError for other text.
+    """
     if not statement:
         raise _RefusedError("the answer is empty")
     hour = _HOUR.match(statement)
@@ -246,9 +255,10 @@ def _parse_value(statement: str) -> Fraction:
 
 
 def _parse_fraction(whole: str | None, above: str, below: str) -> Fraction:
-    """Returns the value of a fraction such as 1/2 or 3 1/2.
+    """Returns the value of above/below, or of a mixed number such as 3 1/2 if `whole` is not None.
 
-    Refuses a division that has a whole result, such as 36/2: there the answer is not computed to the end.
+    Raises _RefusedError for a zero denominator and for a division with a whole result, such as 36/2: there the answer
+    is not computed to the end.
     """
     numerator, denominator = int(above), int(below)
     if denominator == 0:
@@ -261,9 +271,9 @@ def _parse_fraction(whole: str | None, above: str, below: str) -> Fraction:
 
 
 def _parse_scale(tail: str) -> int:
-    """Returns the factor that the words after a number mean: 1 for a unit, 10**6 for "million dollars".
+    """Returns the factor that `tail`, the text after a number, means: 1 for a unit, 10**6 for "million dollars".
 
-    Refuses words that are no unit, and a second number.
+    Raises _RefusedError for words that are no unit, and for a second number.
     """
     tail = _POWER.sub("", tail)
     if _DIGIT.search(tail):

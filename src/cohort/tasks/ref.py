@@ -21,27 +21,29 @@ from cohort.tasks.base import BUILT_IN, Task, get_task
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TaskRef:
-    """A task as plain values: its name, its settings (`knobs`), and the user's file that registers it.
+    """A task as plain values: its name, its settings, and the user's file that registers it.
 
     `path` is "" for a built-in task.
     """
 
     name: str
-    knobs: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
     path: str = ""
 
     @staticmethod
     def from_task(task: Task) -> TaskRef:
-        """Returns the reference of a task. Raises TaskError if its settings are no JSON values or it has no file.
+        """Returns the reference of a task, from which another process can make it.
+
+        Raises TaskError if its settings are no JSON values, or if its class is not defined in a file.
 
         >>> from cohort.tasks.arithmetic import Arithmetic
         >>> ref = TaskRef.from_task(Arithmetic(max_terms=4))
         >>> ref.load() == Arithmetic(max_terms=4)
         True
         """
-        knobs = {f.name: getattr(task, f.name) for f in dataclasses.fields(task)}  # type: ignore[arg-type]
+        settings = {f.name: getattr(task, f.name) for f in dataclasses.fields(task)}  # type: ignore[arg-type]
         try:
-            knobs = json.loads(json.dumps(knobs))
+            settings = json.loads(json.dumps(settings))
         except (TypeError, ValueError) as error:
             raise TaskError(
                 f'task "{task.name}": a setting cannot be written as JSON ({error}); '
@@ -52,32 +54,37 @@ class TaskRef:
             raise TaskError(
                 f'task "{task.name}" is not defined in a file, so no scoring worker can load it; put it into a .py file'
             )
-        return TaskRef(name=task.name, knobs=knobs, path=source)
+        return TaskRef(name=task.name, settings=settings, path=source)
 
     def load(self) -> Task:
-        """Loads the user's file, if there is one, and returns the task, made from its registered class."""
+        """Returns the task, made from its registered class and settings.
+
+        Runs the user's file first, if the task comes from one. Raises TaskError for a setting that the task does not
+        have.
+        """
         if self.path:
             load_file(self.path)
         cls = get_task(self.name)
         fields = {f.name: f for f in dataclasses.fields(cls)}
-        unknown = sorted(self.knobs.keys() - fields.keys())
+        unknown = sorted(self.settings.keys() - fields.keys())
         if unknown:
-            raise TaskError(f'task "{self.name}" has no setting "{unknown[0]}"; it has {sorted(fields)}')
-        made: Task = cls(**{k: _restore_tuple(v, fields[k]) for k, v in self.knobs.items()})
+            raise TaskError(f'task "{self.name}" has no setting "{unknown[0]}"; use one of {sorted(fields)}')
+        made: Task = cls(**{k: _restore_tuple(v, fields[k]) for k, v in self.settings.items()})
         return made
 
 
 def _restore_tuple(value: Any, setting: dataclasses.Field[Any]) -> Any:
-    """Returns `value`, with a list made a tuple if the setting is declared as one: JSON has no tuples."""
+    """Returns `value`, with a list made a tuple if the setting is declared as a tuple: JSON has no tuples."""
     is_tuple = isinstance(setting.default, tuple) or str(setting.type).startswith(("tuple", "Tuple"))
     return tuple(value) if isinstance(value, list) and is_tuple else value
 
 
 def compute_grader_digest(task: Task) -> str:
-    """Returns "NAME-DIGEST" for the code that scores a task: it changes when a grade might.
+    """Returns "NAME-DIGEST" for the code that scores a task.
 
-    The digest covers the task's module, all modules that it imports from `cohort.tasks` or from its own folder,
-    directly or through others, and the versions of the packages that the task needs.
+    It changes whenever the code, and so a score, may have changed. The digest covers the task's module, all modules
+    that it imports from `cohort.tasks` or from its own folder, directly or through others, and the versions of the
+    packages that the task needs.
     """
     waiting = [type(task).__module__]
     sources: dict[str, bytes] = {}
@@ -97,7 +104,10 @@ def compute_grader_digest(task: Task) -> str:
 
 
 def _list_imports(source: bytes) -> Iterator[str]:
-    """Yields the names that a source imports. `from a import b` gives "a" and "a.b", which may be no module."""
+    """Yields the names of the modules that Python source imports.
+
+    For `from a import b` these are "a" and "a.b", which need not be a module.
+    """
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -118,7 +128,8 @@ def _find_version(module: str) -> str:
 def load_file(path: str | Path) -> ModuleType:
     """Runs a user's Python file, unless it was loaded before, and returns its module.
 
-    The file's folder is appended to `sys.path`, so that the file can import its neighbours.
+    The file's folder is appended to `sys.path`, so that the file can import its neighbours. Raises TaskError if there
+    is no such Python file.
     """
     file = Path(path).expanduser().resolve()
     if not file.is_file():

@@ -48,13 +48,13 @@ def read_rows(
     key: str,
     task_columns: Sequence[str] = (),
 ) -> Iterator[Row]:
-    """Returns the rows of a split in the order of their source, each problem once, each with an id.
+    """Returns the rows of a task's split in the order of their source, each problem once, each with an id.
 
-    `data` and `columns` are settings of the task. `data` is "" for the default places, a path (perhaps with {split}, ~
-    or $NAME), or the name of a hub data set. `columns` has an entry "ours=theirs" for every column that has another
-    name in the source. `make` turns a raw row into a row of the task, or raises ValueError with what is wrong.
-    `key` is the field of the made row that identifies the problem; a row without an "id" gets a hash of it.
-    `task_columns` are the columns that `make` reads: if given, an entry of `columns` for any other name is refused.
+    `data` and `columns` are settings of the task. `data` is a path (perhaps with {split}, ~ or $NAME), the name of a
+    hub data set, or "" for the default `places` by split. `columns` has an entry "ours=theirs" for every column that
+    has another name in the source. `make` turns a raw row into a row of the task, or raises ValueError with what is
+    wrong. `key` is the field of the made row that identifies the problem; a row without an "id" gets a hash of it. The
+    `task_columns` are those that `make` reads: if given, an entry of `columns` for any other name is refused.
 
     Raises TaskError, with file and line where possible, for a missing source, a bad row, two rows with the same id, one
     problem with two contents, and a source without rows. Repeated rows, and rows of train that are in test, are left
@@ -74,7 +74,7 @@ def read_rows(
 
 
 def make_data_path_absolute(data: str) -> str:
-    """Returns the setting `data`, as an absolute path if it names a file that exists, and unchanged otherwise.
+    """Returns the setting `data` as an absolute path if it names a file that exists, otherwise unchanged.
 
     A run may be resumed from another working directory, where a relative path would name another file.
     """
@@ -107,9 +107,10 @@ class _Reader:
     source_columns: dict[str, str]  # the task's name of a column -> its name in the source
 
     def read_distinct(self, source: _Source, find_test: Callable[[], _Source] | None) -> Iterator[Row]:
-        """Yields the first row of every problem, without the problems of test.
+        """Yields the first row of every problem in `source`, without the problems of the test split.
 
-        `find_test` returns the source of the test split; None means that `source` is the test split itself.
+        A training split passes `find_test`, which returns the source of the test split; None = `source` is the test
+        split.
         """
         # Opened first: an error about `source` itself comes before any about the test split.
         rows = source.open()
@@ -139,15 +140,21 @@ class _Reader:
         if leaked:
             log.warning("%s: rows of test left out of train: %d (first: %s %d)", where, len(leaked), unit, leaked[0])
         if not first:
-            raise TaskError(f"{where} has no rows" + (" except rows that are also in test" if leaked else ""))
+            but_test = " except rows that are also in test" if leaked else ""
+            raise TaskError(f"{where} has no rows{but_test}; add rows or name another source with --task.data")
 
     def _read_test_problems(self, train: _Source, find_test: Callable[[], _Source]) -> set[str]:
-        """Returns the hashes of the problems of test; none if the test split does not exist."""
+        """Returns the hashes of the problems of the test split; an empty set if that split cannot be opened.
+
+        A test split on the hub counts as one that cannot be opened if `train` is a file.
+        """
         try:
             test = find_test()
             # Training rows that are on this machine must be readable without a network.
             if test.remote and not train.remote:
-                raise TaskError(f"{test.name} is not on this machine")
+                raise TaskError(
+                    f"{test.name} is on the hub and the training rows are a file; give the test rows as a file too"
+                )
             rows = test.open()
         except TaskError as error:
             # A run that only trains needs no test rows, so their absence is no error here.
@@ -156,7 +163,10 @@ class _Reader:
         return {problem for _, problem, _ in self._make_rows(test, rows)}
 
     def _make_rows(self, source: _Source, rows: NumberedRows) -> Iterator[tuple[int, str, Row]]:
-        """Yields, for every raw row, its number, the hash of its problem, and the row of the task made from it."""
+        """Yields (number, hash of its problem, row of the task) for every raw row.
+
+        Raises TaskError for one that cannot be used.
+        """
         for number, raw in rows:
             where = f"{self.task}: {source.describe_row(number)}"
             if not isinstance(raw, dict):
@@ -171,22 +181,25 @@ class _Reader:
                 raise TaskError(f'{where} has no column "{error.args[0]}"{_describe_columns(raw)}') from error
             except ValueError as error:
                 # The columns are listed only if one that `make` reads is missing: then its name may be the cause.
-                hint = _describe_columns(raw) if {*self.task_columns} - {*renamed} else ""
+                hint = _describe_columns(raw) if {*self.task_columns} - {*renamed} else "; correct this row"
                 raise TaskError(f"{where}: {error}{hint}") from error
             yield number, _hash_problem(row[self.key]), row
 
     def _rename_columns(self, where: str, raw: RawRow) -> RawRow:
-        """Returns the raw row with the task's names of columns. `where` is its place, for the error message."""
+        """Returns the raw row with its columns renamed to the task's names. Raises TaskError if one is missing.
+
+        `where` is the row's place, for the error message.
+        """
         for name in self.source_columns.values():
             if name not in raw:
-                raise TaskError(f'{where} has no column "{name}".{suggest_name(name, raw)}')
+                raise TaskError(f'{where} has no column "{name}", which --task.columns names.{suggest_name(name, raw)}')
         # A column of the source that already has the task's name is dropped: the user said that another one is meant.
         mentioned = {*self.source_columns, *self.source_columns.values()}
         kept = {name: value for name, value in raw.items() if name not in mentioned}
         return kept | {ours: raw[name] for ours, name in self.source_columns.items()}
 
     def _check_same_content(self, source: _Source, one: tuple[int, Row], other: tuple[int, Row]) -> None:
-        """Raises TaskError unless two rows of one problem, each with its number, agree in all fields.
+        """Raises TaskError unless two rows of one problem, each given as (number, row), have the same content.
 
         Their ids and the spelling of the problem may differ.
         """
@@ -203,7 +216,7 @@ class _Reader:
 
 
 def _parse_columns(task: str, columns: Sequence[str], task_columns: Sequence[str]) -> dict[str, str]:
-    """Returns the name in the source for every column of the task that the setting `columns` mentions.
+    """Returns a dict from the task's name of a column to its name in the source, read from the setting `columns`.
 
     Raises TaskError for an entry that is not "ours=theirs", and for a column that is unknown or mentioned twice.
     """
@@ -223,9 +236,12 @@ def _parse_columns(task: str, columns: Sequence[str], task_columns: Sequence[str
 
 
 def _find_source(task: str, split: str, data: str, places: Mapping[str, Place]) -> _Source:
-    """Returns the file or hub data set that holds a split, from the setting `data` or, if it is "", from `places`."""
+    """Returns the file or hub data set that holds a split, from the setting `data` or, if that is "", from `places`.
+
+    Opens nothing. Raises TaskError for a split that the task or its data do not have.
+    """
     if split not in SPLITS:
-        raise TaskError(f'task "{task}" has no split "{split}" in its data; it has {", ".join(SPLITS)}')
+        raise TaskError(f'task "{task}" has no split "{split}" in its data; use one of {", ".join(SPLITS)}')
     if not data:
         return _find_default_source(task, split, places)
     name = data.replace("{split}", split)
@@ -242,7 +258,10 @@ def _find_source(task: str, split: str, data: str, places: Mapping[str, Place]) 
 
 
 def _find_default_source(task: str, split: str, places: Mapping[str, Place]) -> _Source:
-    """Returns the default source of a split: the file in $COHORT_DATA if it exists, else the hub data set."""
+    """Returns the default source of a split: the file in the folder $COHORT_DATA if it exists, else the hub data set.
+
+    Raises TaskError if there is neither.
+    """
     if split not in places:
         raise TaskError(
             f"{task} comes without {split} rows; set its data to files of your own with {{split}} in their name, "
@@ -263,13 +282,13 @@ def _find_default_source(task: str, split: str, places: Mapping[str, Place]) -> 
 
 
 def _make_file_source(path: Path) -> _Source:
-    """Returns the source of a file's rows. The file is not touched until the source is opened."""
+    """Returns the source of a file's rows. The file is not read until the source is opened."""
     unit = "line" if path.suffix.lower() in (".jsonl", ".csv") else "row"
     return _Source(name=str(path), unit=unit, remote=False, open=partial(_open_file, path))
 
 
 def _open_file(path: Path) -> NumberedRows:
-    """Returns an iterator over the rows of a file.
+    """Returns an iterator over the numbered rows of a file.
 
     Raises TaskError now, before any row is read, if the file does not exist or has an unknown ending.
     """
@@ -290,21 +309,29 @@ def _open_file(path: Path) -> NumberedRows:
 
 
 def _read_file(path: Path, reader: Callable[[Path], NumberedRows]) -> NumberedRows:
-    """Yields the rows of a file, with an OSError of the reader turned into a TaskError."""
+    """Yields the numbered rows that `reader` reads from a file. An OSError of the reader becomes a TaskError."""
     try:
         yield from reader(path)
     except OSError as error:
-        raise TaskError(f"cannot read {path}: {error.strerror or shorten_error(error)}") from error
+        raise TaskError(
+            f"cannot read {path}: {error.strerror or shorten_error(error)}; check its permissions and the disk"
+        ) from error
 
 
 def _make_hub_source(data_set: str, split: str, remedy: str) -> _Source:
-    """Returns the source of a hub data set's split. `remedy` ends its error messages: what else the user can do."""
+    """Returns the source of a hub data set's split; nothing is downloaded yet.
+
+    Its error messages end with `remedy`: what else the user can do.
+    """
     name = f"{data_set}, split {split}"
     return _Source(name=name, unit="row", remote=True, open=partial(_open_hub, data_set, split, remedy))
 
 
 def _open_hub(data_set: str, split: str, remedy: str) -> NumberedRows:
-    """Returns an iterator over the rows of a hub data set. Downloads it first if it is not in the cache."""
+    """Returns an iterator over the numbered rows of a hub data set.
+
+    Downloads the data set first if it is not in the cache. Raises TaskError, which ends with `remedy`, if that fails.
+    """
     try:
         from datasets import load_dataset
         from datasets.exceptions import DatasetsError
@@ -324,7 +351,7 @@ def _open_hub(data_set: str, split: str, remedy: str) -> NumberedRows:
 
 
 def _iterate_rows(loaded: Any) -> Iterator[RawRow]:
-    """Yields the rows of a loaded hub data set as dicts."""
+    """Yields the rows of a hub data set, as `datasets` loaded it, as dicts."""
     # Reading row by row instead of in batches is ten times as slow.
     for batch in loaded.iter(batch_size=BATCH_ROWS):
         for values in zip(*batch.values(), strict=True):
@@ -332,16 +359,16 @@ def _iterate_rows(loaded: Any) -> Iterator[RawRow]:
 
 
 def _hash_problem(problem: Any) -> str:
-    """Returns a hash of a problem's text that does not depend on case and spacing."""
+    """Returns a hash of a problem's text as hexadecimal digits. It does not depend on case and spacing."""
     return blake2b(" ".join(str(problem).casefold().split()).encode(), digest_size=16).hexdigest()
 
 
 def _describe_columns(raw: RawRow) -> str:
-    """Returns the end of an error message: which columns a row has and how to map them."""
+    """Returns the end of an error message: which columns a raw row has and how to map them."""
     return f". Its columns: {_shorten([*raw], 200)}. Map one with --task.columns ours=theirs"
 
 
 def _shorten(value: Any, size: int = 60) -> str:
-    """Returns the repr of a value, cut to `size` characters."""
+    """Returns the repr of a value, cut to `size` characters with "..." at its end."""
     text = repr(value)
     return text if len(text) <= size else text[: size - 3] + "..."

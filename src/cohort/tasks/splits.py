@@ -19,7 +19,9 @@ _REGIONS = ("train",) * 5 + ("test",) * 2 + ("traces",) * 3
 
 
 def assign_split(numbers: Iterable[int]) -> str:
-    """Returns the name of the split to which every problem made of these numbers belongs.
+    """Returns the split ("train", "test" or "traces") to which every problem made of these numbers belongs.
+
+    The order and the signs of the numbers do not matter.
 
     >>> assign_split([3, 7]) == assign_split([-7, 3])
     True
@@ -29,12 +31,15 @@ def assign_split(numbers: Iterable[int]) -> str:
 
 @lru_cache(maxsize=4096)
 def _assign_sorted(numbers: tuple[int, ...]) -> str:
-    """Returns the split of sorted, non-negative numbers."""
+    """Returns the split of sorted, non-negative numbers, chosen by a hash of them."""
     digest = blake2b(",".join(map(str, numbers)).encode(), digest_size=8, person=b"cohort-split").digest()
     return _REGIONS[int.from_bytes(digest, "little") % len(_REGIONS)]
 
 
 def check_split(task: str, split: str) -> None:
-    """Raises TaskError if a generating task is asked for a split that does not exist."""
+    """Raises TaskError unless `split` is one of SPLITS.
+
+    Tasks that generate their rows call it; `task` is for the message.
+    """
     if split not in SPLITS:
-        raise TaskError(f'task "{task}" has no split "{split}"; it has {", ".join(SPLITS)}')
+        raise TaskError(f'task "{task}" has no split "{split}"; use one of {", ".join(SPLITS)}')

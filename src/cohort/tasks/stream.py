@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 class Rendering(Protocol):
-    """Messages as tokens: the fields of `text.Rendered` that a prompt stream reads."""
+    """Messages as tokens: the fields of `text.RenderedPrompt` that a prompt stream reads."""
 
     @property
     def tokens(self) -> list[int]:
@@ -35,7 +35,7 @@ class Renderer(Protocol):
     """The part of a tokenizer that a prompt stream needs."""
 
     def render(self, messages: list[Message], tools: Any = None) -> Rendering:
-        """Returns the messages as the tokens of a prompt."""
+        """Returns the messages as the tokens of a prompt, which offers `tools` if there are any."""
 
 
 class TaskStream:
@@ -84,7 +84,7 @@ class TaskStream:
         return len(self._rows)
 
     def check_enough_rows(self, num_prompts: int) -> None:
-        """Raises ConfigError if a step of `num_prompts` prompts needs more than all rows.
+        """Raises ConfigError if a step of `num_prompts` prompts needs more rows than the split has.
 
         Such a step would train on some rows twice.
         """
@@ -95,7 +95,7 @@ class TaskStream:
             )
 
     def next_prompts(self, n: int) -> list[Prompt]:
-        """Returns exactly n prompts, this rank's next ones, and moves the cursor past them and past skipped prompts.
+        """Returns the next n prompts of this rank, and moves the cursor past them and past skipped prompts.
 
         Raises TaskError if every prompt of the split is too long.
         """
@@ -119,9 +119,10 @@ class TaskStream:
         return prompts
 
     def find_prompt(self, id: str, visit: int) -> Prompt:
-        """Returns the prompt of row `id` in epoch `visit`, as `next_prompts` gave it. The cursor does not move.
+        """Returns the prompt of the row with this id in epoch `visit`, as `next_prompts` gave it.
 
-        Raises TaskError if the row is gone. A resumed run looks up with this the prompts that were open.
+        The cursor does not move. A resumed run finds with it the prompts that were not finished. Raises TaskError if
+        the row is gone.
         """
         row = next((row for row in self._rows if row["id"] == id), None)
         prompt = None if row is None else self._render_prompt(row, visit)
@@ -133,10 +134,11 @@ class TaskStream:
         return prompt
 
     def render_held_out(self, n: int = 0, split: str = "test") -> list[Prompt]:
-        """Returns the first n prompts of a split in the order of its rows (n = 0: all). The cursor does not move.
+        """Returns the prompts of the first n rows of a split, in the order of its rows (n = 0: all).
 
-        Prompts that are too long are left out with a warning if the stream skips them. Warns of rows that ask the same
-        as a row of this stream's own split.
+        The cursor does not move. Prompts that are too long are left out with a warning if the stream skips them. Warns
+        of rows that ask the same as a row of this stream's own split. Raises ConfigError if the split has fewer than n
+        rows.
         """
         rows = self._rows if split == self.split else self._warn_of_overlap(load_rows(self.task, split), split)
         if n > len(rows):
@@ -155,14 +157,17 @@ class TaskStream:
         return prompts
 
     def _make_none_fits_error(self, split: str) -> TaskError:
-        """Returns the error for a split whose prompts are all too long."""
+        """Returns, and does not raise, the error for a split whose prompts are all too long."""
         return TaskError(
             f'task "{self.task.name}": every {split} prompt is longer than {self._limit} tokens; '
             "lower max_tokens, shorten the prompts or use a model with a larger context"
         )
 
     def _index_questions(self, rows: list[Row], split: str) -> dict[bytes, str]:
-        """Returns the id of the first row per question, by the question's hash. Warns of repeated questions."""
+        """Returns a dict from the hash of each question to the id of the first row that asks it.
+
+        Warns of repeated questions.
+        """
         first_ids: dict[bytes, str] = {}
         for row in rows:
             first_ids.setdefault(_hash_question(self.task, row), row["id"])
@@ -171,7 +176,7 @@ class TaskStream:
         return first_ids
 
     def _warn_of_overlap(self, rows: list[Row], split: str) -> list[Row]:
-        """Returns `rows` of another split unchanged. Warns of rows that ask the same as a row of this stream."""
+        """Returns `rows`, those of another split, unchanged. Warns of rows that ask the same as one of this stream."""
         questions = ((_hash_question(self.task, row), row["id"]) for row in rows)
         shared = [(id, self._first_ids[question]) for question, id in questions if question in self._first_ids]
         if shared:
@@ -187,15 +192,19 @@ class TaskStream:
         return rows
 
     def _get_order(self, epoch: int) -> list[int]:
-        """Returns the row indices of an epoch in the order in which they are visited. Keeps the last epoch's."""
+        """Returns the row indices of an epoch in the order in which they are visited.
+
+        The order of the last epoch asked for is kept.
+        """
         if self._order[0] != epoch:
             self._order = (epoch, make_permutation(len(self._rows), self.seed, self.task.name, self.split, epoch))
         return self._order[1]
 
     def _render_prompt(self, row: Row, visit: int) -> Prompt | None:
-        """Returns the prompt of a row as tokens; `visit` is the epoch. None if it is too long and is to be skipped.
+        """Returns the prompt of a row as tokens; `visit` is the epoch. None if it is too long and too_long is "skip".
 
-        Raises TaskError if `task.prompt` returns no list of messages, or if the prompt is too long.
+        Raises TaskError if `task.prompt` returns no list of messages, or if the prompt is too long and too_long is
+        "error".
         """
         messages = self.task.prompt(row)
         if not isinstance(messages, list) or not messages or not all(_is_message(m) for m in messages):

@@ -38,25 +38,29 @@ class Markup:
         longest_first = sorted(self.tokens, key=lambda t: -len(t.spelling))
         self._pattern = re.compile("|".join(map(_make_pattern, longest_first)) or "(?!)")
 
-    def write_token(self, index: int, mark: str) -> str:
-        """Returns the name of token number `index`: the number between two marks."""
+    def make_token_name(self, index: int, mark: str) -> str:
+        """Returns the name that stands for an added token: its position `index` in `tokens`, between two marks."""
         return f"{mark}{index}{mark}"
 
     def mark_tokens(self, text: str, mark: str, only: Collection[int] | None = None) -> str:
-        """Returns the text with the spellings of added tokens replaced by their names.
+        """Returns the text with the spellings of added tokens, such as "<think>", replaced by their names.
 
-        `only` are the ids of the tokens that are replaced; None = all.
+        A name is the number of the token between two `mark` characters; see `make_token_name`. `only` are the ids of
+        the tokens that are replaced, the others stay spelled; None = all are replaced.
         """
 
         def write(match: re.Match[str]) -> str:
             """Returns the name of the token that was found, or its spelling if it is not to be replaced."""
             index = self._index[match[0]]
-            return self.write_token(index, mark) if only is None or self.tokens[index].id in only else match[0]
+            return self.make_token_name(index, mark) if only is None or self.tokens[index].id in only else match[0]
 
         return self._pattern.sub(write, text)
 
     def restore_spellings(self, text: str, mark: str) -> str:
-        """Returns the text with names replaced by the spellings of their tokens. Marks without a number are removed."""
+        """Undoes `mark_tokens`: returns the text with names replaced by the spellings of their tokens.
+
+        Marks that belong to no name are removed.
+        """
         # A template may write non-ASCII characters as JSON escapes.
         text = text.replace(json.dumps(mark)[1:-1], mark)
         text = re.sub(f"{mark}([0-9]+){mark}", lambda m: self.tokens[int(m[1])].spelling, text)
@@ -69,7 +73,10 @@ class Markup:
 
 
 def read_added_tokens(spec: dict[str, Any]) -> list[AddedToken]:
-    """Returns the added tokens of tokenizer.json that are markup."""
+    """Returns the added tokens in `spec`, the content of tokenizer.json.
+
+    Tokens of white space alone are left out unless they are special, because they are text.
+    """
     # Some vocabularies add runs of white space as tokens. These are text and not markup.
     return [
         AddedToken(id=t["id"], spelling=t["content"], special=t["special"], single_word=t.get("single_word", False))
@@ -79,11 +86,12 @@ def read_added_tokens(spec: dict[str, Any]) -> list[AddedToken]:
 
 
 def build_renamed_tokenizer(spec: dict[str, Any], markup: Markup, mark: str) -> tokenizers.Tokenizer:
-    """Returns the tokenizer of `spec` (tokenizer.json) with its added tokens renamed to names with `mark`.
+    """Returns the tokenizer of `spec`, the content of tokenizer.json, with its added tokens renamed by `mark`.
 
-    Text without the mark can then produce no added token. Raises ModelError if the file cannot be used.
+    A spelling such as "<think>" is then encoded as ordinary text, and only the name of a token becomes that token.
+    Raises ModelError if `spec` cannot be used.
     """
-    names = {t.spelling: markup.write_token(i, mark) for i, t in enumerate(markup.tokens)}
+    names = {t.spelling: markup.make_token_name(i, mark) for i, t in enumerate(markup.tokens)}
     model = dict(spec["model"])
     vocab = model.get("vocab", {})
     if isinstance(vocab, dict):
@@ -107,29 +115,27 @@ def build_renamed_tokenizer(spec: dict[str, Any], markup: Markup, mark: str) -> 
     try:
         tokenizer = tokenizers.Tokenizer.from_str(json.dumps(spec | changed))
     except Exception as e:
-        raise ModelError(
-            f"tokenizer.json cannot be used: {e}; fetch the model again, or save its tokenizer anew"
-        ) from e
+        raise ModelError(f"tokenizer.json cannot be used: {e}; fetch the model again (cohort pull MODEL)") from e
     for token in markup.tokens:
         if tokenizer.token_to_id(names[token.spelling]) != token.id:
             raise ModelError(
                 f'tokenizer.json gives "{token.spelling}" the id {token.id} in added_tokens, but another one in its '
-                "vocabulary; fetch the model again, or save its tokenizer anew"
+                "vocabulary; fetch the model again (cohort pull MODEL)"
             )
     return tokenizer
 
 
 def find_unused_characters(count: int, texts: Iterable[str]) -> list[str]:
-    """Returns `count` private-use characters that occur in none of the texts."""
+    """Returns `count` different private-use characters that occur in none of the texts."""
     seen = set().union(*texts)
     free = (chr(c) for c in range(0x10FF00, 0x100000, -1) if chr(c) not in seen)
     return [next(free) for _ in range(count)]
 
 
 def map_strings(value: Any, change: Callable[[str], str]) -> Any:
-    """Returns JSON data with `change` applied to every string, except the keys of dicts.
+    """Returns a copy of nested JSON data with `change` applied to every string.
 
-    Raises TaskError for a value that is not JSON.
+    Keys of dicts are not changed, and tuples become lists. Raises TaskError for a value that is not JSON.
     """
     if isinstance(value, str):
         return change(str(value))
@@ -143,7 +149,7 @@ def map_strings(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def list_strings(value: Any) -> list[str]:
-    """Returns all strings in JSON data, the keys of dicts included."""
+    """Returns all strings in nested JSON data as one list, the keys of dicts included. A number or None gives []."""
     if isinstance(value, str):
         return [value]
     if isinstance(value, dict):
@@ -152,6 +158,9 @@ def list_strings(value: Any) -> list[str]:
 
 
 def _make_pattern(token: AddedToken) -> str:
-    """Returns the regular expression that finds the spelling of a token."""
+    """Returns the regular expression that finds the spelling of a token.
+
+    A `single_word` token is not found inside a word.
+    """
     spelled = re.escape(token.spelling)
     return rf"(?<!\w){spelled}(?!\w)" if token.single_word else spelled

@@ -11,7 +11,7 @@ GAP = "\n\n"
 
 
 def join_contents(messages: Sequence[Message]) -> str:
-    """Returns the contents of the messages, separated by blank lines.
+    """Returns the contents of the messages as one text, separated by blank lines.
 
     A blank line ends the text, except after a final assistant message, which the model continues. Raises TaskError if a
     content is not text.
@@ -24,7 +24,7 @@ def join_contents(messages: Sequence[Message]) -> str:
     contents = [m.get("content") for m in messages]
     if not all(isinstance(content, str) for content in contents):
         raise TaskError(
-            'a message has a content that is not text, and template = "text" needs text; use a chat template instead'
+            'a message has a content that is not text, and template = "text" needs text; set --template chat'
         )
     continued = bool(messages) and messages[-1].get("role") == "assistant"
     return GAP.join(map(str, contents)) + ("" if continued else GAP)

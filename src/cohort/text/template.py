@@ -26,12 +26,16 @@ class ChatTemplate:
         try:
             self._compiled = _make_environment().from_string(source)
         except jinja2.TemplateError as e:
-            raise ModelError(f"the model's chat template is not valid Jinja: {e}; correct its chat_template") from e
+            raise ModelError(
+                f"the model's chat template is not valid Jinja: {e}; correct chat_template in the model's folder"
+            ) from e
 
     def render(self, messages: Sequence[Message], tools: Sequence[Any] | None, *, generation_prompt: bool) -> str:
-        """Returns the conversation as text. With `generation_prompt` it ends with the header of the assistant's turn.
+        """Returns the conversation as the text that the template writes.
 
-        Raises ModelError if the template fails on these messages.
+        `tools` are JSON descriptions of functions that the model may call; None = no tools. With `generation_prompt`
+        the text ends with the header of the assistant's next turn. Raises ModelError if the template fails on these
+        messages.
         """
         try:
             return self._compiled.render(
@@ -56,7 +60,10 @@ class ChatTemplate:
 
 
 def _make_environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    """Returns a sandbox with what templates may use in transformers: whitespace rules, filters and functions."""
+    """Returns the Jinja sandbox in which templates run.
+
+    It has the whitespace rules, filters and functions that templates may use in transformers.
+    """
     env = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, jinja2.ext.loopcontrols]
     )
@@ -72,7 +79,10 @@ class _GenerationBlock(jinja2.ext.Extension):
     tags = {"generation"}  # noqa: RUF012 jinja's own attribute
 
     def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
-        """Parses the tag up to {% endgeneration %} and returns its content as a scope."""
+        """Reads the template up to {% endgeneration %} and returns that content as a Jinja node.
+
+        Jinja calls this at the tag.
+        """
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return jinja2.nodes.Scope(body).set_lineno(line)
@@ -85,15 +95,18 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """The filter `tojson`. Unlike Jinja's own, it escapes no HTML characters and leaves non-ASCII characters."""
+    """Returns the value as JSON text: the filter `tojson` of templates.
+
+    Unlike Jinja's own filter, it escapes no HTML characters and leaves non-ASCII characters.
+    """
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _raise_template_error(message: str) -> None:
-    """The function `raise_exception`, with which a template refuses messages."""
+    """Raises a TemplateError with the message. Templates call it as `raise_exception` to refuse messages."""
     raise jinja2.TemplateError(message)
 
 
 def _strftime_now(layout: str) -> str:
-    """The function `strftime_now`: the current time in a layout of strftime."""
+    """Returns the current local time in the strftime format `layout`. Templates call it as `strftime_now`."""
     return datetime.now().strftime(layout)

@@ -33,7 +33,7 @@ SPECIAL_TOKEN_ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Rendered:
+class RenderedPrompt:
     """A conversation as the tokens of a prompt, which the assistant's completion follows."""
 
     tokens: list[int]
@@ -65,7 +65,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: str | Path) -> Tokenizer:
-        """Returns the tokenizer of a model folder, from tokenizer.json, its settings, templates and stop tokens.
+        """Returns the tokenizer of a model folder, with its chat templates and stop tokens.
 
         Raises ModelError if there is no usable tokenizer.json.
         """
@@ -85,16 +85,20 @@ class Tokenizer:
         return cls(spec, roles=roles, templates=_read_templates(folder, settings), stop_ids=stops)
 
     def encode(self, text: str, *, markup: bool = False) -> list[int]:
-        """Returns the tokens of a text. The spelling of a special token in it stays text.
+        """Returns the token ids of a text. The spelling of a special token in it is encoded as ordinary text.
 
-        With `markup` the text is an assistant's: added tokens are recognised, except those that frame turns.
+        With `markup` the text is an assistant's: spellings of added tokens such as "<think>" become these tokens,
+        except those that frame turns, such as "<|im_end|>".
         """
         mark = find_unused_characters(1, [text])[0]
         written = self._markup.mark_tokens(text, mark, only=self._assistant_ids) if markup else text
         return self._get_core(mark).encode(written, add_special_tokens=False).ids
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
-        """Returns the text of tokens. Special tokens are left out, or spelled with skip_special=False."""
+        """Returns the text of token ids.
+
+        Special tokens are left out; with skip_special=False they are spelled, as in "<|im_end|>".
+        """
         mark, ids = find_unused_characters(1, [])[0], list(ids)
         text = self._get_core(mark).decode(ids, skip_special_tokens=skip_special)
         if mark not in text:
@@ -107,7 +111,7 @@ class Tokenizer:
         return self._markup.restore_spellings(text, mark)
 
     def spell(self, ids: Sequence[int]) -> str:
-        """Returns the text of tokens with every special token spelled: exactly what the model was given."""
+        """Returns the text of token ids with every special token spelled: exactly what the model was given."""
         return self.decode(ids, skip_special=False)
 
     def get_token_id(self, spelling: str) -> int:
@@ -115,12 +119,14 @@ class Tokenizer:
         for token in self._markup.tokens:
             if token.spelling == spelling:
                 return token.id
-        raise ModelError(f'the tokenizer has no special token "{spelling}"')
+        raise ModelError(f'the tokenizer has no special token "{spelling}"; use a model that has it')
 
-    def render(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> Rendered:
-        """Returns the prompt for the assistant's next turn, rendered by the chat template.
+    def render(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> RenderedPrompt:
+        """Returns the prompt for the assistant's next turn, as tokens that the chat template gives.
 
-        A final assistant message is one that the model continues: its tokens are FORCED.
+        The model continues a final assistant message: the tokens of that message are FORCED, all others PROMPT. `tools`
+        are JSON descriptions of functions that the model may call. Raises TaskError for messages that are no prompt,
+        and ModelError if the model has no template for them.
         """
         if not messages or not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages):
             raise TaskError("a prompt must be a non-empty list of messages, each a dict with a role")
@@ -144,10 +150,14 @@ class Tokenizer:
         # A token that reaches across the border belongs to the forced text.
         provenance = [int(Provenance.FORCED if end > len(head) else Provenance.PROMPT) for _, end in encoding.offsets]
         forced_text = str(messages[-1].get("content") or "") if forced is not None else ""
-        return Rendered(tokens=encoding.ids, provenance=provenance, forced_text=forced_text)
+        return RenderedPrompt(tokens=encoding.ids, provenance=provenance, forced_text=forced_text)
 
-    def render_text(self, messages: Sequence[Message]) -> Rendered:
-        """Returns the prompt without a chat template: the opening tokens of the tokenizer, then the contents."""
+    def render_text(self, messages: Sequence[Message]) -> RenderedPrompt:
+        """Returns the prompt without a chat template: the contents of the messages as tokens, separated by blank lines.
+
+        A beginning-of-sequence token comes first if the tokenizer has one. The tokens of a final assistant message are
+        FORCED, all others PROMPT.
+        """
         text = join_contents(messages)
         forced = str(messages[-1]["content"]) if messages[-1]["role"] == "assistant" else ""
         mark = find_unused_characters(1, [text])[0]
@@ -157,14 +167,13 @@ class Tokenizer:
         content = [int(Provenance.FORCED if end > forced_start else Provenance.PROMPT) for _, end in encoding.offsets]
         opening = self._opening_ids
         provenance = [int(Provenance.PROMPT)] * len(opening) + content
-        return Rendered(tokens=[*opening, *encoding.ids], provenance=provenance, forced_text=forced)
+        return RenderedPrompt(tokens=[*opening, *encoding.ids], provenance=provenance, forced_text=forced)
 
     def encode_follow_up(self, words: str) -> list[int]:
-        """Returns the tokens of a user's turn with `words` that follows an assistant's turn.
+        """Returns the token ids of a user's turn with the text `words`, which follows an assistant's turn.
 
         They begin with the end token of the assistant's turn and end with the header of its next turn. The assistant's
-        own tokens are not rendered again and stay what they were. Raises ModelError if the template allows no such
-        turn.
+        own tokens are not among them. Raises ModelError if the template allows no second turn.
         """
         # A conversation with `tag` as the assistant's message is rendered, and the text after the tag is encoded.
         template = self._choose_template(with_tools=False)
@@ -176,20 +185,20 @@ class Tokenizer:
         if not tag_found:
             raise ModelError(
                 "the chat template drops earlier turns of the assistant, so that no second turn can follow; "
-                "use a run with one turn or another chat template"
+                "set --turns single or use another chat template"
             )
         rest = rest.lstrip()
         if not any(t.id in self.stop_ids and rest.startswith(t.spelling) for t in self._markup.tokens):
             raise ModelError(
                 "the chat template ends the assistant's turn without a stop token, so that no second turn can follow; "
-                "use a run with one turn or another chat template"
+                "set --turns single or use another chat template"
             )
         rest = self._markup.restore_spellings(self._markup.mark_tokens(rest, mark), guard)
         return self._get_core(mark).encode(rest, add_special_tokens=False).ids
 
     @cached_property
     def _opening_ids(self) -> list[int]:
-        """The tokens that the tokenizer puts before a text: a beginning-of-sequence token, or none."""
+        """Ids of the tokens that the tokenizer puts before every text: a beginning-of-sequence token, or none."""
         # The same text is encoded without and with special tokens; the opening is what comes before it.
         whole = tokenizers.Tokenizer.from_str(json.dumps(self._spec))
         alone, framed = (whole.encode("x", add_special_tokens=special).ids for special in (False, True))
@@ -197,7 +206,10 @@ class Tokenizer:
 
     @cached_property
     def end_of_turn(self) -> int:
-        """The stop token that the template writes after an assistant message; it ends the targets of SFT."""
+        """Id of the stop token that the chat template writes after an assistant message; eos if it writes none.
+
+        Raises ModelError if there is neither.
+        """
         tag = find_unused_characters(1, [])[0]
         if self._templates:
             turn = [{"role": "user", "content": "x"}, {"role": "assistant", "content": tag}]
@@ -225,13 +237,13 @@ class Tokenizer:
 
     @cached_property
     def _frame_ids(self) -> frozenset[int]:
-        """Ids of the added tokens that an assistant may not write."""
+        """Ids of the added tokens that an assistant may not write, since they frame turns: all but `_assistant_ids`."""
         return frozenset(t.id for t in self._markup.tokens) - self._assistant_ids
 
     def _guard_message(self, message: Message, guard: str) -> Message:
-        """Returns the message with spellings of added tokens replaced by names with `guard`, so that they stay text.
+        """Returns a copy of the message with spellings of added tokens replaced by names with `guard`: they stay text.
 
-        What an assistant wrote may contain markup: there only the tokens that frame turns are replaced.
+        In the content of an assistant message, which may contain markup, only tokens that frame turns are replaced.
         """
         written_keys = ("content", "reasoning_content") if message["role"] == "assistant" else ()
 
@@ -248,7 +260,10 @@ class Tokenizer:
         }
 
     def _choose_template(self, *, with_tools: bool) -> ChatTemplate:
-        """Returns the template "tool_use" for prompts with tools if there is one, otherwise "default"."""
+        """Returns the template "tool_use" for prompts with tools if there is one, otherwise "default".
+
+        Raises ModelError if neither exists.
+        """
         if not self._templates:
             raise ModelError(
                 "the model has no chat template; use an instruct model, or add chat_template.jinja to its folder"
@@ -260,7 +275,7 @@ class Tokenizer:
         return self._templates[name]
 
     def _get_core(self, mark: str) -> tokenizers.Tokenizer:
-        """Returns the tokenizer whose added tokens are renamed with `mark`. It is built once per mark."""
+        """Returns the `tokenizers` object whose added tokens are renamed with `mark`. It is built once per mark."""
         # The mark is nearly always the same, because texts seldom contain a private-use character.
         if mark not in self._cores:
             self._cores[mark] = build_renamed_tokenizer(self._spec, self._markup, mark)
@@ -273,9 +288,13 @@ class RawTextRenderer:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
-    def render(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> Rendered:
+    def render(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> RenderedPrompt:
+        """Returns the prompt as tokens, without a chat template; see `Tokenizer.render_text`.
+
+        Raises TaskError if there are tools.
+        """
         if tools:
-            raise TaskError('the prompt has tools, which need a chat template; remove template = "text"')
+            raise TaskError("the prompt has tools, which need a chat template; set --template chat")
         return self._tokenizer.render_text(messages)
 
 
@@ -290,7 +309,7 @@ class TextStream:
         self._num_given = 0  # tokens at the front whose text was given out
 
     def push(self, ids: Iterable[int]) -> str:
-        """Adds tokens and returns the new text, or "" while its last character is incomplete."""
+        """Adds token ids and returns the text that they complete; "" while the last character is incomplete."""
         self._ids.extend(ids)
         text = self._decode_rest()
         if not text or text.endswith("\ufffd"):
@@ -299,13 +318,13 @@ class TextStream:
         return text
 
     def finish(self) -> str:
-        """Returns the text that is left, with incomplete characters as U+FFFD, and starts afresh."""
+        """Returns the text that was held back, with incomplete characters as U+FFFD. The stream is empty afterwards."""
         text = self._decode_rest()
         self._ids, self._num_given = [], 0
         return text
 
     def _decode_rest(self) -> str:
-        """Returns the text of the tokens that was not given out yet."""
+        """Returns the text of the tokens that was not given out by `push` yet."""
         before = self._tokenizer.decode(self._ids[: self._num_given], self._skip)
         return self._tokenizer.decode(self._ids, self._skip)[len(before) :]
 
@@ -313,7 +332,7 @@ class TextStream:
 def _split_continued(
     template: ChatTemplate, history: list[Message], forced: Message, tools: Any, head: str, tag: str
 ) -> tuple[str, str]:
-    """Returns the text before a final assistant message, and that message as text with its turn left open.
+    """Returns two texts: the prompt before the assistant message `forced`, and that message with its turn left open.
 
     `head` is `history` rendered with the header of the assistant's turn; `tag` is a character that occurs nowhere.
     Raises TaskError for a message that cannot be continued and ModelError for a template that drops it.
@@ -343,9 +362,9 @@ def _split_continued(
 
 
 def _read_templates(folder: Path, settings: dict[str, Any]) -> dict[str, str]:
-    """Returns the sources of a model folder's chat templates by name; none if it has none.
+    """Returns the sources of a model folder's chat templates by name, such as "default"; {} if it has none.
 
-    chat_template.jinja comes before `settings`, the content of tokenizer_config.json, and chat_template.json.
+    The file chat_template.jinja comes before `settings` (tokenizer_config.json) and chat_template.json.
     """
     if (folder / "chat_template.jinja").is_file():
         return {"default": (folder / "chat_template.jinja").read_text(encoding="utf-8")}
@@ -361,13 +380,16 @@ def _get_spelling(token: Any) -> str:
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    """Returns the JSON object in a file; {} if there is no such file. Raises ModelError for other content."""
+    """Returns the JSON object in a file; {} if there is no such file.
+
+    Raises ModelError if the file holds anything else.
+    """
     if not file.is_file():
         return {}
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as e:
-        raise ModelError(f"{file} cannot be read as JSON: {e}; fetch the model again") from e
+        raise ModelError(f"{file} cannot be read as JSON: {e}; fetch the model again (cohort pull MODEL)") from e
     if not isinstance(value, dict):
-        raise ModelError(f"{file} is not a JSON object; fetch the model again")
+        raise ModelError(f"{file} is not a JSON object; fetch the model again (cohort pull MODEL)")
     return value

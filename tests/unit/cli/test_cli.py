@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 import cohort
+import cohort.inspect.bench
 import cohort.jobs
 from cohort.cli.main import COMMANDS, main
 from cohort.config.options import BenchOptions, BenchResult, EngineBenchOptions, EvalOptions
@@ -58,11 +59,12 @@ def build(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         bench_step=record("bench_step", result),
     )
     monkeypatch.setitem(sys.modules, "cohort.jobs.build", fake)  # type: ignore[arg-type]
-    monkeypatch.setattr(cohort, "build", fake, raising=False)
+    # `from cohort.jobs import build` takes the package's attribute, if another test has imported the module before.
+    monkeypatch.setattr(cohort.jobs, "build", fake, raising=False)
     monkeypatch.setitem(sys.modules, "cohort.inspect.bench.run", fake)  # type: ignore[arg-type]
-    monkeypatch.setattr(cohort.jobs, "bench", fake, raising=False)
+    monkeypatch.setattr(cohort.inspect.bench, "run", fake, raising=False)
     monkeypatch.setitem(sys.modules, "cohort.inspect.export", fake)  # type: ignore[arg-type]
-    monkeypatch.setattr(cohort, "export", fake, raising=False)
+    monkeypatch.setattr(cohort.inspect, "export", fake, raising=False)
     return fake
 
 
@@ -123,10 +125,10 @@ MISTAKES = {
     "train quickstart --log loud": '--log must be one of live, plain, json, not "loud".',
     "train quickstart --log": "--log takes one value",
     "train quickstart --out": "--out takes one value",
-    "train quickstart --batch.samples 1": "set --batch.samples to 2 or more",
-    "resume": "RUN is missing: cohort resume RUN [--flags].",
-    "resume a b": 'unexpected "b"',
-    "resume a --steps 0": "--steps is 0; it must be at least 1.",
+    "train quickstart --batch.samples 1": "Set --batch.samples to 2 or more",
+    "resume": "RUN is missing; write: cohort resume RUN [--flags].",
+    "resume a b": 'unexpected word "b"',
+    "resume a --steps 0": "--steps is 0; it must be at least 1: the number of the step at which the run ends.",
     "resume a --steps two": "--steps must be a whole number or None",
     "resume a --algo.kl.weight 1": "--algo.kl.weight cannot change",
     "eval": "name a task first: cohort eval TASK [--flags]. Tasks: aime24, ",
@@ -142,17 +144,17 @@ MISTAKES = {
     "eval countdown countdown": "a task is named twice",
     "eval countdown --engine server": "--engine server needs --url",
     "eval countdown --url http://x": "--url has no effect without --engine server",
-    "data countdown arithmetic --out x": "takes one task, not 2",
+    "data countdown arithmetic --out x": "takes one task, but 2 are given",
     "compare a.json": "B is missing",
     "compare a.json b.json --show -2": "--show is -2",
     "compare nowhere.json b.json": "there is no evaluation or run nowhere.json",
     "pull": "MODEL is missing",
     "pull nothing-of-that-name": 'no model "nothing-of-that-name"',
-    "export run": "OUT is missing: cohort export RUN OUT [--flags].",
+    "export run": "OUT is missing; write: cohort export RUN OUT [--flags].",
     "export run out --step first": '--step must be a step number, best or last, not "first".',
     "data countdown": "--out is missing",
     "data countdown --out no/such/folder/x": "there is no folder",
-    "data countdown --out x --n -1": "--n is -1; it must be at least 0.",
+    "data countdown --out x --n -1": "--n is -1; it must be at least 0 (0 = all rows).",
     "data countdown --out x --task.test-size 5 --split test --n 6": "countdown has 5 test rows; lower --n.",
     "data countdown --out x --task.max-numbr 5": "Did you mean --task.max-number?",
     "bench": "say what to measure: cohort bench engine|learner|step",
@@ -163,7 +165,7 @@ MISTAKES = {
     "bench engine --device cuda --copies fp16": "--copies fp16 is only for CPUs",
     "bench step --device gpu": '--device must be one of auto, cpu, cuda, not "gpu".',
     "bench step --prefix-sharing True": "unknown flag --prefix-sharing",
-    "models tiny": 'unexpected "tiny"',
+    "models tiny": 'unexpected word "tiny"',
 }
 
 
@@ -366,7 +368,10 @@ def test_errors_of_a_run(build: SimpleNamespace, capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().err == "cohort: the disk is gone\n"
     build.train = raising(PermissionError(13, "Permission denied", "runs/x"))
     assert main(["train", "quickstart"]) == 2
-    assert capsys.readouterr().err == "cohort: Permission denied: runs/x\n"
+    assert (
+        capsys.readouterr().err
+        == "cohort: Permission denied: runs/x. Use another path, or give this one space and permissions.\n"
+    )
     build.train = raising(KeyboardInterrupt())
     assert main(["train", "quickstart"]) == 130
     build.train = raising(ZeroDivisionError("a bug"))

@@ -1,4 +1,4 @@
-"""Recipes, overrides and the config file."""
+"""Configs: recipes, flags that change them, the rules that refuse settings, and the file config.yaml."""
 
 from __future__ import annotations
 
@@ -99,11 +99,11 @@ def test_every_recipe_loads_and_survives_its_file(name: str) -> None:
     for field in config.variants:
         assert type(getattr(parse_config(text), field)) is type(getattr(config, field))
     if isinstance(config, RL):
-        assert set(config.reward) == set(config.task.parts), "every part has its weight written down"
+        assert set(config.reward) == set(config.task.parts), "every part has its coefficient in the file"
 
 
 def num_settings(config: RunConfig) -> int:
-    """Lines of config.yaml that hold a value; a list counts as one."""
+    """Returns the number of values in config.yaml; a list counts as one."""
 
     def count(tree: object) -> int:
         return sum(map(count, tree.values())) if isinstance(tree, dict) else 1
@@ -154,7 +154,7 @@ def test_a_variant_starts_from_its_own_defaults() -> None:
     config = load_config("quickstart", ["--algo", "dr_grpo", "--task", "countdown", "--task.max-target", "50"])
     assert config.algo == DrGRPO()
     assert config.task == Countdown(max_target=50)
-    assert config.reward == dict.fromkeys(Countdown.parts, 1.0), "the weights belonged to the other task"
+    assert config.reward == dict.fromkeys(Countdown.parts, 1.0), "the coefficients belonged to the other task"
 
 
 def test_choosing_the_same_variant_keeps_the_recipes_values() -> None:
@@ -284,7 +284,7 @@ def test_a_recipes_own_setting_without_effect_is_refused() -> None:
         change_config(config)
 
 
-def test_adapters_of_a_recipe_are_checked_as_deep_as_they_lie() -> None:
+def test_nested_sections_of_a_recipe_are_checked() -> None:
     tuned = RL(task=Arithmetic(), learner=LearnerConfig(lora=LoraConfig(alpha=8.0)))
     with pytest.raises(ConfigError, match=r"lora\.alpha has no effect"):
         change_config(tuned)
@@ -312,7 +312,7 @@ def test_adapters_of_a_recipe_are_checked_as_deep_as_they_lie() -> None:
         ("--algo rloo --batch.samples 1", "batch.samples is 1"),
     ],
 )
-def test_algorithms_refuse_what_would_do_nothing_or_harm(args: str, message: str) -> None:
+def test_algorithms_refuse_settings_without_effect_or_with_a_wrong_one(args: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_config("quickstart", args.split())
 
@@ -329,7 +329,7 @@ def test_algorithms_refuse_what_would_do_nothing_or_harm(args: str, message: str
         "--algo.baseline batch --algo.scale batch",
     ],
 )
-def test_algorithms_accept_what_acts(args: str) -> None:
+def test_algorithms_accept_settings_with_an_effect(args: str) -> None:
     load_config("quickstart", args.split())
 
 
@@ -364,7 +364,7 @@ def test_a_file_of_sft_has_no_settings_of_evaluations() -> None:
     assert diff_configs(config, load_config("quickstart"))["kind"] == ("sft", "rl")
 
 
-def test_switching_off_what_a_recipe_tuned_is_no_error() -> None:
+def test_switching_off_a_section_that_a_recipe_configured_is_no_error() -> None:
     config = RL(task=Arithmetic(), algo=GRPO(kl=KLConfig(weight=0.1, estimator="k1")))
     assert change_config(config, ["--algo.kl.weight", "0"]).algo.kl.weight == 0
     with pytest.raises(ConfigError, match=r"kl\.estimator has no effect"):
@@ -444,7 +444,7 @@ def test_a_damaged_file_is_refused_by_name(old: str) -> None:
         ("    refresh: 0\n", "algo.kl.refresh = 0"),
     ],
 )
-def test_a_file_of_before_a_setting_takes_its_default_and_says_so(
+def test_a_setting_missing_in_an_old_file_takes_its_default_with_a_warning(
     lines: str, said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = load_config("tiny_lora", ["--algo.kl.weight", "0.1"])
@@ -463,18 +463,19 @@ def test_a_file_without_a_whole_section_is_damaged(section: str) -> None:
         parse_config(yaml.safe_dump(tree))
 
 
-def test_a_run_from_before_there_was_an_order_goes_on_in_rounds() -> None:
+def test_an_old_run_without_an_order_continues_in_rounds() -> None:
     tree = yaml.safe_load(dump_config(load_config("quickstart"))) | {"format": 1}
     del tree["rollout"]
     assert parse_config(yaml.safe_dump(tree)).rollout.order == "rounds"
 
 
-def test_a_whole_file_warns_of_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_complete_file_causes_no_warning(caplog: pytest.LogCaptureFixture) -> None:
     parse_config(dump_config(load_config("quickstart")))
     assert caplog.records == []
 
 
-OFF = {  # what can be off, the setting that turns it on, and another of its settings
+# A section that can be off: the flags that turn it on, and a flag of another of its settings.
+OFF = {
     "learner.lora": ("--learner.lora.rank 4", "--learner.lora.alpha 8"),
     "replay": ("--replay.prompts 2 --algo.correction.kind mask", "--replay.steps 9"),
     "algo.kl": ("--algo.kl.weight 0.5", "--algo.kl.estimator k2"),
@@ -483,7 +484,7 @@ OFF = {  # what can be off, the setting that turns it on, and another of its set
 
 
 @pytest.mark.parametrize("section", OFF)
-def test_what_is_off_is_not_written_and_what_decides_turns_it_on(section: str) -> None:
+def test_a_section_that_is_off_is_not_written_and_its_deciding_setting_turns_it_on(section: str) -> None:
     on, other = (args.split() for args in OFF[section])
     off = yaml.safe_load(dump_config(load_config("quickstart")))
     config = load_config("quickstart", [*on, *other])
@@ -499,8 +500,8 @@ def test_what_is_off_is_not_written_and_what_decides_turns_it_on(section: str) -
         load_config("quickstart", other)
 
 
-def test_what_is_off_makes_no_difference() -> None:
-    """A setting of what does not act is neither written nor compared: a run with it is the same run."""
+def test_settings_of_a_section_that_is_off_make_no_difference() -> None:
+    """Such settings are neither written nor compared: a run with them is the same run."""
     idle = replace(load_config("quickstart"), algo=GRPO(kl=KLConfig(estimator="k2")))
     assert diff_configs(idle, load_config("quickstart")) == {} and dump_config(idle) == dump_config(
         load_config("quickstart")
@@ -517,7 +518,7 @@ def test_a_missing_kl_section_is_the_algorithms_own_default() -> None:
 
 
 def first_format(config: RL) -> str:
-    """The file that the first version of Cohort wrote: no format, no kind, and all that is off."""
+    """Returns the text that the first version of Cohort wrote: without format and kind, with sections that are off."""
     tree = {"reward": config.reward}
     for field in fields(config):
         value = getattr(config, field.name)
@@ -556,14 +557,14 @@ def test_files_of_later_versions_and_other_kinds_are_refused() -> None:
         assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_a_recipe_of_before_there_were_kinds_is_told_what_to_write() -> None:
+def test_a_recipe_without_a_kind_gets_an_error_that_says_what_to_write() -> None:
     with pytest.raises(ConfigError, match=r"write RL\(\.\.\.\) instead"):
         RunConfig(task=Arithmetic(), steps=5)
     assert isinstance(RL(), RunConfig) and copy.deepcopy(RL(steps=5)) == RL(steps=5)
 
 
 def test_every_number_has_bounds() -> None:
-    """Also where an algorithm declares a field again for another default."""
+    """This also holds where an algorithm declares a field again to change its default."""
     configs = [load_config("quickstart", ["--algo", algo]) for algo in ALGOS]
     configs += [load_config("quickstart", ["--turns", "think_again"]), load_config("tiny_sft")]
     numbers = [(n, leaf) for c in configs for n, leaf in flags.collect_settings(c).items() if leaf.type in (int, float)]
@@ -572,7 +573,7 @@ def test_every_number_has_bounds() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "just text", "[1, 2]", "steps: 5"])
-def test_what_is_no_config_is_refused(text: str) -> None:
+def test_text_that_is_no_config_is_refused(text: str) -> None:
     with pytest.raises(ConfigError):
         parse_config(text)
 
@@ -606,14 +607,14 @@ def test_diff_names_what_changed() -> None:
     assert diff_configs(a, a) == {}
 
 
-def test_recipe_and_task_in_a_file_of_ones_own(own_file: Path) -> None:
+def test_recipe_and_task_in_a_users_file(own_file: Path) -> None:
     config = load_config(f"{own_file}:mine", ["--task.alphabet", "x", "y", "z"])
     assert config.recipe == f"{own_file}:mine"
     assert (config.task.length, config.task.alphabet) == (7, ("x", "y", "z"))
     assert config.reward == {"correct": 1.0}
     text = dump_config(config)
     assert parse_config(text) == config
-    # another process knows nothing of the file until the config leads it there
+    # Another process finds the user's file through the path in the config.
     program = (
         "import sys; from cohort.config.load import parse_config; print(parse_config(sys.stdin.read()).task.length)"
     )

@@ -1,4 +1,4 @@
-"""Old names of settings and metrics: what earlier versions wrote is read under the names of now."""
+"""Old names of settings and metrics: files of earlier versions are read with the present names."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cohort.run.store.reader import Reader
 
 @pytest.fixture
 def renamed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if `optim.lr` had been `opt.rate`, `save` `keep`, and `loss` `train/loss`."""
+    """Makes `opt.rate` the old name of `optim.lr`, `keep` that of `save`, and `train/loss` that of `loss`."""
     monkeypatch.setattr(names, "SETTINGS", {"opt.rate": "optim.lr", "keep": "save"})
     monkeypatch.setattr(names, "METRICS", {"train/loss": "loss"})
 
@@ -27,7 +27,7 @@ def test_a_file_with_old_keys_is_the_same_config() -> None:
     old = text.replace("  lr: 0.0003\n", "", 1).replace("save:\n", "keep:\n", 1) + "opt:\n  rate: 0.0003\n"
     assert "save:" not in old and old.count("0.0003") == 1
     assert parse_config(old) == config and dump_config(parse_config(old)) == text
-    with pytest.raises(ConfigError, match="unknown setting opt"):  # what is beside the old key is not known
+    with pytest.raises(ConfigError, match="unknown setting opt"):  # other keys of the old section are unknown
         parse_config(old + "  beta: 0.5\n")
 
 
@@ -49,7 +49,7 @@ def test_an_old_flag_names_the_new_one(flag: str, message: str) -> None:
 def test_old_metrics_have_their_new_names(tmp_path: Path) -> None:
     store = Store(tmp_path / "run.db")
     store.write_step(1, {"train/loss": 1.0, "lr": 0.5})
-    store.write_step(2, {"loss": 2.0})  # of the version after it
+    store.write_step(2, {"loss": 2.0})
     store.close()
     with Reader(tmp_path / "run.db") as reader:
         assert reader.read_series("loss") == {1: 1.0, 2: 2.0}
@@ -57,6 +57,6 @@ def test_old_metrics_have_their_new_names(tmp_path: Path) -> None:
 
 
 def test_no_name_is_both_old_and_new() -> None:
-    """A second renaming changes the first line too: the table is read once, not again and again."""
+    """The table is applied only once, so a second renaming must also change the line of the first one."""
     for table in (names.SETTINGS, names.METRICS):
         assert not set(table) & set(table.values())

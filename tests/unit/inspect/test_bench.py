@@ -223,7 +223,7 @@ def test_the_model_of_a_benchmark(monkeypatch):
     monkeypatch.setitem(SHAPES, "little", {**SHAPES["qwen2.5-0.5b"], "num_hidden_layers": 1, "vocab_size": 99})
     decoder = bench_jobs._load_model(EngineBenchOptions(model="little", weights="random", dtype="bfloat16"))
     assert decoder.embed.shape == (99, 896) and decoder.embed.dtype == torch.bfloat16
-    with pytest.raises(ModelError, match=r'no shape is known under the name "tiny".*qwen2.5-0.5b'):
+    with pytest.raises(ModelError, match=r'there is no model "tiny".*qwen2.5-0.5b'):
         bench_jobs._load_model(EngineBenchOptions(weights="random"))
     with pytest.raises(ModelError, match="context is 32768 tokens and the run needs 40064"):
         bench_jobs._load_model(EngineBenchOptions(model="little", weights="random", completion_tokens=40_000))

@@ -23,7 +23,7 @@ from cohort.inspect.check.trial import Trial, compare_gradients, give_distinct_r
 from cohort.inspect.check.update import check_update
 from cohort.jobs.build import RLJob
 from cohort.learner.backend import FusedBackend
-from cohort.learner.base import Annotations, Found
+from cohort.learner.base import Annotations, TokenLogprobs
 from cohort.learner.local import LocalLearner
 from cohort.rollout.episode import Episode
 from cohort.text import Tokenizer
@@ -117,14 +117,14 @@ def wrong_sibling_context(patch: pytest.MonkeyPatch, job: RLJob) -> None:
 
 def scaled_by_ranks(patch: pytest.MonkeyPatch, job: RLJob) -> None:
     """Gradients are averaged over ranks, as DistributedDataParallel does, where a sum is right."""
-    whole = LocalLearner._sum_grads
+    whole = LocalLearner._sum_grads_over_ranks
 
     def averaged(self):
         whole(self)
         for g in self.optimizer.grads():
             g.div_(self.world.size)
 
-    patch.setattr(LocalLearner, "_sum_grads", averaged)
+    patch.setattr(LocalLearner, "_sum_grads_over_ranks", averaged)
 
 
 def mean_of_microbatches(patch: pytest.MonkeyPatch, job: RLJob) -> None:
@@ -173,7 +173,7 @@ def noise_in_constant_groups(patch: pytest.MonkeyPatch, job: RLJob) -> None:
 def ratio_to_the_sampler(patch: pytest.MonkeyPatch, job: RLJob) -> None:
     def of_sampler(self, groups, needs):
         rows = [(id, list(s.sampler_logprobs)) for g in groups for id, s in zip(g.ids(), g.samples, strict=True)]
-        return Annotations(old=Found(ids=[id for id, _ in rows], logprobs=[row for _, row in rows]))
+        return Annotations(old=TokenLogprobs(ids=[id for id, _ in rows], logprobs=[row for _, row in rows]))
 
     patch.setattr(LocalLearner, "annotate", of_sampler)
 

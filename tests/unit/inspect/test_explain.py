@@ -163,8 +163,12 @@ class RecordingAlgorithm:
     """An algorithm whose loss records the log-probabilities and |dL/dlogprob| of each sample in each epoch."""
 
     def __init__(self, algo, num_tokens: int) -> None:
-        self.algo, self.per_token, self.has_ratio, self.weigh = algo, algo.per_token, algo.has_ratio, algo.weigh
-        self.num_tokens, self.seen = num_tokens, 0
+        self.algo = algo
+        self.per_token = algo.per_token
+        self.has_ratio = algo.has_ratio
+        self.weigh_tokens = algo.weigh_tokens
+        self.num_tokens = num_tokens
+        self.seen = 0  # tokens of all calls so far: one epoch has `num_tokens`
         self.epochs = [(defaultdict(list), defaultdict(float)) for _ in range(2)]
 
     def loss(self, inputs):
@@ -236,7 +240,7 @@ def test_why_a_loss_is_zero_is_said_in_words():
     groups, algo = compute_advantages([same, lonely])
     words = explain_no_signal(groups, compute_step_effect(groups, algo))
     assert words.startswith(
-        "loss is 0 because 1 group left out (constant reward: all samples of a group were paid the same"
+        "loss is 0 because 1 group left out (constant reward: all samples of a group got the same reward"
     )
     assert "1 group left out (too few scored samples: a baseline needs at least two)" in words
     cut = make_group([1], [answer(1, r, finish=Finish.LENGTH) for r in (0.0, 1.0)])
@@ -295,7 +299,7 @@ def test_the_report_names_rewards_baseline_shares_and_what_is_left_out(tmp_path)
         "sample 1 · 50.0% of the signal · down -0.125",
         "push            -0.031 on each of 4 tokens",
         "sample 2 · 0.0% of the signal · out of the loss: failed",
-        "out of the loss failed: the grader broke down, so there is no reward (worker died)",
+        "out of the loss failed: the grader failed, so there is no reward (worker died)",
         "ratio           min 1.0000, mean 1.0000, max 1.0000",
     ):
         assert line in text.replace("\n  ", "\n"), line
@@ -353,7 +357,7 @@ def test_what_is_not_known_or_not_the_same_any_more_is_said(tmp_path):
         "ratio           not known, taken as 1",
         "4 samples would get another advantage or fate today",  # with a bonus no group is left out
         "the step had 3 updates",
-        "the entropy bonus acts besides",
+        "the entropy bonus is not shown",
         "tokenizer was not found: tokens are shown as ids",
         "⟨3⟩⟨4⟩",
     ):

@@ -72,11 +72,11 @@ def test_only_what_is_asked_for_is_changed() -> None:
 
 
 def test_the_command_needs_a_run_and_a_step() -> None:
-    with pytest.raises(ConfigError, match="RUN is missing: cohort replay RUN"):
+    with pytest.raises(ConfigError, match="RUN is missing; write: cohort replay RUN"):
         command.run(["--step", "1"])
     with pytest.raises(ConfigError, match="--step is missing"):
         command.run(["runs/a", "--optim.lr", "1"])
-    with pytest.raises(ConfigError, match='unexpected "b"'):
+    with pytest.raises(ConfigError, match='unexpected word "b"'):
         command.run(["a", "b", "--step", "1"])
 
 

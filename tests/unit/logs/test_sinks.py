@@ -323,7 +323,10 @@ def test_a_missing_package_is_named_with_its_extra(installed, name):
     installed.remove(name)
     with pytest.raises(ConfigError) as told:
         check_sinks([name])
-    assert str(told.value) == f'sink "{name}" needs the package {name}: pip install "cohort[{name}]"'
+    assert (
+        str(told.value)
+        == f'sink "{name}" needs the package {name}, which is not installed: pip install "cohort[{name}]"'
+    )
 
 
 def test_a_folder_of_that_name_is_no_package(tmp_path, monkeypatch):

@@ -306,7 +306,7 @@ def test_the_view_fits_the_stream(monkeypatch):
     assert kind(make_view("plain", Terminal())) == "PlainView"
     monkeypatch.setenv("TERM", "dumb")
     assert kind(make_view("auto", Terminal())) == "PlainView"
-    with pytest.raises(ConfigError, match=r'unknown log "jsno". Did you mean "json"'):
+    with pytest.raises(ConfigError, match=r'unknown progress view "jsno" for log. Did you mean "json"'):
         make_view("jsno")
 
 

@@ -245,8 +245,9 @@ def test_a_model_whose_logits_depend_on_padding_is_refused(neo: Path, monkeypatc
 
 def test_without_transformers_one_line_says_what_to_install(neo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
-    assert (
-        get_refusal(neo) == "GPTNeoForCausalLM is not native and needs transformers: pip install 'cohort[transformers]'"
+    assert get_refusal(neo) == (
+        "GPTNeoForCausalLM is not a model of the native decoder and needs the package transformers: "
+        "pip install 'cohort[transformers]'"
     )
     assert load_folder(resolve_model("tiny")).config.architecture == "LlamaForCausalLM"
 

@@ -412,7 +412,7 @@ def test_names_do_not_reach_outside_the_cache(index: Path, tmp_path: Path) -> No
 def test_a_gguf_file_is_converted_once(index: Path, tmp_path: Path) -> None:
     file = tmp_path / "mine.gguf"
     expected, _ = write_gguf(file)
-    with pytest.raises(ModelError, match=r"must be converted once: cohort pull .*mine\.gguf"):
+    with pytest.raises(ModelError, match=r"must be converted once: run .cohort pull .*mine\.gguf"):
         resolve_model(file)
     folder = pull(str(file))
     assert folder == resolve_model(file) == pull(str(file))

@@ -37,9 +37,9 @@ def test_with_a_gpu(gpu, monkeypatch):
     resolved = build.resolve_machine_settings(quickstart())
     assert (resolved.device, resolved.learner.dtype) == ("cuda", "bfloat16")
     assert resolved.rollout.order == "continuous"
-    asked = replace(quickstart(), rollout=RolloutConfig(order="rounds"))
-    assert build.resolve_machine_settings(asked).rollout.order == "rounds", "a choice, or that of an older run, stays"
-    assert build.resolve_machine_settings(resolved) == resolved, "what was decided once stays"
+    rounds = replace(quickstart(), rollout=RolloutConfig(order="rounds"))
+    assert build.resolve_machine_settings(rounds).rollout.order == "rounds", "a value in the config is kept"
+    assert build.resolve_machine_settings(resolved) == resolved, "resolving again changes nothing"
     chosen = build.resolve_machine_settings(replace(quickstart(), device="cpu"))
     assert (chosen.device, chosen.learner.dtype) == ("cpu", "float32")
     exact = build.resolve_machine_settings(replace(quickstart(), learner=LearnerConfig(dtype="float32")))
@@ -48,7 +48,7 @@ def test_with_a_gpu(gpu, monkeypatch):
     assert choose_dtype("auto", choose_device("auto")) == "float32", "no bf16 before compute capability 8"
 
 
-def test_copies_of_weights_for_a_cpu_are_not_made_on_a_gpu(gpu):
+def test_packed_weights_are_for_a_cpu_only(gpu):
     packed = replace(quickstart(), engine=NativeEngine(weights="packed"))
     assert build.resolve_machine_settings(packed).engine.weights == "shared"
     assert build.resolve_machine_settings(replace(packed, device="cpu")).engine.weights == "packed"

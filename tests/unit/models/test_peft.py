@@ -110,7 +110,7 @@ def test_adapters_of_other_matrices_and_other_models_are_refused(folder):
         load_adapters(folder)
     with pytest.raises(ModelError, match="fewer layers"):
         Adapters(small_decoder(num_layers=3), LORA, start=stored)
-    with pytest.raises(ModelError, match="another model"):
+    with pytest.raises(ModelError, match="use adapters of this model and of rank"):
         Adapters(small_decoder(ff=48), LORA, start=stored)
     with pytest.raises(ModelError, match=r"which is not in the model or not in learner\.lora\.targets"):
         Adapters(small_decoder(num_layers=1), LORA, start=stored)

@@ -1,4 +1,4 @@
-"""The comparison in benchmarks/neutral.py sees the smallest difference between two runs, and nothing where none is."""
+"""The comparison in benchmarks/neutral.py reports the smallest difference between two runs, and none for equal runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MODEL = Path("checkpoints/step-000002/model/model.safetensors")
 
 
 def write_run(folder: Path, **changes: float) -> Path:
-    """A run of two steps by hand. `changes` are metrics of the second step."""
+    """Writes the files of a run of two steps and returns its folder. `changes` are metrics of the second step."""
     steps = [
         {"eval/accuracy": 0.5},
         {"loss": 0.1 + 0.2, "kl": math.nan, "time/step": 1.0},
@@ -38,6 +38,7 @@ def write_run(folder: Path, **changes: float) -> Path:
 
 
 def compare(tmp_path: Path, **renamed: str) -> str:
+    """Returns the first difference between the runs `base` and `new`, with metrics renamed as told."""
     return neutral.compare_runs(tmp_path / "base", tmp_path / "new", renamed)
 
 
@@ -124,7 +125,7 @@ def test_an_answer(base: Path, new: Path, tmp_path: Path) -> None:
 
 
 def test_runs_without_anything_are_not_equal(tmp_path: Path) -> None:
-    """Two empty files, as two runs that died at once would leave, prove nothing."""
+    """Two runs that died at once leave empty files. These prove nothing."""
     for side in ("base", "new"):
         (write_run(tmp_path / side) / "metrics.jsonl").write_text("")
     assert compare(tmp_path) == "the base has no metrics"

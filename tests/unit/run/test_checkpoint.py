@@ -118,7 +118,7 @@ def test_damage_is_found_and_named(tmp_path, file, damage, words):
 def test_the_only_one_damaged(tmp_path):
     path = checkpoint.save(tmp_path, make_checkpoint(1), make_model_writer())
     (path / "state.json").write_text("{}")
-    with pytest.raises(RunError, match="no earlier one"):
+    with pytest.raises(RunError, match="no earlier checkpoint is intact"):
         checkpoint.load(path)
 
 

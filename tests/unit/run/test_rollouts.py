@@ -124,7 +124,7 @@ def test_a_damaged_file_is_named(tmp_path, keep):
 
 
 def test_a_missing_file_says_why(tmp_path):
-    with pytest.raises(RunError, match="did not keep its rollouts"):
+    with pytest.raises(RunError, match="has removed its rollouts"):
         load_rollouts(make_rollout_path(tmp_path, 3))
 
 

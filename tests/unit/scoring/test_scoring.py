@@ -21,7 +21,7 @@ from cohort.types import Answer
 
 
 def test_records_survive_the_wire() -> None:
-    task = TaskRef(name="t", knobs={"a": [1]}, path="/x.py")
+    task = TaskRef(name="t", settings={"a": [1]}, path="/x.py")
     hello = Hello(task=task, limits=Limits(seconds=2.5), import_path=["/y"])
     assert Hello.decode(hello.encode()) == hello
     answer = Answer(

@@ -191,11 +191,11 @@ def test_a_reference_makes_the_same_task_again(tmp_path: Path) -> None:
     file.write_text(USER_FILE.format(name="mine-a", helper="my_helper_a"))
     made = load_file(file).Mine(sizes=(4, 5, 6))
     ref = TaskRef.from_task(made)
-    assert (ref.name, ref.knobs, ref.path) == ("mine-a", {"sizes": [4, 5, 6]}, str(file))
+    assert (ref.name, ref.settings, ref.path) == ("mine-a", {"sizes": [4, 5, 6]}, str(file))
     assert ref.load() == made
     assert load_file(file) is load_file(str(file))
     with pytest.raises(TaskError, match='no setting "size"'):
-        TaskRef(name="mine-a", knobs={"size": 1}, path=str(file)).load()
+        TaskRef(name="mine-a", settings={"size": 1}, path=str(file)).load()
     with pytest.raises(TaskError, match="there is no file"):
         load_file(tmp_path / "absent.py")
 

@@ -200,7 +200,7 @@ def test_a_missing_file_and_a_missing_solution_are_clear(tmp_path: Path) -> None
     ],
 )
 def test_impossible_settings_are_refused(settings: dict) -> None:
-    with pytest.raises(TaskError, match="countdown needs"):
+    with pytest.raises(TaskError, match='task "countdown" has a setting that is not allowed: it needs'):
         Countdown(**settings)
 
 

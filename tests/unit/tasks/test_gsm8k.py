@@ -245,8 +245,8 @@ def test_the_rows_beyond_test_size_are_checked_too(tmp_path: Path, caplog: pytes
         ({"question": "How many?", "answer": True}, "neither a number nor a solution"),
         ({"question": "How many?", "answer": None}, "neither a number nor a solution"),
         ({"question": "How many?", "answer": [18]}, "neither a number nor a solution"),
-        ({"question": " ", "answer": "18"}, "question is not a text"),
-        ({"question": 18, "answer": "18"}, "question is not a text"),
+        ({"question": " ", "answer": "18"}, 'column "question" has .*, not a text'),
+        ({"question": 18, "answer": "18"}, 'column "question" has .*, not a text'),
     ],
 )
 def test_a_row_that_cannot_be_used_is_named(tmp_path: Path, bad: dict[str, object], message: str) -> None:

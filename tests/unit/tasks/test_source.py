@@ -128,7 +128,7 @@ A = '{"question": "a", "answer": "1"}\n'
         ("a.jsonl", "\n \n", "a.jsonl has no rows"),
         ("a.json", "", "a.json has no rows"),
         ("a.json", "[]", "a.json has no rows"),
-        ("a.json", '{"rows": []}', "not an array of objects"),
+        ("a.json", '{"rows": []}', "a.json is JSON, but not an array"),
         ("a.json", '{"question": "a"}\n{"question": "b"}\n', "a.json, line 2 is not JSON: Extra data (column 1)"),
         ("a.json", f"[{A}, 3]", "a.json, row 2 is 3; a row must be an object"),
         ("a.json", "[NaN]", "a.json is not JSON: NaN"),
@@ -219,7 +219,7 @@ def test_columns_can_be_exchanged_and_used_twice(tmp_path: Path) -> None:
         (("question=",), 'columns has the entry "question="'),
         (("",), 'columns has the entry ""'),
         (("question=Q", "question=A"), 'columns names "question" twice'),
-        (("question=QQ",), 'a.jsonl, line 1 has no column "QQ". Did you mean "Q"?'),
+        (("question=QQ",), 'a.jsonl, line 1 has no column "QQ", which --task.columns names. Did you mean "Q"?'),
         ("question", 'columns has the entry "question"'),  # text instead of a list of texts
     ],
 )
@@ -341,7 +341,7 @@ def test_one_file_serves_testing_only(tmp_path: Path) -> None:
         file,
         "train",
     )
-    refused('has no split "dev" in its data; it has train, test', file, "dev")
+    refused('has no split "dev" in its data; use one of train, test', file, "dev")
 
 
 # -- default places and the hub --------------------------------------------------------------------------------------
@@ -444,7 +444,7 @@ def test_a_file_for_training_asks_the_hub_for_nothing(tmp_path: Path, monkeypatc
     lines(tmp_path / "sums_train.jsonl", RAW)
     with caplog.at_level(logging.DEBUG, logger="cohort.tasks.source"):
         assert len(read(split="train")) == 3
-    assert "someone/sums:main, split validation is not on this machine" in caplog.text
+    assert "someone/sums:main, split validation is on the hub and the training rows are a file" in caplog.text
 
 
 def test_a_file_is_a_file_even_if_it_could_be_a_data_set(tmp_path: Path, monkeypatch: Any, hub: dict) -> None:

@@ -8,9 +8,10 @@ from cohort.config.algos import CISPO
 
 @surrogate("cispo")
 def cispo_surrogate(t: Tokens, c: CISPO) -> Surrogate:
-    """Returns the terms -sg(min(r, cap)) A log p; sg means without gradient, cap is `clip_high`.
+    """Returns the loss terms -sg(min(r, clip_high)) A log p of the tokens [T]; sg means without gradient.
 
-    The ratio r only scales the gradient of log p, so a token beyond the cap still trains.
+    r is the ratio of new to old policy, A the advantage. r only scales the gradient of log p, so a token above the cap
+    still trains.
     """
     ratio = t.log_ratio.detach().exp()
     terms = -ratio.clamp(max=c.clip_high) * t.advantages * t.logprobs

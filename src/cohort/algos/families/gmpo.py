@@ -11,9 +11,10 @@ from cohort.config.algos import GMPO
 
 @surrogate("gmpo", per_token=False)
 def gmpo_surrogate(t: Tokens, c: GMPO) -> Surrogate:
-    """Returns the terms -A exp(mean over the sample of clipped log r).
+    """Returns the loss terms -A exp(mean over the token's sample of clipped log r) [T].
 
-    log r is clipped at clip_high where A > 0 and at -clip_low where A < 0: beyond that, a token gains nothing.
+    r is the ratio of new to old policy, A the advantage. log r is clipped at clip_high where A > 0 and at -clip_low
+    where A < 0: beyond that, a token has no gradient.
     """
     log_ratio, sign = t.log_ratio, t.advantages.sign()
     clipped = sign * torch.minimum(sign * log_ratio, sign * log_ratio.clamp(-c.clip_low, c.clip_high))

@@ -11,7 +11,7 @@ from cohort.config.algos import GSPO
 
 @surrogate("gspo", per_token=False)
 def gspo_surrogate(t: Tokens, c: GSPO) -> Surrogate:
-    """Returns the terms of PPO with the sample's ratio s = (p / p_old)^(1 / length) in place of the token's.
+    """Returns the loss terms of PPO [T] with the sample's ratio s = (p / p_old)^(1 / length) in place of the token's.
 
     p is the probability of the whole sample, so s is the geometric mean of the ratios of its tokens.
     """
@@ -22,9 +22,10 @@ def gspo_surrogate(t: Tokens, c: GSPO) -> Surrogate:
 
 @surrogate("gspo_token", per_token=False)
 def gspo_token_surrogate(t: Tokens, c: GSPO) -> Surrogate:
-    """Returns the terms of GSPO with the ratio sg(s) p / sg(p) of each token; sg means without gradient.
+    """Returns the loss terms of PPO [T] with the ratio sg(s) p / sg(p) of each token; sg means without gradient.
 
-    The values are those of GSPO, but the gradient of a term is on its own token alone.
+    s is the sample's ratio of GSPO and p the token's probability. The values are those of `gspo_surrogate`, but the
+    gradient of a term reaches its own token alone.
     """
     ratio, A = segment_mean(t.log_ratio.detach(), t.segments).exp(), t.advantages
     token_ratio = ratio * (t.logprobs - t.logprobs.detach()).exp()

@@ -8,7 +8,7 @@ from cohort.config.algos import PassAtK
 
 
 def _pass_at_k_advantages(returns: Returns, c: PassAtK) -> list[list[float]]:
-    """Returns, per group, what each sample adds to the best of k."""
+    """Returns, per group, how much each sample raises the best return of `c.k` samples (see `best_of_k_gains`)."""
     return [best_of_k_gains(group, c.k) for group in returns]
 
 

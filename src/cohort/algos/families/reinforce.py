@@ -8,9 +8,10 @@ from cohort.config.algos import Policy
 
 @surrogate("reinforce", "rloo")
 def reinforce_surrogate(t: Tokens, c: Policy) -> Surrogate:
-    """Returns the terms -sg(r) A log p; sg means without gradient.
+    """Returns the loss terms -sg(r) A log p of the tokens [T]; sg means without gradient.
 
-    The ratio r is 1 in the first update of a step. In later ones it accounts for how far the policy has moved.
+    A is the advantage, r the ratio of new to old policy. r is 1 in the first update of a step. In later ones it
+    accounts for how far the policy has moved.
     """
     ratio = t.log_ratio.detach().exp()
     return Surrogate(terms=-ratio * t.advantages * t.logprobs, ratio=ratio)

@@ -10,9 +10,10 @@ from cohort.config.algos import SAPO
 
 @surrogate("sapo")
 def sapo_surrogate(t: Tokens, c: SAPO) -> Surrogate:
-    """Returns the terms -4 / tau sigmoid(tau (r - 1)) A, with tau_pos where A > 0 and tau_neg elsewhere.
+    """Returns the loss terms -(4 / tau) sigmoid(tau (r - 1)) A of the tokens [T].
 
-    The derivative by r is -A at r = 1, as in PPO, and fades smoothly as r moves away on either side.
+    r is the ratio of new to old policy, A the advantage; tau is tau_pos where A > 0 and tau_neg elsewhere. The
+    derivative by r is -A at r = 1, as in PPO, and fades smoothly as r moves away on either side.
     """
     ratio = t.log_ratio.exp()
     tau = torch.where(t.advantages > 0, torch.full_like(ratio, c.tau_pos), torch.full_like(ratio, c.tau_neg))

@@ -38,34 +38,46 @@ class PoolPlan:
     batch_rows: Tensor | None  # [rows of the pool], their rows in the batch; None = the pool has the whole batch
 
     def read_entries(self, stored: Tensor) -> Tensor:
-        """Returns the prompts' KV: [entries, K, room, D] -> [num_prompts * K, width, D].
+        """Returns the planned prompts' keys or values: stored [entries, K, room, D] -> [num_prompts * K, width, D].
 
-        Nothing is copied if the first entries are read.
+        It is a view, not a copy, if the prompts are the first entries of the pool.
         """
         picked = stored[: self.num_prompts] if self.entries is None else stored.index_select(0, self.entries)
         return picked.reshape(-1, self.pool.room, stored.shape[-1])[:, : self.width]
 
     def to_grid(self, x: Tensor) -> Tensor:
-        """Arranges batch rows by prompt: [B, K, Q, n] -> [num_prompts * K, rows_per_prompt * Q, n]."""
+        """Returns the batch rows of this pool arranged by prompt, with padding.
+
+        x [B, K, Q, n] -> [num_prompts * K, rows_per_prompt * Q, n]
+        """
         _, K, Q, n = x.shape
         grid = x if self.grid_rows is None else x.index_select(0, self.grid_rows)
         split = grid.view(self.num_prompts, self.rows_per_prompt, K, Q, n)
         return split.transpose(1, 2).reshape(self.num_prompts * K, -1, n)
 
     def from_grid(self, x: Tensor, K: int) -> Tensor:
-        """Undoes `to_grid`: [num_prompts * K, rows_per_prompt * Q, n] -> [rows of the pool, K, Q, n]."""
+        """Undoes `to_grid` and drops the padding. K is the number of KV heads.
+
+        x [num_prompts * K, rows_per_prompt * Q, n] -> [rows of the pool, K, Q, n], in the order of the batch
+        """
         n = x.shape[-1]
         split = x.view(self.num_prompts, K, self.rows_per_prompt, -1, n)
         grid = split.transpose(1, 2).reshape(self.num_prompts * self.rows_per_prompt, K, -1, n)
         return grid if self.grid_places is None else grid.index_select(0, self.grid_places)
 
     def compute_scores(self, layer: int, q: Tensor) -> Tensor:
-        """Returns the scores of queries [B, K, Q, D] against their prompts: [rows of the pool, K, Q, width]."""
+        """Returns the products of this pool's queries with the keys of their prompts in one layer.
+
+        q [B, K, Q, D], of the whole batch -> [rows of the pool, K, Q, width]
+        """
         keys = self.read_entries(self.pool.arena.keys(layer))
         return self.from_grid(torch.bmm(self.to_grid(q), keys.transpose(1, 2)), q.shape[1])
 
     def mix_values(self, layer: int, weights: Tensor) -> Tensor:
-        """Returns the prompts' values mixed by attention weights [B, K, Q, P]: [rows of the pool, K, Q, D]."""
+        """Returns, for this pool's rows, the values of their prompts in one layer, summed with attention weights.
+
+        weights [B, K, Q, P], of the whole batch -> [rows of the pool, K, Q, D]
+        """
         values = self.read_entries(self.pool.arena.values(layer))
         return self.from_grid(torch.bmm(self.to_grid(weights[..., : self.width]), values), weights.shape[1])
 
@@ -79,7 +91,10 @@ class PromptPlan:
     bias: Tensor  # [B, P], 0 where the row's prompt has a token, -inf beyond
 
     def compute_scores(self, layer: int, q: Tensor) -> Tensor:
-        """Returns the scores of queries against their prompts: q [B, K, Q, D] -> [B, K, Q, P]."""
+        """Returns the products of queries with the keys of their prompts in one layer: q [B, K, Q, D] -> [B, K, Q, P].
+
+        Columns beyond the end of a row's prompt hold arbitrary numbers; `bias` hides them.
+        """
         if len(self.pools) == 1:
             return self.pools[0].compute_scores(layer, q)
         # Rows with shorter prompts keep 0 beyond their pool's width: the bias hides it.
@@ -90,7 +105,10 @@ class PromptPlan:
         return out
 
     def mix_values(self, layer: int, weights: Tensor) -> Tensor:
-        """Returns the prompts' values mixed by attention weights: weights [B, K, Q, P] -> [B, K, Q, D]."""
+        """Returns the values of the prompts in one layer, summed with attention weights.
+
+        weights [B, K, Q, P] -> [B, K, Q, D]
+        """
         if len(self.pools) == 1:
             return self.pools[0].mix_values(layer, weights)
         D = self.pools[0].pool.arena.config.head_dim
@@ -102,9 +120,10 @@ class PromptPlan:
 
 
 def plan_prompts(prefixes: Sequence[Prefix], dtype: torch.dtype, device: torch.device) -> PromptPlan:
-    """Plans how rows read their prompts. `prefixes` has one computed prefix per row; `dtype` is that of the scores.
+    """Returns the plan by which the rows of a batch read their prompts' KV.
 
-    This is work on the host. It is done when the rows change, not at every token.
+    `prefixes` has the computed prefix (shared prompt) of each row; `dtype` is the type of the attention scores. This is
+    work on the host. It is done when the rows change, not at every token.
     """
     pools: dict[int, list[int]] = {}
     for row, prefix in enumerate(prefixes):
@@ -118,7 +137,11 @@ def plan_prompts(prefixes: Sequence[Prefix], dtype: torch.dtype, device: torch.d
 
 
 def _plan_pool(prefixes: list[Prefix], rows: list[int], whole: bool, device: torch.device) -> PoolPlan:
-    """Plans how the batch rows `rows`, with these prefixes of one pool, read them. `whole`: they are all rows."""
+    """Returns the plan for those batch rows whose prefixes lie in one pool.
+
+    `rows` are their indices in the batch, `prefixes` their prefixes in the same order. `whole` says that they are all
+    rows of the batch.
+    """
     pool = prefixes[0].pool
     assert pool is not None
     crowd: dict[int, list[int]] = {}  # entry of the pool -> its rows, as indices into `rows`
@@ -159,7 +182,10 @@ def _plan_pool(prefixes: list[Prefix], rows: list[int], whole: bool, device: tor
 
 
 def make_length_bias(lengths: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-    """Returns a bias for scores, [..., width]: 0 at positions below the length, -inf from there on."""
+    """Returns a bias that hides positions when it is added to attention scores.
+
+    For `lengths` of any shape [...] the result is [..., width]: 0 at positions below the length, -inf from there on.
+    """
     seen = torch.arange(width, device=lengths.device) < lengths[..., None]
     return torch.zeros(seen.shape, dtype=dtype, device=lengths.device).masked_fill_(~seen, float("-inf"))
 
@@ -167,9 +193,9 @@ def make_length_bias(lengths: Tensor, width: int, dtype: torch.dtype) -> Tensor:
 def attend_prompt_and_own(
     layer: int, q: Tensor, prompts: PromptPlan, own: tuple[Tensor, Tensor], bias: Tensor
 ) -> Tensor:
-    """Returns attention with one softmax over the positions of each row's prompt and its own tokens.
+    """Returns attention in one layer, with one softmax over each row's prompt and its own tokens.
 
-    q [B, K, Q, D]; own = keys and values [B * K, R, D]; bias [B, 1, Q or 1, W] -> [B, K, Q, D]
+    q [B, K, Q, D]; own = keys and values [B * K, R, D]; bias [B, 1, Q or 1, P + R], added to the scores -> [B, K, Q, D]
     """
     B, K, Q, D = q.shape
     # Scaled once here, so that both kinds of scores are.
@@ -184,7 +210,10 @@ def attend_prompt_and_own(
 
 
 def view_own_kv(arena: Arena, layer: int, first: int, rows: int, room: int) -> tuple[Tensor, Tensor]:
-    """Returns keys and values of `rows` slots from `first` on, `room` own tokens each: views [rows * K, room, D]."""
+    """Returns views of the keys and of the values of some slots in one layer, [rows * K, room, D] each.
+
+    They show the first `room` own tokens of `rows` slots from slot `first` on.
+    """
 
     def select(stored: Tensor) -> Tensor:
         """[num_sequences, K, room, D] -> [rows * K, room, D]"""
@@ -194,9 +223,10 @@ def view_own_kv(arena: Arena, layer: int, first: int, rows: int, room: int) -> t
 
 
 def make_decode_attend(arena: Arena, prompts: PromptPlan, lengths: Tensor, longest: int) -> Attend:
-    """Returns the attention of a decode step: one new token for each of the slots 0 .. B - 1.
+    """Returns the attention function for a decode step: one new token for each of the slots 0 .. B - 1.
 
-    The slots hold `lengths` [B] own tokens so far, at most `longest`. The new tokens' KV is stored in the arena.
+    The slots hold `lengths` [B] own tokens so far, at most `longest`. The function stores the new tokens' KV in the
+    arena and attends to prompt, own tokens and the new token.
     """
     rows = lengths.shape[0]
     places = arena.locate_tokens(torch.arange(rows, device=lengths.device), lengths)
@@ -212,10 +242,10 @@ def make_decode_attend(arena: Arena, prompts: PromptPlan, lengths: Tensor, longe
 
 
 def make_extend_attend(arena: Arena, prompts: PromptPlan, first: int, num_done: int, counts: list[int]) -> Attend:
-    """Returns the attention for several new own tokens per slot.
+    """Returns the attention function for a forward that computes several own tokens per slot.
 
-    Slot `first` + i gets counts[i] > 0 new tokens; all slots hold `num_done` own tokens already. The tokens come
-    flat, slot after slot. Their KV is stored in the arena.
+    Slot `first` + i gets counts[i] > 0 new tokens; all slots hold `num_done` own tokens already. The tokens come flat,
+    slot after slot. The function stores their KV in the arena and attends to prompt and own tokens, causally.
     """
     rows, most = len(counts), max(counts)
     device, num = prompts.bias.device, torch.tensor(counts, device=prompts.bias.device)
@@ -250,10 +280,11 @@ def make_extend_attend(arena: Arena, prompts: PromptPlan, first: int, num_done: 
 
 
 def make_prefill_attend(batches: list[list[Prefix]]) -> Attend:
-    """Returns the causal attention within whole prefixes, whose tokens come flat and in order.
+    """Returns the attention function for a forward over whole prefixes, whose tokens come flat, prefix after prefix.
 
-    The prefixes of one inner list lie in one pool. They are padded on the right to the longest: a causal mask hides
-    the padding from every real token, so no other mask is needed. The KV is stored in the pools.
+    The prefixes of one inner list lie in one pool, where the function stores their KV. Attention is causal within each
+    prefix. They are padded on the right to the longest: a causal mask hides the padding from every real token, so no
+    other mask is needed.
     """
     steps = []
     begin = 0
@@ -284,7 +315,8 @@ def make_prefill_attend(batches: list[list[Prefix]]) -> Attend:
 def _attend_causally(q: Tensor, k: Tensor, v: Tensor, rows: int, most: int, padded: Tensor) -> Tensor:
     """Returns causal attention within each of `rows` sequences of up to `most` tokens: [T, K, g, D].
 
-    q [T, K, g, D], k, v [T, K, D]; token t stands at place padded[t] of a grid of rows x most.
+    q [T, K, g, D], k, v [T, K, D] hold the tokens of all sequences without padding. Token t has index padded[t] in the
+    padded grid [rows * most].
     """
     T, K, g, D = q.shape
 

@@ -22,11 +22,15 @@ class NativeDraft(Draft):
 
     @property
     def num_shared(self) -> int:
+        """Number of tokens in the shared prefix."""
         return len(self.prefix.tokens)
 
     @property
     def num_own_tokens(self) -> int:
-        """Number of its own tokens. Their KV must be computed before the draft can continue in a new slot."""
+        """Number of tokens after the shared prefix: the rest of the prompt, and what was drawn.
+
+        Their KV must be computed before the draft can continue in a new slot.
+        """
         return len(self.own_prompt) + len(self.tokens)
 
 
@@ -48,12 +52,12 @@ class WaitingDrafts:
             yield from group
 
     def add(self, draft: NativeDraft) -> None:
-        """Adds a draft as the last of its group. A new group comes after all others."""
+        """Adds a draft as the last of its group (the drafts with its prefix). A new group comes after all others."""
         self.groups.setdefault(draft.prefix, deque()).append(draft)
         self.num += 1
 
     def put_back_first(self, drafts: list[NativeDraft]) -> None:
-        """Puts drafts that had a slot before all others, in their order."""
+        """Puts drafts that had a slot back into the queue, before all others, in the given order within each group."""
         # The last one first, because each goes before all that are there.
         for draft in reversed(drafts):
             self.groups.setdefault(draft.prefix, deque()).appendleft(draft)
@@ -61,7 +65,7 @@ class WaitingDrafts:
         self.num += len(drafts)
 
     def pop_next(self, num: int) -> list[NativeDraft]:
-        """Removes and returns the next `num` drafts, or all if there are fewer."""
+        """Removes and returns the next `num` drafts, group by group, or all if there are fewer."""
         taken: list[NativeDraft] = []
         while self.groups and len(taken) < num:
             key, group = next(iter(self.groups.items()))
@@ -73,7 +77,7 @@ class WaitingDrafts:
         return taken
 
     def remove(self, draft: NativeDraft) -> None:
-        """Removes one draft, wherever it waits."""
+        """Removes a draft from anywhere in the queue. It must be waiting."""
         group = self.groups[draft.prefix]
         group.remove(draft)
         if not group:

@@ -95,7 +95,10 @@ class NativeEngine:
     # ---- protocol
 
     def submit(self, request: Request) -> None:
-        """Queues a request. Requests with the same shared tokens use one prefix."""
+        """Queues a request. Requests with the same shared tokens store their KV once, in one prefix.
+
+        Raises ConfigError for a request that can never be served.
+        """
         if self._closed:
             raise closed_engine_error(self.name)
         check_request(request, self.max_context, self.decoder.config.vocab_size, self.drafts)
@@ -112,11 +115,16 @@ class NativeEngine:
 
     @property
     def idle(self) -> bool:
+        """Whether no request is under way and no event waits to be reported."""
         return not self.drafts and not self._events
 
     @torch.no_grad()
     def poll(self, timeout: float = 0.0) -> list[Event]:
-        """Runs up to `window` steps. Reports the new tokens of every running request, and the samples that ended."""
+        """Runs up to `self.window` decode steps and returns the events: new tokens per request, and samples that ended.
+
+        Waiting requests take free slots before each step. If no request is left, all memory is freed. `timeout` is
+        ignored, because the work is done in this process.
+        """
         for _ in range(self.window):
             self._admit_waiting()
             if not self.running:
@@ -130,7 +138,10 @@ class NativeEngine:
         return events
 
     def abort(self, id: str) -> Sample:
-        """Stops a request, running or waiting, and returns its tokens read so far."""
+        """Stops a running or waiting request and returns its sample so far, with finish = abort.
+
+        Raises CohortError for an unknown id.
+        """
         draft = self.drafts.get(id)
         if draft is None:
             raise unknown_request_error(id)
@@ -146,7 +157,10 @@ class NativeEngine:
         return draft.to_sample(self.decode)
 
     def load(self, weights: Weights, version: int) -> None:
-        """Samples from new weights from now on. Running drafts wait again, until their KV is recomputed."""
+        """Samples from `weights` from now on, as `version`. Weights of another decoder are copied into this one.
+
+        Running requests wait again until their KV is recomputed.
+        """
         if weights.module is not self.decoder:
             copy_weights(weights, self.decoder)
         if self.packed is not None:
@@ -162,7 +176,7 @@ class NativeEngine:
         self._has_damaged_kv = False
 
     def close(self) -> None:
-        """Drops every request and frees all memory."""
+        """Drops every request and frees all memory. A later `submit` raises EngineError."""
         # `abort` is not used here: an engine that was interrupted in the middle of a step must be able to close.
         self.drafts.clear()
         self.waiting = WaitingDrafts()
@@ -172,7 +186,7 @@ class NativeEngine:
         self._closed = True
 
     def release(self) -> None:
-        """Frees the memory of all caches. Running drafts wait again; their KV is recomputed when they continue."""
+        """Frees all cached KV and packed weights. Running requests wait again and their KV is recomputed later."""
         self.waiting.put_back_first(self.running)
         self.running = []
         self.prefixes.release()
@@ -184,7 +198,10 @@ class NativeEngine:
     # ---- entering
 
     def _admit_waiting(self) -> None:
-        """Gives free slots to waiting drafts, computes their KV and draws their first token."""
+        """Gives free slots to waiting drafts, computes the KV of their known tokens and draws one token for each.
+
+        Does nothing if none waits, or if other drafts run and few slots are free.
+        """
         free = self.num_slots - len(self.running)
         # A prefill of few prompts is slow: while drafts run, wait until a sixteenth of the slots is free.
         if not self.waiting or (self.running and free < -(-self.num_slots // 16)):
@@ -206,7 +223,10 @@ class NativeEngine:
         self._draw_tokens(first, hidden)
 
     def _prefill_prefixes(self, prefixes: list[Prefix]) -> None:
-        """Computes the KV and the last hidden state of prefixes, several per forward. They must be sorted by length."""
+        """Computes and stores the KV and the last hidden state of prefixes, several per forward.
+
+        `prefixes` must be sorted by length.
+        """
         while prefixes:
             # Take as many prefixes as PREFILL_TOKENS allows, at least one.
             num, total = 0, 0
@@ -229,11 +249,11 @@ class NativeEngine:
             self.work.num_prompt_tokens += total
 
     def _compute_own_tokens(self, entering: list[NativeDraft], first: int) -> Tensor:
-        """Computes the KV of the own tokens of drafts that enter the slots from `first` on.
+        """Computes the KV of the tokens after the prefix, for drafts that enter the slots from `first` on.
 
-        Returns the hidden states to draw from, [n, d]: those of the last own token, or of the last prefix token where a
-        draft has no own ones. `entering` must be sorted by the number of own tokens, so that the drafts which still
-        have some to compute are always the last ones.
+        Returns the hidden states to draw from, [n, d]: those of each draft's last own token, or of its prefix's last
+        token if it has no own ones. `entering` must be sorted by the number of own tokens, so that the drafts which
+        still have some to compute are always the last ones.
         """
         lasts = [d.prefix.last_hidden for d in entering]
         assert all(h is not None for h in lasts)
@@ -250,7 +270,8 @@ class NativeEngine:
     def _extend_slots(self, drafts: list[NativeDraft], first: int, num_done: int, hidden: Tensor) -> None:
         """Computes up to EXTEND_TOKENS more own tokens for each of the drafts in the slots from `first` on.
 
-        `num_done` own tokens of each are cached already. The hidden states of the last tokens are written to `hidden`.
+        `num_done` own tokens of each are cached already. The hidden state of the last token that was computed for each
+        draft is written to `hidden` [n, d].
         """
         todo = [(d.own_prompt + d.tokens)[num_done : num_done + EXTEND_TOKENS] for d in drafts]
         counts = [len(t) for t in todo]
@@ -267,7 +288,7 @@ class NativeEngine:
     # ---- a step
 
     def _run_step(self) -> None:
-        """Computes and draws one token for every running draft. Drafts that end leave."""
+        """Computes the last token of every running draft and draws the next. Drafts that end are reported and leave."""
         begin = time.perf_counter()
         n, s = len(self.running), self.slots
         if self._prompt_plan is None:
@@ -282,7 +303,10 @@ class NativeEngine:
         self._draw_tokens(0, hidden)
 
     def _draw_tokens(self, first: int, hidden: Tensor) -> None:
-        """Draws one token from each hidden state [n, d] of the slots from `first` on. Drafts that end leave."""
+        """Draws and records one token for each of the slots from `first` on, from their hidden states [n, d].
+
+        Drafts that end are reported and leave their slots. Raises ModelError if a log-probability is not finite.
+        """
         begin = time.perf_counter()
         # The rows are drawn in chunks, because the logits of all rows could fill the memory.
         chunk = max(1, MAX_LOGITS // self.decoder.config.vocab_size)
@@ -305,19 +329,25 @@ class NativeEngine:
         self.work.draw_seconds += time.perf_counter() - begin
 
     def _run_decoder(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Returns the final hidden states [T, d] of tokens [T], with packed weights if the engine has them."""
+        """Returns the final hidden states [T, d] of tokens [T] at positions [T]; `attend` computes the attention.
+
+        Products use the packed copies of the weights if the engine has them.
+        """
         with self._use_packed_weights():
             hidden: Tensor = self.decoder(tokens, positions, attend)
         return hidden
 
     def _use_packed_weights(self) -> AbstractContextManager[None]:
-        """Returns the context in which products use the packed copies. It changes nothing if there are none."""
+        """Returns a context in which matrix products use the packed copies of the weights, if the engine has them."""
         return nullcontext() if self.packed is None else self.packed.use()
 
     # ---- leaving
 
     def _read_slots(self, slots: Sequence[int]) -> list[int]:
-        """Moves the windows of these slots into their drafts and queues the events. Returns the slots that ended."""
+        """Adds the tokens drawn since the last read to the drafts of these slots, and queues one event per slot.
+
+        Returns those of the slots whose draft has ended. They are not freed yet.
+        """
         ended: list[int] = []
         if not slots:
             return ended
@@ -329,7 +359,7 @@ class NativeEngine:
         return ended
 
     def _free_slots(self, slots: Sequence[int]) -> None:
-        """Drops the drafts of these slots. The last running drafts move into the gaps."""
+        """Drops the drafts of these slots. The last running drafts, with state and KV, move into the gaps."""
         if not slots:
             return
         gone, before = set(slots), len(self.running)
@@ -349,12 +379,12 @@ class NativeEngine:
         self._prompt_plan = None
 
     def _drop_draft(self, draft: NativeDraft) -> None:
-        """Forgets a draft that has ended, and its prefix if no other draft uses it."""
+        """Forgets a draft that has ended, and frees its prefix if no other draft uses it."""
         del self.drafts[draft.request.id]
         self.prefixes.remove_user(draft.prefix)
         # The pool may have moved another prefix into the gap.
         self._prompt_plan = None
 
     def _make_tensor(self, values: list[int]) -> Tensor:
-        """Returns the values as an int64 tensor on the engine's device."""
+        """Returns `values` as an int64 tensor on the engine's device."""
         return torch.tensor(values, dtype=torch.int64, device=self.arena.device)

@@ -27,13 +27,16 @@ class Arena:
         self.heads = torch.arange(config.num_kv_heads, device=device)
 
     def _allocate(self, num: int, room: int) -> Tensor:
-        """Returns zeros for `num` sequences of `room` tokens."""
+        """Returns a new zeroed tensor for `num` sequences of `room` tokens: [2, L, num, K, room, D]."""
         c = self.config
         shape = (2, c.num_layers, num, c.num_kv_heads, room, c.head_dim)
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
     def reserve(self, num: int, room: int) -> None:
-        """Grows the arena to at least `num` sequences of at least `room` tokens. Stored KV stays."""
+        """Grows the arena to at least `num` sequences of at least `room` tokens. Stored KV stays, at new addresses.
+
+        Does nothing if it is large enough.
+        """
         if num <= self.num_sequences and room <= self.room:
             return
         # Doubling bounds all copying together by the final size.
@@ -53,27 +56,28 @@ class Arena:
         return self.kv[1, layer]
 
     def locate_tokens(self, sequence: Tensor, position: Tensor) -> Tensor:
-        """Returns where tokens lie in a layer seen as [num_sequences * K * room, D].
+        """Returns the rows at which tokens lie in a layer seen as [num_sequences * K * room, D].
 
-        Token t is at `position[t]` of `sequence[t]`, both [T]. The result is [T * K]: one row per token and KV head.
+        Token t is at `position[t]` of sequence `sequence[t]`, both [T]. The result is [T * K]: one index per token and
+        KV head.
         """
         heads = sequence[:, None] * self.config.num_kv_heads + self.heads
         return (heads * self.room + position[:, None]).flatten()
 
     def write(self, layer: int, places: Tensor, k: Tensor, v: Tensor) -> None:
-        """Stores keys and values [T, K, D] at `places`, which come from `locate_tokens`."""
+        """Stores keys k and values v [T, K, D] of a layer at `places` [T * K], which come from `locate_tokens`."""
         D = self.config.head_dim
         # A view of the layer as rows of D numbers, so that one index per row is enough.
         for half, new in ((0, k), (1, v)):
             self.kv[half, layer].view(-1, D).index_copy_(0, places, new.reshape(-1, D))
 
     def move_sequences(self, source: list[int], target: list[int], room: int) -> None:
-        """Copies the first `room` tokens of the source sequences over the target sequences."""
+        """Copies the KV of the first `room` tokens of the source sequences over the target sequences, pair by pair."""
         if source:
             self.kv[:, :, target, :, :room] = self.kv[:, :, source, :, :room]
 
     def release(self) -> None:
-        """Frees the memory. The next `reserve` allocates again."""
+        """Frees the memory, with all stored KV. The next `reserve` allocates again."""
         self.num_sequences, self.room = 0, 0
         self.kv = self._allocate(0, 0)
 
@@ -97,13 +101,13 @@ class PrefixPool:
         self.prefixes: list[Prefix] = []
 
     def add(self, prefix: Prefix) -> None:
-        """Gives the prefix the next entry. Its KV is still to be computed."""
+        """Gives the prefix the next entry (place for its KV). The caller must compute the KV."""
         self.arena.reserve(len(self.prefixes) + 1, self.room)
         prefix.pool, prefix.entry = self, len(self.prefixes)
         self.prefixes.append(prefix)
 
     def remove(self, prefix: Prefix) -> None:
-        """Frees the entry of the prefix. The last prefix moves into the gap."""
+        """Frees the entry of the prefix, whose KV is lost. The last prefix of the pool moves into the gap."""
         last = self.prefixes.pop()
         # Entries 0 .. n - 1 must stay filled.
         if last is not prefix:
@@ -124,13 +128,13 @@ class PrefixStore:
         self.pools: dict[int, PrefixPool] = {}  # by length class
 
     def add_user(self, tokens: tuple[int, ...]) -> Prefix:
-        """Returns the prefix with these tokens, new or known, and counts one more user of it."""
+        """Returns the prefix with these tokens, made now if it is unknown, and counts one more request that uses it."""
         prefix = self.by_tokens.setdefault(tokens, Prefix(tokens=tokens))
         prefix.num_users += 1
         return prefix
 
     def remove_user(self, prefix: Prefix) -> None:
-        """Counts one user less. Forgets the prefix and frees its memory when it was the last."""
+        """Counts one request less that uses the prefix. After the last one, forgets the prefix and frees its entry."""
         prefix.num_users -= 1
         if prefix.num_users == 0:
             del self.by_tokens[prefix.tokens]
@@ -138,14 +142,14 @@ class PrefixStore:
                 prefix.pool.remove(prefix)
 
     def allocate(self, prefix: Prefix) -> None:
-        """Gives the prefix an entry in the pool of its length class. A prefill has to fill it."""
+        """Gives the prefix a place for its KV, in the pool of its length class. The caller must compute the KV."""
         room = round_to_length_class(len(prefix.tokens))
         if room not in self.pools:
             self.pools[room] = PrefixPool(Arena(self.config, self.dtype, self.device), room)
         self.pools[room].add(prefix)
 
     def drop_computed(self) -> None:
-        """Marks every prefix as not computed, as new weights require. Users and memory stay."""
+        """Marks every prefix as not computed, as new weights require. Prefixes stay known, memory stays allocated."""
         for pool in self.pools.values():
             for prefix in list(pool.prefixes):
                 prefix.pool, prefix.entry = None, -1
@@ -153,15 +157,15 @@ class PrefixStore:
             pool.prefixes.clear()
 
     def release(self) -> None:
-        """Marks every prefix as not computed and frees all memory. Users stay."""
+        """Marks every prefix as not computed and frees the memory of all KV. The prefixes stay known."""
         self.drop_computed()
         self.pools.clear()
 
 
 def round_to_length_class(length: int) -> int:
-    """Returns the room for a prefix of `length` tokens: the next of 32, 48, 64, 96, 128, 192, ...
+    """Returns how many tokens of room a prefix of `length` tokens gets: the next of 32, 48, 64, 96, 128, 192, ...
 
-    There are few classes, and at most a third of the memory is unused.
+    So there are few sizes, and above 32 tokens at most a third of the room is unused.
 
     >>> [round_to_length_class(n) for n in (1, 32, 33, 49, 65, 100, 129)]
     [32, 32, 48, 64, 96, 128, 192]

@@ -41,7 +41,7 @@ class PackedWeights:
 
     @contextmanager
     def use(self) -> Iterator[None]:
-        """Makes products with the decoder's matrices use the copies, which are made now if there are none."""
+        """Returns a context in which products with the decoder's matrices use the copies, made now if necessary."""
         if not self.products:
             # Leading dimensions are folded, because gate_up is [2, ff, d].
             self.products = {m.data_ptr(): self._pack(m.detach().flatten(0, -2)) for m in _list_matrices(self.decoder)}
@@ -49,18 +49,18 @@ class PackedWeights:
             yield
 
     def drop_copies(self) -> None:
-        """Frees the copies, because the weights have changed or memory is needed."""
+        """Frees the copies, because the weights have changed or memory is needed. The next `use` makes new ones."""
         self.products = {}
 
     def _pack(self, matrix: Tensor) -> Product:
-        """Returns a function that multiplies with a packed copy of the matrix [out, in]."""
+        """Returns a function (x, bias) that multiplies by a copy of the matrix [out, in] in the processor's layout."""
         if self.kind == "packed":
             return partial(_multiply_packed, torch.ops.mkldnn._reorder_linear_weight(matrix, self.rows))
         return partial(_multiply_fp16, torch.ops.quantized.linear_prepack_fp16(matrix, None))
 
 
 def _list_matrices(decoder: Decoder) -> Iterator[Tensor]:
-    """Yields the decoder's matrices that have products: the head and four per layer."""
+    """Yields the decoder's weight matrices that are used in products: the head, then four per layer."""
     yield decoder.head_weight
     for layer in decoder.layers:
         assert isinstance(layer, Layer)
@@ -68,11 +68,11 @@ def _list_matrices(decoder: Decoder) -> Iterator[Tensor]:
 
 
 def _multiply_packed(copy: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
-    """Returns x times the transposed matrix, plus bias, in fp32."""
+    """Returns x times the transposed matrix, plus bias (None = none), in fp32. `copy` is the packed matrix."""
     return multiply_by_onednn(x, copy, bias)
 
 
 def _multiply_fp16(copy: torch.ScriptObject, x: Tensor, bias: Tensor | None) -> Tensor:
-    """Returns x times the transposed matrix, whose entries are rounded to fp16, plus bias."""
+    """Returns x times the transposed matrix, plus bias (None = none). `copy` is the packed matrix, rounded to fp16."""
     product: Tensor = torch.ops.quantized.linear_dynamic_fp16(x.contiguous(), copy)
     return product if bias is None else product + bias

@@ -21,7 +21,7 @@ MIX_2 = 0x94D049BB133111EB - (1 << 64)
 
 
 def derive_random_stream(key: Key) -> int:
-    """Returns the random stream of a key: a signed 64-bit integer, equal on every machine and in every process.
+    """Returns the number of the random stream that belongs to a key: a signed 64-bit hash, equal on every machine.
 
     >>> derive_random_stream(Key(seed=0, purpose="train", task="t", prompt_id="7", visit=0, sample=3))
     -6122594671877502583
@@ -34,7 +34,7 @@ def derive_random_stream(key: Key) -> int:
 
 
 def draw_uniforms(stream: Tensor, position: Tensor) -> Tensor:
-    """Returns uniform numbers in [0, 1), float64 with 53 random bits, one per pair of random stream and position.
+    """Returns one uniform number in [0, 1) per pair of random stream and token position, float64 with 53 random bits.
 
     `stream` and `position` are int64 tensors of equal shape. The same pair always gives the same number.
     """
@@ -43,12 +43,12 @@ def draw_uniforms(stream: Tensor, position: Tensor) -> Tensor:
 
 
 def mix_bits(x: Tensor) -> Tensor:
-    """Applies a bijection of 64-bit integers in which every input bit flips about half of the output bits."""
+    """Returns int64 numbers with mixed bits: a bijection in which each input bit flips about half of the output."""
     x = (x ^ shift_right(x, 30)) * MIX_1
     x = (x ^ shift_right(x, 27)) * MIX_2
     return x ^ shift_right(x, 31)
 
 
 def shift_right(x: Tensor, bits: int) -> Tensor:
-    """Shifts int64 numbers to the right and fills with zeros. Torch's own shift repeats the sign bit."""
+    """Returns int64 numbers shifted to the right, filled with zeros. Torch's own shift repeats the sign bit."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)

@@ -38,7 +38,10 @@ class DrawnTokens:
 
 
 def draw_tokens(logits: Tensor, settings: SamplingSettings, u: Tensor) -> DrawnTokens:
-    """Draws one token per row from logits [B, V] with the uniform numbers u [B] in [0, 1)."""
+    """Draws one token per row from logits [B, V], with the settings of each row and a uniform number u [B] in [0, 1).
+
+    Returns tokens, log-probabilities and kept probability mass. The same logits, settings and u give the same token.
+    """
     wide = logits if logits.dtype == torch.float64 else logits.float()
     if settings.has_temperature:
         divisor = torch.where(settings.temperature > 0, settings.temperature, 1.0).to(wide.dtype)
@@ -59,11 +62,11 @@ def draw_tokens(logits: Tensor, settings: SamplingSettings, u: Tensor) -> DrawnT
 
 
 def truncate(probs: Tensor, settings: SamplingSettings) -> tuple[Tensor, Tensor]:
-    """Returns probs [B, V] with every token outside the kept set at 0, and the sum of the kept ones [B].
+    """Applies top-k, top-p and min-p. Returns probs [B, V] with 0 for dropped tokens, and the sum of the kept ones [B].
 
-    Kept are the top_k most probable tokens; of these the smallest set that reaches top_p of their mass; of
-    these the ones with at least min_p times the largest probability. Ties are broken by the smaller id. `probs` need
-    not be normalised.
+    Kept are the top_k most probable tokens; of these the smallest set that reaches top_p of their mass; of these the
+    ones with at least min_p times the largest probability. Ties are broken by the smaller id. `probs` need not sum to
+    1.
     """
     top = probs.amax(dim=-1, keepdim=True)
     keep = probs >= settings.min_p.to(probs.dtype)[:, None] * top  # [B, V]; the largest is always in
@@ -85,10 +88,10 @@ def truncate(probs: Tensor, settings: SamplingSettings) -> tuple[Tensor, Tensor]
 def invert_cdf(probs: Tensor, u: Tensor) -> Tensor:
     """Returns per row the first token, in vocabulary order, whose cumulative probability exceeds u times the total.
 
-    The search has two levels, blocks of tokens and the tokens of one block. So few numbers are summed in sequence, and
-    a rare token at the end of a large vocabulary keeps its chance, which a running sum in fp32 would round away. At the
-    upper end, where rounding can put u x total beyond the sum, the last token of positive probability is returned. A
-    token of zero probability is never returned. `probs` [B, V] need not be normalised; u is [B].
+    `probs` [B, V] need not sum to 1; u is [B]. The search has two levels, blocks of tokens and the tokens of one block.
+    So few numbers are summed in sequence, and a rare token at the end of a large vocabulary keeps its chance, which a
+    running sum in fp32 would round away. Where rounding puts u times the total beyond the sum, the last token of
+    positive probability is returned. A token of zero probability is never returned.
 
     >>> invert_cdf(torch.tensor([[0.25, 0.0, 0.75]]).repeat(3, 1), torch.tensor([0.2, 0.25, 0.999])).tolist()
     [0, 2, 2]
@@ -110,10 +113,10 @@ def invert_cdf(probs: Tensor, u: Tensor) -> Tensor:
 
 
 def find_first_above(cumulative: Tensor, target: Tensor) -> Tensor:
-    """Returns per row the index of the first entry above the target, or of the first that equals the last entry.
+    """Returns per row the index [B] of the first entry of `cumulative` [B, n] that is above `target` [B].
 
-    `cumulative` [B, n] must not decrease along a row; `target` is [B]. The second case is for a target that no entry
-    exceeds.
+    A row of `cumulative` must not decrease. If no entry is above the target, the result is the first entry that equals
+    the last one.
     """
     above = (cumulative <= target[:, None]).sum(dim=-1)
     end = (cumulative < cumulative[:, -1:]).sum(dim=-1)

@@ -42,7 +42,7 @@ class Slots:
         self.num_filled = self.ints[NUM_FILLED]  # tokens in the window
 
     def place_drafts(self, drafts: Sequence[Draft], first: int) -> None:
-        """Writes the state of the drafts into the slots from `first` on. None of their tokens is cached yet."""
+        """Writes the drafts' sampling state into the slots from `first` on, as if none of their tokens were cached."""
         ints, reals = [], []
         # The table of stop ids grows to the longest list that was ever needed.
         widest = max(len(d.request.sampling.stop_ids) for d in drafts)
@@ -65,7 +65,7 @@ class Slots:
         self.stop_ids[here] = copy_to_device(stop_ids, self.device)
 
     def move_slots(self, source: list[int], target: list[int]) -> None:
-        """Copies the state of the source slots over the target slots."""
+        """Copies the state of the source slots over the target slots, pair by pair."""
         # Indexing with a tensor copies the sources first, so sources and targets may overlap.
         old, new = copy_to_device(source, self.device), copy_to_device(target, self.device)
         self.ints[:, new] = self.ints[:, old]
@@ -74,7 +74,10 @@ class Slots:
             held[new] = held[old]
 
     def note_used_options(self, drafts: Sequence[Draft]) -> None:
-        """Records which sampling options these drafts use, so that the decode step can skip the others."""
+        """Sets the flags that say which sampling options (temperature, greedy, truncation) these drafts use.
+
+        The decode step skips the work for all other options.
+        """
         asked = [d.request.sampling for d in drafts]
         self.has_temperature = any(s.temperature not in (0.0, 1.0) for s in asked)
         self.has_greedy = any(s.temperature == 0.0 for s in asked)
@@ -82,7 +85,7 @@ class Slots:
         self.needs_sorting = any(s.top_p < 1.0 or s.top_k > 0 for s in asked)
 
     def get_settings(self, here: slice) -> SamplingSettings:
-        """Returns the sampling settings of the slots `here`."""
+        """Returns the sampling settings of the slots in the range `here`."""
         return SamplingSettings(
             temperature=self.reals[TEMPERATURE, here],
             top_p=self.reals[TOP_P, here],
@@ -95,11 +98,14 @@ class Slots:
         )
 
     def draw_uniforms(self, here: slice) -> Tensor:
-        """Returns one uniform number per slot in `here`, for its next draw."""
+        """Returns the uniform number in [0, 1) for the next draw of each slot in the range `here`. Changes no state."""
         return draw_uniforms(self.random_stream[here], self.position[here])
 
     def record_tokens(self, here: slice, drawn: DrawnTokens) -> Tensor:
-        """Stores one drawn token per slot. Returns which slots are done, [B] bool: by a stop id or by length."""
+        """Stores one drawn token for each slot in the range `here` and advances its counters.
+
+        Returns which of these slots have ended, by a stop id or by length: [B] bool.
+        """
         column = self.num_filled[here][:, None]
         self.last_token[here] = drawn.tokens
         self.tokens[here].scatter_(1, column, drawn.tokens[:, None])
@@ -112,9 +118,10 @@ class Slots:
         return (drawn.tokens[:, None] == self.stop_ids[here]).any(dim=1) | (self.remaining[here] == 0)
 
     def read_and_clear(self, slots: Sequence[int]) -> list[tuple[list[int], list[float], list[float]]]:
-        """Copies the windows of these slots to the host and empties them.
+        """Copies the tokens drawn since the last read from these slots to the host and empties the slots' windows.
 
-        Returns (tokens, log-probabilities, kept mass) per slot. Kept mass is [] if no slot truncates.
+        Returns (tokens, log-probabilities, kept probability mass) per slot. Kept mass is [] if no running request
+        truncates.
         """
         which = torch.tensor(list(slots), device=self.device)
         filled = self.num_filled[which].tolist()

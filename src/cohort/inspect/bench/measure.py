@@ -37,7 +37,13 @@ class HardwareLimit:
 
 
 def bench_engine(decoder: Decoder, options: EngineBenchOptions) -> BenchResult:
-    """Measures how fast the native engine samples a batch, and the time of its phases."""
+    """Measures how fast the native engine (Cohort's own sampler) samples a batch of prompts of random tokens.
+
+    Returns the median seconds of `options.repeats` batches after one that is not counted, completion tokens per second,
+    and the fraction of the hardware limit that was reached. Details are the mean seconds per batch of prefill, decode
+    and draw, and the seconds of the engine's start. Raises ConfigError for a copy of the weights on a GPU, which only
+    CPUs have.
+    """
     if decoder.embed.is_cuda and options.copies != "shared":
         raise ConfigError(f"--copies {options.copies} works on CPUs only, and the model is on a GPU: add --device cpu.")
     shape = _make_shape(options)
@@ -68,7 +74,11 @@ def bench_engine(decoder: Decoder, options: EngineBenchOptions) -> BenchResult:
 
 
 def bench_learner(decoder: Decoder, options: LearnerBenchOptions) -> BenchResult:
-    """Measures how fast the learner trains on a batch of random tokens."""
+    """Measures an update (forward pass, backward pass, optimizer step) on a batch of random tokens.
+
+    Returns the median seconds of `options.repeats` updates after one that is not counted, completion tokens per second,
+    and the fraction of the hardware limit that was reached.
+    """
     shape = _make_shape(options)
     # A backward pass takes twice the arithmetic of a forward pass.
     limit = _compute_arithmetic_limit(decoder, 3 * limits.count_forward_flops(decoder.config, shape))
@@ -81,9 +91,10 @@ def bench_learner(decoder: Decoder, options: LearnerBenchOptions) -> BenchResult
 
 
 def bench_step(decoder: Decoder, options: BenchOptions) -> BenchResult:
-    """Measures sampling and training of one batch on shared weights.
+    """Measures whole steps: sampling a batch, an update on it, and loading the new weights into the engine.
 
-    Nothing is scored: rewards alternate between 0 and 1.
+    Nothing is scored: rewards alternate between 0 and 1. Returns the median seconds of `options.repeats` steps after
+    one that is not counted, with the median seconds of sampling and of training in the details.
     """
     shape = _make_shape(options)
     limit = _compute_step_limit(decoder, shape)
@@ -114,20 +125,29 @@ def bench_step(decoder: Decoder, options: BenchOptions) -> BenchResult:
     return result
 
 
-def _make_shape(o: BenchOptions) -> limits.BatchShape:
-    """Returns the number and lengths of prompts and completions to measure."""
-    has_own_lengths = isinstance(o, EngineBenchOptions) and o.lengths == "lognormal"
+def _make_shape(options: BenchOptions) -> limits.BatchShape:
+    """Returns the sizes of the batch to measure: prompts, samples per prompt, and lengths in tokens.
+
+    With `lengths` "lognormal", which only the engine benchmark has, each completion gets its own length.
+    """
+    has_own_lengths = isinstance(options, EngineBenchOptions) and options.lengths == "lognormal"
     return limits.BatchShape(
-        prompts=o.prompts,
-        samples=o.samples,
-        prompt_tokens=o.prompt_tokens,
-        completion_tokens=o.completion_tokens,
-        lengths=limits.draw_lognormal_lengths(o.prompts * o.samples, o.completion_tokens) if has_own_lengths else (),
+        prompts=options.prompts,
+        samples=options.samples,
+        prompt_tokens=options.prompt_tokens,
+        completion_tokens=options.completion_tokens,
+        lengths=limits.draw_lognormal_lengths(options.prompts * options.samples, options.completion_tokens)
+        if has_own_lengths
+        else (),
     )
 
 
 def _compute_engine_limit(decoder: Decoder, shape: limits.BatchShape) -> HardwareLimit:
-    """Returns the shortest time in which the hardware could sample the batch."""
+    """Returns the shortest time in which this machine could sample the batch, from rates that are measured here.
+
+    On a CPU the arithmetic alone limits it. On a GPU memory traffic does too, and the details have the limits of
+    prefill and decode, and the limit if samples of a group did not share their prompt.
+    """
     config = decoder.config
     weight = decoder.embed
     if weight.device.type != "cuda":
@@ -148,7 +168,10 @@ def _compute_engine_limit(decoder: Decoder, shape: limits.BatchShape) -> Hardwar
 
 
 def _compute_step_limit(decoder: Decoder, shape: limits.BatchShape) -> HardwareLimit:
-    """Returns the shortest time for sampling and training one after the other."""
+    """Returns the shortest time in which this machine could sample the batch and then train on it.
+
+    It is the sum of the limits of both; on a GPU the details have the two.
+    """
     if not decoder.embed.is_cuda:
         return _compute_arithmetic_limit(decoder, 4 * limits.count_forward_flops(decoder.config, shape))
     sampling = _compute_engine_limit(decoder, shape)
@@ -158,7 +181,7 @@ def _compute_step_limit(decoder: Decoder, shape: limits.BatchShape) -> HardwareL
 
 
 def _compute_arithmetic_limit(decoder: Decoder, flops: float) -> HardwareLimit:
-    """Returns the time of `flops` operations at the measured rate of a large matrix product."""
+    """Returns the time of `flops` floating-point operations at the rate of a large matrix product, measured here."""
     if decoder.embed.is_cuda:
         rate = limits.measure_gpu_rates(decoder.embed.dtype).flops
         words = f"{rate / 1e12:.0f} TFLOP/s, the rate of a large matrix product here on {torch.cuda.get_device_name()}"
@@ -170,7 +193,11 @@ def _compute_arithmetic_limit(decoder: Decoder, flops: float) -> HardwareLimit:
 
 
 def _make_learner(decoder: Decoder, token_budget: int, share: bool, plan: MemoryPlan | None) -> LocalLearner:
-    """Returns a learner for the model. `share` turns prefix sharing on; a `token_budget` of 0 means 4096."""
+    """Returns a learner that trains all weights of `decoder`, which it shares.
+
+    `token_budget` is the most tokens per microbatch (0 = 4096); a memory `plan`, which only GPUs have, overrides it.
+    With `share` the prompt of a group is computed once per group.
+    """
     config = LearnerConfig(token_budget=token_budget or 4096, prefix_sharing=share)
     learner = LocalLearner(decoder, config, OptimConfig(lr=1e-6), num_updates=1)
     learner.apply_plan(plan)
@@ -178,7 +205,11 @@ def _make_learner(decoder: Decoder, token_budget: int, share: bool, plan: Memory
 
 
 def _plan_memory(decoder: Decoder, shape: limits.BatchShape, token_budget: int, kv: bool) -> MemoryPlan | None:
-    """Returns the memory plan for training on a GPU; None on a CPU. `kv` says whether an engine shares the memory."""
+    """Returns how training on the batch divides the memory of the GPU; None on a CPU.
+
+    `token_budget` is the most tokens per microbatch; 0 = as many as fit. With `kv` the plan includes the KV memory of
+    an engine that samples the batch.
+    """
     if not decoder.embed.is_cuda:
         return None
     tokens = shape.prompts * shape.prompt_tokens + shape.num_completion_tokens
@@ -193,20 +224,20 @@ def _plan_memory(decoder: Decoder, shape: limits.BatchShape, token_budget: int, 
 
 
 def _reset_peak_memory(decoder: Decoder) -> None:
-    """Makes the peak of GPU memory count from now on."""
+    """Frees cached GPU memory and makes the recorded peak count from now on. Does nothing on a CPU."""
     if decoder.embed.is_cuda:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
 
 
 def _synchronize(decoder: AnyDecoder) -> None:
-    """Waits until the GPU has done all work that was started, so that times are complete."""
+    """Waits until the GPU has done all work that was started, so that times are complete. Does nothing on a CPU."""
     if decoder.embed.is_cuda:
         torch.cuda.synchronize()
 
 
 def _make_prompts(decoder: Decoder, shape: limits.BatchShape, seed: int = 0) -> list[Prompt]:
-    """Returns prompts of random tokens, other ones for each seed."""
+    """Returns the prompts of the batch, made of random tokens. Equal seeds give equal prompts."""
     rng = random.Random(seed)
     return [
         Prompt(
@@ -223,7 +254,10 @@ def _make_prompts(decoder: Decoder, shape: limits.BatchShape, seed: int = 0) -> 
 
 
 def _make_requests(prompts: Sequence[Prompt], shape: limits.BatchShape) -> list[Request]:
-    """Returns one request per completion. None has stop ids, so every completion has the length of its request."""
+    """Returns one sampling request per completion of the batch, all samples of a prompt after each other.
+
+    None has stop ids, so every completion gets exactly the length that `shape` gives it.
+    """
     lengths = iter(shape.completion_lengths)
     return [
         Request(
@@ -238,14 +272,14 @@ def _make_requests(prompts: Sequence[Prompt], shape: limits.BatchShape) -> list[
 
 
 def _sample_groups(engine: Engine, decoder: Decoder, shape: limits.BatchShape) -> list[Group]:
-    """Samples a batch and returns its groups, without rewards."""
+    """Samples the batch with the engine and returns its groups, one per prompt, without rewards."""
     prompts = _make_prompts(decoder, shape)
     done = sample(engine, _make_requests(prompts, shape))
     return [Group(prompt=p, samples=[done[f"{p.id}/{i}"] for i in range(shape.samples)]) for p in prompts]
 
 
 def _make_random_groups(decoder: Decoder, shape: limits.BatchShape) -> list[Group]:
-    """Returns groups whose completions are random tokens, without rewards."""
+    """Returns the groups of the batch with random tokens as completions, without sampling and without rewards."""
     rng = random.Random(1)
 
     def make_sample() -> Sample:
@@ -259,7 +293,10 @@ def _make_random_groups(decoder: Decoder, shape: limits.BatchShape) -> list[Grou
 
 
 def _train_on(learner: LocalLearner, groups: list[Group], shape: limits.BatchShape) -> None:
-    """Does one update on the groups, with rewards that alternate between 0 and 1."""
+    """Does one update on the groups, with rewards that alternate between 0 and 1, and waits until it is done.
+
+    Changes the groups: their samples get the rewards and lose the old log-probabilities of an earlier call.
+    """
     algo = build_algorithm(GRPO(), shape.completion_tokens)
     for group in groups:
         for i, member in enumerate(group.samples):
@@ -271,13 +308,13 @@ def _train_on(learner: LocalLearner, groups: list[Group], shape: limits.BatchSha
 
 
 def _measure_median(run: Callable[[], object], repeats: int) -> float:
-    """Returns the median time of `run` in seconds, after one run that is not counted."""
+    """Calls `run` once without counting, then `repeats` times. Returns the median seconds of those calls."""
     run()
     return statistics.median(_measure_seconds(run) for _ in range(repeats))
 
 
 def _measure_seconds(run: Callable[[], object]) -> float:
-    """Returns the time of one run in seconds."""
+    """Calls `run` once and returns how many seconds that took."""
     begin = time.perf_counter()
     run()
     return time.perf_counter() - begin
@@ -292,9 +329,10 @@ def _make_result(
     learner: LocalLearner | None = None,
     plan: MemoryPlan | None = None,
 ) -> BenchResult:
-    """Returns the measurement with its fraction of the hardware limit and details by label.
+    """Returns a BenchResult: seconds, completion tokens per second, and the fraction of the hardware limit reached.
 
-    `what` is the name of the benchmark. `learner` and `plan` add their token budget and planned memory.
+    `what` is the name of the benchmark. The details are the limit in seconds and, where given, the learner's tokens per
+    microbatch and the planned memory; on a GPU also the peak of memory.
     """
     details = {"limit s": limit.seconds, **limit.details}
     if learner is not None:

@@ -15,22 +15,26 @@ from cohort.models.shapes import find_shape, make_random_decoder
 
 
 def bench_engine(options: EngineBenchOptions) -> BenchResult:
-    """Loads the model and measures sampling."""
+    """Loads the model that `options` name and returns the measurement that `measure.bench_engine` makes: sampling."""
     return measure.bench_engine(_load_model(options), options)
 
 
 def bench_learner(options: LearnerBenchOptions) -> BenchResult:
-    """Loads the model and measures training."""
+    """Loads the model that `options` name and returns the measurement that `measure.bench_learner` makes: updates."""
     return measure.bench_learner(_load_model(options), options)
 
 
 def bench_step(options: BenchOptions) -> BenchResult:
-    """Loads the model and measures a whole step."""
+    """Loads the model that `options` name and returns the measurement that `measure.bench_step` makes: whole steps."""
     return measure.bench_step(_load_model(options), options)
 
 
 def _load_model(options: BenchOptions) -> Decoder:
-    """Returns the model to be measured, on its device. Raises ModelError if it has no known hardware limits."""
+    """Sets the number of CPU threads and returns the model to be measured, on its device.
+
+    Its weights are from files or random, as `options.weights` says. Raises ModelError for a model that runs on
+    transformers' code instead of Cohort's own, because its hardware limit is not known.
+    """
     device = choose_device(options.device)
     configure_torch(options.threads, device)
     dtype = DTYPES[choose_dtype(options.dtype, device)]
@@ -41,6 +45,7 @@ def _load_model(options: BenchOptions) -> Decoder:
     decoder = load_folder(resolve_model(options.model), dtype).decoder
     if not isinstance(decoder, Decoder):
         raise ModelError(
-            f"{options.model} cannot be measured: it is not a model of the native family, so its limits are not known"
+            f"{options.model} cannot be measured: Cohort runs it with transformers' code, so its hardware limit is not "
+            "known. Choose another --model; `cohort models` lists some."
         )
     return decoder.to(device)

@@ -25,22 +25,22 @@ class Finding:
 
 
 def ok(name: str, text: str, **details: float) -> Finding:
-    """Returns a finding with the status "ok"."""
+    """Returns a finding with the status "ok". `name` is that of the check, such as "reward/speed"."""
     return Finding(name=name, status="ok", text=text, details=details)
 
 
 def warn(name: str, text: str, **details: float) -> Finding:
-    """Returns a finding with the status "warn": the run can start, but the user should read the text."""
+    """Returns a finding with the status "warn": the run can start, but the user should read `text`."""
     return Finding(name=name, status="warn", text=text, details=details)
 
 
 def fail(name: str, text: str, **details: float) -> Finding:
-    """Returns a finding with the status "FAIL": `cohort check` ends with exit code 1. Raises nothing."""
+    """Returns a finding with the status "FAIL", for which `cohort check` exits with code 1. Raises nothing."""
     return Finding(name=name, status="FAIL", text=text, details=details)
 
 
 def quote(text: str) -> str:
-    """Returns the start of a text from a task or a model in quotes, escaped so that it cannot act on a terminal.
+    """Returns the first 80 characters of a text in quotes, escaped so that it cannot act on a terminal.
 
     >>> quote("<answer>\\n")
     '"<answer>\\\\n"'

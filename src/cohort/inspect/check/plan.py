@@ -18,17 +18,17 @@ MAX_SAMPLING_SECONDS = 10.0  # a whole batch is sampled for the time estimate on
 
 
 def check_memory(trial: Trial) -> Finding:
-    """Compares the estimated memory of a step with the machine's memory.
+    """Estimates the memory of a step and compares it with the machine's: FAIL above all of it, warn above 80%.
 
-    On a GPU, memory was planned when the job was built, and a plan that does not fit was refused there: the finding
-    repeats that plan.
+    On a GPU the finding only repeats the plan that was made when the job was built, where a plan that does not fit was
+    refused.
     """
     name = "plan/memory"
     learner = trial.job.learner
     if learner.plan is not None:
         return ok(name, learner.plan.description, bytes=learner.plan.peak)
     if not isinstance(trial.job.model.config, ModelConfig):
-        return warn(name, "not estimated: this is not a model of the native family, so its shapes are not known")
+        return warn(name, "not estimated: this model runs on transformers' code, so its shapes are not known")
     demand = _estimate_demand(trial, trial.job.model.config)
     state = state_bytes(demand)
     kv = count_kv_bytes(demand.model, demand.bytes_per_number) * demand.kv_tokens
@@ -44,9 +44,9 @@ def check_memory(trial: Trial) -> Finding:
 
 
 def _estimate_demand(trial: Trial, model: ModelConfig) -> MemoryDemand:
-    """Returns the sizes that memory is estimated from, for a batch in which every sample has `sampling.max_tokens`.
+    """Returns the sizes that decide how much memory a step needs, for the largest batch that the settings allow.
 
-    Prompts count as long as the longest sampled one.
+    Every sample counts as `sampling.max_tokens` long, every prompt as long as the longest prompt of the trial.
     """
     job = trial.job
     config = job.config
@@ -68,10 +68,11 @@ def _estimate_demand(trial: Trial, model: ModelConfig) -> MemoryDemand:
 
 
 def check_step_time(trial: Trial, score_seconds: float) -> Finding:
-    """Measures sampling and one update, and reports the estimated time of a step and of the whole run.
+    """Measures sampling and one update, and returns a finding with the estimated time of a step and of the run.
 
-    Does this with a whole batch where that is quick, otherwise with the trial's few groups, scaled to the batch.
-    `score_seconds` is the time of one score. The update moves the weights, so this must be the last check.
+    Measures a whole batch if sampling it takes at most 10 s, otherwise the trial's few groups, scaled to the batch.
+    `score_seconds` is the measured time of one score. Fails if the update moves no weights. The update changes the
+    weights, so this must be the last check.
     """
     name = "plan/time"
     job = trial.job
@@ -102,12 +103,12 @@ def check_step_time(trial: Trial, score_seconds: float) -> Finding:
 
 
 def _count_samples(trial: Trial) -> int:
-    """Returns the number of samples in all groups of the trial."""
+    """Returns the number of samples in all sampled groups of the trial."""
     return sum(len(g.samples) for g in trial.sampled)
 
 
 def _format_seconds(seconds: float) -> str:
-    """Returns a time with two digits, in seconds, minutes or hours.
+    """Returns a time as text with two digits, in seconds, minutes or hours.
 
     >>> _format_seconds(2.34), _format_seconds(600), _format_seconds(86400)
     ('2.3 s', '10 min', '24 h')

@@ -54,9 +54,10 @@ class Case:
 
 
 def check_reward(trial: Trial, seconds: float = PASS_SECONDS) -> Iterator[Finding]:
-    """Yields the findings about the task's grader. Also scores the trial's own samples and stores their rewards.
+    """Runs all checks of the task's grader and yields their findings.
 
-    `seconds` limits each pass over the answers.
+    `seconds` limits each pass over the answers; answers that are not reached in that time are left out. The rewards of
+    the trial's own samples are stored in the samples. If the grader breaks the rules for tasks, one last FAIL says so.
     """
     job = trial.job
     task = job.config.task
@@ -80,9 +81,10 @@ def check_reward(trial: Trial, seconds: float = PASS_SECONDS) -> Iterator[Findin
 
 
 def make_cases(task: object, prompts: Sequence[Prompt]) -> list[Case]:
-    """Returns the answers to score for each prompt, not yet scored.
+    """Returns the answers to try on the grader for each prompt, not yet scored: right, empty, copied and so on.
 
-    They are in the order of the prompts, so that every kind has been scored when time runs out.
+    All kinds of a prompt come before the next prompt, so that each kind has been tried when time runs out. Kinds made
+    from a right answer are left out where the task gives none.
     """
     golds = [_get_gold(task, p) for p in prompts]
     cases: list[Case] = []
@@ -102,7 +104,7 @@ def make_cases(task: object, prompts: Sequence[Prompt]) -> list[Case]:
 
 
 def _get_gold(task: object, prompt: Prompt) -> str:
-    """Returns the task's right answer for the prompt's row; "" if the task has none."""
+    """Returns the right answer that the task's `gold` gives for the prompt's row; "" if there is none."""
     gold = getattr(task, "gold", None)
     try:
         return str(gold(prompt.row)) if gold is not None else ""
@@ -111,7 +113,11 @@ def _get_gold(task: object, prompt: Prompt) -> str:
 
 
 def _make_case_answer(prompt: Prompt, kind: str, text: str) -> Answer:
-    """Returns `text` as the answer that a grader gets."""
+    """Returns `text` in the form in which the grader gets an answer to the prompt.
+
+    For the kinds gold, repeated, other and truncated `text` is the full answer. For other kinds the answer begins with
+    the text that the task forces on the model, if any.
+    """
     answer = make_answer(prompt, Sample(tokens=[], provenance=[], sampler_logprobs=[], text=text))
     # A gold answer is complete: a prefix that the task forces on the model is already part of its text.
     is_whole = kind in ("gold", "repeated", "other", "truncated")
@@ -119,9 +125,10 @@ def _make_case_answer(prompt: Prompt, kind: str, text: str) -> Answer:
 
 
 def _score_cases(job: RLJob, pool: ScoringPool, cases: Iterable[Case], seconds: float) -> Iterator[Case]:
-    """Yields the cases with their scores and stops once `seconds` have passed.
+    """Scores the cases one after another in `pool`, and yields copies with outcome, reward and seconds.
 
-    Scores one case at a time: each has its own time, and a grader that hangs costs one time limit only.
+    Stops after the case during which `seconds` since the start have passed. A grader that hangs on a case costs that
+    case its own time limit only.
     """
     begin = time.perf_counter()
     accuracy = job.config.task.accuracy
@@ -140,7 +147,7 @@ def _score_cases(job: RLJob, pool: ScoringPool, cases: Iterable[Case], seconds: 
 
 
 def check_failures(scored: Sequence[Case]) -> Finding:
-    """Fails if the grader could not score some answer."""
+    """Returns FAIL if the grader could not score some answer, for instance because it raised an exception."""
     name = "reward/failures"
     failed = [c for c in scored if c.outcome.failure]
     if not failed:
@@ -151,7 +158,7 @@ def check_failures(scored: Sequence[Case]) -> Finding:
 
 
 def check_speed(job: RLJob, scored: Sequence[Case]) -> Finding:
-    """Compares the median time of a score with what is allowed. Leaves out the first, which waits for the worker."""
+    """Returns ok, warn or FAIL by the median time of a score. Leaves out the first, which waits for its worker."""
     name = "reward/speed"
     per_step = job.config.batch.prompts * job.config.batch.samples
     each = statistics.median([c.seconds for c in scored][1:] or [0.0])
@@ -163,14 +170,20 @@ def check_speed(job: RLJob, scored: Sequence[Case]) -> Finding:
 
 
 def check_repeatable(job: RLJob, scored: Sequence[Case], seconds: float) -> Finding:
-    """Fails if scoring the same answers a second time, by the same worker, gives other scores."""
+    """Scores the same answers again, in the same worker process. Returns FAIL if some score is another one.
+
+    Stops after `seconds` and compares what was scored until then.
+    """
     again = _score_cases(job, job.scorer, scored, seconds)
     remedy = "A score may depend on the row and the answer alone: no clock, no counter, no unseeded random numbers."
     return _compare_scores("reward/repeatable", list(zip(scored, again, strict=False)), "scored twice", remedy)
 
 
 def check_order(job: RLJob, scored: Sequence[Case], seconds: float) -> Finding:
-    """Fails if a new worker that scores the same answers in reverse order gives other scores."""
+    """Scores the same answers in reverse order in a new worker process. Returns FAIL if some score is another one.
+
+    Stops after `seconds` and compares what was scored until then.
+    """
     turned = list(scored)[::-1]
     with ScoringPool(job.config.task) as pool:
         again = list(_score_cases(job, pool, turned, seconds))
@@ -180,7 +193,11 @@ def check_order(job: RLJob, scored: Sequence[Case], seconds: float) -> Finding:
 
 
 def _compare_scores(name: str, pairs: Sequence[tuple[Case, Case]], how: str, remedy: str) -> Finding:
-    """Returns a failure if the two scores in some pair differ. `how` says how the pairs were scored."""
+    """Returns FAIL if the two scores of some pair differ, else ok. Each pair is one answer scored twice.
+
+    `name` is that of the check. The text of the finding says `how` the answers were scored and, for a FAIL, the
+    `remedy`.
+    """
     differ = [(a, b) for a, b in pairs if a.outcome.parts != b.outcome.parts]
     if not differ:
         return ok(name, f"{len(pairs)} answers {how}: the same scores", answers=len(pairs))
@@ -195,7 +212,7 @@ def _compare_scores(name: str, pairs: Sequence[tuple[Case, Case]], how: str, rem
 
 
 def check_verdicts(job: RLJob, scored: Sequence[Case]) -> Iterator[Finding]:
-    """Yields the findings about which kinds of answers are rewarded."""
+    """Runs the checks of what the grader rewards, for each kind of answer, and yields their findings."""
     kinds: dict[str, list[Case]] = {}
     for case in scored:
         kinds.setdefault(case.kind, []).append(case)
@@ -215,7 +232,7 @@ def check_verdicts(job: RLJob, scored: Sequence[Case]) -> Iterator[Finding]:
 
 
 def check_gold(gold: Sequence[Case]) -> Finding:
-    """Fails if some right answer of the task itself is not scored as correct; warns if the task has none."""
+    """Returns FAIL if some right answer of the task is not scored as correct, warn if the task gives none, else ok."""
     name = "reward/gold"
     wrong = [c for c in gold if not c.correct]
     if not gold:
@@ -229,7 +246,7 @@ def check_gold(gold: Sequence[Case]) -> Finding:
 
 
 def check_empty(empty: Sequence[Case]) -> Finding:
-    """Fails if an empty answer earns anything."""
+    """Returns FAIL if an empty answer is correct or has a reward part above 0, else ok."""
     name = "reward/empty"
     paid = [c for c in empty if c.correct or max(c.outcome.parts.values()) > 0]
     if not paid:
@@ -239,7 +256,7 @@ def check_empty(empty: Sequence[Case]) -> Finding:
 
 
 def check_variation(scored: Sequence[Case], gold: Sequence[Case]) -> Finding:
-    """Fails if all answers got the same reward. Only warns if it is 0 and the task gives no right answers."""
+    """Returns FAIL if all answers got the same reward; only warn if it is 0 and no right answers (`gold`) are known."""
     name = "reward/varies"
     rewards = {c.reward for c in scored}
     if len(rewards) > 1:
@@ -252,7 +269,10 @@ def check_variation(scored: Sequence[Case], gold: Sequence[Case]) -> Finding:
 
 
 def check_cheapest(junk: Sequence[Case], full: float) -> Finding:
-    """Reports the shortest answer without content that earns anything. `full` is the reward of a right answer."""
+    """Returns ok, warn or FAIL by what the best-paid answer without content earns; names the shortest one that is paid.
+
+    `junk` are the empty, blank and format-only answers; `full` is the reward of a right answer.
+    """
     name = "reward/cheapest"
     paid = sorted((c for c in junk if c.reward > 0), key=lambda c: len(c.answer.text))
     if not paid:
@@ -264,7 +284,10 @@ def check_cheapest(junk: Sequence[Case], full: float) -> Finding:
 
 
 def check_echo(echoes: Sequence[Case], full: float) -> Finding:
-    """Reports what an answer earns that only repeats the prompt. `full` is the reward of a right answer."""
+    """Returns ok, warn or FAIL by what an answer earns that only repeats the prompt.
+
+    `full` is the reward of a right answer.
+    """
     name = "reward/echo"
     paid = [c for c in echoes if c.reward > 0]
     if not paid:
@@ -275,9 +298,10 @@ def check_echo(echoes: Sequence[Case], full: float) -> Finding:
 
 
 def _judge_payment(name: str, text: str, worst: Case, correct: bool, full: float) -> Finding:
-    """Returns ok, warn or FAIL by the share of the full reward that the best-paid worthless answer earns.
+    """Returns FAIL if `worst` earns at least half of the `full` reward, warn above a fifth, else ok.
 
-    `correct` says whether any such answer counts as correct, which always fails.
+    `worst` is the best-paid of some worthless answers. `correct` says whether any of them counts as correct, which
+    always fails. `text` begins the text of the finding.
     """
     remedy = "The policy will find this: require more before any reward, or lower the coefficient of that part."
     if correct or worst.reward >= FAIL_REWARD_SHARE * full:
@@ -288,7 +312,7 @@ def _judge_payment(name: str, text: str, worst: Case, correct: bool, full: float
 
 
 def check_repetition(repeated: Sequence[Case], gold: Sequence[Case]) -> Finding:
-    """Fails if giving a right answer many times earns more than giving it once."""
+    """Returns FAIL if giving a right answer 50 times earns more than giving it once, else ok."""
     name = "reward/repetition"
     once = {c.prompt.id: c.reward for c in gold}
     more = [c for c in repeated if c.reward > once.get(c.prompt.id, c.reward)]
@@ -299,7 +323,10 @@ def check_repetition(repeated: Sequence[Case], gold: Sequence[Case]) -> Finding:
 
 
 def check_acceptance(kind: str, words: str, tried: Sequence[Case], full: float) -> Finding:
-    """Warns if wrong answers of one kind are accepted in too many rows. `words` describes such an answer."""
+    """Returns warn if wrong answers of one kind are accepted in more than a fifth of the rows, else ok.
+
+    An answer is accepted if it is correct or earns at least half of the `full` reward. `words` describes the kind.
+    """
     paid = [c for c in tried if c.correct or c.reward >= FAIL_REWARD_SHARE * full]
     text = f"{words} is accepted in {len(paid)} of {len(tried)} rows"
     if len(paid) <= WARN_ROW_SHARE * len(tried):
@@ -311,9 +338,10 @@ def check_acceptance(kind: str, words: str, tried: Sequence[Case], full: float) 
 
 
 def check_signal(trial: Trial, seconds: float) -> Finding:
-    """Scores the trial's samples, stores their rewards, and reports how many groups have rewards that differ.
+    """Scores the trial's samples, stores their rewards in them, and reports how many groups have differing rewards.
 
-    The reward is None where the grader failed or where `seconds` had passed before.
+    Returns warn if there is no such group. A sample's reward is None if the grader failed on it, or if `seconds` had
+    passed before it.
     """
     name = "reward/signal"
     job = trial.job

@@ -19,7 +19,11 @@ NUM_SAMPLES = 4  # per prompt
 
 
 def run_checks(config: RunConfig, progress: Callable[[str], None]) -> Iterator[Finding]:
-    """Yields each finding as soon as its check is done. Calls `progress` with the name of each stage as it begins."""
+    """Runs all checks on the config of an RL run and yields each finding as soon as its check is done.
+
+    Calls `progress` with the name of each stage as it begins, such as "computing gradients". Raises ConfigError for
+    other kinds of runs.
+    """
     progress("loading the model and the task")
     job = build.build_rl_job(require_rl(config, "cohort check"))
     try:

@@ -17,7 +17,7 @@ from cohort.algos.tally import Tally
 from cohort.data.pack import make_batch, pack_minibatch
 from cohort.engines.base import Engine, Event, Request
 from cohort.jobs.build import RLJob
-from cohort.learner.base import Cut
+from cohort.learner.base import MicrobatchOptions
 from cohort.loops.learning import annotate
 from cohort.rollout.producer import Producer
 from cohort.tasks.environment import AgainRules, Episodes, KeyedDraws, Opening, Past, Step, ThinkAgain
@@ -54,12 +54,19 @@ class Trial:
     groups: list[Group] = field(default_factory=list)  # copies with distinct rewards and advantages, to train on
 
     def enumerate_samples(self) -> Iterator[tuple[int, Group, int]]:
-        """Yields (number over all groups, group, index in the group) of each sample in `groups`."""
+        """Yields (number, group, index) of each sample in `groups`.
+
+        The number counts samples over all groups from 0, the index counts them within the group.
+        """
         places = ((g, i) for g in self.groups for i in range(len(g.samples)))
         return ((n, g, i) for n, (g, i) in enumerate(places))
 
     def compute_advantages(self, groups: list[Group]) -> list[Group]:
-        """Annotates groups with log-probabilities and sets their advantages, as the loop does before an update."""
+        """Returns the groups with advantages, computed as the training loop does it before an update.
+
+        Samples are changed in place: their log-probabilities are computed anew by the learner, where the algorithm
+        needs them.
+        """
         learner = self.job.learner
         algo = self.job.algo
         # Log-probabilities of a copied sample may belong to other tokens than the sample has now.
@@ -70,25 +77,33 @@ class Trial:
 
     @property
     def longest_sequence(self) -> int:
-        """The number of tokens of the longest sample with its prompt. A microbatch cannot be smaller."""
+        """Number of tokens of the longest prompt with a sample in `groups`; 1 if there is none.
+
+        A microbatch cannot be smaller.
+        """
         return max((len(g.prompt.tokens) + len(s.tokens) for g in self.groups for s in g.samples), default=1)
 
-    def run_backward(self, groups: Sequence[Group], cut: Cut | None = None, world: World | None = None) -> BackwardPass:
-        """Computes the gradient of an update on these groups. Changes no weights.
+    def run_backward(
+        self, groups: Sequence[Group], options: MicrobatchOptions | None = None, world: World | None = None
+    ) -> BackwardPass:
+        """Computes the gradient of an update on `groups` and returns it with metrics and every token of the loss.
 
-        `cut` says how the batch is divided into microbatches, `world` which rank of how many this is; None means as
-        in the run.
+        Changes no weights. `options` says how the batch is divided into microbatches (None = as in the run). `world`
+        says which rank of how many ranks computes (None = the run's own).
         """
         loss = _RecordingLoss(self.job.algo)
         batch = make_batch(groups)
-        result = self.job.learner.compute_gradient(batch, cast(Loss, loss), cut, world)
+        result = self.job.learner.compute_gradient(batch, cast(Loss, loss), options, world)
         # The batch numbers the samples that it packed; the trial numbers all samples of the groups.
         places = {id: place for place, id in enumerate(id for g in groups for id in g.ids())}
         tokens = {places[batch.ids[number]]: row for number, row in loss.tokens.items()}
         return BackwardPass(gradient=result.tensors, metrics=result.metrics, tokens=tokens)
 
     def collect_trained_tokens(self) -> dict[int, list[int]]:
-        """Returns the token ids that an update on `groups` trains, by the number of the sample over all groups."""
+        """Returns the token ids that an update on `groups` trains, per sample, in order.
+
+        The keys number the samples over all groups. Samples that are not trained have no key.
+        """
         batch = make_batch(self.groups)
         places = {id: place for place, id in enumerate(id for g in self.groups for id in g.ids())}
         trained: dict[int, list[int]] = {}
@@ -100,9 +115,11 @@ class Trial:
 
 
 def sample_trial(job: RLJob, num_prompts: int, num_samples: int) -> Trial:
-    """Samples a trial through the run's own producer, with at most the run's number of prompts and samples.
+    """Samples up to `num_prompts` groups of up to `num_samples` samples, with the run's own engine and settings.
 
-    Nothing is scored here, so a broken grader does not end the trial: the reward has its own checks.
+    Never samples more than the batch of the run has. Returns the groups with the token ids that the engine reported and
+    the seconds that sampling took. Nothing is scored, so a broken grader cannot end the trial: the reward has its own
+    checks.
     """
     batch = job.config.batch
     engine = _RecordingEngine(job.engine)
@@ -118,9 +135,9 @@ def sample_trial(job: RLJob, num_prompts: int, num_samples: int) -> Trial:
 
 
 def give_distinct_rewards(trial: Trial) -> None:
-    """Fills `trial.groups` with copies of the sampled groups that any algorithm can train on.
+    """Sets `trial.groups` to copies of the sampled groups that every algorithm can train on, with advantages.
 
-    No two rewards in a group are equal, and no sample counts as failed or cut off.
+    In each group the rewards fall evenly from 1, all different, and no sample counts as failed or cut off.
     """
     groups = copy.deepcopy(trial.sampled)
     for group in groups:
@@ -132,9 +149,10 @@ def give_distinct_rewards(trial: Trial) -> None:
 
 
 def compare_gradients(got: dict[str, Tensor], expected: dict[str, Tensor]) -> tuple[float, float]:
-    """Returns the mean and the largest difference of the worst parameter, relative to its largest expected entry.
+    """Returns the (mean, largest) difference between two gradients, for the parameters where it is worst.
 
-    A parameter that is missing on one side counts as 0. NaN stays NaN.
+    Both are by parameter name. Differences are relative to the parameter's largest entry in `expected`. A parameter
+    that one side lacks counts as 0 there. NaN stays NaN.
     """
     # A parameter whose gradient should be 0 (a bias of keys) has only rounding errors, which are as large as itself.
     # It is therefore compared with at least a thousandth of the largest gradient of all parameters.
@@ -158,11 +176,11 @@ class _RecordingLoss:
         self.tokens: dict[int, list[LossToken]] = {}  # by the batch's number of the sample
 
     def weigh_tokens(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Returns the algorithm's own token weights."""
+        """Returns the token weights of the wrapped algorithm, called with the same arguments."""
         return self.algo.weigh_tokens(*args, **kwargs)
 
     def loss(self, inputs: LossInputs) -> tuple[Tensor, Tally]:
-        """Returns the algorithm's own loss and tally, and records the tokens."""
+        """Returns the loss and tally of the wrapped algorithm, and adds every token with dL/dlogprob to `tokens`."""
         loss, tally = self.algo.loss(inputs)
         # The learner still needs the graph for its own backward pass.
         gradient = torch.autograd.grad(loss, inputs.logprobs, retain_graph=True)[0]
@@ -182,14 +200,17 @@ class _RecordingEngine:
         self._places: dict[str, tuple[str, int]] = {}  # prompt id and sample, by request id
 
     def submit(self, request: Request) -> None:
+        """Passes a request on to the wrapped engine and remembers which prompt and sample it is for."""
         self._places[request.id] = (request.key.prompt_id, request.key.sample)
         self.engine.submit(request)
 
     @property
     def idle(self) -> bool:
+        """Whether the wrapped engine has no request in progress."""
         return self.engine.idle
 
     def poll(self, timeout: float = 0.0) -> list[Event]:
+        """Returns the new events of the wrapped engine, waiting up to `timeout` seconds, and records their tokens."""
         events = self.engine.poll(timeout)
         for event in events:
             self.drawn_tokens.setdefault(self._places[event.id], []).extend(event.tokens)
@@ -200,9 +221,11 @@ class _ZeroRewardEnvironment:
     """An environment that ends after one answer and rewards nothing."""
 
     def start(self, row: Row, draws: KeyedDraws) -> Opening:
+        """Returns an opening that adds no messages to the prompt."""
         return Opening(messages=[])
 
     def step(self, answer: Answer) -> Step:
+        """Returns a last turn without replies and without reward parts, whatever the answer is."""
         return Step(parts={})
 
 
@@ -218,13 +241,19 @@ class _ZeroRewardScorer:
         self.done: list[tuple[str, Outcome]] = []
 
     def submit(self, id: str, row: Row, answer: Answer, past: Past | None = None) -> None:
+        """Gives an answer no reward at once; `poll` returns the outcome under `id`.
+
+        `past` is the conversation so far; None = the task has a single turn.
+        """
         # Without a past the task has a single turn, and the conversation ends.
         step = Step() if past is None else self.episodes.step(row, past, answer)
         self.done.append((id, Outcome(replies=step.replies, cost=step.cost)))
 
     def drop(self, id: str) -> None:
+        """Forgets the outcome of the answer that was submitted under `id`, if `poll` has not returned it yet."""
         self.done = [(other, outcome) for other, outcome in self.done if other != id]
 
     def poll(self, timeout: float = 0.0) -> list[tuple[str, Outcome]]:
+        """Returns (id, outcome) of the answers submitted since the last call. Never waits: `timeout` has no effect."""
         done, self.done = self.done, []
         return done

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cohort.inspect.check.findings import Finding, fail, ok, warn
 from cohort.inspect.check.trial import BackwardPass, Trial, compare_gradients
-from cohort.learner.base import Cut
+from cohort.learner.base import MicrobatchOptions
 from cohort.loops.learning import annotate
 from cohort.models.functions import multiply_wide
 from cohort.text import Tokenizer
@@ -32,7 +32,7 @@ NUM_SPECIAL = 8  # special tokens that are put into the probe
 
 
 def check_update(trial: Trial) -> Iterator[Finding]:
-    """Yields the findings about the update on the trial's groups. They must have distinct rewards."""
+    """Runs all checks of the update and yields their findings. `give_distinct_rewards` must have set `trial.groups`."""
     base = trial.run_backward(trial.groups)
     probe = _make_probe(trial)
     probe_pass = trial.run_backward([probe])
@@ -49,7 +49,7 @@ def check_update(trial: Trial) -> Iterator[Finding]:
 
 
 def get_tolerance(trial: Trial) -> tuple[float, float]:
-    """Returns the allowed (mean, largest) difference for the model's dtype and device."""
+    """Returns the (mean, largest) difference that is allowed for the model's dtype and device."""
     embed = trial.job.model.decoder.embed
     if embed.is_cuda and embed.dtype == torch.float32:
         return GPU_TOLERANCE
@@ -60,7 +60,7 @@ def get_tolerance(trial: Trial) -> tuple[float, float]:
 
 
 def check_sampled_tokens(trial: Trial, base: BackwardPass) -> Finding:
-    """Fails if the token ids in the loss are not the ids that the engine drew."""
+    """Returns FAIL if the token ids that are trained are not exactly the ids that the engine drew, else ok."""
     name = "update/sampled-tokens"
     count = 0
     targets = trial.collect_trained_tokens()
@@ -81,7 +81,7 @@ def check_sampled_tokens(trial: Trial, base: BackwardPass) -> Finding:
 
 
 def check_end_token(trial: Trial) -> Finding:
-    """Fails if a sample that stopped is trained without its end token; warns if no sample stopped."""
+    """Returns FAIL if a sample that stopped is trained without its end token, warn if no sample stopped, else ok."""
     name = "update/end-token"
     sampling = trial.job.producer.settings.sampling
     stops = set(sampling.stop_ids)
@@ -109,7 +109,7 @@ def check_end_token(trial: Trial) -> Finding:
 
 
 def check_special_tokens(probe: Group, probe_pass: BackwardPass) -> Finding:
-    """Fails if sampled special tokens are missing in the loss.
+    """Returns FAIL if special tokens that the policy drew are missing in the loss. `probe` is made by `_make_probe`.
 
     A mask that is made from token ids instead of provenance leaves out a pad or end token that the policy drew.
     """
@@ -123,7 +123,7 @@ def check_special_tokens(probe: Group, probe_pass: BackwardPass) -> Finding:
 
 
 def check_unsampled_tokens(trial: Trial, probe: Group) -> Finding:
-    """Fails if a token of the prompt, of the environment or a forced token has a gradient."""
+    """Returns FAIL if a token of the prompt, of the environment or a forced token has a gradient, else ok."""
     name = "update/unsampled-tokens"
     # One sample alone: then the position that predicts each token is known without the packer.
     sample = probe.samples[0]
@@ -155,7 +155,7 @@ def check_unsampled_tokens(trial: Trial, probe: Group) -> Finding:
 
 
 def check_constant_rewards(trial: Trial) -> Finding:
-    """Fails if a group of equal rewards has an advantage other than 0."""
+    """Trains on groups of equal rewards. Returns FAIL if they have an advantage other than 0, or a gradient from it."""
     name = "update/constant-rewards"
     group = trial.groups[0]
     # Copies of one sample, because an algorithm may treat samples of equal reward but other length differently. The
@@ -178,7 +178,7 @@ def check_constant_rewards(trial: Trial) -> Finding:
 
 
 def check_ratio(base: BackwardPass) -> Finding:
-    """Fails if some ratio is not exactly 1 although nothing has been updated yet."""
+    """Returns FAIL if some ratio of new to old policy is not exactly 1 although nothing has been updated yet."""
     name = "update/ratio"
     low = base.metrics.get("ratio/min")
     high = base.metrics.get("ratio/max")
@@ -193,7 +193,7 @@ def check_ratio(base: BackwardPass) -> Finding:
 
 
 def check_direction(base: BackwardPass) -> Finding:
-    """Fails if the gradient step does not raise the log-probabilities of better samples relative to worse ones."""
+    """Returns FAIL unless the gradient makes tokens of better samples more likely than those of worse samples."""
     name = "update/direction"
     # A gradient step moves a log-probability against its gradient, so this product must be below 0.
     terms = [t.advantage * t.gradient for row in base.tokens.values() for t in row]
@@ -212,10 +212,10 @@ def check_direction(base: BackwardPass) -> Finding:
 def check_single_sequences(
     trial: Trial, base: BackwardPass, probe: Group, probe_pass: BackwardPass
 ) -> Iterator[Finding]:
-    """Compares the log-probabilities of packed samples with those of each sample computed alone.
+    """Compares log-probabilities of samples packed into one sequence with those of each sample computed alone.
 
     Yields one finding about all tokens, and one about the first token of each sample, which is predicted from a prompt
-    that the samples of a group may share.
+    that the samples of a group may share. Each is FAIL if the differences are above the tolerance.
     """
     rows = [(g, g.samples[i], base.tokens.get(n, [])) for n, g, i in trial.enumerate_samples()]
     rows += [(probe, s, probe_pass.tokens.get(i, [])) for i, s in enumerate(probe.samples)]
@@ -240,7 +240,7 @@ def check_single_sequences(
 def _compute_logprobs_alone(trial: Trial, group: Group, sample: Sample) -> Tensor:
     """Returns the log-probabilities of the sampled tokens, by a forward pass over this one sequence alone.
 
-    Uses plain causal attention without packing. Float64 on the host, one per sampled token.
+    Uses causal attention without packing. The tensor is float64, on the host, with one entry per sampled token.
     """
     decoder = trial.job.model.decoder
     first = len(group.prompt.tokens) - 1
@@ -254,7 +254,7 @@ def _compute_logprobs_alone(trial: Trial, group: Group, sample: Sample) -> Tenso
 
 
 def check_sampler_gap(trial: Trial, base: BackwardPass) -> Finding:
-    """Compares the log-probabilities that the engine reported with those of the learner."""
+    """Returns FAIL if the engine and the learner give the sampled tokens log-probabilities that differ too much."""
     gaps = [0.0]
     for n, group, i in trial.enumerate_samples():
         sample = group.samples[i]
@@ -277,9 +277,9 @@ def check_sampler_gap(trial: Trial, base: BackwardPass) -> Finding:
 def _judge_logprob_gaps(
     trial: Trial, name: str, gaps: Tensor, good: str, bad: str, limits: tuple[float, float] | None = None
 ) -> Finding:
-    """Returns ok with the text `good` if the differences are within `limits`, else FAIL with the text `bad`.
+    """Returns ok with the text `good` if the absolute differences `gaps` are within `limits`, else FAIL with `bad`.
 
-    `limits` are (mean, largest); None = those of the model's dtype and device.
+    `limits` are (mean, largest); None = the tolerance of the model's dtype and device.
     """
     mean, most = limits or get_tolerance(trial)
     details = {"mean": float(gaps.mean()), "most": float(gaps.max())}
@@ -294,15 +294,18 @@ def _judge_logprob_gaps(
 
 
 def check_batch_cuts(trial: Trial, base: BackwardPass) -> Iterator[Finding]:
-    """Compares the gradient with that of the same groups divided, ordered or packed in other ways."""
+    """Yields one finding per way to divide, order, pack or share out the same groups: FAIL if the gradient changes."""
     groups = trial.groups
     longest = trial.longest_sequence
     turned = [replace(g, samples=g.samples[::-1]) for g in groups[::-1]]
     ways = {
-        "microbatches": [(groups, Cut(token_budget=longest)), (groups, Cut(token_budget=3 * longest))],
-        "accumulation-order": [(groups, Cut(token_budget=longest, backwards=True))],
-        "packing-order": [(turned, Cut(token_budget=longest))],
-        "prefix-sharing": [(groups, Cut(share=False))],
+        "microbatches": [
+            (groups, MicrobatchOptions(token_budget=longest)),
+            (groups, MicrobatchOptions(token_budget=3 * longest)),
+        ],
+        "accumulation-order": [(groups, MicrobatchOptions(token_budget=longest, backwards=True))],
+        "packing-order": [(turned, MicrobatchOptions(token_budget=longest))],
+        "prefix-sharing": [(groups, MicrobatchOptions(share=False))],
     }
     for what, cuts in ways.items():
         passes = [trial.run_backward(*way) for way in cuts]
@@ -311,7 +314,7 @@ def check_batch_cuts(trial: Trial, base: BackwardPass) -> Iterator[Finding]:
 
 
 def _judge_gradient_gaps(trial: Trial, what: str, gaps: list[tuple[float, float]]) -> Finding:
-    """Returns ok if all differences (mean, largest) are within the tolerance. `what` is how the batch was divided."""
+    """Returns ok if all (mean, largest) differences are within the tolerance, else FAIL. `what` names the division."""
     mean, most = get_tolerance(trial)
     subject = what.replace("-", " ")
     numbers = {"mean": max(gap[0] for gap in gaps), "most": max(gap[1] for gap in gaps)}
@@ -338,12 +341,13 @@ class _SimulatedRank(World):
         self.seen = list[Tensor]()
 
     def sum(self, x: Tensor) -> Tensor:
+        """Records `x`, then replaces it in place by the total of this call, if one is known, and returns it."""
         self.seen.append(x.detach().clone())
         return x.copy_(self.totals[len(self.seen) - 1]) if len(self.seen) <= len(self.totals) else x
 
 
 def check_ranks(trial: Trial, base: BackwardPass) -> Finding:
-    """Compares the gradient with that of two simulated ranks that have unequal shares of the groups."""
+    """Computes the gradient on two simulated ranks with unequal shares of the groups; FAIL if it is another one."""
     groups = trial.groups
     totals = list[Tensor]()
     gradient = base.gradient
@@ -361,9 +365,9 @@ def check_ranks(trial: Trial, base: BackwardPass) -> Finding:
 
 
 def _make_probe(trial: Trial) -> Group:
-    """Returns a group with tokens that a trial may lack.
+    """Returns a copy of the trial's first group with tokens inserted that a trial may lack, and advantages.
 
-    The first sample has environment and forced tokens in its middle, the second has sampled special tokens.
+    The first sample gets environment and forced tokens in its middle, the second gets sampled special tokens.
     """
     group = copy.deepcopy(trial.groups[0])
     tokenizer = Tokenizer.load(trial.job.model.folder)
@@ -384,7 +388,10 @@ def _make_probe(trial: Trial) -> Group:
 
 
 def _insert_tokens(sample: Sample, tokens: list[int], marks: list[int]) -> None:
-    """Inserts tokens with their provenance into the middle of a sample. Sampled ones get the log-probability -1."""
+    """Inserts tokens with their provenance `marks` into the middle of a sample, in place.
+
+    The inserted log-probabilities are made up: -1 for sampled tokens, 0 for others.
+    """
     middle = len(sample.tokens) // 2
     sample.tokens[middle:middle] = tokens
     sample.provenance[middle:middle] = marks

@@ -48,7 +48,7 @@ class SampleEffect:
 
     @property
     def signal(self) -> float:
-        """Sum of |dL/dlogprob| over the tokens of the sample."""
+        """Sum of |dL/dlogprob| over the tokens of the sample: how strongly the update pushes them."""
         return math.fsum(map(abs, self.gradient))
 
 
@@ -61,25 +61,26 @@ class StepEffect:
 
     @cached_property
     def group_signals(self) -> list[float]:
-        """Sum of |dL/dlogprob| of each group."""
+        """Sum of |dL/dlogprob| over the tokens of each group, in the order of `groups`."""
         return [math.fsum(sample.signal for sample in group) for group in self.groups]
 
     @cached_property
     def signal(self) -> float:
-        """Sum of |dL/dlogprob| of the whole step."""
+        """Sum of |dL/dlogprob| over all tokens of the step."""
         return math.fsum(self.group_signals)
 
     def compute_share(self, signal: float) -> float:
-        """Returns which part of the step's signal `signal` is, from 0 to 1; 0 if the step has none."""
+        """Returns `signal` divided by the signal of the whole step, from 0 to 1; 0 if the step has none."""
         return signal / self.signal if self.signal else 0.0
 
 
 def compute_step_effect(
     groups: Sequence[Group], algo: Loss, minibatches: int = 1, policy: LogprobFunction | None = None
 ) -> StepEffect:
-    """Returns the effect of a step on groups that have advantages.
+    """Returns dL/dlogprob of every token of a step, by its first update. The groups must have their advantages.
 
-    The current log-probabilities are those the step began with or, if `policy` is given, those that it returns.
+    `minibatches` is the number of minibatches that the update divides the groups into. Current log-probabilities are
+    the stored ones or, if `policy` is given, those that it returns for a sample.
     """
     samples = [s for g in groups for s in g.samples]
     exact = all(s.old_logprobs is not None for g in groups if not g.excluded for s in g.samples if _is_trained(s))
@@ -100,7 +101,7 @@ def compute_step_effect(
             weights = algo.weigh_tokens(Lengths(sample=micro.lengths, group=micro.group_lengths), totals)
             begin = 0
             # One call per whole sample, because in a sequence-level loss the tokens of a sample depend on each other.
-            for segment, num in zip(*_find_runs(micro.segments), strict=True):
+            for segment, num in zip(*_find_stretches(micro.segments), strict=True):
                 span = slice(begin, begin + num)
                 place = places[batch.ids[segment]]
                 inputs = _make_loss_inputs(micro, weights, span)
@@ -111,25 +112,29 @@ def compute_step_effect(
 
 
 def _is_trained(sample: Sample) -> bool:
-    """Returns whether the sample itself can be in the loss. Its group may be excluded nevertheless."""
+    """Returns whether the sample itself can be in the loss: not failed, not masked, with a sampled token.
+
+    Its group may be excluded nevertheless.
+    """
     return not sample.failure and not sample.masked and sample.num_sampled > 0
 
 
 def _make_zero_effect(sample: Sample) -> SampleEffect:
-    """Returns the effect on a sample that is not in the loss."""
+    """Returns the effect on a sample that is not in the loss: gradients of 0 without reasons."""
     return SampleEffect(gradient=[0.0] * len(sample.tokens), zero_reasons=[""] * len(sample.tokens))
 
 
-def _find_runs(segments: Tensor) -> tuple[list[int], list[int]]:
-    """Returns the value and the length of each run of equal neighbours."""
+def _find_stretches(segments: Tensor) -> tuple[list[int], list[int]]:
+    """Divides a tensor into stretches of equal neighbours. Returns (value of each, length of each)."""
     values, counts = torch.unique_consecutive(segments, return_counts=True)
     return values.tolist(), counts.tolist()
 
 
 def _make_loss_inputs(micro: Microbatch, weights: Tensor, span: slice) -> LossInputs:
-    """Returns the inputs of the loss for some tokens of a microbatch, as the learner makes them, in float64.
+    """Returns the inputs of the loss for the tokens at the positions `span` of a microbatch, in float64.
 
-    The stored log-probabilities are the current ones.
+    They are made as the learner makes them. `weights` are the token weights of the microbatch. The log-probabilities
+    stored before the update are taken as the current ones.
     """
     old, ref = micro.old_logprobs, micro.ref_logprobs
     sampler = micro.sampler_logprobs[span].double()
@@ -150,7 +155,10 @@ def _make_loss_inputs(micro: Microbatch, weights: Tensor, span: slice) -> LossIn
 def _compute_sample_effect(
     sample: Sample, inputs: LossInputs, algo: Loss, policy: LogprobFunction | None
 ) -> SampleEffect:
-    """Returns the effect on a sample that is in the loss. `inputs` has one row per sampled token."""
+    """Returns the effect on a sample that is in the loss. `inputs` has one row per sampled token of the sample.
+
+    If `policy` is given, its log-probabilities of the sample replace those in `inputs`.
+    """
     places = [i for i, p in enumerate(sample.provenance) if p == Provenance.SAMPLED]
     if policy is not None:
         values = policy(sample)
@@ -165,7 +173,7 @@ def _compute_sample_effect(
 
 
 def _differentiate_loss(inputs: LossInputs, algo: Loss) -> tuple[Tensor, dict[str, float]]:
-    """Returns dL/dlogprob of each token, and the metrics of the loss."""
+    """Returns dL/dlogprob of each token in `inputs`, and the metrics of the loss by name."""
     leaf = inputs.logprobs.clone().requires_grad_()
     loss, tally = algo.loss(replace(inputs, logprobs=leaf, entropy=inputs.entropy.clone().requires_grad_()))
     (gradient,) = torch.autograd.grad(loss, [leaf])
@@ -173,7 +181,7 @@ def _differentiate_loss(inputs: LossInputs, algo: Loss) -> tuple[Tensor, dict[st
 
 
 def _explain_zero_gradients(inputs: LossInputs, gradient: Tensor, algo: Loss) -> list[str]:
-    """Returns why each token has no gradient; "" for a token that has one or whose token weight is 0.
+    """Returns why each token has no gradient, such as "clipped"; "" if it has one or its token weight is 0.
 
     Finds the reason by evaluating the loss again with one cause removed, which is right for any algorithm.
     """

@@ -32,11 +32,15 @@ _NUM_CONTEXT_TOKENS = 8  # prompt tokens that are decoded before a completion
 class _HasReturns(Protocol):
     """An algorithm whose baseline uses returns: rewards after penalties."""
 
-    def compute_return(self, sample: Sample) -> float: ...
+    def compute_return(self, sample: Sample) -> float:
+        """Returns the reward of a scored sample after the algorithm's penalties."""
 
 
 def make_group_line(step: RecordedStep, index: int) -> GroupLine:
-    """Returns the line of a group in the overview."""
+    """Returns the group's line in the overview: index, prompt id, mean reward, share of the signal, remarks.
+
+    `index` is that of the group in the step. The signal is the sum of |dL/dlogprob| over the step.
+    """
     group = step.groups[index]
     rewards = [s.reward for s in group.samples if s.reward is not None and not s.failure]
     excluded = f"left out: {group.excluded}" if group.excluded else ""
@@ -50,12 +54,12 @@ def make_group_line(step: RecordedStep, index: int) -> GroupLine:
 
 
 def _describe_age(group: Group) -> str:
-    """Returns how many steps ago a reused group was sampled; "" for a new group."""
+    """Returns a text like "used again, 2 steps old" for a group of an earlier step; "" for a group of this step."""
     return f"used again, {format_count(group.reused, 'step')} old" if group.reused else ""
 
 
 def make_group_report(step: RecordedStep, line: GroupLine) -> GroupReport:
-    """Returns the full report of the group that `line` is about."""
+    """Returns everything said about the group that `line` is about: facts, prompt, and all samples token by token."""
     group = step.groups[line.index]
     stream = TextStream(step.tokenizer, skip_special=False) if step.tokenizer else None
     prompt = group.prompt
@@ -73,7 +77,11 @@ def make_group_report(step: RecordedStep, line: GroupLine) -> GroupReport:
 
 
 def _describe_baseline(step: RecordedStep, group: Group) -> list[Fact]:
-    """Returns the facts about a group as a whole: why it is out of the loss, its returns, how its advantages arise."""
+    """Returns the facts about a group as a whole, as (label, text) pairs.
+
+    They say why it is out of the loss, how old it is, its returns (rewards after penalties), failed and masked samples,
+    and how its advantages are computed.
+    """
     facts: list[Fact] = []
     if group.excluded:
         facts.append(("out of the loss", explain_reason(group.excluded)))
@@ -97,17 +105,20 @@ def _describe_baseline(step: RecordedStep, group: Group) -> list[Fact]:
 
 
 def _describe_moments(values: Sequence[float]) -> str:
-    """Returns the mean and the standard deviation as text."""
+    """Returns mean and standard deviation as text, such as "mean 0.500, std 0.707". Needs at least one value."""
     return f"mean {format_number(mean(values))}, std {format_number(std(values))}"
 
 
 def _collect_returns(algo: Algorithm, group: Group) -> list[float]:
-    """Returns the returns of the samples of a group that could be scored."""
+    """Returns the return (reward after penalties) of each sample of a group that could be scored."""
     return [_get_return(algo, s) for s in group.samples if not s.failure and s.reward is not None]
 
 
 def _get_return(algo: Algorithm, sample: Sample) -> float:
-    """Returns what the baseline uses for a scored sample: the reward after penalties, if the algorithm has any."""
+    """Returns what the baseline uses for a scored sample: its reward after the algorithm's penalties.
+
+    It is the plain reward if the algorithm has no penalties, or if one of them cannot be computed from what is stored.
+    """
     assert sample.reward is not None
     # A group that was not accepted and was replaced has no log-probabilities, so a KL in its reward is not known.
     is_known = sample.old_logprobs is not None or "old" not in algo.needs()
@@ -115,7 +126,7 @@ def _get_return(algo: Algorithm, sample: Sample) -> float:
 
 
 def _make_sample_report(step: RecordedStep, group: Group, index: int, effect: SampleEffect) -> SampleReport:
-    """Returns the report of the sample with this index in its group."""
+    """Returns everything said about the sample at `index` of its group. `effect` is what the update did to it."""
     sample = group.samples[index]
     fate = describe_fate(group, sample)
     share = step.effect.compute_share
@@ -149,7 +160,10 @@ def _make_sample_report(step: RecordedStep, group: Group, index: int, effect: Sa
 
 
 def _describe_sample(step: RecordedStep, sample: Sample, fate: str, effect: SampleEffect) -> list[Fact]:
-    """Returns the facts about a sample: its fate, reward, advantage, finish, ratios and limited tokens."""
+    """Returns the facts about a sample as (label, text) pairs: fate, reward, advantage, finish, ratios, limited tokens.
+
+    `fate` says why the sample is out of the loss; "" = it is in.
+    """
     facts: list[Fact] = []
     if fate in REASONS:
         facts.append(("out of the loss", explain_reason(fate) + (f" ({sample.failure})" if sample.failure else "")))
@@ -173,7 +187,10 @@ def _describe_sample(step: RecordedStep, sample: Sample, fate: str, effect: Samp
 
 
 def _describe_pushes(tokens: Sequence[ShownToken]) -> list[Fact]:
-    """Returns in words how far tokens are pushed, for readers who see no colours; empty if none is pushed."""
+    """Returns one fact that says how far the update pushes tokens up or down; empty if it pushes none.
+
+    It is for readers who see no colours.
+    """
     pushed = sorted((t for t in tokens if t.push), key=lambda t: -abs(t.push))
     if not pushed:
         return []
@@ -184,7 +201,10 @@ def _describe_pushes(tokens: Sequence[ShownToken]) -> list[Fact]:
 
 
 def _describe_limited_tokens(step: RecordedStep, sample: Sample, effect: SampleEffect) -> list[Fact]:
-    """Returns the facts about tokens in the loss whose push is limited: clipped, corrected, or without a gradient."""
+    """Returns facts about tokens in the loss with a limited push: clipped, corrected, or without a gradient.
+
+    Each fact is a pair (label, text) with the number of tokens and the reason.
+    """
     facts: list[Fact] = []
     m = effect.metrics
     for side, words in (("low", "ratio below the clip range"), ("high", "ratio above the clip range")):
@@ -206,12 +226,12 @@ def _describe_limited_tokens(step: RecordedStep, sample: Sample, effect: SampleE
 
 
 def _format_ratios(low: float, middle: float, high: float) -> str:
-    """Returns the smallest, the mean and the largest ratio as text."""
+    """Returns the smallest, the mean and the largest ratio as text, such as "min 0.9000, mean 1.0000, max 1.1000"."""
     return f"min {low:.4f}, mean {middle:.4f}, max {high:.4f}"
 
 
 def _describe_reward(step: RecordedStep, sample: Sample) -> str:
-    """Returns the reward of a sample and its composition: parts with their coefficients, and the cost of turns."""
+    """Returns a text with the reward of a sample and how it is composed: parts, coefficients, cost of further turns."""
     if sample.reward is None:
         return "none: it could not be scored"
     coefficients = step.config.reward
@@ -232,5 +252,8 @@ def _describe_reward(step: RecordedStep, sample: Sample) -> str:
 
 
 def _decode_tokens(stream: TextStream | None, tokens: list[int]) -> list[str]:
-    """Returns the text of each token; its id in ⟨⟩ where it completes no character or there is no tokenizer."""
+    """Returns the text that each token adds when it is pushed into `stream`, which changes.
+
+    A token that completes no character is shown as its id in ⟨⟩; so are all tokens if `stream` is None (no tokenizer).
+    """
     return [(stream.push([id]) if stream else "") or f"⟨{id}⟩" for id in tokens]

@@ -48,18 +48,21 @@ def render_page(report: Report) -> str:
 
 
 def _escape(text: str, limit: int = 1000) -> str:
-    """Returns a text as one line of HTML without markup, cut after `limit` characters."""
+    """Returns a text escaped for HTML, in one line, cut after `limit` characters of the original text."""
     return escape(escape_line(text, limit))
 
 
 def _render_facts(facts: Sequence[Fact]) -> str:
-    """Returns facts as a table."""
+    """Returns an HTML table with one row per fact: its label and its text."""
     rows = (f"<tr><th>{_escape(label)}</th><td>{_escape(value)}</td></tr>" for label, value in facts)
     return f"<table>{''.join(rows)}</table>"
 
 
 def _render_overview(lines: Sequence[GroupLine], chosen: int) -> str:
-    """Returns the table of all groups, largest share of the signal first. `chosen` is the index of the marked one."""
+    """Returns a heading and an HTML table of all groups, largest share of the signal first.
+
+    The row of the group with the index `chosen` is marked.
+    """
     rows = ["<tr><th>group</th><th>share</th><th>reward</th><th>prompt</th><th></th></tr>"]
     for line in sorted(lines, key=lambda line: -line.share):
         cells = (str(line.index), f"{line.share:.1%}", line.rewards, line.prompt_id, line.note)
@@ -69,7 +72,7 @@ def _render_overview(lines: Sequence[GroupLine], chosen: int) -> str:
 
 
 def _render_group(group: GroupReport) -> Iterable[str]:
-    """Yields the elements for one group: facts, prompt, legend and samples."""
+    """Yields the HTML elements for one group: heading, facts, prompt, legend of the colours, and samples."""
     line = group.line
     yield f"<h2>group {line.index} · {_escape(line.prompt_id)} · {line.share:.1%} of the signal</h2>"
     yield _render_facts(group.facts)
@@ -85,7 +88,7 @@ def _render_group(group: GroupReport) -> Iterable[str]:
 
 
 def _render_heading(sample: SampleReport) -> str:
-    """Returns the heading of a sample: its share of the signal and the direction of its push, or its fate."""
+    """Returns the HTML heading of a sample: its share of the signal and the direction of its push, or its fate."""
     if sample.fate:
         effect = f"out of the loss: {_escape(sample.fate)}"
     elif sample.push == 0:
@@ -97,7 +100,10 @@ def _render_heading(sample: SampleReport) -> str:
 
 
 def _render_tokens(tokens: Sequence[ShownToken], strongest: float) -> Iterable[str]:
-    """Yields one block per stretch of tokens with the same provenance. A push of `strongest` gets full colour."""
+    """Yields one HTML block per stretch of neighbouring tokens with the same provenance.
+
+    A push of `strongest` gets full colour.
+    """
     for provenance, stretch in groupby(tokens, key=lambda t: t.provenance):
         kind = Provenance(provenance).name.lower()
         spans = "".join(_render_token(token, kind, strongest) for token in stretch)
@@ -105,7 +111,10 @@ def _render_tokens(tokens: Sequence[ShownToken], strongest: float) -> Iterable[s
 
 
 def _render_token(token: ShownToken, kind: str, strongest: float) -> str:
-    """Returns a token coloured by its push, with its details in a tooltip."""
+    """Returns a token as an HTML span coloured by its push, with id, log-probability and push in a tooltip.
+
+    `kind` is its provenance, which is also a CSS class. A push of `strongest` gets full colour.
+    """
     text = escape(escape_text(token.text)).replace("\n", "⏎\n")
     about = [f"id {token.id}", kind]
     if token.logprob is not None:
@@ -121,7 +130,7 @@ def _render_token(token: ShownToken, kind: str, strongest: float) -> str:
 
 
 def _make_background(push: float) -> str:
-    """Returns the CSS of a background colour for a push between -1 and 1."""
+    """Returns the CSS of a background colour: green for a push above 0, else red. Full colour at -1 and 1."""
     # The opacity grows from faint to full with the push.
     strength = _FAINT + (1 - _FAINT) * min(1.0, abs(push))
     return f"background:rgba({_COLOURS[1 if push > 0 else -1]},{strength:.2f})"

@@ -33,16 +33,19 @@ _SHOWN_METRICS = (
 
 
 def explain_step(path: Path, number: int | None, group: str = "") -> Report:
-    """Returns the report of a step, with one of its groups in detail.
+    """Loads a step of the run in `path` and returns its report, with one of its groups in detail.
 
     `number` None = the newest step whose rollouts are kept. `group` is an index or a prompt id; "" = the group with the
-    largest share of the signal.
+    largest share of the signal (sum of |dL/dlogprob|). Raises RunError if there is no such step or group.
     """
     return make_report(load_step(path, number), group)
 
 
 def make_report(step: RecordedStep, group: str = "") -> Report:
-    """Returns the report of a step that is loaded already, with one group in detail as in `explain_step`."""
+    """Returns the report of a step that is loaded already, with one group in detail.
+
+    `group` is an index or a prompt id; "" = the group with the largest share of the signal.
+    """
     lines = [make_group_line(step, i) for i in range(len(step.groups))]
     config = step.config
     variants = [get_variant_name("task", config.task), get_variant_name("algo", config.algo)]
@@ -57,9 +60,10 @@ def make_report(step: RecordedStep, group: str = "") -> Report:
 
 
 def find_group(groups: Sequence[Group], wanted: str, effect: StepEffect) -> int:
-    """Returns the index of the group that `wanted` names: an index or, if there is no such index, a prompt id.
+    """Returns the index of the group that `wanted` names.
 
-    "" = the group with the largest signal. Raises RunError if there is no such group.
+    `wanted` is an index or, if there is no such index, a prompt id; "" = the group with the largest signal. Raises
+    RunError if no group fits.
     """
     if not wanted:
         return max(range(len(groups)), key=lambda i: effect.group_signals[i])
@@ -75,7 +79,7 @@ def find_group(groups: Sequence[Group], wanted: str, effect: StepEffect) -> int:
 
 
 def _describe_step(step: RecordedStep) -> list[Fact]:
-    """Returns the facts about a step as a whole: groups, samples, rewards, signal, recorded metrics."""
+    """Returns the facts about a step as (label, text) pairs: groups, samples, rewards, signal, recorded metrics."""
     groups, effect = step.groups, step.effect
     samples = [s for g in groups for s in g.samples]
     sampled = [e for g in effect.groups for e in g]
@@ -158,7 +162,7 @@ def _collect_notes(step: RecordedStep) -> list[str]:
 
 
 def explain_no_signal(groups: Sequence[Group], effect: StepEffect, fact: str = "loss is 0") -> str:
-    """Returns a sentence that says why a step pushes no token: `fact` and its causes."""
+    """Returns a sentence that says why a step pushes no token: "`fact` because" and all causes with their counts."""
     pairs = [(g, s) for g in groups for s in g.samples]
     excluded = Counter(g.excluded for g in groups if g.excluded)
     causes = [f"{format_count(n, 'group')} left out ({explain_reason(reason)})" for reason, n in excluded.items()]

@@ -29,14 +29,17 @@ _MAX_PROMPT_TOKENS = 4000
 
 
 def print_report(report: Report, file: IO[str] | None = None) -> None:
-    """Prints a report to `file`; None = standard output. Does not break lines: a terminal folds them itself."""
+    """Prints a report to `file`; None = standard output. Uses colours on a terminal only.
+
+    Does not break lines: a terminal folds them itself.
+    """
     console = Console(file=file, highlight=False, emoji=False, markup=False)
     for line in _render_report(report, coloured=console.is_terminal and not console.no_color):
         console.print(line, soft_wrap=True)
 
 
 def _render_report(report: Report, coloured: bool) -> Iterable[Text]:
-    """Yields the lines of the whole report. A legend of the colours is included if `coloured`."""
+    """Yields the lines of the whole report. `coloured` says whether colours will be seen: then a legend is included."""
     yield Text(escape_line(report.title), style=HEAD)
     yield from _render_facts(report.facts)
     for note in report.notes:
@@ -48,15 +51,16 @@ def _render_report(report: Report, coloured: bool) -> Iterable[Text]:
 
 
 def _render_facts(facts: Sequence[Fact]) -> Iterable[Text]:
-    """Yields one line per fact."""
+    """Yields one line per fact: its label in a column of fixed width, then its text."""
     for label, value in facts:
         yield Text.assemble("  ", (f"{label:<{_LABEL_WIDTH}}", CALM), " ", escape_line(value, 1000))
 
 
 def _render_overview(lines: Sequence[GroupLine], chosen: int) -> Iterable[Text]:
-    """Yields a table of the groups, largest share of the signal first; the rest of a long list is one line.
+    """Yields the lines of a table of the groups, largest share of the signal first.
 
-    `chosen` is the index of the group that is marked, because it is shown below.
+    The first 20 groups have a line each, the rest have one line together. `chosen` is the index of the group that is
+    marked, because it is shown below.
     """
     ordered = sorted(lines, key=lambda line: -line.share)
     rows = [["group", "share", "reward", "prompt", ""]]
@@ -75,7 +79,7 @@ def _render_overview(lines: Sequence[GroupLine], chosen: int) -> Iterable[Text]:
 
 
 def _render_group(group: GroupReport, coloured: bool) -> Iterable[Text]:
-    """Yields the lines about one group: facts, prompt, legend and samples."""
+    """Yields the lines about one group: heading, facts, prompt, legend (only if `coloured`) and samples."""
     yield Text(
         f"group {group.line.index} · {escape_line(group.line.prompt_id)} · {group.line.share:.1%} of the signal",
         style=HEAD,
@@ -135,7 +139,10 @@ def _render_tokens(tokens: Sequence[ShownToken], strongest: float) -> Iterable[T
 
 
 def _choose_style(token: ShownToken, strongest: float) -> str:
-    """Returns the style of a token: by its push or, without one, by its provenance."""
+    """Returns the rich style of a token: limited, coloured by its push or, without a push, by its provenance.
+
+    A push of `strongest` gets full colour.
+    """
     if token.zero_reason:
         return f"{LIMITED} underline"
     if token.push and strongest:
@@ -144,7 +151,7 @@ def _choose_style(token: ShownToken, strongest: float) -> str:
 
 
 def _make_background(push: float) -> str:
-    """Returns the style of black text on a colour between faint and full, for a push between -1 and 1."""
+    """Returns the rich style of black text on green (push above 0) or red. The colour is full at -1 and 1."""
     faint, full = _TINTS[1 if push > 0 else -1]
     mixed = [round(a + (b - a) * min(1.0, abs(push))) for a, b in zip(faint, full, strict=True)]
     return "#000000 on #{:02x}{:02x}{:02x}".format(*mixed)

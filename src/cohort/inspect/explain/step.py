@@ -37,12 +37,18 @@ class RecordedStep:
 
 
 def load_step(path: Path, number: int | None) -> RecordedStep:
-    """Loads a step of the run in `path`; None = the newest step whose rollouts are kept. Raises RunError."""
+    """Loads a step of the run in `path` from its files, with the effect of its loss on every token.
+
+    `number` None = the newest step whose rollouts are kept. Raises RunError if the rollouts of the step are not kept.
+    """
     directory = RunDirectory.open(path)
     config = require_rl(directory.config, "cohort explain")
     kept = list_rollout_steps(directory.rollouts) if directory.rollouts.is_dir() else []
     if not kept:
-        raise RunError(f"{path} keeps no rollouts: the run has not finished a step yet, or they were removed.")
+        raise RunError(
+            f"{path} keeps no rollouts: the run has not finished a step yet, or they were removed. Wait for its first "
+            f"step, continue it with `cohort resume {path}`, or name another run."
+        )
     number = kept[-1] if number is None else number
     if number not in kept:
         steps = format_ranges(kept)
@@ -69,7 +75,10 @@ def load_step(path: Path, number: int | None) -> RecordedStep:
 
 
 def count_changed_samples(groups: Sequence[Group], algo: Algorithm) -> int:
-    """Returns how many samples the algorithm would now give another advantage or fate than is stored."""
+    """Computes the advantages of copies of the groups anew, and returns how many samples differ from what is stored.
+
+    A sample differs if its advantage, its mask or the exclusion of its group is another one.
+    """
     again = algo.advantages([replace(g, samples=[replace(s) for s in g.samples]) for g in groups])
     pairs = [
         (g, s, h, t) for g, h in zip(groups, again, strict=True) for s, t in zip(g.samples, h.samples, strict=True)
@@ -84,7 +93,7 @@ def count_changed_samples(groups: Sequence[Group], algo: Algorithm) -> int:
 def _load_tokenizer(directory: RunDirectory) -> Tokenizer | None:
     """Returns the run's tokenizer; None if it is not found.
 
-    The newest checkpoint surely has the run's own; without a checkpoint, the model that the config names is tried.
+    Takes that of the newest checkpoint or, if there is none, that of the model which the config names.
     """
     newest = checkpoint.find_latest(directory.checkpoints)
     if newest is not None:
@@ -96,7 +105,7 @@ def _load_tokenizer(directory: RunDirectory) -> Tokenizer | None:
 
 
 def describe_fate(group: Group, sample: Sample) -> str:
-    """Returns why a sample is out of the loss; "" = it is in."""
+    """Returns why a sample is out of the loss, such as "failed" or "masked: truncated"; "" = it is in the loss."""
     if sample.failure:
         return "failed"
     if group.excluded:

@@ -26,7 +26,7 @@ REASONS = {
 
 
 def explain_reason(reason: str) -> str:
-    """Returns a reason with its explanation, where there is one.
+    """Returns "reason: explanation" for a reason that REASONS knows, else the reason alone.
 
     >>> explain_reason("empty"), explain_reason("not accepted")
     ('empty: it has no sampled token', 'not accepted')
@@ -35,7 +35,7 @@ def explain_reason(reason: str) -> str:
 
 
 def format_number(value: float) -> str:
-    """Returns a number in few characters; whole numbers without decimals.
+    """Returns a number as text in few characters; whole numbers below a million without decimals.
 
     >>> format_number(1.0), format_number(0.25), format_number(-2.0)
     ('1', '0.250', '-2')
@@ -44,7 +44,7 @@ def format_number(value: float) -> str:
 
 
 def format_signed(value: float) -> str:
-    """Returns a number in few characters, with a plus sign if it is above 0.
+    """Returns a number as text in few characters, with a plus sign if it is above 0.
 
     >>> format_signed(0.25), format_signed(-2.0), format_signed(0.0)
     ('+0.250', '-2', '0')
@@ -53,7 +53,7 @@ def format_signed(value: float) -> str:
 
 
 def format_count(n: int, noun: str) -> str:
-    """Returns a count with its noun, in the plural where needed.
+    """Returns a count with its noun; the noun gets an "s" unless the count is 1.
 
     >>> format_count(1, "sample"), format_count(3, "sample")
     ('1 sample', '3 samples')
@@ -62,7 +62,7 @@ def format_count(n: int, noun: str) -> str:
 
 
 def format_ranges(numbers: Sequence[int]) -> str:
-    """Returns sorted numbers as text, with neighbours joined into ranges.
+    """Returns numbers, which must be sorted, as text with neighbours joined into ranges.
 
     >>> format_ranges([1, 2, 3, 7, 9, 10])
     '1-3, 7, 9-10'
@@ -77,7 +77,7 @@ def format_ranges(numbers: Sequence[int]) -> str:
 
 
 def format_total(total: int, kinds: Counter[str]) -> str:
-    """Returns a total and how many of each kind it contains.
+    """Returns a total and how many of each kind it contains, as text; "none in the loss" if there are no kinds.
 
     >>> format_total(8, Counter({"in the loss": 6, "out: constant reward": 2}))
     '8: 6 in the loss, 2 out: constant reward'
@@ -99,7 +99,7 @@ def std(values: Sequence[float]) -> float:
 
 
 def format_mean_std(values: Sequence[float]) -> str:
-    """Returns mean and standard deviation; "none" without values.
+    """Returns mean and standard deviation (n - 1) as text; "none" without values.
 
     >>> format_mean_std([1.0, 0.0]), format_mean_std([])
     ('0.500 ± 0.707', 'none')
@@ -108,7 +108,7 @@ def format_mean_std(values: Sequence[float]) -> str:
 
 
 def format_spread(values: Sequence[float]) -> str:
-    """Returns mean, standard deviation, smallest and largest value. There must be at least one value.
+    """Returns mean, standard deviation, smallest and largest value as text. Needs at least one value.
 
     >>> format_spread([1.0, 0.0])
     '0.500 ± 0.707, from 0 to 1'

@@ -24,7 +24,7 @@ class SinkRow:
 
     @property
     def is_evaluation(self) -> bool:
-        """Whether these are the metrics of an evaluation, not of a step."""
+        """Whether the row has the metrics of an evaluation, not of a step."""
         return any(name.startswith("eval/") for name in self.metrics)
 
 
@@ -36,52 +36,57 @@ class Sink:
     """
 
     def connect(self, header: Header) -> None:
-        """Imports the program's package and opens a run there."""
+        """Imports the program's package and opens or continues the run there. Each sink implements this."""
         raise NotImplementedError
 
     def has_row(self, row: SinkRow) -> bool:
-        """Returns whether the program has the row already, from before this start."""
+        """Returns whether the program has the row already, from before this start. False unless a sink overrides it."""
         return False
 
     def write_row(self, row: SinkRow) -> None:
-        """Sends one row."""
+        """Sends one row to the program. Each sink implements this."""
         raise NotImplementedError
 
     def stop(self, ended_well: bool) -> None:
-        """Sends what is pending and disconnects.
+        """Sends what is pending and disconnects. `ended_well` is False if the run failed.
 
-        May be called several times, and also if `connect` failed or was never called.
+        Each sink implements this. It may be called several times, and also if `connect` failed or was never called.
         """
         raise NotImplementedError
 
     def start(self, header: Header) -> None:
+        """Connects to the program and sends it the rows of metrics.jsonl that it lacks."""
         self._num_rows = 0
         self.connect(header)
         # The file has every row up to now, also those from before a resume.
         for row in read_rows(Path(header.path) / "metrics.jsonl"):
-            self._pass_on(row)
+            self._send_if_new(row)
 
     def show_phase(self, name: str) -> None:
-        pass
+        """Does nothing: phases are not sent."""
 
     def show_step(self, report: StepReport) -> None:
-        self._pass_on(SinkRow(number=self._num_rows, step=report.step, time=time.time(), metrics=report.metrics))
+        """Sends the metrics of a finished step."""
+        self._send_if_new(SinkRow(number=self._num_rows, step=report.step, time=time.time(), metrics=report.metrics))
 
     def show_evaluation(self, evaluation: Evaluation) -> None:
+        """Sends the metrics of a finished evaluation, as a row of its own."""
         metrics = evaluation.metrics
-        self._pass_on(SinkRow(number=self._num_rows, step=evaluation.step, time=time.time(), metrics=metrics))
+        self._send_if_new(SinkRow(number=self._num_rows, step=evaluation.step, time=time.time(), metrics=metrics))
 
     def show_event(self, step: int, kind: str, text: str) -> None:
-        pass
+        """Does nothing: events are not sent."""
 
     def finish(self, summary: Summary) -> None:
+        """Disconnects from the program and tells it that the run ended well."""
         self.stop(True)
 
     def close(self) -> None:
+        """Disconnects from the program and tells it that the run failed. Does nothing after `finish`."""
         self.stop(False)
 
-    def _pass_on(self, row: SinkRow) -> None:
-        """Sends a row unless the program has it already."""
+    def _send_if_new(self, row: SinkRow) -> None:
+        """Sends a row unless the program has it already, and counts it."""
         # A row that is not sent is counted too: the number is that of its line in metrics.jsonl.
         self._num_rows = row.number + 1
         if not self.has_row(row):
@@ -89,7 +94,7 @@ class Sink:
 
 
 def read_rows(path: Path) -> Iterator[SinkRow]:
-    """Yields the rows of a metrics.jsonl. A null, which stands for a number that JSON lacks, becomes NaN."""
+    """Yields the rows of the metrics.jsonl at `path`, numbered from 0. A null in it becomes NaN."""
     with open(path, encoding="ascii") as lines:
         for number, line in enumerate(lines):
             row = json.loads(line)

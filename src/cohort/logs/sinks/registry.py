@@ -19,25 +19,27 @@ SINKS = {
 
 
 def check_sinks(names: Sequence[str]) -> None:
-    """Raises ConfigError for a name that is unknown, given twice, or whose package is not installed.
+    """Raises ConfigError for a name that is unknown or given twice, or whose package is not installed.
 
-    Imports nothing, so it can run before everything else.
+    Imports none of these packages, so it can run before everything else.
     """
     for name in names:
         if name not in SINKS:
             raise ConfigError(f'unknown sink "{name}".{suggest_name(name, SINKS)}')
         if names.count(name) > 1:
-            raise ConfigError(f'sink "{name}" is given twice; give it once.')
+            raise ConfigError(f'sink "{name}" is given twice; name it once in --sinks.')
         spec = importlib.util.find_spec(name)
         # Without an origin this is no package, but a folder of that name, for instance the one that wandb writes to.
         if spec is None or spec.origin is None:
-            raise ConfigError(f'sink "{name}" needs the package {name}: pip install "cohort[{name}]"')
+            raise ConfigError(
+                f'sink "{name}" needs the package {name}, which is not installed: pip install "cohort[{name}]"'
+            )
 
 
 def make_sinks(names: Sequence[str]) -> dict[str, View]:
-    """Returns the sinks by name, not started.
+    """Returns a new sink for each name, by name, not started. Raises ConfigError as `check_sinks` does.
 
-    The program's package is imported only when its sink starts, where a failure ends only the sink.
+    A program's package is imported only when its sink starts, where a failure ends only the sink.
     """
     check_sinks(names)
     made = {}

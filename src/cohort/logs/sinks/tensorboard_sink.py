@@ -16,6 +16,7 @@ class TensorboardSink(Sink):
     _writer: Any = None
 
     def connect(self, header: Header) -> None:
+        """Opens a new event file under tensorboard/ in the run directory. It tells readers to forget earlier files."""
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
@@ -28,11 +29,13 @@ class TensorboardSink(Sink):
         self._writer.add_event(Event(wall_time=time.time(), step=0, session_log=restart))
 
     def write_row(self, row: SinkRow) -> None:
+        """Writes the metrics of a row to the event file, at the row's step and time."""
         values = [self._summary.Value(tag=name, simple_value=value) for name, value in row.metrics.items()]
         summary = self._summary(value=values)
         self._writer.add_event(self._event(wall_time=row.time, step=row.step, summary=summary))
 
     def stop(self, ended_well: bool) -> None:
+        """Closes the event file. `ended_well` has no effect: TensorBoard records no end."""
         if self._writer is not None:
             writer, self._writer = self._writer, None
             writer.close()

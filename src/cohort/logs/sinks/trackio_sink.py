@@ -19,6 +19,7 @@ class TrackioSink(Sink):
     _run: Any = None
 
     def connect(self, header: Header) -> None:
+        """Opens or continues the Trackio run with the name of the run directory, and reads which rows it has."""
         import trackio
         from trackio.sqlite_storage import SQLiteStorage
 
@@ -35,12 +36,18 @@ class TrackioSink(Sink):
         self._last_sent_step = header.first_step if remote else -1
 
     def has_row(self, row: SinkRow) -> bool:
+        """Returns whether Trackio has a row of this step and kind (step or evaluation) already.
+
+        A server is assumed to have every row up to the step at which this start began.
+        """
         return row.step <= self._last_sent_step or (row.step, row.is_evaluation) in self._known_rows
 
     def write_row(self, row: SinkRow) -> None:
+        """Sends the metrics of a row to Trackio, at the row's step."""
         self._run.log(dict(row.metrics), step=row.step)
 
     def stop(self, ended_well: bool) -> None:
+        """Ends the Trackio run. `ended_well` has no effect: Trackio records no failure."""
         if self._run is not None:
             self._run = None
             with redirect_stdout(sys.stderr):

@@ -19,6 +19,10 @@ class WandbSink(Sink):
     _run: Any = None
 
     def connect(self, header: Header) -> None:
+        """Opens or continues the W&B run whose id is the name of the run directory.
+
+        The project is that of WANDB_PROJECT, or else "cohort".
+        """
         import wandb
 
         self._run = wandb.init(
@@ -38,12 +42,15 @@ class WandbSink(Sink):
         self._run.define_metric("*", step_metric="step")
 
     def has_row(self, row: SinkRow) -> bool:
+        """Returns whether W&B has the row already: at the start it told how many rows it has."""
         return bool(row.number < self._num_known)
 
     def write_row(self, row: SinkRow) -> None:
+        """Sends the metrics of a row to W&B, with the step as the x axis."""
         self._run.log({"step": row.step, **row.metrics}, step=row.number)
 
     def stop(self, ended_well: bool) -> None:
+        """Ends the W&B run, marked as failed unless `ended_well`."""
         if self._run is not None:
             run, self._run = self._run, None
             run.finish(exit_code=0 if ended_well else 1)

@@ -28,9 +28,10 @@ _OTHER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "outp
 
 
 def make_hf_config(metadata: dict[str, Any], *, tied: bool, vocab_size: int) -> dict[str, Any]:
-    """Returns the contents of a config.json from GGUF metadata.
+    """Returns the contents of a config.json for the model that GGUF metadata (key to value) describe.
 
-    `tied` tells whether the head uses the embedding's weights. Raises ModelError for what is missing or not supported.
+    `tied` tells whether the head uses the embedding's weights. `vocab_size` is the number of rows of the embedding.
+    Raises ModelError for what is missing or not supported.
     """
     read = _MetadataNumbers(metadata)
     kind = read.architecture
@@ -69,7 +70,7 @@ def make_hf_config(metadata: dict[str, Any], *, tied: bool, vocab_size: int) -> 
 
 
 def to_hf_name(name: str) -> str:
-    """Returns the Hugging Face name of a GGUF tensor. Raises ModelError if there is none.
+    """Returns the Hugging Face name of the GGUF tensor `name`. Raises ModelError if it has none.
 
     >>> to_hf_name("blk.3.ffn_down.weight")
     'model.layers.3.mlp.down_proj.weight'
@@ -82,7 +83,9 @@ def to_hf_name(name: str) -> str:
         return f"model.layers.{layer[1]}.{_LAYER[layer[2]]}.{layer[3]}"
     if (other := re.fullmatch(r"(\w+)\.(weight|bias)", name)) and other[1] in _OTHER:
         return f"{_OTHER[other[1]]}.{other[2]}"
-    raise ModelError(f'GGUF tensor "{name}" is unknown: the model is not a plain Llama, Qwen2 or Qwen3')
+    raise ModelError(
+        f'GGUF tensor "{name}" is unknown: the model is not a plain Llama, Qwen2 or Qwen3; use one that is'
+    )
 
 
 class _MetadataNumbers:
@@ -110,7 +113,10 @@ class _MetadataNumbers:
 
 
 def _read_rope_scaling(read: _MetadataNumbers) -> dict[str, Any] | None:
-    """Returns the value of rope_scaling for config.json, or None if the model has no scaling."""
+    """Returns the value of "rope_scaling" for config.json: type and factor of the scaling, and the original context.
+
+    Returns None if the metadata that `read` looks up name no scaling.
+    """
     kind = str(read.metadata.get(f"{read.architecture}.rope.scaling.type", "none"))
     if kind == "none":
         return None

@@ -58,9 +58,9 @@ class TensorConversion:
     heads: int = 0  # number of heads whose rows must be reordered; 0 = the order is right
 
     def split_into_pieces(self) -> Iterator[tuple[TensorConversion, int, int]]:
-        """Yields (self, first entry, number of entries) for the pieces that threads convert independently.
+        """Yields the pieces of the tensor that threads convert independently: (self, first entry, number of entries).
 
-        A piece has whole blocks, and whole heads where rows are reordered.
+        A piece consists of whole blocks of the packed format, and of whole heads where rows are reordered.
         """
         total = self.stored.num_weights
         whole = math.lcm(self.format.num_weights, total // self.heads if self.heads else 1)
@@ -77,8 +77,8 @@ def convert_gguf(
 ) -> Path:
     """Writes the model in a GGUF file as a Hugging Face folder `out`, which must not exist or be empty. Returns `out`.
 
-    `dtype` is the type that packed weights become: by default fp32 or bf16, depending on the model's size. `progress`
-    is called with the share of the weights that is written.
+    `dtype` is the type that quantised weights become. None means fp32 for models of up to a billion weights, else bf16.
+    `progress` is called with the share of the weights that is written, 0 to 1.
     """
     file, out = Path(file), Path(out)
     head = read_header(file)
@@ -98,9 +98,10 @@ def convert_gguf(
 def plan_conversion(
     file: Path, head: GgufHeader, dtype: torch.dtype | None = None
 ) -> tuple[dict[str, Any], list[TensorConversion]]:
-    """Returns the contents of config.json for a GGUF file, and what to convert, in the order of the file.
+    """Returns the contents of config.json for a GGUF file, and one conversion per tensor, in the order of the file.
 
-    Raises ModelError unless the tensors are exactly those of the model that the metadata describe.
+    `head` is the file's header. `dtype` is the type that quantised weights become, or None: see `convert_gguf`. Raises
+    ModelError unless the tensors are exactly those of the model that the metadata describe.
     """
     tensors = {t.name: t for t in head.tensors}
     if "token_embd.weight" not in tensors:
@@ -138,7 +139,10 @@ def plan_conversion(
 def write_weights(
     file: Path, weights: list[TensorConversion], shards: ShardWriter, progress: Callable[[float], None]
 ) -> None:
-    """Reads, unpacks and writes every weight, on all cores, with only a few pieces in memory at a time."""
+    """Reads the tensors `weights` from a GGUF file, unpacks them, and writes them into `shards`, on all cores.
+
+    Only a few pieces are in memory at a time. `progress` is called with the share of weights that is written, 0 to 1.
+    """
     pieces = [piece for weight in weights for piece in weight.split_into_pieces()]
     # A file takes bytes from one thread at a time. So the pieces are ordered to go to different files in turn.
     apart = -(-len(pieces) // shards.num_files)
@@ -161,12 +165,12 @@ def write_weights(
 
 
 def _write_piece(source: int, shards: ShardWriter, weight: TensorConversion, first: int, count: int) -> int:
-    """Converts `count` entries of a tensor, from entry `first` on, and writes them. Returns `count`.
+    """Converts `count` entries of the tensor `weight`, from entry `first` on, and writes them to `shards`.
 
-    `source` is the descriptor of the open GGUF file.
+    `source` is the descriptor of the open GGUF file. Returns `count`.
     """
     form = weight.format
-    raw = _read_bytes(source, weight.stored.offset + form.size(first), form.size(count))
+    raw = _read_bytes(source, weight.stored.offset + form.count_bytes(first), form.count_bytes(count))
     blocks = torch.frombuffer(raw, dtype=torch.uint8).view(-1, form.num_bytes)
     values = torch.empty(blocks.shape[0], form.num_weights)
     form.unpack(blocks, values)
@@ -179,7 +183,10 @@ def _write_piece(source: int, shards: ShardWriter, weight: TensorConversion, fir
 
 
 def _read_bytes(source: int, offset: int, count: int) -> bytearray:
-    """Returns `count` bytes of an open file, from `offset` on. Any thread may call it."""
+    """Returns exactly `count` bytes from byte `offset` of the GGUF file with the descriptor `source`.
+
+    Any thread may call this. Raises ModelError if the file ends before.
+    """
     # The file is not mapped into memory: if it were cut short meanwhile, the process would be killed.
     raw = bytearray(count)
     rest = memoryview(raw)
@@ -192,17 +199,20 @@ def _read_bytes(source: int, offset: int, count: int) -> bytearray:
 
 
 def unpermute_heads(rows: Tensor, num_heads: int) -> Tensor:
-    """Returns the rows of a query or key matrix in the order of Hugging Face.
+    """Returns the rows of `num_heads` heads of a query or key matrix, moved from GGUF's order to Hugging Face's.
 
-    For Llama, GGUF puts the two rows of a rotary pair next to each other. Hugging Face puts all first rows of a head
-    before all second rows.
+    For Llama, GGUF puts the two rows of a rotary pair (two entries that one angle rotates) next to each other. Hugging
+    Face puts the first rows of all pairs of a head before their second rows.
     """
     pairs = rows.view(num_heads, rows.shape[0] // num_heads // 2, 2, *rows.shape[1:])
     return pairs.transpose(1, 2).reshape(rows.shape)
 
 
 def _find_format(file: Path, tensor: StoredTensor) -> BlockFormat:
-    """Returns the format of a tensor: one of FORMATS, or one that the gguf package unpacks."""
+    """Returns how the tensor is packed: one of FORMATS, or else a format that the package gguf unpacks.
+
+    Raises ModelError if that package is not installed or does not know the format. `file` is named in the message.
+    """
     if tensor.format in FORMATS:
         return FORMATS[tensor.format]
     what = f'{file}: tensor "{tensor.name}" is packed as number {tensor.format}'
@@ -219,7 +229,7 @@ def _find_format(file: Path, tensor: StoredTensor) -> BlockFormat:
         raise ModelError(f"{what}, which cannot be read ({e}): use another quantisation of the model") from e
 
     def unpack(blocks: Tensor, out: Tensor) -> None:
-        """Unpacks with the gguf package."""
+        """Unpacks blocks with the gguf package and writes their weights into `out`."""
         # All blocks as one row, because the package loops over rows in Python.
         row = blocks.numpy().reshape(1, -1)
         out.copy_(torch.from_numpy(dequantize(row, kind)).view(out.shape))
@@ -228,9 +238,10 @@ def _find_format(file: Path, tensor: StoredTensor) -> BlockFormat:
 
 
 def _check_offsets(file: Path, head: GgufHeader, formats: dict[int, BlockFormat]) -> None:
-    """Raises ModelError unless every tensor consists of whole blocks inside the file and tensors do not overlap.
+    """Raises ModelError unless every tensor consists of whole blocks, lies inside the file, and overlaps no other.
 
-    Overlaps are noticed only if all tensors together have more bytes than the file.
+    `formats` are the block formats by GGUF's number. An overlap is noticed only if all tensors together have more bytes
+    than the file.
     """
     together = 0
     for t in head.tensors:
@@ -240,7 +251,7 @@ def _check_offsets(file: Path, head: GgufHeader, formats: dict[int, BlockFormat]
                 f'{file}: tensor "{t.name}" has rows of {t.shape[-1]}, no multiple of {form.name}\'s blocks of '
                 f"{form.num_weights}: it is corrupted, fetch it again"
             )
-        size = form.size(t.num_weights)
+        size = form.count_bytes(t.num_weights)
         together += size
         if t.offset + size > head.num_bytes:
             raise ModelError(f'{file} is corrupted or truncated (tensor "{t.name}" ends after it): fetch it again')
@@ -249,9 +260,10 @@ def _check_offsets(file: Path, head: GgufHeader, formats: dict[int, BlockFormat]
 
 
 def _read_checked_config(file: Path, config: dict[str, Any], stored: dict[str, StoredTensor]) -> ModelConfig:
-    """Returns the model config that the metadata describe. Raises ModelError unless the tensors have its shapes.
+    """Returns `config`, the contents of a config.json, as a ModelConfig after comparing it with the tensors of `file`.
 
-    `stored` has the Hugging Face names of the tensors as keys.
+    `stored` has the Hugging Face names of the tensors as keys. Raises ModelError unless the tensors have exactly the
+    names and shapes of that model.
     """
     # Absurd sizes are refused first: with them the check below would not end or not fit into memory. No size can be
     # larger than the largest side of a tensor, and there cannot be more layers than tensors.
@@ -297,5 +309,5 @@ def _count_cores() -> int:
 
 
 def _write_json(file: Path, value: dict[str, Any], indent: int | None = None) -> None:
-    """Writes an object as JSON with a final newline."""
+    """Writes `value` to a file as JSON with a final newline: on one line, or indented by `indent` spaces."""
     file.write_text(json.dumps(value, indent=indent, ensure_ascii=False) + "\n", encoding="utf-8")

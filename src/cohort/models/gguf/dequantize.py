@@ -32,8 +32,8 @@ class BlockFormat:
     unpack: Unpack
     plain: torch.dtype | None = None  # set if the file holds the numbers themselves, in this type
 
-    def size(self, num_weights: int) -> int:
-        """Returns the bytes that this many weights take in the file. They must fill whole blocks."""
+    def count_bytes(self, num_weights: int) -> int:
+        """Returns the bytes that `num_weights` weights take in the file. They must fill whole blocks."""
         return num_weights // self.num_weights * self.num_bytes
 
 
@@ -41,11 +41,13 @@ FORMATS: dict[int, BlockFormat] = {}  # by GGUF's number of the type
 
 
 def _register_format(number: int, num_weights: int, num_bytes: int) -> Callable[[Unpack], Unpack]:
-    """Returns a decorator that adds a function to FORMATS under GGUF's number. Sizes are those of one block."""
+    """Returns a decorator that adds an unpacking function to FORMATS, under `number`, GGUF's number of the format.
+
+    A block of the format has `num_weights` weights in `num_bytes` bytes. The function's name names the format.
+    """
 
     def register(unpack: Unpack) -> Unpack:
         """Adds the function to FORMATS and returns it unchanged."""
-        # The function's name is the name of the format.
         name = unpack.__name__.upper()
         FORMATS[number] = BlockFormat(name=name, num_weights=num_weights, num_bytes=num_bytes, unpack=unpack)
         return unpack
@@ -54,7 +56,7 @@ def _register_format(number: int, num_weights: int, num_bytes: int) -> Callable[
 
 
 def _register_plain_format(number: int, name: str, dtype: torch.dtype) -> None:
-    """Adds a format to FORMATS in which the file holds numbers of type `dtype` themselves."""
+    """Adds an unquantised format to FORMATS, under GGUF's number of it: the file holds numbers of type `dtype`."""
 
     def unpack(blocks: Tensor, out: Tensor) -> None:
         """Copies the numbers into `out` as fp32."""
@@ -89,9 +91,9 @@ def _split_bits(packed: Tensor, bits: int) -> Tensor:
 
 
 def _read_high_bits(blocks: Tensor, offset: int) -> Tensor:
-    """Returns the fifth bits of 32 weights, shifted to their place, as [n, 2, 16].
+    """Returns the fifth bits of the 32 weights of each block, as numbers 0 or 16, uint8 [n, 2, 16].
 
-    Bit i of the four bytes from `offset` on belongs to weight i.
+    They are stored in four bytes from byte `offset` of the block on: bit i belongs to weight i.
     """
     n = blocks.shape[0]
     return _split_bits(blocks[:, offset : offset + 4, None], 1).view(n, 2, 16) << 4
@@ -99,42 +101,61 @@ def _read_high_bits(blocks: Tensor, offset: int) -> Tensor:
 
 @_register_format(2, 32, 18)
 def q4_0(blocks: Tensor, out: Tensor) -> None:
-    """scale * (q - 8)"""
+    """Unpacks Q4_0 blocks [n, 18] into `out` [n, 32]: a weight is scale * (q - 8).
+
+    `scale` is the block's fp16 number, q the weight's 4 bits.
+    """
     out.view(-1, 2, 16).copy_(_split_bits(blocks[:, 2:], 4))
     out.sub_(8).mul_(_read_half(blocks, 0))
 
 
 @_register_format(3, 32, 20)
 def q4_1(blocks: Tensor, out: Tensor) -> None:
-    """scale * q + low"""
+    """Unpacks Q4_1 blocks [n, 20] into `out` [n, 32]: a weight is scale * q + low.
+
+    `scale` and `low` are the block's fp16 numbers, q the weight's 4 bits.
+    """
     out.view(-1, 2, 16).copy_(_split_bits(blocks[:, 4:], 4))
     out.mul_(_read_half(blocks, 0)).add_(_read_half(blocks, 2))
 
 
 @_register_format(6, 32, 22)
 def q5_0(blocks: Tensor, out: Tensor) -> None:
-    """scale * (q - 16)"""
+    """Unpacks Q5_0 blocks [n, 22] into `out` [n, 32]: a weight is scale * (q - 16).
+
+    `scale` is the block's fp16 number, q the weight's 5 bits.
+    """
     out.view(-1, 2, 16).copy_(_split_bits(blocks[:, 6:], 4) | _read_high_bits(blocks, 2))
     out.sub_(16).mul_(_read_half(blocks, 0))
 
 
 @_register_format(7, 32, 24)
 def q5_1(blocks: Tensor, out: Tensor) -> None:
-    """scale * q + low"""
+    """Unpacks Q5_1 blocks [n, 24] into `out` [n, 32]: a weight is scale * q + low.
+
+    `scale` and `low` are the block's fp16 numbers, q the weight's 5 bits.
+    """
     out.view(-1, 2, 16).copy_(_split_bits(blocks[:, 8:], 4) | _read_high_bits(blocks, 4))
     out.mul_(_read_half(blocks, 0)).add_(_read_half(blocks, 2))
 
 
 @_register_format(8, 32, 34)
 def q8_0(blocks: Tensor, out: Tensor) -> None:
-    """scale * q"""
+    """Unpacks Q8_0 blocks [n, 34] into `out` [n, 32]: a weight is scale * q.
+
+    `scale` is the block's fp16 number, q the weight's signed 8-bit integer.
+    """
     out.copy_(blocks[:, 2:].view(torch.int8))
     out.mul_(_read_half(blocks, 0))
 
 
 @_register_format(10, 256, 84)
 def q2_k(blocks: Tensor, out: Tensor) -> None:
-    """16 parts of 16 weights: scale * part's scale * q - low * part's low"""
+    """Unpacks Q2_K blocks [n, 84] into `out` [n, 256]: a weight is scale * part's scale * q - low * part's low.
+
+    `scale` and `low` are the block's fp16 numbers, q the weight's 2 bits. Each of 16 parts of 16 weights has a scale
+    and a low of 4 bits.
+    """
     out.view(-1, 2, 4, 32).copy_(_split_bits(blocks[:, 16:80].unflatten(1, (2, 32)), 2))
     scales = _split_bits(blocks[:, :16], 4).float()  # [n, 2, 16]
     _scale_and_shift(out, scales[:, 0] * _read_half(blocks, 80), scales[:, 1] * _read_half(blocks, 82))
@@ -142,7 +163,11 @@ def q2_k(blocks: Tensor, out: Tensor) -> None:
 
 @_register_format(11, 256, 110)
 def q3_k(blocks: Tensor, out: Tensor) -> None:
-    """16 parts of 16 weights: scale * (part's scale - 32) * (q - 4), with the third bit of q stored separately"""
+    """Unpacks Q3_K blocks [n, 110] into `out` [n, 256]: a weight is scale * (part's scale - 32) * (q - 4).
+
+    `scale` is the block's fp16 number, q the weight's 3 bits, of which the highest is stored separately. Each of 16
+    parts of 16 weights has a scale of 6 bits.
+    """
     n = blocks.shape[0]
     low = _split_bits(blocks[:, 32:96].unflatten(1, (2, 32)), 2)  # [n, 2, 4, 32]
     high = _split_bits(blocks[:, :32], 1).view(n, 2, 4, 32)
@@ -156,14 +181,21 @@ def q3_k(blocks: Tensor, out: Tensor) -> None:
 
 @_register_format(12, 256, 144)
 def q4_k(blocks: Tensor, out: Tensor) -> None:
-    """8 parts of 32 weights: scale * part's scale * q - low * part's low"""
+    """Unpacks Q4_K blocks [n, 144] into `out` [n, 256]: a weight is scale * part's scale * q - low * part's low.
+
+    `scale` and `low` are the block's fp16 numbers, q the weight's 4 bits. Each of 8 parts of 32 weights has a scale and
+    a low of 6 bits.
+    """
     out.view(-1, 4, 2, 32).copy_(_split_bits(blocks[:, 16:].unflatten(1, (4, 32)), 4))
     _scale_and_shift(out, *_read_scales_and_lows(blocks))
 
 
 @_register_format(13, 256, 176)
 def q5_k(blocks: Tensor, out: Tensor) -> None:
-    """8 parts of 32 weights, as Q4_K, but with the fifth bit of q stored separately"""
+    """Unpacks Q5_K blocks [n, 176] into `out` [n, 256]: a weight is scale * part's scale * q - low * part's low.
+
+    As `q4_k`, but q has 5 bits, of which the highest is stored separately.
+    """
     n = blocks.shape[0]
     low = _split_bits(blocks[:, 48:].unflatten(1, (4, 32)), 4).view(n, 8, 32)
     out.view(n, 8, 32).copy_(low | (_split_bits(blocks[:, 16:48], 1) << 4))
@@ -172,7 +204,11 @@ def q5_k(blocks: Tensor, out: Tensor) -> None:
 
 @_register_format(14, 256, 210)
 def q6_k(blocks: Tensor, out: Tensor) -> None:
-    """16 parts of 16 weights: scale * part's scale * (q - 32), with the two high bits of q stored separately"""
+    """Unpacks Q6_K blocks [n, 210] into `out` [n, 256]: a weight is scale * part's scale * (q - 32).
+
+    `scale` is the block's fp16 number, q the weight's 6 bits, of which the high two are stored separately. Each of 16
+    parts of 16 weights has a signed 8-bit scale.
+    """
     n = blocks.shape[0]
     low = _split_bits(blocks[:, :128].unflatten(1, (2, 64)), 4).view(n, 2, 4, 32)
     high = _split_bits(blocks[:, 128:192].unflatten(1, (2, 32)), 2)
@@ -182,7 +218,10 @@ def q6_k(blocks: Tensor, out: Tensor) -> None:
 
 
 def _read_scales_and_lows(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the scales and the lows of the eight parts of a Q4_K or Q5_K block, as fp32 [n, 8] each."""
+    """Returns the scales and the lows of the eight parts of each Q4_K or Q5_K block, as fp32 [n, 8] each.
+
+    Both are multiplied by the fp16 number of the block that belongs to them.
+    """
     # Six bits each, in twelve bytes. The first four scales and lows lie in the low bits of the first eight bytes. The
     # other four have four bits in the last four bytes, and two bits at the top of the first eight.
     first, second, rest = blocks[:, 4:16].unflatten(1, (3, 4)).unbind(1)
@@ -192,6 +231,9 @@ def _read_scales_and_lows(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _scale_and_shift(out: Tensor, scales: Tensor, lows: Tensor) -> None:
-    """Computes out * scale - low in place, with one scale and one low per part of a block (both [n, parts])."""
+    """Changes `out` [n, weights per block] in place to out * scale - low.
+
+    `scales` and `lows` [n, parts] have one number for each of the equal parts that a block is divided into.
+    """
     parts = out.view(*scales.shape, -1)
     parts.mul_(scales[..., None]).sub_(lows[..., None])

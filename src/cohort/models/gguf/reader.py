@@ -50,7 +50,7 @@ class GgufHeader:
 
 
 def read_header(path: Path) -> GgufHeader:
-    """Returns the metadata and the list of tensors of a GGUF file. Raises ModelError if it is none or is damaged."""
+    """Returns the header of a GGUF file: metadata and list of tensors. Raises ModelError if it is damaged."""
     try:
         with open(path, "rb") as file:
             return _HeaderReader(path, file).read_header()
@@ -70,9 +70,9 @@ class _HeaderReader:
         self.left = self.size  # bytes that are not read yet
 
     def read_header(self) -> GgufHeader:
-        """Reads the whole header. The file must be at its beginning."""
+        """Reads and returns the whole header. The file must be at its beginning. Raises ModelError if it is damaged."""
         if self.left < 24 or self.read_bytes(4) != b"GGUF":
-            raise ModelError(f"{self.path} is not a GGUF file: give one that is")
+            raise ModelError(f"{self.path} is not a GGUF file: give the path of a GGUF file")
         version = self.read_number("I")
         if version not in (2, 3):
             # The bytes of a small version number in the other order.
@@ -102,7 +102,10 @@ class _HeaderReader:
         return GgufHeader(metadata=metadata, tensors=tuple(tensors), num_bytes=self.size)
 
     def read_tensor(self) -> StoredTensor:
-        """Reads the entry of one tensor. Its offset still counts from the first weight, not from the file's start."""
+        """Reads and returns the next entry in the list of tensors.
+
+        Its offset counts from the first weight, not yet from the file's start.
+        """
         name, num_dimensions = self.read_string(), self.read_number("I")
         if not 1 <= num_dimensions <= MAX_DIMENSIONS:
             raise self.make_error(f'tensor "{name}" has {num_dimensions} dimensions')
@@ -115,7 +118,7 @@ class _HeaderReader:
         )
 
     def read_value(self, kind: int) -> Any:
-        """Reads a value of GGUF's type `kind`: a string, a number, a list of strings or an array of numbers."""
+        """Reads and returns a value of GGUF's type `kind`: a string, number, list of strings or array of numbers."""
         if kind == STRING:
             return self.read_string()
         if kind != ARRAY:
@@ -129,24 +132,27 @@ class _HeaderReader:
         return array("B" if code == "?" else code, self.read_bytes(count * struct.calcsize("<" + code)))
 
     def read_string(self) -> str:
-        """Reads a string: its length in bytes, then UTF-8."""
+        """Reads and returns a string, which is stored as its length in bytes and then UTF-8."""
         try:
             return self.read_bytes(int.from_bytes(self.read_bytes(8), "little")).decode()
         except UnicodeDecodeError as e:
             raise self.make_error(f"text that is not UTF-8: {e.reason}") from e
 
     def read_number(self, code: str) -> Any:
-        """Reads a little-endian number, given its code for `struct`."""
+        """Reads and returns a little-endian number, given its code for the module `struct`, such as "I"."""
         return struct.unpack("<" + code, self.read_bytes(struct.calcsize("<" + code)))[0]
 
     def find_number_code(self, kind: int) -> str:
-        """Returns the code for `struct` of GGUF's number type `kind`."""
+        """Returns the code for the module `struct`, such as "I", of GGUF's type number `kind`.
+
+        Raises ModelError if `kind` is not a type of numbers.
+        """
         if kind not in NUMBERS:
             raise self.make_error(f"a value of unknown type {kind}")
         return NUMBERS[kind]
 
     def read_bytes(self, count: int) -> bytes:
-        """Reads exactly `count` bytes."""
+        """Reads and returns exactly `count` bytes. Raises ModelError if fewer are left."""
         self.require_bytes(count)
         self.left -= count
         data = self.file.read(count)
@@ -162,5 +168,5 @@ class _HeaderReader:
             raise self.make_error(f"more than {MAX_HEADER_BYTES} bytes lie before the weights")
 
     def make_error(self, why: str) -> ModelError:
-        """Returns, but does not raise, the error for a damaged file."""
+        """Returns, but does not raise, the error for a damaged file. `why` says what is wrong with it."""
         return ModelError(f"{self.path} is corrupted or truncated ({why}): fetch it again")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from typing import Any
 
-from cohort.errors import ModelError, suggest_name
+from cohort.errors import ModelError
 
 # Token types of GGUF.
 NORMAL = 1
@@ -23,14 +23,14 @@ _LLAMA3 = _QWEN2.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
 
 
 def make_tokenizer_files(metadata: dict[str, Any], vocab_size: int) -> dict[str, dict[str, Any]]:
-    """Returns the contents of both files by file name.
+    """Returns the contents of tokenizer.json and tokenizer_config.json, by file name, from the metadata of a GGUF file.
 
-    The model has `vocab_size` embeddings, which may be more than there are tokens. Raises ModelError for tokenizers
-    that are not supported or incomplete.
+    `vocab_size` is the number of embeddings, at least the number of tokens. Raises ModelError for tokenizers that are
+    not supported or incomplete.
     """
     kind = metadata.get("tokenizer.ggml.model")
     if kind != "gpt2":
-        raise ModelError(f'GGUF tokenizer "{kind}" is not supported: only byte-level BPE ("gpt2") is')
+        raise ModelError(f'GGUF tokenizer "{kind}" is not supported, only "gpt2" is: use the safetensors model')
     tokens = metadata.get("tokenizer.ggml.tokens")
     merges = metadata.get("tokenizer.ggml.merges")
     if not isinstance(tokens, list) or not isinstance(merges, list):
@@ -88,7 +88,10 @@ _BYTES: dict[str, Any] = {"type": "ByteLevel", "add_prefix_space": False, "trim_
 
 
 def _make_pre_tokenizer(pre: str) -> dict[str, Any]:
-    """Returns the section "pre_tokenizer" of tokenizer.json for llama.cpp's name of a pre-tokenizer."""
+    """Returns the section "pre_tokenizer" of tokenizer.json, which cuts text into pieces before BPE.
+
+    `pre` is llama.cpp's name of it, such as "qwen2". Raises ModelError for unknown names.
+    """
 
     def split(pattern: str) -> dict[str, Any]:
         """Returns a step that cuts text at the matches of a pattern and keeps them."""
@@ -103,14 +106,18 @@ def _make_pre_tokenizer(pre: str) -> dict[str, Any]:
         "llama3": split(_LLAMA3),
     }
     if pre not in first:
-        raise ModelError(f'GGUF pre-tokenizer "{pre}" is not supported.{suggest_name(pre, first)}')
+        valid = ", ".join(sorted(first))
+        raise ModelError(f'GGUF pre-tokenizer "{pre}" is not supported, only these: {valid}. Use the safetensors model')
     # Only the first three use the built-in pattern of GPT-2; the others have cut the text already.
     bytes_ = _BYTES | {"use_regex": pre in ("default", "gpt-2", "smollm")}
     return {"type": "Sequence", "pretokenizers": [first[pre], bytes_]} if first[pre] else bytes_
 
 
 def _make_post_processor(metadata: dict[str, Any], tokens: list[str]) -> dict[str, Any] | None:
-    """Returns the section "post_processor" of tokenizer.json, which puts BOS in front; None if the model has none."""
+    """Returns the section "post_processor" of tokenizer.json, which puts the token BOS in front of a text.
+
+    `tokens` are the texts of all tokens. Returns None if the metadata do not ask for BOS.
+    """
     bos = metadata.get("tokenizer.ggml.bos_token_id")
     if not metadata.get("tokenizer.ggml.add_bos_token", False) or bos is None:
         return None
@@ -129,7 +136,10 @@ def _make_post_processor(metadata: dict[str, Any], tokens: list[str]) -> dict[st
 
 
 def _make_tokenizer_config(metadata: dict[str, Any], tokens: list[str]) -> dict[str, Any]:
-    """Returns the contents of tokenizer_config.json: special tokens, context length and chat template."""
+    """Returns the contents of tokenizer_config.json: special tokens, context length and chat template.
+
+    `tokens` are the texts of all tokens. Raises ModelError if a special token is not among them.
+    """
     settings: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,

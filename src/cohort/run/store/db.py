@@ -37,7 +37,7 @@ class Store:
 
     @property
     def journal_mode(self) -> str:
-        """How SQLite makes transactions safe: "WAL", or "DELETE" on a network file system."""
+        """The way SQLite makes transactions safe: "WAL" (a log file), or "DELETE" on a network file system."""
         return str(self._db.execute("PRAGMA journal_mode").fetchone()[0]).upper()
 
     def write_step(
@@ -47,7 +47,10 @@ class Store:
         groups: Sequence[Group] = (),
         events: Iterable[tuple[str, str]] = (),
     ) -> None:
-        """Writes metrics, groups, samples and events, as (kind, text), of a step in one transaction."""
+        """Adds the rows of a step, counted from 1, in one transaction: metrics, groups, their samples and events.
+
+        Each event is (kind, text).
+        """
         now = time.time()
         with self._transaction() as db:
             self._insert_metrics(step, metrics, now)
@@ -59,29 +62,29 @@ class Store:
             )
 
     def write_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Writes the metrics of an evaluation. Those of an earlier evaluation of the same step are replaced."""
+        """Writes the metrics of an evaluation after `step` steps. They replace earlier eval/ metrics of that step."""
         with self._transaction() as db:
             db.execute("DELETE FROM metrics WHERE step = ? AND name LIKE 'eval/%'", (step,))
             self._insert_metrics(step, metrics, time.time())
 
     def write_event(self, step: int, kind: str, text: str) -> None:
-        """Writes one event."""
+        """Adds one event, for example of the kind "checkpoint", to run.db under the number of a step."""
         self.write_step(step, {}, events=[(kind, text)])
 
     def remove_after(self, step: int) -> None:
-        """Removes all rows of steps after `step`. Their ids are never used again."""
+        """Removes the rows of all steps after `step` from all tables. Row ids are never used again."""
         with self._transaction() as db:
             # Rows that refer to others are removed before those they refer to.
             for table in reversed(TABLES):
                 db.execute(f"DELETE FROM {table} WHERE step > ?", (step,))
 
     def close(self) -> None:
-        """Closes the database."""
+        """Closes the database. Raises RunError if SQLite reports an error."""
         with self._translate_errors():
             self._db.close()
 
     def _insert_metrics(self, step: int, metrics: Mapping[str, float], now: float) -> None:
-        """Inserts one row per metric, within a transaction."""
+        """Inserts one row per metric. Must be called inside a transaction. `now` is in seconds since 1970."""
         # SQLite has no NaN: it stores NULL, which `Reader` turns back into NaN.
         self._db.executemany(
             "INSERT INTO metrics (time, step, name, value) VALUES (?, ?, ?, ?)",
@@ -89,7 +92,10 @@ class Store:
         )
 
     def _insert_group(self, step: int, position: int, group: Group, now: float) -> None:
-        """Inserts the rows of a group, of its samples and, if it is new, of its prompt, within a transaction."""
+        """Inserts a row for the group, one per sample and, if the prompt is new, one for the prompt.
+
+        Must be called inside a transaction. `position` is the group's place in the step, `now` in seconds since 1970.
+        """
         # A sample that could not be scored has no reward, and does not count as 0.
         rewards = [s.reward for s in group.samples if s.reward is not None]
         cursor = self._db.execute(
@@ -115,7 +121,7 @@ class Store:
         )
 
     def _find_or_insert_prompt(self, step: int, group: Group, now: float) -> int:
-        """Returns the row id of the group's prompt, which is inserted if it is new."""
+        """Returns the row id of the group's prompt. Inserts a row with `step` and `now` if the prompt has none yet."""
         prompt = group.prompt
         key = (_escape_surrogates(prompt.task), _escape_surrogates(prompt.id))
         row = self._db.execute("SELECT id FROM prompts WHERE task = ? AND prompt_id = ?", key).fetchone()
@@ -130,7 +136,7 @@ class Store:
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        """Begins a transaction, and commits it at the end of the block; an exception rolls it back."""
+        """Makes the `with` block one transaction: commits at its end, rolls back if it raises. Yields the database."""
         with self._translate_errors():
             # IMMEDIATE takes the write lock now, so that a second writer waits here and not in the middle.
             self._db.execute("BEGIN IMMEDIATE")
@@ -145,17 +151,17 @@ class Store:
 
     @contextmanager
     def _translate_errors(self) -> Iterator[None]:
-        """Turns SQLite's errors inside the block into a RunError with a remedy."""
+        """Turns an SQLite error inside the block into a RunError that names the file and says what to do."""
         try:
             yield
         except sqlite3.DatabaseError as error:
-            raise RunError(f"cannot write {self.path}: {_explain_error(error)}.") from error
+            raise RunError(f"cannot write {self.path}: {_explain_error(error)}, then resume the run.") from error
 
 
 def migrate(db: sqlite3.Connection, path: Path) -> None:
-    """Brings a database of any earlier version to the current schema, each version in one transaction.
+    """Brings the database in the file `path` from any earlier schema version to the current one, version by version.
 
-    Raises RunError if the database was written by a newer version of Cohort.
+    Each version is one transaction. Raises RunError if a newer version of Cohort wrote the database.
     """
     version = int(db.execute("PRAGMA user_version").fetchone()[0])
     if version > len(MIGRATIONS):
@@ -178,7 +184,7 @@ def migrate(db: sqlite3.Connection, path: Path) -> None:
 
 
 def _make_sample_values(position: int, sample: Sample) -> tuple[object, ...]:
-    """Returns the values of a sample's row after its group_id, in the order of the INSERT statement."""
+    """Returns the values of a sample's row after group_id, in the order of the INSERT statement in `_insert_group`."""
     return (
         position,
         _escape_surrogates(sample.text),
@@ -195,17 +201,20 @@ def _make_sample_values(position: int, sample: Sample) -> tuple[object, ...]:
 
 
 def _escape_surrogates(text: str) -> str:
-    """Returns the text with lone surrogates escaped. SQLite takes UTF-8 only, and one would fail the whole step."""
+    """Returns the text with lone surrogates (halves of a UTF-16 pair) written as backslash escapes.
+
+    SQLite takes valid UTF-8 only, and one such character would fail the whole step.
+    """
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def _explain_error(error: sqlite3.DatabaseError) -> str:
-    """Returns the text of an SQLite error, with a remedy if its cause is known."""
+    """Returns the text of an SQLite error and what to do about it, as "problem: remedy"."""
     text = str(error)
     if "full" in text:
-        return "the disk is full: free some space, then resume; everything written before is intact"
+        return "the disk is full: free some space"
     if "readonly" in text or "unable to open" in text:
         return f"{text}: make the directory writable or use another one"
     if "not a database" in text or "malformed" in text:
         return f"{text}: the file is damaged; restore it from a copy, or move it away to continue with an empty one"
-    return text
+    return f"{text}: remove the cause"

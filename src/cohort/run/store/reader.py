@@ -24,7 +24,10 @@ class Reader:
 
     def __init__(self, path: Path, *, once: bool = False) -> None:
         if not path.is_file():
-            raise RunError(f"{path} does not exist: the run has not started yet, or its directory is not a run.")
+            raise RunError(
+                f"{path} does not exist: the run has not started yet, or its directory is not a run. "
+                "Give the directory that `cohort train` printed."
+            )
         self._db = _open_read_only(path, once)
         version = int(self._db.execute("PRAGMA user_version").fetchone()[0])
         if version != len(MIGRATIONS):
@@ -46,7 +49,10 @@ class Reader:
         self._db.close()
 
     def read_metrics(self, *, after: int = 0, step: int | None = None, name: str | None = None) -> list[MetricRow]:
-        """Returns metrics, of one step or one name if given. Old names of metrics are replaced by the current ones."""
+        """Returns the metric rows with an id above `after`, in the order of ids; None = any step or name.
+
+        Old names of metrics are found as well, and replaced by the current names. A value may be NaN.
+        """
         names = [None] if name is None else list_metric_names(name)
         rows = sorted(
             (r for n in names for r in self._select_rows("metrics", after, step=step, name=n)), key=lambda r: r["id"]
@@ -58,16 +64,19 @@ class Reader:
         return [MetricRow(**row) for row in rows]
 
     def read_prompts(self, *, after: int = 0, id: int | None = None) -> list[PromptRow]:
-        """Returns prompts, or the one with this row id."""
+        """Returns the prompt rows with an id above `after`, in the order of ids; only the row `id` if that is given."""
         rows = self._select_rows("prompts", after, id=id)
         return [PromptRow(**{**r, "messages": json.loads(r["messages"]), "row": json.loads(r["row"])}) for r in rows]
 
     def read_groups(self, *, after: int = 0, step: int | None = None) -> list[GroupRow]:
-        """Returns groups, of one step if given."""
+        """Returns the group rows with an id above `after`, in the order of ids; only those of `step` if it is given."""
         return [GroupRow(**r) for r in self._select_rows("groups", after, step=step)]
 
     def read_samples(self, *, after: int = 0, step: int | None = None, group: int | None = None) -> list[SampleRow]:
-        """Returns samples, of one step or of the group with this row id if given."""
+        """Returns the sample rows with an id above `after`, in the order of ids; None = any step or group.
+
+        `group` is the row id of a group.
+        """
         rows = self._select_rows("samples", after, step=step, group_id=group)
         for row in rows:
             row["group"] = row.pop("group_id")
@@ -76,19 +85,25 @@ class Reader:
         return [SampleRow(**row) for row in rows]
 
     def read_events(self, *, after: int = 0, kind: str | None = None) -> list[EventRow]:
-        """Returns events, of one kind if given."""
+        """Returns the event rows with an id above `after`, in the order of ids; only those of `kind` if it is given."""
         return [EventRow(**r) for r in self._select_rows("events", after, kind=kind)]
 
     def read_series(self, name: str) -> dict[int, float]:
-        """Returns the values of one metric by step."""
+        """Returns the values of the metric `name` as a dict from step to value.
+
+        If a step has several, the newest counts.
+        """
         return {row.step: row.value for row in self.read_metrics(name=name)}
 
     def find_last_step(self) -> int:
-        """Returns the newest complete step; 0 before the first."""
+        """Returns the newest step that has metrics; 0 if there is none."""
         return int(self._db.execute("SELECT coalesce(max(step), 0) FROM metrics").fetchone()[0])
 
     def _select_rows(self, table: str, after: int, **equal: int | str | None) -> list[dict[str, Any]]:
-        """Returns rows as dicts by column. `equal` has values that columns must have; None = any value."""
+        """Returns the rows of `table` with an id above `after`, in the order of ids, as dicts from column to value.
+
+        `equal` names columns and the values that they must have; None = any value.
+        """
         # Names of tables and columns are constants of this module; only values are parameters of the query.
         wanted = {column: value for column, value in equal.items() if value is not None}
         conditions = " AND ".join(["id > ?", *(f"{column} = ?" for column in wanted)])
@@ -98,7 +113,10 @@ class Reader:
 
 
 def _open_read_only(path: Path, once: bool) -> sqlite3.Connection:
-    """Opens the database for reading. Raises RunError if that is not possible. `once` is as in `Reader`."""
+    """Returns a connection to the database that only reads. Raises RunError if the file cannot be read.
+
+    With `once` it creates no files, if no process has the database open; then it may not see what is written later.
+    """
     address = f"{path.resolve().as_uri()}?mode=ro"
     # A WAL database in a directory that cannot be written opens only as immutable, hence the second attempt.
     for suffix in ("&immutable=1",) if once and _is_at_rest(path) else ("", "&immutable=1"):
@@ -110,14 +128,17 @@ def _open_read_only(path: Path, once: bool) -> sqlite3.Connection:
         except sqlite3.OperationalError as error:
             problem = error
         except sqlite3.DatabaseError as error:
-            raise RunError(f"{path} cannot be read: {error}; it is damaged or not a run's database.") from error
-    raise RunError(f"{path} cannot be read: {problem}.") from problem
+            raise RunError(
+                f"{path} cannot be read: {error}; it is damaged or not a run's database. Restore it from a copy, or "
+                "give another run."
+            ) from error
+    raise RunError(f"{path} cannot be read: {problem}. Check its permissions, then repeat the command.") from problem
 
 
 def _is_at_rest(path: Path) -> bool:
-    """Returns whether it is a WAL database without its log file, which means that no process has it open.
+    """Returns whether `path` is a database in WAL mode without its log file, which means that no process has it open.
 
-    Opening it in the usual way would create a log file, which then stays.
+    Opening such a database in the usual way would create a log file, which then stays.
     """
     with path.open("rb") as file:
         header = file.read(20)

@@ -23,25 +23,32 @@ from cohort.system.disk import write_atomically
 from cohort.types import Finish, Group, Prompt, Provenance, Sample
 
 _NAME = re.compile(r"step-(\d{6,})\.safetensors")
+_DAMAGED_ADVICE = "Restore it from a copy, or choose another step."
 
 
 def make_rollout_path(folder: Path, step: int) -> Path:
-    """Returns the path of the rollout file of a step, counted from 1."""
+    """Returns the path of the rollout file of a step, counted from 1: step-000001.safetensors in `folder`."""
     return folder / f"step-{step:06d}.safetensors"
 
 
 def save_rollouts(path: Path, groups: Sequence[Group]) -> int:
-    """Writes the groups completely or not at all, and returns the number of bytes."""
+    """Writes groups to the rollout file `path`, completely or not at all, and returns the size of the file in bytes.
+
+    Raises RunError if a value cannot be stored or the disk fails.
+    """
     try:
         data = dumps(list(groups))
     except SerialError as error:
-        raise RunError(f"cannot write {path}: the groups contain a value that cannot be stored: {error}.") from error
+        raise RunError(
+            f"cannot write {path}: the groups contain a value that cannot be stored: {error}. Rows and messages of the "
+            "task must hold JSON values only: change what its rows() and prompt() return."
+        ) from error
     write_atomically(path, data)
     return len(data)
 
 
 def load_rollouts(path: Path) -> list[Group]:
-    """Returns the groups as they were saved, equal to the last bit.
+    """Returns the groups in the rollout file `path`, equal to the saved ones to the last bit.
 
     Raises RunError if the file is missing or damaged. A damaged file may contain anything, hence the many handlers.
     """
@@ -56,19 +63,24 @@ def load_rollouts(path: Path) -> list[Group]:
             _check_group(group)
     except FileNotFoundError:
         raise RunError(
-            f"{path} does not exist: the run has not done this step, or did not keep its rollouts (see save.rollouts)."
+            f"{path} does not exist: the run has not done this step, or has removed its rollouts. Choose another step; "
+            "a run with save.rollouts = 0 keeps the rollouts of all steps."
         ) from None
     except MemoryError:
-        raise RunError(f"{path} is damaged or too large: its content does not fit into memory.") from None
+        raise RunError(
+            f"{path} is damaged or too large: its content does not fit into memory. {_DAMAGED_ADVICE}"
+        ) from None
     except RecursionError:
-        raise RunError(f"{path} is damaged or not a rollout file: its content is nested too deeply.") from None
+        raise RunError(
+            f"{path} is damaged or not a rollout file: its content is nested too deeply. {_DAMAGED_ADVICE}"
+        ) from None
     except (LookupError, TypeError, AttributeError) as error:
         kind = type(error).__name__
         raise RunError(
-            f"{path} is damaged or not a rollout file: its content is inconsistent ({kind}: {error})."
+            f"{path} is damaged or not a rollout file: its content is inconsistent ({kind}: {error}). {_DAMAGED_ADVICE}"
         ) from error
     except (OSError, SafetensorError, zlib.error, ValueError) as error:
-        raise RunError(f"{path} is damaged or not a rollout file: {error}.") from error
+        raise RunError(f"{path} is damaged or not a rollout file: {error}. {_DAMAGED_ADVICE}") from error
     return groups
 
 
@@ -101,19 +113,22 @@ ValueCheck = Callable[[Any], bool]
 
 
 def _check_fields(record: Any, checks: dict[str, ValueCheck]) -> None:
-    """Raises ValueError if a field of the record does not pass its check."""
+    """Raises ValueError if a field of the record does not pass its check. `checks` has one check per field name."""
     for name, is_valid in checks.items():
         if not is_valid(getattr(record, name)):
             raise ValueError(f"the field {name} of a {type(record).__name__.lower()} has a wrong type or value")
 
 
 def _has_type(*kinds: type) -> ValueCheck:
-    """Returns a check for exactly these types. Subclasses do not pass, so True is not an int here."""
+    """Returns a function that tells whether a value has exactly one of these types. Subclasses fail:
+
+    True is not an int.
+    """
     return lambda value: type(value) in kinds
 
 
 def _is_list_of(*kinds: type) -> ValueCheck:
-    """Returns a check for a list whose items have exactly these types."""
+    """Returns a function that tells whether a value is a list whose items have exactly one of these types."""
 
     def is_valid(value: Any) -> bool:
         if type(value) is not list:
@@ -126,22 +141,25 @@ def _is_list_of(*kinds: type) -> ValueCheck:
 
 
 def _is_provenance(value: Any) -> bool:
-    """Returns whether the value is a list of provenances, as numbers."""
+    """Returns whether the value is a list of provenances (who wrote each token: prompt, policy, ...) as numbers."""
     return _is_int_list(value) and set(value) <= _PROVENANCE_VALUES
 
 
 def _is_versions(value: Any) -> bool:
-    """Returns whether the value is a list of (first token, version of the weights)."""
+    """Returns whether the value is a list of pairs of int:
+
+    (index of the first token, version of the weights that sampled it).
+    """
     return _is_list_of(tuple)(value) and all(list(map(type, pair)) == [int, int] for pair in value)
 
 
 def _is_parts(value: Any) -> bool:
-    """Returns whether the value is a dict from names of reward parts to numbers."""
+    """Returns whether the value is a dict whose values are numbers, like the reward parts of a sample by name."""
     return type(value) is dict and all(type(part) in (float, int) for part in value.values())
 
 
 def _is_none_or(is_valid: ValueCheck) -> ValueCheck:
-    """Returns a check for None or what `is_valid` accepts."""
+    """Returns a function that accepts None and every value that `is_valid` accepts."""
     return lambda value: value is None or is_valid(value)
 
 
@@ -182,7 +200,7 @@ _SAMPLE_CHECKS = {
 
 
 def list_rollout_steps(folder: Path) -> list[int]:
-    """Returns the steps whose rollout files exist, oldest first."""
+    """Returns the steps, counted from 1, that have a rollout file in `folder`, oldest first."""
     matches = (_NAME.fullmatch(entry.name) for entry in folder.iterdir())
     return sorted(int(match[1]) for match in matches if match)
 

@@ -22,12 +22,15 @@ Array = NDArray[Any]
 
 
 def is_format_1(arrays: Mapping[str, Array]) -> bool:
-    """Returns whether the arrays of a safetensors file are those of a rollout file of format 1."""
+    """Returns whether the arrays of a safetensors file, by name, are those of a rollout file of format 1."""
     return "text" in arrays and "json" not in arrays
 
 
 def read_format_1(arrays: Mapping[str, Array]) -> list[Group]:
-    """Returns the groups of a rollout file of format 1. Raises ValueError or KeyError if the arrays do not fit."""
+    """Returns the groups in the arrays, by name, of a rollout file of format 1.
+
+    Raises ValueError or KeyError if the arrays do not fit together.
+    """
     # The size of the arrays bounds how large the text may become, in case the file is damaged.
     header = json.loads(inflate(arrays["text"].tobytes(), sum(array.nbytes for array in arrays.values())))
     readers = {name: _ArrayReader(array) for name, array in arrays.items()}
@@ -35,7 +38,10 @@ def read_format_1(arrays: Mapping[str, Array]) -> list[Group]:
 
 
 def _read_group(data: dict[str, Any], readers: dict[str, _ArrayReader]) -> Group:
-    """Returns a group from its JSON and the next values of the arrays, by name."""
+    """Returns the next group.
+
+    `data` is its JSON, `readers` give the next tokens and numbers of each array, by its name.
+    """
     num_tokens, num_provenance = data["num_tokens"]
     prompt = Prompt(
         task=data["task"],
@@ -52,7 +58,10 @@ def _read_group(data: dict[str, Any], readers: dict[str, _ArrayReader]) -> Group
 
 
 def _read_sample(data: dict[str, Any], readers: dict[str, _ArrayReader]) -> Sample:
-    """Returns a sample from its JSON and the next values of the arrays, by name."""
+    """Returns the next sample.
+
+    `data` is its JSON, `readers` give the next tokens and numbers of each array, by its name.
+    """
     # A length of -1 means that the field was None.
     num_tokens, num_provenance, *num_floats = data["num"]
     floats = {name: None if num < 0 else readers[name].read(num) for name, num in zip(_FLOATS, num_floats, strict=True)}
@@ -83,7 +92,7 @@ class _ArrayReader:
         self._position = 0
 
     def read(self, num: int) -> list[Any]:
-        """Returns the next `num` values. Raises ValueError if there are not as many, or `num` is negative."""
+        """Returns the next `num` values of the array. Raises ValueError if fewer are left, or `num` is negative."""
         if num < 0:
             raise ValueError("a length is negative")
         piece = self._values[self._position : self._position + num]

@@ -91,26 +91,26 @@ class PromptContext:
     unused_words: list[str]
 
     def draw_word(self) -> str:
-        """Removes one of the unused words at random and returns it."""
+        """Removes a random word from `unused_words` and returns it."""
         return self.unused_words.pop(self.draws.below(len(self.unused_words)))
 
     def draw_bound(
         self, at_least_range: tuple[int, int], less_than_range: tuple[int, int], prefix: str, count_name: str
     ) -> Arguments:
-        """Draws a relation and a count from its range (both ends included), and returns them as arguments.
+        """Returns two random arguments: `<prefix>relation`, "at least" or "less than", and `count_name`, a count.
 
-        The arguments are called `<prefix>relation` and `count_name`.
+        The count is from the range that belongs to the relation, both ends included.
         """
         relation, limits = self.draws.choice((("at least", at_least_range), ("less than", less_than_range)))
         return {f"{prefix}relation": relation, count_name: self.draws.between(*limits)}
 
     def draw_letter_bound(self) -> Arguments:
-        """Draws the arguments of an instruction about how often a letter occurs."""
+        """Returns random arguments of an instruction about how often a letter occurs."""
         bound = self.draw_bound((4, 16), (2, 5), "let_", "let_frequency")
         return {"letter": self.draws.choice(LETTERS if bound["let_relation"] == "at least" else RARE_LETTERS)} | bound
 
     def draw_nth_paragraph(self) -> Arguments:
-        """Draws the arguments of an instruction about the first word of one of several paragraphs."""
+        """Returns random arguments of an instruction about the first word of one of several paragraphs."""
         number = self.draws.between(2, 5)
         place = self.draws.between(1, number)
         return {"num_paragraphs": number, "nth_paragraph": place, "first_word": self.draw_word()}
@@ -128,12 +128,12 @@ class InstructionTemplate:
 
 
 def _make_template(draw_arguments: Callable[[PromptContext], Arguments], *wordings: str) -> InstructionTemplate:
-    """Returns a template whose arguments are drawn for every prompt."""
+    """Returns a template with these wordings. For every prompt, `draw_arguments` draws the instruction's arguments."""
     return InstructionTemplate(draw_arguments, wordings)
 
 
 def _make_fixed_template(*wordings: str) -> InstructionTemplate:
-    """Returns a template of an instruction without arguments."""
+    """Returns a template with these wordings of an instruction that takes no arguments."""
     return InstructionTemplate(lambda _: {}, wordings)
 
 
@@ -258,7 +258,7 @@ TEMPLATES: dict[str, InstructionTemplate] = {
 
 
 def _find_names(*endings: str) -> frozenset[str]:
-    """Returns the full names of the instructions whose names after the colon are given."""
+    """Returns the full names, as in "startend:quotation", of the instructions whose parts after the colon are given."""
     return frozenset(name for name in TEMPLATES if name.partition(":")[2] in endings)
 
 
@@ -283,12 +283,17 @@ CONFLICTS: dict[str, frozenset[str]] = {
 
 
 def are_compatible(one: str, other: str) -> bool:
-    """Returns whether two different instructions can be followed together in one prompt."""
+    """Returns whether two instructions, given by name, can stand in one prompt and be followed together.
+
+    An instruction is not compatible with itself.
+    """
     return one != other and one not in CONFLICTS.get(other, ()) and other not in CONFLICTS.get(one, ())
 
 
 def generate_row(index: int) -> Row:
-    """Generates the training row with this number: its prompt, its instructions and their arguments.
+    """Returns generated training row number `index`: its prompt, its instructions and their arguments.
+
+    Equal numbers give equal rows.
 
     >>> generate_row(7) == generate_row(7)
     True
@@ -316,7 +321,7 @@ def generate_row(index: int) -> Row:
 
 
 def _format_arguments(arguments: Arguments) -> dict[str, object]:
-    """Returns the values that wordings may use: the arguments themselves, `words` and `bound`.
+    """Returns the values that the wordings of an instruction may use: its arguments and perhaps `words` and `bound`.
 
     `words` is a list of words as text; `bound` is a relation and its count, as in "at least 3". A language code is
     replaced by the name of the language.

@@ -98,7 +98,7 @@ class IFEval:
         need(reads_train, f'train = keywords to train on rows of data "{self.data}"; generated rows need no {{split}}')
 
     def rows(self, split: str) -> Iterator[Row]:
-        """Yields the rows of a split. Raises TaskError if langdetect or the file of the rows is missing."""
+        """Returns the rows of a split. Raises TaskError if langdetect or the file with the rows is missing."""
         # Without this check, a missing package would end a run at its first answer.
         language.require_langdetect()
         if split == "train" and self.train == "generated":
@@ -122,7 +122,7 @@ class IFEval:
         return messages if self.answer == "whole" else [{"role": "system", "content": SYSTEM}, *messages]
 
     def score(self, row: Row, answer: Answer) -> Verdict:
-        """Returns all reward parts, and the instructions that are not followed strictly as the reason."""
+        """Returns all reward parts of an answer. The reason names the instructions that it does not follow strictly."""
         names = row["instruction_id_list"]
         parts = dict.fromkeys(self.parts, 0.0)
         # `text` is what the published checker would see. `visible` leaves out all thoughts, also unfinished ones: only
@@ -166,12 +166,15 @@ class IFEval:
         return accuracies
 
     def gold(self, row: Row) -> str:
-        """Returns a text that follows all instructions of a row; it ignores the request. TaskError if none is found."""
+        """Returns a text that follows all instructions of a row but ignores its request.
+
+        Raises TaskError if none is found.
+        """
         text = gold.write_text(row["instruction_id_list"], row["kwargs"])
         if text is None:
             raise TaskError(
                 f'ifeval, row "{row["id"]}": no text was found that follows all its instructions; '
-                f"they contradict each other, or the search is not good enough"
+                "they contradict each other, or the search is not good enough: remove one of them, or the row"
             )
         return text if self.answer == "whole" else f"<think>As asked.</think>\n<answer>{text}</answer>"
 
@@ -226,7 +229,7 @@ def _strip_thinking(text: str) -> str:
 
 
 def _find_block(text: str, tag: str) -> str | None:
-    """Returns the text between the opening and the closing tag, or None unless each occurs exactly once, in order."""
+    """Returns the text between `<tag>` and `</tag>`; None unless each of the two occurs exactly once, in this order."""
     begin, end = f"<{tag}>", f"</{tag}>"
     if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
         return None
@@ -234,17 +237,17 @@ def _find_block(text: str, tag: str) -> str | None:
 
 
 def _require_keywords_file() -> None:
-    """Raises TaskError if the file of keyword rows is not in the folder that COHORT_DATA names."""
+    """Raises TaskError if the file of keyword rows is not in the folder that the variable COHORT_DATA names."""
     folder, file = os.environ.get(FOLDER_VARIABLE, ""), PLACES["train"].file
     if not folder or not (Path(folder).expanduser() / file).exists():
         raise TaskError(
             f"ifeval: train = keywords reads {file} in the folder {FOLDER_VARIABLE} ({folder or 'not set'}), "
-            f"and it is not there. The hub does not have it: put it there, or use train = generated"
+            f"and it is not there. The hub does not have it: put it there, or set --task.train generated"
         )
 
 
 def _make_row(raw: dict[str, Any]) -> Row:
-    """Returns a row with prompt, instruction_id_list and kwargs from a raw one; its key, if any, becomes the id.
+    """Returns a row with prompt, instruction_id_list and kwargs, made from a raw row; its key, if any, is the id.
 
     Raises ValueError for raw columns of the wrong type, and for arguments that an instruction does not accept.
     """

@@ -87,9 +87,10 @@ class _ComparisonRules:
 
 
 def compare(gold: str, answer: str, tolerance: float = 0.0, problem: str = "") -> Comparison:
-    r"""Compares an answer with the gold answer, both in LaTeX. Numbers within the relative `tolerance` are equal.
+    r"""Returns whether an answer equals the gold answer, both in LaTeX, and if not, why.
 
-    The text of the `problem` decides what a percentage means and whether the answer only copies the problem.
+    Numbers within the relative `tolerance` are equal. The text of the `problem` decides what a percentage means and
+    whether the answer only copies the problem.
 
     >>> compare(r"\frac{1}{2}", "0.50").equal, compare("(1, 2)", "(2, 1)").equal, compare("1, 2", r"\{2, 1\}").equal
     (True, False, True)
@@ -149,7 +150,7 @@ def _find_formulas(problem: str) -> set[str]:
 def _contains_formula(text: str, formula: str) -> bool:
     """Returns whether the formula occurs in the text, and does not begin or end inside a number or a word there.
 
-    2x+1 does not occur in 12x+1. But x+1 occurs in 1x+1, because the factor 1 changes nothing.
+    The formula 2x+1 does not occur in 12x+1. But x+1 occurs in 1x+1, because the factor 1 changes nothing.
     """
     before = r"(?<![0-9.])" if formula[0].isdigit() else r"(?<![02-9.a-zA-Z\\])" if formula[0].isalpha() else ""
     after = r"(?![0-9])" if formula[-1].isdigit() else ""
@@ -160,7 +161,10 @@ def _contains_formula(text: str, formula: str) -> bool:
 
 
 def _find_difference(gold: Node, answer: Node, rules: _ComparisonRules) -> str:
-    """Compares two answers as trees: the number of values, their brackets and order, then value by value."""
+    """Returns why an answer is not the gold answer, both given as trees; "" if they are equal.
+
+    Compares the number of values, their brackets and order, then value by value.
+    """
     if isinstance(gold, Leaf) and isinstance(answer, Leaf):
         return _find_leaf_difference(gold.text, answer.text, rules)
     if isinstance(gold, Leaf) or isinstance(answer, Leaf):
@@ -185,7 +189,10 @@ def _describe_count_difference(num_gold: int, num_answer: int) -> str:
 
 
 def _find_unordered_difference(gold: tuple[Node, ...], answer: tuple[Node, ...], rules: _ComparisonRules) -> str:
-    """Compares two lists of equal length in any order: every gold value takes one equal value of the answer."""
+    """Returns why two lists of equal length do not hold the same values in any order; "" if they do.
+
+    Every gold value takes one equal value of the answer.
+    """
     remaining = list(answer)
     # Values that are spelt alike go first, since they need no symbolic work.
     for one in sorted(gold, key=lambda node: node not in remaining):
@@ -202,7 +209,10 @@ def _find_unordered_difference(gold: tuple[Node, ...], answer: tuple[Node, ...],
 
 
 def _find_leaf_difference(gold: str, answer: str, rules: _ComparisonRules) -> str:
-    """Compares two single answers: by spelling, then as equations if both are equations, then by their values."""
+    """Returns why two single answers differ; "" if they are equal.
+
+    They are compared by spelling, then as equations if both are equations, then by their values.
+    """
     if not answer:
         return "the answer is empty"
     if _normalise_spelling(gold) == _normalise_spelling(answer):
@@ -229,7 +239,10 @@ def _normalise_spelling(text: str) -> str:
 
 
 def _find_value_difference(gold: str, answer: str, rules: _ComparisonRules) -> str:
-    """Compares two values: by spelling, as numbers, as numbers with a base, as words, and last as expressions."""
+    """Returns why two values, given as LaTeX, differ; "" if they are equal.
+
+    They are compared by spelling, as numbers, as numbers with a base, as words, and last as expressions.
+    """
     if _normalise_spelling(gold) == _normalise_spelling(answer):
         return ""
     gold_number, answer_number = read_quantity(gold), read_quantity(answer)
@@ -251,9 +264,10 @@ def _find_value_difference(gold: str, answer: str, rules: _ComparisonRules) -> s
 
 
 def _is_same_number_in_base(gold: re.Match[str] | None, answer: re.Match[str] | None, answer_text: str) -> bool:
-    """Returns whether digits and base agree. The matches are those of `_NUMBER_IN_BASE`, None for text without a base.
+    """Returns whether two numbers such as 52_8 agree in digits and base.
 
-    An answer without a base is taken to be in the base of the gold. If the gold has no base, the answer is wrong.
+    The matches are those of `_NUMBER_IN_BASE`, None for text without a base. An answer without a base is taken to be in
+    the base of the gold. If the gold has no base, the answer is wrong.
     """
     if gold is None:
         return False
@@ -266,7 +280,7 @@ def _is_same_number_in_base(gold: re.Match[str] | None, answer: re.Match[str] | 
 def _find_symbolic_difference(find_difference: Callable[..., str], *arguments: Any) -> str:
     """Returns `find_difference(*arguments)`, or a reason if that fails because a text cannot be read or evaluated.
 
-    Work limits, missing packages and lack of memory are still raised.
+    Errors about work limits, missing packages and memory are still raised.
     """
     try:
         return find_difference(*arguments)
@@ -278,9 +292,10 @@ def _find_symbolic_difference(find_difference: Callable[..., str], *arguments: A
 
 
 def _find_expression_difference(gold: str, answer: str, gold_number: Quantity | None, tolerance: float) -> str:
-    """Compares two expressions by their values, or with math-verify where values cannot be computed.
+    """Returns why two expressions differ; "" if they have the same values.
 
-    `gold_number`: the gold as a number, or None. To a rounded gold, an exact answer may be off by half the last digit.
+    Where values cannot be computed, math-verify decides. `gold_number` is the gold as a number, or None: an exact
+    answer may differ from a rounded gold by half of its last digit.
     """
     answer_expression, gold_expression = parse_latex(answer), parse_latex(gold)
     rounding = 0.0 if gold_number is None or "." in answer else float(gold_number.max_rounding_error)
@@ -291,7 +306,7 @@ def _find_expression_difference(gold: str, answer: str, gold_number: Quantity | 
 
 
 def _find_equation_difference(gold_sides: list[str], answer_sides: list[str]) -> str:
-    """Compares two equations. They agree if one is a multiple of the other, or if math-verify calls them equal.
+    """Returns why two equations differ; "" if one is a multiple of the other, or if math-verify calls them equal.
 
     The arguments are the sides of the equations; only the first and the last side count.
     """
@@ -312,6 +327,9 @@ def _find_equation_difference(gold_sides: list[str], answer_sides: list[str]) ->
 
 
 def _find_set_difference(gold: str, answer: str) -> str:
-    r"""Compares two sets of numbers by content: `\mathbb{R} \setminus \{1\}` is `(-\infty, 1) \cup (1, \infty)`."""
+    r"""Returns why two sets of numbers differ; "" if they have the same content.
+
+    For example, `\mathbb{R} \setminus \{1\}` is `(-\infty, 1) \cup (1, \infty)`.
+    """
     answer_set, gold_set = parse_latex(answer), parse_latex(gold)
     return "" if gold_set.symmetric_difference(answer_set).is_empty else WRONG_VALUE

@@ -143,9 +143,9 @@ _FLIPPED = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le"}
 
 
 def read_structure(text: str, join_thousands: bool = True) -> Node:
-    r"""Cleans an answer and returns it as a tree. Raises OverLimit if it is too long or nested too deeply.
+    r"""Cleans an answer and returns it as a tree of values. Raises OverLimit if it is too long or nested too deeply.
 
-    `join_thousands`: a text such as `1,234` that is nothing else is one number; otherwise its commas separate values.
+    With `join_thousands`, a text that is only `1,234` or the like is one number; otherwise its commas separate values.
 
     >>> read_structure(r"$x = 3$ \text{ and } x = 10,\!080")
     Items(kind='any', items=(Leaf(text='x = 3'), Leaf(text='x = 10080')), is_bare=True)
@@ -158,7 +158,7 @@ def read_structure(text: str, join_thousands: bool = True) -> Node:
 
 
 def is_number_with_commas(text: str) -> bool:
-    """Returns whether the text can be one number with commas, or several numbers of three digits: `45,135,225`."""
+    """Returns whether the text may be one number with commas, such as `45,135,225`, which may also be a list."""
     return len(text) <= MAX_CHARS and _NUMBER_WITH_COMMAS.fullmatch(clean_latex(text)) is not None
 
 
@@ -239,7 +239,7 @@ def split_outside_brackets(text: str, separators: Iterable[str]) -> tuple[list[s
 
 
 def split_sides(text: str) -> list[str]:
-    r"""Splits an answer at "=" and returns its sides; the last one is the value, also for "5 = x".
+    r"""Returns the sides of an answer that is split at "="; the last one is the value, also for "5 = x".
 
     Of `4\pi \approx 12.57` only the first part counts, unless it is empty or only a name.
     """
@@ -250,7 +250,10 @@ def split_sides(text: str) -> list[str]:
 
 
 def _read_node(text: str, join_thousands: bool) -> Node:
-    """Reads cleaned text as a union of sets, one number with commas, a list, or a single value."""
+    """Returns the tree of cleaned text: a union of sets, one number with commas, a list, or a single value.
+
+    Without `join_thousands`, commas always separate values.
+    """
     union, _ = split_outside_brackets(text, [r"\cup"])
     if len(union) > 1:
         return _make_unordered([_read_node(part, False) for part in union])
@@ -263,7 +266,11 @@ def _read_node(text: str, join_thousands: bool) -> Node:
 
 
 def _make_unordered(nodes: list[Node], is_bare: bool = False) -> Node:
-    """Joins values that have no order. Merges lists among them into the result; returns a single value alone."""
+    """Returns values that have no order as one node.
+
+    Lists without order among them are merged; a single value stays alone. With `is_bare`, the values stand without
+    brackets.
+    """
     flat: list[Node] = []
     for node in nodes:
         flat += node.items if isinstance(node, Items) and node.kind == "any" else [node]
@@ -271,7 +278,10 @@ def _make_unordered(nodes: list[Node], is_bare: bool = False) -> Node:
 
 
 def _read_single(text: str) -> Node:
-    """Reads cleaned text that is no list: a matrix, values in brackets, an equation, an inequality, or one value."""
+    """Returns the tree of cleaned text that is no list: a matrix, values in brackets, an inequality, or one value.
+
+    An equation with several values on its right side is read as these values.
+    """
     # In "x \in [1, 2]" only the set counts.
     sides, _ = split_outside_brackets(text, [r"\in"])
     if len(sides) == 2:
@@ -296,14 +306,14 @@ def _read_single(text: str) -> Node:
 
 
 def _read_leaf(text: str) -> Node:
-    r"""Returns the text as one value, or as two values if it contains `\pm`."""
+    r"""Returns the text as one value, or as two values without order if it contains `\pm`."""
     if r"\pm" in text:
         return _make_unordered([Leaf(signed.strip().removeprefix("+").lstrip()) for signed in _expand_plus_minus(text)])
     return Leaf(text.strip().rstrip(" .,;:"))
 
 
 def _expand_plus_minus(text: str) -> list[str]:
-    r"""Returns two texts: with + for `\pm` and - for `\mp`, and the reverse."""
+    r"""Returns two texts: one with + for `\pm` and - for `\mp`, and one with the reverse."""
     return [text.replace(r"\pm", a).replace(r"\mp", b) for a, b in (("+", "-"), ("-", "+"))]
 
 
@@ -325,7 +335,7 @@ def _split_enclosing_brackets(text: str) -> tuple[str, str, str] | None:
 
 
 def _read_bracketed(left: str, inside: str, right: str) -> Node:
-    """Reads a pair of brackets with its content: one value, values in order, an interval, a set, or else a leaf."""
+    """Returns the tree of brackets with content: one value, values in order, an interval, a set, or else a leaf."""
     parts = [_read_single(part.strip()) for part in split_outside_brackets(inside, ",;")[0] if part.strip()]
     kind = left + right
     if len(parts) == 1 and kind in ("()", "[]", "{}", r"\{\}"):
@@ -340,7 +350,7 @@ def _read_bracketed(left: str, inside: str, right: str) -> Node:
 
 
 def _read_relation(text: str) -> Node | None:
-    r"""Reads an inequality such as `x > 2`, `1 \le x < 2` or `x \ne 0` as intervals; returns None for other text."""
+    r"""Returns an inequality such as `x > 2`, `1 \le x < 2` or `x \ne 0` as intervals; None for other text."""
     sides, signs = split_outside_brackets(text, [*_FLIPPED, r"\ne"])
     sides = [side.strip() for side in sides]
     # "2 < x" becomes "x > 2"

@@ -47,7 +47,7 @@ class Quantity:
 
     @property
     def max_rounding_error(self) -> Fraction:
-        """Half of the last digit if the number looks rounded, which is how far the exact value may be; otherwise 0.
+        """How far the exact value may be from a number that looks rounded: half of its last digit. 0 for other numbers.
 
         A number looks rounded if it has decimals and at least three digits.
         """
@@ -55,10 +55,10 @@ class Quantity:
         return Fraction(1, 2 * 10**self.decimals) if self.decimals and digits >= 3 else Fraction(0)
 
     def matches(self, answer: Quantity, tolerance: float, is_percent_problem: bool) -> bool:
-        """Returns whether an answer equals this gold number, within the relative tolerance or the rounding error.
+        """Returns whether an answer equals this gold number, within the relative `tolerance` or the rounding error.
 
-        `is_percent_problem`: the problem mentions percent. To a gold of 50%, the answers 50 and 0.5 are both right. To
-        a gold without the sign, an answer of 50% means 50 in such a problem and 0.5 in others.
+        To a gold of 50%, the answers 50 and 0.5 are both right. To a gold without the sign, an answer of 50% means 50
+        if the problem mentions percent (`is_percent_problem`) and 0.5 otherwise.
         """
         values = [answer.value]
         if self.is_percent and not answer.is_percent:

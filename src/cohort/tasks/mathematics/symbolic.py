@@ -47,7 +47,7 @@ class Unreadable(Exception):
 
 @lru_cache(maxsize=256)
 def parse_latex(text: str) -> Any:
-    """Parses cleaned LaTeX and returns an unevaluated sympy expression with exact numbers.
+    """Returns cleaned LaTeX as an unevaluated sympy expression with exact numbers.
 
     Raises OverLimit for too much work, TaskError if math-verify is not installed, and whatever the parser raises.
     """
@@ -57,7 +57,9 @@ def parse_latex(text: str) -> Any:
         from latex2sympy2_extended.latex2sympy2 import ConversionConfig, NormalizationConfig
         from sympy import Float, I, Rational, Symbol, evaluate
     except ImportError as error:
-        raise TaskError(f"comparing mathematical answers needs math-verify: pip install '{EXTRA}'") from error
+        raise TaskError(
+            f"comparing mathematical answers needs math-verify, which is not installed; run pip install '{EXTRA}'"
+        ) from error
     # The parser evaluates binomials and nothing else. That is switched off, since their size is not checked yet.
     with evaluate(r"\binom" not in latex):
         parsed = latex2sympy(
@@ -75,7 +77,7 @@ def parse_latex(text: str) -> Any:
 
 
 def _prepare_latex(text: str) -> str:
-    """Returns the text with fractions, mixed numbers and omitted product signs written so that the parser reads them.
+    """Returns the text with fractions, mixed numbers and omitted product signs spelled so that the parser reads them.
 
     Raises OverLimit if the text is too long, and Unreadable if the parser would evaluate or misread something in it.
     """
@@ -95,9 +97,9 @@ def _prepare_latex(text: str) -> str:
 
 
 def _estimate_bits(node: Any, letter_bits: float = 2.0) -> float:
-    """Estimates how many bits the largest number has that occurs while the unevaluated sympy tree is evaluated.
+    """Returns an estimate of the bits of the largest number that occurs when the unevaluated sympy tree is evaluated.
 
-    `letter_bits` is the size of the values that letters get. Raises OverLimit above MAX_BITS.
+    The values that letters get have `letter_bits` bits. Raises OverLimit above MAX_BITS.
     """
     if node.is_Number and node.is_finite:
         size = float(max(part.bit_length() for part in Fraction(str(node)).as_integer_ratio()))
@@ -130,7 +132,7 @@ _POINT_COEFFICIENTS = ((11, 4, 9, 3), (2, 1, 7, 3), (25, 3, 11, 2), (-8, 3, 5, 1
 
 
 def choose_points(*expressions: Any) -> list[dict[Any, Any]]:
-    """Returns the points at which expressions are compared: one dict per point, from each letter (symbol) to its value.
+    """Returns the points at which expressions are compared: one dict per point, from each symbol to its value.
 
     Letters have different values at a point, positive and negative ones. If the first expression, the gold, has floors
     or ceilings, the values are whole numbers.
@@ -154,9 +156,9 @@ def collect_letters(expression: Any) -> set[str]:
 
 
 def evaluate_at(expression: Any, point: dict[Any, Any]) -> Any:
-    """Returns the value at a point as a real or complex sympy number, or None if it is not a finite number.
+    """Returns the value of a sympy expression at a point (a dict from symbols to values), as a sympy number.
 
-    Expressions with derivatives or unknown functions have no value.
+    None if the value is not finite, or if the expression has derivatives or unknown functions.
     """
     from sympy import Derivative
     from sympy.core.function import AppliedUndef
@@ -169,7 +171,7 @@ def evaluate_at(expression: Any, point: dict[Any, Any]) -> Any:
 
 
 def have_same_values(gold: Any, answer: Any, tolerance: float, rounding: float) -> bool | None:
-    """Returns whether two sympy expressions have the same letters and the same value at every point.
+    """Returns whether two sympy expressions have the same letters and the same value at every chosen point.
 
     Values may differ by `tolerance` relative to the gold, or by `rounding`. None means that a value cannot be computed.
     """
@@ -191,7 +193,7 @@ def have_same_values(gold: Any, answer: Any, tolerance: float, rounding: float) 
 
 
 def make_equation(left: Any, right: Any) -> Any:
-    """Returns the sympy equation of two expressions, not simplified."""
+    """Returns the sympy equation left = right, not simplified."""
     from sympy import Eq
 
     return Eq(left, right, evaluate=False)

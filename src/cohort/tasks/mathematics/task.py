@@ -96,7 +96,7 @@ class Mathematics:
             log.warning("%s: rows of %s without an answer left out: %d", self.name, split, num_empty)
 
     def prompt(self, row: Row) -> list[Message]:
-        """Returns the messages that ask for the answer of a row, in the chosen style."""
+        """Returns the messages that ask for the answer to a row's problem, in the way that `style` says."""
         problem = row["problem"]
         if self.style == "qwen_math":
             return [{"role": "system", "content": INSTRUCTION}, {"role": "user", "content": problem}]
@@ -116,11 +116,11 @@ class Mathematics:
         return Verdict({"correct": float(result.equal), "format": float(is_formatted)}, result.reason)
 
     def compare_with_gold(self, row: Row, answer_text: str) -> Comparison:
-        """Compares the text of an answer with the gold answer of a row."""
+        """Returns whether the text of an answer equals the gold answer of a row, and if not, why."""
         return compare(row["answer"], answer_text, problem=row["problem"])
 
     def gold(self, row: Row) -> str:
-        """Returns a completion with the gold answer of a row."""
+        """Returns a completion that ends with the gold answer of a row in a box."""
         return f"The answer is \\boxed{{{row['answer']}}}."
 
 
@@ -142,7 +142,7 @@ class Math12k(Mathematics):
         require(self.name, {*self.levels} <= {1, 2, 3, 4, 5}, f"levels among 1 2 3 4 5, not {self.levels}")
 
     def rows(self, split: str) -> Iterator[Row]:
-        """Yields the rows of a split; those of "train" only if they are of the chosen levels."""
+        """Yields the rows of a split; of "train" only those of the chosen `levels`, if any are chosen."""
         rows = super().rows(split)
         return filter(lambda row: row.get("level") in self.levels, rows) if self.levels and split == "train" else rows
 
@@ -187,7 +187,10 @@ class Minerva(Mathematics):
         require(self.name, 0 <= self.tolerance < 1, f"a tolerance from 0 to below 1, not {self.tolerance}")
 
     def compare_with_gold(self, row: Row, answer_text: str) -> Comparison:
-        """Compares the text of an answer with all accepted answers; if none is equal, the first gives the reason."""
+        """Returns whether the text of an answer equals one of the accepted answers of a row.
+
+        If not, the reason is that of the comparison with the first one.
+        """
         golds = (row["answer"], *row.get("answers", ()))
         results = [compare(gold, answer_text, self.tolerance, row["problem"]) for gold in golds]
         return next((result for result in results if result.equal), results[0])
@@ -203,7 +206,9 @@ class Olympiad(Mathematics):
 
 
 def find_answer(text: str) -> tuple[str | None, bool]:
-    r"""Returns the content of the last closed box or answer tag, and whether it is in a box; None if neither is closed.
+    r"""Returns the content of the last closed box or answer tag, and whether it is in a box.
+
+    The content is None if neither is closed.
 
     >>> find_answer(r"\boxed{1} is wrong: <answer>it is \boxed{\frac{1}{2}}</answer>")
     ('\\frac{1}{2}', True)
@@ -217,7 +222,7 @@ def find_answer(text: str) -> tuple[str | None, bool]:
 
 
 def has_letter_or_digit(answer_text: str) -> bool:
-    r"""Returns whether the beginning of the cleaned answer contains a letter or a digit.
+    r"""Returns whether the first MAX_CHARS characters of an answer, cleaned, contain a letter or a digit.
 
     >>> has_letter_or_digit(r"\\text{}"), has_letter_or_digit("?"), has_letter_or_digit(r"\\infty")
     (False, False, True)
@@ -226,7 +231,7 @@ def has_letter_or_digit(answer_text: str) -> bool:
 
 
 def make_row(raw: dict[str, Any]) -> Row:
-    """Returns a row with problem, answer and perhaps answers, level and subject from a raw one.
+    """Returns a row with problem, answer and perhaps answers, level and subject, made from a raw row.
 
     A missing answer is taken from the last box of the solution. `answers` are further accepted forms. Raises ValueError
     for raw columns that are missing or of the wrong type.

@@ -13,7 +13,10 @@ Example = tuple[list[int], list[int]]
 
 
 def encode_trace(tokenizer: Tokenizer, trace: Trace) -> Example:
-    """Returns the tokens of a trace and their provenance. Every assistant turn is TARGET, its end token included."""
+    """Returns the tokens of a conversation and their provenance.
+
+    Every assistant turn is TARGET, its end token included.
+    """
     tokens: list[int] = []
     provenance: list[int] = []
     for i, message in enumerate(trace.messages):
@@ -32,6 +35,6 @@ def encode_trace(tokenizer: Tokenizer, trace: Trace) -> Example:
 
 
 def write_message(message: Message) -> str:
-    """Returns an assistant message as the text that the model writes: its content, then its tool calls."""
+    """Returns an assistant message as the text that the model writes: its content, then its tool calls in tags."""
     calls = [json.dumps(call["function"]) for call in message.get("tool_calls", ())]
     return message["content"] + "".join(f"<tool_call>{call}</tool_call>" for call in calls)

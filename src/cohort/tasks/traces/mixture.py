@@ -34,9 +34,10 @@ class TraceRows:
 
 
 def load_trace_rows(num_rows: int, keep: tuple[int, int] = Arithmetic().keep) -> TraceRows:
-    """Returns `num_rows` sums of three terms, up to `NUM_PAIRS` of two terms, and num_rows / 8 of each other kind.
+    """Returns problems for traces, by kind.
 
-    `keep` are the smallest and largest absolute values of sums, as in `Arithmetic`; (0, 0) = all.
+    The number of three-term sums is `num_rows`, that of two-term sums at most NUM_PAIRS. Of each other kind there are
+    num_rows / 8. `keep` are the smallest and largest absolute values of sums, as in `Arithmetic`; (0, 0) = all.
     """
     few = max(1, num_rows // 8)
     pairs = min(num_rows, NUM_PAIRS)
@@ -50,7 +51,10 @@ def load_trace_rows(num_rows: int, keep: tuple[int, int] = Arithmetic().keep) ->
 
 
 def make_trace(rows: TraceRows, seed: int | str, index: int, mix: Mix) -> Trace:
-    """Returns trace number `index` of the endless sequence that the seed decides."""
+    """Returns trace number `index`, a conversation to imitate. It depends only on the arguments.
+
+    The kind of problem is drawn by fixed shares and the style of the answer by the shares in `mix`.
+    """
     rng = random.Random(f"{seed}/{index}")
     u = rng.random()
     if u < ARITHMETIC_SHARE:
@@ -68,12 +72,15 @@ def make_trace(rows: TraceRows, seed: int | str, index: int, mix: Mix) -> Trace:
 def make_examples(
     rows: TraceRows, tokenizer: Tokenizer, seed: int | str, step: int, size: int, mix: Mix
 ) -> list[Example]:
-    """Returns the `size` examples of a step, counted from 0. They depend only on the arguments."""
+    """Returns the `size` examples, as tokens with provenance, of training step number `step`, counted from 0.
+
+    They depend only on the arguments.
+    """
     return [encode_trace(tokenizer, make_trace(rows, seed, step * size + i, mix)) for i in range(size)]
 
 
 def _pick_sums(rows: TraceRows, u: float) -> list[Row]:
-    """Returns the kind of sums that a uniform random number `u` in [0, 1) chooses."""
+    """Returns the two-term, spaced or three-term sums: which of them, a uniform random number `u` in [0, 1) chooses."""
     return rows.pairs if u < PAIRS_SHARE else rows.spaced if u < PAIRS_SHARE + SPACED_SHARE else rows.triples
 
 

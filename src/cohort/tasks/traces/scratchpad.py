@@ -16,7 +16,10 @@ TOKEN = re.compile(r"\d+|[-+*]")
 
 
 def solve(expression: str) -> tuple[list[str], int]:
-    """Returns the steps and the value of an expression: integers joined by + - * without parentheses."""
+    """Returns the steps of computing an expression as texts, and its value.
+
+    The expression is integers joined by + - * without parentheses.
+    """
     parts = TOKEN.findall(expression)
     values = [int(p) for p in parts[0::2]]
     operators = parts[1::2]
@@ -36,7 +39,9 @@ def solve(expression: str) -> tuple[list[str], int]:
 
 
 def apply_operator(a: int, op: str, b: int) -> tuple[str, int]:
-    """Returns one step as text, and its value.
+    """Returns the text of one step, the computation of `a op b`, and its value.
+
+    Products are written with partial products.
 
     >>> apply_operator(123, "*", 7)
     ('123*7=700+161=861', 861)
@@ -62,7 +67,7 @@ def compute_partial_products(a: int, b: int) -> list[int]:
 
 
 def list_running_sums(terms: list[int]) -> list[list[int]]:
-    """Returns how a sum is added up from the left: [a, b, c] -> [[a, b, c], [a + b, c], [a + b + c]]."""
+    """Returns the stages of adding terms from the left: [a, b, c] -> [[a, b, c], [a + b, c], [a + b + c]]."""
     sums = [list(terms)]
     while len(terms) > 1:
         terms = [terms[0] + terms[1], *terms[2:]]

@@ -22,7 +22,7 @@ class Attempt:
 
     @property
     def text(self) -> str:
-        """The steps, separated by commas."""
+        """The steps as one text, separated by commas."""
         return ", ".join(self.steps)
 
 
@@ -30,14 +30,15 @@ Number = tuple[int, str]  # a value and the expression that it comes from
 
 
 def list_attempts(numbers: list[int]) -> Iterator[Attempt]:
-    """Yields all ways whose intermediate results are whole and not negative, in a fixed order."""
+    """Yields all ways to combine the numbers with whole, non-negative intermediate results, in a fixed order."""
     yield from join_numbers([(n, str(n)) for n in numbers], ())
 
 
 def join_numbers(pool: list[Number], steps: tuple[str, ...]) -> Iterator[Attempt]:
-    """Yields all ways to combine the numbers of the pool to one. `steps` are the steps that led to the pool.
+    """Yields all ways to combine the numbers of the pool to one.
 
-    Every pair of numbers is replaced by each of its results, and the smaller pool is combined in turn.
+    `steps` are the texts of the steps that led to the pool. Every pair of numbers is replaced by each of its results,
+    and the smaller pool is combined in turn.
     """
     if len(pool) == 1:
         yield Attempt(steps, pool[0][1], pool[0][0])
@@ -50,12 +51,12 @@ def join_numbers(pool: list[Number], steps: tuple[str, ...]) -> Iterator[Attempt
 
 
 def parenthesise(text: str) -> str:
-    """Returns an expression in parentheses, a single number without."""
+    """Returns an expression in parentheses; a single number stays without."""
     return text if text.isdigit() else f"({text})"
 
 
 def list_results(x: Number, y: Number) -> Iterator[tuple[Number, Number, str, int]]:
-    """Yields the operations on two numbers with a whole, non-negative result.
+    """Yields the operations on two numbers that have a whole, non-negative result.
 
     Each is (left number, right number, operator, result).
     """

@@ -53,9 +53,12 @@ class Mix(Section):
     system: Share = 0.15
     """Share of the conversations with a system message."""
 
-    def check(self, given: Collection[str]) -> None:
+    def check(self, user_settings: Collection[str]) -> None:
+        """Raises ConfigError if the shares `think` and `broken` together are more than 1. Ignores `user_settings`."""
         if self.think + self.broken > 1:
-            raise ConfigError(f"data.think + data.broken is {self.think + self.broken:g}; it must be at most 1.")
+            raise ConfigError(
+                f"data.think + data.broken is {self.think + self.broken:g}; it must be at most 1: lower one of them."
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,7 +73,7 @@ class Trace:
 
 
 def make_arithmetic_trace(rng: random.Random, question: str, expression: str, mix: Mix) -> Trace:
-    """Returns a conversation about a sum, answered step by step or by a guess.
+    """Returns a conversation about a sum, answered step by step or by a guess, in a random style.
 
     Sums of two terms are guessed right more often than those of three.
     """
@@ -119,9 +122,10 @@ def make_calculator_trace(rng: random.Random, question: str, expression: str, mi
 
 
 def write_answer(rng: random.Random, style: str, work: str, answer: str) -> list[Message]:
-    """Returns the assistant's turn in a style. `work` is the text of the steps, `answer` the final answer.
+    """Returns the assistant's turn, as a list of one message, in a style: "think", "broken" or "direct".
 
-    A broken turn has no closed answer tag, so that a grader that looks for one refuses it.
+    `work` is the text of the steps, `answer` the final answer. A broken turn has no closed answer tag, so that a grader
+    that looks for one refuses it.
     """
     direct = f"<answer>{answer}</answer>"
     thought = f"<think>{work}</think>"
@@ -134,13 +138,13 @@ def write_answer(rng: random.Random, style: str, work: str, answer: str) -> list
 
 
 def pick_style(rng: random.Random, mix: Mix) -> str:
-    """Returns "think", "broken" or "direct" at random, in the shares of the mix."""
+    """Returns "think", "broken" or "direct" at random, with the probabilities in `mix`."""
     u = rng.random()
     return "think" if u < mix.think else "broken" if u < mix.think + mix.broken else "direct"
 
 
 def write_question(rng: random.Random, question: str, mix: Mix) -> list[Message]:
-    """Returns the user's turn with the question, sometimes after a system message."""
+    """Returns the messages before the answer: the question as a user's turn, sometimes after a system message."""
     system = [{"role": "system", "content": rng.choice(SYSTEMS)}] if rng.random() < mix.system else []
     return [*system, {"role": "user", "content": question}]
 

@@ -28,9 +28,11 @@ LOG2_E = 1.4426950408889634  # log2(e): exp(x) = exp2(x * LOG2_E)
 
 @triton.jit
 def _attend_page(q, scale, m, total, acc, key_ptr, value_ptr, start, end, D: tl.constexpr, PAGE: tl.constexpr):
-    """Adds one page to a part of a softmax and returns the new m, total [M] and acc [M, D].
+    """Adds one page of keys and values to a partial softmax. Returns the new m, total [M] and acc [M, D].
 
-    The page holds the positions from `start` on; only those below `end` count.
+    m is the largest score so far, total the sum of exp2(score - m), acc the values summed with the same weights. q [M,
+    D] are the queries; `scale` turns their products into scores. The page at key_ptr and value_ptr, [PAGE, D] each,
+    holds the positions from `start` on; only those below `end` count.
     """
     n = tl.arange(0, PAGE)
     i = tl.arange(0, D)
@@ -50,7 +52,7 @@ def _attend_page(q, scale, m, total, acc, key_ptr, value_ptr, start, end, D: tl.
 
 @triton.jit
 def _put_part(m, total, acc, acc_ptr, m_ptr, total_ptr, at, here, D: tl.constexpr):
-    """Stores a part of a softmax at rows `at` [M] of the buffers, where `here` is set, for a later `_join_part`."""
+    """Stores a partial softmax (m, total [M], acc [M, D]) at rows `at` [M] of the three buffers where `here` is set."""
     i = tl.arange(0, D)
     tl.store(acc_ptr + at[:, None] * D + i[None, :], acc, mask=here[:, None])
     tl.store(m_ptr + at, m, mask=here)
@@ -59,9 +61,9 @@ def _put_part(m, total, acc, acc_ptr, m_ptr, total_ptr, at, here, D: tl.constexp
 
 @triton.jit
 def _join_part(m, total, acc, acc_ptr, m_ptr, total_ptr, at, here, D: tl.constexpr):
-    """Joins a part with the stored part at rows `at` and returns the new m, total, acc.
+    """Joins a partial softmax with the one stored at rows `at` [M] of the buffers. Returns the new m, total and acc.
 
-    A part without any key has m = -inf and counts nothing.
+    Where `here` is not set, nothing is joined. A part that has seen no key has m = -inf and adds nothing.
     """
     i = tl.arange(0, D)
     m2 = tl.load(m_ptr + at, mask=here, other=float("-inf"))
@@ -98,7 +100,10 @@ def _prefix_kernel(
     SPLITS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Computes the part of the softmax over a shared prefix for one tile, KV head and split of the keys per program."""
+    """Computes the partial softmax over a shared prefix: one tile, KV head and split of the keys per program.
+
+    Stores it as part `split` of the tile's rows. M: queries per tile. SPLITS: programs per prefix. EARLY: early start.
+    """
     await_inputs(EARLY)
     # `_own_kernel` may start now, not earlier: it reads the queries at once, without waiting.
     let_next_start(EARLY)
@@ -159,9 +164,10 @@ def _own_kernel(
     SPLITS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Computes the part of the softmax over own tokens for one row, KV head and split of the keys per program.
+    """Computes the partial softmax over own tokens: one row, KV head and split of the keys per program.
 
-    Without splits it also joins the parts of the prefix and stores the final result.
+    If SPLITS is 1, joins it with the PREFIX_SPLITS parts of the row's prefix and stores the attention result in
+    out_ptr. Otherwise stores it as a part, for `_join_kernel`. M: g, padded. EARLY: see `await_inputs`.
     """
     row = tl.program_id(0).to(tl.int64)
     k = tl.program_id(1)
@@ -183,8 +189,7 @@ def _own_kernel(
         m, total, acc = _attend_page(
             q, scale, m, total, acc, key_pages_ptr + begin, value_pages_ptr + begin, p * PAGE, count, D, PAGE
         )
-    # Only now are the parts of `_prefix_kernel` needed.
-    await_inputs(EARLY)
+    await_inputs(EARLY)  # only now are the parts of `_prefix_kernel` needed
     if SPLITS == 1:
         # For rows without a prefix the buffers hold old parts, and rows that are done need no result.
         ready = here & (tl.load(base_ptr + row) > 0) & (count > 0)
@@ -214,7 +219,11 @@ def _join_kernel(
     PREFIX_SPLITS: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """Joins all parts of one row and KV head per program and stores the final result."""
+    """Joins all partial softmaxes of one row and KV head per program, and stores the attention result in out_ptr.
+
+    The first PREFIX_SPLITS parts are over the row's prefix, the next SPLITS over its own tokens. Rows that are done get
+    0. M: g, the query heads per KV head, padded.
+    """
     row = tl.program_id(0).to(tl.int64)
     k = tl.program_id(1)
     mi = tl.arange(0, M)
@@ -262,7 +271,10 @@ class SoftmaxParts:
 
     @staticmethod
     def allocate(parts: int, rows: int, K: int, g: int, D: int, device: torch.device) -> SoftmaxParts:
-        """Returns buffers for this many parts of each row."""
+        """Returns zeroed buffers for `parts` partial softmaxes per row and query.
+
+        A row has K KV heads with g query heads each; D is the size of a head.
+        """
         shape = (parts, rows, K, g)
         acc = torch.zeros(*shape, D, device=device)
         return SoftmaxParts(acc=acc, m=torch.zeros(shape, device=device), total=torch.zeros(shape, device=device))
@@ -273,7 +285,8 @@ def compute_decode_attention(
 ) -> Tensor:
     """Returns attention of queries [B, K, g, D] over each row's prefix and own tokens: [B, K * g * D].
 
-    `pages` is keys and values of the layer, `parts` room for intermediate results. Rows that are done read no KV.
+    `pages` is keys and values of the layer, [pages, K, PAGE, D] each. `plan` says which pages a row reads. `parts` are
+    buffers for intermediate results. Rows that are done read no KV and get 0.
     """
     B, K, g, D = q.shape
     r, out = plan, q.new_empty(B, K * g * D)

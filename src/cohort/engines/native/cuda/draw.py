@@ -31,9 +31,10 @@ def _blocks_kernel(
     BLOCK: tl.constexpr,
     GREEDY: tl.constexpr,
 ):
-    """Reduces one block of one row's logits per program: its largest, and the sum of exp(logit - largest).
+    """Reduces one block of BLOCK logits of one row per program, for `_choose_kernel`.
 
-    With GREEDY also stores the token of the largest. Logits are divided by the row's temperature.
+    Stores the largest logit in top_ptr and the sum of exp(logit - largest) in sum_ptr, [rows, blocks] each. GREEDY: the
+    token of the largest logit goes to best_ptr. Logits are first divided by the row's temperature (0 counts as 1).
     """
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
@@ -50,7 +51,10 @@ def _blocks_kernel(
 
 @triton.jit
 def _mix(x):
-    """Does what `random.mix_bits` does, on unsigned integers."""
+    """Returns a uint64 number with mixed bits: a bijection in which each input bit flips about half of the output.
+
+    It gives the same bits as `random.mix_bits`.
+    """
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB
     return x ^ (x >> 31)
@@ -58,14 +62,18 @@ def _mix(x):
 
 @triton.jit
 def _uniform(stream, position):
-    """Does what `random.draw_uniforms` does, for one random stream and position."""
+    """Returns the uniform number in [0, 1) of one random stream and position, as `random.draw_uniforms` does."""
     bits = _mix(stream.to(tl.uint64) ^ _mix(position.to(tl.uint64) + 0x9E3779B97F4A7C15))
     return (bits >> 11).to(tl.float64) * 1.1102230246251565e-16  # 2 ** -53
 
 
 @triton.jit
 def _first_above(cumulative, target, total):
-    """Does what `sampler.find_first_above` does, for one row whose last entry is `total`."""
+    """Returns the index of the first entry of `cumulative` above `target`, for one row that does not decrease.
+
+    If none is above, returns that of the first entry equal to `total`, the last one, as `sampler.find_first_above`
+    does.
+    """
     above = tl.sum((cumulative <= target).to(tl.int32), axis=0)
     end = tl.sum((cumulative < total).to(tl.int32), axis=0)
     return tl.minimum(above, end)
@@ -88,9 +96,10 @@ def _choose_kernel(
     BLOCKS: tl.constexpr,  # power of two >= blocks
     GREEDY: tl.constexpr,
 ):
-    """Draws the token of one row per program, from the block sums of `_blocks_kernel`, and stores its log-probability.
+    """Draws the token of one row per program by inverse CDF. Stores token and log-probability at their pointers.
 
-    Only the block in which the token lies is read again.
+    It uses the block sums of `_blocks_kernel`; only the block in which the token lies (BLOCK logits) is read again.
+    GREEDY: rows with temperature 0 get their most probable token.
     """
     row = tl.program_id(0).to(tl.int64)
     b = tl.arange(0, BLOCKS)
@@ -128,8 +137,8 @@ def choose_tokens(
 ) -> tuple[Tensor, Tensor]:
     """Draws one token per row from logits [B, V], without truncation. Returns tokens and log-probabilities, [B] each.
 
-    `temperature`, `stream` and `position` have one number per row. `greedy` must be set if some temperature is 0: these
-    rows get their most probable token.
+    `temperature`, `stream` and `position` have one number per row; the last two select the row's random number.
+    `greedy` must be True if some temperature is 0: rows with temperature 0 get their most probable token.
     """
     B, V = logits.shape
     blocks = triton.cdiv(V, VOCAB_BLOCK)
@@ -151,7 +160,10 @@ def choose_tokens(
 def _begin_kernel(
     done_ptr, base_ptr, length_ptr, table_ptr, position_ptr, place_ptr, count_ptr, table_width, PAGE: tl.constexpr
 ):
-    """Prepares one row per program, as `prepare_rows` says. A row that is done writes to page 0 and reads nothing."""
+    """Computes position, place and count of one row's new token per program and stores them, see `prepare_rows`.
+
+    A row that is done gets a place in page 0 and count 0. PAGE: tokens per page.
+    """
     row = tl.program_id(0)
     done = tl.load(done_ptr + row) != 0
     length = tl.load(length_ptr + row)
@@ -166,11 +178,11 @@ def _begin_kernel(
 def prepare_rows(
     done: Tensor, base: Tensor, length: Tensor, table: Tensor, positions: Tensor, places: Tensor, counts: Tensor
 ) -> None:
-    """Computes where each row's new token stands, for the rows of `positions`, `places` and `counts`, which it fills.
+    """Computes where each row's new token goes, and writes it to `positions`, `places` and `counts` [rows].
 
-    positions: in the whole sequence. places: where the KV goes, page * PAGE + offset. counts: own tokens that the row
-    will read, the new one included; 0 for a row that is done. `base` is the length of the row's prefix, `length` the
-    number of its own tokens in the cache, `table` the pages of its own tokens.
+    positions: index in the whole sequence. places: where the KV goes, page * PAGE + offset. counts: own tokens that the
+    row will read, the new one included; 0 for a row that is done (`done` = 1). `base` is the length of the row's
+    prefix, `length` the number of its own tokens in the cache, `table` the pages of its own tokens.
     """
     grid = (len(positions),)
     _begin_kernel[grid](done, base, length, table, positions, places, counts, table.shape[1], PAGE, num_warps=1)
@@ -196,7 +208,10 @@ def _record_kernel(
     STOPS: tl.constexpr,
     KEPT: tl.constexpr,
 ):
-    """Records the token of one row per program, as `record_tokens` says. KEPT: the kept mass is recorded too."""
+    """Stores the drawn token of one row per program in the row's window and advances its counters, see `record_tokens`.
+
+    Rows that are done are skipped. STOPS: num_stops, padded to a power of two. KEPT: the kept mass is stored too.
+    """
     row = tl.program_id(0)
     if tl.load(done_ptr + row) != 0:
         return
@@ -220,9 +235,10 @@ def _record_kernel(
 
 
 def record_tokens(tokens: Tensor, logprobs: Tensor, kept: Tensor | None, slots: Slots, done: Tensor) -> None:
-    """Stores one drawn token per row in the slots, advances the row, and sets `done` at a stop id or the last token.
+    """Stores one drawn token per row in the slots' windows, in place, and advances the slots' counters.
 
-    Rows that were done before do not change. `kept` is the kept mass per row; None = no row truncates.
+    Sets `done` to 1 for rows that drew a stop id or their last token. Rows that were done before do not change. `kept`
+    is the probability mass per row that truncation kept; None = no row truncates.
     """
     s = slots
     grid = (len(tokens),)

@@ -95,7 +95,11 @@ class GraphEngine:
     # ---- protocol
 
     def submit(self, request: Request) -> None:
-        """Queues a request. Raises ConfigError for one whose KV would not fit into the GPU's memory even alone."""
+        """Queues a request. Requests with the same shared tokens store their KV once, in one prefix.
+
+        Raises ConfigError for a request that can never be served, or whose KV would not fit into the GPU's memory even
+        alone.
+        """
         if self._closed:
             raise closed_engine_error(self.name)
         check_request(request, self.max_context, self.decoder.config.vocab_size, self.drafts)
@@ -129,11 +133,16 @@ class GraphEngine:
 
     @property
     def idle(self) -> bool:
+        """Whether no request is under way and no event waits to be reported."""
         return not self.drafts and not self._events
 
     @torch.no_grad()
     def poll(self, timeout: float = 0.0) -> list[Event]:
-        """Launches up to MAX_WINDOWS windows, waits for the oldest and reports its tokens."""
+        """Queues windows (runs of decode steps) on the device, waits for the oldest one and returns its events.
+
+        Up to MAX_WINDOWS windows stay queued, so the device works on while the host handles the events. `timeout` is
+        ignored, because the work is done by this process.
+        """
         with self._use_device():
             while not self._events:
                 self._compact_and_admit()
@@ -153,7 +162,11 @@ class GraphEngine:
         return events
 
     def abort(self, id: str) -> Sample:
-        """Stops a request, running, waiting or not yet reported, and returns its tokens read so far."""
+        """Stops a request and returns its sample with the tokens read so far and finish = abort.
+
+        The request may be running or waiting, or have ended without being reported. Raises CohortError for an unknown
+        id.
+        """
         queued = [e.sample for e in self._events if e.id == id and e.sample is not None]
         draft = self.drafts.get(id)
         if draft is None and not queued:
@@ -178,7 +191,10 @@ class GraphEngine:
 
     @torch.no_grad()
     def load(self, weights: Weights, version: int) -> None:
-        """Samples from new weights from now on. Running drafts wait again, until their KV is recomputed."""
+        """Samples from `weights` from now on, as `version`. Weights of another decoder are copied into this one.
+
+        Windows under way are read first. Running requests wait again until their KV is recomputed.
+        """
         with self._use_device():
             self._requeue_all()
             if weights.module is not self.decoder:
@@ -190,7 +206,7 @@ class GraphEngine:
         self.version = version
 
     def close(self) -> None:
-        """Drops every request and frees all memory."""
+        """Drops every request and frees the KV memory and the graphs. A later `submit` raises EngineError."""
         self.drafts.clear()
         self.windows.clear()
         self.waiting = WaitingDrafts()
@@ -200,7 +216,7 @@ class GraphEngine:
         self._closed = True
 
     def release(self) -> None:
-        """Frees the KV memory and the graphs. Running drafts wait again; their KV is recomputed when they continue."""
+        """Frees the KV memory and the graphs. Running requests wait again and their KV is recomputed later."""
         with self._use_device():
             self._requeue_all()
             self.ledger.arena = self.graphs = None
@@ -208,7 +224,7 @@ class GraphEngine:
                 torch.cuda.empty_cache()
 
     def _requeue_all(self) -> None:
-        """Makes all running drafts wait again and drops all cached KV. Windows under way are read first."""
+        """Reads the windows under way, puts running requests back before the waiting ones, and frees all KV pages."""
         while self.windows:
             # Damaged weights end the reading: `_read_window` then discards the later windows.
             with suppress(ModelError):
@@ -221,13 +237,16 @@ class GraphEngine:
         self._variant = None
 
     def _use_device(self) -> AbstractContextManager[object]:
-        """Returns a context in which the decoder's device is the current one, as kernels, events and graphs need."""
+        """Returns a context that makes the decoder's device the current CUDA device. On a CPU it does nothing."""
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
     # ---- memory
 
     def _measure_room(self, longest: int) -> MemorySplit:
-        """Returns what KV and prefills may take now. `longest` is the tokens of the longest prompt."""
+        """Returns how many bytes KV may take now, and how many tokens a prefill may compute at once.
+
+        The memory of the present arena counts as free. `longest` is the number of tokens of the longest prompt.
+        """
         limit = 1 << 60 if self.memory is None else self.memory
         if self.device.type != "cuda":
             return MemorySplit(kv_bytes=limit, prefill_tokens=MAX_PREFILL_TOKENS)
@@ -243,9 +262,9 @@ class GraphEngine:
         return replace(room, kv_bytes=min(limit, room.kv_bytes))
 
     def _ensure_arena(self) -> None:
-        """Allocates an arena for the waiting drafts, or a larger one, within the free memory.
+        """Allocates KV memory for the waiting requests, as much as they need and the free memory allows.
 
-        It must be called only while no draft runs. An arena never shrinks.
+        Keeps the present arena if it is large enough or could hardly grow. Must be called only while no draft runs.
         """
         waiting = list(self.waiting)
         # Wanted: pages for the largest drafts and prefixes that can run together. Least: those of any single draft.
@@ -276,7 +295,10 @@ class GraphEngine:
     # ---- entering and leaving
 
     def _compact_and_admit(self) -> None:
-        """Closes the gaps between rows and admits waiting drafts, if that pays."""
+        """Closes the gaps between rows and gives rows to waiting requests, if that pays.
+
+        Allocates the KV arena first if nothing runs. Raises CohortError if it is too small even for one request.
+        """
         live = sum(d is not None for d in self.rows)
         if live == 0:
             self.rows = []
@@ -299,7 +321,7 @@ class GraphEngine:
             )
 
     def _close_gaps(self, live: int) -> None:
-        """Moves drafts from the last rows into empty ones, so that the `live` drafts fill the first rows."""
+        """Moves drafts from the last rows into empty ones, so that the `live` running drafts fill the first rows."""
         target = [row for row in range(live) if self.rows[row] is None]
         source = [row for row in range(live, len(self.rows)) if self.rows[row] is not None]
         self.state.move_rows(source, target)
@@ -310,7 +332,10 @@ class GraphEngine:
         self._variant = None
 
     def _admit_waiting(self, free: int) -> None:
-        """Admits up to `free` waiting drafts, as far as pages suffice: computes their KV and gives them rows."""
+        """Gives rows to up to `free` waiting drafts, as far as KV pages suffice, and computes their known tokens.
+
+        If that raises, all of these drafts wait again as before.
+        """
         began = time.perf_counter()
         entering: list[NativeDraft] = []
         while len(entering) < free and self.waiting and self.ledger.reserve(next(iter(self.waiting))):
@@ -339,7 +364,7 @@ class GraphEngine:
         self.work.prefill_seconds += time.perf_counter() - began
 
     def _prefill_drafts(self, entering: list[NativeDraft]) -> None:
-        """Computes the KV of new prefixes, then that of the drafts' own tokens, except the last token of each."""
+        """Computes the KV of new prefixes, then of the drafts' own tokens, except each draft's last token."""
         assert self.arena is not None
         uncomputed = self.ledger.uncomputed
         self.state.tables.set_prefix_pages(uncomputed)
@@ -356,9 +381,9 @@ class GraphEngine:
         self.work.num_prompt_tokens += sum(len(r.tokens) for r in runs + own)
 
     def _end_row(self, row: int) -> None:
-        """Empties a row whose draft has ended, and frees its pages.
+        """Empties a row whose request has ended, and frees its pages.
 
-        Others may take the pages at once: what they write is queued behind the windows that still run.
+        Other requests may take the pages at once: what they write is queued behind the windows that still run.
         """
         draft = self.rows[row]
         assert draft is not None
@@ -366,14 +391,17 @@ class GraphEngine:
         self._drop_draft(draft)
 
     def _drop_draft(self, draft: NativeDraft) -> None:
-        """Forgets a draft that has ended and frees its pages."""
+        """Forgets a draft that has ended. Frees its own pages, and its prefix if no other draft uses it."""
         del self.drafts[draft.request.id]
         self.ledger.remove_draft(draft)
 
     # ---- windows
 
     def _count_steps(self) -> int:
-        """Returns how many steps to launch: until the last row must have ended by length, at most a window."""
+        """Returns the number of steps of the next window, at most `self.window`; 0 = no step is needed.
+
+        It is the most tokens that some running request may still draw after the windows under way.
+        """
         remaining = 0
         for draft in self.rows:
             if draft is not None:
@@ -382,7 +410,10 @@ class GraphEngine:
         return min(remaining, self.window)
 
     def _launch_window(self, steps: int) -> None:
-        """Queues `steps` steps and the copy of their results on the device. Does not wait for them."""
+        """Queues `steps` decode steps and the copy of their results to the host. Does not wait for them.
+
+        The new Window is appended to `windows`, for `_read_window`.
+        """
         assert self.graphs is not None
         if self._variant is None:
             self._variant = self._plan_variant()
@@ -398,7 +429,10 @@ class GraphEngine:
         self.work.num_steps += steps
 
     def _plan_variant(self) -> StepVariant:
-        """Plans which rows read which prefix together, writes the plan to the device and returns the step's variant."""
+        """Plans which rows read which shared prefix together (as tiles) and writes the plan to the device.
+
+        Returns the StepVariant that selects the captured graph for these rows.
+        """
         groups: dict[int, list[int]] = {}  # entry of a prefix -> its rows
         for row, draft in enumerate(self.rows):
             if draft is not None and draft.prefix.tokens:
@@ -428,7 +462,10 @@ class GraphEngine:
         )
 
     def _read_window(self, window: Window) -> None:
-        """Waits for a window, adds its tokens to the drafts and queues the events. Drafts that end leave."""
+        """Waits for a window, adds its tokens to the drafts and queues the events. Drafts that end leave their rows.
+
+        If a log-probability is not finite, drops the later windows and raises ModelError.
+        """
         self.work.decode_seconds += window.timer.wait_for_results()
         filled, tokens, logprobs, kept = self.results.read(window)
         row_of = {id(d): row for row, d in enumerate(self.rows) if d is not None}  # rows may have moved since

@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 def round_to_bucket(rows: int, most: int) -> int:
-    """Returns the rows of the graph that serves `rows` rows, at most `most`. There are few sizes, and little waste.
+    """Returns the number of rows of the graph that serves `rows` rows: the next of a few sizes, at most `most`.
 
     >>> [round_to_bucket(n, 512) for n in (1, 9, 17, 65, 100, 300, 512)]
     [8, 16, 32, 96, 128, 320, 512]
@@ -42,7 +42,10 @@ class GraphCache:
         self._pool: torch.cuda._POOL_HANDLE | None = None
 
     def get_step(self, variant: StepVariant) -> Callable[[], None]:
-        """Returns the function that runs one step of this variant, captured now if necessary."""
+        """Returns the function that runs one decode step of this variant.
+
+        The step is captured as a CUDA graph now if it was not before, or if weights or buffers have moved since.
+        """
         now = self._list_addresses()
         # A graph reads fixed addresses: after a move it would read freed memory.
         if self.steps and now != self._captured_addresses:
@@ -56,12 +59,15 @@ class GraphCache:
         return self.steps[variant]
 
     def _list_addresses(self) -> tuple[int, ...]:
-        """Returns the addresses of all weights, of the KV arena and of the state's buffers."""
+        """Returns the memory addresses of all weights, of the KV arena and of the state's buffers."""
         weights = tuple(p.data_ptr() for p in self.decoder.parameters())
         return (*weights, self.arena.kv.data_ptr(), *self.state.list_addresses())
 
     def _capture_step(self, variant: StepVariant) -> Callable[[], None]:
-        """Returns a function that replays the captured step. On a CPU it is the step itself."""
+        """Captures the step of this variant as a CUDA graph and returns the function that replays it.
+
+        On a CPU nothing is captured and the function runs the step itself.
+        """
         step = make_step(self.decoder, self.state, self.arena, variant)
         if self.arena.kv.device.type != "cuda":
             return step
@@ -79,7 +85,7 @@ class GraphCache:
         return graph.replay
 
     def _record_graph(self, step: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        """Runs the step once on the side stream and then captures it as a graph."""
+        """Runs the step once on the side stream, then captures it, without running it, and returns the graph."""
         self._side_stream = self._side_stream or torch.cuda.Stream()
         self._side_stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._side_stream):

@@ -7,7 +7,7 @@ from cohort.engines.native.draft import NativeDraft
 
 
 def count_own_pages(draft: NativeDraft) -> int:
-    """Returns the pages that the draft's own tokens need when it has become as long as it may."""
+    """Returns how many pages the draft's own tokens (all after its prefix) need at its greatest possible length."""
     return count_pages(len(draft.own_prompt) + draft.request.sampling.max_tokens)
 
 
@@ -25,13 +25,13 @@ class PageLedger:
         self.uncomputed: list[PagedPrefix] = []  # prefixes that have pages and are not computed yet
 
     def add_user(self, tokens: tuple[int, ...]) -> PagedPrefix:
-        """Returns the prefix with these tokens, new or known, and counts one more user of it."""
+        """Returns the prefix with these tokens, made now if it is unknown, and counts one more request that uses it."""
         prefix = self.prefixes.setdefault(tokens, PagedPrefix(tokens=tokens))
         prefix.num_users += 1
         return prefix
 
     def remove_draft(self, draft: NativeDraft) -> None:
-        """Frees the draft's pages, and forgets its prefix if the draft was the last user."""
+        """Frees the draft's own pages. If no other draft uses its prefix, frees and forgets that too."""
         self.free_pages(draft)
         prefix = _get_prefix(draft)
         prefix.num_users -= 1
@@ -40,7 +40,10 @@ class PageLedger:
             del self.prefixes[prefix.tokens]
 
     def reserve(self, draft: NativeDraft) -> bool:
-        """Takes pages for the draft, and for its prefix if that has none. Returns False if there are too few."""
+        """Takes pages for the draft, and for its prefix if that has none. Takes none if they do not suffice.
+
+        Returns whether they sufficed. May free prefixes that only waiting drafts use.
+        """
         if not self.has_room_for(draft):
             return False
         assert self.arena is not None
@@ -54,9 +57,10 @@ class PageLedger:
         return True
 
     def has_room_for(self, draft: NativeDraft) -> bool:
-        """Returns whether enough pages are free for `draft`.
+        """Returns whether enough pages are free for `draft`, and for its prefix if that has no pages.
 
-        May free prefixes that only waiting drafts use, never the one of `draft` itself.
+        If not at first, frees the prefixes that only waiting drafts use, never the one of `draft` itself. Takes no
+        pages.
         """
         if self._has_free_pages(draft):
             return True
@@ -68,7 +72,7 @@ class PageLedger:
         return self._has_free_pages(draft)
 
     def _has_free_pages(self, draft: NativeDraft) -> bool:
-        """Returns whether enough pages are free right now for the draft, and for its prefix if that has none."""
+        """Returns whether enough pages are free right now for the draft, and for its prefix if that has no pages."""
         assert self.arena is not None
         prefix, need = _get_prefix(draft), count_own_pages(draft)
         if not _needs_pages(prefix):
@@ -77,11 +81,11 @@ class PageLedger:
         return enough and bool(self.tables.free_entries)
 
     def get_pages(self, draft: NativeDraft) -> list[int]:
-        """Returns the own pages of a running draft."""
+        """Returns the indices of the pages that hold a running draft's own tokens (all after its prefix)."""
         return self.running[draft.request.id][1]
 
     def free_pages(self, draft: NativeDraft) -> None:
-        """Frees the draft's own pages, if it has any."""
+        """Frees the draft's own pages, if it has any. Those of its prefix stay."""
         # A waiting draft has no pages.
         _, pages = self.running.pop(draft.request.id, (draft, []))
         # Without an arena the pages are gone already.
@@ -89,7 +93,7 @@ class PageLedger:
             self.arena.return_pages(pages)
 
     def cancel_reservations(self, drafts: list[NativeDraft]) -> None:
-        """Frees the pages of drafts that could not enter, and of prefixes that were not computed."""
+        """Frees the own pages of these drafts, and the pages of all prefixes that are not computed yet."""
         for draft in drafts:
             self.free_pages(draft)
         for prefix in self.uncomputed:
@@ -97,7 +101,7 @@ class PageLedger:
         self.uncomputed.clear()
 
     def free_all(self) -> None:
-        """Frees the pages of all drafts and prefixes. The counts of users stay."""
+        """Frees the pages of all drafts and prefixes, whose KV is lost. The prefixes and their counts of users stay."""
         for draft, _ in list(self.running.values()):
             self.free_pages(draft)
         for prefix in self.prefixes.values():
@@ -105,7 +109,7 @@ class PageLedger:
         self.uncomputed.clear()
 
     def _free_prefix(self, prefix: PagedPrefix) -> None:
-        """Frees the pages and the table entry of a prefix, if it has any."""
+        """Frees the pages and the table entry of a prefix, if it has any. The prefix itself stays known."""
         if prefix.entry >= 0 and self.arena is not None:
             self.arena.return_pages(prefix.pages)
             self.tables.free_entries.append(prefix.entry)
@@ -113,11 +117,11 @@ class PageLedger:
 
 
 def _get_prefix(draft: NativeDraft) -> PagedPrefix:
-    """Returns the draft's prefix with its narrower type."""
+    """Returns `draft.prefix` with the type PagedPrefix, which all prefixes have here."""
     assert isinstance(draft.prefix, PagedPrefix)
     return draft.prefix
 
 
 def _needs_pages(prefix: PagedPrefix) -> bool:
-    """Returns whether the prefix has tokens but no pages. A prompt of one token has an empty prefix, without pages."""
+    """Returns whether the prefix has tokens but no pages. An empty prefix (of a prompt of one token) needs none."""
     return prefix.entry < 0 and bool(prefix.tokens)

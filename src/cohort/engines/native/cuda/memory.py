@@ -21,10 +21,11 @@ class MemorySplit:
 
 
 def divide_memory(free: int, c: ModelConfig, width: int, slots: int, longest: int) -> MemorySplit:
-    """Divides `free` bytes for a model whose numbers have `width` bytes each.
+    """Returns how much of `free` bytes of GPU memory KV gets, and how many tokens a prefill may compute at once.
 
-    `longest` is the number of tokens of the longest waiting prompt, which must be computed in one forward. Where memory
-    is short, prompts are computed in smaller parts before KV gets too little.
+    `c` is the model, `width` the bytes per number, `slots` the most rows of a decode step. `longest` is the number of
+    tokens of the longest waiting prompt, which must be computed in one forward. Where memory is short, prompts are
+    computed in smaller parts before KV gets too little.
 
     A 7B model sampled on a card of 24 GiB, where 5.2 are left beside it, or 100:
 

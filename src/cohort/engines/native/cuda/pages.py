@@ -18,12 +18,12 @@ from cohort.models.config import ModelConfig
 
 
 def count_pages(tokens: int) -> int:
-    """Returns the number of pages that hold this many tokens."""
+    """Returns the number of pages (PAGE tokens each) that are needed for this many tokens."""
     return -(-tokens // PAGE)
 
 
 def count_page_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
-    """Returns the bytes of one page, keys and values of all layers together."""
+    """Returns the bytes of one page: keys and values of PAGE tokens in all layers, stored as `dtype`."""
     return 2 * config.num_layers * config.num_kv_heads * PAGE * config.head_dim * dtype.itemsize
 
 
@@ -41,7 +41,7 @@ class PageArena:
         self.free_pages = list(range(num_pages - 1, 0, -1))
 
     def take_pages(self, num: int) -> list[int]:
-        """Removes `num` pages from the free ones and returns their indices. There must be enough."""
+        """Removes `num` pages from the list of free pages and returns their indices. So many must be free."""
         assert num <= len(self.free_pages), "pages are counted before they are taken"
         # From the end of the list, which is the cheap side.
         taken = self.free_pages[len(self.free_pages) - num :]
@@ -49,11 +49,11 @@ class PageArena:
         return taken
 
     def return_pages(self, pages: list[int]) -> None:
-        """Makes pages free again."""
+        """Puts pages back into the list of free pages. Their contents stay until they are overwritten."""
         self.free_pages += pages
 
     def get_layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """Returns keys and values of a layer, [num_pages, K, PAGE, D] each."""
+        """Returns views of the keys and of the values of layer `index`, [num_pages, K, PAGE, D] each."""
         return self.kv[index, 0], self.kv[index, 1]
 
 
@@ -78,16 +78,16 @@ class PageTables:
 
     @staticmethod
     def _pad_lists(lists: list[list[int]], width: int) -> list[list[int]]:
-        """Returns the lists filled up with 0 to `width` items."""
+        """Returns copies of the lists, each filled up with 0 to `width` items."""
         return [pages + [0] * (width - len(pages)) for pages in lists]
 
     def set_own_pages(self, first: int, lists: list[list[int]]) -> None:
-        """Writes the own pages of the rows from `first` on, one list per row."""
+        """Writes the pages of own tokens into the device table: one list per row, from row `first` on."""
         rows = self._pad_lists(lists, self.own.shape[1])
         self.own[first : first + len(lists)] = copy_to_device(rows, self.device, torch.int32)
 
     def set_prefix_pages(self, prefixes: list[PagedPrefix]) -> None:
-        """Writes the pages and lengths of prefixes into the entries that they have."""
+        """Writes the pages and lengths of these prefixes into the device tables, each at its `entry`."""
         if not prefixes:
             return
         entries = copy_to_device([p.entry for p in prefixes], self.device)

@@ -39,10 +39,10 @@ class TokenRun:
 
 @torch.no_grad()
 def prefill(decoder: Decoder, arena: PageArena, angles: Angles, runs: list[TokenRun], max_tokens: int) -> None:
-    """Computes the KV of the runs and stores it in their pages.
+    """Computes the KV of all runs (known tokens after a prefix, or after nothing) and stores it in their pages.
 
     Several runs of similar length share a forward of at most `max_tokens` tokens, padding included. A longer run has a
-    forward of its own.
+    forward of its own. `angles` holds cosine and sine of the rotation for every position.
     """
     # Runs without a prefix are at the front, and in both kinds the longest at the end.
     runs = sorted((r for r in runs if r.tokens), key=lambda r: (r.num_before > 0, len(r.tokens), r.num_before))
@@ -60,7 +60,10 @@ def prefill(decoder: Decoder, arena: PageArena, angles: Angles, runs: list[Token
 
 
 def _compute_runs(decoder: Decoder, arena: PageArena, angles: Angles, runs: list[TokenRun]) -> None:
-    """Computes and stores the KV of all these runs in one forward. Either all runs have a prefix, or none has."""
+    """Computes the KV of these runs in one forward and stores it in their pages.
+
+    Either all runs have a prefix, or none has.
+    """
     device = arena.kv.device
     lengths = np.array([len(r.tokens) for r in runs])
     most, rows = int(lengths.max()), len(runs)
@@ -115,7 +118,10 @@ class _PaddedPrefixes:
 
     @staticmethod
     def build(runs: list[TokenRun], most: int, dtype: torch.dtype, device: torch.device) -> _PaddedPrefixes | None:
-        """Returns the padded prefixes of the runs, whose longest has `most` tokens. None if no run has a prefix."""
+        """Returns the prefixes of the runs as a padded table of pages, with the mask for prefix and run together.
+
+        `most` is the number of tokens of the longest run; the mask has type `dtype`. None = no run has a prefix.
+        """
         lists = [[] if r.prefix is None else r.prefix.pages for r in runs]
         width = max(len(pages) for pages in lists)
         if width == 0:
@@ -131,7 +137,10 @@ class _PaddedPrefixes:
         return _PaddedPrefixes(table=table, mask=mask[:, None])
 
     def gather_kv(self, pages: Tensor) -> Tensor:
-        """Returns the prefixes' keys or values: [num_pages, K, PAGE, D] -> [rows, K, pages * PAGE, D]."""
+        """Returns the prefixes' keys or values in one layer, copied from its pages.
+
+        pages [num_pages, K, PAGE, D] -> [rows, K, pages per row * PAGE, D], one row per run
+        """
         rows, width = self.table.shape
         picked = pages.index_select(0, self.table.flatten()).view(rows, width, *pages.shape[1:])
         return picked.transpose(1, 2).flatten(2, 3)

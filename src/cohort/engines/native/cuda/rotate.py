@@ -23,7 +23,8 @@ PAGE = 64  # tokens per page
 def _norm_heads(a, b, q_norm_ptr, k_norm_ptr, eps, is_q, i, half: tl.constexpr, dtype: tl.constexpr):
     """Returns the RMS norm of heads that come as halves a, b [heads, half], again as two halves.
 
-    Queries and keys have a norm weight each; `is_q` [heads, 1] says which one a head gets.
+    `is_q` [heads, 1] says which heads get the norm weight of queries; the others get that of keys. `i` is 0 .. half -
+    1. Results are rounded to `dtype` and returned as fp32.
     """
     scale = 1.0 / tl.sqrt((tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)) / (2 * half) + eps)[:, None]
     low = tl.where(is_q, tl.load(q_norm_ptr + i)[None, :], tl.load(k_norm_ptr + i)[None, :])
@@ -39,9 +40,10 @@ def _rotate_kernel(
     value_pages_ptr, eps, K: tl.constexpr, g: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr,
     PAGE: tl.constexpr, NORM: tl.constexpr, KEEP: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Handles one token and one KV head per program: its g query heads, its key and its value.
+    """Rotates the g query heads and the key of one token and KV head per program, and stores key and value in a page.
 
-    NORM: queries and keys are normed first. KEEP: rotated keys are also stored to k_ptr, [T, K, D].
+    Rotated queries go to q_ptr [T, K, g, D]. HEADS: g + 1, padded to a power of two. NORM: queries and keys are normed
+    first. KEEP: rotated keys are also stored to k_ptr [T, K, D]. EARLY: see `await_inputs`.
     """
     t = tl.program_id(0).to(tl.int64)
     k = tl.program_id(1)
@@ -100,12 +102,12 @@ def rotate_and_store(
     pages: tuple[Tensor, Tensor],
     keep: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Rotates queries and keys of qkv [T, K, g + 2, D] and stores keys and values in pages.
+    """Rotates queries and keys of qkv [T, K, g + 2, D] by their positions and stores keys and values in pages.
 
-    `places` [T] is page * PAGE + offset in the page. `norms` is (query norm, key norm, eps) for models with qk-norm,
-    applied before the rotation, else None. `pages` is keys and values of the layer. Returns the rotated queries
-    [T, K, g, D] and, with `keep`, the rotated keys [T, K, D] (else an empty tensor). The kernel launched just before
-    may write qkv, but not positions, places and angles: these are read early.
+    Returns the rotated queries [T, K, g, D] and, with `keep`, the rotated keys [T, K, D] (else an empty tensor).
+    `positions` [T] are in the sequence, `places` [T] are page * PAGE + offset in the page. `norms` is (query norm, key
+    norm, eps) for models with qk-norm, applied before the rotation, else None. `pages` is keys and values of the layer.
+    The kernel launched just before may write qkv, but not positions, places and angles: these are read early.
     """
     T, K, heads, D = qkv.shape
     g = heads - 2

@@ -38,7 +38,8 @@ MAX_TILE = 64  # queries that read a shared prompt together
 def run_decoder_fused(decoder: Decoder, tokens: Tensor, attend: FusedAttend) -> Tensor:
     """Returns the final hidden states [T, d] of tokens [T]: `Decoder.forward` with its elementwise work fused.
 
-    It rounds where the decoder rounds, and launches a third of the kernels.
+    `attend(layer, qkv)` must rotate, store KV and attend. The function rounds where the decoder rounds, and launches a
+    third of the kernels.
     """
     x = widen(decoder.embed.index_select(0, tokens))  # [T, d], the residual stream
     # Output of the last block. The next norm adds it to x in place.
@@ -55,7 +56,7 @@ def run_decoder_fused(decoder: Decoder, tokens: Tensor, attend: FusedAttend) -> 
 
 
 def get_qk_norms(layer: Layer) -> tuple[Tensor, Tensor, float] | None:
-    """Returns the norm weights of queries and of keys, and eps. None for models without qk-norm."""
+    """Returns (norm weights of queries, norm weights of keys, eps) of a layer. None for models without qk-norm."""
     if layer.q_norm is None or layer.k_norm is None:
         return None
     return layer.q_norm.weight, layer.k_norm.weight, layer.q_norm.eps
@@ -99,7 +100,10 @@ class DecodeState:
         self.angles = Angles(cos=cos.reshape(max_context, -1), sin=sin.reshape(max_context, -1))
 
     def move_rows(self, source: list[int], target: list[int]) -> None:
-        """Copies the state of the source rows over the target rows. KV stays in place: rows refer to it by page."""
+        """Copies the state of the source rows over the target rows, pair by pair.
+
+        KV stays in place, because rows refer to it by page.
+        """
         if source:
             self.slots.move_slots(source, target)
             old, new = copy_to_device(source, self.done.device), copy_to_device(target, self.done.device)
@@ -107,7 +111,7 @@ class DecodeState:
             self.tables.own[new] = self.tables.own[old]
 
     def list_addresses(self) -> tuple[int, ...]:
-        """Returns the addresses of the buffers, which captured graphs depend on."""
+        """Returns the memory addresses of the buffers. Captured graphs are valid only while these do not change."""
         s, t = self.slots, self.tables
         held = (
             *(s.ints, s.reals, s.stop_ids, s.tokens, s.logprobs, s.kept_mass),
@@ -117,9 +121,10 @@ class DecodeState:
 
 
 def make_step(decoder: Decoder, state: DecodeState, arena: PageArena, variant: StepVariant) -> Callable[[], None]:
-    """Returns a function that runs one step for the first `variant.rows` rows.
+    """Returns a function that runs one decode step: it computes, draws and records one token per row.
 
-    Rows that are done are computed too; their results are not stored.
+    It works on the first `variant.rows` rows of `state`, where the tokens go, and stores KV in the arena. Rows that are
+    done are computed too; their results are not stored.
     """
     B = variant.rows
     slots, c = state.slots, decoder.config
@@ -174,10 +179,10 @@ def make_step(decoder: Decoder, state: DecodeState, arena: PageArena, variant: S
 
 
 def choose_prefix_splits(tiles: int, K: int, longest: int) -> int:
-    """Returns how many programs share the keys of a prompt: more if there are few tiles, or long prompts.
+    """Returns how many programs share the keys of a prefix: more if there are few tiles, or long prefixes.
 
-    `longest` is the tokens of the longest prefix. The programs run beside those of the rows' own tokens, so they need
-    not fill the device alone.
+    `tiles` x K (KV heads) programs run without splits; `longest` is the number of tokens of the longest prefix. The
+    programs run beside those of the rows' own tokens, so they need not fill the device alone.
 
     >>> [choose_prefix_splits(64, 2, 256), choose_prefix_splits(64, 2, 1024), choose_prefix_splits(8, 2, 256)]
     [1, 2, 4]
@@ -186,9 +191,9 @@ def choose_prefix_splits(tiles: int, K: int, longest: int) -> int:
 
 
 def choose_tile_size(g: int, most_siblings: int) -> int:
-    """Returns the number of queries per tile, a power of two.
+    """Returns the number of queries that read a prefix together, a power of two.
 
-    It is enough for the largest group (`most_siblings` rows of g queries), within MAX_TILE, and at least 16, which is
-    what a matrix unit takes.
+    It is enough for the largest group (`most_siblings` rows with g queries each), within MAX_TILE, and at least 16,
+    which is what a matrix unit takes.
     """
     return max(16, min(max(MAX_TILE, next_power_of_two(g)), next_power_of_two(g * most_siblings)))

@@ -24,21 +24,21 @@ class WindowTimer:
         self._record_event(0)
 
     def _record_event(self, index: int) -> None:
-        """Puts event `index` behind the work queued so far: 0 before the steps, 1 after them, 2 after the copies."""
+        """Queues CUDA event `index`: 0 before the steps, 1 after them, 2 after the copies. Does nothing on a CPU."""
         if self.events:
             self.events[index].record()
 
     def mark_work_queued(self) -> None:
-        """Notes that all steps of the window have been launched."""
+        """Marks the end of the steps. The caller must have queued all steps of the window."""
         self.seconds += time.perf_counter()
         self._record_event(1)
 
     def mark_copies_queued(self) -> None:
-        """Notes that the copies of the results to the host have been launched."""
+        """Marks the end of the copies to the host. The caller must have queued all of them."""
         self._record_event(2)
 
     def wait_for_results(self) -> float:
-        """Waits until the copies are complete. Returns the seconds that the steps took."""
+        """Waits until the copies to the host are complete. Returns the seconds that the steps took on the device."""
         if self.events:
             self.events[2].synchronize()
             self.seconds = self.events[0].elapsed_time(self.events[1]) / 1000
@@ -67,12 +67,15 @@ class HostCopies:
         self.free_buffers: list[list[Tensor]] = []
 
     def _list_sources(self) -> list[Tensor]:
-        """Returns the device tensors that are copied, in the order of the host buffers."""
+        """Returns the device tensors to copy: number of tokens, tokens, log-probabilities and kept mass per slot."""
         s = self.slots
         return [s.num_filled, s.tokens, s.logprobs, s.kept_mass]
 
     def start_copy(self, rows: int) -> list[Tensor]:
-        """Starts copying the first `rows` rows to the host. Returns the buffers, before they are filled."""
+        """Starts copying the results of the first `rows` slots to the host and does not wait.
+
+        Returns the host buffers, which are filled later: number of tokens, tokens, log-probabilities and kept mass.
+        """
         pinned = self.slots.device.type == "cuda"
         buffers = (
             self.free_buffers.pop()
@@ -88,7 +91,8 @@ class HostCopies:
     def read(self, window: Window) -> tuple[list[int], list[list[int]], list[list[float]], list[list[float]]]:
         """Returns the results of a finished window: number of tokens, tokens, log-probabilities and kept mass per row.
 
-        The window's buffers become free. Only the first `number of tokens` items of a row are valid.
+        Only the first `number of tokens` items of a row are valid. Kept mass is [] if no row truncates. The window's
+        host buffers become free for the next copy.
         """
         n, (filled, tokens, logprobs, kept) = len(window.rows), window.results
         # Buffers may be reused at once: `tolist` below copies before the next window is launched.

@@ -27,22 +27,31 @@ _JOINED_WORDS = re.compile(
 
 
 def is_english_capitals(text: str) -> bool:
-    """Returns whether the text has letters, no small ones, and is in English or in no language that can be told."""
+    """Returns whether the text is all in capitals, and in English or in no language that can be detected.
+
+    A text without letters is not in capitals.
+    """
     return text.isupper() and detect_language(text) in ("en", None)
 
 
 def is_english_lowercase(text: str) -> bool:
-    """Returns whether the text has letters, no capital ones, and is in English or in no language that can be told."""
+    """Returns whether the text is all in small letters, and in English or in no language that can be detected.
+
+    A text without letters is not in small letters.
+    """
     return text.islower() and detect_language(text) in ("en", None)
 
 
 def has_capital_word_count(text: str, *, capital_relation: Relation, capital_frequency: int) -> bool:
-    """Returns whether the number of words in capitals is within the bound; "I" and "A" are such words."""
+    """Returns whether the text has "at least" or "less than" `capital_frequency` words in capitals.
+
+    The relation is `capital_relation`. "I" and "A" are words in capitals too.
+    """
     return satisfies_bound(count_capital_words(text), capital_relation, capital_frequency)
 
 
 def count_capital_words(text: str) -> int:
-    """Returns how many words of a text have only capital letters.
+    """Returns how many words of a text have only capital letters. A contraction such as "DON'T" is two words.
 
     >>> count_capital_words("I DON'T KNOW, said NASA's chief.")
     5
@@ -51,7 +60,7 @@ def count_capital_words(text: str) -> int:
 
 
 def _count_capitals_in_word(word: str) -> int:
-    """Returns how many parts of a word are in capitals: 2 for "DON'T", which is DO and N'T."""
+    """Returns how many parts of a word are in capitals: 2 for "DON'T", whose parts are DO and N'T."""
     if not word or word.islower():
         return 0
     parts = []

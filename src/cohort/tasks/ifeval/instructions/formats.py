@@ -17,15 +17,15 @@ _POSTSCRIPT_PATTERNS = {"P.S.": r"p\.\s?s\.", "P.P.S": r"p\.\s?p\.\s?s"}
 
 
 def has_placeholders(text: str, *, num_placeholders: int) -> bool:
-    """Returns whether there are at least `num_placeholders` pairs of square brackets, each within a line.
+    """Returns whether there are at least `num_placeholders` pairs of square brackets, each pair within a line.
 
-    The text between them does not matter.
+    The text between the brackets does not matter.
     """
     return sum(map(_count_bracket_pairs, text.split("\n"))) >= num_placeholders
 
 
 def _count_bracket_pairs(line: str) -> int:
-    """Returns how many times "[" is followed by "]"; an opening bracket inside a pair is ignored."""
+    """Returns how many times "[" is followed by "]" in a line; an opening bracket inside a pair is ignored."""
     count = end = 0
     while (begin := line.find("[", end)) >= 0 and (close := line.find("]", begin)) >= 0:
         count, end = count + 1, close + 1
@@ -35,7 +35,7 @@ def _count_bracket_pairs(line: str) -> int:
 def has_bullet_count(text: str, *, num_bullets: int) -> bool:
     """Returns whether exactly `num_bullets` lines begin with one asterisk or with a hyphen.
 
-    An asterisk alone in its line takes the next line as its text, as in the reference.
+    An asterisk alone in its line takes the next line as its text, as in the reference checker.
     """
     num_stars = num_hyphens = 0
     # whether the line before is a lone asterisk, so that this line is its text and no bullet of its own
@@ -52,19 +52,25 @@ def has_bullet_count(text: str, *, num_bullets: int) -> bool:
 
 
 def has_highlights(text: str, *, num_highlights: int) -> bool:
-    """Returns whether there are at least `num_highlights` *highlights*, each within a line; **bold** ones count too."""
+    """Returns whether at least `num_highlights` passages stand between asterisks, as in *this*, each within a line.
+
+    Passages in double asterisks, as in **this**, count too.
+    """
     highlights = [*_HIGHLIGHT.finditer(text), *_DOUBLE_HIGHLIGHT.finditer(text)]
     return sum(1 for highlight in highlights if highlight[1].strip()) >= num_highlights
 
 
 def has_sections(text: str, *, section_spliter: str, num_sections: int) -> bool:
-    """Returns whether there are at least `num_sections` marks such as "Section 1". Upper and lower case differ."""
+    """Returns whether there are at least `num_sections` headings: `section_spliter` and a number, as in "Section 1".
+
+    Upper and lower case differ.
+    """
     marks = re.finditer(re.escape(section_spliter.strip()) + r"\s?\d+", text)
     return sum(1 for _ in marks) >= num_sections
 
 
 def has_title(text: str) -> bool:
-    """Returns whether some line has a title in double angle brackets."""
+    """Returns whether some line has a title in double angle brackets, as in <<title>>."""
     return any(map(_has_title_in_line, text.split("\n")))
 
 
@@ -92,12 +98,12 @@ def is_json(text: str) -> bool:
 
 
 def has_option(text: str) -> bool:
-    """Returns whether one of the three options occurs, word for word."""
+    """Returns whether "My answer is yes.", "My answer is no." or "My answer is maybe." occurs, word for word."""
     return any(option in text for option in OPTIONS)
 
 
 def has_postscript(text: str, *, postscript_marker: str) -> bool:
-    """Returns whether the mark of a postscript occurs, in upper or lower case and anywhere in the text.
+    """Returns whether the text contains `postscript_marker`, such as "P.S.", anywhere and in upper or lower case.
 
     "P.S." and "P.P.S" may have a space after each full stop.
     """

@@ -19,12 +19,12 @@ def is_quoted(text: str) -> bool:
 
 
 def ends_with_phrase(text: str, *, end_phrase: str) -> bool:
-    """Returns whether the text ends with the phrase, in upper or lower case; quotation marks may follow."""
+    """Returns whether the text ends with `end_phrase`, in upper or lower case; quotation marks may follow it."""
     return text.strip().strip('"').lower().endswith(end_phrase.strip().lower())
 
 
 def begins_with_prompt(text: str, *, prompt_to_repeat: str) -> bool:
-    """Returns whether the text begins with the request, word for word, in upper or lower case."""
+    """Returns whether the text begins with `prompt_to_repeat`, word for word, in upper or lower case."""
     return text.strip().lower().startswith(prompt_to_repeat.strip().lower())
 
 

@@ -37,7 +37,7 @@ class Draft:
     transforms: list[Callable[[str], str]] = field(default_factory=list)
 
     def is_allowed(self, word: str) -> bool:
-        """Returns whether the word contains none of the forbidden parts, in upper or lower case."""
+        """Returns whether the word contains none of the `forbidden_parts`, in upper or lower case."""
         return not any(part.lower() in word.lower() for part in self.forbidden_parts)
 
     @property
@@ -46,12 +46,15 @@ class Draft:
         return next(filter(self.is_allowed, _FILLER_WORDS), "")
 
     def write_sentences(self, num_sentences: int, stop: str) -> str:
-        """Returns that many sentences without forbidden words, each followed by `stop`; they repeat from the first."""
+        """Returns `num_sentences` filling sentences without forbidden words, each followed by `stop`, such as ".".
+
+        If there are not enough sentences, they repeat from the first.
+        """
         chosen = (self.sentences[i % len(self.sentences)] for i in range(num_sentences))
         return " ".join(" ".join(filter(self.is_allowed, sentence.split())) + stop for sentence in chosen)
 
     def render(self, num_sentences: int, stop: str) -> str:
-        """Returns the finished text with `num_sentences` sentences in its first block; `stop` ends every sentence."""
+        """Returns the finished text, with `num_sentences` sentences in its first block. Each ends with `stop`."""
         blocks = [
             [self.openings.get(i, ""), self.write_sentences(1, stop) or self.allowed_word]
             for i in range(self.num_blocks)
@@ -65,7 +68,9 @@ class Draft:
 
 
 def write_text(names: Sequence[str], arguments: Sequence[Arguments]) -> str | None:
-    """Returns a text that strictly follows all of these instructions, or None if the search finds none.
+    """Returns a text that strictly follows all named instructions; None if the search finds none.
+
+    The `arguments` are those of the instructions, in the same order.
 
     >>> write_text(["startend:quotation", "keywords:existence"], [{}, {"keywords": ["owl"]}])
     '"The day is bright and the road is long.\\nowl"'
@@ -80,7 +85,7 @@ def write_text(names: Sequence[str], arguments: Sequence[Arguments]) -> str | No
 
 
 def _propose_sentence_counts() -> Iterator[int]:
-    """Yields 1, 0, 2, 3 and so on, with growing steps, up to the first count of at least _MAX_SENTENCES."""
+    """Yields numbers of sentences to try: 1, 0, 2, 3 and so on with growing steps, up to about _MAX_SENTENCES."""
     count = 1
     yield from (1, 0)
     while count < _MAX_SENTENCES:
@@ -92,12 +97,12 @@ def _propose_sentence_counts() -> Iterator[int]:
 
 
 def _avoid_forbidden_words(draft: Draft, *, forbidden_words: Sequence[str]) -> None:
-    """Forbids the words for all filling text."""
+    """Makes the draft leave the words out of all filling text."""
     draft.forbidden_parts += forbidden_words
 
 
 def _repeat_or_avoid_keyword(draft: Draft, *, keyword: str, relation: Relation, frequency: int) -> None:
-    """Adds the keyword as often as needed for "at least"; forbids it for "less than"."""
+    """Adds a line to the draft with the keyword `frequency` times for "at least"; forbids it for "less than"."""
     if relation == "at least":
         draft.lines.append(" ".join([keyword] * frequency))
     else:
@@ -105,7 +110,7 @@ def _repeat_or_avoid_keyword(draft: Draft, *, keyword: str, relation: Relation, 
 
 
 def _repeat_or_avoid_letter(draft: Draft, *, letter: str, let_relation: Relation, let_frequency: int) -> None:
-    """Adds the letter as often as needed for "at least"; forbids it for "less than"."""
+    """Adds a line to the draft with the letter `let_frequency` times for "at least"; forbids it for "less than"."""
     if let_relation == "at least":
         draft.lines.append(letter * let_frequency)
     else:
@@ -113,32 +118,32 @@ def _repeat_or_avoid_letter(draft: Draft, *, letter: str, let_relation: Relation
 
 
 def _remove_commas(draft: Draft) -> None:
-    """Removes all commas from the finished text."""
+    """Makes the draft remove all commas from its finished text."""
     draft.transforms.append(lambda text: text.replace(",", ""))
 
 
 def _change_to_capitals(draft: Draft) -> None:
-    """Changes the finished text to capital letters."""
+    """Makes the draft write its finished text in capital letters."""
     draft.transforms.append(str.upper)
 
 
 def _change_to_lowercase(draft: Draft) -> None:
-    """Changes the finished text to small letters."""
+    """Makes the draft write its finished text in small letters."""
     draft.transforms.append(str.lower)
 
 
 def _put_in_quotation_marks(draft: Draft) -> None:
-    """Puts the finished text between double quotation marks."""
+    """Makes the draft put its finished text between double quotation marks."""
     draft.transforms.append('"{}"'.format)
 
 
 def _wrap_in_json(draft: Draft) -> None:
-    """Makes the finished text the only value of a JSON object, in one line."""
+    """Makes the draft turn its finished text into JSON: an object, in one line, with the text as its only value."""
     draft.transforms.append(lambda text: json.dumps({draft.allowed_word: text.replace("\n", " ")}, ensure_ascii=False))
 
 
 def _use_language(draft: Draft, *, language: str) -> None:
-    """Fills the text with a sentence of the language, if there is one in PHRASES."""
+    """Fills the draft with a sentence of the language (a code such as "de"), if PHRASES has one."""
     if language in PHRASES:
         draft.sentences = (PHRASES[language].sentence,)
 
@@ -148,75 +153,81 @@ def _leave_length_to_search(draft: Draft, *, relation: Relation, num_words: int 
 
 
 def _add_capital_words(draft: Draft, *, capital_relation: Relation, capital_frequency: int) -> None:
-    """Adds words in capitals for "at least"; does nothing for "less than", since sentences have none."""
+    """For "at least", adds a line to the draft with `capital_frequency` words in capitals.
+
+    Does nothing for "less than", since the sentences have none.
+    """
     if capital_relation == "at least":
         draft.lines.append(" ".join([draft.allowed_word.upper()] * capital_frequency))
 
 
 def _add_keywords(draft: Draft, *, keywords: Sequence[str]) -> None:
-    """Adds a line with all keywords."""
+    """Adds a line with all keywords to the draft."""
     draft.lines.append(" ".join(keywords))
 
 
 def _add_placeholders(draft: Draft, *, num_placeholders: int) -> None:
-    """Adds a line with as many words in square brackets."""
+    """Adds a line to the draft with `num_placeholders` words in square brackets."""
     draft.lines.append(" ".join([f"[{draft.allowed_word}]"] * num_placeholders))
 
 
 def _add_highlights(draft: Draft, *, num_highlights: int) -> None:
-    """Adds a line with as many words between asterisks."""
+    """Adds a line to the draft with `num_highlights` words between asterisks."""
     draft.lines.append(" ".join([f"{draft.allowed_word} *{draft.allowed_word}*"] * num_highlights))
 
 
 def _add_title(draft: Draft) -> None:
-    """Adds a title in double angle brackets."""
+    """Adds a line to the draft with a title in double angle brackets."""
     draft.lines.append(f"<<{draft.allowed_word}>>")
 
 
 def _add_option(draft: Draft) -> None:
-    """Adds one of the three allowed answers, preferably one without a forbidden part."""
+    """Adds a line to the draft with one of the three allowed answers, preferably one without a forbidden part."""
     draft.lines.append(next(filter(draft.is_allowed, OPTIONS), OPTIONS[0]))
 
 
 def _add_sections(draft: Draft, *, section_spliter: str, num_sections: int) -> None:
-    """Adds as many headings with numbers from 1."""
+    """Adds `num_sections` headings to the draft: `section_spliter` with the numbers from 1, as in "Section 1"."""
     draft.lines += [f"{section_spliter} {number}" for number in range(1, num_sections + 1)]
 
 
 def _add_bullets(draft: Draft, *, num_bullets: int) -> None:
-    """Adds as many bullet points."""
+    """Adds `num_bullets` bullet points to the draft."""
     draft.lines += [f"- {draft.allowed_word}"] * num_bullets
 
 
 def _divide_into_paragraphs(draft: Draft, *, num_paragraphs: int) -> None:
-    """Divides the text into paragraphs with three asterisks between them."""
+    """Divides the draft into `num_paragraphs` paragraphs with three asterisks between them."""
     draft.num_blocks, draft.separator = max(1, num_paragraphs), "\n***\n"
 
 
 def _divide_and_set_first_word(draft: Draft, *, num_paragraphs: int, nth_paragraph: int, first_word: str) -> None:
-    """Divides the text into paragraphs with empty lines between them; the nth begins with the word."""
+    """Divides the draft into paragraphs with empty lines between them.
+
+    Paragraph `nth_paragraph` begins with `first_word`.
+    """
     draft.num_blocks, draft.separator = num_paragraphs, "\n\n"
     draft.openings[nth_paragraph - 1] = first_word
 
 
 def _divide_into_two_responses(draft: Draft) -> None:
-    """Divides the text into two different responses with six asterisks between them."""
+    """Divides the draft into two different responses with six asterisks between them."""
     draft.num_blocks, draft.separator = 2, "\n******\n"
     draft.openings[1] = draft.allowed_word
 
 
 def _begin_with_prompt(draft: Draft, *, prompt_to_repeat: str) -> None:
-    """Puts the request at the beginning."""
+    """Puts `prompt_to_repeat` at the beginning of the draft."""
     draft.beginning = prompt_to_repeat
 
 
 def _add_postscript(draft: Draft, *, postscript_marker: str) -> None:
-    """Adds a postscript after the last block."""
+    """Adds a line with `postscript_marker` and a word after the last block of the draft."""
     draft.final_lines.append(f"{postscript_marker} {draft.allowed_word}")
 
 
 def _end_with_phrase(draft: Draft, *, end_phrase: str) -> None:
-    """Adds the phrase as the last line."""
+    """Adds `end_phrase` as the last line of the draft."""
     draft.final_lines.append(end_phrase)
 
 

@@ -19,7 +19,7 @@ def satisfies_bound(count: int, relation: Relation, bound: int) -> bool:
 
 
 def has_keywords(text: str, *, keywords: Sequence[str]) -> bool:
-    """Returns whether every keyword occurs, in upper or lower case; inside other words counts.
+    """Returns whether every keyword occurs in the text, in upper or lower case, also as a part of other words.
 
     >>> has_keywords("Catalogue of dogs", keywords=["cat", "dog"])
     True
@@ -28,16 +28,18 @@ def has_keywords(text: str, *, keywords: Sequence[str]) -> bool:
 
 
 def has_keyword_count(text: str, *, keyword: str, relation: Relation, frequency: int) -> bool:
-    """Returns whether the number of times that the keyword occurs is within the bound.
+    """Returns whether the keyword occurs "at least" or "less than" (`relation`) `frequency` times.
 
-    Upper and lower case are the same, and inside other words counts.
+    Upper and lower case are the same, and the keyword also counts inside other words.
     """
     matches = re.finditer(re.escape(keyword.strip()), text, re.IGNORECASE)
     return satisfies_bound(sum(1 for _ in matches), relation, frequency)
 
 
 def has_no_forbidden_words(text: str, *, forbidden_words: Sequence[str]) -> bool:
-    """Returns whether none of the words occurs, in upper or lower case; inside other words they are allowed.
+    """Returns whether none of the words occurs in the text, in upper or lower case.
+
+    Inside other words they are allowed.
 
     >>> has_no_forbidden_words("a scatter plot", forbidden_words=["cat"])
     True
@@ -46,5 +48,8 @@ def has_no_forbidden_words(text: str, *, forbidden_words: Sequence[str]) -> bool
 
 
 def has_letter_count(text: str, *, letter: str, let_relation: Relation, let_frequency: int) -> bool:
-    """Returns whether the number of times that the letter or sign occurs, in either case, is within the bound."""
+    """Returns whether the letter occurs "at least" or "less than" (`let_relation`) `let_frequency` times.
+
+    Upper and lower case are the same.
+    """
     return satisfies_bound(text.lower().count(letter.lower()), let_relation, let_frequency)

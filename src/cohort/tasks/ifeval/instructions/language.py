@@ -19,20 +19,26 @@ MAX_CHARS = 20_000
 
 
 def require_langdetect() -> None:
-    """Raises TaskError if langdetect is not installed. Called before a run, which would otherwise fail midway."""
+    """Raises TaskError if the package langdetect is not installed.
+
+    Called before a run, which would otherwise fail midway.
+    """
     _load_detector_factory()
 
 
 def is_in_language(text: str, *, language: str) -> bool:
     """Returns whether the answer as a whole is in the language, given as a code such as "de".
 
-    A text that has no language, for example only digits, passes, as in the reference.
+    The result is also True for a text that has no language, for example only digits, as in the reference checker.
     """
     return detect_language(text) in (language, None)
 
 
 def detect_language(text: str) -> str | None:
-    """Returns the code of the most probable language, or None if the text has none. Equal texts get equal results."""
+    """Returns the code of the text's most probable language, such as "en"; None if none can be detected.
+
+    Equal texts get equal results.
+    """
     from langdetect import LangDetectException
 
     detector = _load_detector_factory().create()

@@ -12,7 +12,7 @@ _FIRST_WORD_END = re.compile("[.,?!'\"]")
 
 
 def has_word_count(text: str, *, relation: Relation, num_words: int) -> bool:
-    """Returns whether the number of words is within the bound.
+    """Returns whether the text has "at least" or "less than" (`relation`) `num_words` words.
 
     Words are runs of letters, digits and underscores: "it's" is two words.
     """
@@ -20,12 +20,12 @@ def has_word_count(text: str, *, relation: Relation, num_words: int) -> bool:
 
 
 def has_sentence_count(text: str, *, relation: Relation, num_sentences: int) -> bool:
-    """Returns whether the number of sentences is within the bound."""
+    """Returns whether the text has "at least" or "less than" (`relation`) `num_sentences` sentences."""
     return satisfies_bound(count_sentences(text), relation, num_sentences)
 
 
 def has_paragraph_count(text: str, *, num_paragraphs: int) -> bool:
-    """Returns whether there are exactly `num_paragraphs` paragraphs with three asterisks between them.
+    """Returns whether the text is exactly `num_paragraphs` paragraphs with three asterisks between them.
 
     An empty first or last paragraph does not count. Any other empty paragraph makes the result False.
 
@@ -38,10 +38,10 @@ def has_paragraph_count(text: str, *, num_paragraphs: int) -> bool:
 
 
 def has_first_word_in_paragraph(text: str, *, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
-    """Returns whether there are `num_paragraphs` paragraphs between empty lines, and the nth begins with the word.
+    """Returns whether the text has `num_paragraphs` paragraphs and number `nth_paragraph` begins with `first_word`.
 
-    Upper and lower case are the same. As in the reference, empty paragraphs count for the place of the nth paragraph,
-    but not for the number of paragraphs.
+    Empty lines separate paragraphs. Upper and lower case are the same. As in the reference checker, empty paragraphs
+    count for the place of the nth paragraph, but not for the number of paragraphs.
     """
     paragraphs = [part.split(maxsplit=1) for part in text.split("\n\n")]
     num_filled = sum(map(bool, paragraphs))

@@ -70,7 +70,7 @@ def _is_count(value: Any) -> bool:
 
 
 def _is_relation(value: Any) -> bool:
-    """Returns whether the value is one of the two relations of IFEval."""
+    """Returns whether the value is "at least" or "less than", the two relations of IFEval."""
     return value in ("at least", "less than")
 
 
@@ -80,7 +80,7 @@ def _is_text(value: Any) -> bool:
 
 
 def _is_word(value: Any) -> bool:
-    """Returns whether the value is a text that is short enough for a keyword."""
+    """Returns whether the value is a text of at most MAX_WORD_CHARS characters that is not blank."""
     return _is_text(value) and len(value) <= MAX_WORD_CHARS
 
 
@@ -106,7 +106,7 @@ _ARGUMENT_RULES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def read_arguments(name: Any, kwargs: Any) -> Arguments:
-    """Checks the arguments that a row gives an instruction and returns them, without those that are None.
+    """Checks the arguments that a row gives the instruction `name`, and returns them without those that are None.
 
     Raises ValueError for an unknown instruction, and for arguments that are missing, unknown or of the wrong kind.
 

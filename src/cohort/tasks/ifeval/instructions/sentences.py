@@ -25,7 +25,7 @@ _MAX_WORD_CHARS = 40
 
 
 def _make_word_set(text: str) -> frozenset[str]:
-    """Returns the words of a text that are separated by spaces."""
+    """Returns the set of the words in a text, which are separated by spaces."""
     return frozenset(text.split())
 
 
@@ -55,7 +55,7 @@ _HEADINGS = _make_word_set(
 
 
 def count_sentences(text: str) -> int:
-    """Returns the number of sentences in a text; text after the last end counts as one more.
+    """Returns the number of sentences in a text. Text after the last full stop or other end counts as one more.
 
     >>> count_sentences("Mr. Smith came at 5 p.m. on Monday. Did he stay? No!")
     3
@@ -74,7 +74,7 @@ def count_sentences(text: str) -> int:
 
 
 def _ends_sentence(text: str, position: int) -> bool:
-    """Returns whether the mark at `position` ends a sentence. Another mark or a word must follow it."""
+    """Returns whether the mark (full stop, "?" or "!") at `position` ends a sentence. A mark or word must follow it."""
     # Question and exclamation marks always end one; the rest is about full stops.
     if text[position] != ".":
         return True

@@ -20,7 +20,9 @@ class InstructionResults:
 
 
 def check_instructions(names: Sequence[str], arguments: Sequence[Arguments], text: str) -> InstructionResults:
-    """Checks a text against the instructions of a row. An empty text follows none.
+    """Returns which instructions of a row a text follows, strictly and loosely. An empty text follows none.
+
+    `names` are the instructions and `arguments` their arguments, in the same order.
 
     >>> check_instructions(["punctuation:no_comma", "startend:quotation"], [{}, {}], 'Sure:\\n"Yes"')
     InstructionResults(strict=(True, False), loose=(True, True))
@@ -37,7 +39,7 @@ def check_instructions(names: Sequence[str], arguments: Sequence[Arguments], tex
 
 
 def _make_loose_variants(text: str) -> Iterator[str]:
-    """Returns the text without its asterisks, its first line, its last line, and all combinations of these.
+    """Yields variants of a text: without its asterisks, its first line, its last line, and all combinations of these.
 
     Leaves out blank variants, repeated ones and the text itself.
     """
