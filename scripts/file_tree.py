@@ -30,7 +30,7 @@ RULES = {
     3: "the decoder and its files",
     4: "engines and learner never import each other",
     5: "sees engines and learner only through `base.py` and `engines/sync.py`",
-    6: "the only layer that names concrete engines and learners",
+    6: "builds concrete engines and learners",
     7: "commands, and the public names of the package",
 }
 

@@ -17,16 +17,9 @@ RARE = {"updates/bad", "updates/no_signal", "samples/empty", "samples/failed", "
 
 
 def documented() -> list[str]:
-    """Returns the names in the first column of the table.
-
-    `/x` replaces the last part of the name before it. A word in capitals stands for any name.
-    """
+    """Returns the names in the first column of the table. A word in capitals stands for any name."""
     table = DOCUMENT.read_text(encoding="utf-8").split("## Metrics")[1].split("\n## ")[0]
-    names: list[str] = []
-    for row in re.findall(r"^\| (`.*?) \|", table, re.MULTILINE):
-        for name in re.findall(r"`([^`]+)`", row):
-            names.append(names[-1].rsplit("/", 1)[0] + name if name.startswith("/") else name)
-    return names
+    return re.findall(r"^\| `([^`]+)` \|", table, re.MULTILINE)
 
 
 def pattern(name: str) -> str:

@@ -42,7 +42,8 @@ class KLConfig(Section):
     to: Literal["reference", "sampler"] = "reference"
     """The other policy: reference = the initial weights, sampler = the policy that sampled the tokens."""
     estimator: Estimator = "k3"
-    """Formula per token: k1, k2 and k3 are those of Schulman (2020), abs = the distance between log-probabilities."""
+    """Formula per token, with d = its log-probability under the policy minus that under the other: k1 = d, k2 =
+    d^2 / 2, k3 = exp(-d) - 1 + d (Schulman 2020), abs = the size of d."""
     place: Literal["loss", "reward"] = "loss"
     """loss = a term of the loss; reward = subtracted from the reward before advantages are computed."""
     target: FiniteAtLeast0 = 0.0
@@ -73,7 +74,10 @@ class KLConfig(Section):
         return self.weight > 0
 
     def check(self, user_settings: Collection[str]) -> None:
-        """Raises a ConfigError for the estimator k1 in the loss, where it has no effect on average."""
+        """Raises a ConfigError for the estimator k1 in the loss, where its gradient is zero on average.
+
+        Ignores `user_settings`.
+        """
         if self.is_on and self.estimator == "k1" and self.place == "loss":
             raise ConfigError(
                 "algo.kl.estimator is k1 and algo.kl.place is loss: there k1 has a gradient of zero on average. "
@@ -113,11 +117,11 @@ class CorrectionConfig(Section):
         return self.kind != "none"
 
     def check(self, user_settings: Collection[str]) -> None:
-        """Raises a ConfigError unless the bounds are finite and enclose 1."""
+        """Raises a ConfigError unless the bounds are finite, at least 0 and enclose 1. Ignores `user_settings`."""
         low, high = self.bounds
         if not 0 <= low <= 1 <= high < math.inf or low == high:
             raise ConfigError(
-                f"algo.correction.bounds is {low} {high}; it must be two numbers with 1 between them. "
+                f"algo.correction.bounds is {low} {high}; it must be two finite numbers with 1 between them. "
                 "Set for example --algo.correction.bounds 0.5 2."
             )
 
@@ -144,18 +148,22 @@ class Policy(Section):
     entropy: FiniteAtLeast0 = 0.0
     """Coefficient of the entropy bonus; 0 = no bonus."""
     entropy_target: FiniteAtLeast0 = 0.0
-    """Entropy in nats: at or below it the bonus acts and its coefficient grows, above it there is no bonus
-    (Skywork-OR1, arXiv:2505.22312); 0 = the coefficient is constant."""
+    """Entropy in nats per token: after a step at or below it the bonus acts and its coefficient grows, after a step
+    above it there is no bonus and the coefficient falls (Skywork-OR1, arXiv:2505.22312); 0 = the coefficient is
+    constant."""
     kl: KLConfig = field(default_factory=KLConfig)
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
 
     @property
     def needs_siblings(self) -> bool:
-        """Whether a sample is compared with the others of its group. If so, dead groups have no gradient."""
+        """Whether rewards are compared within a group. If so, groups whose rewards are all equal have no gradient."""
         return self.baseline in ("mean", "leave_one_out")
 
     def check(self, user_settings: Collection[str]) -> None:
-        """Raises a ConfigError for combinations of settings that contradict each other."""
+        """Raises a ConfigError if baseline, scale, dead or entropy settings contradict each other.
+
+        Ignores `user_settings`.
+        """
         # For a group of equal rewards these divisors can be 0. That is harmless only where its advantages are 0 too.
         if self.scale in ("std", "mean") and not self.needs_siblings:
             raise ConfigError(
@@ -173,11 +181,11 @@ class Policy(Section):
             )
 
     def check_group(self, num_samples: int) -> None:
-        """Raises a ConfigError if groups of `num_samples` samples are too small for the algorithm."""
+        """Raises a ConfigError if `num_samples`, the samples per group, is 1 and the algorithm compares samples."""
         if self.needs_siblings and num_samples < 2:
             raise ConfigError(
-                "batch.samples is 1, but the baseline is the mean of the group, so every advantage would be 0. "
-                "Set --batch.samples to 2 or more."
+                f"batch.samples is {num_samples}, but the algorithm compares the samples of a group with each other, "
+                "so nothing would be learned. Set --batch.samples to 2 or more."
             )
 
 
@@ -186,9 +194,11 @@ class Clipped(Policy):
     """The settings of algorithms that clip the ratio of the new policy's probability to the old one's."""
 
     clip_low: Annotated[float, FINITE, at_least(0), ONE_AT_MOST] = 0.2
-    """For negative advantages the ratio is clipped at 1 - clip_low."""
+    """With a negative advantage, a token whose ratio (new over old probability) is below 1 - clip_low has no
+    gradient."""
     clip_high: FiniteAtLeast0 = 0.2
-    """For positive advantages the ratio is clipped at 1 + clip_high."""
+    """With a positive advantage, a token whose ratio (new over old probability) is above 1 + clip_high has no
+    gradient."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,7 +206,8 @@ class GRPO(Clipped):
     """Group-relative policy optimisation (Shao et al. 2024, arXiv:2402.03300)."""
 
     dual_clip: Annotated[float, FINITE, Bound("0 or above 1", lambda x: x == 0 or x > 1)] = 0.0
-    """Largest ratio for negative advantages (Ye et al. 2020, arXiv:1912.09729): a number above 1; 0 = no limit."""
+    """With a negative advantage, a token whose ratio is above dual_clip has no gradient (Ye et al. 2020,
+    arXiv:1912.09729): a number above 1; 0 = no limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,7 +226,8 @@ class DAPO(Clipped):
     aggregate: Aggregate = "token"
     dead: Dead = "refill"
     overlong: Share = 0.2
-    """Last share of max_tokens over which a longer completion loses more reward, up to 1; 0 = no length penalty."""
+    """Length penalty: over this last share of max_tokens it rises from 0 to 1 and is subtracted from the reward; 0 = no
+    penalty."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,16 +248,20 @@ class CISPO(Policy):
     """Clipped importance weights (MiniMax-M1, arXiv:2506.13585): every token keeps a gradient."""
 
     clip_high: FiniteAtLeast0 = 5.0
-    """Largest importance weight of a token, at least 1."""
+    """Largest factor of a token's gradient, which is its ratio of new to old probability; at least 1."""
     aggregate: Aggregate = "token"
 
     def check(self, user_settings: Collection[str]) -> None:
-        """Raises a ConfigError also for a cap below 1, which would act on unchanged policies."""
+        """Raises a ConfigError if settings contradict each other, or if `clip_high` is below 1.
+
+        Such a cap would act even where the policy has not changed, because the ratio is 1 there. `user_settings` is
+        ignored.
+        """
         super().check(user_settings)
         if self.clip_high < 1:
             raise ConfigError(
-                f"algo.clip_high is {self.clip_high}. For cispo it is the largest importance weight and must be at "
-                "least 1; raise --algo.clip-high."
+                f"algo.clip_high is {self.clip_high}. For cispo it is the largest ratio that a token's gradient is "
+                "multiplied with and must be at least 1; raise --algo.clip-high."
             )
 
 
@@ -256,7 +272,7 @@ class SAPO(Policy):
     tau_pos: FiniteAbove0 = 1.0
     """Steepness of the gate for positive advantages: larger = the gradient falls faster as the ratio leaves 1."""
     tau_neg: FiniteAbove0 = 1.05
-    """Steepness of the gate for negative advantages."""
+    """Steepness of the gate for negative advantages: larger = the gradient falls faster as the ratio leaves 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,9 +280,11 @@ class GMPO(Clipped):
     """Geometric-mean policy optimisation (Zhao et al. 2025, arXiv:2507.20673). It clips log-ratios, not ratios."""
 
     clip_low: FiniteAtLeast0 = 0.4
-    """For negative advantages the log-ratio of a token is clipped at -clip_low."""
+    """With a negative advantage, a token whose log-ratio (log of new over old probability) is below -clip_low has no
+    gradient."""
     clip_high: FiniteAtLeast0 = 0.4
-    """For positive advantages the log-ratio of a token is clipped at clip_high."""
+    """With a positive advantage, a token whose log-ratio (log of new over old probability) is above clip_high has no
+    gradient."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -279,7 +297,12 @@ class PassAtK(Clipped):
 
     # The advantages of pass_at_k come from all subsets of k samples. No setting makes baseline and scale act.
     effects: ClassVar[tuple[Effect, ...]] = (
-        Effect(("baseline", "scale"), (), lambda algo: False, "pass_at_k has its own; choose another --algo"),
+        Effect(
+            ("baseline", "scale"),
+            (),
+            lambda algo: False,
+            "pass_at_k computes advantages without it; choose another --algo",
+        ),
     )
 
     @property
@@ -288,7 +311,7 @@ class PassAtK(Clipped):
         return True
 
     def check_group(self, num_samples: int) -> None:
-        """Raises a ConfigError also if a group has fewer than k samples."""
+        """Raises a ConfigError if `num_samples`, the samples per group, is 1 or less than k."""
         super().check_group(num_samples)
         if self.k > num_samples:
             raise ConfigError(

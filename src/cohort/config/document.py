@@ -43,7 +43,8 @@ _SECRET_VALUE = re.compile(r"://[^/\s]*:[^/\s]*@")
 def get_variant_name(field: str, value: Any) -> str:
     """Returns the name by which the flag `--FIELD` chooses the class of `value`, for example "grpo" for a GRPO.
 
-    `field` is a field with variants: `task`, `turns`, `algo`, `engine` or `data`.
+    `field` is a field with variants: `task`, `turns`, `algo`, `engine` or `data`. For a task in a user's file the name
+    is `path/to/file.py:name`. Raises a ConfigError for a class that is not registered.
     """
     # Tasks are not in VARIANTS: they have their own registry and can be in files of users.
     if field == "task":
@@ -57,7 +58,10 @@ def get_variant_name(field: str, value: Any) -> str:
 
 
 def list_variant_names(field: str) -> list[str]:
-    """Returns the names that the flag `--FIELD` accepts. For tasks these are the registered ones, without files."""
+    """Returns the names that the flag `--FIELD` accepts, such as the algorithms for "algo".
+
+    For "task" these are the registered tasks; tasks that only a user's file defines are not among them.
+    """
     return list_task_names() if field == "task" else list(VARIANTS[field])
 
 
@@ -72,7 +76,10 @@ def find_variant(field: str, name: str) -> type[Any]:
 
 
 def dump_config(config: RunConfig) -> str:
-    """Returns the config as YAML text, without the sections that are off. Raises a ConfigError for secrets."""
+    """Returns the config as YAML text, the content of config.yaml, without the sections that are off.
+
+    Raises a ConfigError for secrets and for values that YAML cannot represent.
+    """
     tree: dict[str, Any] = {"format": FORMAT, "kind": config.kind}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
@@ -85,20 +92,25 @@ def dump_config(config: RunConfig) -> str:
 
 
 def _is_written(owner: Any, name: str) -> bool:
-    """Returns whether `dump_config` writes the field `name` of `owner`: not if it is unused or an inactive section."""
+    """Returns whether `dump_config` writes the field `name` of `owner`, a config or one of its sections.
+
+    Not written are sections that are off and fields that have no effect in this kind of run (`RunConfig.unused`).
+    """
     value = getattr(owner, name)
     unused = isinstance(owner, RunConfig) and name in owner.unused
     return not unused and (not isinstance(value, Section) or value.is_on)
 
 
 def _make_plain(value: Any, path: str) -> Any:
-    """Returns `value` as dicts, lists, numbers and texts, which YAML can represent. `path` is its full name.
+    """Returns `value` as dicts, lists, numbers and texts, which YAML can represent.
 
-    Raises a ConfigError for secrets and for values that YAML cannot represent.
+    `path` is its full name, such as `optim.lr`, for messages. Sections that are off are left out. Raises a
+    ConfigError for secrets and for values that YAML cannot represent.
     """
     if _SECRET_NAME.search(path.rpartition(".")[2]):
         raise ConfigError(
-            f"{path} looks like a secret, and configs are written to disk. Read it from an environment variable."
+            f"{path} looks like a secret, and configs are written to disk. Remove the setting and read the "
+            "secret from an environment variable."
         )
     if isinstance(value, str) and _SECRET_VALUE.search(value):
         raise ConfigError(f"{path} has a password in an address, and configs are written to disk. Remove the password.")
@@ -119,8 +131,9 @@ def _make_plain(value: Any, path: str) -> Any:
 def parse_config(text: str, source: str = "config.yaml", warn: bool = True) -> RunConfig:
     """Returns the config whose text `dump_config` wrote, also that of earlier versions of Cohort.
 
-    `source` is the name of the file in messages. With `warn` a warning names the settings that the file does not have.
-    Raises a ConfigError if the text is damaged, unknown or from a later version.
+    `source` is the name of the file in messages. With `warn`, a warning is logged that names the settings that the file
+    does not have and their defaults. Raises a ConfigError if the text is damaged, has unknown settings or is from a
+    later version.
     """
     try:
         tree = yaml.safe_load(text)
@@ -157,10 +170,10 @@ def read_format(text: str) -> int:
 
 
 def _pop_kind(tree: dict[str, Any], source: str) -> type[RunConfig]:
-    """Removes `format` and `kind` from `tree` and returns the config class of that kind.
+    """Removes `format` and `kind` from `tree`, the dict of a config file, and returns the config class of that kind.
 
-    Also adds to a tree of format 1 the sections that this format does not have. Raises a ConfigError for formats of
-    later versions and unknown kinds.
+    If the format is 1, also adds the sections that this format does not have to `tree`. `source` is the file in
+    messages. Raises a ConfigError for formats of later versions and unknown kinds.
     """
     number = tree.pop("format", 1)
     if type(number) is not int or number < 1:
@@ -173,7 +186,9 @@ def _pop_kind(tree: dict[str, Any], source: str) -> type[RunConfig]:
         )
     name = tree.pop("kind", "rl" if number == 1 else None)
     if not isinstance(name, str) or name not in KINDS:
-        raise ConfigError(f"{source}: unknown kind of run {name!r}.{suggest_name(str(name), KINDS)}")
+        raise ConfigError(
+            f"{source}: unknown kind of run {name!r}.{suggest_name(str(name), KINDS)} Correct the key kind in the file."
+        )
     # Sections that later formats have, with what Cohort did before they existed.
     if number == 1:
         tree |= {name: dict(section) for name, section in KINDS[name].since_format_1.items() if name not in tree}
@@ -181,7 +196,10 @@ def _pop_kind(tree: dict[str, Any], source: str) -> type[RunConfig]:
 
 
 def collect_written_settings(config: RunConfig) -> dict[str, Any]:
-    """Returns the values that `dump_config` writes, by full name, without those of sections that are off or unused."""
+    """Returns the value of every setting that `dump_config` writes, by full name such as `optim.lr`.
+
+    Settings of sections that are off or have no effect in this kind of run are left out.
+    """
     off = [prefix for prefix, section in walk_sections(config) if not section.is_on]
     off += [f"{name}." for name in config.unused]
     settings = collect_settings(config).items()
@@ -189,7 +207,11 @@ def collect_written_settings(config: RunConfig) -> dict[str, Any]:
 
 
 def _has_setting(tree: Any, name: str) -> bool:
-    """Returns whether the nested dicts of a config file contain the setting with the full name `name`."""
+    """Returns whether the nested dicts of a config file contain the setting with the full name `name`.
+
+    >>> _has_setting({"optim": {"lr": 0.1}}, "optim.lr")
+    True
+    """
     for part in name.split("."):
         if not isinstance(tree, dict) or part not in tree:
             return False
@@ -200,8 +222,9 @@ def _has_setting(tree: Any, name: str) -> bool:
 def _build_record(cls: type[Any], tree: Any, path: str, hints: dict[str, Any], source: str) -> Any:
     """Returns an instance of the dataclass `cls` with the values in the dict `tree`.
 
-    `hints` has the types of its fields. `path` is the prefix of their full names, and `source` is the file in messages.
-    Raises a ConfigError for unknown keys, missing fields without default and values of the wrong type.
+    `hints` has the types of the fields by name. `path` is the prefix of their full names, such as `optim.`, and
+    `source` is the file, both for messages. Raises a ConfigError for unknown keys, missing fields without default and
+    values of the wrong type.
     """
     if not isinstance(tree, dict):
         raise ConfigError(
@@ -210,7 +233,10 @@ def _build_record(cls: type[Any], tree: Any, path: str, hints: dict[str, Any], s
     names = [f.name for f in dataclasses.fields(cls)]
     for key in tree:
         if key not in names:
-            raise ConfigError(f"{source}: unknown setting {path}{key}.{suggest_name(str(key), names)}")
+            raise ConfigError(
+                f"{source}: unknown setting {path}{key}.{suggest_name(str(key), names)} Correct the name, or upgrade "
+                "Cohort if a later version wrote the file."
+            )
     # Only the tasks of users can have fields without default. All classes of Cohort have defaults.
     for field in dataclasses.fields(cls):
         if field.name not in tree and field.default is field.default_factory is dataclasses.MISSING:
@@ -221,8 +247,8 @@ def _build_record(cls: type[Any], tree: Any, path: str, hints: dict[str, Any], s
 def _convert_value(value: Any, hint: Any, path: str, source: str) -> Any:
     """Returns `value` of a config file as the type `hint`: lists become tuples, whole numbers become floats.
 
-    Raises a ConfigError with `source` and `path` if the value does not have that type. Nothing else is converted: True
-    is no whole number, and "5" is no number.
+    Nothing else is converted: True is no whole number, and "5" is no number. Raises a ConfigError if the value does not
+    have that type; it names the file `source` and the full name `path` of the setting.
     """
     origin = get_origin(hint)
     inner = get_args(hint)
@@ -261,7 +287,8 @@ def _convert_value(value: Any, hint: Any, path: str, source: str) -> Any:
 def diff_configs(a: RunConfig, b: RunConfig) -> dict[str, tuple[Any, Any]]:
     """Returns the settings that differ between two configs, by full name, as (value in a, value in b).
 
-    None stands for a setting that one of them does not have. The name of a variant counts as a setting, such as `algo`.
+    None stands for a setting that one of them does not have. The name of a chosen class counts as a setting, such as
+    `algo` with the value "grpo", and so does `kind`.
     Differences in sections that are off do not count.
     """
     both = []

@@ -40,7 +40,7 @@ class Setting:
 
     @property
     def takes_many(self) -> bool:
-        """Whether its flag takes several values."""
+        """Whether the flag of the setting takes several values, as those of tuples and lists do."""
         return get_origin(self.type) in (tuple, list)
 
 
@@ -69,8 +69,8 @@ def format_flag(name: str) -> str:
 def collect_settings(config: Any, prefix: str = "") -> dict[str, Setting]:
     """Returns every setting of a dataclass instance and of the dataclasses in it, by full name, in the order of fields.
 
-    Full names begin with `prefix`. Each key of a dict counts as a setting. Fields hidden from the command line are left
-    out.
+    A full name is the path to the setting after `prefix`, such as `algo.kl.weight`. Each key of a dict counts as a
+    setting. Fields hidden from the command line are left out.
     """
     settings: dict[str, Setting] = {}
     hints = typing.get_type_hints(type(config), include_extras=True)
@@ -97,6 +97,8 @@ def collect_settings(config: Any, prefix: str = "") -> dict[str, Setting]:
 def split_args(args: Sequence[str]) -> tuple[list[str], list[Flag]]:
     """Splits a command line into (words before the first flag, flags with the words that follow each as values).
 
+    Nothing is checked: the flags may be unknown, repeated or without a value.
+
     >>> split_args(["run", "--steps", "5", "--algo.clip-high=0.3"])
     (['run'], [Flag(name='steps', values=('5',)), Flag(name='algo.clip_high', values=('0.3',))])
     """
@@ -115,14 +117,15 @@ def split_args(args: Sequence[str]) -> tuple[list[str], list[Flag]]:
 
 
 def wants_help(args: Sequence[str]) -> bool:
-    """Returns whether a command line asks for help."""
+    """Returns whether `-h` or `--help` is among the words of a command line."""
     return any(arg in HELP for arg in args)
 
 
 def make_unknown_flag_error(name: str, valid: Collection[str]) -> ConfigError:
-    """Returns the error for a flag that does not exist, with the most similar of the `valid` full names.
+    """Returns the error for a flag that does not exist; the caller raises it. It suggests flags among `valid`.
 
-    First choice: names with the same last word (`--lr` for `optim.lr`). Then similar full names and last words.
+    `name` and `valid` are full names of settings. First choice: names with the same last word (`optim.lr` for `--lr`).
+    Then similar full names and last words. If none is similar: all flags of the same section, or else `--help`.
     """
     last = name.rpartition(".")[2]
     same_last = [v for v in valid if v.rpartition(".")[2] == last]
@@ -169,7 +172,10 @@ def describe_type(hint: Any) -> str:
 
 
 def check_flags(flags: Sequence[Flag], valid: dict[str, Setting]) -> None:
-    """Raises a ConfigError for unknown flags, repeated flags and wrong numbers of values. `valid` is by full name."""
+    """Raises a ConfigError for unknown flags, repeated flags and wrong numbers of values.
+
+    `valid` has the settings that exist, by full name. Whether a value has the right type is not checked.
+    """
     seen: set[str] = set()
     for flag in flags:
         if flag.name not in valid:
@@ -187,7 +193,7 @@ def check_flags(flags: Sequence[Flag], valid: dict[str, Setting]) -> None:
 
 
 def _make_tyro_args(flag: Flag, setting: Setting) -> list[str]:
-    """Returns a flag as the command-line arguments that tyro expects."""
+    """Returns a flag of a setting as the command-line arguments that tyro expects, such as ["--steps=5"]."""
     values = [_capitalise_truth_value(v) for v in flag.values] if setting.type is bool else list(flag.values)
     # With `=`, a single value may begin with dashes.
     return [flag.spelling, *values] if setting.takes_many else [f"{flag.spelling}={values[0]}"]
@@ -209,9 +215,10 @@ def _silence_stderr() -> Iterator[None]:
 
 
 def apply_flags(default: T, flags: Sequence[Flag], prog: str) -> T:
-    """Returns `default` with the values that `flags` give. `prog` is the command in tyro's usage text.
+    """Returns a copy of the dataclass instance `default` with the values that `flags` give.
 
-    Raises a ConfigError for unknown flags and wrong values.
+    `prog` is the command in tyro's usage text, such as "cohort train quickstart". Raises a ConfigError for unknown
+    flags and wrong values.
     """
     valid = collect_settings(default)
     check_flags(flags, valid)
@@ -244,6 +251,9 @@ def apply_flags(default: T, flags: Sequence[Flag], prog: str) -> T:
 
 
 def print_help(default: Any, prog: str, description: str) -> None:
-    """Prints tyro's help for all settings of `default`, grouped by section."""
+    """Prints tyro's help for all settings of the dataclass instance `default`, grouped by section.
+
+    `prog` is the command in the usage line, `description` the text below it.
+    """
     with contextlib.suppress(SystemExit):
         tyro.cli(type(default), default=default, args=["--help"], prog=prog, description=description, config=_TYRO)

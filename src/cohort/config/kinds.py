@@ -75,35 +75,48 @@ class RL(RunConfig):
         return first + (turns.attempts * (turns.max_tokens or first) if isinstance(turns, ThinkAgain) else 0)
 
     def require_complete(self) -> None:
-        """Raises a ConfigError if there is no task: the flags of `reward` come from its parts."""
+        """Raises a ConfigError if the config has no task: which `--reward` flags exist depends on the task."""
         if self.task is None:
             raise ConfigError("the config has no task; give it one in the recipe, for example task=Arithmetic().")
 
     def make_flag_records(self) -> dict[str, Any]:
-        """Returns the coefficients of the reward as a record, so that `--reward.PART` is a flag."""
+        """Returns {"reward": record}, with one field per reward part, so that `--reward.PART` becomes a flag.
+
+        The value of a field is the coefficient of its part.
+        """
         return {"reward": _make_reward_record(self.task, self.reward)}
 
     def replace_variant(self, name: str, value: Any) -> Self:
-        """Returns the config with `value` in the field `name`. With another task the coefficients are reset."""
+        """Returns a copy of the config with `value` in the field `name`, such as another algorithm.
+
+        With another task, all reward coefficients are reset to 1.
+        """
         changed = super().replace_variant(name, value)
         # The coefficients were for the reward parts of the former task.
         return replace(changed, reward={}) if name == "task" else changed
 
     def check(self, user_settings: Collection[str]) -> None:
-        """Raises a ConfigError for settings of different sections that contradict each other."""
+        """Raises a ConfigError if settings of different sections contradict each other.
+
+        `user_settings` are the full names of the settings that the user gave.
+        """
         self.algo.check_group(self.batch.samples)
         self._check_batch()
         super().check(user_settings)
         if self.replay.is_on and not self.algo.correction.is_on:
             raise ConfigError(
-                "replay.prompts is above 0, so samples of older policies are trained on without a correction. "
+                f"replay.prompts is {self.replay.prompts}, so samples of older policies are trained on without a "
+                "correction. "
                 "Add --algo.correction.kind truncate (or mask), or set --replay.prompts 0."
             )
         self._check_kl()
         _check_coefficients(self.task, self.reward)
 
     def _check_batch(self) -> None:
-        """Raises a ConfigError if a batch cannot be divided into minibatches and microbatches, or rendered."""
+        """Raises a ConfigError if a batch has too few groups for its minibatches or a sample exceeds the token budget.
+
+        Also if several turns are asked for without a chat template.
+        """
         minibatches = self.learner.minibatches
         budget = self.learner.token_budget
         if minibatches > self.batch.prompts:
@@ -124,7 +137,7 @@ class RL(RunConfig):
             )
 
     def _check_kl(self) -> None:
-        """Raises a ConfigError for KL penalties that would always be 0 or have no reference."""
+        """Raises a ConfigError if the KL penalty would always be 0 or its reference cannot be refreshed."""
         kl = self.algo.kl
         if not kl.is_on:
             return
@@ -132,8 +145,9 @@ class RL(RunConfig):
         on_policy = self.learner.updates_per_batch == 1 and not self.replay.is_on
         if kl.refresh and self.learner.lora.is_on:
             raise ConfigError(
-                "algo.kl.refresh needs a copy of the reference, but with adapters the reference is the model without "
-                "them. Set --algo.kl.refresh 0 or --learner.lora.rank 0."
+                f"algo.kl.refresh is {kl.refresh}, which needs a copy of the reference, but with adapters the "
+                "reference is the model without them. Set --algo.kl.refresh 0, or train without adapters "
+                "(--learner.lora.rank 0)."
             )
         if kl.refresh == 1 and on_policy:
             raise ConfigError(
@@ -185,12 +199,20 @@ class SFT(RunConfig):
             lambda config: False,
             _NOT_EVALUATED,
         ),
-        Effect(("save.rollouts",), (), lambda config: False, "an sft run samples nothing"),
-        Effect(("learner.prefix_sharing",), (), lambda config: False, "an example has one answer"),
+        Effect(("save.rollouts",), (), lambda config: False, "an sft run samples nothing, so it has no rollout files"),
+        Effect(
+            ("learner.prefix_sharing",),
+            (),
+            lambda config: False,
+            "an example has one answer, so no prompt can be shared",
+        ),
     )
 
     def check(self, user_settings: Collection[str]) -> None:
-        """Raises a ConfigError if the template is not chat or a batch cannot be divided into its minibatches."""
+        """Raises a ConfigError if the template is not chat, minibatches outnumber examples or warm-up exceeds the run.
+
+        `user_settings` are the full names of the settings that the user gave.
+        """
         super().check(user_settings)
         if self.template != "chat":
             raise ConfigError(
@@ -205,19 +227,26 @@ class SFT(RunConfig):
 
 
 def list_reward_parts(task: Any) -> tuple[str, ...]:
-    """Returns the names of the reward parts that a task scores, in the order of the task."""
+    """Returns the names of the reward parts that a task scores, in the order in which its class lists them.
+
+    A task class without `parts` has the one part "correct".
+    """
     return tuple(getattr(type(task), "parts", ("correct",)))
 
 
 def _make_reward_record(task: Any, reward: Mapping[str, float]) -> Any:
-    """Returns the coefficients of the reward as a record with one field per part, 1 where `reward` names none."""
+    """Returns the coefficients as an instance of a new dataclass with one field per reward part of `task`.
+
+    A part that `reward` does not name has the coefficient 1. Raises a ConfigError for unknown parts and for names that
+    cannot be fields.
+    """
     parts = list_reward_parts(task)
     for part in parts:
         # The names become fields of a dataclass and flags.
         if not part.isidentifier() or keyword.iskeyword(part):
             raise ConfigError(
-                f'task {type(task).name}: the reward part "{part}" must be a plain word of letters, digits and _; '
-                "rename it in the task."
+                f'task {type(task).name}: the reward part "{part}" must be a name as in Python (letters, digits and _, '
+                "no keyword); rename it in the task."
             )
     _check_part_names(task, reward)
     fields = [(part, float, reward.get(part, 1.0)) for part in parts]
@@ -225,7 +254,7 @@ def _make_reward_record(task: Any, reward: Mapping[str, float]) -> Any:
 
 
 def _check_part_names(task: Any, reward: Mapping[str, float]) -> None:
-    """Raises a ConfigError for the first coefficient whose part the task does not score."""
+    """Raises a ConfigError if `reward`, coefficients by part, names a part that the task does not score."""
     parts = list_reward_parts(task)
     for part in reward:
         if part not in parts:
@@ -233,7 +262,7 @@ def _check_part_names(task: Any, reward: Mapping[str, float]) -> None:
 
 
 def _check_coefficients(task: Any, reward: Mapping[str, float]) -> None:
-    """Raises a ConfigError for coefficients of unknown parts, infinite ones, and if all of them are 0."""
+    """Raises a ConfigError if `reward`, coefficients by part, names unknown parts, is not finite or is all 0."""
     _check_part_names(task, reward)
     for part, coefficient in reward.items():
         if not math.isfinite(coefficient):
@@ -252,7 +281,10 @@ VARIANTS: dict[str, dict[str, type]] = {"turns": TURNS, "algo": ALGOS, "engine":
 
 
 def require_rl(config: RunConfig, what: str) -> RL:
-    """Returns `config` if it is of the kind rl. Otherwise raises a ConfigError whose subject is `what`."""
+    """Returns `config` unchanged if it is of the kind rl, and raises a ConfigError otherwise.
+
+    `what` is what needs such a run, as the subject of the message, such as "cohort replay".
+    """
     if not isinstance(config, RL):
         raise ConfigError(
             f"{what} is for runs of reinforcement learning (kind rl), but this run is of the kind {config.kind}; "

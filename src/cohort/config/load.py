@@ -49,19 +49,22 @@ _PREFIX = "choose_"
 
 
 def load_config(recipe: str, args: Sequence[str] = ()) -> RunConfig:
-    """Returns the config of `recipe` (a name or `file.py:function`), changed by the flags in `args` and checked."""
+    """Returns the config of `recipe` (a name or `file.py:function`), changed by the flags in `args` and checked.
+
+    Raises a ConfigError for unknown recipes and flags, wrong values, and settings that contradict each other.
+    """
     return change_config(_call_recipe(recipe), args)
 
 
 def change_config(config: C, args: Sequence[str] = ()) -> C:
-    """Returns `config` changed by the flags in `args` and checked.
+    """Returns a copy of `config` changed by the flags in `args`, such as ["--steps", "50"], and checked.
 
     In the result, every reward part has a coefficient, and sections that are off have their defaults. Raises a
     ConfigError for unknown flags, wrong values and settings that contradict each other or have no effect.
     """
     words, user_flags = flags.split_args(args)
     if words:
-        raise ConfigError(f'unexpected "{words[0]}"; write settings as flags, for example --steps 100.')
+        raise ConfigError(f'unexpected argument "{words[0]}"; write settings as flags, for example --steps 100.')
     config = _apply_variant_flags(config, user_flags)
     config.require_complete()
     settings = _make_settings_record(config)
@@ -80,7 +83,9 @@ def change_config(config: C, args: Sequence[str] = ()) -> C:
 
 
 def format_args(settings: Mapping[str, Any]) -> list[str]:
-    """Returns settings, given by full name, as command-line arguments. It is for callers in Python.
+    """Returns settings, given as values by full name, as the command-line arguments that set them.
+
+    It lets callers in Python use `load_config`.
 
     >>> format_args({"steps": 5, "sampling.stop": ("a", "b")})
     ['--steps=5', '--sampling.stop', 'a', 'b']
@@ -93,7 +98,10 @@ def format_args(settings: Mapping[str, Any]) -> list[str]:
 
 
 def print_help(recipe: str, args: Sequence[str] = ()) -> None:
-    """Prints every setting of a recipe, with the variants that `args` chooses."""
+    """Prints the help of `cohort train RECIPE`: every setting with its default in the recipe.
+
+    If `args` chooses a variant, such as `--algo dapo`, its settings are printed.
+    """
     config = _apply_variant_flags(_call_recipe(recipe), flags.split_args(args)[1])
     _, function = find_recipe(recipe)
     # The first line of the recipe's docstring introduces the help.
@@ -104,12 +112,15 @@ def print_help(recipe: str, args: Sequence[str] = ()) -> None:
 
 
 def _make_program_name(recipe: str) -> str:
-    """Returns the command that the help shows."""
+    """Returns the command that the help shows, such as "cohort train quickstart"."""
     return f"cohort train {recipe}"
 
 
 def _call_recipe(recipe: str) -> RunConfig:
-    """Returns the config of a recipe without flags, with the name of the recipe in it."""
+    """Returns the config of a recipe (a name or `file.py:function`) without flags, with its name in `config.recipe`.
+
+    Raises a ConfigError if there is no such recipe or if it does not return a config.
+    """
     name, function = find_recipe(recipe)
     config = function()
     if not isinstance(config, RunConfig):
@@ -120,7 +131,11 @@ def _call_recipe(recipe: str) -> RunConfig:
 
 
 def _apply_variant_flags(config: C, user_flags: Collection[flags.Flag]) -> C:
-    """Returns `config` with the variants that flags such as `--task`, `--turns`, `--algo` and `--engine` choose."""
+    """Returns `config` with the classes that flags such as `--task`, `--turns`, `--algo` and `--engine` choose by name.
+
+    A newly chosen class starts from its own defaults. All other flags are ignored, and so are these flags without
+    exactly one value. Raises a ConfigError for unknown algorithms and the like.
+    """
     for flag in user_flags:
         if flag.name not in config.variants or len(flag.values) != 1:
             continue
@@ -155,7 +170,7 @@ def _make_settings_record(config: RunConfig) -> Any:
 
 
 def _make_default_field(value: Any) -> Any:
-    """Returns a dataclass field whose default is `value`."""
+    """Returns a dataclass field, as `dataclasses.field` does, whose default is the object `value` itself."""
     return dataclasses.field(default_factory=lambda: value)
 
 

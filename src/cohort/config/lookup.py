@@ -32,7 +32,7 @@ def split_spec(spec: str) -> tuple[Path, str] | None:
 
 
 def import_file(path: Path) -> ModuleType:
-    """Returns the module in the file `path`. It is imported once per process.
+    """Imports the Python file `path` and returns the module. A file is imported once per process.
 
     Raises a ConfigError for missing files and syntax errors. Other exceptions of the file pass through, because their
     traceback shows its author where they come from.
@@ -42,12 +42,15 @@ def import_file(path: Path) -> ModuleType:
     try:
         return load_file(path)
     except SyntaxError as error:
-        raise ConfigError(f"{error.filename}, line {error.lineno}: {error.msg}; fix the file.") from None
+        raise ConfigError(
+            f"{error.filename}, line {error.lineno} is not valid Python: {error.msg}; fix the file."
+        ) from None
 
 
 def find_recipe(spec: str) -> tuple[str, Callable[[], RunConfig]]:
-    """Returns (name to record, function) of the recipe that `spec` names. A recipe in a file is recorded with its path.
+    """Returns (name to record in config.yaml, function that returns the config) of the recipe that `spec` names.
 
+    `spec` is the name of a built-in recipe or `file.py:function`; of the latter the recorded name has the full path.
     Raises a ConfigError if there is no such recipe.
     """
     # Imported here because recipes import modules of this package.
@@ -77,7 +80,10 @@ def find_recipe(spec: str) -> tuple[str, Callable[[], RunConfig]]:
 
 
 def find_task(spec: str) -> type[Any]:
-    """Returns the task class that `spec` names: a registered name or `file.py:name`."""
+    """Returns the task class that `spec` names: a registered name or `file.py:name`, whose file is imported.
+
+    Raises a ConfigError if there is no such file or task.
+    """
     where = split_spec(spec)
     if where is None:
         return get_task(spec)
@@ -86,6 +92,9 @@ def find_task(spec: str) -> type[Any]:
 
 
 def make_task_spec(task: Any) -> str:
-    """Returns the text by which `find_task` finds the class of `task` again, in this process or another."""
+    """Returns the text by which `find_task` finds the class of `task` again, in this process or another.
+
+    It is the name of the task, or `/path/to/file.py:name` for a task in a user's file.
+    """
     ref = TaskRef.from_task(task)
     return f"{ref.path}:{ref.name}" if ref.path else ref.name

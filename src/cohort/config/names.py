@@ -29,7 +29,7 @@ def get_current_setting_name(name: str) -> str:
 
 
 def get_current_metric_name(name: str) -> str:
-    """Returns the present name of a metric, given its present or an old name."""
+    """Returns the present name of a metric, given its present or an old name. An unknown name is returned unchanged."""
     return METRICS.get(name, name)
 
 
@@ -60,9 +60,9 @@ def move_old_settings(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def _find_section(tree: dict[str, Any], path: list[str], make: bool) -> dict[str, Any] | None:
-    """Returns the dict at `path` inside `tree`. With `make`, missing dicts on the way are created.
+    """Returns the dict at `path`, a list of keys, inside the nested dicts of `tree`; None if there is none.
 
-    Returns None if there is no dict at `path`.
+    With `make`, missing dicts on the way are created in `tree`.
     """
     for part in path:
         inner = tree.setdefault(part, {}) if make else tree.get(part)

@@ -10,7 +10,10 @@ from cohort.errors import ConfigError
 
 
 def _require_at_least(low: int, options: object, names: str) -> None:
-    """Raises a ConfigError unless each of the options in `names`, separated by spaces, is at least `low`."""
+    """Raises a ConfigError unless each attribute of `options` that `names` lists is at least `low`.
+
+    `names` is one text with spaces between the names, such as "samples slots".
+    """
     for name in names.split():
         # `not >=` instead of `<`, because it also refuses NaN.
         if not getattr(options, name) >= low:
@@ -62,7 +65,7 @@ class EvalOptions:
     """Number type of weights and computation: auto = bfloat16 on a GPU, float32 on a CPU."""
 
     def check(self) -> None:
-        """Raises a ConfigError for values out of range and for options without effect."""
+        """Raises a ConfigError for values out of range, for options without effect and for a server without address."""
         _require_at_least(1, self, "samples slots")
         _require_at_least(0, self, "limit temperature top_k min_p seed threads max_tokens")
         if (self.engine == "server") != bool(self.url):
@@ -70,11 +73,10 @@ class EvalOptions:
             raise ConfigError(f"{problem}. Write for example --engine server --url http://localhost:8000.")
         if self.engine == "server" and (self.device != "auto" or self.dtype != "auto" or self.threads):
             raise ConfigError("--device, --dtype and --threads have no effect with --engine server; remove them.")
-        if not math.isfinite(self.temperature) or "" in self.stop:
-            raise ConfigError(
-                f"--temperature is {self.temperature} and --stop is {list(self.stop)}; the temperature must be "
-                "finite, and no stop text may be empty."
-            )
+        if not math.isfinite(self.temperature):
+            raise ConfigError(f"--temperature is {self.temperature}; it must be a finite number.")
+        if "" in self.stop:
+            raise ConfigError(f"--stop is {list(self.stop)}; remove the empty text, which would end every completion.")
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"--top-p is {self.top_p}; it must be above 0 and at most 1.")
         if self.min_p >= 1:
@@ -115,7 +117,7 @@ class BenchOptions:
     """Number type of weights and computation: auto = bfloat16 on a GPU, float32 on a CPU."""
 
     def check(self) -> None:
-        """Raises a ConfigError for values out of range."""
+        """Raises a ConfigError for numbers below 1, or below 0 for `threads`."""
         _require_at_least(1, self, "prompts samples prompt_tokens completion_tokens repeats")
         _require_at_least(0, self, "threads")
 
@@ -134,7 +136,7 @@ class EngineBenchOptions(BenchOptions):
     half the size. It is engine.weights in training."""
 
     def check(self) -> None:
-        """Raises a ConfigError for values out of range and for copies of the weights on a GPU."""
+        """Raises a ConfigError for numbers out of range, and for `copies` other than shared on a GPU."""
         super().check()
         _require_at_least(0, self, "slots")
         if self.device == "cuda" and self.copies != "shared":

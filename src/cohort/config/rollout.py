@@ -13,5 +13,6 @@ class RolloutConfig(Section):
     """When rejected groups are replaced and further turns of conversations are sampled."""
 
     order: Literal["auto", "rounds", "continuous"] = "auto"
-    """rounds = only after all running samples are scored, so that the speed of graders cannot change any result;
-    continuous = at once, so that a slow grader delays only its group; auto = rounds on a CPU, continuous on a GPU."""
+    """When rejected groups are replaced and further turns begin: rounds = only after all running samples are scored, so
+    that the speed of graders cannot change any result; continuous = at once, so that a slow grader delays only its
+    group; auto = rounds on a CPU, continuous on a GPU."""

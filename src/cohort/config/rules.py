@@ -33,7 +33,10 @@ def validate(config: RunConfig, user_settings: Collection[str] = ()) -> None:
 
 
 def _check_effects(config: RunConfig, user_settings: Collection[str]) -> None:
-    """Raises a ConfigError for the first setting that the user gave or the recipe changed and that has no effect."""
+    """Raises a ConfigError for the first setting that has no effect although the user gave it or the recipe changed it.
+
+    `user_settings` are the full names of the settings that the user gave.
+    """
     values = {name: setting.value for name, setting in collect_settings(config).items()}
     defaults = _collect_defaults(config)
     for prefix, section in walk_sections(config):
@@ -45,14 +48,16 @@ def _check_effects(config: RunConfig, user_settings: Collection[str]) -> None:
                 changed_by_recipe = name in defaults and values.get(name) != defaults[name] and not decided_by_user
                 # An effect may name settings that the chosen variant does not have, such as algo.clip_low.
                 if name in values and (name in user_settings or changed_by_recipe):
-                    remedy = ", or remove it" if ";" in effect.reason else "; remove it"
-                    raise ConfigError(f"{format_flag(name)} has no effect: {effect.reason}{remedy}.")
+                    flag = format_flag(name)
+                    remedy = f", or remove {flag}" if ";" in effect.reason else f"; remove {flag}"
+                    raise ConfigError(f"{flag} has no effect: {effect.reason}{remedy}.")
 
 
 def _collect_defaults(config: RunConfig) -> dict[str, Any]:
-    """Returns the default of every setting in the sections of `config`, by full name.
+    """Returns the default of every setting in the sections of `config`, by full name such as `optim.lr`.
 
-    Of a section with variants these are the defaults of the chosen variant.
+    Where a class was chosen by name, such as the algorithm, the defaults are those of the chosen class. Settings
+    outside of sections, such as `steps`, are left out.
     """
     defaults: dict[str, Any] = {}
     for field in dataclasses.fields(config):

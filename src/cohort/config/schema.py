@@ -49,7 +49,7 @@ class SamplingConfig(Section):
     max_tokens: AtLeast1 = 256
     """Longest completion, in tokens; a longer one is cut and its finish reason is `length`."""
     temperature: FiniteAbove0 = 1.0
-    """Divisor of the logits in sampling; the learner divides its logits by the same number."""
+    """Divisor of the logits in sampling: larger = more random. The learner divides its logits by the same number."""
     top_p: Annotated[float, Bound("above 0 and at most 1", lambda x: 0 < x <= 1)] = 1.0
     """Sample from the most probable tokens that together have this probability; 1 = from all. Below 1 the policy that
     samples is not the one that is trained, so it needs allow_truncation."""
@@ -74,15 +74,19 @@ class SamplingConfig(Section):
 
     @property
     def truncates_distribution(self) -> bool:
-        """Whether some tokens can never be sampled."""
+        """Whether top_p, top_k or min_p is on, so that some tokens can never be sampled."""
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
     def check(self, user_settings: Collection[str]) -> None:
-        """Raises a ConfigError for truncation that is not explicitly allowed, and for empty stop strings."""
+        """Raises a ConfigError for top_p, top_k or min_p without `allow_truncation`, and for empty stop strings.
+
+        Ignores `user_settings`.
+        """
         if self.truncates_distribution and not self.allow_truncation:
             raise ConfigError(
-                "sampling.top_p, top_k and min_p make the policy that samples differ from the one that is trained. "
-                "Remove them or add --sampling.allow-truncation True."
+                f"sampling.top_p is {self.top_p}, top_k is {self.top_k} and min_p is {self.min_p}, which makes the "
+                "policy that samples differ from the one that is trained. Set them to 1, 0 and 0, or add "
+                "--sampling.allow-truncation True."
             )
         if "" in self.stop:
             raise ConfigError(
@@ -159,7 +163,7 @@ class LoraConfig(Section):
             ("rank", "alpha", "targets"),
             ("load",),
             lambda lora: lora.load == "",
-            "the adapters in --learner.lora.load have their own; remove --learner.lora.load",
+            "the adapters in --learner.lora.load have their own value; remove --learner.lora.load",
         ),
     )
 
@@ -169,7 +173,10 @@ class LoraConfig(Section):
         return self.rank > 0 or self.load != ""
 
     def check(self, user_settings: Collection[str]) -> None:
-        """Raises a ConfigError unless the targets are known matrices, at least one and each once."""
+        """Raises a ConfigError unless `targets` has at least one matrix, only known ones and each once.
+
+        Ignores `user_settings`.
+        """
         if not self.targets or len(set(self.targets)) < len(self.targets):
             raise ConfigError(
                 f"learner.lora.targets is {list(self.targets)}; name one matrix or more, each once, with "
@@ -201,7 +208,7 @@ class LearnerConfig(Section):
 
     @property
     def updates_per_batch(self) -> int:
-        """Number of optimizer steps per batch."""
+        """Number of optimizer steps per batch: epochs x minibatches."""
         return self.epochs * self.minibatches
 
 
@@ -230,7 +237,7 @@ class ThinkAgain(Section):
     """Texts for the user's turn; each time one of them is drawn."""
 
     def check(self, user_settings: Collection[str]) -> None:
-        """Raises a ConfigError if there is no text for the user's turn, or an empty one."""
+        """Raises a ConfigError if there is no text for the user's turn, or an empty one. Ignores `user_settings`."""
         if not self.words or not all(words.strip() for words in self.words):
             raise ConfigError(
                 f"turns.words is {list(self.words)}; it needs one text or more, none of them empty. Set --turns.words."
@@ -343,21 +350,30 @@ class RunConfig(Section):
         return super().__new__(cls)
 
     def require_complete(self) -> None:
-        """Raises a ConfigError if a part is missing that is needed to list the settings. A kind may override it."""
+        """Raises a ConfigError if something is missing on which the list of flags depends, such as the task.
+
+        This base method does nothing; a kind of run can override it.
+        """
 
     def make_flag_records(self) -> dict[str, Any]:
-        """Returns a record for each field that is a dict, by field name, so that its keys become flags.
+        """Returns a dataclass instance for each field that is a dict, by field name, so that its keys become flags.
 
-        A dict field has keys that depend on other fields, such as `reward`, whose keys are the parts of the task.
+        An example is `reward`, whose keys are the reward parts of the task. This base method returns {}.
         """
         return {}
 
     def replace_variant(self, name: str, value: Any) -> Self:
-        """Returns the config with `value` in the field `name`, without settings that only fitted the former value."""
+        """Returns a copy of the config with `value` in the field `name`, such as another algorithm in `algo`.
+
+        A kind of run can override it, to reset settings that fitted only the former value.
+        """
         return replace(self, **{name: value})
 
     def check(self, user_settings: Collection[str]) -> None:
-        """Raises a ConfigError if the user asked for a warm-up that lasts longer than the run."""
+        """Raises a ConfigError if the user asked for a warm-up that lasts as long as the run or longer.
+
+        `user_settings` are the full names of the settings that the user gave. A warm-up of the recipe is not checked.
+        """
         updates = self.steps * self.learner.updates_per_batch
         if "optim.warmup" in user_settings and self.optim.warmup >= updates:
             raise ConfigError(

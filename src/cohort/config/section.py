@@ -25,12 +25,12 @@ class Bound:
 
 
 def at_least(low: float) -> Bound:
-    """Returns the bound x >= low."""
+    """Returns the bound that holds for numbers x >= low."""
     return Bound(f"at least {low}", lambda x: x >= low)
 
 
 def above(low: float) -> Bound:
-    """Returns the bound x > low."""
+    """Returns the bound that holds for numbers x > low."""
     return Bound(f"above {low}", lambda x: x > low)
 
 
@@ -77,7 +77,7 @@ class Section:
         return True
 
     def check(self, user_settings: Collection[str]) -> None:
-        """Raises a ConfigError if settings contradict each other.
+        """Raises a ConfigError if settings of this section contradict each other. This base method checks nothing.
 
         `user_settings` are the full dotted names of the settings that the user gave, such as `optim.warmup`.
         """
@@ -87,9 +87,10 @@ S = TypeVar("S", bound=Section)
 
 
 def walk_sections(section: Section, prefix: str = "") -> Iterator[tuple[str, Section]]:
-    """Yields every section inside `section`, then `section` itself, each as (prefix of its setting names, section).
+    """Yields every section inside `section`, at any depth, then `section` itself, as (prefix, section).
 
-    The prefix ends with a dot, such as `algo.kl.`; that of the outermost section is `prefix`.
+    The prefix begins the full names of the section's settings and ends with a dot, such as `algo.kl.`. That of the
+    outermost section is the argument `prefix`.
     """
     for field in dataclasses.fields(section):
         value = getattr(section, field.name)
@@ -99,7 +100,7 @@ def walk_sections(section: Section, prefix: str = "") -> Iterator[tuple[str, Sec
 
 
 def reset_inactive_sections(section: S) -> S:
-    """Returns `section` with every section inside it that is off set to its default.
+    """Returns a copy of `section` in which every section inside it, at any depth, has its defaults if it is off.
 
     Afterwards two configs are equal if they differ only in settings without effect.
     """

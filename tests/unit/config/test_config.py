@@ -196,7 +196,7 @@ BAD_FLAGS = {
     "--steps 1 2": "--steps takes one value (a whole number), got 2: 1 2.",
     "--steps 1 --steps 2": "--steps is given twice",
     "--algo grpo --algo grpo": "--algo is given twice",
-    "steps=3": 'unexpected "steps=3"',
+    "steps=3": 'unexpected argument "steps=3"',
     "--task.min-digits 5 --steps x": '--steps must be a whole number, not "x".',
     "--task.min-digits 5": "min_digits",
     "--lora.rank 4": "unknown flag --lora.rank. Did you mean --learner.lora.rank?",

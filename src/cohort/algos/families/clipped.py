@@ -1,4 +1,4 @@
-"""Losses that clip the ratio of each token, as PPO does: GRPO, Dr. GRPO, DAPO, Pass@k and REINFORCE++."""
+"""Losses that clip the ratio of each token, as PPO does: GRPO, DrGRPO, DAPO, Pass@k and REINFORCE++."""
 
 from __future__ import annotations
 
