@@ -87,22 +87,35 @@ def read_errors(path: Path) -> Iterator[Item]:
     """Yields the messages of the errors that a module raises for users: subclasses of CohortError."""
     text = path.read_text(encoding="utf-8")
     module = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
-    for node in ast.walk(ast.parse(text)):
+    tree = ast.parse(text)
+    constants = read_text_constants(tree)
+    for node in ast.walk(tree):
         if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
             name = ast.unparse(node.exc.func)
-            message = literal_text(node.exc.args[0])
+            message = literal_text(node.exc.args[0], constants)
             if name in ("ConfigError", "ModelError", "TaskError", "RunError", "EngineError") and message:
                 lines = text.splitlines()[max(0, node.lineno - 12) : node.end_lineno]
                 yield Item(name=f"{module}:{node.lineno}", shown=f"cohort: {message}", source="\n".join(lines))
 
 
-def literal_text(node: ast.expr) -> str:
+def read_text_constants(tree: ast.Module) -> dict[str, str]:
+    """Returns the text constants of a module by name: a user sees their text, not their name."""
+    constants: dict[str, str] = {}
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            constants[node.targets[0].id] = literal_text(node.value, constants)
+    return constants
+
+
+def literal_text(node: ast.expr, constants: dict[str, str]) -> str:
     """Returns the text of a string or f-string with `{expression}` in place of values; "" for anything else."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     if isinstance(node, ast.JoinedStr):
-        parts = (literal_text(part) or "{" + ast.unparse(getattr(part, "value", part)) + "}" for part in node.values)
-        return "".join(parts)
+        return "".join(literal_text(part, constants) or "{" + ast.unparse(node) + "}" for part in node.values)
+    if isinstance(node, ast.FormattedValue):
+        source = ast.unparse(node.value)
+        return constants.get(source) or "{" + source + "}"
     return ""
 
 

@@ -42,12 +42,13 @@ def train(
     log: str = "plain",
     sinks: Sequence[str] = (),
 ) -> Path:
-    """Trains a recipe to its last step and returns the run directory.
+    """Trains a recipe to its last step, in a new run directory, and returns the path of that directory.
 
     `recipe` is a name, `file.py:function`, or a config such as `RL(...)`. `settings` maps dotted names of settings,
     such as "optim.lr", to values that replace those of the recipe. `out` is the folder in which the run directory is
     made. `log` is the progress view ("live", "plain", "json" or "auto"). `sinks` are programs that get the metrics too
-    (wandb, tensorboard, trackio).
+    (wandb, tensorboard, trackio). Raises ConfigError for wrong settings. A signal that stops the run saves a checkpoint
+    and raises KeyboardInterrupt.
     """
     from cohort.config import load
     from cohort.jobs.build import train as build_train

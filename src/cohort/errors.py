@@ -37,7 +37,7 @@ class TrainingStopped(CohortError):
 def suggest_name(name: str, valid: Iterable[str]) -> str:
     """Returns the end of a message about an unknown name: the most similar of the `valid` names, or else all of them.
 
-    The text begins with a space.
+    All are listed, sorted, where none is similar enough. The text begins with a space.
 
     >>> suggest_name("grop", ["grpo", "dr_grpo"])
     ' Did you mean "grpo"?'
@@ -50,7 +50,9 @@ def suggest_name(name: str, valid: Iterable[str]) -> str:
 
 
 def shorten_error(error: BaseException) -> str:
-    """Returns an error's text in one line, cut after 300 characters; its class name where it has no text.
+    """Returns an error's text in one line; its class name where it has no text.
+
+    More than 300 characters are cut to the first 300 and "...".
 
     >>> shorten_error(ValueError("max_model_len is\\n  too large"))
     'max_model_len is too large'

@@ -27,7 +27,7 @@ class Fate(StrEnum):
         """Whether the samples of a group with this fate count in the denominators of the loss.
 
         TRAINED, CONSTANT_REWARD and NO_GAIN count. A group without gradient adds nothing to the sum, but the mean is
-        over it too.
+        over it too. It is not meant for fates of single samples (FAILED, TRUNCATED).
         """
         return self in (Fate.TRAINED, Fate.CONSTANT_REWARD, Fate.NO_GAIN)
 

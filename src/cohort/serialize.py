@@ -85,7 +85,11 @@ def dumps(value: Any) -> bytes:
 
 
 def loads(data: bytes) -> Any:
-    """Returns a value equal to the one that `dumps` turned into these bytes. Raises SerialError for any other bytes."""
+    """Returns a value equal to the one that `dumps` turned into these bytes.
+
+    Raises SerialError for bytes that are damaged, not from `dumps`, of a newer format, or with records that this
+    version of Cohort does not have.
+    """
     try:
         arrays = load(data)
         if "json" not in arrays:
@@ -116,7 +120,8 @@ def loads(data: bytes) -> Any:
 def inflate(packed: bytes, size: int) -> bytes:
     """Returns the decompressed text of `packed` (zlib format), which comes from a file of `size` bytes.
 
-    Raises SerialError where the text is cut off or is longer than a file of that size may hold.
+    Raises SerialError where the text is cut off or is longer than a file of that size may hold (16 MiB + 32 x `size`),
+    and zlib.error for other damage.
     """
     most = _max_text_bytes(size)
     inflater = zlib.decompressobj()
@@ -158,10 +163,10 @@ class _Writer:
         self.fields: dict[str, list[str]] = {}  # per class in the tree: field names, in the order of the values
 
     def encode(self, value: Any) -> Any:
-        """Returns the value as a tree for JSON, in which lists of numbers are replaced by references to a store.
+        """Returns the value as a tree for JSON, with references to a store in place of lists of numbers and of arrays.
 
-        The numbers themselves are added to the stores. Raises SerialError for a value of unknown type or with too many
-        levels.
+        The numbers themselves are added to the stores. None, truth values, numbers and text are returned unchanged.
+        Raises SerialError for a value of unknown type or with too many levels.
         """
         if value is None or type(value) in (bool, int, float, str):
             return value
@@ -184,7 +189,8 @@ class _Writer:
     def _encode_container(self, value: Any) -> list[Any]:
         """Returns a list [mark, ...] for JSON that represents a list, tuple, dict, array, enum member or record.
 
-        Raises SerialError for anything else.
+        Numbers of arrays are added to the stores. Raises SerialError for anything else, for dict keys that are not
+        text, and for enums and records whose class is not registered.
         """
         if type(value) is list:
             return [_LIST, *map(self.encode, value)]
@@ -241,7 +247,10 @@ class _Reader:
         }
 
     def decode(self, tree: Any) -> Any:
-        """Returns the value of a JSON tree that `_Writer.encode` made. Raises SerialError for other trees."""
+        """Returns the value of a JSON tree that `_Writer.encode` made. Raises SerialError for most other trees.
+
+        The rest raise a ValueError, TypeError or LookupError, which `loads` turns into a SerialError.
+        """
         if not isinstance(tree, list):
             if isinstance(tree, dict):
                 raise SerialError("an entry has no mark that says what it is")
@@ -256,7 +265,7 @@ class _Reader:
         return value
 
     def _decode_dict(self, parts: list[Any]) -> dict[str, Any]:
-        """Returns the dict that a marked list holds. `parts` is that list without its mark: one JSON object."""
+        """Returns the dict in a marked list. `parts`, without the mark, must be one JSON object: else SerialError."""
         if len(parts) != 1 or not isinstance(parts[0], dict):
             raise SerialError("an entry that is marked as a dict holds something else")
         return {key: self.decode(item) for key, item in parts[0].items()}
@@ -264,7 +273,7 @@ class _Reader:
     def _decode_enum(self, parts: list[Any]) -> Enum:
         """Returns the enum member that a marked list names. `parts` is [class name, the member's value].
 
-        Raises SerialError if no enum is registered under that name.
+        Raises SerialError if no enum is registered under that name, and ValueError if the enum has no such member.
         """
         name, value = parts
         cls = _find_record_class(name)
@@ -276,7 +285,8 @@ class _Reader:
         """Returns the record that a marked list describes. `parts` is [class name, value of each field, ...].
 
         Values are matched to the field names that the writer listed: a field that was added to the class since takes
-        its default.
+        its default. Raises SerialError for an unknown class or a wrong number of values, and TypeError where the class
+        has no such field or a missing field has no default.
         """
         name, *values = parts
         cls = _find_record_class(name)
@@ -286,7 +296,10 @@ class _Reader:
         return cls(**{field: self.decode(value) for field, value in named})
 
     def _decode_numbers(self, parts: list[Any]) -> list[Any]:
-        """Returns a list of numbers from a store. `parts` is [index of its type in `_STORES`, first index, length]."""
+        """Returns a list of Python numbers from a store. `parts` is [index of the type in `_STORES`, start, length].
+
+        Raises SerialError if the store does not have these numbers.
+        """
         index, start, num = parts
         if type(index) is not int or not 0 <= index < len(_STORES):
             raise SerialError("a list of numbers has an unknown type")
@@ -298,7 +311,10 @@ class _Reader:
         return self._lists[store][span]
 
     def _decode_array(self, parts: list[Any]) -> Array:
-        """Returns an array from a store, as a copy. `parts` is [name of its type, index of the first number, shape]."""
+        """Returns an array from a store, as a copy. `parts` is [name of its type, index of the first number, shape].
+
+        Raises SerialError if the shape is invalid or the store does not have these numbers.
+        """
         store, start, shape = parts
         if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
             raise SerialError("an array has an invalid shape")
@@ -325,9 +341,10 @@ class _Reader:
 
 
 def _to_number_array(values: list[Any]) -> Array | None:
-    """Returns a list of whole numbers, or of floats, as an array in the smallest type that loses nothing.
+    """Returns a list of whole numbers, or of floats, as an array in the smallest type of `_STORES` that loses nothing.
 
-    Returns None for any other list: empty, mixed, with other values, or with whole numbers beyond 64 bits.
+    Members of an IntEnum count as whole numbers. Returns None for any other list: empty, mixed, with other values such
+    as truth values, or with whole numbers beyond 64 bits.
     """
     if not values:
         return None
@@ -360,7 +377,7 @@ def _dtype_name(dtype: np.dtype[Any]) -> str:
 
 
 def field_names(cls: type) -> list[str]:
-    """Returns the names of the fields of a dataclass or named tuple, in the order of their definition."""
+    """Returns the field names of a dataclass or named tuple, in order of definition. Other classes: TypeError."""
     return list(cls._fields) if hasattr(cls, "_fields") else [f.name for f in dataclasses.fields(cls)]
 
 

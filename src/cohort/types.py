@@ -127,7 +127,7 @@ class Sample:
 
     @property
     def num_turns(self) -> int:
-        """The number of turns that the policy wrote: runs of neighbouring tokens that it drew."""
+        """The number of turns that the policy wrote: runs of neighbouring tokens that it drew; 0 if it drew none."""
         drawn = [p == Provenance.SAMPLED for p in self.provenance]
         # A turn begins at every drawn token whose predecessor was not drawn.
         return sum(here and not before for before, here in zip([False, *drawn], drawn, strict=False))

@@ -46,7 +46,10 @@ class ProcessGroup(World):
         self._device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
 
     def sum(self, x: Tensor) -> Tensor:
-        """Replaces `x` by its sum over all ranks, in place, and returns it. Every rank must call it."""
+        """Replaces `x` by its sum over all ranks, in place, and returns it.
+
+        Every rank must call it, with a tensor of the same shape and type.
+        """
         # nccl cannot sum tensors in host memory.
         on_device = x.to(self._device)
         torch.distributed.all_reduce(on_device)

@@ -9,9 +9,11 @@ from cohort.types import Finish, Group
 
 
 def count_fates(groups: Sequence[Group]) -> dict[str, float]:
-    """Returns how many groups and samples have each fate, by metric name, sorted. Call after `Algorithm.advantages`.
+    """Returns how many groups and samples there are and what became of them, by metric name, sorted.
 
-    `groups/in_loss` counts the groups that train and is always present. A fate that no group or sample has is left out.
+    Call after `Algorithm.advantages`. `groups/in_loss` counts the groups that train and is always present; every other
+    count that would be 0 is left out. Samples of excluded groups count too. A sample may be in several counts: masked,
+    cut at the limit of tokens (`samples/length`), without sampled tokens (`samples/empty`).
 
     >>> from cohort.types import Prompt, Sample
     >>> prompt = Prompt(task="t", id="0", visit=0, row={}, messages=[], tokens=[1], provenance=[0])

@@ -12,7 +12,7 @@ STD_FLOOR = 1e-4
 
 
 def is_constant(rewards: Sequence[float]) -> bool:
-    """Returns whether all rewards of a group are equal, so that the group carries no signal.
+    """Returns whether all rewards of a group are equal, so that the group carries no signal; True if there are none.
 
     The rewards are compared: the computed standard deviation of equal floats can be 1e-17 instead of 0.
 
@@ -23,7 +23,10 @@ def is_constant(rewards: Sequence[float]) -> bool:
 
 
 def mean_of(rewards: Sequence[float]) -> float:
-    """Returns the mean of at least one reward. The order of the rewards does not change it, not even by rounding."""
+    """Returns the mean of at least one reward. The order of the rewards does not change it, not even by rounding.
+
+    Raises ZeroDivisionError if there is none.
+    """
     return math.fsum(rewards) / len(rewards)
 
 
@@ -42,10 +45,11 @@ def std_of(rewards: Sequence[float]) -> float:
 def compute_advantages(
     groups: Sequence[Sequence[float]], scale: Scale = "std", baseline: Baseline = "mean"
 ) -> list[list[float]]:
-    """Returns the advantages (reward - baseline) / scale of a step's groups, in the shape of `groups`.
+    """Returns the advantages (reward - baseline) / (scale + STD_FLOOR) of a step's groups, in the shape of `groups`.
 
-    `groups` has one list of rewards per group. `baseline` and `scale` are explained in `config.algos.Policy`. With a
-    baseline of the group ("mean", "leave_one_out"), a group of equal rewards or of one sample gets exact zeros.
+    `groups` has one list of rewards per group. `baseline` and `scale` are explained in `config.algos.Policy`; `scale`
+    "none" divides by nothing, "mean" by the mean of absolute rewards. With a baseline of the group ("mean",
+    "leave_one_out"), a group of equal rewards or of one sample gets exact zeros.
 
     >>> compute_advantages([[1.0, 0.0, 0.0, 1.0]], "none")
     [[0.5, -0.5, -0.5, 0.5]]
@@ -71,7 +75,11 @@ def compute_advantages(
 
 
 def _subtract_baseline(rewards: Sequence[float], baseline: Baseline, batch: Sequence[float]) -> list[float]:
-    """Returns one group's rewards minus the baseline. `batch` has the rewards of all groups of the step."""
+    """Returns one group's rewards minus the baseline, as a new list.
+
+    `batch` has the rewards of all groups of the step; only the baseline "batch" uses it. With "mean" and
+    "leave_one_out", equal rewards give exact zeros.
+    """
     if baseline == "none":
         return list(rewards)
     if baseline == "batch":

@@ -17,9 +17,9 @@ from cohort.config.algos import Aggregate
 class Totals:
     """Counts of one optimizer step over all ranks, made before the first backward."""
 
-    num_tokens: float  # sampled tokens of unmasked samples
-    num_samples: float  # scored samples, masked and empty ones too
-    num_prompts: float  # groups with at least one scored sample
+    num_tokens: float  # target tokens of unmasked samples, in groups that count (`Fate.is_counted`)
+    num_samples: float  # scored samples of groups that count, masked and empty ones too
+    num_prompts: float  # groups that count, with at least one scored sample
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,7 +34,7 @@ def token_weights(lengths: Lengths, mode: Aggregate, totals: Totals, max_tokens:
     """Returns the token weights [N], float64: the factor of each token's loss term in the sum over all tokens.
 
     `mode` is the setting algo.aggregate. `totals` are the denominators over all ranks. `max_tokens` is the longest
-    completion; only "constant" uses it. The weight is 0 for a token whose sample has no token in the loss.
+    completion; only "constant" uses it. The weight is 0 for a token whose sample has length 0.
 
     >>> lengths = Lengths(sample=torch.tensor([1, 4]), group=torch.tensor([5, 5]))
     >>> totals = Totals(num_tokens=5, num_samples=2, num_prompts=1)

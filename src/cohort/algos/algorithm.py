@@ -48,7 +48,7 @@ class Algorithm(Loss, Protocol):
 
     @property
     def advantage_description(self) -> str:
-        """How advantages are computed, as text for a report, such as "baseline = mean, scale = std"."""
+        """How advantages are computed, as text for a report. An example is "baseline = mean, scale = std"."""
 
     def needs(self) -> frozenset[str]:
         """Returns which log-probabilities the learner must add to samples before `advantages`.
@@ -60,9 +60,10 @@ class Algorithm(Loss, Protocol):
         """Returns whether a scored group is kept. A group that is not kept is replaced by one of another prompt."""
 
     def advantages(self, groups: list[Group], world: World = ONE_PROCESS) -> list[Group]:
-        """Sets `advantage` and `masked` of samples and `excluded` of groups, in place. Returns `groups`, all of them.
+        """Sets `advantage`, `token_advantages` and `masked` of samples and `excluded` of groups, in place.
 
-        `world` has the ranks that train together: baselines over the batch use the groups of all ranks.
+        Returns `groups`, all of them. A group that other code excluded keeps its fate. `world` has the ranks that train
+        together, which must all call this: baselines over the batch use the groups of all ranks.
         """
 
     def update_coefficients(self, metrics: Mapping[str, float]) -> dict[str, float]:
@@ -72,10 +73,10 @@ class Algorithm(Loss, Protocol):
         """
 
     def to_record(self) -> PlainAlgorithm:
-        """Returns settings and state as a record that can be sent to another process."""
+        """Returns settings, `max_tokens` and state as a record that can be sent to another process."""
 
     def state(self) -> dict[str, float]:
-        """Returns the current coefficients by name, which a checkpoint stores."""
+        """Returns the current coefficients by name, and whether the entropy bonus acts. A checkpoint stores them."""
 
     def load_state(self, state: Mapping[str, float]) -> None:
         """Replaces the coefficients by those that `state` returned."""
@@ -101,9 +102,10 @@ def algorithm_name(config: Any) -> str:
 
 
 def build_algorithm(config: Any, max_tokens: int) -> Algorithm:
-    """Returns the algorithm for a config of `config.algos.ALGOS`. Raises ConfigError for other objects.
+    """Returns the algorithm for a config of `config.algos.ALGOS`.
 
-    `max_tokens` is the length of the longest completion, which some losses and penalties use.
+    `max_tokens` is the length of the longest completion, which some losses and penalties use. Raises ConfigError for
+    other objects and for an algorithm without registered policy loss.
     """
     name = algorithm_name(config)
     if name not in algorithm_names():
@@ -115,7 +117,10 @@ def build_algorithm(config: Any, max_tokens: int) -> Algorithm:
 
 
 def algorithm_from_record(record: PlainAlgorithm) -> Algorithm:
-    """Returns the algorithm that a record from `Algorithm.to_record` describes, with the coefficients that it had."""
+    """Returns the algorithm that a record from `Algorithm.to_record` describes, with the coefficients that it had.
+
+    Raises ConfigError as `build_algorithm` does.
+    """
     algo = build_algorithm(record.config, record.max_tokens)
     algo.load_state(record.state)
     return algo

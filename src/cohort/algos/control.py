@@ -27,10 +27,11 @@ class Coefficients:
         return Coefficients(kl=config.kl.weight, entropy=config.entropy)
 
     def update(self, config: Policy, metrics: Mapping[str, float]) -> None:
-        """Adjusts the coefficients that have a target, in place, by the metrics of a step.
+        """Adjusts the coefficients that have a target, in place, by the metrics of a step, and sets `low_entropy`.
 
-        A KL above its target raises the KL coefficient, one below lowers it (Ziegler et al. 2019). An entropy at or
-        below its target raises the entropy coefficient, one above lowers it.
+        A KL above its target raises the KL coefficient, one below lowers it (Ziegler et al. 2019), by at most 2%. An
+        entropy at or below its target raises the entropy coefficient by ENTROPY_STEP, one above lowers it, within 0 and
+        ENTROPY_MAX. A metric that is missing changes nothing.
 
         >>> from cohort.config.algos import GRPO, KLConfig
         >>> config = GRPO(kl=KLConfig(weight=0.1, target=0.01), entropy=0.01, entropy_target=0.5)
@@ -50,5 +51,8 @@ class Coefficients:
 
     @property
     def active_entropy(self) -> float:
-        """The entropy coefficient that the loss uses: 0 while the entropy is above its target."""
+        """The entropy coefficient that the loss uses: 0 if the last measured entropy was above its target.
+
+        Without a target, and before the first measurement, it is `entropy`.
+        """
         return self.entropy if self.low_entropy else 0.0

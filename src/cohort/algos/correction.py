@@ -20,7 +20,8 @@ def importance_ratios(old_logprobs: Tensor, sampler_logprobs: Tensor, segments: 
     """Returns the importance ratios p_old / p_sampler [T], without gradient.
 
     Level "token": the ratio of each token. "sequence": the product over the token's sample. "geometric": the geometric
-    mean over the token's sample. `segments` [T] has the number of each token's sample.
+    mean over the token's sample. `segments` [T] has the number of each token's sample, whose tokens must follow each
+    other; "token" does not use it.
 
     >>> old, sampler = torch.tensor([-1.0, -1.0]), torch.tensor([-1.5, -2.0])
     >>> importance_ratios(old, sampler, torch.tensor([0, 0]), "sequence").log()

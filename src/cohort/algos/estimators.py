@@ -23,7 +23,7 @@ class Estimator:
 
     # Takes the returns of the groups of all ranks. Returns the advantages in the same shape.
     advantages: Callable[[Returns, Any], list[list[float]]]
-    # Takes the returns of one group. Returns whether the group has no gradient.
+    # Takes the returns of one group. Returns whether its advantages give it no gradient.
     is_dead: Callable[[Sequence[float], Any], bool]
     # Returns a description of the method for reports.
     describe: Callable[[Any], str]
@@ -43,7 +43,10 @@ _estimators: dict[str, Estimator] = {}
 
 
 def register_estimator(name: str, estimator: Estimator) -> None:
-    """Makes `estimator` (a way to compute advantages) that of the algorithm `name`, a key of `config.algos.ALGOS`."""
+    """Makes `estimator` (a way to compute advantages) that of the algorithm `name`, a key of `config.algos.ALGOS`.
+
+    An earlier one of that name is replaced.
+    """
     _estimators[name] = estimator
 
 

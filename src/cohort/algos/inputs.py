@@ -29,7 +29,8 @@ class LossInputs:
     def in_loss(self) -> LossInputs:
         """Returns the inputs with only the tokens whose token weight is not 0; itself if that is all of them.
 
-        A weight of 0 is not enough to remove a masked token: 0 times its ratio, if that is infinite, would be NaN.
+        With `all_in_loss` the weights are not looked at. A weight of 0 is not enough to remove a masked token: 0 times
+        its ratio, if that is infinite, would be NaN.
 
         >>> import torch
         >>> x = torch.arange(3.0)

@@ -58,7 +58,7 @@ class PolicyLoss:
     def _compute_importance_factor(self, x: LossInputs, old: Tensor, tally: Tally) -> Tensor:
         """Returns the importance ratios p_old / p_sampler [T], limited as the config says, and adds metrics to `tally`.
 
-        `old` [T] are the log-probabilities at the start of the step.
+        `old` [T] are the log-probabilities at the start of the step. The ratios have no gradient.
         """
         raw = importance_ratios(old, x.sampler_logprobs, x.segments, self.config.correction.level)  # [T]
         factor = bound_ratios(raw, self.config.correction)

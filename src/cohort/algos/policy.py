@@ -59,7 +59,7 @@ class PolicyGradient:
         """Returns which log-probabilities samples must have before `advantages`: a subset of {"old", "ref"}.
 
         "old" (by the current policy) is there if the KL is part of the reward, "ref" if the KL is to the reference
-        policy.
+        policy. If algo.kl.weight is 0, the result is empty.
         """
         kl = self.config.kl
         old = kl.weight and kl.place == "reward"
@@ -69,21 +69,27 @@ class PolicyGradient:
     def accept(self, group: Group) -> bool:
         """Returns False for a group to be replaced by one of another prompt: a dead group, if algo.dead = refill.
 
-        Whether a group is dead is decided by the task's rewards, without penalties for length.
+        Whether a group is dead is decided by the task's rewards of its scored samples, without any penalties. A group
+        without scored samples is dead. With other values of algo.dead the result is always True.
         """
         if self.config.dead != "refill":
             return True
         return not self._is_dead([s.reward for s in group.samples if s.reward is not None and not s.failure])
 
     def _is_dead(self, rewards: list[float]) -> bool:
-        """Returns whether a group whose scored samples have these rewards gets no gradient from its advantages."""
+        """Returns whether a group whose scored samples have these rewards gets no gradient from its advantages.
+
+        The estimator decides: all rewards are equal, or for pass_at_k no sample adds to the best of k.
+        """
         return self._estimator.is_dead(rewards, self.config)
 
     def advantages(self, groups: list[Group], world: World = ONE_PROCESS) -> list[Group]:
-        """Sets advantages and masks of samples and `excluded` of groups, in place, and returns `groups`.
+        """Sets advantages and masks of all samples and `excluded` of groups, in place, and returns `groups`.
 
-        A group that other code excluded keeps its fate and gets no advantages. `world` has the ranks that train
-        together.
+        Values of earlier calls are replaced, also `token_advantages`, by None. Failed samples, and samples of groups
+        with too few scored ones, get advantage 0. A group that other code excluded (not accepted, stale) keeps its fate
+        and gets advantages 0. `world` has the ranks that train together, which must all call this. Samples must be
+        scored or failed, and have the log-probabilities that `needs` names.
         """
         graded: list[tuple[Group, list[float]]] = []  # (group, returns of its scored samples)
         for group in groups:
@@ -105,7 +111,7 @@ class PolicyGradient:
         """Returns the advantages of this rank's groups, in the shape of `returns`.
 
         `returns` has one list per group, with the return of each scored sample. The groups of all ranks are taken into
-        account.
+        account, so every rank must call it.
         """
         returns_by_rank = world.gather(returns)
         # The estimator sees the groups of all ranks, in rank order; this rank's groups begin at `first`.
@@ -115,7 +121,7 @@ class PolicyGradient:
 
     @property
     def advantage_description(self) -> str:
-        """How advantages are computed, as text for a report, such as "baseline = mean, scale = std"."""
+        """How advantages are computed, as text for a report. An example is "baseline = mean, scale = std"."""
         return self._estimator.describe(self.config)
 
     def weigh_tokens(self, lengths: Lengths, totals: Totals) -> Tensor:
@@ -123,15 +129,19 @@ class PolicyGradient:
         return token_weights(lengths, self.config.aggregate, totals, self.max_tokens)
 
     def loss(self, inputs: LossInputs) -> tuple[Tensor, Tally]:
-        """Returns the weighted sum of the tokens' loss terms (0-d) and their metrics, with the current coefficients."""
+        """Returns the weighted sum of the tokens' loss terms (0-d) and their metrics, with the current coefficients.
+
+        Terms are the policy loss and, where their coefficients are not 0, KL (unless it is in the reward) and entropy.
+        """
         kl, entropy = self.coefficients.kl, self.coefficients.active_entropy
         loss = PolicyLoss(surrogate=self._surrogate, config=self.config, kl_coefficient=kl, entropy_coefficient=entropy)
         return loss(inputs)
 
     def update_coefficients(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Adjusts the KL and entropy coefficients that have targets, by the metrics of a step.
+        """Adjusts the KL and entropy coefficients that have targets, by the metrics of a step, for the next step.
 
-        Returns the values that were used in that step, by metric name; coefficients without a target are left out.
+        Returns the values that were used in that step, as "kl/weight" and "entropy/weight"; a coefficient without a
+        target is left out.
         """
         used = {}
         if self.config.kl.target:
@@ -142,11 +152,11 @@ class PolicyGradient:
         return used
 
     def to_record(self) -> PlainAlgorithm:
-        """Returns settings and coefficients as a record that can be sent to another process."""
+        """Returns settings, `max_tokens` and coefficients as a record that can be sent to another process."""
         return PlainAlgorithm(config=self.config, max_tokens=self.max_tokens, state=self.state())
 
     def state(self) -> dict[str, float]:
-        """Returns the current coefficients by name, which a checkpoint stores."""
+        """Returns the fields of `coefficients` by name (kl, entropy, low_entropy), which a checkpoint stores."""
         return asdict(self.coefficients)
 
     def load_state(self, state: Mapping[str, float]) -> None:
@@ -156,8 +166,8 @@ class PolicyGradient:
     def compute_return(self, sample: Sample) -> float:
         """Returns the number from which the advantage is computed: the reward after all penalties.
 
-        These are, where the config asks for them, those for truncation, for length and for the KL. `sample.reward` is
-        not changed.
+        These are, where the config asks for them, those for truncation, for length (DAPO) and for the KL.
+        `sample.reward` is not changed; it must not be None.
         """
         reward = self._shape_reward(sample)
         if self.coefficients.kl and self.config.kl.place == "reward":
@@ -165,7 +175,11 @@ class PolicyGradient:
         return reward
 
     def _shape_reward(self, sample: Sample) -> float:
-        """Returns the task's reward after the penalties for truncation and length that the config asks for."""
+        """Returns the task's reward after the penalties for truncation and length that the config asks for.
+
+        A truncated sample gets at most 0 if algo.truncated = penalize. With DAPO's `overlong` a penalty of 0 to 1 is
+        subtracted: 1 for a truncated sample, otherwise `overlong_penalty` of the number of sampled tokens.
+        """
         assert sample.reward is not None, "a sample is neither scored nor failed"
         reward = sample.reward
         if self.config.truncated == "penalize" and sample.finish == Finish.LENGTH:
@@ -192,9 +206,11 @@ class PolicyGradient:
         return kl_of_sample([old[i] for i in sampled], [other[i] for i in sampled], kl.estimator)
 
     def _store_advantages(self, group: Group, returns: list[float], advantages: Sequence[float]) -> None:
-        """Writes the advantages into the scored samples, and sets `group.excluded` if the group has no gradient.
+        """Writes the advantages into the scored samples. Sets `group.excluded` if the group is dead or has no gradient.
 
-        `returns` and `advantages` have one number per scored sample, in order.
+        It is excluded as EQUAL_REWARDS if it is dead and algo.dead = drop; else, if all advantages are 0 and neither KL
+        nor entropy is in the loss, as CONSTANT_REWARD or NO_GAIN. `returns` and `advantages` have one number per scored
+        sample, in order.
         """
         scored = (s for s in group.samples if not s.failure)
         for sample, advantage in zip(scored, advantages, strict=True):
@@ -212,7 +228,10 @@ class PolicyGradient:
         return bool((kl.weight and kl.place == "loss") or self.config.entropy or self.config.entropy_target)
 
     def _choose_mask(self, sample: Sample) -> Fate:
-        """Returns why a sample is left out of the loss (FAILED or TRUNCATED), or TRAINED if it is not."""
+        """Returns why a sample is left out of the loss (FAILED or TRUNCATED), or TRAINED if it is not.
+
+        TRUNCATED is only for a sample that ended at the limit of tokens, if algo.truncated = mask.
+        """
         if sample.failure:
             return Fate.FAILED
         cut = self.config.truncated == "mask" and sample.finish == Finish.LENGTH
@@ -222,7 +241,7 @@ class PolicyGradient:
 def overlong_penalty(length: int, max_tokens: int, share: float) -> float:
     """Returns a penalty that rises from 0 to 1 over the last `share` of `max_tokens` (DAPO, equation 13).
 
-    `length` is the number of sampled tokens.
+    It is 0 for shorter and 1 for longer samples. `length` is the number of sampled tokens; `share` must be above 0.
 
     >>> [overlong_penalty(n, 100, 0.2) for n in (80, 90, 100)]
     [0.0, 0.5, 1.0]

@@ -59,8 +59,8 @@ _surrogates: dict[str, RegisteredSurrogate] = {}
 def surrogate(*names: str, per_token: bool = True) -> Callable[[SurrogateFunction], SurrogateFunction]:
     """Returns a decorator that registers a function as the policy loss of the algorithms `names`.
 
-    The names are keys of `config.algos.ALGOS`. `per_token` = False is for a loss whose term of a token depends on other
-    tokens of the same sample.
+    The names are keys of `config.algos.ALGOS`; an earlier function of a name is replaced. `per_token` = False is for a
+    loss whose term of a token depends on other tokens of the same sample.
     """
 
     def register(function: SurrogateFunction) -> SurrogateFunction:
@@ -77,7 +77,10 @@ def find_surrogate(name: str) -> RegisteredSurrogate:
 
 
 def algorithm_names() -> list[str]:
-    """Returns the names of all algorithms that have a registered policy loss, sorted."""
+    """Returns the names of all algorithms that have a registered policy loss, sorted.
+
+    Importing `cohort.algos` registers those of Cohort.
+    """
     return sorted(_surrogates)
 
 

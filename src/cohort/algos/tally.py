@@ -58,7 +58,11 @@ class Tally:
         return self
 
     def merge(self, other: Tally) -> Tally:
-        """Adds another tally to this one, as if its values had been counted here. Changes this tally and returns it."""
+        """Adds the values of another tally to this one, as if they had been counted here.
+
+        Sums and means add up; the larger maximum and the smaller minimum stay. Changes this tally and returns it;
+        `other` stays unchanged.
+        """
         for name, (total, count) in other._means.items():
             old_sum, old_count = self._means.get(name, (0.0, 0.0))
             self._means[name] = (total + old_sum, count + old_count)
@@ -71,7 +75,10 @@ class Tally:
         return self
 
     def merge_ranks(self, world: World) -> Tally:
-        """Returns one tally with the values of all ranks. Ranks need not have counted the same names."""
+        """Returns one tally with the values of all ranks: a new one, or this one where there is only one rank.
+
+        Every rank must call it. Ranks need not have counted the same names. This tally stays unchanged.
+        """
         if world.size == 1:
             return self
         whole = Tally()
@@ -118,7 +125,7 @@ class Tally:
     def to_metrics(self) -> dict[str, float]:
         """Returns one number per name, in name order. A mean, minimum or maximum over no entries is left out.
 
-        Waits for the GPU if values are there.
+        A sum over no entries is 0. Waits for the GPU if values are there.
         """
         # Two vectors, so that values on a GPU take two transfers in all.
         sums, maxima = (vector.tolist() for vector in self.state())

@@ -41,7 +41,8 @@ def _split_late_words(
     """Separates flags from positional words that follow them. Returns (flags with their own values, those words).
 
     In `given` a flag has every word after it as a value. If its setting in `valid` has a single value, the further
-    words are positional. A switch (type bool) needs no value: without "true" or "false" after it, it is on.
+    words are positional; unknown flags and those of several values keep all words. A switch (type bool) needs no value:
+    without "true" or "false" after it, it is on, and the words after it are positional.
     """
     kept: list[flags.Flag] = []
     late: list[str] = []

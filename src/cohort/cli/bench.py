@@ -26,7 +26,10 @@ cohort bench WHAT --help lists the flags."""
 
 
 def run(args: list[str]) -> None:
-    """Runs `cohort bench` with `args`, the words after it: measures and prints a table."""
+    """Runs `cohort bench` with `args`, the words after it: measures and prints a table, or prints help.
+
+    Raises ConfigError for an unknown benchmark and wrong flags.
+    """
     if not args or args[0].startswith("-"):
         if flags.wants_help(args):
             print(HELP.format(lines="\n".join(f"  {name:<8} {about}" for name, (about, _) in BENCHMARKS.items())))
@@ -50,7 +53,10 @@ def run(args: list[str]) -> None:
 
 
 def format_result(result: BenchResult, options: BenchOptions) -> str:
-    """Returns the measurement as a table: model, sizes, seconds, tokens per second, fraction of the limit, details."""
+    """Returns the measurement as a table: model, sizes, seconds, tokens per second, fraction of the limit, details.
+
+    Device and dtype have a row unless they are cpu and float32.
+    """
     rows = [
         ["model", options.model],
         *([["device", result.setting]] if result.setting != "cpu, float32" else []),
@@ -64,7 +70,10 @@ def format_result(result: BenchResult, options: BenchOptions) -> str:
 
 
 def _describe_lengths(options: BenchOptions) -> str:
-    """Returns the tokens per prompt and completion as text, such as "64+64 tokens"."""
+    """Returns the tokens per prompt and completion as text, such as "64+64 tokens".
+
+    " at most, log-normal" follows if the completions have different lengths.
+    """
     tokens = f"{options.prompt_tokens}+{options.completion_tokens} tokens"
     has_own_lengths = isinstance(options, EngineBenchOptions) and options.lengths == "lognormal"
     return tokens + (" at most, log-normal" if has_own_lengths else "")

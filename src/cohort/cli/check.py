@@ -29,9 +29,9 @@ cohort train RECIPE --help lists every setting of a recipe."""
 
 
 def run(args: list[str]) -> None:
-    """Runs `cohort check` with `args`, the words after it: prints the findings.
+    """Runs `cohort check` with `args`, the words after it: prints the findings, or one JSON object with --json.
 
-    Raises SystemExit(1) if a check failed.
+    Raises SystemExit(1) if a check failed, ConfigError without a recipe and for wrong settings.
     """
     # `--json` belongs to the command, all other flags are settings of the recipe.
     as_json = "--json" in args

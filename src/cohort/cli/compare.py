@@ -26,7 +26,10 @@ class Options:
 
 
 def run(args: list[str]) -> None:
-    """Runs `cohort compare` with `args`, the words after it: prints the comparison of two evaluations."""
+    """Runs `cohort compare` with `args`, the words after it: prints the comparison of two evaluations.
+
+    Raises CohortError if they cannot be read or compared.
+    """
     about = (
         "Tell whether B is better than A: print the paired difference with its 95% interval and p-value, and the "
         "problems that B won and lost. A and B are files written by `cohort eval` or run directories, whose last "

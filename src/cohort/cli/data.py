@@ -28,7 +28,10 @@ class Options:
 
 
 def run(args: list[str]) -> None:
-    """Runs `cohort data` with `args`, the words after it: writes the prompts of a task to a file."""
+    """Runs `cohort data` with `args`, the words after it: writes the prompts of a task to a file or to standard output.
+
+    A file appears complete or not at all, and replaces an older one. Raises ConfigError for wrong flags.
+    """
     task, options = read_task("data", "Write a task's prompts as JSONL.", Options(), args)
     if not options.out:
         raise ConfigError("--out is missing; name the file to write, or - for standard output.")
@@ -65,7 +68,7 @@ def _render_rows(task: Any, rows: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def _write_lines(lines: Iterator[str], file: TextIO) -> int:
-    """Writes lines to an open file and returns how many there were."""
+    """Writes lines to an open file, a line break after each, and returns how many there were."""
     count = 0
     for line in lines:
         file.write(line + "\n")

@@ -38,7 +38,10 @@ class Options(EvalOptions):
 
 
 def run(args: list[str]) -> None:
-    """Runs `cohort eval` with `args`, the words after it: evaluates, writes and prints each task's result."""
+    """Runs `cohort eval` with `args`, the words after it: evaluates, writes and prints each task's result.
+
+    Finished evaluations are read and not made again. Raises ConfigError for wrong flags, before the model is loaded.
+    """
     about = (
         "Measure a model's accuracy on the held-out problems of one task or several. The same command continues an "
         "interrupted evaluation. A finished one is shown and not made again; only samples that could not be scored "
@@ -84,7 +87,7 @@ def run(args: list[str]) -> None:
 
 @contextmanager
 def show_progress() -> Iterator[Progress]:
-    """Yields a function that shows progress: a bar on a terminal, elsewhere about ten lines per task.
+    """Yields a function that shows progress: a bar on a terminal, elsewhere at most about twenty lines per task.
 
     It is called with the name of the task, the number of finished problems and the number of all problems. It prints to
     stderr, because standard output is for the result.
@@ -116,14 +119,20 @@ def show_progress() -> Iterator[Progress]:
 
 
 def _print_progress(task: str, done: int, total: int) -> None:
-    """Prints "task: done of total problems" to stderr at every tenth of the problems, else nothing."""
+    """Prints "task: done of total problems" to stderr at every tenth of the problems and at the last one, else nothing.
+
+    With fewer than 20 problems, every problem gets a line.
+    """
     part = max(1, total // PLAIN_STEPS)
     if done == total or done % part == 0:
         print(f"{task}: {done} of {total} problems", file=sys.stderr, flush=True)
 
 
 def format_evaluation(evaluation: Evaluation) -> str:
-    """Returns an evaluation as a table: setting, accuracy with interval, reward parts, lengths, and what went wrong."""
+    """Returns an evaluation as a table: setting, accuracy with interval, reward parts, lengths, and what went wrong.
+
+    The task's own summary, if there is one, takes the place of the reward parts. Parts with the mean 0 are left out.
+    """
     e, s = evaluation, evaluation.setting
     # At least 1, so that an evaluation without answers can be printed.
     total = max(1, sum(e.finishes.values()))

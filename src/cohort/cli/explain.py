@@ -22,7 +22,10 @@ class Options:
 
 
 def run(args: list[str]) -> None:
-    """Runs `cohort explain` with `args`, the words after it: prints the report of a step or writes it as HTML."""
+    """Runs `cohort explain` with `args`, the words after it: prints the report of a step or writes it as HTML.
+
+    Raises ConfigError for wrong flags, RunError if there is no such run, step or group.
+    """
     about = "Explain a step of the run in RUN: which samples and tokens its update made more or less likely, and why."
     (where,), options = read_arguments("explain", ["RUN"], about, Options(), args)
     # Mistakes in --html are found before the step is loaded.

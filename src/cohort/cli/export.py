@@ -20,7 +20,10 @@ class Options:
 
 
 def run(args: list[str]) -> None:
-    """Runs `cohort export` with `args`, the words after it: writes the model or the adapters of a checkpoint."""
+    """Runs `cohort export` with `args`, the words after it: writes the model or the adapters of a checkpoint.
+
+    Raises ConfigError for wrong flags, and what `export_model` and `export_adapters` raise.
+    """
     about = "Write a checkpoint of the run in RUN as a Hugging Face folder OUT (config, safetensors, tokenizer)."
     (where, out), options = read_arguments("export", ["RUN", "OUT"], about, Options(), args)
     if options.step not in ("best", "last") and not options.step.isdecimal():

@@ -48,8 +48,9 @@ _REPORTED_OS_ERRORS = (
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code.
 
-    0 = done, 1 = the reader of a pipe left, 2 = an error that the user can fix (printed as one line), 130 =
-    interrupted. `argv` are the words after `cohort`; None = those of this process. Other exceptions pass through.
+    0 = done, 1 = the reader of a pipe left, 2 = an error that the user can fix (printed to stderr as one line), 130 =
+    interrupted. `argv` are the words after `cohort`; None = those of this process. Other exceptions pass through, also
+    SystemExit: `cohort check` raises it (code 1) for failed checks, and some commands raise it (code 0) after --help.
     """
     args = list(sys.argv[1:] if argv is None else argv)
     process.shorten_thread_spinning()
@@ -77,7 +78,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _dispatch(args: list[str]) -> int:
     """Runs the command that `args` begin with, or prints help or version. Returns 0, the exit code.
 
-    Raises CohortError for an unknown command, and what the command raises.
+    Raises CohortError for an unknown command, ConfigError for some commands in a process that torchrun started, and
+    what the command raises.
     """
     if not args or args[0] in ("-h", "--help", "help"):
         print(format_usage())
@@ -115,7 +117,10 @@ def format_usage() -> str:
 
 
 def _print_error(message: str) -> int:
-    """Prints a message as one line to stderr and returns the exit code 2."""
+    """Prints "cohort: " and a message to stderr as one line, and returns the exit code 2.
+
+    Flushes standard output first, so that the message comes last.
+    """
     sys.stdout.flush()
     print("cohort: " + " ".join(message.split()), file=sys.stderr)
     return 2

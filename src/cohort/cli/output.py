@@ -16,9 +16,9 @@ def choose_log(asked: str, terminal: bool) -> str:
 
 
 def parse_sink_names(asked: str | None) -> tuple[str, ...]:
-    """Returns the names of sinks in a text like "wandb,tensorboard"; None = no sinks.
+    """Returns the names of sinks in a text like "wandb,tensorboard", in order; None = no sinks.
 
-    Raises ConfigError if one is unknown, given twice or not installed.
+    Spaces around names do not count. Raises ConfigError if one is unknown (also ""), given twice or not installed.
 
     >>> parse_sink_names(None)
     ()
@@ -29,7 +29,9 @@ def parse_sink_names(asked: str | None) -> tuple[str, ...]:
 
 
 def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Returns a table as lines of text, with columns padded with spaces. Rows must be as long as the header.
+    """Returns a table as lines of text. Columns are aligned at the left and padded with spaces, two of them in between.
+
+    Rows must be as long as the header.
 
     >>> print(format_table(["name", "size"], [["tiny", "3 MB"], ["smollm2-135m", "270 MB"]]))
     name          size

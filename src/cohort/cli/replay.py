@@ -35,7 +35,10 @@ ABOUT = (
 
 
 def run(args: list[str]) -> None:
-    """Runs `cohort replay` with `args`, the words after it: does a step again and prints how its metrics differ."""
+    """Runs `cohort replay` with `args`, the words after it: does a step again and prints how its metrics differ.
+
+    Progress goes to stderr. Raises ConfigError if --step is missing.
+    """
     own, settings = _split_settings(args)
     (where,), options = read_arguments("replay", ["RUN"], ABOUT, Options(), own)
     if options.step is None:
@@ -73,7 +76,10 @@ def _print_progress(text: str) -> None:
 
 
 def _format_result(replayed: ReplayResult) -> str:
-    """Returns the replay's result as text: changed settings, a table of the metrics that differ, and notes."""
+    """Returns the replay's result as text: base, changed settings, a table of the metrics that differ, and notes.
+
+    Without differing metrics, a line says so in place of the table.
+    """
     lines = [f"step {replayed.step} from {_describe_base(replayed)}"]
     lines += [f"changed: {name} {old} -> {new}" for name, (old, new) in replayed.changed.items()]
     differing = replayed.differing_rows
@@ -94,7 +100,10 @@ def _format_result(replayed: ReplayResult) -> str:
 
 
 def _summarize_metrics(replayed: ReplayResult) -> str:
-    """Returns the replayed loss, gradient norm and learning rate as text, such as "loss 0.5, lr 1e-05"."""
+    """Returns the replayed loss, gradient norm and learning rate as text, such as "loss 0.5, lr 1e-05".
+
+    Names that the result lacks are left out.
+    """
     return ", ".join(
         f"{r.name} {_format_number(r.replayed)}" for r in replayed.rows if r.name in ("loss", "grad_norm", "lr")
     )

@@ -26,7 +26,10 @@ class Options:
 
 
 def run(args: list[str]) -> None:
-    """Runs `cohort resume` with `args`, the words after it: continues a run until its last step."""
+    """Runs `cohort resume` with `args`, the words after it: continues a run until its last step.
+
+    Raises ConfigError for flags that would change another setting than the number of steps.
+    """
     # A flag that would change a setting of the run gets an error of its own, not just "unknown flag".
     settings = {field.name for kind in KINDS.values() for field in fields(kind)} - {"steps"}
     for flag in flags.split_args(args)[1]:

@@ -22,8 +22,8 @@ def read_tasks(command: str, about: str, options: T, args: list[str]) -> tuple[l
     """Reads the words after a command that takes tasks. Returns the tasks with their settings, and the options.
 
     `args` begin with the tasks, then come flags: those of the dataclass `options`, and `--task.x` for a setting of a
-    single task or `--NAME.x` for one of several tasks. `about` is the text of the help, which is printed if asked for.
-    Raises ConfigError for a mistake.
+    single task or `--NAME.x` for one of several tasks. `--help` prints `about` and the flags, and raises SystemExit.
+    Raises ConfigError for a mistake, also if there is no task.
     """
     words = list(takewhile(lambda arg: not arg.startswith("-"), args))
     if not words:

@@ -25,7 +25,10 @@ cohort train RECIPE --help lists every setting of a recipe."""
 
 
 def run(args: list[str]) -> None:
-    """Runs `cohort train` with `args`, the words after it: trains a recipe, or prints help."""
+    """Runs `cohort train` with `args`, the words after it: trains a recipe, or prints help.
+
+    Raises ConfigError without a recipe and for wrong flags.
+    """
     if not args or args[0].startswith("-"):
         if flags.wants_help(args):
             print(HELP.format(recipes=format_recipes()))
@@ -57,7 +60,8 @@ def format_recipes() -> str:
 def _split_command_flags(args: list[str]) -> tuple[list[str], str, str, tuple[str, ...]]:
     """Separates `--out`, `--log` and `--sinks` from the settings of the run.
 
-    Returns (the other words and flags, folder for run directories, kind of progress view, names of the sinks).
+    Returns (the other words and flags, folder for run directories, kind of progress view, names of the sinks). Without
+    `--log` the view is live on a terminal, plain elsewhere. Raises ConfigError for a wrong value of one of the three.
     """
     words, given = flags.split_args(args)
     own = {

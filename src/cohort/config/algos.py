@@ -70,13 +70,13 @@ class KLConfig(Section):
 
     @property
     def is_on(self) -> bool:
-        """Whether the penalty is applied at all."""
+        """Whether the penalty is applied at all, that is, `weight` is above 0."""
         return self.weight > 0
 
     def check(self, user_settings: Collection[str]) -> None:
         """Raises a ConfigError for the estimator k1 in the loss, where its gradient is zero on average.
 
-        Ignores `user_settings`.
+        Checks nothing if the penalty is off. Ignores `user_settings`.
         """
         if self.is_on and self.estimator == "k1" and self.place == "loss":
             raise ConfigError(
@@ -117,7 +117,10 @@ class CorrectionConfig(Section):
         return self.kind != "none"
 
     def check(self, user_settings: Collection[str]) -> None:
-        """Raises a ConfigError unless the bounds are finite, at least 0 and enclose 1. Ignores `user_settings`."""
+        """Raises a ConfigError unless the bounds are finite, at least 0, different, and enclose 1.
+
+        One of them may be 1. They are checked even if there is no correction. Ignores `user_settings`.
+        """
         low, high = self.bounds
         if not 0 <= low <= 1 <= high < math.inf or low == high:
             raise ConfigError(
@@ -156,13 +159,16 @@ class Policy(Section):
 
     @property
     def needs_siblings(self) -> bool:
-        """Whether rewards are compared within a group. If so, groups whose rewards are all equal have no gradient."""
+        """Whether rewards are compared within a group, by the baseline mean or leave_one_out.
+
+        If so, all advantages of a group with equal rewards are 0.
+        """
         return self.baseline in ("mean", "leave_one_out")
 
     def check(self, user_settings: Collection[str]) -> None:
-        """Raises a ConfigError if baseline, scale, dead or entropy settings contradict each other.
+        """Raises a ConfigError if baseline and scale, baseline and dead, or entropy and entropy_target conflict.
 
-        Ignores `user_settings`.
+        Sections inside, such as `kl`, are not checked here. Ignores `user_settings`.
         """
         # For a group of equal rewards these divisors can be 0. That is harmless only where its advantages are 0 too.
         if self.scale in ("std", "mean") and not self.needs_siblings:
@@ -181,7 +187,10 @@ class Policy(Section):
             )
 
     def check_group(self, num_samples: int) -> None:
-        """Raises a ConfigError if `num_samples`, the samples per group, is 1 and the algorithm compares samples."""
+        """Raises a ConfigError if `num_samples`, the samples per group, is below 2 and the algorithm compares samples.
+
+        Whether it does is `needs_siblings`.
+        """
         if self.needs_siblings and num_samples < 2:
             raise ConfigError(
                 f"batch.samples is {num_samples}, but the algorithm compares the samples of a group with each other, "
@@ -252,7 +261,7 @@ class CISPO(Policy):
     aggregate: Aggregate = "token"
 
     def check(self, user_settings: Collection[str]) -> None:
-        """Raises a ConfigError if settings contradict each other, or if `clip_high` is below 1.
+        """Raises a ConfigError if settings contradict each other (see `Policy.check`), or if `clip_high` is below 1.
 
         Such a cap would act even where the policy has not changed, because the ratio is 1 there. `user_settings` is
         ignored.
@@ -311,7 +320,7 @@ class PassAtK(Clipped):
         return True
 
     def check_group(self, num_samples: int) -> None:
-        """Raises a ConfigError if `num_samples`, the samples per group, is 1 or less than k."""
+        """Raises a ConfigError if `num_samples`, the samples per group, is below 2 or below k."""
         super().check_group(num_samples)
         if self.k > num_samples:
             raise ConfigError(

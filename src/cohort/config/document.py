@@ -44,7 +44,8 @@ def get_variant_name(field: str, value: Any) -> str:
     """Returns the name by which the flag `--FIELD` chooses the class of `value`, for example "grpo" for a GRPO.
 
     `field` is a field with variants: `task`, `turns`, `algo`, `engine` or `data`. For a task in a user's file the name
-    is `path/to/file.py:name`. Raises a ConfigError for a class that is not registered.
+    is `/path/to/file.py:name`. Raises a ConfigError for a class that is not registered, and a TaskError for a task that
+    is in no file.
     """
     # Tasks are not in VARIANTS: they have their own registry and can be in files of users.
     if field == "task":
@@ -60,13 +61,17 @@ def get_variant_name(field: str, value: Any) -> str:
 def list_variant_names(field: str) -> list[str]:
     """Returns the names that the flag `--FIELD` accepts, such as the algorithms for "algo".
 
-    For "task" these are the registered tasks; tasks that only a user's file defines are not among them.
+    For "task" these are the built-in and registered tasks, sorted; `file.py:name`, which the flag accepts too, is not
+    among them. All others are in the order in which they are registered.
     """
     return list_task_names() if field == "task" else list(VARIANTS[field])
 
 
 def find_variant(field: str, name: str) -> type[Any]:
-    """Returns the class that the flag `--FIELD` chooses by `name`. Raises a ConfigError if there is none."""
+    """Returns the class that the flag `--FIELD` chooses by `name`. Raises a ConfigError if there is none.
+
+    For the field "task", `name` may be `file.py:name`; that file is imported.
+    """
     if field == "task":
         return find_task(name)
     registry = VARIANTS[field]
@@ -76,9 +81,10 @@ def find_variant(field: str, name: str) -> type[Any]:
 
 
 def dump_config(config: RunConfig) -> str:
-    """Returns the config as YAML text, the content of config.yaml, without the sections that are off.
+    """Returns the config as YAML text, the content of config.yaml. It writes no file.
 
-    Raises a ConfigError for secrets and for values that YAML cannot represent.
+    Left out are sections that are off and fields without effect in this kind of run. Raises a ConfigError for secrets
+    (names such as `api_key`, and addresses with a password) and for values that config.yaml cannot hold.
     """
     tree: dict[str, Any] = {"format": FORMAT, "kind": config.kind}
     for field in dataclasses.fields(config):
@@ -102,10 +108,10 @@ def _is_written(owner: Any, name: str) -> bool:
 
 
 def _make_plain(value: Any, path: str) -> Any:
-    """Returns `value` as dicts, lists, numbers and texts, which YAML can represent.
+    """Returns `value` as dicts, lists, numbers, texts, truth values and None. Dataclasses become dicts, tuples lists.
 
-    `path` is its full name, such as `optim.lr`, for messages. Sections that are off are left out. Raises a
-    ConfigError for secrets and for values that YAML cannot represent.
+    `path` is its full name, such as `optim.lr`, for messages and to find secrets by their name. Sections inside it that
+    are off are left out. Raises a ConfigError for secrets and for values of other types.
     """
     if _SECRET_NAME.search(path.rpartition(".")[2]):
         raise ConfigError(
@@ -132,8 +138,9 @@ def parse_config(text: str, source: str = "config.yaml", warn: bool = True) -> R
     """Returns the config whose text `dump_config` wrote, also that of earlier versions of Cohort.
 
     `source` is the name of the file in messages. With `warn`, a warning is logged that names the settings that the file
-    does not have and their defaults. Raises a ConfigError if the text is damaged, has unknown settings or is from a
-    later version.
+    does not have and their defaults. Sections that are off have their defaults. The file of a user's task is imported.
+    Raises a ConfigError if the text is damaged, has unknown settings or values of the wrong type, or is from a later
+    version, and a TaskError for settings that the task refuses. Bounds and rules are not checked.
     """
     try:
         tree = yaml.safe_load(text)
@@ -165,7 +172,10 @@ def parse_config(text: str, source: str = "config.yaml", warn: bool = True) -> R
 
 
 def read_format(text: str) -> int:
-    """Returns the format number of a text that `parse_config` has accepted; 1 for texts without a number."""
+    """Returns the format number of the config file `text`, which `parse_config` has accepted.
+
+    It is 1 for texts without a number.
+    """
     return int(yaml.safe_load(text).get("format", 1))
 
 
@@ -173,7 +183,7 @@ def _pop_kind(tree: dict[str, Any], source: str) -> type[RunConfig]:
     """Removes `format` and `kind` from `tree`, the dict of a config file, and returns the config class of that kind.
 
     If the format is 1, also adds the sections that this format does not have to `tree`. `source` is the file in
-    messages. Raises a ConfigError for formats of later versions and unknown kinds.
+    messages. Raises a ConfigError for formats of later versions, invalid ones and unknown kinds.
     """
     number = tree.pop("format", 1)
     if type(number) is not int or number < 1:
@@ -198,7 +208,8 @@ def _pop_kind(tree: dict[str, Any], source: str) -> type[RunConfig]:
 def collect_written_settings(config: RunConfig) -> dict[str, Any]:
     """Returns the value of every setting that `dump_config` writes, by full name such as `optim.lr`.
 
-    Settings of sections that are off or have no effect in this kind of run are left out.
+    Settings of sections that are off or have no effect in this kind of run are left out. So are `format`, `kind` and
+    the names of chosen classes such as the algorithm, which the file has besides.
     """
     off = [prefix for prefix, section in walk_sections(config) if not section.is_on]
     off += [f"{name}." for name in config.unused]
@@ -222,9 +233,9 @@ def _has_setting(tree: Any, name: str) -> bool:
 def _build_record(cls: type[Any], tree: Any, path: str, hints: dict[str, Any], source: str) -> Any:
     """Returns an instance of the dataclass `cls` with the values in the dict `tree`.
 
-    `hints` has the types of the fields by name. `path` is the prefix of their full names, such as `optim.`, and
-    `source` is the file, both for messages. Raises a ConfigError for unknown keys, missing fields without default and
-    values of the wrong type.
+    Fields that `tree` lacks get their defaults. `hints` has the types of the fields by name. `path` is the prefix of
+    their full names, such as `optim.`, and `source` is the file, both for messages. Raises a ConfigError for unknown
+    keys, missing fields without default and values of the wrong type.
     """
     if not isinstance(tree, dict):
         raise ConfigError(
@@ -245,10 +256,11 @@ def _build_record(cls: type[Any], tree: Any, path: str, hints: dict[str, Any], s
 
 
 def _convert_value(value: Any, hint: Any, path: str, source: str) -> Any:
-    """Returns `value` of a config file as the type `hint`: lists become tuples, whole numbers become floats.
+    """Returns `value` of a config file as the type `hint`.
 
-    Nothing else is converted: True is no whole number, and "5" is no number. Raises a ConfigError if the value does not
-    have that type; it names the file `source` and the full name `path` of the setting.
+    Where `hint` asks for it, dicts become dataclasses, lists become tuples and whole numbers become floats, at any
+    depth. Nothing else is converted: True is no whole number, and "5" is no number. Raises a ConfigError if the value
+    does not have that type; it names the file `source` and the full name `path` of the setting.
     """
     origin = get_origin(hint)
     inner = get_args(hint)
@@ -285,7 +297,7 @@ def _convert_value(value: Any, hint: Any, path: str, source: str) -> Any:
 
 
 def diff_configs(a: RunConfig, b: RunConfig) -> dict[str, tuple[Any, Any]]:
-    """Returns the settings that differ between two configs, by full name, as (value in a, value in b).
+    """Returns the settings that differ between two configs, by full name, as (value in a, value in b); {} if none.
 
     None stands for a setting that one of them does not have. The name of a chosen class counts as a setting, such as
     `algo` with the value "grpo", and so does `kind`.

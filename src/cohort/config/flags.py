@@ -40,7 +40,7 @@ class Setting:
 
     @property
     def takes_many(self) -> bool:
-        """Whether the flag of the setting takes several values, as those of tuples and lists do."""
+        """Whether the flag of the setting may have several values: its type is a tuple, of any form, or a list."""
         return get_origin(self.type) in (tuple, list)
 
 
@@ -58,7 +58,7 @@ class Flag:
 
 
 def format_flag(name: str) -> str:
-    """Returns the flag for the setting with the full name `name`.
+    """Returns the flag for the setting with the full name `name`: `--` and the name with dashes for underscores.
 
     >>> format_flag("algo.clip_high")
     '--algo.clip-high'
@@ -69,8 +69,9 @@ def format_flag(name: str) -> str:
 def collect_settings(config: Any, prefix: str = "") -> dict[str, Setting]:
     """Returns every setting of a dataclass instance and of the dataclasses in it, by full name, in the order of fields.
 
-    A full name is the path to the setting after `prefix`, such as `algo.kl.weight`. Each key of a dict counts as a
-    setting. Fields hidden from the command line are left out.
+    A full name is `prefix` and the path to the setting, such as `algo.kl.weight`. A field whose flag has another name
+    stands under that name. Each key of a dict counts as a setting of type float. Fields hidden from the command line
+    are left out.
     """
     settings: dict[str, Setting] = {}
     hints = typing.get_type_hints(type(config), include_extras=True)
@@ -97,7 +98,8 @@ def collect_settings(config: Any, prefix: str = "") -> dict[str, Setting]:
 def split_args(args: Sequence[str]) -> tuple[list[str], list[Flag]]:
     """Splits a command line into (words before the first flag, flags with the words that follow each as values).
 
-    Nothing is checked: the flags may be unknown, repeated or without a value.
+    Only two dashes begin a flag, so that -1 is a value. Dashes in the name of a flag become underscores. Nothing is
+    checked: the flags may be unknown, repeated or without a value.
 
     >>> split_args(["run", "--steps", "5", "--algo.clip-high=0.3"])
     (['run'], [Flag(name='steps', values=('5',)), Flag(name='algo.clip_high', values=('0.3',))])
@@ -117,7 +119,7 @@ def split_args(args: Sequence[str]) -> tuple[list[str], list[Flag]]:
 
 
 def wants_help(args: Sequence[str]) -> bool:
-    """Returns whether `-h` or `--help` is among the words of a command line."""
+    """Returns whether `-h` or `--help` is among the words of a command line, at any place."""
     return any(arg in HELP for arg in args)
 
 
@@ -125,7 +127,8 @@ def make_unknown_flag_error(name: str, valid: Collection[str]) -> ConfigError:
     """Returns the error for a flag that does not exist; the caller raises it. It suggests flags among `valid`.
 
     `name` and `valid` are full names of settings. First choice: names with the same last word (`optim.lr` for `--lr`).
-    Then similar full names and last words. If none is similar: all flags of the same section, or else `--help`.
+    Then the most similar full name, then names with a similar last word; at most three are suggested. If none is
+    similar, the message lists all flags that begin with the same section, or else points to `--help`.
     """
     last = name.rpartition(".")[2]
     same_last = [v for v in valid if v.rpartition(".")[2] == last]
@@ -152,7 +155,7 @@ def make_unknown_flag_error(name: str, valid: Collection[str]) -> ConfigError:
 
 
 def describe_type(hint: Any) -> str:
-    """Returns a type in words, for messages.
+    """Returns a type in words, for messages. A type that is none of the usual ones is given by its Python name.
 
     >>> describe_type(int), describe_type(Literal["a", "b"]), describe_type(tuple[str, ...])
     ('a whole number', 'one of a, b', 'text (several, separated by spaces)')
@@ -172,9 +175,10 @@ def describe_type(hint: Any) -> str:
 
 
 def check_flags(flags: Sequence[Flag], valid: dict[str, Setting]) -> None:
-    """Raises a ConfigError for unknown flags, repeated flags and wrong numbers of values.
+    """Raises a ConfigError for unknown flags, repeated flags, and flags of one value with none or several.
 
-    `valid` has the settings that exist, by full name. Whether a value has the right type is not checked.
+    `valid` has the settings that exist, by full name. For an old name of a setting the message tells the new one. Types
+    of values are not checked, nor how many values a flag of tuples or lists has.
     """
     seen: set[str] = set()
     for flag in flags:
@@ -193,14 +197,18 @@ def check_flags(flags: Sequence[Flag], valid: dict[str, Setting]) -> None:
 
 
 def _make_tyro_args(flag: Flag, setting: Setting) -> list[str]:
-    """Returns a flag of a setting as the command-line arguments that tyro expects, such as ["--steps=5"]."""
+    """Returns a flag of a setting as the command-line arguments that tyro expects, such as ["--steps=5"].
+
+    A setting with several values gives one argument per value, after the flag. For truth values, "true" and "false" in
+    any case are accepted. A setting with one value must have it: `check_flags` comes first.
+    """
     values = [_capitalise_truth_value(v) for v in flag.values] if setting.type is bool else list(flag.values)
     # With `=`, a single value may begin with dashes.
     return [flag.spelling, *values] if setting.takes_many else [f"{flag.spelling}={values[0]}"]
 
 
 def _capitalise_truth_value(value: str) -> str:
-    """Returns "true" and "false" in any case as tyro's "True" and "False", and any other text unchanged."""
+    """Returns tyro's "True" or "False" for "true" and "false" in any case, and any other text unchanged."""
     return {"true": "True", "false": "False"}.get(value.lower(), value)
 
 
@@ -217,8 +225,9 @@ def _silence_stderr() -> Iterator[None]:
 def apply_flags(default: T, flags: Sequence[Flag], prog: str) -> T:
     """Returns a copy of the dataclass instance `default` with the values that `flags` give.
 
-    `prog` is the command in tyro's usage text, such as "cohort train quickstart". Raises a ConfigError for unknown
-    flags and wrong values.
+    `prog` is the command in tyro's usage text, such as "cohort train quickstart". Raises a ConfigError for unknown or
+    repeated flags and for values of the wrong type or number. Bounds are not checked. Errors of the dataclasses
+    themselves pass through, such as a TaskError for a setting that a task refuses.
     """
     valid = collect_settings(default)
     check_flags(flags, valid)
@@ -251,7 +260,7 @@ def apply_flags(default: T, flags: Sequence[Flag], prog: str) -> T:
 
 
 def print_help(default: Any, prog: str, description: str) -> None:
-    """Prints tyro's help for all settings of the dataclass instance `default`, grouped by section.
+    """Prints tyro's help for all settings of the dataclass instance `default`, grouped by section, and returns.
 
     `prog` is the command in the usage line, `description` the text below it.
     """

@@ -69,36 +69,39 @@ class RL(RunConfig):
 
     @property
     def max_sampled_tokens(self) -> int:
-        """The most tokens that the policy can sample for one sample, over all its turns."""
+        """The most tokens that the policy can sample for one sample, over all its turns. Prompts do not count."""
         first = self.sampling.max_tokens
         turns = self.turns
         return first + (turns.attempts * (turns.max_tokens or first) if isinstance(turns, ThinkAgain) else 0)
 
     def require_complete(self) -> None:
-        """Raises a ConfigError if the config has no task: which `--reward` flags exist depends on the task."""
+        """Raises a ConfigError if `task` is None: which `--reward` flags exist depends on the task."""
         if self.task is None:
             raise ConfigError("the config has no task; give it one in the recipe, for example task=Arithmetic().")
 
     def make_flag_records(self) -> dict[str, Any]:
         """Returns {"reward": record}, with one field per reward part, so that `--reward.PART` becomes a flag.
 
-        The value of a field is the coefficient of its part.
+        The value of a field is the coefficient of its part; 1 for a part that `reward` does not name. Raises a
+        ConfigError for unknown parts in `reward`, and for parts whose name cannot be a flag.
         """
         return {"reward": _make_reward_record(self.task, self.reward)}
 
     def replace_variant(self, name: str, value: Any) -> Self:
         """Returns a copy of the config with `value` in the field `name`, such as another algorithm.
 
-        With another task, all reward coefficients are reset to 1.
+        If `name` is "task", all reward coefficients are reset to 1.
         """
         changed = super().replace_variant(name, value)
         # The coefficients were for the reward parts of the former task.
         return replace(changed, reward={}) if name == "task" else changed
 
     def check(self, user_settings: Collection[str]) -> None:
-        """Raises a ConfigError if settings of different sections contradict each other.
+        """Raises a ConfigError if settings of different sections contradict each other or a reward is not valid.
 
-        `user_settings` are the full names of the settings that the user gave.
+        A reward is not valid if it names unknown parts, is not finite or is 0 for all parts. `user_settings`, the full
+        names of the settings that the user gave, are used for one check only: a warm-up as long as the run is an error
+        only if `optim.warmup` is among them.
         """
         self.algo.check_group(self.batch.samples)
         self._check_batch()
@@ -137,7 +140,10 @@ class RL(RunConfig):
             )
 
     def _check_kl(self) -> None:
-        """Raises a ConfigError if the KL penalty would always be 0 or its reference cannot be refreshed."""
+        """Raises a ConfigError if the KL penalty would always be 0, or if its reference is refreshed despite adapters.
+
+        Checks nothing if the penalty is off.
+        """
         kl = self.algo.kl
         if not kl.is_on:
             return
@@ -209,9 +215,10 @@ class SFT(RunConfig):
     )
 
     def check(self, user_settings: Collection[str]) -> None:
-        """Raises a ConfigError if the template is not chat, minibatches outnumber examples or warm-up exceeds the run.
+        """Raises a ConfigError if the template is not chat, or if there are more minibatches than examples per step.
 
-        `user_settings` are the full names of the settings that the user gave.
+        Also if the warm-up is as long as the run or longer, but only if `optim.warmup` is in `user_settings`, the full
+        names of the settings that the user gave.
         """
         super().check(user_settings)
         if self.template != "chat":
@@ -262,7 +269,10 @@ def _check_part_names(task: Any, reward: Mapping[str, float]) -> None:
 
 
 def _check_coefficients(task: Any, reward: Mapping[str, float]) -> None:
-    """Raises a ConfigError if `reward`, coefficients by part, names unknown parts, is not finite or is all 0."""
+    """Raises a ConfigError if `reward`, coefficients by part, names unknown parts, is not finite or is all 0.
+
+    A part of the task that `reward` does not name has the coefficient 1.
+    """
     _check_part_names(task, reward)
     for part, coefficient in reward.items():
         if not math.isfinite(coefficient):

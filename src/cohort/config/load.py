@@ -51,7 +51,8 @@ _PREFIX = "choose_"
 def load_config(recipe: str, args: Sequence[str] = ()) -> RunConfig:
     """Returns the config of `recipe` (a name or `file.py:function`), changed by the flags in `args` and checked.
 
-    Raises a ConfigError for unknown recipes and flags, wrong values, and settings that contradict each other.
+    Raises a ConfigError for unknown recipes and flags, wrong values, and settings that contradict each other or have no
+    effect. Errors in a user's file and a TaskError for a setting that a task refuses pass through.
     """
     return change_config(_call_recipe(recipe), args)
 
@@ -59,8 +60,9 @@ def load_config(recipe: str, args: Sequence[str] = ()) -> RunConfig:
 def change_config(config: C, args: Sequence[str] = ()) -> C:
     """Returns a copy of `config` changed by the flags in `args`, such as ["--steps", "50"], and checked.
 
-    In the result, every reward part has a coefficient, and sections that are off have their defaults. Raises a
-    ConfigError for unknown flags, wrong values and settings that contradict each other or have no effect.
+    A flag such as `--algo` that chooses another class starts from that class's defaults. In the result, every reward
+    part has a coefficient, and sections that are off have their defaults. Raises a ConfigError for unknown flags, wrong
+    values and settings that contradict each other or have no effect; also without any flags.
     """
     words, user_flags = flags.split_args(args)
     if words:
@@ -85,7 +87,7 @@ def change_config(config: C, args: Sequence[str] = ()) -> C:
 def format_args(settings: Mapping[str, Any]) -> list[str]:
     """Returns settings, given as values by full name, as the command-line arguments that set them.
 
-    It lets callers in Python use `load_config`.
+    It lets callers in Python use `load_config`. Names and values are not checked; values are written with `str`.
 
     >>> format_args({"steps": 5, "sampling.stop": ("a", "b")})
     ['--steps=5', '--sampling.stop', 'a', 'b']
@@ -100,7 +102,8 @@ def format_args(settings: Mapping[str, Any]) -> list[str]:
 def print_help(recipe: str, args: Sequence[str] = ()) -> None:
     """Prints the help of `cohort train RECIPE`: every setting with its default in the recipe.
 
-    If `args` chooses a variant, such as `--algo dapo`, its settings are printed.
+    If `args` chooses a variant, such as `--algo dapo`, its settings are printed. All other flags in `args` are ignored.
+    Raises a ConfigError for an unknown recipe or variant.
     """
     config = _apply_variant_flags(_call_recipe(recipe), flags.split_args(args)[1])
     _, function = find_recipe(recipe)
@@ -133,8 +136,8 @@ def _call_recipe(recipe: str) -> RunConfig:
 def _apply_variant_flags(config: C, user_flags: Collection[flags.Flag]) -> C:
     """Returns `config` with the classes that flags such as `--task`, `--turns`, `--algo` and `--engine` choose by name.
 
-    A newly chosen class starts from its own defaults. All other flags are ignored, and so are these flags without
-    exactly one value. Raises a ConfigError for unknown algorithms and the like.
+    A newly chosen class starts from its own defaults; one that `config` already has keeps its values. All other flags
+    are ignored, and so are these flags without exactly one value. Raises a ConfigError for an unknown name.
     """
     for flag in user_flags:
         if flag.name not in config.variants or len(flag.values) != 1:
@@ -175,7 +178,10 @@ def _make_default_field(value: Any) -> Any:
 
 
 def _make_config(config: C, settings: Any) -> C:
-    """Returns the values of `settings`, made by `_make_settings_record`, as a config of the class of `config`."""
+    """Returns the values of `settings`, made by `_make_settings_record`, as a config of the class of `config`.
+
+    The values of `config` itself are not used.
+    """
     values = {f.name: getattr(settings, f.name) for f in dataclasses.fields(config)}
     # The records of dict fields become dicts again.
     values |= {name: dataclasses.asdict(values[name]) for name in config.make_flag_records()}

@@ -16,7 +16,7 @@ from cohort.tasks.ref import TaskRef, load_file
 def split_spec(spec: str) -> tuple[Path, str] | None:
     """Returns (file, name) for a text `file.py:name`, and None for a plain name.
 
-    Raises a ConfigError for a file without a name.
+    Raises a ConfigError for `file.py` without a colon. Whether the file or the name exists is not checked.
 
     >>> split_spec("my/task.py:reverse")
     (PosixPath('my/task.py'), 'reverse')
@@ -34,8 +34,8 @@ def split_spec(spec: str) -> tuple[Path, str] | None:
 def import_file(path: Path) -> ModuleType:
     """Imports the Python file `path` and returns the module. A file is imported once per process.
 
-    Raises a ConfigError for missing files and syntax errors. Other exceptions of the file pass through, because their
-    traceback shows its author where they come from.
+    Its folder is appended to `sys.path`. Raises a ConfigError for missing files and syntax errors. Other exceptions of
+    the file pass through, because their traceback shows its author where they come from.
     """
     if not path.expanduser().is_file():
         raise ConfigError(f'there is no file "{path}"; check the path before the colon.')
@@ -50,8 +50,9 @@ def import_file(path: Path) -> ModuleType:
 def find_recipe(spec: str) -> tuple[str, Callable[[], RunConfig]]:
     """Returns (name to record in config.yaml, function that returns the config) of the recipe that `spec` names.
 
-    `spec` is the name of a built-in recipe or `file.py:function`; of the latter the recorded name has the full path.
-    Raises a ConfigError if there is no such recipe.
+    `spec` is a registered name or `file.py:function`, whose file is imported; of the latter the recorded name has the
+    full path. The function is not called, and any callable of that name is accepted. Raises a ConfigError if there is
+    no such recipe.
     """
     # Imported here because recipes import modules of this package.
     from cohort.recipes import RECIPES
@@ -82,7 +83,8 @@ def find_recipe(spec: str) -> tuple[str, Callable[[], RunConfig]]:
 def find_task(spec: str) -> type[Any]:
     """Returns the task class that `spec` names: a registered name or `file.py:name`, whose file is imported.
 
-    Raises a ConfigError if there is no such file or task.
+    With a file, too, the name is looked up among all registered tasks. Raises a ConfigError if there is no such file or
+    task, or if the file has a syntax error.
     """
     where = split_spec(spec)
     if where is None:
@@ -94,7 +96,8 @@ def find_task(spec: str) -> type[Any]:
 def make_task_spec(task: Any) -> str:
     """Returns the text by which `find_task` finds the class of `task` again, in this process or another.
 
-    It is the name of the task, or `/path/to/file.py:name` for a task in a user's file.
+    It is the name of the task, or `/path/to/file.py:name` for a task in a user's file. Settings of the task are not in
+    it. Raises TaskError if the class is not defined in a file or its settings are no JSON values.
     """
     ref = TaskRef.from_task(task)
     return f"{ref.path}:{ref.name}" if ref.path else ref.name

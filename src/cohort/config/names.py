@@ -17,7 +17,9 @@ METRICS: dict[str, str] = {}
 
 
 def get_current_setting_name(name: str) -> str:
-    """Returns the present name of a setting, given its present or an old full name.
+    """Returns the present name of a setting, given its present or an old full name, by the table SETTINGS.
+
+    The settings of a renamed section are renamed with it. An unknown name is returned unchanged.
 
     >>> get_current_setting_name("optim.lr")
     'optim.lr'
@@ -29,19 +31,26 @@ def get_current_setting_name(name: str) -> str:
 
 
 def get_current_metric_name(name: str) -> str:
-    """Returns the present name of a metric, given its present or an old name. An unknown name is returned unchanged."""
+    """Returns the present name of a metric, given its present or an old name, by the table METRICS.
+
+    An unknown name is returned unchanged.
+    """
     return METRICS.get(name, name)
 
 
 def list_metric_names(name: str) -> list[str]:
-    """Returns the present name `name` of a metric, followed by its old names."""
+    """Returns a list of the present name `name` of a metric, followed by its old names.
+
+    Whether there is such a metric is not checked.
+    """
     return [name, *(old for old, new in METRICS.items() if new == name)]
 
 
 def move_old_settings(tree: dict[str, Any]) -> dict[str, Any]:
     """Moves every old key in the nested dicts of a config file to its present place. Changes and returns `tree`.
 
-    If the present place already has a value, that value is kept and the old one is dropped.
+    The table SETTINGS says which keys are old. If the present place already has a value, that value is kept and the old
+    one is dropped. A section that becomes empty is removed.
     """
     for old, new in SETTINGS.items():
         *path, last = old.split(".")
@@ -60,9 +69,10 @@ def move_old_settings(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def _find_section(tree: dict[str, Any], path: list[str], make: bool) -> dict[str, Any] | None:
-    """Returns the dict at `path`, a list of keys, inside the nested dicts of `tree`; None if there is none.
+    """Returns the dict at `path`, a list of keys, inside the nested dicts of `tree`, not a copy; [] gives `tree`.
 
-    With `make`, missing dicts on the way are created in `tree`.
+    With `make`, missing dicts on the way are created in `tree`. Returns None if there is something else than a dict on
+    the way or, without `make`, nothing.
     """
     for part in path:
         inner = tree.setdefault(part, {}) if make else tree.get(part)

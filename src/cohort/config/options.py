@@ -10,7 +10,7 @@ from cohort.errors import ConfigError
 
 
 def _require_at_least(low: int, options: object, names: str) -> None:
-    """Raises a ConfigError unless each attribute of `options` that `names` lists is at least `low`.
+    """Raises a ConfigError unless each attribute of `options` that `names` lists is at least `low`; NaN never is.
 
     `names` is one text with spaces between the names, such as "samples slots".
     """
@@ -65,7 +65,11 @@ class EvalOptions:
     """Number type of weights and computation: auto = bfloat16 on a GPU, float32 on a CPU."""
 
     def check(self) -> None:
-        """Raises a ConfigError for values out of range, for options without effect and for a server without address."""
+        """Raises a ConfigError for values out of range, empty stop texts and a server without address.
+
+        Also for options without effect: --url without a server; --device, --dtype and --threads with one; several
+        samples, top_p, top_k and min_p at temperature 0.
+        """
         _require_at_least(1, self, "samples slots")
         _require_at_least(0, self, "limit temperature top_k min_p seed threads max_tokens")
         if (self.engine == "server") != bool(self.url):
@@ -136,7 +140,10 @@ class EngineBenchOptions(BenchOptions):
     half the size. It is engine.weights in training."""
 
     def check(self) -> None:
-        """Raises a ConfigError for numbers out of range, and for `copies` other than shared on a GPU."""
+        """Raises a ConfigError for numbers out of range, and for `copies` other than shared if `device` is cuda.
+
+        With the device auto, `copies` is not checked here.
+        """
         super().check()
         _require_at_least(0, self, "slots")
         if self.device == "cuda" and self.copies != "shared":

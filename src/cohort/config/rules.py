@@ -15,9 +15,10 @@ from cohort.errors import ConfigError
 def validate(config: RunConfig, user_settings: Collection[str] = ()) -> None:
     """Raises a ConfigError that names the first setting that is out of range, contradicts others or has no effect.
 
-    `user_settings` are the full names of the settings that the user gave. A setting without effect is an error if the
-    user gave it, or if the recipe changed it from its default. The second does not count if the user gave a setting
-    that decides about the effect: `--algo.kl.weight 0` on a recipe with KL leaves its other KL settings without effect.
+    Also if the config lacks something, such as the task. `user_settings` are the full names of the settings that the
+    user gave. A setting without effect is an error if the user gave it, or if the recipe changed it from its default.
+    The second does not count if the user gave a setting that decides about the effect: `--algo.kl.weight 0` on a recipe
+    with KL leaves its other KL settings without effect.
     """
     config.require_complete()
     # Bounds first: the checks of sections may rely on them.
@@ -35,7 +36,8 @@ def validate(config: RunConfig, user_settings: Collection[str] = ()) -> None:
 def _check_effects(config: RunConfig, user_settings: Collection[str]) -> None:
     """Raises a ConfigError for the first setting that has no effect although the user gave it or the recipe changed it.
 
-    `user_settings` are the full names of the settings that the user gave.
+    `user_settings` are the full names of the settings that the user gave. A change by the recipe is no error if the
+    user gave a setting on which the effect depends.
     """
     values = {name: setting.value for name, setting in collect_settings(config).items()}
     defaults = _collect_defaults(config)

@@ -169,13 +169,13 @@ class LoraConfig(Section):
 
     @property
     def is_on(self) -> bool:
-        """Whether adapters are trained instead of all weights."""
+        """Whether adapters are trained instead of all weights: `rank` is above 0, or `load` names a folder."""
         return self.rank > 0 or self.load != ""
 
     def check(self, user_settings: Collection[str]) -> None:
         """Raises a ConfigError unless `targets` has at least one matrix, only known ones and each once.
 
-        Ignores `user_settings`.
+        `targets` is checked even if there are no adapters. Ignores `user_settings`.
         """
         if not self.targets or len(set(self.targets)) < len(self.targets):
             raise ConfigError(
@@ -237,7 +237,10 @@ class ThinkAgain(Section):
     """Texts for the user's turn; each time one of them is drawn."""
 
     def check(self, user_settings: Collection[str]) -> None:
-        """Raises a ConfigError if there is no text for the user's turn, or an empty one. Ignores `user_settings`."""
+        """Raises a ConfigError if there is no text for the user's turn, or one that is empty or only white space.
+
+        Ignores `user_settings`.
+        """
         if not self.words or not all(words.strip() for words in self.words):
             raise ConfigError(
                 f"turns.words is {list(self.words)}; it needs one text or more, none of them empty. Set --turns.words."
@@ -265,7 +268,7 @@ class ReplayConfig(Section):
 
     @property
     def is_on(self) -> bool:
-        """Whether groups of earlier steps are used at all."""
+        """Whether groups of earlier steps are used at all, that is, `prompts` is above 0."""
         return self.prompts > 0
 
 
@@ -352,7 +355,7 @@ class RunConfig(Section):
     def require_complete(self) -> None:
         """Raises a ConfigError if something is missing on which the list of flags depends, such as the task.
 
-        This base method does nothing; a kind of run can override it.
+        This base method does nothing and raises nothing; a kind of run can override it.
         """
 
     def make_flag_records(self) -> dict[str, Any]:
@@ -365,14 +368,15 @@ class RunConfig(Section):
     def replace_variant(self, name: str, value: Any) -> Self:
         """Returns a copy of the config with `value` in the field `name`, such as another algorithm in `algo`.
 
-        A kind of run can override it, to reset settings that fitted only the former value.
+        Nothing is checked. A kind of run can override it, to reset settings that fitted only the former value.
         """
         return replace(self, **{name: value})
 
     def check(self, user_settings: Collection[str]) -> None:
         """Raises a ConfigError if the user asked for a warm-up that lasts as long as the run or longer.
 
-        `user_settings` are the full names of the settings that the user gave. A warm-up of the recipe is not checked.
+        `user_settings` are the full names of the settings that the user gave. The warm-up is checked only if
+        `optim.warmup` is among them: one that the recipe gave may be too long.
         """
         updates = self.steps * self.learner.updates_per_batch
         if "optim.warmup" in user_settings and self.optim.warmup >= updates:

@@ -25,12 +25,12 @@ class Bound:
 
 
 def at_least(low: float) -> Bound:
-    """Returns the bound that holds for numbers x >= low."""
+    """Returns the bound that holds for numbers x >= low, infinity included, and not for NaN."""
     return Bound(f"at least {low}", lambda x: x >= low)
 
 
 def above(low: float) -> Bound:
-    """Returns the bound that holds for numbers x > low."""
+    """Returns the bound that holds for numbers x > low, infinity included, and not for NaN."""
     return Bound(f"above {low}", lambda x: x > low)
 
 
@@ -73,13 +73,17 @@ class Section:
 
     @property
     def is_on(self) -> bool:
-        """Whether the feature that this section configures is used at all."""
+        """Whether the feature that this section configures is used at all.
+
+        Always True here; sections that can be switched off override it.
+        """
         return True
 
     def check(self, user_settings: Collection[str]) -> None:
         """Raises a ConfigError if settings of this section contradict each other. This base method checks nothing.
 
-        `user_settings` are the full dotted names of the settings that the user gave, such as `optim.warmup`.
+        `user_settings` are the full dotted names of the settings that the user gave, such as `optim.warmup`, for checks
+        that concern only these. Sections inside this one are not checked: `rules.validate` calls each.
         """
 
 
@@ -89,6 +93,7 @@ S = TypeVar("S", bound=Section)
 def walk_sections(section: Section, prefix: str = "") -> Iterator[tuple[str, Section]]:
     """Yields every section inside `section`, at any depth, then `section` itself, as (prefix, section).
 
+    Sections that are off are among them. Inner sections come before the one that contains them.
     The prefix begins the full names of the section's settings and ends with a dot, such as `algo.kl.`. That of the
     outermost section is the argument `prefix`.
     """
@@ -102,7 +107,8 @@ def walk_sections(section: Section, prefix: str = "") -> Iterator[tuple[str, Sec
 def reset_inactive_sections(section: S) -> S:
     """Returns a copy of `section` in which every section inside it, at any depth, has its defaults if it is off.
 
-    Afterwards two configs are equal if they differ only in settings without effect.
+    The defaults are those that the enclosing class gives it. `section` itself is not reset. Afterwards two configs are
+    equal if they differ only in sections that are off; other settings without effect still count.
     """
     default = None
     changes = {}

@@ -27,7 +27,7 @@ Floats = NDArray[np.float64]
 @record
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Counts:
-    """The denominators of one minibatch on this rank. Samples of zero advantage count too, although not packed."""
+    """This rank's share of the denominators of one minibatch. Samples without gradient count too: see `make_batch`."""
 
     num_samples: int
     num_tokens: int
@@ -37,7 +37,7 @@ class Counts:
 @record
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
-    """S samples of G prompts for M optimizer steps. Only samples with a gradient are stored; `counts` has the others.
+    """S samples of G prompts for M optimizer steps. Only samples that train are stored; `counts` has others too.
 
     Samples are ordered by minibatch and within it by group. The position of a sample in this order is its number;
     microbatches refer to it by that number (`Microbatch.segments`), other code by its id.
@@ -46,7 +46,7 @@ class Batch:
     ids: list[SampleId]  # [S] unique
     group: list[int]  # [S] index into `prompts`
     minibatch: list[int]  # [S]
-    prompts: list[Ints]  # [G] token ids
+    prompts: list[Ints]  # [G] token ids; also of groups without stored samples
     tokens: list[Ints]  # [S] of [T]: token ids after the prompt
     targets: list[Ints]  # [S] of [N]: indices into [T] of the tokens that the loss may touch
     advantages: list[Floats]  # [S] of [T]
@@ -69,7 +69,7 @@ class Batch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Microbatch:
-    """Input of one forward and backward: T tokens in a packed stream, N of them targets, which the loss may touch.
+    """Input of one forward and backward: T tokens in a packed stream, and the N targets that they predict.
 
     Tensors are made on the CPU; the learner moves them.
 
@@ -92,7 +92,11 @@ class Microbatch:
     ref_logprobs: Tensor | None = None  # [N]
 
     def to(self, device: torch.device) -> Microbatch:
-        """Returns a copy whose tensors are on `device`. The layout is shared: attention copies what it needs of it."""
+        """Returns a microbatch with all tensors on `device`. The tensors of this one must be on the host.
+
+        Where `device` is the CPU the tensors are shared, not copied. The layout is always shared: attention copies what
+        it needs of it.
+        """
         tensors: dict[str, Any] = {}
         for f in fields(self):
             value = getattr(self, f.name)
@@ -113,12 +117,16 @@ class Minibatch:
 
     @property
     def counts(self) -> Counts:
-        """The numbers of samples, tokens and prompts of this minibatch on this rank, by which the loss is divided."""
+        """The numbers of samples, tokens and prompts of this minibatch on this rank.
+
+        The loss is divided by sums of these numbers over all ranks. Samples that are not packed may count: see
+        `make_batch`.
+        """
         return self.batch.counts[self.index]
 
     @property
     def num_inputs(self) -> int:
-        """The number of tokens in all microbatches: what one forward pass over the minibatch computes."""
+        """The number of tokens in all microbatches together: what one forward pass over the minibatch computes."""
         return sum(len(m.tokens) for m in self.microbatches)
 
     @property

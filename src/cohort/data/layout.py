@@ -76,7 +76,7 @@ class Runs:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Copies:
-    """Where the S keys of `Runs` come from, where prompts are shared: a shared prompt's keys occur once per sibling."""
+    """Where the S keys of `Runs` come from, if prompts are shared: keys of a prompt occur in all spans that see it."""
 
     stream_index: Tensor  # [S] index into the packed stream of each key
     copies_by_token: Tensor  # [S] indices of the copies of the stream's first token, then of its second, ...
@@ -122,7 +122,10 @@ class Layout:
         return Blocks(blocks=blocks, order=copy_to_device(order, device))
 
     def make_runs(self, device: torch.device) -> Runs:
-        """Returns the spans as sequences of queries and keys, end to end, for attention kernels, on `device`."""
+        """Returns the spans as sequences of queries and keys, end to end, for attention kernels.
+
+        There must be at least one span. Tensors are on `device`.
+        """
         num_queries = [s.length for s in self.spans]
         num_keys = [s.length + s.prompt_length for s in self.spans]
         return Runs(
@@ -156,9 +159,10 @@ def _accumulate_edges(lengths: Sequence[int]) -> list[int]:
 
 
 def _group_similar(spans: Sequence[Span]) -> list[list[Span]]:
-    """Returns the spans in groups that are attended in one call each. The spans must be sorted by length.
+    """Returns the spans in groups that are attended in one call each; order is kept.
 
-    A new group begins where padding would cost more than the call that is saved.
+    The spans must be sorted by number of keys (with the shared prompt), then by length. A new group begins where
+    padding would cost more than the call that is saved.
     """
     out: list[list[Span]] = []
     # Of the last group: most queries, most keys, and query-key pairs without padding.

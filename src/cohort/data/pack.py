@@ -30,11 +30,12 @@ MIN_SAVED_SHARE = 0.02
 
 @stage("pack")
 def make_batch(groups: Sequence[Group], minibatches: int = 1, loss_on: Provenance = Provenance.SAMPLED) -> Batch:
-    """Returns the samples of these groups that have a gradient, divided into `minibatches` optimizer steps.
+    """Returns the samples of these groups that train, divided into `minibatches` optimizer steps, and their counts.
 
-    The loss may touch tokens of the provenance `loss_on` only. Groups of constant reward are left out but count in the
-    denominators: their gradient is exactly zero, their share of the mean is not. Masked and empty samples count as
-    samples without tokens. Raises ValueError where two samples have the same id.
+    The loss may touch tokens of the provenance `loss_on` only; samples without such tokens are empty. Left out are
+    failed, masked and empty samples, and all samples of excluded groups. Some of these count in the denominators:
+    masked and empty ones as samples without tokens, those of groups without gradient (constant reward, no gain) with
+    their tokens. Raises ValueError where two of the returned samples have the same id.
     """
     fates: Counter[str] = Counter()
     counts: list[Counts] = []
@@ -106,9 +107,11 @@ def _divide_groups(groups: Sequence[Group], parts: int) -> list[list[int]]:
 
 
 def _classify_sample(group: Group, sample: Sample, num_targets: int) -> str:
-    """Returns "failed", "excluded", "masked", "empty", "no_signal" or "packed": the key for counts in `Batch.fates`.
+    """Returns the first that applies of "failed", "excluded", "masked", "empty", "no_signal" and "packed".
 
-    `num_targets` is the number of its tokens that the loss may touch. Only "packed" samples are in the batch.
+    It is the key for counts in `Batch.fates`. "excluded" means a group that does not count in the denominators,
+    "no_signal" one that does but has no gradient. `num_targets` is the number of tokens that the loss may touch. Only
+    "packed" samples are in the batch.
     """
     if sample.failure:
         return "failed"
@@ -153,8 +156,9 @@ class PackUnit:
 def pack(batch: Batch, token_budget: int, share: bool = True) -> list[Minibatch]:
     """Returns every minibatch of the batch, cut into microbatches of at most `token_budget` tokens.
 
-    With `share` the prompt of a group is stored once, if that saves enough tokens. Raises ConfigError for a sample that
-    does not fit the budget.
+    With `share`, samples of a group share a copy of their prompt, if that saves enough tokens. A minibatch without
+    samples has no microbatches. Raises ConfigError for an empty prompt and for a sample that, with its prompt, exceeds
+    the budget.
     """
     return [pack_minibatch(batch, index, token_budget, share) for index in range(batch.num_minibatches)]
 
@@ -162,8 +166,9 @@ def pack(batch: Batch, token_budget: int, share: bool = True) -> list[Minibatch]
 def pack_minibatch(batch: Batch, index: int, token_budget: int, share: bool = True) -> Minibatch:
     """Returns minibatch `index` of the batch, cut into microbatches of at most `token_budget` tokens.
 
-    With `share` the prompt of a group is stored once, if that saves enough tokens. Raises ConfigError for a sample
-    that does not fit the budget.
+    With `share`, samples of a group share a copy of their prompt, if that saves enough tokens. A group that exceeds the
+    budget has several copies. Without samples there are no microbatches. Raises ConfigError for an empty prompt and for
+    a sample that, with its prompt, exceeds the budget.
     """
     groups: dict[int, list[int]] = {}
     for n in batch.sample_numbers(index):
@@ -189,9 +194,10 @@ def longest_sample(batch: Batch) -> int:
 
 
 def sharing_pays(batch: Batch, groups: Mapping[int, Sequence[int]]) -> bool:
-    """Returns whether computing each prompt once per group saves enough tokens to be worth a second attention call.
+    """Returns whether one copy of each prompt per group saves more than MIN_SAVED_SHARE of all tokens.
 
-    `groups` maps the index of a group's prompt to the numbers of the group's samples.
+    Smaller savings are not worth a second attention call. `groups` maps the index of a group's prompt to the numbers of
+    the group's samples.
     """
     without_sharing = sum(_num_tokens(batch, n) for members in groups.values() for n in members)
     saved = sum(len(batch.prompts[group]) * (len(members) - 1) for group, members in groups.items())
@@ -199,7 +205,7 @@ def sharing_pays(batch: Batch, groups: Mapping[int, Sequence[int]]) -> bool:
 
 
 def with_old_logprobs(minibatch: Minibatch, old: Mapping[int, Floats]) -> Minibatch:
-    """Returns a copy of the minibatch with old log-probabilities in its microbatches.
+    """Returns a copy of the minibatch with old log-probabilities in its microbatches, replacing those it had.
 
     `old` maps sample numbers to one log-probability per token [T]. It must have every sample of the minibatch.
     """
@@ -219,9 +225,9 @@ def _num_tokens(batch: Batch, n: int) -> int:
 def _make_units(batch: Batch, group: int, members: Sequence[int], budget: int, share: bool) -> list[PackUnit]:
     """Returns the samples of a group as units: sets of samples that share one copy of the prompt within the budget.
 
-    `group` is the index of the prompt, `members` are the samples' numbers. With `share` a unit takes as many samples as
-    fit; without, each sample is a unit. Raises ConfigError for an empty prompt or a sample that exceeds the budget
-    alone.
+    `group` is the index of the prompt, `members` are the samples' numbers. With `share` each sample, in order, joins
+    the last unit if it fits and else begins a new one; without, each sample is a unit. Raises ConfigError for an empty
+    prompt, and for a sample that exceeds the budget together with the prompt.
     """
     units: list[PackUnit] = []
     prompt = batch.prompts[group]
@@ -249,7 +255,8 @@ def fit_into_bins(units: Sequence[PackUnit], budget: int) -> list[list[PackUnit]
     """Returns the units in bins of at most `budget` tokens; each bin becomes a microbatch.
 
     Units are placed from the largest to the smallest, each into the first bin with room, so that bins are few and well
-    filled. The result is deterministic: units of equal size keep their order.
+    filled. A unit above the budget gets a bin of its own. The result is deterministic: units of equal size keep their
+    order.
     """
     bins: list[list[PackUnit]] = []
     room: list[int] = []
@@ -342,6 +349,7 @@ def _gather_targets(batch: Batch, values: Sequence[Floats | None], chosen: Seque
     """Returns the values at the target tokens [N] of the samples numbered `chosen`, end to end.
 
     `values` has one array [T] per sample of the batch, or None. The result is None where all chosen samples have None.
+    Raises AssertionError where only some have.
     """
     present = [(n, v) for n in chosen if (v := values[n]) is not None]
     assert len(present) in (0, len(chosen)), "some samples of a batch are annotated and some are not"

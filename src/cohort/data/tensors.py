@@ -36,7 +36,10 @@ def _tensor_to_record(tensor: Tensor) -> PlainTensor:
 
 
 def tensor_from_record(plain: PlainTensor) -> Tensor:
-    """Returns a new tensor in host memory, equal bit for bit to the one that the record was made from."""
+    """Returns a new tensor in host memory, equal bit for bit to the one that the record was made from.
+
+    It shares no memory with the record.
+    """
     tensor = torch.empty(plain.shape, dtype=getattr(torch, plain.dtype))
     tensor.view(-1).view(torch.uint8).copy_(torch.from_numpy(plain.data))
     return tensor

@@ -11,7 +11,8 @@ from torch import Tensor
 def copy_to_device(values: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
     """Returns a tensor of these values (array, list or tensor) on the device; `dtype` None = the type of the values.
 
-    On a GPU the copy may still be under way: work that is queued there later waits for it, the host does not.
+    The values must be in host memory. On a CPU the tensor may share memory with them. On a GPU the copy may still be
+    under way: work that is queued there later waits for it, the host does not.
     """
     on_host = torch.as_tensor(values, dtype=dtype)
     # With pinned memory the host does not wait. From ordinary memory the copy would wait for everything queued before.

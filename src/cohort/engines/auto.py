@@ -74,7 +74,10 @@ class AutoEngine:
     # ---- protocol
 
     def submit(self, request: Request) -> None:
-        """Queues a request for one of the next batches. Raises ConfigError for a request that can never be served."""
+        """Queues a request for one of the next batches. Raises ConfigError for a request that can never be served.
+
+        Also raises ConfigError if the id is under way already, and EngineError after `close`.
+        """
         if self._closed:
             raise closed_engine_error(self.name)
         check_request(request, self.max_context, self.decoder.config.vocab_size, self.drafts)
@@ -90,7 +93,9 @@ class AutoEngine:
     def poll(self, timeout: float = 0.0) -> list[Event]:
         """Runs up to `self.window` decode steps and returns the events: new tokens per request, and samples that ended.
 
-        `timeout` is ignored, because the work is done in this process.
+        Waiting requests begin only when no row is left. `timeout` is ignored, because the work is done in this process.
+        Raises ConfigError if memory runs out and ModelError if a log-probability is not finite; then all requests wait
+        again.
         """
         for _ in range(self.window):
             if not self.drafts:
@@ -150,7 +155,10 @@ class AutoEngine:
     # ---- a step
 
     def _run_step(self) -> None:
-        """Draws one token for every row (running request). If there is no row, starts the next batch first."""
+        """Draws one token for every row (running request). If there is no row, starts the next batch first.
+
+        Some request must be running or waiting. Rows that end are reported and removed.
+        """
         if self.running:
             # The new column is a real token in every row.
             self.mask = F.pad(self.mask, (0, 1), value=1)
@@ -184,11 +192,11 @@ class AutoEngine:
         return hidden.index_select(0, self._make_tensor(order))
 
     def _select_batch(self) -> list[Draft]:
-        """Returns the first waiting drafts that fit into one batch, at least one. They stay in the queue.
+        """Returns the first waiting drafts that fit into one batch, at least one if any waits. They stay in the queue.
 
         A batch has at most `num_slots` rows. All rows are padded to the longest known tokens and may grow by the
         largest number of tokens that one of them may still draw; the sum must stay within `max_context`. The tokens to
-        compute must stay within PREFILL_TOKENS.
+        compute, padding included and equal rows counted once, must stay within PREFILL_TOKENS.
         """
         taken: list[Draft] = []
         rows: set[tuple[int, ...]] = set()
@@ -203,7 +211,7 @@ class AutoEngine:
         return taken
 
     def _run_decoder(self, tokens: Tensor) -> Tensor:
-        """Runs tokens [rows, columns] after those in the cache, which takes them up.
+        """Runs tokens [rows, columns] after those in the cache, which takes them up. `self.mask` covers them already.
 
         Returns the hidden states of the last column, [rows, d]. If memory runs out, all requests wait again and
         ConfigError is raised.
@@ -251,7 +259,10 @@ class AutoEngine:
         return ended
 
     def _remove_rows(self, rows: Sequence[int]) -> None:
-        """Drops the requests in these rows. The other rows move up and keep their order."""
+        """Drops the requests in these rows. The other rows move up and keep their order.
+
+        If no row is left, the cache is dropped.
+        """
         if not rows:
             return
         gone = set(rows)

@@ -88,7 +88,10 @@ class Engine(Protocol):
     work: WorkCounters
 
     def submit(self, request: Request) -> None:
-        """Queues a request. Raises ConfigError, with the numbers, for a request that can never be served."""
+        """Queues a request. Raises ConfigError, with the numbers, for a request that can never be served.
+
+        Also raises ConfigError if the id is under way already, and EngineError after `close`.
+        """
 
     @property
     def idle(self) -> bool:
@@ -102,22 +105,30 @@ class Engine(Protocol):
         """
 
     def abort(self, id: str) -> Sample:
-        """Stops a request and returns its partial sample, with finish = abort. Raises CohortError for an unknown id."""
+        """Stops a request and returns its partial sample, with finish = abort. Raises CohortError for an unknown id.
+
+        The sample is empty from engines that get no partial answers (a server). No event for it follows.
+        """
 
     def load(self, weights: Weights, version: int) -> None:
         """Samples from `weights` from now on, as `version`, and drops all cached KV.
 
-        Requests under way go on; their samples record from which token on which version was used.
+        Requests under way go on; their samples record from which token on which version was used. Engines without
+        `abilities.live_weights` raise ConfigError.
         """
 
     def close(self) -> None:
-        """Drops every request and frees all memory. A second call does nothing; a later `submit` raises EngineError."""
+        """Drops every request, without events, and frees the engine's caches. A later `submit` raises EngineError.
+
+        A second call does nothing. A model that the engine has loaded itself (vLLM) may stay in memory.
+        """
 
 
 def sample(engine: Engine, requests: Iterable[Request]) -> dict[str, Sample]:
     """Submits the requests, polls until the engine is idle, and returns the finished samples by request id.
 
-    Requests that were already under way are finished and returned too.
+    The samples are in the order in which they ended. Requests that were already under way are finished and returned
+    too.
     """
     for request in requests:
         engine.submit(request)

@@ -33,7 +33,10 @@ class Draft:
         return (*self.request.tokens, *self.tokens)
 
     def set_version(self, version: int) -> None:
-        """Records that tokens drawn from now on come from weights of `version`. A repeated version changes nothing."""
+        """Records that tokens added from now on come from weights of `version`.
+
+        Nothing changes if `version` is the last one that was recorded.
+        """
         if not self.versions or self.versions[-1][1] != version:
             self.versions.append((len(self.tokens), version))
 
@@ -42,8 +45,10 @@ class Draft:
     ) -> None:
         """Appends newly drawn tokens and sets `finish` if they end the sample: by a stop, or by length.
 
-        Tokens after the one that completes a stop string are discarded. `kept` is per token the probability mass that
-        top-k, top-p and min-p kept; it is ignored if the request uses none of them. `decode` turns token ids into text.
+        Tokens after the one that completes a stop string are discarded. Nothing else is cut: a stop id counts only as
+        the last token, and the caller must not add more than `max_tokens` in all. `kept` is per token the probability
+        mass that top-k, top-p and min-p kept, or []; it is ignored if the request uses none of them. `decode` turns
+        token ids into text.
         """
         sampling, before = self.request.sampling, len(self.tokens)
         self.tokens += tokens
@@ -59,7 +64,7 @@ class Draft:
     def add_and_report(
         self, tokens: list[int], logprobs: list[float], kept: list[float], decode: Callable[[list[int]], str]
     ) -> Event:
-        """Calls `add_tokens` and returns the event to report.
+        """Calls `add_tokens`, with the same parameters, and returns the event to report.
 
         The event has the new tokens that were not discarded, their log-probabilities, and the sample if it has ended.
         """
@@ -69,10 +74,10 @@ class Draft:
         return Event(id=self.request.id, tokens=self.tokens[before:], logprobs=self.logprobs[before:], sample=ended)
 
     def _cut_after_stop_string(self, before: int, decode: Callable[[list[int]], str]) -> bool:
-        """Discards all tokens after the first one that completes a stop string.
+        """Discards all tokens, with their log-probabilities, after the first one that completes a stop string.
 
         Only tokens from index `before` on can complete one, since the earlier ones were checked before. Returns whether
-        the text has a stop string; if so, `stop_offset` is set to its first character.
+        the text has a stop string; if so, `stop_offset` is set to its first character. A final stop id is no text.
         """
         # One decode of the whole text is enough in the usual case that there is no stop string.
         if self._find_stop_string(decode(self._visible_tokens())) < 0:
@@ -90,12 +95,19 @@ class Draft:
         return min(offsets, default=-1)
 
     def _visible_tokens(self) -> list[int]:
-        """Returns the drawn tokens without a final stop id, which is not part of the text."""
+        """Returns the drawn tokens without a final stop id, which is not part of the text.
+
+        If there is none, returns the list `tokens` itself, not a copy.
+        """
         stopped = self.tokens and self.tokens[-1] in self.request.sampling.stop_ids
         return self.tokens[:-1] if stopped else self.tokens
 
     def to_sample(self, decode: Callable[[list[int]], str]) -> Sample:
-        """Returns the ended draft as a Sample. Its tokens include the stop string or stop id, its text does not."""
+        """Returns the ended draft as a Sample; `finish` must be set.
+
+        Its tokens include the stop string or stop id, its text ends before it. Its lists are those of the draft, not
+        copies.
+        """
         assert self.finish is not None
         text = decode(self.tokens)[: self.stop_offset] if self.stop_offset >= 0 else decode(self._visible_tokens())
         return Sample(

@@ -39,7 +39,11 @@ class EngineModel:
 
 
 def make_engine(variant: variants.EngineConfig, model: EngineModel) -> Engine:
-    """Returns a new engine for the settings `variant` (native, vLLM or server), ready to sample from `model`."""
+    """Returns a new engine for the settings `variant` (native, vLLM or server), ready to sample from `model`.
+
+    The native settings need `model.decoder`, those of vLLM `model.folder`. A server is asked at once whether it serves
+    `model.name`; ModelError or ConfigError is raised if it does not answer or does not serve it.
+    """
     if isinstance(variant, variants.ServerEngine):
         return ServerEngine(variant.url, model.name, template=model.template, concurrency=variant.slots)
     if isinstance(variant, variants.VllmEngine):
@@ -59,7 +63,8 @@ def make_engine(variant: variants.EngineConfig, model: EngineModel) -> Engine:
 def _make_engine_in_process(variant: variants.NativeEngine, model: EngineModel) -> Engine:
     """Returns an engine that samples in this process: a native one, or AutoEngine for a model of transformers.
 
-    Raises ConfigError if `variant.weights` asks for packed copies of a model of transformers, which cannot have them.
+    Raises ConfigError if `variant.weights` is not "shared" for a model of transformers, which can have no packed or
+    fp16 copies. `model.decoder` must be set.
     """
     decoder = model.decoder
     assert decoder is not None, "an engine in this process samples from a loaded decoder"

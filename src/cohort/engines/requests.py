@@ -10,24 +10,25 @@ from cohort.errors import CohortError, ConfigError, EngineError, ModelError
 
 
 def check_engine_limits(slots: int, window: int, max_context: int, max_positions: int) -> None:
-    """Raises ConfigError if an engine could serve no request with these settings.
+    """Raises ConfigError for engine settings that are out of range.
 
     `slots` and `window` must be at least 1. `max_context` must be at most `max_positions`, the longest context of the
-    model, in tokens.
+    model, in tokens. No least value of `max_context` is checked.
     """
     if slots < 1 or window < 1:
         raise ConfigError(f"engine.slots = {slots}, window = {window}: set both to at least 1.")
     if max_context > max_positions:
         raise ConfigError(
-            f"max_context = {max_context} is more than the {max_positions} positions of the model; "
-            "lower sampling.max_tokens or shorten the prompts."
+            f"prompt and completion may have {max_context} tokens together, but the model's context has "
+            f"{max_positions}; allow fewer of either (cohort bench: --prompt-tokens, --completion-tokens)."
         )
 
 
 def check_request(request: Request, max_context: int, vocab_size: int, under_way: Container[str]) -> None:
     """Raises ConfigError for a request that can never be served, or whose id is already in `under_way`.
 
-    `max_context` is the most tokens of prompt and completion together; token ids must be below `vocab_size`.
+    Such a request has an empty prompt; a sampling setting, `shared` or `start` out of range; an empty stop string; a
+    token id that is not in 0 .. `vocab_size` - 1; or prompt plus `max_tokens` are more than `max_context` tokens.
     """
     s, num = request.sampling, len(request.tokens)
     who = f'request "{request.id}"'

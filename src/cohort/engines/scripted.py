@@ -60,7 +60,10 @@ class ScriptedEngine:
         self.drafts: dict[str, tuple[Draft, Script]] = {}  # by request id, in the order of submission
 
     def submit(self, request: Request) -> None:
-        """Queues a request and looks up its script. Raises ConfigError for a request that can never be served."""
+        """Queues a request and looks up its script. Raises ConfigError for a request that can never be served.
+
+        Raises KeyError if scripts are given by id and this one has none, EngineError if the engine is closed or dead.
+        """
         self._check_alive()
         if self._closed:
             raise closed_engine_error(self.name)
@@ -76,7 +79,8 @@ class ScriptedEngine:
     def poll(self, timeout: float = 0.0) -> list[Event]:
         """Gives each of the oldest `slots` requests up to `window` tokens of its script and returns one event for each.
 
-        Returns [] in a silent poll. `timeout` is ignored.
+        An event of a request that ended has its sample. Returns [] in a silent poll. `timeout` is ignored. Raises
+        ConfigError if a script is too short, EngineError if the engine is dead.
         """
         self._check_alive()
         self.num_polls += 1
@@ -97,7 +101,10 @@ class ScriptedEngine:
         return events
 
     def _add_next_token(self, draft: Draft, script: Script) -> None:
-        """Appends the next token of `script` to the draft. Raises ConfigError if the script has no more tokens."""
+        """Appends the next token of `script`, with kept mass 1, to the draft, which may end by it.
+
+        Raises ConfigError if the script has no more tokens.
+        """
         index = len(draft.tokens)
         if index == len(script.tokens):
             raise ConfigError(
@@ -116,7 +123,10 @@ class ScriptedEngine:
         return draft.to_sample(self.decode)
 
     def load(self, weights: Weights, version: int) -> None:
-        """Sets the version that new tokens get. The weights have no effect: scripts decide the tokens."""
+        """Sets the version that new tokens get. The weights have no effect: scripts decide the tokens.
+
+        Raises EngineError if the engine is dead.
+        """
         self._check_alive()
         self.version = version
 
@@ -126,7 +136,7 @@ class ScriptedEngine:
         self._closed = True
 
     def _check_alive(self) -> None:
-        """Raises EngineError if `polls_before_death` is set and so many polls have been made."""
+        """Raises EngineError if `polls_before_death` is set and so many polls, silent ones included, have been made."""
         if self.polls_before_death is not None and self.num_polls >= self.polls_before_death:
             raise EngineError(
                 f"the scripted engine died with {len(self.drafts)} requests under way: "

@@ -84,7 +84,10 @@ class ServerEngine:
         if template not in ("chat", "text"):
             raise ConfigError(f'template = "{template}" is unknown.{suggest_name(template, ("chat", "text"))}')
         if concurrency < 1 or not 0 < timeout < threading.TIMEOUT_MAX:
-            raise ConfigError(f"concurrency = {concurrency} must be at least 1, timeout = {timeout} above 0 seconds.")
+            raise ConfigError(
+                f"concurrency = {concurrency} must be at least 1, and timeout = {timeout} above 0 and below "
+                f"{threading.TIMEOUT_MAX:.0f} seconds."
+            )
         self.client = ServerClient(url, key, timeout, pause)
         self.model = model
         self.template = template
@@ -108,7 +111,8 @@ class ServerEngine:
     def submit(self, request: Request) -> None:
         """Queues a request for the next free thread, and starts another thread if `concurrency` allows it.
 
-        Raises ConfigError for a request without messages, with stop ids, or with impossible sampling settings.
+        The request's messages are sent, its token ids are not read. Raises ConfigError for a request without messages,
+        with stop ids, with impossible sampling settings or with an id that is under way; EngineError after `close`.
         """
         if self._closed:
             raise closed_engine_error(self.name)
@@ -132,7 +136,11 @@ class ServerEngine:
         threading.Thread(target=self._run_thread, name="cohort-server", daemon=True).start()
 
     def _make_body(self, request: Request) -> dict[str, Any]:
-        """Returns the JSON object that is sent for a request: model, sampling settings, and messages or text."""
+        """Returns the JSON object that is sent for a request: model, sampling settings, seed, and messages or text.
+
+        The seed is derived from the request's key and `start`. vLLM and SGLang get every setting, other servers those
+        of OpenAI's interface and further ones in use. A final message of the assistant is to be continued.
+        """
         s, chat = request.sampling, self.template == "chat"
         # OpenAI's newer models refuse the name that all other servers know.
         limit = "max_completion_tokens" if chat and self.client.is_openai else "max_tokens"
@@ -163,8 +171,9 @@ class ServerEngine:
     def poll(self, timeout: float = 0.0) -> list[Event]:
         """Waits up to `timeout` seconds until a request ends. Returns one event for each request that has ended.
 
-        An event has the whole answer: there are none for parts. If a request failed, or the wait is interrupted, all
-        other requests are aborted and the error is raised.
+        Returns [] if none ended in that time or none is under way. An event has the whole answer: there are none for
+        parts. If a request failed, or the wait is interrupted, all requests are aborted and the error is raised;
+        answers that came together with the failure are lost.
         """
         deadline = time.monotonic() + timeout
         events: list[Event] = []
@@ -181,7 +190,10 @@ class ServerEngine:
         return events
 
     def _wait_for_results(self, seconds: float) -> list[tuple[PendingRequest, CallResult]]:
-        """Waits up to `seconds` for a first result. Returns all (request, result) pairs that have come, maybe none."""
+        """Waits up to `seconds` (below 0 = 0) for a first result. Returns all (request, result) pairs that have come.
+
+        The list may be empty, and may hold results of aborted requests.
+        """
         ended: list[tuple[PendingRequest, CallResult]] = []
         with contextlib.suppress(queue.Empty):
             ended.append(self._results.get(timeout=max(0.0, seconds)))
@@ -192,7 +204,9 @@ class ServerEngine:
     def _make_event(self, pending: PendingRequest, result: CallResult) -> Event | None:
         """Returns the event for a request that ended with `result`; None if the request was aborted before.
 
-        Raises `result` if it is an error, and EngineError if it is None, which means a bug in the thread.
+        A request with an event is no longer under way. Raises `result` if it is an error, and EngineError if it is
+        None, which means a bug in the thread. Logs a warning, once, about answers whose tokens the server did not count
+        and about answers that it cut.
         """
         id = pending.request.id
         # The id may have been used again since: only the same object is the same request.
@@ -241,7 +255,7 @@ class ServerEngine:
     def _run_thread(self) -> None:
         """Sends waiting requests, one after the other on one connection, until none waits. Runs in a thread of its own.
 
-        Puts each result (sample, error, or None after a bug) into the queue that `poll` reads.
+        Puts each result (sample, error, or None after a bug) into the queue that `poll` reads. A bug ends the thread.
         """
         connection = self.client.make_connection()
         while (pending := self._pop_waiting()) is not None:
@@ -267,7 +281,10 @@ class ServerEngine:
             return None
 
     def _send_request(self, connection: HTTPConnection, pending: PendingRequest) -> Sample:
-        """Sends a request to the server, with retries, and returns the sample in the reply."""
+        """Sends a request to the server, with retries, and returns the sample in the reply.
+
+        Raises a CohortError if the server refuses the request, all tries failed or the call is cancelled.
+        """
         return self.client.send_with_retries(
             connection, pending.call, lambda reply: read_sample(reply, pending.request)
         )
@@ -276,7 +293,7 @@ class ServerEngine:
 def read_models(reply: Any) -> dict[str, str]:
     """Returns the served models from the JSON reply: name -> `owned_by`, or "" where the reply does not say it.
 
-    Raises RetryableError if the reply has no list of models.
+    Entries without a name are left out. Raises RetryableError if the reply has no list of models.
     """
     data = reply.get("data") if isinstance(reply, dict) else reply
     if not isinstance(data, list):
@@ -288,8 +305,9 @@ def read_models(reply: Any) -> dict[str, str]:
 def read_sample(reply: Any, request: Request) -> Sample:
     """Returns the sample in the JSON reply to `request`.
 
-    It has the text, and UNKNOWN_TOKEN with log-probability 0 for each token that the server counts. Raises
-    RetryableError for a reply that is malformed or reports an error.
+    It has the text of the first choice, and UNKNOWN_TOKEN with log-probability 0 for each token that the server counts,
+    none if it does not count. `finish` follows the reply's reason; if that is missing or unknown, it is length for at
+    least `max_tokens` tokens, else stop. Raises RetryableError for a reply that is malformed or reports an error.
     """
     choices = reply.get("choices") if isinstance(reply, dict) else None
     if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
@@ -317,9 +335,10 @@ def read_sample(reply: Any, request: Request) -> Sample:
 def extract_text(choice: dict[str, Any], request: Request, finish: Finish) -> str:
     """Returns the text that the model wrote, from one `choice` of the JSON reply to `request`.
 
-    A thought that the server sends in a field of its own is put before the content, in <think>...</think>. The prompt
-    may have opened it already, and a thought that was cut off is not closed. Raises RetryableError for a malformed
-    choice.
+    That is its `text` if it has no message. A thought that the server sends in a field of its own is put before the
+    content, in <think>...</think>. <think> is left out if the request's last message, of the assistant, has opened it
+    already. </think> is left out if the thought was cut off: no content follows and `finish` is not stop. Raises
+    RetryableError for a malformed choice.
     """
     # A choice without a message is that of the text interface.
     if "message" not in choice:
@@ -342,7 +361,7 @@ def extract_text(choice: dict[str, Any], request: Request, finish: Finish) -> st
 def read_text(content: Any) -> str:
     """Returns the text in a JSON value: a string, a list of parts with texts, or None ("", as after a call of a tool).
 
-    Raises RetryableError for any other value.
+    The texts of parts are joined; parts that are no objects are skipped. Raises RetryableError for any other value.
     """
     if content is None:
         return ""

@@ -76,7 +76,11 @@ class HttpCall:
     open_socket: socket.socket | None = None  # set while the server works on the call
 
     def cancel(self) -> None:
-        """Ends the call, from any thread, whether it pauses between two tries or waits for the reply."""
+        """Makes the call end soon, whether it has not begun, pauses between two tries or waits for the reply.
+
+        Any thread may call this; it does not wait for the end. The thread that sends the call gets an error, unless the
+        reply had come already. An attempt to connect is not interrupted.
+        """
         self.cancelled.set()
         if self.open_socket is not None:
             # An OSError here means that the call has just ended.
@@ -114,9 +118,9 @@ class ServerClient:
     ) -> T:
         """Sends a call and returns what the function `read` makes of the JSON in its reply.
 
-        After a RetryableError, raised while sending or by `read`, it pauses and tries again; after MAX_TRIES tries or a
-        cancel it raises EngineError. If no server answers and `retry_unreachable` is False, it raises ModelError at
-        once.
+        After a RetryableError, raised while sending or by `read`, it pauses (as long as the server asks, or about twice
+        as long each time) and tries again; after MAX_TRIES tries or a cancel it raises EngineError. If the connection
+        fails and `retry_unreachable` is False, it raises ModelError at once. Other errors of `_try_once` pass through.
         """
         for n in range(1, MAX_TRIES + 1):
             try:
@@ -139,8 +143,9 @@ class ServerClient:
     def _try_once(self, connection: HTTPConnection, call: HttpCall) -> Any:
         """Sends the call once and returns the JSON value of the reply.
 
-        Raises RetryableError if another try may succeed, ConfigError if the server refuses the call, EngineError if it
-        asks for too long a pause.
+        Raises RetryableError if another try may succeed: the connection failed, the reply is no JSON, or its status or
+        error code is 5xx or in RETRYABLE_STATUSES. Raises ConfigError if the server refuses the call or has no trusted
+        certificate, EngineError if it asks for a pause of more than MAX_PAUSE_SECONDS.
         """
         try:
             reply = self._send_and_receive(connection, call)
@@ -171,7 +176,7 @@ class ServerClient:
         raise RetryableError(words, pause_seconds=pause)
 
     def _send_and_receive(self, connection: HTTPConnection, call: HttpCall) -> HttpReply:
-        """Sends the call over the connection and returns the reply, whatever its status is.
+        """Sends the call, with the API key, over the connection and returns the reply, whatever its status is.
 
         Raises OSError or HTTPException if the connection fails, the reply is cut off or too long, or the call is
         cancelled.
@@ -199,7 +204,10 @@ class ServerClient:
         return HttpReply(status=response.status, data=data, retry_after=pause, location=location)
 
     def clean_text(self, text: str) -> str:
-        """Returns `text` as one short line for a message, with [key] for the API key and without control characters."""
+        """Returns `text` as one line for a message, with [key] for the API key and without control characters.
+
+        Each run of spaces becomes one. What is longer than MAX_QUOTED_CHARACTERS is cut and ends with "...".
+        """
         # Some servers repeat the key in their error message.
         text = text.replace(self._key, "[key]") if self._key else text
         line = " ".join("".join(c if c.isprintable() else " " for c in text).split())
@@ -215,7 +223,7 @@ class ServerClient:
 
 
 def parse_json(data: bytes) -> Any:
-    """Returns the JSON value in `data`, or None if it is no valid JSON."""
+    """Returns the JSON value in `data`, or None if it is no valid JSON (or the JSON value null)."""
     try:
         return json.loads(data)
     except (ValueError, RecursionError):
@@ -225,8 +233,9 @@ def parse_json(data: bytes) -> Any:
 def find_error_message(value: Any, reply: HttpReply) -> str:
     """Returns the message in an error reply. `value` is the JSON of the reply; None = it has none.
 
-    It is in `error`, `message` or `detail` of the JSON. A redirect gives "moved to ...", a reply without JSON its own
-    text.
+    It is the first of `error`, `message` and `detail` in the JSON object that is not empty, and of an `error` object
+    its `message`; what is no string is written as JSON; "" if there is none. A reply with a Location header gives
+    "moved to ...", a reply without a JSON object the beginning of its own text.
     """
     if reply.location:
         return f"moved to {reply.location}"
@@ -239,7 +248,9 @@ def find_error_message(value: Any, reply: HttpReply) -> str:
 
 
 def parse_retry_after(header: str) -> float | None:
-    """Returns the seconds to wait that a Retry-After header asks for, as a number or a date; None if it is neither.
+    """Returns the seconds to wait that a Retry-After header asks for, as a number or a date, at least 0.
+
+    Returns None if the header is neither, or infinite.
 
     >>> parse_retry_after("7"), parse_retry_after("-1"), parse_retry_after("soon"), parse_retry_after("")
     (7.0, 0.0, None, None)
@@ -255,7 +266,9 @@ def parse_retry_after(header: str) -> float | None:
 
 
 def normalise_url(url: str) -> str:
-    """Returns a server's address without a final /v1 or slash. Raises ConfigError for a text that is no such address.
+    """Returns a server's address without spaces around it and without a final /v1 or slash.
+
+    Raises ConfigError for a text that is no http or https address, or has a user, a password, a query or a fragment.
 
     >>> normalise_url("http://localhost:8000/v1/")
     'http://localhost:8000'
@@ -276,7 +289,7 @@ def normalise_url(url: str) -> str:
 
 
 def is_openai(url: str) -> bool:
-    """Returns whether the address is one of OpenAI's own servers."""
+    """Returns whether the address is one of OpenAI's own servers: openai.com or a host below it."""
     host = urlsplit(url).hostname or ""
     return host == "openai.com" or host.endswith(".openai.com")
 
@@ -285,8 +298,9 @@ def read_api_key(url: str, variable: str) -> str:
     """Returns the API key for the server at `url` from the environment; "" = there is none.
 
     `variable` is the name of the environment variable; "" = COHORT_API_KEY, then, for OpenAI's own servers only,
-    OPENAI_API_KEY. Raises ConfigError if the given variable is not set or the key has impossible characters. The
-    message does not repeat the variable's name, because users may give the key itself by mistake.
+    OPENAI_API_KEY. An empty variable counts as not set. Raises ConfigError if the given variable is not set or the key
+    has impossible characters. The message does not repeat the variable's name, because users may give the key itself
+    by mistake.
     """
     # OpenAI's key must not be sent to other servers.
     names = [variable] if variable else ["COHORT_API_KEY", *(["OPENAI_API_KEY"] if is_openai(url) else [])]

@@ -54,7 +54,11 @@ class PendingOutput:
     tail: str = ""  # the end of the text, as long as the part of a stop string that may be in it
 
     def add_tokens(self, tokens: list[int], logprobs: list[float]) -> bool:
-        """Appends new tokens. Returns whether their text, with the end of the text before, has a stop string."""
+        """Appends new tokens. Returns whether their text, with the end of the text before, has a stop string.
+
+        A stop string may be noticed some tokens late, because text waits for whole characters. Always False without
+        stop strings. `num_complete` and `tail` change too.
+        """
         self.tokens += tokens
         self.logprobs += logprobs
         text = "" if self.text_stream is None else self.text_stream.push(tokens)
@@ -68,7 +72,10 @@ class PendingOutput:
         return bool(text) and any(stop in seen for stop in stops)
 
     def make_draft(self, tokenizer: Tokenizer) -> Draft:
-        """Returns all tokens as a Draft. It is cut after a stop string, and `finish` is set if the sample has ended."""
+        """Returns all tokens, reported or not, as a new Draft. `self` does not change.
+
+        The draft is cut after a stop string. Its `finish` is None if nothing (stop string, stop id, length) ended it.
+        """
         draft = Draft(request=self.request)
         draft.set_version(version=0)
         # Only the last tokens may complete a stop string. A draft decodes these one by one, which is slow for all.
@@ -79,7 +86,10 @@ class PendingOutput:
         return draft
 
     def make_event(self, num: int) -> Event:
-        """Returns an event with those of the first `num` tokens that were not reported, and counts them as reported."""
+        """Returns an event with those of the first `num` tokens that were not reported, and counts them as reported.
+
+        Its `sample` is None.
+        """
         new = slice(self.num_reported, num)
         self.num_reported = num
         return Event(id=self.request.id, tokens=self.tokens[new], logprobs=self.logprobs[new])
@@ -89,6 +99,8 @@ class VllmEngine:
     """Samples from the model in a folder that vLLM can load.
 
     `memory` is the share of the GPU's memory that vLLM may use. `options` are further arguments of vLLM's `EngineArgs`.
+    `max_context` bounds prompt plus completion, in tokens; `slots` is the most requests that run at once. `tokenizer`
+    None = that of the folder. Raises ModelError if vLLM cannot serve the model.
     """
 
     name = "vllm"
@@ -145,7 +157,10 @@ class VllmEngine:
         self.work = WorkCounters()
 
     def submit(self, request: Request) -> None:
-        """Hands a request to vLLM. Raises ConfigError for a request that can never be served, or that vLLM refuses."""
+        """Hands a request to vLLM. Raises ConfigError for a request that can never be served, or that vLLM refuses.
+
+        A temperature between 0 and MIN_TEMPERATURE is refused too. Raises EngineError after `close`.
+        """
         if self._closed:
             raise closed_engine_error(self.name)
         check_request(request, self.max_context, self.vocab_size, self._pending)
@@ -163,7 +178,11 @@ class VllmEngine:
         self._pending[request.id] = PendingOutput(request=request, text_stream=stream)
 
     def _make_params(self, request: Request) -> Any:
-        """Returns vLLM's SamplingParams object for a request. Its seed is derived from the request's key."""
+        """Returns vLLM's SamplingParams object for a request. Its seed is derived from the request's key and `start`.
+
+        Greedy requests get no seed. Sampled tokens come with log-probabilities unless the request truncates; greedy
+        ones always do. Stop strings are not passed on.
+        """
         s = request.sampling
         greedy = s.temperature == 0
         return self._vllm.SamplingParams(
@@ -190,13 +209,17 @@ class VllmEngine:
     def poll(self, timeout: float = 0.0) -> list[Event]:
         """Runs one step of vLLM and returns the events: new tokens whose text is complete, and samples that ended.
 
-        `timeout` is ignored, because vLLM runs in this process. Raises EngineError if vLLM loses requests.
+        Returns [] without a step if no request is under way. `timeout` is ignored, because vLLM runs in this process.
+        Raises EngineError if vLLM loses a request or ends one for a reason of its own.
         """
         if not self._pending:
             return []
         outputs = self._engine.step()
         if not outputs and not self._engine.has_unfinished_requests():
-            raise EngineError(f"vLLM has ended without an answer to {len(self._pending)} requests; start again.")
+            raise EngineError(
+                f"vLLM has lost {len(self._pending)} requests: it has nothing left to do, but gave no answer to them. "
+                "Repeat the command."
+            )
         return [event for output in outputs if (event := self._read_output(output)) is not None]
 
     def _read_output(self, output: Any) -> Event | None:
@@ -260,9 +283,10 @@ class VllmEngine:
 
 
 def import_vllm() -> Any:
-    """Imports and returns the vllm package, with its log and usage statistics switched off.
+    """Imports and returns the vllm package. Raises ConfigError if it is not installed or does not load.
 
-    Raises ConfigError if it is not installed or does not load.
+    First sets the variables of VLLM_ENVIRONMENT in this process, except those that are set already: no usage
+    statistics, only errors in the log, no process of its own.
     """
     for name, value in VLLM_ENVIRONMENT.items():
         os.environ.setdefault(name, value)

@@ -22,9 +22,9 @@ FIX = "Learner and engine must have the same model, in the same type."
 def copy_weights(weights: Weights, decoder: Decoder, allow_rounding: bool = False) -> None:
     """Copies every tensor of `weights` into the decoder, in place, by Hugging Face name.
 
-    Raises ModelError if a name is missing or unknown, or a shape or type differs; tensors before the bad one are copied
-    by then. With `allow_rounding`, tensors of a wider type are rounded to the decoder's type where ROUNDABLE permits
-    it.
+    Raises ModelError if a name is missing or unknown, or a shape or type differs; by then the tensors before the bad
+    one are copied, or all of them if a name is missing. "lm_head.weight" is skipped if the decoder has no head of its
+    own. With `allow_rounding`, tensors of a wider type are rounded to the decoder's type where ROUNDABLE permits it.
     """
     views = dict(hf_views(decoder))
     missing = set(views)

@@ -38,7 +38,10 @@ class Comparison:
     notes: list[str] = field(default_factory=list)  # other differences between the two settings
 
     def to_json(self) -> str:
-        """Returns settings, accuracies, difference and differing problems as JSON text. Answers are left out."""
+        """Returns settings, accuracies with intervals, difference, notes and differing problems as JSON text.
+
+        Answers are left out.
+        """
         sides = {
             name: {"setting": asdict(e.setting), "accuracy": e.accuracy, "low": e.low, "high": e.high}
             for name, e in (("first", self.first), ("second", self.second))
@@ -51,7 +54,7 @@ class Comparison:
 def find_evaluation(path: Path) -> Evaluation:
     """Returns the evaluation that `path` names: a file that `cohort eval` wrote, RUN (its newest) or RUN@STEP.
 
-    Raises RunError if there is none.
+    Raises RunError if there is none or it is damaged.
     """
     if path.is_file():
         return load_evaluation(path)
@@ -82,7 +85,8 @@ def compare(first: Evaluation, second: Evaluation) -> Comparison:
     """Compares two evaluations of the same problems. Returns the difference, and the problems that were won and lost.
 
     A problem without a score in one of them is left out, with a note. Raises RunError if tasks, splits, graders,
-    settings of the task or problems differ.
+    settings of the task (other than DATA_SETTINGS) or problems differ, or if no problem has a score in both. Other
+    differences, such as the template, are notes.
     """
     pairs = list(zip(first.items, _match_items(first, second), strict=True))
     scored = [(a, b) for a, b in pairs if a.correct and b.correct]
@@ -106,7 +110,8 @@ def compare(first: Evaluation, second: Evaluation) -> Comparison:
 def _match_items(first: Evaluation, second: Evaluation) -> list[EvalItem]:
     """Returns the items (problems with answers) of `second`, in the order of the items of `first`.
 
-    Raises RunError if task, split, grader, settings of the task, problems or messages differ.
+    Raises RunError if task, split, grader, settings of the task (other than DATA_SETTINGS), problems or messages
+    differ.
     """
     a, b = first.setting, second.setting
     for what, x, y in (("tasks", a.task, b.task), ("graders", a.grader, b.grader), ("splits", a.split, b.split)):
@@ -147,7 +152,8 @@ def _match_items(first: Evaluation, second: Evaluation) -> list[EvalItem]:
 def _describe_other_differences(first: Evaluation, second: Evaluation) -> list[str]:
     """Returns one line per differing setting that does not forbid a comparison: template, sampling, engine and others.
 
-    They are shown because they can explain a difference, for example if only the baseline used another template.
+    They are shown because they can explain a difference, for example if only the baseline used another template. Model,
+    weights, step and settings of the task are left out.
     """
     a, b = asdict(first.setting), asdict(second.setting)
     # Sampling options are compared one by one, like the other settings.
@@ -160,7 +166,7 @@ def _describe_other_differences(first: Evaluation, second: Evaluation) -> list[s
 def _make_differing_problem(a: EvalItem, b: EvalItem) -> DifferingProblem:
     """Returns id, question and both accuracies of a problem. `a` and `b` are its items in the two evaluations.
 
-    The question is the last user message.
+    The question is the last user message; "" if there is none.
     """
     question = str(next((m["content"] for m in reversed(a.messages) if m["role"] == "user"), ""))
     return DifferingProblem(id=a.id, question=question, first=mean(a.correct), second=mean(b.correct))

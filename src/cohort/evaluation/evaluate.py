@@ -31,10 +31,10 @@ def evaluate(
 ) -> Evaluation:
     """Samples and scores answers to each prompt, and returns the evaluation: accuracy, interval, and all answers.
 
-    `spell` returns a prompt as text, to be stored. `known_items`, by problem id, are taken over and not sampled again.
-    `on_item` is called with each new item as it is complete. A sample that could not be scored is left out, not counted
-    as wrong. Raises TrainingStopped if there are many of them; `then` says in its message what to do after the repair
-    of the grader.
+    Its items are in the order of the prompts. `spell` returns a prompt as text, to be stored. `known_items`, by problem
+    id, are taken over and not sampled again. `on_item` is called with each new item as it is complete. A sample that
+    could not be scored is left out, not counted as wrong. Raises TrainingStopped if more than MAX_FAILED_SHARE of all
+    samples fail; `then` says in its message what to do after the repair of the grader.
     """
     items = dict(known_items or {})
     missing = [p for p in prompts if p.id not in items]
@@ -55,6 +55,7 @@ def summarise(setting: EvalSetting, items: Sequence[EvalItem], task: Task, rows:
     """Returns the evaluation (accuracy, interval, pass@k, means) that results from these items.
 
     `rows` are the task's rows, in the order of the items. `task` names the accuracy and may compute further numbers.
+    Answers that could not be scored count only in mean tokens, finish reasons and `num_failed`.
     """
     answers = [a for item in items for a in item.answers]
     scored = [a for a in answers if a.correct is not None]
@@ -80,13 +81,16 @@ def summarise(setting: EvalSetting, items: Sequence[EvalItem], task: Task, rows:
 
 
 def describe_sampling(sampling: Sampling) -> dict[str, Any]:
-    """Returns the sampling options by name, as JSON values, for the setting that an evaluation stores."""
+    """Returns the sampling options by name, as JSON values, for the setting that an evaluation stores.
+
+    Stop strings are in "stop"; ids of stop tokens are left out.
+    """
     names = ("max_tokens", "temperature", "top_p", "top_k", "min_p")
     return {**{name: getattr(sampling, name) for name in names}, "stop": list(sampling.stop_strings)}
 
 
 def digest_rows(prompts: Sequence[Prompt]) -> str:
-    """Returns 16 hexadecimal digits of a hash of the problems: rows (right answers included) and messages."""
+    """Returns 16 hexadecimal digits of a hash of the problems, in order: rows (right answers included) and messages."""
     digest = hashlib.sha256()
     for p in prompts:
         digest.update(json.dumps([p.row, p.messages], sort_keys=True).encode())
@@ -96,7 +100,8 @@ def digest_rows(prompts: Sequence[Prompt]) -> str:
 def _make_item(group: Group, accuracy_part: str, spell: Spell) -> EvalItem:
     """Returns a scored group as an item of an evaluation: a problem with its answers.
 
-    `accuracy_part` names the reward part that is 0 or 1. `spell` returns the prompt as text.
+    `accuracy_part` names the reward part that is 0 or 1; an answer that could not be scored has None instead. `spell`
+    returns the prompt as text.
     """
     answers = [
         EvalAnswer(

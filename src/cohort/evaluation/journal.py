@@ -23,7 +23,8 @@ class Journal:
     """The journal of the evaluation in `path`, locked and open for writing inside `with`.
 
     `items` has the finished items by problem id; at the start they are those of an interrupted evaluation with the same
-    setting. Entering raises RunError if another process writes it, or if it belongs to another setting.
+    setting. Entering raises RunError if another process writes the journal, or if it is damaged or belongs to another
+    setting.
     """
 
     def __init__(self, path: Path, setting: EvalSetting) -> None:
@@ -84,9 +85,10 @@ class Journal:
             os.fsync(self._file.fileno())
 
     def _load_items(self) -> None:
-        """Reads the items that an interrupted evaluation has finished into `items`.
+        """Reads the items that an interrupted evaluation has finished into `items`; none if the journal is empty.
 
-        Raises RunError if the journal is damaged or belongs to an evaluation with other settings.
+        Also notes how many bytes of the journal are complete lines. Raises RunError if the journal is damaged or
+        belongs to an evaluation with other settings.
         """
         # What follows the last line break is a line that a kill cut off.
         complete, _, _ = self.part_path.read_bytes().rpartition(b"\n")

@@ -36,7 +36,7 @@ class EvalItem:
 
     @property
     def correct(self) -> list[float]:
-        """The scores, 0 or 1, of the answers that could be scored."""
+        """The scores, 0 or 1, of the answers that could be scored, in their order; [] if none could."""
         return [a.correct for a in self.answers if a.correct is not None]
 
     @property
@@ -99,7 +99,11 @@ class Evaluation:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The numbers of the evaluation as metrics, by names like "eval/accuracy"."""
+        """The main numbers of the evaluation as metrics, by names like "eval/accuracy".
+
+        They are accuracy, its interval, mean tokens and the share of each finish reason; pass@k, parts and summary are
+        left out.
+        """
         total = max(1, sum(self.finishes.values()))
         shares = {f"eval/finish/{name}": count / total for name, count in sorted(self.finishes.items())}
         return {

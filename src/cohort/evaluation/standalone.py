@@ -45,7 +45,7 @@ class ServerRenderer:
     def render(self, messages: Sequence[Message], tools: object = None) -> RenderedPrompt:
         """Returns a prompt without tokens, because the server renders the messages itself. `tools` is ignored.
 
-        The text of a last message of the assistant is `forced_text`: the model continues it.
+        If the last message is the assistant's, its text is `forced_text`, which the model continues; "" otherwise.
         """
         last = messages[-1]
         forced = str(last.get("content") or "") if last["role"] == "assistant" else ""
@@ -92,9 +92,9 @@ class ModelEvaluator:
         return make_engine(ServerEngine(url=o.url, slots=o.slots), subject)
 
     def _make_local_engine(self) -> Engine:
-        """Loads the model into the native engine or vLLM, and returns the engine.
+        """Loads the model into vLLM (if `options.engine` says so) or the native engine, and returns the engine.
 
-        Sets tokenizer, context, digest of the weights and place (device and dtype) of this object.
+        Sets tokenizer, context, digest of the weights and place (device and dtype) of this object, and torch's threads.
         """
         o = self.options
         device = choose_device(o.device)
@@ -128,7 +128,9 @@ class ModelEvaluator:
     def prepare(self, task: Task) -> PreparedTask:
         """Reads the rows of a task and renders its prompts. Returns them with the sampling options and the setting.
 
-        So errors show before anything is sampled. Raises ConfigError if --max-tokens leaves no room for a prompt.
+        So errors show before anything is sampled. The prompts are the first `limit` of the split in the options (0 =
+        all). Without --max-tokens, the task's limit of tokens applies. Raises ConfigError if --max-tokens leaves no
+        room for a prompt or the split has too few rows, TaskError if a prompt is too long and may not be skipped.
         """
         o = self.options
         # The longest prompt that leaves room for a completion; 0 = not known.
@@ -177,8 +179,9 @@ class ModelEvaluator:
         """Evaluates a task and writes the evaluation to a file. Reads that instead if it exists with the same setting.
 
         `out` is a .json file, or a folder in which the file is named after the setting. `progress(task, done, total)`
-        is called as problems are finished. An evaluation that was interrupted, or in which answers could not be scored,
-        is completed. Raises RunError if `out` is a file with another evaluation.
+        is called at the start and as problems are finished. An evaluation that was interrupted, or in which answers
+        could not be scored, is completed. Raises RunError if the file holds another evaluation or another process
+        writes it, TrainingStopped if many answers cannot be scored.
         """
         name = prepared.task.name
         setting = prepared.setting
@@ -208,7 +211,7 @@ class ModelEvaluator:
             progress(name, len(known), num)
 
             def keep_item(item: EvalItem) -> None:
-                """Writes a finished problem to the journal and shows the progress."""
+                """Writes a finished problem to the journal, adds it to `known`, and shows the progress."""
                 journal.add(item)
                 known[item.id] = item
                 progress(name, len(known), num)
@@ -221,7 +224,8 @@ class ModelEvaluator:
 def digest_folder(folder: Path) -> str:
     """Returns 16 hexadecimal digits that identify a model: a hash of its files' names, sizes and parts of the content.
 
-    Beginning, middle and end of each file are read. Training changes weights everywhere, so these parts are enough.
+    Only .safetensors, .json and .jinja files directly in `folder` count. Beginning, middle and end of each are read.
+    Training changes weights everywhere, so these parts are enough.
     """
     digest = hashlib.sha256()
     for file in sorted(p for p in folder.iterdir() if p.suffix in (".safetensors", ".json", ".jinja")):
@@ -235,7 +239,9 @@ def digest_folder(folder: Path) -> str:
 
 
 def make_file_name(setting: EvalSetting) -> str:
-    """Returns the name of the file of an evaluation: the task, the model and a digest of the whole setting.
+    """Returns the name of the file of an evaluation: task, last part of the model's name, digest of the setting.
+
+    The digest has 8 hexadecimal digits and is over the whole setting.
 
     >>> import re
     >>> facts = dict(task="gsm8k", split="test", num_problems=5, num_samples=1, knobs={}, grader="g", template="chat")

@@ -26,7 +26,8 @@ MAX_EXACT_PROBLEMS = 1000
 def compute_accuracy(scores: Scores) -> float:
     """Returns avg@n, the accuracy: the mean over problems of the mean score of their samples.
 
-    `scores` has one list per problem, with a score (0 or 1) per sample. A problem without scores is left out.
+    `scores` has one list per problem, with a score (0 or 1) per sample. A problem without scores is left out. 0 if
+    there are no scores.
     """
     return mean([mean(row) for row in scores if row])
 
@@ -35,9 +36,10 @@ def accuracy_interval(scores: Scores) -> tuple[float, float]:
     """Returns the 95% interval (low, high) of the accuracy: Wilson's interval with an effective number of answers.
 
     `scores` has one list per problem, with a score (0 or 1) per sample. Samples of one problem are not independent. The
-    effective number is the number of independent answers whose mean would vary as much as the means of the problems do.
-    One more problem, half right and half wrong, is added to this variance, because few problems that agree prove
-    little. With one sample per problem, each counts as one answer. (0, 1) if there are no scores.
+    effective number is the number of independent answers whose mean would vary as much as the means of the problems do,
+    at most the number of scores. One more problem, half right and half wrong, is added to this variance, because few
+    problems that agree prove little. With one sample per problem, each counts as one answer. (0, 1) if there are no
+    scores.
 
     >>> [round(x, 3) for x in accuracy_interval([[1.0]] * 8 + [[0.0]] * 2)]
     [0.49, 0.943]
@@ -67,7 +69,8 @@ def _wilson_interval(p: float, n: float) -> tuple[float, float]:
 def compute_pass_at_k(scores: Scores, k: int) -> float:
     """Returns pass@k: the probability that at least one of k samples of a problem is right, mean over problems.
 
-    It is estimated without bias (Chen et al. 2021). Problems with fewer than k samples are left out.
+    It is estimated without bias (Chen et al. 2021). Problems with fewer than k samples are left out; 0 if none is left.
+    A sample is right unless its score is 0.
 
     >>> compute_pass_at_k([[1, 0, 0, 0], [0, 0, 0, 0]], 2)
     0.25
@@ -86,9 +89,10 @@ class PassAtK:
 
 
 def compute_all_pass_at_k(scores: Scores) -> list[PassAtK]:
-    """Returns pass@k with its 95% interval for k = 2, 4, 8, ... up to the number of samples of a problem.
+    """Returns pass@k with its 95% interval for k = 2, 4, 8, ... up to the largest number of samples of a problem.
 
-    Intervals are by bootstrap over problems.
+    Problems with fewer than k samples are left out. Intervals are by bootstrap over problems, or Wilson's if all
+    problems have the same value. [] if no problem has two samples.
     """
     most = max(map(len, scores), default=0)
     results = []
@@ -105,10 +109,13 @@ def compute_all_pass_at_k(scores: Scores) -> list[PassAtK]:
 
 
 def _pass_at_k_per_problem(scores: Scores, k: int) -> list[float]:
-    """Returns pass@k (the probability that one of k samples is right) of each problem that has at least k samples."""
+    """Returns pass@k of each problem that has at least k samples, in the order of the problems.
+
+    That is the probability that at least one of k samples is right.
+    """
 
     def compute_miss_probability(row: Sequence[float]) -> float:
-        """Returns the probability that k samples, drawn without repetition, are all wrong."""
+        """Returns the probability that k samples of `row`, drawn without repetition, all have the score 0."""
         wrong = sum(score == 0.0 for score in row)
         return math.comb(wrong, k) / math.comb(len(row), k)
 
@@ -121,7 +128,7 @@ def bootstrap_interval(
     """Returns the 95% interval (low, high) of the mean of independent values, by bootstrap (resampling).
 
     `statistic` is computed in place of the mean if it is given. The random numbers have a fixed seed, so equal values
-    give equal intervals. (0, 1) if there are no values.
+    give equal intervals. (0, 1) if there are no values; (v, v) for a single value v.
     """
     statistic = statistic or mean
     if len(values) < 2:
@@ -146,7 +153,10 @@ class Difference:
 
     @property
     def verdict(self) -> int:
-        """1 if interval and test both say that the second evaluation is better, -1 if both say worse; otherwise 0."""
+        """1 if interval and test (p < 0.05) both say that the second evaluation is better, -1 if both say worse.
+
+        0 otherwise.
+        """
         is_significant = self.p < 0.05
         return int(is_significant and self.low > 0) - int(is_significant and self.high < 0)
 
@@ -154,7 +164,9 @@ class Difference:
 def compare_paired(first: Scores, second: Scores) -> Difference:
     """Returns how much better `second` is than `first`: mean difference, its 95% interval, test, wins and losses.
 
-    Both have one list of scores per problem, in the same order, none of them empty.
+    Both have one list of scores per problem, in the same order, none of them empty. p is from an exact McNemar test if
+    every problem that differs does so by 1, as with one sample per problem, else from a sign-flip test. The interval is
+    by normal approximation.
 
     >>> result = compare_paired([[0.0]] * 9 + [[1.0]], [[1.0]] * 5 + [[0.0]] * 5)
     >>> result.wins, result.losses, round(result.p, 3)
@@ -180,7 +192,10 @@ def compare_paired(first: Scores, second: Scores) -> Difference:
 
 
 def _sign_test(wins: int, n: int) -> float:
-    """Returns the p-value of a two-sided sign test: `wins` of `n` differing problems against a fair coin."""
+    """Returns the p-value of a two-sided sign test: `wins` of `n` differing problems against a fair coin.
+
+    It is exact up to MAX_EXACT_PROBLEMS problems, and approximated by the normal distribution above. 1 if `n` is 0.
+    """
     if n > MAX_EXACT_PROBLEMS:
         # The 1 is the continuity correction of the normal approximation.
         z = (abs(2 * wins - n) - 1) / math.sqrt(n)
@@ -191,10 +206,11 @@ def _sign_test(wins: int, n: int) -> float:
 
 
 def _sign_flip_test(gains: Sequence[float]) -> float:
-    """Returns the p-value of a two-sided sign-flip test: how often the sum of gains with random signs is as large.
+    """Returns the p-value of a two-sided sign-flip test of the differences `gains` between pairs.
 
-    "Large" is the absolute value, compared with that of the sum of `gains`. The random numbers have a fixed seed, so
-    equal gains give equal results.
+    It is the share of draws with random signs whose sum is at least as large, in absolute value, as the sum of `gains`.
+    There are NUM_SIGN_FLIPS draws with a fixed seed, so equal gains give equal results. The observed signs count as one
+    more draw, so the p-value is never 0.
     """
     # Less a little, so that rounding does not hide equal sums.
     observed = abs(math.fsum(gains)) - 1e-12

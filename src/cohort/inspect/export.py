@@ -17,8 +17,9 @@ from cohort.run.directory import RunDirectory
 def export_model(path: Path, out: Path, which: str) -> Path:
     """Writes the model of a checkpoint of the run in `path` as a new Hugging Face folder `out`, and returns `out`.
 
-    `which` names the checkpoint: a step number, "best" (highest held-out accuracy) or "last". Raises RunError if the
-    run has no such checkpoint, ModelError if `out` exists already.
+    The weights are written as float32. `which` names the checkpoint: the digits of a step number, "best" (highest
+    held-out accuracy) or "last". Raises RunError if there is no such run or checkpoint or it is damaged, ModelError if
+    `out` exists already.
     """
     state = _load_checkpoint(RunDirectory.open(path), out, which)
     assert state.model is not None
@@ -29,8 +30,8 @@ def export_model(path: Path, out: Path, which: str) -> Path:
 def export_adapters(path: Path, out: Path, which: str) -> Path:
     """Writes only the LoRA adapters of a checkpoint as a new folder `out` in PEFT format, and returns `out`.
 
-    `which` is as in `export_model`. Raises RunError if the run has no such checkpoint or trained without adapters,
-    ModelError if `out` exists already.
+    `which` is as in `export_model`. Raises RunError if there is no such run or checkpoint, it is damaged, or the run
+    trained without adapters; ModelError if `out` exists already.
     """
     directory = RunDirectory.open(path)
     state = _load_checkpoint(directory, out, which)
@@ -44,7 +45,8 @@ def export_adapters(path: Path, out: Path, which: str) -> Path:
 def _load_checkpoint(directory: RunDirectory, out: Path, which: str) -> Checkpoint:
     """Loads the checkpoint that `which` names: a step number, "best" (highest held-out accuracy) or "last".
 
-    Raises RunError if there is none, and ModelError if the folder `out`, to which it will be written, exists already.
+    Raises RunError if there is none, it is damaged, or "best" is not known for lack of evaluations. Raises ModelError
+    if `out`, the folder to which the caller will write, exists already.
     """
     path = directory.path
     steps = checkpoint.list_steps(directory.checkpoints)

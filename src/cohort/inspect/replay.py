@@ -54,7 +54,7 @@ class MetricComparison:
 
     @property
     def is_same(self) -> bool:
-        """Whether both values are equal to the last bit. NaN counts as equal to NaN."""
+        """Whether both values are equal to the last bit. NaN equals NaN; a value that only one side has does not."""
         a, b = self.stored, self.replayed
         return a == b or (a is not None and b is not None and math.isnan(a) and math.isnan(b))
 
@@ -76,11 +76,11 @@ class ReplayResult:
 
     @property
     def differing_rows(self) -> list[MetricComparison]:
-        """The metrics whose stored and replayed values are not equal to the last bit."""
+        """The metrics whose stored and replayed values are not equal to the last bit, or that one side lacks."""
         return [row for row in self.rows if not row.is_same]
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the object that `--json` prints, made of dicts, lists and numbers.
+        """Returns the object that `--json` prints, made of dicts, lists, texts and numbers, which may be NaN.
 
         "exact" says whether all metrics are equal to the last bit; None if settings were changed.
         """
@@ -101,9 +101,10 @@ class ReplayResult:
 def replay_step(path: Path, step: int, settings: Sequence[str], report_progress: Progress) -> ReplayResult:
     """Does the update of `step` (counted from 1) of the run in `path` again, and compares its metrics with the stored.
 
-    `settings` are flags like "--optim.lr=1e-5" that apply to this step alone. Earlier steps since the last checkpoint
-    are done again first. Calls `report_progress` with a text when each step begins. Raises RunError if the step cannot
-    be replayed, ConfigError for a setting that cannot be changed.
+    `settings` are flags like "--optim.lr=1e-5" that apply to this step alone. Steps between the nearest kept checkpoint
+    before it and `step` are done again first. Calls `report_progress` with a text when each step begins. Raises
+    RunError if the step cannot be replayed, ConfigError for a setting that cannot be changed and for a run of another
+    kind than RL.
     """
     directory = RunDirectory.open(path)
     config = require_rl(directory.config, "cohort replay")
@@ -145,7 +146,8 @@ def replay_step(path: Path, step: int, settings: Sequence[str], report_progress:
 def apply_settings(config: RL, settings: Sequence[str]) -> RL:
     """Returns a copy of `config` with the flags in `settings` applied, such as "--optim.lr=1e-5".
 
-    Raises ConfigError for an unknown flag and for one that does not act on a single update.
+    Raises ConfigError for an unknown flag, a wrong value, a flag outside of --algo, --optim and --learner, and one that
+    does not act on a single update (targets, refresh of the reference, LoRA).
     """
     others = {f.name for f in fields(config)} - set(_SECTIONS)
     for flag in flags.split_args(settings)[1]:
@@ -174,7 +176,8 @@ def apply_settings(config: RL, settings: Sequence[str]) -> RL:
 def find_replayable_steps(directory: RunDirectory) -> dict[int, int]:
     """Returns the steps that can be replayed, each with the step of the checkpoint to begin from (0 = initial model).
 
-    A step can be replayed if its rollouts are kept, and those of all steps between it and that checkpoint.
+    A step can be replayed if its rollouts are kept, and those of all steps between it and the nearest checkpoint before
+    it.
     """
     kept = _find_kept_steps(directory)
     bases = {0, *checkpoint.list_steps(directory.checkpoints)}
@@ -221,7 +224,7 @@ def _find_kept_steps(directory: RunDirectory) -> set[int]:
 
 
 def _read_last_step(directory: RunDirectory) -> int:
-    """Returns the number of the last step that run.db has."""
+    """Returns the number of the last step that run.db has metrics of; 0 if there is none."""
     with Reader(directory.database, once=True) as reader:
         return reader.find_last_step()
 
@@ -230,7 +233,10 @@ def _read_last_step(directory: RunDirectory) -> int:
 
 
 def _build_job(config: RL) -> RLJob:
-    """Builds the job of a config (model, learner, algorithm). Closes its scoring workers: a replay scores nothing."""
+    """Builds the job of a config and returns it with model, learner and algorithm ready for updates.
+
+    Its scoring workers and its engine are closed at once: a replay neither samples nor scores.
+    """
     job = build_rl_job(config)
     job.close()
     return job
@@ -239,7 +245,8 @@ def _build_job(config: RL) -> RLJob:
 def _restore_base(job: RLJob, directory: RunDirectory, step: int) -> int:
     """Restores the nearest checkpoint before `step` into the job and returns its step.
 
-    0 = the initial model, which the job has from the start; then only the run's number of threads is restored.
+    0 = the initial model, which the job has from the start; then only the run's number of threads is set. Raises
+    RunError if `step` cannot be replayed or the checkpoint is damaged.
     """
     while True:
         base = _find_base(directory, step)
@@ -259,9 +266,9 @@ def _restore_base(job: RLJob, directory: RunDirectory, step: int) -> int:
 
 
 def _read_checkpoint_numbers(directory: RunDirectory) -> dict[str, Any]:
-    """Returns the numbers that the newest checkpoint stores beside tensors, by name, such as "threads" and "torch".
+    """Returns the values that the newest checkpoint stores beside tensors, by name, such as "threads" and "torch".
 
-    Empty if there is no checkpoint or it cannot be read.
+    "torch" is the version of torch. Empty if there is no checkpoint or it cannot be read.
     """
     path = checkpoint.find_latest(directory.checkpoints)
     with suppress(OSError, ValueError, KeyError):
@@ -291,7 +298,8 @@ class _TrainingState:
     def build_job_with(self, config: RL) -> RLJob:
         """Builds a job with other settings, gives it this state and returns it.
 
-        The learning rate schedule keeps the run's length and position.
+        Sets torch's number of threads to that of the state. The learning rate schedule keeps the run's length and
+        position. KL and entropy coefficients whose settings changed begin with the new settings.
         """
         # The memory of the old job must be free before that of the new one is planned.
         if config.device == "cuda":
@@ -319,9 +327,9 @@ class _TrainingState:
 
 
 def _redo_update(job: RLJob, stored: Sequence[Group]) -> tuple[list[Group], dict[str, float]]:
-    """Does the update of a step on copies of its stored groups, which changes the weights of the job.
+    """Does the update of a step on copies of its stored groups, which changes weights and coefficients of the job.
 
-    Returns the copies with their new advantages, and the metrics of the step.
+    Returns the copies with their new advantages, and the metrics of the step. `stored` is not changed.
     """
     # Groups reused from earlier steps are reset too: every update computes their advantages anew.
     groups = [reset_to_sampled(group, job.algo) for group in stored]
@@ -330,15 +338,16 @@ def _redo_update(job: RLJob, stored: Sequence[Group]) -> tuple[list[Group], dict
 
 
 def _load_groups(directory: RunDirectory, step: int) -> list[Group]:
-    """Reads the groups of a step from its rollout file."""
+    """Reads the groups of a step from its rollout file. Raises RunError if that is missing or damaged."""
     return load_rollouts(make_rollout_path(directory.rollouts, step))
 
 
 def reset_to_sampled(group: Group, algo: Algorithm) -> Group:
     """Returns a copy of a stored group as it was before its update: scored, without what the algorithm decided then.
 
-    Advantages, log-probabilities and masks are removed. A group that `algo` does not accept is marked as not accepted,
-    as in a run, unless it was reused from an earlier step.
+    Advantages, masks and the learner's log-probabilities are removed; those of the sampler stay. A group that was not
+    accepted or stale stays so. Another group that `algo` does not accept is marked as not accepted, as in a run, unless
+    it was reused from an earlier step.
     """
     excluded = Fate.TRAINED if group.excluded.is_set_by_algorithm else group.excluded
     if not excluded and not group.reused and not algo.accept(group):
@@ -352,7 +361,7 @@ def _count_not_accepted(groups: Sequence[Group]) -> int:
 
 
 def _compare_metrics(directory: RunDirectory, step: int, replayed: Mapping[str, float]) -> list[MetricComparison]:
-    """Returns the stored and the replayed value of each metric that an update determines.
+    """Returns the stored and the replayed value of each metric that an update determines; None where one side lacks it.
 
     `replayed` are the replayed values by name; the stored ones are read from run.db. Times, evaluations and file sizes
     are left out.

@@ -40,7 +40,8 @@ class TrainingJob:
     def checkpoint_learner(self, step: int, cursor: int) -> Checkpoint:
         """Returns a checkpoint with the learner's state after `step` completed steps. It does not contain the weights.
 
-        `cursor` is the position in the prompt stream, or in the data, from which the run continues.
+        `cursor` is the position in the prompt stream, or in the data, from which the run continues. Settings, number of
+        threads and version of torch are stored as well.
         """
         tensors, numbers = self.learner.state()
         # The number of steps is the one setting that may change, so it is left out here.
@@ -51,9 +52,10 @@ class TrainingJob:
         return Checkpoint(step=step, cursor=cursor, optimizer=tensors, numbers=numbers)
 
     def restore_learner(self, state: Checkpoint) -> None:
-        """Restores weights, optimizer and number of threads from a checkpoint, in place.
+        """Restores weights, the learner's state and torch's number of threads from a checkpoint, in place.
 
-        Raises RunError if the checkpoint was made with other settings than those of this job.
+        Raises RunError if the checkpoint was made with other settings than those of this job, or if adapters are
+        trained and the base model has changed.
         """
         assert state.model is not None
         # <run>/checkpoints/<step>/model: the third folder above the model is the run.

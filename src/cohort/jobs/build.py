@@ -53,7 +53,7 @@ def resolve_machine_settings(config: RL) -> RL:
     """Returns the config with device, dtype, order of rollouts and engine weights decided for this machine.
 
     The run records the result. Resumed on another machine it keeps these settings, or is refused. Raises ConfigError if
-    the settings cannot work on the device.
+    device is cuda and there is no GPU, or `engine.weights` asks for what works on a CPU only.
     """
     device = choose_device(config.device)
     learner = replace(config.learner, dtype=choose_dtype(config.learner.dtype, device))
@@ -74,9 +74,10 @@ def resolve_machine_settings(config: RL) -> RL:
 
 
 def configure_torch(threads: int, device: torch.device) -> None:
-    """Sets torch's number of threads (0 = all cores). On a CPU, makes torch raise for nondeterministic operations.
+    """Sets torch's number of threads (0 = all cores that this process may use).
 
-    On a GPU deterministic algorithms would cost time, so equal runs may differ in the last bits there.
+    On a CPU, makes torch raise for nondeterministic operations. On a GPU deterministic algorithms would cost time, so
+    equal runs may differ in the last bits there.
     """
     torch.set_num_threads(threads or len(os.sched_getaffinity(0)))
     # Equivalent to use_deterministic_algorithms(True), which would also import the compiler: a second at every start.
@@ -86,7 +87,7 @@ def configure_torch(threads: int, device: torch.device) -> None:
 def build_rl_job(config: RL) -> RLJob:
     """Loads model and task, makes engine, learner and scoring workers, and returns the job that joins them.
 
-    Raises CohortError if the config cannot work. Writes no files, so a refused config leaves no run directory behind.
+    Sets torch's threads. Raises CohortError if the config cannot work, before any file of the run is written.
     """
     require_for_training(get_abilities(config.engine), get_variant_name("engine", config.engine))
     config = resolve_machine_settings(config)
@@ -159,8 +160,8 @@ def _plan_gpu_memory(
     """Returns how GPU memory is divided among weights, microbatches and KV; None = no plan.
 
     There is no plan on a CPU, or for a model that Cohort does not implement itself. `has_reference` = a frozen copy of
-    the model is needed as well. Prompts are assumed to have up to ASSUMED_PROMPT_TOKENS, because the task is read
-    later.
+    the model is needed as well. `adapters` = only these are trained; None = all weights. Prompts are assumed to have up
+    to ASSUMED_PROMPT_TOKENS, because the task is read later.
     """
     # The shapes of models outside the native family are not known.
     if device.type != "cuda" or not isinstance(model.config, ModelConfig):
@@ -236,7 +237,8 @@ def _adapt_to_architecture(config: C, decoder: AnyDecoder) -> C:
 def _make_adapters(config: RunConfig, decoder: AnyDecoder) -> Adapters | None:
     """Returns the LoRA adapters of `decoder` that the config asks for, new or read from learner.lora.load.
 
-    None if the config asks for none, or the model is not one that Cohort implements itself.
+    Freezes the decoder's own weights then. None, and nothing is changed, if the config asks for no adapters, or the
+    model is not one that Cohort implements itself.
     """
     lora = config.learner.lora
     if not isinstance(decoder, Decoder):
@@ -251,7 +253,8 @@ def train(config: RunConfig, out: Path, log: str, *sinks: str) -> Path:
     """Trains a config in a new run directory below `out`, and returns the path of that directory.
 
     `log` names the terminal output ("auto", "live", "plain" or "json"), `sinks` the programs that also get the metrics.
-    If a signal stops the run, saves a checkpoint and raises KeyboardInterrupt.
+    A relative path in `task.data` is made absolute. If a signal stops the run, saves a checkpoint and raises
+    KeyboardInterrupt.
     """
     # Stored as an absolute path, so that the run can be resumed from another folder.
     if isinstance(config, RL) and isinstance(data := getattr(config.task, "data", None), str) and data:
@@ -262,7 +265,7 @@ def train(config: RunConfig, out: Path, log: str, *sinks: str) -> Path:
 def resume(path: Path, steps: int | None, log: str, *sinks: str) -> Path:
     """Continues the run in `path` from its newest checkpoint, and returns `path`.
 
-    `steps` is the new total number of steps; None keeps the number the run was started with. `log`, `sinks` and
+    `steps` is the new total number of steps, not less than before; None keeps the run's number. `log`, `sinks` and
     signals: see `train`.
     """
     return resume_run(path, _build_job, steps, log, sinks)
@@ -277,7 +280,10 @@ def _build_job(config: RunConfig) -> RunnableJob:
 
 
 def build_sft_job(config: SFT) -> SFTJob:
-    """Loads the model and the examples, and returns the job of supervised fine-tuning. Writes no files."""
+    """Loads the model and the examples, and returns the job of supervised fine-tuning.
+
+    Sets torch's threads. Writes no run files.
+    """
     device = choose_device(config.device)
     learner = replace(config.learner, dtype=choose_dtype(config.learner.dtype, device))
     config = replace(config, device="cpu" if device.type == "cpu" else "cuda", learner=learner)

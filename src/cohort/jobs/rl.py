@@ -61,7 +61,7 @@ class RLJob(TrainingJob):
     def evaluate(self, step: int) -> Evaluation:
         """Samples and scores answers to the held-out problems with the current weights, and returns the evaluation.
 
-        `step` is the number of completed steps.
+        `step` is the number of completed steps. Raises TrainingStopped if many samples cannot be scored.
         """
         c = self.config
         setting = EvalSetting(
@@ -88,7 +88,10 @@ class RLJob(TrainingJob):
         )
 
     def make_checkpoint(self, step: int) -> Checkpoint:
-        """Returns the state of learner, prompt stream and algorithm after `step` completed steps, but no weights."""
+        """Returns the state of learner, prompt stream and algorithm after `step` completed steps, but no weights.
+
+        Prompts that were begun and are not finished are part of it.
+        """
         rollouts = self.producer.state()
         state = self.checkpoint_learner(step, rollouts["cursor"])
         state.numbers["algo"] = self.algo.state()
@@ -100,7 +103,8 @@ class RLJob(TrainingJob):
     def restore(self, state: Checkpoint) -> None:
         """Restores learner, prompt stream and algorithm from a checkpoint, and sends the weights to the engine.
 
-        Raises RunError if the checkpoint was made with other settings.
+        Raises RunError if the checkpoint was made with other settings, or if adapters are trained and the base model
+        has changed.
         """
         self.restore_learner(state)
         self.algo.load_state(state.numbers["algo"])
@@ -114,12 +118,16 @@ class RLJob(TrainingJob):
     def suggest_commands(self, run: Path, step: int) -> list[list[str]]:
         """Returns commands to try after the run in directory `run` is complete, each as a list of words.
 
-        They evaluate the model after `step` steps, export it, and train on.
+        They evaluate the model after `step` steps, export it, and train on (after the quickstart: train another
+        recipe).
         """
         return suggest_commands(self.config, run, step)
 
     def run_loop(self, run: Run) -> None:
-        """Trains for every remaining step of `run`. First shows notices about settings that may surprise the user."""
+        """Trains for every remaining step of `run`. First tells the user about settings that may surprise.
+
+        These are truncated sampling, which is also recorded as an event, and importance ratios that are all 1.
+        """
         # Only at the start: a resumed run has the event in its database.
         if self.producer.settings.sampling.truncates and run.step == 0:
             run.record_event(
@@ -152,8 +160,8 @@ def describe_run(config: RL) -> RunDescription:
 def suggest_commands(config: RL, run: Path, step: int) -> list[list[str]]:
     """Returns commands to try after the run in directory `run` is complete, each as a list of words.
 
-    They evaluate the model after `step` steps as the run did, export it, and train on (after the quickstart: train
-    another recipe).
+    They evaluate the model after `step` steps with the flags of `_make_eval_flags`, export it, and train on (after the
+    quickstart: train another recipe).
     """
     task = get_variant_name("task", config.task)
     model = run / "checkpoints" / checkpoint.folder_name(step) / "model"
@@ -167,9 +175,10 @@ def suggest_commands(config: RL, run: Path, step: int) -> list[list[str]]:
 
 
 def _make_eval_flags(config: RL) -> list[str]:
-    """Returns the flags that make `cohort eval` evaluate as the run does, as words.
+    """Returns flags, as words, that make `cohort eval` use the run's prompts and sampling in evaluations.
 
-    Flags with default values are left out.
+    They are template, temperature, limit of tokens and settings of the task, each only if it differs from the default.
+    Settings with several values and the numbers of problems and samples are left out.
     """
     flags = []
     if config.template != "chat":
@@ -187,10 +196,10 @@ def _make_eval_flags(config: RL) -> list[str]:
 
 
 def notice_if_ratios_are_one(config: RL) -> str:
-    """Returns a notice for the user if all importance ratios are 1 and the algorithm is known for its ratios; else "".
+    """Returns a notice for the user if the algorithm is known for its importance ratios and all are 1; else "".
 
-    With one update per batch the weights have not changed since sampling, so every ratio is 1, and such an algorithm is
-    the plain policy gradient.
+    With one update per batch the weights have not changed since sampling, so every ratio is 1, and such an algorithm
+    (GSPO, CISPO, SAPO, GMPO) is the plain policy gradient. Reused groups are not considered.
     """
     name = get_variant_name("algo", config.algo)
     if config.learner.updates_per_batch > 1 or name not in ("gspo", "gspo_token", "cispo", "sapo", "gmpo"):

@@ -58,7 +58,10 @@ class SFTJob(TrainingJob):
         return self.checkpoint_learner(step, cursor=step)
 
     def restore(self, state: Checkpoint) -> None:
-        """Restores weights and learner from a checkpoint. Raises RunError if it was made with other settings."""
+        """Restores weights and learner from a checkpoint.
+
+        Raises RunError if it was made with other settings, or if adapters are trained and the base model has changed.
+        """
         self.restore_learner(state)
 
     def describe(self) -> RunDescription:
@@ -81,7 +84,7 @@ class SFTJob(TrainingJob):
     def suggest_commands(self, run: Path, step: int) -> list[list[str]]:
         """Returns commands to try after the run in directory `run` is complete, each as a list of words.
 
-        They evaluate the model after `step` steps, export it, and train on.
+        They evaluate the model after `step` steps on the task "arithmetic", export it, and train on.
         """
         model = run / "checkpoints" / checkpoint.folder_name(step) / "model"
         return [

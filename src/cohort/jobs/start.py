@@ -40,7 +40,8 @@ def start_run(config: RunConfig, build_job: JobBuilder, out: Path, log: str, sin
     """Trains a config in a new run directory below `out`, to the last step. Returns the path of the directory.
 
     `build_job` makes the job from the config. `log` names the terminal output (see `make_view`), `sinks` the programs
-    that also get the metrics. If a signal stops the run, saves a checkpoint and raises KeyboardInterrupt.
+    that also get the metrics. If a signal stops the run, saves a checkpoint and raises KeyboardInterrupt. The job is
+    closed in any case.
     """
     # A sink that cannot work is refused before the model is loaded.
     views = make_sinks(sinks)
@@ -58,8 +59,8 @@ def start_run(config: RunConfig, build_job: JobBuilder, out: Path, log: str, sin
 def resume_run(path: Path, build_job: JobBuilder, steps: int | None, log: str, sinks: Sequence[str]) -> Path:
     """Continues the run in `path` from its newest checkpoint, and returns `path`.
 
-    `steps` is the new total number of steps; None keeps the number the run was started with. The other parameters and
-    signals are as in `start_run`.
+    `steps` is the new total number of steps; None keeps the run's number. The other parameters and signals are as in
+    `start_run`. Raises RunError if another process writes the run, or `steps` is less than before.
     """
     views = make_sinks(sinks)
     directory = RunDirectory.open(path)
@@ -76,7 +77,10 @@ def resume_run(path: Path, build_job: JobBuilder, steps: int | None, log: str, s
 
 
 def _run_job(job: RunnableJob, directory: RunDirectory, log: str, sinks: Mapping[str, View]) -> None:
-    """Trains for the remaining steps and finishes the run. Raises KeyboardInterrupt if a signal stopped it early."""
+    """Trains for the remaining steps and finishes the run. Raises KeyboardInterrupt if it is not complete then.
+
+    That is so after a signal. `log` names the terminal output; `sinks` are by name.
+    """
     with Run(directory, job.config, job, make_view(log), sinks) as run, forward_logs(run.record_event, run.show_notice):
         job.run_loop(run)
         summary = run.finish()

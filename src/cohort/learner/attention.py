@@ -25,8 +25,8 @@ def make_packed_attention(layout: Layout, like: Tensor, head_dim: int) -> Attend
     """Returns the function attend(layer, q, k, v) with which the decoder attends over one microbatch.
 
     `layout` says which tokens see which. `like` is any weight of the model: its device and type decide whether
-    attention is computed by flash kernels (16-bit numbers on a GPU, `head_dim` a power of two) or in padded blocks of
-    torch operations. Masks are built here once, for all layers.
+    attention is computed by flash kernels (16-bit numbers on a GPU with Triton, `head_dim` a power of two) or in padded
+    blocks of torch operations. Index tensors and the masks of blocks are built here once, for all layers.
     """
     if has_kernels(like) and like.dtype in (torch.bfloat16, torch.float16) and is_power_of_two(head_dim):
         return make_flash_attention(layout.make_runs(like.device))

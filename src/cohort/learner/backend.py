@@ -37,7 +37,7 @@ class Backend(Protocol):
     def logprobs(self, micro: Microbatch, temperature: float) -> Tensor:
         """Returns the log-probabilities [N] of a microbatch's N target tokens, on the host, without gradient.
 
-        The logits are divided by `temperature` first.
+        The logits are divided by `temperature` first. The tensors of `micro` must be on the host.
         """
 
     def backward(self, micro: Microbatch, temperature: float, gradient: GradientFunction, per_token: bool) -> None:
@@ -52,20 +52,23 @@ class Backend(Protocol):
         """Returns a context in which `logprobs` uses the reference policy in place of the trained one.
 
         `reference` is the model to use. It is ignored where adapters are trained: then the reference is the decoder
-        with the adapters that it had at the start.
+        with the adapters from which training started, or with none.
         """
 
     def step(self, lr: float, scale: float) -> None:
-        """Makes one optimizer step with learning rate `lr`, after multiplying the gradients by `scale`."""
+        """Makes one optimizer step with learning rate `lr`, after multiplying the gradients by `scale` in place."""
 
     def state(self) -> dict[str, Tensor]:
         """Returns the optimizer's tensors by name (moments, copied masters), and the adapters where they are trained.
 
-        The names of adapter tensors begin with ADAPTER_PREFIX.
+        The names of adapter tensors begin with ADAPTER_PREFIX. The tensors are not copied.
         """
 
     def load_state(self, tensors: Mapping[str, Tensor], num_steps: int) -> None:
-        """Restores what `state` returned. `num_steps` is the number of optimizer steps that were made until then."""
+        """Restores what `state` returned. `num_steps` is the number of optimizer steps that were made until then.
+
+        Raises RunError where a moment is missing, and ModelError where adapters do not fit.
+        """
 
 
 class _BaseBackend:
@@ -78,9 +81,11 @@ class _BaseBackend:
         self._policy: AnyDecoder = decoder  # the model that `logprobs` uses: the decoder, or the reference
 
     def logprobs(self, micro: Microbatch, temperature: float) -> Tensor:
-        """Returns the log-probabilities [N] of a microbatch's N target tokens, on the host.
+        """Returns the log-probabilities [N] of a microbatch's N target tokens, on the host, without gradient.
 
-        The logits are divided by `temperature` first. Inside `as_reference` the model is the reference policy.
+        The logits are divided by `temperature` first. Inside `as_reference` the model is the reference policy. The
+        tensors of `micro` must be on the host. The caller turns autograd off; otherwise the forward keeps its
+        activations.
         """
         on_device = micro.to(self.decoder.embed.device)
         hidden = self._compute_hidden(self._policy, on_device, None)
@@ -91,8 +96,9 @@ class _BaseBackend:
     def backward(self, micro: Microbatch, temperature: float, gradient: GradientFunction, per_token: bool) -> None:
         """Runs forward and backward on a microbatch and adds its gradient to the gradients of the master weights.
 
-        `gradient` returns the gradients of the loss on the log-probabilities and entropies of some rows of targets.
-        With `per_token` it is called once per chunk of rows, otherwise once for all rows.
+        The tensors of `micro` must be on the model's device. `gradient` returns the gradients of the loss on the
+        log-probabilities and entropies (at `temperature`) of some rows of targets. With `per_token` it is called once
+        per chunk of rows, otherwise once for all rows.
         """
         head = self.decoder.head_weight
         with self._gradient_context():
@@ -115,8 +121,8 @@ class _BaseBackend:
     def as_reference(self, reference: AnyDecoder | None) -> Iterator[None]:
         """Context in which `logprobs` uses the reference policy in place of the trained one.
 
-        Where adapters are trained, the reference is the decoder with the adapters of the start, and `reference` is
-        ignored; otherwise `reference` must not be None.
+        Where adapters are trained, the reference is the decoder with the adapters from which training started (or with
+        none), and `reference` is ignored; otherwise `reference` must not be None.
         """
         # With adapters, the reference is the decoder without what was trained: no second model is needed.
         if self.adapters is not None:
@@ -131,7 +137,7 @@ class _BaseBackend:
             self._policy = self.decoder
 
     def step(self, lr: float, scale: float) -> None:
-        """Makes one optimizer step with learning rate `lr`, after multiplying the gradients by `scale`.
+        """Makes one optimizer step with learning rate `lr`, after multiplying the gradients by `scale` in place.
 
         Trained adapters are then merged into the decoder's weights.
         """
@@ -141,12 +147,19 @@ class _BaseBackend:
             self.adapters.merge()
 
     def state(self) -> dict[str, Tensor]:
-        """Returns the optimizer's tensors by name (moments, copied masters), and adapters where they are trained."""
+        """Returns the optimizer's tensors by name (moments, copied masters), and adapters where they are trained.
+
+        The names of adapter tensors begin with ADAPTER_PREFIX. The tensors are not copied.
+        """
         adapters = {} if self.adapters is None else self.adapters.tensors()
         return self.optimizer.state() | {ADAPTER_PREFIX + name: tensor for name, tensor in adapters.items()}
 
     def load_state(self, tensors: Mapping[str, Tensor], num_steps: int) -> None:
-        """Restores what `state` returned. `num_steps` is the number of optimizer steps that were made until then."""
+        """Restores what `state` returned. `num_steps` is the number of optimizer steps that were made until then.
+
+        Adapters are merged into the decoder's weights. Raises RunError where a moment is missing, and ModelError where
+        adapters do not fit.
+        """
         self.optimizer.load_state(tensors, num_steps)
         if self.adapters is not None:
             self.adapters.load(select_adapter_tensors(tensors))
@@ -187,10 +200,10 @@ class FusedBackend(_BaseBackend):
     decoder: Decoder
 
     def _gradient_context(self) -> AbstractContextManager[None]:
-        """Returns a context in which the decoder's matrices hand their gradients to collectors instead of autograd.
+        """Returns a context in which matrices of the layers hand their gradients to collectors instead of autograd.
 
         A collector adds a matrix's gradient to its fp32 master, or to the adapters of the matrix where these are
-        trained.
+        trained. Without adapters only low-precision matrices have collectors: an fp32 decoder is left to autograd.
         """
         return redirect_gradients(self.decoder, (self.adapters or self.optimizer).collectors())
 
@@ -227,7 +240,10 @@ class AutogradBackend(_BaseBackend):
 
 
 def make_backend(decoder: AnyDecoder, optim: OptimConfig, adapters: Adapters | None) -> FusedBackend | AutogradBackend:
-    """Returns the backend for this decoder. It trains the `adapters`, or where they are None the decoder's weights."""
+    """Returns the backend for this decoder: a FusedBackend for the native decoder, an AutogradBackend for any other.
+
+    It trains the `adapters`, or where they are None the decoder's weights.
+    """
     return (FusedBackend if decoder.is_native else AutogradBackend)(decoder, optim, adapters)
 
 

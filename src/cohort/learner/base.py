@@ -48,7 +48,7 @@ class Update:
     """Results of an update."""
 
     old: TokenLogprobs  # log-probabilities before the update, of the samples that came without them
-    metrics: dict[str, float]  # over all ranks
+    metrics: dict[str, float]  # over all ranks, except "pack/..."
     notices: list[tuple[str, str]] = field(default_factory=list)  # (level, text) to show to the user
     seconds: dict[str, float] = field(default_factory=dict)  # by stage
 
@@ -101,42 +101,45 @@ class Learner(Protocol):
         """Computes log-probabilities of the groups' samples, without changing the groups.
 
         `needs` may contain "old" (by the trained policy, with its current weights) and "ref" (by the reference policy).
-        The result has None for one that is not in `needs`.
+        The result has None for one that is not in `needs`. Samples that would not be in a batch, such as failed or
+        empty ones, get none.
         """
 
     def update(self, batch: Batch, algo: Loss) -> Update:
         """Trains the weights in place: in every epoch one optimizer step per minibatch of the batch.
 
-        Returns metrics, notices for the user, seconds per stage, and the log-probabilities before the update ("old") of
-        samples that came without them.
+        Returns metrics, notices for the user, seconds per stage, and, if the loss has a ratio, the log-probabilities
+        before the update ("old") of samples that came without them. A gradient that is zero or not finite changes no
+        weight.
         """
 
     def compute_gradient(
         self, batch: Batch, algo: Loss, options: MicrobatchOptions | None = None, world: World | None = None
     ) -> Gradient:
-        """Returns the gradient and the metrics of a batch with one minibatch. Weights and state stay unchanged.
+        """Returns the gradient and the metrics of a batch with one minibatch. No weight changes.
 
-        `options` says how the batch is cut into microbatches; None = as in `update`. `world` replaces the learner's
-        ranks for this call; None = its own.
+        The gradient is summed over the ranks; the metrics are of this rank. `options` says how the batch is cut into
+        microbatches; None = as in `update`. `world` replaces the learner's ranks for this call; None = its own.
         """
 
     def weights(self) -> LiveWeights:
-        """Returns the current weights, which yield (Hugging Face name, tensor) pairs. Nothing is copied."""
+        """Returns the current weights, not copied. Iterating over them yields (Hugging Face name, tensor)."""
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Returns (tensors of the optimizer by name, counters by name).
+        """Returns (tensors by name, counters by name).
 
-        A checkpoint stores both beside the weights, and a resumed run needs nothing else of the learner.
+        The tensors are the optimizer's, those of adapters, and those of a reference that is refreshed during the run. A
+        checkpoint stores both results beside the weights, and a resumed run needs nothing else of the learner.
         """
 
     def load_state(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> None:
         """Restores the tensors and counters that `state` returned. The caller loads the weights."""
 
     def snapshot(self) -> Snapshot:
-        """Returns a copy of weights, optimizer state, counters and reference, in host memory."""
+        """Returns a copy of weights, optimizer state, adapters, counters and reference, in host memory."""
 
     def restore(self, snapshot: Snapshot) -> None:
-        """Replaces weights, optimizer state and counters by those of a snapshot.
+        """Replaces weights (or adapters), optimizer state, counters and reference by those of a snapshot.
 
         The snapshot may come from a learner with other settings, such as another number type.
         """

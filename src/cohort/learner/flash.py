@@ -79,7 +79,8 @@ def _edge_arguments(runs: Runs) -> tuple[Tensor, Tensor, int, int]:
 def _copy_for_spans(x: Tensor, runs: Runs) -> Tensor:
     """Returns keys or values [S, K, D] in the order in which the spans see them. `x` [T, K, D] is in stream order.
 
-    Those of a shared prompt occur once per sample. If no prompt is shared, `x` itself is returned.
+    Those of a shared prompt occur in the prompt's own span and again for every span that sees it. If no prompt is
+    shared, `x` itself is returned.
     """
     return x if runs.copies is None else x.index_select(0, runs.copies.stream_index)
 
@@ -103,7 +104,8 @@ def add_up_copies(d_k: Tensor, d_v: Tensor, copies: Copies) -> Sequence[Tensor]:
 def make_flash_attention(runs: Runs) -> Callable[[int, Tensor, Tensor, Tensor], Tensor]:
     """Returns the function attend(layer, q, k, v) with which the decoder attends over one microbatch by flash kernels.
 
-    `runs` says which queries see which keys.
+    `runs` says which queries see which keys. q is [T, K, g, D], k and v are [T, K, D], the result is [T, K, g, D].
+    `layer` is not used.
     """
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

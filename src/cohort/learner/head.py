@@ -34,11 +34,12 @@ def gradient_through_head(
     temperature: float,
     gradient: GradientFunction,
 ) -> Tensor:
-    """Returns the gradient of the loss on the hidden states [N, d]. The loss must be a sum over the N rows.
+    """Returns the gradient of the loss on the hidden states [N, d].
 
     The gradient of the head `weight` [V, d] is added to `d_weight` [V, d] in place; None = the head is frozen.
-    `targets` [N] are token ids. `gradient` returns the gradients of the loss on log-probabilities and entropies of some
-    rows. It is called once per chunk of rows, while the chunk's logits exist, so that these are computed once.
+    `targets` [N] are token ids. `gradient` gets some rows with their log-probabilities and entropies (of logits divided
+    by `temperature`) and returns the gradients of the loss on both. It is called once per chunk of rows, while the
+    chunk's logits exist, so it must not need other rows.
     """
     d_hidden = torch.zeros_like(hidden)
     for rows in _split_rows(hidden, weight):
@@ -59,11 +60,11 @@ ChunkGradientFunction = Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]
 def _logits_gradient(
     hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, loss_gradient: ChunkGradientFunction
 ) -> Tensor:
-    """Returns the gradient of the loss on the logits [n, V] of one chunk, before the division by `temperature`.
+    """Returns the gradient of the loss on the raw logits [n, V] of one chunk, before the division by `temperature`.
 
     `hidden` [n, d] and `targets` [n] (token ids) are the rows of the chunk; `weight` [V, d] is the head.
-    `loss_gradient` maps log-probabilities and entropies [n] to the gradients of the loss on both. The result has the
-    type of `hidden`.
+    `loss_gradient` maps log-probabilities and entropies [n] (at that temperature) to the gradients of the loss on both.
+    The result has the type of `hidden`.
     """
     logits = _compute_logits(hidden, weight, temperature)
     top = logits.amax(dim=-1, keepdim=True)
@@ -113,7 +114,7 @@ def _split_rows(hidden: Tensor, weight: Tensor) -> list[slice]:
 
 
 def _compute_logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
-    """Returns the logits [n, V] of hidden states [n, d], divided by the temperature."""
+    """Returns the logits [n, V] of hidden states [n, d], divided by the temperature, in fp32 (float64 for float64)."""
     logits = multiply_wide(hidden, weight)
     return logits if temperature == 1.0 else logits.div_(temperature)
 
@@ -124,8 +125,8 @@ def token_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Returns (log p(target) [N], entropy of the next-token distribution [N]) for hidden [N, d], without gradient.
 
-    `weight` [V, d] is the head, `targets` [N] are token ids. The logits are divided by `temperature`. Without
-    `with_entropy` the entropies are not meant to be used: they may be zeros.
+    `weight` [V, d] is the head, `targets` [N] are token ids. The logits are divided by `temperature`. Results are fp32
+    (float64 for float64). Without `with_entropy` the entropies are not meant to be used: they may be zeros.
     """
     wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     logprobs, entropy = torch.zeros(2, len(hidden), dtype=wide, device=hidden.device)

@@ -82,9 +82,9 @@ def _logits_gradient_kernel(
 ):  # fmt: skip
     """Computes, per program, the gradient on BLOCK logits of one row and writes it to out_ptr [N, V].
 
-    g_ptr [N] and e_ptr [N] have the gradients of the loss on log p(target) and on the entropy. entropy_ptr and
-    log_z_ptr [N] are results of the forward kernel. ENTROPY = whether the entropy has a gradient; if not, e_ptr is not
-    read.
+    logits_ptr [N, V] has the logits before the division by temperature, on which the gradient is. g_ptr [N] and e_ptr
+    [N] have the gradients of the loss on log p(target) and on the entropy. entropy_ptr and log_z_ptr [N] are results of
+    the forward kernel. ENTROPY = whether the entropy has a gradient; if not, e_ptr is not read.
     """
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -109,10 +109,11 @@ def logits_gradient(
     temperature: float,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Returns the gradient of a loss on logits [N, V], before the division by `temperature`, in `dtype`.
+    """Returns the gradient of a loss on the raw logits [N, V], those before the division by `temperature`, in `dtype`.
 
     `d_logprobs` and `d_entropy` [N] are the gradients of the loss on log p(target) and on the entropy; `d_entropy` None
-    = the loss does not depend on the entropy. `entropy` and `log_z` [N] are results of `logprobs_and_entropy`.
+    = the loss does not depend on the entropy. `entropy` and `log_z` [N] are results of `logprobs_and_entropy` for the
+    same logits, targets and temperature.
     """
     N, V = logits.shape
     out = torch.empty(N, V, dtype=dtype, device=logits.device)
@@ -150,8 +151,8 @@ def _sum_copies_kernel(k_ptr, v_ptr, back_ptr, edges_ptr, k_out_ptr, v_out_ptr, 
 def sum_copies(k: Tensor, v: Tensor, copies: Copies) -> tuple[Tensor, Tensor]:
     """Returns, for k and for v, the sum of each token's copies: [S, K, D] -> [T, K, D], in the type of the input.
 
-    `copies` says which of the S rows are copies of which of the T tokens. The order of summation is fixed, so that the
-    result is always the same to the last bit.
+    `copies` says which of the S rows are copies of which of the T tokens. Sums are formed in fp32, in a fixed order, so
+    that the result is always the same to the last bit. k and v must be contiguous.
     """
     assert k.is_contiguous() and v.is_contiguous()
     T, W = len(copies.token_edges) - 1, k[0].numel()

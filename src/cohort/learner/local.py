@@ -95,9 +95,10 @@ class LocalLearner:
         return self.backend.optimizer
 
     def apply_plan(self, plan: MemoryPlan | None) -> None:
-        """Sets the token budget and whether activations are recomputed, as the memory plan says; None changes nothing.
+        """Sets the token budget and whether activations are recomputed, as the memory plan says; None changes neither.
 
-        The first update then reports how far off the plan was. A learner on a CPU has no plan.
+        The plan is also stored, so that the next update reports how far off it was; None removes a stored plan. A
+        learner on a CPU has no plan.
         """
         self.plan = plan
         if plan is not None:
@@ -108,7 +109,9 @@ class LocalLearner:
     def annotate(self, groups: Sequence[Group], needs: Collection[str]) -> Annotations:
         """Returns log-probabilities of the samples: "old" by the current policy, "ref" by the reference, if in `needs`.
 
-        Samples that `make_batch` leaves out, such as failed and empty ones, get none.
+        The one that is not in `needs` is None. A sample gets one number per token, 0 where the token was not sampled.
+        Samples that `make_batch` leaves out, such as failed, masked and empty ones, get none. The groups stay
+        unchanged. Raises ConfigError for a sample that exceeds the token budget.
         """
         begin = time.perf_counter()
         old = ref = None
@@ -124,10 +127,12 @@ class LocalLearner:
         return Annotations(old=old, ref=ref, seconds={"annotate": time.perf_counter() - begin})
 
     def update(self, batch: Batch, algo: Loss) -> Update:
-        """Trains the weights in place: in every epoch one optimizer step per minibatch of the batch.
+        """Trains the weights in place: in every epoch one call of `optim_step` per minibatch of the batch.
 
-        Returns metrics over all ranks, notices for the user, seconds per stage, and the log-probabilities before the
-        update of samples that came without them.
+        Returns metrics over all ranks ("pack/..." are of this rank alone), notices for the user, and seconds per stage.
+        If the loss has a ratio, it also returns the log-probabilities before the update of samples that came without
+        them. May refresh the reference. Raises ConfigError for a sample that exceeds the token budget, and
+        TrainingStopped as `forward_backward` and `optim_step` do.
         """
         begin = time.perf_counter()
         parts = pack(batch, self.token_budget, self.config.prefix_sharing)
@@ -170,10 +175,12 @@ class LocalLearner:
     def compute_gradient(
         self, batch: Batch, algo: Loss, options: MicrobatchOptions | None = None, world: World | None = None
     ) -> Gradient:
-        """Returns the gradient (summed over ranks) and this rank's metrics of a batch with one minibatch.
+        """Returns the gradient (summed over ranks) and this rank's metrics of the batch's first minibatch.
 
-        No optimizer step is made. `options` says how the batch is cut into microbatches; None = as in `update`. `world`
-        replaces the learner's ranks for this call; None = its own.
+        No optimizer step is made, and the masters have no gradients afterwards. The gradient is on the host, by
+        parameter name, without parameters that have none. `options` says how the batch is cut into microbatches; None =
+        as in `update`. A token budget below the longest sample is raised to its length. `world` replaces the learner's
+        ranks for this call; None = its own.
         """
         options, own_world = options or MicrobatchOptions(), self.world
         budget = max(options.token_budget or self.token_budget, longest_sample(batch))
@@ -191,7 +198,10 @@ class LocalLearner:
         return Gradient(tensors=tensors, metrics=metrics)
 
     def _refresh_reference(self) -> None:
-        """Copies the current policy into the reference every `refresh_every` steps. Does nothing at other steps."""
+        """Copies the current policy into the reference model every `refresh_every` steps, counted by `update_index`.
+
+        Does nothing at other steps, where `refresh_every` is 0, and where there is no reference model.
+        """
         updates_per_refresh = self.refresh_every * self.config.epochs * self.config.minibatches
         if self.reference is not None and updates_per_refresh and self.update_index % updates_per_refresh == 0:
             self.reference.load_state_dict(self.decoder.state_dict())
@@ -199,8 +209,9 @@ class LocalLearner:
     def _add_old_logprobs(self, minibatch: Minibatch, old_logprobs: dict[int, Floats]) -> Minibatch:
         """Returns the minibatch with the log-probabilities before the step's first update in its microbatches.
 
-        `old_logprobs` has those computed so far, by sample number. If some are missing, they are computed with the
-        current weights and added to this dict. A minibatch that has them already is returned unchanged.
+        `old_logprobs` has those computed so far, by sample number. If it lacks a sample of the minibatch, those of the
+        whole minibatch are computed with the current weights and added to this dict. A minibatch whose microbatches
+        have them already is returned unchanged.
         """
         if all(m.old_logprobs is not None for m in minibatch.microbatches):
             return minibatch
@@ -211,8 +222,9 @@ class LocalLearner:
     def forward_backward(self, minibatch: Minibatch, algo: Loss) -> MinibatchResult:
         """Computes the gradient of a minibatch, summed over ranks, and leaves it in the gradients of the masters.
 
-        Returns this rank's metrics and log-probabilities. Where memory runs out, it starts again with smaller
-        microbatches.
+        Replaces gradients of earlier calls. Returns this rank's metrics and log-probabilities. Every rank must call it.
+        Where memory runs out, it starts again with smaller microbatches; raises TrainingStopped where these cannot get
+        smaller.
         """
         # Collective calls stay outside the retries: every rank makes each of them once, however often it starts again.
         c = minibatch.counts
@@ -224,10 +236,11 @@ class LocalLearner:
         return result
 
     def _accumulate_gradients(self, minibatch: Minibatch, totals: Totals, algo: Loss) -> MinibatchResult:
-        """Adds up the gradients of all microbatches of this rank, and returns metrics and log-probabilities.
+        """Adds up the gradients of all microbatches of this rank, from zero, and returns metrics and log-probabilities.
 
-        Starts again with microbatches of about half the size whenever memory runs out. `totals` are the denominators of
-        the loss over all ranks.
+        Starts again with microbatches of about half the size whenever memory runs out; raises TrainingStopped where
+        that is not possible. Where memory ran out in an earlier minibatch, it begins with the size that fitted then.
+        `totals` are the denominators of the loss over all ranks.
         """
         # Memory ran out before with microbatches of this size.
         if self._fitting_budget and minibatch.largest_microbatch > self._fitting_budget:
@@ -243,8 +256,9 @@ class LocalLearner:
     def _repack_smaller(self, minibatch: Minibatch, reason: str) -> Minibatch:
         """Returns the minibatch in microbatches of about half the size, drops all gradients, and adds a warning.
 
-        That size is remembered for later minibatches. `reason` is the message of the failure. Raises TrainingStopped if
-        the longest sample allows no smaller microbatches.
+        The new size is remembered for later minibatches; `token_budget` is lowered too, if it is known how long samples
+        may be. `reason` is the message of the failure. Raises TrainingStopped if the longest sample allows no smaller
+        microbatches.
         """
         largest = minibatch.largest_microbatch
         budget = max(minibatch.longest_sample, largest // 2)
@@ -265,10 +279,11 @@ class LocalLearner:
         return repack(minibatch, budget)
 
     def _run_microbatches(self, minibatch: Minibatch, totals: Totals, algo: Loss) -> MinibatchResult:
-        """Zeroes the gradients and adds up those of all microbatches, one after the other.
+        """Removes all gradients, then adds up those of all microbatches, one after the other, in those of the masters.
 
-        Returns metrics and log-probabilities. `totals` are the denominators of the loss over all ranks. Raises
-        torch.OutOfMemoryError.
+        Returns metrics and log-probabilities. `totals` are the denominators of the loss over all ranks. Old
+        log-probabilities are ignored if no update was made since `annotate` computed them: the current ones are the
+        same. Lets torch.OutOfMemoryError pass to the caller.
         """
         self.optimizer.zero_grad()
         # If no weight has moved since the annotation, the current log-probabilities are the old ones, to the last bit.
@@ -288,11 +303,12 @@ class LocalLearner:
         return result
 
     def optim_step(self) -> dict[str, float]:
-        """Makes one optimizer step and returns its metrics (learning rate, gradient norm, what became of the step).
+        """Makes one optimizer step with the present gradients and returns its metrics. A call advances `update_index`.
 
         The gradient is first scaled down to a norm of at most `optim.clip_norm` (0 = no limit). If it is exactly zero,
-        no step is made, because momentum alone would move the weights. If it is not finite, the step is skipped. Raises
-        TrainingStopped when MAX_BAD_UPDATES steps in a row were skipped.
+        no step is made, because momentum alone would move the weights. If it is not finite, the step is skipped;
+        MAX_BAD_UPDATES such gradients in a row raise TrainingStopped. Metrics are the learning rate, the gradient norm
+        (if finite) and counts "updates/..." of what became of the step.
         """
         lr = learning_rate(self.optim, self.update_index, self.num_updates)
         self.update_index += 1
@@ -314,7 +330,7 @@ class LocalLearner:
 
     @torch.no_grad()
     def _compute_logprobs(self, minibatch: Minibatch) -> dict[int, Floats]:
-        """Returns the log-probabilities [T] of each sample, by sample number; 0 where a token is no target.
+        """Returns the log-probabilities [T] of the minibatch's samples, by sample number; 0 where a token is no target.
 
         They are those of the current policy, or of the reference inside `Backend.as_reference`.
         """
@@ -323,7 +339,10 @@ class LocalLearner:
         return scatter_to_samples(minibatch.batch, pieces)
 
     def _sum_grads_over_ranks(self) -> None:
-        """Replaces the gradients of the masters by their sums over all ranks, in place."""
+        """Replaces the gradients of the masters by their sums over all ranks, in place. Every rank must call it.
+
+        With several ranks a missing gradient becomes zeros first. With one rank nothing happens.
+        """
         if self.world.size == 1:
             return
         # Every rank must join every sum, also one that had no microbatch and so has no gradient.
@@ -335,9 +354,9 @@ class LocalLearner:
     # ---- notices ---------------------------------------------------------------------------------------------
 
     def _report_layout(self, parts: Sequence[Minibatch]) -> None:
-        """Adds one notice, at the first update: how many tokens it has, and whether and why prompts are shared.
+        """Adds a notice at the first update with samples: how many tokens it has, whether and why prompts are shared.
 
-        `parts` are all minibatches of the update.
+        `parts` are all minibatches of the update. Later calls do nothing.
         """
         micro = [m for minibatch in parts for m in minibatch.microbatches]
         if self._layout_reported or not micro:
@@ -357,10 +376,10 @@ class LocalLearner:
 
     @contextmanager
     def _compare_with_plan(self, minibatch: Minibatch) -> Iterator[None]:
-        """Context around forward and backward of a minibatch. Where a memory plan is set, it measures the memory used.
+        """Context around forward and backward of a minibatch. Where a memory plan is set, it measures GPU memory used.
 
-        It then adds two notices, the plan and by how many percent it was off, and drops the plan: later calls do
-        nothing.
+        Afterwards it adds two notices: the plan, and by how many percent the plan was off. The plan is dropped, so
+        later calls do nothing. A minibatch without microbatches is not measured.
         """
         if self.plan is None or not minibatch.microbatches:
             yield
@@ -380,14 +399,14 @@ class LocalLearner:
     # ---- weights and state -----------------------------------------------------------------------------------
 
     def weights(self) -> LiveWeights:
-        """Returns the current weights, which yield (Hugging Face name, tensor) pairs. Nothing is copied."""
+        """Returns the current weights, not copied. Iterating over them yields (Hugging Face name, tensor)."""
         return LiveWeights(self.decoder)
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Returns (tensors by name, counters by name).
+        """Returns (tensors by name, not copied; counters by name).
 
-        The tensors are the optimizer's, those of adapters, and those of the reference if it is refreshed during the
-        run.
+        The tensors are the optimizer's, those of adapters, and those of the reference model if it is refreshed during
+        the run. The counters are "update_index", "num_bad" and "optimizer_steps".
         """
         tensors = self.backend.state()
         # A reference that never moves is the initial model, which a resumed run loads again.
@@ -406,7 +425,8 @@ class LocalLearner:
     def load_state(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> None:
         """Restores counters, optimizer, adapters and a refreshed reference from what `state` returned.
 
-        The caller loads the weights.
+        The caller loads the weights. Raises RunError where a moment is missing, and ModelError where adapters do not
+        fit.
         """
         self._restore_state(tensors, numbers)
         if self.reference is not None and self.refresh_every:
@@ -414,7 +434,11 @@ class LocalLearner:
                 p.data.copy_(tensors[REFERENCE_PREFIX + name])
 
     def snapshot(self) -> Snapshot:
-        """Returns a copy of weights, optimizer state, counters and reference, in host memory."""
+        """Returns a copy of the learner's whole state, in host memory.
+
+        It has the weights, all master weights, optimizer state, adapters, counters, the reference model (None if there
+        is none) and the length of the learning rate schedule.
+        """
         tensors, numbers = self.state()
         # All masters, also those that are the weights: the weights of another learner may have another type.
         masters = {f"master/{name}": master for name, master in self.optimizer.masters.items()}
@@ -427,9 +451,10 @@ class LocalLearner:
         )
 
     def restore(self, snapshot: Snapshot) -> None:
-        """Replaces weights (or adapters), optimizer state, counters and reference by those of a snapshot.
+        """Replaces weights (or adapters), optimizer state, counters and schedule length by those of a snapshot.
 
-        The snapshot may come from a learner with other settings, such as another number type.
+        The reference is replaced too, if learner and snapshot both have one. The snapshot may come from a learner with
+        other settings, such as another number type.
         """
         self.num_updates = snapshot.num_updates
         if self.adapters is None:

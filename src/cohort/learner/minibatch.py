@@ -47,10 +47,11 @@ class TokenLoss:
         """Returns the gradients [n] of the loss on the log-probabilities and on the entropies of some targets.
 
         `rows` says which of the microbatch's N targets these are; `logprobs` and `entropy` are [n]. The second item is
-        None if the loss does not depend on the entropy. Metrics and log-probabilities are added to `self.result`.
+        None if the loss does not depend on the entropy. Metrics and log-probabilities are added to `self.result`, also
+        "signal", the sum of the absolute gradients on log-probabilities.
         """
         leaves = [x.detach().requires_grad_() for x in (logprobs, entropy)]
-        # The backend calls this while gradients are off.
+        # The backend may call this while gradients are off.
         with torch.enable_grad():
             loss, metrics = self.algo.loss(self._make_inputs(rows, *leaves))
         self.result.tally.merge(metrics)
@@ -61,7 +62,11 @@ class TokenLoss:
         return d_logprobs, d_entropy
 
     def _make_inputs(self, rows: slice, logprobs: Tensor, entropy: Tensor) -> LossInputs:
-        """Returns the inputs of the algorithm's loss for the targets `rows`, converted to the type of `logprobs`."""
+        """Returns the inputs of the algorithm's loss for the targets `rows`.
+
+        Its vectors of floats are converted to type and device of `logprobs`. `logprobs` and `entropy` already belong to
+        these rows and are used as given.
+        """
         micro = self.micro
         return LossInputs(
             logprobs=logprobs,
@@ -77,10 +82,10 @@ class TokenLoss:
 
 
 def scatter_to_samples(batch: Batch, pieces: Sequence[tuple[Tensor, Tensor]]) -> dict[int, Floats]:
-    """Returns one array [T] per sample, by sample number, with values at its targets and 0 at other tokens.
+    """Returns one float64 array [T] per sample, by sample number, with values at its targets and 0 at other tokens.
 
-    `pieces` are pairs (sample number of each target, value of each target). The targets of a sample must follow each
-    other, in their order, perhaps across pieces.
+    `pieces` are pairs (sample number of each target, value of each target). All targets of a sample must follow each
+    other, in their order, perhaps across pieces. A sample that is in no piece is not in the result.
     """
     by_sample: dict[int, Floats] = {}
     if not pieces:
@@ -97,14 +102,17 @@ def scatter_to_samples(batch: Batch, pieces: Sequence[tuple[Tensor, Tensor]]) ->
 
 
 def make_token_logprobs(batch: Batch, values: Mapping[int, Floats]) -> TokenLogprobs:
-    """Returns log-probabilities [T], given by sample number, as a record that names the samples by their ids."""
+    """Returns log-probabilities [T], given by sample number, as a record that names the samples by their ids.
+
+    The samples are in the order of `values`; other samples of the batch are not in the record.
+    """
     return TokenLogprobs(ids=[batch.ids[n] for n in values], logprobs=[row.tolist() for row in values.values()])
 
 
 def repack(minibatch: Minibatch, budget: int) -> Minibatch:
     """Returns the minibatch cut again, into microbatches of at most `budget` tokens.
 
-    Old log-probabilities in its microbatches are kept.
+    Old log-probabilities in its microbatches are kept. Raises ConfigError for a budget below the longest sample.
     """
     repacked = pack_minibatch(minibatch.batch, minibatch.index, budget, minibatch.share_prompts)
     old = [(m.segments, m.old_logprobs) for m in minibatch.microbatches if m.old_logprobs is not None]

@@ -17,7 +17,8 @@ from cohort.models.functions import Collector, add_product
 def learning_rate(config: OptimConfig, update: int, num_updates: int) -> float:
     """Returns the learning rate of update number `update` (from 0) of `num_updates`.
 
-    It rises over the first `config.warmup` updates and then follows `config.schedule`.
+    It rises linearly over the first `config.warmup` updates to `config.lr`. Then, by `config.schedule`, it stays there
+    or falls (linear or cosine) towards `config.lr_floor` x `config.lr`, where it stays from update `num_updates` on.
 
     >>> c = OptimConfig(lr=1.0, warmup=4, schedule="linear")
     >>> [learning_rate(c, i, 8) for i in range(8)]
@@ -70,7 +71,7 @@ class Optimizer:
         """Returns, by parameter name, a function per low-precision matrix that adds its gradient to its master's.
 
         For a product x W^T, the function is called with the gradient [T, n] of the product and with x [T, d], in place
-        of autograd's gradient of W. The sum is formed in fp32.
+        of autograd's gradient of W. The sum is formed in fp32. Parameters that are their own masters have no function.
         """
         low_precision = [n for n, p in self.params.items() if p.ndim > 1 and self.masters[n] is not p]
         return {n: partial(self._add_to_master_grad, n) for n in low_precision}
@@ -85,7 +86,7 @@ class Optimizer:
     def master_grad(self, param: Tensor) -> Tensor:
         """Returns the gradient tensor of a parameter's master, to which the caller may add in place.
 
-        It is filled with zeros if there was none.
+        If there is none, makes one of zeros. `param` must be one of the optimizer's own parameters, the same object.
         """
         return self._ensure_grad(next(n for n, p in self.params.items() if p is param))
 
@@ -97,14 +98,15 @@ class Optimizer:
         return master.grad
 
     def grads(self) -> list[Tensor]:
-        """Returns the gradients of the masters, without those that have none."""
+        """Returns the gradient tensors of all masters that have one, not copied."""
         return [m.grad for m in self.masters.values() if m.grad is not None]
 
     @torch.no_grad()
     def step(self, lr: float, scale: float) -> None:
         """Makes one AdamW step with learning rate `lr`, after multiplying the gradients by `scale` in place.
 
-        Low-precision parameters are then rounded from their masters. Masters without gradient stay unchanged.
+        Weight decay applies to matrices only. Masters without gradient stay unchanged. All low-precision parameters are
+        then rounded from their masters. The gradients are kept.
         """
         if scale != 1.0:
             torch._foreach_mul_(self.grads(), scale)
@@ -118,7 +120,7 @@ class Optimizer:
                 p.copy_(self.masters[name])
 
     def _apply_adamw(self, names: list[str], lr: float, weight_decay: float) -> None:
-        """Updates the masters `names` and their moments by AdamW, in place.
+        """Updates the masters `names` and their moments by AdamW, in place. Each of these masters must have a gradient.
 
         It calls torch's kernel directly: torch's optimizer class imports the compiler, which takes a second per start.
         """
@@ -143,7 +145,7 @@ class Optimizer:
         )
 
     def state(self) -> dict[str, Tensor]:
-        """Returns, by name, the two moments of each parameter, and the masters of low-precision parameters.
+        """Returns, by name, the two moments of each parameter, and the masters of low-precision parameters; not copied.
 
         The names are "exp_avg/...", "exp_avg_sq/..." and "master/...", followed by the parameter's name.
         """
@@ -157,7 +159,8 @@ class Optimizer:
     def load_state(self, tensors: Mapping[str, Tensor], num_steps: int) -> None:
         """Restores what `state` returned. `num_steps` is the number of optimizer steps that were made until then.
 
-        Raises RunError where a moment is missing. A master that is missing stays as it was.
+        Raises RunError where a moment is missing. A master that is missing stays as it was. A parameter that is its own
+        master is overwritten if `tensors` has a master for it; low-precision parameters are left to the caller.
         """
         self.num_steps = num_steps
         for name, master in self.masters.items():

@@ -58,7 +58,8 @@ class MemoryPlan:
     def update_bytes_for(self, tokens: int) -> int:
         """Returns the bytes that an update needs besides the state if its largest microbatch has `tokens` tokens.
 
-        This is less than `update` where `tokens` is below the token budget.
+        It is `update` less what is kept per token for the tokens below the token budget. The work of one layer or of
+        the head stays as planned.
         """
         return self.update - (self.token_budget - tokens) * self.per_token
 
@@ -76,12 +77,18 @@ class MemoryPlan:
 
 
 def num_params(c: ModelConfig) -> int:
-    """Returns the number of parameters in all matrices of a model. Norms and biases (a thousandth) do not count."""
+    """Returns the number of parameters in all matrices of a model. Norms and biases (a thousandth) do not count.
+
+    Where the head is tied to the embedding, their common matrix counts once.
+    """
     return count_layer_params(c) + (1 if c.tied else 2) * c.vocab_size * c.hidden
 
 
 def state_bytes(demand: MemoryDemand) -> int:
-    """Returns the bytes that are in use all the time: weights, reference, frozen weights, masters and AdamW moments."""
+    """Returns the bytes that are in use all the time: weights, reference, frozen weights, masters and AdamW moments.
+
+    fp32 weights that are trained themselves need no masters.
+    """
     params = num_params(demand.model)
     num_trained = params if demand.num_trained is None else demand.num_trained
     # fp32 weights are their own masters. Adapters are fp32 masters beside the weights.
@@ -92,7 +99,7 @@ def state_bytes(demand: MemoryDemand) -> int:
 
 
 def kept_bytes_per_token(c: ModelConfig, bytes_per_number: int, recompute: bool) -> int:
-    """Returns the bytes per token that all layers together keep from the forward to the backward.
+    """Returns the bytes per token that the model keeps from the forward to the backward: layers, embedding, head input.
 
     With `recompute` a layer keeps only its inputs, and computes the rest again in the backward.
     """
@@ -107,7 +114,7 @@ def layer_bytes_per_token(c: ModelConfig, bytes_per_number: int) -> int:
     """Returns the bytes per token that one layer keeps for its backward, without recomputation.
 
     They hold two sums of the residual stream, two normed inputs, q, k, v, mixed values with their normalisers, gate and
-    up.
+    up; also q and k from before their norm, where the model normalises them.
     """
     heads = (2 * c.num_heads + 2 * c.num_kv_heads) * c.head_dim
     # Models that normalise q and k keep both from before the norm too.
@@ -118,8 +125,8 @@ def layer_bytes_per_token(c: ModelConfig, bytes_per_number: int) -> int:
 def work_bytes_per_token(c: ModelConfig, bytes_per_number: int, recompute: bool) -> int:
     """Returns the bytes per token that exist only while the backward of one layer runs.
 
-    They hold the gradients of gate and up, their product computed again, and its gradient; with `recompute` also
-    everything that the layer computes again.
+    They hold the gradients of gate and up, their product computed again, and its gradient, and six tensors of the
+    hidden size, three of them in fp32; with `recompute` also everything that the layer computes again.
     """
     recomputed = layer_bytes_per_token(c, bytes_per_number) if recompute else 0
     return bytes_per_number * (4 * c.ff + 3 * c.hidden) + 3 * 4 * c.hidden + recomputed
@@ -150,11 +157,13 @@ def update_bytes(demand: MemoryDemand, budget: int, recompute: bool) -> int:
 
 
 def plan_memory(demand: MemoryDemand, available: int, token_budget: int = 0) -> MemoryPlan:
-    """Returns the fastest plan that fits into `available` bytes. `token_budget` 0 = the plan chooses it.
+    """Returns the fastest plan that fits into `available` bytes, of which the share USABLE_SHARE is planned.
 
-    Four ways are tried in this order: nothing recomputed and KV kept; KV released between rollouts; activations
-    recomputed; both. The first that allows microbatches of GOOD_BUDGET tokens is taken, or else the first into which
-    the longest sample fits. Raises ConfigError where not even one sample fits.
+    `token_budget` is taken as given; 0 = the plan chooses the largest that fits, up to MAX_BUDGET, the whole batch, or
+    a longer sample. Four ways are tried in this order: nothing recomputed and KV kept; KV released between rollouts;
+    activations recomputed; both. The first that allows microbatches of GOOD_BUDGET tokens (or of the whole batch) is
+    taken, or else the first into which the longest sample fits. Raises ConfigError where that sample, or a given
+    budget, does not fit.
     """
     state = state_bytes(demand)
     kv = count_kv_bytes(demand.model, demand.bytes_per_number) * demand.kv_tokens

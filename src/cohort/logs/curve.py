@@ -10,7 +10,9 @@ Range = tuple[float, float]
 
 
 def find_bounds(values: Sequence[float]) -> Range:
-    """Returns (lowest, highest) of the finite values, widened if they are equal, so that a flat curve can be drawn.
+    """Returns (lowest, highest) of the finite values; (0, 1) if there are none.
+
+    Equal bounds are widened by 0.5 on each side, so that a flat curve can be drawn.
 
     >>> find_bounds([0.25, 0.75]), find_bounds([1.0]), find_bounds([])
     ((0.25, 0.75), (0.5, 1.5), (0.0, 1.0))
@@ -25,7 +27,7 @@ def find_bounds(values: Sequence[float]) -> Range:
 def find_cell(value: float, scale: Range, num: int) -> int:
     """Returns the index of the cell that holds the value, if the range `scale` is divided into `num` equal cells.
 
-    A value outside of the range gets the first or the last cell.
+    Indices count from 0. A value outside of the range gets the first or the last cell.
 
     >>> [find_cell(v, (0.0, 1.0), 4) for v in (0.0, 0.3, 1.0)]
     [0, 1, 3]
@@ -35,10 +37,11 @@ def find_cell(value: float, scale: Range, num: int) -> int:
 
 
 def draw_braille(points: Sequence[tuple[float, float]], width: int, height: int, x: Range, y: Range) -> list[str]:
-    """Draws the curve through `points` with braille characters. Returns its lines of text, top first.
+    """Draws the curve through `points` with braille characters. Returns its `height` lines of text, top first.
 
-    `points` are pairs (x, y), of which those in the same column of dots are averaged. `x` and `y` are the (lowest,
-    highest) values of the axes. `width` and `height` are in characters.
+    `points` are pairs (x, y), of which those in the same column of dots are averaged, and those that are not finite
+    left out. A straight line joins each point with the next. `x` and `y` are the (lowest, highest) values of the axes.
+    `width` and `height` are in characters.
 
     >>> draw_braille([(0, 0.0), (1, 1.0)], 1, 1, (0, 1), (0.0, 1.0))
     ['⡜']
@@ -58,11 +61,11 @@ def draw_braille(points: Sequence[tuple[float, float]], width: int, height: int,
 def _average_columns(points: Sequence[tuple[float, float]], num: int, x: Range) -> list[tuple[int, float]]:
     """Returns (column, mean value) of each column that has a point, from left to right.
 
-    The range `x` is divided into `num` columns. `points` are pairs (x, y); values that are not finite are left out.
+    The range `x` is divided into `num` columns. `points` are pairs (x, y); those whose y is not finite are left out.
     """
     sums: dict[int, tuple[float, int]] = {}
     for position, value in points:
-        # False for infinity and for NaN: these leave a gap in the curve.
+        # False for infinity and for NaN: these points are left out, and the line goes on to the next point.
         if abs(value) < float("inf"):
             column = find_cell(position, x, num)
             total, count = sums.get(column, (0.0, 0))

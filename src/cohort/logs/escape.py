@@ -11,8 +11,9 @@ _KEEP = {"\n", "\u200c", "\u200d"}
 def escape_text(text: str, limit: int = 4000) -> str:
     """Returns the text with every character that could act on a terminal written as an escape sequence.
 
-    Escapes control characters (C0, C1, DEL), formatting ones (bidirectional overrides, zero width), line and
-    paragraph separators, and lone surrogates. Newlines stay, tabs become four spaces. Cuts after `limit` characters.
+    Escapes control characters (C0, C1, DEL), formatting ones (bidirectional overrides, zero width except joiners), line
+    and paragraph separators, and lone surrogates. Newlines and backslashes stay, tabs become four spaces. Cuts after
+    `limit` characters of `text`; a note about how many more there are follows.
 
     >>> escape_text("[/INST] \\x1b[2J\\r\\u202eabc")
     '[/INST] \\\\x1b[2J\\\\r\\\\u202eabc'
@@ -23,7 +24,7 @@ def escape_text(text: str, limit: int = 4000) -> str:
 
 
 def escape_line(text: str, limit: int = 200) -> str:
-    """Returns the text escaped as by `escape_text`, and newlines written as \\n, so that it is one line.
+    """Returns the text escaped and cut as by `escape_text`, and newlines written as \\n, so that it is one line.
 
     >>> escape_line("a\\nb")
     'a\\\\nb'

@@ -34,9 +34,10 @@ class _ForwardingHandler(logging.Handler):
 
 @contextmanager
 def forward_logs(event: Receiver, notice: Receiver) -> Iterator[None]:
-    """While this context is open, passes warnings of Cohort's loggers to `event` and INFO messages to `notice`.
+    """While this context is open, passes warnings and errors of Cohort's loggers to `event`, INFO messages to `notice`.
 
-    Both are called with the kind of event, such as "engine", and the message. At the end the log level is restored.
+    Both are called with the kind of event, such as "engine", and the message. DEBUG messages are not passed on. At the
+    end the log level is restored.
     """
     log = logging.getLogger("cohort")
     handler = _ForwardingHandler(event, notice)

@@ -22,14 +22,17 @@ class JsonView:
         self._stream = stream
 
     def start(self, header: Header) -> None:
-        """Prints a line of the kind "start" with the facts of the header, without curve, evaluations and config."""
+        """Prints a line of the kind "start" with the facts of the header, without curve, evaluations and config.
+
+        The values of the curve and whether the run has evaluations are left out too.
+        """
         self._write("start", **{k: v for k, v in asdict(header).items() if k not in _OMITTED})
 
     def show_phase(self, name: str) -> None:
         """Does nothing: phases are not printed."""
 
     def show_step(self, report: StepReport) -> None:
-        """Prints a line of the kind "step" with the step's number, remaining seconds and metrics."""
+        """Prints a line of the kind "step" with the step's number, all steps, remaining seconds and all metrics."""
         self._write("step", step=report.step, num_steps=report.num_steps, eta=report.eta, metrics=report.metrics)
 
     def show_evaluation(self, evaluation: Evaluation) -> None:
@@ -43,7 +46,10 @@ class JsonView:
         self._write("event", step=step, event=kind, text=text)
 
     def finish(self, summary: Summary) -> None:
-        """Prints a line of the kind "finish" with the held-out accuracy before and after; null if not evaluated."""
+        """Prints a line of the kind "finish": run directory, steps, seconds, whether complete, held-out accuracy.
+
+        "before" is the accuracy of the first evaluation, "after" that of the last; null if not evaluated.
+        """
         self._write(
             "finish",
             path=summary.path,
@@ -72,7 +78,7 @@ class JsonView:
 def replace_non_finite(value: Any) -> Any:
     """Returns a copy of `value` with None in place of NaN and infinity, which JSON lacks.
 
-    Looks into dicts, lists and tuples; tuples become lists.
+    Looks into dicts, lists and tuples; tuples become lists. Other objects are returned unchanged.
 
     >>> replace_non_finite({"loss": float("nan"), "lr": [0.5, float("inf")]})
     {'loss': None, 'lr': [0.5, None]}

@@ -53,7 +53,11 @@ class LiveView:
         self._phase = name
 
     def show_step(self, report: StepReport) -> None:
-        """Makes the next frame show this step: its metrics, one more point of the curve, and its showcase sample."""
+        """Makes the next frame show this step: its metrics, one more point of the curve, and its showcase sample.
+
+        Without a sample, the last one stays. Without the curve's metric, no point is added. The phase becomes
+        "training".
+        """
         self._report = report
         metric = Curve().metric if self._header is None else self._header.curve.metric
         if metric in report.metrics:
@@ -67,7 +71,10 @@ class LiveView:
         self._evaluations.append(evaluation)
 
     def show_event(self, step: int, kind: str, text: str) -> None:
-        """Adds an event to the list of the last three, which the next frame shows."""
+        """Adds an event to the list of the last three, which the next frame shows.
+
+        A checkpoint takes the place of earlier checkpoints.
+        """
         # Only the newest checkpoint is shown, so that checkpoints do not push a failure out of the short list.
         if kind == "checkpoint":
             for old in [e for e in self._events if e[1] == kind]:
@@ -75,7 +82,7 @@ class LiveView:
         self._events.append((step, kind, text))
 
     def finish(self, summary: Summary) -> None:
-        """Ends the frame and prints the closing lines and the commands to try next below it."""
+        """Ends the frame, which stays, and prints the closing lines and the commands to try next below it."""
         self._phase = "done" if summary.complete else "stopped"
         self.close()
         styles = {"held-out": "bold green", "stopped": "bold yellow"}
@@ -93,9 +100,9 @@ class LiveView:
             live.stop()
 
     def render_frame(self) -> ConsoleRenderable | RichCast:
-        """Returns the whole frame for rich to draw, made from what was shown so far.
+        """Returns the whole frame for rich to draw, made from what was shown so far; an empty text before `start`.
 
-        It fits the height of the terminal; empty before `start`.
+        The height of the terminal decides how high the curve is, and whether there is room for the sample.
         """
         if self._header is None:
             return Text("")

@@ -50,7 +50,10 @@ class MetricsFile:
             return reader.read_metrics(after=self._last_id)
 
     def _format_lines(self, rows: Sequence[MetricRow]) -> Iterator[str]:
-        """Yields one JSON line per step and per evaluation in `rows`, and records that it is in the file."""
+        """Yields one JSON line per step and per evaluation in `rows`, and records that it is in the file.
+
+        NaN and infinity become null. Each line ends with a line break.
+        """
         # Rows of one step are neighbours in run.db, and so are those of one evaluation.
         for (step, of_evaluation), group in groupby(rows, key=lambda row: (row.step, _is_evaluation(row))):
             members = list(group)

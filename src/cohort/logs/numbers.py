@@ -7,7 +7,10 @@ from collections.abc import Mapping
 
 
 def format_compact(value: float) -> str:
-    """Returns a number as text in few characters, about three digits, at any magnitude.
+    """Returns a number as text in few characters, at any magnitude.
+
+    Below 1 it has three decimals, below 100 one, below a million none. Below 0.001 and from a million on it has two
+    significant digits, with an exponent where needed.
 
     >>> [format_compact(v) for v in (0.0, 0.5321, 12.34, 1234.5, 3e-6, -0.25, float("nan"))]
     ['0', '0.532', '12.3', '1234', '3e-06', '-0.250', 'nan']
@@ -23,7 +26,9 @@ def format_compact(value: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Returns seconds as minutes:seconds or hours:minutes:seconds; "-:--" if they are not known (NaN or infinite).
+    """Returns seconds as minutes:seconds or, from an hour on, hours:minutes:seconds. Fractions are cut off.
+
+    "-:--" = not known (NaN or infinite).
 
     >>> [format_duration(s) for s in (0.4, 59, 61, 3600 * 5 + 120, float("nan"))]
     ['0:00', '0:59', '1:01', '5:02:00', '-:--']
@@ -38,16 +43,17 @@ def format_duration(seconds: float) -> str:
 def format_tokens_per_second(metrics: Mapping[str, float]) -> str:
     """Returns the tokens per second from a step's metrics as text, such as "12,345".
 
-    Takes those of the step or, if it sampled nothing, those of the update; "" if neither is known.
+    Takes the sampled tokens per second of the step or, if that metric is missing, the trained tokens per second of the
+    update; "" if neither is known.
     """
     value = metrics.get("time/tokens_per_s", metrics.get("time/trained_per_s", math.nan))
     return f"{value:,.0f}" if math.isfinite(value) else ""
 
 
 def compute_stage_shares(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Returns the share of a step's time that each stage took, by name, largest first.
+    """Returns the share of a step's time that each stage took, by name, largest first; stages of 0 s are left out.
 
-    "other" is the rest, left out below half a percent. Empty if no time is known.
+    "other" is the rest and comes last; it is left out up to half a percent. Empty if no time is known.
 
     >>> compute_stage_shares({"time/step": 4.0, "time/stage/update": 1.0, "time/stage/rollout": 2.0, "loss": 1.0})
     {'rollout': 0.5, 'update': 0.25, 'other': 0.25}

@@ -41,7 +41,10 @@ _PERCENT = {"finish/length", "groups/dead"}  # shares, shown in percent
 
 
 def draw_title(header: Header, phase: str) -> ConsoleRenderable:
-    """Returns the top line: recipe, model, task, algorithm and batch on the left, the current phase on the right."""
+    """Returns the top line: recipe, model, task, algorithm and batch on the left, the current phase on the right.
+
+    Names that are equal are shown once.
+    """
     names = [header.recipe, header.model, header.task, header.algo, header.batch]
     # Names that are equal, for instance of recipe and task, are shown once.
     left = Text(end="")
@@ -84,7 +87,8 @@ def draw_curve(
 ) -> ConsoleRenderable:
     """Returns a panel with the curve of `values` (by step) and a dot per held-out evaluation.
 
-    The x axis covers the whole run. `width` and `height` are those of the drawing area in characters.
+    The x axis covers the whole run, the y axis all finite values. `width` and `height` are those of the drawing area in
+    characters; axis labels, a caption and the border come on top.
     """
     points = [(float(step), value) for step, value in sorted(values.items())]
     dots = [(float(e.step), e.accuracy) for e in evaluations]
@@ -112,7 +116,7 @@ def draw_curve(
 def draw_numbers(
     curve: Curve, metrics: dict[str, float], values: dict[int, float], evaluations: list[Evaluation], height: int
 ) -> ConsoleRenderable:
-    """Returns a panel with figures of the last step, one per line, in exactly `height` lines.
+    """Returns a panel with figures of the last step, one per line, in exactly `height` lines inside the border.
 
     `metrics` are those of the step, `values` those of the curve by step. The most important figures come first; what
     exceeds `height` is left out.
@@ -142,9 +146,10 @@ def draw_numbers(
 
 
 def _draw_trend(curve: Curve, values: dict[int, float]) -> Text:
-    """Returns the last value of the curve with an arrow and its change over the last ten steps.
+    """Returns the last value of the curve with an arrow and its change over the last ten values.
 
-    The arrow is green if the change is for the better. `values` are by step.
+    The arrow is green if the change is for the better, else red. Without a change there is only the value. `values` are
+    by step; there must be at least one.
     """
     series = [values[step] for step in sorted(values)]
     change = series[-1] - series[max(0, len(series) - 11)]
@@ -159,7 +164,7 @@ def _draw_trend(curve: Curve, values: dict[int, float]) -> Text:
 def draw_stages(metrics: dict[str, float], width: int) -> ConsoleRenderable:
     """Returns a bar that shows which share of the last step's time each stage took, with a legend below.
 
-    `width` is in characters. Empty if the times are not known.
+    `width` is that of the terminal in characters. Returns an empty text if the times are not known.
     """
     shares = compute_stage_shares(metrics)
     if not shares:
@@ -182,9 +187,10 @@ def draw_stages(metrics: dict[str, float], width: int) -> ConsoleRenderable:
 
 
 def draw_sample(showcase: Showcase, width: int, height: int) -> ConsoleRenderable:
-    """Returns a panel with a sample: prompt, completion, reward and why it ended.
+    """Returns a panel with a sample: prompt and completion, escaped; reward and note (why it ended) in its title.
 
-    Long texts are cut, so that at most `height` lines are inside the border. `width` is that of the panel.
+    Long texts are cut, so that at most `height` lines, or 3 if that is more, are inside the border. `width` is that of
+    the panel.
     """
     reward = "" if showcase.reward is None else f"reward {format_compact(showcase.reward)}"
     is_good = showcase.reward is not None and showcase.reward > 0
@@ -202,7 +208,7 @@ def draw_sample(showcase: Showcase, width: int, height: int) -> ConsoleRenderabl
 
 
 def draw_events(items: list[tuple[int, str, str]]) -> ConsoleRenderable:
-    """Returns one line per event. An event is (step, kind, text)."""
+    """Returns one line per event, in the given order. An event is (step, kind, text); both texts are escaped."""
     text = Text(no_wrap=True, overflow="ellipsis")
     for index, (step, kind, what) in enumerate(items):
         style = {"checkpoint": CALM, "run": CALM}.get(kind, "yellow")
@@ -216,7 +222,7 @@ def draw_events(items: list[tuple[int, str, str]]) -> ConsoleRenderable:
 def _clip_text(text: str, width: int, num_lines: int, style: str) -> Text:
     """Returns the first `num_lines` lines of a text after folding it at `width` terminal cells.
 
-    An ellipsis marks a cut. `style` is rich's name of colour and weight.
+    An ellipsis at the end of the last line marks a cut. `style` is rich's name of colour and weight.
     """
     lines: list[str] = []
     for line in text.split("\n"):
@@ -229,7 +235,10 @@ def _clip_text(text: str, width: int, num_lines: int, style: str) -> Text:
 
 
 def _fold_line(line: str, width: int) -> list[str]:
-    """Returns a line as pieces of at most `width` terminal cells. Wide characters take two cells."""
+    """Returns a line as pieces of at most `width` terminal cells; an empty line as one empty piece.
+
+    Wide characters take two cells. Breaks words anywhere.
+    """
     folded = []
     current = ""
     used = 0

@@ -30,7 +30,7 @@ class PlainView:
         self._stream = stream
 
     def start(self, header: Header) -> None:
-        """Prints two lines: what is trained from which step to which, and the run directory."""
+        """Prints two lines: recipe, model, task, algorithm, batch and steps; then the run directory."""
         names = " · ".join(escape_line(n) for n in (header.recipe, header.model, header.task, header.algo) if n)
         where = f"from step {header.first_step} " if header.first_step else ""
         self._write(f"cohort · {names} · {header.batch} · {where}to step {header.num_steps}")

@@ -70,12 +70,13 @@ class Summary:
     first: Evaluation | None
     last: Evaluation | None
     complete: bool  # every step done and evaluated
-    next_commands: list[str] = field(default_factory=list)  # commands to try next; shown on terminals only
+    next_commands: list[str] = field(default_factory=list)  # commands to try next; not in the run card
 
     def format_lines(self) -> list[str]:
         """Returns the closing lines of a run, which are the same on the terminal and in the run card.
 
-        They say how to continue a stopped run, the held-out accuracy, and the run directory.
+        They say how to continue the run if it is not complete, the held-out accuracy if it was evaluated (first and
+        last with intervals, if there are two), and the run directory.
         """
         lines: list[str] = []
         if not self.complete:
@@ -98,7 +99,7 @@ class View(Protocol):
     """Shows the progress of a run. All methods are called from the thread of the training loop."""
 
     def start(self, header: Header) -> None:
-        """Shows that the run starts or resumes. Called once, before all other methods."""
+        """Shows that the run starts or resumes. Called once, before all other methods except perhaps `close`."""
 
     def show_phase(self, name: str) -> None:
         """Shows what the run does now: "training", "evaluating" or "saving"."""
@@ -113,10 +114,10 @@ class View(Protocol):
         """Shows an event of a step. `kind` is, for instance, "checkpoint" or "engine". `text` is not escaped yet."""
 
     def finish(self, summary: Summary) -> None:
-        """Shows how the run ended."""
+        """Shows how the run ended, or at which step a signal stopped it. Not called if the run fails."""
 
     def close(self) -> None:
-        """Releases the terminal. Also called when the run fails, and possibly twice."""
+        """Releases the terminal. Also called when the run fails, possibly before `start`, and possibly twice."""
 
 
 class GuardedView:
@@ -130,37 +131,38 @@ class GuardedView:
         self._tell = tell
 
     def start(self, header: Header) -> None:
-        """Calls `start` of the guarded view, if it has not failed yet."""
+        """Calls `start` of the guarded view, if it has not failed yet. Reports an exception, raises none."""
         self._call_view(lambda view: view.start(header))
 
     def show_phase(self, name: str) -> None:
-        """Calls `show_phase` of the guarded view, if it has not failed yet."""
+        """Calls `show_phase` of the guarded view, if it has not failed yet. Reports an exception, raises none."""
         self._call_view(lambda view: view.show_phase(name))
 
     def show_step(self, report: StepReport) -> None:
-        """Calls `show_step` of the guarded view, if it has not failed yet."""
+        """Calls `show_step` of the guarded view, if it has not failed yet. Reports an exception, raises none."""
         self._call_view(lambda view: view.show_step(report))
 
     def show_evaluation(self, evaluation: Evaluation) -> None:
-        """Calls `show_evaluation` of the guarded view, if it has not failed yet."""
+        """Calls `show_evaluation` of the guarded view, if it has not failed yet. Reports an exception, raises none."""
         self._call_view(lambda view: view.show_evaluation(evaluation))
 
     def show_event(self, step: int, kind: str, text: str) -> None:
-        """Calls `show_event` of the guarded view, if it has not failed yet."""
+        """Calls `show_event` of the guarded view, if it has not failed yet. Reports an exception, raises none."""
         self._call_view(lambda view: view.show_event(step, kind, text))
 
     def finish(self, summary: Summary) -> None:
-        """Calls `finish` of the guarded view, if it has not failed yet."""
+        """Calls `finish` of the guarded view, if it has not failed yet. Reports an exception, raises none."""
         self._call_view(lambda view: view.finish(summary))
 
     def close(self) -> None:
-        """Calls `close` of the guarded view, if it has not failed yet."""
+        """Calls `close` of the guarded view, if it has not failed yet. Reports an exception, raises none."""
         self._call_view(lambda view: view.close())
 
     def _call_view(self, action: Callable[[View], Any]) -> None:
         """Calls `action` with the view, unless the view has failed before.
 
-        If `action` raises, the view is closed and never called again, and the failure is reported.
+        If `action` raises an Exception or SystemExit, the view is closed and never called again. The failure is passed
+        to `tell` or, without it, printed to stderr.
         """
         if self.view is None:
             return
@@ -233,8 +235,8 @@ class CombinedView:
 def make_view(kind: str = "auto", stream: TextIO | None = None) -> View:
     """Returns a view that prints to `stream` (None = standard output) and whose failure does not end the run.
 
-    `kind` is "live", "plain", "json" or "auto", which is live on a terminal and plain elsewhere. Raises ConfigError for
-    another kind.
+    `kind` is "live", "plain", "json" or "auto", which is live on a terminal that can redraw and plain elsewhere. Raises
+    ConfigError for another kind.
     """
     stream = sys.stdout if stream is None else stream
     if kind not in KINDS:
@@ -254,5 +256,5 @@ def make_view(kind: str = "auto", stream: TextIO | None = None) -> View:
 
 
 def _is_terminal(stream: TextIO) -> bool:
-    """Returns whether the stream is a terminal that can redraw a frame, judged by the variable TERM too."""
+    """Returns whether the stream is a terminal that can redraw a frame: not if TERM is unset, empty or "dumb"."""
     return stream.isatty() and os.environ.get("TERM", "") not in ("dumb", "")

@@ -20,7 +20,8 @@ log = logging.getLogger("cohort.learner")
 def annotate(learner: Learner, groups: list[Group], needs: Collection[str]) -> None:
     """Asks the learner for log-probabilities of the sampled tokens, and stores them in the samples, in place.
 
-    `needs` names the policies: "old" is the policy before the update, "ref" the reference policy.
+    `needs` names the policies: "old" is the policy before the update (stored as `old_logprobs`), "ref" the reference
+    policy (`ref_logprobs`). Adds the seconds that it took to this process's clock.
     """
     annotations = learner.annotate(groups, needs)
     store_logprobs(groups, "old_logprobs", annotations.old)
@@ -29,9 +30,10 @@ def annotate(learner: Learner, groups: list[Group], needs: Collection[str]) -> N
 
 
 def store_update(groups: list[Group], update: Update) -> None:
-    """Stores the log-probabilities that an update returned in the samples, in place; see also `report_update`.
+    """Stores the log-probabilities that an update returned as `old_logprobs` of the samples, in place.
 
-    They are those of the policy before the update. The update's times go to the clock, its notices to the log.
+    They are those of the policy before the update, for samples that had none. Then calls `report_update`: the update's
+    times go to the clock, its notices to the log.
     """
     store_logprobs(groups, "old_logprobs", update.old)
     report_update(update)

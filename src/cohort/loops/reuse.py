@@ -31,8 +31,8 @@ class RolloutReuse:
         """Returns up to `config.prompts` groups of earlier steps to train on again in `step`, counted from 0.
 
         They are drawn at random, by (seed, step), from the groups that were trained on before and were sampled by
-        weights at most `config.steps` steps old. They are copies without advantages and without the learner's
-        log-probabilities.
+        weights at most `config.steps` steps old. They are copies without advantages, masks and the learner's
+        log-probabilities, with their age in `reused`. Raises RunError if a rollout file is missing or damaged.
         """
         if not self.config.prompts:
             return []
@@ -48,9 +48,9 @@ class RolloutReuse:
         return [_reset_group(group, age) for age, group in (candidates[i] for i in order)]
 
     def _read_trained_groups(self, step: int) -> list[Group]:
-        """Returns the groups that were sampled and trained on in `step`, counted from 0, from its rollout file.
+        """Returns the groups that were both sampled and trained on in `step`, counted from 0, from its rollout file.
 
-        Groups that were excluded, or whose advantages are all 0, are left out.
+        Groups that were reused, excluded, or whose advantages are all 0, are left out.
         """
         # Files count completed steps, so step 0 wrote file 1.
         groups = load_rollouts(make_rollout_path(self._folder, step + 1))
@@ -65,13 +65,18 @@ def _find_oldest_version(group: Group, default: int) -> int:
 def _reset_group(group: Group, age: int) -> Group:
     """Returns a copy of the group without advantages, masks and the learner's log-probabilities, marked as reused.
 
-    Those were computed for weights that have changed since. `age` says how many steps ago the group was sampled.
+    Those were computed for weights that have changed since. `age` is stored as `reused`: how many steps old the oldest
+    weights are that sampled the group.
     """
     return replace(group, reused=age, samples=[reset_sample(s) for s in group.samples])
 
 
 def reset_sample(sample: Sample) -> Sample:
-    """Returns a copy of the sample as it was after scoring: no advantages, mask or log-probabilities of the learner."""
+    """Returns a copy of the sample as it was after scoring: without what the learner and the algorithm stored.
+
+    That is advantages, mask and the learner's log-probabilities. Tokens, sampler log-probabilities, reward and text
+    stay.
+    """
     return replace(
         sample, old_logprobs=None, ref_logprobs=None, advantage=0.0, token_advantages=None, masked=Fate.TRAINED
     )

@@ -60,10 +60,11 @@ def train(
 def update_policy(
     learner: Learner, algo: Algorithm, groups: list[Group], config: LearnerConfig
 ) -> tuple[list[Group], StepStats]:
-    """Updates the weights on one batch of scored groups.
+    """Updates the weights on one batch of scored groups. Returns the groups and the metrics of the step.
 
-    Returns the groups, with advantages and fates, and the metrics of the step. `cohort replay` calls it on groups that
-    it read from a rollout file.
+    The groups are changed in place: log-probabilities of the learner, advantages, masked samples and excluded groups.
+    The algorithm's coefficients are adjusted if they have targets. `cohort replay` calls it on groups that it read from
+    a rollout file.
     """
     # Baselines and metrics are over the groups of all ranks.
     world = learner.world

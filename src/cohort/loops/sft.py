@@ -35,7 +35,10 @@ def train(run: TrainingRun, learner: Learner, batches: Callable[[int], Batch]) -
 
 
 def add_perplexity(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Returns a copy of the learner's metrics, with `perplexity` = exp(`loss`) added if there is a loss."""
+    """Returns a copy of the learner's metrics, with `perplexity` = exp(`loss`) added if there is a loss.
+
+    A loss above 700 counts as 700, because exp would overflow.
+    """
     # exp overflows a double above 709.
     perplexity = {"perplexity": math.exp(min(metrics["loss"], 700.0))} if "loss" in metrics else {}
     return {**metrics, **perplexity}
@@ -44,7 +47,8 @@ def add_perplexity(metrics: Mapping[str, float]) -> dict[str, float]:
 def make_sft_batch(examples: Iterable[Example], minibatches: int = 1) -> Batch:
     """Returns the batch of one step: each example as a group with one sample, divided into `minibatches`.
 
-    It holds plain arrays only, so that other processes can make it ahead of time.
+    An example is (tokens, provenance); only its TARGET tokens are in the loss. The batch holds plain arrays only, so
+    that other processes can make it ahead of time.
     """
     groups = [make_example_group(str(n), tokens, provenance) for n, (tokens, provenance) in enumerate(examples)]
     return make_batch(groups, minibatches, loss_on=Provenance.TARGET)
@@ -53,7 +57,8 @@ def make_sft_batch(examples: Iterable[Example], minibatches: int = 1) -> Batch:
 def make_example_group(id: str, tokens: Sequence[int], provenance: Sequence[int]) -> Group:
     """Returns an example of supervised fine-tuning as a group with one sample. `provenance` says who wrote each token.
 
-    Everything before the first token to imitate (TARGET) becomes the prompt, the rest the sample.
+    Everything before the first token to imitate (TARGET) becomes the prompt, the rest the sample. Without such a token
+    the sample is empty.
     """
     num_prompt = next((i for i, p in enumerate(provenance) if p == Provenance.TARGET), len(tokens))
     prompt = Prompt(

@@ -24,8 +24,9 @@ class StepStats:
 def compute_step_stats(groups: Sequence[Group], update: Mapping[str, float], world: World = ONE_PROCESS) -> StepStats:
     """Returns a step's metrics: rewards, lengths and fates of the groups of all ranks, and the learner's own.
 
-    `groups` are those of this rank (process), `update` the learner's metrics. Groups that were reused from earlier
-    steps count only in the `replay/` metrics.
+    `groups` are those of this rank (process), `update` the learner's metrics, which are taken over. Of the other
+    metrics, groups that were reused from earlier steps count only in those named `replay/`. Adds `importance/ess`, the
+    effective sample size as a share, if `update` has importance ratios.
     """
     if world.size > 1:
         groups = [group for part in world.gather([_strip_for_gather(g) for g in groups]) for group in part]
@@ -40,9 +41,10 @@ def compute_step_stats(groups: Sequence[Group], update: Mapping[str, float], wor
 
 
 def _strip_for_gather(group: Group) -> Group:
-    """Returns a copy of the group without texts, tokens and other fields that no metric reads.
+    """Returns a copy of the group without the fields that no metric reads, so that less is sent to other ranks.
 
-    So less is sent to the other ranks (processes).
+    Emptied are the samples' tokens, log-probabilities, token advantages, texts and reasons, and the prompt's row,
+    messages and provenance. The prompt's tokens and the samples' provenance stay, because metrics count them.
     """
     prompt = replace(group.prompt, row={}, messages=[], provenance=[], forced_text="")
     dropped: dict[str, Any] = {"tokens": [], "sampler_logprobs": [], "old_logprobs": None, "ref_logprobs": None}
@@ -51,7 +53,11 @@ def _strip_for_gather(group: Group) -> Group:
 
 
 def compute_rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Returns metrics over all samples of the groups, by name: rewards, lengths, failures and token counts."""
+    """Returns metrics over all samples of the groups, by name: rewards, lengths, failures and token counts.
+
+    Rewards are over scored samples only. `groups/dead` is a share, `samples/` and `tokens/` are numbers; a prompt's
+    tokens count once per group. {} if there are no samples.
+    """
     samples = [s for g in groups for s in g.samples]
     if not samples:
         return {}
@@ -78,9 +84,10 @@ def summarise_failures(groups: Iterable[Group]) -> str:
 
 
 def choose_showcase(step: int, groups: Sequence[Group]) -> Showcase | None:
-    """Returns a sample to show the user: the best one of the group whose rewards vary the most.
+    """Returns a sample to show the user: the one with the highest reward in the group whose rewards vary the most.
 
-    Such a group shows what the step could learn. None if no sample has a reward. `step` counts from 1.
+    Such a group shows what the step could learn. Of equal groups and samples the first counts. None if no sample has a
+    reward. `step` counts from 1.
     """
     best: tuple[float, Group, Sample] | None = None
     for group in groups:
@@ -110,7 +117,7 @@ def _is_dead(group: Group) -> bool:
 def _compute_reward_metrics(scored: list[Sample]) -> dict[str, float]:
     """Returns mean, standard deviation, minimum and maximum of the rewards, and the mean of each reward part.
 
-    {} if no sample has a reward.
+    All names begin with "reward/". A part's mean is over the samples that have it. {} if no sample has a reward.
     """
     rewards = [s.reward for s in scored if s.reward is not None]
     if not rewards:
@@ -132,7 +139,7 @@ def _compute_reward_metrics(scored: list[Sample]) -> dict[str, float]:
 def _compute_length_metrics(samples: list[Sample]) -> dict[str, float]:
     """Returns metrics of the number of sampled tokens per sample: mean, maximum, and mean per finish reason.
 
-    Adds the share of samples for the finish reasons stop, length and abort.
+    Adds the share of samples for the finish reasons stop, length and abort, also if it is 0. There must be a sample.
     """
     lengths: dict[str, list[float]] = defaultdict(list)
     for sample in samples:

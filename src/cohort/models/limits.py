@@ -86,7 +86,8 @@ def count_layer_params(c: ModelConfig) -> int:
 def count_forward_flops(c: ModelConfig, shape: BatchShape) -> float:
     """Returns the floating-point operations of one forward pass over a batch, in which a group's prompt counts once.
 
-    The number is the same for sampling with a KV cache and for training.
+    They are those of the layers' matrices, attention, and the head on completion tokens. The number is the same for
+    sampling with a KV cache and for training.
     """
     P = shape.prompt_tokens
     n = shape.prompts
@@ -109,7 +110,8 @@ def count_kv_bytes(c: ModelConfig, width: int) -> int:
 def draw_lognormal_lengths(num: int, cap: int, seed: int = 0) -> tuple[int, ...]:
     """Returns `num` random lengths in tokens, from 1 to `cap`: many are short, few are long, as with real completions.
 
-    They follow a lognormal distribution whose median is 0.284 of the cap.
+    They follow a lognormal distribution whose median is 0.284 of the cap, cut off at the cap. The same seed gives the
+    same lengths.
     """
     rng = random.Random(seed)
     drawn = (LOGNORMAL_MEDIAN * cap * math.exp(LOGNORMAL_SIGMA * rng.gauss(0, 1)) for _ in range(num))
@@ -140,7 +142,10 @@ def estimate_sampling_seconds(c: ModelConfig, shape: BatchShape, rates: Rates, w
 
 
 def estimate_prefill_seconds(c: ModelConfig, shape: BatchShape, rates: Rates, width: int) -> float:
-    """Returns the least seconds for running every prompt once through the layers. `width`: bytes per stored number."""
+    """Returns the least seconds for running every prompt once through the layers, attention included, without the head.
+
+    `width` is the number of bytes per stored number.
+    """
     pairs = shape.prompts * shape.prompt_tokens**2 / 2
     attention = 4.0 * c.num_layers * c.num_heads * c.head_dim * pairs / rates.flops
     return (
@@ -151,7 +156,8 @@ def estimate_prefill_seconds(c: ModelConfig, shape: BatchShape, rates: Rates, wi
 def estimate_layers_seconds(c: ModelConfig, rates: Rates, width: int, alive: int, num_read: int) -> float:
     """Returns the least seconds for running one new token of each of `alive` samples through the layers.
 
-    `num_read` is the number of tokens whose keys and values are read, at `width` bytes per stored number.
+    `num_read` is the number of tokens whose keys and values are read, at `width` bytes per stored number. The
+    arithmetic of attention is not counted.
     """
     return (
         _estimate_product_seconds(count_layer_params(c), alive, rates, width)
@@ -181,8 +187,10 @@ def _estimate_product_seconds(params: int, rows: int, rates: Rates, width: int) 
 def _count_alive(ends: tuple[int, ...] | list[int]) -> list[int]:
     """Returns, for every step s below the longest length in `ends`, how many of the lengths are greater than s.
 
-    >>> _count_alive([3, 1, 1])
-    [3, 1, 1]
+    `ends` must not be empty, and its longest length at least 1.
+
+    >>> _count_alive([4, 2, 2])
+    [3, 3, 1, 1]
     """
     ending = [0] * (max(ends) + 1)
     for end in ends:
@@ -199,7 +207,7 @@ def _count_alive(ends: tuple[int, ...] | list[int]) -> list[int]:
 def measure_matmul_rate(seconds: float = 0.5, size: int = 1536, dtype: torch.dtype = torch.float32) -> float:
     """Returns the floating-point operations per second of a matrix product on the CPU, the best of several runs.
 
-    Repeats a product of two matrices [size, size] for `seconds`.
+    Repeats a product of two matrices [size, size] of type `dtype` for `seconds`, at least once.
     """
     a, b = torch.randn(2, size, size).to(dtype)
     best = 0.0
@@ -222,14 +230,14 @@ def measure_gpu_rates(dtype: torch.dtype, size: int = 8192, num_bytes: int = 1 <
 
 
 def _measure_product_rate(dtype: torch.dtype, size: int) -> float:
-    """Returns the floating-point operations per second of a product of two matrices [size, size] on the GPU."""
+    """Returns the floating-point operations per second of a product of matrices [size, size] on the GPU, at best."""
     a, b = torch.randn(2, size, size, device="cuda", dtype=dtype)
     product = torch.empty_like(a)
     return 2.0 * size**3 / _time_on_gpu(lambda: torch.mm(a, b, out=product))
 
 
 def _measure_copy_rate(num_bytes: int) -> float:
-    """Returns the bytes read plus written per second when `num_bytes` are copied on the GPU."""
+    """Returns the bytes read plus written per second when `num_bytes` are copied on the GPU, at best."""
     source = torch.ones(num_bytes, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     return 2.0 * num_bytes / _time_on_gpu(lambda: target.copy_(source))

@@ -85,7 +85,7 @@ class Adapter(nn.Module):
         """Adds to A.grad and B.grad what one product of the matrix with x [T, in] contributes.
 
         `grad` [T, out] is the gradient of the product's output. It and x have the decoder's type. The sums have the
-        type of A and B.
+        type of A and B. If either gradient is None, both start from zero.
         """
         if self.A.grad is None or self.B.grad is None:
             self.A.grad, self.B.grad = torch.zeros_like(self.A), torch.zeros_like(self.B)
@@ -148,10 +148,11 @@ class Adapters(nn.Module):
         return sum(adapter.base.num_bytes for adapter in self.by_name.values())
 
     def collectors(self) -> dict[str, Collector]:
-        """Returns a collector per adapted matrix, by the decoder's parameter name, for `redirect_gradients`.
+        """Returns a collector per parameter that holds adapted matrices, by its name in the decoder.
 
-        A collector is called in the backward pass with the gradient of a product and the product's input. It adds to
-        the gradients of the A and B that belong to its matrix.
+        It is for `redirect_gradients`. A parameter such as "layers.0.qkv" holds several matrices. Its collector is
+        called in the backward pass with the gradient of the parameter's product and the product's input, and adds to
+        the gradients of all A and B in it.
         """
         return self._collectors
 
@@ -163,7 +164,8 @@ class Adapters(nn.Module):
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Copies `tensors` into A and B of every matrix and merges them into the decoder.
 
-        Names are those of the method `tensors`. Raises ModelError and changes nothing if names or shapes do not fit.
+        Names are those of the method `tensors`. The reference policy does not change. Raises ModelError and changes
+        nothing if names or shapes do not fit.
         """
         mine = self.tensors()
         for name in sorted(mine.keys() | tensors.keys()):
@@ -226,7 +228,8 @@ class Adapters(nn.Module):
 def _locate_views(decoder: Decoder) -> Iterator[tuple[str, str, Tensor]]:
     """Yields, for every weight: its Hugging Face name, the name of the parameter that holds it, and its rows there.
 
-    The rows are indices [out] into the parameter, flattened to a matrix, in the order of the Hugging Face tensor.
+    The rows are indices [out] into the parameter, flattened to a matrix, in the order of the Hugging Face tensor. For
+    norms and biases they mean nothing.
     """
     parameter_names = {p: name for name, p in decoder.named_parameters()}
     last: list[nn.Parameter] = []
@@ -245,7 +248,7 @@ def _locate_views(decoder: Decoder) -> Iterator[tuple[str, str, Tensor]]:
 def _make_collector(adapter: Adapter, rows: Tensor) -> Collector:
     """Returns a function that takes the gradient of a product with a matrix, and the product's input.
 
-    It passes to `adapter` those columns of the gradient that belong to the matrix's `rows`, and the input.
+    It passes to `adapter.add_gradient` those columns of the gradient that belong to the matrix's `rows`, and the input.
     """
     start, stop = int(rows[0]), int(rows[-1]) + 1
     # Rows that lie side by side are a slice, which needs no copy.

@@ -100,27 +100,37 @@ def _quantise_blocks(entries: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _divide_by_scales(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Returns `blocks` [n, entries] with each row divided by its scale of `scales` [n]. A row of zeros stays zero."""
+    """Returns `blocks` [n, entries] with each row divided by its scale of `scales` [n], and cut to [-1, 1].
+
+    A row of zeros stays zero.
+    """
     # The lower bound avoids a division by zero.
     return (blocks * (1.0 / scales.clamp(min=1e-38))[:, None]).clamp_(-1, 1)
 
 
 def _find_nearest(values: Tensor, code: Tensor) -> Tensor:
-    """Returns, for each of `values`, the index of the nearest number in the sorted vector `code`, as uint8."""
+    """Returns, for each of `values`, the index of the nearest number in the sorted vector `code`, as uint8.
+
+    Halfway between two numbers, it is the index of the lower one.
+    """
     return torch.bucketize(values, (code[:-1] + code[1:]) / 2, out_int32=True).to(torch.uint8)
 
 
 @cache
 def make_normal_code(device: torch.device) -> Tensor:
-    """Returns the 16 numbers that a 4-bit entry can stand for, sorted, as a tensor that is made once per device."""
+    """Returns the 16 numbers that a 4-bit entry can stand for, sorted, in fp32.
+
+    The tensor is made once per device and shared by all callers, so it must not be changed.
+    """
     return torch.tensor(CODE, dtype=torch.float32, device=device)
 
 
 @cache
 def make_dynamic_code(device: torch.device) -> Tensor:
-    """Returns the 256 numbers that an 8-bit scale can stand for, sorted, as a tensor that is made once per device.
+    """Returns the 256 numbers that an 8-bit scale can stand for, sorted, in fp32.
 
-    They are 0, 1, and of each sign 2^i numbers in the i-th of the seven decades up to 1 (arXiv:1511.04561).
+    They are 0, 1, and of each sign 2^i numbers between 10^(i - 7) and 10^(i - 6), for i from 0 to 6 (arXiv:1511.04561).
+    The tensor is made once per device and shared by all callers, so it must not be changed.
     """
     values = [0.0, 1.0]
     for i in range(7):

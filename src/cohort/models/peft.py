@@ -46,7 +46,8 @@ def save_adapters(tensors: Mapping[str, Tensor], config: LoraConfig, base_model:
     """Writes an adapter folder `out` that PEFT and vLLM load on top of the base model, and returns its path.
 
     `tensors` are A and B of all matrices, with the names of `Adapters.tensors`. `config` tells rank, alpha and targets.
-    `base_model` is the name or path that is recorded in the folder. Raises ModelError if `out` is not empty.
+    `base_model` is the name or path that is recorded in the folder. Raises ModelError if `out` is not empty or cannot
+    be written.
     """
     # PEFT's own lora_alpha is an integer, so a whole number is written as one.
     alpha = int(config.alpha) if config.alpha == int(config.alpha) else config.alpha
@@ -82,7 +83,9 @@ def save_adapters(tensors: Mapping[str, Tensor], config: LoraConfig, base_model:
 def load_adapters(path: str | Path) -> SavedAdapters:
     """Returns config and tensors of the adapter folder `path`, in the format of PEFT.
 
-    Raises ModelError if it is damaged, or if its adapters are not plain LoRA, which adds alpha / r * B A to a matrix.
+    The targets are the kinds of matrices that the stored tensors belong to. Shapes are not checked. Raises ModelError
+    if files are missing or damaged, if the adapters are of other matrices than TARGETS, or if they are not plain LoRA,
+    which adds alpha / r * B A to a matrix.
     """
     folder = Path(path)
     if not (folder / CONFIG).is_file():
@@ -122,7 +125,8 @@ def load_adapters(path: str | Path) -> SavedAdapters:
 def _require_plain(settings: Mapping[str, Any], file: Path) -> None:
     """Raises ModelError if any of `settings`, the contents of adapter_config.json, turns on a variant of LoRA.
 
-    `file` is named in the message.
+    Settings that are unknown here must be false, null, 0 or empty, and peft_type must be there. `file` is named in the
+    message.
     """
     # Each variant of PEFT has a field that is false, null or empty when it is off. So a field that is unknown here,
     # of a newer PEFT, is refused only if it is on.

@@ -29,8 +29,8 @@ class Rope:
 def make_rope(parameters: Mapping[str, Any], head_dim: int, max_positions: int) -> Rope:
     """Returns the rotary embedding that `parameters` of a config.json (rope_type, rope_theta, ...) describe.
 
-    `head_dim` is the size of a head. `max_positions` is the context before scaling, if the parameters do not name it.
-    Raises ModelError for what is not supported.
+    `head_dim` is the size of a head. `max_positions` is the context before scaling, if the parameters do not name it. A
+    missing rope_theta is 10000. Raises ModelError for what is not supported, and for numbers that are missing or wrong.
 
     >>> make_rope({"rope_theta": 100.0}, head_dim=4, max_positions=8).inv_freq == (1.0, _round_to_fp32(0.1))
     True
@@ -119,7 +119,8 @@ def _scale_for_yarn(plain: list[float], p: Mapping[str, Any]) -> tuple[list[floa
 def _compute_yarn_factor(factor: float, p: Mapping[str, Any]) -> float:
     """Returns YaRN's factor on cos and sin: "attention_factor" of the parameters `p`, if it is there.
 
-    Else it is computed from `factor`, by which the context is stretched.
+    Else it is computed from `factor`, by which the context is stretched, and from "mscale" and "mscale_all_dim" if `p`
+    has both.
     """
     if p.get("attention_factor") is not None:
         return float(p["attention_factor"])
@@ -148,7 +149,7 @@ def _read_number(p: Mapping[str, Any], key: str, default: float | None = None) -
 
 
 def _round_to_fp32(x: float) -> float:
-    """Returns x rounded to the nearest fp32 number."""
+    """Returns x rounded to the nearest fp32 number. Raises OverflowError if x is finite and too large for fp32."""
     return float(struct.unpack("f", struct.pack("f", x))[0])
 
 

@@ -92,13 +92,13 @@ def make_random_decoder(
 ) -> Decoder:
     """Returns a decoder in `dtype` with normal random weights of standard deviation `std`, drawn on the device itself.
 
-    Norms are 1 and biases 0. Billions of weights take seconds this way, not minutes. Unlike with `initialise`, the
-    numbers depend on the device.
+    Norms are 1 and biases 0, except the bias of gate and up, which is random too. Billions of weights take seconds this
+    way, not minutes. Unlike with `initialise`, the numbers depend on the device.
     """
     with torch.device(device):
         decoder = Decoder(config).to(dtype)
     generator = torch.Generator(device).manual_seed(seed)
-    # Norms stay 1 and biases 0, as the decoder creates them.
+    # Norms stay 1 and biases 0, as the decoder creates them, except gate_up_bias, which has two axes.
     with torch.no_grad():
         for p in decoder.parameters():
             if p.ndim >= 2:

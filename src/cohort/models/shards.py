@@ -83,7 +83,10 @@ class ShardWriter:
         self._open.close()
 
     def _create_file(self, path: Path, shard: Mapping[str, TensorSpec]) -> None:
-        """Creates the file `path` in full size for the tensors of `shard`, with a header. Notes where each begins."""
+        """Creates the file `path` in full size for the tensors of `shard`, with a header. Records where each begins.
+
+        The file stays open until the writer is closed. It must not exist yet.
+        """
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         offset = 0
         # Wide types come first, so that every tensor starts at a multiple of its type's width.
@@ -106,7 +109,7 @@ class ShardWriter:
 def _split_into_shards(specs: Mapping[str, TensorSpec], max_bytes: int) -> list[dict[str, TensorSpec]]:
     """Returns the specs divided into one dict per file, in their order, each with at most `max_bytes` of tensors.
 
-    A tensor that is larger alone gets its own file.
+    A tensor that is larger alone gets its own file. There is at least one dict, which is empty without specs.
     """
     shards: list[dict[str, TensorSpec]] = [{}]
     size = 0

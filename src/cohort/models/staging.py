@@ -19,8 +19,9 @@ from cohort.system.disk import sync_directory, sync_tree
 def stage_folder(out: Path) -> Iterator[Path]:
     """Yields a temporary folder to write into. It becomes `out` by one rename when the block ends without an error.
 
-    Raises ModelError if `out` is not empty or cannot be written. After an error in the block, the temporary folder is
-    removed and `out` is unchanged.
+    Raises ModelError if `out` is not empty or cannot be written. An OSError in the block becomes a ModelError too.
+    After an error in the block, the temporary folder is removed and `out` is unchanged. The parents of `out` are
+    created.
     """
     out = Path(os.path.abspath(out))
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -52,8 +53,8 @@ def stage_folder(out: Path) -> Iterator[Path]:
 def hold_lock(path: Path, waiting: Callable[[], None] = lambda: None) -> Iterator[None]:
     """Holds an exclusive lock on the file `path` during the block. The file is created if needed, and is not removed.
 
-    If another process holds the lock, calls `waiting` once, to tell the user, and then waits for the lock. Raises
-    ModelError if the file cannot be created.
+    If the lock is held already, calls `waiting` once, to tell the user, and then waits for the lock. Raises ModelError
+    if the file cannot be created.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

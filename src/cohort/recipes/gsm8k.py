@@ -106,7 +106,7 @@ def gsm8k_again() -> RL:
 
 @recipe
 def smollm2_gsm8k() -> RL:
-    """GSM8K with SmolLM2-135M on a CPU: to see that every part works, not to reach a good score."""
+    """GSM8K with SmolLM2-135M, small enough for a CPU: to see that every part works, not to reach a good score."""
     return RL(
         model="smollm2-135m",
         steps=20,
@@ -120,13 +120,13 @@ def smollm2_gsm8k() -> RL:
 
 @recipe
 def smollm2_gsm8k_tutor() -> RL:
-    """The recipe smollm2_gsm8k with the prompt and reward of gsm8k_tutor, on a CPU."""
+    """The recipe smollm2_gsm8k with the prompt, the reward and the algorithm (Dr. GRPO) of gsm8k_tutor."""
     return replace(smollm2_gsm8k(), task=GSM8K(style="tutor", reward="tutor"), algo=DrGRPO())
 
 
 @recipe
 def smollm2_gsm8k_again() -> RL:
-    """The recipe smollm2_gsm8k with a second attempt after a low reward, on a CPU."""
+    """The recipe smollm2_gsm8k with a second attempt after a low reward."""
     return replace(smollm2_gsm8k(), turns=ThinkAgain())
 
 

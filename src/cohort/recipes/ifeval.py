@@ -50,7 +50,7 @@ def ifeval() -> RL:
 
 @recipe
 def smollm2_ifeval() -> RL:
-    """Instructions with SmolLM2-135M on a CPU: to see that every part works, not to reach a good score."""
+    """Instructions with SmolLM2-135M, small enough for a CPU: to see that all parts work, not to reach a good score."""
     return replace(
         ifeval(),
         model="smollm2-135m",

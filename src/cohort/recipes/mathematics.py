@@ -30,7 +30,7 @@ def dr_grpo_math() -> RL:
 
 @recipe
 def smollm2_math() -> RL:
-    """MATH with SmolLM2-135M on a CPU: to see that every part works, not to reach a good score."""
+    """MATH with SmolLM2-135M, small enough for a CPU: to see that every part works, not to reach a good score."""
     return replace(
         dr_grpo_math(),
         model="smollm2-135m",

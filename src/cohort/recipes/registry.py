@@ -17,8 +17,8 @@ RECIPES: dict[str, Recipe] = {}
 def recipe(function: Callable[[], C]) -> Callable[[], C]:
     """Registers `function` as the recipe of its name and returns it unchanged; used as a decorator.
 
-    The first line of its docstring describes it in the help. Raises ConfigError if it has no docstring, or if another
-    module has registered the name.
+    The first line of its docstring describes it in the help. The function is not called. Raises ConfigError if it has
+    no docstring, or if another module has registered the name; the same module may replace its own recipe.
     """
     name = getattr(function, "__name__", repr(function))
     if not (function.__doc__ or "").strip():

@@ -45,14 +45,14 @@ def tiny_dr_grpo() -> RL:
 
 @recipe
 def tiny_lora() -> RL:
-    """The quickstart with adapters of rank 8 on every matrix instead of all weights."""
+    """The quickstart with adapters of rank 8 on every matrix instead of all weights, and a higher learning rate."""
     learner = LearnerConfig(token_budget=8192, lora=LoraConfig(rank=8, alpha=16.0))
     return replace(quickstart(), learner=learner, optim=OptimConfig(lr=2e-3, warmup=3))
 
 
 @recipe
 def tiny_countdown() -> RL:
-    """Countdown with the bundled model: reach a target from three or four numbers."""
+    """Countdown with the bundled model: reach a target from three or four numbers, in 150 steps."""
     return replace(quickstart(), steps=150, task=Countdown(), sampling=SamplingConfig(max_tokens=192))
 
 

@@ -61,7 +61,10 @@ class EpisodeSettings:
         )
 
     def compute_reward(self, parts: Mapping[str, float]) -> float:
-        """Returns the reward: the sum of coefficient x value over the reward parts, a dict from name to value."""
+        """Returns the reward: the sum of coefficient x value over the reward parts, a dict from name to value.
+
+        A part without a coefficient has the coefficient 1.
+        """
         return compute_total_reward(parts, self.coefficients)
 
 
@@ -84,8 +87,8 @@ class Episode:
     def make_request(self, id: str) -> Request:
         """Returns the request to the engine for the policy's next turn. `id` becomes the id of the request.
 
-        Its tokens are the prompt and everything after it so far. Its `max_tokens` is lowered to what fits into the
-        context.
+        Its tokens are the prompt and everything after it so far. Its `max_tokens` is the limit of this turn (first or
+        later), lowered to what fits into `settings.context` if that is set.
         """
         sampling = self.settings.sampling
         later_turns = self.settings.later_turns
@@ -109,14 +112,18 @@ class Episode:
     def make_past(self) -> Past | None:
         """Returns the episode's key and the answers before the newest one; None if episodes have only one turn.
 
-        A scoring worker that does not know the episode plays it again from them.
+        A scoring worker that does not know the episode replays it from these answers.
         """
         if self.settings.later_turns is None:
             return None
         return Past(key=self.settings.make_key(self.prompt, self.index), answers=tuple(self.answers[:-1]))
 
     def add_turn(self, turn: Sample) -> Answer:
-        """Appends a finished turn of the policy to the sample. Returns the turn as the answer that the grader sees."""
+        """Adds a finished turn of the policy to `sample`, `history` and `answers`.
+
+        Returns the turn as the answer that the grader sees. The first turn becomes `sample` itself; later ones are
+        appended to a new sample, with the finish reason of the newest turn.
+        """
         answer = make_answer(self.prompt, turn, self.history)
         self.history.append({"role": "assistant", "content": answer.full})
         self.sample = join_turns(self.sample, turn) if self.answers else turn
@@ -126,7 +133,8 @@ class Episode:
     def add_outcome(self, outcome: Outcome) -> None:
         """Stores a grader's outcome of the newest turn in the sample: reward, reward parts, reason and failure.
 
-        It replaces the outcome of the turn before. The reward is None after a failure.
+        It replaces the outcome of the turn before. The reward is that of the parts less `outcome.cost`; None after a
+        failure. If the outcome has a `stand_in`, that replaces the newest answer in `answers`.
         """
         # The answer was too much work for the grader. A worker that plays the episode again gets this one in its place.
         if outcome.stand_in is not None:
@@ -139,10 +147,12 @@ class Episode:
         sample.reward = None if outcome.failure else self.settings.compute_reward(outcome.parts) - outcome.cost
 
     def add_replies(self, replies: Sequence[Message]) -> bool:
-        """Appends the environment's replies to the sample. Returns whether the policy has another turn.
+        """Appends the environment's replies to `sample` and `history`. Returns whether the policy has another turn.
 
         It has none, and nothing is appended, if there are no replies, episodes have one turn, or the context has no
-        room for a token after the replies.
+        room for a token after the replies. Otherwise `sample` becomes a new sample whose outcome is empty until the
+        next `add_outcome`. An end token that the policy sampled is not repeated. Raises TaskError for several replies,
+        or one of another role than "user".
         """
         later_turns = self.settings.later_turns
         sample = self.sample
@@ -186,9 +196,10 @@ def make_answer(prompt: Prompt, turn: Sample, history: Sequence[Message] = ()) -
 
 
 def join_turns(sample: Sample, more: Sample) -> Sample:
-    """Returns a new sample with the tokens, per-token lists, versions and text of `sample`, then those of `more`.
+    """Returns a new sample: the tokens of `sample`, then those of `more`.
 
-    Fields of the whole sample, such as reward and finish reason, are those of `more`.
+    Joined are tokens, provenance, sampler log-probabilities, kept mass, versions and text. All other fields, such as
+    reward, finish reason and the learner's log-probabilities, are those of `more`.
     """
     num = len(sample.tokens)
     return replace(

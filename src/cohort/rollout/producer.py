@@ -68,7 +68,9 @@ def count_needed_prompts(verdicts: Sequence[bool | None], num: int) -> int:
     """Returns how many prompts a step needs to get `num` accepted groups, if each rejected group is replaced.
 
     `verdicts` has, in the order of the prompts, whether the group of each was accepted; None = not known yet, which
-    counts as accepted, so the result is a lower bound until all are known. There are at most MAX_REFILLS rounds.
+    counts as accepted, so the result is a lower bound until all are known. There are at most MAX_REFILLS rounds: the
+    first takes `num` prompts, each later one as many as the round before had rejections. After the last, `num` may not
+    be reached.
 
     >>> count_needed_prompts([], 3), count_needed_prompts([True, False, None], 3)
     (3, 4)
@@ -94,7 +96,7 @@ class RejectionRate:
         self._rejected: deque[bool] = deque(maxlen=RATE_WINDOW)
 
     def record(self, rejected: bool) -> None:
-        """Adds one group to those from which the rate is estimated.
+        """Adds one group to those from which the rate is estimated. Only the last RATE_WINDOW groups count.
 
         `rejected` = the algorithm did not accept the group.
         """
@@ -103,7 +105,8 @@ class RejectionRate:
     def estimate_replacements(self, num: int) -> int:
         """Returns how many groups will probably be needed to replace the rejected ones among `num` open groups.
 
-        A replacement may be rejected as well, so this is the sum num * (rate + rate^2 + ...), rounded up.
+        A replacement may be rejected as well, so this is the sum num * (rate + rate^2 + ...), rounded up. The rate is
+        at most MAX_REJECTION_RATE, and 0 before the first rejection.
         """
         rate = min(MAX_REJECTION_RATE, sum(self._rejected) / (len(self._rejected) + PRIOR_ACCEPTED))
         return math.ceil(num * rate / (1.0 - rate))
@@ -149,9 +152,9 @@ class Producer:
         """Samples and scores prompts until `num` groups are accepted. Returns these and the rejected groups.
 
         They are in the order of their prompts. A group for which `accept(group)` is false is marked as excluded and
-        replaced by a group of the next prompt; after MAX_REFILLS rounds there may be fewer than `num`. In continuous
-        order prompts are begun ahead; those not needed come first in the next call. Raises TrainingStopped if many
-        samples cannot be scored.
+        replaced by a group of the next prompt; after MAX_REFILLS rounds there may be fewer than `num` accepted ones. In
+        continuous order prompts are begun ahead; those not needed are put back, and the next call samples them from the
+        beginning. Raises TrainingStopped if more than MAX_FAILED_SHARE of the samples cannot be scored.
         """
         self._begin_call()
         groups: dict[int, Group] = {}  # the complete ones, by the number of their prompt
@@ -177,7 +180,7 @@ class Producer:
         """Begins the prompts that `num` accepted groups are known to need. Returns False once all of them are scored.
 
         In continuous order it also begins the replacements that will probably be needed. Appends None to `verdicts`
-        (see `count_needed_prompts`) for each new prompt.
+        (see `count_needed_prompts`) for each new prompt. To begin means to open a group: `_run_episodes` submits it.
         """
         needed = count_needed_prompts(verdicts, num)
         missing = needed - sum(verdict is not None for verdict in verdicts[:needed])
@@ -189,12 +192,19 @@ class Producer:
         return missing > 0
 
     def close_groups(self, groups: Sequence[Group]) -> None:
-        """Marks the prompts of trained and excluded groups as finished, so that a checkpoint leaves them out."""
+        """Marks the prompts of these groups, trained and excluded, as finished, so that a checkpoint leaves them out.
+
+        Reused groups are ignored.
+        """
         # Reused groups were finished in the step that sampled them.
         self.ledger.close(group for group in groups if not group.reused)
 
     def start(self, prompts: Sequence[Prompt]) -> Iterator[tuple[int, Group]]:
-        """Samples and scores one group per prompt. Yields (index in `prompts`, group) as each group is complete."""
+        """Samples and scores one group per prompt. Yields (index in `prompts`, group) as each group is complete.
+
+        Work begins when the first item is asked for. All items must be taken before the producer can be used again. The
+        prompts are not entered in the ledger.
+        """
         self._begin_call()
         self._open_groups(prompts)
         yield from self._run_episodes()
@@ -207,12 +217,17 @@ class Producer:
     def state(self) -> dict[str, Any]:
         """Returns what a checkpoint stores: "cursor", the position in the prompt stream, and "open", the open prompts.
 
-        Each open prompt is [id, visit]. That is enough to continue without losing or repeating a prompt.
+        "open" is a list of [id, visit] in the order in which prompts were taken. That is enough to continue without
+        losing or repeating a prompt.
         """
         return {"cursor": self.stream.cursor, "open": [list(entry) for entry in self.ledger.open]}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continues from what `state` returned. Open prompts are sampled first, again with the same random numbers."""
+        """Continues from what `state` returned. Open prompts are sampled first, again with the same random numbers.
+
+        Replaces the ledger, whose counts of finished prompts begin again at 0. Raises TaskError if the row of an open
+        prompt is gone.
+        """
         self.stream.cursor = state["cursor"]
         self.ledger = Ledger()
         self._reopened = [self.stream.find_prompt(id, visit) for id, visit in state.get("open", [])]
@@ -222,7 +237,10 @@ class Producer:
     # ---- from prompts to groups
 
     def _begin_call(self) -> None:
-        """Prepares a new call of `start` or `collect`. Raises EngineError if an earlier call has not ended."""
+        """Prepares a new call of `start` or `collect`: prompts are numbered from 0 again.
+
+        Raises EngineError if groups of an earlier call are not complete.
+        """
         if self._groups:
             raise EngineError(
                 f"The producer still works on {len(self._groups)} groups of an earlier call that was not finished. "
@@ -234,7 +252,10 @@ class Producer:
         self._silence = SilenceMonitor()
 
     def _take_prompts(self, num: int) -> list[Prompt]:
-        """Returns the next `num` prompts: first those that were put back or restored, then new ones of the stream."""
+        """Returns the next `num` prompts: first those that were put back or restored, then new ones of the stream.
+
+        Enters the new ones in the ledger as open.
+        """
         again, self._reopened = self._reopened[:num], self._reopened[num:]
         fresh = self.stream.next_prompts(num - len(again)) if num > len(again) else []
         for prompt in fresh:
@@ -242,7 +263,11 @@ class Producer:
         return again + fresh
 
     def _put_back_prompts(self, first: int) -> None:
-        """Aborts the prompts from number `first` of this call on. The next call begins with them."""
+        """Gives up the prompts from number `first` of this call on. The next call begins with them, from scratch.
+
+        Aborts what the engine and the scorer still do for them. Groups of theirs that are already complete are not
+        used.
+        """
         late = range(first, self._num_begun)
         for number in late:
             group = self._groups.pop(number, None)
@@ -311,7 +336,7 @@ class Producer:
     # ---- waiting
 
     def _poll_outcomes(self) -> list[tuple[str, Outcome]]:
-        """Returns (id, outcome) of the turns that were scored since the last call. Waits a moment if there are none.
+        """Returns (id, outcome) of the turns that were scored since the last call; [] if there are none after a moment.
 
         Passes turns that the engine has finished on to the scorer. Raises EngineError if the engine lost requests.
         """

@@ -17,7 +17,8 @@ def make_episode_settings(
 ) -> tuple[EpisodeSettings, EpisodeSettings]:
     """Returns two settings of episodes: those for training and those for evaluation.
 
-    `sampling` has the sampling options of training. Evaluation samples without top-p, top-k and min-p.
+    `sampling` has the sampling options of training. Evaluation samples at `eval.temperature` without top-p, top-k and
+    min-p, draws `eval.samples` per problem, and has later turns only if `eval.turns` is "all".
     """
     turns = config.turns
     later_turns = None
@@ -56,7 +57,7 @@ def make_again_rules(config: RL) -> AgainRules | None:
 
 
 def max_environment_tokens(config: RL, tokenizer: Tokenizer) -> int:
-    """Returns the largest number of tokens that the environment can add to one sample, over all turns; 0 = one turn."""
+    """Returns an upper bound of the tokens that the environment adds to one sample, over all turns; 0 = one turn."""
     t = config.turns
     if not isinstance(t, ThinkAgain):
         return 0

@@ -35,7 +35,8 @@ class CardData:
 def render_card(data: CardData) -> str:
     """Returns the run card, the text of run.md, as Markdown.
 
-    Its sections are summary, results, training metrics, incidents, command, machine and settings.
+    Its sections are summary, results, training metrics (if there are any), skips and failures, command, machine and
+    settings.
     """
     sections = [
         _render_summary(data),
@@ -50,7 +51,10 @@ def render_card(data: CardData) -> str:
 
 
 def _render_summary(data: CardData) -> str:
-    """Returns the title and one paragraph: recipe, model, task, algorithm, steps, and whether the run is complete."""
+    """Returns the title and one paragraph about the run.
+
+    It names recipe, model, task or data, algorithm, steps, batch and seed, and says whether the run is complete.
+    """
     config, about = data.config, data.description
     state = "complete" if data.step >= config.steps else f"stopped after step {data.step} of {config.steps}"
     return (
@@ -78,9 +82,9 @@ def _render_results(data: CardData) -> str:
 
 
 def _render_training_table(data: CardData) -> str:
-    """Returns the section "Training": a table of the main metrics at up to _MAX_TABLE_ROWS evenly spaced steps.
+    """Returns the section "Training": a table of metrics at up to _MAX_TABLE_ROWS evenly spaced steps.
 
-    Returns "" if there are no metrics.
+    Its columns are the metrics that the description of the run names and that have values. "" if there are none.
     """
     columns = [(title, data.series[name]) for title, name in data.description.columns if data.series.get(name)]
     steps = sorted({step for _, series in columns for step in series})
@@ -93,7 +97,7 @@ def _render_training_table(data: CardData) -> str:
 
 
 def _render_incidents(data: CardData) -> str:
-    """Returns the section "Skips and failures".
+    """Returns the section "Skips and failures"; it says "none" if there is nothing to list.
 
     It counts the recorded events by kind, except those that every run has, and sums metrics that the description of the
     run names, such as the number of samples that could not be scored.
@@ -109,7 +113,10 @@ def _render_incidents(data: CardData) -> str:
 
 
 def _render_command(data: CardData) -> str:
-    """Returns the section "Do it again": the command that repeats the run, and what equal numbers need."""
+    """Returns the section "Do it again": the recorded command of the run, and what equal numbers need.
+
+    Without a recorded command it names `cohort train` with the recipe.
+    """
     command = data.command or shlex.join(["cohort", "train", data.config.recipe])
     return (
         f"## Do it again\n\n    {command}\n\n"
@@ -129,7 +136,7 @@ def _render_machine(data: CardData) -> str:
 
 
 def _render_settings(data: CardData) -> str:
-    """Returns the section "Settings": the whole config of the run as YAML."""
+    """Returns the section "Settings": the config of the run as YAML. Sections that are off are left out."""
     return f"## Settings\n\n```yaml\n{dump_config(data.config).rstrip()}\n```"
 
 
@@ -146,6 +153,9 @@ def _make_evaluation_row(e: Evaluation) -> tuple[object, ...]:
 
 
 def _format_shares(finishes: Mapping[str, int]) -> str:
-    """Returns the share of each finish reason, like "length 10%, stop 90%", given the number of samples per reason."""
+    """Returns the share of each finish reason, in alphabetical order, like "length 10%, stop 90%".
+
+    `finishes` has the number of samples per reason.
+    """
     total = max(1, sum(finishes.values()))
     return ", ".join(f"{name} {count / total:.0%}" for name, count in sorted(finishes.items()))

@@ -70,7 +70,8 @@ def save(directory: Path, checkpoint: Checkpoint, write_model: Callable[[Path], 
     """Writes a checkpoint to the folder `directory/step-...` and returns that folder, which then survives a power cut.
 
     `write_model(folder)` is called to write the weights. `checkpoint.model` is set to their folder. Raises RunError if
-    the checkpoint exists or the disk fails; an attempt that failed leaves no files.
+    the checkpoint exists or the disk fails, and ValueError if an optimizer tensor is neither float32 nor float64. A
+    failure removes the temporary files.
     """
     final = directory / folder_name(checkpoint.step)
     if final.exists():
@@ -106,8 +107,8 @@ def save(directory: Path, checkpoint: Checkpoint, write_model: Callable[[Path], 
 def load(path: Path) -> Checkpoint:
     """Returns the checkpoint in the folder `path`. Its weights are not loaded: `model` is their folder.
 
-    Every file is first compared with its recorded checksum. Raises RunError if one is damaged; the message says from
-    where the run can continue.
+    Every file is first compared with its recorded size and checksum. Raises RunError if a file is missing or damaged,
+    or the format is newer than this version knows; the message says from where the run can continue.
     """
     problem, state = check_files(path)
     if problem:
@@ -134,7 +135,8 @@ def load(path: Path) -> Checkpoint:
 def check_files(path: Path) -> tuple[str, dict[str, Any]]:
     """Compares the files of the checkpoint in the folder `path` with their recorded sizes and checksums.
 
-    Returns a text that says what is wrong ("" = nothing) and the content of state.json ({} if that cannot be used).
+    Returns a text about the first problem ("" = none) and the content of state.json ({} if it cannot be read or lacks a
+    field). A format that is newer than this version knows is a problem as well.
     """
     try:
         state = json.loads((path / "state.json").read_text())
@@ -180,7 +182,10 @@ def prune(directory: Path, *, keep_last: int, keep: set[int]) -> list[int]:
 
 
 def remove_leftovers(directory: Path) -> None:
-    """Removes temporary folders that a killed process left in `directory`. The caller must hold the run's lock."""
+    """Removes temporary folders (.tmp-*) that killed processes left in `directory`.
+
+    The caller must hold the run's lock.
+    """
     for entry in directory.glob(f"{_ASIDE_PREFIX}*"):
         shutil.rmtree(entry, ignore_errors=True)
 
@@ -197,13 +202,16 @@ def _write_optimizer(path: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 
 def _copy_if_shared(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the tensor, or a copy if it is a view of a larger one, because safetensors refuses shared memory."""
+    """Returns the tensor itself, or a contiguous copy if it is not contiguous or is a view of a larger one.
+
+    The library safetensors refuses such tensors.
+    """
     is_whole = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
     return tensor if is_whole else tensor.contiguous().clone()
 
 
 def _write_state(folder: Path, checkpoint: Checkpoint) -> None:
-    """Writes state.json: the counters of the checkpoint, and size and checksum of every other file in `folder`.
+    """Writes state.json, durably: the counters of the checkpoint, and size and checksum of every file below `folder`.
 
     So it must be the last file that is written.
     """

@@ -54,11 +54,11 @@ class RunDirectory:
 
     @classmethod
     def create(cls, root: Path, config: RunConfig, name: str | None = None, *, command: str = "") -> RunDirectory:
-        """Makes a new run directory under `root`, with its config and an empty database, locks it and returns it.
+        """Makes a new run directory under `root`, locks it and returns it.
 
-        `name` is the name of the directory; None = a new one from date and recipe. `command` is what the user typed; it
-        is recorded now, because a resume does not know it ("" = a command made from the recipe). Raises RunError if the
-        directory exists.
+        It has the config, and a database with one event: the command. `name` is the name of the directory; None = a new
+        one from date and recipe. `command` is what the user typed; it is recorded now, because a resume does not know
+        it ("" = a command made from the recipe). Raises RunError if the directory exists or the disk fails.
         """
         path = root / (name or make_run_name(config.recipe))
         text = dump_config(config)
@@ -83,7 +83,8 @@ class RunDirectory:
     def open(cls, path: Path) -> RunDirectory:
         """Returns the run in the directory `path`, not locked.
 
-        Raises RunError if there is no run or its config cannot be read, ConfigError if the config has errors.
+        Raises RunError if there is no run or config.yaml cannot be read. Raises ConfigError if the config has errors or
+        is from a later version of Cohort.
         """
         path = Path(path)
         if not path.is_dir():
@@ -109,7 +110,10 @@ class RunDirectory:
         return cls(path, parse_config(text, str(file)), read_format(text))
 
     def lock(self) -> None:
-        """Locks the run until `unlock` or the end of the process. Raises RunError if another process has the lock."""
+        """Locks the run until `unlock` or the end of the process. Does nothing if this object holds the lock.
+
+        Does not wait: raises RunError if another process, or another object of this process, has the lock.
+        """
         self._lock.acquire()
 
     def unlock(self) -> None:
@@ -117,7 +121,10 @@ class RunDirectory:
         self._lock.release()
 
     def require_same_settings(self, config: RunConfig) -> None:
-        """Raises RunError if `config` differs from the settings of the run. Only `steps` may differ, and only grow."""
+        """Raises RunError if `config` differs from the settings of the run. Only `steps` may differ, and only grow.
+
+        Differences in sections that are off do not count.
+        """
         # Names of settings that differ, with (value of the run, new value).
         changed = diff_configs(self.config, config)
         old_steps, new_steps = changed.pop("steps", (0, 0))
@@ -148,7 +155,10 @@ class RunDirectory:
             self.format = FORMAT
 
     def dump_settings(self) -> dict[str, Any]:
-        """Returns the content of config.yaml as nested dicts, lists, strings and numbers. It has no secrets."""
+        """Returns the settings of the run as config.yaml has them: nested dicts, lists, strings and numbers.
+
+        They come from `self.config`, not from the file. They contain no secrets.
+        """
         settings: dict[str, Any] = yaml.safe_load(dump_config(self.config))
         return settings
 
@@ -159,7 +169,10 @@ class RunDirectory:
         return path
 
     def load_evaluations(self) -> dict[int, Evaluation]:
-        """Returns all evaluations of the run as a dict from step to evaluation, oldest first."""
+        """Returns all evaluations of the run as a dict from step to evaluation, oldest first.
+
+        Raises RunError if a file is damaged.
+        """
         return load_evaluations(self.path)
 
     def remove_after(self, step: int) -> None:
@@ -176,7 +189,7 @@ class RunDirectory:
 
 
 def load_evaluation(path: Path) -> Evaluation:
-    """Returns the evaluation in the JSON file `path`. Raises RunError if it is damaged or not an evaluation."""
+    """Returns the evaluation in the JSON file `path`. Raises RunError if it is missing, damaged or no evaluation."""
     try:
         return Evaluation.from_json(json.loads(path.read_text()))
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -189,22 +202,27 @@ def load_evaluation(path: Path) -> Evaluation:
 def load_evaluations(run: Path) -> dict[int, Evaluation]:
     """Returns all evaluations of the run in the directory `run` as a dict from step to evaluation, oldest first.
 
-    It does not read the run's config, so it works also if a file that the config names is gone.
+    {} if there are none. It does not read the run's config, so it works also if a file that the config names is gone.
+    Raises RunError if an evaluation is damaged.
     """
     files = ((_EVALUATION.fullmatch(path.name), path) for path in (run / "eval").glob("*.json"))
     return dict(sorted((int(match[1]), load_evaluation(path)) for match, path in files if match))
 
 
 def make_run_name(recipe: str) -> str:
-    """Returns a name for a new run: date, recipe and four random characters, like "2026-11-15-countdown-k3f9"."""
+    """Returns a name for a new run: date, recipe and four random characters, like "2026-11-15-countdown-k3f9".
+
+    The date is today's in local time, the recipe is shortened by `make_slug`.
+    """
     tail = "".join(secrets.choice(_LETTERS) for _ in range(4))
     return f"{datetime.now():%Y-%m-%d}-{make_slug(recipe)}-{tail}"
 
 
 def make_slug(recipe: str) -> str:
-    """Returns the last part of a recipe's or model's name as a part of a file name.
+    """Returns the end of a recipe's or model's name, after its last ":" and "/", for use in a file name.
 
-    Other characters than letters, digits and "_" become "-". "run" if nothing is left.
+    What is not an ASCII letter, a digit or "_" becomes "-": one per run of such characters, none at the ends. "run" if
+    nothing is left.
 
     >>> make_slug("recipes/my_file.py:big run"), make_slug("countdown"), make_slug("")
     ('big-run', 'countdown', 'run')

@@ -13,7 +13,10 @@ _NETWORK = {
 
 
 def is_on_network(path: Path) -> bool:
-    """Returns whether `path` is on a network file system. Outside Linux the answer is always False."""
+    """Returns whether `path` is on a network file system. Most FUSE file systems count as one.
+
+    Outside Linux the answer is always False.
+    """
     try:
         mounts = Path("/proc/self/mountinfo").read_text()
     except OSError:
@@ -25,7 +28,8 @@ def is_on_network(path: Path) -> bool:
 def find_mount_type(path: str, mountinfo: str) -> str:
     """Returns the type of the file system that holds `path`, as the kernel names it; "" if none is found.
 
-    `mountinfo` is the content of /proc/self/mountinfo, the kernel's list of mounted file systems.
+    `path` is absolute and without symbolic links. `mountinfo` is the content of /proc/self/mountinfo, the kernel's list
+    of mounted file systems.
 
     >>> find_mount_type("/data/runs/a", "1 0 8:1 / / rw - ext4 /dev/sda rw\\n2 1 0:9 / /data rw - nfs4 host:/ rw")
     'nfs4'

@@ -20,7 +20,7 @@ class StepRecord:
     """What a run records of a step. Everything but the metrics is optional."""
 
     metrics: Mapping[str, float]
-    # The groups that were trained on. All go into the step's rollout file, those sampled in this step also into run.db.
+    # Trained and excluded groups. All go into the step's rollout file, those sampled in this step also into run.db.
     groups: Sequence[Group] | None = None
     showcase: Showcase | None = None  # one sample to show the user
     problem: str = ""  # what failed, in one line; "" = nothing
@@ -29,7 +29,8 @@ class StepRecord:
 def make_step_record(step: int, groups: Sequence[Group], metrics: Mapping[str, float]) -> StepRecord:
     """Returns what the run records of a step: its groups, its metrics, one sample to show and a line about failures.
 
-    `step` counts from 0. `groups` are those that the step trained on.
+    `step` counts from 0. `groups` are those that the step trained on, and those that were excluded. Sample and failures
+    come only from groups that were sampled in this step, not from reused ones.
     """
     # Reused groups are on record with the step that sampled them.
     fresh = [g for g in groups if not g.reused]

@@ -39,8 +39,10 @@ from cohort.types import Group
 class Run:
     """A run under way. Use it as `with Run(...) as run:`, loop over `run.steps()`, then call `run.finish()`.
 
-    Entering locks the directory, goes back to the newest checkpoint and replaces the handlers of stop signals. Leaving
-    undoes this, and records the error if there was one. An error of a sink is reported and does not stop the run.
+    Entering locks the directory, goes back to the newest checkpoint and replaces the handlers of stop signals. It
+    raises RunError if `config` differs from the settings of the run (only `steps` may grow). Leaving puts the handlers
+    back and unlocks the directory, and records the error if there was one. An error of a sink is reported and does not
+    stop the run.
     """
 
     def __init__(
@@ -98,13 +100,14 @@ class Run:
 
     @property
     def is_stopping(self) -> bool:
-        """Whether the run has been asked to stop, by Ctrl-C, SIGTERM or a closed terminal."""
+        """Whether a first Ctrl-C, SIGTERM or closed terminal (SIGHUP) has asked the run to stop after this step."""
         return bool(self._signals.requested)
 
     def steps(self) -> Iterator[int]:
         """Yields the number of each remaining step, counted from 0, until the last one or a signal to stop.
 
-        The loop must end each step with `end_step`. Evaluates before the first step if that is due.
+        The loop must end each step with `end_step`. Evaluates before the first of them if that is due. After a signal,
+        saves a checkpoint if this process has completed a step and it has none.
         """
         self._started = time.perf_counter()
         if not self.is_stopping:
@@ -121,22 +124,24 @@ class Run:
             self._save_checkpoint()
 
     def record_event(self, kind: str, text: str) -> None:
-        """Shows an event (a skip, a failure) at once. It is written to run.db together with the current step.
+        """Shows an event (a skip, a failure) at once, and keeps it to be written to run.db.
 
-        `kind` is one word, like "failure".
+        It is written when the step under way ends, or when the run finishes or is left. `kind` is one word, like
+        "failure".
         """
         self.show_notice(kind, text)
         self._pending.append((kind, text))
 
     def show_notice(self, kind: str, text: str) -> None:
-        """Shows a text on terminal and sinks without recording it in run.db, so a resumed run shows it again."""
+        """Shows a text on terminal and sinks, under the number of the step under way. Nothing is written to run.db."""
         self._view.show_event(self.step + 1, kind, text)
 
     def end_step(self, step: int, record: StepRecord) -> None:
-        """Writes a step, counted from 0, to run.db and its rollout file.
+        """Records the step `step`, counted from 0, as number `step` + 1 in run.db, metrics.jsonl and a rollout file.
 
-        Then evaluates and saves a checkpoint if they are due. If the run has been asked to stop, saves a checkpoint and
-        does not evaluate.
+        There is no rollout file if the record has no groups. Time metrics are added, `record.problem` becomes an event,
+        and old rollout files are removed. Then evaluates and saves a checkpoint if they are due. If the run has been
+        asked to stop, saves a checkpoint and does not evaluate.
         """
         assert step == self.step, f"step {step} ended while step {self.step} was under way"
         # What is recorded counts completed steps, from 1.
@@ -172,8 +177,8 @@ class Run:
     def finish(self) -> Summary:
         """Makes the last evaluation and checkpoint if all steps are done and they are missing, and writes the run card.
 
-        Returns what the terminal shows at the end: steps done, seconds, first and last evaluation, whether the run is
-        complete.
+        It does not evaluate if the run has been asked to stop. Returns what the terminal shows at the end: steps done,
+        seconds, first and last evaluation, whether the run is complete, and commands to try next.
         """
         if self.step >= self.config.steps:
             if not self.is_stopping:
@@ -189,7 +194,11 @@ class Run:
         return summary
 
     def _recover(self, store: Store) -> None:
-        """Restores the newest checkpoint, if there is one, and removes everything that the run wrote after it."""
+        """Restores the newest checkpoint, if there is one, and removes everything that the run wrote after it.
+
+        Without a checkpoint, goes back to step 0. Sets `step` and `evaluations`, and records the event that the run
+        started or resumed.
+        """
         checkpoint.remove_leftovers(self.directory.checkpoints)
         path = checkpoint.find_latest(self.directory.checkpoints)
         state = checkpoint.load(path) if path else None
@@ -207,9 +216,10 @@ class Run:
         store.write_event(self.step, "run", f"resumed after step {self.step}" if was_started else "started")
 
     def _evaluate_if_due(self) -> None:
-        """Evaluates the current weights and records the result, if the config asks for it and it is not done yet.
+        """Evaluates the current weights and records the result, if that is due, not done yet, and the job can evaluate.
 
-        Evaluations are due before the first step, after the last one, and after every `eval.every` steps.
+        Evaluations are due before the first step, after the last one, and after every `eval.every` steps (0 = only
+        those two).
         """
         every = self.config.eval.every
         number = self.step
@@ -233,14 +243,21 @@ class Run:
         return max(trained, key=lambda e: (e.accuracy, -e.step)).step if trained else 0
 
     def _is_save_due(self) -> bool:
-        """Returns whether a checkpoint is due: every `save.every` steps, after the last one, or at a best accuracy."""
+        """Returns whether a checkpoint of the current step is due.
+
+        It is due every `save.every` steps (0 = never), after the last step and, with `save.keep_best`, if this step has
+        the best held-out accuracy so far.
+        """
         every = self.config.save.every
         number = self.step
         scheduled = number == self.config.steps or (every > 0 and number % every == 0)
         return scheduled or (self.config.save.keep_best and number == self._find_best_step())
 
     def _save_checkpoint(self) -> None:
-        """Saves a checkpoint of the current step and removes old ones. Does nothing if the step has a checkpoint."""
+        """Saves a checkpoint of the current step, removes old ones, and records the event.
+
+        Does nothing if the step has a checkpoint.
+        """
         folder = self.directory.checkpoints
         if self.step in checkpoint.list_steps(folder):
             return
@@ -258,7 +275,7 @@ class Run:
         self._view.show_phase("training")
 
     def _prune_checkpoints(self) -> None:
-        """Removes the checkpoints that `save.keep_last` and `save.keep_best` do not keep."""
+        """Removes the checkpoints that neither `save.keep_last` nor `save.keep_best` keeps. The newest always stays."""
         keep = {self._find_best_step()} if self.config.save.keep_best else set()
         checkpoint.prune(self.directory.checkpoints, keep_last=self.config.save.keep_last, keep=keep)
 
@@ -278,7 +295,8 @@ class Run:
     def _compute_times(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Returns the time metrics of the step: seconds of each stage and of the whole step, and tokens per second.
 
-        `metrics` has the token counts. Names begin with "time/", so that a comparison of two runs can leave them out.
+        `metrics` has the token counts; a rate without its count or its stage is left out. Resets the clock of the
+        stages. Names begin with "time/", so that a comparison of two runs can leave them out.
         """
         seconds = time.perf_counter() - self._step_began
         stages = clock.read_and_reset()
@@ -300,7 +318,10 @@ class Run:
         return (time.perf_counter() - self._started) / max(1, done) * (self.config.steps - self.step)
 
     def _make_header(self) -> Header:
-        """Returns what terminal and sinks show at the start, with the metric values and evaluations before a resume."""
+        """Returns what terminal and sinks show at the start.
+
+        After a resume it includes the earlier evaluations and the earlier values of one metric, the curve of the run.
+        """
         config, about = self.config, self._description
         with Reader(self.directory.database) as reader:
             values = reader.read_series(about.curve.metric)
@@ -322,7 +343,11 @@ class Run:
         )
 
     def _make_summary(self) -> Summary:
-        """Returns what terminal and sinks show at the end. It is `complete` if the last step is done and evaluated."""
+        """Returns what terminal and sinks show at the end.
+
+        It is `complete` if the last step is done and, unless the job has no evaluation, evaluated. Only then does it
+        name commands to try next.
+        """
         evaluations = [self.evaluations[step] for step in sorted(self.evaluations)]
         evaluated = self._job.evaluate is None or self.config.steps in self.evaluations
         complete = self.step >= self.config.steps and evaluated
@@ -342,7 +367,7 @@ class Run:
         return [shlex.join(command) for command in self._job.suggest_commands(self.directory.path, self.step)]
 
     def _render_card(self, summary: Summary) -> str:
-        """Returns the run card as Markdown, from run.db and the evaluations of the whole run."""
+        """Returns the run card as Markdown: from run.db, all evaluations of the run, and the lines of `summary`."""
         accelerator = torch.cuda.get_device_name(0) if torch.cuda.is_available() else ""
         with Reader(self.directory.database) as reader:
             names = {row.name for row in reader.read_metrics() if not row.name.startswith("time/")}
@@ -369,7 +394,7 @@ class Run:
         self.record_event("sink", f"{name} failed ({escape_line(problem, 300)}); the run goes on without it")
 
     def _write_pending_events(self) -> None:
-        """Writes the events since the last completed step to run.db, under the number of that step."""
+        """Writes the recorded events that are not in run.db yet, under the number of the last completed step."""
         if self._pending:
             self._require_store().write_step(self.step, {}, events=self._pending)
             self._pending = []
@@ -381,7 +406,10 @@ class Run:
         return self._store
 
     def _close(self) -> None:
-        """Puts the signal handlers back, closes views and run.db, and unlocks the directory."""
+        """Puts the signal handlers back, closes views and run.db, and unlocks the directory.
+
+        First writes pending events. Ignores errors of run.db.
+        """
         self._signals.restore()
         self._view.close()
         if self._store is not None:

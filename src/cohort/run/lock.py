@@ -14,7 +14,7 @@ from cohort.system.disk import explain_disk_errors
 
 
 class Lock:
-    """A lock (`flock`) on a file. The file's content names the process that holds it."""
+    """A lock (`flock`) on a file. The file's content names the process that holds it, or that held it last."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -28,7 +28,8 @@ class Lock:
     def acquire(self) -> None:
         """Takes the lock, unless this object holds it already.
 
-        Does not wait: raises RunError if another process holds it.
+        Does not wait: raises RunError if another process, or another object of this process, holds it. Also raises
+        RunError if the file cannot be written.
         """
         if self.is_held:
             return

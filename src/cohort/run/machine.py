@@ -16,9 +16,9 @@ _PACKAGES = ("cohort", "torch", "transformers", "tokenizers", "safetensors", "nu
 
 
 def program_name() -> str:
-    """Returns what to type in a shell to start this program:
+    """Returns what to type in a shell to start this program: "cohort", or a path.
 
-    "cohort", or its path if the shell would not find "cohort".
+    It is the path of the running program if that is called cohort and a shell would not find "cohort".
     """
     started = Path(sys.argv[0])
     return str(started) if started.name == "cohort" and not shutil.which("cohort") else "cohort"
@@ -40,7 +40,8 @@ class Machine:
 def describe_machine(accelerator: str = "") -> Machine:
     """Returns processor, memory, operating system and versions of packages of this machine, as texts for the run card.
 
-    `accelerator` is the name of the GPU; "" = none. No package is imported to find its version.
+    `accelerator` is the name of the GPU; "" = none. Counted are the cores that this process may use. Packages that are
+    not installed are left out, and none is imported to find its version.
     """
     return Machine(
         system=platform.platform(),

@@ -44,7 +44,10 @@ class StopSignals:
         self._former.clear()
 
     def _handle_signal(self, number: int, frame: FrameType | None) -> None:
-        """Handles a stop signal: stores the name of the first in `requested`, raises KeyboardInterrupt at a second."""
+        """Handles a stop signal: stores the name of the first in `requested`, raises KeyboardInterrupt at a second.
+
+        At the first it also tells the user, on stderr, that the run will stop after this step.
+        """
         if self.requested:
             raise KeyboardInterrupt
         self.requested = signal.Signals(number).name

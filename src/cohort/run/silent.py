@@ -12,7 +12,10 @@ from cohort.run.job import Job, StepRecord
 
 
 class SilentRun:
-    """A run that goes from the newest checkpoint to the last step, as `Run` does, without files, lock or output."""
+    """A run that goes from the newest checkpoint to the last step, as `Run` does, but writes and shows nothing.
+
+    It takes no lock, does not evaluate, and does not react to stop signals.
+    """
 
     def __init__(self, directory: RunDirectory, config: RunConfig, job: Job) -> None:
         self.directory = directory
@@ -42,7 +45,7 @@ class SilentRun:
             assert self.step == step + 1, f"step {step} did not end with end_step"
 
     def end_step(self, step: int, record: StepRecord) -> None:
-        """Counts the step as completed and records nothing: the process of the first rank does that."""
+        """Counts the step as completed. `record` is ignored: the process of the first rank records the step."""
         assert step == self.step, f"step {step} ended while step {self.step} was under way"
         self.step = step + 1
 

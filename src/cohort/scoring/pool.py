@@ -62,10 +62,10 @@ class Trouble:
 
 
 def choose_num_workers(task: Task) -> int:
-    """Returns how many scoring workers to start for a task. One worker keeps up with a quick grader.
+    """Returns how many scoring workers to start for a task: 1 without `work_seconds`, since its grader is quick.
 
-    A task with `work_seconds` (a slow grader) gets one per processor, less the one that samples and trains, but at
-    least 1 and at most MAX_WORKERS.
+    A task with `work_seconds` (a slow grader) gets one per processor that this process may use, less the one that
+    samples and trains, but at least 1 and at most 8.
     """
     if not task.work_seconds:
         return 1
@@ -74,9 +74,9 @@ def choose_num_workers(task: Task) -> int:
 
 
 def choose_queue_length(seconds: float | None) -> int:
-    """Returns how many answers a worker should have queued, the one it is scoring included.
+    """Returns how many answers a worker should have queued, the one it is scoring included: 0.1 s of work, 2 to 64.
 
-    `seconds` is the time that scoring one answer takes; None = not known yet.
+    `seconds` is the time that scoring one answer takes; None = not known yet, which gives 2.
 
     >>> [choose_queue_length(seconds) for seconds in (None, 0.0, 0.001, 0.01, 0.05, 5.0)]
     [2, 64, 64, 10, 2, 2]
@@ -133,10 +133,10 @@ class ScoringPool:
             self._workers.append(self._start_worker())
 
     def submit(self, id: str, row: Row, answer: Answer, past: Past | None = None) -> None:
-        """Queues an answer to a row for scoring; `poll` returns its outcome under `id`.
+        """Queues an answer to a row for scoring. Calls of `poll` send it to a worker and return its outcome with `id`.
 
-        `past` holds the earlier answers of the same episode; None = the answer stands alone. Raises ValueError if the
-        pool is closed or the id is still in use.
+        `past` holds the key and the earlier answers of the same episode; None = the answer stands alone. Raises
+        ValueError if the pool is closed, or if another answer with this id is neither finished nor dropped.
         """
         if not self._finalizer.alive:
             raise ValueError("the scoring pool is closed; make a new one")
@@ -150,14 +150,19 @@ class ScoringPool:
 
     @property
     def num_pending(self) -> int:
-        """The number of answers that were submitted and not yet returned by `poll`."""
+        """The number of submitted answers whose outcome `poll` still has to return.
+
+        Dropped answers do not count, nor do those whose TaskError `poll` has raised or will raise.
+        """
         return len(self._ids) + len(self._done)
 
     def poll(self, timeout: float = 0.0) -> list[tuple[str, Outcome]]:
-        """Returns the (id, outcome) pairs that are finished and were not returned before.
+        """Runs the pool, and returns the (id, outcome) pairs that have finished and were not returned before.
 
-        Waits up to `timeout` seconds for the first one, if any answer is under way. Raises TaskError if the task cannot
-        be loaded or its grader returned something that is not a score.
+        Waits up to `timeout` seconds for the first one, if any answer is under way; returns [] if none finished.
+        An answer whose grader failed has an outcome with `failure`. Raises TaskError if the task cannot be loaded, if
+        workers do not start, or if a grader returned something that is not a score; finished outcomes then stay for
+        the next call.
         """
         deadline = time.monotonic() + timeout
         while True:
@@ -169,9 +174,10 @@ class ScoringPool:
                 return done
 
     def drop(self, id: str) -> None:
-        """Forgets the answer with this id: its outcome is not reported, and the id may be used again.
+        """Forgets the answer with this id: `poll` will not return its outcome, and the id may be used again.
 
-        Unknown ids are ignored. A worker that is scoring the answer is soon killed and replaced if other answers wait.
+        Unknown ids are ignored. If other answers wait, later calls of `poll` kill and replace a worker that goes on
+        scoring the dropped one for more than 0.25 s.
         """
         self._done = [(other, outcome) for other, outcome in self._done if other != id]
         number = self._numbers.pop(id, None)
@@ -184,7 +190,8 @@ class ScoringPool:
     def score(self, items: Iterable[tuple[Row, Answer]]) -> list[Outcome]:
         """Scores all (row, answer) pairs, waits for the last one, and returns their outcomes in the same order.
 
-        Raises ValueError if submitted answers are still pending. A TaskError closes the pool and is raised.
+        Raises ValueError if submitted answers are still pending or the pool is closed. A TaskError of `poll` closes the
+        pool and is raised. An answer whose grader failed has an outcome with `failure`.
         """
         if self.num_pending:
             raise ValueError(f"{self.num_pending} submitted answers are pending; call poll until none is left")
@@ -202,7 +209,10 @@ class ScoringPool:
         return [outcomes[str(i)] for i in range(count)]
 
     def close(self) -> None:
-        """Kills the worker processes and forgets pending answers. The pool cannot be used afterwards."""
+        """Kills the worker processes and forgets the answers that are not finished. `submit` then raises ValueError.
+
+        Outcomes that are finished can still be polled. A second call does nothing.
+        """
         self._finalizer()
         self._ids.clear()
         self._numbers.clear()
@@ -218,7 +228,10 @@ class ScoringPool:
         self.close()
 
     def _advance(self, wait: float) -> None:
-        """Runs one round: hands out items, waits up to `wait` seconds, reads replies, replaces workers in trouble."""
+        """Runs one round: hands out items, waits, reads replies, and replaces workers that are dead or in trouble.
+
+        It waits until a worker writes, for at most `wait` seconds, and only if an answer is under way.
+        """
         for index, worker in enumerate(self._workers):
             self._hand_out_items(index, worker)
         if wait and self._ids:
@@ -238,32 +251,36 @@ class ScoringPool:
                 self._replace_worker(index, worker, None if dead else trouble)
 
     def _start_worker(self) -> Worker:
-        """Starts a worker process and returns it. Its serial is one higher than that of the worker started before."""
+        """Starts a worker process and returns it; the caller puts it into `_workers`.
+
+        Its serial is one higher than that of the worker started before.
+        """
         self._next_serial += 1
         return Worker(self._hello, self._next_serial)
 
     def _is_wanted(self, item: Item) -> bool:
-        """Returns whether the caller still wants an item, and has not dropped it.
-
-        Removes the notes about a dropped one.
-        """
+        """Returns whether an item was not dropped. Removes the notes about a dropped one; the queues stay unchanged."""
         if item.number not in self._ids:
             self._forget(item)
             return False
         return True
 
     def _update_wasted_since(self, worker: Worker) -> None:
-        """Sets `worker.wasted_since`: since when the worker has been scoring a dropped answer, or None if it is not."""
+        """Sets `worker.wasted_since` to None unless the worker is scoring a dropped answer.
+
+        If it is, the time (`time.monotonic`) at which this was first noticed is set, or kept.
+        """
         if worker.ready is None or not worker.items or worker.items[0].number in self._ids:
             worker.wasted_since = None
         elif worker.wasted_since is None:
             worker.wasted_since = time.monotonic()
 
     def _hand_out_items(self, index: int, worker: Worker) -> None:
-        """Sends items to worker number `index` until its queue is full or no item waits.
+        """Sends items to worker number `index`, those to retry first, until its queue is full or no item waits.
 
-        An item to retry may need a worker that was started after its first try. If no worker is that new, the worker
-        gets nothing more, and it is replaced as soon as it has no items.
+        A worker that is scoring a dropped answer gets none. An item to retry may need a worker that was started after
+        its first try. If no worker is that new, this one gets nothing while it has items; once it has none, it is
+        replaced here, and the new worker gets the items. Dropped items at the front of the queues are removed.
         """
         # Dropped items at the front are removed first: no worker is to be started for them, and none is to be replaced
         # because they seem to wait.
@@ -293,9 +310,11 @@ class ScoringPool:
         worker.flush()
 
     def _handle_reply(self, worker: Worker, reply: Reply) -> None:
-        """Finishes or retries the item that a reply is about, or notes that the worker has loaded its task or failed.
+        """Finishes the item that a reply is about; after the first failure of its grader, the item is retried instead.
 
-        A reply about another item than the worker's first marks the worker as garbled.
+        A result that is no valid score makes `poll` raise TaskError, and so does a reply that the task cannot be
+        loaded. A reply that it is loaded sets `worker.ready`. A reply about another item than the worker's first marks
+        the worker as garbled.
         """
         if reply.ready or reply.broken:
             worker.ready = reply.ready
@@ -336,10 +355,10 @@ class ScoringPool:
                 self._finish_scored(item, outcome)
 
     def _find_trouble(self, worker: Worker) -> Trouble | None:
-        """Returns why a living worker must be replaced; None if it need not be.
+        """Returns why a living worker must be replaced; None if it need not be. Changes nothing.
 
-        Reasons are bad replies, a start or a grader that takes too long, and work on a dropped answer while others
-        wait.
+        Reasons are bad replies, a start or a grader that takes too long (by wall-clock time, longer for a replayed
+        episode), and work on a dropped answer while others wait.
         """
         silent = time.monotonic() - worker.last_active
         if worker.garbled:
@@ -363,8 +382,9 @@ class ScoringPool:
     def _replace_worker(self, index: int, worker: Worker, trouble: Trouble | None) -> None:
         """Kills worker number `index`, starts another in its place, and retries or fails the item that it was scoring.
 
-        Its other items go back to the queues. `trouble` says why the worker is replaced; None = it is dead, and the way
-        in which it ended is the reason.
+        Its other items go back to the front of the queues, except dropped ones. `trouble` says why the worker is
+        replaced; None = it is dead, and the way in which it ended is the reason. From the third failed start in a row
+        on, `poll` raises TaskError.
         """
         end = worker.kill()
         trouble = trouble or Trouble(f"the grader's process {end.how}", end.exhausted, over_limit=end.over_limit)
@@ -396,9 +416,9 @@ class ScoringPool:
     def _retry_or_fail(self, item: Item, trouble: Trouble, serial: int | None = None) -> None:
         """Queues an item whose grader had trouble for a second try, or finishes it as failed after the second one.
 
-        The second try is on a worker whose serial is at least `serial`; None = on one that is not started yet. An
-        answer that used up its CPU time, or was too much work in both tries, is replaced by an empty one, which any
-        worker may score.
+        The second try is on a worker whose serial is at least `serial`; None = on one that is not started yet. If the
+        task has `work_seconds`, an answer that used up its CPU time, or ran out of time or memory in both tries, is
+        not failed but replaced by an empty one, which any worker may score, once. A dropped item is only forgotten.
         """
         if item.number not in self._ids:
             # It was dropped, so there is no need for another try.
@@ -422,9 +442,10 @@ class ScoringPool:
             self._finish(item, Outcome(failure=trouble.reason))
 
     def _finish_scored(self, item: Item, outcome: Outcome) -> None:
-        """Finishes an item with the outcome of its grader, which `poll` then returns.
+        """Finishes an item with the outcome of its grader, which `poll` then returns, unless the item was dropped.
 
-        If an empty answer was scored instead, because the real one was too much work, the outcome's reason says so.
+        If an empty answer was scored instead, because the real one was too much work, that is counted and replaces the
+        outcome's reason. In an episode the outcome then also has the empty answer, as `stand_in`.
         """
         if item.number in self._emptied:
             self.num_over_limit += 1
@@ -435,17 +456,23 @@ class ScoringPool:
         self._finish(item, outcome)
 
     def _finish_refused(self, item: Item, error: TaskError) -> None:
-        """Finishes an item whose grader gave no valid score: `poll` raises the error, unless the item was dropped."""
+        """Finishes an item without an outcome, since its grader gave no valid score: `poll` will raise `error`.
+
+        If the item was dropped, `poll` does not raise it.
+        """
         if self._forget(item) is not None:
             self._errors.append(error)
 
     def _finish(self, item: Item, outcome: Outcome) -> None:
-        """Finishes an item: `poll` returns its outcome, unless the item was dropped."""
+        """Finishes an item: `poll` will return its outcome, unless the item was dropped."""
         if (id := self._forget(item)) is not None:
             self._done.append((id, outcome))
 
     def _forget(self, item: Item) -> str | None:
-        """Removes all notes about an item and returns the id that the caller gave it; None if the item was dropped."""
+        """Removes all notes about an item and returns the id that the caller gave it; None if the item was dropped.
+
+        The id may then be used again. Queues stay unchanged.
+        """
         self._was_too_much.pop(item.number, None)
         self._emptied.discard(item.number)
         id = self._ids.pop(item.number, None)

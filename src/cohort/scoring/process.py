@@ -23,9 +23,10 @@ THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"
 
 
 def make_worker_environment() -> dict[str, str]:
-    """Returns the environment variables of a worker: the allowed ones, one thread, and a fixed hash seed.
+    """Returns the environment variables of a worker: those of this process that are allowed, and fixed ones.
 
-    The last two make graders repeatable.
+    The fixed ones are one thread and a fixed hash seed, which make graders repeatable, and a PYTHONPATH that has only
+    the folder of this package.
     """
     kept = {name: os.environ[name] for name in ALLOWED_VARIABLES if name in os.environ}
     source_folder = str(Path(__file__).resolve().parents[2])
@@ -98,16 +99,20 @@ class Worker:
             poll.register(self._requests, select.POLLOUT)
 
     def send(self, item: Item) -> None:
-        """Queues an item for this worker; `flush` writes it to the pipe."""
+        """Queues an item for this worker and adds it to `items`; `flush` writes it to the pipe.
+
+        Restarts the worker's clock (`last_active`) if it had no items.
+        """
         if not self.items:
             self.last_active = time.monotonic()
         self.items.append(item)
         self._outgoing += item.encode()
 
     def flush(self) -> None:
-        """Writes as much of the queued items as the pipe takes now, without waiting.
+        """Writes as much of the hello and the queued items as the pipe takes now, without waiting.
 
-        Raises nothing if the worker is dead.
+        Raises nothing if the worker is dead. Restarts the worker's clock (`last_active`) if the pipe was full before
+        and takes more now.
         """
         with suppress(BlockingIOError, BrokenPipeError):
             while self._outgoing:
@@ -119,9 +124,10 @@ class Worker:
         self._pipe_was_full = bool(self._outgoing)
 
     def read_replies(self) -> list[Reply]:
-        """Returns the replies that have arrived, without waiting.
+        """Returns the replies that have arrived, in order, without waiting. What exceeds 1 MiB waits for the next call.
 
-        Sets `garbled` to an explanation if other data arrived.
+        Sets `garbled` to an explanation if a line is no reply or is too long; later lines are then lost. Restarts the
+        worker's clock (`last_active`) if there are replies.
         """
         # At most one over-long line is read: a grader that writes without end must not fill the pool's memory.
         with suppress(BlockingIOError):
@@ -141,7 +147,7 @@ class Worker:
         return replies
 
     def has_died(self) -> bool:
-        """Returns whether the process has ended. Its exit status stays available for `kill`."""
+        """Returns whether the process has ended, without waiting. Its exit status stays available for `kill`."""
         # `kill` reaps the process. Until then the kernel gives its id, which is also its group's, to no other process.
         flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
         try:
@@ -151,9 +157,9 @@ class Worker:
             return True
 
     def kill(self) -> ProcessEnd:
-        """Kills the process and its whole process group, and closes the pipes.
+        """Kills the process and its whole process group, waits for its end, and closes the pipes. To be called once.
 
-        Returns how the process ended: "was killed", or what had ended it before this call.
+        Returns how the process ended: "was killed", or what had ended it before this call and what it had printed.
         """
         was_dead = self.has_died()
         # Also when the process is dead: it may have left children in its group.

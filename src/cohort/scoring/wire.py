@@ -139,7 +139,7 @@ class Reply:
     seconds: float = 0.0  # how long scoring took, by the worker's clock
 
     def encode(self) -> bytes:
-        """Returns the reply as a line of JSON, without fields that have their defaults."""
+        """Returns the reply as a line of JSON: an object without the fields that have their defaults."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         if self.ready is not None:
             fields["ready"] = dataclasses.astuple(self.ready)
@@ -147,9 +147,10 @@ class Reply:
 
     @staticmethod
     def decode(line: bytes) -> Reply:
-        """Returns the reply that `encode` wrote as `line`.
+        """Returns the reply that `encode` wrote as `line`. Missing fields have their defaults.
 
-        Raises ValueError or TypeError for a line that is not a reply.
+        Checks names and JSON types of the fields, not which of them are set together. Raises ValueError or TypeError
+        for a line that is not a reply, and RecursionError or OverflowError for some that were made to do harm.
         """
         # Foreign code shares the worker's process and may write anything into the pipe, so every type is checked.
         fields = json.loads(line)
@@ -177,9 +178,9 @@ def _encode_line(value: Any) -> bytes:
 
 
 def check_environment_reply(name: str, row_id: str, reply: Reply) -> None:
-    """Raises TaskError unless an environment's messages have role and content and its cost is a finite number.
+    """Raises TaskError unless all `replies` have text as role and content and the cost is a finite number.
 
-    `name` is the task and `row_id` the row, for the error message.
+    `name` is the task and `row_id` the row, for the error message. Other fields of the reply are not checked.
     """
     where = f'task "{name}", row "{row_id}": the environment'
     for message in reply.replies:

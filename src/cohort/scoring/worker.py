@@ -62,7 +62,9 @@ class CapturedOutput(io.TextIOBase):
 def die_with_parent(parent: int) -> None:
     """Asks the kernel to kill this process when its parent dies for any reason. Does nothing outside Linux.
 
-    `parent` is the parent's process id: if that process is dead already, this one ends at once.
+    `parent` is the parent's process id: if that process is dead already, this one ends at once, with code 0. The end of
+    the parent's thread that started this process counts too. Processes that this one forks later are killed when it
+    dies. Raises OSError if the kernel refuses.
     """
     if sys.platform != "linux":
         # Elsewhere the worker ends when it next reads from the pipe of requests, which is then at its end.
@@ -80,7 +82,11 @@ def die_with_parent(parent: int) -> None:
 
 
 def set_limits(limits: Limits) -> None:
-    """Limits memory and file size of this process and turns core dumps off. CPU time is limited per answer instead."""
+    """Limits memory and file size of this process and turns core dumps off. CPU time is limited per answer instead.
+
+    The limit of memory is the address space in use now (outside Linux: 0) plus `limits.memory_mb`. The limit of file
+    size is `limits.output_bytes`.
+    """
     # Address space that the loaded task already uses is not counted. Outside Linux it is unknown and taken as 0.
     in_use = 0
     if os.path.exists("/proc/self/statm"):
@@ -92,21 +98,28 @@ def set_limits(limits: Limits) -> None:
 
 
 def renew_cpu_limit(seconds: float) -> None:
-    """Sets the CPU limit of this process to the time used so far plus `seconds`, rounded up, plus one second."""
+    """Sets the CPU limit of this process to the time used so far plus `seconds`, rounded up, plus one second.
+
+    Beyond it the kernel sends SIGXCPU.
+    """
     used = resource.getrusage(resource.RUSAGE_SELF)
     _set_soft_limit(resource.RLIMIT_CPU, math.ceil(used.ru_utime + used.ru_stime + seconds) + 1)
 
 
 def _set_soft_limit(which: int, value: int) -> None:
-    """Sets the soft limit `which` (resource.RLIMIT_*) to `value`, or to the hard limit if that is lower."""
+    """Sets the soft limit `which` (resource.RLIMIT_*) to `value`, or to the hard limit if that is lower.
+
+    The hard limit stays as it was.
+    """
     hard = resource.getrlimit(which)[1]
     resource.setrlimit(which, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
 
 
 def seed_random(item: Item, answer: Answer) -> None:
-    """Seeds the module `random`, if it is loaded, with the item's row and the answer.
+    """Seeds the module `random`, if it is loaded, with the id of the item's row and the full text of `answer`.
 
-    A grader that draws random numbers then draws the same for the same answer, in any order of answers.
+    A grader that draws from that module then draws the same for the same answer, in any order of answers. `answer` may
+    be an earlier one than the item's.
     """
     module = sys.modules.get("random")
     if module is not None:
@@ -116,10 +129,11 @@ def seed_random(item: Item, answer: Answer) -> None:
 def score_item(
     task: Task, episodes: Episodes, item: Item, before: Callable[[Answer], None], printed: CapturedOutput
 ) -> Reply:
-    """Runs the task's grader or environment on an item and returns its result as a reply.
+    """Runs the task's grader, or the environment of an item with a `past`, and returns the result as a reply.
 
-    Whatever the grader raises becomes a reply too. `episodes` holds the environments of episodes under way, `before` is
-    called with every answer before it is scored, and `printed` holds what the grader prints.
+    Whatever the grader raises becomes a reply too: TaskError as `contract`, MemoryError as `memory`, all else as
+    `failure`. `episodes` holds the environments of episodes under way and is updated. `before` is called with every
+    answer before it is scored. `printed` holds what the grader prints, for the descriptions of errors.
     """
     # This is the only call of foreign code, and the only place that catches what it raises.
     try:
@@ -137,9 +151,10 @@ def score_item(
 
 
 def make_step_reply(task: Task, item: Item, step: Step) -> Reply:
-    """Returns the reply for an item that tells the step of its environment.
+    """Returns the reply for an item that tells the step of its environment. `replies` of a last step are left out.
 
-    Raises TaskError for a step that is not valid.
+    Raises TaskError for a step that is not valid: a last one without parts, another one without replies, or parts that
+    the task does not declare.
     """
     where = f'task "{task.name}", row "{item.row.get("id", "?")}"'
     if step.done and step.parts is None:
@@ -157,7 +172,10 @@ def make_step_reply(task: Task, item: Item, step: Step) -> Reply:
 
 
 def describe_error(error: BaseException, printed: str = "") -> str:
-    """Returns one line: what was raised, in which file and line, and the end of `printed`, the grader's output."""
+    """Returns a text: what was raised, in which file and line if known, and the end of `printed`, the grader's output.
+
+    It is cut after 1000 characters. The error's own text may have line breaks, which stay.
+    """
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({os.path.basename(frames[-1].filename)}, line {frames[-1].lineno})" if frames else ""
     tail = f"; it had printed {printed[-200:]!r}" if printed else ""
@@ -165,15 +183,15 @@ def describe_error(error: BaseException, printed: str = "") -> str:
 
 
 def _shorten(text: str) -> str:
-    """Returns the text cut to MAX_FAILURE characters, with "..." if it was longer."""
+    """Returns the text unchanged, or its first 1000 characters (MAX_FAILURE) and "..." if it is longer."""
     return text if len(text) <= MAX_FAILURE else text[:MAX_FAILURE] + "..."
 
 
 def serve(task: Task, hello: Hello, requests: BinaryIO, send: Callable[[bytes], None]) -> None:
-    """Scores the items that come through `requests`, one after the other, until `requests` ends.
+    """Scores the items that come through `requests`, one per line, one after the other, until `requests` ends.
 
     `send` writes a reply to the pool. Each reply is sent before the next item is begun, so that the pool knows at which
-    item a worker died.
+    item a worker died. Limits the CPU time of each answer, and replaces `sys.stdout` and `sys.stderr`.
     """
     # Kept before the grader runs: it may replace the function that tells the time.
     worker_pid, monotonic = os.getpid(), time.monotonic
@@ -208,9 +226,10 @@ def serve(task: Task, hello: Hello, requests: BinaryIO, send: Callable[[bytes], 
 
 
 def main(arguments: list[str]) -> None:
-    """Runs a scoring worker: loads the task that the hello names, says "ready" or "broken", and scores all requests.
+    """Runs a scoring worker: reads the hello, loads its task, replies "ready", and scores items until requests end.
 
-    `arguments` are the file descriptors of requests and replies, and the process id of the parent.
+    If the task cannot be loaded, it replies "broken" and returns. `arguments` are the file descriptors of requests and
+    replies, and the process id of the parent.
     """
     requests_fd, replies_fd, parent = map(int, arguments)
     die_with_parent(parent)

@@ -15,7 +15,11 @@ _seconds: dict[str, float] = {}
 
 
 def stage(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Returns a decorator that adds the seconds spent in each call of a function to the stage `name` of a step."""
+    """Returns a decorator that adds the seconds spent in each call of a function to the stage `name`, as a sum.
+
+    Calls that raise count too. `read_and_reset` returns the sums of this process. Of nested stages, the outer one
+    includes the time of the inner one.
+    """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(function)
@@ -32,13 +36,19 @@ def stage(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 
 def add_seconds(seconds: Mapping[str, float]) -> None:
-    """Adds seconds, by name of the stage, that were measured elsewhere, for example in the process of a learner."""
+    """Adds seconds, by name of the stage, to the sums of this process.
+
+    They were measured elsewhere, for example in the process of a learner.
+    """
     for name, spent in seconds.items():
         _seconds[name] = _seconds.get(name, 0.0) + spent
 
 
 def read_and_reset() -> dict[str, float]:
-    """Returns the seconds spent since the last call, by name of the stage, and starts again at 0."""
+    """Returns the seconds spent in this process since the last call, by name of the stage, and starts again at 0.
+
+    Stages that were not entered are not in it.
+    """
     seconds = dict(_seconds)
     _seconds.clear()
     return seconds

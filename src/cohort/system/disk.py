@@ -18,7 +18,10 @@ _NOT_WRITABLE = {errno.EROFS, errno.EACCES, errno.EPERM}
 
 @contextmanager
 def explain_disk_errors(path: Path) -> Iterator[None]:
-    """Turns an OSError inside the block into a RunError that names `path` and says what to do."""
+    """Turns any OSError inside the block into a RunError that says that `path` cannot be written and what to do.
+
+    `path` is only for the message. Other exceptions pass through.
+    """
     try:
         yield
     except OSError as error:
@@ -35,7 +38,10 @@ def explain_disk_errors(path: Path) -> Iterator[None]:
 
 
 def sync_directory(path: Path) -> None:
-    """Makes the names of the files in a directory survive a power cut. fsync of a file covers only its content."""
+    """Makes the names of the files in the directory `path` survive a power cut.
+
+    fsync of a file covers only its content. Raises OSError if this fails.
+    """
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -44,7 +50,10 @@ def sync_directory(path: Path) -> None:
 
 
 def sync_tree(path: Path) -> None:
-    """Makes every file and directory under `path` survive a power cut (fsync)."""
+    """Makes the directory `path` and every file and directory under it survive a power cut (fsync).
+
+    Raises OSError if a file cannot be opened. Does nothing if `path` is no directory.
+    """
     for folder, _, names in os.walk(path):
         for name in names:
             descriptor = os.open(os.path.join(folder, name), os.O_RDONLY)
@@ -58,7 +67,8 @@ def sync_tree(path: Path) -> None:
 def write_atomically(path: Path, data: bytes | str) -> None:
     """Writes a file so that other processes see the old content or the new, never a part. Creates or replaces it.
 
-    The new content survives a power cut once this returns. Raises RunError if the disk fails.
+    The new content survives a power cut once this returns. Text is written as UTF-8. The directory must exist. Raises
+    RunError for any OSError, such as a full disk.
     """
     # Beside the target, because a rename is atomic only within a file system.
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -76,7 +86,10 @@ def write_atomically(path: Path, data: bytes | str) -> None:
 
 
 def compute_checksum(path: Path) -> str:
-    """Returns the CRC-32 of a file as 8 hexadecimal digits. It finds damage, but does not protect against attacks."""
+    """Returns the CRC-32 of a file's content as 8 hexadecimal digits.
+
+    It finds damage, but does not protect against attacks. Raises OSError if the file cannot be read.
+    """
     value = 0
     with open(path, "rb") as file:
         # In pieces of 16 MiB, so that a large file is never held in memory.
@@ -86,7 +99,9 @@ def compute_checksum(path: Path) -> str:
 
 
 def format_size(num_bytes: int) -> str:
-    """Returns a number of bytes as text for people, in units of 1024.
+    """Returns a number of bytes as text for people, in units of 1024 up to TB.
+
+    Values below 10 in their unit have one decimal, except bytes.
 
     >>> format_size(512), format_size(20_480), format_size(3 * 2**30)
     ('512 B', '20 KB', '3.0 GB')

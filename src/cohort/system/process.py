@@ -18,8 +18,9 @@ _M_MMAP_THRESHOLD = -3
 def shorten_thread_spinning() -> None:
     """Makes torch's threads sleep after a short time of busy waiting. Must be called before torch is imported.
 
-    On a busy machine long spinning made steps ten times slower. On a quiet machine a short spin makes steps a tenth
-    slower, no spin a half slower. If the user has set OMP_WAIT_POLICY or GOMP_SPINCOUNT, that is kept.
+    Sets the environment variable GOMP_SPINCOUNT to 5000, unless OMP_WAIT_POLICY or GOMP_SPINCOUNT is set. On a busy
+    machine long spinning made steps ten times slower. On a quiet machine a short spin makes steps a tenth slower, no
+    spin a half slower.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "5000")
@@ -56,7 +57,10 @@ def freeze_objects() -> None:
 
 
 def require_one_process() -> None:
-    """Raises ConfigError if torchrun or a scheduler started this process as one of several (WORLD_SIZE above 1)."""
+    """Raises ConfigError if torchrun or a scheduler started this process as one of several.
+
+    That is so if the environment variable WORLD_SIZE is a number above 1; any other text in it is ignored.
+    """
     size = os.environ.get("WORLD_SIZE", "1")
     if size.isdecimal() and int(size) > 1:
         raise ConfigError(

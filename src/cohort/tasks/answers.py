@@ -44,7 +44,9 @@ class ExtractedAnswer:
 def find_answer(text: str) -> ExtractedAnswer:
     """Returns the final answer in a completion: the last closed answer tag or, without one, the last closed box.
 
-    LaTeX in the answer is written as plain arithmetic. Thoughts are not searched.
+    Simple LaTeX in the answer is written as plain arithmetic (see `simplify_latex`). Thoughts are not searched. If
+    there is no answer, or it is longer than MAX_CHARS characters, `text` is None and `reason` says why. An answer
+    without a tag is never well-formed.
 
     >>> find_answer("<think>2+2</think><answer> 4 </answer>")
     ExtractedAnswer(text='4', well_formed=True, reason='')
@@ -72,7 +74,7 @@ def remove_thoughts(text: str) -> tuple[str, bool]:
     """Returns the text outside the thoughts (<think>...</think>), and whether the text ends inside a thought.
 
     The returned text begins after the last `</think>`, even without a `<think>` before it, because the prompt may have
-    opened the thoughts. It ends at a `<think>` that is not closed.
+    opened the thoughts; everything before is dropped. It ends at a `<think>` that is not closed.
 
     >>> remove_thoughts("<think>4? <answer>4</answer></think>It is 5.")
     ('It is 5.', False)
@@ -84,14 +86,16 @@ def remove_thoughts(text: str) -> tuple[str, bool]:
 
 
 def has_visible_text(text: str) -> bool:
-    """Returns whether the text has a letter or digit that is visible."""
+    """Returns whether the text has a letter or digit, not counting the letters without a shape in INVISIBLE_LETTERS."""
     return any(c.isalnum() and c not in INVISIBLE_LETTERS for c in text)
 
 
 def unwrap_box(answer: str) -> str:
-    """Returns the content of the last `\\boxed{...}` in an answer; the answer itself if no box in it is filled.
+    """Returns the content of the `\\boxed{...}` that closes last in an answer, or the answer unchanged.
 
-    An answer of more than MAX_CHARS characters is returned unchanged.
+    It is unchanged if no box closes, if the box that closes last is empty (even after a filled one), or if the answer
+    has more than MAX_CHARS characters. The content is unwrapped once more in the same way, so that of nested boxes the
+    two outermost are removed.
     """
     # Twice, for a box inside a box inside a tag.
     for _ in range(2):
@@ -122,7 +126,8 @@ def find_last_tag(text: str) -> tuple[Span | None, int]:
 def find_last_box(text: str) -> Span | None:
     """Returns (start, end) of the content of the `\\boxed{...}` that closes last; None if no box closes.
 
-    Braces inside the box must balance.
+    Of nested boxes that is the outermost closed one. Braces inside the box must balance; `\\{` and `\\}`
+    count as braces too.
     """
     # Per open brace where the content of its box starts; None for a brace that opens no box.
     open_braces: list[int | None] = []
@@ -138,7 +143,10 @@ def find_last_box(text: str) -> Span | None:
 
 
 def simplify_latex(text: str) -> str:
-    """Returns an answer with LaTeX written as plain arithmetic, without dollar signs, bold marks and a final period.
+    """Returns an answer with simple LaTeX written as plain arithmetic, and without the marks around it.
+
+    Fractions, \\times, \\cdot, \\ast, \\div, \\left, \\right, \\quad and spacing are replaced; other LaTeX stays.
+    Removed from the ends are spaces, dollar signs, backticks, a pair of bold marks, and one final period.
 
     >>> simplify_latex("$(3 \\\\times 4) \\\\div 2$.")
     '(3 * 4) / 2'
@@ -160,7 +168,7 @@ def simplify_latex(text: str) -> str:
 def read_value(answer: str) -> Evaluation:
     """Returns the number that an answer states, after the last "=" if there is one.
 
-    An expression that is not computed is refused: `value` is None and `reason` says why.
+    An expression that is not computed, and a number with a unit, are refused: `value` is None and `reason` says why.
 
     >>> read_value("12 * 2 = 24").value
     Fraction(24, 1)
@@ -173,8 +181,9 @@ def read_value(answer: str) -> Evaluation:
 def read_expression(answer: str) -> Evaluation:
     """Returns the value of the expression that an answer states, and the numbers that are written in it.
 
-    The expression is the text before the first "=", or after it if the text before it is only a number. All sides of
-    the equation must be equal; otherwise `value` is None and `reason` says why.
+    The expression is the text before the first "=", or after it if the text before it is only a number. A final "(=
+    24)" is read as "= 24". All sides of the equation, at most four, must be equal; otherwise, and if the expression is
+    refused, `value` is None and `reason` says why.
 
     >>> read_expression("(1+2)*8 = 24").value
     Fraction(24, 1)

@@ -70,8 +70,8 @@ class Arithmetic:
         """Yields `train_size` or `test_size` different problems of a split, always the same ones.
 
         Problems are drawn at random: candidate number k depends only on the split, on k and on the settings. Candidates
-        whose numbers belong to another split are left out. Raises TaskError if the settings allow fewer problems than
-        asked for.
+        whose numbers belong to another split are left out. Raises TaskError for an unknown split, and, after the
+        problems that there are, if the settings allow fewer than asked for.
         """
         check_split("arithmetic", split)
         size = self.test_size if split == "test" else self.train_size
@@ -96,7 +96,10 @@ class Arithmetic:
         return [{"role": "user", "content": row["question"] + (INSTRUCTIONS if self.instructions else "")}]
 
     def score(self, row: Row, answer: Answer) -> Verdict:
-        """Returns the parts "correct" (the answer is the exact value) and "format" (exactly one answer tag), 0 or 1."""
+        """Returns the parts "correct" (the answer is the exact value) and "format" (exactly one answer tag), 0 or 1.
+
+        The value must be a number, not an expression. The reason says why an answer is not correct.
+        """
         extracted = find_answer(answer.full)
         number = read_value(extracted.text) if extracted.text is not None else None
         correct = number is not None and number.value is not None and number.value == row["answer"]

@@ -91,8 +91,9 @@ class Task(Protocol):
 def task(name: str) -> Callable[[type[T]], type[T]]:
     """Returns a decorator that checks a class and registers it as the task `name`.
 
-    The decorated class becomes a frozen dataclass with the attributes of `Task`. TaskError is raised for a name or a
-    class that cannot be a task.
+    The class becomes a frozen dataclass, unless it is one already, with the attributes of `Task`. TaskError is raised
+    for a name that is not allowed or that another class has, and for a class that cannot be a task. The same definition
+    may be registered again.
 
     >>> @task("echo")
     ... class Echo:
@@ -109,7 +110,11 @@ def task(name: str) -> Callable[[type[T]], type[T]]:
         )
 
     def register(cls: type[T]) -> type[T]:
-        """Checks the class, fills in the attributes that it does not set, and enters it in the registry."""
+        """Checks the class, sets the attributes of `Task` on it, enters it in the registry, and returns it.
+
+        A class that is no dataclass is made one. Raises TaskError for a class that cannot be a task, and for a name
+        that is taken.
+        """
         for method in ("rows", "prompt", "score"):
             if not callable(getattr(cls, method, None)):
                 raise TaskError(f'task "{name}": class {cls.__name__} has no method {method}; define it')
@@ -149,7 +154,7 @@ def task(name: str) -> Callable[[type[T]], type[T]]:
 
 
 def _find_source_file(cls: type) -> str:
-    """Returns the path of the file that defines a class, or "" if there is none."""
+    """Returns the path of the file of the module that defines a class, or "" if there is none."""
     return getattr(sys.modules.get(cls.__module__), "__file__", None) or ""
 
 
@@ -164,7 +169,8 @@ def _identify_definition(cls: type) -> tuple[str, str]:
 def get_task(name: str) -> type:
     """Returns the task class registered under `name`; its constructor takes the settings.
 
-    Raises ConfigError, with the nearest known name, if there is none.
+    Imports the module of a built-in task first if needed. Raises ConfigError, with the nearest known name, if there is
+    no such task.
     """
     if name not in _registry and name in BUILT_IN:
         importlib.import_module(BUILT_IN[name])
@@ -200,7 +206,8 @@ def load_rows(task: Task, split: str) -> list[Row]:
     """Returns all rows of a split as plain JSON values, each with an `id`, a string that no other row has.
 
     A row without an id gets a hash of its content, so that the id stays when the data are reordered. Raises TaskError
-    for two rows with the same id and for a split without rows.
+    for two rows with the same id (equal rows without one included), for a row that is no dict of JSON values, and for a
+    split without rows.
     """
     rows: list[Row] = []
     first_index: dict[str, int] = {}
@@ -219,10 +226,11 @@ def load_rows(task: Task, split: str) -> list[Row]:
 
 
 def _normalise_row(name: str, index: int, raw: Any) -> Row:
-    """Returns a raw row as plain JSON values, with a string `id` as its first field.
+    """Returns a raw row as a new dict of plain JSON values, with a string `id` as its first field.
 
-    Without an id, a hash of the row is its id. `name` is the task and `index` the row's number, for error messages.
-    Raises TaskError if `raw` is not a dict, cannot be written as JSON, or has an id that is neither text nor an int.
+    Without an id, or with None, a hash of the row is its id. `name` is the task and `index` the row's number, for error
+    messages. Raises TaskError if `raw` is not a dict, cannot be written as JSON, or has an id that is neither an int
+    nor a text that is not empty.
     """
     if not isinstance(raw, Mapping):
         raise TaskError(f'task "{name}": row {index} is a {type(raw).__name__}; rows must yield dicts')
@@ -245,8 +253,8 @@ def check_parts(name: str, row_id: str, declared: tuple[str, ...], accuracy: str
     """Returns the reward parts that a grader gave as floats, in the order of `declared`, the task's part names.
 
     `scored` is what the grader returned, `accuracy` the name of the part that must be 0 or 1, and `name` and `row_id`
-    are the task and the row, for messages. Raises TaskError for a missing or undeclared part, a value that is no finite
-    number, and an accuracy other than 0 and 1.
+    are the task and the row, for messages. Raises TaskError if `scored` is no dict, for a missing or undeclared part, a
+    value that is no finite number, and an accuracy other than 0 and 1.
 
     >>> check_parts("t", "0", ("correct", "format"), "correct", {"format": 0.5, "correct": True})
     {'correct': 1.0, 'format': 0.5}
@@ -283,7 +291,8 @@ def check_parts(name: str, row_id: str, declared: tuple[str, ...], accuracy: str
 def grade(task: Task, row: Row, answer: Answer) -> Outcome:
     """Scores one answer with the task's grader, in this process, and returns its parts and reason as an outcome.
 
-    Raises TaskError if the parts are not valid. Runs use the worker processes of a ScoringPool instead.
+    The reason is cut to MAX_REASON characters. Raises TaskError if the parts are not valid, and whatever the grader
+    raises. Runs use the worker processes of a ScoringPool instead.
     """
     scored = task.score(row, answer)
     verdict = scored if isinstance(scored, Verdict) else Verdict(scored)
@@ -292,7 +301,10 @@ def grade(task: Task, row: Row, answer: Answer) -> Outcome:
 
 
 def make_plain_answer(text: str) -> Answer:
-    """Returns an answer that consists of `text` alone and ended by itself, for self-checks, gold answers and tests."""
+    """Returns an answer that consists of `text` alone and ended by itself, for self-checks, gold answers and tests.
+
+    Its number of tokens is the number of words, and its conversation is empty.
+    """
     return Answer(text=text, full=text, finish="stop", num_tokens=len(text.split()), conversation=[])
 
 
@@ -307,8 +319,9 @@ class SelfCheck:
 def run_self_check(task: Task, num_rows: int = 20) -> SelfCheck:
     """Scores an empty answer and, where the task has `gold`, a right one on the first `num_rows` rows of each split.
 
-    Returns how many rows passed, and for how many of them a gold answer was scored. Raises TaskError if an empty answer
-    earns anything, if a gold answer is not right, or if there are no rows.
+    The splits are train and test. Returns how many rows passed, both splits together, and for how many of them a gold
+    answer was scored. Raises TaskError if any part of an empty answer is above 0, if a gold answer is not right, if a
+    row or its parts are not valid, or if there are no rows in either split.
     """
     gold = getattr(task, "gold", None)
     checked = 0

@@ -73,12 +73,15 @@ class Countdown:
         need(self.data != "" or not self.columns, f"data, because columns is given ({' '.join(self.columns)})")
 
     def rows(self, split: str) -> Iterator[Row]:
-        """Returns the rows of a split, read from the setting `data` or, without it, generated."""
+        """Returns the rows of a split, read from the setting `data` or, without it, generated.
+
+        Raises TaskError for a split other than train, test and traces. With `data` there is no split traces.
+        """
         check_split("countdown", split)
         return self._read_data(split) if self.data else self._generate_rows(split)
 
     def prompt(self, row: Row) -> list[Message]:
-        """Returns a user message with the numbers and the target.
+        """Returns a user message with the numbers and the target, and with the rules if `instructions` is set.
 
         With `think`, an assistant message that opens <think> follows, for the model to continue.
         """
@@ -89,7 +92,8 @@ class Countdown:
     def score(self, row: Row, answer: Answer) -> Verdict:
         """Returns the parts "correct" and "format", each 0 or 1, with the reason why an answer is not correct.
 
-        A correct expression uses exactly the given numbers and equals the target.
+        A correct expression uses exactly the given numbers and equals the target. "format" is 1 for exactly one
+        well-formed answer tag.
         """
         # `full` includes the beginning of the answer that the setting `think` forces, with its opening <think>.
         extracted = find_answer(answer.full)
@@ -149,11 +153,12 @@ class Countdown:
         return None
 
     def _draw_solution(self, draws: Draws, nums: list[int]) -> tuple[int, str]:
-        """Returns the value and the text of a random expression of all `nums`; (-1, "") if a division is not exact.
+        """Returns the value and the text of a random expression of all `nums`; (-1, "") if a division is not possible.
 
         Two random pieces are joined until one is left. The smaller number is subtracted from the larger one and only
         exact quotients are used, so that every intermediate result is a whole number >= 0: the kind of solution that a
-        person would find. The text has the parentheses that it needs and no others.
+        person would find. A drawn division by 0 or with a remainder ends the attempt. The text has the parentheses that
+        it needs and no others.
         """
         # A piece is its value, its text and the operator that joined it last ("" for a given number).
         pieces = [(n, str(n), "") for n in nums]
@@ -170,13 +175,18 @@ class Countdown:
         return pieces[0][0], pieces[0][1]
 
     def _read_data(self, split: str) -> Iterator[Row]:
-        """Returns the rows of a split of the setting `data`, each problem once."""
+        """Returns the rows of a split of the setting `data`, each problem once; its first row counts.
+
+        Problems with the same numbers, in any order, and the same target are the same. Raises TaskError for data that
+        cannot be used.
+        """
         first: dict[str, Row] = {}
 
         def make_once(raw: dict[str, Any]) -> Row:
             """Returns the row of a problem, or the earlier row if the same problem was read before.
 
-            Rows with the same numbers in another order, or with another solution, are the same problem.
+            Rows with the same numbers in another order, or with another solution, are the same problem. Raises
+            ValueError for a raw row that does not fit.
             """
             row = _make_row(raw)
             # The reader compares rows of the same id and refuses different ones, so the first row is given again.
@@ -220,9 +230,10 @@ def _make_problem_key(row: Row) -> tuple[tuple[int, ...], int]:
 
 
 def _make_row(raw: dict[str, Any]) -> Row:
-    """Returns a row of the task from a raw row with `nums`, `target` and perhaps `solution`.
+    """Returns a row of the task from a raw row with `nums`, `target` and perhaps `solution`; "" if that is missing.
 
-    Its id is as in "3-8-2=24". Raises ValueError if a column is missing or has no whole numbers.
+    Its id is as in "3-8-2=24". Raises ValueError unless `nums` is a list of whole numbers >= 0, not empty, and `target`
+    a whole number.
     """
     nums = _parse_cell(raw.get("nums"))
     target = _parse_cell(raw.get("target"))

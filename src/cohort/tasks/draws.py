@@ -23,7 +23,7 @@ class Draws:
         self._used = 0
 
     def below(self, n: int) -> int:
-        """Returns a random integer from 0 to n - 1, for n < 2**32."""
+        """Returns a random integer from 0 to n - 1, for 1 <= n < 2**32."""
         # A hash has 64 bytes: eight words of 64 bits, each for one draw.
         offset = self._used % 8
         if offset == 0:
@@ -39,7 +39,7 @@ class Draws:
         return low + self.below(high - low + 1)
 
     def choice(self, items: Sequence[T]) -> T:
-        """Returns one of the items at random, all with equal probability."""
+        """Returns one of the items at random, all with equal probability. Raises IndexError if there are none."""
         return items[self.below(len(items))]
 
 

@@ -88,7 +88,10 @@ class SingleTurn:
         return Opening(messages=self.task.prompt(row))
 
     def step(self, answer: Answer) -> Step:
-        """Scores the answer with the task's grader and returns its parts; the episode is done."""
+        """Scores the answer with the task's grader and returns its parts; the episode is done.
+
+        Raises TaskError if the parts are not valid, and whatever the grader raises.
+        """
         outcome = grade(self.task, self.row, answer)
         return Step(parts=outcome.parts, reason=outcome.reason)
 
@@ -121,7 +124,9 @@ class ThinkAgain:
     def step(self, answer: Answer) -> Step:
         """Steps the inner environment. If its reward is low and attempts are left, the step asks for another attempt.
 
-        The cost of further attempts is added to the cost of the step.
+        That happens only if the inner episode is done with a total reward of at most `rules.below`, and the answer was
+        not cut off. Then the step keeps its parts, is not done, and replies with one of `rules.words`. `rules.cost`
+        times the number of further attempts so far is added to the cost of every step.
         """
         assert self.draws is not None, "an episode is started before it is stepped"
         step, rules = self.inner.step(answer), self.rules
@@ -141,7 +146,7 @@ class ThinkAgain:
 def compute_total_reward(parts: Mapping[str, float], coefficients: Mapping[str, float]) -> float:
     """Returns the sum of the reward parts, each times its coefficient.
 
-    A part without a coefficient has the coefficient 1.
+    A part without a coefficient has the coefficient 1; a coefficient without a part is ignored.
 
     >>> compute_total_reward({"correct": 1.0, "format": 0.5}, {"format": 2.0})
     2.0
@@ -175,9 +180,11 @@ class Episodes:
     ) -> Step:
         """Steps the environment of an episode with its newest answer and returns the resulting step.
 
-        `past` holds the episode's key and earlier answers: with them the episode is replayed first if its environment
-        is not in the table. `before` is called with every answer before the environment gets it, and with the newest
-        one before a new environment is started.
+        `past` holds the episode's key and earlier answers: with them the episode is replayed first if the table has no
+        environment for it, or one with another history. `before` is called with every answer before the environment
+        gets it, and with the newest one also before a new environment is started. The environment stays in the table
+        only if the episode is not done; an exception removes it, and beyond MAX_LIVE the one stepped longest ago is
+        dropped.
         """
         # The environment leaves the table while it works: after an exception its state cannot be used any more.
         environment, history = self._live.pop(past.key, (None, b""))

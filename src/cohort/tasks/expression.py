@@ -61,9 +61,10 @@ def normalize(text: str) -> str:
 
 
 def evaluate(text: str) -> Evaluation:
-    """Returns the exact value of an expression with + - * / and parentheses, or the reason why it is refused.
+    """Returns the exact value of an expression with + - * / and brackets, or the reason why it is refused.
 
-    Never raises.
+    Brackets are round or square, and one right after a factor multiplies it. A refused expression has the value None
+    and no numbers; among others, powers, units and whatever exceeds a limit of this module are refused. Never raises.
 
     >>> evaluate("1/3 + 1/6").value
     Fraction(1, 2)
@@ -87,7 +88,8 @@ def evaluate(text: str) -> Evaluation:
 def read_number(text: str) -> Evaluation:
     """Returns the value of a text that is one number, perhaps with sign, thousands commas and decimals.
 
-    Anything else, an expression too, is refused: `value` is None and `reason` says why.
+    `numbers` holds the number without its sign. Anything else, an expression too, is refused: `value` is None and
+    `reason` says why.
 
     >>> read_number("-1,200.50").value
     Fraction(-2401, 2)
@@ -166,7 +168,11 @@ class _Parser:
             raise _RefusedError(f"more than {MAX_OPERATIONS} operations")
 
     def parse_sum(self) -> Fraction:
-        """Parses products joined by + and - from the next token on, and returns their value."""
+        """Parses products joined by + and - from the next token on, and returns their value.
+
+        Stops before the first token that does not belong to the sum. Raises _RefusedError for a malformed product and
+        beyond the limits.
+        """
         value = self.parse_product()
         while self.peek() in ("+", "-"):
             operator = self.next_token()
@@ -178,7 +184,8 @@ class _Parser:
     def parse_product(self) -> Fraction:
         """Parses factors joined by * and / from the next token on, and returns their value.
 
-        Raises _RefusedError for a division by zero.
+        A bracket right after a factor multiplies it. Raises _RefusedError for a division by zero, a malformed factor,
+        and beyond the limits.
         """
         value = self.parse_factor()
         while self.peek() in ("*", "/", *_CLOSING):
@@ -192,7 +199,10 @@ class _Parser:
         return value
 
     def parse_factor(self) -> Fraction:
-        """Parses a number or parenthesis with any number of signs before it, and returns its value."""
+        """Parses a number or parenthesis with any number of signs before it, and returns its value.
+
+        Every sign counts as an operation. Raises _RefusedError if neither follows.
+        """
         negative = False
         while self.peek() in ("+", "-"):
             negative ^= self.next_token() == "-"
@@ -201,7 +211,11 @@ class _Parser:
         return -value if negative else value
 
     def parse_parenthesis(self) -> Fraction:
-        """Parses a sum in round or square brackets, which begin at the next token, and returns its value."""
+        """Parses a sum in round or square brackets, which begin at the next token, and returns its value.
+
+        Raises _RefusedError for more than MAX_DEPTH nested brackets, and if the closing bracket is missing or has
+        another shape.
+        """
         closing = _CLOSING[self.next_token()]
         self.depth += 1
         if self.depth > MAX_DEPTH:
@@ -213,7 +227,10 @@ class _Parser:
         return value
 
     def parse_number(self) -> Fraction:
-        """Moves past the next token, which must be a number, appends its value to `numbers` and returns it."""
+        """Moves past the next token, which must be a number, appends its value to `numbers` and returns it.
+
+        Raises _RefusedError if it is no number or there is none.
+        """
         token = self.next_token()
         if not token:
             raise _RefusedError("ends where a number is expected")

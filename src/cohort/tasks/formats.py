@@ -24,9 +24,9 @@ NumberedRows = Iterator[tuple[int, Any]]
 
 
 def _read_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Yields (number, line) for the lines of a text file, numbered from 1.
+    """Yields (number, line) for the lines of a text file, numbered from 1. A line keeps its line break.
 
-    Raises TaskError for a line that is not UTF-8.
+    A byte order mark at the beginning is dropped. Raises TaskError for a line that is not UTF-8.
     """
     # Lines are decoded one by one: decoding the whole file could not tell which line is not text.
     with path.open("rb") as file:
@@ -38,9 +38,9 @@ def _read_lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def _read_jsonl(path: Path) -> NumberedRows:
-    """Yields (line number, value) for a JSON Lines file; blank lines are skipped.
+    """Yields (line number, value) for a JSON Lines file; blank lines are skipped. Values may be of any JSON type.
 
-    Raises TaskError for a line that is not JSON.
+    Raises TaskError for a line that is not JSON or not UTF-8.
     """
     for number, line in _read_lines(path):
         if not line.strip():
@@ -57,7 +57,7 @@ def _read_jsonl(path: Path) -> NumberedRows:
 def _read_json(path: Path) -> NumberedRows:
     """Yields (number, item) for the array in a JSON file, numbered from 1; nothing for an empty file.
 
-    Raises TaskError if the file is not a JSON array.
+    Raises TaskError if the file is not a JSON array or not UTF-8.
     """
     text = "".join(line for _, line in _read_lines(path))
     try:
@@ -77,9 +77,11 @@ def _read_json(path: Path) -> NumberedRows:
 
 
 def _read_csv(path: Path) -> NumberedRows:
-    """Yields (line number, row) for a CSV file; rows are dicts of text. The first line names the columns.
+    """Yields (line number, row) for a CSV file; rows are dicts of text. Its first line names the columns.
 
-    Raises TaskError for a line that is not CSV or has another number of cells.
+    The number is that of the row's first line; blank lines are skipped. Raises TaskError for a line that is not CSV,
+    not UTF-8 or has another number of cells, and for two columns of the same name. Sets the csv module's cell size
+    limit for the whole process.
     """
     csv.field_size_limit(MAX_CELL)
     reader = csv.reader((line for _, line in _read_lines(path)), strict=True)
@@ -153,7 +155,7 @@ _DECODER = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_parse_
 
 
 def _parse_json(text: str) -> Any:
-    """Returns the value of a JSON text. Raises ValueError if it is not JSON.
+    """Returns the value of a JSON text. Raises ValueError if it is not JSON, RecursionError if it is nested too deeply.
 
     Raises ValueError also for what Python's reader accepts and other programs cannot use: NaN, infinity, numbers too
     large for a float, and half a character (a lone surrogate).

@@ -80,7 +80,7 @@ class GSM8K:
     def rows(self, split: str) -> Iterator[Row]:
         """Returns the rows of a split; of "test" only the first `test_size`, unless that is 0.
 
-        Raises TaskError if test has fewer.
+        Raises TaskError if test has fewer, and for rows that cannot be read.
         """
         rows = read_rows(
             "gsm8k",
@@ -109,8 +109,8 @@ class GSM8K:
     def score(self, row: Row, answer: Answer) -> Verdict:
         """Returns the reward parts of an answer, with the reason why it is not right.
 
-        The answer is the last marked number in the completion, or with find = last, if none is marked, the last number
-        of all.
+        The answer is the last marked number in the completion, or with find = last, if nothing is marked, the last
+        number of all. A marked text that is not one number is wrong in both cases.
         """
         # Only the completion is searched: `answer.full` may begin with text that the model did not write.
         marked = find_marked_answer(answer.text)
@@ -125,7 +125,10 @@ class GSM8K:
         return Verdict(self._make_parts(correct, marked, answer), reason)
 
     def gold(self, row: Row) -> str:
-        """Returns the reference solution with its number in the marker that `style` asks for."""
+        """Returns the reference solution, followed by its number in the marker that `style` asks for.
+
+        With style = tags, the solution stands between <think> and </think>.
+        """
         number, solution = row["answer"], row["solution"]
         if self.style == "tags":
             return f"<think>{solution}</think>\n<answer>{number}</answer>"
@@ -152,8 +155,8 @@ class GSM8K:
 def _make_row(raw: dict[str, Any]) -> Row:
     """Returns a row with question, answer (the number as text) and solution, made from a raw row of the data set.
 
-    The number stands after the last "####" of the raw answer, or is the whole of it. Raises ValueError for raw columns
-    that do not fit.
+    The number stands after the last "####" of the raw answer, or is the whole of it; then the solution is "".
+    Calculator annotations are removed from the solution. Raises ValueError for raw columns that do not fit.
     """
     question = raw.get("question")
     answer = raw.get("answer")

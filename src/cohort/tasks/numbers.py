@@ -97,7 +97,8 @@ class MarkedAnswer:
 def find_marked_answer(text: str) -> MarkedAnswer:
     r"""Returns the content of the last marker in a completion: `#### 18`, `\boxed{18}` or `<answer>18</answer>`.
 
-    Thoughts are not searched. If there is no marker, `text` is None and `reason` says why.
+    Thoughts are not searched. `####` with no digit in the text after it is no marker, but an empty box or tag is one.
+    Of markers inside each other the inner one counts. If no marker is closed, `text` is None and `reason` says why.
 
     >>> find_marked_answer("#### 7\nNo: 9 * 2 = 18, so it is\n#### 18").text
     '18'
@@ -124,7 +125,10 @@ def find_marked_answer(text: str) -> MarkedAnswer:
 
 
 def _remove_thoughts_and_special_tokens(text: str) -> tuple[str, bool]:
-    """Returns the text outside the thoughts, without special tokens at its end, and whether a thought is not closed."""
+    """Returns the text outside the thoughts, cut at its end, and whether a thought is not closed.
+
+    Up to four special tokens, such as `</s>`, and the spaces around them are cut off the end.
+    """
     said, is_open = remove_thoughts(text)
     # At most four special tokens are removed, and only the last 64 characters are searched: time stays linear.
     for _ in range(4):
@@ -135,7 +139,10 @@ def _remove_thoughts_and_special_tokens(text: str) -> tuple[str, bool]:
 
 
 def _find_last_box(text: str) -> Span | None:
-    """Returns (start, end) of the content of the last box, closed or bare as in `\\boxed18`; None if there is none."""
+    """Returns (start, end) of the content of the last box, closed or bare as in `\\boxed18`; None if there is none.
+
+    A bare box must begin with a digit, a sign or a dollar sign.
+    """
     bare = deque(_BARE_BOX.finditer(text), maxlen=1)
     spans = [span for span in (find_last_box(text), bare[0].span(1) if bare else None) if span is not None]
     return max(spans, default=None)
@@ -164,7 +171,8 @@ def _find_last_hashes(text: str) -> Span | None:
 def read_last_number(text: str) -> Evaluation:
     """Returns the value of the last number anywhere in a text, for completions without a marker.
 
-    If there is none, `value` is None and `reason` says why.
+    Thoughts are not searched. Signs of currency and units are ignored; of 1/2 the last number is 2. If there is no
+    number, or the last one has misplaced commas or too many digits, `value` is None and `reason` says why.
 
     >>> read_last_number("5 + 13 makes $18, not 20% more or -$1,200.50.").value
     Fraction(-2401, 2)
@@ -181,9 +189,11 @@ class _RefusedError(Exception):
 
 
 def read_quantity(text: str) -> Evaluation:
-    r"""Returns the value of the one number that an answer states, without its unit.
+    r"""Returns the value of the one number that an answer states, without its unit: 20% is 20, "5 million" is 5000000.
 
-    If it states no number or several, `value` is None and `reason` says why.
+    Only the text after the last "=" and after words such as "the answer is" counts. If it states no number in digits,
+    several numbers, or an expression such as 5+13, or if the answer is longer than MAX_CHARS, `value` is None and
+    `reason` says why. `numbers` stays empty.
 
     >>> read_quantity(r"\$1{,}200.50 \text{ per year}").value
     Fraction(2401, 2)
@@ -201,14 +211,20 @@ def read_quantity(text: str) -> Evaluation:
 
 
 def _extract_statement(text: str) -> str:
-    """Returns the part of an answer that states the result: after the last "=", and after "the answer is"."""
+    """Returns the part of an answer that states the result, in plain spelling and without marks around it.
+
+    It is the text after the last "=", and in it after leading words that end with ":" or "is" (are, was, were, equals).
+    """
     stated = _strip_wrapping(_simplify_spelling(text).rpartition("=")[2])
     lead = _LEAD.match(stated)
     return _strip_wrapping(stated[lead.end() :]) if lead else stated
 
 
 def _simplify_spelling(text: str) -> str:
-    """Returns the text with LaTeX, Markdown and Unicode spellings replaced by plain ones."""
+    """Returns the text with common LaTeX, Markdown and Unicode spellings replaced by plain ones; other LaTeX stays.
+
+    "About equal" becomes "=", and >=, <= and != become one sign without "=".
+    """
     text = text.translate(_SPELLING)
     text = _FRACTION.sub(lambda match: f" {match[1] or match[3]}/{match[2] or match[4]} ", text)
     text = _COLOUR.sub(r" \1", _SIZE.sub(" ", text))
@@ -221,7 +237,10 @@ def _simplify_spelling(text: str) -> str:
 
 
 def _strip_wrapping(text: str) -> str:
-    """Returns the text without the quotes, marks and parentheses around it and without a final period."""
+    """Returns the text without up to three levels of quotes, dollar signs, Markdown marks and brackets around it.
+
+    Periods at its end and colons at its beginning are dropped too.
+    """
     # Three levels of wrapping, as in **(18.)**
     for _ in range(3):
         text = text.lstrip(_EDGE + ":").rstrip(_EDGE + ".")
@@ -257,8 +276,8 @@ def _parse_value(statement: str) -> Fraction:
 def _parse_fraction(whole: str | None, above: str, below: str) -> Fraction:
     """Returns the value of above/below, or of a mixed number such as 3 1/2 if `whole` is not None.
 
-    Raises _RefusedError for a zero denominator and for a division with a whole result, such as 36/2: there the answer
-    is not computed to the end.
+    Raises _RefusedError for a zero denominator, for a division with a whole result, such as 36/2, because there the
+    answer is not computed to the end, and for a mixed number whose fraction is above 1.
     """
     numerator, denominator = int(above), int(below)
     if denominator == 0:
@@ -273,7 +292,7 @@ def _parse_fraction(whole: str | None, above: str, below: str) -> Fraction:
 def _parse_scale(tail: str) -> int:
     """Returns the factor that `tail`, the text after a number, means: 1 for a unit, 10**6 for "million dollars".
 
-    Raises _RefusedError for words that are no unit, and for a second number.
+    No text means 1. Raises _RefusedError for words and signs that are no unit, and for a second number.
     """
     tail = _POWER.sub("", tail)
     if _DIGIT.search(tail):

@@ -34,7 +34,7 @@ class TaskRef:
     def from_task(task: Task) -> TaskRef:
         """Returns the reference of a task, from which another process can make it.
 
-        Raises TaskError if its settings are no JSON values, or if its class is not defined in a file.
+        Raises TaskError if its settings are no JSON values, or if its class is not built-in and not defined in a file.
 
         >>> from cohort.tasks.arithmetic import Arithmetic
         >>> ref = TaskRef.from_task(Arithmetic(max_terms=4))
@@ -59,8 +59,9 @@ class TaskRef:
     def load(self) -> Task:
         """Returns the task, made from its registered class and settings.
 
-        Runs the user's file first, if the task comes from one. Raises TaskError for a setting that the task does not
-        have.
+        Runs the user's file first, if the task comes from one. Raises TaskError for a missing file and for a setting
+        that the task does not have or does not allow, ConfigError for an unknown task, and whatever the user's file
+        raises.
         """
         if self.path:
             load_file(self.path)
@@ -74,17 +75,20 @@ class TaskRef:
 
 
 def _restore_tuple(value: Any, setting: dataclasses.Field[Any]) -> Any:
-    """Returns `value`, with a list made a tuple if the setting is declared as a tuple: JSON has no tuples."""
+    """Returns `value`, with a list made a tuple if the setting is declared as a tuple or its default is one.
+
+    JSON has no tuples. Lists inside the list stay lists.
+    """
     is_tuple = isinstance(setting.default, tuple) or str(setting.type).startswith(("tuple", "Tuple"))
     return tuple(value) if isinstance(value, list) and is_tuple else value
 
 
 def compute_grader_digest(task: Task) -> str:
-    """Returns "NAME-DIGEST" for the code that scores a task.
+    """Returns "NAME-DIGEST" for the code that scores a task; another digest means that scores may have changed.
 
-    It changes whenever the code, and so a score, may have changed. The digest covers the task's module, all modules
-    that it imports from `cohort.tasks` or from its own folder, directly or through others, and the versions of the
-    packages that the task needs.
+    The digest covers the source of the task's module and of all loaded modules that it imports from `cohort.tasks` or
+    from its own folder, directly or through others, and the versions of the packages that the task needs.
+    `cohort.tasks.base`, this module, settings and other packages are not covered.
     """
     waiting = [type(task).__module__]
     sources: dict[str, bytes] = {}
@@ -104,9 +108,10 @@ def compute_grader_digest(task: Task) -> str:
 
 
 def _list_imports(source: bytes) -> Iterator[str]:
-    """Yields the names of the modules that Python source imports.
+    """Yields the names of the modules that Python source imports, also inside functions.
 
-    For `from a import b` these are "a" and "a.b", which need not be a module.
+    For `from a import b` these are "a" and "a.b", which need not be a module. Dots of relative imports are lost, and
+    `from . import b` yields nothing.
     """
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -128,8 +133,9 @@ def _find_version(module: str) -> str:
 def load_file(path: str | Path) -> ModuleType:
     """Runs a user's Python file, unless it was loaded before, and returns its module.
 
-    The file's folder is appended to `sys.path`, so that the file can import its neighbours. Raises TaskError if there
-    is no such Python file.
+    The file's folder is appended to `sys.path`, so that the file can import its neighbours. A file that runs as
+    __main__ is run again. Raises TaskError if there is no such Python file, and whatever the file raises; then the next
+    call runs it again.
     """
     file = Path(path).expanduser().resolve()
     if not file.is_file():

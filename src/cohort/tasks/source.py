@@ -48,17 +48,19 @@ def read_rows(
     key: str,
     task_columns: Sequence[str] = (),
 ) -> Iterator[Row]:
-    """Returns the rows of a task's split in the order of their source, each problem once, each with an id.
+    """Returns an iterator over the rows of a task's split in the order of their source, each problem once, with an id.
 
     `data` and `columns` are settings of the task. `data` is a path (perhaps with {split}, ~ or $NAME), the name of a
-    hub data set, or "" for the default `places` by split. `columns` has an entry "ours=theirs" for every column that
-    has another name in the source. `make` turns a raw row into a row of the task, or raises ValueError with what is
-    wrong. `key` is the field of the made row that identifies the problem; a row without an "id" gets a hash of it. The
-    `task_columns` are those that `make` reads: if given, an entry of `columns` for any other name is refused.
+    hub data set, or "" for the default `places` by split; a path without {split} is for "test" only. `columns` has an
+    entry "ours=theirs" for every column that has another name in the source. `make` turns a raw row into a row of the
+    task, or raises ValueError with what is wrong. `key` is the field of the made row that identifies the problem; a row
+    without an "id" gets a hash of it. The `task_columns` are those that `make` reads: if given, an entry of `columns`
+    for any other name is refused.
 
-    Raises TaskError, with file and line where possible, for a missing source, a bad row, two rows with the same id, one
-    problem with two contents, and a source without rows. Repeated rows, and rows of train that are in test, are left
-    out with a warning.
+    Raises TaskError at once for bad `columns`, an unknown split and a path or place that cannot serve the split. Raises
+    it during iteration, with file and line where possible, for a source that cannot be opened, a bad row, two rows with
+    the same id, one problem with two contents, and a source without rows. Repeated rows, and rows of train that are in
+    a test split that can be opened, are left out; warnings at the end count them.
     """
     reader = _Reader(
         task=task,
@@ -74,9 +76,10 @@ def read_rows(
 
 
 def make_data_path_absolute(data: str) -> str:
-    """Returns the setting `data` as an absolute path if it names a file that exists, otherwise unchanged.
+    """Returns the setting `data` as an absolute path if it names a file or folder that exists, otherwise unchanged.
 
-    A run may be resumed from another working directory, where a relative path would name another file.
+    {split} may stand for train or test and stays in the result; ~ and $NAME are not expanded. A run may be resumed from
+    another working directory, where a relative path would name another file.
     """
     exists = any(os.path.exists(data.replace("{split}", split)) for split in SPLITS)
     return os.path.abspath(data) if exists else data
@@ -107,10 +110,11 @@ class _Reader:
     source_columns: dict[str, str]  # the task's name of a column -> its name in the source
 
     def read_distinct(self, source: _Source, find_test: Callable[[], _Source] | None) -> Iterator[Row]:
-        """Yields the first row of every problem in `source`, without the problems of the test split.
+        """Yields the first row of every problem in `source`, with an id, without the problems of the test split.
 
         A training split passes `find_test`, which returns the source of the test split; None = `source` is the test
-        split.
+        split. Warnings at the end count repeated rows and rows of test. Raises TaskError for a bad row, two rows with
+        the same id, one problem with two contents, and if no row is left.
         """
         # Opened first: an error about `source` itself comes before any about the test split.
         rows = source.open()
@@ -144,9 +148,10 @@ class _Reader:
             raise TaskError(f"{where} has no rows{but_test}; add rows or name another source with --task.data")
 
     def _read_test_problems(self, train: _Source, find_test: Callable[[], _Source]) -> set[str]:
-        """Returns the hashes of the problems of the test split; an empty set if that split cannot be opened.
+        """Returns the hashes of the problems of the test split; an empty set if that split cannot be found or opened.
 
-        A test split on the hub counts as one that cannot be opened if `train` is a file.
+        A test split on the hub counts as one that cannot be opened if `train` is a file. A bad row in a test split that
+        is open raises TaskError.
         """
         try:
             test = find_test()
@@ -163,9 +168,9 @@ class _Reader:
         return {problem for _, problem, _ in self._make_rows(test, rows)}
 
     def _make_rows(self, source: _Source, rows: NumberedRows) -> Iterator[tuple[int, str, Row]]:
-        """Yields (number, hash of its problem, row of the task) for every raw row.
+        """Yields (number, hash of its problem, row of the task) for every raw row, repeated ones too.
 
-        Raises TaskError for one that cannot be used.
+        Raises TaskError for a raw row that is no dict, that lacks a column, or that `make` refuses with ValueError.
         """
         for number, raw in rows:
             where = f"{self.task}: {source.describe_row(number)}"
@@ -186,9 +191,10 @@ class _Reader:
             yield number, _hash_problem(row[self.key]), row
 
     def _rename_columns(self, where: str, raw: RawRow) -> RawRow:
-        """Returns the raw row with its columns renamed to the task's names. Raises TaskError if one is missing.
+        """Returns a new raw row with columns renamed to the task's names.
 
-        `where` is the row's place, for the error message.
+        Other columns keep their names, but one that has the task's name of a mapped column is dropped. Raises TaskError
+        if a column that the setting `columns` names is missing. `where` is the row's place, for the error message.
         """
         for name in self.source_columns.values():
             if name not in raw:
@@ -218,7 +224,8 @@ class _Reader:
 def _parse_columns(task: str, columns: Sequence[str], task_columns: Sequence[str]) -> dict[str, str]:
     """Returns a dict from the task's name of a column to its name in the source, read from the setting `columns`.
 
-    Raises TaskError for an entry that is not "ours=theirs", and for a column that is unknown or mentioned twice.
+    Raises TaskError for an entry that is not "ours=theirs", for a name of ours that occurs twice, and for one that is
+    not in `task_columns`, unless these are empty. A plain string is one entry.
     """
     source_columns: dict[str, str] = {}
     for entry in (columns,) if isinstance(columns, str) else columns:
@@ -238,7 +245,8 @@ def _parse_columns(task: str, columns: Sequence[str], task_columns: Sequence[str
 def _find_source(task: str, split: str, data: str, places: Mapping[str, Place]) -> _Source:
     """Returns the file or hub data set that holds a split, from the setting `data` or, if that is "", from `places`.
 
-    Opens nothing. Raises TaskError for a split that the task or its data do not have.
+    Opens nothing. Raises TaskError for a split other than train and test, for "train" of a file without {split} in its
+    name, and if `places` has nothing for the split. A file in `data` need not exist yet.
     """
     if split not in SPLITS:
         raise TaskError(f'task "{task}" has no split "{split}" in its data; use one of {", ".join(SPLITS)}')
@@ -260,7 +268,7 @@ def _find_source(task: str, split: str, data: str, places: Mapping[str, Place]) 
 def _find_default_source(task: str, split: str, places: Mapping[str, Place]) -> _Source:
     """Returns the default source of a split: the file in the folder $COHORT_DATA if it exists, else the hub data set.
 
-    Raises TaskError if there is neither.
+    Raises TaskError if there is neither, and if `places` has no entry for the split.
     """
     if split not in places:
         raise TaskError(
@@ -290,7 +298,7 @@ def _make_file_source(path: Path) -> _Source:
 def _open_file(path: Path) -> NumberedRows:
     """Returns an iterator over the numbered rows of a file.
 
-    Raises TaskError now, before any row is read, if the file does not exist or has an unknown ending.
+    Raises TaskError now, before any row is read, if the file does not exist, is a folder, or has an unknown ending.
     """
     if not os.path.exists(path):
         # A variable that is not set stays in the path as "$NAME".
@@ -328,9 +336,10 @@ def _make_hub_source(data_set: str, split: str, remedy: str) -> _Source:
 
 
 def _open_hub(data_set: str, split: str, remedy: str) -> NumberedRows:
-    """Returns an iterator over the numbered rows of a hub data set.
+    """Returns an iterator over the rows of a hub data set's split, numbered from 1.
 
-    Downloads the data set first if it is not in the cache. Raises TaskError, which ends with `remedy`, if that fails.
+    Downloads the data set first if it is not in the cache. Raises TaskError, which ends with `remedy`, if that fails or
+    if the package datasets is not installed.
     """
     try:
         from datasets import load_dataset
@@ -359,7 +368,7 @@ def _iterate_rows(loaded: Any) -> Iterator[RawRow]:
 
 
 def _hash_problem(problem: Any) -> str:
-    """Returns a hash of a problem's text as hexadecimal digits. It does not depend on case and spacing."""
+    """Returns a hash of a problem's text as 32 hexadecimal digits. It does not depend on case and spacing."""
     return blake2b(" ".join(str(problem).casefold().split()).encode(), digest_size=16).hexdigest()
 
 
@@ -369,6 +378,6 @@ def _describe_columns(raw: RawRow) -> str:
 
 
 def _shorten(value: Any, size: int = 60) -> str:
-    """Returns the repr of a value, cut to `size` characters with "..." at its end."""
+    """Returns the repr of a value; one longer than `size` characters is cut to that size, with "..." at its end."""
     text = repr(value)
     return text if len(text) <= size else text[: size - 3] + "..."

@@ -97,7 +97,8 @@ class TaskStream:
     def next_prompts(self, n: int) -> list[Prompt]:
         """Returns the next n prompts of this rank, and moves the cursor past them and past skipped prompts.
 
-        Raises TaskError if every prompt of the split is too long.
+        Skipped prompts are added to `num_skipped`. Raises TaskError if every prompt of the split is skipped, if one is
+        too long and the stream does not skip, and if `task.prompt` returns no valid messages.
         """
         rank, num_ranks = self.shard
         prompts: list[Prompt] = []
@@ -122,7 +123,7 @@ class TaskStream:
         """Returns the prompt of the row with this id in epoch `visit`, as `next_prompts` gave it.
 
         The cursor does not move. A resumed run finds with it the prompts that were not finished. Raises TaskError if
-        the row is gone.
+        the row is gone, or if its prompt is too long.
         """
         row = next((row for row in self._rows if row["id"] == id), None)
         prompt = None if row is None else self._render_prompt(row, visit)
@@ -136,9 +137,10 @@ class TaskStream:
     def render_held_out(self, n: int = 0, split: str = "test") -> list[Prompt]:
         """Returns the prompts of the first n rows of a split, in the order of its rows (n = 0: all).
 
-        The cursor does not move. Prompts that are too long are left out with a warning if the stream skips them. Warns
-        of rows that ask the same as a row of this stream's own split. Raises ConfigError if the split has fewer than n
-        rows.
+        The cursor does not move. If the stream skips prompts that are too long, they are left out, not replaced, with a
+        warning, and added to `num_skipped`; otherwise they raise TaskError, and so does a split without any prompt that
+        fits. Warns of rows that ask the same as a row of this stream's own split, if that is another one. Raises
+        ConfigError if the split has fewer than n rows.
         """
         rows = self._rows if split == self.split else self._warn_of_overlap(load_rows(self.task, split), split)
         if n > len(rows):
@@ -203,8 +205,8 @@ class TaskStream:
     def _render_prompt(self, row: Row, visit: int) -> Prompt | None:
         """Returns the prompt of a row as tokens; `visit` is the epoch. None if it is too long and too_long is "skip".
 
-        Raises TaskError if `task.prompt` returns no list of messages, or if the prompt is too long and too_long is
-        "error".
+        Raises TaskError if `task.prompt` returns no list of messages that can be written as JSON, or if the prompt is
+        too long and too_long is "error".
         """
         messages = self.task.prompt(row)
         if not isinstance(messages, list) or not messages or not all(_is_message(m) for m in messages):
@@ -242,7 +244,7 @@ class TaskStream:
 
 
 def _is_message(message: Any) -> bool:
-    """Returns whether the value is a dict with a role."""
+    """Returns whether the value is a dict whose "role" is a text."""
     return isinstance(message, dict) and isinstance(message.get("role"), str)
 
 

@@ -45,8 +45,8 @@ class Markup:
     def mark_tokens(self, text: str, mark: str, only: Collection[int] | None = None) -> str:
         """Returns the text with the spellings of added tokens, such as "<think>", replaced by their names.
 
-        A name is the number of the token between two `mark` characters; see `make_token_name`. `only` are the ids of
-        the tokens that are replaced, the others stay spelled; None = all are replaced.
+        A name is the number of the token between two `mark` characters; see `make_token_name`. `mark` must not occur in
+        the text. `only` are the ids of the tokens that are replaced, the others stay spelled; None = all are replaced.
         """
 
         def write(match: re.Match[str]) -> str:
@@ -59,7 +59,7 @@ class Markup:
     def restore_spellings(self, text: str, mark: str) -> str:
         """Undoes `mark_tokens`: returns the text with names replaced by the spellings of their tokens.
 
-        Marks that belong to no name are removed.
+        Marks that were written as JSON escapes count too. Marks that belong to no name are removed.
         """
         # A template may write non-ASCII characters as JSON escapes.
         text = text.replace(json.dumps(mark)[1:-1], mark)
@@ -68,12 +68,15 @@ class Markup:
         return text.replace(mark, "")
 
     def find_ids(self, text: str) -> set[int]:
-        """Returns the ids of the added tokens whose spelling occurs in the text."""
+        """Returns the ids of the added tokens whose spelling occurs in the text.
+
+        A spelling that occurs only as a part of a longer one does not count.
+        """
         return {self.tokens[self._index[m[0]]].id for m in self._pattern.finditer(text)}
 
 
 def read_added_tokens(spec: dict[str, Any]) -> list[AddedToken]:
-    """Returns the added tokens in `spec`, the content of tokenizer.json.
+    """Returns the added tokens in `spec`, the content of tokenizer.json, in its order; [] if it has none.
 
     Tokens of white space alone are left out unless they are special, because they are text.
     """
@@ -88,8 +91,9 @@ def read_added_tokens(spec: dict[str, Any]) -> list[AddedToken]:
 def build_renamed_tokenizer(spec: dict[str, Any], markup: Markup, mark: str) -> tokenizers.Tokenizer:
     """Returns the tokenizer of `spec`, the content of tokenizer.json, with its added tokens renamed by `mark`.
 
-    A spelling such as "<think>" is then encoded as ordinary text, and only the name of a token becomes that token.
-    Raises ModelError if `spec` cannot be used.
+    A spelling such as "<think>" is then encoded as ordinary text, and only the name of a token becomes that token. The
+    tokenizer adds no special tokens of its own, cuts nothing and pads nothing. `spec` is not changed. Raises ModelError
+    if it cannot be used, or if it gives an added token two different ids.
     """
     names = {t.spelling: markup.make_token_name(i, mark) for i, t in enumerate(markup.tokens)}
     model = dict(spec["model"])
@@ -115,27 +119,32 @@ def build_renamed_tokenizer(spec: dict[str, Any], markup: Markup, mark: str) -> 
     try:
         tokenizer = tokenizers.Tokenizer.from_str(json.dumps(spec | changed))
     except Exception as e:
-        raise ModelError(f"tokenizer.json cannot be used: {e}; fetch the model again (cohort pull MODEL)") from e
+        raise ModelError(
+            f"tokenizer.json cannot be used: {e}; delete its folder and fetch the model again (cohort pull MODEL)"
+        ) from e
     for token in markup.tokens:
         if tokenizer.token_to_id(names[token.spelling]) != token.id:
             raise ModelError(
                 f'tokenizer.json gives "{token.spelling}" the id {token.id} in added_tokens, but another one in its '
-                "vocabulary; fetch the model again (cohort pull MODEL)"
+                "vocabulary; delete its folder and fetch the model again (cohort pull MODEL)"
             )
     return tokenizer
 
 
 def find_unused_characters(count: int, texts: Iterable[str]) -> list[str]:
-    """Returns `count` different private-use characters that occur in none of the texts."""
+    """Returns `count` different private-use characters that occur in none of the texts.
+
+    The choice is not random: they are the same ones for all texts without such characters.
+    """
     seen = set().union(*texts)
     free = (chr(c) for c in range(0x10FF00, 0x100000, -1) if chr(c) not in seen)
     return [next(free) for _ in range(count)]
 
 
 def map_strings(value: Any, change: Callable[[str], str]) -> Any:
-    """Returns a copy of nested JSON data with `change` applied to every string.
+    """Returns a copy of nested JSON data with `change` applied to every string, except keys of dicts.
 
-    Keys of dicts are not changed, and tuples become lists. Raises TaskError for a value that is not JSON.
+    Keys that are no strings become strings, and tuples become lists. Raises TaskError for a value that is not JSON.
     """
     if isinstance(value, str):
         return change(str(value))
@@ -149,7 +158,10 @@ def map_strings(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def list_strings(value: Any) -> list[str]:
-    """Returns all strings in nested JSON data as one list, the keys of dicts included. A number or None gives []."""
+    """Returns all strings in nested JSON data as one list, in order, the keys of dicts included.
+
+    Repeated strings stay repeated. Anything but strings, dicts, lists and tuples is skipped, so None gives [].
+    """
     if isinstance(value, str):
         return [value]
     if isinstance(value, dict):

@@ -13,8 +13,8 @@ GAP = "\n\n"
 def join_contents(messages: Sequence[Message]) -> str:
     """Returns the contents of the messages as one text, separated by blank lines.
 
-    A blank line ends the text, except after a final assistant message, which the model continues. Raises TaskError if a
-    content is not text.
+    A blank line ends the text, except after a final assistant message, which the model continues. Roles are not
+    written. Raises TaskError if a content is not text.
 
     >>> join_contents([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1?"}])
     'Be brief.\\n\\n1+1?\\n\\n'

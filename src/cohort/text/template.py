@@ -34,8 +34,8 @@ class ChatTemplate:
         """Returns the conversation as the text that the template writes.
 
         `tools` are JSON descriptions of functions that the model may call; None = no tools. With `generation_prompt`
-        the text ends with the header of the assistant's next turn. Raises ModelError if the template fails on these
-        messages.
+        the template is asked to end with the header of the assistant's next turn; some templates have none. Raises
+        ModelError if the template fails on these messages.
         """
         try:
             return self._compiled.render(
@@ -97,7 +97,7 @@ def _tojson(
 ) -> str:
     """Returns the value as JSON text: the filter `tojson` of templates.
 
-    Unlike Jinja's own filter, it escapes no HTML characters and leaves non-ASCII characters.
+    Unlike Jinja's own filter, it escapes no HTML characters, and non-ASCII characters only with `ensure_ascii`.
     """
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 

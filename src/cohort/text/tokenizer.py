@@ -67,7 +67,8 @@ class Tokenizer:
     def load(cls, folder: str | Path) -> Tokenizer:
         """Returns the tokenizer of a model folder, with its chat templates and stop tokens.
 
-        Raises ModelError if there is no usable tokenizer.json.
+        Stop tokens are `eos_token` and each `eos_token_id` in config.json and generation_config.json. Raises ModelError
+        if there is no usable tokenizer.json, if another JSON file is damaged, or if a template is not valid.
         """
         folder = Path(folder)
         spec = _read_json(folder / "tokenizer.json")
@@ -87,17 +88,18 @@ class Tokenizer:
     def encode(self, text: str, *, markup: bool = False) -> list[int]:
         """Returns the token ids of a text. The spelling of a special token in it is encoded as ordinary text.
 
-        With `markup` the text is an assistant's: spellings of added tokens such as "<think>" become these tokens,
-        except those that frame turns, such as "<|im_end|>".
+        No beginning-of-sequence token is added. With `markup` the text is an assistant's: spellings of added tokens
+        such as "<think>" become these tokens, except those that frame turns, such as "<|im_end|>".
         """
         mark = find_unused_characters(1, [text])[0]
         written = self._markup.mark_tokens(text, mark, only=self._assistant_ids) if markup else text
         return self._get_core(mark).encode(written, add_special_tokens=False).ids
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
-        """Returns the text of token ids.
+        """Returns the text of token ids, with incomplete characters as U+FFFD.
 
-        Special tokens are left out; with skip_special=False they are spelled, as in "<|im_end|>".
+        Special tokens are left out; with skip_special=False they are spelled, as in "<|im_end|>". Added tokens that are
+        not special, such as "<think>" in many vocabularies, are always spelled.
         """
         mark, ids = find_unused_characters(1, [])[0], list(ids)
         text = self._get_core(mark).decode(ids, skip_special_tokens=skip_special)
@@ -111,11 +113,14 @@ class Tokenizer:
         return self._markup.restore_spellings(text, mark)
 
     def spell(self, ids: Sequence[int]) -> str:
-        """Returns the text of token ids with every special token spelled: exactly what the model was given."""
+        """Returns the text of token ids with every special token spelled, as `decode` with skip_special=False does."""
         return self.decode(ids, skip_special=False)
 
     def get_token_id(self, spelling: str) -> int:
-        """Returns the id of an added token such as "<think>". Raises ModelError if there is none with that spelling."""
+        """Returns the id of an added token, special or not, such as "<think>". Ordinary tokens are not searched.
+
+        Raises ModelError if there is none with that spelling.
+        """
         for token in self._markup.tokens:
             if token.spelling == spelling:
                 return token.id
@@ -124,9 +129,10 @@ class Tokenizer:
     def render(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> RenderedPrompt:
         """Returns the prompt for the assistant's next turn, as tokens that the chat template gives.
 
-        The model continues a final assistant message: the tokens of that message are FORCED, all others PROMPT. `tools`
-        are JSON descriptions of functions that the model may call. Raises TaskError for messages that are no prompt,
-        and ModelError if the model has no template for them.
+        The model continues a final assistant message: the tokens of that message are FORCED, all others PROMPT.
+        Spellings of special tokens in messages stay text; only an assistant's content may contain markup such as
+        "<think>". `tools` are JSON descriptions of functions that the model may call. Raises TaskError for messages
+        that are no prompt, and ModelError if the model has no template or its template cannot render them.
         """
         if not messages or not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages):
             raise TaskError("a prompt must be a non-empty list of messages, each a dict with a role")
@@ -155,8 +161,9 @@ class Tokenizer:
     def render_text(self, messages: Sequence[Message]) -> RenderedPrompt:
         """Returns the prompt without a chat template: the contents of the messages as tokens, separated by blank lines.
 
-        A beginning-of-sequence token comes first if the tokenizer has one. The tokens of a final assistant message are
-        FORCED, all others PROMPT.
+        A beginning-of-sequence token comes first if the tokenizer puts one before texts. The tokens of a final
+        assistant message are FORCED, all others PROMPT. Only there does markup such as "<think>" become special tokens.
+        `messages` must not be empty. Raises TaskError if a content is not text.
         """
         text = join_contents(messages)
         forced = str(messages[-1]["content"]) if messages[-1]["role"] == "assistant" else ""
@@ -173,7 +180,8 @@ class Tokenizer:
         """Returns the token ids of a user's turn with the text `words`, which follows an assistant's turn.
 
         They begin with the end token of the assistant's turn and end with the header of its next turn. The assistant's
-        own tokens are not among them. Raises ModelError if the template allows no second turn.
+        own tokens are not among them. Raises ModelError if there is no chat template, if it drops earlier turns of the
+        assistant, or if it ends them without a stop token.
         """
         # A conversation with `tag` as the assistant's message is rendered, and the text after the tag is encoded.
         template = self._choose_template(with_tools=False)
@@ -206,9 +214,9 @@ class Tokenizer:
 
     @cached_property
     def end_of_turn(self) -> int:
-        """Id of the stop token that the chat template writes after an assistant message; eos if it writes none.
+        """Id of the stop token that the chat template writes first after an assistant message.
 
-        Raises ModelError if there is neither.
+        It is eos if the template writes none or there is no template. Raises ModelError if there is no eos either.
         """
         tag = find_unused_characters(1, [])[0]
         if self._templates:
@@ -243,7 +251,8 @@ class Tokenizer:
     def _guard_message(self, message: Message, guard: str) -> Message:
         """Returns a copy of the message with spellings of added tokens replaced by names with `guard`: they stay text.
 
-        In the content of an assistant message, which may contain markup, only tokens that frame turns are replaced.
+        In content and reasoning_content of an assistant message, which may contain markup, only tokens that frame turns
+        are replaced.
         """
         written_keys = ("content", "reasoning_content") if message["role"] == "assistant" else ()
 
@@ -262,7 +271,7 @@ class Tokenizer:
     def _choose_template(self, *, with_tools: bool) -> ChatTemplate:
         """Returns the template "tool_use" for prompts with tools if there is one, otherwise "default".
 
-        Raises ModelError if neither exists.
+        Raises ModelError if that template does not exist.
         """
         if not self._templates:
             raise ModelError(
@@ -291,7 +300,7 @@ class RawTextRenderer:
     def render(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> RenderedPrompt:
         """Returns the prompt as tokens, without a chat template; see `Tokenizer.render_text`.
 
-        Raises TaskError if there are tools.
+        Raises TaskError if there are tools, or if a content is not text.
         """
         if tools:
             raise TaskError("the prompt has tools, which need a chat template; set --template chat")
@@ -309,7 +318,10 @@ class TextStream:
         self._num_given = 0  # tokens at the front whose text was given out
 
     def push(self, ids: Iterable[int]) -> str:
-        """Adds token ids and returns the text that they complete; "" while the last character is incomplete."""
+        """Adds token ids and returns all text that was not returned before.
+
+        If its last character is incomplete, all of it is held back and "" is returned.
+        """
         self._ids.extend(ids)
         text = self._decode_rest()
         if not text or text.endswith("\ufffd"):
@@ -318,7 +330,10 @@ class TextStream:
         return text
 
     def finish(self) -> str:
-        """Returns the text that was held back, with incomplete characters as U+FFFD. The stream is empty afterwards."""
+        """Returns the text that was held back, "" if none, with incomplete characters as U+FFFD.
+
+        The stream is empty afterwards and can be used anew.
+        """
         text = self._decode_rest()
         self._ids, self._num_given = [], 0
         return text
@@ -334,8 +349,9 @@ def _split_continued(
 ) -> tuple[str, str]:
     """Returns two texts: the prompt before the assistant message `forced`, and that message with its turn left open.
 
-    `head` is `history` rendered with the header of the assistant's turn; `tag` is a character that occurs nowhere.
-    Raises TaskError for a message that cannot be continued and ModelError for a template that drops it.
+    If the template trims messages and has no header for the assistant's turn, the message is trimmed. `head` is
+    `history` rendered with that header; `tag` is a character that occurs nowhere. Raises TaskError for a message that
+    is not text or has tool calls, and ModelError for a template that drops it.
     """
     content = forced.get("content") or ""
     if not isinstance(content, str) or forced.get("tool_calls"):
@@ -364,7 +380,8 @@ def _split_continued(
 def _read_templates(folder: Path, settings: dict[str, Any]) -> dict[str, str]:
     """Returns the sources of a model folder's chat templates by name, such as "default"; {} if it has none.
 
-    The file chat_template.jinja comes before `settings` (tokenizer_config.json) and chat_template.json.
+    The first place that has any is used: the file chat_template.jinja, then `settings` (tokenizer_config.json), then
+    chat_template.json.
     """
     if (folder / "chat_template.jinja").is_file():
         return {"default": (folder / "chat_template.jinja").read_text(encoding="utf-8")}
@@ -382,14 +399,18 @@ def _get_spelling(token: Any) -> str:
 def _read_json(file: Path) -> dict[str, Any]:
     """Returns the JSON object in a file; {} if there is no such file.
 
-    Raises ModelError if the file holds anything else.
+    Raises ModelError if the file holds anything else or cannot be read.
     """
     if not file.is_file():
         return {}
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as e:
-        raise ModelError(f"{file} cannot be read as JSON: {e}; fetch the model again (cohort pull MODEL)") from e
+        raise ModelError(
+            f"{file} cannot be read as JSON: {e}; delete its folder and fetch the model again (cohort pull MODEL)"
+        ) from e
     if not isinstance(value, dict):
-        raise ModelError(f"{file} is not a JSON object; fetch the model again (cohort pull MODEL)")
+        raise ModelError(
+            f"{file} is not a JSON object; delete its folder and fetch the model again (cohort pull MODEL)"
+        )
     return value

@@ -75,11 +75,7 @@ FORBIDDEN_MODULES = {"pickle", "cPickle", "dill", "shelve", "marshal"}
 FORBIDDEN_CALLS = {"eval", "exec", "torch.load", "torch.save"}
 
 # Named exceptions; they may only shrink: an entry that is no longer needed fails the test.
-LONG_FILES = {  # each is one class whose parts are modules already; a third of their lines is prose
-    "engines.native.cuda.engine",
-    "learner.local",
-    "scoring.pool",
-}
+LONG_FILES = {"engines.native.cuda.engine"}  # one class, whose parts are modules already
 LONG_FUNCTIONS: set[str] = set()
 BROAD_EXCEPTS = {
     "scoring.worker",  # the boundary around foreign graders
@@ -90,8 +86,10 @@ BROAD_EXCEPTS = {
     "text.markup",  # the tokenizers library raises bare Exception for every malformed file
 }
 
-FILE_SOFT, FILE_HARD = 400, 500
-FUNCTION_SOFT, FUNCTION_HARD = 60, 80
+# Lines of code: blank lines, comments and docstrings are free, or the budget would be paid in clarity. The hard limits
+# are on all lines.
+FILE_CODE, FILE_HARD = 320, 500
+FUNCTION_CODE, FUNCTION_HARD = 60, 80
 MAX_PARAMETERS = 8
 # What every training run is made of: all but the areas and tools below. It was 12,000 before records had a
 # serialisation, rollouts a producer, learners backends and runs kinds: boundaries cost lines. It was 13,000 before
@@ -269,16 +267,8 @@ def test_broad_excepts_are_named() -> None:
     assert found == BROAD_EXCEPTS, f"new: {found - BROAD_EXCEPTS}; gone: {BROAD_EXCEPTS - found}"
 
 
-def test_file_sizes() -> None:
-    lines = {dotted(path): len(path.read_text(encoding="utf-8").splitlines()) for path in modules()}
-    huge = {name: n for name, n in lines.items() if n > FILE_HARD}
-    assert not huge, f"files over {FILE_HARD} lines: {huge}"
-    long = {name for name, n in lines.items() if n > FILE_SOFT}
-    assert long == LONG_FILES, f"over {FILE_SOFT} lines: {sorted(long - LONG_FILES)}; gone: {LONG_FILES - long}"
-
-
-def code_lines(path: Path) -> int:
-    """Lines that do something: blank lines, comments and docstrings are free, or the budget would be paid in them."""
+def find_code_lines(path: Path) -> set[int]:
+    """The numbers of the lines that do something: not those of blank lines, comments and docstrings."""
     source = path.read_text(encoding="utf-8")
     skipped = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
@@ -286,7 +276,20 @@ def code_lines(path: Path) -> int:
     for node in ast.walk(tree(path)):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             lines -= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
-    return len(lines)
+    return lines
+
+
+def code_lines(path: Path) -> int:
+    return len(find_code_lines(path))
+
+
+def test_file_sizes() -> None:
+    lines = {dotted(path): len(path.read_text(encoding="utf-8").splitlines()) for path in modules()}
+    huge = {name: n for name, n in lines.items() if n > FILE_HARD}
+    assert not huge, f"files over {FILE_HARD} lines: {huge}"
+    long = {dotted(path) for path in modules() if code_lines(path) > FILE_CODE}
+    wrong = f"over {FILE_CODE} lines of code: {sorted(long - LONG_FILES)}; gone: {LONG_FILES - long}"
+    assert long == LONG_FILES, wrong
 
 
 def test_package_size() -> None:
@@ -302,12 +305,14 @@ def test_package_size() -> None:
 def test_function_sizes() -> None:
     long = set()
     for path in modules():
+        code = find_code_lines(path)
         for name, node in functions(path):
-            length = (node.end_lineno or node.lineno) - node.lineno + 1
-            assert length <= FUNCTION_HARD, f"{name} has {length} lines, more than {FUNCTION_HARD}"
-            if length > FUNCTION_SOFT:
+            lines = range(node.lineno, (node.end_lineno or node.lineno) + 1)
+            assert len(lines) <= FUNCTION_HARD, f"{name} has {len(lines)} lines, more than {FUNCTION_HARD}"
+            if len(code.intersection(lines)) > FUNCTION_CODE:
                 long.add(name)
-    assert long == LONG_FUNCTIONS, f"over {FUNCTION_SOFT} lines: {long - LONG_FUNCTIONS}; gone: {LONG_FUNCTIONS - long}"
+    wrong = f"over {FUNCTION_CODE} lines of code: {long - LONG_FUNCTIONS}; gone: {LONG_FUNCTIONS - long}"
+    assert long == LONG_FUNCTIONS, wrong
 
 
 def test_parameter_counts() -> None:

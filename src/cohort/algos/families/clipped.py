@@ -13,8 +13,8 @@ def clipped_surrogate(t: Tokens, c: Clipped) -> Surrogate:
     """Returns the loss terms -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) of the tokens [T], as PPO does.
 
     See arXiv:1707.06347. r is the ratio of new to old policy, A the advantage. A token whose ratio has already moved
-    beyond a bound, in the direction that A asks for, has no gradient. With `dual_clip` a term is at most -dual_clip A
-    where A < 0: a bad sample costs no more than that, however large r is.
+    beyond a bound, in the direction that A asks for, has no gradient. With `dual_clip` (a setting of GRPO and DrGRPO; 0
+    = off) a term is at most -dual_clip A where A < 0: a bad sample costs no more than that, however large r is.
     """
     ratio, A = t.log_ratio.exp(), t.advantages
     terms = -torch.minimum(ratio * A, ratio.clamp(1.0 - c.clip_low, 1.0 + c.clip_high) * A)

@@ -33,10 +33,12 @@ def make_native_engine(
 ) -> NativeEngine | GraphEngine:
     """Returns the fastest engine for the decoder: GraphEngine (CUDA graphs, Triton) where it can run, or NativeEngine.
 
-    `tokenizer_decode` turns token ids into text. `slots` is the number of requests that are decoded together,
-    `max_context` the most tokens of a prompt and its completion. `weights` other than "shared" are copies for a CPU,
-    see `NativeEngine`. `window` is the number of steps between reports (None = the engine's usual number). `reserve` is
-    the number of bytes of GPU memory that others, such as the learner, need between rollouts; only GraphEngine uses it.
+    GraphEngine needs a GPU, Triton, `weights` = "shared", and a head size and type that its kernels support.
+    `tokenizer_decode` turns token ids into text. `slots` is the most requests that are decoded together, `max_context`
+    the most tokens of a prompt and its completion. `weights` other than "shared" are copies for a CPU, see
+    `NativeEngine`; ConfigError is raised where they are impossible. `window` is the most steps between reports (None =
+    the engine's usual number). `reserve` is the number of bytes of GPU memory that others, such as the learner, need
+    between rollouts; only GraphEngine uses it.
     """
     embed = decoder.embed
     has_kernels = decoder.config.head_dim in HEAD_SIZES and embed.dtype in DTYPES

@@ -46,7 +46,7 @@ class PoolPlan:
         return picked.reshape(-1, self.pool.room, stored.shape[-1])[:, : self.width]
 
     def to_grid(self, x: Tensor) -> Tensor:
-        """Returns the batch rows of this pool arranged by prompt, with padding.
+        """Returns the batch rows of this pool arranged by prompt. Padding repeats some row.
 
         x [B, K, Q, n] -> [num_prompts * K, rows_per_prompt * Q, n]
         """
@@ -66,7 +66,7 @@ class PoolPlan:
         return grid if self.grid_places is None else grid.index_select(0, self.grid_places)
 
     def compute_scores(self, layer: int, q: Tensor) -> Tensor:
-        """Returns the products of this pool's queries with the keys of their prompts in one layer.
+        """Returns the products of this pool's queries with the keys of their prompts in one layer, without a mask.
 
         q [B, K, Q, D], of the whole batch -> [rows of the pool, K, Q, width]
         """
@@ -93,7 +93,7 @@ class PromptPlan:
     def compute_scores(self, layer: int, q: Tensor) -> Tensor:
         """Returns the products of queries with the keys of their prompts in one layer: q [B, K, Q, D] -> [B, K, Q, P].
 
-        Columns beyond the end of a row's prompt hold arbitrary numbers; `bias` hides them.
+        They are not scaled. Columns beyond the end of a row's prompt hold arbitrary numbers; `bias` hides them.
         """
         if len(self.pools) == 1:
             return self.pools[0].compute_scores(layer, q)
@@ -122,8 +122,9 @@ class PromptPlan:
 def plan_prompts(prefixes: Sequence[Prefix], dtype: torch.dtype, device: torch.device) -> PromptPlan:
     """Returns the plan by which the rows of a batch read their prompts' KV.
 
-    `prefixes` has the computed prefix (shared prompt) of each row; `dtype` is the type of the attention scores. This is
-    work on the host. It is done when the rows change, not at every token.
+    `prefixes` has the prefix (shared prompt) of each row, which must be computed; `dtype` is the type of the attention
+    scores. This is work on the host, done when the rows change, not at every token. The plan is invalid after a prefix
+    of these pools was removed.
     """
     pools: dict[int, list[int]] = {}
     for row, prefix in enumerate(prefixes):
@@ -184,7 +185,8 @@ def _plan_pool(prefixes: list[Prefix], rows: list[int], whole: bool, device: tor
 def make_length_bias(lengths: Tensor, width: int, dtype: torch.dtype) -> Tensor:
     """Returns a bias that hides positions when it is added to attention scores.
 
-    For `lengths` of any shape [...] the result is [..., width]: 0 at positions below the length, -inf from there on.
+    For `lengths` of any shape [...] the result is [..., width], of type `dtype`: 0 at positions below the length, -inf
+    from there on.
     """
     seen = torch.arange(width, device=lengths.device) < lengths[..., None]
     return torch.zeros(seen.shape, dtype=dtype, device=lengths.device).masked_fill_(~seen, float("-inf"))
@@ -195,7 +197,8 @@ def attend_prompt_and_own(
 ) -> Tensor:
     """Returns attention in one layer, with one softmax over each row's prompt and its own tokens.
 
-    q [B, K, Q, D]; own = keys and values [B * K, R, D]; bias [B, 1, Q or 1, P + R], added to the scores -> [B, K, Q, D]
+    q [B, K, Q, D], scaled here; own = keys and values [B * K, R, D]; bias [B, 1, Q or 1, P + R], added to the scores,
+    must hide what a query may not see -> [B, K, Q, D]
     """
     B, K, Q, D = q.shape
     # Scaled once here, so that both kinds of scores are.
@@ -226,7 +229,7 @@ def make_decode_attend(arena: Arena, prompts: PromptPlan, lengths: Tensor, longe
     """Returns the attention function for a decode step: one new token for each of the slots 0 .. B - 1.
 
     The slots hold `lengths` [B] own tokens so far, at most `longest`. The function stores the new tokens' KV in the
-    arena and attends to prompt, own tokens and the new token.
+    arena, which must have room for it, and attends to prompt, own tokens and the new token. It is for one step only.
     """
     rows = lengths.shape[0]
     places = arena.locate_tokens(torch.arange(rows, device=lengths.device), lengths)
@@ -245,7 +248,8 @@ def make_extend_attend(arena: Arena, prompts: PromptPlan, first: int, num_done: 
     """Returns the attention function for a forward that computes several own tokens per slot.
 
     Slot `first` + i gets counts[i] > 0 new tokens; all slots hold `num_done` own tokens already. The tokens come flat,
-    slot after slot. The function stores their KV in the arena and attends to prompt and own tokens, causally.
+    slot after slot. The function stores their KV in the arena, which must have room for it, and attends to prompt and
+    own tokens, causally.
     """
     rows, most = len(counts), max(counts)
     device, num = prompts.bias.device, torch.tensor(counts, device=prompts.bias.device)
@@ -282,9 +286,9 @@ def make_extend_attend(arena: Arena, prompts: PromptPlan, first: int, num_done: 
 def make_prefill_attend(batches: list[list[Prefix]]) -> Attend:
     """Returns the attention function for a forward over whole prefixes, whose tokens come flat, prefix after prefix.
 
-    The prefixes of one inner list lie in one pool, where the function stores their KV. Attention is causal within each
-    prefix. They are padded on the right to the longest: a causal mask hides the padding from every real token, so no
-    other mask is needed.
+    The order is that of the lists. The prefixes of one inner list have places in one pool, where the function stores
+    their KV. Attention is causal within each prefix. They are padded on the right to the longest: a causal mask hides
+    the padding from every real token, so no other mask is needed.
     """
     steps = []
     begin = 0

@@ -48,6 +48,7 @@ class WaitingDrafts:
         return self.num
 
     def __iter__(self) -> Iterator[NativeDraft]:
+        """Yields the drafts in the order in which `pop_next` would return them, without removing them."""
         for group in self.groups.values():
             yield from group
 
@@ -57,7 +58,10 @@ class WaitingDrafts:
         self.num += 1
 
     def put_back_first(self, drafts: list[NativeDraft]) -> None:
-        """Puts drafts that had a slot back into the queue, before all others, in the given order within each group."""
+        """Puts drafts that had a slot back into the queue. Their groups come first, in the given order.
+
+        Within each group these drafts come first, in the given order, and then those that waited already.
+        """
         # The last one first, because each goes before all that are there.
         for draft in reversed(drafts):
             self.groups.setdefault(draft.prefix, deque()).appendleft(draft)
@@ -77,7 +81,7 @@ class WaitingDrafts:
         return taken
 
     def remove(self, draft: NativeDraft) -> None:
-        """Removes a draft from anywhere in the queue. It must be waiting."""
+        """Removes a draft from anywhere in the queue. Raises KeyError or ValueError if it is not waiting."""
         group = self.groups[draft.prefix]
         group.remove(draft)
         if not group:

@@ -53,9 +53,9 @@ class NativeEngine:
     """Samples with a decoder whose storage it shares with the learner.
 
     `tokenizer_decode` turns ids into text, for `Sample.text` and stop strings only. `max_context` bounds prompt
-    plus completion, in tokens. `weights` = "packed" samples from copies laid out for the processor; "fp16" from copies
-    with half as many bytes, which is faster still but not exact. `window` is the number of steps between reports: a
-    server wants 1, training can have any number.
+    plus completion, in tokens. `slots` is the most requests decoded together. `weights` = "packed" samples from copies
+    laid out for the processor; "fp16" from copies with half as many bytes, which is faster still but not exact.
+    `window` is the number of steps between reports: a server wants 1, training can have any number.
     """
 
     name = "native"
@@ -97,7 +97,7 @@ class NativeEngine:
     def submit(self, request: Request) -> None:
         """Queues a request. Requests with the same shared tokens store their KV once, in one prefix.
 
-        Raises ConfigError for a request that can never be served.
+        Raises ConfigError for a request that can never be served or whose id is under way, EngineError after `close`.
         """
         if self._closed:
             raise closed_engine_error(self.name)
@@ -122,8 +122,9 @@ class NativeEngine:
     def poll(self, timeout: float = 0.0) -> list[Event]:
         """Runs up to `self.window` decode steps and returns the events: new tokens per request, and samples that ended.
 
-        Waiting requests take free slots before each step. If no request is left, all memory is freed. `timeout` is
-        ignored, because the work is done in this process.
+        Before each step waiting requests may take free slots, see `_admit_waiting`. If no request is left, the memory
+        of KV and packed weights is freed. `timeout` is ignored, because the work is done in this process. Raises
+        ModelError if a log-probability is not finite.
         """
         for _ in range(self.window):
             self._admit_waiting()
@@ -140,7 +141,7 @@ class NativeEngine:
     def abort(self, id: str) -> Sample:
         """Stops a running or waiting request and returns its sample so far, with finish = abort.
 
-        Raises CohortError for an unknown id.
+        If no request is left, frees memory like `release`. Raises CohortError for an unknown id.
         """
         draft = self.drafts.get(id)
         if draft is None:
@@ -159,7 +160,7 @@ class NativeEngine:
     def load(self, weights: Weights, version: int) -> None:
         """Samples from `weights` from now on, as `version`. Weights of another decoder are copied into this one.
 
-        Running requests wait again until their KV is recomputed.
+        All cached KV and packed copies are dropped: running requests wait again until their KV is recomputed.
         """
         if weights.module is not self.decoder:
             copy_weights(weights, self.decoder)
@@ -176,7 +177,7 @@ class NativeEngine:
         self._has_damaged_kv = False
 
     def close(self) -> None:
-        """Drops every request and frees all memory. A later `submit` raises EngineError."""
+        """Drops every request and frees all KV and packed weights. A later `submit` raises EngineError."""
         # `abort` is not used here: an engine that was interrupted in the middle of a step must be able to close.
         self.drafts.clear()
         self.waiting = WaitingDrafts()
@@ -200,7 +201,7 @@ class NativeEngine:
     def _admit_waiting(self) -> None:
         """Gives free slots to waiting drafts, computes the KV of their known tokens and draws one token for each.
 
-        Does nothing if none waits, or if other drafts run and few slots are free.
+        Does nothing if none waits, or if other drafts run and less than a sixteenth of the slots is free.
         """
         free = self.num_slots - len(self.running)
         # A prefill of few prompts is slow: while drafts run, wait until a sixteenth of the slots is free.
@@ -225,7 +226,7 @@ class NativeEngine:
     def _prefill_prefixes(self, prefixes: list[Prefix]) -> None:
         """Computes and stores the KV and the last hidden state of prefixes, several per forward.
 
-        `prefixes` must be sorted by length.
+        A forward has at most PREFILL_TOKENS tokens, or one prefix. `prefixes` must be sorted by length.
         """
         while prefixes:
             # Take as many prefixes as PREFILL_TOKENS allows, at least one.
@@ -252,8 +253,8 @@ class NativeEngine:
         """Computes the KV of the tokens after the prefix, for drafts that enter the slots from `first` on.
 
         Returns the hidden states to draw from, [n, d]: those of each draft's last own token, or of its prefix's last
-        token if it has no own ones. `entering` must be sorted by the number of own tokens, so that the drafts which
-        still have some to compute are always the last ones.
+        token if it has no own ones. `entering` must be sorted by the number of own tokens, least first, so that the
+        drafts which still have some to compute are always the last ones.
         """
         lasts = [d.prefix.last_hidden for d in entering]
         assert all(h is not None for h in lasts)
@@ -270,8 +271,8 @@ class NativeEngine:
     def _extend_slots(self, drafts: list[NativeDraft], first: int, num_done: int, hidden: Tensor) -> None:
         """Computes up to EXTEND_TOKENS more own tokens for each of the drafts in the slots from `first` on.
 
-        `num_done` own tokens of each are cached already. The hidden state of the last token that was computed for each
-        draft is written to `hidden` [n, d].
+        `num_done` own tokens of each are cached already, and each has more. The hidden state of the last token that was
+        computed for each draft is written to `hidden` [n, d], and `slots.own_length` grows.
         """
         todo = [(d.own_prompt + d.tokens)[num_done : num_done + EXTEND_TOKENS] for d in drafts]
         counts = [len(t) for t in todo]
@@ -288,7 +289,7 @@ class NativeEngine:
     # ---- a step
 
     def _run_step(self) -> None:
-        """Computes the last token of every running draft and draws the next. Drafts that end are reported and leave."""
+        """Computes the last token of every running draft and draws the next, see `_draw_tokens`."""
         begin = time.perf_counter()
         n, s = len(self.running), self.slots
         if self._prompt_plan is None:
@@ -305,7 +306,8 @@ class NativeEngine:
     def _draw_tokens(self, first: int, hidden: Tensor) -> None:
         """Draws and records one token for each of the slots from `first` on, from their hidden states [n, d].
 
-        Drafts that end are reported and leave their slots. Raises ModelError if a log-probability is not finite.
+        Drafts that end leave their slots, and `poll` will report them. Raises ModelError if a log-probability is not
+        finite; then no draft leaves.
         """
         begin = time.perf_counter()
         # The rows are drawn in chunks, because the logits of all rows could fill the memory.
@@ -359,7 +361,7 @@ class NativeEngine:
         return ended
 
     def _free_slots(self, slots: Sequence[int]) -> None:
-        """Drops the drafts of these slots. The last running drafts, with state and KV, move into the gaps."""
+        """Drops the drafts of these slots, without an event. The last running drafts, with KV, move into the gaps."""
         if not slots:
             return
         gone, before = set(slots), len(self.running)

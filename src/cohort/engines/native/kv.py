@@ -59,7 +59,7 @@ class Arena:
         """Returns the rows at which tokens lie in a layer seen as [num_sequences * K * room, D].
 
         Token t is at `position[t]` of sequence `sequence[t]`, both [T]. The result is [T * K]: one index per token and
-        KV head.
+        KV head, token after token. It is wrong once `reserve` has changed `room`.
         """
         heads = sequence[:, None] * self.config.num_kv_heads + self.heads
         return (heads * self.room + position[:, None]).flatten()
@@ -72,7 +72,10 @@ class Arena:
             self.kv[half, layer].view(-1, D).index_copy_(0, places, new.reshape(-1, D))
 
     def move_sequences(self, source: list[int], target: list[int], room: int) -> None:
-        """Copies the KV of the first `room` tokens of the source sequences over the target sequences, pair by pair."""
+        """Copies the KV of the first `room` tokens of the source sequences over the target sequences, pair by pair.
+
+        The sources do not change, unless they are targets too.
+        """
         if source:
             self.kv[:, :, target, :, :room] = self.kv[:, :, source, :, :room]
 
@@ -101,13 +104,19 @@ class PrefixPool:
         self.prefixes: list[Prefix] = []
 
     def add(self, prefix: Prefix) -> None:
-        """Gives the prefix the next entry (place for its KV). The caller must compute the KV."""
+        """Gives the prefix the next entry (place for its KV): sets its `pool` and `entry`.
+
+        The caller must compute the KV.
+        """
         self.arena.reserve(len(self.prefixes) + 1, self.room)
         prefix.pool, prefix.entry = self, len(self.prefixes)
         self.prefixes.append(prefix)
 
     def remove(self, prefix: Prefix) -> None:
-        """Frees the entry of the prefix, whose KV is lost. The last prefix of the pool moves into the gap."""
+        """Frees the entry of the prefix, whose KV and last hidden state are lost; its `pool` becomes None.
+
+        The last prefix of the pool moves into the gap, with its KV and a new `entry`.
+        """
         last = self.prefixes.pop()
         # Entries 0 .. n - 1 must stay filled.
         if last is not prefix:

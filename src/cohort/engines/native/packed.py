@@ -41,7 +41,7 @@ class PackedWeights:
 
     @contextmanager
     def use(self) -> Iterator[None]:
-        """Returns a context in which products with the decoder's matrices use the copies, made now if necessary."""
+        """Returns a context in which products with the decoder's matrices use the copies. Makes missing ones."""
         if not self.products:
             # Leading dimensions are folded, because gate_up is [2, ff, d].
             self.products = {m.data_ptr(): self._pack(m.detach().flatten(0, -2)) for m in _list_matrices(self.decoder)}
@@ -73,6 +73,9 @@ def _multiply_packed(copy: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _multiply_fp16(copy: torch.ScriptObject, x: Tensor, bias: Tensor | None) -> Tensor:
-    """Returns x times the transposed matrix, plus bias (None = none). `copy` is the packed matrix, rounded to fp16."""
+    """Returns x times the transposed matrix, plus bias (None = none), in fp32.
+
+    `copy` is the packed matrix, rounded to fp16.
+    """
     product: Tensor = torch.ops.quantized.linear_dynamic_fp16(x.contiguous(), copy)
     return product if bias is None else product + bias

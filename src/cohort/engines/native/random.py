@@ -50,5 +50,8 @@ def mix_bits(x: Tensor) -> Tensor:
 
 
 def shift_right(x: Tensor, bits: int) -> Tensor:
-    """Returns int64 numbers shifted to the right, filled with zeros. Torch's own shift repeats the sign bit."""
+    """Returns int64 numbers shifted to the right by 1 to 63 `bits`, filled with zeros.
+
+    Torch's own shift repeats the sign bit.
+    """
     return (x >> bits) & ((1 << (64 - bits)) - 1)

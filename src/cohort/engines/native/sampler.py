@@ -40,7 +40,9 @@ class DrawnTokens:
 def draw_tokens(logits: Tensor, settings: SamplingSettings, u: Tensor) -> DrawnTokens:
     """Draws one token per row from logits [B, V], with the settings of each row and a uniform number u [B] in [0, 1).
 
-    Returns tokens, log-probabilities and kept probability mass. The same logits, settings and u give the same token.
+    Returns tokens, log-probabilities (at the row's temperature, 0 counts as 1, and before truncation) and kept
+    probability mass (None if no row truncates). Rows with temperature 0 get their most probable token. The same logits,
+    settings and u give the same token.
     """
     wide = logits if logits.dtype == torch.float64 else logits.float()
     if settings.has_temperature:
@@ -65,8 +67,9 @@ def truncate(probs: Tensor, settings: SamplingSettings) -> tuple[Tensor, Tensor]
     """Applies top-k, top-p and min-p. Returns probs [B, V] with 0 for dropped tokens, and the sum of the kept ones [B].
 
     Kept are the top_k most probable tokens; of these the smallest set that reaches top_p of their mass; of these the
-    ones with at least min_p times the largest probability. Ties are broken by the smaller id. `probs` need not sum to
-    1.
+    ones with at least min_p times the largest probability. Of equally probable tokens,
+    the one with the smaller id ranks first. If `settings.needs_sorting` is False, only min-p is applied. `probs` need
+    not sum to 1 and does not change.
     """
     top = probs.amax(dim=-1, keepdim=True)
     keep = probs >= settings.min_p.to(probs.dtype)[:, None] * top  # [B, V]; the largest is always in
@@ -91,7 +94,7 @@ def invert_cdf(probs: Tensor, u: Tensor) -> Tensor:
     `probs` [B, V] need not sum to 1; u is [B]. The search has two levels, blocks of tokens and the tokens of one block.
     So few numbers are summed in sequence, and a rare token at the end of a large vocabulary keeps its chance, which a
     running sum in fp32 would round away. Where rounding puts u times the total beyond the sum, the last token of
-    positive probability is returned. A token of zero probability is never returned.
+    positive probability is returned. A token of zero probability is never returned, unless all are zero.
 
     >>> invert_cdf(torch.tensor([[0.25, 0.0, 0.75]]).repeat(3, 1), torch.tensor([0.2, 0.25, 0.999])).tolist()
     [0, 2, 2]
@@ -115,8 +118,8 @@ def invert_cdf(probs: Tensor, u: Tensor) -> Tensor:
 def find_first_above(cumulative: Tensor, target: Tensor) -> Tensor:
     """Returns per row the index [B] of the first entry of `cumulative` [B, n] that is above `target` [B].
 
-    A row of `cumulative` must not decrease. If no entry is above the target, the result is the first entry that equals
-    the last one.
+    A row of `cumulative` must not decrease. If no entry is above the target, the result is the index of the first
+    entry that equals the last one.
     """
     above = (cumulative <= target[:, None]).sum(dim=-1)
     end = (cumulative < cumulative[:, -1:]).sum(dim=-1)

@@ -42,7 +42,11 @@ class Slots:
         self.num_filled = self.ints[NUM_FILLED]  # tokens in the window
 
     def place_drafts(self, drafts: Sequence[Draft], first: int) -> None:
-        """Writes the drafts' sampling state into the slots from `first` on, as if none of their tokens were cached."""
+        """Writes the drafts' sampling state into the slots from `first` on, as if none of their tokens were cached.
+
+        The slots' windows become empty, and `last_token` and `own_length` 0. There must be at least one draft. The
+        tensor `stop_ids` is replaced by a wider one if a draft has more stop ids than any before.
+        """
         ints, reals = [], []
         # The table of stop ids grows to the longest list that was ever needed.
         widest = max(len(d.request.sampling.stop_ids) for d in drafts)
@@ -65,7 +69,7 @@ class Slots:
         self.stop_ids[here] = copy_to_device(stop_ids, self.device)
 
     def move_slots(self, source: list[int], target: list[int]) -> None:
-        """Copies the state of the source slots over the target slots, pair by pair."""
+        """Copies the state of the source slots over the target slots, pair by pair. The two may overlap."""
         # Indexing with a tensor copies the sources first, so sources and targets may overlap.
         old, new = copy_to_device(source, self.device), copy_to_device(target, self.device)
         self.ints[:, new] = self.ints[:, old]
@@ -85,7 +89,10 @@ class Slots:
         self.needs_sorting = any(s.top_p < 1.0 or s.top_k > 0 for s in asked)
 
     def get_settings(self, here: slice) -> SamplingSettings:
-        """Returns the sampling settings of the slots in the range `here`."""
+        """Returns the sampling settings of the slots in the range `here`, as views.
+
+        The flags are those that `note_used_options` set last, for all drafts.
+        """
         return SamplingSettings(
             temperature=self.reals[TEMPERATURE, here],
             top_p=self.reals[TOP_P, here],
@@ -102,9 +109,10 @@ class Slots:
         return draw_uniforms(self.random_stream[here], self.position[here])
 
     def record_tokens(self, here: slice, drawn: DrawnTokens) -> Tensor:
-        """Stores one drawn token for each slot in the range `here` and advances its counters.
+        """Stores one drawn token for each slot in the range `here` in its window, and as its `last_token`.
 
-        Returns which of these slots have ended, by a stop id or by length: [B] bool.
+        Advances `position`, `remaining` and `num_filled`, but not `own_length`. The window must have room. Returns
+        which of these slots have ended, by a stop id or by length: [B] bool.
         """
         column = self.num_filled[here][:, None]
         self.last_token[here] = drawn.tokens
@@ -120,8 +128,8 @@ class Slots:
     def read_and_clear(self, slots: Sequence[int]) -> list[tuple[list[int], list[float], list[float]]]:
         """Copies the tokens drawn since the last read from these slots to the host and empties the slots' windows.
 
-        Returns (tokens, log-probabilities, kept probability mass) per slot. Kept mass is [] if no running request
-        truncates.
+        Returns (tokens, log-probabilities, kept probability mass) per slot, in the given order. Kept mass is [] if no
+        running request truncates; of a request that does not truncate it may mean nothing.
         """
         which = torch.tensor(list(slots), device=self.device)
         filled = self.num_filled[which].tolist()

@@ -37,12 +37,12 @@ class HardwareLimit:
 
 
 def bench_engine(decoder: Decoder, options: EngineBenchOptions) -> BenchResult:
-    """Measures how fast the native engine (Cohort's own sampler) samples a batch of prompts of random tokens.
+    """Measures how fast the native engine (Cohort's own sampler) samples batches of prompts of random tokens.
 
     Returns the median seconds of `options.repeats` batches after one that is not counted, completion tokens per second,
-    and the fraction of the hardware limit that was reached. Details are the mean seconds per batch of prefill, decode
-    and draw, and the seconds of the engine's start. Raises ConfigError for a copy of the weights on a GPU, which only
-    CPUs have.
+    and the fraction of the hardware limit that was reached. Details include the mean seconds per batch of prefill,
+    decode and draw, and the seconds of the engine's start. Raises ConfigError if `options.copies` is not "shared" and
+    the model is on a GPU.
     """
     if decoder.embed.is_cuda and options.copies != "shared":
         raise ConfigError(f"--copies {options.copies} works on CPUs only, and the model is on a GPU: add --device cpu.")
@@ -77,7 +77,8 @@ def bench_learner(decoder: Decoder, options: LearnerBenchOptions) -> BenchResult
     """Measures an update (forward pass, backward pass, optimizer step) on a batch of random tokens.
 
     Returns the median seconds of `options.repeats` updates after one that is not counted, completion tokens per second,
-    and the fraction of the hardware limit that was reached.
+    and the fraction of the hardware limit that was reached. The updates change the weights of `decoder`. Raises
+    ConfigError if the memory of the GPU is too small.
     """
     shape = _make_shape(options)
     # A backward pass takes twice the arithmetic of a forward pass.
@@ -94,7 +95,8 @@ def bench_step(decoder: Decoder, options: BenchOptions) -> BenchResult:
     """Measures whole steps: sampling a batch, an update on it, and loading the new weights into the engine.
 
     Nothing is scored: rewards alternate between 0 and 1. Returns the median seconds of `options.repeats` steps after
-    one that is not counted, with the median seconds of sampling and of training in the details.
+    one that is not counted. The details include the median seconds of sampling and of the rest (update and loading).
+    The updates change the weights of `decoder`. Raises ConfigError if the memory of the GPU is too small.
     """
     shape = _make_shape(options)
     limit = _compute_step_limit(decoder, shape)
@@ -193,10 +195,10 @@ def _compute_arithmetic_limit(decoder: Decoder, flops: float) -> HardwareLimit:
 
 
 def _make_learner(decoder: Decoder, token_budget: int, share: bool, plan: MemoryPlan | None) -> LocalLearner:
-    """Returns a learner that trains all weights of `decoder`, which it shares.
+    """Returns a learner that trains all weights of `decoder` itself, not of a copy.
 
-    `token_budget` is the most tokens per microbatch (0 = 4096); a memory `plan`, which only GPUs have, overrides it.
-    With `share` the prompt of a group is computed once per group.
+    `token_budget` is the most tokens per microbatch (0 = 4096). A memory `plan`, which only GPUs have, replaces it and
+    decides whether activations are recomputed. With `share` the prompt of a group is computed once per group.
     """
     config = LearnerConfig(token_budget=token_budget or 4096, prefix_sharing=share)
     learner = LocalLearner(decoder, config, OptimConfig(lr=1e-6), num_updates=1)
@@ -208,7 +210,7 @@ def _plan_memory(decoder: Decoder, shape: limits.BatchShape, token_budget: int, 
     """Returns how training on the batch divides the memory of the GPU; None on a CPU.
 
     `token_budget` is the most tokens per microbatch; 0 = as many as fit. With `kv` the plan includes the KV memory of
-    an engine that samples the batch.
+    an engine that samples the batch. Raises ConfigError if not even the smallest microbatch fits.
     """
     if not decoder.embed.is_cuda:
         return None
@@ -272,14 +274,20 @@ def _make_requests(prompts: Sequence[Prompt], shape: limits.BatchShape) -> list[
 
 
 def _sample_groups(engine: Engine, decoder: Decoder, shape: limits.BatchShape) -> list[Group]:
-    """Samples the batch with the engine and returns its groups, one per prompt, without rewards."""
+    """Samples the batch with the engine and returns its groups, one per prompt, without rewards.
+
+    The prompts are of random tokens and the same in every call.
+    """
     prompts = _make_prompts(decoder, shape)
     done = sample(engine, _make_requests(prompts, shape))
     return [Group(prompt=p, samples=[done[f"{p.id}/{i}"] for i in range(shape.samples)]) for p in prompts]
 
 
 def _make_random_groups(decoder: Decoder, shape: limits.BatchShape) -> list[Group]:
-    """Returns the groups of the batch with random tokens as completions, without sampling and without rewards."""
+    """Returns the groups of the batch with random tokens as completions, without sampling and without rewards.
+
+    Every completion has `shape.completion_tokens` tokens, and all log-probabilities are 0. All calls give equal groups.
+    """
     rng = random.Random(1)
 
     def make_sample() -> Sample:
@@ -295,7 +303,8 @@ def _make_random_groups(decoder: Decoder, shape: limits.BatchShape) -> list[Grou
 def _train_on(learner: LocalLearner, groups: list[Group], shape: limits.BatchShape) -> None:
     """Does one update on the groups, with rewards that alternate between 0 and 1, and waits until it is done.
 
-    Changes the groups: their samples get the rewards and lose the old log-probabilities of an earlier call.
+    Changes the weights of the learner and, in place, the groups: their rewards, advantages, masks and fates are set,
+    and old log-probabilities are removed. `shape` gives the algorithm (GRPO) the longest completion.
     """
     algo = build_algorithm(GRPO(), shape.completion_tokens)
     for group in groups:
@@ -331,8 +340,9 @@ def _make_result(
 ) -> BenchResult:
     """Returns a BenchResult: seconds, completion tokens per second, and the fraction of the hardware limit reached.
 
-    `what` is the name of the benchmark. The details are the limit in seconds and, where given, the learner's tokens per
-    microbatch and the planned memory; on a GPU also the peak of memory.
+    `what` is the name of the benchmark. The details are the limit in seconds, the details of the limit and, where
+    given, the learner's tokens per microbatch and the planned memory; on a GPU also the peak of memory since it was
+    last reset.
     """
     details = {"limit s": limit.seconds, **limit.details}
     if learner is not None:

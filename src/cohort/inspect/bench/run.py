@@ -32,8 +32,9 @@ def bench_step(options: BenchOptions) -> BenchResult:
 def _load_model(options: BenchOptions) -> Decoder:
     """Sets the number of CPU threads and returns the model to be measured, on its device.
 
-    Its weights are from files or random, as `options.weights` says. Raises ModelError for a model that runs on
-    transformers' code instead of Cohort's own, because its hardware limit is not known.
+    Its weights are from files or random, as `options.weights` says. Raises ModelError for an unknown model, for random
+    weights also if prompt and completion exceed the model's context, and for files that run on transformers' code
+    instead of Cohort's own, because their hardware limit is not known.
     """
     device = choose_device(options.device)
     configure_torch(options.threads, device)

@@ -25,22 +25,33 @@ class Finding:
 
 
 def ok(name: str, text: str, **details: float) -> Finding:
-    """Returns a finding with the status "ok". `name` is that of the check, such as "reward/speed"."""
+    """Returns a finding with the status "ok". `name` is that of the check, such as "reward/speed".
+
+    `text` says what was found; `details` are numbers for `--json`.
+    """
     return Finding(name=name, status="ok", text=text, details=details)
 
 
 def warn(name: str, text: str, **details: float) -> Finding:
-    """Returns a finding with the status "warn": the run can start, but the user should read `text`."""
+    """Returns a finding with the status "warn": the run can start, but the user should read `text`.
+
+    `name` is that of the check; `details` are numbers for `--json`. Prints nothing.
+    """
     return Finding(name=name, status="warn", text=text, details=details)
 
 
 def fail(name: str, text: str, **details: float) -> Finding:
-    """Returns a finding with the status "FAIL", for which `cohort check` exits with code 1. Raises nothing."""
+    """Returns a finding with the status "FAIL", for which `cohort check` exits with code 1. Raises nothing.
+
+    `name` is that of the check; `details` are numbers for `--json`.
+    """
     return Finding(name=name, status="FAIL", text=text, details=details)
 
 
 def quote(text: str) -> str:
-    """Returns the first 80 characters of a text in quotes, escaped so that it cannot act on a terminal.
+    """Returns the first 80 characters of a text in double quotes, escaped so that it cannot act on a terminal.
+
+    A longer text ends with the number of characters left out. Quotes and backslashes in the text are not escaped.
 
     >>> quote("<answer>\\n")
     '"<answer>\\\\n"'

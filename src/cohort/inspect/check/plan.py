@@ -18,10 +18,10 @@ MAX_SAMPLING_SECONDS = 10.0  # a whole batch is sampled for the time estimate on
 
 
 def check_memory(trial: Trial) -> Finding:
-    """Estimates the memory of a step and compares it with the machine's: FAIL above all of it, warn above 80%.
+    """Estimates the memory of a step and compares it with all memory of the machine: FAIL above it, warn above 80%.
 
-    On a GPU the finding only repeats the plan that was made when the job was built, where a plan that does not fit was
-    refused.
+    With a memory plan, which jobs on a GPU have, returns ok and repeats the plan: one that does not fit was refused
+    when the job was built. Returns warn without an estimate for a model that runs on transformers' code.
     """
     name = "plan/memory"
     learner = trial.job.learner
@@ -70,9 +70,9 @@ def _estimate_demand(trial: Trial, model: ModelConfig) -> MemoryDemand:
 def check_step_time(trial: Trial, score_seconds: float) -> Finding:
     """Measures sampling and one update, and returns a finding with the estimated time of a step and of the run.
 
-    Measures a whole batch if sampling it takes at most 10 s, otherwise the trial's few groups, scaled to the batch.
-    `score_seconds` is the measured time of one score. Fails if the update moves no weights. The update changes the
-    weights, so this must be the last check.
+    Measures a whole batch if sampling it should take at most 10 s, otherwise the trial's few groups, scaled to the
+    batch. `score_seconds`, the measured time of one score, is added once per sample. Returns FAIL if the update moves
+    no weights, else ok. The update changes the weights, so this must be the last check.
     """
     name = "plan/time"
     job = trial.job
@@ -108,7 +108,9 @@ def _count_samples(trial: Trial) -> int:
 
 
 def _format_seconds(seconds: float) -> str:
-    """Returns a time as text with two digits, in seconds, minutes or hours.
+    """Returns a time as text with two digits: in minutes from 120 s on, in hours from 120 minutes on, else in seconds.
+
+    Numbers from 100 on get an exponent, such as "1.1e+02 s".
 
     >>> _format_seconds(2.34), _format_seconds(600), _format_seconds(86400)
     ('2.3 s', '10 min', '24 h')

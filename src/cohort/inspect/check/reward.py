@@ -56,8 +56,10 @@ class Case:
 def check_reward(trial: Trial, seconds: float = PASS_SECONDS) -> Iterator[Finding]:
     """Runs all checks of the task's grader and yields their findings.
 
-    `seconds` limits each pass over the answers; answers that are not reached in that time are left out. The rewards of
-    the trial's own samples are stored in the samples. If the grader breaks the rules for tasks, one last FAIL says so.
+    Takes the next prompts of the job's prompt stream and some problems of the test split. `seconds` limits each pass
+    over the answers; answers that are not reached in that time are left out. The rewards of the trial's own samples are
+    stored in the samples. If the grader breaks the rules for tasks (TaskError), one FAIL says so and the other checks
+    are not run.
     """
     job = trial.job
     task = job.config.task
@@ -104,7 +106,10 @@ def make_cases(task: object, prompts: Sequence[Prompt]) -> list[Case]:
 
 
 def _get_gold(task: object, prompt: Prompt) -> str:
-    """Returns the right answer that the task's `gold` gives for the prompt's row; "" if there is none."""
+    """Returns the right answer that the task's `gold` gives for the prompt's row.
+
+    Returns "" if the task has no `gold` or that raises TaskError; other exceptions pass through.
+    """
     gold = getattr(task, "gold", None)
     try:
         return str(gold(prompt.row)) if gold is not None else ""
@@ -115,8 +120,8 @@ def _get_gold(task: object, prompt: Prompt) -> str:
 def _make_case_answer(prompt: Prompt, kind: str, text: str) -> Answer:
     """Returns `text` in the form in which the grader gets an answer to the prompt.
 
-    For the kinds gold, repeated, other and truncated `text` is the full answer. For other kinds the answer begins with
-    the text that the task forces on the model, if any.
+    For the kinds gold, repeated, other and truncated `text` is the full answer. For other kinds the full answer begins
+    with the text that the task forces on the model, if any. Its number of tokens is the number of words in `text`.
     """
     answer = make_answer(prompt, Sample(tokens=[], provenance=[], sampler_logprobs=[], text=text))
     # A gold answer is complete: a prefix that the task forces on the model is already part of its text.
@@ -125,10 +130,11 @@ def _make_case_answer(prompt: Prompt, kind: str, text: str) -> Answer:
 
 
 def _score_cases(job: RLJob, pool: ScoringPool, cases: Iterable[Case], seconds: float) -> Iterator[Case]:
-    """Scores the cases one after another in `pool`, and yields copies with outcome, reward and seconds.
+    """Scores the cases one after another in `pool`, and yields copies with outcome, reward, correct and seconds.
 
-    Stops after the case during which `seconds` since the start have passed. A grader that hangs on a case costs that
-    case its own time limit only.
+    A case is correct if the task's accuracy part is 1; one that could not be scored has the reward 0. Stops after the
+    case during which `seconds` since the start have passed. A grader that hangs on a case costs that case its own time
+    limit only.
     """
     begin = time.perf_counter()
     accuracy = job.config.task.accuracy
@@ -147,7 +153,7 @@ def _score_cases(job: RLJob, pool: ScoringPool, cases: Iterable[Case], seconds: 
 
 
 def check_failures(scored: Sequence[Case]) -> Finding:
-    """Returns FAIL if the grader could not score some answer, for instance because it raised an exception."""
+    """Returns FAIL if the grader could not score some answer, for instance because it raised an exception, else ok."""
     name = "reward/failures"
     failed = [c for c in scored if c.outcome.failure]
     if not failed:
@@ -158,7 +164,10 @@ def check_failures(scored: Sequence[Case]) -> Finding:
 
 
 def check_speed(job: RLJob, scored: Sequence[Case]) -> Finding:
-    """Returns ok, warn or FAIL by the median time of a score. Leaves out the first, which waits for its worker."""
+    """Returns FAIL if the median time of a score is above 0.5 s, warn above 0.05 s, else ok.
+
+    Leaves out the first score, which waits for its worker; without other scores the time is 0.
+    """
     name = "reward/speed"
     per_step = job.config.batch.prompts * job.config.batch.samples
     each = statistics.median([c.seconds for c in scored][1:] or [0.0])
@@ -170,9 +179,9 @@ def check_speed(job: RLJob, scored: Sequence[Case]) -> Finding:
 
 
 def check_repeatable(job: RLJob, scored: Sequence[Case], seconds: float) -> Finding:
-    """Scores the same answers again, in the same worker process. Returns FAIL if some score is another one.
+    """Scores the same answers again, in the job's own workers. Returns FAIL if some score is another one, else ok.
 
-    Stops after `seconds` and compares what was scored until then.
+    Stops after `seconds` and compares what was scored until then. Compares reward parts only.
     """
     again = _score_cases(job, job.scorer, scored, seconds)
     remedy = "A score may depend on the row and the answer alone: no clock, no counter, no unseeded random numbers."
@@ -180,9 +189,9 @@ def check_repeatable(job: RLJob, scored: Sequence[Case], seconds: float) -> Find
 
 
 def check_order(job: RLJob, scored: Sequence[Case], seconds: float) -> Finding:
-    """Scores the same answers in reverse order in a new worker process. Returns FAIL if some score is another one.
+    """Scores the same answers in reverse order in a new worker process. Returns FAIL if some score differs, else ok.
 
-    Stops after `seconds` and compares what was scored until then.
+    Stops after `seconds` and compares what was scored until then. Compares reward parts only.
     """
     turned = list(scored)[::-1]
     with ScoringPool(job.config.task) as pool:
@@ -193,7 +202,7 @@ def check_order(job: RLJob, scored: Sequence[Case], seconds: float) -> Finding:
 
 
 def _compare_scores(name: str, pairs: Sequence[tuple[Case, Case]], how: str, remedy: str) -> Finding:
-    """Returns FAIL if the two scores of some pair differ, else ok. Each pair is one answer scored twice.
+    """Returns FAIL if the reward parts of some pair differ, else ok. Each pair is one answer scored twice.
 
     `name` is that of the check. The text of the finding says `how` the answers were scored and, for a FAIL, the
     `remedy`.
@@ -212,7 +221,11 @@ def _compare_scores(name: str, pairs: Sequence[tuple[Case, Case]], how: str, rem
 
 
 def check_verdicts(job: RLJob, scored: Sequence[Case]) -> Iterator[Finding]:
-    """Runs the checks of what the grader rewards, for each kind of answer, and yields their findings."""
+    """Runs the checks of what the grader rewards, for each kind of answer, and yields their findings.
+
+    `scored` must not contain answers that could not be scored. The checks of another row's and of half an answer are
+    left out if there are no such answers.
+    """
     kinds: dict[str, list[Case]] = {}
     for case in scored:
         kinds.setdefault(case.kind, []).append(case)
@@ -246,7 +259,7 @@ def check_gold(gold: Sequence[Case]) -> Finding:
 
 
 def check_empty(empty: Sequence[Case]) -> Finding:
-    """Returns FAIL if an empty answer is correct or has a reward part above 0, else ok."""
+    """Returns FAIL if an empty answer is correct or has a reward part above 0, whatever its coefficient, else ok."""
     name = "reward/empty"
     paid = [c for c in empty if c.correct or max(c.outcome.parts.values()) > 0]
     if not paid:
@@ -256,7 +269,10 @@ def check_empty(empty: Sequence[Case]) -> Finding:
 
 
 def check_variation(scored: Sequence[Case], gold: Sequence[Case]) -> Finding:
-    """Returns FAIL if all answers got the same reward; only warn if it is 0 and no right answers (`gold`) are known."""
+    """Returns FAIL if all answers got the same reward or none was scored, else ok.
+
+    Returns only warn if the reward is always 0 and no right answers (`gold`) are known.
+    """
     name = "reward/varies"
     rewards = {c.reward for c in scored}
     if len(rewards) > 1:
@@ -269,9 +285,10 @@ def check_variation(scored: Sequence[Case], gold: Sequence[Case]) -> Finding:
 
 
 def check_cheapest(junk: Sequence[Case], full: float) -> Finding:
-    """Returns ok, warn or FAIL by what the best-paid answer without content earns; names the shortest one that is paid.
+    """Judges what the best-paid answer without content earns; the text names the shortest one that is paid.
 
-    `junk` are the empty, blank and format-only answers; `full` is the reward of a right answer.
+    Returns FAIL for half of `full`, the reward of a right answer, or more, or if a paid one counts as correct; warn
+    above a fifth; else ok. `junk` are the empty, blank and format-only answers.
     """
     name = "reward/cheapest"
     paid = sorted((c for c in junk if c.reward > 0), key=lambda c: len(c.answer.text))
@@ -284,9 +301,10 @@ def check_cheapest(junk: Sequence[Case], full: float) -> Finding:
 
 
 def check_echo(echoes: Sequence[Case], full: float) -> Finding:
-    """Returns ok, warn or FAIL by what an answer earns that only repeats the prompt.
+    """Judges what an answer earns that only repeats the prompt: the best-paid one counts.
 
-    `full` is the reward of a right answer.
+    Returns FAIL for half of `full`, the reward of a right answer, or more, or if a paid one counts as correct; warn
+    above a fifth; else ok.
     """
     name = "reward/echo"
     paid = [c for c in echoes if c.reward > 0]
@@ -312,7 +330,7 @@ def _judge_payment(name: str, text: str, worst: Case, correct: bool, full: float
 
 
 def check_repetition(repeated: Sequence[Case], gold: Sequence[Case]) -> Finding:
-    """Returns FAIL if giving a right answer 50 times earns more than giving it once, else ok."""
+    """Returns FAIL if giving a right answer 50 times earns more than giving it once in the same row, else ok."""
     name = "reward/repetition"
     once = {c.prompt.id: c.reward for c in gold}
     more = [c for c in repeated if c.reward > once.get(c.prompt.id, c.reward)]
@@ -340,8 +358,8 @@ def check_acceptance(kind: str, words: str, tried: Sequence[Case], full: float) 
 def check_signal(trial: Trial, seconds: float) -> Finding:
     """Scores the trial's samples, stores their rewards in them, and reports how many groups have differing rewards.
 
-    Returns warn if there is no such group. A sample's reward is None if the grader failed on it, or if `seconds` had
-    passed before it.
+    Returns warn if there is no such group, else ok. A sample's reward is None if the grader failed on it, or if
+    `seconds` had passed before it.
     """
     name = "reward/signal"
     job = trial.job

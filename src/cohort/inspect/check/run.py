@@ -21,8 +21,9 @@ NUM_SAMPLES = 4  # per prompt
 def run_checks(config: RunConfig, progress: Callable[[str], None]) -> Iterator[Finding]:
     """Runs all checks on the config of an RL run and yields each finding as soon as its check is done.
 
-    Calls `progress` with the name of each stage as it begins, such as "computing gradients". Raises ConfigError for
-    other kinds of runs.
+    Calls `progress` with the name of each stage as it begins, such as "computing gradients". An exception in the checks
+    of the update becomes a FAIL, after which no check is run; errors in loading and sampling are raised. Raises
+    ConfigError for other kinds of runs.
     """
     progress("loading the model and the task")
     job = build.build_rl_job(require_rl(config, "cohort check"))

@@ -62,10 +62,11 @@ class Trial:
         return ((n, g, i) for n, (g, i) in enumerate(places))
 
     def compute_advantages(self, groups: list[Group]) -> list[Group]:
-        """Returns the groups with advantages, computed as the training loop does it before an update.
+        """Computes advantages as the training loop does it before an update, and returns `groups`, the same objects.
 
-        Samples are changed in place: their log-probabilities are computed anew by the learner, where the algorithm
-        needs them.
+        Changes them in place. Samples lose their old and reference log-probabilities, and get new ones from the learner
+        where the algorithm needs them; then the algorithm sets advantages and masks of samples and `excluded` of
+        groups.
         """
         learner = self.job.learner
         algo = self.job.algo
@@ -77,9 +78,9 @@ class Trial:
 
     @property
     def longest_sequence(self) -> int:
-        """Number of tokens of the longest prompt with a sample in `groups`; 1 if there is none.
+        """The largest number of tokens that a prompt and one of its samples have together; 1 if `groups` is empty.
 
-        A microbatch cannot be smaller.
+        The token budget of a microbatch cannot be smaller.
         """
         return max((len(g.prompt.tokens) + len(s.tokens) for g in self.groups for s in g.samples), default=1)
 
@@ -88,8 +89,9 @@ class Trial:
     ) -> BackwardPass:
         """Computes the gradient of an update on `groups` and returns it with metrics and every token of the loss.
 
-        Changes no weights. `options` says how the batch is divided into microbatches (None = as in the run). `world`
-        says which rank of how many ranks computes (None = the run's own).
+        Changes no weights. The tokens are by number of the sample, counted from 0 over all samples of `groups`; samples
+        that are not in the loss have no key. `options` says how the batch is divided into microbatches (None = as in
+        the run). `world` says which rank of how many ranks computes (None = the run's own).
         """
         loss = _RecordingLoss(self.job.algo)
         batch = make_batch(groups)
@@ -102,7 +104,7 @@ class Trial:
     def collect_trained_tokens(self) -> dict[int, list[int]]:
         """Returns the token ids that an update on `groups` trains, per sample, in order.
 
-        The keys number the samples over all groups. Samples that are not trained have no key.
+        The keys number the samples over all groups from 0. Samples that are not trained have no key.
         """
         batch = make_batch(self.groups)
         places = {id: place for place, id in enumerate(id for g in self.groups for id in g.ids())}
@@ -117,9 +119,9 @@ class Trial:
 def sample_trial(job: RLJob, num_prompts: int, num_samples: int) -> Trial:
     """Samples up to `num_prompts` groups of up to `num_samples` samples, with the run's own engine and settings.
 
-    Never samples more than the batch of the run has. Returns the groups with the token ids that the engine reported and
-    the seconds that sampling took. Nothing is scored, so a broken grader cannot end the trial: the reward has its own
-    checks.
+    Takes the next prompts of the job's prompt stream, and never more than the batch of the run has. Returns a Trial
+    with the groups as `sampled`, the token ids that the engine reported and the seconds that sampling took. The grader
+    is not run, so a broken one cannot end the trial: the reward has its own checks.
     """
     batch = job.config.batch
     engine = _RecordingEngine(job.engine)
@@ -149,10 +151,11 @@ def give_distinct_rewards(trial: Trial) -> None:
 
 
 def compare_gradients(got: dict[str, Tensor], expected: dict[str, Tensor]) -> tuple[float, float]:
-    """Returns the (mean, largest) difference between two gradients, for the parameters where it is worst.
+    """Returns (mean, largest) of the differences between two gradients, each for the parameter where it is worst.
 
-    Both are by parameter name. Differences are relative to the parameter's largest entry in `expected`. A parameter
-    that one side lacks counts as 0 there. NaN stays NaN.
+    Both gradients are by parameter name. Differences are divided by the parameter's largest |entry| in `expected`, but
+    at least by a thousandth of the largest |entry| of all parameters there. A parameter that one side lacks counts as 0
+    there. NaN stays NaN. Two empty gradients give (0, 0).
     """
     # A parameter whose gradient should be 0 (a bias of keys) has only rounding errors, which are as large as itself.
     # It is therefore compared with at least a thousandth of the largest gradient of all parameters.
@@ -180,7 +183,10 @@ class _RecordingLoss:
         return self.algo.weigh_tokens(*args, **kwargs)
 
     def loss(self, inputs: LossInputs) -> tuple[Tensor, Tally]:
-        """Returns the loss and tally of the wrapped algorithm, and adds every token with dL/dlogprob to `tokens`."""
+        """Returns the loss and tally of the wrapped algorithm, and adds every token with dL/dlogprob to `tokens`.
+
+        Keeps the graph, so that the caller can do its own backward pass.
+        """
         loss, tally = self.algo.loss(inputs)
         # The learner still needs the graph for its own backward pass.
         gradient = torch.autograd.grad(loss, inputs.logprobs, retain_graph=True)[0]
@@ -241,9 +247,10 @@ class _ZeroRewardScorer:
         self.done: list[tuple[str, Outcome]] = []
 
     def submit(self, id: str, row: Row, answer: Answer, past: Past | None = None) -> None:
-        """Gives an answer no reward at once; `poll` returns the outcome under `id`.
+        """Makes an outcome without reward parts at once; `poll` returns it under `id`. The grader is not run.
 
-        `past` is the conversation so far; None = the task has a single turn.
+        `past` is the conversation so far; None = the task has a single turn. With `past`, the outcome may contain a
+        request for a further attempt and its cost.
         """
         # Without a past the task has a single turn, and the conversation ends.
         step = Step() if past is None else self.episodes.step(row, past, answer)
@@ -254,6 +261,9 @@ class _ZeroRewardScorer:
         self.done = [(other, outcome) for other, outcome in self.done if other != id]
 
     def poll(self, timeout: float = 0.0) -> list[tuple[str, Outcome]]:
-        """Returns (id, outcome) of the answers submitted since the last call. Never waits: `timeout` has no effect."""
+        """Returns (id, outcome) of the answers submitted since the last call and not dropped, in order of submission.
+
+        Never waits: `timeout` has no effect.
+        """
         done, self.done = self.done, []
         return done

@@ -60,7 +60,10 @@ def get_tolerance(trial: Trial) -> tuple[float, float]:
 
 
 def check_sampled_tokens(trial: Trial, base: BackwardPass) -> Finding:
-    """Returns FAIL if the token ids that are trained are not exactly the ids that the engine drew, else ok."""
+    """Returns FAIL if the token ids that are trained are not exactly the ids that the engine drew, else ok.
+
+    `base` is a backward pass over `trial.groups`. Samples that the algorithm left out of the update are skipped.
+    """
     name = "update/sampled-tokens"
     count = 0
     targets = trial.collect_trained_tokens()
@@ -81,7 +84,10 @@ def check_sampled_tokens(trial: Trial, base: BackwardPass) -> Finding:
 
 
 def check_end_token(trial: Trial) -> Finding:
-    """Returns FAIL if a sample that stopped is trained without its end token, warn if no sample stopped, else ok."""
+    """Returns FAIL if a sample that stopped is trained without its end token, warn if no sample stopped, else ok.
+
+    Samples that a stop string ended, and samples that are not trained, do not count as stopped.
+    """
     name = "update/end-token"
     sampling = trial.job.producer.settings.sampling
     stops = set(sampling.stop_ids)
@@ -109,9 +115,10 @@ def check_end_token(trial: Trial) -> Finding:
 
 
 def check_special_tokens(probe: Group, probe_pass: BackwardPass) -> Finding:
-    """Returns FAIL if special tokens that the policy drew are missing in the loss. `probe` is made by `_make_probe`.
+    """Returns FAIL if sampled tokens of the probe's second sample are missing in the loss, else ok.
 
-    A mask that is made from token ids instead of provenance leaves out a pad or end token that the policy drew.
+    `probe` is made by `_make_probe`, which put special tokens there; `probe_pass` is a backward pass over it alone. A
+    mask that is made from token ids instead of provenance leaves out a pad or end token that the policy drew.
     """
     name = "update/special-tokens"
     sample = probe.samples[1]
@@ -123,7 +130,11 @@ def check_special_tokens(probe: Group, probe_pass: BackwardPass) -> Finding:
 
 
 def check_unsampled_tokens(trial: Trial, probe: Group) -> Finding:
-    """Returns FAIL if a token of the prompt, of the environment or a forced token has a gradient, else ok."""
+    """Returns FAIL if a token of the prompt, of the environment or a forced token has a gradient, else ok.
+
+    Computes the gradient of the probe's first sample alone. Returns FAIL also if the loss lacks a sampled token of it,
+    or if nothing has a gradient.
+    """
     name = "update/unsampled-tokens"
     # One sample alone: then the position that predicts each token is known without the packer.
     sample = probe.samples[0]
@@ -155,7 +166,11 @@ def check_unsampled_tokens(trial: Trial, probe: Group) -> Finding:
 
 
 def check_constant_rewards(trial: Trial) -> Finding:
-    """Trains on groups of equal rewards. Returns FAIL if they have an advantage other than 0, or a gradient from it."""
+    """Computes advantages and gradient of two groups of equal samples. Changes neither weights nor the trial's groups.
+
+    Returns FAIL if some advantage is not exactly 0, or if both groups are excluded and there is a gradient, else ok. If
+    the algorithm's baseline is "batch" or "none", returns ok without computing anything.
+    """
     name = "update/constant-rewards"
     group = trial.groups[0]
     # Copies of one sample, because an algorithm may treat samples of equal reward but other length differently. The
@@ -178,7 +193,10 @@ def check_constant_rewards(trial: Trial) -> Finding:
 
 
 def check_ratio(base: BackwardPass) -> Finding:
-    """Returns FAIL if some ratio of new to old policy is not exactly 1 although nothing has been updated yet."""
+    """Returns FAIL if some ratio of new to old policy is not exactly 1 although nothing has been updated yet.
+
+    Returns ok otherwise, and for an algorithm that reports no ratio.
+    """
     name = "update/ratio"
     low = base.metrics.get("ratio/min")
     high = base.metrics.get("ratio/max")
@@ -193,7 +211,11 @@ def check_ratio(base: BackwardPass) -> Finding:
 
 
 def check_direction(base: BackwardPass) -> Finding:
-    """Returns FAIL unless the gradient makes tokens of better samples more likely than those of worse samples."""
+    """Returns FAIL unless the gradient makes tokens of better samples more likely than those of worse samples.
+
+    The sum of advantage x gradient over all tokens decides, so single tokens may go the wrong way. A gradient of 0
+    fails.
+    """
     name = "update/direction"
     # A gradient step moves a log-probability against its gradient, so this product must be below 0.
     terms = [t.advantage * t.gradient for row in base.tokens.values() for t in row]
@@ -215,7 +237,8 @@ def check_single_sequences(
     """Compares log-probabilities of samples packed into one sequence with those of each sample computed alone.
 
     Yields one finding about all tokens, and one about the first token of each sample, which is predicted from a prompt
-    that the samples of a group may share. Each is FAIL if the differences are above the tolerance.
+    that the samples of a group may share. Each is FAIL if the differences are above the tolerance, else ok. Samples
+    without all of their sampled tokens in the loss are left out; if no sample remains, yields nothing.
     """
     rows = [(g, g.samples[i], base.tokens.get(n, [])) for n, g, i in trial.enumerate_samples()]
     rows += [(probe, s, probe_pass.tokens.get(i, [])) for i, s in enumerate(probe.samples)]
@@ -240,7 +263,8 @@ def check_single_sequences(
 def _compute_logprobs_alone(trial: Trial, group: Group, sample: Sample) -> Tensor:
     """Returns the log-probabilities of the sampled tokens, by a forward pass over this one sequence alone.
 
-    Uses causal attention without packing. The tensor is float64, on the host, with one entry per sampled token.
+    They are at the sampling temperature. Uses causal attention without packing. The tensor is float64, on the host,
+    with one entry per sampled token.
     """
     decoder = trial.job.model.decoder
     first = len(group.prompt.tokens) - 1
@@ -254,7 +278,10 @@ def _compute_logprobs_alone(trial: Trial, group: Group, sample: Sample) -> Tenso
 
 
 def check_sampler_gap(trial: Trial, base: BackwardPass) -> Finding:
-    """Returns FAIL if the engine and the learner give the sampled tokens log-probabilities that differ too much."""
+    """Returns FAIL if engine and learner give the sampled tokens log-probabilities that differ too much, else ok.
+
+    Allowed is the tolerance of the model's dtype and device, or that of low precision if the engine has fp16 copies.
+    """
     gaps = [0.0]
     for n, group, i in trial.enumerate_samples():
         sample = group.samples[i]
@@ -277,9 +304,10 @@ def check_sampler_gap(trial: Trial, base: BackwardPass) -> Finding:
 def _judge_logprob_gaps(
     trial: Trial, name: str, gaps: Tensor, good: str, bad: str, limits: tuple[float, float] | None = None
 ) -> Finding:
-    """Returns ok with the text `good` if the absolute differences `gaps` are within `limits`, else FAIL with `bad`.
+    """Returns ok if both mean and largest of the absolute differences `gaps` are within `limits`, else FAIL.
 
-    `limits` are (mean, largest); None = the tolerance of the model's dtype and device.
+    The text begins with `good` for ok, with `bad` for FAIL. `name` is that of the check. `limits` are (mean, largest);
+    None = the tolerance of the model's dtype and device.
     """
     mean, most = limits or get_tolerance(trial)
     details = {"mean": float(gaps.mean()), "most": float(gaps.max())}
@@ -294,7 +322,11 @@ def _judge_logprob_gaps(
 
 
 def check_batch_cuts(trial: Trial, base: BackwardPass) -> Iterator[Finding]:
-    """Yields one finding per way to divide, order, pack or share out the same groups: FAIL if the gradient changes."""
+    """Yields one finding per way to divide, order, pack or share out the same groups.
+
+    The ways: other microbatches, reverse accumulation, reverse packing, no prefix sharing, two ranks. A finding is FAIL
+    if the gradient differs from that of `base` by more than the tolerance, else ok.
+    """
     groups = trial.groups
     longest = trial.longest_sequence
     turned = [replace(g, samples=g.samples[::-1]) for g in groups[::-1]]
@@ -347,7 +379,10 @@ class _SimulatedRank(World):
 
 
 def check_ranks(trial: Trial, base: BackwardPass) -> Finding:
-    """Computes the gradient on two simulated ranks with unequal shares of the groups; FAIL if it is another one."""
+    """Computes the gradient on two simulated ranks: one has the first group, the other has the rest.
+
+    Returns FAIL if it differs from that of `base` by more than the tolerance, else ok.
+    """
     groups = trial.groups
     totals = list[Tensor]()
     gradient = base.gradient
@@ -365,9 +400,10 @@ def check_ranks(trial: Trial, base: BackwardPass) -> Finding:
 
 
 def _make_probe(trial: Trial) -> Group:
-    """Returns a copy of the trial's first group with tokens inserted that a trial may lack, and advantages.
+    """Returns a copy of the trial's first group with tokens inserted that a trial may lack, and with new advantages.
 
-    The first sample gets environment and forced tokens in its middle, the second gets sampled special tokens.
+    The first sample gets environment and forced tokens in its middle, the second gets sampled special tokens there. All
+    rewards differ. With a sampler correction, the learner's log-probabilities replace the sampler's. Needs two samples.
     """
     group = copy.deepcopy(trial.groups[0])
     tokenizer = Tokenizer.load(trial.job.model.folder)
@@ -390,7 +426,8 @@ def _make_probe(trial: Trial) -> Group:
 def _insert_tokens(sample: Sample, tokens: list[int], marks: list[int]) -> None:
     """Inserts tokens with their provenance `marks` into the middle of a sample, in place.
 
-    The inserted log-probabilities are made up: -1 for sampled tokens, 0 for others.
+    The inserted sampler log-probabilities are made up: -1 for sampled tokens, 0 for others. Other lists per token, such
+    as old log-probabilities, are not changed.
     """
     middle = len(sample.tokens) // 2
     sample.tokens[middle:middle] = tokens

@@ -70,7 +70,7 @@ class StepEffect:
         return math.fsum(self.group_signals)
 
     def compute_share(self, signal: float) -> float:
-        """Returns `signal` divided by the signal of the whole step, from 0 to 1; 0 if the step has none."""
+        """Returns `signal`, that of a part of the step, divided by that of the whole step; 0 if the step has none."""
         return signal / self.signal if self.signal else 0.0
 
 
@@ -80,7 +80,8 @@ def compute_step_effect(
     """Returns dL/dlogprob of every token of a step, by its first update. The groups must have their advantages.
 
     `minibatches` is the number of minibatches that the update divides the groups into. Current log-probabilities are
-    the stored ones or, if `policy` is given, those that it returns for a sample.
+    those that `policy` returns for a sample or, if it is None, the learner's stored ones. If a trained sample lacks
+    these, all samples use the sampler's, with ratios of 1. Tokens outside the loss have 0. The groups are not changed.
     """
     samples = [s for g in groups for s in g.samples]
     exact = all(s.old_logprobs is not None for g in groups if not g.excluded for s in g.samples if _is_trained(s))
@@ -133,8 +134,8 @@ def _find_stretches(segments: Tensor) -> tuple[list[int], list[int]]:
 def _make_loss_inputs(micro: Microbatch, weights: Tensor, span: slice) -> LossInputs:
     """Returns the inputs of the loss for the tokens at the positions `span` of a microbatch, in float64.
 
-    They are made as the learner makes them. `weights` are the token weights of the microbatch. The log-probabilities
-    stored before the update are taken as the current ones.
+    `weights` are the token weights of the microbatch. The current log-probabilities are the old ones of the learner, or
+    the sampler's if it has none. The entropy, which is not stored, is 0; all else is as in an update.
     """
     old, ref = micro.old_logprobs, micro.ref_logprobs
     sampler = micro.sampler_logprobs[span].double()
@@ -157,7 +158,8 @@ def _compute_sample_effect(
 ) -> SampleEffect:
     """Returns the effect on a sample that is in the loss. `inputs` has one row per sampled token of the sample.
 
-    If `policy` is given, its log-probabilities of the sample replace those in `inputs`.
+    If `policy` is given, its log-probabilities of the sample replace those in `inputs`. A gradient that is not finite
+    becomes 0, with that reason.
     """
     places = [i for i, p in enumerate(sample.provenance) if p == Provenance.SAMPLED]
     if policy is not None:
@@ -181,9 +183,10 @@ def _differentiate_loss(inputs: LossInputs, algo: Loss) -> tuple[Tensor, dict[st
 
 
 def _explain_zero_gradients(inputs: LossInputs, gradient: Tensor, algo: Loss) -> list[str]:
-    """Returns why each token has no gradient, such as "clipped"; "" if it has one or its token weight is 0.
+    """Returns for each token why it has no gradient, such as "clipped", or no finite one; "" if it has one.
 
-    Finds the reason by evaluating the loss again with one cause removed, which is right for any algorithm.
+    Tokens with a token weight of 0 get "" too. Finds the reason by evaluating the loss again with one cause removed,
+    which is right for any algorithm.
     """
     reasons = [""] * len(gradient)
     for i in (~gradient.isfinite()).nonzero().flatten().tolist():

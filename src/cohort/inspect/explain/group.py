@@ -37,9 +37,11 @@ class _HasReturns(Protocol):
 
 
 def make_group_line(step: RecordedStep, index: int) -> GroupLine:
-    """Returns the group's line in the overview: index, prompt id, mean reward, share of the signal, remarks.
+    """Returns the group's line in the overview: index, prompt id, rewards, share of the signal, note.
 
-    `index` is that of the group in the step. The signal is the sum of |dL/dlogprob| over the step.
+    The rewards are a text with mean and standard deviation over the scored samples. The note says why the group is left
+    out and how old it is. `index` is that of the group in the step. The signal is the sum of |dL/dlogprob| over the
+    step.
     """
     group = step.groups[index]
     rewards = [s.reward for s in group.samples if s.reward is not None and not s.failure]
@@ -79,8 +81,8 @@ def make_group_report(step: RecordedStep, line: GroupLine) -> GroupReport:
 def _describe_baseline(step: RecordedStep, group: Group) -> list[Fact]:
     """Returns the facts about a group as a whole, as (label, text) pairs.
 
-    They say why it is out of the loss, how old it is, its returns (rewards after penalties), failed and masked samples,
-    and how its advantages are computed.
+    They say why it is out of the loss, how old it is, its returns (rewards after penalties), those of the batch if
+    baseline or scale use them, failed and masked samples, and how its advantages are computed.
     """
     facts: list[Fact] = []
     if group.excluded:
@@ -117,7 +119,8 @@ def _collect_returns(algo: Algorithm, group: Group) -> list[float]:
 def _get_return(algo: Algorithm, sample: Sample) -> float:
     """Returns what the baseline uses for a scored sample: its reward after the algorithm's penalties.
 
-    It is the plain reward if the algorithm has no penalties, or if one of them cannot be computed from what is stored.
+    It is the plain reward if the algorithm has no penalties, or if it needs old log-probabilities that the sample
+    lacks. The sample must have a reward.
     """
     assert sample.reward is not None
     # A group that was not accepted and was replaced has no log-probabilities, so a KL in its reward is not known.
@@ -160,9 +163,10 @@ def _make_sample_report(step: RecordedStep, group: Group, index: int, effect: Sa
 
 
 def _describe_sample(step: RecordedStep, sample: Sample, fate: str, effect: SampleEffect) -> list[Fact]:
-    """Returns the facts about a sample as (label, text) pairs: fate, reward, advantage, finish, ratios, limited tokens.
+    """Returns the facts about a sample as (label, text) pairs, each where it applies.
 
-    `fate` says why the sample is out of the loss; "" = it is in.
+    They are: why it is out of the loss, reward, the grader's reason, advantage, finish, ratios, ratios to the sampler,
+    limited tokens. `fate` says why the sample is out of the loss; "" = it is in.
     """
     facts: list[Fact] = []
     if fate in REASONS:
@@ -187,9 +191,10 @@ def _describe_sample(step: RecordedStep, sample: Sample, fate: str, effect: Samp
 
 
 def _describe_pushes(tokens: Sequence[ShownToken]) -> list[Fact]:
-    """Returns one fact that says how far the update pushes tokens up or down; empty if it pushes none.
+    """Returns one fact (label, text): how many tokens the update pushes up or down; empty if it pushes none.
 
-    It is for readers who see no colours.
+    It has the push on each token if the pushes are equal, else the three strongest. It is for readers who see no
+    colours.
     """
     pushed = sorted((t for t in tokens if t.push), key=lambda t: -abs(t.push))
     if not pushed:
@@ -203,7 +208,7 @@ def _describe_pushes(tokens: Sequence[ShownToken]) -> list[Fact]:
 def _describe_limited_tokens(step: RecordedStep, sample: Sample, effect: SampleEffect) -> list[Fact]:
     """Returns facts about tokens in the loss with a limited push: clipped, corrected, or without a gradient.
 
-    Each fact is a pair (label, text) with the number of tokens and the reason.
+    Each fact is a pair (label, text) with the number of tokens and the reason. Empty if there are no such tokens.
     """
     facts: list[Fact] = []
     m = effect.metrics
@@ -231,7 +236,10 @@ def _format_ratios(low: float, middle: float, high: float) -> str:
 
 
 def _describe_reward(step: RecordedStep, sample: Sample) -> str:
-    """Returns a text with the reward of a sample and how it is composed: parts, coefficients, cost of further turns."""
+    """Returns a text with the reward of a sample and how it is composed: parts, coefficients, cost of further turns.
+
+    Says so if the sample has no reward, and which value the baseline uses if that is another one.
+    """
     if sample.reward is None:
         return "none: it could not be scored"
     coefficients = step.config.reward

@@ -48,7 +48,7 @@ def render_page(report: Report) -> str:
 
 
 def _escape(text: str, limit: int = 1000) -> str:
-    """Returns a text escaped for HTML, in one line, cut after `limit` characters of the original text."""
+    """Returns a text escaped for HTML and terminals, in one line, cut after `limit` characters of the original text."""
     return escape(escape_line(text, limit))
 
 
@@ -111,9 +111,10 @@ def _render_tokens(tokens: Sequence[ShownToken], strongest: float) -> Iterable[s
 
 
 def _render_token(token: ShownToken, kind: str, strongest: float) -> str:
-    """Returns a token as an HTML span coloured by its push, with id, log-probability and push in a tooltip.
+    """Returns a token as an HTML span coloured by its push, with id, provenance, log-probability and push in a tooltip.
 
-    `kind` is its provenance, which is also a CSS class. A push of `strongest` gets full colour.
+    The tooltip also says why a token in the loss has no gradient. `kind` is the provenance, which is also a CSS class.
+    A push of `strongest` gets full colour.
     """
     text = escape(escape_text(token.text)).replace("\n", "⏎\n")
     about = [f"id {token.id}", kind]

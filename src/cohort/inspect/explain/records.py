@@ -58,7 +58,7 @@ class GroupReport:
 
     @property
     def strongest(self) -> float:
-        """The largest |push| of a token in the group, which is shown in full colour."""
+        """The largest |push| of a token in the group's samples, which is shown in full colour; 0 if there is none."""
         return max((abs(t.push) for s in self.samples for t in s.tokens), default=0.0)
 
 

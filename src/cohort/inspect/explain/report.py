@@ -36,7 +36,8 @@ def explain_step(path: Path, number: int | None, group: str = "") -> Report:
     """Loads a step of the run in `path` and returns its report, with one of its groups in detail.
 
     `number` None = the newest step whose rollouts are kept. `group` is an index or a prompt id; "" = the group with the
-    largest share of the signal (sum of |dL/dlogprob|). Raises RunError if there is no such step or group.
+    largest share of the signal (sum of |dL/dlogprob|). Raises RunError if there is no such run, step or group,
+    ConfigError for a run of another kind than RL.
     """
     return make_report(load_step(path, number), group)
 
@@ -44,7 +45,8 @@ def explain_step(path: Path, number: int | None, group: str = "") -> Report:
 def make_report(step: RecordedStep, group: str = "") -> Report:
     """Returns the report of a step that is loaded already, with one group in detail.
 
-    `group` is an index or a prompt id; "" = the group with the largest share of the signal.
+    `group` is an index or a prompt id; "" = the group with the largest share of the signal. Raises RunError if there is
+    no such group.
     """
     lines = [make_group_line(step, i) for i in range(len(step.groups))]
     config = step.config
@@ -79,7 +81,10 @@ def find_group(groups: Sequence[Group], wanted: str, effect: StepEffect) -> int:
 
 
 def _describe_step(step: RecordedStep) -> list[Fact]:
-    """Returns the facts about a step as (label, text) pairs: groups, samples, rewards, signal, recorded metrics."""
+    """Returns the facts about a step as (label, text) pairs: groups, samples, rewards, signal, recorded metrics.
+
+    The rewards are those of groups sampled in this step; reused groups are left out there.
+    """
     groups, effect = step.groups, step.effect
     samples = [s for g in groups for s in g.samples]
     sampled = [e for g in effect.groups for e in g]
@@ -111,7 +116,7 @@ def _describe_step(step: RecordedStep) -> list[Fact]:
 
 
 def _collect_notes(step: RecordedStep) -> list[str]:
-    """Returns the notes that a reader needs to understand the numbers of the report."""
+    """Returns the notes that a reader needs to understand the numbers of the report; empty if none is needed."""
     config = step.config
     notes = []
     if not step.effect.signal:

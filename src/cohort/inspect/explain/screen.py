@@ -51,7 +51,10 @@ def _render_report(report: Report, coloured: bool) -> Iterable[Text]:
 
 
 def _render_facts(facts: Sequence[Fact]) -> Iterable[Text]:
-    """Yields one line per fact: its label in a column of fixed width, then its text."""
+    """Yields one line per fact: its label in a column of fixed width, then its text.
+
+    The text is escaped, and cut after 1000 characters.
+    """
     for label, value in facts:
         yield Text.assemble("  ", (f"{label:<{_LABEL_WIDTH}}", CALM), " ", escape_line(value, 1000))
 
@@ -60,7 +63,7 @@ def _render_overview(lines: Sequence[GroupLine], chosen: int) -> Iterable[Text]:
     """Yields the lines of a table of the groups, largest share of the signal first.
 
     The first 20 groups have a line each, the rest have one line together. `chosen` is the index of the group that is
-    marked, because it is shown below.
+    marked, because it is shown below; it has no mark if it is among the rest.
     """
     ordered = sorted(lines, key=lambda line: -line.share)
     rows = [["group", "share", "reward", "prompt", ""]]
@@ -79,7 +82,10 @@ def _render_overview(lines: Sequence[GroupLine], chosen: int) -> Iterable[Text]:
 
 
 def _render_group(group: GroupReport, coloured: bool) -> Iterable[Text]:
-    """Yields the lines about one group: heading, facts, prompt, legend (only if `coloured`) and samples."""
+    """Yields the lines about one group: heading, facts, prompt, legend (only if `coloured`) and samples.
+
+    Only the first 4000 tokens of the prompt are shown.
+    """
     yield Text(
         f"group {group.line.index} · {escape_line(group.line.prompt_id)} · {group.line.share:.1%} of the signal",
         style=HEAD,
@@ -112,7 +118,7 @@ def _render_heading(sample: SampleReport) -> Text:
 
 
 def _render_legend() -> Text:
-    """Returns the line that explains the colours."""
+    """Returns one line that explains the colours of the tokens."""
     parts: list[str | tuple[str, str]] = ["  colours: "]
     for kind, style in _MARKS.items():
         parts += [(kind.name.lower(), style), ", "]

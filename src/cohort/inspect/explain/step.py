@@ -39,7 +39,8 @@ class RecordedStep:
 def load_step(path: Path, number: int | None) -> RecordedStep:
     """Loads a step of the run in `path` from its files, with the effect of its loss on every token.
 
-    `number` None = the newest step whose rollouts are kept. Raises RunError if the rollouts of the step are not kept.
+    `number` None = the newest step whose rollouts are kept. Raises RunError if there is no such run or the rollouts of
+    the step are not kept, ConfigError for a run of another kind than RL.
     """
     directory = RunDirectory.open(path)
     config = require_rl(directory.config, "cohort explain")
@@ -93,7 +94,8 @@ def count_changed_samples(groups: Sequence[Group], algo: Algorithm) -> int:
 def _load_tokenizer(directory: RunDirectory) -> Tokenizer | None:
     """Returns the run's tokenizer; None if it is not found.
 
-    Takes that of the newest checkpoint or, if there is none, that of the model which the config names.
+    Takes that of the newest checkpoint or, if there is none or it cannot be read, that of the model which the config
+    names.
     """
     newest = checkpoint.find_latest(directory.checkpoints)
     if newest is not None:

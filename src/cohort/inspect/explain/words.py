@@ -77,7 +77,7 @@ def format_ranges(numbers: Sequence[int]) -> str:
 
 
 def format_total(total: int, kinds: Counter[str]) -> str:
-    """Returns a total and how many of each kind it contains, as text; "none in the loss" if there are no kinds.
+    """Returns a total and how many of each kind it contains, as text; without kinds, "none in the loss" follows it.
 
     >>> format_total(8, Counter({"in the loss": 6, "out: constant reward": 2}))
     '8: 6 in the loss, 2 out: constant reward'

@@ -78,7 +78,7 @@ class Sink:
         """Does nothing: events are not sent."""
 
     def finish(self, summary: Summary) -> None:
-        """Disconnects from the program and tells it that the run ended well."""
+        """Disconnects from the program and tells it that the run ended well, also if a signal stopped it early."""
         self.stop(True)
 
     def close(self) -> None:
@@ -86,7 +86,7 @@ class Sink:
         self.stop(False)
 
     def _send_if_new(self, row: SinkRow) -> None:
-        """Sends a row unless the program has it already, and counts it."""
+        """Sends a row unless the program had it before this start. Counts it in both cases."""
         # A row that is not sent is counted too: the number is that of its line in metrics.jsonl.
         self._num_rows = row.number + 1
         if not self.has_row(row):
@@ -94,7 +94,10 @@ class Sink:
 
 
 def read_rows(path: Path) -> Iterator[SinkRow]:
-    """Yields the rows of the metrics.jsonl at `path`, numbered from 0. A null in it becomes NaN."""
+    """Yields the rows of the metrics.jsonl at `path`, numbered from 0. A null in it becomes NaN.
+
+    Raises OSError if the file cannot be read.
+    """
     with open(path, encoding="ascii") as lines:
         for number, line in enumerate(lines):
             row = json.loads(line)

@@ -19,7 +19,10 @@ class TrackioSink(Sink):
     _run: Any = None
 
     def connect(self, header: Header) -> None:
-        """Opens or continues the Trackio run with the name of the run directory, and reads which rows it has."""
+        """Opens or continues the Trackio run with the name of the run directory, and reads which rows it has locally.
+
+        A server, if one is set, is assumed to have all rows up to the step at which this start begins.
+        """
         import trackio
         from trackio.sqlite_storage import SQLiteStorage
 
@@ -36,7 +39,7 @@ class TrackioSink(Sink):
         self._last_sent_step = header.first_step if remote else -1
 
     def has_row(self, row: SinkRow) -> bool:
-        """Returns whether Trackio has a row of this step and kind (step or evaluation) already.
+        """Returns whether Trackio had a row of this step and kind (step or evaluation) before this start.
 
         A server is assumed to have every row up to the step at which this start began.
         """

@@ -21,7 +21,8 @@ class WandbSink(Sink):
     def connect(self, header: Header) -> None:
         """Opens or continues the W&B run whose id is the name of the run directory.
 
-        The project is that of WANDB_PROJECT, or else "cohort".
+        In the id, "-" replaces characters other than letters, digits, "_" and "-". The project is that of
+        WANDB_PROJECT, or else "cohort". W&B's files go to WANDB_DIR, or else to the run directory.
         """
         import wandb
 

@@ -30,8 +30,9 @@ _OTHER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "outp
 def make_hf_config(metadata: dict[str, Any], *, tied: bool, vocab_size: int) -> dict[str, Any]:
     """Returns the contents of a config.json for the model that GGUF metadata (key to value) describe.
 
-    `tied` tells whether the head uses the embedding's weights. `vocab_size` is the number of rows of the embedding.
-    Raises ModelError for what is missing or not supported.
+    `tied` tells whether the head uses the embedding's weights. `vocab_size` is the number of rows of the embedding. The
+    type of the weights is not in the result. Raises ModelError for an architecture that is not supported, and for sizes
+    that are missing or not numbers.
     """
     read = _MetadataNumbers(metadata)
     kind = read.architecture
@@ -99,7 +100,10 @@ class _MetadataNumbers:
             raise ModelError(f'GGUF architecture "{self.architecture}" is not supported.{known}')
 
     def __call__(self, key: str, *default: Any) -> Any:
-        """Returns the number under `key`, or the default where it is missing. Without a default it must be there."""
+        """Returns the number under `key`, or the default where it is missing.
+
+        Raises ModelError if the value is not a number, or missing without a default.
+        """
         name = f"{self.architecture}.{key}"
         if name not in self.metadata and default:
             return default[0]
@@ -113,9 +117,10 @@ class _MetadataNumbers:
 
 
 def _read_rope_scaling(read: _MetadataNumbers) -> dict[str, Any] | None:
-    """Returns the value of "rope_scaling" for config.json: type and factor of the scaling, and the original context.
+    """Returns the value of "rope_scaling" for config.json: type and factor, and the original context if it is named.
 
-    Returns None if the metadata that `read` looks up name no scaling.
+    Returns None if the metadata that `read` looks up name no scaling. Raises ModelError if the factor is missing. The
+    type is not checked.
     """
     kind = str(read.metadata.get(f"{read.architecture}.rope.scaling.type", "none"))
     if kind == "none":

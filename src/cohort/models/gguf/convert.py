@@ -60,7 +60,8 @@ class TensorConversion:
     def split_into_pieces(self) -> Iterator[tuple[TensorConversion, int, int]]:
         """Yields the pieces of the tensor that threads convert independently: (self, first entry, number of entries).
 
-        A piece consists of whole blocks of the packed format, and of whole heads where rows are reordered.
+        A piece consists of whole blocks of the packed format, and of whole heads where rows are reordered. It has at
+        most PIECE entries, unless one block or head has more.
         """
         total = self.stored.num_weights
         whole = math.lcm(self.format.num_weights, total // self.heads if self.heads else 1)
@@ -78,7 +79,8 @@ def convert_gguf(
     """Writes the model in a GGUF file as a Hugging Face folder `out`, which must not exist or be empty. Returns `out`.
 
     `dtype` is the type that quantised weights become. None means fp32 for models of up to a billion weights, else bf16.
-    `progress` is called with the share of the weights that is written, 0 to 1.
+    Unquantised weights keep their type. `progress` is called with the share of the weights that is written, 0 to 1.
+    Raises ModelError if the file cannot be converted; then `out` is unchanged.
     """
     file, out = Path(file), Path(out)
     head = read_header(file)
@@ -101,7 +103,8 @@ def plan_conversion(
     """Returns the contents of config.json for a GGUF file, and one conversion per tensor, in the order of the file.
 
     `head` is the file's header. `dtype` is the type that quantised weights become, or None: see `convert_gguf`. Raises
-    ModelError unless the tensors are exactly those of the model that the metadata describe.
+    ModelError if the model or a tensor's format is not supported, or unless the tensors are exactly those of the model
+    that the metadata describe.
     """
     tensors = {t.name: t for t in head.tensors}
     if "token_embd.weight" not in tensors:
@@ -238,10 +241,10 @@ def _find_format(file: Path, tensor: StoredTensor) -> BlockFormat:
 
 
 def _check_offsets(file: Path, head: GgufHeader, formats: dict[int, BlockFormat]) -> None:
-    """Raises ModelError unless every tensor consists of whole blocks, lies inside the file, and overlaps no other.
+    """Raises ModelError if a tensor's rows are not whole blocks, or if a tensor ends after the end of the file.
 
-    `formats` are the block formats by GGUF's number. An overlap is noticed only if all tensors together have more bytes
-    than the file.
+    Also raises it if all tensors together have more bytes than the file. Other overlaps of tensors are not noticed.
+    `formats` are the block formats by GGUF's number.
     """
     together = 0
     for t in head.tensors:
@@ -262,8 +265,8 @@ def _check_offsets(file: Path, head: GgufHeader, formats: dict[int, BlockFormat]
 def _read_checked_config(file: Path, config: dict[str, Any], stored: dict[str, StoredTensor]) -> ModelConfig:
     """Returns `config`, the contents of a config.json, as a ModelConfig after comparing it with the tensors of `file`.
 
-    `stored` has the Hugging Face names of the tensors as keys. Raises ModelError unless the tensors have exactly the
-    names and shapes of that model.
+    `stored` has the Hugging Face names of the tensors as keys. Raises ModelError if the native decoder does not support
+    the config, or unless the tensors have exactly the names and shapes of that model.
     """
     # Absurd sizes are refused first: with them the check below would not end or not fit into memory. No size can be
     # larger than the largest side of a tensor, and there cannot be more layers than tensors.
@@ -304,7 +307,7 @@ def _check_space(folder: Path, out: Path, needed: int) -> None:
 
 
 def _count_cores() -> int:
-    """Returns the number of CPU cores that this process may use."""
+    """Returns the number of CPU cores that this process may use, or of all cores where the system does not tell."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -33,7 +33,7 @@ class BlockFormat:
     plain: torch.dtype | None = None  # set if the file holds the numbers themselves, in this type
 
     def count_bytes(self, num_weights: int) -> int:
-        """Returns the bytes that `num_weights` weights take in the file. They must fill whole blocks."""
+        """Returns the bytes that `num_weights` weights take in the file. They must fill whole blocks (not checked)."""
         return num_weights // self.num_weights * self.num_bytes
 
 
@@ -43,7 +43,8 @@ FORMATS: dict[int, BlockFormat] = {}  # by GGUF's number of the type
 def _register_format(number: int, num_weights: int, num_bytes: int) -> Callable[[Unpack], Unpack]:
     """Returns a decorator that adds an unpacking function to FORMATS, under `number`, GGUF's number of the format.
 
-    A block of the format has `num_weights` weights in `num_bytes` bytes. The function's name names the format.
+    A block of the format has `num_weights` weights in `num_bytes` bytes. The function's name in capitals names the
+    format.
     """
 
     def register(unpack: Unpack) -> Unpack:
@@ -78,7 +79,7 @@ def _read_half(blocks: Tensor, offset: int) -> Tensor:
 def _split_bits(packed: Tensor, bits: int) -> Tensor:
     """Cuts bytes [..., k] into fields of `bits` bits, the lowest first, and returns them as [..., 8 / bits, k].
 
-    The first fields of all k bytes come first, then all second fields, and so on.
+    The first fields of all k bytes come first, then all second fields, and so on. `bits` is 1, 2 or 4.
 
     >>> _split_bits(torch.tensor([0x21, 0x43], dtype=torch.uint8), 4).tolist()
     [[1, 3], [2, 4]]
@@ -194,7 +195,8 @@ def q4_k(blocks: Tensor, out: Tensor) -> None:
 def q5_k(blocks: Tensor, out: Tensor) -> None:
     """Unpacks Q5_K blocks [n, 176] into `out` [n, 256]: a weight is scale * part's scale * q - low * part's low.
 
-    As `q4_k`, but q has 5 bits, of which the highest is stored separately.
+    `scale` and `low` are the block's fp16 numbers, q the weight's 5 bits, of which the highest is stored separately.
+    Each of 8 parts of 32 weights has a scale and a low of 6 bits.
     """
     n = blocks.shape[0]
     low = _split_bits(blocks[:, 48:].unflatten(1, (4, 32)), 4).view(n, 8, 32)

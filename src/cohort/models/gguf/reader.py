@@ -50,7 +50,10 @@ class GgufHeader:
 
 
 def read_header(path: Path) -> GgufHeader:
-    """Returns the header of a GGUF file: metadata and list of tensors. Raises ModelError if it is damaged."""
+    """Returns the header of a GGUF file: metadata and list of tensors, without reading the weights.
+
+    Raises ModelError if the file cannot be read, is not GGUF of version 2 or 3, or has a damaged header.
+    """
     try:
         with open(path, "rb") as file:
             return _HeaderReader(path, file).read_header()
@@ -70,7 +73,11 @@ class _HeaderReader:
         self.left = self.size  # bytes that are not read yet
 
     def read_header(self) -> GgufHeader:
-        """Reads and returns the whole header. The file must be at its beginning. Raises ModelError if it is damaged."""
+        """Reads and returns the whole header. The file must be at its beginning.
+
+        Offsets of tensors in the result count from the start of the file. Raises ModelError if the file is not GGUF of
+        version 2 or 3, or is damaged.
+        """
         if self.left < 24 or self.read_bytes(4) != b"GGUF":
             raise ModelError(f"{self.path} is not a GGUF file: give the path of a GGUF file")
         version = self.read_number("I")
@@ -104,7 +111,8 @@ class _HeaderReader:
     def read_tensor(self) -> StoredTensor:
         """Reads and returns the next entry in the list of tensors.
 
-        Its offset counts from the first weight, not yet from the file's start.
+        Its offset counts from the first weight, not yet from the file's start. Raises ModelError if the tensor is empty
+        or does not have 1 to 4 dimensions.
         """
         name, num_dimensions = self.read_string(), self.read_number("I")
         if not 1 <= num_dimensions <= MAX_DIMENSIONS:
@@ -118,7 +126,10 @@ class _HeaderReader:
         )
 
     def read_value(self, kind: int) -> Any:
-        """Reads and returns a value of GGUF's type `kind`: a string, number, list of strings or array of numbers."""
+        """Reads and returns a value of GGUF's type `kind`: a string, number, list of strings or `array` of numbers.
+
+        A boolean is a bool, but in an array 0 or 1. Raises ModelError for unknown types and for arrays of arrays.
+        """
         if kind == STRING:
             return self.read_string()
         if kind != ARRAY:
@@ -132,14 +143,20 @@ class _HeaderReader:
         return array("B" if code == "?" else code, self.read_bytes(count * struct.calcsize("<" + code)))
 
     def read_string(self) -> str:
-        """Reads and returns a string, which is stored as its length in bytes and then UTF-8."""
+        """Reads and returns a string, which is stored as its length in bytes and then UTF-8.
+
+        Raises ModelError if it is not UTF-8.
+        """
         try:
             return self.read_bytes(int.from_bytes(self.read_bytes(8), "little")).decode()
         except UnicodeDecodeError as e:
             raise self.make_error(f"text that is not UTF-8: {e.reason}") from e
 
     def read_number(self, code: str) -> Any:
-        """Reads and returns a little-endian number, given its code for the module `struct`, such as "I"."""
+        """Reads and returns a little-endian number, given its code for the module `struct`, such as "I".
+
+        The code "?" gives a bool.
+        """
         return struct.unpack("<" + code, self.read_bytes(struct.calcsize("<" + code)))[0]
 
     def find_number_code(self, kind: int) -> str:
@@ -152,7 +169,10 @@ class _HeaderReader:
         return NUMBERS[kind]
 
     def read_bytes(self, count: int) -> bytes:
-        """Reads and returns exactly `count` bytes. Raises ModelError if fewer are left."""
+        """Reads and returns exactly `count` bytes.
+
+        Raises ModelError if fewer are left, or if the header would have more than MAX_HEADER_BYTES.
+        """
         self.require_bytes(count)
         self.left -= count
         data = self.file.read(count)
@@ -161,7 +181,10 @@ class _HeaderReader:
         return data
 
     def require_bytes(self, count: int) -> None:
-        """Raises ModelError unless `count` more bytes are left and the header stays below MAX_HEADER_BYTES."""
+        """Raises ModelError unless `count` more bytes are left and the header stays within MAX_HEADER_BYTES.
+
+        Reads nothing.
+        """
         if count > self.left:
             raise self.make_error(f"{count} more bytes should follow, but only {self.left} do")
         if self.size - self.left + count > MAX_HEADER_BYTES:

@@ -25,8 +25,8 @@ _LLAMA3 = _QWEN2.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
 def make_tokenizer_files(metadata: dict[str, Any], vocab_size: int) -> dict[str, dict[str, Any]]:
     """Returns the contents of tokenizer.json and tokenizer_config.json, by file name, from the metadata of a GGUF file.
 
-    `vocab_size` is the number of embeddings, at least the number of tokens. Raises ModelError for tokenizers that are
-    not supported or incomplete.
+    `vocab_size`, the number of embeddings, is only a check: there must not be more tokens. Raises ModelError for
+    tokenizers that are incomplete, inconsistent or not supported: only byte-level BPE ("gpt2") is.
     """
     kind = metadata.get("tokenizer.ggml.model")
     if kind != "gpt2":
@@ -114,9 +114,9 @@ def _make_pre_tokenizer(pre: str) -> dict[str, Any]:
 
 
 def _make_post_processor(metadata: dict[str, Any], tokens: list[str]) -> dict[str, Any] | None:
-    """Returns the section "post_processor" of tokenizer.json, which puts the token BOS in front of a text.
+    """Returns the section "post_processor" of tokenizer.json, which puts the token BOS in front of every text.
 
-    `tokens` are the texts of all tokens. Returns None if the metadata do not ask for BOS.
+    `tokens` are the texts of all tokens. Returns None if the metadata do not ask for BOS or name no such token.
     """
     bos = metadata.get("tokenizer.ggml.bos_token_id")
     if not metadata.get("tokenizer.ggml.add_bos_token", False) or bos is None:
@@ -138,7 +138,8 @@ def _make_post_processor(metadata: dict[str, Any], tokens: list[str]) -> dict[st
 def _make_tokenizer_config(metadata: dict[str, Any], tokens: list[str]) -> dict[str, Any]:
     """Returns the contents of tokenizer_config.json: special tokens, context length and chat template.
 
-    `tokens` are the texts of all tokens. Raises ModelError if a special token is not among them.
+    What the metadata lack is left out. `tokens` are the texts of all tokens. Raises ModelError if the id of a special
+    token is not among them.
     """
     settings: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",

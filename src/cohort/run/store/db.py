@@ -20,7 +20,10 @@ from cohort.types import Group, Sample
 
 
 class Store:
-    """The writer of run.db. Only the process that holds the run's lock may have one."""
+    """The writer of run.db. Only the process that holds the run's lock may have one.
+
+    It creates the database, or migrates one of an earlier version. Errors of SQLite are raised as RunError.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -47,9 +50,9 @@ class Store:
         groups: Sequence[Group] = (),
         events: Iterable[tuple[str, str]] = (),
     ) -> None:
-        """Adds the rows of a step, counted from 1, in one transaction: metrics, groups, their samples and events.
+        """Adds the rows of a step in one transaction: metrics, groups, samples, events, and prompts without a row.
 
-        Each event is (kind, text).
+        `step` counts from 1; 0 = before training. Each event is (kind, text). Nothing is replaced.
         """
         now = time.time()
         with self._transaction() as db:
@@ -72,7 +75,7 @@ class Store:
         self.write_step(step, {}, events=[(kind, text)])
 
     def remove_after(self, step: int) -> None:
-        """Removes the rows of all steps after `step` from all tables. Row ids are never used again."""
+        """Removes the rows of all steps after `step` from all tables. The ids of removed rows are never used again."""
         with self._transaction() as db:
             # Rows that refer to others are removed before those they refer to.
             for table in reversed(TABLES):
@@ -121,7 +124,10 @@ class Store:
         )
 
     def _find_or_insert_prompt(self, step: int, group: Group, now: float) -> int:
-        """Returns the row id of the group's prompt. Inserts a row with `step` and `now` if the prompt has none yet."""
+        """Returns the row id of the group's prompt, found by task and prompt id.
+
+        Inserts a row with `step` and `now` if the prompt has none yet. Must be called inside a transaction.
+        """
         prompt = group.prompt
         key = (_escape_surrogates(prompt.task), _escape_surrogates(prompt.id))
         row = self._db.execute("SELECT id FROM prompts WHERE task = ? AND prompt_id = ?", key).fetchone()
@@ -136,7 +142,10 @@ class Store:
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        """Makes the `with` block one transaction: commits at its end, rolls back if it raises. Yields the database."""
+        """Makes the `with` block one transaction: commits at its end, rolls back if it raises. Yields the database.
+
+        Errors of SQLite are raised as RunError.
+        """
         with self._translate_errors():
             # IMMEDIATE takes the write lock now, so that a second writer waits here and not in the middle.
             self._db.execute("BEGIN IMMEDIATE")
@@ -161,7 +170,8 @@ class Store:
 def migrate(db: sqlite3.Connection, path: Path) -> None:
     """Brings the database in the file `path` from any earlier schema version to the current one, version by version.
 
-    Each version is one transaction. Raises RunError if a newer version of Cohort wrote the database.
+    `db` is the connection to it. Each version is one transaction. Raises RunError if a newer version of Cohort wrote
+    the database.
     """
     version = int(db.execute("PRAGMA user_version").fetchone()[0])
     if version > len(MIGRATIONS):
@@ -209,7 +219,7 @@ def _escape_surrogates(text: str) -> str:
 
 
 def _explain_error(error: sqlite3.DatabaseError) -> str:
-    """Returns the text of an SQLite error and what to do about it, as "problem: remedy"."""
+    """Returns what an SQLite error means and what to do about it, as "problem: remedy" for use in a message."""
     text = str(error)
     if "full" in text:
         return "the disk is full: free some space"

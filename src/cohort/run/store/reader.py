@@ -18,8 +18,9 @@ from cohort.run.store.schema import MIGRATIONS
 class Reader:
     """Reads the rows of a run. Each list is in the order of ids; `after` selects rows with a larger id.
 
-    A reader that stays open sees what is written later. With `once` it may not, but then it creates no files in the
-    run directory. Raises RunError if the database does not exist or has another schema version.
+    A reader that stays open sees what is written later. With `once`, if no process has the database open, it creates no
+    files in the run directory, but may not see what is written later. Raises RunError if the database does not exist,
+    cannot be read or has another schema version.
     """
 
     def __init__(self, path: Path, *, once: bool = False) -> None:
@@ -51,7 +52,8 @@ class Reader:
     def read_metrics(self, *, after: int = 0, step: int | None = None, name: str | None = None) -> list[MetricRow]:
         """Returns the metric rows with an id above `after`, in the order of ids; None = any step or name.
 
-        Old names of metrics are found as well, and replaced by the current names. A value may be NaN.
+        `name` is a current name. Rows that were stored under an old name of that metric are found as well; the returned
+        rows always have the current name. A value may be NaN.
         """
         names = [None] if name is None else list_metric_names(name)
         rows = sorted(
@@ -75,7 +77,7 @@ class Reader:
     def read_samples(self, *, after: int = 0, step: int | None = None, group: int | None = None) -> list[SampleRow]:
         """Returns the sample rows with an id above `after`, in the order of ids; None = any step or group.
 
-        `group` is the row id of a group.
+        `group` is the row id of a group, `GroupRow.id`. An advantage may be NaN.
         """
         rows = self._select_rows("samples", after, step=step, group_id=group)
         for row in rows:
@@ -89,9 +91,9 @@ class Reader:
         return [EventRow(**r) for r in self._select_rows("events", after, kind=kind)]
 
     def read_series(self, name: str) -> dict[int, float]:
-        """Returns the values of the metric `name` as a dict from step to value.
+        """Returns the values of the metric `name` as a dict from step to value; {} if there are none.
 
-        If a step has several, the newest counts.
+        If a step has several, the newest counts. A value may be NaN.
         """
         return {row.step: row.value for row in self.read_metrics(name=name)}
 
@@ -115,7 +117,8 @@ class Reader:
 def _open_read_only(path: Path, once: bool) -> sqlite3.Connection:
     """Returns a connection to the database that only reads. Raises RunError if the file cannot be read.
 
-    With `once` it creates no files, if no process has the database open; then it may not see what is written later.
+    With `once` it creates no files, if no process has the database open; then it may not see what is written later. Nor
+    may it if the directory cannot be written.
     """
     address = f"{path.resolve().as_uri()}?mode=ro"
     # A WAL database in a directory that cannot be written opens only as immutable, hence the second attempt.

@@ -50,7 +50,8 @@ def save_rollouts(path: Path, groups: Sequence[Group]) -> int:
 def load_rollouts(path: Path) -> list[Group]:
     """Returns the groups in the rollout file `path`, equal to the saved ones to the last bit.
 
-    Raises RunError if the file is missing or damaged. A damaged file may contain anything, hence the many handlers.
+    Reads the current format and format 1. Raises RunError if the file is missing, cannot be read, or is damaged. A
+    damaged file may contain anything, hence the many handlers.
     """
     try:
         data = path.read_bytes()
@@ -120,15 +121,18 @@ def _check_fields(record: Any, checks: dict[str, ValueCheck]) -> None:
 
 
 def _has_type(*kinds: type) -> ValueCheck:
-    """Returns a function that tells whether a value has exactly one of these types. Subclasses fail:
+    """Returns a function that tells whether a value has exactly one of these types.
 
-    True is not an int.
+    Values of a subclass fail, so True is not an int.
     """
     return lambda value: type(value) in kinds
 
 
 def _is_list_of(*kinds: type) -> ValueCheck:
-    """Returns a function that tells whether a value is a list whose items have exactly one of these types."""
+    """Returns a function that tells whether a value is a list in which every item has one of these types.
+
+    The types may be mixed, subclasses fail, and the empty list passes.
+    """
 
     def is_valid(value: Any) -> bool:
         if type(value) is not list:
@@ -146,15 +150,18 @@ def _is_provenance(value: Any) -> bool:
 
 
 def _is_versions(value: Any) -> bool:
-    """Returns whether the value is a list of pairs of int:
+    """Returns whether the value is a list of tuples of two int. The numbers themselves are not checked.
 
-    (index of the first token, version of the weights that sampled it).
+    Each stands for (index of the first token of a span, version of the weights that sampled it).
     """
     return _is_list_of(tuple)(value) and all(list(map(type, pair)) == [int, int] for pair in value)
 
 
 def _is_parts(value: Any) -> bool:
-    """Returns whether the value is a dict whose values are numbers, like the reward parts of a sample by name."""
+    """Returns whether the value is a dict whose values are numbers, like the reward parts of a sample by name.
+
+    Keys are not checked. True is not a number here.
+    """
     return type(value) is dict and all(type(part) in (float, int) for part in value.values())
 
 
@@ -200,7 +207,7 @@ _SAMPLE_CHECKS = {
 
 
 def list_rollout_steps(folder: Path) -> list[int]:
-    """Returns the steps, counted from 1, that have a rollout file in `folder`, oldest first."""
+    """Returns the steps, counted from 1, that have a rollout file in `folder`, oldest first. The folder must exist."""
     matches = (_NAME.fullmatch(entry.name) for entry in folder.iterdir())
     return sorted(int(match[1]) for match in matches if match)
 

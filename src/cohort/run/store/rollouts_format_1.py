@@ -29,7 +29,7 @@ def is_format_1(arrays: Mapping[str, Array]) -> bool:
 def read_format_1(arrays: Mapping[str, Array]) -> list[Group]:
     """Returns the groups in the arrays, by name, of a rollout file of format 1.
 
-    Raises ValueError or KeyError if the arrays do not fit together.
+    Raises ValueError, LookupError, TypeError, AttributeError or zlib.error if the content is damaged.
     """
     # The size of the arrays bounds how large the text may become, in case the file is damaged.
     header = json.loads(inflate(arrays["text"].tobytes(), sum(array.nbytes for array in arrays.values())))
@@ -38,7 +38,7 @@ def read_format_1(arrays: Mapping[str, Array]) -> list[Group]:
 
 
 def _read_group(data: dict[str, Any], readers: dict[str, _ArrayReader]) -> Group:
-    """Returns the next group.
+    """Returns the next group with its samples, and moves the readers behind it.
 
     `data` is its JSON, `readers` give the next tokens and numbers of each array, by its name.
     """
@@ -58,7 +58,7 @@ def _read_group(data: dict[str, Any], readers: dict[str, _ArrayReader]) -> Group
 
 
 def _read_sample(data: dict[str, Any], readers: dict[str, _ArrayReader]) -> Sample:
-    """Returns the next sample.
+    """Returns the next sample, and moves the readers behind it.
 
     `data` is its JSON, `readers` give the next tokens and numbers of each array, by its name.
     """
@@ -92,7 +92,10 @@ class _ArrayReader:
         self._position = 0
 
     def read(self, num: int) -> list[Any]:
-        """Returns the next `num` values of the array. Raises ValueError if fewer are left, or `num` is negative."""
+        """Returns the next `num` values of the array, and moves behind them.
+
+        Raises ValueError if fewer are left, or `num` is negative.
+        """
         if num < 0:
             raise ValueError("a length is negative")
         piece = self._values[self._position : self._position + num]

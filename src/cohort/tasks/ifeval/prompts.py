@@ -91,7 +91,7 @@ class PromptContext:
     unused_words: list[str]
 
     def draw_word(self) -> str:
-        """Removes a random word from `unused_words` and returns it."""
+        """Removes a random word from `unused_words` and returns it. Raises IndexError if none is left."""
         return self.unused_words.pop(self.draws.below(len(self.unused_words)))
 
     def draw_bound(
@@ -105,12 +105,19 @@ class PromptContext:
         return {f"{prefix}relation": relation, count_name: self.draws.between(*limits)}
 
     def draw_letter_bound(self) -> Arguments:
-        """Returns random arguments of an instruction about how often a letter occurs."""
+        """Returns random arguments `letter`, `let_relation` and `let_frequency`: how often a letter occurs.
+
+        The letter is a common one for "at least" and a rare one for "less than".
+        """
         bound = self.draw_bound((4, 16), (2, 5), "let_", "let_frequency")
         return {"letter": self.draws.choice(LETTERS if bound["let_relation"] == "at least" else RARE_LETTERS)} | bound
 
     def draw_nth_paragraph(self) -> Arguments:
-        """Returns random arguments of an instruction about the first word of one of several paragraphs."""
+        """Returns random arguments of an instruction about the first word of one of several paragraphs.
+
+        They are `num_paragraphs` (2 to 5), `nth_paragraph` (from 1) and `first_word`, which is taken out of
+        `unused_words`.
+        """
         number = self.draws.between(2, 5)
         place = self.draws.between(1, number)
         return {"num_paragraphs": number, "nth_paragraph": place, "first_word": self.draw_word()}
@@ -285,15 +292,16 @@ CONFLICTS: dict[str, frozenset[str]] = {
 def are_compatible(one: str, other: str) -> bool:
     """Returns whether two instructions, given by name, can stand in one prompt and be followed together.
 
-    An instruction is not compatible with itself.
+    The table CONFLICTS decides: names that it does not pair are compatible. An instruction is not compatible with
+    itself.
     """
     return one != other and one not in CONFLICTS.get(other, ()) and other not in CONFLICTS.get(one, ())
 
 
 def generate_row(index: int) -> Row:
-    """Returns generated training row number `index`: its prompt, its instructions and their arguments.
+    """Returns generated training row number `index`: id, prompt, one to three instructions and their arguments.
 
-    Equal numbers give equal rows.
+    Equal numbers give equal rows. Different numbers may give equal prompts.
 
     >>> generate_row(7) == generate_row(7)
     True
@@ -323,8 +331,8 @@ def generate_row(index: int) -> Row:
 def _format_arguments(arguments: Arguments) -> dict[str, object]:
     """Returns the values that the wordings of an instruction may use: its arguments and perhaps `words` and `bound`.
 
-    `words` is a list of words as text; `bound` is a relation and its count, as in "at least 3". A language code is
-    replaced by the name of the language.
+    `words` is a list argument as text, its words in quotation marks and joined by "and". `bound` is a relation and its
+    count, as in "at least 3" or "fewer than 3". A language code is replaced by the name of the language.
     """
     texts: dict[str, object] = {**arguments}
     for name, value in arguments.items():

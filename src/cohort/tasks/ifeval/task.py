@@ -98,7 +98,11 @@ class IFEval:
         need(reads_train, f'train = keywords to train on rows of data "{self.data}"; generated rows need no {{split}}')
 
     def rows(self, split: str) -> Iterator[Row]:
-        """Returns the rows of a split. Raises TaskError if langdetect or the file with the rows is missing."""
+        """Returns an iterator over the rows of a split; those of "train" are generated unless train = keywords.
+
+        Raises TaskError if langdetect or the source of the rows is missing, and during iteration for a row that cannot
+        be used.
+        """
         # Without this check, a missing package would end a run at its first answer.
         language.require_langdetect()
         if split == "train" and self.train == "generated":
@@ -122,7 +126,11 @@ class IFEval:
         return messages if self.answer == "whole" else [{"role": "system", "content": SYSTEM}, *messages]
 
     def score(self, row: Row, answer: Answer) -> Verdict:
-        """Returns all reward parts of an answer. The reason names the instructions that it does not follow strictly."""
+        """Returns all reward parts of an answer. The reason names the instructions that it does not follow strictly.
+
+        An answer without a visible character, and with answer = tags one without exactly one answer block, has 0 in all
+        parts. One of more than MAX_CHARS characters follows no instruction. Then the reason says so.
+        """
         names = row["instruction_id_list"]
         parts = dict.fromkeys(self.parts, 0.0)
         # `text` is what the published checker would see. `visible` leaves out all thoughts, also unfinished ones: only
@@ -149,7 +157,8 @@ class IFEval:
     def summary(self, rows: Sequence[Row], parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
         """Returns the four accuracies that are reported for IFEval, from rows and the reward parts of their answers.
 
-        The accuracy of instructions counts every instruction once, so a row counts as often as it has instructions.
+        They are the means for prompts and for instructions, strict and loose. The accuracy of instructions counts every
+        instruction once, so a row counts as often as it has instructions.
 
         >>> rows = [{"instruction_id_list": ["a"]}, {"instruction_id_list": ["a", "b", "c"]}]
         >>> accuracies = IFEval().summary(rows, [dict.fromkeys(LEVELS, 1.0), dict.fromkeys(LEVELS, 0.0)])
@@ -193,7 +202,8 @@ class IFEval:
 def lacks_content(text: str, prompt: str) -> bool:
     """Returns whether a text says nothing: hardly a letter, few different ones, or hardly a word beyond the prompt.
 
-    A word counts once and a single Latin letter not at all, so neither "Section 1 Section 2" nor "P.S." is content.
+    Tags, digits and words of the prompt do not count. A word counts once and a single Latin letter not at all, so
+    neither "Section 1 Section 2" nor "P.S." is content.
 
     >>> texts = ("{ }", "<answer></answer>", "aaaa aaaa aaaa", "Write a line")
     >>> [lacks_content(text, "Write a line.") for text in texts]
@@ -220,7 +230,7 @@ def _has_visible_character(text: str) -> bool:
 
 
 def _strip_thinking(text: str) -> str:
-    """Returns the text after the first closed think block, or the whole text if no block is closed.
+    """Returns the text after the first `</think>`, without spaces around it, or the whole text if there is none.
 
     The opening tag is not needed, since it may have been part of the prompt.
     """
@@ -229,7 +239,10 @@ def _strip_thinking(text: str) -> str:
 
 
 def _find_block(text: str, tag: str) -> str | None:
-    """Returns the text between `<tag>` and `</tag>`; None unless each of the two occurs exactly once, in this order."""
+    """Returns the text between `<tag>` and `</tag>`, without spaces around it.
+
+    None unless each of the two occurs exactly once, in this order.
+    """
     begin, end = f"<{tag}>", f"</{tag}>"
     if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
         return None
@@ -249,7 +262,8 @@ def _require_keywords_file() -> None:
 def _make_row(raw: dict[str, Any]) -> Row:
     """Returns a row with prompt, instruction_id_list and kwargs, made from a raw row; its key, if any, is the id.
 
-    Raises ValueError for raw columns of the wrong type, and for arguments that an instruction does not accept.
+    Raises ValueError for raw columns that are missing or of the wrong type, for an unknown instruction, and for
+    arguments that an instruction does not accept. Arguments that are None are left out.
     """
     prompt = raw.get("prompt")
     names = raw.get("instruction_id_list")

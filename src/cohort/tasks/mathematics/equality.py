@@ -89,8 +89,9 @@ class _ComparisonRules:
 def compare(gold: str, answer: str, tolerance: float = 0.0, problem: str = "") -> Comparison:
     r"""Returns whether an answer equals the gold answer, both in LaTeX, and if not, why.
 
-    Numbers within the relative `tolerance` are equal. The text of the `problem` decides what a percentage means and
-    whether the answer only copies the problem.
+    Numbers within the relative `tolerance` are equal. The text of the `problem` decides what a percentage means, and an
+    answer that only copies a formula of it is not equal. Neither is one that takes too much work to compare. Raises
+    TaskError if math-verify is needed and not installed.
 
     >>> compare(r"\frac{1}{2}", "0.50").equal, compare("(1, 2)", "(2, 1)").equal, compare("1, 2", r"\{2, 1\}").equal
     (True, False, True)
@@ -118,8 +119,8 @@ def compare(gold: str, answer: str, tolerance: float = 0.0, problem: str = "") -
 def _is_copied(answer: str, gold: Node, problem: str) -> bool:
     """Returns whether an unfinished answer occurs in the problem, or contains a formula E of it, as E + 0 does.
 
-    Unfinished is an answer with an operator, a fraction or a command; whole numbers and decimals are finished. Text
-    that occurs in the gold answer too is not counted as copied.
+    Unfinished is an answer with an operator, a fraction or a command; other written numbers are finished. Of an
+    equation only the value side counts. Text that occurs in the gold answer too is not counted as copied.
     """
     spelling = _normalise_spelling_and_fractions(split_sides(answer)[-1])
     gold_spelling = _normalise_spelling_and_fractions(gold.text) if isinstance(gold, Leaf) else ""
@@ -148,9 +149,10 @@ def _find_formulas(problem: str) -> set[str]:
 
 
 def _contains_formula(text: str, formula: str) -> bool:
-    """Returns whether the formula occurs in the text, and does not begin or end inside a number or a word there.
+    """Returns whether the formula occurs in the text, but not only inside a longer number or word.
 
-    The formula 2x+1 does not occur in 12x+1. But x+1 occurs in 1x+1, because the factor 1 changes nothing.
+    It must not begin inside a number or word, nor end inside a number. A factor before a letter counts as inside:
+    neither 2x+1 nor x+1 occurs in 12x+1. But x+1 occurs in 1x+1, because the factor 1 changes nothing.
     """
     before = r"(?<![0-9.])" if formula[0].isdigit() else r"(?<![02-9.a-zA-Z\\])" if formula[0].isalpha() else ""
     after = r"(?![0-9])" if formula[-1].isdigit() else ""
@@ -163,7 +165,8 @@ def _contains_formula(text: str, formula: str) -> bool:
 def _find_difference(gold: Node, answer: Node, rules: _ComparisonRules) -> str:
     """Returns why an answer is not the gold answer, both given as trees; "" if they are equal.
 
-    Compares the number of values, their brackets and order, then value by value.
+    Compares the number of values, their brackets and order, then value by value. A list without brackets may stand for
+    a gold pair, in its order.
     """
     if isinstance(gold, Leaf) and isinstance(answer, Leaf):
         return _find_leaf_difference(gold.text, answer.text, rules)
@@ -209,9 +212,11 @@ def _find_unordered_difference(gold: tuple[Node, ...], answer: tuple[Node, ...],
 
 
 def _find_leaf_difference(gold: str, answer: str, rules: _ComparisonRules) -> str:
-    """Returns why two single answers differ; "" if they are equal.
+    """Returns why two single answers differ; "" if they are equal. An empty answer is wrong.
 
-    They are compared by spelling, then as equations if both are equations, then by their values.
+    They are compared by spelling, then as equations if both are equations, then by their values. Of "x = 5" only the
+    value counts if both have the same name or only one is an equation. An equation that names no value needs an
+    equation as its answer.
     """
     if not answer:
         return "the answer is empty"
@@ -230,9 +235,10 @@ def _find_leaf_difference(gold: str, answer: str, rules: _ComparisonRules) -> st
 
 
 def _normalise_spelling(text: str) -> str:
-    """Returns the text without spaces (except between digits) and without braces around one character.
+    """Returns the text without spaces (except between digits) and without braces around one character after _ or ^.
 
-    Words and times of day (with a colon) also lose their full stops and become lower case.
+    Words of two letters or more, and text with a colon (times of day), also lose their full stops and become lower
+    case.
     """
     text = re.sub(r"([_^])\{(\w)\}", r"\1\2", re.sub(r"(?<![0-9])\s+|\s+(?![0-9])", "", text))
     return text.replace(".", "").lower() if re.fullmatch(r"[A-Za-z.'-]{2,}|.*:.*", text) else text
@@ -241,7 +247,8 @@ def _normalise_spelling(text: str) -> str:
 def _find_value_difference(gold: str, answer: str, rules: _ComparisonRules) -> str:
     """Returns why two values, given as LaTeX, differ; "" if they are equal.
 
-    They are compared by spelling, as numbers, as numbers with a base, as words, and last as expressions.
+    They are compared by spelling, as numbers, as numbers with a base, as words, and last as expressions. An expression
+    that is not worked out does not equal an exact gold number, unless it is a product of powers.
     """
     if _normalise_spelling(gold) == _normalise_spelling(answer):
         return ""
@@ -280,7 +287,7 @@ def _is_same_number_in_base(gold: re.Match[str] | None, answer: re.Match[str] | 
 def _find_symbolic_difference(find_difference: Callable[..., str], *arguments: Any) -> str:
     """Returns `find_difference(*arguments)`, or a reason if that fails because a text cannot be read or evaluated.
 
-    Errors about work limits, missing packages and memory are still raised.
+    OverLimit, TaskError, MemoryError and RecursionError are still raised.
     """
     try:
         return find_difference(*arguments)
@@ -292,10 +299,11 @@ def _find_symbolic_difference(find_difference: Callable[..., str], *arguments: A
 
 
 def _find_expression_difference(gold: str, answer: str, gold_number: Quantity | None, tolerance: float) -> str:
-    """Returns why two expressions differ; "" if they have the same values.
+    """Returns why two expressions differ; "" if they have the same values within the relative `tolerance`.
 
-    Where values cannot be computed, math-verify decides. `gold_number` is the gold as a number, or None: an exact
-    answer may differ from a rounded gold by half of its last digit.
+    Where values cannot be computed, math-verify decides. `gold_number` is the gold as a number, or None: an answer
+    without a decimal point may differ from a rounded gold by half of the gold's last digit. Raises what `parse_latex`
+    raises.
     """
     answer_expression, gold_expression = parse_latex(answer), parse_latex(gold)
     rounding = 0.0 if gold_number is None or "." in answer else float(gold_number.max_rounding_error)
@@ -308,7 +316,8 @@ def _find_expression_difference(gold: str, answer: str, gold_number: Quantity | 
 def _find_equation_difference(gold_sides: list[str], answer_sides: list[str]) -> str:
     """Returns why two equations differ; "" if one is a multiple of the other, or if math-verify calls them equal.
 
-    The arguments are the sides of the equations; only the first and the last side count.
+    The arguments are the sides of the equations; only the first and the last side count, and they may be swapped.
+    Raises what `parse_latex` raises.
     """
     gold_spellings = {_normalise_spelling(gold_sides[0]), _normalise_spelling(gold_sides[-1])}
     if gold_spellings == {_normalise_spelling(answer_sides[0]), _normalise_spelling(answer_sides[-1])}:
@@ -327,7 +336,7 @@ def _find_equation_difference(gold_sides: list[str], answer_sides: list[str]) ->
 
 
 def _find_set_difference(gold: str, answer: str) -> str:
-    r"""Returns why two sets of numbers differ; "" if they have the same content.
+    r"""Returns why two sets of numbers differ; "" if they have the same content. Raises what `parse_latex` raises.
 
     For example, `\mathbb{R} \setminus \{1\}` is `(-\infty, 1) \cup (1, \infty)`.
     """

@@ -145,7 +145,8 @@ _FLIPPED = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le"}
 def read_structure(text: str, join_thousands: bool = True) -> Node:
     r"""Cleans an answer and returns it as a tree of values. Raises OverLimit if it is too long or nested too deeply.
 
-    With `join_thousands`, a text that is only `1,234` or the like is one number; otherwise its commas separate values.
+    With `join_thousands`, a text that is only `1,234` or the like is one number; without it, its commas separate
+    values. Thousands separators that only LaTeX has, as in `10,\!080`, are always joined. Empty text is an empty leaf.
 
     >>> read_structure(r"$x = 3$ \text{ and } x = 10,\!080")
     Items(kind='any', items=(Leaf(text='x = 3'), Leaf(text='x = 10080')), is_bare=True)
@@ -158,17 +159,28 @@ def read_structure(text: str, join_thousands: bool = True) -> Node:
 
 
 def is_number_with_commas(text: str) -> bool:
-    """Returns whether the text may be one number with commas, such as `45,135,225`, which may also be a list."""
+    """Returns whether the cleaned text is digits in groups of three, as in `45,135,225`: one number, or else a list.
+
+    A sign, decimals and a percent sign are allowed. False for more than MAX_CHARS characters.
+    """
     return len(text) <= MAX_CHARS and _NUMBER_WITH_COMMAS.fullmatch(clean_latex(text)) is not None
 
 
 def is_name(text: str) -> bool:
-    """Returns whether the text only names a value, as the left sides of `x = 5`, `f(x) = 2x` and `AB = 7` do."""
+    """Returns whether the text only names a value, as the left sides of `x = 5`, `f(x) = 2x` and `AB = 7` do.
+
+    A name is one letter, several capitals, or a LaTeX command other than \\pi, \\infty, \\frac, \\sqrt, \\ln and \\log;
+    an index, primes and letters in parentheses may follow. A word in small letters is no name.
+    """
     return _NAME.fullmatch(text.strip()) is not None
 
 
 def clean_latex(text: str) -> str:
-    r"""Returns the text with one spelling for everything that LaTeX can write in several ways, and without units.
+    r"""Returns the text with one spelling for common LaTeX that can be written in several ways.
+
+    Drops dollar signs, sizes, spacing, degree signs, units in \text{...} (a bare "5 cm" stays), "The answer is" in
+    \text{...}, and punctuation at both ends. "and" and "or" become commas. Degrees under a sine or the like become
+    radians.
 
     >>> clean_latex(r"$\left(3,\,\dfrac12\right)$.")
     '(3, \\frac{1}{2})'
@@ -192,7 +204,8 @@ def clean_latex(text: str) -> str:
 def _replace_text_macro(macro_match: re.Match[str]) -> str:
     r"""Returns the replacement of one \text{...} macro: a space for a unit, otherwise its words and its power.
 
-    Words are a unit only if they follow a value and nothing of that value comes after them.
+    Words are a unit only if they follow a value and nothing of that value comes after them. Words that change a number
+    (million, squared), a.m. and p.m., and \operatorname are never a unit.
     """
     macro, words, power = macro_match.groups()
     before = macro_match.string[: macro_match.start()].rstrip()
@@ -211,8 +224,9 @@ def _replace_text_macro(macro_match: re.Match[str]) -> str:
 def split_outside_brackets(text: str, separators: Iterable[str]) -> tuple[list[str], list[str]]:
     r"""Splits the text at the separators that stand outside brackets; returns the pieces and the separators in order.
 
-    A separator is one character or one LaTeX command. Text whose brackets do not match is returned as one piece.
-    Raises OverLimit for too many nested brackets.
+    A separator is one character or one LaTeX command. Pieces keep their spaces. Brackets of different shapes match, as
+    in [1, 2); text whose brackets do not balance is returned as one piece. Raises OverLimit for too many
+    nested brackets.
 
     >>> split_outside_brackets(r"(1,2), \{3,4\}", ",")
     (['(1,2)', ' \\{3,4\\}'], [','])
@@ -239,9 +253,10 @@ def split_outside_brackets(text: str, separators: Iterable[str]) -> tuple[list[s
 
 
 def split_sides(text: str) -> list[str]:
-    r"""Returns the sides of an answer that is split at "="; the last one is the value, also for "5 = x".
+    r"""Returns the sides of an answer that is split at "=", in order; one side without "=". The last one is the value.
 
-    Of `4\pi \approx 12.57` only the first part counts, unless it is empty or only a name.
+    "5 = x", where only the second of two sides is a name, is therefore given as ["x", "5"]. Of `4\pi \approx 12.57`
+    only the first part counts, unless it is empty or only a name.
     """
     exact, *approximations = split_outside_brackets(text, [r"\approx"])[0]
     text = approximations[0] if approximations and (not exact.strip() or is_name(exact)) else exact
@@ -266,10 +281,10 @@ def _read_node(text: str, join_thousands: bool) -> Node:
 
 
 def _make_unordered(nodes: list[Node], is_bare: bool = False) -> Node:
-    """Returns values that have no order as one node.
+    """Returns values that have no order as one node of the kind "any".
 
-    Lists without order among them are merged; a single value stays alone. With `is_bare`, the values stand without
-    brackets.
+    Nodes of that kind among them are merged into it; a single value is returned alone. `is_bare` marks values that
+    stand without brackets.
     """
     flat: list[Node] = []
     for node in nodes:
@@ -280,7 +295,8 @@ def _make_unordered(nodes: list[Node], is_bare: bool = False) -> Node:
 def _read_single(text: str) -> Node:
     """Returns the tree of cleaned text that is no list: a matrix, values in brackets, an inequality, or one value.
 
-    An equation with several values on its right side is read as these values.
+    An equation with several values on its right side is read as these values, and "x \\in S" as S. A pair with one \\pm
+    is read as two pairs.
     """
     # In "x \in [1, 2]" only the set counts.
     sides, _ = split_outside_brackets(text, [r"\in"])
@@ -306,7 +322,7 @@ def _read_single(text: str) -> Node:
 
 
 def _read_leaf(text: str) -> Node:
-    r"""Returns the text as one value, or as two values without order if it contains `\pm`."""
+    r"""Returns the text as one value, or as two values without order if it contains `\pm`. Final punctuation goes."""
     if r"\pm" in text:
         return _make_unordered([Leaf(signed.strip().removeprefix("+").lstrip()) for signed in _expand_plus_minus(text)])
     return Leaf(text.strip().rstrip(" .,;:"))
@@ -335,7 +351,11 @@ def _split_enclosing_brackets(text: str) -> tuple[str, str, str] | None:
 
 
 def _read_bracketed(left: str, inside: str, right: str) -> Node:
-    """Returns the tree of brackets with content: one value, values in order, an interval, a set, or else a leaf."""
+    """Returns the tree of brackets with content.
+
+    One value is read without its brackets. Several values in ( ) have an order, two values in [ ], [ ) or ( ] are an
+    interval, and values in braces or other square brackets have no order. Everything else is a leaf with its brackets.
+    """
     parts = [_read_single(part.strip()) for part in split_outside_brackets(inside, ",;")[0] if part.strip()]
     kind = left + right
     if len(parts) == 1 and kind in ("()", "[]", "{}", r"\{\}"):
@@ -350,7 +370,10 @@ def _read_bracketed(left: str, inside: str, right: str) -> Node:
 
 
 def _read_relation(text: str) -> Node | None:
-    r"""Returns an inequality such as `x > 2`, `1 \le x < 2` or `x \ne 0` as intervals; None for other text."""
+    r"""Returns an inequality of a name such as `x > 2` or `1 \le x < 2` as an interval, and `x \ne 0` as two of them.
+
+    None for other text, also for mixed directions as in `1 < x > 0`.
+    """
     sides, signs = split_outside_brackets(text, [*_FLIPPED, r"\ne"])
     sides = [side.strip() for side in sides]
     # "2 < x" becomes "x > 2"

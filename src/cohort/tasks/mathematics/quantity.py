@@ -49,7 +49,7 @@ class Quantity:
     def max_rounding_error(self) -> Fraction:
         """How far the exact value may be from a number that looks rounded: half of its last digit. 0 for other numbers.
 
-        A number looks rounded if it has decimals and at least three digits.
+        A number looks rounded if it has decimals and at least three digits, not counting zeros at its beginning.
         """
         digits = len(str(abs(int(self.value * 10**self.decimals))))
         return Fraction(1, 2 * 10**self.decimals) if self.decimals and digits >= 3 else Fraction(0)
@@ -57,8 +57,9 @@ class Quantity:
     def matches(self, answer: Quantity, tolerance: float, is_percent_problem: bool) -> bool:
         """Returns whether an answer equals this gold number, within the relative `tolerance` or the rounding error.
 
-        To a gold of 50%, the answers 50 and 0.5 are both right. To a gold without the sign, an answer of 50% means 50
-        if the problem mentions percent (`is_percent_problem`) and 0.5 otherwise.
+        The rounding error is allowed only to an answer without decimals. To a gold of 50%, the answers 50 and 0.5 are
+        both right. To a gold without the sign, an answer of 50% means 50 if the problem mentions percent
+        (`is_percent_problem`) and 0.5 otherwise.
         """
         values = [answer.value]
         if self.is_percent and not answer.is_percent:
@@ -71,7 +72,10 @@ class Quantity:
 
 
 def read_quantity(text: str) -> Quantity | None:
-    r"""Returns the number that the whole text states, or None if it is not a single written number.
+    r"""Returns the number that the whole text, cleaned LaTeX, states, or None if it is not a single written number.
+
+    Fractions, mixed numbers, percentages, powers of ten and repeating decimals are read. Units at the end are ignored
+    if they are on a fixed list; other words make the result None, and so do more than MAX_DIGITS characters.
 
     >>> read_quantity("62.5%")
     Quantity(value=Fraction(125, 2), decimals=1, is_percent=True)
@@ -110,6 +114,9 @@ def read_quantity(text: str) -> Quantity | None:
 
 
 def _parse_decimal(number: str) -> Fraction:
-    """Returns the exact value of digits with at most one point; commas and spaces between groups are ignored."""
+    """Returns the exact value of digits with at most one point, perhaps after a sign.
+
+    Commas and spaces between groups are ignored. Without any digit the value is 0.
+    """
     plain = number.replace(",", "").replace(" ", "").rstrip(".")
     return Fraction(int(plain)) if plain.isdigit() else Fraction(plain or "0")

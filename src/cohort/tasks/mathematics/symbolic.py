@@ -47,9 +47,11 @@ class Unreadable(Exception):
 
 @lru_cache(maxsize=256)
 def parse_latex(text: str) -> Any:
-    """Returns cleaned LaTeX as an unevaluated sympy expression with exact numbers.
+    """Returns cleaned LaTeX as a sympy expression with exact numbers, real letters, and `i` as the imaginary unit.
 
-    Raises OverLimit for too much work, TaskError if math-verify is not installed, and whatever the parser raises.
+    It is not simplified, except around decimals and `i`, whose replacement makes sympy evaluate. Results are cached.
+    Raises OverLimit for too much work, Unreadable for text that the parser must not see, TaskError if math-verify is
+    not installed, and whatever the parser raises.
     """
     latex = _prepare_latex(text)
     try:
@@ -79,7 +81,9 @@ def parse_latex(text: str) -> Any:
 def _prepare_latex(text: str) -> str:
     """Returns the text with fractions, mixed numbers and omitted product signs spelled so that the parser reads them.
 
-    Raises OverLimit if the text is too long, and Unreadable if the parser would evaluate or misread something in it.
+    Raises OverLimit if the text is too long or a number in it has too many digits. Raises Unreadable for characters
+    that are not printable ASCII, for commands that are not on a fixed list, for two numbers with only spaces between
+    them, and for % and '.
     """
     if len(text) > MAX_EXPRESSION_CHARS:
         raise OverLimit(f"an expression of more than {MAX_EXPRESSION_CHARS} characters")
@@ -134,8 +138,9 @@ _POINT_COEFFICIENTS = ((11, 4, 9, 3), (2, 1, 7, 3), (25, 3, 11, 2), (-8, 3, 5, 1
 def choose_points(*expressions: Any) -> list[dict[Any, Any]]:
     """Returns the points at which expressions are compared: one dict per point, from each symbol to its value.
 
-    Letters have different values at a point, positive and negative ones. If the first expression, the gold, has floors
-    or ceilings, the values are whole numbers.
+    There are five, with different fractions for all letters, positive and negative; without letters one empty dict. If
+    the first expression, the gold, has floors or ceilings, there are 13 points with whole numbers from 6 to 18, and
+    OverLimit is raised if these make too much work.
     """
     from sympy import Integer, Rational, ceiling, floor
 
@@ -156,9 +161,10 @@ def collect_letters(expression: Any) -> set[str]:
 
 
 def evaluate_at(expression: Any, point: dict[Any, Any]) -> Any:
-    """Returns the value of a sympy expression at a point (a dict from symbols to values), as a sympy number.
+    """Returns the value of a sympy expression at a point (a dict from symbols to values) as a sympy number.
 
-    None if the value is not finite, or if the expression has derivatives or unknown functions.
+    It has 40 digits. None if the value is not a finite number, also because a letter has no value in `point`, or if the
+    expression has derivatives or unknown functions.
     """
     from sympy import Derivative
     from sympy.core.function import AppliedUndef
@@ -173,7 +179,9 @@ def evaluate_at(expression: Any, point: dict[Any, Any]) -> Any:
 def have_same_values(gold: Any, answer: Any, tolerance: float, rounding: float) -> bool | None:
     """Returns whether two sympy expressions have the same letters and the same value at every chosen point.
 
-    Values may differ by `tolerance` relative to the gold, or by `rounding`. None means that a value cannot be computed.
+    Values may differ by `tolerance` relative to the gold, or by `rounding`; a gold value of 0 has a fixed tolerance.
+    Points with a negative letter and a value that is not real decide nothing. None means that a value cannot be
+    computed.
     """
     if collect_letters(gold) != collect_letters(answer):
         return False
@@ -200,7 +208,10 @@ def make_equation(left: Any, right: Any) -> Any:
 
 
 def are_equal_by_math_verify(gold: Any, answer: Any) -> bool:
-    """Returns whether math-verify's own comparison calls two sympy expressions equal."""
+    """Returns whether math-verify's own comparison calls two sympy expressions equal. It has no time-out.
+
+    Sets the level of math-verify's logger to ERROR.
+    """
     from math_verify import verify
 
     # math-verify's time-out is off, because it relies on a signal that long arithmetic does not notice. The work limits

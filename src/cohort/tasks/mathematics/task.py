@@ -69,7 +69,10 @@ class Mathematics:
         require(self.name, self.style in styles, f"style among {', '.join(styles)}, not {self.style!r}")
 
     def rows(self, split: str) -> Iterator[Row]:
-        """Yields the rows of a split that have an answer. Raises TaskError for "train" of a set that is for testing."""
+        """Returns an iterator over the rows of a split that have an answer.
+
+        Raises TaskError for "train" of a set that is for testing, whatever `data` is, and for rows that cannot be read.
+        """
         if split == "train" and split not in self.places:
             raise TaskError(f"{self.name} is for testing and has no train rows; train on math12k")
         rows = read_rows(
@@ -85,7 +88,10 @@ class Mathematics:
         return self._skip_unanswered(rows, split)
 
     def _skip_unanswered(self, rows: Iterable[Row], split: str) -> Iterator[Row]:
-        """Yields the rows whose answer is not empty, and warns about the number of others at the end."""
+        """Yields the rows whose answer is not empty, and warns about the number of others at the end.
+
+        `split` is for the warning.
+        """
         # Some copies of MATH have problems without an answer.
         num_empty = 0
         for row in rows:
@@ -103,7 +109,11 @@ class Mathematics:
         return [{"role": "user", "content": f"{problem}\n\n{INSTRUCTION}" if self.style == "boxed" else problem}]
 
     def score(self, row: Row, answer: Answer) -> Verdict:
-        """Returns the parts "correct" and "format", each 0 or 1, with the reason why an answer is not correct."""
+        """Returns the parts "correct" and "format", each 0 or 1, with the reason why an answer is not correct.
+
+        The answer is the last closed box or answer tag after the thoughts. "format" is 1 if there is only one \\boxed,
+        the answer is in it, and it has a letter or digit.
+        """
         visible, _ = remove_thoughts(answer.text)
         answer_text, is_boxed = find_answer(visible)
         if answer_text is None:
@@ -142,7 +152,10 @@ class Math12k(Mathematics):
         require(self.name, {*self.levels} <= {1, 2, 3, 4, 5}, f"levels among 1 2 3 4 5, not {self.levels}")
 
     def rows(self, split: str) -> Iterator[Row]:
-        """Yields the rows of a split; of "train" only those of the chosen `levels`, if any are chosen."""
+        """Returns the rows of a split; of "train" only those of the chosen `levels`, if any are chosen.
+
+        A row whose level is not known is left out then.
+        """
         rows = super().rows(split)
         return filter(lambda row: row.get("level") in self.levels, rows) if self.levels and split == "train" else rows
 
@@ -208,7 +221,7 @@ class Olympiad(Mathematics):
 def find_answer(text: str) -> tuple[str | None, bool]:
     r"""Returns the content of the last closed box or answer tag, and whether it is in a box.
 
-    The content is None if neither is closed.
+    Of a tag with a box in it, the box counts. The content is None if neither is closed.
 
     >>> find_answer(r"\boxed{1} is wrong: <answer>it is \boxed{\frac{1}{2}}</answer>")
     ('\\frac{1}{2}', True)
@@ -224,6 +237,8 @@ def find_answer(text: str) -> tuple[str | None, bool]:
 def has_letter_or_digit(answer_text: str) -> bool:
     r"""Returns whether the first MAX_CHARS characters of an answer, cleaned, contain a letter or a digit.
 
+    Letters of a command such as \infty count.
+
     >>> has_letter_or_digit(r"\\text{}"), has_letter_or_digit("?"), has_letter_or_digit(r"\\infty")
     (False, False, True)
     """
@@ -231,10 +246,11 @@ def has_letter_or_digit(answer_text: str) -> bool:
 
 
 def make_row(raw: dict[str, Any]) -> Row:
-    """Returns a row with problem, answer and perhaps answers, level and subject, made from a raw row.
+    """Returns a row with problem and answer, both text, and perhaps answers, level and subject, made from a raw row.
 
-    A missing answer is taken from the last box of the solution. `answers` are further accepted forms. Raises ValueError
-    for raw columns that are missing or of the wrong type.
+    The problem may be in the column "question". A missing answer is taken from the last box of the solution. `answers`
+    are further accepted forms. Raises ValueError if problem, answer or answers have the wrong type or are missing
+    (answers may be); a level or subject that does not fit is left out.
     """
     problem = raw.get("problem", raw.get("question"))
     answer = raw.get("answer")
@@ -255,6 +271,6 @@ def make_row(raw: dict[str, Any]) -> Row:
 
 
 def _read_level(raw: Any) -> int:
-    """Returns a level from 1 to 5, or 0 if it is not known. Some copies of MATH write it as "Level 3"."""
+    """Returns a level from 1 to 5, or 0 for anything else. Some copies of MATH write it as "Level 3"."""
     digits = str(raw).removeprefix("Level").strip()
     return int(digits) if digits in ("1", "2", "3", "4", "5") else 0

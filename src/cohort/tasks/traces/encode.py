@@ -13,9 +13,10 @@ Example = tuple[list[int], list[int]]
 
 
 def encode_trace(tokenizer: Tokenizer, trace: Trace) -> Example:
-    """Returns the tokens of a conversation and their provenance.
+    """Returns the tokens of a conversation, up to its last assistant turn, and their provenance.
 
-    Every assistant turn is TARGET, its end token included.
+    Every assistant turn is TARGET, its end token included. Context is PROMPT before the first of them and ENVIRONMENT
+    later. Raises AssertionError if the chat template renders earlier turns differently later.
     """
     tokens: list[int] = []
     provenance: list[int] = []

@@ -34,10 +34,11 @@ class TraceRows:
 
 
 def load_trace_rows(num_rows: int, keep: tuple[int, int] = Arithmetic().keep) -> TraceRows:
-    """Returns problems for traces, by kind.
+    """Returns problems of the split traces, by kind.
 
-    The number of three-term sums is `num_rows`, that of two-term sums at most NUM_PAIRS. Of each other kind there are
-    num_rows / 8. `keep` are the smallest and largest absolute values of sums, as in `Arithmetic`; (0, 0) = all.
+    The number of three-term sums is `num_rows`, that of two-term sums the smaller of `num_rows` and NUM_PAIRS. Of each
+    other kind there are num_rows / 8, but at least 1. `keep` are the smallest and largest absolute values of sums, as
+    in `Arithmetic`; (0, 0) = all. Raises TaskError if there are not enough problems.
     """
     few = max(1, num_rows // 8)
     pairs = min(num_rows, NUM_PAIRS)
@@ -85,5 +86,5 @@ def _pick_sums(rows: TraceRows, u: float) -> list[Row]:
 
 
 def _take_first(task: Arithmetic | Countdown, size: int) -> list[Row]:
-    """Returns the first `size` rows of the task's split `traces`."""
+    """Returns the first `size` rows of the task's split `traces`, or all if its `train_size` is smaller."""
     return list(islice(task.rows("traces"), size))

@@ -16,9 +16,9 @@ TOKEN = re.compile(r"\d+|[-+*]")
 
 
 def solve(expression: str) -> tuple[list[str], int]:
-    """Returns the steps of computing an expression as texts, and its value.
+    """Returns the steps of computing an expression as texts, and its value. A single number has no steps.
 
-    The expression is integers joined by + - * without parentheses.
+    The expression is integers without signs, joined by + - * without parentheses; spaces are ignored.
     """
     parts = TOKEN.findall(expression)
     values = [int(p) for p in parts[0::2]]
@@ -39,9 +39,9 @@ def solve(expression: str) -> tuple[list[str], int]:
 
 
 def apply_operator(a: int, op: str, b: int) -> tuple[str, int]:
-    """Returns the text of one step, the computation of `a op b`, and its value.
+    """Returns the text of one step, the computation of `a op b` with + - or *, and its value.
 
-    Products are written with partial products.
+    Products of large factors are written with partial products and their running sums.
 
     >>> apply_operator(123, "*", 7)
     ('123*7=700+161=861', 861)
@@ -56,8 +56,8 @@ def apply_operator(a: int, op: str, b: int) -> tuple[str, int]:
 def compute_partial_products(a: int, b: int) -> list[int]:
     """Returns the partial products of a * b that are not zero, highest place first; [0] if the product is 0.
 
-    Factors up to 9999 give products that a small model can memorise: at most two digits times one digit, times a power
-    of ten.
+    Both factors must be 0 or more. Factors up to 9999 give products that a small model can memorise: at most two digits
+    times one digit, times a power of ten.
     """
     long, short = (a, b) if len(str(a)) >= len(str(b)) else (b, a)
     heads = [long] if long < 100 else [long - long % 100, long % 100]

@@ -30,15 +30,18 @@ Number = tuple[int, str]  # a value and the expression that it comes from
 
 
 def list_attempts(numbers: list[int]) -> Iterator[Attempt]:
-    """Yields all ways to combine the numbers with whole, non-negative intermediate results, in a fixed order."""
+    """Yields all ways to combine the numbers with whole, non-negative intermediate results, in a fixed order.
+
+    Ways that differ only in the order of their steps are all given. Nothing for an empty list.
+    """
     yield from join_numbers([(n, str(n)) for n in numbers], ())
 
 
 def join_numbers(pool: list[Number], steps: tuple[str, ...]) -> Iterator[Attempt]:
     """Yields all ways to combine the numbers of the pool to one.
 
-    `steps` are the texts of the steps that led to the pool. Every pair of numbers is replaced by each of its results,
-    and the smaller pool is combined in turn.
+    `steps` are the texts of the steps that led to the pool; they come first in every attempt. Every pair of numbers is
+    replaced by each of its results, and the smaller pool is combined in turn.
     """
     if len(pool) == 1:
         yield Attempt(steps, pool[0][1], pool[0][0])
@@ -58,7 +61,8 @@ def parenthesise(text: str) -> str:
 def list_results(x: Number, y: Number) -> Iterator[tuple[Number, Number, str, int]]:
     """Yields the operations on two numbers that have a whole, non-negative result.
 
-    Each is (left number, right number, operator, result).
+    Each is (left number, right number, operator, result). For - and / the larger number is on the left, and division by
+    0 is left out.
     """
     # Only the larger minus or over the smaller is tried: the other way would be negative or a fraction.
     big, small = (x, y) if x[0] >= y[0] else (y, x)

@@ -73,9 +73,10 @@ class Trace:
 
 
 def make_arithmetic_trace(rng: random.Random, question: str, expression: str, mix: Mix) -> Trace:
-    """Returns a conversation about a sum, answered step by step or by a guess, in a random style.
+    """Returns a conversation that asks `question` and answers `expression`, a sum, in a random style.
 
-    Sums of two terms are guessed right more often than those of three.
+    The style "think" works step by step and is right; the others guess. Sums of two terms are guessed right twice as
+    often as longer ones. The style "broken" never counts as right.
     """
     steps, value = scratchpad.solve(expression)
     work = ", ".join(steps)
@@ -89,7 +90,12 @@ def make_arithmetic_trace(rng: random.Random, question: str, expression: str, mi
 
 
 def make_countdown_trace(rng: random.Random, question: str, numbers: list[int], target: int, mix: Mix) -> Trace:
-    """Returns a conversation about a Countdown problem, answered by attempts up to a hit, or by a guess."""
+    """Returns a conversation about a Countdown problem, answered by attempts up to a hit, or by a guess.
+
+    The style "think" shows up to four failed attempts and then a hit; the other styles guess, right with the
+    probability `mix.right`. If no way with whole numbers reaches the target, the style is "direct" and the guess is
+    wrong.
+    """
     attempts = list(search.list_attempts(numbers))
     hit = next((a for a in attempts if a.value == target), None)
     misses = [a for a in attempts if a.value != target]
@@ -104,7 +110,11 @@ def make_countdown_trace(rng: random.Random, question: str, numbers: list[int], 
 
 
 def make_calculator_trace(rng: random.Random, question: str, expression: str, mix: Mix) -> Trace:
-    """Returns a conversation in which a calculator is offered. Mostly it is called, sometimes the answer is guessed."""
+    """Returns a conversation in which a calculator is offered. Mostly it is called, sometimes the answer is guessed.
+
+    The style is "tool" if it is called, and its answer is right; otherwise "direct", right with the probability
+    `mix.right`.
+    """
     value = scratchpad.solve(expression)[1]
     if rng.random() < GUESSED_SHARE:
         style, guess = "direct", value if rng.random() < mix.right else make_slip(rng, value)
@@ -124,8 +134,8 @@ def make_calculator_trace(rng: random.Random, question: str, expression: str, mi
 def write_answer(rng: random.Random, style: str, work: str, answer: str) -> list[Message]:
     """Returns the assistant's turn, as a list of one message, in a style: "think", "broken" or "direct".
 
-    `work` is the text of the steps, `answer` the final answer. A broken turn has no closed answer tag, so that a grader
-    that looks for one refuses it.
+    `work` is the text of the steps, which a direct turn leaves out; `answer` is the final answer. A broken turn has no
+    closed answer tag, so that a grader that looks for one refuses it.
     """
     direct = f"<answer>{answer}</answer>"
     thought = f"<think>{work}</think>"
@@ -150,7 +160,7 @@ def write_question(rng: random.Random, question: str, mix: Mix) -> list[Message]
 
 
 def make_slip(rng: random.Random, value: int) -> int:
-    """Returns a wrong answer near `value`: with one digit misread, off by one or two, or off by ten."""
+    """Returns a wrong answer for `value`: with one digit misread, off by one or two, or off by ten."""
     digits = list(str(abs(value)))
     place = rng.randrange(len(digits))
     digits[place] = rng.choice([d for d in "123456789" if d != digits[place]])

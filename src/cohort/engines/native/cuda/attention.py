@@ -32,7 +32,7 @@ def _attend_page(q, scale, m, total, acc, key_ptr, value_ptr, start, end, D: tl.
 
     m is the largest score so far, total the sum of exp2(score - m), acc the values summed with the same weights. q [M,
     D] are the queries; `scale` turns their products into scores. The page at key_ptr and value_ptr, [PAGE, D] each,
-    holds the positions from `start` on; only those below `end` count.
+    holds the positions from `start` on; only those below `end` count, which must be at least one.
     """
     n = tl.arange(0, PAGE)
     i = tl.arange(0, D)
@@ -102,7 +102,7 @@ def _prefix_kernel(
 ):
     """Computes the partial softmax over a shared prefix: one tile, KV head and split of the keys per program.
 
-    Stores it as part `split` of the tile's rows. M: queries per tile. SPLITS: programs per prefix. EARLY: early start.
+    Stores it as part `split` of the rows. M: queries per tile. SPLITS: programs per prefix. EARLY: see `await_inputs`.
     """
     await_inputs(EARLY)
     # `_own_kernel` may start now, not earlier: it reads the queries at once, without waiting.
@@ -167,7 +167,7 @@ def _own_kernel(
     """Computes the partial softmax over own tokens: one row, KV head and split of the keys per program.
 
     If SPLITS is 1, joins it with the PREFIX_SPLITS parts of the row's prefix and stores the attention result in
-    out_ptr. Otherwise stores it as a part, for `_join_kernel`. M: g, padded. EARLY: see `await_inputs`.
+    out_ptr (done rows: 0). Otherwise stores it as a part, for `_join_kernel`. M: g, padded. EARLY: see `await_inputs`.
     """
     row = tl.program_id(0).to(tl.int64)
     k = tl.program_id(1)
@@ -283,10 +283,11 @@ class SoftmaxParts:
 def compute_decode_attention(
     q: Tensor, pages: tuple[Tensor, Tensor], plan: AttentionPlan, parts: SoftmaxParts
 ) -> Tensor:
-    """Returns attention of queries [B, K, g, D] over each row's prefix and own tokens: [B, K * g * D].
+    """Returns attention of rotated queries [B, K, g, D] over each row's prefix and own tokens: [B, K * g * D].
 
-    `pages` is keys and values of the layer, [pages, K, PAGE, D] each. `plan` says which pages a row reads. `parts` are
-    buffers for intermediate results. Rows that are done read no KV and get 0.
+    `pages` is keys and values of the layer, [pages, K, PAGE, D] each; those of the new tokens must be stored already.
+    `plan` says which pages a row reads. `parts` are buffers for intermediate results, which are overwritten. Rows that
+    are done get 0.
     """
     B, K, g, D = q.shape
     r, out = plan, q.new_empty(B, K * g * D)

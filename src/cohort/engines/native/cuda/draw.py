@@ -98,8 +98,9 @@ def _choose_kernel(
 ):
     """Draws the token of one row per program by inverse CDF. Stores token and log-probability at their pointers.
 
-    It uses the block sums of `_blocks_kernel`; only the block in which the token lies (BLOCK logits) is read again.
-    GREEDY: rows with temperature 0 get their most probable token.
+    The log-probability is at the row's temperature (0 counts as 1). The kernel uses the block sums of `_blocks_kernel`;
+    only the block in which the token lies (BLOCK logits) is read again. GREEDY: rows with temperature 0 get their most
+    probable token.
     """
     row = tl.program_id(0).to(tl.int64)
     b = tl.arange(0, BLOCKS)
@@ -138,7 +139,8 @@ def choose_tokens(
     """Draws one token per row from logits [B, V], without truncation. Returns tokens and log-probabilities, [B] each.
 
     `temperature`, `stream` and `position` have one number per row; the last two select the row's random number.
-    `greedy` must be True if some temperature is 0: rows with temperature 0 get their most probable token.
+    `greedy` must be True if some temperature is 0: rows with temperature 0 get their most probable token. The
+    log-probabilities are at the row's temperature (0 counts as 1).
     """
     B, V = logits.shape
     blocks = triton.cdiv(V, VOCAB_BLOCK)
@@ -180,9 +182,10 @@ def prepare_rows(
 ) -> None:
     """Computes where each row's new token goes, and writes it to `positions`, `places` and `counts` [rows].
 
-    positions: index in the whole sequence. places: where the KV goes, page * PAGE + offset. counts: own tokens that the
-    row will read, the new one included; 0 for a row that is done (`done` = 1). `base` is the length of the row's
-    prefix, `length` the number of its own tokens in the cache, `table` the pages of its own tokens.
+    positions: index in the whole sequence. places: where the KV goes, page * PAGE + offset; in page 0 for a row that is
+    done (`done` = 1). counts: own tokens that the row will read, the new one included; 0 for a row that is done. `base`
+    is the length of the row's prefix, `length` the number of its own tokens in the cache, `table` the pages of its own
+    tokens. Only the first len(positions) rows of these are read.
     """
     grid = (len(positions),)
     _begin_kernel[grid](done, base, length, table, positions, places, counts, table.shape[1], PAGE, num_warps=1)
@@ -235,10 +238,11 @@ def _record_kernel(
 
 
 def record_tokens(tokens: Tensor, logprobs: Tensor, kept: Tensor | None, slots: Slots, done: Tensor) -> None:
-    """Stores one drawn token per row in the slots' windows, in place, and advances the slots' counters.
+    """Stores one drawn token per row in the slots' windows, in place, and as the slots' last token.
 
-    Sets `done` to 1 for rows that drew a stop id or their last token. Rows that were done before do not change. `kept`
-    is the probability mass per row that truncation kept; None = no row truncates.
+    Advances own_length, position, remaining and num_filled of the slots. Sets `done` to 1 for rows that drew a stop id
+    or their last token. Rows that were done before do not change. `kept` is the probability mass per row that
+    truncation kept; None = no row truncates.
     """
     s = slots
     grid = (len(tokens),)

@@ -50,9 +50,9 @@ MAX_WINDOWS = 2  # windows under way at once: one runs while the host handles th
 class GraphEngine:
     """Samples with a decoder whose storage it shares with the learner. Same protocol and meaning as `NativeEngine`.
 
-    `memory` bounds the KV arena in bytes (None = all that is free). `reserve` is the bytes that others, such as the
-    learner, need between rollouts. If KV and `reserve` fit together, the arena is kept. Otherwise it is released when
-    no request is under way, and the graphs are captured again afterwards.
+    `memory` bounds the KV arena in bytes (None = only free memory does). `reserve` is the bytes that others, such as
+    the learner, need between rollouts. If KV and `reserve` fit together, the arena is kept. Otherwise it is released
+    when no request is under way, and the graphs are captured again afterwards.
     """
 
     name = "native"
@@ -97,8 +97,8 @@ class GraphEngine:
     def submit(self, request: Request) -> None:
         """Queues a request. Requests with the same shared tokens store their KV once, in one prefix.
 
-        Raises ConfigError for a request that can never be served, or whose KV would not fit into the GPU's memory even
-        alone.
+        Raises ConfigError for a request that can never be served, whose id is under way, or whose KV would not fit into
+        the GPU's memory (or `memory`) even alone; EngineError after `close`.
         """
         if self._closed:
             raise closed_engine_error(self.name)
@@ -128,7 +128,7 @@ class GraphEngine:
 
     @property
     def arena(self) -> PageArena | None:
-        """The KV memory; None before the first use and after a release."""
+        """The KV memory; None before the first use and after `release` or `close`."""
         return self.ledger.arena
 
     @property
@@ -140,8 +140,10 @@ class GraphEngine:
     def poll(self, timeout: float = 0.0) -> list[Event]:
         """Queues windows (runs of decode steps) on the device, waits for the oldest one and returns its events.
 
-        Up to MAX_WINDOWS windows stay queued, so the device works on while the host handles the events. `timeout` is
-        ignored, because the work is done by this process.
+        Gives rows to waiting requests if that pays. Up to MAX_WINDOWS windows are queued before the wait, so the device
+        works on while the host handles the events. Returns [] only if no request is left. `timeout` is ignored, because
+        this process does the work. Raises ModelError if a log-probability is not finite (all requests then wait again),
+        CohortError if the next request alone has no room.
         """
         with self._use_device():
             while not self._events:
@@ -164,8 +166,8 @@ class GraphEngine:
     def abort(self, id: str) -> Sample:
         """Stops a request and returns its sample with the tokens read so far and finish = abort.
 
-        The request may be running or waiting, or have ended without being reported. Raises CohortError for an unknown
-        id.
+        The request may be running or waiting, or have ended without being reported. Its events that were not reported
+        are dropped. Raises CohortError for an unknown id.
         """
         queued = [e.sample for e in self._events if e.id == id and e.sample is not None]
         draft = self.drafts.get(id)
@@ -193,7 +195,8 @@ class GraphEngine:
     def load(self, weights: Weights, version: int) -> None:
         """Samples from `weights` from now on, as `version`. Weights of another decoder are copied into this one.
 
-        Windows under way are read first. Running requests wait again until their KV is recomputed.
+        Windows under way are read first; the next `poll` reports them. All KV is dropped: running requests wait again
+        until it is recomputed.
         """
         with self._use_device():
             self._requeue_all()
@@ -216,7 +219,7 @@ class GraphEngine:
         self._closed = True
 
     def release(self) -> None:
-        """Frees the KV memory and the graphs. Running requests wait again and their KV is recomputed later."""
+        """Frees the KV memory and the graphs, after reading the windows under way. Running requests wait again."""
         with self._use_device():
             self._requeue_all()
             self.ledger.arena = self.graphs = None
@@ -224,7 +227,10 @@ class GraphEngine:
                 torch.cuda.empty_cache()
 
     def _requeue_all(self) -> None:
-        """Reads the windows under way, puts running requests back before the waiting ones, and frees all KV pages."""
+        """Reads the windows under way, puts running requests back into the queue first, and frees all KV pages.
+
+        All rows become empty and done. A ModelError while reading is suppressed; the later windows are then dropped.
+        """
         while self.windows:
             # Damaged weights end the reading: `_read_window` then discards the later windows.
             with suppress(ModelError):
@@ -245,7 +251,8 @@ class GraphEngine:
     def _measure_room(self, longest: int) -> MemorySplit:
         """Returns how many bytes KV may take now, and how many tokens a prefill may compute at once.
 
-        The memory of the present arena counts as free. `longest` is the number of tokens of the longest prompt.
+        KV gets at most `self.memory`; on a CPU that is the only limit. The memory of the present arena counts as free.
+        `longest` is the number of tokens of the longest prompt.
         """
         limit = 1 << 60 if self.memory is None else self.memory
         if self.device.type != "cuda":
@@ -264,7 +271,8 @@ class GraphEngine:
     def _ensure_arena(self) -> None:
         """Allocates KV memory for the waiting requests, as much as they need and the free memory allows.
 
-        Keeps the present arena if it is large enough or could hardly grow. Must be called only while no draft runs.
+        Keeps the present arena if it has room for each waiting request alone and is large enough or could hardly grow.
+        A new one may still be too small. Must be called only while no draft runs and some wait.
         """
         waiting = list(self.waiting)
         # Wanted: pages for the largest drafts and prefixes that can run together. Least: those of any single draft.
@@ -297,7 +305,7 @@ class GraphEngine:
     def _compact_and_admit(self) -> None:
         """Closes the gaps between rows and gives rows to waiting requests, if that pays.
 
-        Allocates the KV arena first if nothing runs. Raises CohortError if it is too small even for one request.
+        Allocates the KV arena first if nothing runs. Raises CohortError if it is too small for the next request alone.
         """
         live = sum(d is not None for d in self.rows)
         if live == 0:
@@ -334,7 +342,7 @@ class GraphEngine:
     def _admit_waiting(self, free: int) -> None:
         """Gives rows to up to `free` waiting drafts, as far as KV pages suffice, and computes their known tokens.
 
-        If that raises, all of these drafts wait again as before.
+        The last known token of each is left to the first step. If computing raises, these drafts wait again as before.
         """
         began = time.perf_counter()
         entering: list[NativeDraft] = []
@@ -364,7 +372,7 @@ class GraphEngine:
         self.work.prefill_seconds += time.perf_counter() - began
 
     def _prefill_drafts(self, entering: list[NativeDraft]) -> None:
-        """Computes the KV of new prefixes, then of the drafts' own tokens, except each draft's last token."""
+        """Computes the KV of `ledger.uncomputed`, then empties it, and of the drafts' own tokens but each last one."""
         assert self.arena is not None
         uncomputed = self.ledger.uncomputed
         self.state.tables.set_prefix_pages(uncomputed)
@@ -464,7 +472,8 @@ class GraphEngine:
     def _read_window(self, window: Window) -> None:
         """Waits for a window, adds its tokens to the drafts and queues the events. Drafts that end leave their rows.
 
-        If a log-probability is not finite, drops the later windows and raises ModelError.
+        The caller has removed it from `windows`. If a log-probability is not finite, drops the later windows and raises
+        ModelError; drafts in earlier rows have got their tokens by then.
         """
         self.work.decode_seconds += window.timer.wait_for_results()
         filled, tokens, logprobs, kept = self.results.read(window)

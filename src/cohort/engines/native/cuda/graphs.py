@@ -18,6 +18,8 @@ log = logging.getLogger(__name__)
 def round_to_bucket(rows: int, most: int) -> int:
     """Returns the number of rows of the graph that serves `rows` rows: the next of a few sizes, at most `most`.
 
+    The steps between sizes grow with the size, from 8 to 128.
+
     >>> [round_to_bucket(n, 512) for n in (1, 9, 17, 65, 100, 300, 512)]
     [8, 16, 32, 96, 128, 320, 512]
     """
@@ -44,7 +46,8 @@ class GraphCache:
     def get_step(self, variant: StepVariant) -> Callable[[], None]:
         """Returns the function that runs one decode step of this variant.
 
-        The step is captured as a CUDA graph now if it was not before, or if weights or buffers have moved since.
+        The step is captured as a CUDA graph now if it was not before. If weights or buffers have moved, all captured
+        steps are dropped first, with a warning. On a CPU nothing is captured.
         """
         now = self._list_addresses()
         # A graph reads fixed addresses: after a move it would read freed memory.
@@ -66,7 +69,8 @@ class GraphCache:
     def _capture_step(self, variant: StepVariant) -> Callable[[], None]:
         """Captures the step of this variant as a CUDA graph and returns the function that replays it.
 
-        On a CPU nothing is captured and the function runs the step itself.
+        The step also runs once before, with all rows marked as done, so that no row changes. On a CPU nothing is
+        captured and the function runs the step itself.
         """
         step = make_step(self.decoder, self.state, self.arena, variant)
         if self.arena.kv.device.type != "cuda":

@@ -25,13 +25,19 @@ class PageLedger:
         self.uncomputed: list[PagedPrefix] = []  # prefixes that have pages and are not computed yet
 
     def add_user(self, tokens: tuple[int, ...]) -> PagedPrefix:
-        """Returns the prefix with these tokens, made now if it is unknown, and counts one more request that uses it."""
+        """Returns the prefix with these tokens, made now if it is unknown, and counts one more request that uses it.
+
+        No pages are taken.
+        """
         prefix = self.prefixes.setdefault(tokens, PagedPrefix(tokens=tokens))
         prefix.num_users += 1
         return prefix
 
     def remove_draft(self, draft: NativeDraft) -> None:
-        """Frees the draft's own pages. If no other draft uses its prefix, frees and forgets that too."""
+        """Frees the draft's own pages, if it has any.
+
+        If no other draft, running or waiting, uses its prefix, frees and forgets that too.
+        """
         self.free_pages(draft)
         prefix = _get_prefix(draft)
         prefix.num_users -= 1
@@ -42,7 +48,8 @@ class PageLedger:
     def reserve(self, draft: NativeDraft) -> bool:
         """Takes pages for the draft, and for its prefix if that has none. Takes none if they do not suffice.
 
-        Returns whether they sufficed. May free prefixes that only waiting drafts use.
+        Returns whether they sufficed. May free the pages of prefixes that only waiting drafts use. A prefix that gets
+        pages here is added to `uncomputed`; the caller must compute it.
         """
         if not self.has_room_for(draft):
             return False
@@ -59,8 +66,8 @@ class PageLedger:
     def has_room_for(self, draft: NativeDraft) -> bool:
         """Returns whether enough pages are free for `draft`, and for its prefix if that has no pages.
 
-        If not at first, frees the prefixes that only waiting drafts use, never the one of `draft` itself. Takes no
-        pages.
+        If not at first, frees the pages of all prefixes that only waiting drafts use, never of that of `draft` itself.
+        Takes no pages. A prefix without pages needs a free entry of the table too.
         """
         if self._has_free_pages(draft):
             return True
@@ -72,7 +79,10 @@ class PageLedger:
         return self._has_free_pages(draft)
 
     def _has_free_pages(self, draft: NativeDraft) -> bool:
-        """Returns whether enough pages are free right now for the draft, and for its prefix if that has no pages."""
+        """Returns whether enough pages are free right now for the draft, and for its prefix if that has no pages.
+
+        Such a prefix needs a free entry of the table too. Changes nothing.
+        """
         assert self.arena is not None
         prefix, need = _get_prefix(draft), count_own_pages(draft)
         if not _needs_pages(prefix):
@@ -85,7 +95,7 @@ class PageLedger:
         return self.running[draft.request.id][1]
 
     def free_pages(self, draft: NativeDraft) -> None:
-        """Frees the draft's own pages, if it has any. Those of its prefix stay."""
+        """Frees the draft's own pages, if it has any, and no longer counts it as running. Those of its prefix stay."""
         # A waiting draft has no pages.
         _, pages = self.running.pop(draft.request.id, (draft, []))
         # Without an arena the pages are gone already.
@@ -109,7 +119,10 @@ class PageLedger:
         self.uncomputed.clear()
 
     def _free_prefix(self, prefix: PagedPrefix) -> None:
-        """Frees the pages and the table entry of a prefix, if it has any. The prefix itself stays known."""
+        """Frees the pages and the table entry of a prefix, if it has any. The prefix itself stays known.
+
+        Does nothing if there is no arena.
+        """
         if prefix.entry >= 0 and self.arena is not None:
             self.arena.return_pages(prefix.pages)
             self.tables.free_entries.append(prefix.entry)

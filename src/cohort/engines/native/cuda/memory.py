@@ -24,8 +24,9 @@ def divide_memory(free: int, c: ModelConfig, width: int, slots: int, longest: in
     """Returns how much of `free` bytes of GPU memory KV gets, and how many tokens a prefill may compute at once.
 
     `c` is the model, `width` the bytes per number, `slots` the most rows of a decode step. `longest` is the number of
-    tokens of the longest waiting prompt, which must be computed in one forward. Where memory is short, prompts are
-    computed in smaller parts before KV gets too little.
+    tokens of the longest waiting prompt, which must be computed in one forward. A prefill gets MAX_PREFILL_TOKENS, or
+    fewer where memory is short, but at least MIN_PREFILL_TOKENS and `longest`. KV gets what then is left of the usable
+    memory (USABLE_SHARE), maybe 0 bytes.
 
     A 7B model sampled on a card of 24 GiB, where 5.2 are left beside it, or 100:
 

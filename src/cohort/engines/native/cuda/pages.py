@@ -82,7 +82,10 @@ class PageTables:
         return [pages + [0] * (width - len(pages)) for pages in lists]
 
     def set_own_pages(self, first: int, lists: list[list[int]]) -> None:
-        """Writes the pages of own tokens into the device table: one list per row, from row `first` on."""
+        """Writes the pages of own tokens into the device table: one list per row, from row `first` on.
+
+        The rest of each row becomes 0.
+        """
         rows = self._pad_lists(lists, self.own.shape[1])
         self.own[first : first + len(lists)] = copy_to_device(rows, self.device, torch.int32)
 

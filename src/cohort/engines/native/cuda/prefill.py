@@ -41,8 +41,9 @@ class TokenRun:
 def prefill(decoder: Decoder, arena: PageArena, angles: Angles, runs: list[TokenRun], max_tokens: int) -> None:
     """Computes the KV of all runs (known tokens after a prefix, or after nothing) and stores it in their pages.
 
-    Several runs of similar length share a forward of at most `max_tokens` tokens, padding included. A longer run has a
-    forward of its own. `angles` holds cosine and sine of the rotation for every position.
+    The KV of the prefixes must be stored already. Several runs of similar length share a forward of at most
+    `max_tokens` tokens, padding included. A longer run has a forward of its own; runs without tokens are skipped.
+    `angles` holds cosine and sine of the rotation for every position.
     """
     # Runs without a prefix are at the front, and in both kinds the longest at the end.
     runs = sorted((r for r in runs if r.tokens), key=lambda r: (r.num_before > 0, len(r.tokens), r.num_before))

@@ -104,10 +104,11 @@ def rotate_and_store(
 ) -> tuple[Tensor, Tensor]:
     """Rotates queries and keys of qkv [T, K, g + 2, D] by their positions and stores keys and values in pages.
 
-    Returns the rotated queries [T, K, g, D] and, with `keep`, the rotated keys [T, K, D] (else an empty tensor).
-    `positions` [T] are in the sequence, `places` [T] are page * PAGE + offset in the page. `norms` is (query norm, key
-    norm, eps) for models with qk-norm, applied before the rotation, else None. `pages` is keys and values of the layer.
-    The kernel launched just before may write qkv, but not positions, places and angles: these are read early.
+    Returns the rotated queries [T, K, g, D] and, with `keep`, the rotated keys [T, K, D] (else an empty tensor); qkv
+    does not change. `positions` [T] are in the sequence, `places` [T] are page * PAGE + offset in the page. `norms` is
+    (query norm, key norm, eps) for models with qk-norm, applied before the rotation, else None. `pages` is keys and
+    values of the layer. The kernel launched just before may write qkv, but not positions, places and angles: these are
+    read early.
     """
     T, K, heads, D = qkv.shape
     g = heads - 2

@@ -56,7 +56,10 @@ def run_decoder_fused(decoder: Decoder, tokens: Tensor, attend: FusedAttend) -> 
 
 
 def get_qk_norms(layer: Layer) -> tuple[Tensor, Tensor, float] | None:
-    """Returns (norm weights of queries, norm weights of keys, eps) of a layer. None for models without qk-norm."""
+    """Returns (norm weights of queries, norm weights of keys, eps) of a layer. None for models without qk-norm.
+
+    The eps of the query norm stands for both.
+    """
     if layer.q_norm is None or layer.k_norm is None:
         return None
     return layer.q_norm.weight, layer.k_norm.weight, layer.q_norm.eps
@@ -100,9 +103,9 @@ class DecodeState:
         self.angles = Angles(cos=cos.reshape(max_context, -1), sin=sin.reshape(max_context, -1))
 
     def move_rows(self, source: list[int], target: list[int]) -> None:
-        """Copies the state of the source rows over the target rows, pair by pair.
+        """Copies the state (slots, `done`, own pages) of the source rows over the target rows, pair by pair.
 
-        KV stays in place, because rows refer to it by page.
+        KV stays in place, because rows refer to it by page. The tiles do not change: they must be planned again.
         """
         if source:
             self.slots.move_slots(source, target)
@@ -111,7 +114,10 @@ class DecodeState:
             self.tables.own[new] = self.tables.own[old]
 
     def list_addresses(self) -> tuple[int, ...]:
-        """Returns the memory addresses of the buffers. Captured graphs are valid only while these do not change."""
+        """Returns the memory addresses of `done` and of the buffers of slots and page tables.
+
+        Captured graphs are valid only while these do not change. The other buffers are never replaced.
+        """
         s, t = self.slots, self.tables
         held = (
             *(s.ints, s.reals, s.stop_ids, s.tokens, s.logprobs, s.kept_mass),
@@ -124,7 +130,7 @@ def make_step(decoder: Decoder, state: DecodeState, arena: PageArena, variant: S
     """Returns a function that runs one decode step: it computes, draws and records one token per row.
 
     It works on the first `variant.rows` rows of `state`, where the tokens go, and stores KV in the arena. Rows that are
-    done are computed too; their results are not stored.
+    done are computed too, but their tokens are not recorded and their KV goes to page 0.
     """
     B = variant.rows
     slots, c = state.slots, decoder.config
@@ -181,8 +187,9 @@ def make_step(decoder: Decoder, state: DecodeState, arena: PageArena, variant: S
 def choose_prefix_splits(tiles: int, K: int, longest: int) -> int:
     """Returns how many programs share the keys of a prefix: more if there are few tiles, or long prefixes.
 
-    `tiles` x K (KV heads) programs run without splits; `longest` is the number of tokens of the longest prefix. The
-    programs run beside those of the rows' own tokens, so they need not fill the device alone.
+    It is between 1 and MAX_PREFIX_SPLITS. `tiles` x K (KV heads) programs run without splits; `longest` is the number
+    of tokens of the longest prefix. The programs run beside those of the rows' own tokens, so they need not fill the
+    device alone.
 
     >>> [choose_prefix_splits(64, 2, 256), choose_prefix_splits(64, 2, 1024), choose_prefix_splits(8, 2, 256)]
     [1, 2, 4]
@@ -193,7 +200,7 @@ def choose_prefix_splits(tiles: int, K: int, longest: int) -> int:
 def choose_tile_size(g: int, most_siblings: int) -> int:
     """Returns the number of queries that read a prefix together, a power of two.
 
-    It is enough for the largest group (`most_siblings` rows with g queries each), within MAX_TILE, and at least 16,
-    which is what a matrix unit takes.
+    It is enough for the largest group (`most_siblings` rows with g queries each), but at most MAX_TILE, or what one row
+    needs if that is more. It is at least 16, which is what a matrix unit takes.
     """
     return max(16, min(max(MAX_TILE, next_power_of_two(g)), next_power_of_two(g * most_siblings)))

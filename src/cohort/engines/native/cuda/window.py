@@ -38,7 +38,10 @@ class WindowTimer:
         self._record_event(2)
 
     def wait_for_results(self) -> float:
-        """Waits until the copies to the host are complete. Returns the seconds that the steps took on the device."""
+        """Waits until the copies to the host are complete. Returns the seconds that the steps took on the device.
+
+        On a CPU there is nothing to wait for: the seconds are those until `mark_work_queued`.
+        """
         if self.events:
             self.events[2].synchronize()
             self.seconds = self.events[0].elapsed_time(self.events[1]) / 1000
@@ -75,6 +78,7 @@ class HostCopies:
         """Starts copying the results of the first `rows` slots to the host and does not wait.
 
         Returns the host buffers, which are filled later: number of tokens, tokens, log-probabilities and kept mass.
+        Kept mass is copied only if some row truncates. Buffer rows from `rows` on are not filled.
         """
         pinned = self.slots.device.type == "cuda"
         buffers = (
@@ -91,8 +95,8 @@ class HostCopies:
     def read(self, window: Window) -> tuple[list[int], list[list[int]], list[list[float]], list[list[float]]]:
         """Returns the results of a finished window: number of tokens, tokens, log-probabilities and kept mass per row.
 
-        Only the first `number of tokens` items of a row are valid. Kept mass is [] if no row truncates. The window's
-        host buffers become free for the next copy.
+        The caller must have waited for the copies. Only the first `number of tokens` items of a row are valid. Kept
+        mass is [] for every row if no running draft truncates. The window's host buffers become free for the next copy.
         """
         n, (filled, tokens, logprobs, kept) = len(window.rows), window.results
         # Buffers may be reused at once: `tolist` below copies before the next window is launched.

@@ -27,17 +27,17 @@ _JOINED_WORDS = re.compile(
 
 
 def is_english_capitals(text: str) -> bool:
-    """Returns whether the text is all in capitals, and in English or in no language that can be detected.
+    """Returns whether all letters of the text are capitals and langdetect finds English, or no language, in it.
 
-    A text without letters is not in capitals.
+    A text without letters is not in capitals. Short English texts may be taken for another language.
     """
     return text.isupper() and detect_language(text) in ("en", None)
 
 
 def is_english_lowercase(text: str) -> bool:
-    """Returns whether the text is all in small letters, and in English or in no language that can be detected.
+    """Returns whether all letters of the text are small and langdetect finds English, or no language, in it.
 
-    A text without letters is not in small letters.
+    A text without letters is not in small letters. Short English texts may be taken for another language.
     """
     return text.islower() and detect_language(text) in ("en", None)
 
@@ -51,7 +51,9 @@ def has_capital_word_count(text: str, *, capital_relation: Relation, capital_fre
 
 
 def count_capital_words(text: str) -> int:
-    """Returns how many words of a text have only capital letters. A contraction such as "DON'T" is two words.
+    """Returns how many words of a text have capital letters and no small ones, such as "I", "NASA" and "B-52".
+
+    A contraction such as "DON'T" is two words, and so is "CANNOT".
 
     >>> count_capital_words("I DON'T KNOW, said NASA's chief.")
     5
@@ -60,7 +62,10 @@ def count_capital_words(text: str) -> int:
 
 
 def _count_capitals_in_word(word: str) -> int:
-    """Returns how many parts of a word are in capitals: 2 for "DON'T", whose parts are DO and N'T."""
+    """Returns how many parts of a word are in capitals: 2 for "DON'T", whose parts are DO and N'T.
+
+    Most words are a single part.
+    """
     if not word or word.islower():
         return 0
     parts = []

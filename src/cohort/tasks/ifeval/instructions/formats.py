@@ -19,7 +19,7 @@ _POSTSCRIPT_PATTERNS = {"P.S.": r"p\.\s?s\.", "P.P.S": r"p\.\s?p\.\s?s"}
 def has_placeholders(text: str, *, num_placeholders: int) -> bool:
     """Returns whether there are at least `num_placeholders` pairs of square brackets, each pair within a line.
 
-    The text between the brackets does not matter.
+    The text between the brackets does not matter and may be missing.
     """
     return sum(map(_count_bracket_pairs, text.split("\n"))) >= num_placeholders
 
@@ -33,9 +33,11 @@ def _count_bracket_pairs(line: str) -> int:
 
 
 def has_bullet_count(text: str, *, num_bullets: int) -> bool:
-    """Returns whether exactly `num_bullets` lines begin with one asterisk or with a hyphen.
+    """Returns whether exactly `num_bullets` lines begin with one asterisk or with a hyphen, perhaps after spaces.
 
-    An asterisk alone in its line takes the next line as its text, as in the reference checker.
+    No space is needed after the mark: "--" begins with a hyphen too, but "**" is no bullet. An asterisk alone in its
+    line takes the next line as its text, so that an asterisk there does not count, as in the reference checker; alone
+    in the last line it does not count itself.
     """
     num_stars = num_hyphens = 0
     # whether the line before is a lone asterisk, so that this line is its text and no bullet of its own
@@ -54,7 +56,7 @@ def has_bullet_count(text: str, *, num_bullets: int) -> bool:
 def has_highlights(text: str, *, num_highlights: int) -> bool:
     """Returns whether at least `num_highlights` passages stand between asterisks, as in *this*, each within a line.
 
-    Passages in double asterisks, as in **this**, count too.
+    Passages in double asterisks, as in **this**, count too; blank ones do not.
     """
     highlights = [*_HIGHLIGHT.finditer(text), *_DOUBLE_HIGHLIGHT.finditer(text)]
     return sum(1 for highlight in highlights if highlight[1].strip()) >= num_highlights
@@ -63,14 +65,14 @@ def has_highlights(text: str, *, num_highlights: int) -> bool:
 def has_sections(text: str, *, section_spliter: str, num_sections: int) -> bool:
     """Returns whether there are at least `num_sections` headings: `section_spliter` and a number, as in "Section 1".
 
-    Upper and lower case differ.
+    They may stand anywhere in the text. Upper and lower case differ. At most one space is allowed before the number.
     """
     marks = re.finditer(re.escape(section_spliter.strip()) + r"\s?\d+", text)
     return sum(1 for _ in marks) >= num_sections
 
 
 def has_title(text: str) -> bool:
-    """Returns whether some line has a title in double angle brackets, as in <<title>>."""
+    """Returns whether some line has a title in double angle brackets, as in <<title>>; a blank one does not count."""
     return any(map(_has_title_in_line, text.split("\n")))
 
 
@@ -83,6 +85,8 @@ def _has_title_in_line(line: str) -> bool:
 
 def is_json(text: str) -> bool:
     """Returns whether the whole answer is JSON, perhaps inside a Markdown fence.
+
+    Any JSON value is accepted, also a bare number.
 
     >>> is_json('```json\\n{"a": 1}\\n```'), is_json('Here you are: {"a": 1}')
     (True, False)
@@ -105,7 +109,7 @@ def has_option(text: str) -> bool:
 def has_postscript(text: str, *, postscript_marker: str) -> bool:
     """Returns whether the text contains `postscript_marker`, such as "P.S.", anywhere and in upper or lower case.
 
-    "P.S." and "P.P.S" may have a space after each full stop.
+    In "P.S." and "P.P.S" one space may stand before each letter after the first.
     """
     marker = postscript_marker.strip()
     return re.search(_POSTSCRIPT_PATTERNS.get(marker) or re.escape(marker.lower()), text.lower()) is not None

@@ -9,7 +9,9 @@ def has_no_comma(text: str) -> bool:
 
 
 def is_quoted(text: str) -> bool:
-    """Returns whether the whole answer stands between double quotation marks.
+    """Returns whether the answer begins and ends with a double quotation mark, apart from spaces around it.
+
+    Other quotation marks inside it do not matter.
 
     >>> is_quoted(' "Yes." '), is_quoted('"')
     (True, False)
@@ -19,7 +21,10 @@ def is_quoted(text: str) -> bool:
 
 
 def ends_with_phrase(text: str, *, end_phrase: str) -> bool:
-    """Returns whether the text ends with `end_phrase`, in upper or lower case; quotation marks may follow it."""
+    """Returns whether the text ends with `end_phrase`, in upper or lower case; quotation marks may follow it.
+
+    Spaces around the text and the phrase are ignored.
+    """
     return text.strip().strip('"').lower().endswith(end_phrase.strip().lower())
 
 
@@ -29,9 +34,9 @@ def begins_with_prompt(text: str, *, prompt_to_repeat: str) -> bool:
 
 
 def has_two_responses(text: str) -> bool:
-    """Returns whether the text is two different answers with six asterisks between them.
+    """Returns whether the text is two different answers, neither blank, with six asterisks between them.
 
-    Asterisks may also stand before the first answer and after the second.
+    Six asterisks may also stand before the first answer and after the second.
     """
     parts = [part.strip() for part in text.split("******")]
     filled = [part for part in parts if part]

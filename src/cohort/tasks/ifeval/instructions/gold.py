@@ -46,15 +46,18 @@ class Draft:
         return next(filter(self.is_allowed, _FILLER_WORDS), "")
 
     def write_sentences(self, num_sentences: int, stop: str) -> str:
-        """Returns `num_sentences` filling sentences without forbidden words, each followed by `stop`, such as ".".
+        """Returns `num_sentences` filling sentences in one line, each followed by `stop`, such as "."; "" for none.
 
-        If there are not enough sentences, they repeat from the first.
+        Words that are not allowed are left out of them. If there are not enough sentences, they repeat from the first.
         """
         chosen = (self.sentences[i % len(self.sentences)] for i in range(num_sentences))
         return " ".join(" ".join(filter(self.is_allowed, sentence.split())) + stop for sentence in chosen)
 
     def render(self, num_sentences: int, stop: str) -> str:
-        """Returns the finished text, with `num_sentences` sentences in its first block. Each ends with `stop`."""
+        """Returns the finished text, with `num_sentences` sentences in its first block and one in every other block.
+
+        Each sentence ends with `stop`. The draft itself does not change.
+        """
         blocks = [
             [self.openings.get(i, ""), self.write_sentences(1, stop) or self.allowed_word]
             for i in range(self.num_blocks)
@@ -70,7 +73,7 @@ class Draft:
 def write_text(names: Sequence[str], arguments: Sequence[Arguments]) -> str | None:
     """Returns a text that strictly follows all named instructions; None if the search finds none.
 
-    The `arguments` are those of the instructions, in the same order.
+    The `arguments` are those of the instructions, in the same order. Raises ValueError for an unknown name.
 
     >>> write_text(["startend:quotation", "keywords:existence"], [{}, {"keywords": ["owl"]}])
     '"The day is bright and the road is long.\\nowl"'
@@ -85,7 +88,10 @@ def write_text(names: Sequence[str], arguments: Sequence[Arguments]) -> str | No
 
 
 def _propose_sentence_counts() -> Iterator[int]:
-    """Yields numbers of sentences to try: 1, 0, 2, 3 and so on with growing steps, up to about _MAX_SENTENCES."""
+    """Yields numbers of sentences to try: 1, 0, 2, 3 and so on, up to about _MAX_SENTENCES.
+
+    From 12 on, the steps grow.
+    """
     count = 1
     yield from (1, 0)
     while count < _MAX_SENTENCES:
@@ -97,7 +103,7 @@ def _propose_sentence_counts() -> Iterator[int]:
 
 
 def _avoid_forbidden_words(draft: Draft, *, forbidden_words: Sequence[str]) -> None:
-    """Makes the draft leave the words out of all filling text."""
+    """Makes the draft leave every word that contains one of `forbidden_words` out of all filling text."""
     draft.forbidden_parts += forbidden_words
 
 
@@ -138,12 +144,15 @@ def _put_in_quotation_marks(draft: Draft) -> None:
 
 
 def _wrap_in_json(draft: Draft) -> None:
-    """Makes the draft turn its finished text into JSON: an object, in one line, with the text as its only value."""
+    """Makes the draft turn its finished text into JSON: an object, in one line, with the text as its only value.
+
+    Line breaks in the text become spaces.
+    """
     draft.transforms.append(lambda text: json.dumps({draft.allowed_word: text.replace("\n", " ")}, ensure_ascii=False))
 
 
 def _use_language(draft: Draft, *, language: str) -> None:
-    """Fills the draft with a sentence of the language (a code such as "de"), if PHRASES has one."""
+    """Fills the draft with one sentence of the language (a code such as "de"); does nothing if PHRASES has none."""
     if language in PHRASES:
         draft.sentences = (PHRASES[language].sentence,)
 
@@ -172,7 +181,7 @@ def _add_placeholders(draft: Draft, *, num_placeholders: int) -> None:
 
 
 def _add_highlights(draft: Draft, *, num_highlights: int) -> None:
-    """Adds a line to the draft with `num_highlights` words between asterisks."""
+    """Adds a line to the draft with `num_highlights` words between asterisks, each after a plain word."""
     draft.lines.append(" ".join([f"{draft.allowed_word} *{draft.allowed_word}*"] * num_highlights))
 
 
@@ -192,26 +201,26 @@ def _add_sections(draft: Draft, *, section_spliter: str, num_sections: int) -> N
 
 
 def _add_bullets(draft: Draft, *, num_bullets: int) -> None:
-    """Adds `num_bullets` bullet points to the draft."""
+    """Adds `num_bullets` bullet points to the draft, each a line that begins with a hyphen."""
     draft.lines += [f"- {draft.allowed_word}"] * num_bullets
 
 
 def _divide_into_paragraphs(draft: Draft, *, num_paragraphs: int) -> None:
-    """Divides the draft into `num_paragraphs` paragraphs with three asterisks between them."""
+    """Divides the draft into `num_paragraphs` paragraphs, at least one, with a line of three asterisks between them."""
     draft.num_blocks, draft.separator = max(1, num_paragraphs), "\n***\n"
 
 
 def _divide_and_set_first_word(draft: Draft, *, num_paragraphs: int, nth_paragraph: int, first_word: str) -> None:
-    """Divides the draft into paragraphs with empty lines between them.
+    """Divides the draft into `num_paragraphs` paragraphs with empty lines between them.
 
-    Paragraph `nth_paragraph` begins with `first_word`.
+    Paragraph `nth_paragraph`, counted from 1, begins with `first_word`.
     """
     draft.num_blocks, draft.separator = num_paragraphs, "\n\n"
     draft.openings[nth_paragraph - 1] = first_word
 
 
 def _divide_into_two_responses(draft: Draft) -> None:
-    """Divides the draft into two different responses with six asterisks between them."""
+    """Divides the draft into two different responses with a line of six asterisks between them."""
     draft.num_blocks, draft.separator = 2, "\n******\n"
     draft.openings[1] = draft.allowed_word
 
@@ -222,7 +231,7 @@ def _begin_with_prompt(draft: Draft, *, prompt_to_repeat: str) -> None:
 
 
 def _add_postscript(draft: Draft, *, postscript_marker: str) -> None:
-    """Adds a line with `postscript_marker` and a word after the last block of the draft."""
+    """Adds a line with `postscript_marker` and a word to the end of the last block of the draft."""
     draft.final_lines.append(f"{postscript_marker} {draft.allowed_word}")
 
 

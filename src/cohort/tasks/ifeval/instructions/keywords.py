@@ -30,7 +30,7 @@ def has_keywords(text: str, *, keywords: Sequence[str]) -> bool:
 def has_keyword_count(text: str, *, keyword: str, relation: Relation, frequency: int) -> bool:
     """Returns whether the keyword occurs "at least" or "less than" (`relation`) `frequency` times.
 
-    Upper and lower case are the same, and the keyword also counts inside other words.
+    Upper and lower case are the same, the keyword also counts inside other words, and spaces around it are ignored.
     """
     matches = re.finditer(re.escape(keyword.strip()), text, re.IGNORECASE)
     return satisfies_bound(sum(1 for _ in matches), relation, frequency)

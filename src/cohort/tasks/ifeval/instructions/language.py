@@ -19,7 +19,7 @@ MAX_CHARS = 20_000
 
 
 def require_langdetect() -> None:
-    """Raises TaskError if the package langdetect is not installed.
+    """Raises TaskError if the package langdetect is not installed; otherwise loads its language profiles.
 
     Called before a run, which would otherwise fail midway.
     """
@@ -27,9 +27,10 @@ def require_langdetect() -> None:
 
 
 def is_in_language(text: str, *, language: str) -> bool:
-    """Returns whether the answer as a whole is in the language, given as a code such as "de".
+    """Returns whether langdetect takes the text for the language, given as a code such as "de".
 
-    The result is also True for a text that has no language, for example only digits, as in the reference checker.
+    Only the most probable language of the first MAX_CHARS characters counts. The result is also True for a text that
+    has no language, for example only digits, as in the reference checker.
     """
     return detect_language(text) in (language, None)
 
@@ -37,7 +38,8 @@ def is_in_language(text: str, *, language: str) -> bool:
 def detect_language(text: str) -> str | None:
     """Returns the code of the text's most probable language, such as "en"; None if none can be detected.
 
-    Equal texts get equal results.
+    Only the first MAX_CHARS characters are read. Equal texts get equal results. Raises ImportError if langdetect is not
+    installed.
     """
     from langdetect import LangDetectException
 
@@ -51,9 +53,9 @@ def detect_language(text: str) -> str | None:
 
 @cache
 def _load_detector_factory() -> Any:
-    """Returns langdetect's factory of detectors with all language profiles loaded, once per process.
+    """Returns langdetect's factory of detectors with all language profiles loaded and a fixed seed.
 
-    Raises TaskError if langdetect is not installed.
+    It is made once per process. Raises TaskError if langdetect is not installed.
     """
     try:
         from langdetect.detector_factory import PROFILES_DIRECTORY, DetectorFactory

@@ -20,14 +20,18 @@ def has_word_count(text: str, *, relation: Relation, num_words: int) -> bool:
 
 
 def has_sentence_count(text: str, *, relation: Relation, num_sentences: int) -> bool:
-    """Returns whether the text has "at least" or "less than" (`relation`) `num_sentences` sentences."""
+    """Returns whether the text has "at least" or "less than" (`relation`) `num_sentences` sentences.
+
+    `count_sentences` counts them.
+    """
     return satisfies_bound(count_sentences(text), relation, num_sentences)
 
 
 def has_paragraph_count(text: str, *, num_paragraphs: int) -> bool:
     """Returns whether the text is exactly `num_paragraphs` paragraphs with three asterisks between them.
 
-    An empty first or last paragraph does not count. Any other empty paragraph makes the result False.
+    Empty lines do not divide it. An empty first or last paragraph does not count. Any other empty paragraph makes the
+    result False.
 
     >>> has_paragraph_count("one ***\\ntwo", num_paragraphs=2)
     True
@@ -40,8 +44,9 @@ def has_paragraph_count(text: str, *, num_paragraphs: int) -> bool:
 def has_first_word_in_paragraph(text: str, *, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
     """Returns whether the text has `num_paragraphs` paragraphs and number `nth_paragraph` begins with `first_word`.
 
-    Empty lines separate paragraphs. Upper and lower case are the same. As in the reference checker, empty paragraphs
-    count for the place of the nth paragraph, but not for the number of paragraphs.
+    Empty lines separate paragraphs. Upper and lower case are the same. Quotation marks before the word are ignored, and
+    it ends at a space or one of . , ? ! ' ". As in the reference checker, empty paragraphs count for the place of the
+    nth paragraph, but not for the number of paragraphs.
     """
     paragraphs = [part.split(maxsplit=1) for part in text.split("\n\n")]
     num_filled = sum(map(bool, paragraphs))

@@ -108,7 +108,8 @@ _ARGUMENT_RULES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
 def read_arguments(name: Any, kwargs: Any) -> Arguments:
     """Checks the arguments that a row gives the instruction `name`, and returns them without those that are None.
 
-    Raises ValueError for an unknown instruction, and for arguments that are missing, unknown or of the wrong kind.
+    They are in the order of the instruction's own list. Raises ValueError for an unknown instruction, for arguments
+    that are missing, unknown or of the wrong kind, and for an nth paragraph that is not among the paragraphs.
 
     >>> read_arguments("length_constraints:number_words", {"relation": "at least", "num_words": 5, "letter": None})
     {'relation': 'at least', 'num_words': 5}

@@ -55,7 +55,11 @@ _HEADINGS = _make_word_set(
 
 
 def count_sentences(text: str) -> int:
-    """Returns the number of sentences in a text. Text after the last full stop or other end counts as one more.
+    """Returns the number of sentences in a text by the rules of the Punkt splitter; 0 for a blank text.
+
+    Text after the last end counts as one more. Only a short fixed list of English abbreviations such as "Mr." and
+    "p.m." is known: after any other, as in "e.g. this" or "etc. was", a sentence ends. So does it after the number in
+    "1. This", and after a known abbreviation before "The" and similar words. A full stop inside "3.5" ends nothing.
 
     >>> count_sentences("Mr. Smith came at 5 p.m. on Monday. Did he stay? No!")
     3
@@ -74,7 +78,11 @@ def count_sentences(text: str) -> int:
 
 
 def _ends_sentence(text: str, position: int) -> bool:
-    """Returns whether the mark (full stop, "?" or "!") at `position` ends a sentence. A mark or word must follow it."""
+    """Returns whether the mark (full stop, "?" or "!") at `position` ends a sentence. A mark or word must follow it.
+
+    "?" and "!" always do, and so does a full stop, unless it belongs to an ellipsis, a single letter, a known
+    abbreviation or a number: then the next word decides.
+    """
     # Question and exclamation marks always end one; the rest is about full stops.
     if text[position] != ".":
         return True

@@ -20,9 +20,10 @@ class InstructionResults:
 
 
 def check_instructions(names: Sequence[str], arguments: Sequence[Arguments], text: str) -> InstructionResults:
-    """Returns which instructions of a row a text follows, strictly and loosely. An empty text follows none.
+    """Returns which instructions of a row a text follows, strictly and loosely. A blank text follows none.
 
-    `names` are the instructions and `arguments` their arguments, in the same order.
+    `names` are the instructions and `arguments` their arguments, in the same order. An instruction is followed loosely
+    if the text, or the text without its asterisks, its first line or its last line, follows it.
 
     >>> check_instructions(["punctuation:no_comma", "startend:quotation"], [{}, {}], 'Sure:\\n"Yes"')
     InstructionResults(strict=(True, False), loose=(True, True))
@@ -41,7 +42,7 @@ def check_instructions(names: Sequence[str], arguments: Sequence[Arguments], tex
 def _make_loose_variants(text: str) -> Iterator[str]:
     """Yields variants of a text: without its asterisks, its first line, its last line, and all combinations of these.
 
-    Leaves out blank variants, repeated ones and the text itself.
+    Variants without a line have no spaces around them. Leaves out blank variants, repeated ones and the text itself.
     """
     _, _, no_first = text.partition("\n")
     no_last, _, _ = text.rpartition("\n")
