@@ -1,9 +1,17 @@
-"""Small stand-ins for the public files that tasks read."""
+"""Small stand-ins for the public files that tasks read, and rows that are made once."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cohort.tasks import base
+from cohort.tasks.base import Task
+from cohort.types import Row
+
+if TYPE_CHECKING:
+    import pytest
 
 # Rows as their public files have them, made up here.
 ROWS = {
@@ -45,3 +53,21 @@ def write_rows(folder: Path) -> Path:
     for name, rows in ROWS.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
+
+
+_made: dict[tuple[type, str, str], list[Row]] = {}
+
+
+def rows_made_once(task: Task, split: str) -> list[Row]:
+    """`load_rows`, where COHORT_DATA names the files written here: equal tasks have equal rows, and many recipes share
+    a task of ten thousand."""
+    key = type(task), repr(task), split
+    if key not in _made:
+        _made[key] = base.load_rows(task, split)
+    return list(_made[key])
+
+
+def use_written_rows(folder: Path, patch: pytest.MonkeyPatch) -> None:
+    """Tasks read the files written into the folder, and a stream gets its rows from `rows_made_once`."""
+    patch.setenv("COHORT_DATA", str(write_rows(folder)))
+    patch.setattr("cohort.tasks.stream.load_rows", rows_made_once)

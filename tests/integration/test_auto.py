@@ -21,6 +21,7 @@ from tests.foreign import folder_of
 from tests.real_run import SMALL, cohort, differences, only_run, remains
 from tests.runs import preserved, small_run
 from tests.strike import Strike
+from tests.strike_server import shared_server
 
 # Random weights find no answer to a sum, but half of what they write is of even length.
 RECIPE = """
@@ -69,6 +70,7 @@ def settings(model: Path) -> list[str]:
 @pytest.fixture(scope="module")
 def undisturbed(recipe: str, settings: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("auto")
+    shared_server().prepare("transformers.models.gpt_neo.modeling_gpt_neo")
     done = cohort("train", recipe, *settings, at=folder)
     assert done.returncode == 0, done.stderr
     run = only_run(folder)
