@@ -16,7 +16,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -75,13 +75,13 @@ class StrikeServer:
         """Import more, for commands that would each do so."""
         self._ask({"import": modules}, f"import {modules}")
 
-    def _ask(self, request: dict[str, object], what: str) -> dict[str, Any]:
+    def _ask(self, request: Mapping[str, object], what: str) -> dict[str, Any]:
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
         ready, _, _ = select.select([self._process.stdout], [], [], PATIENCE)
         assert ready, f"{what} has not ended within {PATIENCE} s"
-        return json.loads(self._process.stdout.readline())  # type: ignore[no-any-return]
+        return json.loads(self._process.stdout.readline())
 
 
 @cache
