@@ -1,9 +1,17 @@
-"""Small made-up files in place of the public data sets that tasks read."""
+"""Small made-up files in place of the public data sets that tasks read, and rows that are made once."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cohort.tasks import base
+from cohort.tasks.base import Task
+from cohort.types import Row
+
+if TYPE_CHECKING:
+    import pytest
 
 # By name of the file: rows in the format of the public file.
 ROWS = {
@@ -45,3 +53,23 @@ def write_rows(folder: Path) -> Path:
     for name, rows in ROWS.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
+
+
+_made: dict[tuple[type, str, str], list[Row]] = {}
+
+
+def rows_made_once(task: Task, split: str) -> list[Row]:
+    """Returns what `load_rows` returns, from a cache: many recipes share a task of ten thousand rows.
+
+    COHORT_DATA must name the files written here, so that equal tasks have equal rows.
+    """
+    key = type(task), repr(task), split
+    if key not in _made:
+        _made[key] = base.load_rows(task, split)
+    return list(_made[key])
+
+
+def use_written_rows(folder: Path, patch: pytest.MonkeyPatch) -> None:
+    """Writes all files to `folder`, makes tasks read them, and makes prompt streams use `rows_made_once`."""
+    patch.setenv("COHORT_DATA", str(write_rows(folder)))
+    patch.setattr("cohort.tasks.stream.load_rows", rows_made_once)

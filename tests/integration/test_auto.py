@@ -19,6 +19,7 @@ from cohort.tasks.stream import TaskStream
 from cohort.text import Tokenizer
 from tests.helpers.command_line import SMALL, cohort, differences, next_args, only_run, remains
 from tests.helpers.foreign_models import write_foreign_folder
+from tests.helpers.fork_server import shared_server
 from tests.helpers.small_runs import keep_torch_settings, small_run
 from tests.helpers.struck_command import Strike
 
@@ -69,6 +70,7 @@ def settings(model: Path) -> list[str]:
 @pytest.fixture(scope="module")
 def undisturbed(recipe: str, settings: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("auto")
+    shared_server().prepare("transformers.models.gpt_neo.modeling_gpt_neo")
     done = cohort("train", recipe, *settings, at=folder)
     assert done.returncode == 0, done.stderr
     run = only_run(folder)

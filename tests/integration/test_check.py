@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from cohort.check.findings import Finding
+from cohort.check.run import check
 
 from cohort.cli.check import run
 from cohort.config.kinds import RL
 from cohort.errors import ConfigError
 from cohort.recipes import RECIPES
-from tests.helpers.data_rows import write_rows
+from tests.helpers.data_rows import use_written_rows
 from tests.helpers.small_runs import keep_torch_settings
 
 SMALL = shlex.split("--threads 1 --batch.prompts 2 --batch.samples 4 --eval.problems 8 --sampling.max-tokens 24")
@@ -77,7 +80,7 @@ def different_recipes() -> list[str]:
 def test_no_built_in_recipe_fails_a_check(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("COHORT_DATA", str(write_rows(tmp_path)))
+    use_written_rows(tmp_path, monkeypatch)
     run([name, "--model", "tiny", *SMALL, "--json"])
     found = json.loads(capsys.readouterr().out)
     assert found["ok"] and found["recipe"] == name and len(found["findings"]) == 30
@@ -87,8 +90,19 @@ def test_no_built_in_recipe_fails_a_check(
     assert {f["name"] for f in found["findings"] if f["status"] == "warn"} <= usual
 
 
-def test_a_broken_task_ends_with_exit_code_1_and_its_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_broken_task_ends_with_exit_code_1_and_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Checked once, told in both forms."""
     (tmp_path / "pasted.py").write_text(OWN)
+    known: list[Finding] = []
+
+    def checked(config: RL, progress: Callable[[str], None]) -> Iterator[Finding]:
+        if not known:
+            known.extend(check(config, progress))
+        yield from known
+
+    monkeypatch.setattr("cohort.check.run.check", checked)
     for form in ([], ["--json"]):
         with pytest.raises(SystemExit) as ended:
             run([f"{tmp_path}/pasted.py:recipe", *form])

@@ -26,9 +26,9 @@ from tests.helpers.command_line import (
     only_run,
     remains,
     shared_reference,
-    start,
 )
 from tests.helpers.decoders_and_groups import plain_attention
+from tests.helpers.fork_server import shared_server
 from tests.helpers.struck_command import Strike
 
 BENCH = shlex.split("--repeats 1 --prompts 2 --samples 2 --prompt-tokens 16 --completion-tokens 8 --threads 1")
@@ -183,15 +183,14 @@ def test_ctrl_c_finishes_the_step_and_says_how_to_go_on(original: Path, tmp_path
 
 def test_a_second_ctrl_c_stops_at_once(original: Path, tmp_path: Path) -> None:
     strikes = [Strike(signal.SIGINT, "update", 2, 30), Strike(signal.SIGINT, "update", 2, 200)]
-    process = start(*next_args(tmp_path), at=tmp_path, orders=strikes)
-    out, err = process.communicate()
-    assert process.returncode == 130 and "Traceback" not in err
+    ended = shared_server().run(*next_args(tmp_path), at=tmp_path, orders=strikes)
+    assert ended.returncode == 130 and "Traceback" not in ended.stderr
     run = only_run(tmp_path)
     assert run is not None
-    assert f"stopped by KeyboardInterrupt; go on with: cohort resume runs/{run.name}" in out
-    assert "step 1/6" in out and "step 2/6" not in out
+    assert f"stopped by KeyboardInterrupt; go on with: cohort resume runs/{run.name}" in ended.stdout
+    assert "step 1/6" in ended.stdout and "step 2/6" not in ended.stdout
     assert not list((run / "checkpoints").iterdir())
-    assert no_worker_is_left(process.pid)
+    assert no_worker_is_left(ended.pid)
     assert cohort(*next_args(tmp_path), at=tmp_path).returncode == 0
     assert differences(remains(run), remains(original)) == []
 

@@ -114,9 +114,8 @@ def test_4_10_a_run_keeps_its_thread_count(tmp_path: Path) -> None:
     """`threads: 0` means all cores. A resume takes the number from the checkpoint, not from the machine."""
     kill = Strike(signal.SIGKILL, "update", 3, 1)
     settings = [setting for setting in SMALL if not setting.startswith(("--threads", "--steps"))]
-    process = start(*next_args(tmp_path, [*settings, "--steps=3"]), at=tmp_path, orders=[kill])
-    process.communicate()
-    assert process.returncode == -signal.SIGKILL
+    struck = cohort(*next_args(tmp_path, [*settings, "--steps=3"]), at=tmp_path, orders=[kill])
+    assert struck.returncode == -signal.SIGKILL
     run = only_run(tmp_path)
     assert run is not None
     state = run / "checkpoints" / "step-000002" / "state.json"

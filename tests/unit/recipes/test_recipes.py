@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
 
+from cohort.config import load
 from cohort.config.kinds import RL
-from cohort.config.load import dump_config, load_config, parse_config
+from cohort.config.load import dump_config, parse_config
 from cohort.config.schema import SingleTurn, ThinkAgain
 from cohort.jobs import build
 from cohort.learner.plan import MemoryDemand, plan_memory
@@ -18,20 +21,28 @@ from cohort.models.catalog import resolve_model
 from cohort.models.limits import count_layer_params
 from cohort.models.shapes import find_shape
 from cohort.recipes import RECIPES
-from cohort.tasks.base import grade, load_rows, make_plain_answer, run_self_check
+from cohort.tasks.base import grade, make_plain_answer, run_self_check
 from cohort.tasks.stream import TaskStream
 from cohort.text import Tokenizer
 from cohort.types import Provenance
-from tests.helpers.data_rows import write_rows
+from tests.helpers.data_rows import rows_made_once, use_written_rows
 
 DEVICE_GIB = 139.8  # an H200
 RESULTS = Path(__file__).resolve().parents[3] / "docs" / "results"
 ADAPTERS = {"gsm8k_7b_lora", "gsm8k_14b_lora", "gsm8k_again", "ifeval", "arithmetic"}
 
 
-@pytest.fixture(autouse=True)
-def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COHORT_DATA", str(write_rows(tmp_path)))
+@pytest.fixture(autouse=True, scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        use_written_rows(tmp_path_factory.mktemp("data"), patch)
+        yield
+
+
+@cache
+def load_config(name: str) -> RL:
+    """A recipe; its config cannot be changed, so all tests share it."""
+    return load.load_config(name)  # type: ignore[return-value]
 
 
 def shape_of(model: str) -> str:
@@ -58,7 +69,7 @@ def test_config_data_prompts_and_graders(name: str) -> None:
         assert (Provenance.FORCED in prompt.provenance) == (name.endswith("countdown") and name != "tiny_countdown")
         if task.name != "ifeval":  # some instructions are followed by any text
             assert grade(task, prompt.row, make_plain_answer("I do not know.")).parts[task.accuracy] == 0
-    best = [grade(task, row, make_plain_answer(task.gold(row))).parts for row in load_rows(task, "train")[:5]]
+    best = [grade(task, row, make_plain_answer(task.gold(row))).parts for row in rows_made_once(task, "train")[:5]]
     worth = [sum(config.reward.get(part, 1.0) * value for part, value in parts.items()) for parts in best]
     assert all(w >= 0.7 for w in worth), "a right answer is paid for; the tutor takes 0.5 from these short ones"
 

@@ -100,8 +100,7 @@ class IFEval:
     def rows(self, split: str) -> Iterator[Row]:
         """Returns an iterator over the rows of a split; those of "train" are generated unless train = keywords.
 
-        Raises TaskError if langdetect or the source of the rows is missing, and while they are read for a row that cannot
-        be used.
+        Raises TaskError if langdetect or the source of the rows is missing, and later for a row that cannot be used.
         """
         # Without this check, a missing package would end a run at its first answer.
         language.require_langdetect()
