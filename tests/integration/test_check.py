@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from cohort.check.findings import Finding
-from cohort.check.run import check
 
 from cohort.cli.check import run
 from cohort.config.kinds import RL
 from cohort.errors import ConfigError
+from cohort.inspect.check.findings import Finding
+from cohort.inspect.check.run import run_checks
 from cohort.recipes import RECIPES
 from tests.helpers.data_rows import use_written_rows
 from tests.helpers.small_runs import keep_torch_settings
@@ -93,16 +93,16 @@ def test_no_built_in_recipe_fails_a_check(
 def test_a_broken_task_ends_with_exit_code_1_and_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Checked once, told in both forms."""
+    """The task is checked once, and the findings are printed in both forms."""
     (tmp_path / "pasted.py").write_text(OWN)
     known: list[Finding] = []
 
-    def checked(config: RL, progress: Callable[[str], None]) -> Iterator[Finding]:
+    def check_once(config: RL, progress: Callable[[str], None]) -> Iterator[Finding]:
         if not known:
-            known.extend(check(config, progress))
+            known.extend(run_checks(config, progress))
         yield from known
 
-    monkeypatch.setattr("cohort.check.run.check", checked)
+    monkeypatch.setattr("cohort.inspect.check.run.run_checks", check_once)
     for form in ([], ["--json"]):
         with pytest.raises(SystemExit) as ended:
             run([f"{tmp_path}/pasted.py:recipe", *form])

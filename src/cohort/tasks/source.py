@@ -59,8 +59,8 @@ def read_rows(
 
     Raises TaskError at once for bad `columns`, an unknown split and a path or place that cannot serve the split. Raises
     it while rows are read, with file and line where possible, for a source that cannot be opened, a bad row, two rows
-    with the same id, one problem with two contents, and a source without rows. Repeated rows, and rows of train that are in
-    a test split that can be opened, are left out; warnings at the end count them.
+    with the same id, one problem with two contents, and a source without rows. Repeated rows, and rows of train that
+    are in a test split that can be opened, are left out; warnings at the end count them.
     """
     reader = _Reader(
         task=task,
