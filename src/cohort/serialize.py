@@ -247,9 +247,10 @@ class _Reader:
         }
 
     def decode(self, tree: Any) -> Any:
-        """Returns the value of a JSON tree that `_Writer.encode` made. Raises SerialError for most other trees.
+        """Returns the value of a JSON tree that `_Writer.encode` made.
 
-        The rest raise a ValueError, TypeError or LookupError, which `loads` turns into a SerialError.
+        Of other trees, most raise a SerialError, some a ValueError, TypeError or LookupError, which `loads` turns into
+        a SerialError, and some give a record with values of the wrong types, which the reader of a file must check.
         """
         if not isinstance(tree, list):
             if isinstance(tree, dict):

@@ -69,8 +69,9 @@ class PolicyGradient:
     def accept(self, group: Group) -> bool:
         """Returns False for a group to be replaced by one of another prompt: a dead group, if algo.dead = refill.
 
-        Whether a group is dead is decided by the task's rewards of its scored samples, without any penalties. A group
-        without scored samples is dead. With other values of algo.dead the result is always True.
+        A group is dead if its samples' rewards give no gradient: all are equal, or for pass_at_k no sample adds to the
+        best of k. The rewards are those of scored samples, before the penalties of this algorithm; a group without
+        scored samples is dead. With other values of algo.dead the result is always True.
         """
         if self.config.dead != "refill":
             return True

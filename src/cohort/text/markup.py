@@ -68,9 +68,10 @@ class Markup:
         return text.replace(mark, "")
 
     def find_ids(self, text: str) -> set[int]:
-        """Returns the ids of the added tokens whose spelling occurs in the text.
+        """Returns the ids of the added tokens that the tokenizer would find in the text, from left to right.
 
-        A spelling that occurs only as a part of a longer one does not count.
+        A spelling does not count inside a longer one, where it overlaps an earlier one, or inside a word if the token
+        must be a word of its own.
         """
         return {self.tokens[self._index[m[0]]].id for m in self._pattern.finditer(text)}
 

@@ -108,14 +108,14 @@ def _count_samples(trial: Trial) -> int:
 
 
 def _format_seconds(seconds: float) -> str:
-    """Returns a time as text with two digits: in minutes from 120 s on, in hours from 120 minutes on, else in seconds.
+    """Returns a time as text with about two digits: in minutes from 120 s on, in hours from 120 minutes on.
 
-    Numbers from 100 on get an exponent, such as "1.1e+02 s".
-
-    >>> _format_seconds(2.34), _format_seconds(600), _format_seconds(86400)
-    ('2.3 s', '10 min', '24 h')
+    >>> _format_seconds(2.34), _format_seconds(110), _format_seconds(600), _format_seconds(86400)
+    ('2.3 s', '110 s', '10 min', '24 h')
     """
-    for size, unit in ((3600, "h"), (60, "min")):
+    number, unit = seconds, "s"
+    for size, name in ((60, "min"), (3600, "h")):
         if seconds >= 2 * size:
-            return f"{seconds / size:.2g} {unit}"
-    return f"{seconds:.2g} s"
+            number, unit = seconds / size, name
+    # Two digits of a number from 100 on would be written with an exponent.
+    return f"{number:.0f} {unit}" if number >= 99.5 else f"{number:.2g} {unit}"

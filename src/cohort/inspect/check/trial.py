@@ -212,7 +212,7 @@ class _RecordingEngine:
 
     @property
     def idle(self) -> bool:
-        """Whether the wrapped engine has no request in progress."""
+        """Whether the wrapped engine has no request in progress and no event to report."""
         return self.engine.idle
 
     def poll(self, timeout: float = 0.0) -> list[Event]:
