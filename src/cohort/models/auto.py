@@ -191,8 +191,8 @@ def load_foreign_decoder(
         )
     if missing := sorted(report["missing_keys"]):
         raise ModelError(
-            f"{folder}: {summarise_tensors(missing)} missing: the checkpoint is incomplete (fetch it again), "
-            "or config.json is of another model"
+            f"{folder}: {summarise_tensors(missing)} missing: the weights are incomplete (delete this folder and fetch "
+            "the model again), or config.json is of another model"
         )
     if unused := sorted(report["unexpected_keys"]):
         log.warning("%s: %s not used by %s", folder, summarise_tensors(unused), kind.__name__)

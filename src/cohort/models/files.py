@@ -91,8 +91,8 @@ def load_folder(path: str | Path, dtype: torch.dtype = torch.float32) -> LoadedM
             _copy_into_view(name, tensor, views, file)
     if missing := sorted(views.keys() - stored_names):
         raise ModelError(
-            f"{folder}: {summarise_tensors(missing)} missing: the checkpoint is incomplete (fetch it again), "
-            "or config.json is of another model"
+            f"{folder}: {summarise_tensors(missing)} missing: the weights are incomplete (delete this folder and fetch "
+            "the model again), or config.json is of another model"
         )
     if tied_head is not None and not torch.equal(tied_head.to(dtype), decoder.embed.data):
         raise ModelError(

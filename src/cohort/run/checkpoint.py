@@ -111,6 +111,8 @@ def load(path: Path) -> Checkpoint:
     or the format is newer than this version knows; the message says from where the run can continue.
     """
     problem, state = check_files(path)
+    if state.get("format", FORMAT) > FORMAT:
+        raise RunError(f"the checkpoint {path} cannot be read: {problem}.")
     if problem:
         raise RunError(
             f"the checkpoint {path} is damaged ({problem}). Move it away, then resume the run: "

@@ -121,7 +121,8 @@ def build_renamed_tokenizer(spec: dict[str, Any], markup: Markup, mark: str) -> 
         tokenizer = tokenizers.Tokenizer.from_str(json.dumps(spec | changed))
     except Exception as e:
         raise ModelError(
-            f"tokenizer.json cannot be used: {e}; delete its folder and fetch the model again (cohort pull MODEL)"
+            f"the package tokenizers {tokenizers.__version__} does not accept tokenizer.json: {e}; upgrade it "
+            "(pip install -U tokenizers), or use another model"
         ) from e
     for token in markup.tokens:
         if tokenizer.token_to_id(names[token.spelling]) != token.id:

@@ -196,7 +196,7 @@ def test_wrong_tensors(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     change_tensors(folder, **{name: torch.full_like(original, float("nan"))})
     assert "not finite: its weights are damaged" in get_refusal(folder)
     change_tensors(folder, **{name: None})
-    assert f'tensor "{name}" missing: the checkpoint is incomplete' in get_refusal(folder)
+    assert f'tensor "{name}" missing: the weights are incomplete' in get_refusal(folder)
     (folder / "model.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0{")
     assert "corrupted or truncated" in get_refusal(folder)
 
