@@ -165,7 +165,7 @@ def test_a_small_arena_streams_what_does_not_fit_at_once():
 def test_a_request_that_cannot_fit_is_refused_with_the_numbers():
     model = decoder()
     engine = make(model, memory=3 * count_page_bytes(model.config, torch.float32))
-    with pytest.raises(ConfigError, match=r"needs 4 pages .* room for 3 "):
+    with pytest.raises(ConfigError, match=r"need 4 pages .* room for 3 "):
         engine.submit(request(max_tokens=120))
     assert engine.poll() == []
 

@@ -314,7 +314,7 @@ class EngineConformance:
         [
             ({"tokens": []}, ["empty prompt"]),
             ({"max_tokens": 100_000}, ["4 prompt tokens", "100000", "100004"]),
-            ({"shared": 9}, ["shared = 9", "4 tokens"]),
+            ({"shared": 9}, ["shared = 9", "and 4, the number of its prompt tokens"]),
             ({"tokens": [1, -4]}, ["-4"]),
             ({"tokens": [1, 99_999_999]}, ["99999999"]),
         ],

@@ -152,6 +152,6 @@ def test_settings_for_native_models_only_are_refused(model: Path) -> None:
     packed = NativeEngine(weights="packed")
     with (
         keep_torch_settings(),
-        pytest.raises(ConfigError, match=r"^engine.weights = packed is for native models, and GPTNeo"),
+        pytest.raises(ConfigError, match=r"^engine.weights = packed needs a model .* GPTNeo"),
     ):
         build_rl_job(small_run(model=str(model), engine=packed))

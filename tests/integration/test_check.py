@@ -122,8 +122,8 @@ def test_a_broken_task_ends_with_exit_code_1_and_its_name(
 
 def test_what_cannot_be_checked_is_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     for args, words in (
-        ([], "name a recipe"),
-        (["--json"], "name a recipe"),
+        ([], "the recipe is missing"),
+        (["--json"], "the recipe is missing"),
         (["quickstart", "--lr", "1"], "optim.lr"),
     ):
         with pytest.raises(ConfigError, match=words):

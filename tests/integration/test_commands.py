@@ -120,7 +120,9 @@ def _not_above_permissions() -> None:
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "shut").mkdir(mode=0o555)
     done = cohort("train", "quickstart", *SMALL, "--out", "shut", at=tmp_path, preexec_fn=_not_above_permissions)
-    assert re.search(r"cannot write shut/\S+: permission denied: make the directory writable", refused(done))
+    assert re.search(
+        r"cannot write shut/\S+: permission denied. Make the file and its directory writable", refused(done)
+    )
     assert list((tmp_path / "shut").iterdir()) == []
 
 

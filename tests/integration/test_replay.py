@@ -244,7 +244,7 @@ def test_a_step_that_cannot_be_replayed_names_those_that_can(copied: Path) -> No
             replay_quietly(copied, step)
         assert (
             str(refusal.value)
-            == f"step {step} of {copied} cannot be replayed: {why}; use --step with one that can: 3-4."
+            == f"step {step} of {copied} cannot be replayed: {why}. Use --step with one that can: 3-4."
         )
     assert replay_quietly(copied, 3).differing_rows == []
     make_rollout_path(copied / "rollouts", 3).unlink()

@@ -589,7 +589,7 @@ def test_a_reply_that_is_no_message_is_refused() -> None:
 def test_a_missing_package_is_named_before_anything_starts(file: str) -> None:
     task = TaskRef(name="needs-more", path=file).load()
     with pytest.raises(
-        TaskError, match=r"scoring needs-more needs no_such_module_here.*pip install 'somewhere\[extra\]'"
+        TaskError, match=r"scoring needs-more needs the module no_such_module_here.*pip install 'somewhere\[extra\]'"
     ):
         ScoringPool(task)
     with (

@@ -95,6 +95,7 @@ def test_its_model_is_exported_and_other_commands_say_what_they_are_for(
         refused = cohort(*command, at=tmp_path)
         assert refused.returncode == 2 and refused.stderr.count("\n") == 1
         message = (
-            f"cohort {command[0]} is for runs of reinforcement learning (kind rl), but this run is of the kind sft"
+            f"the command cohort {command[0]} is for runs of reinforcement learning (kind rl), but this run is of the "
+            "kind sft"
         )
         assert refused.stderr.startswith(f"cohort: {message}")

@@ -253,11 +253,15 @@ def test_no_usage_statistics_and_no_network(hosts: list[str]):
     [
         ({"folder": TINY / "missing"}, ModelError, "missing is no folder"),
         ({"folder": TINY.parent}, ModelError, "no usable tokenizer.json"),
-        ({"slots": 0}, ConfigError, "engine.slots = 0"),
-        ({"memory": 1.5}, ConfigError, "engine.memory = 1.5"),
+        ({"slots": 0}, ConfigError, "slots = 0"),
+        ({"memory": 1.5}, ConfigError, "memory = 1.5"),
         ({"max_context": 100_000}, ModelError, "100000"),
         ({"dtype": "float12"}, ModelError, "float12"),
-        ({"options": {"enforce_eagre": True}}, ConfigError, 'enforce_eagre. Did you mean "enforce_eager"?'),
+        (
+            {"options": {"enforce_eagre": True}},
+            ConfigError,
+            'enforce_eagre; correct or remove it. Did you mean "enforce_eager"?',
+        ),
         ({"options": {"max_num_seqs": 3}}, ConfigError, "max_num_seqs cannot be set: the engine sets it to 4"),
         ({"options": {"trust_remote_code": True}}, ConfigError, "trust_remote_code cannot be set"),
     ],

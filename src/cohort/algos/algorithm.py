@@ -96,8 +96,8 @@ def algorithm_name(config: Any) -> str:
         if type(config) is variant:
             return name
     raise ConfigError(
-        f"algo: {type(config).__name__} is not an algorithm config. Use a class of cohort.config.algos, such as GRPO."
-        f"{suggest_name('', ALGOS)}"
+        f"algo: {type(config).__name__} is not an algorithm config of cohort.config.algos.ALGOS. Use a class that is "
+        f"there, such as GRPO, or add yours.{suggest_name('', ALGOS)}"
     )
 
 
@@ -111,7 +111,8 @@ def build_algorithm(config: Any, max_tokens: int) -> Algorithm:
     if name not in algorithm_names():
         raise ConfigError(
             f'algo "{name}" has settings but no policy loss: no function is decorated with @surrogate("{name}"). '
-            f"Write one in cohort/algos/families, or choose another algorithm.{suggest_name(name, algorithm_names())}"
+            "Write one in a module that cohort/algos/families/__init__.py imports, or choose another algorithm."
+            f"{suggest_name(name, algorithm_names())}"
         )
     return PolicyGradient(name, config, max_tokens)
 

@@ -29,9 +29,9 @@ def read_arguments(
     # Words behind a flag count like words before it.
     words += late
     if len(words) < len(places):
-        raise ConfigError(f"{places[len(words)]} is missing; write: {prog} [--flags].")
+        raise ConfigError(f"the argument {places[len(words)]} is missing; write: {prog} [--flags].")
     if len(words) > len(places):
-        raise ConfigError(f'unexpected word "{words[len(places)]}"; write: {prog} [--flags].')
+        raise ConfigError(f'unexpected word "{words[len(places)]}"; remove it and write: {prog} [--flags].')
     return words, flags.apply_flags(default, given, prog)
 
 

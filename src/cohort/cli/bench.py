@@ -34,10 +34,12 @@ def run(args: list[str]) -> None:
         if flags.wants_help(args):
             print(HELP.format(lines="\n".join(f"  {name:<8} {about}" for name, (about, _) in BENCHMARKS.items())))
             return
-        raise ConfigError(f"say what to measure: cohort bench {'|'.join(BENCHMARKS)} [--flags].")
+        raise ConfigError("the benchmark is missing; name it first: cohort bench engine|learner|step [--flags].")
     what, *rest = args
     if what not in BENCHMARKS:
-        raise ConfigError(f'unknown benchmark "{what}".{suggest_name(what, BENCHMARKS)}')
+        raise ConfigError(
+            f'unknown benchmark "{what}".{suggest_name(what, BENCHMARKS)} Write: cohort bench engine|learner|step.'
+        )
     about, default = BENCHMARKS[what]
     _, options = read_arguments(f"bench {what}", [], about, default, rest)
     options.check()

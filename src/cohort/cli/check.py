@@ -40,7 +40,10 @@ def run(args: list[str]) -> None:
         print(HELP)
         return
     if not rest or rest[0].startswith("-"):
-        raise ConfigError(f"name a recipe: cohort check RECIPE [--flags]. Recipes: {', '.join(sorted(RECIPES))}.")
+        raise ConfigError(
+            "the recipe is missing; name it first: cohort check RECIPE [--flags]. "
+            f"Recipes: {', '.join(sorted(RECIPES))}."
+        )
     config = load.load_config(rest[0], rest[1:])
     # Imported here because it imports torch: help and mistakes must not wait for that.
     from cohort.inspect.check.run import run_checks

@@ -37,7 +37,9 @@ def run(args: list[str]) -> None:
     )
     (first, second), options = read_arguments("compare", ["A", "B"], about, Options(), args)
     if options.show < -1:
-        raise ConfigError(f"--show is {options.show}; it must be at least -1 (-1 = all problems, 0 = none).")
+        raise ConfigError(
+            f"--show is {options.show}; it must be at least -1 (-1 = all problems, 0 = none). Correct or remove it."
+        )
     from cohort.evaluation.compare import compare, find_evaluation
 
     comparison = compare(find_evaluation(Path(first)), find_evaluation(Path(second)))

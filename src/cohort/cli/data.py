@@ -34,18 +34,23 @@ def run(args: list[str]) -> None:
     """
     task, options = read_task("data", "Write a task's prompts as JSONL.", Options(), args)
     if not options.out:
-        raise ConfigError("--out is missing; name the file to write, or - for standard output.")
+        raise ConfigError("--out is missing. Add --out FILE with the file to write, or --out - for standard output.")
     if options.n < 0:
-        raise ConfigError(f"--n is {options.n}; it must be at least 0 (0 = all rows).")
+        raise ConfigError(f"--n is {options.n}; it must be at least 0 (0 = all rows). Correct or remove it.")
     # Mistakes in --out are found before the rows are loaded.
     path = Path(options.out)
     if options.out != "-" and not path.parent.is_dir():
-        raise ConfigError(f'there is no folder "{path.parent}" for --out; make it first.')
+        raise ConfigError(
+            f'there is no folder "{path.parent}" for the file in --out; make the folder, or name another file.'
+        )
     if path.is_dir():
-        raise ConfigError(f"--out {path} is a folder; name a file.")
+        raise ConfigError(f"--out {path} is a folder; name a file to write, for example {path}/rows.jsonl.")
     rows = load_rows(task, options.split)
     if options.n > len(rows):
-        raise ConfigError(f"--n is {options.n}, but {task.name} has {len(rows)} {options.split} rows; lower --n.")
+        raise ConfigError(
+            f"--n is {options.n}, but {task.name} has {len(rows)} {options.split} rows; lower --n, or remove it "
+            "for all rows."
+        )
     lines = _render_rows(task, rows[: options.n or None])
     if options.out == "-":
         _write_lines(lines, sys.stdout)

@@ -53,11 +53,18 @@ def run(args: list[str]) -> None:
     # A path with a suffix is a file, unless a folder of that name exists.
     is_file = out.suffix != "" and not out.is_dir()
     if is_file and len(tasks) > 1:
-        raise ConfigError(f"--out {out} is one file, but there are {len(tasks)} tasks; name a folder.")
+        raise ConfigError(
+            f"--out {out} names one file, but there are {len(tasks)} tasks; name a folder, for example --out evals."
+        )
     if is_file and out.suffix != ".json":
-        raise ConfigError(f"--out {out} must be a folder or end in .json.")
+        raise ConfigError(
+            f"--out {out} must be a folder or end in .json. Write a file name that ends in .json, or a folder name "
+            "without a dot."
+        )
     if is_file and not out.parent.is_dir():
-        raise ConfigError(f'there is no folder "{out.parent}" for --out; make it first.')
+        raise ConfigError(
+            f'there is no folder "{out.parent}" for the file in --out; make the folder, or name another file.'
+        )
     for task in tasks:
         check_packages(task)
     # Imported here because it imports torch: help and mistakes must not wait for that.

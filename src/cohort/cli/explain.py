@@ -31,9 +31,11 @@ def run(args: list[str]) -> None:
     # Mistakes in --html are found before the step is loaded.
     out = Path(options.html) if options.html else None
     if out is not None and not out.parent.is_dir():
-        raise ConfigError(f'there is no folder "{out.parent}" for --html; make it first.')
+        raise ConfigError(
+            f'there is no folder "{out.parent}" for the file in --html; make the folder, or name another file.'
+        )
     if out is not None and out.is_dir():
-        raise ConfigError(f"--html {out} is a folder; name a file.")
+        raise ConfigError(f"--html {out} is a folder; name a file to write, for example {out}/step.html.")
     # Imported here because it imports torch: help and mistakes must not wait for that.
     from cohort.inspect.explain.page import render_page
     from cohort.inspect.explain.report import explain_step

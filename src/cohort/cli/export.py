@@ -27,7 +27,7 @@ def run(args: list[str]) -> None:
     about = "Write a checkpoint of the run in RUN as a Hugging Face folder OUT (config, safetensors, tokenizer)."
     (where, out), options = read_arguments("export", ["RUN", "OUT"], about, Options(), args)
     if options.step not in ("best", "last") and not options.step.isdecimal():
-        raise ConfigError(f'--step must be a step number, best or last, not "{options.step}".')
+        raise ConfigError(f'--step must be a step number, best or last, not "{options.step}". Correct or remove it.')
     # Imported here because it imports torch: help and mistakes must not wait for that.
     from cohort.inspect import export
 

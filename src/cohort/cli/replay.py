@@ -42,7 +42,7 @@ def run(args: list[str]) -> None:
     own, settings = _split_settings(args)
     (where,), options = read_arguments("replay", ["RUN"], ABOUT, Options(), own)
     if options.step is None:
-        raise ConfigError("--step is missing; write: cohort replay RUN --step N.")
+        raise ConfigError("--step is missing; write: cohort replay RUN --step N, where N is the number of a step.")
     # Imported here because it imports torch: help and mistakes must not wait for that.
     from cohort.inspect.replay import replay_step
     from cohort.logs.jsonlines import replace_non_finite

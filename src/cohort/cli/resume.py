@@ -36,14 +36,15 @@ def run(args: list[str]) -> None:
         if flag.name.partition(".")[0] in settings:
             raise ConfigError(
                 f"{flag.spelling} cannot change: a run keeps its settings, only --steps may grow. "
-                "Start a new run instead."
+                "Remove it, or start a new run with it: cohort train RECIPE --flags."
             )
     (where,), options = read_arguments(
         "resume", ["RUN"], "Continue the run in directory RUN exactly where it stopped.", Options(), args
     )
     if options.steps is not None and options.steps < 1:
         raise ConfigError(
-            f"--steps is {options.steps}; it must be at least 1: the number of the step at which the run ends."
+            f"--steps is {options.steps}; it must be at least 1: the number of the step at which the run ends. "
+            "Correct it, or remove it to keep the run's own number."
         )
     sinks = parse_sink_names(options.sinks)
     # Imported here because it imports torch: help and mistakes must not wait for that.

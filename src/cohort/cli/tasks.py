@@ -29,7 +29,9 @@ def read_tasks(command: str, about: str, options: T, args: list[str]) -> tuple[l
     if not words:
         names = ", ".join(list_task_names())
         if not flags.wants_help(args):
-            raise ConfigError(f"name a task first: cohort {command} TASK [--flags]. Tasks: {names}.")
+            raise ConfigError(
+                f"the task is missing; name a task first: cohort {command} TASK [--flags]. Tasks: {names}."
+            )
         about += f" TASK is one of {names}, or path/to/file.py:name; put it before --help to see its settings."
         flags.print_help(options, f"cohort {command} TASK", about)
         raise SystemExit(0)
@@ -42,7 +44,8 @@ def read_tasks(command: str, about: str, options: T, args: list[str]) -> tuple[l
     for key in keys:
         if key in taken or keys.count(key) > 1 or keyword.iskeyword(key):
             raise ConfigError(
-                f'--{key} is a flag already, so task "{key}" cannot be given with others; evaluate it by itself.'
+                f'task "{key}" cannot be named with other tasks, because its flag --{key} would be that of something '
+                f"else or a keyword of Python. Run cohort {command} for each task alone."
             )
     # A dataclass with the options and one field per task, from which all flags and their help are made.
     fields: list[Any] = []

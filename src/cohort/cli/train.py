@@ -33,9 +33,9 @@ def run(args: list[str]) -> None:
         if flags.wants_help(args):
             print(HELP.format(recipes=format_recipes()))
             return
-        where = "" if not args else " first"
         raise ConfigError(
-            f"name a recipe{where}: cohort train RECIPE [--flags]. Recipes: {', '.join(sorted(RECIPES))}."
+            "the recipe is missing; name it first: cohort train RECIPE [--flags]. "
+            f"Recipes: {', '.join(sorted(RECIPES))}."
         )
     recipe, *rest = args
     if flags.wants_help(rest):
@@ -74,7 +74,7 @@ def _split_command_flags(args: list[str]) -> tuple[list[str], str, str, tuple[st
     values = {flag.name: flag.values[0] for flag in mine}
     log = values.get("log", "")
     if log and log not in get_args(Log):
-        raise ConfigError(f'--log must be {flags.describe_type(Log)}, not "{log}".')
+        raise ConfigError(f'--log must be {flags.describe_type(Log)}, not "{log}". Correct the value.')
     # The other flags are put together again. A single value is joined with =, because it may begin with dashes.
     rest = list(words)
     for flag in given:

@@ -80,8 +80,8 @@ class KLConfig(Section):
         """
         if self.is_on and self.estimator == "k1" and self.place == "loss":
             raise ConfigError(
-                "algo.kl.estimator is k1 and algo.kl.place is loss: there k1 has a gradient of zero on average. "
-                "Set --algo.kl.estimator k2 or k3, or --algo.kl.place reward."
+                "algo.kl.estimator is k1 and algo.kl.place is loss, but in the loss k1 has a gradient of zero on "
+                "average. Set --algo.kl.estimator k2 or k3, or --algo.kl.place reward."
             )
 
 
@@ -124,8 +124,8 @@ class CorrectionConfig(Section):
         low, high = self.bounds
         if not 0 <= low <= 1 <= high < math.inf or low == high:
             raise ConfigError(
-                f"algo.correction.bounds is {low} {high}; it must be two finite numbers with 1 between them. "
-                "Set for example --algo.correction.bounds 0.5 2."
+                f"algo.correction.bounds is {low} {high}; it must be two different finite numbers, the first from 0 to "
+                "1 and the second at least 1. Correct --algo.correction.bounds, or remove it (default: 0 2)."
             )
 
 
@@ -173,17 +173,18 @@ class Policy(Section):
         # For a group of equal rewards these divisors can be 0. That is harmless only where its advantages are 0 too.
         if self.scale in ("std", "mean") and not self.needs_siblings:
             raise ConfigError(
-                f"algo.scale is {self.scale}, which can be 0 for a group of equal rewards, and algo.baseline is "
-                f"{self.baseline}, which gives such a group an advantage. Set --algo.scale batch, centred or none."
+                f"algo.scale {self.scale} divides by a number that can be 0 for a group of equal rewards, and with "
+                f"algo.baseline {self.baseline} such a group has an advantage. Set --algo.scale batch, centred or none."
             )
         if self.dead != "keep" and not self.needs_siblings:
             raise ConfigError(
                 f"algo.dead is {self.dead}, but with algo.baseline {self.baseline} groups of equal rewards have a "
-                "gradient. Set --algo.dead keep."
+                "gradient and must be kept. Set --algo.dead keep."
             )
         if self.entropy_target and self.entropy > 1:
             raise ConfigError(
-                f"algo.entropy is {self.entropy}; with algo.entropy_target it must be at most 1. Lower --algo.entropy."
+                f"algo.entropy is {self.entropy}; with algo.entropy_target above 0 it must be at most 1. "
+                "Lower --algo.entropy, or set --algo.entropy-target 0."
             )
 
     def check_group(self, num_samples: int) -> None:
@@ -194,7 +195,7 @@ class Policy(Section):
         if self.needs_siblings and num_samples < 2:
             raise ConfigError(
                 f"batch.samples is {num_samples}, but the algorithm compares the samples of a group with each other, "
-                "so nothing would be learned. Set --batch.samples to 2 or more."
+                "so nothing would be learned. Raise --batch.samples, for example to 8."
             )
 
 
@@ -269,8 +270,8 @@ class CISPO(Policy):
         super().check(user_settings)
         if self.clip_high < 1:
             raise ConfigError(
-                f"algo.clip_high is {self.clip_high}. For cispo it is the largest ratio that a token's gradient is "
-                "multiplied with and must be at least 1; raise --algo.clip-high."
+                f"algo.clip_high is {self.clip_high}. With cispo it is the largest factor of a token's gradient and "
+                "must be at least 1; raise --algo.clip-high, or remove it (default: 5)."
             )
 
 
@@ -324,7 +325,8 @@ class PassAtK(Clipped):
         super().check_group(num_samples)
         if self.k > num_samples:
             raise ConfigError(
-                f"algo.k is {self.k}, more than batch.samples ({num_samples}). Lower --algo.k or raise --batch.samples."
+                f"algo.k is {self.k}, but a group has only {num_samples} samples (batch.samples). "
+                "Lower --algo.k or raise --batch.samples."
             )
 
 

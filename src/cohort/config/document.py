@@ -52,8 +52,10 @@ def get_variant_name(field: str, value: Any) -> str:
         return make_task_spec(value)
     names = {cls: name for name, cls in VARIANTS[field].items()}
     if type(value) not in names:
+        classes = ", ".join(sorted(cls.__name__ for cls in names))
         raise ConfigError(
-            f"{field} is a {type(value).__name__}, which is no registered {field}.{suggest_name('', names.values())}"
+            f"{field} in the recipe is a {type(value).__name__}, which --{field} cannot choose. "
+            f"Use one of these classes in the recipe: {classes}."
         )
     return names[type(value)]
 
@@ -76,7 +78,10 @@ def find_variant(field: str, name: str) -> type[Any]:
         return find_task(name)
     registry = VARIANTS[field]
     if name not in registry:
-        raise ConfigError(f'unknown {field} "{name}".{suggest_name(name, registry)}')
+        raise ConfigError(
+            f'unknown {field} "{name}".{suggest_name(name, registry)} Correct --{field}, or {field}.name in '
+            "config.yaml."
+        )
     return registry[name]
 
 
@@ -115,11 +120,14 @@ def _make_plain(value: Any, path: str) -> Any:
     """
     if _SECRET_NAME.search(path.rpartition(".")[2]):
         raise ConfigError(
-            f"{path} looks like a secret, and configs are written to disk. Remove the setting and read the "
-            "secret from an environment variable."
+            f"the setting {path} looks like a secret by its name, and settings are written to disk. Remove it and read "
+            "the secret from an environment variable; if it is no secret, rename it."
         )
     if isinstance(value, str) and _SECRET_VALUE.search(value):
-        raise ConfigError(f"{path} has a password in an address, and configs are written to disk. Remove the password.")
+        raise ConfigError(
+            f"the setting {path} has a password in an address, and settings are written to disk. Remove the password "
+            "from the address."
+        )
     if dataclasses.is_dataclass(value):
         names = [f.name for f in dataclasses.fields(value) if _is_written(value, f.name)]
         return {name: _make_plain(getattr(value, name), f"{path}.{name}") for name in names}
@@ -130,7 +138,8 @@ def _make_plain(value: Any, path: str) -> Any:
     if value is None or type(value) in (bool, int, float, str):
         return value
     raise ConfigError(
-        f"{path} is a {type(value).__name__}, which config.yaml cannot hold. Use numbers, text, None or tuples."
+        f"the setting {path} is a {type(value).__name__}, which config.yaml cannot hold. Convert it in the recipe or "
+        "task to a plain number, text, truth value or None, or to a tuple or dict of these."
     )
 
 
@@ -145,10 +154,14 @@ def parse_config(text: str, source: str = "config.yaml", warn: bool = True) -> R
     try:
         tree = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        line = getattr(getattr(error, "problem_mark", None), "line", 0) + 1
-        raise ConfigError(f"{source}, line {line}: not valid YAML; restore the file that the run wrote.") from None
+        # Errors about characters that YAML does not allow have no mark.
+        mark = getattr(error, "problem_mark", None)
+        place = f" in line {mark.line + 1}" if mark else ""
+        raise ConfigError(f"{source} is not valid YAML{place}; correct it, or restore the file from a copy.") from None
     if not isinstance(tree, dict):
-        raise ConfigError(f"{source} is not a Cohort config; restore the file that the run wrote.")
+        raise ConfigError(
+            f"{source} is empty or has no keys, so it is not a Cohort config; restore the file from a copy."
+        )
     cls = _pop_kind(tree, source)
     tree = move_old_settings(tree)
     hints = typing.get_type_hints(cls)
@@ -156,11 +169,16 @@ def parse_config(text: str, source: str = "config.yaml", warn: bool = True) -> R
     for field in cls.variants:
         section = tree.get(field)
         if not isinstance(section, dict) or not isinstance(section.get("name"), str):
-            raise ConfigError(f"{source}: {field}.name is missing; restore the file that the run wrote.")
+            raise ConfigError(
+                f"{source}: {field}.name is missing or not a text; restore the file from a copy, or add a name as "
+                f"in --{field}."
+            )
         hints[field] = find_variant(field, section.pop("name"))
     for name in (f.name for f in dataclasses.fields(cls)):
         if name not in tree and name not in cls.unused and not getattr(hints[name], "optional", False):
-            raise ConfigError(f"{source}: {name} is missing; restore the file that the run wrote.")
+            raise ConfigError(
+                f"{source}: the key {name} is missing; restore the file from a copy, or add the key and its value."
+            )
     config: RunConfig = _build_record(cls, tree, "", hints, source)
     config = reset_inactive_sections(config)
     # Settings that were added to Cohort after the file was written.
@@ -188,16 +206,18 @@ def _pop_kind(tree: dict[str, Any], source: str) -> type[RunConfig]:
     number = tree.pop("format", 1)
     if type(number) is not int or number < 1:
         raise ConfigError(
-            f"{source}: format must be a whole number above 0, not {number!r}; restore the file that the run wrote."
+            f"{source}: format must be a whole number above 0, not {number!r}; correct it, or restore the file "
+            "from a copy."
         )
     if number > FORMAT:
         raise ConfigError(
-            f"{source} has format {number}, but this version of Cohort reads up to {FORMAT}: upgrade Cohort."
+            f"{source} has format {number}, but this version of Cohort reads formats up to {FORMAT}; upgrade Cohort."
         )
     name = tree.pop("kind", "rl" if number == 1 else None)
     if not isinstance(name, str) or name not in KINDS:
         raise ConfigError(
-            f"{source}: unknown kind of run {name!r}.{suggest_name(str(name), KINDS)} Correct the key kind in the file."
+            f"{source}: unknown kind of run {name!r}.{suggest_name(str(name), KINDS)} Correct or add the key kind "
+            "in the file."
         )
     # Sections that later formats have, with what Cohort did before they existed.
     if number == 1:
@@ -239,19 +259,23 @@ def _build_record(cls: type[Any], tree: Any, path: str, hints: dict[str, Any], s
     """
     if not isinstance(tree, dict):
         raise ConfigError(
-            f"{source}: {path.rstrip('.')} must be a section, not {tree!r}; restore the file that the run wrote."
+            f"{source}: {path.rstrip('.')} must be a section of keys and values, not {tree!r}; correct it, or restore "
+            "the file from a copy."
         )
     names = [f.name for f in dataclasses.fields(cls)]
     for key in tree:
         if key not in names:
             raise ConfigError(
-                f"{source}: unknown setting {path}{key}.{suggest_name(str(key), names)} Correct the name, or upgrade "
-                "Cohort if a later version wrote the file."
+                f"{source}: unknown setting {path}{key}.{suggest_name(str(key), names)} Correct or remove it, or "
+                "upgrade Cohort if a later version wrote the file."
             )
     # Only the tasks of users can have fields without default. All classes of Cohort have defaults.
     for field in dataclasses.fields(cls):
         if field.name not in tree and field.default is field.default_factory is dataclasses.MISSING:
-            raise ConfigError(f"{source}: {path}{field.name} is missing; restore the file that the run wrote.")
+            raise ConfigError(
+                f"{source}: {path}{field.name} is missing and has no default; add it to the file, or give it a default "
+                "in the task."
+            )
     return cls(**{name: _convert_value(value, hints[name], path + name, source) for name, value in tree.items()})
 
 
@@ -292,7 +316,7 @@ def _convert_value(value: Any, hint: Any, path: str, source: str) -> Any:
     elif type(value) is hint:
         return value
     raise ConfigError(
-        f"{source}: {path} must be {describe_type(hint)}, not {value!r}; restore the file that the run wrote."
+        f"{source}: {path} must be {describe_type(hint)}, not {value!r}; correct it, or restore the file from a copy."
     )
 
 

@@ -185,7 +185,7 @@ def check_flags(flags: Sequence[Flag], valid: dict[str, Setting]) -> None:
         if flag.name not in valid:
             new = get_current_setting_name(flag.name)
             if new in valid:
-                raise ConfigError(f"{flag.spelling} has a new name; write {format_flag(new)}.")
+                raise ConfigError(f"{flag.spelling} has a new name; write {format_flag(new)} instead.")
             raise make_unknown_flag_error(flag.name, valid)
         if flag.name in seen:
             raise ConfigError(f"{flag.spelling} is given twice; give it once.")
@@ -193,7 +193,10 @@ def check_flags(flags: Sequence[Flag], valid: dict[str, Setting]) -> None:
         setting = valid[flag.name]
         if not setting.takes_many and len(flag.values) != 1:
             got = f"got {len(flag.values)}: {' '.join(flag.values)}" if flag.values else "got none"
-            raise ConfigError(f"{flag.spelling} takes one value ({describe_type(setting.type)}), {got}.")
+            raise ConfigError(
+                f"{flag.spelling} takes one value ({describe_type(setting.type)}), {got}. Write {flag.spelling} VALUE, "
+                "with quotes around a text with spaces."
+            )
 
 
 def _make_tyro_args(flag: Flag, setting: Setting) -> list[str]:
@@ -255,7 +258,9 @@ def apply_flags(default: T, flags: Sequence[Flag], prog: str) -> T:
     for flag in flags:
         if is_refused(flag):
             text = " ".join(flag.values)
-            raise ConfigError(f'{flag.spelling} must be {describe_type(valid[flag.name].type)}, not "{text}".')
+            raise ConfigError(
+                f'{flag.spelling} must be {describe_type(valid[flag.name].type)}, not "{text}". Correct the value.'
+            )
     raise AssertionError(f"tyro refused {[f.spelling for f in flags]} together but none alone")
 
 

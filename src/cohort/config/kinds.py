@@ -77,7 +77,9 @@ class RL(RunConfig):
     def require_complete(self) -> None:
         """Raises a ConfigError if `task` is None: which `--reward` flags exist depends on the task."""
         if self.task is None:
-            raise ConfigError("the config has no task; give it one in the recipe, for example task=Arithmetic().")
+            raise ConfigError(
+                "the config has no task. Add --task NAME, or give RL(...) in the recipe a task: task=Arithmetic()."
+            )
 
     def make_flag_records(self) -> dict[str, Any]:
         """Returns {"reward": record}, with one field per reward part, so that `--reward.PART` becomes a flag.
@@ -109,8 +111,7 @@ class RL(RunConfig):
         if self.replay.is_on and not self.algo.correction.is_on:
             raise ConfigError(
                 f"replay.prompts is {self.replay.prompts}, so samples of older policies are trained on without a "
-                "correction. "
-                "Add --algo.correction.kind truncate (or mask), or set --replay.prompts 0."
+                "correction. Add --algo.correction.kind truncate (or mask), or set --replay.prompts 0."
             )
         self._check_kl()
         _check_coefficients(self.task, self.reward)
@@ -131,12 +132,13 @@ class RL(RunConfig):
         if 0 < budget <= self.max_sampled_tokens:
             raise ConfigError(
                 f"learner.token_budget is {budget}, too small for a prompt and a completion of "
-                f"{self.max_sampled_tokens} tokens (sampling.max_tokens, turns). Raise --learner.token-budget."
+                f"{self.max_sampled_tokens} tokens (sampling.max_tokens, turns). Raise --learner.token-budget, or "
+                "set it to 0 (automatic)."
             )
         if isinstance(self.turns, ThinkAgain) and self.template == "text":
             raise ConfigError(
                 "template is text, but --turns think_again needs a chat template for the user's turns. "
-                "Set --template chat."
+                "Set --template chat, or --turns single."
             )
 
     def _check_kl(self) -> None:
@@ -152,13 +154,12 @@ class RL(RunConfig):
         if kl.refresh and self.learner.lora.is_on:
             raise ConfigError(
                 f"algo.kl.refresh is {kl.refresh}, which needs a copy of the reference, but with adapters the "
-                "reference is the model without them. Set --algo.kl.refresh 0, or train without adapters "
-                "(--learner.lora.rank 0)."
+                "reference is the model without them. Remove --algo.kl.refresh or set it to 0."
             )
         if kl.refresh == 1 and on_policy:
             raise ConfigError(
-                "algo.kl.refresh is 1 with one update per batch, so the reference is the policy itself and KL is 0. "
-                "Raise --algo.kl.refresh."
+                "algo.kl.refresh is 1 with one update per batch, so the reference is the policy itself and the KL is "
+                "0. Set --algo.kl.refresh to 2 or more, or to 0 (the reference never changes)."
             )
         if kl.to == "sampler" and on_policy:
             raise ConfigError(
@@ -252,8 +253,9 @@ def _make_reward_record(task: Any, reward: Mapping[str, float]) -> Any:
         # The names become fields of a dataclass and flags.
         if not part.isidentifier() or keyword.iskeyword(part):
             raise ConfigError(
-                f'task {type(task).name}: the reward part "{part}" must be a name as in Python (letters, digits and _, '
-                "no keyword); rename it in the task."
+                f'task {type(task).name} has a reward part "{part}", which is no name as in Python (letters, '
+                "digits and _, "
+                "no digit first, no keyword). Rename it in the task's parts and in its method score."
             )
     _check_part_names(task, reward)
     fields = [(part, float, reward.get(part, 1.0)) for part in parts]
@@ -265,7 +267,10 @@ def _check_part_names(task: Any, reward: Mapping[str, float]) -> None:
     parts = list_reward_parts(task)
     for part in reward:
         if part not in parts:
-            raise ConfigError(f'unknown reward part "{part}" of task {type(task).name}.{suggest_name(part, parts)}')
+            raise ConfigError(
+                f'unknown reward part "{part}" of task {type(task).name}.{suggest_name(part, parts)} Correct the name '
+                "in reward, in the recipe or config.yaml."
+            )
 
 
 def _check_coefficients(task: Any, reward: Mapping[str, float]) -> None:
@@ -277,11 +282,14 @@ def _check_coefficients(task: Any, reward: Mapping[str, float]) -> None:
     for part, coefficient in reward.items():
         if not math.isfinite(coefficient):
             raise ConfigError(
-                f"reward.{part} is {coefficient}; it must be a finite number. Set it with --reward.{part}."
+                f"reward.{part} is {coefficient}; it must be a finite number. Set --reward.{part} to one, for "
+                "example 1."
             )
     if all(reward.get(part, 1.0) == 0 for part in list_reward_parts(task)):
         flags = ", ".join(f"--reward.{part}" for part in list_reward_parts(task))
-        raise ConfigError(f"all reward parts have the coefficient 0, so there is nothing to learn; set one of {flags}.")
+        raise ConfigError(
+            f"all reward parts have the coefficient 0, so there is nothing to learn. Set one of these above 0: {flags}."
+        )
 
 
 DATA: dict[str, type] = {"traces": Traces}
@@ -297,7 +305,7 @@ def require_rl(config: RunConfig, what: str) -> RL:
     """
     if not isinstance(config, RL):
         raise ConfigError(
-            f"{what} is for runs of reinforcement learning (kind rl), but this run is of the kind {config.kind}; "
-            "choose an rl run or recipe."
+            f"the command {what} is for runs of reinforcement learning (kind rl), but this run is of the kind "
+            f"{config.kind}. Give the command an rl run or recipe."
         )
     return config

@@ -66,7 +66,9 @@ def change_config(config: C, args: Sequence[str] = ()) -> C:
     """
     words, user_flags = flags.split_args(args)
     if words:
-        raise ConfigError(f'unexpected argument "{words[0]}"; write settings as flags, for example --steps 100.')
+        raise ConfigError(
+            f'unexpected argument "{words[0]}"; write settings as flags with two dashes, for example --steps 100.'
+        )
     config = _apply_variant_flags(config, user_flags)
     config.require_complete()
     settings = _make_settings_record(config)
@@ -128,7 +130,8 @@ def _call_recipe(recipe: str) -> RunConfig:
     config = function()
     if not isinstance(config, RunConfig):
         raise ConfigError(
-            f"recipe {recipe} returned a {type(config).__name__}; it must return a RunConfig: RL(...) or SFT(...)."
+            f"the recipe {recipe} returned a {type(config).__name__}, which is no config. Change the function to "
+            "return cohort.RL(...) or cohort.SFT(...)."
         )
     return dataclasses.replace(config, recipe=name)
 

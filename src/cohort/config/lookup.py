@@ -27,7 +27,7 @@ def split_spec(spec: str) -> tuple[Path, str] | None:
     if colon and file.endswith(".py"):
         return Path(file), name
     if spec.endswith(".py"):
-        raise ConfigError(f'"{spec}" names a file but no function or task in it; write {spec}:NAME.')
+        raise ConfigError(f'"{spec}" names a file but no function or task in it; write {spec}:NAME with its name.')
     return None
 
 
@@ -43,7 +43,7 @@ def import_file(path: Path) -> ModuleType:
         return load_file(path)
     except SyntaxError as error:
         raise ConfigError(
-            f"{error.filename}, line {error.lineno} is not valid Python: {error.msg}; fix the file."
+            f"{error.filename or path}, line {error.lineno or 1} is not valid Python: {error.msg}; correct the file."
         ) from None
 
 
@@ -62,12 +62,10 @@ def find_recipe(spec: str) -> tuple[str, Callable[[], RunConfig]]:
         if spec not in RECIPES:
             suggestion = suggest_name(spec, RECIPES)
             # A suggestion that begins with " Valid" has all names already.
-            names = (
-                ""
-                if suggestion.startswith(" Valid")
-                else f" Recipes: {', '.join(sorted(RECIPES))}, or path/to/file.py:function."
+            names = "" if suggestion.startswith(" Valid") else f" Recipes: {', '.join(sorted(RECIPES))}."
+            raise ConfigError(
+                f'unknown recipe "{spec}".{suggestion}{names} Name one of them, or path/to/file.py:function.'
             )
-            raise ConfigError(f'unknown recipe "{spec}".{suggestion}{names}')
         return spec, RECIPES[spec]
     path, name = where
     module = import_file(path)
@@ -76,7 +74,10 @@ def find_recipe(spec: str) -> tuple[str, Callable[[], RunConfig]]:
         # Only functions defined in the file are suggested, not those that it imports.
         own = [k for k, v in vars(module).items() if callable(v) and getattr(v, "__module__", "") == module.__name__]
         suggestion = suggest_name(name, own) if own else " The file defines no function."
-        raise ConfigError(f'there is no function "{name}" in {path}.{suggestion}')
+        raise ConfigError(
+            f'there is no function "{name}" in {path}.{suggestion} Correct the name after the colon, or define the '
+            "function in that file."
+        )
     return f"{path.expanduser().resolve()}:{name}", function
 
 

@@ -18,7 +18,7 @@ def _require_at_least(low: int, options: object, names: str) -> None:
         # `not >=` instead of `<`, because it also refuses NaN.
         if not getattr(options, name) >= low:
             flag = name.replace("_", "-")
-            raise ConfigError(f"--{flag} is {getattr(options, name)}; it must be at least {low}.")
+            raise ConfigError(f"--{flag} is {getattr(options, name)}; it must be at least {low}. Correct or remove it.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,19 +72,26 @@ class EvalOptions:
         """
         _require_at_least(1, self, "samples slots")
         _require_at_least(0, self, "limit temperature top_k min_p seed threads max_tokens")
-        if (self.engine == "server") != bool(self.url):
-            problem = "--engine server needs --url" if not self.url else "--url has no effect without --engine server"
-            raise ConfigError(f"{problem}. Write for example --engine server --url http://localhost:8000.")
+        if self.engine == "server" and not self.url:
+            raise ConfigError("--engine server needs --url. Add for example --url http://localhost:8000.")
+        if self.engine != "server" and self.url:
+            raise ConfigError("--url has no effect without --engine server. Add --engine server, or remove --url.")
         if self.engine == "server" and (self.device != "auto" or self.dtype != "auto" or self.threads):
-            raise ConfigError("--device, --dtype and --threads have no effect with --engine server; remove them.")
+            raise ConfigError(
+                "--device, --dtype and --threads have no effect with --engine server; remove these flags."
+            )
         if not math.isfinite(self.temperature):
-            raise ConfigError(f"--temperature is {self.temperature}; it must be a finite number.")
+            raise ConfigError(
+                f"--temperature is {self.temperature}; it must be a finite number. Set for example --temperature 1."
+            )
         if "" in self.stop:
-            raise ConfigError(f"--stop is {list(self.stop)}; remove the empty text, which would end every completion.")
+            raise ConfigError(
+                f"--stop is {list(self.stop)}; remove the empty text, which would end every completion at once."
+            )
         if not 0 < self.top_p <= 1:
-            raise ConfigError(f"--top-p is {self.top_p}; it must be above 0 and at most 1.")
+            raise ConfigError(f"--top-p is {self.top_p}; it must be above 0 and at most 1. Correct or remove it.")
         if self.min_p >= 1:
-            raise ConfigError(f"--min-p is {self.min_p}; it must be below 1.")
+            raise ConfigError(f"--min-p is {self.min_p}; it must be below 1. Lower or remove it.")
         if self.temperature == 0:
             if self.samples > 1:
                 raise ConfigError(
@@ -92,7 +99,7 @@ class EvalOptions:
                     "--temperature above 0, or remove --samples."
                 )
             if self.top_p < 1 or self.top_k or self.min_p:
-                raise ConfigError("--top-p, --top-k and --min-p have no effect at temperature 0; remove them.")
+                raise ConfigError("--top-p, --top-k and --min-p have no effect at temperature 0; remove these flags.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +154,9 @@ class EngineBenchOptions(BenchOptions):
         super().check()
         _require_at_least(0, self, "slots")
         if self.device == "cuda" and self.copies != "shared":
-            raise ConfigError(f"--copies {self.copies} is only for CPUs; on a GPU remove it and choose --dtype.")
+            raise ConfigError(
+                f"--copies {self.copies} is only for CPUs, but --device is cuda. Remove --copies, or set --device cpu."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,7 +26,8 @@ def validate(config: RunConfig, user_settings: Collection[str] = ()) -> None:
         for bound in setting.bounds:
             if not bound.holds(setting.value):
                 raise ConfigError(
-                    f"{name} is {setting.value}; it must be {bound.wording}. Set it with {format_flag(name)}."
+                    f"{name} is {setting.value}; it must be {bound.wording}. Correct or remove "
+                    f"{format_flag(name)}, or the value in the recipe."
                 )
     for _, section in walk_sections(config):
         section.check(user_settings)
@@ -51,8 +52,11 @@ def _check_effects(config: RunConfig, user_settings: Collection[str]) -> None:
                 # An effect may name settings that the chosen variant does not have, such as algo.clip_low.
                 if name in values and (name in user_settings or changed_by_recipe):
                     flag = format_flag(name)
-                    remedy = f", or remove {flag}" if ";" in effect.reason else f"; remove {flag}"
-                    raise ConfigError(f"{flag} has no effect: {effect.reason}{remedy}.")
+                    cause, _, change = effect.reason.partition("; ")
+                    alternative = f", or {change}" if change else ""
+                    raise ConfigError(
+                        f"{flag} has no effect: {cause}. Remove it from the command or the recipe{alternative}."
+                    )
 
 
 def _collect_defaults(config: RunConfig) -> dict[str, Any]:

@@ -84,9 +84,9 @@ class SamplingConfig(Section):
         """
         if self.truncates_distribution and not self.allow_truncation:
             raise ConfigError(
-                f"sampling.top_p is {self.top_p}, top_k is {self.top_k} and min_p is {self.min_p}, which makes the "
-                "policy that samples differ from the one that is trained. Set them to 1, 0 and 0, or add "
-                "--sampling.allow-truncation True."
+                f"sampling.top_p is {self.top_p}, top_k is {self.top_k} and min_p is {self.min_p}, so the policy "
+                "that samples is not the one that is trained. Add --sampling.allow-truncation True, or set "
+                "--sampling.top-p 1 --sampling.top-k 0 --sampling.min-p 0."
             )
         if "" in self.stop:
             raise ConfigError(
@@ -179,13 +179,16 @@ class LoraConfig(Section):
         """
         if not self.targets or len(set(self.targets)) < len(self.targets):
             raise ConfigError(
-                f"learner.lora.targets is {list(self.targets)}; name one matrix or more, each once, with "
-                "--learner.lora.targets."
+                f"learner.lora.targets is {list(self.targets)}; name one matrix or more, each once, after "
+                "--learner.lora.targets, or remove it."
             )
         # The command line checks the names already. A recipe in Python can contain any text.
         for target in self.targets:
             if target not in TARGETS:
-                raise ConfigError(f'learner.lora.targets: unknown matrix "{target}".{suggest_name(target, TARGETS)}')
+                raise ConfigError(
+                    f'learner.lora.targets: unknown matrix "{target}".{suggest_name(target, TARGETS)} Correct the name '
+                    "in the recipe."
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,7 +246,8 @@ class ThinkAgain(Section):
         """
         if not self.words or not all(words.strip() for words in self.words):
             raise ConfigError(
-                f"turns.words is {list(self.words)}; it needs one text or more, none of them empty. Set --turns.words."
+                f"turns.words is {list(self.words)}; it needs one text or more, none of them empty or only spaces. "
+                "Write the texts after --turns.words, each in quotes."
             )
 
 
@@ -348,7 +352,7 @@ class RunConfig(Section):
         # Recipes from before there were kinds return RunConfig(...). Without this they would fail later and unclearly.
         if cls is RunConfig:
             raise ConfigError(
-                "RunConfig(...) has no kind, but every run needs one: write RL(...) instead, or SFT(...)."
+                "RunConfig(...) has no kind, but every run needs one. Write RL(...) or SFT(...) instead in the recipe."
             )
         return super().__new__(cls)
 
@@ -382,7 +386,7 @@ class RunConfig(Section):
         if "optim.warmup" in user_settings and self.optim.warmup >= updates:
             raise ConfigError(
                 f"optim.warmup is {self.optim.warmup}, but the run makes only {updates} optimizer steps, so it would "
-                "never reach its learning rate. Lower --optim.warmup."
+                f"never reach its learning rate. Set --optim.warmup below {updates}."
             )
 
 

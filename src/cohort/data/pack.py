@@ -234,14 +234,15 @@ def _make_units(batch: Batch, group: int, members: Sequence[int], budget: int, s
     if not len(prompt):
         raise ConfigError(
             "a sample has no prompt: its prompt has 0 tokens, so no token predicts the first one of the completion; "
-            "let the task's `prompt` method return at least one message with text"
+            "let the task's method `prompt` return at least one message with text."
         )
     for n in members:
         num = len(batch.tokens[n])
         if len(prompt) + num > budget:
             raise ConfigError(
                 f"a sample of {len(prompt)} prompt + {num} completion tokens exceeds the token budget of {budget} "
-                f"tokens per microbatch; set --learner.token_budget to at least {len(prompt) + num}"
+                f"tokens per microbatch; start again with at least {len(prompt) + num} (cohort train: "
+                "--learner.token_budget; cohort bench learner: --token-budget)."
             )
         if share and units and units[-1].num_tokens + num <= budget:
             last = units[-1]

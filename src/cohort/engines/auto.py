@@ -129,7 +129,7 @@ class AutoEngine:
         if weights.module is not self.decoder:
             raise ModelError(
                 "the transformers engine samples from the learner's own model, but got weights of another one; "
-                "load those of the learner that it was made for."
+                "pass `load` the weights of the learner whose decoder the engine was made with."
             )
         self._requeue_all()
         self.version = version
@@ -221,7 +221,10 @@ class AutoEngine:
         except torch.OutOfMemoryError as e:
             rows, columns = self.mask.shape
             self._requeue_all()
-            raise ConfigError(f"out of memory with {rows} samples of {columns} tokens: lower engine.slots.") from e
+            raise ConfigError(
+                f"the GPU ran out of memory with {rows} samples of {columns} tokens at once. Start again with fewer "
+                "slots (cohort train: --engine.slots; cohort eval: --slots), a lower max_tokens or a smaller --model."
+            ) from e
         return hidden[:, -1]
 
     def _draw_tokens(self, hidden: Tensor) -> None:

@@ -144,10 +144,10 @@ def require_for_training(abilities: Abilities, name: str) -> None:
     needs = {
         "token ids": abilities.token_ids,
         "log-probabilities": abilities.logprobs,
-        "live weights": abilities.live_weights,
+        "the loading of new weights": abilities.live_weights,
     }
     if missing := [what for what, has in needs.items() if not has]:
         raise ConfigError(
-            f"engine {name} cannot train: it has no {' and no '.join(missing)}. Train with --engine native; "
-            f"{name} is for cohort eval."
+            f"engine {name} cannot train: it lacks {', '.join(missing)}. Train with --engine native; "
+            f"{name} is only for cohort eval."
         )

@@ -80,7 +80,10 @@ def _make_engine_in_process(variant: variants.NativeEngine, model: EngineModel) 
     # Packed copies exist only for the matrices of the native decoder.
     if variant.weights != "shared":
         name = decoder.config.architecture
-        raise ConfigError(f'engine.weights = {variant.weights} is for native models, and {name} is none; use "shared".')
+        raise ConfigError(
+            f"engine.weights = {variant.weights} needs a model that Cohort implements itself, and {name} is not one: "
+            "set --engine.weights shared."
+        )
     return AutoEngine(decoder, model.decode, slots=variant.slots, max_context=model.context)
 
 

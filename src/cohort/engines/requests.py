@@ -16,11 +16,11 @@ def check_engine_limits(slots: int, window: int, max_context: int, max_positions
     model, in tokens. No least value of `max_context` is checked.
     """
     if slots < 1 or window < 1:
-        raise ConfigError(f"engine.slots = {slots}, window = {window}: set both to at least 1.")
+        raise ConfigError(f"an engine got slots = {slots} and window = {window}: set both to at least 1.")
     if max_context > max_positions:
         raise ConfigError(
             f"prompt and completion may have {max_context} tokens together, but the model's context has "
-            f"{max_positions}; allow fewer of either (cohort bench: --prompt-tokens, --completion-tokens)."
+            f"{max_positions}: lower max_context of the engine (cohort bench: --prompt-tokens or --completion-tokens)."
         )
 
 
@@ -31,40 +31,51 @@ def check_request(request: Request, max_context: int, vocab_size: int, under_way
     token id that is not in 0 .. `vocab_size` - 1; or prompt plus `max_tokens` are more than `max_context` tokens.
     """
     s, num = request.sampling, len(request.tokens)
-    who = f'request "{request.id}"'
     if request.id in under_way:
-        raise ConfigError(f"{who} is already under way; give every request an id of its own.")
+        raise ConfigError(f'a request "{request.id}" is already under way; give every request an id of its own.')
     if num == 0:
-        raise ConfigError(f"{who} has an empty prompt; give at least one token.")
+        raise ConfigError(
+            f'request "{request.id}" has an empty prompt; give it at least one token (in a task: let the method '
+            "`prompt` return a message with text)."
+        )
     if s.max_tokens < 1:
-        raise ConfigError(f"{who}: max_tokens = {s.max_tokens} must be at least 1; raise sampling.max_tokens.")
+        raise ConfigError(
+            f'request "{request.id}" has max_tokens = {s.max_tokens}; set at least 1 (cohort train: '
+            "--sampling.max_tokens; cohort eval: --max-tokens)."
+        )
     if num + s.max_tokens > max_context:
         raise ConfigError(
-            f"{who} cannot fit: {num} prompt tokens + max_tokens {s.max_tokens} = {num + s.max_tokens} is "
-            f"more than the context of {max_context}; shorten the prompt or lower max_tokens."
+            f'request "{request.id}" cannot fit: {num} prompt tokens + max_tokens {s.max_tokens} = '
+            f"{num + s.max_tokens} is more than the context of {max_context}; shorten the prompt or lower max_tokens "
+            "(cohort train: --sampling.max_tokens; cohort eval: --max-tokens)."
         )
     if not (math.isfinite(s.temperature) and s.temperature >= 0):
-        raise ConfigError(f"{who}: temperature = {s.temperature} must be a finite number >= 0 (0 = greedy).")
+        raise ConfigError(
+            f'request "{request.id}" has temperature = {s.temperature}; set a finite number of at least 0 (0 = greedy).'
+        )
     if not 0 < s.top_p <= 1:
-        raise ConfigError(f"{who}: top_p = {s.top_p} must be above 0 and at most 1 (1 = off).")
+        raise ConfigError(f'request "{request.id}" has top_p = {s.top_p}; set it above 0 and at most 1 (1 = off).')
     if s.top_k < 0:
-        raise ConfigError(f"{who}: top_k = {s.top_k} must not be negative (0 = off).")
+        raise ConfigError(f'request "{request.id}" has top_k = {s.top_k}; set 0 (off) or more.')
     if not 0 <= s.min_p <= 1:
-        raise ConfigError(f"{who}: min_p = {s.min_p} must be between 0 (off) and 1.")
+        raise ConfigError(f'request "{request.id}" has min_p = {s.min_p}; set it between 0 (off) and 1.')
     if "" in s.stop_strings:
-        raise ConfigError(f"{who}: an empty stop string would end every sample at once; remove it.")
+        raise ConfigError(
+            f'request "{request.id}" has an empty stop string, which would end every sample at once; remove it.'
+        )
     if not -1 <= request.shared <= num:
         raise ConfigError(
-            f"{who}: shared = {request.shared} must be between -1 (all tokens) and the {num} tokens of the prompt."
+            f'request "{request.id}" has shared = {request.shared}; set it between -1 (all tokens) and {num}, the '
+            "number of its prompt tokens."
         )
     if request.start < 0:
-        raise ConfigError(f"{who}: start = {request.start} must not be negative.")
+        raise ConfigError(f'request "{request.id}" has start = {request.start}; set 0 (a new sample) or more.')
     # An id outside the vocabulary would read beyond the embedding table.
     low, high = min(request.tokens), max(request.tokens)
     if low < 0 or high >= vocab_size:
         bad = low if low < 0 else high
         raise ConfigError(
-            f"{who}: token id {bad} is outside the model's vocabulary of {vocab_size}; "
+            f'request "{request.id}" has the token id {bad}, but the model has a vocabulary of {vocab_size}; '
             "make the tokens with this model's tokenizer."
         )
 

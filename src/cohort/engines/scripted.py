@@ -108,8 +108,8 @@ class ScriptedEngine:
         index = len(draft.tokens)
         if index == len(script.tokens):
             raise ConfigError(
-                f'the script of request "{draft.request.id}" ends after {index} tokens, before any stop; '
-                "make it longer or end it with a stop id."
+                f'the script of request "{draft.request.id}" ends after {index} tokens, but nothing has ended the '
+                "request; make the script longer, or end it with a stop id."
             )
         logprob = DEFAULT_LOGPROB if script.logprobs is None else script.logprobs[index]
         draft.add_tokens([script.tokens[index]], [logprob], [1.0], self.decode)
@@ -140,5 +140,5 @@ class ScriptedEngine:
         if self.polls_before_death is not None and self.num_polls >= self.polls_before_death:
             raise EngineError(
                 f"the scripted engine died with {len(self.drafts)} requests under way: "
-                f"polls_before_death = {self.polls_before_death} is reached. Raise it, or set it to None."
+                f"its argument polls_before_death = {self.polls_before_death} is reached. Raise it, or set it to None."
             )

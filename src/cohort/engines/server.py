@@ -82,11 +82,16 @@ class ServerEngine:
         pause: PauseFunction = threading.Event.wait,
     ) -> None:
         if template not in ("chat", "text"):
-            raise ConfigError(f'template = "{template}" is unknown.{suggest_name(template, ("chat", "text"))}')
-        if concurrency < 1 or not 0 < timeout < threading.TIMEOUT_MAX:
+            raise ConfigError(f'the server engine has no template = "{template}"; use "chat" or "text".')
+        if concurrency < 1:
             raise ConfigError(
-                f"concurrency = {concurrency} must be at least 1, and timeout = {timeout} above 0 and below "
-                f"{threading.TIMEOUT_MAX:.0f} seconds."
+                f"the server engine cannot send concurrency = {concurrency} requests at once; set at least 1 (cohort "
+                "eval: --slots)."
+            )
+        if not 0 < timeout < threading.TIMEOUT_MAX:
+            raise ConfigError(
+                f"the server engine got timeout = {timeout} seconds; set it above 0 and below "
+                f"{threading.TIMEOUT_MAX:.0f}."
             )
         self.client = ServerClient(url, key, timeout, pause)
         self.model = model
@@ -103,9 +108,16 @@ class ServerEngine:
         served = self.client.send_with_retries(
             self.client.make_connection(), list_models, read_models, retry_unreachable=False
         )
+        if not served:
+            raise ConfigError(
+                f'{self.client.url} does not serve "{model}": its list of models is empty. Load the model into this '
+                "server, or give the address of another one with --url."
+            )
         if model not in served:
-            names = self.client.clean_text(suggest_name(model, served) if served else "It serves none.")
-            raise ConfigError(f'{self.client.url} does not serve "{model}". {names} Give a model that it serves.')
+            names = self.client.clean_text(suggest_name(model, served))
+            raise ConfigError(
+                f'{self.client.url} does not serve "{model}". {names} Give a model that it serves with --model.'
+            )
         self._sends_all_settings = served[model] in SERVERS_WITH_ALL_SETTINGS
 
     def submit(self, request: Request) -> None:
@@ -119,11 +131,14 @@ class ServerEngine:
         # The server counts and checks the prompt's tokens, so only the sampling settings are checked here.
         alike = replace(request, tokens=[0], shared=-1)
         check_request(alike, max_context=1 << 62, vocab_size=1, under_way=self._pending)
-        who = f'request "{request.id}"'
         if not request.messages:
-            raise ConfigError(f"{who} has no messages, and a server takes no token ids; set messages in the request.")
+            raise ConfigError(
+                f'request "{request.id}" has no messages, and a server takes no token ids; set messages in the request.'
+            )
         if request.sampling.stop_ids:
-            raise ConfigError(f"{who}: a server takes no stop ids, only stop strings; leave stop_ids empty.")
+            raise ConfigError(
+                f'request "{request.id}" has stop ids, but a server takes only stop strings; leave stop_ids empty.'
+            )
         path = "chat/completions" if self.template == "chat" else "completions"
         call = HttpCall(method="POST", path=path, body=json.dumps(self._make_body(request)).encode())
         pending = self._pending[request.id] = PendingRequest(request=request, call=call)
@@ -213,7 +228,9 @@ class ServerEngine:
         if self._pending.get(id) is not pending:
             return None
         if result is None:
-            raise EngineError("a thread of the server engine failed: report this bug with the traceback above.")
+            raise EngineError(
+                "a thread of the server engine failed. This is a bug in Cohort: report it with the traceback above."
+            )
         if isinstance(result, CohortError):
             raise result
         del self._pending[id]
@@ -240,7 +257,7 @@ class ServerEngine:
 
     def load(self, weights: Weights, version: int) -> None:
         """Always raises ConfigError: a server takes no new weights."""
-        raise ConfigError("a server takes no new weights: it can only evaluate. Train with --engine native.")
+        raise ConfigError("the server engine takes no new weights: it can only evaluate. Train with --engine native.")
 
     def close(self) -> None:
         """Aborts every request. A later `submit` raises EngineError."""

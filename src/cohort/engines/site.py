@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 from urllib.parse import urlsplit
 
 from cohort.errors import ConfigError, EngineError, ModelError
@@ -31,10 +31,7 @@ MAX_REPLY_BYTES = 1 << 26
 MAX_QUOTED_CHARACTERS = 300  # of a server's own text in a message
 MAX_WARNINGS = 10
 RETRYABLE_STATUSES = (408, 425, 429)  # besides 5xx: statuses after which another try may succeed
-KEY_HINT = ". The key is read from COHORT_API_KEY, or from the variable that `key` names"
-OTHER_HINT = ". Change what the server objects to: the model's name, the prompt's length or a sampling setting"
-HINTS = {401: KEY_HINT, 403: KEY_HINT, 404: ". Is url the part of the address before /v1?"}
-HINTS |= dict.fromkeys((301, 302, 303, 307, 308), ". Redirects are not followed: give the new address as url")
+REDIRECT_STATUSES = (301, 302, 303, 307, 308)
 
 log = logging.getLogger(__name__)
 
@@ -132,7 +129,8 @@ class ServerClient:
                     raise ModelError(words) from error
                 if n == MAX_TRIES or call.cancelled.is_set():
                     raise EngineError(
-                        f"{self.url} failed {n} times; the last error was: {error}. Check the server and start again."
+                        f"the server {self.url} failed {n} times; the last error was: {error}. Make sure that it runs "
+                        "and has OpenAI's interface, then repeat the cohort eval command."
                     ) from error
                 self.warn_once(f"is asked again after: {error}")
                 # Random, so that not all threads ask again at the same moment.
@@ -151,8 +149,8 @@ class ServerClient:
             reply = self._send_and_receive(connection, call)
         except ssl.SSLCertVerificationError as e:
             raise ConfigError(
-                f"{self.url} has no certificate that can be trusted: {e.verify_message}. Correct the address, or name "
-                "a file with the server's certificate in SSL_CERT_FILE."
+                f"{self.url} has no certificate that can be trusted: {e.verify_message}. Correct --url, or set the "
+                "environment variable SSL_CERT_FILE to a file with the server's certificate."
             ) from e
         except (OSError, HTTPException) as e:
             text = self.clean_text(f"{type(e).__name__}: {e}".removesuffix(": "))
@@ -169,10 +167,13 @@ class ServerClient:
             status = error["code"] if isinstance(error, dict) and isinstance(error.get("code"), int) else 500
         words = self.clean_text(f"{status} {find_error_message(value, reply)}")
         if status not in RETRYABLE_STATUSES and status < 500:
-            raise ConfigError(f"{self.url}/v1/{call.path} refuses: {words}{HINTS.get(status, OTHER_HINT)}")
+            raise_refusal(f"{self.url}/v1/{call.path}", status, words)
         pause = parse_retry_after(reply.retry_after)
         if pause is not None and pause > MAX_PAUSE_SECONDS:
-            raise EngineError(f"{self.url} asks for a pause of {pause:.0f} seconds: {words}. Start again after it.")
+            raise EngineError(
+                f"the server {self.url} asks for a pause of {pause:.0f} seconds: {words}. Repeat the cohort eval "
+                "command after that time; it keeps the answers that are finished."
+            )
         raise RetryableError(words, pause_seconds=pause)
 
     def _send_and_receive(self, connection: HTTPConnection, call: HttpCall) -> HttpReply:
@@ -220,6 +221,31 @@ class ServerClient:
                 return
             self._logged_warnings.add(text)
         log.warning("%s %s", self.url, text)
+
+
+def raise_refusal(address: str, status: int, words: str) -> NoReturn:
+    """Raises ConfigError for a call of `address` that the server refused with this HTTP status.
+
+    `words` are the status and the server's own message. What the error advises depends on the status.
+    """
+    if status in (401, 403):
+        raise ConfigError(
+            f"the server at {address} refuses: {words}. Set the environment variable COHORT_API_KEY to an API "
+            "key that this server accepts."
+        )
+    if status == 404:
+        raise ConfigError(
+            f"the server at {address} refuses: {words}. Give as --url the part of the server's address before /v1, "
+            "and as --model a model that it serves."
+        )
+    if status in REDIRECT_STATUSES:
+        raise ConfigError(
+            f"the server at {address} refuses: {words}. Redirects are not followed: give the new address as --url."
+        )
+    raise ConfigError(
+        f"the server at {address} refuses: {words}. Change what the server objects to: the model's name, the "
+        "prompt's length or a sampling setting."
+    )
 
 
 def parse_json(data: bytes) -> Any:
@@ -282,7 +308,10 @@ def normalise_url(url: str) -> str:
         # The port is no number, or a bracket is missing.
         raise wrong from e
     if "@" in where.netloc:
-        raise ConfigError("url must not hold a user or a password; remove them and put the key into COHORT_API_KEY.")
+        raise ConfigError(
+            "the server's url must not hold a user or a password; remove all before and including the @, and put the "
+            "API key into the environment variable COHORT_API_KEY."
+        )
     if not plausible or where.query or where.fragment or not (url.isascii() and url.isprintable()) or " " in url:
         raise wrong
     return f"{where.scheme}://{where.netloc}{where.path.rstrip('/').removesuffix('/v1')}"
@@ -306,7 +335,13 @@ def read_api_key(url: str, variable: str) -> str:
     names = [variable] if variable else ["COHORT_API_KEY", *(["OPENAI_API_KEY"] if is_openai(url) else [])]
     key = next((value for name in names if (value := os.environ.get(name, "").strip())), "")
     if variable and not key:
-        raise ConfigError("key must name an environment variable that is set; give its name, not the key itself.")
+        raise ConfigError(
+            "the argument key of the server engine names an environment variable that is not set or empty. Put the API "
+            "key into a variable and give its name, not the key itself."
+        )
     if not (key.isascii() and key.isprintable()) or " " in key:
-        raise ConfigError("the API key has a space, a line end or another character that no key has; set it again.")
+        raise ConfigError(
+            "the API key has a space, a line end or another character that no key has. Set the environment variable "
+            "that it is read from (COHORT_API_KEY, or for OpenAI OPENAI_API_KEY) to the key alone."
+        )
     return key

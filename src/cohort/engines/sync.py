@@ -30,5 +30,5 @@ class WeightSync:
         if self.engine.version != version:
             raise EngineError(
                 f"the {self.engine.name} engine samples from version {self.engine.version} of the weights although "
-                f"version {version} was sent: resume the run from its last checkpoint."
+                f"version {version} was sent. Continue from the last checkpoint: cohort resume RUN."
             )

@@ -119,11 +119,14 @@ class VllmEngine:
         tokenizer: Tokenizer | None = None,
     ) -> None:
         if not Path(folder).is_dir():
-            raise ModelError(f"{folder} is no folder: give vLLM a model in a Hugging Face folder.")
-        if slots < 1 or max_context < 1 or not 0 < memory <= 1:
+            raise ModelError(f"{folder} is no folder: give vLLM the folder of a model in Hugging Face format.")
+        if slots < 1 or max_context < 1:
             raise ConfigError(
-                f"engine.slots = {slots} and max_context = {max_context} must be at least 1, "
-                f"engine.memory = {memory} above 0 and at most 1."
+                f"the vllm engine got slots = {slots} and max_context = {max_context}; set both to at least 1."
+            )
+        if not 0 < memory <= 1:
+            raise ConfigError(
+                f"the vllm engine got memory = {memory}, its share of the GPU's memory; set it above 0 and at most 1."
             )
         self.tokenizer = Tokenizer.load(folder) if tokenizer is None else tokenizer
         self.max_context = max_context
@@ -173,7 +176,7 @@ class VllmEngine:
         try:
             self._engine.add_request(request.id, prompt, self._make_params(request))
         except ValueError as e:
-            raise ConfigError(f'vLLM refuses request "{request.id}": {shorten_error(e)}. Change its sampling.') from e
+            raise ConfigError(f'vLLM refuses request "{request.id}": {shorten_error(e)}. Change what it names.') from e
         stream = TextStream(self.tokenizer) if request.sampling.stop_strings else None
         self._pending[request.id] = PendingOutput(request=request, text_stream=stream)
 
@@ -218,7 +221,7 @@ class VllmEngine:
         if not outputs and not self._engine.has_unfinished_requests():
             raise EngineError(
                 f"vLLM has lost {len(self._pending)} requests: it has nothing left to do, but gave no answer to them. "
-                "Repeat the command."
+                "Repeat the cohort eval command; it keeps the answers that are finished."
             )
         return [event for output in outputs if (event := self._read_output(output)) is not None]
 
@@ -237,7 +240,10 @@ class VllmEngine:
         logprobs = [row[t].logprob if t in row else 0.0 for t, row in zip(tokens, rows, strict=True)]
         stopped = pending.add_tokens(tokens, logprobs)
         if output.finished and drawn.finish_reason not in ("stop", "length"):
-            raise EngineError(f'vLLM ended request "{pending.request.id}" with "{drawn.finish_reason}"; start again.')
+            raise EngineError(
+                f'vLLM broke request "{pending.request.id}" off, with the reason "{drawn.finish_reason}". Repeat the '
+                "cohort eval command; it keeps the answers that are finished."
+            )
         if stopped or output.finished:
             draft = pending.make_draft(self.tokenizer)
             if draft.finish is not None:
@@ -295,8 +301,11 @@ def import_vllm() -> Any:
         import vllm.sampling_params  # type: ignore[import-not-found,unused-ignore]
     except ImportError as e:
         if isinstance(e, ModuleNotFoundError) and e.name == "vllm":
-            raise ConfigError("the vllm engine needs vLLM: pip install 'cohort[vllm]'") from e
-        raise ConfigError(f"vLLM does not load: {shorten_error(e)}. Repair it: pip install 'cohort[vllm]'") from e
+            raise ConfigError("the vllm engine needs vLLM. Install it: pip install 'cohort[vllm]'") from e
+        raise ConfigError(
+            f"vLLM is installed but does not load: {shorten_error(e)}. Install it again (pip install --force-reinstall "
+            "vllm), or use --engine native."
+        ) from e
     return vllm
 
 
@@ -309,4 +318,6 @@ def check_options(options: Mapping[str, Any], known: set[str], fixed: Mapping[st
         if name in fixed:
             raise ConfigError(f"engine option {name} cannot be set: the engine sets it to {fixed[name]!r}; remove it.")
         if name not in known:
-            raise ConfigError(f"vLLM has no engine option {name}.{suggest_name(name, known - fixed.keys())}")
+            raise ConfigError(
+                f"vLLM has no engine option {name}; correct or remove it.{suggest_name(name, known - fixed.keys())}"
+            )

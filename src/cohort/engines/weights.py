@@ -15,7 +15,7 @@ ROUNDABLE = {
     (torch.float64, torch.float32),
 }
 # The end of every message below: a user cannot repair single tensors.
-FIX = "Learner and engine must have the same model, in the same type."
+FIX = "Make the engine with the same model and dtype as the learner."
 
 
 @torch.no_grad()
@@ -33,19 +33,27 @@ def copy_weights(weights: Weights, decoder: Decoder, allow_rounding: bool = Fals
         if name == "lm_head.weight" and decoder.head is None:
             continue
         if name not in views:
-            raise ModelError(f'weights have a tensor "{name}" that the model has not.{suggest_name(name, views)} {FIX}')
+            raise ModelError(
+                f'the new weights have a tensor "{name}" that the model of the engine has not.'
+                f"{suggest_name(name, views)} {FIX}"
+            )
         view = views[name]
         shape = to_hf_shape(name, view.to("meta")).shape
         if tensor.shape != shape:
-            raise ModelError(f'"{name}" has shape {list(tensor.shape)}; the model needs {list(shape)}. {FIX}')
+            raise ModelError(
+                f'the new weights "{name}" have shape {list(tensor.shape)}; the engine needs {list(shape)}. {FIX}'
+            )
         if tensor.dtype != view.dtype and not (allow_rounding and (tensor.dtype, view.dtype) in ROUNDABLE):
             raise ModelError(
-                f'"{name}" is of type {_format_dtype(tensor.dtype)}; the model needs {_format_dtype(view.dtype)}. {FIX}'
+                f'the new weights "{name}" are of type {_format_dtype(tensor.dtype)}; the engine needs '
+                f"{_format_dtype(view.dtype)}. {FIX}"
             )
         view.copy_(tensor.reshape(view.shape))
         missing.discard(name)
     if missing:
-        raise ModelError(f"weights lack {len(missing)} tensors of the model, {sorted(missing)[0]} among them. {FIX}")
+        raise ModelError(
+            f"the new weights lack {len(missing)} tensors of the engine's model, {sorted(missing)[0]} among them. {FIX}"
+        )
 
 
 def _format_dtype(dtype: torch.dtype) -> str:

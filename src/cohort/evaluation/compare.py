@@ -63,13 +63,13 @@ def find_evaluation(path: Path) -> Evaluation:
     run = Path(folder) if separator and not path.is_dir() else path
     if not run.is_dir():
         raise RunError(
-            f"there is no evaluation or run {path}; name a file that `cohort eval` wrote, or a run directory."
+            f"there is no evaluation or run {path}; name a file that `cohort eval` wrote, a run directory, or RUN@STEP."
         )
     evaluations = load_evaluations(run)
     if not evaluations:
         raise RunError(
-            f"{run} has no evaluations: it has made none yet, or it is not a run directory. Evaluate a model with "
-            "`cohort eval`, or name another run."
+            f"{run} has no evaluations in its folder eval, so there is nothing to compare. Name another run directory, "
+            "or a file that `cohort eval` wrote."
         )
     wanted = step if run != path else str(max(evaluations))
     if not wanted.isdecimal() or int(wanted) not in evaluations:
@@ -91,7 +91,10 @@ def compare(first: Evaluation, second: Evaluation) -> Comparison:
     pairs = list(zip(first.items, _match_items(first, second), strict=True))
     scored = [(a, b) for a, b in pairs if a.correct and b.correct]
     if not scored:
-        raise RunError("no problem has a score in both evaluations: repair the grader, then evaluate both again.")
+        raise RunError(
+            "no problem has a score in both evaluations. Their files say why, under `failure`: repair that, usually in "
+            "the task's method `score`, then evaluate both models again with `cohort eval`."
+        )
     # Only problems on which the two differ are listed as won or lost.
     differ = [_make_differing_problem(a, b) for a, b in scored if mean(a.correct) != mean(b.correct)]
     num_unscored = len(pairs) - len(scored)
@@ -119,32 +122,33 @@ def _match_items(first: Evaluation, second: Evaluation) -> list[EvalItem]:
             cause = "; the grader has changed in between" if what == "graders" else ""
             raise RunError(
                 f"these evaluations have different {what}, {x} and {y}, and cannot be compared{cause}. "
-                "Evaluate both models again with the same task, split and version of the grader."
+                "Evaluate both models again with `cohort eval`: same task, same --split, same version of its code."
             )
     for name in sorted({*a.knobs, *b.knobs} - DATA_SETTINGS):
         if a.knobs.get(name) != b.knobs.get(name):
             raise RunError(
                 f"these evaluations have different settings of the task {a.task}: {name} = {a.knobs.get(name)} and "
-                f"{b.knobs.get(name)}. It may change questions or scores; evaluate both with the same value."
+                f"{b.knobs.get(name)}. Evaluate both models with `cohort eval` and the same --task.{name}."
             )
     items = {item.id: item for item in second.items}
     # Equal ids with other rows or messages mean that the data has changed. Other ids are reported below, with counts.
     if a.rows != b.rows and items.keys() == {item.id for item in first.items}:
         raise RunError(
-            "these evaluations have problems with the same ids, but with different questions, answers or prompts: the "
-            "data or the task's settings have changed in between. Evaluate both again."
+            "these evaluations have problems with the same ids, but their rows, prompts or order differ: the data or "
+            "the task has changed in between. Evaluate both models again with `cohort eval`, on the same data."
         )
     missing = [item.id for item in first.items if item.id not in items]
     if missing or len(items) != len(first.items):
         raise RunError(
             f"these evaluations have different problems, {len(first.items)} and {len(items)}, of which "
-            f"{len(first.items) - len(missing)} are in both; evaluate both with the same --limit and data."
+            f"{len(first.items) - len(missing)} are in both. Evaluate both models with `cohort eval`, with the same "
+            "data and --limit, and without --too-long skip."
         )
     for item in first.items:
         if item.messages != items[item.id].messages:
             raise RunError(
-                f'problem "{item.id}" has different messages in the two evaluations; evaluate both with the same '
-                "settings of the task."
+                f'problem "{item.id}" has different messages in the two evaluations: a file has changed since it was '
+                "written. Evaluate both models again with `cohort eval`."
             )
     return [items[item.id] for item in first.items]
 

@@ -43,7 +43,10 @@ class Journal:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self._file.close()
-            raise RunError(f"another process is writing the evaluation {self.path}: wait for it, or stop it.") from None
+            raise RunError(
+                f"another process is writing the evaluation {self.path}. Wait until it ends, or stop it; then repeat "
+                "the command."
+            ) from None
         try:
             self._load_items()
             with explain_disk_errors(self.part_path):
@@ -98,14 +101,17 @@ class Journal:
             setting = EvalSetting(**records[0]) if records else None
             items = [EvalItem.from_json(record) for record in records[1:]]
         except (ValueError, TypeError, KeyError) as error:
-            raise RunError(f"{self.part_path} is damaged ({error}); delete it and evaluate again.") from error
+            raise RunError(
+                f"{self.part_path}, the file of an unfinished evaluation, cannot be read ({error}). Delete it and "
+                "repeat the command, which then evaluates from the first problem."
+            ) from error
         if setting is None:
             return
         # Through JSON and back, because tuples become lists there.
         if json.loads(json.dumps(asdict(self.setting))) != asdict(setting):
             raise RunError(
                 f"{self.part_path} holds an unfinished evaluation with other settings; "
-                "delete it or choose another --out."
+                "delete it and repeat the command, or choose another --out."
             )
         self.items = {item.id: item for item in items}
         self._size = len(complete) + 1

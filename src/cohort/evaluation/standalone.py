@@ -138,7 +138,7 @@ class ModelEvaluator:
         if self.context and room < 1:
             raise ConfigError(
                 f"--max-tokens {o.max_tokens} leaves no room for a prompt: the context of the model has "
-                f"{self.context} tokens. Use a smaller --max-tokens."
+                f"{self.context} tokens. Use a smaller --max-tokens, or leave it out."
             )
         renderer: Renderer = (
             ServerRenderer() if self.tokenizer is None else build.make_renderer(self.tokenizer, o.template)
@@ -191,7 +191,10 @@ class ModelEvaluator:
         if path.exists():
             existing = load_evaluation(path)
             if existing.setting != setting:
-                raise RunError(f"{path} holds an evaluation with other settings; delete it or choose another --out.")
+                raise RunError(
+                    f"{path} holds an evaluation with other settings; move it away and repeat the command, or choose "
+                    "another --out."
+                )
             if not existing.num_failed:
                 return EvaluationResult(evaluation=existing, path=path, is_new=False)
             # Problems with an answer that could not be scored are answered again.

@@ -37,7 +37,7 @@ def export_adapters(path: Path, out: Path, which: str) -> Path:
     state = _load_checkpoint(directory, out, which)
     lora = state.numbers.get("lora")
     if lora is None:
-        raise RunError(f"{path} has no adapters, because it trained every weight; leave out --adapters.")
+        raise RunError(f"the run {path} has no adapters, because it trained every weight; leave out --adapters.")
     config = LoraConfig(**{**lora, "targets": tuple(lora["targets"])})
     return save_adapters(select_adapter_tensors(state.optimizer), config, directory.config.model, out)
 
@@ -52,23 +52,31 @@ def _load_checkpoint(directory: RunDirectory, out: Path, which: str) -> Checkpoi
     steps = checkpoint.list_steps(directory.checkpoints)
     if not steps:
         raise RunError(
-            f"{path} has no checkpoint yet. A run writes one every save.every steps and at its end: wait, or continue "
-            f"the run with `cohort resume {path}`."
+            f"the run {path} has no checkpoint. A run writes one at its end, and every save.every steps: wait while it "
+            f"trains, or continue it with `cohort resume {path}`."
         )
     step = steps[-1]
     if which == "best":
         # Step 0 is the initial model, which has no checkpoint.
         scored = {s: e.accuracy for s, e in directory.load_evaluations().items() if s}
         if not scored:
-            raise RunError(f"{path} has no evaluation after a step, so the best one is not known; use --step last.")
+            raise RunError(
+                f"the run {path} has no evaluation of a trained model, so --step best cannot choose a checkpoint; use "
+                "--step last or a step number."
+            )
         # Among steps of equal accuracy the earliest is taken.
         step = max(scored, key=lambda s: (scored[s], -s))
     elif which != "last":
         step = int(which)
+    if step not in steps and which == "best":
+        raise RunError(
+            f"the run {path} is best after step {step}, but has no checkpoint of that step; use --step with one that "
+            f"it has: {', '.join(map(str, steps))}."
+        )
     if step not in steps:
         raise RunError(
             f"{path} has no checkpoint of step {step}; use --step with one that it has: {', '.join(map(str, steps))}."
         )
     if out.exists():
-        raise ModelError(f"{out} exists already; give OUT the name of a new folder, or remove this one.")
+        raise ModelError(f"{out} exists already. Give OUT, the folder to write, a new name, or move {out} away.")
     return checkpoint.load(directory.checkpoints / checkpoint.folder_name(step))

@@ -158,13 +158,13 @@ def apply_settings(config: RL, settings: Sequence[str]) -> RL:
             )
         if flag.name in _STEERING:
             raise ConfigError(
-                f"{flag.spelling} acts from one step to the next, but a replay does one step: start a run with it, "
-                "using cohort train."
+                f"{flag.spelling} acts from one step to the next, but a replay does one step. Remove the flag, or "
+                "start a new run with it: `cohort train`."
             )
         if flag.name.startswith("learner.lora."):
             raise ConfigError(
-                f"{flag.spelling} decides what a run trains from its beginning, so a replay cannot change it: start a "
-                "run with it, using cohort train."
+                f"{flag.spelling} decides what a run trains from its beginning, so a replay cannot change it. Remove "
+                "the flag, or start a new run with it: `cohort train`."
             )
     changed = change_config(config, settings)
     return replace(config, algo=changed.algo, optim=changed.optim, learner=changed.learner)
@@ -211,11 +211,20 @@ def _find_base(directory: RunDirectory, step: int) -> int:
         why = "its rollouts are not kept"
     else:
         why = "rollouts of steps between it and the last checkpoint before it are not kept"
-    if replayable:
-        remedy = f"use --step with one that can: {format_ranges(sorted(replayable))}"
-    else:
-        remedy = "no other step can either. Start a run with --save.rollouts 0, which keeps the rollouts of all steps"
-    raise RunError(f"step {step} of {directory.path} cannot be replayed: {why}; {remedy}.")
+    if not last:
+        raise RunError(
+            f"no step of {directory.path} can be replayed: the run has not finished a step. Wait while it trains, or "
+            f"continue it with `cohort resume {directory.path}`."
+        )
+    if not replayable:
+        raise RunError(
+            f"step {step} of {directory.path} cannot be replayed: {why}; no other step can either. Start a new run "
+            "with `cohort train` and --save.rollouts 0, which keeps the rollouts of all steps."
+        )
+    raise RunError(
+        f"step {step} of {directory.path} cannot be replayed: {why}. Use --step with one that can: "
+        f"{format_ranges(sorted(replayable))}."
+    )
 
 
 def _find_kept_steps(directory: RunDirectory) -> set[int]:

@@ -87,5 +87,5 @@ def _require_equal_weights(decoder: AnyDecoder, saved: AnyDecoder, model: str) -
         if not torch.allclose(p.cpu(), q, rtol=tolerance, atol=tolerance * float(q.abs().max())):
             raise RunError(
                 f"The model {model} has changed since this run was started: merged with the checkpoint's adapters, "
-                f"its weights {name} are not those of the checkpoint. Put the original model back."
+                f'its tensor "{name}" is not that of the checkpoint. Put the original files of the model back.'
             )

@@ -66,7 +66,8 @@ def resolve_machine_settings(config: RL) -> RL:
     if isinstance(engine, NativeEngine) and engine.weights != "shared":
         if config.device == "cuda":
             raise ConfigError(
-                f"engine.weights = {engine.weights} works on a CPU only, and device is cuda: leave engine.weights out."
+                f"engine.weights = {engine.weights} works on a CPU only, and device is cuda: set --engine.weights "
+                "shared, or --device cpu."
             )
         # The device was chosen automatically, so a recipe that was written for a CPU still works.
         engine = replace(engine, weights="shared")
@@ -191,11 +192,15 @@ def _compute_prompt_limit(longest: int, model: LoadedModel, budget: int) -> int:
     """
     context = model.config.context
     room = min(context, budget) - longest
+    if longest >= context:
+        raise ConfigError(
+            f"A completion may have {longest} tokens, all turns together, which leaves no room for a prompt in the "
+            f"model's context of {context} tokens. Lower --sampling.max_tokens (with more turns also --turns.attempts)."
+        )
     if room < 1:
         raise ConfigError(
-            f"Completions may have {longest} tokens (sampling.max_tokens and turns). That leaves no room for a prompt: "
-            f"the model's context has {context} tokens, and learner.token_budget is {budget}. "
-            "Lower sampling.max_tokens, or raise learner.token_budget if that is the smaller one."
+            f"A completion may have {longest} tokens, all turns together, which leaves no room for a prompt in a "
+            f"microbatch of {budget} tokens. Lower --sampling.max_tokens, or raise --learner.token_budget."
         )
     return room
 
@@ -229,7 +234,7 @@ def _adapt_to_architecture(config: C, decoder: AnyDecoder) -> C:
     if config.learner.lora.is_on:
         raise ConfigError(
             f"learner.lora needs a model that Cohort implements itself, and {decoder.config.architecture} is not one: "
-            "leave learner.lora out."
+            "train without adapters (--learner.lora.rank 0, no --learner.lora.load), or use another --model."
         )
     return replace(config, learner=replace(config.learner, prefix_sharing=False))
 

@@ -202,8 +202,9 @@ class FusedBackend(_BaseBackend):
     def _gradient_context(self) -> AbstractContextManager[None]:
         """Returns a context in which matrices of the layers hand their gradients to collectors instead of autograd.
 
-        A collector adds a matrix's gradient to its fp32 master, or to the adapters of the matrix where these are
-        trained. Without adapters only low-precision matrices have collectors: an fp32 decoder is left to autograd.
+        A collector adds a matrix's gradient to the gradient of its fp32 master, or to the gradients of its adapters
+        where these are trained. Without adapters only low-precision matrices have collectors: an fp32 decoder is left
+        to autograd.
         """
         return redirect_gradients(self.decoder, (self.adapters or self.optimizer).collectors())
 

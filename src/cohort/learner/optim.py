@@ -171,7 +171,7 @@ class Optimizer:
                 if key not in tensors:
                     raise RunError(
                         f'the optimizer state of the checkpoint lacks the tensor "{key}". Move this checkpoint out of '
-                        "the run's folder checkpoints, then resume the run: it continues from the one before."
+                        "the run's folder checkpoints, then use cohort resume RUN: it takes the newest one left."
                     )
                 moment.copy_(tensors[key])
 

@@ -87,7 +87,7 @@ def num_params(c: ModelConfig) -> int:
 def state_bytes(demand: MemoryDemand) -> int:
     """Returns the bytes that are in use all the time: weights, reference, frozen weights, masters and AdamW moments.
 
-    fp32 weights that are trained themselves need no masters.
+    Masters are not counted where the model is fp32 and all of its weights are trained; adapters are fp32 masters.
     """
     params = num_params(demand.model)
     num_trained = params if demand.num_trained is None else demand.num_trained
@@ -185,11 +185,22 @@ def plan_memory(demand: MemoryDemand, available: int, token_budget: int = 0) -> 
                     available=available,
                 )
     need = state + update_bytes(demand, least, True) + WORKSPACE_BYTES
+    needs = f"{need / USABLE_SHARE / 2**30:.1f} GiB ({state / 2**30:.1f} for weights and optimizer)"
+    if token_budget:
+        raise ConfigError(
+            f"training with token_budget = {token_budget} needs {needs} of GPU memory, and {available / 2**30:.1f} GiB "
+            "are available: lower the budget (cohort train: --learner.token_budget; cohort bench learner: "
+            "--token-budget), or use a smaller model (--model)."
+        )
+    if demand.num_trained is not None:
+        raise ConfigError(
+            f"training adapters on samples of {least} tokens needs {needs} of GPU memory, and {available / 2**30:.1f} "
+            "GiB are available: use a smaller model (--model) or shorter samples (--sampling.max_tokens)."
+        )
     raise ConfigError(
-        f"the model does not fit: training with {least} tokens per microbatch needs "
-        f"{need / USABLE_SHARE / 2**30:.1f} GiB of GPU memory (weights and optimizer {state / 2**30:.1f}), and the "
-        f"device has {available / 2**30:.1f} GiB; use a smaller model, shorter samples (--sampling.max_tokens), "
-        "or train adapters (--learner.lora.rank 16)."
+        f"training on samples of {least} tokens needs {needs} of GPU memory, and {available / 2**30:.1f} GiB are "
+        "available: use a smaller model (--model) or shorter samples (--sampling.max_tokens; cohort bench: "
+        "--completion-tokens), or in cohort train adapters (--learner.lora.rank 16)."
     )
 
 

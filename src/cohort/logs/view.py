@@ -240,7 +240,9 @@ def make_view(kind: str = "auto", stream: TextIO | None = None) -> View:
     """
     stream = sys.stdout if stream is None else stream
     if kind not in KINDS:
-        raise ConfigError(f'unknown progress view "{kind}" for log.{suggest_name(kind, KINDS)}')
+        raise ConfigError(
+            f'unknown progress view "{kind}" for log.{suggest_name(kind, KINDS)} Correct the argument log.'
+        )
     # Only the module of the chosen view is imported: the live view needs rich, the others do not.
     if kind == "json":
         from cohort.logs.jsonlines import JsonView

@@ -34,6 +34,7 @@ from cohort.data.layout import Layout, Span
 from cohort.errors import ModelError
 from cohort.models.decoder import Decoder
 from cohort.models.functions import multiply_wide
+from cohort.models.hub import locate_download
 
 log = logging.getLogger(__name__)
 
@@ -173,7 +174,7 @@ def load_foreign_decoder(
     transformers = _import_transformers(hf_config)
     config, kind = _find_class(transformers, folder, hf_config)
     stored = dict(tensors)
-    with _raise_model_error(f"{folder}: transformers cannot load this {kind.__name__}"):
+    with _raise_model_error(folder, f"cannot load this {kind.__name__}"):
         model, report = kind.from_pretrained(
             None,
             config=config,
@@ -187,12 +188,12 @@ def load_foreign_decoder(
     for name, stored_shape, needed_shape in report["mismatched_keys"]:
         raise ModelError(
             f'{folder}: tensor "{name}" is {list(stored_shape)}, config.json says {list(needed_shape)}: '
-            "weights and config.json are of different models, fetch both again"
+            "they are of different models. Use a folder whose config.json and weights belong together"
         )
     if missing := sorted(report["missing_keys"]):
         raise ModelError(
-            f"{folder}: {summarise_tensors(missing)} missing: the weights are incomplete (delete this folder and fetch "
-            "the model again), or config.json is of another model"
+            f"{folder}: {summarise_tensors(missing)} missing: the weights are incomplete, or config.json is of another "
+            f"model. Restore them; for a fetched model, delete {locate_download(folder)} and run `cohort pull MODEL`"
         )
     if unused := sorted(report["unexpected_keys"]):
         log.warning("%s: %s not used by %s", folder, summarise_tensors(unused), kind.__name__)
@@ -210,16 +211,16 @@ def load_foreign_decoder(
     model.generation_config = transformers.GenerationConfig()
     _check_interface(folder, model)
     decoder = AutoDecoder(model, kind.__name__)
-    with _raise_model_error(f"{folder}: {kind.__name__} cannot be run on padded rows with a cache"):
+    with _raise_model_error(folder, f"cannot run {kind.__name__} on padded rows with a cache"):
         _check_outputs(folder, decoder)
     return decoder
 
 
 @contextmanager
-def _raise_model_error(what: str) -> Iterator[None]:
+def _raise_model_error(folder: Path, what: str) -> Iterator[None]:
     """Turns every Exception that the block raises, except a ModelError, into a ModelError of one line.
 
-    The message begins with `what`, which says what failed. transformers raises exceptions of all kinds.
+    The message names the model's folder and `what` transformers cannot do. It raises exceptions of all kinds.
     """
     try:
         yield
@@ -227,7 +228,10 @@ def _raise_model_error(what: str) -> Iterator[None]:
         raise
     except Exception as e:
         reason = " ".join(str(e).split())[:200] or type(e).__name__
-        raise ModelError(f"{what}: {reason}; fetch the model again, upgrade transformers, or use another model") from e
+        raise ModelError(
+            f"{folder}: the package transformers {what}: {reason}; upgrade it (pip install -U transformers), "
+            "or use another model"
+        ) from e
 
 
 def read_architecture(hf_config: Mapping[str, Any]) -> str:
@@ -247,7 +251,7 @@ def _import_transformers(hf_config: Mapping[str, Any]) -> Any:
         name = read_architecture(hf_config) or hf_config.get("model_type")
         raise ModelError(
             f"{name} is not a model of the native decoder and needs the package transformers: "
-            "pip install 'cohort[transformers]'"
+            "install it with pip install 'cohort[transformers]'"
         ) from e
     # Warnings and progress bars of transformers would disturb the terminal view of a run.
     transformers.logging.set_verbosity_error()
@@ -264,28 +268,28 @@ def _find_class(transformers: Any, folder: Path, hf_config: Mapping[str, Any]) -
     kind = str(hf_config.get("model_type"))
     known = transformers.CONFIG_MAPPING
     if hf_config.get("quantization_config"):
-        raise ModelError(f"{folder}: config.json has a quantization_config: use the original, unquantised weights")
+        raise ModelError(f"{folder}: config.json has a quantization_config: use the original, unquantised model")
     if kind not in known:
         note = ", and code that comes with a model is not run" if "auto_map" in hf_config else ""
         raise ModelError(
-            f'{folder}: transformers {transformers.__version__} has no model_type "{kind}"{note}; '
-            "if a newer transformers has it, upgrade transformers"
+            f'{folder}: transformers {transformers.__version__} has no model_type "{kind}"{note}: '
+            "upgrade it (pip install -U transformers), or use another model"
         )
-    with _raise_model_error(f"{folder}: transformers cannot read this config.json"):
+    with _raise_model_error(folder, "cannot read this config.json"):
         config = known[kind].from_dict({k: v for k, v in hf_config.items() if k not in IGNORED_CONFIG_KEYS})
     if getattr(config, "is_encoder_decoder", False):
-        raise ModelError(f"{folder} is an encoder-decoder ({kind}): only decoders can be trained, use one")
+        raise ModelError(f"{folder} is an encoder-decoder ({kind}): use a decoder-only language model")
     if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ModelError(
-            f"{folder}: transformers has no causal language model for model_type {kind}: use a model that is one"
+            f"{folder}: transformers has no causal language model for model_type {kind}: use another model"
         )
     model_class = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     named = read_architecture(hf_config) or model_class.__name__
     # Case is ignored: transformers capitalises some names differently from the authors of the models.
     if named.lower() != model_class.__name__.lower():
         raise ModelError(
-            f"{folder} is a {named}; the causal language model of {kind} is {model_class.__name__}: "
-            "use a checkpoint of that class"
+            f"{folder}: config.json names the class {named}; the causal language model of {kind} is "
+            f"{model_class.__name__}: use a model of that class"
         )
     return config, model_class
 
@@ -297,7 +301,7 @@ def _check_interface(folder: Path, model: Any) -> None:
     head = model.get_output_embeddings()
     parameters = inspect.signature(model.base_model.forward).parameters
     if lacking := [p for p in ("input_ids", "attention_mask", "past_key_values", "use_cache") if p not in parameters]:
-        raise ModelError(f"{folder}: {name} takes no {lacking[0]}, which is needed: use another model")
+        raise ModelError(f"{folder}: {name} takes no {lacking[0]}, which training needs: use another model")
     if not isinstance(embedding, nn.Embedding) or not isinstance(head, nn.Linear):
         raise ModelError(f"{folder}: {name} has no plain embedding and linear head: use another model")
     if getattr(head, "bias", None) is not None:
@@ -322,7 +326,8 @@ def _check_outputs(folder: Path, decoder: AutoDecoder) -> None:
     alone = torch.cat([_compute_logits(decoder, row) for row in (long, short)])
     if not bool(alone.isfinite().all()):
         raise ModelError(
-            f"{folder}: {name} gives logits that are not finite: its weights are damaged, fetch the model again"
+            f"{folder}: {name} gives logits that are not finite, so its weights seem damaged. Restore the files; "
+            f"for a fetched model, delete {locate_download(folder)} and run `cohort pull MODEL`"
         )
     # A soft cap leaves small logits nearly unchanged. Scaled up to 100 they show it.
     louder = 100 / max(float(alone.abs().max()), 1e-6)

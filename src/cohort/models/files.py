@@ -28,6 +28,7 @@ from cohort.models.auto import (
 )
 from cohort.models.config import FAMILIES, ModelConfig, to_hf
 from cohort.models.decoder import Decoder, hf_views, to_hf_shape
+from cohort.models.hub import locate_download
 from cohort.models.staging import stage_folder
 
 SINGLE = "model.safetensors"
@@ -75,7 +76,12 @@ def load_folder(path: str | Path, dtype: torch.dtype = torch.float32) -> LoadedM
             folder, hf_config, ((n, t) for n, t, _ in _read_all_tensors(folder, files)), dtype
         )
         return LoadedModel(decoder=foreign, config=foreign.config, hf_config=hf_config, folder=folder)
-    config = ModelConfig.from_hf(hf_config)
+    try:
+        config = ModelConfig.from_hf(hf_config)
+    except ModelError as e:
+        # The message says what is wrong in "config.json", but does not know in which folder.
+        e.args = (f"{folder}: {e}",)
+        raise
     files = find_weight_files(folder)
     decoder = Decoder(config).to(dtype)
     views = dict(hf_views(decoder))
@@ -91,13 +97,13 @@ def load_folder(path: str | Path, dtype: torch.dtype = torch.float32) -> LoadedM
             _copy_into_view(name, tensor, views, file)
     if missing := sorted(views.keys() - stored_names):
         raise ModelError(
-            f"{folder}: {summarise_tensors(missing)} missing: the weights are incomplete (delete this folder and fetch "
-            "the model again), or config.json is of another model"
+            f"{folder}: {summarise_tensors(missing)} missing: the weights are incomplete, or config.json is of another "
+            f"model. Restore them; for a fetched model, delete {locate_download(folder)} and run `cohort pull MODEL`"
         )
     if tied_head is not None and not torch.equal(tied_head.to(dtype), decoder.embed.data):
         raise ModelError(
             f"{folder}: lm_head.weight differs from the embedding, but config.json says they are tied: "
-            'set "tie_word_embeddings" to false there'
+            'set "tie_word_embeddings" to false in config.json'
         )
     return LoadedModel(decoder=decoder, config=config, hf_config=hf_config, folder=folder)
 
@@ -118,10 +124,13 @@ def is_native(hf_config: Mapping[str, Any]) -> bool:
 def read_config(folder: Path) -> dict[str, Any]:
     """Returns the contents of the folder's config.json. Raises ModelError if folder or file is missing or damaged."""
     if not folder.is_dir():
-        raise ModelError(f"{folder} is not a folder: give a model name (see `cohort models`) or a Hugging Face folder")
+        raise ModelError(
+            f"{folder} is not a folder: give a model name (see `cohort models`) or a folder in Hugging Face format"
+        )
     if not (folder / "config.json").is_file():
         raise ModelError(
-            f"{folder} has no config.json: it is not a model in Hugging Face format; give a folder that has one"
+            f"{folder} has no config.json: it is not a model in Hugging Face format. Give a folder that has one, or a "
+            "name that `cohort models` lists"
         )
     return read_json(folder / "config.json")
 
@@ -135,7 +144,10 @@ def find_weight_files(folder: Path) -> dict[Path, list[str] | None]:
     if (folder / INDEX).is_file():
         index = read_json(folder / INDEX).get("weight_map")
         if not isinstance(index, dict) or not index:
-            raise ModelError(f"{folder / INDEX} has no weight_map: it is damaged, fetch the model again")
+            raise ModelError(
+                f"{folder / INDEX} is damaged, because it has no weight_map. Restore the file; for a fetched model, "
+                f"delete {locate_download(folder)} and run `cohort pull MODEL`"
+            )
         files: dict[Path, list[str] | None] = {}
         for name, file in index.items():
             names = files.setdefault(_resolve_weight_file(folder, file), [])
@@ -150,7 +162,10 @@ def find_weight_files(folder: Path) -> dict[Path, list[str] | None]:
             f"{folder} has only pickle weights ({pickled[0]}), which can run code when read: "
             "convert them to safetensors (transformers' save_pretrained does)"
         )
-    raise ModelError(f"{folder} has no {SINGLE} and no {INDEX}: the weights are missing, fetch the model again")
+    raise ModelError(
+        f"{folder} has no weights: no {SINGLE} and no {INDEX}. Restore the files; for a fetched model, delete "
+        f"{locate_download(folder)} and run `cohort pull MODEL`"
+    )
 
 
 def save_folder(
@@ -221,18 +236,20 @@ def _copy_into_view(name: str, tensor: Tensor, views: Mapping[str, Tensor], file
     """
     if name not in views:
         raise ModelError(
-            f'{file}: unknown tensor "{name}": the weights are of another model than config.json; fetch both again'
+            f'{file}: unknown tensor "{name}": the weights are quantised or of another model than config.json. '
+            "Use a folder whose config.json and weights belong together"
         )
     if tensor.dtype not in FLOAT_DTYPES:
         raise ModelError(
-            f'{file}: tensor "{name}" is {tensor.dtype}: quantised weights are not supported, use the original model'
+            f'{file}: tensor "{name}" is {tensor.dtype}: quantised weights are not supported, '
+            "use the original, unquantised model"
         )
     # On the meta device the shape is computed without a copy.
     shape = list(to_hf_shape(name, views[name].to("meta")).shape)
     if list(tensor.shape) != shape:
         raise ModelError(
             f'{file}: tensor "{name}" is {list(tensor.shape)}, config.json says {shape}: '
-            "the weights are of another model than config.json; fetch both again"
+            "they are of different models. Use a folder whose config.json and weights belong together"
         )
     views[name].copy_(tensor.view(views[name].shape))
 
@@ -248,7 +265,8 @@ def _read_all_tensors(folder: Path, files: Mapping[Path, list[str] | None]) -> I
         for name, tensor in read_tensors(file, names):
             if name in yielded:
                 raise ModelError(
-                    f'tensor "{name}" is in more than one file of {folder}: fetch the model again into a new folder'
+                    f'{folder}: tensor "{name}" is in more than one weight file. Restore the files; for a fetched '
+                    f"model, delete {locate_download(folder)} and run `cohort pull MODEL`"
                 )
             yielded.add(name)
             yield name, tensor, file
@@ -265,12 +283,16 @@ def read_tensors(file: Path, expected: list[str] | None) -> Iterator[tuple[str, 
             names = set(stored.keys())
             if expected is not None and (missing := sorted(set(expected) - names)):
                 raise ModelError(
-                    f"{file}: {summarise_tensors(missing)} missing, though the index says it is there: fetch it again"
+                    f"{file}: {summarise_tensors(missing)} missing, though the index names this file. Restore both; "
+                    f"for a fetched model, delete {locate_download(file.parent)} and run `cohort pull MODEL`"
                 )
             for name in sorted(names):
                 yield name, stored.get_tensor(name)
     except (SafetensorError, OSError) as e:
-        raise ModelError(f"{file} is corrupted or truncated ({e}): fetch it again") from e
+        raise ModelError(
+            f"{file} cannot be read as safetensors ({e}). Restore the file; for a fetched model, delete "
+            f"{locate_download(file.parent)} and run `cohort pull MODEL`"
+        ) from e
 
 
 def _resolve_weight_file(folder: Path, file: Any) -> Path:
@@ -280,15 +302,24 @@ def _resolve_weight_file(folder: Path, file: Any) -> Path:
     index of unknown origin must not cause other files to be read.
     """
     if not isinstance(file, str) or not file.endswith(".safetensors"):
-        raise ModelError(f"{folder / INDEX} names {file!r}, but only .safetensors files are read: use another model")
+        raise ModelError(
+            f"{folder / INDEX} names {file!r}, but only .safetensors files are read: convert the weights to "
+            "safetensors (transformers' save_pretrained does), or use another model"
+        )
     root = folder.resolve()
     path = (folder / file).resolve()
     # In the hub's cache, a snapshot folder has links to the files of a `blobs` folder beside it.
     roots = [root, root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [root]
     if Path(file).is_absolute() or ".." in Path(file).parts or not any(path.is_relative_to(r) for r in roots):
-        raise ModelError(f'weight file "{file}" leaves the model folder {folder} and is not read: use another model')
+        raise ModelError(
+            f'weight file "{file}" leaves the model folder {folder}, by its path or as a link, and is not read: '
+            "put the file itself into the folder (its bare name into the index), or use another model"
+        )
     if not path.is_file():
-        raise ModelError(f"{folder / file} is missing: the download is incomplete, fetch it again")
+        raise ModelError(
+            f"the weight file {folder / file} is missing: restore it; for a fetched model, delete "
+            f"{locate_download(folder)} and run `cohort pull MODEL`"
+        )
     return path
 
 
@@ -297,9 +328,15 @@ def read_json(file: Path) -> dict[str, Any]:
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as e:
-        raise ModelError(f"{file} cannot be read as JSON: {e}; replace the file") from e
+        raise ModelError(
+            f"{file} cannot be read as JSON: {e}. Restore the file; for a fetched model, delete "
+            f"{locate_download(file.parent)} and run `cohort pull MODEL`"
+        ) from e
     if not isinstance(value, dict):
-        raise ModelError(f"{file} is not a JSON object: replace the file")
+        raise ModelError(
+            f"{file} is not a JSON object, so it is damaged. Restore the file; for a fetched model, delete "
+            f"{locate_download(file.parent)} and run `cohort pull MODEL`"
+        )
     return value
 
 

@@ -42,6 +42,20 @@ def find_cached(name: str) -> Path | None:
     return folder if _is_complete(folder) else None
 
 
+def locate_download(folder: Path) -> Path:
+    """Returns the folder to delete before a model in `folder` can be fetched again: mostly `folder` itself.
+
+    In the hub's cache, where `folder` is a snapshot or has the blobs, it is the folder that holds both: a snapshot
+    consists of links, and a damaged blob would stay.
+
+    >>> locate_download(Path("models/some")), locate_download(Path("hub/models--a--b/snapshots/1"))
+    (PosixPath('models/some'), PosixPath('hub/models--a--b'))
+    """
+    if folder.parent.name == "snapshots":
+        return folder.parent.parent
+    return folder.parent if folder.name == "blobs" else folder
+
+
 def fetch_model(name: str) -> Path:
     """Fetches the model `owner/name` from the hub into the hub's own cache and returns its folder there.
 
@@ -63,7 +77,7 @@ def fetch_model(name: str) -> Path:
         ) from error
     if not _is_complete(folder):
         raise ModelError(
-            f"{name} has no config.json with safetensors weights: it cannot be loaded here, "
+            f"{name} has no config.json with safetensors weights on the Hugging Face hub, so it cannot be loaded: "
             "choose a model that is published as safetensors"
         )
     return folder

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from cohort.config.schema import TARGETS, LoraConfig
-from cohort.errors import ModelError, suggest_name
+from cohort.errors import ModelError
 from cohort.models.decoder import Decoder, hf_views, to_hf_shape
 from cohort.models.functions import Collector
 from cohort.models.nf4 import quantise
@@ -108,7 +108,8 @@ class Adapters(nn.Module):
         self.config = config
         if unknown := [name for name in config.targets if name not in TARGETS]:
             raise ModelError(
-                f'learner.lora.targets: there is no matrix "{unknown[0]}" to adapt.{suggest_name(unknown[0], TARGETS)}'
+                f'learner.lora.targets names "{unknown[0]}", which is no matrix that can be adapted: '
+                f"use some of {', '.join(TARGETS)}"
             )
         decoder.requires_grad_(False)
         self.layers = nn.ModuleList([nn.ModuleDict() for _ in decoder.layers])
@@ -171,18 +172,19 @@ class Adapters(nn.Module):
         for name in sorted(mine.keys() | tensors.keys()):
             if name not in tensors:
                 raise ModelError(
-                    f'the adapters lack "{name}": they are incomplete, or of a model with fewer layers; use others'
+                    f'the adapters lack "{name}": they are incomplete or of a model with fewer layers. Use the model '
+                    "that they were trained on, or set learner.lora.load to other adapters"
                 )
             if name not in mine:
                 raise ModelError(
-                    f'the adapters have "{name}", which is not in the model or not in learner.lora.targets: '
-                    "use adapters of this model, and targets that cover them"
+                    f'the adapters have "{name}", for which this run has no adapted matrix: use the model that they '
+                    "were trained on, or set learner.lora.load to other adapters"
                 )
             if mine[name].shape != tensors[name].shape:
                 shape, needed = list(tensors[name].shape), list(mine[name].shape)
                 raise ModelError(
-                    f'adapter "{name}" is {shape}, but {needed} is needed: '
-                    f"use adapters of this model and of rank {self.config.rank}"
+                    f'adapter "{name}" is {shape}, but the model and rank {self.config.rank} need {needed}: use the '
+                    "model that it was trained on, or set learner.lora.load to other adapters"
                 )
         for name, tensor in mine.items():
             tensor.copy_(tensors[name])

@@ -91,7 +91,7 @@ def load_adapters(path: str | Path) -> SavedAdapters:
     if not (folder / CONFIG).is_file():
         raise ModelError(
             f"{folder} has no {CONFIG}: it is not a folder of adapters in PEFT format; "
-            "set learner.lora.load to one that is"
+            "set learner.lora.load to a folder that is"
         )
     settings = read_json(folder / CONFIG)
     _require_plain(settings, folder / CONFIG)
@@ -99,16 +99,21 @@ def load_adapters(path: str | Path) -> SavedAdapters:
     if not isinstance(rank, int) or rank < 1:
         raise ModelError(f"{folder / CONFIG}: r = {rank!r} must be a positive whole number: correct the file")
     if not isinstance(alpha, int | float) or not 0 < alpha < math.inf:
-        raise ModelError(f"{folder / CONFIG}: lora_alpha = {alpha!r} must be a positive number: correct the file")
+        raise ModelError(
+            f"{folder / CONFIG}: lora_alpha = {alpha!r} must be a positive, finite number: correct the file"
+        )
     if not (folder / WEIGHTS).is_file():
-        raise ModelError(f"{folder} has no {WEIGHTS}: save the adapters as safetensors")
+        raise ModelError(
+            f"{folder} has no {WEIGHTS}: save the adapters again as safetensors, with PEFT's save_pretrained"
+        )
     tensors = dict(read_tensors(folder / WEIGHTS, None))
     modules = set()
     for name, tensor in tensors.items():
         parts = name.split(".")
         if tensor.dtype not in FLOAT_DTYPES or len(parts) < 3 or parts[-2] not in ("lora_A", "lora_B"):
             raise ModelError(
-                f'{folder / WEIGHTS}: "{name}" ({tensor.dtype}) is no adapter of a matrix: use plain LoRA adapters'
+                f'{folder / WEIGHTS}: tensor "{name}" ({tensor.dtype}) is not lora_A or lora_B of a matrix in floating '
+                "point: use plain LoRA adapters"
             )
         modules.add(parts[-3])
     if unknown := sorted(modules - set(TARGETS)):
@@ -133,7 +138,8 @@ def _require_plain(settings: Mapping[str, Any], file: Path) -> None:
     for name, value in settings.items():
         if not (value in PLAIN_VALUES[name] if name in PLAIN_VALUES else name in IGNORED_SETTINGS or not value):
             raise ModelError(
-                f"{file}: {name} = {value!r} is not supported: use adapters of plain LoRA, trained without it"
+                f"{file}: {name} = {value!r} is not supported: use plain LoRA adapters of a causal language model, "
+                "trained without this setting"
             )
     if "peft_type" not in settings:
         raise ModelError(f"{file} has no peft_type: it is not a config of PEFT; save the adapters again with PEFT")

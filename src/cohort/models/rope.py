@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from cohort.errors import ModelError, suggest_name
+from cohort.errors import ModelError
 
 DEFAULT_THETA = 10000.0
 
@@ -37,7 +37,9 @@ def make_rope(parameters: Mapping[str, Any], head_dim: int, max_positions: int) 
     """
     kind = str(parameters.get("rope_type") or parameters.get("type") or "default")
     if kind not in _SCALERS:
-        raise ModelError(f'rope type "{kind}" in config.json is not supported.{suggest_name(kind, _SCALERS)}')
+        raise ModelError(
+            f'rope type "{kind}" in config.json is not supported: use a model with one of these: {", ".join(_SCALERS)}'
+        )
     partial = parameters.get("partial_rotary_factor")
     if partial not in (None, 1, 1.0):
         raise ModelError(
@@ -144,7 +146,10 @@ def _read_number(p: Mapping[str, Any], key: str, default: float | None = None) -
         value = default
     # bool is a subclass of int.
     if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-        raise ModelError(f"rope parameter {key} = {value!r} in config.json must be a positive number: correct it")
+        raise ModelError(
+            f"config.json has the rope parameter {key} = {value!r} (None = missing), but it must be a positive number: "
+            "correct the file, or use another model"
+        )
     return float(value)
 
 

@@ -83,7 +83,9 @@ SHAPES: dict[str, dict[str, Any]] = {
 def find_shape(name: str) -> ModelConfig:
     """Returns the config of a well-known model, such as "qwen2.5-7b". Raises ModelError for unknown names."""
     if name not in SHAPES:
-        raise ModelError(f'with random weights there is no model "{name}"; use one of: {", ".join(sorted(SHAPES))}')
+        raise ModelError(
+            f'with random weights there is no model "{name}"; for --model use one of: {", ".join(sorted(SHAPES))}'
+        )
     return ModelConfig.from_hf(SHAPES[name])
 
 

@@ -24,13 +24,18 @@ def stage_folder(out: Path) -> Iterator[Path]:
     created.
     """
     out = Path(os.path.abspath(out))
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ModelError(f"{out} exists and is not empty: choose another folder or remove it")
+    if out.exists() and not out.is_dir():
+        raise ModelError(f"{out} exists and is not a folder: delete it, or choose another folder to write")
+    if out.exists() and any(out.iterdir()):
+        raise ModelError(f"{out} exists and is not empty: delete it, or choose another folder to write")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         aside = Path(tempfile.mkdtemp(prefix=f".{out.name}.writing-", dir=out.parent))
     except OSError as e:
-        raise ModelError(f"cannot write {out}: {e.strerror}; choose a folder you can write to") from e
+        raise ModelError(
+            f"cannot write {out}: {e.strerror}; make {out.parent} a folder you can write to, or choose another place "
+            "(for `cohort pull`: set COHORT_CACHE)"
+        ) from e
     try:
         yield aside
         # mkdtemp makes the folder private and the safetensors writer makes its files private. Give usual permissions.
@@ -42,9 +47,14 @@ def stage_folder(out: Path) -> Iterator[Path]:
         aside.rename(out)
         sync_directory(out.parent)
     except OSError as e:
-        is_full = e.errno == errno.ENOSPC
-        hint = " (the disk is full): free some space" if is_full else "; check the disk, or choose another folder"
-        raise ModelError(f"cannot write {out}: {e.strerror or e}{hint}") from e
+        if e.errno == errno.ENOSPC:
+            raise ModelError(
+                f"cannot write {out}: the disk is full; free some space, then run the command again"
+            ) from e
+        raise ModelError(
+            f"cannot write {out}: {e.strerror or e}; check the disk, or choose another place "
+            "(for `cohort pull`: set COHORT_CACHE)"
+        ) from e
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 
@@ -60,7 +70,9 @@ def hold_lock(path: Path, waiting: Callable[[], None] = lambda: None) -> Iterato
         path.parent.mkdir(parents=True, exist_ok=True)
         file = open(path, "a")  # noqa: SIM115 closed below, after the wait
     except OSError as e:
-        raise ModelError(f"cannot lock {path}: {e.strerror}; set COHORT_CACHE to a folder you can write to") from e
+        raise ModelError(
+            f"cannot lock {path}: {e.strerror}; set the environment variable COHORT_CACHE to a folder you can write to"
+        ) from e
     # The kernel frees the lock when the file is closed, at the latest when the process dies.
     with file:
         try:

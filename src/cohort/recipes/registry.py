@@ -22,9 +22,11 @@ def recipe(function: Callable[[], C]) -> Callable[[], C]:
     """
     name = getattr(function, "__name__", repr(function))
     if not (function.__doc__ or "").strip():
-        raise ConfigError(f"recipe {name} has no docstring; write one: `cohort train --help` shows its first line.")
+        raise ConfigError(
+            f"recipe {name} has no docstring; write one in its function, for `cohort train --help` to show."
+        )
     known = RECIPES.get(name)
     if known is not None and known.__module__ != function.__module__:
-        raise ConfigError(f"recipe {name} is already registered by {known.__module__}; choose another name.")
+        raise ConfigError(f"recipe {name} is already registered by the module {known.__module__}; rename the function.")
     RECIPES[name] = function
     return function

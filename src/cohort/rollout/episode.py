@@ -31,8 +31,8 @@ class LaterTurns:
         """
         if len(replies) != 1 or replies[0]["role"] != "user":
             raise TaskError(
-                f"The environment replied {str(list(replies))[:80]}. It must reply with exactly one message, of role "
-                '"user", or with none: change what its step() returns.'
+                f"The environment replied {str(list(replies))[:80]}. Let its method `step` reply with exactly one "
+                'message, of the role "user", or with none, which ends the episode.'
             )
         return self.follow_up(replies[0]["content"])
 

@@ -243,8 +243,8 @@ class Producer:
         """
         if self._groups:
             raise EngineError(
-                f"The producer still works on {len(self._groups)} groups of an earlier call that was not finished. "
-                "Make a new producer."
+                f"The producer still has {len(self._groups)} groups of an earlier call that failed or was interrupted. "
+                "Make a new producer: use cohort resume RUN, or repeat the cohort eval command."
             )
         self._num_begun = 0
         self._prompts = []
@@ -347,7 +347,7 @@ class Producer:
         elif self._sampling:
             raise EngineError(
                 f"The {self.engine.name} engine is idle, but {len(self._sampling)} of its requests have not ended. "
-                "This is a bug in the engine. Resume the run, or evaluate again."
+                "This is a bug in the engine: report it. Use cohort resume RUN, or repeat the cohort eval command."
             )
         for event in events:
             if event.sample is not None:

@@ -75,7 +75,10 @@ def save(directory: Path, checkpoint: Checkpoint, write_model: Callable[[Path], 
     """
     final = directory / folder_name(checkpoint.step)
     if final.exists():
-        raise RunError(f"the checkpoint {final} exists already: move it away, then resume the run to write it again.")
+        raise RunError(
+            f"{final} exists already, so the checkpoint cannot be written there. Move it away, then continue the run "
+            f"with `cohort resume {directory.parent}`."
+        )
     aside = directory / f"{_ASIDE_PREFIX}{final.name}"
     with explain_disk_errors(final):
         try:
@@ -94,8 +97,8 @@ def save(directory: Path, checkpoint: Checkpoint, write_model: Callable[[Path], 
             # The library reports a full disk as its own error. Its text has the system's reason.
             shutil.rmtree(aside, ignore_errors=True)
             raise RunError(
-                f"cannot write {final}: {error}. The disk may be full or failing: repair that, then resume the run; "
-                "everything written before is intact."
+                f"cannot write {final}: {error}. The disk may be full or failing: repair that, then continue the run "
+                f"with `cohort resume {directory.parent}`; everything written before is intact."
             ) from error
         except BaseException:
             shutil.rmtree(aside, ignore_errors=True)
@@ -112,18 +115,21 @@ def load(path: Path) -> Checkpoint:
     """
     problem, state = check_files(path)
     if state.get("format", FORMAT) > FORMAT:
-        raise RunError(f"the checkpoint {path} cannot be read: {problem}.")
+        raise RunError(
+            f"the checkpoint {path} has format {state['format']}, but this version of Cohort reads formats up to "
+            f"{FORMAT} only: upgrade Cohort."
+        )
     if problem:
         raise RunError(
-            f"the checkpoint {path} is damaged ({problem}). Move it away, then resume the run: "
-            f"{_describe_resume_point(path)}."
+            f"the checkpoint {path} is damaged or cannot be read ({problem}). Move it away, then continue the run with "
+            f"`cohort resume {path.parent.parent}`: {_describe_resume_point(path)}."
         )
     try:
         optimizer = load_file(path / "optimizer.safetensors")
     except (OSError, SafetensorError) as error:
         raise RunError(
-            f"the checkpoint {path} cannot be read ({error}). Move it away, then resume the run: "
-            f"{_describe_resume_point(path)}."
+            f"the checkpoint {path} cannot be read ({error}). Move it away, then continue the run with "
+            f"`cohort resume {path.parent.parent}`: {_describe_resume_point(path)}."
         ) from error
     return Checkpoint(
         step=state["step"],
@@ -238,11 +244,14 @@ def _write_state(folder: Path, checkpoint: Checkpoint) -> None:
 def _describe_resume_point(path: Path) -> str:
     """Returns the end of a message: where a resume begins once the damaged checkpoint `path` is moved away.
 
-    That is the newest intact checkpoint before it, or the beginning of the run.
+    A resume takes the newest checkpoint that is left. The message names those that are damaged too and must go first.
     """
-    match = _NAME.fullmatch(path.name)
-    step = int(match[1]) if match else 0
-    for earlier in reversed([s for s in list_steps(path.parent) if s < step]):
-        if not check_files(path.parent / folder_name(earlier))[0]:
-            return f"{folder_name(earlier)} before it is intact, and the run continues from there"
-    return "no earlier checkpoint is intact, so the run starts again from its beginning"
+    others = [step for step in list_steps(path.parent) if folder_name(step) != path.name]
+    damaged: list[str] = []
+    for step in reversed(others):
+        if not check_files(path.parent / folder_name(step))[0]:
+            also = f"{', '.join(damaged)} must be moved away too; then " if damaged else ""
+            return f"{also}{folder_name(step)} is intact, and the run continues from there"
+        damaged.append(folder_name(step))
+    also = f" once {', '.join(damaged)} is moved away too" if damaged else ""
+    return f"no other checkpoint is intact, so the run starts again from its beginning{also}"

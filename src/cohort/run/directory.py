@@ -67,7 +67,10 @@ class RunDirectory:
             try:
                 path.mkdir()
             except FileExistsError:
-                raise RunError(f"{path} exists already: resume that run, or choose another name.") from None
+                raise RunError(
+                    f"{path} exists already, so no new run can be made there. Move it away and repeat the command, or, "
+                    f"if it is a run, continue it with `cohort resume {path}`."
+                ) from None
             for folder in ("rollouts", "checkpoints", "eval"):
                 (path / folder).mkdir()
         directory = cls(path, config)
@@ -93,9 +96,9 @@ class RunDirectory:
             hint = (
                 suggest_name(path.name, siblings)
                 if siblings
-                else f" {path.parent} holds no runs. `cohort train` starts one."
+                else f" {path.parent} holds no runs; `cohort train` starts one."
             )
-            raise RunError(f"there is no run {path}.{hint}")
+            raise RunError(f"there is no run {path}. Give the directory that `cohort train` printed.{hint}")
         file = path / "config.yaml"
         if not file.is_file():
             raise RunError(
@@ -130,15 +133,15 @@ class RunDirectory:
         old_steps, new_steps = changed.pop("steps", (0, 0))
         if changed:
             name, (old, new) = next(iter(changed.items()))
-            more = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
+            more = f" ({len(changed) - 1} other settings differ too)" if len(changed) > 1 else ""
             raise RunError(
-                f"{self.path} was started with {name} = {old}, not {new}{more}. A run keeps its settings: only --steps"
-                " may change on resume. Start a new run for other settings."
+                f"{self.path} was started with {name} = {old}, not {new}{more}. A run keeps all settings except steps: "
+                f"put the old values back into {self.config_file}, or start a new run with `cohort train`."
             )
         if new_steps < old_steps:
             raise RunError(
-                f"{self.path} has {old_steps} steps, and --steps is {new_steps}: a run can be extended, not shortened. "
-                f"Use --steps {old_steps} or more."
+                f"the run {self.path} has {old_steps} steps, and --steps is {new_steps}: a run can be extended, not "
+                f"shortened. Use --steps {old_steps} or more, or leave out --steps."
             )
 
     def extend_to(self, steps: int) -> None:
@@ -192,10 +195,15 @@ def load_evaluation(path: Path) -> Evaluation:
     """Returns the evaluation in the JSON file `path`. Raises RunError if it is missing, damaged or no evaluation."""
     try:
         return Evaluation.from_json(json.loads(path.read_text()))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except OSError as error:
         raise RunError(
-            f"{path} is damaged or not an evaluation: {error}. Give a file that `cohort eval` wrote, or delete "
-            "this one and evaluate again."
+            f"the evaluation {path} cannot be read: {error}. Repair its permissions, or name another file that "
+            "`cohort eval` wrote."
+        ) from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise RunError(
+            f"{path} is damaged or not an evaluation ({type(error).__name__}: {error}). Name another file that `cohort "
+            "eval` wrote; if this one was an evaluation, restore it from a copy or delete it."
         ) from error
 
 

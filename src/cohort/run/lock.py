@@ -42,7 +42,8 @@ class Lock:
             holder = _describe_holder(os.pread(descriptor, 4096, 0))
             os.close(descriptor)
             raise RunError(
-                f"{self.path.parent} is being written by {holder}: wait for it, stop it, or use another run."
+                f"the run {self.path.parent} is being written by {holder}. Wait until that process ends, or stop it; "
+                "then repeat the command."
             ) from None
         since = datetime.now().astimezone().isoformat(timespec="seconds")
         text = json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": since})

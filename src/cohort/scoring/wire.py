@@ -185,6 +185,9 @@ def check_environment_reply(name: str, row_id: str, reply: Reply) -> None:
     where = f'task "{name}", row "{row_id}": the environment'
     for message in reply.replies:
         if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
-            raise TaskError(f"{where} replied {str(message)[:60]}; a reply must be a dict with role and content")
+            raise TaskError(
+                f"{where} returned the message {str(message)[:60]} in `replies`; its method `step` must return dicts "
+                "whose role and content are both strings"
+            )
     if not math.isfinite(reply.cost):
-        raise TaskError(f"{where} gave the cost {reply.cost}; a cost must be a finite number")
+        raise TaskError(f"{where} returned the cost {reply.cost}; its method `step` must return a finite number")

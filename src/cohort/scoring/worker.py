@@ -158,10 +158,14 @@ def make_step_reply(task: Task, item: Item, step: Step) -> Reply:
     """
     where = f'task "{task.name}", row "{item.row.get("id", "?")}"'
     if step.done and step.parts is None:
-        raise TaskError(f"{where}: the episode ended without a reward; its last step must have parts")
+        raise TaskError(
+            f"{where}: the environment ended the episode without a reward; its method `step` must return "
+            "parts with done=True"
+        )
     if not step.done and not step.replies:
         raise TaskError(
-            f"{where}: the environment returned a step with done=False and without replies; give it replies or set done"
+            f"{where}: the environment returned a step with done=False and without replies; its method `step` must "
+            "return replies, or done=True"
         )
     parts = None
     if step.parts is not None:

@@ -14,6 +14,10 @@ from cohort.errors import RunError
 # Numbers of errors that mean that the disk, or the user's quota, is full, or that writing is not allowed.
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
 _NOT_WRITABLE = {errno.EROFS, errno.EACCES, errno.EPERM}
+_HOW_TO_CONTINUE = (
+    "then repeat the command, or continue a run that has begun with `cohort resume RUN`; everything written before is "
+    "intact."
+)
 
 
 @contextmanager
@@ -26,15 +30,15 @@ def explain_disk_errors(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno in _DISK_FULL:
-            problem = "the disk is full: free some space"
-        elif error.errno in _NOT_WRITABLE:
-            problem = f"{os.strerror(error.errno).lower()}: make the directory writable or use another one"
-        else:
-            problem = f"{error.strerror or error}: remove the cause"
-        raise RunError(
-            f"cannot write {path}: {problem}, then resume the run or repeat the command; "
-            "everything written before is intact."
-        ) from error
+            raise RunError(
+                f"cannot write {path}: the disk is full or your quota is used up. Free some space, {_HOW_TO_CONTINUE}"
+            ) from error
+        if error.errno in _NOT_WRITABLE:
+            raise RunError(
+                f"cannot write {path}: {os.strerror(error.errno).lower()}. Make the file and its directory writable, "
+                f"{_HOW_TO_CONTINUE}"
+            ) from error
+        raise RunError(f"cannot write {path}: {error}. Remove this cause, {_HOW_TO_CONTINUE}") from error
 
 
 def sync_directory(path: Path) -> None:

@@ -80,10 +80,10 @@ class Arithmetic:
         while len(seen) < size:
             candidate += 1
             if candidate - last_new > MAX_FRUITLESS:
+                setting = "test_size" if split == "test" else "train_size"
                 raise TaskError(
-                    f"arithmetic has only {len(seen)} problems for {split} with these settings, not {size}; "
-                    f"lower {'test' if split == 'test' else 'train'}_size, allow more terms or digits, "
-                    f"or widen keep = {self.keep}"
+                    f"arithmetic has only {len(seen)} {split} problems with these settings, but {setting} is {size}; "
+                    f"lower {setting}, raise max_terms or max_digits, or widen keep, which is {self.keep}"
                 )
             row = self._draw_candidate(split, candidate)
             if row is not None and row["id"] not in seen:
@@ -96,9 +96,10 @@ class Arithmetic:
         return [{"role": "user", "content": row["question"] + (INSTRUCTIONS if self.instructions else "")}]
 
     def score(self, row: Row, answer: Answer) -> Verdict:
-        """Returns the parts "correct" (the answer is the exact value) and "format" (exactly one answer tag), 0 or 1.
+        """Returns the parts "correct" (the answer is the exact value) and "format" (exactly one answer tag, not empty).
 
-        The value must be a number, not an expression. The reason says why an answer is not correct.
+        Both are 0 or 1. The value must be a number, or an equation that ends with one. The reason says why an
+        answer is not correct.
         """
         extracted = find_answer(answer.full)
         number = read_value(extracted.text) if extracted.text is not None else None

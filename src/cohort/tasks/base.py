@@ -117,23 +117,26 @@ def task(name: str) -> Callable[[type[T]], type[T]]:
         """
         for method in ("rows", "prompt", "score"):
             if not callable(getattr(cls, method, None)):
-                raise TaskError(f'task "{name}": class {cls.__name__} has no method {method}; define it')
+                raise TaskError(f'task "{name}": class {cls.__name__} has no method {method}; define it in the class')
         if not dataclasses.is_dataclass(cls):
             cls = dataclass(frozen=True, kw_only=True)(cls)
         elif not cls.__dataclass_params__.frozen:  # type: ignore[attr-defined]
-            raise TaskError(f'task "{name}": {cls.__name__} must be frozen; remove its @dataclass decorator')
+            raise TaskError(
+                f'task "{name}": the dataclass {cls.__name__} is not frozen; write @dataclass(frozen=True) on the '
+                "class or parent class that has @dataclass"
+            )
         accuracy = getattr(cls, "accuracy", "correct")
         parts = tuple(getattr(cls, "parts", (accuracy,)))
         if accuracy not in parts:
             raise TaskError(
-                f'task "{name}": its accuracy "{accuracy}" is not among its parts {list(parts)}; '
+                f'task "{name}": accuracy is "{accuracy}", which is not among its parts {list(parts)}; '
                 "add it to parts, or set accuracy to one of them"
             )
         work_seconds = getattr(cls, "work_seconds", 0.0)
         packages = dict(getattr(cls, "packages", {}))
         if not isinstance(work_seconds, int | float) or not 0 <= work_seconds < math.inf:
             raise TaskError(
-                f'task "{name}": work_seconds is {work_seconds!r}; it must be a number of seconds, 0 or more'
+                f'task "{name}": work_seconds is {work_seconds!r}; it must be a finite number of seconds, 0 or more'
             )
         attributes = {"name": name, "accuracy": accuracy, "parts": parts, "_source": _find_source_file(cls)}
         max_tokens = getattr(cls, "max_tokens", DEFAULT_MAX_TOKENS)
@@ -146,7 +149,7 @@ def task(name: str) -> Callable[[type[T]], type[T]]:
         # path. Another class of the same name is refused, also where a built-in task has it and is not imported yet.
         known = _registry.get(name) or (name in BUILT_IN and cls.__module__ != BUILT_IN[name])
         if known is True or (known and _identify_definition(known) != _identify_definition(cls)):
-            raise TaskError(f'task "{name}" is already registered; choose another name')
+            raise TaskError(f'another class is already registered as task "{name}"; give @task another name')
         _registry[name] = cls
         return cls
 
@@ -175,7 +178,10 @@ def get_task(name: str) -> type:
     if name not in _registry and name in BUILT_IN:
         importlib.import_module(BUILT_IN[name])
     if name not in _registry:
-        raise ConfigError(f'unknown task "{name}".{suggest_name(name, list_task_names())}')
+        raise ConfigError(
+            f'unknown task "{name}"; correct the name, or write file.py:NAME for a task in your own file.'
+            f"{suggest_name(name, list_task_names())}"
+        )
     return _registry[name]
 
 
@@ -191,7 +197,8 @@ def require(task: str, holds: bool, rule: str) -> None:
     """
     if not holds:
         raise TaskError(
-            f'task "{task}" has a setting that is not allowed: it needs {rule}. Change it with --task.NAME VALUE'
+            f'task "{task}" has a setting that is not allowed: it needs {rule}. Correct that setting in '
+            "the recipe or script, or with its flag (--task.SETTING)"
         )
 
 
@@ -199,7 +206,9 @@ def check_packages(task: Task) -> None:
     """Raises TaskError if a package that the task's grader needs is not installed. Imports none of them."""
     for module, source in task.packages.items():
         if importlib.util.find_spec(module) is None:
-            raise TaskError(f"scoring {task.name} needs {module}, which is not installed; run pip install '{source}'")
+            raise TaskError(
+                f"scoring {task.name} needs the module {module}, which is not installed; run pip install '{source}'"
+            )
 
 
 def load_rows(task: Task, split: str) -> list[Row]:
@@ -215,13 +224,15 @@ def load_rows(task: Task, split: str) -> list[Row]:
         row = _normalise_row(task.name, index, raw)
         if row["id"] in first_index:
             raise TaskError(
-                f'task "{task.name}": rows {first_index[row["id"]]} and {index} of "{split}" have the same id '
-                f'"{row["id"]}"; remove the repeated row or give each its own id'
+                f'task "{task.name}": rows {first_index[row["id"]]} and {index} (counted from 0) of "{split}" have the '
+                f'same id "{row["id"]}"; remove the repeated row or give each its own id'
             )
         first_index[row["id"]] = index
         rows.append(row)
     if not rows:
-        raise TaskError(f'task "{task.name}" has no rows in its "{split}" split; its method rows must yield some')
+        raise TaskError(
+            f'task "{task.name}" has no "{split}" rows; check its settings and its data, or its method `rows`'
+        )
     return rows
 
 
@@ -233,19 +244,20 @@ def _normalise_row(name: str, index: int, raw: Any) -> Row:
     nor a text that is not empty.
     """
     if not isinstance(raw, Mapping):
-        raise TaskError(f'task "{name}": row {index} is a {type(raw).__name__}; rows must yield dicts')
+        raise TaskError(f'task "{name}": row {index} is a {type(raw).__name__}; its method `rows` must yield dicts')
     try:
         # Scoring workers get rows as JSON. The row goes through JSON here too, so that `prompt` sees what `score` sees.
         row: Row = json.loads(json.dumps(dict(raw)))
     except (TypeError, ValueError) as error:
         raise TaskError(
-            f'task "{name}": row {index} cannot be written as JSON ({error}); use strings, numbers, lists and dicts'
+            f'task "{name}": row {index} (counted from 0) cannot be written as JSON ({error}); in its method `rows`, '
+            "use only strings, numbers, booleans, None, lists, and dicts with strings as keys"
         ) from error
     identity = row.get("id")
     if identity is None:
         identity = hashlib.sha256(json.dumps(row, sort_keys=True).encode()).hexdigest()[:16]
     elif isinstance(identity, bool) or not isinstance(identity, str | int) or identity == "":
-        raise TaskError(f'task "{name}": row {index} has the id {identity!r}; use a non-empty string or an int')
+        raise TaskError(f'task "{name}": row {index} has the id {identity!r}; use a non-empty string, an int or no id')
     return {"id": str(identity), **{k: v for k, v in row.items() if k != "id"}}
 
 
@@ -261,30 +273,38 @@ def check_parts(name: str, row_id: str, declared: tuple[str, ...], accuracy: str
     """
     where = f'task "{name}", row "{row_id}"'
     if not isinstance(scored, Mapping):
-        raise TaskError(f"{where}: score returned a {type(scored).__name__}; return a dict of parts or a Verdict")
+        raise TaskError(
+            f"{where}: method `score` gave parts as a {type(scored).__name__}; return a dict, or Verdict(dict)"
+        )
     if scored.keys() != set(declared):
         missing = [part for part in declared if part not in scored]
         extra = [str(part) for part in scored if part not in declared]
-        problem = f"lacks the part {missing[0]!r}" if missing else f"has the undeclared part {extra[0]!r}"
+        if missing:
+            raise TaskError(
+                f"{where}: the method `score` returned no part {missing[0]!r}, but the task declares parts = "
+                f"{declared!r}; return all of these, or change parts"
+            )
         raise TaskError(
-            f"{where}: the result of score {problem}; the task declares parts = {declared!r}: "
-            "return exactly these, or change parts"
+            f"{where}: the method `score` returned the part {extra[0]!r}, but the task declares parts = {declared!r}; "
+            "leave it out, or add it to parts"
         )
     parts: dict[str, float] = {}
     for part in declared:
         value = scored[part]
         # `Real` includes booleans and the numbers of numpy; strings and None are refused.
         if not isinstance(value, Real):
-            raise TaskError(f"{where}: part {part!r} is {str(value)[:40]!r}, not a number; score must return a number")
+            raise TaskError(f"{where}: method `score` gave {str(value)[:40]!r} for part {part!r}; return a number")
         try:
             parts[part] = float(value)
         except OverflowError:
             # An int too large for a float is refused below like infinity.
             parts[part] = math.inf
         if not math.isfinite(parts[part]):
-            raise TaskError(f"{where}: part {part!r} is {parts[part]}; score must return a finite number")
+            raise TaskError(
+                f"{where}: method `score` gave {parts[part]} (as a float) for {part!r}; return a finite number"
+            )
     if parts[accuracy] not in (0.0, 1.0):
-        raise TaskError(f"{where}: part {accuracy!r}, the accuracy, is {parts[accuracy]}; it must be 0 or 1")
+        raise TaskError(f"{where}: method `score` gave {parts[accuracy]} for {accuracy!r}, the accuracy; return 0 or 1")
     return parts
 
 
@@ -331,18 +351,21 @@ def run_self_check(task: Task, num_rows: int = 20) -> SelfCheck:
             where = f'task "{task.name}", row "{row["id"]}" of "{split}"'
             empty = grade(task, row, make_plain_answer(""))
             if empty.parts[task.accuracy] != 0 or max(empty.parts.values()) > 0:
-                raise TaskError(f"{where}: an empty answer scores {empty.parts}; correct score: no part may be above 0")
+                raise TaskError(
+                    f"{where}: an empty answer scores {empty.parts}; correct method `score`: no part may be above 0"
+                )
             if gold is not None:
                 text = gold(row)
                 best = grade(task, row, make_plain_answer(text))
                 if best.parts[task.accuracy] != 1:
                     raise TaskError(
-                        f"{where}: the gold answer {text!r} scores {best.parts} ({best.reason}); "
-                        f"its {task.accuracy} must be 1: correct gold or score"
+                        f"{where}: the gold answer {text!r} scores {best.parts} (reason: {best.reason or 'none'}); "
+                        f"its {task.accuracy} must be 1: correct the task's method `gold` or `score`"
                     )
             checked += 1
     if not checked:
         raise TaskError(
-            f'task "{task.name}" has no rows to check; its method rows must yield some for "train" or "test"'
+            f'no row of task "{task.name}" was checked; its method `rows` must yield some for "train" or "test", '
+            "and num_rows must be at least 1"
         )
     return SelfCheck(checked, checked if gold is not None else 0)

@@ -111,7 +111,10 @@ class Countdown:
     def gold(self, row: Row) -> str:
         """Returns the row's solution in answer tags. Raises TaskError for a row that was read without a solution."""
         if not row.get("solution"):
-            raise TaskError(f'countdown, row "{row["id"]}" has no solution; add the column solution to the data')
+            raise TaskError(
+                f'countdown, row "{row["id"]}" of the data has no solution; add it in a column "solution", or '
+                "leave out --task.data to use generated problems"
+            )
         return f"<answer>{row['solution']}</answer>"
 
     def _generate_rows(self, split: str) -> Iterator[Row]:
@@ -126,9 +129,10 @@ class Countdown:
         while len(seen) < size:
             candidate += 1
             if candidate - last_new > MAX_FRUITLESS:
+                setting = "test_size" if split == "test" else "train_size"
                 raise TaskError(
-                    f"countdown has only {len(seen)} problems for {split} with these settings, not {size}; "
-                    f"lower {'test' if split == 'test' else 'train'}_size or widen the numbers or targets"
+                    f"countdown has only {len(seen)} {split} problems with these settings, but {setting} is {size}; "
+                    f"lower {setting}, raise max_numbers, max_number or max_target, or lower min_target"
                 )
             row = self._draw_candidate(split, candidate)
             if row is not None and _make_problem_key(row) not in seen:

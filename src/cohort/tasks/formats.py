@@ -34,7 +34,9 @@ def _read_lines(path: Path) -> Iterator[tuple[int, str]]:
             try:
                 yield number, line.decode("utf-8-sig" if number == 1 else "utf-8")
             except UnicodeDecodeError as error:
-                raise TaskError(f"{path}, line {number} is not UTF-8 text; save the file in that encoding") from error
+                raise TaskError(
+                    f"{path}, line {number} is not UTF-8 text; save the file in the encoding UTF-8"
+                ) from error
 
 
 def _read_jsonl(path: Path) -> NumberedRows:
@@ -49,7 +51,8 @@ def _read_jsonl(path: Path) -> NumberedRows:
             raw = _parse_json(line)
         except (ValueError, RecursionError) as error:
             raise TaskError(
-                f"{path}, line {number} is not JSON: {_describe_error(error)}; write one JSON object per line"
+                f"{path}, line {number} cannot be read as JSON: {_describe_error(error)}; correct it: every line must "
+                "be one JSON object"
             ) from error
         yield number, raw
 
@@ -65,13 +68,13 @@ def _read_json(path: Path) -> NumberedRows:
     except (ValueError, RecursionError) as error:
         line = f", line {error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
         raise TaskError(
-            f"{path}{line} is not JSON: {_describe_error(error)}; write an array of objects, or "
-            "name it .jsonl if it has one object per line"
+            f"{path}{line} cannot be read as JSON: {_describe_error(error)}; correct it to one array of objects, or "
+            "rename the file to .jsonl if it has one object per line"
         ) from error
     if not isinstance(rows, list):
         raise TaskError(
-            f"{path} is JSON, but not an array; write an array of objects, or "
-            "name it .jsonl if it has one object per line"
+            f"{path} is JSON, but not an array; make it an array of objects, or "
+            "rename the file to .jsonl if it has one object per line"
         )
     yield from enumerate(rows, start=1)
 
@@ -93,17 +96,19 @@ def _read_csv(path: Path) -> NumberedRows:
             if values and not names:
                 names = values
                 if len({*names}) < len(names):
-                    raise TaskError(f"{path}: two columns in its first line have the same name; rename one of them")
+                    raise TaskError(f"{path}: its header line names two columns alike; rename one of them there")
             elif values:  # blank lines have no cells
                 if len(values) != len(names):
                     raise TaskError(
-                        f"{path}, line {number} has {len(values)} cells, but the first line names {len(names)} columns"
+                        f"{path}, line {number} has {len(values)} cells, but the header line names {len(names)} columns"
                         "; correct that line, or quote cells that contain a comma"
                     )
                 yield number, dict(zip(names, values, strict=True))
             number = reader.line_num + 1
     except csv.Error as error:
-        raise TaskError(f"{path}, line {number} is not CSV: {error}; correct the quotation marks there") from error
+        raise TaskError(
+            f"{path}, line {number} is not CSV: {error}; correct the quotation marks or line breaks there"
+        ) from error
 
 
 def _read_parquet(path: Path) -> NumberedRows:
@@ -115,13 +120,15 @@ def _read_parquet(path: Path) -> NumberedRows:
         from pyarrow import ArrowException
         from pyarrow.parquet import ParquetFile
     except ImportError as error:
-        raise TaskError(f"reading {path} needs pyarrow, which is not installed; run {INSTALL_HINT}") from error
+        raise TaskError(
+            f"reading {path} needs the package pyarrow, which is not installed; run {INSTALL_HINT}"
+        ) from error
     try:
         with ParquetFile(path) as file:
             batches = file.iter_batches(batch_size=BATCH_ROWS)
             yield from enumerate((row for batch in batches for row in batch.to_pylist()), start=1)
     except ArrowException as error:
-        raise TaskError(f"cannot read {path}: {shorten_error(error)}; check that it is a Parquet file") from error
+        raise TaskError(f"cannot read {path}: {shorten_error(error)}; replace it by a complete Parquet file") from error
 
 
 # Readers by the ending of the file name. They raise TaskError for a malformed file and OSError for an unreadable one.

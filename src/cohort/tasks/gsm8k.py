@@ -98,7 +98,8 @@ class GSM8K:
         all_rows = list(rows)
         if len(all_rows) < self.test_size:
             raise TaskError(
-                f"gsm8k: test_size is {self.test_size}, but test has {len(all_rows)} rows; lower it, or set 0 for all"
+                f"gsm8k: test_size is {self.test_size}, but there are only {len(all_rows)} test rows; "
+                f"set --task.test-size to {len(all_rows)} or less, or to 0 for all rows"
             )
         return iter(all_rows[: self.test_size])
 

@@ -47,12 +47,13 @@ class TaskRef:
         except (TypeError, ValueError) as error:
             raise TaskError(
                 f'task "{task.name}": a setting cannot be written as JSON ({error}); '
-                "use numbers, strings, booleans and tuples of them"
+                "use only numbers, strings, booleans and tuples of them as settings"
             ) from error
         source = "" if task.name in BUILT_IN else vars(type(task)).get("_source", "")
         if task.name not in BUILT_IN and not source:
             raise TaskError(
-                f'task "{task.name}" is not defined in a file, so no scoring worker can load it; put it into a .py file'
+                f'task "{task.name}" is not defined in a file, so no scoring worker can load it; put its class '
+                "into a .py file and import it from there"
             )
         return TaskRef(name=task.name, settings=settings, path=source)
 
@@ -69,7 +70,9 @@ class TaskRef:
         fields = {f.name: f for f in dataclasses.fields(cls)}
         unknown = sorted(self.settings.keys() - fields.keys())
         if unknown:
-            raise TaskError(f'task "{self.name}" has no setting "{unknown[0]}"; use one of {sorted(fields)}')
+            raise TaskError(
+                f'task "{self.name}" has no setting "{unknown[0]}"; remove it, or use one of {sorted(fields)}'
+            )
         made: Task = cls(**{k: _restore_tuple(v, fields[k]) for k, v in self.settings.items()})
         return made
 
@@ -139,7 +142,7 @@ def load_file(path: str | Path) -> ModuleType:
     """
     file = Path(path).expanduser().resolve()
     if not file.is_file():
-        raise TaskError(f"there is no file {file}; a task file is a Python file with an @cohort.task class")
+        raise TaskError(f"there is no file {file} to load a task from; correct the path, or put the file back")
     # The file may have been imported under another name: then that module is the one to return. A script that runs as
     # __main__ is loaded again, under a name of its own.
     for module in list(sys.modules.values()):
@@ -148,7 +151,7 @@ def load_file(path: str | Path) -> ModuleType:
     name = f"cohort_user_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}"
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
-        raise TaskError(f"{file} is not a Python file; give one whose name ends in .py")
+        raise TaskError(f"{file} is not a Python file; name a file that ends in .py")
     if str(file.parent) not in sys.path:
         sys.path.append(str(file.parent))
     module = importlib.util.module_from_spec(spec)

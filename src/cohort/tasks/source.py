@@ -130,7 +130,9 @@ class _Reader:
                 first[problem] = number, row
                 if (id := row.get("id")) is not None and id_numbers.setdefault(str(id), number) != number:
                     both = f"{source.describe_row(id_numbers[str(id)])} and {source.unit} {number}"
-                    raise TaskError(f"{self.task}: {both} have the same id {_shorten(id)}; give each its own id")
+                    raise TaskError(
+                        f"{self.task}: {both} have the same id {_shorten(id)}; give each its own id in the data"
+                    )
                 yield row if row.get("id") is not None else {**row, "id": problem[:16]}
             else:
                 self._check_same_content(source, first[problem], (number, row))
@@ -158,7 +160,8 @@ class _Reader:
             # Training rows that are on this machine must be readable without a network.
             if test.remote and not train.remote:
                 raise TaskError(
-                    f"{test.name} is on the hub and the training rows are a file; give the test rows as a file too"
+                    f"the training rows are a file, but the test rows are on the hub ({test.name}) and were not read; "
+                    "give the test rows as a file too"
                 )
             rows = test.open()
         except TaskError as error:
@@ -175,7 +178,9 @@ class _Reader:
         for number, raw in rows:
             where = f"{self.task}: {source.describe_row(number)}"
             if not isinstance(raw, dict):
-                raise TaskError(f"{where} is {_shorten(raw)}; a row must be an object with columns")
+                raise TaskError(
+                    f"{where} is {_shorten(raw)}; correct it: a row must be a JSON object with the columns as keys"
+                )
             renamed = self._rename_columns(where, raw) if self.source_columns else raw
             try:
                 row = self.make(renamed)
@@ -183,11 +188,20 @@ class _Reader:
                 # A column that is there is not the missing key: the error is a bug in `make`.
                 if error.args[0] in renamed:
                     raise
-                raise TaskError(f'{where} has no column "{error.args[0]}"{_describe_columns(raw)}') from error
+                name = error.args[0]
+                raise TaskError(
+                    f'{where} has no column "{name}"; it has {_list_columns(raw)}. Add it, or set '
+                    f"--task.columns {name}=COLUMN if it has another name there"
+                ) from error
             except ValueError as error:
                 # The columns are listed only if one that `make` reads is missing: then its name may be the cause.
-                hint = _describe_columns(raw) if {*self.task_columns} - {*renamed} else "; correct this row"
-                raise TaskError(f"{where}: {error}{hint}") from error
+                missing = [name for name in self.task_columns if name not in renamed]
+                if not missing:
+                    raise TaskError(f"{where}: {error}; correct this row") from error
+                raise TaskError(
+                    f"{where}: {error}. Correct this row, or, if one of its columns "
+                    f"{_list_columns(raw)} is meant, set --task.columns NAME=COLUMN for NAME among {', '.join(missing)}"
+                ) from error
             yield number, _hash_problem(row[self.key]), row
 
     def _rename_columns(self, where: str, raw: RawRow) -> RawRow:
@@ -198,7 +212,9 @@ class _Reader:
         """
         for name in self.source_columns.values():
             if name not in raw:
-                raise TaskError(f'{where} has no column "{name}", which --task.columns names.{suggest_name(name, raw)}')
+                raise TaskError(
+                    f'{where} has no column "{name}"; correct the name in --task.columns.{suggest_name(name, raw)}'
+                )
         # A column of the source that already has the task's name is dropped: the user said that another one is meant.
         mentioned = {*self.source_columns, *self.source_columns.values()}
         kept = {name: value for name, value in raw.items() if name not in mentioned}
@@ -217,7 +233,7 @@ class _Reader:
                 raise TaskError(
                     f"{self.task}: {source.describe_row(one_number)} and {source.unit} {other_number} "
                     f"are the same problem ({_shorten(one_row[self.key])}), "
-                    f"but their {field} is {_shorten(values[0])} and {_shorten(values[1])}; remove one of them"
+                    f"but their {field} is {_shorten(values[0])} and {_shorten(values[1])}; remove the wrong row"
                 )
 
 
@@ -232,12 +248,17 @@ def _parse_columns(task: str, columns: Sequence[str], task_columns: Sequence[str
         ours, _, theirs = entry.partition("=")
         if not ours or not theirs:
             example = task_columns[0] if task_columns else "question"
-            raise TaskError(f'{task}: columns has the entry "{entry}"; write ours=theirs, as in {example}=NAME')
+            raise TaskError(
+                f'{task}: --task.columns has the entry "{entry}"; write the column that {task} reads, "=" and its name '
+                f"in the data, as in {example}=NAME"
+            )
         if task_columns and ours not in task_columns:
             hint = suggest_name(ours, task_columns)
-            raise TaskError(f'{task}: columns names "{ours}", which is not a column that {task} reads.{hint}')
+            raise TaskError(
+                f'{task}: columns has "{ours}=", but {task} reads no such column; correct --task.columns.{hint}'
+            )
         if ours in source_columns:
-            raise TaskError(f'{task}: columns names "{ours}" twice; keep one of the two entries')
+            raise TaskError(f'{task}: --task.columns has two entries for "{ours}"; keep one of them')
         source_columns[ours] = theirs
     return source_columns
 
@@ -258,9 +279,10 @@ def _find_source(task: str, split: str, data: str, places: Mapping[str, Place]) 
     if _HUB_NAME.fullmatch(name) and path.suffix.lower() not in FORMATS and not os.path.exists(path):
         return _make_hub_source(name, split, f"or give the path of a file (there is no file {name})")
     if split == "train" and "{split}" not in data:
+        example = f"{task}_{{split}}{path.suffix}"
         raise TaskError(
-            f'{task}: data is "{data}", one file, which is for testing only; '
-            f"to train, give two files and write {{split}} in their name, as in {task}_{{split}}{path.suffix}"
+            f'{task}: data is "{data}", one path, which is for testing only. To train, have one file with "train" and '
+            f'one with "test" in its name, and write the word split in braces there: --task.data {example}'
         )
     return _make_file_source(path)
 
@@ -271,9 +293,10 @@ def _find_default_source(task: str, split: str, places: Mapping[str, Place]) -> 
     Raises TaskError if there is neither, and if `places` has no entry for the split.
     """
     if split not in places:
+        example = f"{task}_{{split}}.jsonl"
         raise TaskError(
-            f"{task} comes without {split} rows; set its data to files of your own with {{split}} in their name, "
-            f"as in --task.data {task}_{{split}}.jsonl"
+            f"{task} comes without {split} rows; put rows of your own into a file with {split} in its name, and "
+            f"write the word split in braces there: --task.data {example}"
         )
     place = places[split]
     folder = os.environ.get(FOLDER_VARIABLE, "")
@@ -285,7 +308,10 @@ def _find_default_source(task: str, split: str, places: Mapping[str, Place]) -> 
     else:
         remedy = f"set {FOLDER_VARIABLE} to a folder with {place.file}"
     if not place.hub:
-        raise TaskError(f"{task} needs a file with its {split} rows: {remedy}")
+        raise TaskError(
+            f"{task} needs the file {place.file} with its {split} rows; set the environment variable {FOLDER_VARIABLE} "
+            f"(now: {folder or 'not set'}) to a folder that has it"
+        )
     return _make_hub_source(place.hub, place.split, f"or {remedy}")
 
 
@@ -303,16 +329,19 @@ def _open_file(path: Path) -> NumberedRows:
     if not os.path.exists(path):
         # A variable that is not set stays in the path as "$NAME".
         unset = re.search(r"\$\{?([A-Za-z_]\w*)", str(path))
-        why = f"the environment variable {unset[1]} is not set" if unset else "there is no such file"
-        endings = ", ".join(FORMATS)
+        if unset:
+            raise TaskError(
+                f"cannot read {path}: the environment variable {unset[1]} is not set; set it, or correct --task.data"
+            )
         raise TaskError(
-            f"cannot read {path}: {why}; give the path of a file ({endings}) or owner/name of a data set of the hub"
+            f"cannot read {path}: there is no such file; set --task.data to the path of a file ({', '.join(FORMATS)}) "
+            "or to owner/name of a data set on the Hugging Face hub"
         )
     if path.is_dir():
-        raise TaskError(f"cannot read {path}: it is a folder; name a file in it")
+        raise TaskError(f"cannot read {path}: it is a folder; name a file with rows in it instead")
     reader = FORMATS.get(path.suffix.lower())
     if reader is None:
-        raise TaskError(f"cannot read {path}: the name of a file with rows must end in one of {', '.join(FORMATS)}")
+        raise TaskError(f"cannot read {path}: its name must end in one of {', '.join(FORMATS)}; rename or convert it")
     return _read_file(path, reader)
 
 
@@ -354,7 +383,7 @@ def _open_hub(data_set: str, split: str, remedy: str) -> NumberedRows:
     except (OSError, ValueError, RuntimeError, ImportError, DatasetsError) as error:
         raise TaskError(
             f"cannot read {data_set}, split {split}, from the Hugging Face hub: {shorten_error(error)}; "
-            f"check its name and the network, {remedy}"
+            f"check the name of the data set, its split and the network, {remedy}"
         ) from error
     return enumerate(_iterate_rows(loaded), start=1)
 
@@ -372,9 +401,9 @@ def _hash_problem(problem: Any) -> str:
     return blake2b(" ".join(str(problem).casefold().split()).encode(), digest_size=16).hexdigest()
 
 
-def _describe_columns(raw: RawRow) -> str:
-    """Returns the end of an error message: which columns a raw row has and how to map them."""
-    return f". Its columns: {_shorten([*raw], 200)}. Map one with --task.columns ours=theirs"
+def _list_columns(raw: RawRow) -> str:
+    """Returns the names of a raw row's columns as a list in text, cut after 200 characters, for error messages."""
+    return _shorten([*raw], 200)
 
 
 def _shorten(value: Any, size: int = 60) -> str:

@@ -91,7 +91,8 @@ class TaskStream:
         if num_prompts > len(self._rows):
             raise ConfigError(
                 f'task "{self.task.name}" has {len(self._rows)} {self.split} rows, '
-                f"fewer than batch.prompts = {num_prompts}; lower batch.prompts or add rows"
+                f"fewer than batch.prompts = {num_prompts}; set --batch.prompts to {len(self._rows)} or less, or "
+                "give the task more rows"
             )
 
     def next_prompts(self, n: int) -> list[Prompt]:
@@ -126,11 +127,16 @@ class TaskStream:
         the row is gone, or if its prompt is too long.
         """
         row = next((row for row in self._rows if row["id"] == id), None)
-        prompt = None if row is None else self._render_prompt(row, visit)
-        if prompt is None:
+        if row is None:
             raise TaskError(
                 f'task "{self.task.name}" no longer has the {self.split} row "{id}", which this run needs; '
-                "restore the data that the run began with"
+                "restore the data that the run began with, then run cohort resume again"
+            )
+        prompt = self._render_prompt(row, visit)
+        if prompt is None:
+            raise TaskError(
+                f'task "{self.task.name}": the prompt of the {self.split} row "{id}", which this run needs, now has '
+                f"more than {self._limit} tokens; restore the data that the run began with, then run cohort resume"
             )
         return prompt
 
@@ -162,7 +168,7 @@ class TaskStream:
         """Returns, and does not raise, the error for a split whose prompts are all too long."""
         return TaskError(
             f'task "{self.task.name}": every {split} prompt is longer than {self._limit} tokens; '
-            "lower max_tokens, shorten the prompts or use a model with a larger context"
+            "shorten them, lower --sampling.max-tokens (cohort eval: --max-tokens), or use a model with more context"
         )
 
     def _index_questions(self, rows: list[Row], split: str) -> dict[bytes, str]:
@@ -211,16 +217,16 @@ class TaskStream:
         messages = self.task.prompt(row)
         if not isinstance(messages, list) or not messages or not all(_is_message(m) for m in messages):
             raise TaskError(
-                f'task "{self.task.name}", row "{row["id"]}": prompt must return a list of messages '
-                f'like {{"role": "user", "content": "..."}}, not {str(messages)[:60]}'
+                f'task "{self.task.name}", row "{row["id"]}": the method `prompt` must return a list of '
+                f'one or more dicts, each with a string as "role", not {str(messages)[:60]}'
             )
         try:
             # Rollout files hold the messages as JSON; a prompt must be the same before and after it was stored.
             messages = json.loads(json.dumps(messages))
         except (TypeError, ValueError, RecursionError) as error:
             raise TaskError(
-                f'task "{self.task.name}", row "{row["id"]}": its messages cannot be written as JSON ({error}); '
-                "use only strings, numbers, lists and dicts in them"
+                f'task "{self.task.name}", row "{row["id"]}": the messages that the method `prompt` returned '
+                f"cannot be written as JSON ({error}); use only strings, numbers, lists and dicts in them"
             ) from error
         rendered = self._tokenizer.render(messages)
         if self._limit and len(rendered.tokens) > self._limit:
@@ -228,8 +234,8 @@ class TaskStream:
                 return None
             raise TaskError(
                 f'task "{self.task.name}", row "{row["id"]}": the prompt has {len(rendered.tokens)} tokens, '
-                f"more than the {self._limit} that fit beside its completion; lower max_tokens, shorten the prompt "
-                "or leave out rows that are too long (cohort eval: --too-long skip)"
+                f"more than the {self._limit} that fit beside its completion; leave the row out (cohort eval: "
+                "--too-long skip), shorten it, or lower --sampling.max-tokens (cohort eval: --max-tokens)"
             )
         return Prompt(
             task=self.task.name,

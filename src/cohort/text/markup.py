@@ -121,14 +121,14 @@ def build_renamed_tokenizer(spec: dict[str, Any], markup: Markup, mark: str) -> 
         tokenizer = tokenizers.Tokenizer.from_str(json.dumps(spec | changed))
     except Exception as e:
         raise ModelError(
-            f"the package tokenizers {tokenizers.__version__} does not accept tokenizer.json: {e}; upgrade it "
-            "(pip install -U tokenizers), or use another model"
+            f"the package tokenizers {tokenizers.__version__} does not accept the model's tokenizer.json: {e}; "
+            "upgrade the package (pip install -U tokenizers), or use another model"
         ) from e
     for token in markup.tokens:
         if tokenizer.token_to_id(names[token.spelling]) != token.id:
             raise ModelError(
-                f'tokenizer.json gives "{token.spelling}" the id {token.id} in added_tokens, but another one in its '
-                "vocabulary; delete its folder and fetch the model again (cohort pull MODEL)"
+                f'the model\'s tokenizer.json gives "{token.spelling}" the id {token.id} in added_tokens, but another '
+                "one in its vocabulary; correct one of the two there, or use another model"
             )
     return tokenizer
 
@@ -156,7 +156,10 @@ def map_strings(value: Any, change: Callable[[str], str]) -> Any:
         return {str(k): map_strings(v, change) for k, v in value.items()}
     if isinstance(value, list | tuple):
         return [map_strings(v, change) for v in value]
-    raise TaskError(f"a message or tool contains a {type(value).__name__}; use only JSON values in them")
+    raise TaskError(
+        f"a message or tool of the prompt contains a {type(value).__name__}, which is not JSON; use only strings, "
+        "numbers, booleans, None, lists and dicts"
+    )
 
 
 def list_strings(value: Any) -> list[str]:

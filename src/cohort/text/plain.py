@@ -24,7 +24,8 @@ def join_contents(messages: Sequence[Message]) -> str:
     contents = [m.get("content") for m in messages]
     if not all(isinstance(content, str) for content in contents):
         raise TaskError(
-            'a message has a content that is not text, and template = "text" needs text; set --template chat'
+            "a message of the prompt has a content that is not text, but the setting template is text; "
+            "set --template chat, or make the content a string in the task's method `prompt`"
         )
     continued = bool(messages) and messages[-1].get("role") == "assistant"
     return GAP.join(map(str, contents)) + ("" if continued else GAP)

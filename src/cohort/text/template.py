@@ -27,7 +27,8 @@ class ChatTemplate:
             self._compiled = _make_environment().from_string(source)
         except jinja2.TemplateError as e:
             raise ModelError(
-                f"the model's chat template is not valid Jinja: {e}; correct chat_template in the model's folder"
+                f"the model's chat template is not valid Jinja: {e}; correct it in the model's folder "
+                "(chat_template.jinja, or chat_template in tokenizer_config.json or chat_template.json)"
             ) from e
 
     def render(self, messages: Sequence[Message], tools: Sequence[Any] | None, *, generation_prompt: bool) -> str:
@@ -55,7 +56,8 @@ class ChatTemplate:
             ArithmeticError,
         ) as e:
             raise ModelError(
-                f"the model's chat template cannot render these messages: {e}; change the roles or fields of the prompt"
+                f"the model's chat template cannot render the conversation: {e}; change the roles or fields of the "
+                "messages in the task's method `prompt`, or use another model"
             ) from e
 
 

@@ -74,8 +74,8 @@ class Tokenizer:
         spec = _read_json(folder / "tokenizer.json")
         if not isinstance(spec.get("model"), dict):
             raise ModelError(
-                f"{folder} has no usable tokenizer.json: write one with transformers "
-                "(AutoTokenizer.from_pretrained(...).save_pretrained(...))"
+                f"{folder} has no usable tokenizer.json; use a model that has one, or write it with transformers: "
+                f"AutoTokenizer.from_pretrained(MODEL).save_pretrained({str(folder)!r})"
             )
         settings = _read_json(folder / "special_tokens_map.json") | _read_json(folder / "tokenizer_config.json")
         roles = {role: text for role in SPECIAL_TOKEN_ROLES if (text := _get_spelling(settings.get(role)))}
@@ -124,7 +124,7 @@ class Tokenizer:
         for token in self._markup.tokens:
             if token.spelling == spelling:
                 return token.id
-        raise ModelError(f'the tokenizer has no special token "{spelling}"; use a model that has it')
+        raise ModelError(f'the model\'s tokenizer has no added token "{spelling}"; use a model that has it')
 
     def render(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> RenderedPrompt:
         """Returns the prompt for the assistant's next turn, as tokens that the chat template gives.
@@ -135,7 +135,10 @@ class Tokenizer:
         that are no prompt, and ModelError if the model has no template or its template cannot render them.
         """
         if not messages or not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages):
-            raise TaskError("a prompt must be a non-empty list of messages, each a dict with a role")
+            raise TaskError(
+                "the prompt is not a list of one or more messages, each a dict with a string as its role; "
+                "correct the task's method `prompt`"
+            )
         template = self._choose_template(with_tools=bool(tools))
         texts = [template.source, *list_strings(list(messages)), *list_strings(tools)]
         # `mark` renames the tokens that are meant, `guard` hides spellings in messages from that, and `tag` finds a
@@ -192,14 +195,14 @@ class Tokenizer:
         _, tag_found, rest = text.partition(tag)
         if not tag_found:
             raise ModelError(
-                "the chat template drops earlier turns of the assistant, so that no second turn can follow; "
-                "set --turns single or use another chat template"
+                "the model's chat template drops earlier turns of the assistant, so that no second turn can follow; "
+                "set --turns single or use another model"
             )
         rest = rest.lstrip()
         if not any(t.id in self.stop_ids and rest.startswith(t.spelling) for t in self._markup.tokens):
             raise ModelError(
-                "the chat template ends the assistant's turn without a stop token, so that no second turn can follow; "
-                "set --turns single or use another chat template"
+                "the model's chat template ends the assistant's turn without a stop token, so that no second turn can "
+                "follow; set --turns single or use another model"
             )
         rest = self._markup.restore_spellings(self._markup.mark_tokens(rest, mark), guard)
         return self._get_core(mark).encode(rest, add_special_tokens=False).ids
@@ -228,7 +231,10 @@ class Tokenizer:
             if ends:
                 return min(ends, key=lambda t: rest.index(t.spelling)).id
         if self.eos_id is None:
-            raise ModelError("the tokenizer names no end-of-sequence token: set eos_token in tokenizer_config.json")
+            raise ModelError(
+                "the tokenizer has no end-of-sequence token; set eos_token in the model's tokenizer_config.json to a "
+                "token of its vocabulary"
+            )
         return self.eos_id
 
     @cached_property
@@ -280,7 +286,10 @@ class Tokenizer:
         name = "tool_use" if with_tools and "tool_use" in self._templates else "default"
         if name not in self._templates:
             names = ", ".join(sorted(self._templates))
-            raise ModelError(f'the model has no chat template named "default", only {names}; add chat_template.jinja')
+            raise ModelError(
+                f'the model has no chat template named "default", only {names}; add the file '
+                "chat_template.jinja to its folder"
+            )
         return self._templates[name]
 
     def _get_core(self, mark: str) -> tokenizers.Tokenizer:
@@ -356,8 +365,8 @@ def _split_continued(
     content = forced.get("content") or ""
     if not isinstance(content, str) or forced.get("tool_calls"):
         raise TaskError(
-            "the prompt ends with an assistant message, which the model continues; "
-            "it must be plain text without tool calls"
+            "the prompt ends with an assistant message that has tool calls or a content that is not text, so the model "
+            "cannot continue it; remove or correct that message in the task's method `prompt`"
         )
     # A template with a header for the assistant's turn gets the message verbatim after the header. Rendering the
     # message is avoided there, because some templates add an empty thought to a finished message.
@@ -368,8 +377,8 @@ def _split_continued(
     before, tag_found, after = full.rpartition(tag)
     if not tag_found:
         raise ModelError(
-            "the chat template drops a final assistant message, so that the model cannot continue it; "
-            "remove that message from the prompt"
+            "the model's chat template drops a final assistant message, so that the model cannot continue it; "
+            "leave that message out of the prompt, or use another model"
         )
     # The space after the tag shows whether the template trims messages; if so, this message is trimmed too.
     before = before if after.startswith(" ") else before.rstrip()
@@ -407,10 +416,12 @@ def _read_json(file: Path) -> dict[str, Any]:
         value = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as e:
         raise ModelError(
-            f"{file} cannot be read as JSON: {e}; delete its folder and fetch the model again (cohort pull MODEL)"
+            f"{file} cannot be read as JSON: {e}; replace it by an intact copy. For a pulled model, delete its folder "
+            "and run cohort pull MODEL"
         ) from e
     if not isinstance(value, dict):
         raise ModelError(
-            f"{file} is not a JSON object; delete its folder and fetch the model again (cohort pull MODEL)"
+            f"{file} is not a JSON object; replace it by an intact copy. For a pulled model, delete its folder "
+            "and run cohort pull MODEL"
         )
     return value

@@ -35,8 +35,8 @@ def test_a_file_with_old_keys_is_the_same_config() -> None:
 @pytest.mark.parametrize(
     ("flag", "message"),
     [
-        ("--opt.rate=1", "--opt.rate has a new name; write --optim.lr."),
-        ("--keep.every=3", "--keep.every has a new name; write --save.every."),
+        ("--opt.rate=1", "--opt.rate has a new name; write --optim.lr instead."),
+        ("--keep.every=3", "--keep.every has a new name; write --save.every instead."),
     ],
 )
 def test_an_old_flag_names_the_new_one(flag: str, message: str) -> None:

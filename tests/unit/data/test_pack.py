@@ -121,7 +121,7 @@ def test_no_microbatch_exceeds_the_budget(budget, share):
 
 def test_a_sample_over_the_budget_names_the_numbers():
     with pytest.raises(
-        ConfigError, match=r"3 prompt \+ 9 completion tokens .*budget of 11 .*--learner.token_budget to at least 12"
+        ConfigError, match=r"3 prompt \+ 9 completion tokens .*budget of 11 .* at least 12 .*--learner.token_budget"
     ):
         pack_groups([group(*of_length(9), prompt=3)], 11)
 
@@ -145,7 +145,7 @@ def test_the_longest_sample_counts_what_follows_its_last_target():
     minibatch = pack_groups([make_group([5, 6], [sample, make_sample([7])])], 50).minibatches[0]
     assert minibatch.longest_sample == 7
     assert pack_minibatch(minibatch.batch, 0, 7).microbatches
-    with pytest.raises(ConfigError, match="token_budget to at least 7"):
+    with pytest.raises(ConfigError, match=r"at least 7 .*token_budget"):
         pack_minibatch(minibatch.batch, 0, 6)
 
 

@@ -50,8 +50,10 @@ def test_abilities_of_a_variant_are_those_of_its_engine():
 @pytest.mark.parametrize("missing", ["token_ids", "logprobs", "live_weights"])
 def test_training_needs_every_ability(missing: str):
     require_for_training(Abilities(), "good")
-    words = {"token_ids": "token ids", "logprobs": "log-probabilities", "live_weights": "live weights"}[missing]
-    with pytest.raises(ConfigError, match=f"engine odd cannot train: it has no {words}. Train with --engine native"):
+    words = {"token_ids": "token ids", "logprobs": "log-probabilities", "live_weights": "the loading of new weights"}[
+        missing
+    ]
+    with pytest.raises(ConfigError, match=f"engine odd cannot train: it lacks {words}. Train with --engine native"):
         require_for_training(Abilities(**{missing: False}), "odd")
 
 
@@ -97,18 +99,18 @@ def test_an_engine_that_keeps_its_old_version_raises():
 
 def test_weights_of_another_type_are_refused_unless_they_may_be_rounded():
     wide, narrow = small_decoder(torch.float32, seed=1), small_decoder(torch.bfloat16, seed=2)
-    with pytest.raises(ModelError, match=r'"model.embed_tokens.weight" is of type float32; the model needs bfloat16'):
+    with pytest.raises(ModelError, match=r'"model.embed_tokens.weight" are of type float32; the engine needs bfloat16'):
         copy_weights(LiveWeights(wide), narrow)
     copy_weights(LiveWeights(wide), narrow, allow_rounding=True)
     assert all(torch.equal(a.bfloat16(), b) for (_, a), (_, b) in zip(hf_views(wide), hf_views(narrow), strict=True))
-    with pytest.raises(ModelError, match="is of type bfloat16; the model needs float32"):
+    with pytest.raises(ModelError, match="are of type bfloat16; the engine needs float32"):
         copy_weights(LiveWeights(narrow), wide, allow_rounding=True)
 
 
 def test_weights_with_other_names_or_shapes_are_refused():
-    with pytest.raises(ModelError, match="has shape"):
+    with pytest.raises(ModelError, match="have shape"):
         copy_weights(LiveWeights(small_decoder(ff=48)), small_decoder())
     with pytest.raises(ModelError, match="weights lack"):
         copy_weights(LiveWeights(small_decoder(num_layers=1)), small_decoder())
-    with pytest.raises(ModelError, match="that the model has not"):
+    with pytest.raises(ModelError, match="that the model of the engine has not"):
         copy_weights(LiveWeights(small_decoder(num_layers=3)), small_decoder())

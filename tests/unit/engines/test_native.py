@@ -225,7 +225,7 @@ def test_impossible_settings_are_refused():
     decoder = small_decoder()
     with pytest.raises(ConfigError, match=r"slots = 0"):
         NativeEngine(decoder, spell, slots=0, max_context=100)
-    with pytest.raises(ConfigError, match=r"513.*512 positions"):
+    with pytest.raises(ConfigError, match=r"513 tokens.*512"):
         NativeEngine(decoder, spell, slots=1, max_context=513)
 
 

@@ -329,9 +329,12 @@ def test_retry_after_as_a_date(monkeypatch: pytest.MonkeyPatch):
         (fails(400, {"object": "error", "message": "top_k"}), "400 top_k"),
         (fails(422, {"detail": [{"msg": "bad"}]}), '422 [{"msg": "bad"}]'),
         (fails(400, {"error": {"code": 3}}), '400 {"code": 3}'),
-        (fails(404, {"error": {"message": "no model"}}), "404 no model. Is url the part of the address before /v1?"),
-        (fails(401, {"error": {"message": "who?"}}), "401 who?. The key is read from COHORT_API_KEY"),
-        (fails(403, b""), "403. The key is read from"),
+        (
+            fails(404, {"error": {"message": "no model"}}),
+            "404 no model. Give as --url the part of the server's address before /v1",
+        ),
+        (fails(401, {"error": {"message": "who?"}}), "401 who?. Set the environment variable COHORT_API_KEY"),
+        (fails(403, b""), "403. Set the environment variable COHORT_API_KEY"),
         (fails(413, b"\x1b[31mred\x00" + b"x" * 10_000), "413 [31mred xxx"),
         (fails(302, b"", Location="http://elsewhere/v1"), "302 moved to http://elsewhere/v1"),
         (raw(b'{"error": {"message": "no such model", "code": 400}}'), "400 no such model"),
@@ -561,13 +564,13 @@ def test_a_server_that_is_still_loading_is_waited_for(server: FakeServer):
     [
         (models("smart", "large"), 'does not serve "small". Did you mean "smart"?'),
         (models("x", "y"), 'does not serve "small". Valid: x, y.'),
-        (models(), 'does not serve "small". It serves none.'),
+        (models(), 'does not serve "small": its list of models is empty.'),
         (models(*(f"m{i}-{'z' * 40}" for i in range(500))), "Valid: m0-zzz"),
         (raw(b'{"data": [{"id": 3}, null, {"id": "smalll"}]}'), 'Did you mean "smalll"?'),
         (raw(b'[{"id": "smal"}]'), 'Did you mean "smal"?'),
         (raw(b'{"data": {"id": "small"}}'), "no list of models in its reply"),
-        (fails(404), "404. Is url the part of the address before /v1?"),
-        (fails(401, b"no"), "401 no. The key is read from"),
+        (fails(404), "404. Give as --url the part of the server's address before /v1"),
+        (fails(401, b"no"), "401 no. Set the environment variable COHORT_API_KEY"),
     ],
 )
 def test_a_model_that_is_not_served(server: FakeServer, listing: Behaviour, words: str):
@@ -612,7 +615,7 @@ def test_an_address_with_a_password_is_refused_without_being_shown():
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"template": "chatml"}, 'template = "chatml" is unknown. Did you mean "chat"?'),
+        ({"template": "chatml"}, 'no template = "chatml"; use "chat" or "text"'),
         ({"concurrency": 0}, "concurrency = 0"),
         ({"timeout": 0}, "timeout = 0"),
         ({"timeout": float("nan")}, "timeout = nan"),
@@ -629,7 +632,7 @@ def test_requests_that_a_server_cannot_answer(server: FakeServer):
     engine = make(server)
     with pytest.raises(ConfigError, match='"0/0" has no messages'):
         engine.submit(request(messages=[]))
-    with pytest.raises(ConfigError, match='"0/0": a server takes no stop ids'):
+    with pytest.raises(ConfigError, match='"0/0" has stop ids, but a server takes only stop strings'):
         engine.submit(request(stop_ids=(1,)))
     engine.submit(request(tokens=[]))  # it needs none
     assert [e.id for e in engine.poll(30)] == ["0/0"]

@@ -43,7 +43,9 @@ def test_another_setting_of_the_task_is_refused_unless_it_says_where_the_rows_ar
     a = {"find": "marked", "data": "here", "columns": [], "test_size": 5}
     compare(evaluation(BEFORE, knobs=a), evaluation(AFTER, knobs=a | {"data": "there", "test_size": 0}))
     for b in (a | {"find": "last"}, {k: v for k, v in a.items() if k != "find"}):
-        with pytest.raises(RunError, match=r"settings of the task arithmetic: find = marked and (last|None). It may"):
+        with pytest.raises(
+            RunError, match=r"settings of the task arithmetic: find = marked and (last|None). Evaluate both"
+        ):
             compare(evaluation(BEFORE, knobs=a), evaluation(AFTER, knobs=b))
 
 
@@ -111,7 +113,7 @@ def test_a_file_that_is_not_an_evaluation_is_refused(tmp_path: Path):
 
 
 def test_other_answers_to_the_same_questions_are_refused():
-    with pytest.raises(RunError, match="same ids, but with different questions"):
+    with pytest.raises(RunError, match="same ids, but their rows, prompts or order differ"):
         compare(evaluation(BEFORE), evaluation(AFTER, rows="other"))
 
 

@@ -71,7 +71,7 @@ def test_the_same_setting_is_not_evaluated_twice_and_another_has_its_own_file(tm
     assert again == first and same == path and path.stat().st_mtime_ns == before and not told
     _, other = evaluate_tiny(replace(SMALL, seed=1), TASK, tmp_path)
     assert other != path and path.exists()
-    with pytest.raises(RunError, match="other settings; delete it or choose another --out"):
+    with pytest.raises(RunError, match="other settings; move it away"):
         evaluate_tiny(replace(SMALL, seed=1), TASK, path)
     assert path.stat().st_mtime_ns == before
 
@@ -104,13 +104,13 @@ def test_a_journal_of_other_settings_or_a_damaged_one_is_not_touched(tmp_path: P
         journal.add(eval_item("a", [1.0]))
     before = journal.part_path.read_bytes()
     with (
-        pytest.raises(RunError, match="other settings; delete it or choose another --out"),
+        pytest.raises(RunError, match="other settings; delete it and repeat"),
         Journal(out, eval_setting(seed=1)),
     ):
         pass
     assert journal.part_path.read_bytes() == before
     journal.part_path.write_bytes(before + b"not json\n")
-    with pytest.raises(RunError, match="damaged"), Journal(out, eval_setting()):
+    with pytest.raises(RunError, match="cannot be read"), Journal(out, eval_setting()):
         pass
     journal.part_path.write_bytes(b"")
     with Journal(out, eval_setting()) as journal:

@@ -325,7 +325,7 @@ def test_a_missing_package_is_named_with_its_extra(installed, name):
         check_sinks([name])
     assert (
         str(told.value)
-        == f'sink "{name}" needs the package {name}, which is not installed: pip install "cohort[{name}]"'
+        == f'sink "{name}" needs the package {name}, which is not installed. Install it: pip install "cohort[{name}]"'
     )
 
 

@@ -194,11 +194,11 @@ def test_wrong_tensors(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     change_tensors(folder, **{name: original[:4].clone()})
     assert f'tensor "{name}" is [4, 32], config.json says [48, 32]' in get_refusal(folder)
     change_tensors(folder, **{name: torch.full_like(original, float("nan"))})
-    assert "not finite: its weights are damaged" in get_refusal(folder)
+    assert "not finite, so its weights seem damaged" in get_refusal(folder)
     change_tensors(folder, **{name: None})
     assert f'tensor "{name}" missing: the weights are incomplete' in get_refusal(folder)
     (folder / "model.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0{")
-    assert "corrupted or truncated" in get_refusal(folder)
+    assert "cannot be read as safetensors" in get_refusal(folder)
 
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
@@ -247,7 +247,7 @@ def test_without_transformers_one_line_says_what_to_install(neo: Path, monkeypat
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert get_refusal(neo) == (
         "GPTNeoForCausalLM is not a model of the native decoder and needs the package transformers: "
-        "pip install 'cohort[transformers]'"
+        "install it with pip install 'cohort[transformers]'"
     )
     assert load_folder(resolve_model("tiny")).config.architecture == "LlamaForCausalLM"
 
@@ -339,7 +339,7 @@ def test_out_of_memory_names_the_setting(neo: Path, monkeypatch: pytest.MonkeyPa
 
     engine.submit(request())
     monkeypatch.setattr(engine.decoder, "run_padded", full)
-    with pytest.raises(ConfigError, match=r"1 samples of 4 tokens: lower engine.slots"):
+    with pytest.raises(ConfigError, match=r"1 samples of 4 tokens at once. Start again with fewer slots"):
         engine.poll()
     monkeypatch.setattr(engine.decoder, "run_padded", run)
     assert len([e for e in iter_events(engine) if e.sample is not None]) == 1
@@ -351,11 +351,9 @@ def test_which_engine_for_which_decoder(neo: Path) -> None:
 
     assert type(make_for(load_foreign(neo))) is AutoEngine
     assert type(make_for(small_decoder(), weights="packed")) is NativeEngine
-    with pytest.raises(
-        ConfigError, match=r"engine.weights = packed is for native models, and GPTNeoForCausalLM is none"
-    ):
+    with pytest.raises(ConfigError, match=r"engine.weights = packed needs a model .* GPTNeoForCausalLM is not one"):
         make_for(load_foreign(neo), weights="packed")
-    with pytest.raises(ConfigError, match="257 is more than the 256 positions"):
+    with pytest.raises(ConfigError, match=r"257 tokens.*256"):
         make_for(load_foreign(neo), context=257)
-    with pytest.raises(ModelError, match="but got weights of another one"):
+    with pytest.raises(ModelError, match=r"but got weights of another one"):
         make_auto_engine(neo).load(SameWeights(load_foreign(neo)), version=1)

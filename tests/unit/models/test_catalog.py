@@ -125,11 +125,10 @@ def test_a_run_or_a_checkpoint_is_no_model_folder(tmp_path: Path) -> None:
     model = tmp_path / "run" / "checkpoints" / "step-000006" / "model"
     model.mkdir(parents=True)
     (model / "config.json").write_text("{}")
-    for folder in (tmp_path / "run", model.parent):
-        with pytest.raises(
-            ModelError, match=r"is a run or a checkpoint, not a model: give its checkpoints/STEP/model, or"
-        ):
-            resolve_model(folder)
+    with pytest.raises(ModelError, match=r"run is a run, not a model: run `cohort export .*run OUT`"):
+        resolve_model(tmp_path / "run")
+    with pytest.raises(ModelError, match=f"is a checkpoint, not a model: give its subfolder, {model}"):
+        resolve_model(model.parent)
     assert resolve_model(model) == model
 
 

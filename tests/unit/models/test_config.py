@@ -156,11 +156,11 @@ def test_sliding_window_in_force(architecture: str, given: dict, window: int | N
 def test_check_context() -> None:
     windowed = ModelConfig.from_hf(make_hf("MistralForCausalLM", sliding_window=256))
     check_context(windowed, 256)
-    with pytest.raises(ModelError, match=r"sliding window is 256 tokens and the run needs 257"):
+    with pytest.raises(ModelError, match=r"sliding window is 256 tokens, but prompt and completion take 257"):
         check_context(windowed, 257)
     plain = ModelConfig.from_hf(make_hf())
     check_context(plain, 512)
-    with pytest.raises(ModelError, match=r"context is 512 tokens and the run needs 513"):
+    with pytest.raises(ModelError, match=r"context is 512 tokens, but prompt and completion take 513"):
         check_context(plain, 513)
 
 

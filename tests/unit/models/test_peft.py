@@ -110,15 +110,15 @@ def test_adapters_of_other_matrices_and_other_models_are_refused(folder):
         load_adapters(folder)
     with pytest.raises(ModelError, match="fewer layers"):
         Adapters(small_decoder(num_layers=3), LORA, start=stored)
-    with pytest.raises(ModelError, match="use adapters of this model and of rank"):
+    with pytest.raises(ModelError, match=r"but the model and rank \d+ need"):
         Adapters(small_decoder(ff=48), LORA, start=stored)
-    with pytest.raises(ModelError, match=r"which is not in the model or not in learner\.lora\.targets"):
+    with pytest.raises(ModelError, match="for which this run has no adapted matrix"):
         Adapters(small_decoder(num_layers=1), LORA, start=stored)
     file.write_bytes(b"no safetensors")
-    with pytest.raises(ModelError, match="corrupted"):
+    with pytest.raises(ModelError, match="cannot be read as safetensors"):
         load_adapters(folder)
     file.unlink()
-    with pytest.raises(ModelError, match="as safetensors"):
+    with pytest.raises(ModelError, match="again as safetensors"):
         load_adapters(folder)
     with pytest.raises(ModelError, match="not a folder of adapters"):
         load_adapters(folder / "nowhere")
@@ -175,5 +175,5 @@ def test_a_run_whose_base_has_changed_is_not_resumed(tmp_path):
     with built_job(config) as other:
         other.restore(checkpoint.load(path))
         other.learner.adapters.layers[1]["o_proj"].base.matrix[3, 4] += 0.01
-        with pytest.raises(RunError, match=r"model tiny has changed .* layers.1.out"):
+        with pytest.raises(RunError, match=r"model tiny has changed .*layers.1.out"):
             other.restore(checkpoint.load(path))

@@ -46,7 +46,9 @@ def test_a_shape_survives_its_config_json(name):
 
 
 def test_an_unknown_name_lists_the_known_ones():
-    with pytest.raises(ModelError, match=r'"qwen9".* use one of: .*qwen2.5-0.5b, qwen2.5-1.5b, .*smollm2-135m'):
+    with pytest.raises(
+        ModelError, match=r'"qwen9".* for --model use one of: .*qwen2.5-0.5b, qwen2.5-1.5b, .*smollm2-135m'
+    ):
         find_shape("qwen9")
 
 

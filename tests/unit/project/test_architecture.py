@@ -94,9 +94,9 @@ MAX_PARAMETERS = 8
 # What every training run is made of: all but the areas and tools below. It was 12,000 before records had a
 # serialisation, rollouts a producer, learners backends and runs kinds: boundaries cost lines. It was 13,000 before
 # names told what things do and each value was assigned on a line of its own.
-MAX_PACKAGE = 13_300
+MAX_PACKAGE = 13_500
 AREAS = {  # leaves that nothing of it imports, or doors to other people's programs
-    ("tasks", "recipes"): 4_100,  # the traces that SFT imitates among them
+    ("tasks", "recipes"): 4_200,  # the traces that SFT imitates among them
     ("models.auto", "engines.auto", "engines.vllm", "engines.server", "engines.site"): 1_200,
     (*("models.catalog", "models.download", "models.hub", "models.shards", "models.gguf", "cli.pull"),): 1_200,
 }

@@ -133,7 +133,7 @@ def test_a_full_disk_is_reported_and_loses_nothing(path):
     store.write_step(1, {"loss": 1.0}, pretend_groups(1))
     pages = store._db.execute("PRAGMA page_count").fetchone()[0]
     store._db.execute(f"PRAGMA max_page_count={pages}")  # makes SQLite behave as on a full disk
-    with pytest.raises(RunError, match="the disk is full: free some space, then resume"):
+    with pytest.raises(RunError, match=r"the disk is full\. Free some space, then continue"):
         store.write_step(2, {"loss": 2.0}, pretend_groups(2, num_groups=200))
     with Reader(path) as reader:
         assert reader.find_last_step() == 1 and len(reader.read_samples()) == 4
@@ -221,11 +221,11 @@ def test_a_migration_that_fails_changes_nothing(path, monkeypatch):
 
 def test_what_is_not_a_database_is_named(path):
     path.write_bytes(b"this is not a database, " * 100)
-    with pytest.raises(RunError, match=r"run.db: file is not a database: the file is damaged"):
+    with pytest.raises(RunError, match=r"run.db: file is not a database, so the file is damaged"):
         Store(path)
     with pytest.raises(RunError, match=r"run.db cannot be read"):
         Reader(path)
-    with pytest.raises(RunError, match="does not exist"):
+    with pytest.raises(RunError, match="there is no file"):
         Reader(path.with_name("other.db"))
 
 

@@ -183,7 +183,7 @@ def test_other_settings_are_refused_and_nothing_is_touched(tmp_path):
     run_to_end(directory, make_quiet_view())
     before = collect_remains(directory)
     other = RunDirectory.open(directory.path)
-    with pytest.raises(RunError, match=r"seed = 0, not 7.*only --steps may change"):
+    with pytest.raises(RunError, match=r"seed = 0, not 7.*all settings except steps"):
         Run(other, small_run(seed=7), PretendJob(), make_quiet_view()).__enter__()
     with pytest.raises(RunError, match="--steps is 2: a run can be extended"):
         Run(other, small_run(steps=2), PretendJob(), make_quiet_view()).__enter__()
@@ -233,7 +233,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_offered(tmp_path):
     data = bytearray(weights.read_bytes())
     data[-1] ^= 1
     weights.write_bytes(data)
-    with pytest.raises(RunError, match=r"step-000006 is damaged .*model.safetensors.*step-000004 before it is intact"):
+    with pytest.raises(RunError, match=r"step-000006 is damaged .*model.safetensors.*step-000004 is intact"):
         run_to_end(RunDirectory.open(directory.path), make_quiet_view())
     newest.rename(tmp_path / "away")
     run_to_end(RunDirectory.open(directory.path), make_quiet_view())

@@ -124,7 +124,7 @@ def test_a_damaged_file_is_named(tmp_path, keep):
 
 
 def test_a_missing_file_says_why(tmp_path):
-    with pytest.raises(RunError, match="has removed its rollouts"):
+    with pytest.raises(RunError, match="its rollouts were removed"):
         load_rollouts(make_rollout_path(tmp_path, 3))
 
 
@@ -143,7 +143,7 @@ def test_a_full_disk_leaves_the_old_file(tmp_path):
     save_rollouts(path, pretend_groups(0))
     aside = tmp_path / f".a.{os.getpid()}.tmp"
     aside.symlink_to("/dev/full")
-    with pytest.raises(RunError, match=r"cannot write .*a: the disk is full: free some space"):
+    with pytest.raises(RunError, match=r"cannot write .*a: the disk is full .*Free some space"):
         save_rollouts(path, pretend_groups(1))
     assert load_rollouts(path) == pretend_groups(0)
     assert [p.name for p in tmp_path.iterdir()] == ["a"]
@@ -153,7 +153,7 @@ def test_a_value_that_cannot_be_written_is_named_and_leaves_no_file(tmp_path):
     groups = pretend_groups(0)
     groups[0].prompt.row = {"x": object()}
     with pytest.raises(
-        RunError, match=r"step-000001.safetensors: the groups contain a value .* a object cannot be serialised"
+        RunError, match=r"step-000001.safetensors, because the task made a value .* a object cannot be serialised"
     ):
         save_rollouts(make_rollout_path(tmp_path, 1), groups)
     assert not list(tmp_path.iterdir())
@@ -204,7 +204,7 @@ def test_a_wrong_value_in_a_field_is_damage(tmp_path, record, field, value):
 @pytest.mark.parametrize("value", [None, 5, "groups", {"groups": []}, [1, 2], [["x"]]])
 def test_what_holds_no_groups_is_refused(tmp_path, value):
     (tmp_path / "a").write_bytes(dumps(value))
-    with pytest.raises(RunError, match=r"a is damaged or not a rollout file: it (contains|does not contain)"):
+    with pytest.raises(RunError, match=r"a is damaged, not a rollout file or .*: it (contains|does not contain)"):
         load_rollouts(tmp_path / "a")
 
 
@@ -260,5 +260,5 @@ def test_files_of_format_1_are_read(tmp_path):
 )
 def test_damage_in_format_1_is_named(tmp_path, text):
     (tmp_path / "a").write_bytes(make_format_1_file(text))
-    with pytest.raises(RunError, match=r"a is damaged or not a rollout file: .*[a-z]"):
+    with pytest.raises(RunError, match=r"a is damaged.* not a rollout file.*: .*[a-z]"):
         load_rollouts(tmp_path / "a")

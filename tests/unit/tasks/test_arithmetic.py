@@ -132,7 +132,7 @@ def test_impossible_settings_are_refused(settings: dict) -> None:
 
 def test_a_space_too_small_says_how_many_there_are() -> None:
     task = Arithmetic(max_terms=2, max_digits=1, operators="+", train_size=1000)
-    with pytest.raises(TaskError, match=r"only \d+ problems for train .* lower train_size"):
+    with pytest.raises(TaskError, match=r"only \d+ train problems .* lower train_size"):
         list(task.rows("train"))
     with pytest.raises(TaskError, match='no split "valid"'):
         list(task.rows("valid"))

@@ -74,7 +74,7 @@ def test_bad_classes_are_refused() -> None:
     body = {"rows": rows, "prompt": rows, "score": rows}
     with pytest.raises(TaskError, match="lower-case"):
         task("Bad Name")
-    with pytest.raises(TaskError, match="must be frozen"):
+    with pytest.raises(TaskError, match="is not frozen"):
         task("thawed")(dataclass(type("Thawed", (), dict(body))))
     with pytest.raises(TaskError, match="not among its parts"):
         task("mute")(type("Mute", (), {**body, "parts": ("style",)}))
@@ -106,15 +106,15 @@ def test_ids_are_filled_in_from_the_content() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (({"id": "a"}, {"id": "b"}, {"id": "a"}), 'rows 0 and 2 of "train" have the same id "a"'),
+        (({"id": "a"}, {"id": "b"}, {"id": "a"}), 'rows 0 and 2 .counted from 0. of "train" have the same id "a"'),
         (({"id": 1}, {"id": "1"}), "same id"),
         (({"x": 1}, {"x": 1}), "same id"),
         (({"id": ""},), "has the id ''"),
         (({"id": True},), "has the id True"),
         (({"id": [1]},), "has the id"),
-        ((["x"],), "is a list; rows must yield dicts"),
+        ((["x"],), "is a list; its method `rows` must yield dicts"),
         (({"x": {1, 2}},), "cannot be written as JSON"),
-        ((), 'no rows in its "train" split'),
+        ((), 'has no "train" rows'),
     ],
 )
 def test_bad_rows_are_refused(given: tuple, message: str) -> None:
@@ -128,14 +128,14 @@ def test_bad_rows_are_refused(given: tuple, message: str) -> None:
         ({"correct": float("nan"), "brief": 0}, "part 'correct' is nan"),
         ({"correct": 1, "brief": float("inf")}, "part 'brief' is inf"),
         ({"correct": 1, "brief": 10**400}, "part 'brief' is inf"),
-        ({"correct": 1, "brief": "1"}, "part 'brief' is '1', not a number"),
-        ({"correct": 1, "brief": None}, "not a number"),
-        ({"correct": 1, "brief": 1j}, "not a number"),
-        ({"correct": 1}, "lacks the part 'brief'"),
-        ({"correct": 1, "brief": 0, "charm": 2}, "undeclared part 'charm'"),
-        ({"correct": 0.5, "brief": 0}, "the accuracy, is 0.5"),
-        (1.0, "returned a float"),
-        (None, "returned a NoneType"),
+        ({"correct": 1, "brief": "1"}, "gave '1' for part 'brief'; return a number"),
+        ({"correct": 1, "brief": None}, "; return a number"),
+        ({"correct": 1, "brief": 1j}, "; return a number"),
+        ({"correct": 1}, "returned no part 'brief'"),
+        ({"correct": 1, "brief": 0, "charm": 2}, "returned the part 'charm'"),
+        ({"correct": 0.5, "brief": 0}, "gave 0.5 for 'correct', the accuracy"),
+        (1.0, "parts as a float"),
+        (None, "parts as a NoneType"),
     ],
 )
 def test_bad_scores_name_task_and_row(scored: Any, message: str) -> None:
@@ -167,7 +167,7 @@ def test_self_check_counts_and_catches() -> None:
 
     with pytest.raises(TaskError, match="an empty answer scores"):
         run_self_check(Gift())
-    with pytest.raises(TaskError, match="no rows to check"):
+    with pytest.raises(TaskError, match="no row of task .* was checked"):
         run_self_check(with_rows())
 
 

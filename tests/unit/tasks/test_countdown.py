@@ -134,10 +134,11 @@ def test_a_table_of_other_names_is_read(tmp_path: Path) -> None:
         {"id": "47-55-60-76=24", "nums": [47, 76, 55, 60], "target": 24, "solution": ""},
         {"id": "41-43-78=76", "nums": [78, 43, 41], "target": 76, "solution": ""},
     ]
-    with pytest.raises(TaskError, match=r"some.csv, line 2: needs nums .* Its columns: \['numbers', 'goal'\]"):
+    with pytest.raises(TaskError, match=r"some.csv, line 2: needs nums .* its columns \['numbers', 'goal'\]"):
         load_rows(Countdown(data=str(file)), "test")
     with pytest.raises(
-        TaskError, match=r'names "number", which is not a column that countdown reads\. Did you mean "nums"\?'
+        TaskError,
+        match=r'has "number=", but countdown reads no such column; correct --task.columns\. Did you mean "nums"\?',
     ):
         load_rows(Countdown(data=str(file), columns=("number=goal",)), "test")
     file.write_text('nums,target\n"[1, 2]",3\n"[1, 2",3\n')
@@ -148,14 +149,14 @@ def test_a_table_of_other_names_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ('{"nums": [1, 2], "target": 3}\nnot json\n', "bad.jsonl, line 2 is not JSON"),
+        ('{"nums": [1, 2], "target": 3}\nnot json\n', "bad.jsonl, line 2 cannot be read as JSON"),
         ('{"nums": [1, 2], "target": 3}\n\n{"nums": [1, 2.5], "target": 3}\n', "bad.jsonl, line 3: needs nums"),
         ('{"nums": [1, "2"], "target": 3}\n', "line 1: needs nums"),
         ('{"nums": [1, true], "target": 3}\n', "line 1: needs nums"),
         ('{"nums": [1, -2], "target": 3}\n', "line 1: needs nums"),
         ('{"nums": [1, 2]}\n', "line 1: needs nums"),
         ('{"nums": [], "target": 0}\n', "line 1: needs nums"),
-        ("[1]\n", r"line 1 is \[1\]; a row must be an object"),
+        ("[1]\n", r"line 1 is \[1\]; correct it: a row must be a JSON object"),
         ("\n", "no rows"),
     ],
 )
@@ -171,9 +172,9 @@ def test_a_file_and_its_columns_are_given_on_the_command_line(tmp_path: Path, ca
     assert main(["data", "countdown", "--out", "-", "--split", "test", *given]) == 0
     assert json.loads(capsys.readouterr().out)["messages"] == [{"role": "user", "content": "Make 6 from 3, 1, 2."}]
     assert main(["data", "countdown", "--out", "-", "--split", "test", *given, "goal=target"]) == 2
-    assert 'columns names "goal", which is not a column that countdown reads.' in capsys.readouterr().err
+    assert 'columns has "goal=", but countdown reads no such column' in capsys.readouterr().err
     assert main(["data", "countdown", "--out", "-", "--task.data", file]) == 2
-    assert "one file, which is for testing only" in capsys.readouterr().err
+    assert "one path, which is for testing only" in capsys.readouterr().err
     config = load_config("quickstart", ["--task", "countdown", *given])
     assert config.task == Countdown(data=str(tmp_path / "c_{split}.jsonl"), columns=("nums=numbers",))
     assert parse_config(dump_config(config)) == config

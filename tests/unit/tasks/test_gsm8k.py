@@ -226,7 +226,7 @@ def test_an_answer_may_be_a_bare_number(tmp_path: Path) -> None:
 def test_the_first_test_questions(data: str) -> None:
     assert [item["answer"] for item in load_rows(GSM8K(data=data, test_size=2), "test")] == ["1200", "18"]
     assert len(load_rows(GSM8K(data=data, test_size=1), "train")) == len(TRAIN)
-    with pytest.raises(TaskError, match="test_size is 4, but test has 3 rows"):
+    with pytest.raises(TaskError, match="test_size is 4, but there are only 3 test rows"):
         GSM8K(data=data, test_size=4).rows("test")
 
 

@@ -222,8 +222,11 @@ def test_keywords_without_their_file(tmp_path: Path, monkeypatch: pytest.MonkeyP
         monkeypatch.setenv("COHORT_DATA", folder)
         with pytest.raises(TaskError) as caught:
             IFEval(train="keywords").rows("train")
-        assert f"if_keywords_train.jsonl in the folder COHORT_DATA ({shown})" in str(caught.value)
-        assert "The hub does not have it" in str(caught.value)
+        assert (
+            f"if_keywords_train.jsonl in the folder that the environment variable COHORT_DATA names (now: {shown})"
+            in str(caught.value)
+        )
+        assert "the hub does not have it" in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -358,7 +358,7 @@ def test_rows_of_every_task(folder: Path, caplog: pytest.LogCaptureFixture) -> N
 
 def test_sets_for_testing_have_no_train_rows(folder: Path) -> None:
     for name in NAMES[1:]:
-        with pytest.raises(TaskError, match=f"{name} is for testing and has no train rows"):
+        with pytest.raises(TaskError, match=f"{name} is for testing only and has no train rows"):
             load_rows(get_task(name)(), "train")
     with pytest.raises(TaskError, match="for testing"):
         load_rows(Math500(data=str(folder / "math_{split}.jsonl")), "train")
@@ -412,7 +412,9 @@ def test_settings_are_checked() -> None:
 def test_a_missing_package_is_named_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "math_verify" else find_spec(name))
-    with pytest.raises(TaskError, match=r"scoring math500 needs math_verify, .*pip install 'cohort\[math\]'"):
+    with pytest.raises(
+        TaskError, match=r"scoring math500 needs the module math_verify, .*pip install 'cohort\[math\]'"
+    ):
         ScoringPool(Math500())
     assert Math500().prompt(HALF)
 

@@ -90,7 +90,7 @@ def test_a_byte_order_mark_windows_line_ends_and_blank_lines_are_read(tmp_path: 
     (tmp_path / "w.jsonl").write_bytes(f"\ufeff{one}\r\n\r\n  \r\n{two}".encode())
     assert pairs(read(tmp_path / "w.jsonl")) == [("a?", "1"), ("b?", "2")]
     (tmp_path / "w.jsonl").write_bytes(f"\ufeff{one}\r\n\r\n  \r\n{two}!".encode())
-    refused("line 4 is not JSON", tmp_path / "w.jsonl")  # blank lines count
+    refused("line 4 cannot be read as JSON", tmp_path / "w.jsonl")  # blank lines count
     (tmp_path / "w.json").write_bytes(f"\ufeff[{one},\r\n{two}]\r\n".encode())
     assert pairs(read(tmp_path / "w.json")) == [("a?", "1"), ("b?", "2")]
     (tmp_path / "w.csv").write_bytes('\ufeff\r\nquestion,answer\r\n\r\n"a\r\nb?",1\r\nc?,\r\n'.encode())
@@ -108,38 +108,46 @@ A = '{"question": "a", "answer": "1"}\n'
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.jsonl", A + "no\n", "a.jsonl, line 2 is not JSON: Expecting value (column 1)"),
-        ("a.jsonl", '\n\n{"question": "a"', "a.jsonl, line 3 is not JSON"),
-        ("a.jsonl", f"[{A.strip()}]", "a.jsonl, line 1 is [{'question': 'a', 'answer': '1'}]; a row must be an object"),
-        ("a.jsonl", "null\n", "a.jsonl, line 1 is None; a row must be an object"),
-        ("a.jsonl", '{"question": "a", "answer": NaN}', "line 1 is not JSON: NaN is not a number"),
+        ("a.jsonl", A + "no\n", "a.jsonl, line 2 cannot be read as JSON: Expecting value (column 1)"),
+        ("a.jsonl", '\n\n{"question": "a"', "a.jsonl, line 3 cannot be read as JSON"),
+        (
+            "a.jsonl",
+            f"[{A.strip()}]",
+            "a.jsonl, line 1 is [{'question': 'a', 'answer': '1'}]; correct it: a row must be a JSON object",
+        ),
+        ("a.jsonl", "null\n", "a.jsonl, line 1 is None; correct it: a row must be a JSON object"),
+        ("a.jsonl", '{"question": "a", "answer": NaN}', "line 1 cannot be read as JSON: NaN is not a number"),
         ("a.jsonl", '{"question": "a", "answer": [-Infinity]}', "-Infinity is not a number"),
         ("a.jsonl", '{"question": "a", "answer": 1e999}', "the number 1e999 is too large"),
         ("a.jsonl", '{"question": "\\ud83e", "answer": "1"}', "half a character"),
-        ("a.jsonl", "[" * 100_000, "line 1 is not JSON"),
-        ("a.jsonl", '{"question": ' + "1" * 5000 + "}", "line 1 is not JSON"),
+        ("a.jsonl", "[" * 100_000, "line 1 cannot be read as JSON"),
+        ("a.jsonl", '{"question": ' + "1" * 5000 + "}", "line 1 cannot be read as JSON"),
         ("a.jsonl", A + '{"question": "b", "answer": 1}', "line 2: answer is not text"),
         (
             "a.jsonl",
             '{"question": "a", "Answer": "1"}',
-            "answer is not text. Its columns: ['question', 'Answer']. Map one with --task",
+            "if one of its columns ['question', 'Answer'] is meant, set --task.columns",
         ),
         ("a.jsonl", "", "a.jsonl has no rows"),
         ("a.jsonl", "\n \n", "a.jsonl has no rows"),
         ("a.json", "", "a.json has no rows"),
         ("a.json", "[]", "a.json has no rows"),
         ("a.json", '{"rows": []}', "a.json is JSON, but not an array"),
-        ("a.json", '{"question": "a"}\n{"question": "b"}\n', "a.json, line 2 is not JSON: Extra data (column 1)"),
-        ("a.json", f"[{A}, 3]", "a.json, row 2 is 3; a row must be an object"),
-        ("a.json", "[NaN]", "a.json is not JSON: NaN"),
+        (
+            "a.json",
+            '{"question": "a"}\n{"question": "b"}\n',
+            "a.json, line 2 cannot be read as JSON: Extra data (column 1)",
+        ),
+        ("a.json", f"[{A}, 3]", "a.json, row 2 is 3; correct it: a row must be a JSON object"),
+        ("a.json", "[NaN]", "a.json cannot be read as JSON: NaN"),
         ("a.csv", "", "a.csv has no rows"),
         ("a.csv", "question,answer\n", "a.csv has no rows"),
-        ("a.csv", "question,answer\na,1\nb\n", "a.csv, line 3 has 1 cells, but the first line names 2 columns"),
+        ("a.csv", "question,answer\na,1\nb\n", "a.csv, line 3 has 1 cells, but the header line names 2 columns"),
         ("a.csv", "question,answer\na,1,2\n", "a.csv, line 2 has 3 cells"),
-        ("a.csv", "question,question\na,1\n", "two columns in its first line have the same name"),
+        ("a.csv", "question,question\na,1\n", "its header line names two columns alike"),
         ("a.csv", 'question,answer\na,1\n"b,2\n', "a.csv, line 3 is not CSV"),
-        ("a.csv", "question;answer\na;1\n", "line 2: question is not text. Its columns: ['question;answer']"),
-        ("a.txt", "x", "a.txt: the name of a file with rows must end in one of .jsonl, .json, .csv, .parquet"),
+        ("a.csv", "question;answer\na;1\n", "if one of its columns ['question;answer']"),
+        ("a.txt", "x", "a.txt: its name must end in one of .jsonl, .json, .csv, .parquet"),
     ],
 )
 def test_what_is_wrong_with_a_file_is_named_with_its_place(
@@ -187,7 +195,8 @@ def test_parquet_without_its_library_names_the_extra(tmp_path: Path, monkeypatch
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     (tmp_path / "rows.parquet").write_bytes(b"PAR1")
     refused(
-        "rows.parquet needs pyarrow, which is not installed; run pip install 'cohort[data]'", tmp_path / "rows.parquet"
+        "rows.parquet needs the package pyarrow, which is not installed; run pip install 'cohort[data]'",
+        tmp_path / "rows.parquet",
     )
 
 
@@ -212,14 +221,17 @@ def test_columns_can_be_exchanged_and_used_twice(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
-        (("qestion=Q",), 'columns names "qestion", which is not a column that sums reads. Did you mean "question"?'),
-        (("level=Q",), "which is not a column that sums reads. Valid: answer, question."),
-        (("question",), 'columns has the entry "question"; write ours=theirs, as in question=NAME'),
+        (
+            ("qestion=Q",),
+            'columns has "qestion=", but sums reads no such column; correct --task.columns. Did you mean "question"?',
+        ),
+        (("level=Q",), "sums reads no such column; correct --task.columns. Valid: answer, question."),
+        (("question",), 'columns has the entry "question"; write the column that sums reads'),
         (("=Q",), 'columns has the entry "=Q"'),
         (("question=",), 'columns has the entry "question="'),
         (("",), 'columns has the entry ""'),
-        (("question=Q", "question=A"), 'columns names "question" twice'),
-        (("question=QQ",), 'a.jsonl, line 1 has no column "QQ", which --task.columns names. Did you mean "Q"?'),
+        (("question=Q", "question=A"), 'columns has two entries for "question"'),
+        (("question=QQ",), 'a.jsonl, line 1 has no column "QQ"; correct the name in --task.columns. Did you mean "Q"?'),
         ("question", 'columns has the entry "question"'),  # text instead of a list of texts
     ],
 )
@@ -234,9 +246,7 @@ def test_a_mapped_column_has_to_be_in_every_row(tmp_path: Path) -> None:
 
 def test_a_column_that_a_task_takes_for_granted_is_named(tmp_path: Path) -> None:
     file = lines(tmp_path / "a.jsonl", [{"Q": "a"}])
-    refused(
-        "line 1 has no column \"question\". Its columns: ['Q'].", file, make=lambda raw: {"question": raw["question"]}
-    )
+    refused("line 1 has no column \"question\"; it has ['Q'].", file, make=lambda raw: {"question": raw["question"]})
     bug: dict[str, str] = {}
     with pytest.raises(KeyError):
         read(file, make=lambda raw: {"question": bug["Q"]})
@@ -280,7 +290,7 @@ def test_rows_that_differ_in_spelling_or_id_are_the_same(tmp_path: Path) -> None
 
 def test_one_problem_with_two_answers_is_refused(tmp_path: Path) -> None:
     file = lines(tmp_path / "a.jsonl", [*RAW, {"question": "2 + 2?", "answer": "5" * 80}])
-    both = f"answer is '4' and '{'5' * 56}...; remove one of them"
+    both = f"answer is '4' and '{'5' * 56}...; remove the wrong row"
     refused(f"sums: {file}, line 1 and line 4 are the same problem ('2 + 2?'), but their {both}", file)
     table(tmp_path / "a.csv", [RAW[0], {"question": "2 + 2?", "answer": "5"}])
     refused("a.csv, line 2 and line 3 are the same problem", tmp_path / "a.csv")
@@ -331,13 +341,13 @@ def test_train_can_be_read_without_test(tmp_path: Path, caplog: pytest.LogCaptur
     assert [record.levelname for record in caplog.records] == ["DEBUG"]
     assert "train is not compared with test: cannot read" in caplog.text
     (tmp_path / "a_test.jsonl").write_text("broken")
-    refused("a_test.jsonl, line 1 is not JSON", tmp_path / "a_{split}.jsonl", "train")
+    refused("a_test.jsonl, line 1 cannot be read as JSON", tmp_path / "a_{split}.jsonl", "train")
 
 
 def test_one_file_serves_testing_only(tmp_path: Path) -> None:
     file = lines(tmp_path / "a.jsonl", RAW)
     refused(
-        f'data is "{file}", one file, which is for testing only; to train, give two files and write {{split}}',
+        f'data is "{file}", one path, which is for testing only. To train, have one file',
         file,
         "train",
     )
@@ -407,7 +417,10 @@ def test_without_file_and_library_both_remedies_are_named(tmp_path: Path, monkey
 def test_a_split_without_a_place_and_a_place_without_a_hub(tmp_path: Path, monkeypatch: Any) -> None:
     refused("sums comes without train rows", split="train", places={"test": PLACES["test"]})
     alone = {"test": Place(file="a.jsonl", hub="", split="")}
-    refused("sums needs a file with its test rows: set COHORT_DATA to a folder with a.jsonl", places=alone)
+    refused(
+        "sums needs the file a.jsonl with its test rows; set the environment variable COHORT_DATA (now: not set)",
+        places=alone,
+    )
     monkeypatch.setenv("COHORT_DATA", str(tmp_path))
     lines(tmp_path / "a.jsonl", RAW)
     assert len(read(places=alone)) == 3
@@ -426,7 +439,7 @@ def test_rows_of_a_hub_data_set(hub: dict, caplog: pytest.LogCaptureFixture) -> 
 
 def test_a_hub_data_set_that_does_not_exist(hub: dict, caplog: pytest.LogCaptureFixture) -> None:
     refused(
-        "split test, from the Hugging Face hub: no test in a/b; check its name and the network, or give the path",
+        "split test, from the Hugging Face hub: no test in a/b; check the name of the data set, its split and the network, or give the path",
         "a/b:c",
     )
     refused(
@@ -444,7 +457,7 @@ def test_a_file_for_training_asks_the_hub_for_nothing(tmp_path: Path, monkeypatc
     lines(tmp_path / "sums_train.jsonl", RAW)
     with caplog.at_level(logging.DEBUG, logger="cohort.tasks.source"):
         assert len(read(split="train")) == 3
-    assert "someone/sums:main, split validation is on the hub and the training rows are a file" in caplog.text
+    assert "the test rows are on the hub (someone/sums:main, split validation) and were not read" in caplog.text
 
 
 def test_a_file_is_a_file_even_if_it_could_be_a_data_set(tmp_path: Path, monkeypatch: Any, hub: dict) -> None:

@@ -30,10 +30,16 @@ class PackedWeights:
     def __init__(self, decoder: Decoder, kind: Literal["packed", "fp16"], rows: int) -> None:
         if decoder.embed.dtype != torch.float32 or decoder.embed.device.type != "cpu":
             where = f"{decoder.embed.dtype} on {decoder.embed.device}".removeprefix("torch.")
-            raise ConfigError(f'engine.weights = "{kind}" needs a float32 model on CPU, not {where}; use "shared".')
+            raise ConfigError(
+                f'engine.weights = "{kind}" needs a float32 model on a CPU, and this one is {where}: use "shared" '
+                "(cohort train: --engine.weights shared; cohort bench engine: --copies shared)."
+            )
         engines = set(torch.backends.quantized.supported_engines)
         if not (HAS_ONEDNN if kind == "packed" else {"fbgemm", "x86"} & engines):
-            raise ConfigError(f'engine.weights = "{kind}" needs an x86 processor; use "shared".')
+            raise ConfigError(
+                f'engine.weights = "{kind}" needs an x86 processor with AVX2, and a torch that uses it: use "shared" '
+                "(cohort train: --engine.weights shared; cohort bench engine: --copies shared)."
+            )
         self.decoder = decoder
         self.kind, self.rows = kind, rows
         # Keyed by the address of the matrix, which all views of it share.

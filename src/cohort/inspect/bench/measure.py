@@ -45,7 +45,10 @@ def bench_engine(decoder: Decoder, options: EngineBenchOptions) -> BenchResult:
     the model is on a GPU.
     """
     if decoder.embed.is_cuda and options.copies != "shared":
-        raise ConfigError(f"--copies {options.copies} works on CPUs only, and the model is on a GPU: add --device cpu.")
+        raise ConfigError(
+            f"--copies {options.copies} works on CPUs only, and the model is on a GPU: add --device cpu, or remove "
+            "--copies."
+        )
     shape = _make_shape(options)
     # Before the engine is made, because measuring the rates takes memory that is not the engine's.
     limit = _compute_engine_limit(decoder, shape)

@@ -47,6 +47,6 @@ def _load_model(options: BenchOptions) -> Decoder:
     if not isinstance(decoder, Decoder):
         raise ModelError(
             f"{options.model} cannot be measured: Cohort runs it with transformers' code, so its hardware limit is not "
-            "known. Choose another --model; `cohort models` lists some."
+            "known. Choose a --model of another architecture, for example tiny."
         )
     return decoder.to(device)

@@ -76,7 +76,7 @@ def find_group(groups: Sequence[Group], wanted: str, effect: StepEffect) -> int:
             return i
     ids = escape_line(suggest_name(wanted, [g.prompt.id for g in groups]))
     raise RunError(
-        f'there is no group "{wanted}"; give --group an index from 0 to {len(groups) - 1} or a prompt id.{ids}'
+        f'the step has no group "{wanted}"; give --group an index from 0 to {len(groups) - 1} or a prompt id.{ids}'
     )
 
 

@@ -47,8 +47,9 @@ def load_step(path: Path, number: int | None) -> RecordedStep:
     kept = list_rollout_steps(directory.rollouts) if directory.rollouts.is_dir() else []
     if not kept:
         raise RunError(
-            f"{path} keeps no rollouts: the run has not finished a step yet, or they were removed. Wait for its first "
-            f"step, continue it with `cohort resume {path}`, or name another run."
+            f"{path} keeps no rollouts: the run has not finished a step yet, or they were removed. Wait while it "
+            f"trains, continue it with `cohort resume {path}` (a complete run needs a larger --steps), or name "
+            "another run."
         )
     number = kept[-1] if number is None else number
     if number not in kept:

@@ -25,14 +25,15 @@ def check_sinks(names: Sequence[str]) -> None:
     """
     for name in names:
         if name not in SINKS:
-            raise ConfigError(f'unknown sink "{name}".{suggest_name(name, SINKS)}')
+            raise ConfigError(f'unknown sink "{name}".{suggest_name(name, SINKS)} Correct the names in --sinks.')
         if names.count(name) > 1:
             raise ConfigError(f'sink "{name}" is given twice; name it once in --sinks.')
         spec = importlib.util.find_spec(name)
         # Without an origin this is no package, but a folder of that name, for instance the one that wandb writes to.
         if spec is None or spec.origin is None:
             raise ConfigError(
-                f'sink "{name}" needs the package {name}, which is not installed: pip install "cohort[{name}]"'
+                f'sink "{name}" needs the package {name}, which is not installed. Install it: pip install '
+                f'"cohort[{name}]"'
             )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from cohort.errors import ModelError, suggest_name
+from cohort.errors import ModelError
 
 # transformers class by GGUF architecture.
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
@@ -78,14 +78,16 @@ def to_hf_name(name: str) -> str:
     """
     if name == "rope_freqs.weight":
         raise ModelError(
-            "the GGUF file carries its own rope frequencies (Llama 3.1): use the safetensors model instead"
+            "the GGUF file carries its own rope frequencies, as Llama 3.1 does, which is not supported: "
+            "use the safetensors version of the model (cohort pull OWNER/NAME)"
         )
     if (layer := re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)) and layer[2] in _LAYER:
         return f"model.layers.{layer[1]}.{_LAYER[layer[2]]}.{layer[3]}"
     if (other := re.fullmatch(r"(\w+)\.(weight|bias)", name)) and other[1] in _OTHER:
         return f"{_OTHER[other[1]]}.{other[2]}"
     raise ModelError(
-        f'GGUF tensor "{name}" is unknown: the model is not a plain Llama, Qwen2 or Qwen3; use one that is'
+        f'GGUF tensor "{name}" is unknown: the model in the file is not a plain Llama, Qwen2 or Qwen3. '
+        "Use one that is, or the safetensors version of this one (cohort pull OWNER/NAME)"
     )
 
 
@@ -96,8 +98,10 @@ class _MetadataNumbers:
         self.metadata = metadata
         self.architecture = str(metadata.get("general.architecture", ""))
         if self.architecture not in ARCHITECTURES:
-            known = suggest_name(self.architecture, ARCHITECTURES)
-            raise ModelError(f'GGUF architecture "{self.architecture}" is not supported.{known}')
+            raise ModelError(
+                f'GGUF architecture "{self.architecture}" is not supported, only {", ".join(ARCHITECTURES)} are: '
+                "use the safetensors version of the model (cohort pull OWNER/NAME)"
+            )
 
     def __call__(self, key: str, *default: Any) -> Any:
         """Returns the number under `key`, or the default where it is missing.
@@ -109,9 +113,13 @@ class _MetadataNumbers:
             return default[0]
         value = self.metadata.get(name)
         if isinstance(value, bool) or not isinstance(value, int | float):
-            problem = "is missing" if value is None else "is not a single number"
+            if value is None:
+                raise ModelError(
+                    f"the GGUF file has no {name} in its metadata, so it is incomplete: choose another file"
+                )
             raise ModelError(
-                f"{name} {problem} in the GGUF file: it is incomplete (fetch it again), or of a kind not supported"
+                f"{name} in the metadata of the GGUF file is not a single number, which is not supported: "
+                "use the safetensors version of the model (cohort pull OWNER/NAME)"
             )
         return value
 

@@ -109,7 +109,7 @@ def plan_conversion(
     tensors = {t.name: t for t in head.tensors}
     if "token_embd.weight" not in tensors:
         raise ModelError(
-            f'{file} has no tensor "token_embd.weight": it does not hold a whole language model, choose another file'
+            f'{file} has no tensor "token_embd.weight": it does not hold a whole language model, choose one that does'
         )
     vocab_size = tensors["token_embd.weight"].shape[0]
     config = make_hf_config(head.metadata, tied="output.weight" not in tensors, vocab_size=vocab_size)
@@ -196,7 +196,9 @@ def _read_bytes(source: int, offset: int, count: int) -> bytearray:
     while rest:
         num_read = os.preadv(source, [rest], offset)
         if num_read == 0:
-            raise ModelError("the GGUF file became shorter while it was read: fetch it again")
+            raise ModelError(
+                "the GGUF file became shorter while it was read: wait until no program writes it, or download it again"
+            )
         rest, offset = rest[num_read:], offset + num_read
     return raw
 
@@ -218,18 +220,23 @@ def _find_format(file: Path, tensor: StoredTensor) -> BlockFormat:
     """
     if tensor.format in FORMATS:
         return FORMATS[tensor.format]
-    what = f'{file}: tensor "{tensor.name}" is packed as number {tensor.format}'
     try:
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
     except ImportError as e:
-        raise ModelError(f"{what}, which needs the gguf package: pip install 'cohort[gguf]'") from e
+        raise ModelError(
+            f'{file}: tensor "{tensor.name}" is packed as number {tensor.format}, which needs the gguf package: '
+            "pip install 'cohort[gguf]'"
+        ) from e
     try:
         kind = GGMLQuantizationType(tensor.format)
         num_weights, num_bytes = GGML_QUANT_SIZES[kind]
         # Tried on one block, because the package names some formats that it cannot unpack.
         dequantize(np.zeros((1, num_bytes), dtype=np.uint8), kind)
     except (ValueError, KeyError, NotImplementedError) as e:
-        raise ModelError(f"{what}, which cannot be read ({e}): use another quantisation of the model") from e
+        raise ModelError(
+            f'{file}: tensor "{tensor.name}" is packed as number {tensor.format}, which the package gguf cannot unpack '
+            f"({e}): use another quantisation of the model"
+        ) from e
 
     def unpack(blocks: Tensor, out: Tensor) -> None:
         """Unpacks blocks with the gguf package and writes their weights into `out`."""
@@ -252,14 +259,16 @@ def _check_offsets(file: Path, head: GgufHeader, formats: dict[int, BlockFormat]
         if t.shape[-1] % form.num_weights:
             raise ModelError(
                 f'{file}: tensor "{t.name}" has rows of {t.shape[-1]}, no multiple of {form.name}\'s blocks of '
-                f"{form.num_weights}: it is corrupted, fetch it again"
+                f"{form.num_weights}: the file is corrupted, download it again"
             )
         size = form.count_bytes(t.num_weights)
         together += size
         if t.offset + size > head.num_bytes:
-            raise ModelError(f'{file} is corrupted or truncated (tensor "{t.name}" ends after it): fetch it again')
+            raise ModelError(
+                f'{file} is corrupted or truncated (it ends before its tensor "{t.name}" does): download it again'
+            )
     if together > head.num_bytes:
-        raise ModelError(f"{file} is corrupted (its tensors overlap): fetch it again")
+        raise ModelError(f"{file} is corrupted (its tensors overlap): download it again")
 
 
 def _read_checked_config(file: Path, config: dict[str, Any], stored: dict[str, StoredTensor]) -> ModelConfig:
@@ -276,23 +285,30 @@ def _read_checked_config(file: Path, config: dict[str, Any], stored: dict[str, S
         if key in _SIZES and (not isinstance(value, int) or not 1 <= value <= bound):
             raise ModelError(
                 f"{file}: {key} would be {value!r}, which is not the size of anything in it: "
-                "it is corrupted, fetch it again"
+                "the file is corrupted, download it again"
             )
-    shape = ModelConfig.from_hf(config)
+    try:
+        shape = ModelConfig.from_hf(config)
+    except ModelError as e:
+        raise ModelError(
+            f"{file} cannot be converted: {e}. That config.json is made from the file's metadata: choose another GGUF "
+            "file, or the safetensors version of the model (cohort pull OWNER/NAME)"
+        ) from e
     try:
         # On the meta device the decoder has shapes but no memory.
         with torch.device("meta"):
             expected = {name: tuple(to_hf_shape(name, v).shape) for name, v in hf_views(Decoder(shape))}
     except RuntimeError as e:
         raise ModelError(
-            f"{file}: the sizes in its metadata cannot be those of a model ({e}): it is corrupted, fetch it again"
+            f"{file}: the sizes in its metadata cannot be those of a model ({e}): "
+            "the file is corrupted, download it again"
         ) from e
     for name in sorted(expected.keys() | stored.keys()):
         shape_in_file = stored[name].shape if name in stored else "missing"
         if shape_in_file != (described := expected.get(name, "nothing of it")):
             raise ModelError(
                 f"{file}: {name} is {shape_in_file}, its metadata say {described}: "
-                "it does not hold one whole model, choose another file"
+                "the file does not hold one whole model (it may be one part of several), choose one that does"
             )
     return shape
 
@@ -302,7 +318,7 @@ def _check_space(folder: Path, out: Path, needed: int) -> None:
     if (free := shutil.disk_usage(folder).free) < needed:
         raise ModelError(
             f"{needed / 1e9:.1f} GB are needed for {out} and {free / 1e9:.1f} GB are free: "
-            "free some space or use another disk"
+            "free some space, or set the environment variable COHORT_CACHE to a folder on a larger disk"
         )
 
 

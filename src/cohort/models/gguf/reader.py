@@ -79,13 +79,14 @@ class _HeaderReader:
         version 2 or 3, or is damaged.
         """
         if self.left < 24 or self.read_bytes(4) != b"GGUF":
-            raise ModelError(f"{self.path} is not a GGUF file: give the path of a GGUF file")
+            raise ModelError(f"{self.path} is not a GGUF file, or only its beginning: give a whole GGUF file")
         version = self.read_number("I")
         if version not in (2, 3):
             # The bytes of a small version number in the other order.
             swapped = " (of a big-endian machine)" if version and version & 0xFFFF == 0 else ""
             raise ModelError(
-                f"{self.path} is GGUF version {version}{swapped}: only 2 and 3 are supported, choose another file"
+                f"{self.path} is GGUF version {version}{swapped}: only 2 and 3 (little-endian) are supported, "
+                "choose another file"
             )
         num_tensors = self.read_number("Q")
         num_values = self.read_number("Q")
@@ -192,4 +193,4 @@ class _HeaderReader:
 
     def make_error(self, why: str) -> ModelError:
         """Returns, but does not raise, the error for a damaged file. `why` says what is wrong with it."""
-        return ModelError(f"{self.path} is corrupted or truncated ({why}): fetch it again")
+        return ModelError(f"{self.path} is corrupted or truncated ({why}): download it again")

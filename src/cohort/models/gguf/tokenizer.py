@@ -30,19 +30,24 @@ def make_tokenizer_files(metadata: dict[str, Any], vocab_size: int) -> dict[str,
     """
     kind = metadata.get("tokenizer.ggml.model")
     if kind != "gpt2":
-        raise ModelError(f'GGUF tokenizer "{kind}" is not supported, only "gpt2" is: use the safetensors model')
+        raise ModelError(
+            f'GGUF tokenizer "{kind}" is not supported, only "gpt2" is: use the safetensors version of the model '
+            "(cohort pull OWNER/NAME)"
+        )
     tokens = metadata.get("tokenizer.ggml.tokens")
     merges = metadata.get("tokenizer.ggml.merges")
     if not isinstance(tokens, list) or not isinstance(merges, list):
-        raise ModelError("the GGUF file has no vocabulary or no merges: choose a file with a whole model")
+        raise ModelError("the GGUF file has no vocabulary or no merges: choose a GGUF file with the whole tokenizer")
     if len(tokens) > vocab_size:
         raise ModelError(
-            f"the GGUF file has {len(tokens)} tokens, but embeddings for {vocab_size}: it is corrupted, fetch it again"
+            f"the GGUF file has {len(tokens)} tokens, but embeddings for only {vocab_size}: it is damaged, download it "
+            "again or choose another file"
         )
     types = metadata.get("tokenizer.ggml.token_type") or [NORMAL] * len(tokens)
     if not isinstance(types, list | array) or len(types) != len(tokens):
         raise ModelError(
-            "the GGUF file does not have exactly one token type per token: it is corrupted, fetch it again"
+            "the GGUF file does not have exactly one token type per token: it is damaged, download it again or choose "
+            "another file"
         )
     pre = str(metadata.get("tokenizer.ggml.pre", "default"))
     settings = _make_tokenizer_config(metadata, tokens)
@@ -107,7 +112,10 @@ def _make_pre_tokenizer(pre: str) -> dict[str, Any]:
     }
     if pre not in first:
         valid = ", ".join(sorted(first))
-        raise ModelError(f'GGUF pre-tokenizer "{pre}" is not supported, only these: {valid}. Use the safetensors model')
+        raise ModelError(
+            f'GGUF pre-tokenizer "{pre}" is not supported, only these: {valid}. Use the safetensors version of the '
+            "model (cohort pull OWNER/NAME)"
+        )
     # Only the first three use the built-in pattern of GPT-2; the others have cut the text already.
     bytes_ = _BYTES | {"use_regex": pre in ("default", "gpt-2", "smollm")}
     return {"type": "Sequence", "pretokenizers": [first[pre], bytes_]} if first[pre] else bytes_
@@ -149,7 +157,8 @@ def _make_tokenizer_config(metadata: dict[str, Any], tokens: list[str]) -> dict[
         if (id := metadata.get(f"tokenizer.ggml.{name}_token_id")) is not None:
             if not isinstance(id, int) or not 0 <= id < len(tokens):
                 raise ModelError(
-                    f"the GGUF file's {name}_token_id {id} is not in its vocabulary: it is corrupted, fetch it again"
+                    f"the GGUF file's {name}_token_id {id} is not in its vocabulary: it is damaged, download it again "
+                    "or choose another file"
                 )
             settings[f"{role}_token"] = tokens[id]
     context = metadata.get(f"{metadata.get('general.architecture')}.context_length")

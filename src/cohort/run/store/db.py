@@ -164,7 +164,24 @@ class Store:
         try:
             yield
         except sqlite3.DatabaseError as error:
-            raise RunError(f"cannot write {self.path}: {_explain_error(error)}, then resume the run.") from error
+            text = str(error)
+            resume = f"then continue the run with `cohort resume {self.path.parent}`, or repeat the command."
+            if "full" in text:
+                raise RunError(f"cannot write {self.path}: the disk is full. Free some space, {resume}") from error
+            if "readonly" in text or "unable to open" in text:
+                raise RunError(
+                    f"cannot write {self.path}: {text}. Make the file and its directory writable, {resume}"
+                ) from error
+            if "not a database" in text or "malformed" in text:
+                raise RunError(
+                    f"cannot write {self.path}: {text}, so the file is damaged. Restore it from a copy, or move it "
+                    f"away to continue with an empty one, {resume}"
+                ) from error
+            if "locked" in text:
+                raise RunError(
+                    f"cannot write {self.path}: {text}. Close the other program that uses it, {resume}"
+                ) from error
+            raise RunError(f"cannot write {self.path}: {text}. Remove this cause, {resume}") from error
 
 
 def migrate(db: sqlite3.Connection, path: Path) -> None:
@@ -176,8 +193,8 @@ def migrate(db: sqlite3.Connection, path: Path) -> None:
     version = int(db.execute("PRAGMA user_version").fetchone()[0])
     if version > len(MIGRATIONS):
         raise RunError(
-            f"{path} has schema version {version}, but this version of Cohort knows only {len(MIGRATIONS)}: "
-            "upgrade Cohort."
+            f"{path} has schema version {version}, but this version of Cohort knows versions up to {len(MIGRATIONS)} "
+            "only: upgrade Cohort."
         )
     # The version number is part of the transaction: a kill leaves the old version or the new one.
     for number, statements in enumerate(MIGRATIONS[version:], start=version + 1):
@@ -216,15 +233,3 @@ def _escape_surrogates(text: str) -> str:
     SQLite takes valid UTF-8 only, and one such character would fail the whole step.
     """
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
-
-
-def _explain_error(error: sqlite3.DatabaseError) -> str:
-    """Returns what an SQLite error means and what to do about it, as "problem: remedy" for use in a message."""
-    text = str(error)
-    if "full" in text:
-        return "the disk is full: free some space"
-    if "readonly" in text or "unable to open" in text:
-        return f"{text}: make the directory writable or use another one"
-    if "not a database" in text or "malformed" in text:
-        return f"{text}: the file is damaged; restore it from a copy, or move it away to continue with an empty one"
-    return f"{text}: remove the cause"

@@ -26,15 +26,20 @@ class Reader:
     def __init__(self, path: Path, *, once: bool = False) -> None:
         if not path.is_file():
             raise RunError(
-                f"{path} does not exist: the run has not started yet, or its directory is not a run. "
-                "Give the directory that `cohort train` printed."
+                f"there is no file {path}, the database that every run has. Give the directory that `cohort train` "
+                "printed, or restore the file from a copy."
             )
         self._db = _open_read_only(path, once)
         version = int(self._db.execute("PRAGMA user_version").fetchone()[0])
-        if version != len(MIGRATIONS):
-            remedy = "upgrade Cohort" if version > len(MIGRATIONS) else "resume the run once to migrate it"
+        if version > len(MIGRATIONS):
             raise RunError(
-                f"{path} has schema version {version}, but this version of Cohort reads {len(MIGRATIONS)}: {remedy}."
+                f"{path} has schema version {version}, but this version of Cohort reads {len(MIGRATIONS)}: upgrade "
+                "Cohort."
+            )
+        if version < len(MIGRATIONS):
+            raise RunError(
+                f"{path} has schema version {version}, but this version of Cohort reads {len(MIGRATIONS)}. Run `cohort "
+                f"resume {path.parent}` once: it migrates the database."
             )
 
     def __enter__(self) -> Reader:
@@ -135,7 +140,10 @@ def _open_read_only(path: Path, once: bool) -> sqlite3.Connection:
                 f"{path} cannot be read: {error}; it is damaged or not a run's database. Restore it from a copy, or "
                 "give another run."
             ) from error
-    raise RunError(f"{path} cannot be read: {problem}. Check its permissions, then repeat the command.") from problem
+    raise RunError(
+        f"{path} cannot be read: {problem}. Make sure that you may read the file and that no other program has locked "
+        "it, then repeat the command."
+    ) from problem
 
 
 def _is_at_rest(path: Path) -> bool:

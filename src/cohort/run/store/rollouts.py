@@ -23,7 +23,7 @@ from cohort.system.disk import write_atomically
 from cohort.types import Finish, Group, Prompt, Provenance, Sample
 
 _NAME = re.compile(r"step-(\d{6,})\.safetensors")
-_DAMAGED_ADVICE = "Restore it from a copy, or choose another step."
+_DAMAGED_ADVICE = "Restore it from a copy; `cohort explain` and `cohort replay` can also take another --step."
 
 
 def make_rollout_path(folder: Path, step: int) -> Path:
@@ -40,8 +40,8 @@ def save_rollouts(path: Path, groups: Sequence[Group]) -> int:
         data = dumps(list(groups))
     except SerialError as error:
         raise RunError(
-            f"cannot write {path}: the groups contain a value that cannot be stored: {error}. Rows and messages of the "
-            "task must hold JSON values only: change what its rows() and prompt() return."
+            f"cannot write {path}, because the task made a value that cannot be stored: {error}. The task's methods "
+            "`rows` and `prompt`, and its environment if it has one, must return JSON values only: change them."
         ) from error
     write_atomically(path, data)
     return len(data)
@@ -64,12 +64,12 @@ def load_rollouts(path: Path) -> list[Group]:
             _check_group(group)
     except FileNotFoundError:
         raise RunError(
-            f"{path} does not exist: the run has not done this step, or has removed its rollouts. Choose another step; "
-            "a run with save.rollouts = 0 keeps the rollouts of all steps."
+            f"there is no file {path}: the run has not done this step, or its rollouts were removed. {_DAMAGED_ADVICE}"
         ) from None
     except MemoryError:
         raise RunError(
-            f"{path} is damaged or too large: its content does not fit into memory. {_DAMAGED_ADVICE}"
+            f"{path} is damaged, or its content does not fit into memory. Use a machine with more memory, or restore "
+            "the file from a copy; `cohort explain` and `cohort replay` can also take another --step."
         ) from None
     except RecursionError:
         raise RunError(
@@ -80,8 +80,12 @@ def load_rollouts(path: Path) -> list[Group]:
         raise RunError(
             f"{path} is damaged or not a rollout file: its content is inconsistent ({kind}: {error}). {_DAMAGED_ADVICE}"
         ) from error
-    except (OSError, SafetensorError, zlib.error, ValueError) as error:
-        raise RunError(f"{path} is damaged or not a rollout file: {error}. {_DAMAGED_ADVICE}") from error
+    except OSError as error:
+        raise RunError(f"{path} cannot be read: {error}. Repair its permissions, or restore it from a copy.") from error
+    except (SafetensorError, zlib.error, ValueError) as error:
+        raise RunError(
+            f"{path} is damaged, not a rollout file or from a newer version of Cohort: {error}. {_DAMAGED_ADVICE}"
+        ) from error
     return groups
 
 

@@ -182,7 +182,7 @@ class IFEval:
         if text is None:
             raise TaskError(
                 f'ifeval, row "{row["id"]}": no text was found that follows all its instructions; '
-                "they contradict each other, or the search is not good enough: remove one of them, or the row"
+                "they may contradict each other. Remove one of them, or the row, from the data"
             )
         return text if self.answer == "whole" else f"<think>As asked.</think>\n<answer>{text}</answer>"
 
@@ -253,8 +253,9 @@ def _require_keywords_file() -> None:
     folder, file = os.environ.get(FOLDER_VARIABLE, ""), PLACES["train"].file
     if not folder or not (Path(folder).expanduser() / file).exists():
         raise TaskError(
-            f"ifeval: train = keywords reads {file} in the folder {FOLDER_VARIABLE} ({folder or 'not set'}), "
-            f"and it is not there. The hub does not have it: put it there, or set --task.train generated"
+            f"ifeval with train = keywords needs {file} in the folder that the environment variable {FOLDER_VARIABLE} "
+            f"names (now: {folder or 'not set'}). Set it to a folder with that file (the hub does "
+            "not have it), or set --task.train generated"
         )
 
 

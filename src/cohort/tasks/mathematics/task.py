@@ -74,7 +74,9 @@ class Mathematics:
         Raises TaskError for "train" of a set that is for testing, whatever `data` is, and for rows that cannot be read.
         """
         if split == "train" and split not in self.places:
-            raise TaskError(f"{self.name} is for testing and has no train rows; train on math12k")
+            raise TaskError(
+                f"task {self.name} is for testing only and has no train rows; use its test rows, or the task math12k"
+            )
         rows = read_rows(
             self.name,
             split,

@@ -57,7 +57,8 @@ class Mix(Section):
         """Raises ConfigError if the shares `think` and `broken` together are more than 1. Ignores `user_settings`."""
         if self.think + self.broken > 1:
             raise ConfigError(
-                f"data.think + data.broken is {self.think + self.broken:g}; it must be at most 1: lower one of them."
+                f"data.think + data.broken is {self.think + self.broken:g}; it must be at most 1. "
+                "Lower --data.think or --data.broken."
             )
 
 

@@ -118,9 +118,10 @@ class GraphEngine:
             room := self._measure_room(len(tokens)).kv_bytes // self._page_bytes
         ):
             raise ConfigError(
-                f'request "{request.id}" cannot fit: it needs {need} pages of KV '
-                f"({need * self._page_bytes / 2**20:.0f} MiB) and there is room for {room} "
-                f"({room * self._page_bytes / 2**20:.0f} MiB); lower max_tokens or free GPU memory."
+                f'request "{request.id}" cannot fit: its keys and values need {need} pages of memory '
+                f"({need * self._page_bytes / 2**20:.0f} MiB), and there is room for {room} "
+                f"({room * self._page_bytes / 2**20:.0f} MiB). Lower max_tokens "
+                "(cohort train: --sampling.max_tokens; cohort eval: --max-tokens), or end other programs on the GPU."
             )
         draft.prefix = self.ledger.add_user(tuple(tokens[:shared]))
         self.drafts[request.id] = draft

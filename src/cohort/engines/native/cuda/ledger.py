@@ -130,7 +130,7 @@ class PageLedger:
 
 
 def _get_prefix(draft: NativeDraft) -> PagedPrefix:
-    """Returns `draft.prefix` with the type PagedPrefix, which all prefixes have here."""
+    """Returns `draft.prefix`, after asserting that it is a PagedPrefix, as all prefixes of this engine are."""
     assert isinstance(draft.prefix, PagedPrefix)
     return draft.prefix
 

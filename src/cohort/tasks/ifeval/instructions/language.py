@@ -60,7 +60,9 @@ def _load_detector_factory() -> Any:
     try:
         from langdetect.detector_factory import PROFILES_DIRECTORY, DetectorFactory
     except ImportError as error:
-        raise TaskError("ifeval needs langdetect, which is not installed; run pip install 'cohort[ifeval]'") from error
+        raise TaskError(
+            "ifeval needs the package langdetect, which is not installed; run pip install 'cohort[ifeval]'"
+        ) from error
     factory = DetectorFactory()
     # The files are sorted, because the order in which a file system lists them would change the last bits of sums.
     factory.load_json_profile([file.read_text(encoding="utf-8") for file in sorted(Path(PROFILES_DIRECTORY).iterdir())])
