@@ -706,7 +706,7 @@ def test_a_result_that_is_no_score_is_an_error_with_task_and_row(file: str) -> N
         pool.submit("b", {"id": "r2", "bad": True}, make_plain_answer(""))
         pool.submit("c", {"id": "r3"}, make_plain_answer(""))
         outcomes: dict[str, Outcome] = {}
-        with pytest.raises(TaskError, match='task "wrong-shape", row "r2": part \'correct\' is nan'):
+        with pytest.raises(TaskError, match='task "wrong-shape", row "r2": method `score` gave nan'):
             while pool.num_pending:
                 outcomes.update(pool.poll(timeout=5))
         while pool.num_pending:
@@ -716,7 +716,7 @@ def test_a_result_that_is_no_score_is_an_error_with_task_and_row(file: str) -> N
 
 def test_the_pool_checks_scores_itself(pool: ScoringPool) -> None:
     """A forged reply is not checked by the worker; the pool refuses it."""
-    with pytest.raises(TaskError, match='task "wild", row "0": part \'correct\' is nan'):
+    with pytest.raises(TaskError, match='task "wild", row "0": method `score` gave nan'):
         pool.score(make_items("forges"))
 
 

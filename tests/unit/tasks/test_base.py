@@ -125,9 +125,9 @@ def test_bad_rows_are_refused(given: tuple, message: str) -> None:
 @pytest.mark.parametrize(
     ("scored", "message"),
     [
-        ({"correct": float("nan"), "brief": 0}, "part 'correct' is nan"),
-        ({"correct": 1, "brief": float("inf")}, "part 'brief' is inf"),
-        ({"correct": 1, "brief": 10**400}, "part 'brief' is inf"),
+        ({"correct": float("nan"), "brief": 0}, "gave nan .* for 'correct'"),
+        ({"correct": 1, "brief": float("inf")}, "gave inf .* for 'brief'"),
+        ({"correct": 1, "brief": 10**400}, "gave inf .* for 'brief'"),
         ({"correct": 1, "brief": "1"}, "gave '1' for part 'brief'; return a number"),
         ({"correct": 1, "brief": None}, "; return a number"),
         ({"correct": 1, "brief": 1j}, "; return a number"),
@@ -167,7 +167,7 @@ def test_self_check_counts_and_catches() -> None:
 
     with pytest.raises(TaskError, match="an empty answer scores"):
         run_self_check(Gift())
-    with pytest.raises(TaskError, match="no row of task .* was checked"):
+    with pytest.raises(TaskError, match=r"no row of task .* was checked"):
         run_self_check(with_rows())
 
 
