@@ -79,7 +79,8 @@ class Copies:
     """Where the S keys of `Runs` come from, if prompts are shared: keys of a prompt occur in all spans that see it."""
 
     stream_index: Tensor  # [S] index into the packed stream of each key
-    copies_by_token: Tensor  # [S] indices of the copies of the stream's first token, then of its second, ...
+    # [S] The places of the copies, grouped by the token that was copied, in the order of the tokens in the stream.
+    copies_by_token: Tensor
     token_edges: Tensor  # [T + 1] where the copies of each token begin in `copies_by_token`
 
 

@@ -90,7 +90,7 @@ class ServerEngine:
             )
         if not 0 < timeout < threading.TIMEOUT_MAX:
             raise ConfigError(
-                f"the server engine got timeout = {timeout} seconds; set it above 0 and below "
+                f"ServerEngine(timeout={timeout}): give a number of seconds above 0 and below "
                 f"{threading.TIMEOUT_MAX:.0f}."
             )
         self.client = ServerClient(url, key, timeout, pause)

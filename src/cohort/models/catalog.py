@@ -184,13 +184,13 @@ def resolve_model(name_or_path: str | Path) -> Path:
             raise ModelError(f"{name} is a checkpoint, not a model: give its subfolder, {folder / 'model'}")
         return folder
     if name in PULLABLE:
-        raise ModelError(f"{name} is not here yet: fetch it with `cohort pull {name}`")
+        raise ModelError(f"the model {name} is not here yet: fetch it with `cohort pull {name}`")
     if hub.is_hub_name(name):
         fetched = hub.find_cached(name)
         if fetched is None:
             raise ModelError(
-                f"{name} is not here yet: fetch it from the Hugging Face hub with `cohort pull {name}`. If it is meant "
-                "as a folder, there is none of that name: correct the path"
+                f"the model {name} is not here yet: fetch it from the Hugging Face hub with `cohort pull {name}`. If "
+                "it is meant as a folder, there is none of that name: correct the path"
             )
         return fetched
     if not is_plain_name:

@@ -190,4 +190,6 @@ def check_environment_reply(name: str, row_id: str, reply: Reply) -> None:
                 "whose role and content are both strings"
             )
     if not math.isfinite(reply.cost):
-        raise TaskError(f"{where} returned the cost {reply.cost}; its method `step` must return a finite number")
+        raise TaskError(
+            f"{where} returned the cost {reply.cost}; the cost that its method `step` replies must be a finite number"
+        )

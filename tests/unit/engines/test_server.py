@@ -617,9 +617,9 @@ def test_an_address_with_a_password_is_refused_without_being_shown():
     [
         ({"template": "chatml"}, 'no template = "chatml"; use "chat" or "text"'),
         ({"concurrency": 0}, "concurrency = 0"),
-        ({"timeout": 0}, "timeout = 0"),
-        ({"timeout": float("nan")}, "timeout = nan"),
-        ({"timeout": float("inf")}, "timeout = inf"),
+        ({"timeout": 0}, "timeout=0"),
+        ({"timeout": float("nan")}, "timeout=nan"),
+        ({"timeout": float("inf")}, "timeout=inf"),
     ],
 )
 def test_impossible_settings_are_refused(server: FakeServer, values: dict[str, Any], words: str):
