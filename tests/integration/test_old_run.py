@@ -81,7 +81,6 @@ def test_its_model_is_exported(old_run: Path, tmp_path: Path, capsys: pytest.Cap
 def test_a_run_of_a_later_format_is_refused_in_one_line(old_run: Path) -> None:
     file = old_run / "config.yaml"
     file.write_text(f"format: {FORMAT + 1}\nkind: rl\n" + file.read_text())
-    with pytest.raises(
-        CohortError, match=f"has format {FORMAT + 1}, but this version of Cohort reads up to {FORMAT}: upgrade Cohort"
-    ):
+    words = f"has format {FORMAT + 1}, but this version of Cohort reads formats up to {FORMAT}; upgrade Cohort"
+    with pytest.raises(CohortError, match=words):
         RunDirectory.open(old_run)

@@ -260,7 +260,7 @@ def test_a_run_under_way_is_replayed_beside_its_writer(copied: Path) -> None:
     store.remove_after(3)
     try:
         assert replay_quietly(copied, 3).differing_rows == []
-        with pytest.raises(RunError, match=r"the run has done 3 steps; use --step with one that can: 1-3\."):
+        with pytest.raises(RunError, match=r"the run has done 3 steps. Use --step with one that can: 1-3\."):
             replay_quietly(copied, 4)
     finally:
         store.close()

@@ -225,7 +225,7 @@ def test_the_model_of_a_benchmark(monkeypatch):
     assert decoder.embed.shape == (99, 896) and decoder.embed.dtype == torch.bfloat16
     with pytest.raises(ModelError, match=r'there is no model "tiny".*qwen2.5-0.5b'):
         bench_jobs._load_model(EngineBenchOptions(weights="random"))
-    with pytest.raises(ModelError, match="context is 32768 tokens and the run needs 40064"):
+    with pytest.raises(ModelError, match="context is 32768 tokens, but prompt and completion take 40064"):
         bench_jobs._load_model(EngineBenchOptions(model="little", weights="random", completion_tokens=40_000))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match=r"device is cuda, but .* sees no CUDA device"):

@@ -35,12 +35,12 @@ def catch_refusal(config) -> CohortError:
         (
             {"sampling": SamplingConfig(max_tokens=1024)},
             ConfigError,
-            ["1024 tokens (sampling.max_tokens", "context has 1024"],
+            ["may have 1024 tokens", "no room for a prompt in the model's context of 1024 tokens"],
         ),
         (
             {"sampling": SamplingConfig(max_tokens=300), "learner": LearnerConfig(token_budget=300)},
             ConfigError,
-            ["may have 300 tokens", "token_budget is 300"],
+            ["may have 300 tokens", "no room for a prompt in a microbatch of 300 tokens"],
         ),
         ({"model": "no-such-model"}, CohortError, ["no-such-model"]),
     ],
