@@ -10,14 +10,12 @@ from __future__ import annotations
 import argparse
 import ast
 import io
-import subprocess
-import tarfile
 import tempfile
 import tokenize
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+from architecture import ROOT, count_code_lines, unpack_commit
+
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -27,10 +25,7 @@ def main() -> None:
     parser.add_argument("--base", required=True, help="the commit to compare with")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        archive = subprocess.check_output(["git", "archive", options.base, "src", "docs", "README.md"], cwd=ROOT)
-        with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
-            tar.extractall(folder, filter="data")
-        before = measure(Path(folder))
+        before = measure(unpack_commit(options.base, Path(folder)))
     after = measure(ROOT)
     print(f"| | {options.base} | now |\n|---|---:|---:|")
     for name, value in after.items():
@@ -47,9 +42,8 @@ def measure(tree: Path) -> dict[str, str]:
     for path in files:
         text = path.read_text(encoding="utf-8")
         nodes = list(ast.walk(ast.parse(text)))
-        comments, code_lines = count_lines(text, nodes)
-        num_comments += comments
-        num_code_lines += code_lines
+        num_comments += count_full_line_comments(text)
+        num_code_lines += count_code_lines(text)
         functions += [node for node in nodes if isinstance(node, FunctionNode) and not node.name.startswith("__")]
         num_parallel += sum(is_long_parallel_assignment(node) for node in nodes)
     undocumented = [node for node in functions if not ast.get_docstring(node)]
@@ -64,15 +58,10 @@ def measure(tree: Path) -> dict[str, str]:
     }
 
 
-def count_lines(text: str, nodes: list[ast.AST]) -> tuple[int, int]:
-    """Returns the number of full-line comments and of lines of code, docstrings not counted."""
-    tokens = list(tokenize.generate_tokens(io.StringIO(text).readline))
-    comments = sum(t.type == tokenize.COMMENT and t.line.strip().startswith("#") for t in tokens)
-    lines = {line for t in tokens if t.type not in NO_CODE for line in range(t.start[0], t.end[0] + 1)}
-    for node in nodes:
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
-            lines -= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
-    return comments, len(lines)
+def count_full_line_comments(source: str) -> int:
+    """Returns the number of lines that are only a comment."""
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    return sum(token.type == tokenize.COMMENT and token.line.strip().startswith("#") for token in tokens)
 
 
 def is_long_parallel_assignment(node: ast.AST) -> bool:

@@ -376,8 +376,8 @@ def one_update(groups, decoder, token_budget=1000, recompute=False, refuse_above
     """
     learner = LocalLearner(decoder, LearnerConfig(token_budget=token_budget), OptimConfig(), num_updates=1)
     decoder.recompute = recompute
-    # It is known that no longer samples will come.
-    learner.min_budget = 1
+    # The budget may shrink for later updates too.
+    learner.expect_samples(1)
     backward, refused = learner.backend.backward, []
 
     def scarce(micro, *rest):

@@ -6,6 +6,7 @@ python -m tests.helpers.pretend_run DIRECTORY kill N   the same, and kills itsel
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import random
@@ -172,6 +173,17 @@ def run_to_end(
             run.end_step(step, record)
         run.finish()
     return job
+
+
+def run_in_child(path: Path, kill_at: int) -> int:
+    """Does a run to its end in a forked process that kills itself at the given line. Returns its wait status."""
+    pid = os.fork()
+    if pid == 0:
+        directory = RunDirectory.open(path)
+        with LineCounter(kill_at):
+            run_to_end(directory, make_view("plain", io.StringIO()))
+        os._exit(0)
+    return os.waitpid(pid, 0)[1]
 
 
 def collect_remains(directory: RunDirectory) -> dict[str, Any]:

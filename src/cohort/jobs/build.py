@@ -111,14 +111,14 @@ def build_rl_job(config: RL) -> RLJob:
         num_updates=config.steps * updates,
         temperature=sampling.temperature,
         reference=_make_frozen_copy(model) if has_reference else None,
+        refresh_every=config.algo.kl.refresh,
         adapters=adapters,
     )
     learner.apply_plan(plan)
-    learner.refresh_every = config.algo.kl.refresh
     # The longest sample, prompt included, must fit into one microbatch and into the model's context.
     longest = config.max_sampled_tokens + max_environment_tokens(config, tokenizer)
     limit = _compute_prompt_limit(longest, model, learner.token_budget)
-    learner.min_budget = limit + longest
+    learner.expect_samples(limit + longest)
     stream = TaskStream(config.task, make_renderer(tokenizer, config.template), config.seed, max_prompt_tokens=limit)
     stream.check_enough_rows(config.batch.prompts)
     problems = stream.render_held_out(config.eval.problems)

@@ -46,7 +46,8 @@ class LocalLearner:
     """The learner of one process. It trains `decoder` in place, or its adapters.
 
     `num_updates` is the length of the learning rate schedule. `temperature` is that of sampling. `reference` is the
-    frozen policy of the KL term; with adapters it is None, because the decoder without them is the reference.
+    frozen policy of the KL term; with adapters it is None, because the decoder without them is the reference. After
+    every `refresh_every` steps the reference becomes the current policy; 0 = never.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class LocalLearner:
         num_updates: int,
         temperature: float = 1.0,
         reference: AnyDecoder | None = None,
+        refresh_every: int = 0,
         world: World | None = None,
         adapters: Adapters | None = None,
     ) -> None:
@@ -67,9 +69,9 @@ class LocalLearner:
         self.reference = reference
         self.world = world or World()
         self.num_updates = num_updates
-        self.refresh_every = 0  # steps after which the reference becomes the current policy; 0 = never
+        self.refresh_every = refresh_every
         self.token_budget = config.token_budget or CPU_BUDGET
-        self.min_budget = 0  # tokens of the longest sample that may occur; 0 = unknown
+        self._longest_sample = 0  # in tokens, of those that may still come; 0 = unknown
         self.plan: MemoryPlan | None = None
         # Updates attempted. The schedule follows this count, so updates without signal advance it too.
         self.update_index = 0
@@ -103,6 +105,13 @@ class LocalLearner:
         self.plan = plan
         if plan is not None:
             self.token_budget, self.decoder.recompute = plan.token_budget, plan.recompute
+
+    def expect_samples(self, longest: int) -> None:
+        """Tells the learner that no sample, prompt included, will have more than `longest` tokens.
+
+        After memory has run out, the token budget of all later updates can then shrink, but not below `longest`.
+        """
+        self._longest_sample = longest
 
     # ---- the step --------------------------------------------------------------------------------------------
 
@@ -272,8 +281,8 @@ class LocalLearner:
             torch.cuda.empty_cache()
         self._fitting_budget = budget
         # Where it is unknown how long a later sample may be, only `_fitting_budget` is remembered.
-        if self.min_budget:
-            self.token_budget = min(self.token_budget, max(budget, self.min_budget))
+        if self._longest_sample:
+            self.token_budget = min(self.token_budget, max(budget, self._longest_sample))
         text = f"out of memory: the update starts again with {budget} instead of {largest} tokens per microbatch"
         self._notices.append(("warning", text))
         return repack(minibatch, budget)

@@ -180,19 +180,10 @@ from pathlib import Path
 import torch
 from cohort.logs.view import make_view
 from cohort.run.directory import RunDirectory
-from tests.helpers.pretend_run import LineCounter, run_to_end, small_run
+from tests.helpers.pretend_run import LineCounter, run_in_child, run_to_end, small_run
 from tests.unit.logs.test_sinks import WHOLE, assert_mirrors_database, lines_of
 torch.set_num_threads(1)
 root, num = Path(sys.argv[1]), int(sys.argv[2])
-
-def in_child(path, kill_at):
-    pid = os.fork()
-    if pid == 0:
-        directory = RunDirectory.open(path)
-        with LineCounter(kill_at):
-            run_to_end(directory, make_view("plain", io.StringIO()))
-        os._exit(0)
-    return os.waitpid(pid, 0)[1]
 
 with LineCounter() as lines:
     run_to_end(RunDirectory.create(root, small_run(), "reference"), make_view("plain", io.StringIO()))
@@ -200,8 +191,8 @@ for trial in range(num):
     directory = RunDirectory.create(root, small_run(), f"run{trial}")
     directory.unlock()
     first = lines.count // 10 + trial * (lines.count * 8 // 10) // num
-    assert os.WIFSIGNALED(in_child(directory.path, first)), first
-    assert in_child(directory.path, -1) == 0, first
+    assert os.WIFSIGNALED(run_in_child(directory.path, first)), first
+    assert run_in_child(directory.path, -1) == 0, first
     assert sorted(line["step"] for line in lines_of(directory)) == WHOLE, first
     assert_mirrors_database(directory)
 print("killed", num)

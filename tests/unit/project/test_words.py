@@ -7,21 +7,19 @@ import io
 import re
 import tokenize
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[3]
-PACKAGE = ROOT / "src" / "cohort"
+from tests.unit.project.test_architecture import ROOT, dotted, modules, tree
 
 # Words of programming in general, which need no entry in the vocabulary.
 EVERYDAY = """
     abilities attempt block bound cache call case check client config context conversion copy count counter curve data
     demand description difference directory end entry error family file flag format function gradient handler header
-    hello id input layer leaf length line lock loss machine markup matrix model monitor number opening optimizer option
-    output parser past phrase place pool quantity rate reader ready rendering renderer result rule script second
-    section signal span spec state stats status stopped stream summary table tensor timer token tokenizer total trouble
+    id input layer leaf length line lock loss machine markup matrix model monitor number optimizer option
+    output parser phrase place pool quantity rate reader rendering renderer result rule script second
+    section signal span spec state stats status stopped stream summary table tensor timer token tokenizer total
     unit unreadable variant wheel writer
 """
 # Names of papers, data sets and operations: proper names, written as their authors write them.
@@ -51,19 +49,6 @@ def vocabulary() -> list[tuple[str, list[str]]]:
     return [(word, [other.strip() for other in others.split(",") if other.strip()]) for word, others in found]
 
 
-@cache
-def parse(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
-
-
-def modules() -> list[Path]:
-    return sorted(PACKAGE.rglob("*.py"))
-
-
-def dotted(path: Path) -> str:
-    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
-
-
 def split_words(name: str) -> list[str]:
     """Returns the words of an identifier, in lower case: `SampleId` and `sample_id` are sample, id."""
     words = [w for part in name.split("_") for w in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z0-9]+", part)]
@@ -79,12 +64,18 @@ def singular(word: str) -> list[str]:
     return forms
 
 
+def test_the_tables_are_read() -> None:
+    words = dict(vocabulary())
+    assert len(words) > 100 and sum(map(len, words.values())) >= 15
+    assert words["setting"] == ["knob", "hyperparameter"] and words["group"] == []
+
+
 def test_the_vocabulary_covers_every_noun() -> None:
     known = {word for entry, _ in vocabulary() for part in entry.split(",") for word in part.strip(" `").split()}
     known |= {*EVERYDAY.split(), *PROPER.split()}
     missing = set()
     for path in modules():
-        for node in ast.walk(parse(path)):
+        for node in ast.walk(tree(path)):
             if isinstance(node, ast.ClassDef):
                 noun = split_words(node.name)[-1]
                 if not known & set(singular(noun)):
@@ -115,7 +106,7 @@ def test_synonyms_stay_out(word: str, others: list[str]) -> None:
 def test_functions_have_names_that_tell() -> None:
     wrong = []
     for path in modules():
-        for node in ast.walk(parse(path)):
+        for node in ast.walk(tree(path)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.strip("_") in EMPTY_NAMES:
                 wrong.append(f"{path.relative_to(ROOT)}:{node.lineno}: {node.name}")
     assert not wrong, "find names that say what these do:\n" + "\n".join(wrong)

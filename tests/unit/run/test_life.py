@@ -362,20 +362,11 @@ CAMPAIGN = """
 import os, sys, torch
 from pathlib import Path
 from cohort.run.directory import RunDirectory
-from tests.helpers.pretend_run import LineCounter, collect_remains, run_to_end, small_run
+from tests.helpers.pretend_run import LineCounter, collect_remains, run_in_child, run_to_end, small_run
 import io
 from cohort.logs.view import make_view
 torch.set_num_threads(1)
 root, num = Path(sys.argv[1]), int(sys.argv[2])
-
-def run_in_child(path, kill_at):
-    pid = os.fork()
-    if pid == 0:
-        directory = RunDirectory.open(path)
-        with LineCounter(kill_at):
-            run_to_end(directory, make_view("plain", io.StringIO()))
-        os._exit(0)
-    return os.waitpid(pid, 0)[1]
 
 reference = RunDirectory.create(root, small_run(), "reference")
 with LineCounter() as lines:

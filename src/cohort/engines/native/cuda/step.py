@@ -97,8 +97,9 @@ class DecodeState:
         # Which rows read which prefix together: see `AttentionPlan`.
         self.tile_prefix = torch.full((rows,), -1, dtype=torch.int32, device=device)
         self.tile_rows = torch.full((rows * MAX_TILE,), -1, dtype=torch.int32, device=device)
-        K, g, D = c.num_kv_heads, c.queries_per_kv, c.head_dim
-        self.parts = SoftmaxParts.allocate(MAX_SPLITS + MAX_PREFIX_SPLITS, rows, K, g, D, device)
+        self.parts = SoftmaxParts.allocate(
+            MAX_SPLITS + MAX_PREFIX_SPLITS, rows, c.num_kv_heads, c.queries_per_kv, c.head_dim, device
+        )
         cos, sin = decoder.compute_cos_sin(torch.arange(max_context, device=device), decoder.embed.dtype)
         self.angles = Angles(cos=cos.reshape(max_context, -1), sin=sin.reshape(max_context, -1))
 
