@@ -79,9 +79,7 @@ def load_folder(path: str | Path, dtype: torch.dtype = torch.float32) -> LoadedM
     try:
         config = ModelConfig.from_hf(hf_config)
     except ModelError as e:
-        # The message says what is wrong in "config.json", but does not know in which folder.
-        e.args = (f"{folder}: {e}",)
-        raise
+        raise ModelError(f"{folder}: {e}") from e
     files = find_weight_files(folder)
     decoder = Decoder(config).to(dtype)
     views = dict(hf_views(decoder))
