@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class CohortError(Exception):
@@ -32,6 +32,20 @@ class EngineError(CohortError):
 
 class TrainingStopped(CohortError):
     """Training stopped on purpose (non-finite gradients, too many failures). The run can be resumed."""
+
+
+class UserCodeError(CohortError):
+    """An exception of a user's own code: its file, recipe, task or algorithm. `place` has lines that show where.
+
+    The text of the error is its message, then those lines.
+    """
+
+    def __init__(self, message: str, place: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.place = tuple(place)
+
+    def __str__(self) -> str:
+        return "\n".join([str(self.args[0]), *self.place])
 
 
 def suggest_name(name: str, valid: Iterable[str]) -> str:

@@ -6,8 +6,9 @@
 A value is a tree of registered dataclasses and enums, lists, tuples, dicts with text keys, numpy arrays, text, numbers,
 truth values and None. Lists of whole numbers or of floats are stored as arrays, in the smallest type that loses
 nothing. All arrays of one type are joined end to end. Everything else is compressed JSON. The bytes are a safetensors
-file. Reading never executes anything: a class is looked up by its name among the registered ones, and unknown names are
-refused. Damaged or hostile bytes are refused with a clear message, before they take much more memory than their length.
+file, with a checksum in its header. Reading never executes anything: a class is looked up by its name among the
+registered ones, and unknown names are refused. Damaged or hostile bytes are refused with a clear message, before they
+take much more memory than their length.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 import zlib
 from collections.abc import Callable
 from enum import Enum
@@ -46,6 +48,10 @@ _DICT = "d"
 _STORES = ("uint8", "int32", "int64", "float32", "float64")
 # Writer and reader refuse values with more levels, so that everything that was written can be read.
 _MAX_DEPTH = 100
+# The CRC-32 of all bytes is in the safetensors header, as text. It is computed with zeros in its place.
+_CHECKSUM = "crc32"
+_NO_CHECKSUM = "00000000"
+_CHECKSUM_PLACE = re.compile(rb'"__metadata__":\{"crc32":"([0-9a-f]{8})"\}')
 _records: dict[str, type] = {}
 
 
@@ -75,7 +81,7 @@ def dumps(value: Any) -> bytes:
         header = {"format": FORMAT, "fields": writer.fields, "value": tree}
         text = json.dumps(header, separators=(",", ":")).encode()
         arrays["json"] = np.frombuffer(_deflate(text, sum(a.nbytes for a in arrays.values())), dtype=np.uint8)
-        return save(arrays)
+        return _seal(save(arrays, {_CHECKSUM: _NO_CHECKSUM}))
     except SerialError:
         raise
     except RecursionError:
@@ -88,9 +94,10 @@ def loads(data: bytes) -> Any:
     """Returns a value equal to the one that `dumps` turned into these bytes.
 
     Raises SerialError for bytes that are damaged, not from `dumps`, of a newer format, or with records that this
-    version of Cohort does not have.
+    version of Cohort does not have. Bytes of earlier versions have no checksum, so some damage to them is not seen.
     """
     try:
+        _check_seal(data)
         arrays = load(data)
         if "json" not in arrays:
             raise SerialError("the data lacks its JSON header")
@@ -115,6 +122,37 @@ def loads(data: bytes) -> Any:
         raise SerialError(f"the bytes are damaged ({error})") from error
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise SerialError(f"the data makes no sense ({type(error).__name__}: {error})") from error
+
+
+def _seal(data: bytes) -> bytes:
+    """Returns the bytes of a safetensors file with their CRC-32 in the place that `save` has left for it."""
+    blank = _find_checksum(data)
+    assert blank is not None
+    return data[: blank.start(1)] + f"{zlib.crc32(data):08x}".encode() + data[blank.end(1) :]
+
+
+def _check_seal(data: bytes) -> None:
+    """Raises SerialError if bytes from `dumps` have changed since. Earlier versions wrote no checksum."""
+    found = _find_checksum(data)
+    if found is None:
+        if b'"__metadata__"' in data[: _find_header_end(data)]:
+            raise SerialError("the bytes are damaged (the checksum cannot be read)")
+        return
+    # In three pieces, because a copy of the bytes could be large.
+    value = zlib.crc32(data[: found.start(1)])
+    value = zlib.crc32(memoryview(data)[found.end(1) :], zlib.crc32(_NO_CHECKSUM.encode(), value))
+    if found[1] != f"{value:08x}".encode():
+        raise SerialError("the bytes have changed since they were written: their checksum is another one")
+
+
+def _find_checksum(data: bytes) -> re.Match[bytes] | None:
+    """Returns where the header of a safetensors file has the checksum, as group 1; None if it has none."""
+    return _CHECKSUM_PLACE.search(data, 8, _find_header_end(data))
+
+
+def _find_header_end(data: bytes) -> int:
+    """Returns where the header of a safetensors file ends, which is JSON: its first eight bytes are the length."""
+    return min(len(data), 8 + int.from_bytes(data[:8], "little"))
 
 
 def inflate(packed: bytes, size: int) -> bytes:

@@ -42,6 +42,11 @@ class Faulty:
             correct = 0.0
         elif self.fault == "crashing":
             correct = float(int(re.findall(r"\d+", text)[-1]) == row["a"] + row["b"])
+        elif self.fault == "raising" or (self.fault == "raising on numbers" and re.search(r"\d", text)):
+            raise ValueError("no")
+        elif self.fault == "slow to raise" and text:
+            time.sleep(0.2)
+            raise ValueError("no")
         elif self.fault == "slow":
             time.sleep(0.6)
         elif self.fault == "echo":

@@ -24,7 +24,7 @@ from cohort.engines.sync import WeightSync
 from cohort.jobs.build import RLJob, build_rl_job
 from cohort.learner.base import Annotations, Update
 from cohort.serialize import dumps, loads
-from cohort.types import Group, Sample
+from cohort.types import Group, Provenance, Sample
 from cohort.world import ONE_PROCESS
 
 PATIENCE = 120.0  # seconds that a call may take
@@ -118,8 +118,8 @@ class LearnerServer:
     def __init__(self, parts: RLJob) -> None:
         self.learner = parts.learner
 
-    def annotate(self, groups: list[Group], needs: list[str]) -> Annotations:
-        return self.learner.annotate(groups, needs)
+    def annotate(self, groups: list[Group], needs: list[str], loss_on: int) -> Annotations:
+        return self.learner.annotate(groups, needs, Provenance(loss_on))
 
     def update(self, batch: Batch, algo: Any) -> Update:
         return self.learner.update(batch, algorithm_from_record(algo))
@@ -172,8 +172,10 @@ class RemoteLearner:
     def __init__(self, there: OtherProcess) -> None:
         self.there = there
 
-    def annotate(self, groups: Sequence[Group], needs: Collection[str]) -> Annotations:
-        return self.there.call("annotate", list(groups), sorted(needs))
+    def annotate(
+        self, groups: Sequence[Group], needs: Collection[str], loss_on: Provenance = Provenance.SAMPLED
+    ) -> Annotations:
+        return self.there.call("annotate", list(groups), sorted(needs), int(loss_on))
 
     def update(self, batch: Batch, algo: Algorithm) -> Update:
         return self.there.call("update", batch, algo.to_record())

@@ -23,6 +23,7 @@ from cohort.scoring import pool as pool_module
 from cohort.scoring.pool import MAX_QUEUE, ScoringPool, choose_num_workers, choose_queue_length
 from cohort.scoring.process import Worker
 from cohort.scoring.wire import Item, Limits, Reply, check_environment_reply
+from cohort.system.kernel import list_children
 from cohort.tasks.arithmetic import Arithmetic
 from cohort.tasks.base import grade, load_rows, make_plain_answer
 from cohort.tasks.draws import Draws
@@ -178,6 +179,12 @@ def make_items(*deeds: str, **more: Any) -> list:
     return [({"id": str(i), "do": deed, **more}, make_plain_answer(f"t{i}")) for i, deed in enumerate(deeds)]
 
 
+def list_processes(pool: ScoringPool) -> list[int]:
+    """Returns the process ids of the guards and workers of a pool."""
+    guards = [worker.guard_pid for worker in pool._workers]
+    return guards + [pid for guard in guards for pid in list_children(guard)]
+
+
 def has_ended(pid: int, within: float = 10.0) -> bool:
     """Waits up to `within` seconds and returns whether a process has ended; a zombie has, though it is not reaped."""
     deadline = time.monotonic() + within
@@ -286,17 +293,68 @@ def test_over_the_limit_or_not_does_not_depend_on_order_or_workers(file: str) ->
             assert (pool.num_over_limit, pool.num_failures) == (4, 2)
 
 
+def test_an_answer_that_was_dropped_is_not_counted_as_over_the_limit(file: str) -> None:
+    """It is dropped while a worker scores the empty answer in its place."""
+    with make_bounded_pool(file) as pool:
+        pool.submit("one", *make_items("runs")[0])
+        # The empty answer goes to a worker that is just being started, so no reply to it can be there yet.
+        while not any(item.number in pool._emptied for worker in pool._workers for item in worker.items):
+            pool._advance(0.01)
+        pool.drop("one")
+        pool.submit("two", *make_items("nothing")[0])
+        assert [id for id, _ in poll_until_done(pool).items()] == ["two"]
+        assert (pool.num_over_limit, pool.num_failures) == (0, 0)
+
+
+SLOW = """
+import time
+from cohort.tasks.base import task
+
+@task("slow")
+class Slow:
+    work_seconds = {seconds}
+    def rows(self, split): yield {{"x": 1}}
+    def prompt(self, row): return [{{"role": "user", "content": "?"}}]
+    def score(self, row, answer):
+        time.sleep(0.8)  # twice the limit of the pool
+        return {{"correct": 1}}
+"""
+
+
+def test_the_advice_for_a_slow_grader_works(tmp_path: Path) -> None:
+    limits = Limits(seconds=0.4)
+    (tmp_path / "slow.py").write_text(SLOW.format(seconds=0.0))
+    with ScoringPool(TaskRef(name="slow", path=str(tmp_path / "slow.py")), limits=limits) as pool:
+        (outcome,) = pool.score(make_items("nothing"))
+    assert outcome.failure == (
+        "the grader took longer than 0.4 s; make it quicker, or set `work_seconds = 0.4` in the task's class, which "
+        "gives it up to 2.4 s; an answer that needs more is then wrong"
+    )
+    (tmp_path / "slow.py").write_text(SLOW.format(seconds=0.4))
+    with ScoringPool(TaskRef(name="slow", path=str(tmp_path / "slow.py")), limits=limits) as pool:
+        assert pool.score(make_items("nothing")) == [Outcome(parts=GOOD)]
+
+
+def test_a_grader_without_memory_is_told_how_much_it_may_use(pool: ScoringPool) -> None:
+    (outcome,) = pool.score(make_items("eats"))
+    assert outcome.failure.endswith(
+        "; scoring one answer may use 256 MB more than the loaded task: use less, or load large data when the module "
+        "is imported"
+    )
+
+
 def test_a_busy_machine_is_not_the_answers_fault(file: str) -> None:
     """CPU time counts: the pool waits longer than the limit for a worker that got none."""
     with make_bounded_pool(file, seconds=0.1) as pool:
         pool.score(make_items("nothing"))
         (worker,) = pool._workers
-        os.kill(worker.pid, signal.SIGSTOP)
+        (worker_pid,) = list_children(worker.guard_pid)
+        os.kill(worker_pid, signal.SIGSTOP)
         pool.submit("slow", {"id": "0"}, make_plain_answer("t"))
         assert pool.poll() == []
         worker.last_active -= 1.0  # five times the work limit, ten times the pool's own
         assert pool.poll(timeout=0.1) == []
-        os.kill(worker.pid, signal.SIGCONT)
+        os.kill(worker_pid, signal.SIGCONT)
         assert pool.poll(timeout=10) == [("slow", Outcome(parts={"correct": 1.0, "format": 1.0}, reason="t"))]
         assert pool.num_restarts == 0
 
@@ -594,7 +652,7 @@ def test_a_missing_package_is_named_before_anything_starts(file: str) -> None:
         ScoringPool(task)
     with (
         ScoringPool(TaskRef(name="needs-more", path=file)) as pool,  # the task is never loaded in this process
-        pytest.raises(TaskError, match="cannot be loaded for scoring: ModuleNotFoundError"),
+        pytest.raises(TaskError, match=r"cannot be loaded for scoring: ModuleNotFoundError.*; correct its file$"),
     ):
         pool.score(make_items("nothing"))
 
@@ -724,7 +782,7 @@ def test_a_task_that_cannot_be_loaded_is_one_clear_error(tmp_path: Path) -> None
     (tmp_path / "broken.py").write_text("import no_such_module\n")
     with (
         ScoringPool(TaskRef(name="x", path=str(tmp_path / "broken.py"))) as pool,
-        pytest.raises(TaskError, match="cannot be loaded for scoring: ModuleNotFoundError"),
+        pytest.raises(TaskError, match=r"for scoring: the file .* raised ModuleNotFoundError.* import no_such_module$"),
     ):
         pool.score(make_items("nothing"))
     (tmp_path / "dies.py").write_text("import os\nos._exit(7)\n")
@@ -746,10 +804,11 @@ def test_a_worker_is_not_killed_while_its_owner_is_busy(pool: ScoringPool) -> No
     """A worker waits for the rest of an answer that is longer than the pipe; the grader is not charged for that."""
     pool.score(make_items("nothing"))
     (worker,) = pool._workers
-    os.kill(worker.pid, signal.SIGSTOP)
+    (worker_pid,) = list_children(worker.guard_pid)
+    os.kill(worker_pid, signal.SIGSTOP)
     pool.submit("long", {"id": "0", "pad": "p" * 3_000_000}, make_plain_answer("t"))
     assert pool.poll() == []  # writes what the pipe takes
-    os.kill(worker.pid, signal.SIGCONT)
+    os.kill(worker_pid, signal.SIGCONT)
     select.select([], [worker._requests], [])  # the worker has read that much and wants more
     worker.last_active -= 1000  # meanwhile the owner was busy elsewhere
     outcomes: list[tuple[str, Outcome]] = []
@@ -795,7 +854,7 @@ def test_a_fork_of_the_owner_does_not_end_the_workers(pool: ScoringPool) -> None
 def test_a_forgotten_pool_ends_its_workers(file: str) -> None:
     pool = ScoringPool(TaskRef(name="wild", path=file), workers=2)
     pool.score(make_items("nothing"))
-    pids = [worker.pid for worker in pool._workers]
+    pids = list_processes(pool)
     del pool
     gc.collect()
     assert all(has_ended(pid) for pid in pids)
@@ -804,6 +863,7 @@ def test_a_forgotten_pool_ends_its_workers(file: str) -> None:
 OWNER = """
 import sys
 from cohort.scoring.pool import ScoringPool
+from cohort.system.kernel import list_children
 from cohort.tasks.base import make_plain_answer
 from cohort.tasks.ref import TaskRef
 
@@ -812,7 +872,8 @@ child = pool.score([({"id": "0", "do": "leaves_a_child"}, make_plain_answer(""))
 for i in range(4):
     pool.submit(str(i), {"id": str(i), "do": sys.argv[2]}, make_plain_answer(""))
 pool.poll(timeout=0.2)
-print(*(w.pid for w in pool._workers), child, flush=True)
+guards = [worker.guard_pid for worker in pool._workers]
+print(*guards, *(pid for guard in guards for pid in list_children(guard)), child, flush=True)
 pool.poll(timeout=600)
 """
 
@@ -823,7 +884,7 @@ def test_no_worker_survives_its_parent(file: str, deed: str) -> None:
     owner = subprocess.Popen([sys.executable, "-c", OWNER, file, deed], stdout=subprocess.PIPE, text=True)
     assert owner.stdout is not None
     pids = [int(pid) for pid in owner.stdout.readline().split()]
-    assert len(pids) == 3
+    assert len(pids) == 5
     assert all(Path(f"/proc/{pid}").exists() for pid in pids)
     os.kill(owner.pid, signal.SIGKILL)
     owner.wait()

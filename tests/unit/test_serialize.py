@@ -233,14 +233,26 @@ def test_damaged_bytes_are_refused_with_the_reason(name):
 
 
 @given(st.binary(min_size=1, max_size=3), st.integers(0, 10**6))
-def test_overwritten_bytes_are_refused_or_read(noise, place):
-    data = bytearray(dumps([sample(), {"x": [1, 2.5]}]))
+def test_overwritten_bytes_are_refused(noise, place):
+    data = dumps([sample(), {"x": [1, 2.5]}])
     place %= len(data)
-    data[place : place + len(noise)] = noise
-    try:
-        loads(bytes(data))
-    except SerialError as error:
-        assert str(error)
+    changed = data[:place] + noise + data[place + len(noise) :]
+    if changed != data:
+        with pytest.raises(SerialError, match=r"."):
+            loads(changed)
+
+
+def test_a_flip_of_any_bit_is_refused():
+    data = dumps([1.5, 2.5, "x"])
+    for place in range(8 * len(data)):
+        changed = bytearray(data)
+        changed[place // 8] ^= 1 << place % 8
+        with pytest.raises(SerialError, match=r"."):
+            loads(bytes(changed))
+
+
+def test_bytes_of_earlier_versions_have_no_checksum():
+    assert loads(made(["l", ["n", 3, 0, 4]], float32=FOUR)) == [list(map(float, FOUR))]
 
 
 def peak_of_refusing(data: bytes, message: str) -> int:

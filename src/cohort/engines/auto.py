@@ -35,6 +35,7 @@ from cohort.types import Finish, Sample
 
 # Most prompt tokens in one forward, padding included. A longer prompt has a forward of its own.
 PREFILL_TOKENS = 1 << 15
+WINDOW = 8  # steps between two reports, unless another number is asked for
 
 
 class AutoEngine:
@@ -50,7 +51,7 @@ class AutoEngine:
         *,
         slots: int,
         max_context: int,
-        window: int = 8,
+        window: int = WINDOW,
     ) -> None:
         check_engine_limits(slots, window, max_context, decoder.config.max_positions)
         self.decoder, self.decode = decoder, tokenizer_decode

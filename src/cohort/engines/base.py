@@ -148,6 +148,6 @@ def require_for_training(abilities: Abilities, name: str) -> None:
     }
     if missing := [what for what, has in needs.items() if not has]:
         raise ConfigError(
-            f"engine {name} cannot train: it lacks {', '.join(missing)}. Train with --engine native; "
-            f"{name} is only for cohort eval."
+            f"--engine {name} is for cohort eval only: training with it is not there yet, because it lacks "
+            f"{', '.join(missing)}. Train with --engine native, or remove --engine."
         )

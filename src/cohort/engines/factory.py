@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from cohort.config import engines as variants
+from cohort.engines.auto import WINDOW as AUTO_WINDOW
 from cohort.engines.auto import AutoEngine
 from cohort.engines.base import Abilities, Engine
 from cohort.engines.native import NativeEngine, make_native_engine
@@ -31,11 +32,13 @@ class EngineModel:
     decoder: AnyDecoder | None = None  # the loaded model, for engines in this process
     decode: Callable[[list[int]], str] = decode_nothing
     reserve: int = 0  # bytes of GPU memory that others, such as the learner, need between rollouts
+    window: int | None = None  # most decode steps between two reports of an engine here; None = its usual number
     folder: Path | None = None  # the model's files, for engines that load it themselves
     tokenizer: Tokenizer | None = None
     dtype: str = "auto"
     name: str = ""  # the server's name for the model
     template: Literal["chat", "text"] = "chat"
+    system: str = ""  # put before the messages, which a server renders itself
 
 
 def make_engine(variant: variants.EngineConfig, model: EngineModel) -> Engine:
@@ -45,7 +48,9 @@ def make_engine(variant: variants.EngineConfig, model: EngineModel) -> Engine:
     `model.name`; ModelError or ConfigError is raised if it does not answer or does not serve it.
     """
     if isinstance(variant, variants.ServerEngine):
-        return ServerEngine(variant.url, model.name, template=model.template, concurrency=variant.slots)
+        return ServerEngine(
+            variant.url, model.name, template=model.template, system=model.system, concurrency=variant.slots
+        )
     if isinstance(variant, variants.VllmEngine):
         assert model.folder is not None, "vLLM loads the model's files itself"
         return VllmEngine(
@@ -75,6 +80,7 @@ def _make_engine_in_process(variant: variants.NativeEngine, model: EngineModel) 
             slots=variant.slots,
             max_context=model.context,
             weights=variant.weights,
+            window=model.window,
             reserve=model.reserve,
         )
     # Packed copies exist only for the matrices of the native decoder.
@@ -84,7 +90,9 @@ def _make_engine_in_process(variant: variants.NativeEngine, model: EngineModel) 
             f"engine.weights = {variant.weights} needs a model that Cohort implements itself, and {name} is not one: "
             "set --engine.weights shared."
         )
-    return AutoEngine(decoder, model.decode, slots=variant.slots, max_context=model.context)
+    return AutoEngine(
+        decoder, model.decode, slots=variant.slots, max_context=model.context, window=model.window or AUTO_WINDOW
+    )
 
 
 def get_abilities(variant: variants.EngineConfig) -> Abilities:

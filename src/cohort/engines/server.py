@@ -31,7 +31,7 @@ from cohort.engines.native.random import derive_random_stream
 from cohort.engines.requests import check_request, closed_engine_error, unknown_request_error
 from cohort.engines.site import HttpCall, PauseFunction, RetryableError, ServerClient
 from cohort.errors import CohortError, ConfigError, EngineError, suggest_name
-from cohort.text.plain import join_contents
+from cohort.text.plain import add_system, join_contents
 from cohort.types import Finish, Provenance, Sample
 
 UNKNOWN_TOKEN = -1  # a token's id, where only the number of tokens is known
@@ -63,7 +63,8 @@ class ServerEngine:
     """Samples from `model` at `url`, with up to `concurrency` requests at once, each in a thread of its own.
 
     `key` names the environment variable that holds the API key. Without it, COHORT_API_KEY is used if it is set, and
-    OPENAI_API_KEY for OpenAI's own servers only. `timeout` is in seconds, for a connection or an answer.
+    OPENAI_API_KEY for OpenAI's own servers only. `system` is a text before the messages of every request. `timeout` is
+    in seconds, for a connection or an answer.
     """
 
     name = "server"
@@ -76,6 +77,7 @@ class ServerEngine:
         model: str,
         *,
         template: Literal["chat", "text"] = "chat",
+        system: str = "",
         concurrency: int = 64,
         key: str = "",
         timeout: float = 600.0,
@@ -96,6 +98,7 @@ class ServerEngine:
         self.client = ServerClient(url, key, timeout, pause)
         self.model = model
         self.template = template
+        self.system = system
         self.concurrency = concurrency
         self._pending: dict[str, PendingRequest] = {}  # requests under way, by id
         self._results: queue.SimpleQueue[tuple[PendingRequest, CallResult]] = queue.SimpleQueue()
@@ -148,7 +151,27 @@ class ServerEngine:
                 return
             self._num_threads += 1
         # A daemon thread, so that a program which ends does not wait for answers.
-        threading.Thread(target=self._run_thread, name="cohort-server", daemon=True).start()
+        thread = threading.Thread(target=self._run_thread, name="cohort-server", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as e:
+            self._handle_missing_thread(pending, e)
+
+    def _handle_missing_thread(self, pending: PendingRequest, error: RuntimeError) -> None:
+        """Counts a thread that could not be started as ended. Other threads then send the request, if there are any.
+
+        If there are none, takes the request back and raises EngineError.
+        """
+        with self._lock:
+            self._num_threads -= 1
+            if self._num_threads or pending not in self._waiting:
+                return
+            self._waiting.remove(pending)
+        del self._pending[pending.request.id]
+        raise EngineError(
+            f"the system lets this process start no more threads ({error}). Send fewer requests at once (--slots), or "
+            "raise the limit of processes (ulimit -u)."
+        ) from error
 
     def _make_body(self, request: Request) -> dict[str, Any]:
         """Returns the JSON object that is sent for a request: model, sampling settings, seed, and messages or text.
@@ -172,11 +195,12 @@ class ServerEngine:
         body |= {name: value for name, value in (("top_k", s.top_k), ("min_p", s.min_p)) if value}
         if s.stop_strings:
             body["stop"] = list(s.stop_strings)
+        messages = add_system(request.messages, self.system)
         if not chat:
-            return body | {"prompt": join_contents(request.messages)}
+            return body | {"prompt": join_contents(messages)}
         if request.messages[-1].get("role") == "assistant":
             body |= {"continue_final_message": True, "add_generation_prompt": False}
-        return body | {"messages": request.messages}
+        return body | {"messages": messages}
 
     @property
     def idle(self) -> bool:
@@ -275,16 +299,22 @@ class ServerEngine:
         Puts each result (sample, error, or None after a bug) into the queue that `poll` reads. A bug ends the thread.
         """
         connection = self.client.make_connection()
-        while (pending := self._pop_waiting()) is not None:
-            result: CallResult = None
-            try:
-                result = self._send_request(connection, pending)
-            except CohortError as error:
-                result = error
-            finally:
-                # Also after a bug, whose traceback threading prints: without a result, `poll` would wait for ever.
+        try:
+            while (pending := self._pop_waiting()) is not None:
+                try:
+                    result: CallResult = self._send_request(connection, pending)
+                except CohortError as error:
+                    result = error
+                except BaseException:
+                    # A bug, whose traceback threading prints. No later request must wait for this thread, and `poll`
+                    # not for the result of this one.
+                    with self._lock:
+                        self._num_threads -= 1
+                    self._results.put((pending, None))
+                    raise
                 self._results.put((pending, result))
-        connection.close()
+        finally:
+            connection.close()
 
     def _pop_waiting(self) -> PendingRequest | None:
         """Removes and returns the next waiting request.
@@ -302,9 +332,18 @@ class ServerEngine:
 
         Raises a CohortError if the server refuses the request, all tries failed or the call is cancelled.
         """
-        return self.client.send_with_retries(
-            connection, pending.call, lambda reply: read_sample(reply, pending.request)
-        )
+
+        def read(reply: Any) -> Sample:
+            """Returns the sample in a reply. Warns, once, of a server that does not say why its answers end."""
+            sample = read_sample(reply, pending.request)
+            if not reply["choices"][0].get("finish_reason"):
+                self.client.warn_once(
+                    "does not say why an answer ended: it counts as cut off if it has all the tokens that it may have, "
+                    "and as finished otherwise"
+                )
+            return sample
+
+        return self.client.send_with_retries(connection, pending.call, read)
 
 
 def read_models(reply: Any) -> dict[str, str]:
@@ -332,7 +371,7 @@ def read_sample(reply: Any, request: Request) -> Sample:
     choice, usage = choices[0], reply.get("usage")
     num = usage.get("completion_tokens") if isinstance(usage, dict) else None
     # Servers may send anything as a count.
-    num = min(max(num, 0), MAX_REPLY_TOKENS) if isinstance(num, int) else 0
+    num = min(max(num, 0), MAX_REPLY_TOKENS) if type(num) is int else 0
     reason = choice.get("finish_reason")
     if reason == "error":
         raise RetryableError("an answer that ended with an error")
@@ -378,12 +417,12 @@ def extract_text(choice: dict[str, Any], request: Request, finish: Finish) -> st
 def read_text(content: Any) -> str:
     """Returns the text in a JSON value: a string, a list of parts with texts, or None ("", as after a call of a tool).
 
-    The texts of parts are joined; parts that are no objects are skipped. Raises RetryableError for any other value.
+    The texts of parts are joined; parts that are no objects are skipped. Half characters (lone surrogates), which JSON
+    allows and files do not, become "?". Raises RetryableError for any other value.
     """
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    if isinstance(content, list):
-        return "".join(read_text(part.get("text")) for part in content if isinstance(part, dict))
-    raise RetryableError(f"a text that is a {type(content).__name__}")
+    parts = [part.get("text") for part in content if isinstance(part, dict)] if isinstance(content, list) else [content]
+    texts = ["" if part is None else part for part in parts]
+    for text in texts:
+        if not isinstance(text, str):
+            raise RetryableError(f"a text that is a {type(text).__name__}")
+    return "".join(texts).encode(errors="replace").decode()

@@ -24,6 +24,7 @@ from typing import Any, NoReturn, TypeVar
 from urllib.parse import urlsplit
 
 from cohort.errors import ConfigError, EngineError, ModelError
+from cohort.system import json_text
 
 MAX_TRIES = 8
 MAX_PAUSE_SECONDS = 120.0  # that a server may ask for
@@ -198,8 +199,10 @@ class ServerClient:
             data = response.read(MAX_REPLY_BYTES + 1)
         finally:
             call.open_socket = None
+        if len(data) > MAX_REPLY_BYTES:
+            raise HTTPException(f"the reply is longer than {MAX_REPLY_BYTES >> 20} MiB")
         # `length` counts the bytes that were announced and did not come.
-        if response.length or len(data) > MAX_REPLY_BYTES:
+        if response.length:
             raise HTTPException(f"the reply breaks off after {len(data)} bytes")
         pause, location = (response.headers.get(name, "") for name in ("Retry-After", "Location"))
         return HttpReply(status=response.status, data=data, retry_after=pause, location=location)
@@ -251,8 +254,8 @@ def raise_refusal(address: str, status: int, words: str) -> NoReturn:
 def parse_json(data: bytes) -> Any:
     """Returns the JSON value in `data`, or None if it is no valid JSON (or the JSON value null)."""
     try:
-        return json.loads(data)
-    except (ValueError, RecursionError):
+        return json_text.parse_json(data)
+    except ValueError:
         return None
 
 

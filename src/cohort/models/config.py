@@ -8,6 +8,7 @@ from typing import Any
 
 from cohort.errors import ModelError
 from cohort.models.rope import Rope, make_rope
+from cohort.system.json_text import show_value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +39,16 @@ class ModelConfig:
         return self.num_heads // self.num_kv_heads
 
     @property
+    def num_weights(self) -> int:
+        """The number of weights of the decoder: all entries of its embedding, head, layers and norms."""
+        rows = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        matrices = (rows + self.num_heads * self.head_dim + 3 * self.ff) * self.hidden
+        norms = 2 * self.hidden + 2 * self.head_dim * self.qk_norm
+        biases = rows * self.qkv_bias + self.hidden * self.out_bias + (2 * self.ff + self.hidden) * self.mlp_bias
+        embeddings = self.vocab_size * self.hidden * (1 if self.tied else 2)
+        return embeddings + self.hidden + self.num_layers * (matrices + norms + biases)
+
+    @property
     def context(self) -> int:
         """The largest number of tokens that a sequence may have.
 
@@ -61,7 +72,9 @@ class ModelConfig:
             )
         # silu and swish are two names of the same function.
         if (act := hf.get("hidden_act", "silu")) not in ("silu", "swish"):
-            raise ModelError(f'hidden_act "{act}" in config.json is not supported, only silu is: use another model')
+            raise ModelError(
+                f"hidden_act {show_value(act)} in config.json is not supported, only silu is: use another model"
+            )
         hidden = _read_count(hf, "hidden_size")
         num_heads = _read_count(hf, "num_attention_heads")
         # Without this key transformers assumes one KV head per query head for Llama, but fixed numbers for the others.
@@ -82,7 +95,7 @@ class ModelConfig:
             )
         positions = _read_count(hf, "max_position_embeddings", family.max_positions)
         rope = make_rope(_read_rope_parameters(hf), head_dim, positions)
-        attention_bias = family.has_attention_bias_key and bool(hf.get("attention_bias", False))
+        attention_bias = family.has_attention_bias_key and _read_switch(hf, "attention_bias")
         return cls(
             architecture=architecture,
             vocab_size=_read_count(hf, "vocab_size"),
@@ -92,13 +105,13 @@ class ModelConfig:
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             ff=_read_count(hf, "intermediate_size"),
-            norm_eps=float(hf.get("rms_norm_eps", 1e-6)),
+            norm_eps=_read_epsilon(hf),
             rope=rope,
             max_positions=max(positions, _compute_yarn_context(rope)),
-            tied=bool(hf.get("tie_word_embeddings", False)),
+            tied=_read_switch(hf, "tie_word_embeddings"),
             qkv_bias=family.qkv_bias or attention_bias,
             out_bias=attention_bias,
-            mlp_bias=family.has_mlp_bias_key and bool(hf.get("mlp_bias", False)),
+            mlp_bias=family.has_mlp_bias_key and _read_switch(hf, "mlp_bias"),
             qk_norm=family.qk_norm,
             sliding_window=_find_sliding_window(hf, family),
         )
@@ -138,6 +151,11 @@ FAMILIES: dict[str, Family] = {
         has_window_switch=True,
     ),
 }
+
+
+# The largest values that are read. They are far beyond every model, and keep a wrong number from taking all memory.
+_MOST = {"head_dim": 1 << 16, "num_attention_heads": 1 << 20, "num_hidden_layers": 1 << 20}
+_MOST_OF_OTHERS = 1 << 40
 
 
 def read_context(hf: Mapping[str, Any]) -> int:
@@ -216,14 +234,19 @@ def _find_architecture(hf: Mapping[str, Any]) -> str:
     Raises ModelError if it names none, or one that the native decoder does not support.
     """
     named = hf.get("architectures") or []
+    if not isinstance(named, list):
+        raise ModelError(
+            f"config.json has architectures = {show_value(named)}, but it must be a list of names: correct the file, "
+            "or use another model"
+        )
     if not named:
         named = [name for name, family in FAMILIES.items() if family.model_type == hf.get("model_type")]
     if not named:
         raise ModelError(
             "config.json names no architecture: give the folder of a language model in Hugging Face format"
         )
-    name = str(named[0])
-    if name not in FAMILIES:
+    name = named[0]
+    if not isinstance(name, str) or name not in FAMILIES:
         raise ModelError(
             f'the native decoder does not support the architecture "{name}" in config.json: use a model of one of '
             f"these: {', '.join(FAMILIES)}"
@@ -240,8 +263,8 @@ def _read_rope_parameters(hf: Mapping[str, Any]) -> dict[str, Any]:
     nested = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
     if not isinstance(nested, Mapping):
         raise ModelError(
-            f"config.json has {nested!r} as rope_scaling or rope_parameters, but it must be a JSON object or null: "
-            "correct the file, or use another model"
+            f"config.json has {show_value(nested)} as rope_scaling or rope_parameters, but it must be a JSON object or "
+            "null: correct the file, or use another model"
         )
     if any(isinstance(v, Mapping) for v in nested.values()):
         raise ModelError(
@@ -271,30 +294,34 @@ def _find_sliding_window(hf: Mapping[str, Any], family: Family) -> int | None:
     """Returns the sliding window in tokens if any layer uses one by the config.json `hf`, else None.
 
     Where the key is missing, the family's default holds. Llama has no windows, and Qwen models use one only with
-    "use_sliding_window".
+    "use_sliding_window". Raises ModelError for what is no window and no number of layers.
     """
     window = hf.get("sliding_window", family.default_window)
     if (
         window is None
         or family.default_window is None
-        or (family.has_window_switch and not hf.get("use_sliding_window", False))
+        or (family.has_window_switch and not _read_switch(hf, "use_sliding_window"))
     ):
         return None
     if family.has_window_switch:
         # Newer configs list the type of each layer. Older ones say how many layers at the start have full attention.
-        if hf.get("layer_types") is not None:
-            windowed = "sliding_attention" in hf["layer_types"]
+        types = hf.get("layer_types")
+        if isinstance(types, list):
+            windowed = "sliding_attention" in types
         else:
-            windowed = int(hf.get("max_window_layers", 28)) < int(hf["num_hidden_layers"])
+            # Here 0 is a count too: all layers have the window.
+            is_zero = type(hf.get("max_window_layers")) is int and hf["max_window_layers"] == 0
+            full = 0 if is_zero else _read_count(hf, "max_window_layers", 28)
+            windowed = full < _read_count(hf, "num_hidden_layers")
         if not windowed:
             return None
-    return int(window)
+    return _read_count(hf, "sliding_window", family.default_window)
 
 
 def _read_count(hf: Mapping[str, Any], key: str, default: int | None = None) -> int:
     """Returns the positive integer under `key` in config.json, or the default where the key is missing or null.
 
-    Raises ModelError for any other value, and where there is neither a value nor a default.
+    Raises ModelError for any other value, for one that no model has, and where there is neither a value nor a default.
     """
     value = hf.get(key)
     if value is None:
@@ -302,10 +329,38 @@ def _read_count(hf: Mapping[str, Any], key: str, default: int | None = None) -> 
     # bool is a subclass of int.
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ModelError(
-            f"config.json has {key} = {value!r} (None = missing), but it must be a positive integer: "
+            f"config.json has {key} = {show_value(value)} (None = missing), but it must be a positive integer: "
             "correct the file, or use another model"
         )
+    most = _MOST.get(key, _MOST_OF_OTHERS)
+    if value > most:
+        raise ModelError(
+            f"config.json has {key} = {show_value(value)}, more than any model has ({most}): correct the file, or use "
+            "another model"
+        )
     return value
+
+
+def _read_epsilon(hf: Mapping[str, Any]) -> float:
+    """Returns rms_norm_eps, 1e-6 where it is missing. Raises ModelError unless it is a number from 0 to 1."""
+    value = hf.get("rms_norm_eps", 1e-6)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+        raise ModelError(
+            f"config.json has rms_norm_eps = {show_value(value)}, but it must be a small positive number such as 1e-6: "
+            "correct the file, or use another model"
+        )
+    return float(value)
+
+
+def _read_switch(hf: Mapping[str, Any], key: str) -> bool:
+    """Returns the boolean under `key`, False where it is missing or null. Raises ModelError for anything else."""
+    value = hf.get(key)
+    if value is not None and not isinstance(value, bool):
+        raise ModelError(
+            f"config.json has {key} = {show_value(value)}, but it must be true or false: correct the file, or use "
+            "another model"
+        )
+    return bool(value)
 
 
 __all__ = ["FAMILIES", "ModelConfig", "Rope", "check_context", "make_rope", "to_hf"]

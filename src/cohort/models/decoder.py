@@ -203,13 +203,13 @@ def redirect_gradients(decoder: Decoder, collectors: Mapping[str, Collector]) ->
 def initialise(decoder: Decoder, seed: int, std: float = 0.02) -> None:
     """Fills embedding, head and matrices in place with normal random numbers of standard deviation `std`.
 
-    The same seed gives the same numbers on every device. Norms and biases stay unchanged, except the bias of gate and
-    up: it has two axes and is filled like a matrix.
+    The same seed gives the same numbers on every device. Norms and biases stay unchanged.
     """
     # Drawn on the CPU and in the order of names, so that neither device nor order of definition matters.
     generator = torch.Generator().manual_seed(seed)
-    for _, p in sorted(decoder.named_parameters()):
-        if p.ndim >= 2 and p is not None:
+    for name, p in sorted(decoder.named_parameters()):
+        # The bias of gate and up has two axes too.
+        if p.ndim >= 2 and not name.endswith("bias"):
             p.data.copy_(torch.randn(p.shape, generator=generator) * std)
 
 

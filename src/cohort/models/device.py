@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 
 from cohort.errors import ConfigError
+from cohort.system.kernel import find_free_memory
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
@@ -36,6 +37,14 @@ def available_bytes(device: torch.device) -> int:
     """
     free, _ = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device)
+
+
+def measure_free_bytes(device: torch.device) -> int | None:
+    """Returns the bytes that new tensors can take on a device; None if the system does not tell."""
+    if device.type != "cuda":
+        return find_free_memory()
+    # Memory of freed tensors stays reserved by torch and can be used again.
+    return available_bytes(device) - torch.cuda.memory_allocated(device)
 
 
 def choose_dtype(asked: Dtype, device: torch.device) -> Dtype:

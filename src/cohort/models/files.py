@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -29,7 +29,10 @@ from cohort.models.auto import (
 from cohort.models.config import FAMILIES, ModelConfig, to_hf
 from cohort.models.decoder import Decoder, hf_views, to_hf_shape
 from cohort.models.hub import locate_download
+from cohort.models.sizes import check_foreign_size, check_native_size, explain_damage, read_shapes
 from cohort.models.staging import stage_folder
+from cohort.system.digest import digest_files
+from cohort.system.json_text import read_json_file, show_value
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -72,6 +75,7 @@ def load_folder(path: str | Path, dtype: torch.dtype = torch.float32) -> LoadedM
     if not is_native(hf_config):
         # Before transformers is imported, which is slow: a folder without weights is refused at once.
         files = find_weight_files(folder)
+        check_foreign_size(folder, hf_config, read_shapes(files))
         foreign = load_foreign_decoder(
             folder, hf_config, ((n, t) for n, t, _ in _read_all_tensors(folder, files)), dtype
         )
@@ -81,6 +85,8 @@ def load_folder(path: str | Path, dtype: torch.dtype = torch.float32) -> LoadedM
     except ModelError as e:
         raise ModelError(f"{folder}: {e}") from e
     files = find_weight_files(folder)
+    # Before memory is taken: the config may describe any size.
+    check_native_size(folder, config, read_shapes(files))
     decoder = Decoder(config).to(dtype)
     views = dict(hf_views(decoder))
     stored_names: set[str] = set()
@@ -164,6 +170,25 @@ def find_weight_files(folder: Path) -> dict[Path, list[str] | None]:
         f"{folder} has no weights: no {SINGLE} and no {INDEX}. Restore the files; for a fetched model, delete "
         f"{locate_download(folder)} and run `cohort pull MODEL`"
     )
+
+
+def digest_model(folder: Path) -> str:
+    """Returns 16 hexadecimal digits that identify a model: a hash of every byte of its files.
+
+    These are weights, config, tokenizer, chat template and sampling defaults; other files in the folder do not count.
+    Of a folder without safetensors files, which only vLLM can load, all files count. Raises ModelError if a file cannot
+    be read.
+    """
+    try:
+        # Their names stand in the index, which counts too. In the hub's cache they are links to files of other names.
+        files = {f"weights {n}": file for n, file in enumerate(find_weight_files(folder))}
+    except ModelError:
+        files = {file.name: file for file in folder.iterdir() if file.is_file()}
+    files |= {name: file for name in ("config.json", INDEX, *SIDE_FILES) if (file := folder / name).is_file()}
+    try:
+        return digest_files(files)
+    except OSError as error:
+        raise ModelError(f"{error.filename} cannot be read: {error.strerror}; repair its permissions") from error
 
 
 def save_folder(
@@ -276,21 +301,15 @@ def read_tensors(file: Path, expected: list[str] | None) -> Iterator[tuple[str, 
     `expected` are names that the file must have; None means any. Other tensors are yielded too. Raises ModelError if
     one is missing or the file cannot be read.
     """
-    try:
-        with safe_open(file, framework="pt") as stored:
-            names = set(stored.keys())
-            if expected is not None and (missing := sorted(set(expected) - names)):
-                raise ModelError(
-                    f"{file}: {summarise_tensors(missing)} missing, though the index names this file. Restore both; "
-                    f"for a fetched model, delete {locate_download(file.parent)} and run `cohort pull MODEL`"
-                )
-            for name in sorted(names):
-                yield name, stored.get_tensor(name)
-    except (SafetensorError, OSError) as e:
-        raise ModelError(
-            f"{file} cannot be read as safetensors ({e}). Restore the file; for a fetched model, delete "
-            f"{locate_download(file.parent)} and run `cohort pull MODEL`"
-        ) from e
+    with explain_damage(file), safe_open(file, framework="pt") as stored:
+        names = set(stored.keys())
+        if expected is not None and (missing := sorted(set(expected) - names)):
+            raise ModelError(
+                f"{file}: {summarise_tensors(missing)} missing, though the index names this file. Restore both; "
+                f"for a fetched model, delete {locate_download(file.parent)} and run `cohort pull MODEL`"
+            )
+        for name in sorted(names):
+            yield name, stored.get_tensor(name)
 
 
 def _resolve_weight_file(folder: Path, file: Any) -> Path:
@@ -301,11 +320,17 @@ def _resolve_weight_file(folder: Path, file: Any) -> Path:
     """
     if not isinstance(file, str) or not file.endswith(".safetensors"):
         raise ModelError(
-            f"{folder / INDEX} names {file!r}, but only .safetensors files are read: convert the weights to "
+            f"{folder / INDEX} names {show_value(file)}, but only .safetensors files are read: convert the weights to "
             "safetensors (transformers' save_pretrained does), or use another model"
         )
     root = folder.resolve()
-    path = (folder / file).resolve()
+    try:
+        path = (folder / file).resolve()
+    # A link to itself, a null character, a name that is too long.
+    except (OSError, ValueError, RuntimeError) as e:
+        raise ModelError(
+            f"the weight file {folder / file} cannot be found: {e}. Restore it, or use another model"
+        ) from e
     # In the hub's cache, a snapshot folder has links to the files of a `blobs` folder beside it.
     roots = [root, root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [root]
     if Path(file).is_absolute() or ".." in Path(file).parts or not any(path.is_relative_to(r) for r in roots):
@@ -324,7 +349,7 @@ def _resolve_weight_file(folder: Path, file: Any) -> Path:
 def read_json(file: Path) -> dict[str, Any]:
     """Returns the JSON object in a file as a dict. Raises ModelError if the file cannot be read or has no object."""
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
+        value = read_json_file(file)
     except (OSError, ValueError) as e:
         raise ModelError(
             f"{file} cannot be read as JSON: {e}. Restore the file; for a fetched model, delete "
@@ -340,4 +365,10 @@ def read_json(file: Path) -> dict[str, Any]:
 
 def _write_json(file: Path, value: dict[str, Any]) -> None:
     """Writes `value` to a file as indented JSON with a final newline."""
-    file.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    text = json.dumps(value, indent=2, ensure_ascii=False)
+    try:
+        content = text.encode()
+    # Half a character has no bytes, but JSON has an escape for it.
+    except UnicodeEncodeError:
+        content = json.dumps(value, indent=2).encode()
+    file.write_bytes(content + b"\n")

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from cohort.errors import ModelError
+from cohort.system.json_text import read_json_file
 
 # The files of a model that are used here. Pickled weights and code are left out.
 WANTED_PATTERNS = (
@@ -27,8 +28,8 @@ def is_hub_name(name: str) -> bool:
 def find_cached(name: str) -> Path | None:
     """Returns the folder of the hub model `owner/name` in the hub's own cache. Uses no network.
 
-    Returns None if it is not there, if it lacks config.json or has no safetensors file at all, or if the package
-    huggingface_hub is not installed. A missing shard is not noticed.
+    Returns None if it is not there, if it lacks config.json or a safetensors file, or if the package huggingface_hub is
+    not installed.
     """
     hub = _import_hub()
     if hub is None:
@@ -56,11 +57,11 @@ def locate_download(folder: Path) -> Path:
     return folder.parent if folder.name == "blobs" else folder
 
 
-def fetch_model(name: str) -> Path:
+def fetch_model(name: str, *, force: bool = False) -> Path:
     """Fetches the model `owner/name` from the hub into the hub's own cache and returns its folder there.
 
-    Only config, tokenizer and safetensors files are fetched, and none that is in the cache already. Raises ModelError
-    if the model cannot be fetched or used, or if the package huggingface_hub is not installed.
+    Only config, tokenizer and safetensors files are fetched; without `force`, none that is in the cache already. Raises
+    ModelError if the model cannot be fetched or used, or if the package huggingface_hub is not installed.
     """
     hub = _import_hub()
     if hub is None:
@@ -68,7 +69,7 @@ def fetch_model(name: str) -> Path:
             f"{name} cannot be fetched without the package huggingface_hub: install it with pip install 'cohort[hub]'"
         )
     try:
-        folder = Path(hub.snapshot_download(name, allow_patterns=list(WANTED_PATTERNS)))
+        folder = Path(hub.snapshot_download(name, allow_patterns=list(WANTED_PATTERNS), force_download=force))
     except (OSError, ValueError) as error:
         why = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
         raise ModelError(
@@ -84,8 +85,19 @@ def fetch_model(name: str) -> Path:
 
 
 def _is_complete(folder: Path) -> bool:
-    """Returns whether the folder has a config.json and at least one safetensors file."""
-    return (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
+    """Returns whether the folder has a config.json and at least one safetensors file, and all that its index names.
+
+    Without an index that can be read, one file is enough: the loader tells what is wrong with the index.
+    """
+    try:
+        shards = set(read_json_file(folder / "model.safetensors.index.json")["weight_map"].values())
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        shards = set()
+    return (
+        (folder / "config.json").is_file()
+        and any(folder.glob("*.safetensors"))
+        and all((folder / str(name)).is_file() for name in shards)
+    )
 
 
 def _import_hub() -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,8 @@ from cohort.config.schema import TARGETS, LoraConfig
 from cohort.errors import ModelError
 from cohort.models.files import FLOAT_DTYPES, read_json, read_tensors
 from cohort.models.staging import stage_folder
+from cohort.system.digest import digest_files
+from cohort.system.json_text import show_value
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -24,6 +25,7 @@ IGNORED_SETTINGS = {
     *("auto_mapping", "base_model_name_or_path", "inference_mode", "lora_dropout", "megatron_core", "peft_version"),
     *("qalora_group_size", "revision", "r", "lora_alpha", "target_modules"),
 }
+MAX_ALPHA = 1e6
 # Settings that are never empty, with the values under which the adapters are plain LoRA.
 PLAIN_VALUES: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
@@ -83,7 +85,7 @@ def save_adapters(tensors: Mapping[str, Tensor], config: LoraConfig, base_model:
 def load_adapters(path: str | Path) -> SavedAdapters:
     """Returns config and tensors of the adapter folder `path`, in the format of PEFT.
 
-    The targets are the kinds of matrices that the stored tensors belong to. Shapes are not checked. Raises ModelError
+    The targets are the kinds of matrices that the stored tensors belong to. Raises ModelError
     if files are missing or damaged, if the adapters are of other matrices than TARGETS, or if they are not plain LoRA,
     which adds alpha / r * B A to a matrix.
     """
@@ -96,11 +98,13 @@ def load_adapters(path: str | Path) -> SavedAdapters:
     settings = read_json(folder / CONFIG)
     _require_plain(settings, folder / CONFIG)
     rank, alpha = settings.get("r"), settings.get("lora_alpha")
-    if not isinstance(rank, int) or rank < 1:
-        raise ModelError(f"{folder / CONFIG}: r = {rank!r} must be a positive whole number: correct the file")
-    if not isinstance(alpha, int | float) or not 0 < alpha < math.inf:
+    # bool is a subclass of int.
+    if type(rank) is not int or rank < 1:
+        raise ModelError(f"{folder / CONFIG}: r = {show_value(rank)} must be a positive whole number: correct the file")
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha <= MAX_ALPHA:
         raise ModelError(
-            f"{folder / CONFIG}: lora_alpha = {alpha!r} must be a positive, finite number: correct the file"
+            f"{folder / CONFIG}: lora_alpha = {show_value(alpha)} must be a positive number of at most {MAX_ALPHA:g}: "
+            "correct the file"
         )
     if not (folder / WEIGHTS).is_file():
         raise ModelError(
@@ -115,6 +119,13 @@ def load_adapters(path: str | Path) -> SavedAdapters:
                 f'{folder / WEIGHTS}: tensor "{name}" ({tensor.dtype}) is not lora_A or lora_B of a matrix in floating '
                 "point: use plain LoRA adapters"
             )
+        # A has the rank as its rows, B as its columns.
+        side = 0 if parts[-2] == "lora_A" else 1
+        if tensor.ndim != 2 or tensor.shape[side] != rank:
+            raise ModelError(
+                f'{folder / WEIGHTS}: tensor "{name}" is {list(tensor.shape)}, but {CONFIG} says r = '
+                f"{show_value(rank)}: they are of different adapters. Save them again with PEFT's save_pretrained"
+            )
         modules.add(parts[-3])
     if unknown := sorted(modules - set(TARGETS)):
         raise ModelError(
@@ -125,6 +136,17 @@ def load_adapters(path: str | Path) -> SavedAdapters:
     # The tensors tell which matrices have adapters. The setting target_modules may be a pattern.
     targets = tuple(target for target in TARGETS if target in modules)
     return SavedAdapters(config=LoraConfig(rank=rank, alpha=float(alpha), targets=targets), tensors=tensors)
+
+
+def digest_adapters(path: str | Path) -> str:
+    """Returns 16 hexadecimal digits of a hash of every byte of an adapter folder's config and tensors.
+
+    Raises ModelError if one of the files cannot be read.
+    """
+    try:
+        return digest_files({name: Path(path) / name for name in (CONFIG, WEIGHTS)})
+    except OSError as error:
+        raise ModelError(f"{error.filename} cannot be read: {error.strerror}; repair its permissions") from error
 
 
 def _require_plain(settings: Mapping[str, Any], file: Path) -> None:
@@ -138,8 +160,8 @@ def _require_plain(settings: Mapping[str, Any], file: Path) -> None:
     for name, value in settings.items():
         if not (value in PLAIN_VALUES[name] if name in PLAIN_VALUES else name in IGNORED_SETTINGS or not value):
             raise ModelError(
-                f"{file}: {name} = {value!r} is not supported: use plain LoRA adapters of a causal language model, "
-                "trained without this setting"
+                f"{file}: {name} = {show_value(value)} is not supported: use plain LoRA adapters of a causal language "
+                "model, trained without this setting"
             )
     if "peft_type" not in settings:
         raise ModelError(f"{file} has no peft_type: it is not a config of PEFT; save the adapters again with PEFT")

@@ -13,8 +13,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cohort.errors import ModelError
+from cohort.system.json_text import show_value
 
 DEFAULT_THETA = 10000.0
+_MOST = 1e15  # the largest parameter that is read; fp32 has room for its square
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,15 +37,16 @@ def make_rope(parameters: Mapping[str, Any], head_dim: int, max_positions: int) 
     >>> make_rope({"rope_theta": 100.0}, head_dim=4, max_positions=8).inv_freq == (1.0, _round_to_fp32(0.1))
     True
     """
-    kind = str(parameters.get("rope_type") or parameters.get("type") or "default")
-    if kind not in _SCALERS:
+    kind = parameters.get("rope_type") or parameters.get("type") or "default"
+    if not isinstance(kind, str) or kind not in _SCALERS:
         raise ModelError(
-            f'rope type "{kind}" in config.json is not supported: use a model with one of these: {", ".join(_SCALERS)}'
+            f"rope type {show_value(kind)} in config.json is not supported: use a model with one of these: "
+            f"{', '.join(_SCALERS)}"
         )
     partial = parameters.get("partial_rotary_factor")
     if partial not in (None, 1, 1.0):
         raise ModelError(
-            f"partial_rotary_factor {partial} in config.json is not supported, only 1 is: use another model"
+            f"partial_rotary_factor {show_value(partial)} in config.json is not supported, only 1 is: use another model"
         )
     theta = _read_number(parameters, "rope_theta", DEFAULT_THETA)
     plain = [_round_to_fp32(1.0 / _round_to_fp32(theta ** _round_to_fp32(i / head_dim))) for i in range(0, head_dim, 2)]
@@ -77,6 +80,11 @@ def _scale_for_llama3(plain: list[float], p: Mapping[str, Any]) -> tuple[list[fl
     """
     factor, low, high = (_read_number(p, k) for k in ("factor", "low_freq_factor", "high_freq_factor"))
     context = _read_number(p, "original_max_position_embeddings")
+    if not high > low:
+        raise ModelError(
+            f"config.json has the rope parameters low_freq_factor = {low} and high_freq_factor = {high}, but the "
+            "second must be larger: correct the file, or use another model"
+        )
 
     def stretch(f: float) -> float:
         """Returns the stretched frequency for f."""
@@ -100,6 +108,11 @@ def _scale_for_yarn(plain: list[float], p: Mapping[str, Any]) -> tuple[list[floa
     theta = _read_number(p, "rope_theta")
     context = _read_number(p, "original_max_position_embeddings")
     factor = _read_number(p, "factor")
+    if theta <= 1:
+        raise ModelError(
+            f"config.json has the rope parameter rope_theta = {theta}, but YaRN needs one above 1: correct the file, "
+            "or use another model"
+        )
     dims = 2 * len(plain)
 
     def find_dimension(rotations: float) -> float:
@@ -107,8 +120,8 @@ def _scale_for_yarn(plain: list[float], p: Mapping[str, Any]) -> tuple[list[floa
         return dims * math.log(context / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
     # Dimensions below `low` are kept, those above `high` are divided by the factor, with a ramp between.
-    low = find_dimension(float(p.get("beta_fast") or 32))
-    high = find_dimension(float(p.get("beta_slow") or 1))
+    low = find_dimension(_read_number(p, "beta_fast", 32) if p.get("beta_fast") else 32)
+    high = find_dimension(_read_number(p, "beta_slow", 1) if p.get("beta_slow") else 1)
     if p.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dims - 1)
@@ -125,14 +138,14 @@ def _compute_yarn_factor(factor: float, p: Mapping[str, Any]) -> float:
     has both.
     """
     if p.get("attention_factor") is not None:
-        return float(p["attention_factor"])
+        return _read_number(p, "attention_factor")
 
     def temperature(mscale: float) -> float:
         """Returns the attention temperature of the paper, 0.1 ln(factor) + 1, with `mscale` on its first term."""
         return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
     if p.get("mscale") and p.get("mscale_all_dim"):
-        return temperature(float(p["mscale"])) / temperature(float(p["mscale_all_dim"]))
+        return temperature(_read_number(p, "mscale")) / temperature(_read_number(p, "mscale_all_dim"))
     return temperature(1.0)
 
 
@@ -145,10 +158,10 @@ def _read_number(p: Mapping[str, Any], key: str, default: float | None = None) -
     if value is None:
         value = default
     # bool is a subclass of int.
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 1 / _MOST <= value <= _MOST:
         raise ModelError(
-            f"config.json has the rope parameter {key} = {value!r} (None = missing), but it must be a positive number: "
-            "correct the file, or use another model"
+            f"config.json has the rope parameter {key} = {show_value(value)} (None = missing), but it must be a "
+            f"positive number of at most {_MOST:g}: correct the file, or use another model"
         )
     return float(value)
 

@@ -228,7 +228,7 @@ class Producer:
         Replaces the ledger, whose counts of finished prompts begin again at 0. Raises TaskError if the row of an open
         prompt is gone.
         """
-        self.stream.cursor = state["cursor"]
+        self.stream.seek(state["cursor"])
         self.ledger = Ledger()
         self._reopened = [self.stream.find_prompt(id, visit) for id, visit in state.get("open", [])]
         for prompt in self._reopened:

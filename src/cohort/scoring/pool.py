@@ -31,8 +31,10 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 
 from cohort.errors import TaskError
+from cohort.scoring.printed import PrintedLines
 from cohort.scoring.process import Worker
-from cohort.scoring.wire import Hello, Item, Limits, Reply, check_environment_reply
+from cohort.scoring.wire import WALL_PER_CPU_SECOND, Hello, Item, Limits, Reply, check_environment_reply
+from cohort.system.kernel import count_cores
 from cohort.tasks.base import OVER_LIMIT, Task, check_packages, check_parts, make_plain_answer
 from cohort.tasks.environment import AgainRules, Past
 from cohort.tasks.ref import TaskRef
@@ -47,8 +49,6 @@ WASTED_SECONDS = 0.25
 START_SECONDS = 60.0  # time in which a worker must have loaded its task
 # How soon the death of a worker is noticed whose pipe stays open because a child that it forked holds it.
 TICK_SECONDS = 0.05
-# Wall-clock seconds per CPU second of a work limit: an answer is not wrong because the machine is busy.
-WALL_PER_CPU_SECOND = 6.0
 MAX_WORKERS = 8  # that `choose_num_workers` returns
 
 
@@ -69,8 +69,7 @@ def choose_num_workers(task: Task) -> int:
     """
     if not task.work_seconds:
         return 1
-    processors = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    return max(1, min(MAX_WORKERS, processors - 1))
+    return max(1, min(MAX_WORKERS, count_cores() - 1))
 
 
 def choose_queue_length(seconds: float | None) -> int:
@@ -122,6 +121,7 @@ class ScoringPool:
         self._typical_seconds: float | None = None  # moving average of the time per answer, by the workers' clocks
         self._done: list[tuple[str, Outcome]] = []  # outcomes that `poll` has not returned yet
         self._errors: deque[TaskError] = deque()  # errors that `poll` has not raised yet
+        self._printed = PrintedLines(self.task.name)
         self._next_number = 0
         self._next_serial = 0
         self._failed_starts = 0
@@ -322,19 +322,21 @@ class ScoringPool:
             if reply.ready:
                 self._work_seconds = reply.ready.work_seconds
             else:
-                message = f'task "{self.task.name}" cannot be loaded for scoring: {reply.broken}; correct its file'
+                message = f'task "{self.task.name}" cannot be loaded for scoring: {reply.broken}'
                 self._errors.append(TaskError(message))
             return
         if worker.ready is None or not worker.items or worker.items[0].number != reply.number:
             worker.garbled = "the grader's process sent a reply to another answer than the one it was given"
             return
         item = worker.items.popleft()
+        if reply.printed:
+            self._printed.add(reply.printed, reply.num_lines)
         # A moving average over about the last four answers. Foreign code may have made the number nonsense.
         if 0 <= reply.seconds < math.inf:
             typical = reply.seconds if self._typical_seconds is None else self._typical_seconds
             self._typical_seconds = typical + (reply.seconds - typical) / 4
         if reply.failure or reply.memory:
-            raised = f"the grader raised {reply.failure or reply.memory}"
+            raised = f"the grader raised {reply.failure or reply.memory + self.limits.advise_on_memory()}"
             self._retry_or_fail(item, Trouble(raised, exhausted=bool(reply.memory)))
         elif reply.contract:
             self._finish_refused(item, TaskError(reply.contract))
@@ -371,7 +373,8 @@ class ScoringPool:
             # A worker that replays an episode has the time for each of its answers.
             seconds *= worker.items[0].num_answers
         if worker.items and silent > seconds:
-            return Trouble(f"the grader took longer than {seconds:g} s", exhausted=True)
+            advice = self.limits.advise_on_time(self._work_seconds)
+            return Trouble(f"the grader took longer than {seconds:g} s{advice}", exhausted=True)
         if worker.wasted_since is not None and time.monotonic() - worker.wasted_since > WASTED_SECONDS:
             # While no other item waits, the dropped answer is in the way of nothing.
             held_up = (item for item in worker.items if item.number in self._ids)
@@ -387,7 +390,8 @@ class ScoringPool:
         on, `poll` raises TaskError.
         """
         end = worker.kill()
-        trouble = trouble or Trouble(f"the grader's process {end.how}", end.exhausted, over_limit=end.over_limit)
+        how = end.how + (self.limits.advise_on_time(self._work_seconds) if end.over_limit else "")
+        trouble = trouble or Trouble(f"the grader's process {how}", end.exhausted, over_limit=end.over_limit)
         self.num_restarts += 1
         first = worker.items.popleft() if worker.items and worker.ready else None
         # Only the first item was begun. The others go back to the front of the queues, in their order, and their try
@@ -447,7 +451,7 @@ class ScoringPool:
         If an empty answer was scored instead, because the real one was too much work, that is counted and replaces the
         outcome's reason. In an episode the outcome then also has the empty answer, as `stand_in`.
         """
-        if item.number in self._emptied:
+        if item.number in self._emptied and item.number in self._ids:
             self.num_over_limit += 1
             outcome = replace(outcome, reason=f"{OVER_LIMIT} of {self._work_seconds:g} s")
             if item.past is not None:

@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from cohort.scoring.guard import END_SECONDS
 from cohort.scoring.wire import MAX_LINE, Hello, Item, Ready, Reply
 
 # Environment variables that a worker gets. This is a list of what is allowed, because keys and other secrets have too
@@ -39,6 +40,10 @@ def make_worker_environment() -> dict[str, str]:
 EXHAUSTION_SIGNALS = (signal.SIGPROF, signal.SIGXCPU, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)
 
 
+# Seconds that a guard has to end its worker; it needs thousandths. A guard may be stopped by foreign code.
+GUARD_SECONDS = 2 * END_SECONDS
+
+
 @dataclass(frozen=True, slots=True)
 class ProcessEnd:
     """How a worker ended, as `Worker.kill` found it."""
@@ -48,10 +53,23 @@ class ProcessEnd:
     over_limit: bool = False  # whether it used up its CPU time
 
 
-class Worker:
-    """A scoring worker: a process in a session of its own, with a pipe in each direction that never blocks the pool.
+def name_signal(number: int) -> str:
+    """Returns the name of a signal, like SIGSEGV; "signal 40" for one without a name.
 
-    The kernel kills a worker when the thread that made it ends, so a pool must be made in a thread that outlives it.
+    >>> name_signal(11), name_signal(40)
+    ('SIGSEGV', 'signal 40')
+    """
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+class Worker:
+    """A scoring worker and its guard: two processes, and a pipe in each direction that never blocks the pool.
+
+    The guard is this process's child, and the worker the guard's. When this process ends for any reason, the guard ends
+    the worker and what that has started.
     """
 
     def __init__(self, hello: Hello, serial: int) -> None:
@@ -66,18 +84,20 @@ class Worker:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  (lives as long as the worker)
         requests, self._requests = os.pipe()
         self._replies, replies = os.pipe()
-        arguments = map(str, (requests, replies, os.getpid()))
+        # Nothing is sent through it until the worker is to end. The end of this process closes it.
+        lifeline, self._lifeline = os.pipe()
+        arguments = map(str, (requests, replies, lifeline, os.getpid()))
         self._process = subprocess.Popen(
             [sys.executable, "-m", "cohort.scoring.worker", *arguments],
             stdin=subprocess.DEVNULL,
             stdout=self._log,
             stderr=self._log,
-            pass_fds=(requests, replies),
+            pass_fds=(requests, replies, lifeline),
             env=make_worker_environment(),
             start_new_session=True,
         )
-        os.close(requests)
-        os.close(replies)
+        for fd in (requests, replies, lifeline):
+            os.close(fd)
         for fd in (self._requests, self._replies):
             os.set_blocking(fd, False)
         self._outgoing = bytearray(hello.encode())
@@ -85,8 +105,8 @@ class Worker:
         self.flush()
 
     @property
-    def pid(self) -> int:
-        """The process id of the worker."""
+    def guard_pid(self) -> int:
+        """The process id of the worker's guard."""
         return self._process.pid
 
     def register_with(self, poll: select.poll) -> None:
@@ -138,7 +158,7 @@ class Worker:
         replies: list[Reply] = []
         try:
             replies += map(Reply.decode, lines)
-        except (ValueError, TypeError, RecursionError):
+        except ValueError:
             self.garbled = "the grader wrote into the pipe of the scoring protocol"
         if len(rest) > MAX_LINE:
             self.garbled = f"the reply of the grader's process is longer than {MAX_LINE} bytes"
@@ -147,32 +167,31 @@ class Worker:
         return replies
 
     def has_died(self) -> bool:
-        """Returns whether the process has ended, without waiting. Its exit status stays available for `kill`."""
-        # `kill` reaps the process. Until then the kernel gives its id, which is also its group's, to no other process.
-        flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
-        try:
-            return os.waitid(os.P_PID, self._process.pid, flags) is not None
-        except ChildProcessError:
-            # Other code in this process waited for any child and reaped this one.
-            return True
+        """Returns whether worker and guard have ended, without waiting. `kill` can still tell how."""
+        return self._process.poll() is not None
 
     def kill(self) -> ProcessEnd:
-        """Kills the process and its whole process group, waits for its end, and closes the pipes. To be called once.
+        """Ends the worker and all processes that it started, waits for that, and closes the pipes. To be called once.
 
-        Returns how the process ended: "was killed", or what had ended it before this call and what it had printed.
+        Returns how the worker ended: "was killed", or what had ended it before this call and what it had printed.
         """
         was_dead = self.has_died()
-        # Also when the process is dead: it may have left children in its group.
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        code = self._process.wait()
+        # Told by a byte, because forks of this process may hold the pipe open. A guard that is dead does not read it.
+        with suppress(BrokenPipeError):
+            os.write(self._lifeline, b"!")
+        try:
+            code = self._process.wait(GUARD_SECONDS)
+        except subprocess.TimeoutExpired:
+            # Foreign code has stopped the guard.
+            self._process.kill()
+            code = self._process.wait()
         self._log.seek(0)
         printed = self._log.read(2000).decode(errors="replace").strip()
         self._log.close()
-        os.close(self._requests)
-        os.close(self._replies)
+        for fd in (self._requests, self._replies, self._lifeline):
+            os.close(fd)
         if not was_dead:
             return ProcessEnd("was killed")
-        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+        how = f"was ended by {name_signal(-code)}" if code < 0 else f"exited with code {code}"
         text = how + (f"; it had printed {printed[-300:]!r}" if printed else "")
         return ProcessEnd(text, -code in EXHAUSTION_SIGNALS, -code in (signal.SIGPROF, signal.SIGXCPU))

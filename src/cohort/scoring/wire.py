@@ -14,12 +14,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cohort.errors import TaskError
+from cohort.system.json_text import parse_json, show_value
 from cohort.tasks.environment import AgainRules, Past
 from cohort.tasks.ref import TaskRef
 from cohort.types import Answer, Key, Message, Row
 
 MAX_LINE = 1 << 20  # bytes of a worker's reply; a longer line is not accepted as one
+# Wall-clock seconds per CPU second of a work limit: an answer is not wrong because the machine is busy.
+WALL_PER_CPU_SECOND = 6.0
 MAX_FAILURE = 1000  # characters of a failure's description that are kept
+MAX_PRINTED = 2000  # characters of what a grader prints per answer that are sent to the pool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,6 +36,25 @@ class Limits:
     """Address space beyond what the loaded task already uses."""
     output_bytes: int = 1 << 20
     """Size of the largest file that the grader can write. What it prints beyond this per answer is dropped."""
+
+    def advise_on_time(self, work_seconds: float) -> str:
+        """Returns the end of a message about a grader that took too long: how to give it more time.
+
+        `work_seconds` is that of the task; 0 = it has none.
+        """
+        if work_seconds:
+            return f"; make it quicker, or raise `work_seconds = {work_seconds:g}` in the task's class"
+        return (
+            f"; make it quicker, or set `work_seconds = {self.seconds:g}` in the task's class, which gives it up to "
+            f"{WALL_PER_CPU_SECOND * self.seconds:g} s; an answer that needs more is then wrong"
+        )
+
+    def advise_on_memory(self) -> str:
+        """Returns the end of a message about a grader that ran out of memory: what it may use, and how to need less."""
+        return (
+            f"; scoring one answer may use {self.memory_mb} MB more than the loaded task: use less, or load large "
+            "data when the module is imported"
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,7 +73,7 @@ class Hello:
     @staticmethod
     def decode(line: bytes) -> Hello:
         """Returns the message that `encode` wrote as `line`."""
-        message = json.loads(line)
+        message = parse_json(line)
         task = TaskRef(**message["task"])
         limits = Limits(**message["limits"])
         again = message["again"]
@@ -87,7 +110,7 @@ class Item:
     @staticmethod
     def decode(line: bytes) -> Item:
         """Returns the item that `encode` wrote as `line`."""
-        number, row, *rest = json.loads(line)
+        number, row, *rest = parse_json(line)
         # An answer has five fields; anything after them is the past of an episode.
         answer = _answer_from_list(rest[:5])
         episode = rest[5:]
@@ -137,6 +160,8 @@ class Reply:
     memory: str = ""  # how the grader ran out of memory
     contract: str = ""  # what is wrong with the grader's result
     seconds: float = 0.0  # how long scoring took, by the worker's clock
+    printed: str = ""  # the beginning of what the grader printed
+    num_lines: int = 0  # how many lines it printed
 
     def encode(self) -> bytes:
         """Returns the reply as a line of JSON: an object without the fields that have their defaults."""
@@ -149,11 +174,11 @@ class Reply:
     def decode(line: bytes) -> Reply:
         """Returns the reply that `encode` wrote as `line`. Missing fields have their defaults.
 
-        Checks names and JSON types of the fields, not which of them are set together. Raises ValueError or TypeError
-        for a line that is not a reply, and RecursionError or OverflowError for some that were made to do harm.
+        Checks names and JSON types of the fields, not which of them are set together. Raises ValueError for a line that
+        is not a reply.
         """
         # Foreign code shares the worker's process and may write anything into the pipe, so every type is checked.
-        fields = json.loads(line)
+        fields = parse_json(line)
         if not isinstance(fields, dict) or not fields.keys() <= _DEFAULTS.keys():
             raise ValueError("not a reply")
         for key, value in fields.items():
@@ -161,14 +186,23 @@ class Reply:
             if type(value) is not expected:
                 raise ValueError(f"{key} is not a {expected.__name__}")
         if "ready" in fields:
-            parts, accuracy, seconds = fields["ready"]
-            fields["ready"] = Ready(tuple(map(str, parts)), str(accuracy), float(seconds))
+            fields["ready"] = _read_ready(fields["ready"])
         return Reply(**fields)
+
+
+def _read_ready(fields: list[Any]) -> Ready:
+    """Returns what a worker says of its task, from the list in its reply. Raises ValueError if that is another list."""
+    kinds = [list, str, float]
+    if [type(value) for value in fields] != kinds or not all(isinstance(part, str) for part in fields[0]):
+        raise ValueError("ready is not a list of parts, accuracy and seconds")
+    if not 0 <= fields[2] < math.inf:
+        raise ValueError(f"ready has {fields[2]} seconds")
+    return Ready(tuple(fields[0]), fields[1], fields[2])
 
 
 # JSON types of the fields of a reply; all others are strings.
 _TYPES: dict[str, type] = {"ready": list, "number": int, "parts": dict, "replies": list}
-_TYPES |= {"cost": float, "seconds": float}
+_TYPES |= {"cost": float, "seconds": float, "num_lines": int}
 _DEFAULTS: dict[str, Any] = {f.name: [] if f.name == "replies" else f.default for f in dataclasses.fields(Reply)}
 
 
@@ -186,7 +220,7 @@ def check_environment_reply(name: str, row_id: str, reply: Reply) -> None:
     for message in reply.replies:
         if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
             raise TaskError(
-                f"{where} returned the message {str(message)[:60]} in `replies`; its method `step` must return dicts "
+                f"{where} returned the message {show_value(message)} in `replies`; its method `step` must return dicts "
                 "whose role and content are both strings"
             )
     if not math.isfinite(reply.cost):

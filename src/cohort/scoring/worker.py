@@ -1,8 +1,8 @@
 """The program of a scoring worker: it reads answers, runs the task's grader on each, and writes the outcomes.
 
-The pool starts it as `python -m cohort.scoring.worker REQUESTS REPLIES PARENT`. The first two are inherited file
-descriptors and not the standard streams, so that what the grader prints or reads cannot get into the protocol. PARENT
-is the process id of the pool.
+The pool starts it as `python -m cohort.scoring.worker REQUESTS REPLIES LIFELINE POOL`. The first three are inherited
+file descriptors and not the standard streams, so that what the grader prints or reads cannot get into the protocol.
+POOL is the process id of the pool. The process forks: the child is the worker, the parent its guard (`guard.py`).
 """
 
 from __future__ import annotations
@@ -20,13 +20,15 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import BinaryIO
 
-from cohort.errors import TaskError
-from cohort.scoring.wire import MAX_FAILURE, Hello, Item, Limits, Ready, Reply
+from cohort.errors import CohortError, TaskError, UserCodeError
+from cohort.scoring.guard import start_guard
+from cohort.scoring.wire import MAX_FAILURE, MAX_PRINTED, Hello, Item, Limits, Ready, Reply
+from cohort.system.kernel import limit_memory, measure_peak_memory, set_soft_limit
 from cohort.tasks.base import MAX_REASON, Task, check_parts, grade
+from cohort.tasks.calls import describe_columns
 from cohort.tasks.environment import Environment, Episodes, SingleTurn, Step, ThinkAgain
 from cohort.types import Answer
-
-_PR_SET_PDEATHSIG = 1  # from Linux's prctl.h
+from cohort.user_code import find_frame
 
 
 class CapturedOutput(io.TextIOBase):
@@ -35,10 +37,12 @@ class CapturedOutput(io.TextIOBase):
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.size = 0
+        self.num_lines = 0  # line breaks that were printed since the last `clear`, also those that were not kept
         self.pieces: list[str] = []
 
     def write(self, text: str) -> int:
         """Keeps as much of the text as the limit allows. Returns the length of the whole text, as text streams do."""
+        self.num_lines += text.count("\n")
         if self.size < self.limit:
             self.pieces.append(text[: self.limit - self.size])
             self.size += len(self.pieces[-1])
@@ -47,6 +51,7 @@ class CapturedOutput(io.TextIOBase):
     def clear(self) -> None:
         """Drops the text that was kept, so that `limit` characters can be kept again."""
         self.size = 0
+        self.num_lines = 0
         self.pieces.clear()
 
     @property
@@ -59,42 +64,19 @@ class CapturedOutput(io.TextIOBase):
         return True
 
 
-def die_with_parent(parent: int) -> None:
-    """Asks the kernel to kill this process when its parent dies for any reason. Does nothing outside Linux.
-
-    `parent` is the parent's process id: if that process is dead already, this one ends at once, with code 0. The end of
-    the parent's thread that started this process counts too. Processes that this one forks later are killed when it
-    dies. Raises OSError if the kernel refuses.
-    """
-    if sys.platform != "linux":
-        # Elsewhere the worker ends when it next reads from the pipe of requests, which is then at its end.
-        return
-    import ctypes
-
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    # The parent may have died before the call above; then no signal will come.
-    if os.getppid() != parent:
-        os._exit(0)
-    # Forked processes do not inherit the setting. Without it, those of the grader would outlive a kill.
-    os.register_at_fork(after_in_child=lambda: libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0))
-
-
-def set_limits(limits: Limits) -> None:
+def set_limits(limits: Limits, guard_fd: int) -> None:
     """Limits memory and file size of this process and turns core dumps off. CPU time is limited per answer instead.
 
-    The limit of memory is the address space in use now (outside Linux: 0) plus `limits.memory_mb`. The limit of file
-    size is `limits.output_bytes`.
+    The limit of memory is what is in use now plus `limits.memory_mb`. Where the kernel does not enforce it, the limit
+    is written to `guard_fd`, as a number of bytes of resident memory, and the guard enforces it; nothing is written
+    otherwise. The limit of file size is `limits.output_bytes`.
     """
-    # Address space that the loaded task already uses is not counted. Outside Linux it is unknown and taken as 0.
-    in_use = 0
-    if os.path.exists("/proc/self/statm"):
-        with open("/proc/self/statm") as statm:
-            in_use = int(statm.read().split()[0]) * resource.getpagesize()
-    _set_soft_limit(resource.RLIMIT_AS, in_use + (limits.memory_mb << 20))
-    _set_soft_limit(resource.RLIMIT_FSIZE, limits.output_bytes)
-    _set_soft_limit(resource.RLIMIT_CORE, 0)
+    # What the loaded task already uses is not counted.
+    more = limits.memory_mb << 20
+    if not limit_memory(more):
+        os.write(guard_fd, str(measure_peak_memory() + more).encode())
+    set_soft_limit(resource.RLIMIT_FSIZE, limits.output_bytes)
+    set_soft_limit(resource.RLIMIT_CORE, 0)
 
 
 def renew_cpu_limit(seconds: float) -> None:
@@ -103,16 +85,7 @@ def renew_cpu_limit(seconds: float) -> None:
     Beyond it the kernel sends SIGXCPU.
     """
     used = resource.getrusage(resource.RUSAGE_SELF)
-    _set_soft_limit(resource.RLIMIT_CPU, math.ceil(used.ru_utime + used.ru_stime + seconds) + 1)
-
-
-def _set_soft_limit(which: int, value: int) -> None:
-    """Sets the soft limit `which` (resource.RLIMIT_*) to `value`, or to the hard limit if that is lower.
-
-    The hard limit stays as it was.
-    """
-    hard = resource.getrlimit(which)[1]
-    resource.setrlimit(which, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
+    set_soft_limit(resource.RLIMIT_CPU, math.ceil(used.ru_utime + used.ru_stime + seconds) + 1)
 
 
 def seed_random(item: Item, answer: Answer) -> None:
@@ -146,7 +119,9 @@ def score_item(
     except MemoryError as error:
         return Reply(number=item.number, memory=describe_error(error, printed.text))
     except BaseException as error:
-        return Reply(number=item.number, failure=describe_error(error, printed.text))
+        # A column that the row does not have is the most frequent mistake.
+        columns = f"; the row's {describe_columns(item.row)}" if isinstance(error, KeyError) else ""
+        return Reply(number=item.number, failure=describe_error(error, printed.text, columns))
     return Reply(number=item.number, parts=outcome.parts, reason=outcome.reason)
 
 
@@ -175,14 +150,20 @@ def make_step_reply(task: Task, item: Item, step: Step) -> Reply:
     return Reply(number=item.number, parts=parts, reason=reason, replies=replies, cost=float(step.cost))
 
 
-def describe_error(error: BaseException, printed: str = "") -> str:
+def describe_error(error: BaseException, printed: str = "", more: str = "") -> str:
     """Returns a text: what was raised, in which file and line if known, and the end of `printed`, the grader's output.
 
-    It is cut after 1000 characters. The error's own text may have line breaks, which stay.
+    `more` stands before that output. The text is cut after 1000 characters. The error's own text may have line breaks,
+    which stay.
     """
     frames = traceback.extract_tb(error.__traceback__)
-    place = f" ({os.path.basename(frames[-1].filename)}, line {frames[-1].lineno})" if frames else ""
-    tail = f"; it had printed {printed[-200:]!r}" if printed else ""
+    # The grader's own line tells its author more than the line of a library that it calls.
+    frame = find_frame(error) or (frames[-1] if frames else None)
+    place = f" ({os.path.basename(frame.filename)}, line {frame.lineno})" if frame else ""
+    tail = more + (f"; it had printed {printed[-200:]!r}" if printed else "")
+    if isinstance(error, UserCodeError):
+        # It names the exception and the place already.
+        return _shorten(f"{' '.join(str(error).split())}{tail}")
     return _shorten(f"{type(error).__name__}: {error}{place}{tail}")
 
 
@@ -221,7 +202,10 @@ def serve(task: Task, hello: Hello, requests: BinaryIO, send: Callable[[bytes], 
         sys.stdout = sys.stderr = printed
         began = monotonic()
         reply = score_item(task, episodes, item, prepare_answer, printed)
-        line = replace(reply, seconds=monotonic() - began).encode()
+        reply = replace(reply, seconds=monotonic() - began)
+        if printed.pieces:
+            reply = replace(reply, printed=printed.text[:MAX_PRINTED], num_lines=printed.num_lines)
+        line = reply.encode()
         # If the grader forked and its child returned to here, the child must not send a second reply.
         if os.getpid() != worker_pid:
             os._exit(0)
@@ -233,10 +217,11 @@ def main(arguments: list[str]) -> None:
     """Runs a scoring worker: reads the hello, loads its task, replies "ready", and scores items until requests end.
 
     If the task cannot be loaded, it replies "broken" and returns. `arguments` are the file descriptors of requests and
-    replies, and the process id of the parent.
+    replies, that of the guard's lifeline, and the process id of the pool.
     """
-    requests_fd, replies_fd, parent = map(int, arguments)
-    die_with_parent(parent)
+    requests_fd, replies_fd, lifeline, pool = map(int, arguments)
+    # From here on this is a child of the process that the pool started.
+    guard_fd = start_guard(pool, lifeline, worker_fds=(requests_fd, replies_fd))
     for fd in (requests_fd, replies_fd):
         os.set_inheritable(fd, False)
     requests = os.fdopen(requests_fd, "rb")
@@ -256,9 +241,12 @@ def main(arguments: list[str]) -> None:
         for module in task.packages:
             importlib.import_module(module)
     except BaseException as error:
-        send(Reply(broken=describe_error(error, printed.text)).encode())
+        # Errors of Cohort end with their own advice.
+        advice = "" if isinstance(error, CohortError) else "; correct its file"
+        send(Reply(broken=describe_error(error, printed.text) + advice).encode())
         return
-    set_limits(hello.limits)
+    set_limits(hello.limits, guard_fd)
+    os.close(guard_fd)
     send(Reply(ready=Ready(task.parts, task.accuracy, task.work_seconds)).encode())
     serve(task, hello, requests, send)
 

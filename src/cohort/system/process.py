@@ -15,15 +15,37 @@ _M_TOP_PAD = -2
 _M_MMAP_THRESHOLD = -3
 
 
-def shorten_thread_spinning() -> None:
-    """Makes torch's threads sleep after a short time of busy waiting. Must be called before torch is imported.
+def require_unix() -> None:
+    """Raises ConfigError on Windows, which lacks much of what runs, locks and scoring workers are made of."""
+    if sys.platform == "win32":
+        raise ConfigError(
+            "Cohort runs on Linux and macOS. On Windows use WSL: run `wsl --install` once, then install and start "
+            "Cohort in its Linux shell."
+        )
 
-    Sets the environment variable GOMP_SPINCOUNT to 5000, unless OMP_WAIT_POLICY or GOMP_SPINCOUNT is set. On a busy
-    machine long spinning made steps ten times slower. On a quiet machine a short spin makes steps a tenth slower, no
-    spin a half slower.
+
+def shorten_thread_spinning() -> None:
+    """Makes torch's threads sleep after a short time of busy waiting, if torch is not imported yet.
+
+    Otherwise it does nothing, because the library of threads has read its settings: see `spins_long`.
+
+    Sets GOMP_SPINCOUNT to 5000 and KMP_BLOCKTIME to 1 (millisecond) in the environment, each unless it is set, and
+    neither if OMP_WAIT_POLICY is set. The first is for the library of threads of torch on Linux, the second for that of
+    macOS and of some other builds. With the first, on a busy machine long spinning made steps ten times slower. On a
+    quiet machine a short spin makes steps a tenth slower, no spin a half slower.
     """
-    if "OMP_WAIT_POLICY" not in os.environ:
+    if "OMP_WAIT_POLICY" not in os.environ and "torch" not in sys.modules:
         os.environ.setdefault("GOMP_SPINCOUNT", "5000")
+        os.environ.setdefault("KMP_BLOCKTIME", "1")
+
+
+def spins_long() -> bool:
+    """Returns whether torch's threads spin for long while they wait, because torch was imported before Cohort.
+
+    Only on Linux, and not if the user has chosen how they wait.
+    """
+    chosen = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys()
+    return sys.platform.startswith("linux") and not chosen
 
 
 def keep_freed_memory() -> None:
@@ -33,7 +55,7 @@ def keep_freed_memory() -> None:
     cleared. That takes a twentieth of a training step on a CPU. Peak memory is the same. It has no effect if the C
     library is not glibc, or if the user has set MALLOC_ variables.
     """
-    if not sys.platform.startswith("linux") or any(name.startswith("MALLOC_") for name in os.environ):
+    if any(name.startswith("MALLOC_") for name in os.environ):
         return
     try:
         mallopt = ctypes.CDLL(None).mallopt

@@ -16,7 +16,8 @@ from typing import Any
 
 import tokenizers
 
-from cohort.errors import ModelError, TaskError
+from cohort.errors import ModelError, TaskError, shorten_error
+from cohort.system.json_text import show_value
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,12 +80,23 @@ class Markup:
 def read_added_tokens(spec: dict[str, Any]) -> list[AddedToken]:
     """Returns the added tokens in `spec`, the content of tokenizer.json, in its order; [] if it has none.
 
-    Tokens of white space alone are left out unless they are special, because they are text.
+    Tokens of white space alone are left out unless they are special, because they are text. Raises ModelError for an
+    entry that lacks an id, a text or whether it is special.
     """
+    entries = spec.get("added_tokens") or []
+    types = {"id": int, "content": str, "special": bool}
+    for t in entries if isinstance(entries, list) else [entries]:
+        if not isinstance(t, dict) or any(type(t.get(key)) is not kind for key, kind in types.items()):
+            raise ModelError(
+                f"the model's tokenizer.json has {show_value(t)} in added_tokens, which must be a list of objects with "
+                "id, content and special; replace it by an intact copy, or use another model"
+            )
     # Some vocabularies add runs of white space as tokens. These are text and not markup.
     return [
-        AddedToken(id=t["id"], spelling=t["content"], special=t["special"], single_word=t.get("single_word", False))
-        for t in spec.get("added_tokens") or []
+        AddedToken(
+            id=t["id"], spelling=t["content"], special=t["special"], single_word=bool(t.get("single_word", False))
+        )
+        for t in entries
         if t["special"] or t["content"].strip()
     ]
 
@@ -97,6 +109,27 @@ def build_renamed_tokenizer(spec: dict[str, Any], markup: Markup, mark: str) -> 
     if it cannot be used, or if it gives an added token two different ids.
     """
     names = {t.spelling: markup.make_token_name(i, mark) for i, t in enumerate(markup.tokens)}
+    try:
+        tokenizer = tokenizers.Tokenizer.from_str(json.dumps(spec | _rename_tokens(spec, names)))
+    except Exception as e:
+        raise ModelError(
+            f"the package tokenizers {tokenizers.__version__} does not accept the model's tokenizer.json: "
+            f"{shorten_error(e)}; upgrade the package (pip install -U tokenizers), or use another model"
+        ) from e
+    for token in markup.tokens:
+        if tokenizer.token_to_id(names[token.spelling]) != token.id:
+            raise ModelError(
+                f'the model\'s tokenizer.json gives "{token.spelling}" the id {token.id} in added_tokens, but another '
+                "one in its vocabulary; correct one of the two there, or use another model"
+            )
+    return tokenizer
+
+
+def _rename_tokens(spec: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
+    """Returns the entries of `spec`, the content of tokenizer.json, that change if its added tokens get these names.
+
+    Texts are neither framed by special tokens nor cut nor padded any more. A malformed `spec` raises any exception.
+    """
     model = dict(spec["model"])
     vocab = model.get("vocab", {})
     if isinstance(vocab, dict):
@@ -110,27 +143,7 @@ def build_renamed_tokenizer(spec: dict[str, Any], markup: Markup, mark: str) -> 
         t | {"content": names[t["content"]], "normalized": False} if t["content"] in names else t
         for t in spec.get("added_tokens") or []
     ]
-    changed = {
-        "model": model,
-        "added_tokens": entries,
-        "post_processor": None,
-        "truncation": None,
-        "padding": None,
-    }
-    try:
-        tokenizer = tokenizers.Tokenizer.from_str(json.dumps(spec | changed))
-    except Exception as e:
-        raise ModelError(
-            f"the package tokenizers {tokenizers.__version__} does not accept the model's tokenizer.json: {e}; "
-            "upgrade the package (pip install -U tokenizers), or use another model"
-        ) from e
-    for token in markup.tokens:
-        if tokenizer.token_to_id(names[token.spelling]) != token.id:
-            raise ModelError(
-                f'the model\'s tokenizer.json gives "{token.spelling}" the id {token.id} in added_tokens, but another '
-                "one in its vocabulary; correct one of the two there, or use another model"
-            )
-    return tokenizer
+    return {"model": model, "added_tokens": entries, "post_processor": None, "truncation": None, "padding": None}
 
 
 def find_unused_characters(count: int, texts: Iterable[str]) -> list[str]:

@@ -29,3 +29,21 @@ def join_contents(messages: Sequence[Message]) -> str:
         )
     continued = bool(messages) and messages[-1].get("role") == "assistant"
     return GAP.join(map(str, contents)) + ("" if continued else GAP)
+
+
+def add_system(messages: Sequence[Message], system: str) -> list[Message]:
+    """Returns the messages with the text `system` as a system message before them; unchanged if it is "".
+
+    If a task begins with a system message of its own, the text is put before that one's, with a blank line between.
+
+    >>> add_system([{"role": "user", "content": "1+1?"}], "Be brief.")
+    [{'role': 'system', 'content': 'Be brief.'}, {'role': 'user', 'content': '1+1?'}]
+    >>> add_system([{"role": "system", "content": "Add."}], "Be brief.")
+    [{'role': 'system', 'content': 'Be brief.\\n\\nAdd.'}]
+    """
+    if not system:
+        return list(messages)
+    first = messages[0] if messages else {}
+    if first.get("role") == "system" and isinstance(first.get("content"), str):
+        return [{**first, "content": system + GAP + first["content"]}, *messages[1:]]
+    return [{"role": "system", "content": system}, *messages]

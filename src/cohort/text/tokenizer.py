@@ -7,15 +7,18 @@ user, system or tool text stays text. Assistant text may contain markup ("<think
 from __future__ import annotations
 
 import json
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
 from cohort.errors import ModelError, TaskError
+from cohort.text.folder import SURROGATE, as_list, get_spelling, read_object, read_templates
 from cohort.text.markup import (
     Markup,
     build_renamed_tokenizer,
@@ -25,7 +28,7 @@ from cohort.text.markup import (
     read_added_tokens,
 )
 from cohort.text.plain import join_contents
-from cohort.text.template import ChatTemplate
+from cohort.text.template import FROM_FILE, FROM_MODEL, ChatTemplate, TemplateDescription
 from cohort.types import Message, Provenance
 
 # The names under which tokenizer_config.json gives special tokens, and by which templates ask for them.
@@ -41,21 +44,48 @@ class RenderedPrompt:
     forced_text: str = ""  # the assistant message to be continued; "" if there is none
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GuardedConversation:
+    """A conversation whose texts have names with `guard` in place of spellings of special tokens.
+
+    `mark` renames the tokens that are meant, and the two `tags` are for finding places in the rendered text. None of
+    these four characters occurs in any text of the conversation or the template.
+    """
+
+    template: ChatTemplate
+    messages: list[Message]
+    tools: list[Any] | None
+    mark: str
+    guard: str
+    tags: tuple[str, str]
+    has_half_character: bool  # whether a message has a lone surrogate
+
+
 class Tokenizer:
     """The vocabulary of a model with its chat templates and stop tokens.
 
     `spec` is the content of tokenizer.json, `roles` the spellings of special tokens by role, `templates` the sources of
-    chat templates by name, and `stop_ids` the tokens that end a turn besides eos.
+    chat templates by name, and `stop_ids` the tokens that end a turn besides eos. `date` is the day, as YYYY-MM-DD,
+    that templates see as today; "" = the real one. `origin` says where the templates come from.
     """
 
-    def __init__(self, spec: dict[str, Any], *, roles: dict[str, str], templates: dict[str, str], stop_ids: set[int]):
+    def __init__(
+        self,
+        spec: dict[str, Any],
+        *,
+        roles: dict[str, str],
+        templates: dict[str, str],
+        stop_ids: set[int],
+        date: str = "",
+        origin: TemplateDescription = FROM_MODEL,
+    ):
         self._spec = spec
         self._markup = Markup(read_added_tokens(spec))
         self._cores: dict[str, tokenizers.Tokenizer] = {}  # by the mark with which the added tokens are renamed
         self._roles = roles
-        self._templates = {name: ChatTemplate(source, roles) for name, source in templates.items()}
+        self._templates = {name: ChatTemplate(source, roles, date, origin) for name, source in templates.items()}
         core = self._get_core(find_unused_characters(1, [])[0])
-        self.vocab_size: int = max(core.get_vocab(with_added_tokens=True).values()) + 1
+        self.vocab_size: int = max(core.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self.special_ids: frozenset[int] = frozenset(t.id for t in self._markup.tokens if t.special)
         known = {t.spelling: t.id for t in self._markup.tokens}
         eos = roles.get("eos_token", "")
@@ -64,26 +94,33 @@ class Tokenizer:
         self.stop_ids: tuple[int, ...] = tuple(sorted(i for i in stops if i < self.vocab_size))
 
     @classmethod
-    def load(cls, folder: str | Path) -> Tokenizer:
-        """Returns the tokenizer of a model folder, with its chat templates and stop tokens.
+    def load(cls, folder: str | Path, date: str = "", template: str = "") -> Tokenizer:
+        """Returns the tokenizer of a model folder, with its chat templates and stop tokens. `date` is as in the class.
 
+        `template` is the source of a chat template to use in place of the model's own; "" = the model's own.
         Stop tokens are `eos_token` and each `eos_token_id` in config.json and generation_config.json. Raises ModelError
         if there is no usable tokenizer.json, if another JSON file is damaged, or if a template is not valid.
         """
         folder = Path(folder)
-        spec = _read_json(folder / "tokenizer.json")
+        spec = read_object(folder / "tokenizer.json")
         if not isinstance(spec.get("model"), dict):
             raise ModelError(
                 f"{folder} has no usable tokenizer.json; use a model that has one, or write it with transformers: "
                 f"AutoTokenizer.from_pretrained(MODEL).save_pretrained({str(folder)!r})"
             )
-        settings = _read_json(folder / "special_tokens_map.json") | _read_json(folder / "tokenizer_config.json")
-        roles = {role: text for role in SPECIAL_TOKEN_ROLES if (text := _get_spelling(settings.get(role)))}
+        settings = read_object(folder / "special_tokens_map.json") | read_object(folder / "tokenizer_config.json")
+        roles = {role: text for role in SPECIAL_TOKEN_ROLES if (text := get_spelling(settings.get(role)))}
         stops: set[int] = set()
         for name in ("config.json", "generation_config.json"):
-            ids = _read_json(folder / name).get("eos_token_id")
-            stops |= {i for i in (ids if isinstance(ids, list) else [ids]) if isinstance(i, int)}
-        return cls(spec, roles=roles, templates=_read_templates(folder, settings), stop_ids=stops)
+            ids = read_object(folder / name).get("eos_token_id")
+            # bool is a subclass of int.
+            stops |= {i for i in as_list(ids) if type(i) is int and i >= 0}
+        try:
+            templates = {"default": template} if template else read_templates(folder, settings)
+            origin = FROM_FILE if template else FROM_MODEL
+            return cls(spec, roles=roles, templates=templates, stop_ids=stops, date=date, origin=origin)
+        except ModelError as e:
+            raise ModelError(str(e) if template else f"{folder}: {e}") from e
 
     def encode(self, text: str, *, markup: bool = False) -> list[int]:
         """Returns the token ids of a text. The spelling of a special token in it is encoded as ordinary text.
@@ -93,16 +130,21 @@ class Tokenizer:
         """
         mark = find_unused_characters(1, [text])[0]
         written = self._markup.mark_tokens(text, mark, only=self._assistant_ids) if markup else text
-        return self._get_core(mark).encode(written, add_special_tokens=False).ids
+        return self._encode_text(written, mark).ids
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """Returns the text of token ids, with incomplete characters as U+FFFD.
 
         Special tokens are left out; with skip_special=False they are spelled, as in "<|im_end|>". Added tokens that are
-        not special, such as "<think>" in many vocabularies, are always spelled.
+        not special, such as "<think>" in many vocabularies, are always spelled. Ids that are no tokens have no text.
         """
         mark, ids = find_unused_characters(1, [])[0], list(ids)
-        text = self._get_core(mark).decode(ids, skip_special_tokens=skip_special)
+        try:
+            text = self._get_core(mark).decode(ids, skip_special_tokens=skip_special)
+        # Ids below 0, or of more than 32 bits. They are no tokens, like other ids outside the vocabulary.
+        except OverflowError:
+            ids = [i for i in ids if 0 <= i < self.vocab_size]
+            text = self._get_core(mark).decode(ids, skip_special_tokens=skip_special)
         if mark not in text:
             return text
         spelled = {t.id for t in self._markup.tokens if not (skip_special and t.special)}
@@ -139,27 +181,59 @@ class Tokenizer:
                 "the prompt is not a list of one or more messages, each a dict with a string as its role; "
                 "correct the task's method `prompt`"
             )
+        chat = self.guard_chat(messages, tools)
+        is_forced = chat.messages[-1]["role"] == "assistant"
+        history = chat.messages[:-1] if is_forced else chat.messages
+        head = chat.template.render(history, chat.tools, generation_prompt=True)
+        tail = ""
+        if is_forced:
+            head, tail = _split_continued(chat.template, history, chat.messages[-1], chat.tools, head, chat.tags[0])
+        tokens, pieces = self.encode_pieces(chat, [head, tail])
+        provenance = [int(Provenance.FORCED if piece else Provenance.PROMPT) for piece in pieces]
+        forced_text = str(messages[-1].get("content") or "") if is_forced else ""
+        return RenderedPrompt(tokens=tokens, provenance=provenance, forced_text=forced_text)
+
+    def guard_chat(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> GuardedConversation:
+        """Returns a conversation in which no spelling of a special token can become that token, with its template.
+
+        Only an assistant's content may contain markup such as "<think>". Raises ModelError if there is no template.
+        """
         template = self._choose_template(with_tools=bool(tools))
         texts = [template.source, *list_strings(list(messages)), *list_strings(tools)]
-        # `mark` renames the tokens that are meant, `guard` hides spellings in messages from that, and `tag` finds a
-        # message in the rendered text. None of the three characters occurs in any of the texts.
-        mark, guard, tag = find_unused_characters(3, texts)
-        safe = [self._guard_message(m, guard) for m in messages]
-        safe_tools = None if tools is None else map_strings(list(tools), lambda s: self._markup.mark_tokens(s, guard))
-        history, forced = (safe[:-1], safe[-1]) if safe[-1]["role"] == "assistant" else (safe, None)
-        head = template.render(history, safe_tools, generation_prompt=True)
-        tail = ""
-        if forced is not None:
-            head, tail = _split_continued(template, history, forced, safe_tools, head, tag)
-        # Spellings that are left in the text are the template's: they become tokens. Then the guarded ones come back.
-        head, tail = (
-            self._markup.restore_spellings(self._markup.mark_tokens(part, mark), guard) for part in (head, tail)
+        mark, guard, *tags = find_unused_characters(4, texts)
+        return GuardedConversation(
+            template=template,
+            messages=[self._guard_message(m, guard) for m in messages],
+            tools=None if tools is None else map_strings(list(tools), lambda s: self._markup.mark_tokens(s, guard)),
+            mark=mark,
+            guard=guard,
+            tags=(tags[0], tags[1]),
+            has_half_character=any(map(SURROGATE.search, texts[1:])),
         )
-        encoding = self._get_core(mark).encode(head + tail, add_special_tokens=False)
-        # A token that reaches across the border belongs to the forced text.
-        provenance = [int(Provenance.FORCED if end > len(head) else Provenance.PROMPT) for _, end in encoding.offsets]
-        forced_text = str(messages[-1].get("content") or "") if forced is not None else ""
-        return RenderedPrompt(tokens=encoding.ids, provenance=provenance, forced_text=forced_text)
+
+    def encode_pieces(self, chat: GuardedConversation, pieces: Sequence[str]) -> tuple[list[int], list[int]]:
+        """Returns the tokens of a text that the template of `chat` wrote, and for each the piece that it belongs to.
+
+        The text is given in `pieces`. A token that reaches across a border belongs to the later piece. Raises
+        ModelError if the template writes half of a character, TaskError if a message has one.
+        """
+        # Spellings that are left in the text are the template's: they become tokens. Then the guarded ones come back.
+        written = [self._markup.restore_spellings(self._markup.mark_tokens(p, chat.mark), chat.guard) for p in pieces]
+        text = "".join(written)
+        if SURROGATE.search(text) and not chat.has_half_character:
+            raise ModelError(
+                f"{chat.template.origin.subject} writes half of a character (a lone surrogate), which has no tokens; "
+                f"{chat.template.origin.remedy}"
+            )
+        encoding = self._encode_text(text, chat.mark)
+        ends = list(accumulate(map(len, written)))
+        return encoding.ids, [bisect_left(ends, end) for _, end in encoding.offsets]
+
+    def find_stop(self, text: str) -> tuple[int, int] | None:
+        """Returns where the first stop token that is spelled in `text` begins and ends; None if there is none."""
+        spellings = [t.spelling for t in self._markup.tokens if t.id in self.stop_ids and t.spelling in text]
+        first = min(spellings, key=text.index, default="")
+        return (text.index(first), text.index(first) + len(first)) if first else None
 
     def render_text(self, messages: Sequence[Message]) -> RenderedPrompt:
         """Returns the prompt without a chat template: the contents of the messages as tokens, separated by blank lines.
@@ -173,9 +247,9 @@ class Tokenizer:
         mark = find_unused_characters(1, [text])[0]
         forced_start = len(text) - len(forced)
         written = text[:forced_start] + self._markup.mark_tokens(forced, mark, only=self._assistant_ids)
-        encoding = self._get_core(mark).encode(written, add_special_tokens=False)
+        encoding = self._encode_text(written, mark)
         content = [int(Provenance.FORCED if end > forced_start else Provenance.PROMPT) for _, end in encoding.offsets]
-        opening = self._opening_ids
+        opening = self.opening_ids
         provenance = [int(Provenance.PROMPT)] * len(opening) + content
         return RenderedPrompt(tokens=[*opening, *encoding.ids], provenance=provenance, forced_text=forced)
 
@@ -195,20 +269,20 @@ class Tokenizer:
         _, tag_found, rest = text.partition(tag)
         if not tag_found:
             raise ModelError(
-                "the model's chat template drops earlier turns of the assistant, so that no second turn can follow; "
-                "set --turns single or use another model"
+                f"{template.origin.subject} drops earlier turns of the assistant, so that no second turn can follow; "
+                f"set --turns single or {template.origin.other}"
             )
         rest = rest.lstrip()
         if not any(t.id in self.stop_ids and rest.startswith(t.spelling) for t in self._markup.tokens):
             raise ModelError(
-                "the model's chat template ends the assistant's turn without a stop token, so that no second turn can "
-                "follow; set --turns single or use another model"
+                f"{template.origin.subject} ends the assistant's turn without a stop token, so that no second turn can "
+                f"follow; set --turns single or {template.origin.other}"
             )
         rest = self._markup.restore_spellings(self._markup.mark_tokens(rest, mark), guard)
-        return self._get_core(mark).encode(rest, add_special_tokens=False).ids
+        return self._encode_text(rest, mark).ids
 
     @cached_property
-    def _opening_ids(self) -> list[int]:
+    def opening_ids(self) -> list[int]:
         """Ids of the tokens that the tokenizer puts before every text: a beginning-of-sequence token, or none."""
         # The same text is encoded without and with special tokens; the opening is what comes before it.
         whole = tokenizers.Tokenizer.from_str(json.dumps(self._spec))
@@ -281,7 +355,8 @@ class Tokenizer:
         """
         if not self._templates:
             raise ModelError(
-                "the model has no chat template; use an instruct model, or add chat_template.jinja to its folder"
+                "the model has no chat template. Add --template text to give it prompts as plain text, --template "
+                "FILE.jinja with a template, or use an instruct model"
             )
         name = "tool_use" if with_tools and "tool_use" in self._templates else "default"
         if name not in self._templates:
@@ -291,6 +366,18 @@ class Tokenizer:
                 "chat_template.jinja to its folder"
             )
         return self._templates[name]
+
+    def _encode_text(self, text: str, mark: str) -> tokenizers.Encoding:
+        """Returns the tokens of a text in which added tokens that are meant are named with `mark`, and nothing else.
+
+        Raises TaskError for a text with half a character, which has no bytes and so no tokens.
+        """
+        if half := SURROGATE.search(text):
+            raise TaskError(
+                f"a text of the prompt has half of a character (a lone surrogate, \\u{ord(half[0]):x}), which has no "
+                "tokens; remove it from the row, or in the task's method `prompt`"
+            )
+        return self._get_core(mark).encode(text, add_special_tokens=False)
 
     def _get_core(self, mark: str) -> tokenizers.Tokenizer:
         """Returns the `tokenizers` object whose added tokens are renamed with `mark`. It is built once per mark."""
@@ -377,51 +464,10 @@ def _split_continued(
     before, tag_found, after = full.rpartition(tag)
     if not tag_found:
         raise ModelError(
-            "the model's chat template drops a final assistant message, so that the model cannot continue it; "
-            "leave that message out of the prompt, or use another model"
+            f"{template.origin.subject} drops a final assistant message, so that the model cannot continue it; "
+            f"leave that message out of the prompt, or {template.origin.other}"
         )
     # The space after the tag shows whether the template trims messages; if so, this message is trimmed too.
     before = before if after.startswith(" ") else before.rstrip()
     split = len(head) if before.startswith(head) else len(before) - len(content)
     return before[:split], before[split:]
-
-
-def _read_templates(folder: Path, settings: dict[str, Any]) -> dict[str, str]:
-    """Returns the sources of a model folder's chat templates by name, such as "default"; {} if it has none.
-
-    The first place that has any is used: the file chat_template.jinja, then `settings` (tokenizer_config.json), then
-    chat_template.json.
-    """
-    if (folder / "chat_template.jinja").is_file():
-        return {"default": (folder / "chat_template.jinja").read_text(encoding="utf-8")}
-    templates = settings.get("chat_template") or _read_json(folder / "chat_template.json").get("chat_template")
-    if isinstance(templates, str):
-        return {"default": templates}
-    return {t["name"]: t["template"] for t in templates or []}
-
-
-def _get_spelling(token: Any) -> str:
-    """Returns the spelling of a special token, which is a string or a dict with `content`; "" for anything else."""
-    return str(token.get("content", "")) if isinstance(token, dict) else token if isinstance(token, str) else ""
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    """Returns the JSON object in a file; {} if there is no such file.
-
-    Raises ModelError if the file holds anything else or cannot be read.
-    """
-    if not file.is_file():
-        return {}
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as e:
-        raise ModelError(
-            f"{file} cannot be read as JSON: {e}; replace it by an intact copy. For a pulled model, delete its folder "
-            "and run cohort pull MODEL"
-        ) from e
-    if not isinstance(value, dict):
-        raise ModelError(
-            f"{file} is not a JSON object; replace it by an intact copy. For a pulled model, delete its folder "
-            "and run cohort pull MODEL"
-        )
-    return value

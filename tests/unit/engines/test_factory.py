@@ -53,14 +53,16 @@ def test_training_needs_every_ability(missing: str):
     words = {"token_ids": "token ids", "logprobs": "log-probabilities", "live_weights": "the loading of new weights"}[
         missing
     ]
-    with pytest.raises(ConfigError, match=f"engine odd cannot train: it lacks {words}. Train with --engine native"):
+    with pytest.raises(
+        ConfigError, match=f"--engine odd is for cohort eval only: .* it lacks {words}. Train with --engine native"
+    ):
         require_for_training(Abilities(**{missing: False}), "odd")
 
 
 @pytest.mark.parametrize("name", ["vllm", "server"])
 def test_a_run_with_an_engine_that_cannot_train_is_refused_before_anything_is_written(name: str, tmp_path: Path):
     """vLLM or a server need not be there: the variant's abilities are enough to refuse it."""
-    with pytest.raises(ConfigError, match=f"engine {name} cannot train") as error:
+    with pytest.raises(ConfigError, match=f"--engine {name} is for cohort eval only") as error:
         build.train(load_config("quickstart", ["--engine", name]), tmp_path / "run", "plain")
     assert "\n" not in str(error.value) and not list(tmp_path.iterdir())
 
@@ -114,3 +116,20 @@ def test_weights_with_other_names_or_shapes_are_refused():
         copy_weights(LiveWeights(small_decoder(num_layers=1)), small_decoder())
     with pytest.raises(ModelError, match="that the model of the engine has not"):
         copy_weights(LiveWeights(small_decoder(num_layers=3)), small_decoder())
+
+
+@pytest.mark.parametrize("place", ["first", "last", "missing", "unknown"])
+def test_refused_weights_leave_the_decoder_as_it_was(place):
+    target = small_decoder(seed=1)
+    before = {name: tensor.clone() for name, tensor in target.named_weights()}
+    tensors = list(small_decoder(seed=2).named_weights())
+    if place == "missing":
+        tensors.pop()
+    elif place == "unknown":
+        tensors.append(("model.extra", torch.zeros(1)))
+    else:
+        index = 0 if place == "first" else -1
+        tensors[index] = (tensors[index][0], torch.zeros(3))
+    with pytest.raises(ModelError):
+        copy_weights(tensors, target)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in target.named_weights())

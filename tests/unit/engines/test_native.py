@@ -193,8 +193,11 @@ def test_damaged_weights_are_an_error_and_leave_no_trace():
     engine.submit(request())
     with torch.no_grad():
         engine.decoder.layers[1].down.fill_(float("nan"))
-    with pytest.raises(ModelError, match=r"version 0.*not finite"):
-        engine.poll()
+    # However often it is polled, the engine draws nothing more from these weights.
+    for _ in range(3 * engine.window):
+        with pytest.raises(ModelError, match=r"version 0.*not finite"):
+            engine.poll()
+    assert engine.slots.num_filled.max() <= engine.window + 1
     with torch.no_grad():
         for name, p in engine.decoder.named_parameters():
             p.copy_(good[name])

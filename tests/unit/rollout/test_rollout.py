@@ -26,6 +26,9 @@ class Stream:
         self.cursor = 0
         self.asked: list[int] = []
 
+    def seek(self, cursor: int) -> None:
+        self.cursor = cursor
+
     def next_prompts(self, n: int) -> list[Prompt]:
         self.asked.append(n)
         first, self.cursor = self.cursor, self.cursor + n

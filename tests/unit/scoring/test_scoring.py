@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
+import random
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +14,10 @@ import pytest
 from cohort.errors import TaskError
 from cohort.scoring.pool import ScoringPool
 from cohort.scoring.process import make_worker_environment
-from cohort.scoring.wire import MAX_FAILURE, Hello, Item, Limits, Ready, Reply
+from cohort.scoring.wire import MAX_FAILURE, Hello, Item, Limits, Ready, Reply, check_environment_reply
 from cohort.scoring.worker import CapturedOutput, describe_error, score_item
 from cohort.tasks.arithmetic import Arithmetic
-from cohort.tasks.base import make_plain_answer, task
+from cohort.tasks.base import check_parts, make_plain_answer, task
 from cohort.tasks.environment import Episodes, SingleTurn
 from cohort.tasks.ref import TaskRef
 from cohort.types import Answer
@@ -56,11 +59,53 @@ def test_records_survive_the_wire() -> None:
         b'{"ready": [["a"]]}',
         b'{"ready": [["a"], "a", "soon"]}',
         b"\xff\xfe",
+        b'{"ready": [["a"], "a", 1%s]}' % (b"0" * 400),
+        b'{"ready": [["a"], "a", 1e400]}',
+        b'{"ready": [["a"], "a", -1.0]}',
+        b'{"ready": [["a"], "a", NaN]}',
+        b'{"ready": [[[]], "a", 1.0]}',
+        b'{"ready": ["ab", "a", 1.0]}',
+        b'{"ready": 1}',
+        b'{"number": 1%s}' % (b"0" * 5000),
+        b'{"seconds": 1%s}' % (b"0" * 400),
+        b'{"parts": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        b'{"replies": ' + b'[{"a":' * 100_000,
+        b'{"reason": null}',
+        b"null",
     ],
 )
 def test_a_line_that_is_no_reply_is_refused(line: bytes) -> None:
     with pytest.raises(ValueError):
         Reply.decode(line)
+
+
+def test_any_line_is_a_reply_or_refused() -> None:
+    """Lines that a hostile grader may write: right ones with other values in the places of a few fields."""
+    values: list[Any] = [None, True, -1, 0, 10**400, 1.5, float("nan"), float("inf"), "x", "\ud800", [], [None], {}]
+    values += [{"correct": 10**400}, [["a"], "a", 1.0], [["a"], 1, 1.0], [{"role": "user", "content": None}]]
+    names = [f.name for f in dataclasses.fields(Reply)]
+    draw = random.Random(0)
+    num_replies = 0
+    for _ in range(3000):
+        chosen = {name: draw.choice(values) for name in draw.sample(names, draw.randint(1, 3))}
+        line = json.dumps(chosen).encode()
+        cut = draw.randrange(len(line)) if draw.random() < 0.2 else len(line)
+        try:
+            Reply.decode(line[:cut])
+        except ValueError:
+            continue
+        num_replies += 1
+    assert num_replies > 100
+
+
+@pytest.mark.parametrize("depth", [10, 900, 960, 980, 990, 1000, 1100])
+def test_deep_replies_are_described(depth: int) -> None:
+    line = b'{"number": 0, "replies": [%s], "parts": {"correct": %s}}' % ((b"[" * depth + b"]" * depth,) * 2)
+    with pytest.raises((ValueError, TaskError)):
+        reply = Reply.decode(line)
+        with pytest.raises(TaskError):
+            check_parts("t", "0", ("correct",), "correct", reply.parts)
+        check_environment_reply("t", "0", reply)
 
 
 def test_prints_are_kept_up_to_the_limit() -> None:
@@ -84,9 +129,9 @@ def test_failures_say_what_and_where_in_a_bounded_line() -> None:
     try:
         _ = [][0]
     except IndexError as error:
-        text = describe_error(error, "printed before")
+        text = describe_error(error, "printed before", "; columns: id, n")
     assert "test_scoring.py, line" in text
-    assert "it had printed 'printed before'" in text
+    assert "; columns: id, n; it had printed 'printed before'" in text
 
 
 def score_here(task: Any, item: Item) -> Reply:

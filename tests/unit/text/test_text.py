@@ -211,9 +211,22 @@ def test_templates_run_in_a_sandbox(home: Path, template: str, message: str) -> 
         Tokenizer.load(folder).render([{"role": "user", "content": "x"}])
 
 
+def test_ids_that_are_no_tokens_have_no_text(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("one")
+    for odd in (-1, tokenizer.vocab_size, 2**32, 2**63, 10**30):
+        assert tokenizer.decode([odd, *ids, odd]) == tokenizer.spell([odd, *ids]) == "one"
+
+
+def test_half_a_character_is_named(tokenizer: Tokenizer) -> None:
+    user = [{"role": "user", "content": "a\ud83d"}]
+    for read in (tokenizer.render, tokenizer.render_text, lambda messages: tokenizer.encode(messages[0]["content"])):
+        with pytest.raises(TaskError, match=r"half of a character \(a lone surrogate, \\ud83d\)"):
+            read(user)
+
+
 def test_errors_name_the_remedy(tmp_path: Path, tokenizer: Tokenizer) -> None:
     bare = Tokenizer.load(write_tokenizer(tmp_path / "bare", "", chat_template=None))
-    with pytest.raises(ModelError, match=r"no chat template; use an instruct model, or add chat_template\.jinja"):
+    with pytest.raises(ModelError, match=r"no chat template\. Add --template text "):
         bare.render([{"role": "user", "content": "x"}])
     (tmp_path / "none").mkdir()
     with pytest.raises(ModelError, match=r"no usable tokenizer\.json; .* write it with transformers"):

@@ -124,8 +124,11 @@ class NativeEngine:
 
         Before each step waiting requests may take free slots, see `_admit_waiting`. If no request is left, the memory
         of KV and packed weights is freed. `timeout` is ignored, because the work is done in this process. Raises
-        ModelError if a log-probability is not finite.
+        ModelError if a log-probability is not finite, and then again until `load` brings other weights.
         """
+        # The windows of the slots still have the tokens before the error, and room for no more.
+        if self._has_damaged_kv:
+            raise damaged_weights_error(self.version)
         for _ in range(self.window):
             self._admit_waiting()
             if not self.running:

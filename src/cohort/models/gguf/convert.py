@@ -32,6 +32,7 @@ from cohort.models.gguf.reader import GgufHeader, StoredTensor, read_header
 from cohort.models.gguf.tokenizer import make_tokenizer_files
 from cohort.models.shards import ShardWriter, TensorSpec
 from cohort.models.staging import stage_folder
+from cohort.system.kernel import count_cores
 
 SHARD_BYTES = 10**9
 EXACT_WEIGHTS = 10**9  # packed weights of models with up to this many weights become fp32
@@ -155,7 +156,7 @@ def write_weights(
     threads = torch.get_num_threads()
     source = os.open(file, os.O_RDONLY)
     # Each thread of the pool gets one core. torch must not start threads of its own within them.
-    pool = ThreadPoolExecutor(_count_cores(), initializer=torch.set_num_threads, initargs=(1,))
+    pool = ThreadPoolExecutor(count_cores(), initializer=torch.set_num_threads, initargs=(1,))
     try:
         for count in pool.map(lambda piece: _write_piece(source, shards, *piece), pieces):
             done += count
@@ -194,12 +195,13 @@ def _read_bytes(source: int, offset: int, count: int) -> bytearray:
     raw = bytearray(count)
     rest = memoryview(raw)
     while rest:
-        num_read = os.preadv(source, [rest], offset)
-        if num_read == 0:
+        data = os.pread(source, len(rest), offset)
+        if not data:
             raise ModelError(
                 "the GGUF file became shorter while it was read: wait until no program writes it, or download it again"
             )
-        rest, offset = rest[num_read:], offset + num_read
+        rest[: len(data)] = data
+        rest, offset = rest[len(data) :], offset + len(data)
     return raw
 
 
@@ -320,11 +322,6 @@ def _check_space(folder: Path, out: Path, needed: int) -> None:
             f"{needed / 1e9:.1f} GB are needed for {out} and {free / 1e9:.1f} GB are free: "
             "free some space, or set the environment variable COHORT_CACHE to a folder on a larger disk"
         )
-
-
-def _count_cores() -> int:
-    """Returns the number of CPU cores that this process may use, or of all cores where the system does not tell."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _write_json(file: Path, value: dict[str, Any], indent: int | None = None) -> None:
