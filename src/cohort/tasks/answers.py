@@ -129,17 +129,29 @@ def find_last_box(text: str) -> Span | None:
     Of nested boxes that is the outermost closed one. Braces inside the box must balance; `\\{` and `\\}`
     count as braces too.
     """
+    boxes = find_boxes(text)
+    return boxes[-1] if boxes else None
+
+
+def find_boxes(text: str) -> list[Span]:
+    """Returns (start, end) of the content of every closed `\\boxed{...}` that is in no other closed box, in order.
+
+    Braces inside a box must balance; `\\{` and `\\}` count as braces too.
+    """
     # Per open brace where the content of its box starts; None for a brace that opens no box.
     open_braces: list[int | None] = []
-    inside: Span | None = None
+    boxes: list[Span] = []
     for mark in _BOX.finditer(text):
         if mark[0] == "}":
             start = open_braces.pop() if open_braces else None
             if start is not None:
-                inside = start, mark.start()
+                # the boxes inside the one that closes here
+                while boxes and boxes[-1][0] > start:
+                    boxes.pop()
+                boxes.append((start, mark.start()))
         else:
             open_braces.append(mark.end() if mark[0] != "{" else None)
-    return inside
+    return boxes
 
 
 def simplify_latex(text: str) -> str:

@@ -19,7 +19,7 @@ from cohort.tasks.answers import find_answer, read_value
 from cohort.tasks.base import Verdict, require, task
 from cohort.tasks.draws import Draws
 from cohort.tasks.expression import evaluate
-from cohort.tasks.splits import assign_split, check_split
+from cohort.tasks.splits import MAX_ROWS, assign_split, check_split
 from cohort.types import Answer, Message, Row
 
 PHRASINGS = ("What is {}?", "Compute {}.", "Calculate {}.", "Find {}.", "{} = ?")
@@ -64,7 +64,10 @@ class Arithmetic:
         need({*self.operators} <= {*"+-*"}, f"operators among + - *, not {self.operators!r}")
         need(self.operators != "", "at least one operator")
         need(len(self.keep) == 2 and 0 <= self.keep[0] <= self.keep[1], f"0 <= keep in order, not {self.keep}")
-        need(min(self.train_size, self.test_size) >= 1, "train_size and test_size of at least 1")
+        sizes = (self.train_size, self.test_size)
+        need(
+            all(1 <= size <= MAX_ROWS for size in sizes), f"train_size and test_size from 1 to {MAX_ROWS}, not {sizes}"
+        )
 
     def rows(self, split: str) -> Iterator[Row]:
         """Yields `train_size` or `test_size` different problems of a split, always the same ones.

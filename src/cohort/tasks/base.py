@@ -8,20 +8,23 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import importlib
 import importlib.util
+import inspect
 import json
 import math
 import re
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from numbers import Real
 from typing import Any, ClassVar, Protocol, TypeVar, dataclass_transform
 
-from cohort.errors import ConfigError, TaskError, suggest_name
+from cohort.errors import TaskError
+from cohort.registry import Registry, is_same_definition
+from cohort.tasks.calls import get_gold, iterate_rows, quote_id
+from cohort.tasks.formats import has_half_character
 from cohort.types import Answer, Message, Outcome, Row
+from cohort.user_code import describe_result, report_errors
 
 T = TypeVar("T")
 
@@ -42,7 +45,19 @@ BUILT_IN = {
     "olympiad": "cohort.tasks.mathematics.task",
 }
 
-_registry: dict[str, type] = {}
+# What the rows of a split are needed for, in messages.
+_NEEDED_FOR = {"train": ", which a run trains on", "test": ", on which every run is evaluated"}
+# The methods that Cohort calls, with their arguments after self. The last two are optional.
+_METHODS = {
+    "rows": ("split",),
+    "prompt": ("row",),
+    "score": ("row", "answer"),
+    "gold": ("row",),
+    "summary": ("rows", "parts"),
+}
+MAX_ROWS = 5_000_000  # rows of a split; a task with more is taken for one whose rows never end
+
+TASKS: Registry[type] = Registry("task", modules=BUILT_IN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +153,7 @@ def task(name: str) -> Callable[[type[T]], type[T]]:
             raise TaskError(
                 f'task "{name}": work_seconds is {work_seconds!r}; it must be a finite number of seconds, 0 or more'
             )
-        attributes = {"name": name, "accuracy": accuracy, "parts": parts, "_source": _find_source_file(cls)}
+        attributes = {"name": name, "accuracy": accuracy, "parts": parts}
         max_tokens = getattr(cls, "max_tokens", DEFAULT_MAX_TOKENS)
         if not isinstance(max_tokens, int) or max_tokens < 1:
             raise TaskError(f'task "{name}": max_tokens is {max_tokens!r}; it must be a whole number of at least 1')
@@ -147,47 +162,62 @@ def task(name: str) -> Callable[[type[T]], type[T]]:
             setattr(cls, key, value)
         # The same definition may be registered again, as when a script that runs as __main__ is loaded once more by its
         # path. Another class of the same name is refused, also where a built-in task has it and is not imported yet.
-        known = _registry.get(name) or (name in BUILT_IN and cls.__module__ != BUILT_IN[name])
-        if known is True or (known and _identify_definition(known) != _identify_definition(cls)):
+        known = TASKS.get(name)
+        is_taken = name in BUILT_IN and cls.__module__ != BUILT_IN[name]
+        if is_taken or (known is not None and not is_same_definition(known, cls)):
             raise TaskError(f'another class is already registered as task "{name}"; give @task another name')
-        _registry[name] = cls
+        for method, words in _METHODS.items():
+            _check_signature(name, cls, method, words)
+        TASKS[name] = cls
         return cls
 
     return register
 
 
-def _find_source_file(cls: type) -> str:
-    """Returns the path of the file of the module that defines a class, or "" if there is none."""
-    return getattr(sys.modules.get(cls.__module__), "__file__", None) or ""
+def _check_signature(name: str, cls: type, method: str, words: tuple[str, ...]) -> None:
+    """Raises TaskError if the class has the method and it cannot be called with the arguments `words`."""
+    function = getattr(cls, method, None)
+    if not callable(function):
+        return
+    try:
+        inspect.signature(function).bind(None, *words)
+    except TypeError as error:
+        raise TaskError(
+            f'task "{name}": {cls.__name__}.{method} is called with {len(words)} arguments ({error}); write def '
+            f"{method}(self, {', '.join(words)})"
+        ) from None
+    except ValueError:
+        # Some callables have no signature that Python knows.
+        return
 
 
-def _identify_definition(cls: type) -> tuple[str, str]:
-    """Returns the file (or module) and the qualified name of a registered class.
+def make_with_defaults(cls: type[T]) -> T:
+    """Returns a task with the default of every setting.
 
-    They are equal for the same definition.
+    Raises TaskError if a setting has no default, and UserCodeError if the class of a user raises.
     """
-    return vars(cls)["_source"] or cls.__module__, cls.__qualname__
+    for field in dataclasses.fields(cls):  # type: ignore[arg-type]
+        if field.default is field.default_factory is dataclasses.MISSING:
+            raise TaskError(
+                f'task "{cls.name}": its setting {field.name} has no default, so the task cannot be chosen by its name;'  # type: ignore[attr-defined]
+                f" give it one in the class {cls.__name__}, as in {field.name}: int = 1"
+            )
+    with report_errors(f'the class {cls.__name__} of the task "{cls.name}"', cls):  # type: ignore[attr-defined]
+        return cls()
 
 
 def get_task(name: str) -> type:
     """Returns the task class registered under `name`; its constructor takes the settings.
 
-    Imports the module of a built-in task first if needed. Raises ConfigError, with the nearest known name, if there is
-    no such task.
+    Imports the module of a built-in task, or the plugins, first if needed. Raises ConfigError, with the nearest known
+    name, if there is no such task.
     """
-    if name not in _registry and name in BUILT_IN:
-        importlib.import_module(BUILT_IN[name])
-    if name not in _registry:
-        raise ConfigError(
-            f'unknown task "{name}"; correct the name, or write file.py:NAME for a task in your own file.'
-            f"{suggest_name(name, list_task_names())}"
-        )
-    return _registry[name]
+    return TASKS.find(name)
 
 
 def list_task_names() -> list[str]:
     """Returns the names of all built-in and registered tasks, sorted."""
-    return sorted(_registry.keys() | BUILT_IN.keys())
+    return TASKS.list_names()
 
 
 def require(task: str, holds: bool, rule: str) -> None:
@@ -211,27 +241,34 @@ def check_packages(task: Task) -> None:
             )
 
 
-def load_rows(task: Task, split: str) -> list[Row]:
-    """Returns all rows of a split as plain JSON values, each with an `id`, a string that no other row has.
+def load_rows(task: Task, split: str, limit: int = 0) -> list[Row]:
+    """Returns the rows of a split as plain JSON values, each with an `id`, a string that no other row has.
 
-    A row without an id gets a hash of its content, so that the id stays when the data are reordered. Raises TaskError
-    for two rows with the same id (equal rows without one included), for a row that is no dict of JSON values, and for a
-    split without rows.
+    At most the first `limit` rows are read; 0 = all. A row without an id gets a hash of its content, so that the id
+    stays when the data are reordered. Raises TaskError for two rows with the same id (equal rows without one included),
+    for a row that is no dict of JSON values, for a split without rows, and for one with more than MAX_ROWS. Raises
+    UserCodeError if the `rows` of a user's task raises.
     """
     rows: list[Row] = []
     first_index: dict[str, int] = {}
-    for index, raw in enumerate(task.rows(split)):
+    for index, raw in enumerate(islice(iterate_rows(task, split), limit or None)):
         row = _normalise_row(task.name, index, raw)
         if row["id"] in first_index:
             raise TaskError(
                 f'task "{task.name}": rows {first_index[row["id"]]} and {index} (counted from 0) of "{split}" have the '
                 f'same id "{row["id"]}"; remove the repeated row or give each its own id'
             )
+        if index >= MAX_ROWS:
+            raise TaskError(
+                f'task "{task.name}": its method `rows` gives more than {MAX_ROWS} rows for "{split}"; let it end, for '
+                "example after a number of rows that is a setting"
+            )
         first_index[row["id"]] = index
         rows.append(row)
     if not rows:
         raise TaskError(
-            f'task "{task.name}" has no "{split}" rows; check its settings and its data, or its method `rows`'
+            f'task "{task.name}" has no rows for the split "{split}"{_NEEDED_FOR.get(split, "")}. Give it some: in its '
+            f'method `rows`, which is called with "{split}", or in the data that its settings name'
         )
     return rows
 
@@ -240,20 +277,26 @@ def _normalise_row(name: str, index: int, raw: Any) -> Row:
     """Returns a raw row as a new dict of plain JSON values, with a string `id` as its first field.
 
     Without an id, or with None, a hash of the row is its id. `name` is the task and `index` the row's number, for error
-    messages. Raises TaskError if `raw` is not a dict, cannot be written as JSON, or has an id that is neither an int
-    nor a text that is not empty.
+    messages. Raises TaskError if `raw` is not a dict, cannot be written as JSON or as text, or has an id that is
+    neither an int nor a text that is not empty.
     """
     if not isinstance(raw, Mapping):
         raise TaskError(f'task "{name}": row {index} is a {type(raw).__name__}; its method `rows` must yield dicts')
     try:
         # Scoring workers get rows as JSON. The row goes through JSON here too, so that `prompt` sees what `score` sees.
-        row: Row = json.loads(json.dumps(dict(raw)))
-    except (TypeError, ValueError) as error:
+        text = json.dumps(dict(raw))
+        row: Row = json.loads(text)
+    except (TypeError, ValueError, RecursionError) as error:
         raise TaskError(
             f'task "{name}": row {index} (counted from 0) cannot be written as JSON ({error}); in its method `rows`, '
             "use only strings, numbers, booleans, None, lists, and dicts with strings as keys"
         ) from error
     identity = row.get("id")
+    if has_half_character(text):
+        raise TaskError(
+            f'task "{name}": row {index} (counted from 0, id {quote_id(identity)}) contains half a character (a lone '
+            "surrogate), which cannot be written as text; remove it"
+        )
     if identity is None:
         identity = hashlib.sha256(json.dumps(row, sort_keys=True).encode()).hexdigest()[:16]
     elif isinstance(identity, bool) or not isinstance(identity, str | int) or identity == "":
@@ -304,7 +347,10 @@ def check_parts(name: str, row_id: str, declared: tuple[str, ...], accuracy: str
                 f"{where}: method `score` gave {parts[part]} (as a float) for {part!r}; return a finite number"
             )
     if parts[accuracy] not in (0.0, 1.0):
-        raise TaskError(f"{where}: method `score` gave {parts[accuracy]} for {accuracy!r}, the accuracy; return 0 or 1")
+        raise TaskError(
+            f"{where}: method `score` gave {parts[accuracy]} for {accuracy!r}, the accuracy; return 0 or 1 for it. For "
+            f'partial credit add a part of your own: parts = ({accuracy!r}, "credit"), and return both'
+        )
     return parts
 
 
@@ -316,6 +362,11 @@ def grade(task: Task, row: Row, answer: Answer) -> Outcome:
     """
     scored = task.score(row, answer)
     verdict = scored if isinstance(scored, Verdict) else Verdict(scored)
+    if verdict.parts is None:
+        raise TaskError(
+            f'task "{task.name}", row "{row.get("id", "?")}": the method `score` returned '
+            f"{describe_result(None, type(task).score)}; return a dict of parts, or Verdict(dict)"
+        )
     parts = check_parts(task.name, str(row.get("id", "?")), task.parts, task.accuracy, verdict.parts)
     return Outcome(parts=parts, reason=str(verdict.reason)[:MAX_REASON])
 
@@ -343,10 +394,9 @@ def run_self_check(task: Task, num_rows: int = 20) -> SelfCheck:
     answer was scored. Raises TaskError if any part of an empty answer is above 0, if a gold answer is not right, if a
     row or its parts are not valid, or if there are no rows in either split.
     """
-    gold = getattr(task, "gold", None)
     checked = 0
     for split in ("train", "test"):
-        for index, raw in enumerate(islice(task.rows(split), num_rows)):
+        for index, raw in enumerate(islice(iterate_rows(task, split), num_rows)):
             row = _normalise_row(task.name, index, raw)
             where = f'task "{task.name}", row "{row["id"]}" of "{split}"'
             empty = grade(task, row, make_plain_answer(""))
@@ -354,8 +404,8 @@ def run_self_check(task: Task, num_rows: int = 20) -> SelfCheck:
                 raise TaskError(
                     f"{where}: an empty answer scores {empty.parts}; correct method `score`: no part may be above 0"
                 )
-            if gold is not None:
-                text = gold(row)
+            text = get_gold(task, row)
+            if text is not None:
                 best = grade(task, row, make_plain_answer(text))
                 if best.parts[task.accuracy] != 1:
                     raise TaskError(
@@ -368,4 +418,4 @@ def run_self_check(task: Task, num_rows: int = 20) -> SelfCheck:
             f'no row of task "{task.name}" was checked; its method `rows` must yield some for "train" or "test", '
             "and num_rows must be at least 1"
         )
-    return SelfCheck(checked, checked if gold is not None else 0)
+    return SelfCheck(checked, checked if hasattr(task, "gold") else 0)

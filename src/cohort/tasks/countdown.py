@@ -20,7 +20,7 @@ from cohort.tasks.answers import find_answer, read_expression
 from cohort.tasks.base import Verdict, require, task
 from cohort.tasks.draws import Draws
 from cohort.tasks.source import read_rows
-from cohort.tasks.splits import assign_split, check_split
+from cohort.tasks.splits import MAX_ROWS, assign_split, check_split
 from cohort.types import Answer, Message, Row
 
 INSTRUCTIONS = " Use each number once, with + - * / and parentheses. Put the expression between <answer> and </answer>."
@@ -65,11 +65,14 @@ class Countdown:
         targets = (self.min_target, self.max_target)
         need = partial(require, "countdown")
         need(2 <= numbers[0] <= numbers[1] <= 8, f"2 <= min_numbers <= max_numbers <= 8, not {numbers}")
-        need(0 <= targets[0] <= targets[1], f"0 <= min_target <= max_target, not {targets}")
+        need(0 <= targets[0] <= targets[1] <= 10**9, f"0 <= min_target <= max_target <= 1000000000, not {targets}")
         need(1 <= self.max_number <= 10**6, f"1 <= max_number <= 1000000, not {self.max_number}")
         need({*self.operators} <= {*"+-*/"}, f"operators among + - * /, not {self.operators!r}")
         need(self.operators != "", "at least one operator")
-        need(min(self.train_size, self.test_size) >= 1, "train_size and test_size of at least 1")
+        sizes = (self.train_size, self.test_size)
+        need(
+            all(1 <= size <= MAX_ROWS for size in sizes), f"train_size and test_size from 1 to {MAX_ROWS}, not {sizes}"
+        )
         need(self.data != "" or not self.columns, f"data, because columns is given ({' '.join(self.columns)})")
 
     def rows(self, split: str) -> Iterator[Row]:

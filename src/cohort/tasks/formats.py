@@ -16,7 +16,7 @@ INSTALL_HINT = "pip install 'cohort[data]'"
 # Characters in a cell of a CSV file. The csv module's own limit is shorter than a long solution.
 MAX_CELL = 2**30
 BATCH_ROWS = 1000  # rows that are read at once from Parquet files and hub data sets
-_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # the escape of a surrogate, half of a character in UTF-16
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # the escape of a surrogate, half a character in UTF-16
 
 RawRow = dict[str, Any]
 NumberedRows = Iterator[tuple[int, Any]]
@@ -158,20 +158,44 @@ def _parse_float(digits: str) -> float:
     return value
 
 
-_DECODER = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_parse_float)
+def _make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Returns a JSON object as a dict. Raises ValueError if a key occurs twice, because either value may be meant."""
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"the key {ascii(twice)[:80]} occurs twice in one object")
+    return made
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_parse_float, object_pairs_hook=_make_object)
 
 
 def _parse_json(text: str) -> Any:
     """Returns the value of a JSON text. Raises ValueError if it is not JSON, RecursionError if it is nested too deeply.
 
     Raises ValueError also for what Python's reader accepts and other programs cannot use: NaN, infinity, numbers too
-    large for a float, and half a character (a lone surrogate).
+    large for a float, an object with a key twice, and half a character (a lone surrogate).
     """
     value = _DECODER.decode(text)
-    # Encoding the value again is slow, so only text that has the escape of a surrogate is checked.
-    if _SURROGATE.search(text):
-        try:
-            json.dumps(value, ensure_ascii=False).encode()
-        except UnicodeEncodeError as error:
-            raise ValueError("it contains half a character (a lone surrogate)") from error
+    if has_half_character(text):
+        raise ValueError("it contains half a character (a lone surrogate)")
     return value
+
+
+def has_half_character(text: str) -> bool:
+    """Returns whether a JSON text in ASCII has the escape of half a character: a surrogate without the other half.
+
+    Such a text cannot be written as UTF-8.
+
+    >>> has_half_character(json.dumps("\\ud83e")), has_half_character(json.dumps("\U0001f600"))
+    (True, False)
+    """
+    # Decoding the text is slow, so only one that has the escape of a surrogate is decoded.
+    if not _SURROGATE.search(text):
+        return False
+    try:
+        json.dumps(json.loads(text), ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return True
+    return False

@@ -25,13 +25,22 @@ from typing import Any, ClassVar, Literal, get_args
 
 from cohort.errors import TaskError
 from cohort.tasks.base import Verdict, require, task
-from cohort.tasks.numbers import MarkedAnswer, MarkerKind, find_marked_answer, read_last_number, read_quantity
-from cohort.tasks.source import Place, read_rows
+from cohort.tasks.numbers import (
+    MarkedAnswer,
+    MarkerKind,
+    find_marked_answer,
+    find_stated_answer,
+    read_last_number,
+    read_quantity,
+)
+from cohort.tasks.places import Place
+from cohort.tasks.source import read_rows
+from cohort.tasks.splits import MAX_ROWS
 from cohort.types import Answer, Message, Row
 
 Style = Literal["boxed", "hashes", "tags", "tutor"]
 Reward = Literal["plain", "verl", "tutor"]
-Find = Literal["marked", "last"]
+Find = Literal["marked", "stated", "last"]
 
 PLACES = {
     "train": Place(file="gsm8k_train.jsonl", hub="openai/gsm8k:main", split="train"),
@@ -63,7 +72,8 @@ class GSM8K:
     reward: Reward = "plain"
     """What earns reward: a right answer; also the marker alone (0.1); or answer, format and length, with penalties."""
     find: Find = "marked"
-    """Which number is the answer: marked = the last marked one; last = if none is marked, the last one of all."""
+    """Which number is the answer: marked = the last marked one; if none is marked, stated = the one after the last "The
+    answer is", last = the last one of all."""
 
     name: ClassVar[str]
     accuracy: ClassVar[str] = "correct"
@@ -71,7 +81,7 @@ class GSM8K:
     max_tokens: ClassVar[int] = 1024
 
     def __post_init__(self) -> None:
-        require("gsm8k", self.test_size >= 0, f"test_size of at least 0, not {self.test_size}")
+        require("gsm8k", 0 <= self.test_size <= MAX_ROWS, f"test_size from 0 to {MAX_ROWS}, not {self.test_size}")
         for setting, kind in {"style": Style, "reward": Reward, "find": Find}.items():
             known = get_args(kind)
             value = getattr(self, setting)
@@ -110,13 +120,16 @@ class GSM8K:
     def score(self, row: Row, answer: Answer) -> Verdict:
         """Returns the reward parts of an answer, with the reason why it is not right.
 
-        The answer is the last marked number in the completion, or with find = last, if nothing is marked, the last
-        number of all. A marked text that is not one number is wrong in both cases.
+        The answer is the last marked number in the completion. If nothing is marked, it is the number after the last
+        "The answer is" with find = stated, and the last number of all with find = last. A marked or stated text that is
+        not one number is wrong.
         """
         # Only the completion is searched: `answer.full` may begin with text that the model did not write.
         marked = find_marked_answer(answer.text)
         if marked.text is not None:
             number = read_quantity(marked.text)
+        elif self.find == "stated" and (stated := find_stated_answer(answer.text)) is not None:
+            number = read_quantity(stated)
         elif self.find == "last":
             number = read_last_number(answer.text)
         else:

@@ -4,6 +4,9 @@ An answer is found by its marker: `#### 18`, `\\boxed{18}` or `<answer>18</answe
 The last one counts. Thoughts are not part of the answer (`answers.remove_thoughts`), nor is a special token at the end,
 such as `</s>`. A `####` whose line has no digit is a heading.
 
+Where nothing is marked, `find_stated_answer` finds what follows "The answer is", and `read_last_number` the last number
+of all. Both are for tasks that ask for it.
+
 An answer is read if it is exactly one number, as people and models write it; its unit is left out. Accepted:
 `$1,200.50`, `1 200`, `-3 1/2`, `\\frac{1}{2}`, `18~\\text{miles}`, `20%` (the value is 20), `5 million`, `x = 18`,
 `The answer is 18.`, `18 (eighteen)`, `2:00 pm`. Refused as two numbers or an expression: `18 or 20`, `10-20`, `18:30`,
@@ -78,6 +81,9 @@ _SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10*
 # Words after a number that are no unit: with one of them the text states more than one number.
 _NO_UNITS = {"and", "or", "plus", "minus", "squared", "cubed", "pi", "k", "x", "y", "z", "n", "e", *_SCALES}
 
+# "The answer is", "Final answer:" and the like. What follows up to the end of the sentence or line is the statement.
+_ANSWER_IS = re.compile(r"\banswer(?:\s+is\s*:?|\s*[:=])[*_]*", re.IGNORECASE)
+_SENTENCE_END = re.compile(r"[.!?](?=[*_`$\"')\]]*(?:\s|$))|\n")
 # A number anywhere in a text. A sign counts only if no word, parenthesis or point is before it: "3-4" holds no -4.
 _LAST = re.compile(rf"(?:(?<![\w).])[-+{_MINUS}]\$?)?(?:[0-9]+(?:,[0-9]+)*(?:\.[0-9]+)?|\.[0-9]+)")
 
@@ -166,6 +172,25 @@ def _find_last_hashes(text: str) -> Span | None:
                 span = begin - len(rest), begin - len(rest) + len(line)
         start = end if is_hashes else None
     return span
+
+
+def find_stated_answer(text: str) -> str | None:
+    r"""Returns what a completion says after the last "The answer is" or "Answer:", for completions without a marker.
+
+    It ends with the sentence or the line. None if nothing is said so. Thoughts are not searched.
+
+    >>> find_stated_answer("The answer is 7? No. So the final answer is **$18.50**. Done.")
+    '$18.50**'
+    >>> find_stated_answer("It is 18.")
+    """
+    said, _ = _remove_thoughts_and_special_tokens(text)
+    last = deque(_ANSWER_IS.finditer(said), maxlen=1)
+    if not last:
+        return None
+    # The statement may stand on the next line.
+    start = last[0].end() + len(said[last[0].end() :]) - len(said[last[0].end() :].lstrip())
+    end = _SENTENCE_END.search(said, start)
+    return said[last[0].end() : end.start() if end else len(said)]
 
 
 def read_last_number(text: str) -> Evaluation:

@@ -5,11 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal, Protocol
 
 from cohort.errors import ConfigError, TaskError
 from cohort.tasks.base import Task, load_rows
+from cohort.tasks.calls import call_prompt, make_messages
 from cohort.tasks.draws import make_permutation
+from cohort.tasks.splits import cut_validation
 from cohort.types import Message, Prompt, Row
 
 log = logging.getLogger(__name__)
@@ -38,11 +43,33 @@ class Renderer(Protocol):
         """Returns the messages as the tokens of a prompt, which offers `tools` if there are any."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowsDigest:
+    """Digests of rows with their prompts, by which a resumed run notices that they have changed."""
+
+    order: str  # of the rows in their order
+    content: str  # of the rows whatever their order
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SharedRows:
+    """How many rows of a held-out split ask the same as a row that is trained on."""
+
+    split: str  # the held-out one
+    num_shared: int
+    num_rows: int  # of the held-out split
+    first: tuple[str, str] = ("", "")  # ids of a held-out row and of the row that asks the same
+
+
 class TaskStream:
     """The prompt stream of a task: every epoch is a new permutation of the rows, keyed by (seed, task, split, epoch).
 
-    The integer `cursor` is the whole state: a stream made with it continues at the same prompt. A prompt of more than
-    `max_prompt_tokens` tokens (0 = no limit) raises TaskError, or with too_long="skip" is left out and counted.
+    The integer `cursor` is the whole state: a stream that is moved to it continues at the same prompt. A prompt of more
+    than `max_prompt_tokens` tokens (0 = no limit) raises TaskError, or with too_long="skip" is left out and counted.
+    With a `validation_share` above 0, that share of the training rows makes up the split "validation", and the split
+    "train" has only the others.
+
+    At most `max_rows` rows of its own split are read (0 = all); those of a split that is cut are always read.
 
     `shard` is (rank, number of ranks). From cursor c, a rank takes the positions c + rank, c + rank + ranks, and so on;
     every position moves its cursor by the number of ranks. Ranks that begin at the same cursor never share a prompt.
@@ -56,26 +83,30 @@ class TaskStream:
         tokenizer: Renderer,
         seed: int,
         split: str = "train",
-        cursor: int = 0,
         max_prompt_tokens: int = 0,
         too_long: Literal["error", "skip"] = "error",
         shard: tuple[int, int] = (0, 1),
+        max_rows: int = 0,
+        validation_share: float = 0.0,
     ) -> None:
-        if cursor < 0:
-            raise ValueError(f"cursor is {cursor}; it must be 0 or more")
         if not 0 <= shard[0] < shard[1]:
             raise ValueError(f"shard is {shard}; it must be (rank, number of ranks) with 0 <= rank < number of ranks")
         self.task = task
         self.seed = seed
         self.split = split
-        self.cursor = cursor
+        self.cursor = 0
         self.shard = shard
         self.num_skipped = 0
+        self.overlap: SharedRows | None = None  # of the split that `render_held_out` was called for; None = of none
         self._tokenizer = tokenizer
         self._limit = max_prompt_tokens
         self._too_long = too_long
-        self._rows = load_rows(task, split)
-        self._first_ids = self._index_questions(self._rows, split)
+        self._max_rows = max_rows
+        self._validation_share = validation_share
+        self._splits: dict[str, list[Row]] = {}
+        self._rows = self._load_split(split)
+        self._questions = list(self._hash_questions(self._rows, split))
+        self._first_ids = self._index_questions()
         self._order: tuple[int, list[int]] = (-1, [])
 
     @property
@@ -83,17 +114,48 @@ class TaskStream:
         """The number of rows in the split, which is the length of an epoch."""
         return len(self._rows)
 
+    @cached_property
+    def num_too_long(self) -> int:
+        """The number of rows of the split whose prompts are skipped because they are too long; 0 if none may be.
+
+        The first call renders every prompt of the split.
+        """
+        if self._too_long != "skip" or not self._limit:
+            return 0
+        return sum(self._render_prompt(row, visit=0) is None for row in self._rows)
+
+    def seek(self, cursor: int) -> None:
+        """Moves the stream to a cursor, from which it continues. Raises ValueError if it is negative."""
+        if cursor < 0:
+            raise ValueError(f"cursor is {cursor}; it must be 0 or more")
+        self.cursor = cursor
+
     def check_enough_rows(self, num_prompts: int) -> None:
         """Raises ConfigError if a step of `num_prompts` prompts needs more rows than the split has.
 
-        Such a step would train on some rows twice.
+        Such a step would train on some rows twice. Rows whose prompts are skipped do not count.
         """
-        if num_prompts > len(self._rows):
+        num = len(self._rows) - self.num_too_long
+        if not num:
+            raise self._make_none_fits_error(self.split)
+        if num_prompts > num:
+            cut = " besides its validation split" if self._validation_share and self.split == "train" else ""
+            fitting = f" whose prompts have at most {self._limit} tokens" if self.num_too_long else ""
             raise ConfigError(
-                f'task "{self.task.name}" has {len(self._rows)} {self.split} rows, '
-                f"fewer than batch.prompts = {num_prompts}; set --batch.prompts to {len(self._rows)} or less, or "
+                f'task "{self.task.name}" has {num} {self.split} rows{fitting}{cut}, '
+                f"fewer than batch.prompts = {num_prompts}; set --batch.prompts to {num} or less, or "
                 "give the task more rows"
             )
+
+    def compute_digest(self) -> RowsDigest:
+        """Returns digests of the rows of this split with their prompts: over their order, and over any order."""
+        parts = (
+            hashlib.blake2b(json.dumps(row, sort_keys=True).encode() + question, digest_size=16).digest()
+            for row, question in zip(self._rows, self._questions, strict=True)
+        )
+        digests = list(parts)
+        order, content = (hashlib.sha256(b"".join(d)).hexdigest()[:16] for d in (digests, sorted(digests)))
+        return RowsDigest(order=order, content=content)
 
     def next_prompts(self, n: int) -> list[Prompt]:
         """Returns the next n prompts of this rank, and moves the cursor past them and past skipped prompts.
@@ -140,26 +202,29 @@ class TaskStream:
             )
         return prompt
 
-    def render_held_out(self, n: int = 0, split: str = "test") -> list[Prompt]:
+    def render_held_out(self, n: int = 0, split: str = "test", *, or_fewer: bool = False) -> list[Prompt]:
         """Returns the prompts of the first n rows of a split, in the order of its rows (n = 0: all).
 
+        `or_fewer` = a split with fewer rows gives all that it has.
         The cursor does not move. If the stream skips prompts that are too long, they are left out, not replaced, with a
         warning, and added to `num_skipped`; otherwise they raise TaskError, and so does a split without any prompt that
-        fits. Warns of rows that ask the same as a row of this stream's own split, if that is another one. Raises
-        ConfigError if the split has fewer than n rows.
+        fits. Sets `overlap` and warns of rows that ask the same as a row of this stream's own split, if that is another
+        one. Raises ConfigError if the split has fewer than n rows, and not `or_fewer`.
         """
-        rows = self._rows if split == self.split else self._warn_of_overlap(load_rows(self.task, split), split)
-        if n > len(rows):
+        rows = self._rows if split == self.split else self._warn_of_overlap(self._load_split(split), split)
+        if n > len(rows) and not or_fewer:
+            more = ", or a larger --validation-share" if split == "validation" else ""
             raise ConfigError(
-                f'task "{self.task.name}" has {len(rows)} {split} rows, fewer than the {n} that --eval.problems or '
-                f"--limit asks for; give {len(rows)} or less, or 0 for all of them"
+                f'task "{self.task.name}" has {len(rows)} {split} rows, fewer than the {n} that --limit asks for; give '
+                f"{len(rows)} or less, or 0 for all of them{more}"
             )
-        rendered = (self._render_prompt(row, visit=0) for row in rows[: n or None])
+        rows = rows[: n or None]
+        rendered = (self._render_prompt(row, visit=0) for row in rows)
         prompts = [prompt for prompt in rendered if prompt is not None]
         if not prompts:
             raise self._make_none_fits_error(split)
         # Skipped prompts are not replaced by later ones: an evaluation always reads the same first n rows.
-        if skipped := (n or len(rows)) - len(prompts):
+        if skipped := len(rows) - len(prompts):
             log.warning("%s: %s prompts left out, over %d tokens: %d", self.task.name, split, self._limit, skipped)
         self.num_skipped += skipped
         return prompts
@@ -171,22 +236,64 @@ class TaskStream:
             "shorten them, lower --sampling.max-tokens (cohort eval: --max-tokens), or use a model with more context"
         )
 
-    def _index_questions(self, rows: list[Row], split: str) -> dict[bytes, str]:
-        """Returns a dict from the hash of each question to the id of the first row that asks it.
+    def render(self, messages: list[Message]) -> Rendering:
+        """Returns messages that are in no row as tokens, as the prompts of the task are rendered."""
+        return self._tokenizer.render(messages)
+
+    def _load_split(self, split: str) -> list[Row]:
+        """Returns the rows of a split. The validation split and what it leaves of the training rows are read once.
+
+        Raises TaskError if the split has no rows.
+        """
+        if not self._is_cut(split):
+            return load_rows(self.task, split, limit=self._max_rows if split == self.split else 0)
+        if not self._splits:
+            train, validation = cut_validation(load_rows(self.task, "train"), self._validation_share)
+            self._splits = {"train": train, "validation": validation}
+        if not self._splits[split]:
+            raise TaskError(
+                f'task "{self.task.name}" has no {split} rows: the validation split takes a share of '
+                f"{self._validation_share:g} of its training rows; set another --eval.validation-share (cohort eval: "
+                "--validation-share), or give the task more rows"
+            )
+        return self._splits[split]
+
+    def _index_questions(self) -> dict[bytes, str]:
+        """Returns a dict from the hash of each question of this split to the id of the first row that asks it.
 
         Warns of repeated questions.
         """
         first_ids: dict[bytes, str] = {}
-        for row in rows:
-            first_ids.setdefault(_hash_question(self.task, row), row["id"])
-        if repeated := len(rows) - len(first_ids):
-            log.warning("%s: %s rows that ask the same as an earlier row: %d", self.task.name, split, repeated)
+        for row, question in zip(self._rows, self._questions, strict=True):
+            first_ids.setdefault(question, row["id"])
+        if repeated := len(self._rows) - len(first_ids):
+            log.warning("%s: %s rows that ask the same as an earlier row: %d", self.task.name, self.split, repeated)
         return first_ids
 
+    def _hash_questions(self, rows: list[Row], split: str) -> Iterator[bytes]:
+        """Yields a hash of what `task.prompt` returns for each row: equal for rows that ask the same.
+
+        Every row is given to `task.prompt` here first, so the message about one that it cannot take names its number.
+        """
+        # The rows of a split that is cut have other numbers than those that the task yields.
+        for number, row in enumerate(rows):
+            place = "" if self._is_cut(split) else f"row {number} of {split}, counted from 0"
+            # `repr` accepts any value. A prompt that is not a list of messages is refused in `_render_prompt`.
+            yield hashlib.blake2b(repr(call_prompt(self.task, row, place)).encode(), digest_size=16).digest()
+
+    def _is_cut(self, split: str) -> bool:
+        """Returns whether a split is a part of the training rows: validation, or what it leaves."""
+        return split == "validation" or (split == "train" and self._validation_share > 0)
+
     def _warn_of_overlap(self, rows: list[Row], split: str) -> list[Row]:
-        """Returns `rows`, those of another split, unchanged. Warns of rows that ask the same as one of this stream."""
-        questions = ((_hash_question(self.task, row), row["id"]) for row in rows)
-        shared = [(id, self._first_ids[question]) for question, id in questions if question in self._first_ids]
+        """Returns `rows`, those of another split, unchanged. Warns of rows that ask the same as one of this stream.
+
+        Sets `overlap`.
+        """
+        questions = zip(self._hash_questions(rows, split), rows, strict=True)
+        shared = [(row["id"], self._first_ids[question]) for question, row in questions if question in self._first_ids]
+        first = shared[0] if shared else ("", "")
+        self.overlap = SharedRows(split=split, num_shared=len(shared), num_rows=len(rows), first=first)
         if shared:
             log.warning(
                 "%s: %s rows that ask the same as a %s row: %d of %d (first: row %s asks the same as row %s)",
@@ -195,7 +302,7 @@ class TaskStream:
                 self.split,
                 len(shared),
                 len(rows),
-                *shared[0],
+                *first,
             )
         return rows
 
@@ -211,31 +318,19 @@ class TaskStream:
     def _render_prompt(self, row: Row, visit: int) -> Prompt | None:
         """Returns the prompt of a row as tokens; `visit` is the epoch. None if it is too long and too_long is "skip".
 
-        Raises TaskError if `task.prompt` returns no list of messages that can be written as JSON, or if the prompt is
-        too long and too_long is "error".
+        Raises TaskError if `task.prompt` returns no valid messages, or if the prompt is too long and too_long is
+        "error".
         """
-        messages = self.task.prompt(row)
-        if not isinstance(messages, list) or not messages or not all(_is_message(m) for m in messages):
-            raise TaskError(
-                f'task "{self.task.name}", row "{row["id"]}": the method `prompt` must return a list of '
-                f'one or more dicts, each with a string as "role", not {str(messages)[:60]}'
-            )
-        try:
-            # Rollout files hold the messages as JSON; a prompt must be the same before and after it was stored.
-            messages = json.loads(json.dumps(messages))
-        except (TypeError, ValueError, RecursionError) as error:
-            raise TaskError(
-                f'task "{self.task.name}", row "{row["id"]}": the messages that the method `prompt` returned '
-                f"cannot be written as JSON ({error}); use only strings, numbers, lists and dicts in them"
-            ) from error
+        messages = make_messages(self.task, row)
         rendered = self._tokenizer.render(messages)
         if self._limit and len(rendered.tokens) > self._limit:
             if self._too_long == "skip":
                 return None
             raise TaskError(
                 f'task "{self.task.name}", row "{row["id"]}": the prompt has {len(rendered.tokens)} tokens, '
-                f"more than the {self._limit} that fit beside its completion; leave the row out (cohort eval: "
-                "--too-long skip), shorten it, or lower --sampling.max-tokens (cohort eval: --max-tokens)"
+                f"more than the {self._limit} that fit beside its completion; leave such rows out with "
+                "--batch.too-long skip (cohort eval: --too-long skip), shorten it, or lower --sampling.max-tokens "
+                "(cohort eval: --max-tokens)"
             )
         return Prompt(
             task=self.task.name,
@@ -247,14 +342,3 @@ class TaskStream:
             provenance=[int(p) for p in rendered.provenance],
             forced_text=rendered.forced_text,
         )
-
-
-def _is_message(message: Any) -> bool:
-    """Returns whether the value is a dict whose "role" is a text."""
-    return isinstance(message, dict) and isinstance(message.get("role"), str)
-
-
-def _hash_question(task: Task, row: Row) -> bytes:
-    """Returns a hash of what `task.prompt` returns for a row: equal for rows that ask the same."""
-    # `repr` accepts any value. A prompt that is not a list of messages is refused later, in `_render_prompt`.
-    return hashlib.blake2b(repr(task.prompt(row)).encode(), digest_size=16).digest()

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import FrozenInstanceError, dataclass, fields
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cohort.errors import ConfigError, TaskError
+from cohort.errors import ConfigError, TaskError, UserCodeError
+from cohort.tasks import base
 from cohort.tasks.arithmetic import Arithmetic
 from cohort.tasks.base import (
     SelfCheck,
@@ -22,10 +25,13 @@ from cohort.tasks.base import (
     list_task_names,
     load_rows,
     make_plain_answer,
+    make_with_defaults,
     run_self_check,
     task,
 )
-from cohort.tasks.ref import TaskRef, load_file
+from cohort.tasks.calls import compute_summary, get_gold, make_messages
+from cohort.tasks.ref import TaskRef
+from cohort.user_code import load_file
 
 
 @task("spelling")
@@ -114,7 +120,7 @@ def test_ids_are_filled_in_from_the_content() -> None:
         (({"id": [1]},), "has the id"),
         ((["x"],), "is a list; its method `rows` must yield dicts"),
         (({"x": {1, 2}},), "cannot be written as JSON"),
-        ((), 'has no "train" rows'),
+        ((), 'has no rows for the split "train"'),
     ],
 )
 def test_bad_rows_are_refused(given: tuple, message: str) -> None:
@@ -196,7 +202,7 @@ def test_a_reference_makes_the_same_task_again(tmp_path: Path) -> None:
     assert load_file(file) is load_file(str(file))
     with pytest.raises(TaskError, match='no setting "size"'):
         TaskRef(name="mine-a", settings={"size": 1}, path=str(file)).load()
-    with pytest.raises(TaskError, match="there is no file"):
+    with pytest.raises(ConfigError, match="there is no file"):
         load_file(tmp_path / "absent.py")
 
 
@@ -206,3 +212,121 @@ def test_tasks_import_without_torch_and_quickly() -> None:
     code += "print([m for m in ('torch', 'transformers', 'numpy', 'yaml', 'rich') if m in sys.modules])"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert shown.stdout.strip() == "[]"
+
+
+# -- tasks of users --------------------------------------------------------------------------------------------------
+
+
+def make_own(**methods: Any) -> Any:
+    """Returns a task like `Spelling` with other methods or attributes."""
+    return type("Own", (Spelling,), methods)()
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (None, "`rows` returned None (is `return` missing? "),
+        (None, '.py, line 239) for "train"; it must yield dicts, or return a list of them'),
+        ("text", "`rows` returned a str"),
+        ({"id": 1}, "`rows` returned a dict"),
+        (5, "`rows` returned a int"),
+        ([{"id": "a\ud800", "x": 1}], 'row 0 (counted from 0, id "a\\ud800") contains half a character'),
+        ([{"id": "a", "x": ["\udc80"]}], 'row 0 (counted from 0, id "a") contains half a character'),
+    ],
+)
+def test_rows_that_are_none_are_refused(returned: Any, message: str) -> None:
+    with pytest.raises(TaskError) as caught:
+        load_rows(make_own(rows=lambda self, split: returned), "train")
+    assert message in str(caught.value)
+    str(caught.value).encode()  # it can be printed
+
+
+def test_rows_without_end_are_read_up_to_a_limit_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    endless = make_own(rows=lambda self, split: ({"id": n} for n in count()))
+    assert [row["id"] for row in load_rows(endless, "train", limit=3)] == ["0", "1", "2"]
+    monkeypatch.setattr(base, "MAX_ROWS", 100)
+    with pytest.raises(TaskError, match=r'`rows` gives more than 100 rows for "train"; let it end'):
+        load_rows(endless, "train")
+
+
+def test_an_exception_in_rows_is_the_users() -> None:
+    def rows(self: Any, split: str) -> Iterator[Any]:
+        yield {"id": "a"}
+        yield {"id": [][1]}
+
+    with pytest.raises(UserCodeError, match=r'the method rows of the task "spelling" raised IndexError') as caught:
+        load_rows(make_own(rows=rows), "train")
+    assert caught.value.place[1].strip() == 'yield {"id": [][1]}'
+
+
+@pytest.mark.parametrize(
+    ("method", "function", "words"),
+    [
+        ("rows", lambda self: [], "def rows(self, split)"),
+        ("prompt", lambda self: [], "def prompt(self, row)"),
+        ("score", lambda self, row: {}, "def score(self, row, answer)"),
+        ("gold", lambda: "", "def gold(self, row)"),
+        ("summary", lambda self, rows: {}, "def summary(self, rows, parts)"),
+    ],
+)
+def test_a_method_that_cannot_be_called_is_refused_when_it_is_defined(method: str, function: Any, words: str) -> None:
+    sound = {name: getattr(Spelling, name) for name in ("rows", "prompt", "score")}
+    with pytest.raises(TaskError) as caught:
+        task("miscalled")(type("Miscalled", (), {**sound, method: function}))
+    assert f"write {words}" in str(caught.value)
+    flexible = {**sound, method: lambda *args, **more: None}
+    task(f"flexible-{method}")(type("Flexible", (), {**flexible, "__qualname__": f"Flexible{method}"}))
+
+
+def test_a_setting_without_a_default_is_named() -> None:
+    sound = {name: getattr(Spelling, name) for name in ("rows", "prompt", "score")}
+    cls = task("needy")(type("Needy", (), {**sound, "__annotations__": {"size": int}}))
+    assert cls(size=3).size == 3  # a recipe can give it
+    with pytest.raises(TaskError, match=r"its setting size has no default.* as in size: int = 1"):
+        make_with_defaults(cls)
+
+
+def test_a_gold_answer_and_a_summary_are_checked() -> None:
+    row = {"id": "r"}
+    assert get_gold(make_own(gold=None), row) is None
+    with pytest.raises(TaskError, match='row "r": its method `gold` returned a int; return a right answer as text'):
+        get_gold(make_own(gold=lambda self, row: 5), row)
+    with pytest.raises(
+        UserCodeError, match=r'the method gold of the task "spelling", for row "r" \(columns: id\), raised KeyError'
+    ):
+        get_gold(make_own(gold=lambda self, row: row["none"]), row)
+    assert compute_summary(Spelling(), [row], [{"correct": 1.0}]) == {}
+    assert compute_summary(make_own(summary=lambda self, rows, parts: {"a": True}), [row], [{}]) == {"a": 1.0}
+    for wrong in ("good", None, {"a": "b"}, {"a": float("nan")}, {1: 1.0}, [1.0]):
+        with pytest.raises(TaskError, match=r"`summary` returned .*; return a dict of finite numbers by name"):
+            compute_summary(make_own(summary=lambda self, rows, parts, w=wrong: w), [row], [{}])
+
+
+def test_a_prompt_is_checked_where_it_comes_in() -> None:
+    row = {"id": "a\ud800"}
+    for wrong in ("hello", None, [], [{"content": "x"}], [{"role": "user", "content": "\ud800"}]):
+        with pytest.raises(
+            TaskError, match=r'row "a\\ud800": .* the method `prompt`|row "a\\ud800": the method'
+        ) as caught:
+            make_messages(make_own(prompt=lambda self, row, w=wrong: w), row)
+        str(caught.value).encode()
+
+
+def test_a_forgotten_return_is_named_with_its_place() -> None:
+    def score(self: Any, row: Any, answer: Any) -> None:
+        _ = {"correct": 1.0, "brief": 1.0}
+
+    place = f"is `return` missing\\? {__file__}, line {score.__code__.co_firstlineno}"
+    for wrong in (score, lambda self, row, answer: None, lambda self, row, answer: Verdict(None)):  # type: ignore[arg-type]
+        with pytest.raises(
+            TaskError, match=r'row "r": the method `score` returned None \(is `return` missing\?'
+        ) as caught:
+            grade(make_own(score=wrong), {"id": "r"}, make_plain_answer("x"))
+        assert wrong is not score or re.search(place, str(caught.value))
+    with pytest.raises(TaskError, match=r"the method `prompt` must return .*not None \(is `return` missing\?"):
+        make_messages(make_own(prompt=lambda self, row: None), {"id": "r"})
+
+
+def test_partial_credit_in_the_accuracy_is_told_what_to_do() -> None:
+    with pytest.raises(TaskError, match=r"return 0 or 1 for it. For partial credit add a part of your own"):
+        check_parts("t", "r", ("correct",), "correct", {"correct": 0.7})

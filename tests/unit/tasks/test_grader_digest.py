@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from pathlib import Path
 
@@ -13,7 +14,8 @@ from cohort.tasks.gsm8k import GSM8K
 from cohort.tasks.ifeval import instructions
 from cohort.tasks.ifeval.task import IFEval
 from cohort.tasks.mathematics.task import Math500
-from cohort.tasks.ref import compute_grader_digest, load_file
+from cohort.tasks.ref import compute_grader_digest
+from cohort.user_code import load_file
 
 FILE = """
 import cohort
@@ -72,3 +74,28 @@ def test_a_users_own_module_beside_the_task_is_in_it(tmp_path: Path, monkeypatch
     (tmp_path / "helper.py").write_text("def right(text): return float(text == 'b')\n")
     assert compute_grader_digest(task) != before
     sys.modules.pop("helper", None)
+
+
+def test_relative_imports_are_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A task in a package: modules beside it, below it and above it score too."""
+    package = tmp_path / "graders_of_mine"
+    (package / "tasks" / "sub").mkdir(parents=True)
+    for folder in (package, package / "tasks", package / "tasks" / "sub"):
+        (folder / "__init__.py").write_text("")
+    helpers = [package / name for name in ("tasks/near.py", "tasks/other.py", "tasks/sub/deep.py", "above.py")]
+    for file in helpers:
+        file.write_text("right = 1.0\n")
+    imports = "from .near import right\nfrom . import other\nfrom ..above import right\nfrom .sub.deep import right"
+    source = FILE.replace("from helper import right", imports).replace("helped", "relative")
+    (package / "tasks" / "task.py").write_text(source)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    try:
+        task = importlib.import_module("graders_of_mine.tasks.task").Helped()
+        digests = {compute_grader_digest(task), compute_grader_digest(task)}
+        for file in helpers:
+            file.write_text("right = 2.0\n")
+            digests.add(compute_grader_digest(task))
+        assert len(digests) == 1 + len(helpers)
+    finally:
+        for name in [n for n in sys.modules if n.startswith("graders_of_mine")]:
+            del sys.modules[name]

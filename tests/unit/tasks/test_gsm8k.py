@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from cohort.errors import TaskError
 from cohort.scoring.pool import ScoringPool
 from cohort.tasks.base import get_task, grade, load_rows, make_plain_answer, run_self_check
-from cohort.tasks.gsm8k import GSM8K, Reward, Style
+from cohort.tasks.gsm8k import GSM8K, Find, Reward, Style
 from cohort.types import Answer
 from tests.unit.tasks.tables.gsm8k import HOSTILE, RIGHT, WRONG
 
-STYLES, REWARDS = get_args(Style), get_args(Reward)
+STYLES, REWARDS, FINDS = get_args(Style), get_args(Reward), get_args(Find)
 TRAIN = [
     {"question": "Half of 48?", "answer": "48 / 2 = <<48/2=24>>24, which is the half of it.\n#### 24"},
     {"question": "How much colder?", "answer": "From 3 to -7 it falls by ten degrees, so -10.\n#### -10"},
@@ -70,7 +70,7 @@ def test_wrong_answers(text: str, reference: str, reason: str) -> None:
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-@pytest.mark.parametrize("find", ["marked", "last"])
+@pytest.mark.parametrize("find", FINDS)
 def test_hostile_answers_are_a_verdict_at_once(name: str, find: str) -> None:
     start = time.process_time()
     outcome = grade(GSM8K(find=find), row("-1/3"), make_plain_answer(HOSTILE[name]))
@@ -86,7 +86,7 @@ def test_hostile_answers_are_not_read_as_what_they_hide() -> None:
 
 
 @settings(max_examples=150, derandomize=True, deadline=None, database=None)
-@given(st.text(max_size=200), st.sampled_from(STYLES), st.sampled_from(REWARDS), st.sampled_from(["marked", "last"]))
+@given(st.text(max_size=200), st.sampled_from(STYLES), st.sampled_from(REWARDS), st.sampled_from(FINDS))
 def test_any_text_gets_a_verdict(text: str, style: Style, reward: Reward, find: str) -> None:
     task = GSM8K(style=style, reward=reward, find=find)
     for shown in (text, f"#### {text}", f"\\boxed{{{text}}}", f"<answer>{text}</answer>"):
@@ -99,6 +99,39 @@ def test_any_text_gets_a_verdict(text: str, style: Style, reward: Reward, find: 
 def test_right_means_equal(reference: Fraction, said: int) -> None:
     outcome = grade(GSM8K(), row(str(reference)), make_plain_answer(f"#### {said}.00"))
     assert outcome.parts["correct"] == float(said == reference)
+
+
+# completion, and the number that it states; None if it states none
+STATED = [
+    ("So the answer is 18.", 18),
+    ("The answer is: $18$.", 18),
+    ("**Final Answer:** 18", 18),
+    ("The final answer is **18**.\nI checked it twice.", 18),
+    ("Answer: 5 + 13 = 18 dollars. That is 3 more than 15.", 18),
+    ("The answer is $1,200.50.", Fraction(2401, 2)),
+    ("The answer is\n18", 18),
+    ("The answer is 7. No, the answer is 18.", 18),
+    ("The answer is 18. No, the answer is 7.", 7),
+    ("The answer is 18</s>", 18),
+    ("The answer is 18. #### 7", 7),
+    ("The answer is 18, so \\boxed{7}.", 7),
+    ("<think>The answer is 18.</think> It is so.", None),
+    ("The answer is not 18.", None),
+    ("The answer is 18 or 20.", None),
+    ("The answer is 9 * 2.", None),
+    ("The answer is clear. It is 18.", None),
+    ("It is 18.", None),
+    ("These answers: 18", None),
+]
+
+
+@pytest.mark.parametrize(("text", "value"), STATED, ids=range(len(STATED)))
+def test_a_stated_answer_counts_only_if_asked_for_and_nothing_is_marked(text: str, value: Fraction | None) -> None:
+    for gold in (18, 7, 20, Fraction(2401, 2)):
+        outcome = grade(GSM8K(find="stated"), row(str(gold)), make_plain_answer(text))
+        assert outcome.parts["correct"] == float(gold == value)
+    if "####" not in text and "boxed" not in text:
+        assert grade(GSM8K(), row(str(value)), make_plain_answer(text)).parts["correct"] == 0
 
 
 def test_without_a_marker_the_last_number_counts_only_if_asked_for() -> None:
@@ -261,8 +294,8 @@ def test_a_row_that_cannot_be_used_is_named(tmp_path: Path, bad: dict[str, objec
     [
         ({"style": "latex"}, "style among boxed, hashes, tags, tutor, not 'latex'"),
         ({"reward": "trl"}, "reward among plain, verl, tutor, not 'trl'"),
-        ({"find": "first"}, "find among marked, last, not 'first'"),
-        ({"test_size": -1}, "test_size of at least 0, not -1"),
+        ({"find": "first"}, "find among marked, stated, last, not 'first'"),
+        ({"test_size": -1}, "test_size from 0 to 10000000, not -1"),
     ],
 )
 def test_settings_are_checked(settings: dict[str, object], message: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 
 from cohort.errors import TaskError
+from cohort.scoring.pool import ScoringPool
 from cohort.tasks.base import grade, load_rows, make_plain_answer, run_self_check
 from cohort.tasks.ifeval.instructions import language
 from cohort.tasks.ifeval.instructions.gold import write_text
@@ -249,12 +251,21 @@ def test_an_unknown_split_is_refused() -> None:
 
 
 def test_missing_langdetect_is_an_error_before_a_run_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "langdetect", None)
-    monkeypatch.setitem(sys.modules, "langdetect.detector_factory", None)
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "langdetect" else find_spec(name))
+    message = "scoring ifeval needs the module langdetect, which is not installed; run pip install 'cohort[ifeval]'"
+    with pytest.raises(TaskError, match=re.escape(message)):
+        ScoringPool(IFEval())
+    assert next(iter(IFEval().rows("train"))), "rows need no package"
+
+
+def test_missing_langdetect_is_named_by_the_check_that_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("langdetect", "langdetect.detector_factory"):
+        monkeypatch.setitem(sys.modules, module, None)
     language._load_detector_factory.cache_clear()
     try:
-        with pytest.raises(TaskError, match=re.escape("pip install 'cohort[ifeval]'")):
-            IFEval().rows("train")
+        with pytest.raises(TaskError, match=re.escape("needs langdetect, which is not installed; run pip install")):
+            language.detect_language("Guten Tag")
     finally:
         language._load_detector_factory.cache_clear()
 

@@ -16,8 +16,9 @@ import pytest
 from cohort.errors import TaskError
 from cohort.scoring.pool import ScoringPool
 from cohort.tasks.base import get_task, grade, load_rows, make_plain_answer, run_self_check
+from cohort.tasks.mathematics.cleaning import clean_latex
 from cohort.tasks.mathematics.equality import compare
-from cohort.tasks.mathematics.notation import MAX_CHARS, clean_latex, read_structure
+from cohort.tasks.mathematics.notation import MAX_CHARS, read_structure
 from cohort.tasks.mathematics.quantity import read_quantity
 from cohort.tasks.mathematics.task import AIME24, INSTRUCTION, Math12k, Math500, Minerva, Olympiad, make_row
 from cohort.tasks.ref import TaskRef
@@ -193,7 +194,7 @@ from collections.abc import Mapping
 from typing import ClassVar
 from cohort.tasks.base import task
 from cohort.tasks.mathematics.task import Mathematics
-from cohort.tasks.source import Place
+from cohort.tasks.places import Place
 
 @task("quick-math")
 class Quick(Mathematics):
@@ -275,6 +276,68 @@ def test_answers_are_found_in_completions(text: str, correct: int, formatted: in
     assert outcome.parts == {"correct": correct, "format": formatted}
     assert reason in outcome.reason
     assert (outcome.reason == "") == bool(correct)
+
+
+# completion, gold, correct: boxes that are joined are one list, and others are parted
+SEVERAL_BOXES = [
+    ("\\boxed{(2,2)} and \\boxed{(6,2)}", "(2,2),(6,2)", 1),
+    ("$$\\boxed{(6, 2)} \\quad \\text{and} \\quad \\boxed{(2, 2)}$$", "(2,2),(6,2)", 1),
+    ("They are $\\boxed{3}$, $\\boxed{2}$, and $\\boxed{1}$.", "1,2,3", 1),
+    ("\\[\\boxed{1}; \\boxed{2}\\]", "1,2", 1),
+    ("\\boxed{\\boxed{1} and \\boxed{2}}", "1,2", 1),
+    ("<answer>\\boxed{1} or \\boxed{2}</answer>", "1,2", 1),
+    ("\\boxed{1,234} and \\boxed{5}", "1234, 5", 1),
+    ("\\boxed{1, 2} and \\boxed{3}", "1,2,3", 1),
+    ("Thus $k = \\boxed{45}$ and $n = \\boxed{2}$.", "k = 45, n = 2", 1),
+    ("Thus $n = \\boxed{45}$ and $k = \\boxed{2}$.", "k = 45, n = 2", 0),
+    ("So $x=\\boxed{1}$, $y=\\boxed{2}$.", "(1,2)", 1),
+    ("So $x=\\boxed{2}$, $y=\\boxed{1}$.", "(1,2)", 0),
+    ("$x_1 = \\boxed{3}$, $x_2 = \\boxed{4}$", "x = 4, x = 3", 1),
+    ("So $a + b = \\boxed{3}$, $c = \\boxed{4}$.", "c = 4, 3", 1),
+    # several guesses
+    ("\\boxed{1} and \\boxed{2} and \\boxed{3}", "1,2", 0),
+    ("\\boxed{1} and \\boxed{2}", "1,2,3", 0),
+    ("\\boxed{1} and \\boxed{1}", "1,2", 0),
+    ("\\boxed{3} or \\boxed{4}", "4", 0),
+    ("\\boxed{3}, \\boxed{4}", "3", 0),
+    (", ".join(f"\\boxed{{{n}}}" for n in range(100)), "99", 0),
+    (", ".join(f"\\boxed{{{n}}}" for n in range(100)), "98, 99", 0),
+    ("\\boxed{(1,2)}, \\boxed{(3,4)}", "(3,4)", 0),
+    # parted boxes: the last one counts
+    ("First I got \\boxed{3}. No: \\boxed{4}", "4", 1),
+    ("First I got \\boxed{3}. No: \\boxed{4}", "3,4", 0),
+    ("\\boxed{3}, no, \\boxed{4}", "3,4", 0),
+    ("\\boxed{3} and not \\boxed{4}", "3,4", 0),
+    ("\\boxed{3}\n\n\\boxed{4}", "4", 1),
+    ("\\boxed{3} \\boxed{4}", "4", 1),
+    ("\\boxed{\\frac12} = \\boxed{0.5}", "0.5", 1),
+    ("$a = \\boxed{3}$, $b = \\boxed{4}$, so $a+b = \\boxed{7}$", "7", 1),
+    ("\\boxed{3}," + " " * 100 + "\\boxed{4}", "3,4", 0),
+    ("\\boxed{3}, <answer>\\boxed{4}</answer>", "4", 1),
+    ("\\boxed{3}, \\boxed{4", "3", 1),
+]
+
+
+@pytest.mark.parametrize(("text", "gold", "correct"), SEVERAL_BOXES, ids=range(len(SEVERAL_BOXES)))
+def test_joined_boxes_are_one_list_and_others_are_parted(text: str, gold: str, correct: int) -> None:
+    outcome = grade(Math500(), {"id": "0", "problem": "?", "answer": gold}, make_plain_answer(text))
+    assert outcome.parts == {"correct": correct, "format": 0}
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["\\boxed{1}, " * 100_000, "\\boxed{1}" + "," * 200_000 + "\\boxed{2}", "\\boxed{" * 2 + "\\boxed{1}," * 50_000],
+)
+def test_many_boxes_are_wrong_within_two_seconds(text: str) -> None:
+    begin = time.process_time()
+    outcome = grade(Math500(), {"id": "0", "problem": "?", "answer": "1,2"}, make_plain_answer(text))
+    assert time.process_time() - begin < 2.0
+    assert outcome.parts["correct"] == 0
+
+
+def test_a_gold_answer_in_several_boxes_of_the_solution_is_a_list() -> None:
+    solution = "By symmetry $x$ is \\boxed{3} or \\boxed{-3}."
+    assert make_row({"problem": "?", "solution": solution})["answer"] == "3, -3"
 
 
 def test_several_accepted_forms_and_a_tolerance() -> None:

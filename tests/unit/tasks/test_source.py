@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from cohort.errors import TaskError
-from cohort.tasks.source import Place, make_data_path_absolute, read_rows
+from cohort.tasks.places import Place, make_data_path_absolute
+from cohort.tasks.source import read_rows
 from cohort.types import Row
 
 RAW = [
@@ -126,7 +127,8 @@ A = '{"question": "a", "answer": "1"}\n'
         (
             "a.jsonl",
             '{"question": "a", "Answer": "1"}',
-            "if one of its columns ['question', 'Answer'] is meant, set --task.columns",
+            "a.jsonl, line 1 has no column \"answer\" (answer is not text); it has ['question', 'Answer']. If one of "
+            "these is meant, set --task.columns answer=COLUMN; if not, add the column",
         ),
         ("a.jsonl", "", "a.jsonl has no rows"),
         ("a.jsonl", "\n \n", "a.jsonl has no rows"),
@@ -146,7 +148,14 @@ A = '{"question": "a", "answer": "1"}\n'
         ("a.csv", "question,answer\na,1,2\n", "a.csv, line 2 has 3 cells"),
         ("a.csv", "question,question\na,1\n", "its header line names two columns alike"),
         ("a.csv", 'question,answer\na,1\n"b,2\n', "a.csv, line 3 is not CSV"),
-        ("a.csv", "question;answer\na;1\n", "if one of its columns ['question;answer']"),
+        ("a.csv", "question;answer\na;1\n", "it has ['question;answer']. If one of these is meant, set --task.columns"),
+        (
+            "a.jsonl",
+            A + '{"question": "a", "question": "b"}',
+            "line 2 cannot be read as JSON: the key 'question' occurs",
+        ),
+        ("a.jsonl", '{"question": {"x": 1, "x": 1}}', "the key 'x' occurs twice in one object"),
+        ("a.json", '[{"question": "a", "question": "a"}]', "a.json cannot be read as JSON: the key 'question' occurs"),
         ("a.txt", "x", "a.txt: its name must end in one of .jsonl, .json, .csv, .parquet"),
     ],
 )

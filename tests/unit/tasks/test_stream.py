@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cohort.errors import ConfigError, TaskError
+from cohort.errors import ConfigError, TaskError, UserCodeError
 from cohort.run.store.rollouts import load_rollouts, save_rollouts
 from cohort.tasks.base import task
 from cohort.tasks.draws import Draws, make_permutation
-from cohort.tasks.stream import TaskStream
+from cohort.tasks.stream import SharedRows, TaskStream
 from cohort.types import Group, Provenance
 
 
@@ -56,7 +56,10 @@ class Count:
 
 def stream(**settings: Any) -> TaskStream:
     """Returns a prompt stream of `Count` with these settings."""
-    return TaskStream(settings.pop("task", Count()), Letters(), **{"seed": 3, **settings})
+    cursor = settings.pop("cursor", 0)
+    made = TaskStream(settings.pop("task", Count()), Letters(), **{"seed": 3, **settings})
+    made.seek(cursor)
+    return made
 
 
 def test_every_epoch_is_a_different_permutation_and_counts_visits() -> None:
@@ -161,6 +164,7 @@ def test_held_out_is_the_test_split_in_its_own_order() -> None:
     assert source.cursor == 0
     with pytest.raises(ConfigError, match=r"has 10 test rows, fewer than the 11"):
         source.render_held_out(11)
+    assert len(source.render_held_out(11, or_fewer=True)) == 10 and source.num_skipped == 0
 
 
 @pytest.mark.parametrize("messages", [[], "hello", [{"content": "no role"}], None])
@@ -171,6 +175,20 @@ def test_a_prompt_that_is_no_list_of_messages_is_refused(messages: Any) -> None:
 
     with pytest.raises(TaskError, match=r'row "train-.": the method `prompt` must return a list'):
         stream(task=Mute()).next_prompts(1)
+
+
+def test_an_exception_in_prompt_names_the_rows_number_and_columns() -> None:
+    class Keyed(Count):
+        def prompt(self, row: dict) -> Any:
+            return [{"role": "user", "content": row["n"] if row["n"] < 7 else row["a"]}]
+
+    with pytest.raises(
+        UserCodeError, match=r'"train-7" \(row 7 of train, counted from 0; columns: id, n\), raised KeyError'
+    ):
+        stream(task=Keyed())
+    # The rows that the validation split leaves have other numbers than those that the task yields.
+    with pytest.raises(UserCodeError, match=r'"train-\d" \(columns: id, n\), raised KeyError'):
+        stream(task=Keyed(), validation_share=0.2)
 
 
 def test_a_negative_cursor_is_a_bug() -> None:
@@ -200,7 +218,9 @@ def test_rows_that_ask_the_same_are_named(caplog: pytest.LogCaptureFixture) -> N
 
     stream(task=Alike()).render_held_out(2)
     assert not caplog.records
-    stream(task=Alike(shared=2)).render_held_out(1)
+    overlapping = stream(task=Alike(shared=2))
+    overlapping.render_held_out(1)
+    assert overlapping.overlap == SharedRows(split="test", num_shared=2, num_rows=4, first=("test-0", "train-0"))
     stream(task=Alike(repeated=3))
     assert [record.getMessage() for record in caplog.records] == [
         "alike: test rows that ask the same as a train row: 2 of 4 (first: row test-0 asks the same as row train-0)",
@@ -332,3 +352,66 @@ def test_messages_that_are_no_json_name_task_and_row(how: str) -> None:
         TaskError, match=r'task "asks-anyhow", row "train-\d": the messages .* cannot be written as JSON'
     ):
         stream(task=AsksAnyhow(how=how)).next_prompts(1)
+
+
+def test_a_digest_tells_rows_from_their_order() -> None:
+    @task("listed")
+    class Listed:
+        order: tuple[int, ...] = (0, 1, 2)
+        word: str = "n"
+
+        def rows(self, split: str) -> Iterator[dict]:
+            yield from ({"id": str(i), "n": i} for i in self.order)
+
+        def prompt(self, row: dict) -> list[dict]:
+            return [{"role": "user", "content": self.word * (row["n"] + 1)}]
+
+        def score(self, row: dict, answer: Any) -> dict:
+            return {"correct": 1.0}
+
+    first, same, moved, less, worded = (
+        stream(task=made).compute_digest()
+        for made in (Listed(), Listed(), Listed(order=(2, 0, 1)), Listed(order=(0, 1)), Listed(word="m"))
+    )
+    assert first == same
+    assert moved.content == first.content and moved.order != first.order
+    # Another prompt for the same row counts like another row.
+    assert len({first.content, less.content, worded.content}) == 3
+
+
+def test_the_validation_split_is_cut_from_the_training_rows_by_their_ids() -> None:
+    big = Count(size=400)
+    cut = stream(task=big, validation_share=0.25)
+    held = {p.id for p in cut.render_held_out(0, "validation")}
+    trained = {p.id for p in cut.next_prompts(cut.num_rows)}
+    assert held | trained == {f"train-{i}" for i in range(400)} and not held & trained
+    assert 70 < len(held) < 130
+    # Neither seed nor other rows matter, and a larger share only adds rows.
+    same = stream(task=big, split="validation", validation_share=0.25, seed=99)
+    assert {p.id for p in same.next_prompts(same.num_rows)} == held
+    fewer = stream(task=Count(size=200), validation_share=0.25).render_held_out(0, "validation")
+    assert {p.id for p in fewer} == held & {f"train-{i}" for i in range(200)}
+    assert held < {p.id for p in stream(task=big, validation_share=0.5).render_held_out(0, "validation")}
+    # Without a share nothing is cut.
+    assert stream(task=big).num_rows == 400
+
+
+def test_a_validation_split_that_is_too_small_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"validation rows, fewer than the 9 .* larger --validation-share"):
+        stream(validation_share=0.5).render_held_out(9, "validation")
+    with pytest.raises(TaskError, match=r"no validation rows: .* share of 0.001 .* another --eval.validation-share"):
+        stream(validation_share=0.001).render_held_out(0, "validation")
+    with pytest.raises(TaskError, match="no train rows"):
+        stream(validation_share=0.999)
+    with pytest.raises(ConfigError, match=r"train rows besides its validation split, fewer than batch.prompts = 10"):
+        stream(validation_share=0.5).check_enough_rows(10)
+
+
+def test_rows_that_are_too_long_are_counted_before_training() -> None:
+    skipping = stream(max_prompt_tokens=7, too_long="skip")
+    assert skipping.num_too_long == 3 and stream(max_prompt_tokens=7).num_too_long == stream().num_too_long == 0
+    skipping.check_enough_rows(7)
+    with pytest.raises(ConfigError, match="7 train rows whose prompts have at most 7 tokens, fewer than"):
+        skipping.check_enough_rows(8)
+    with pytest.raises(TaskError, match="every train prompt is longer than 1 tokens"):
+        stream(task=Count(size=1, prefix="x"), max_prompt_tokens=1, too_long="skip").check_enough_rows(1)

@@ -29,17 +29,18 @@ import re
 import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
 
 from cohort.errors import TaskError
+from cohort.system.paths import expand_home
 from cohort.tasks.answers import INVISIBLE_LETTERS, has_visible_text, remove_thoughts
 from cohort.tasks.base import Verdict, require, task
 from cohort.tasks.ifeval.instructions import gold, language
 from cohort.tasks.ifeval.instructions.registry import read_arguments
 from cohort.tasks.ifeval.instructions.verdicts import check_instructions
 from cohort.tasks.ifeval.prompts import generate_row
-from cohort.tasks.source import FOLDER_VARIABLE, Place, read_rows
+from cohort.tasks.places import FOLDER_VARIABLE, Place
+from cohort.tasks.source import read_rows
 from cohort.types import Answer, Message, Row
 
 TrainSource = Literal["generated", "keywords"]
@@ -87,6 +88,7 @@ class IFEval:
     parts: ClassVar[tuple[str, ...]] = (*LEVELS, "format", "thinks", "effort")
     # per completion, in evaluations that do not set a number
     max_tokens: ClassVar[int] = 1280
+    packages: ClassVar[Mapping[str, str]] = {language.PACKAGE: language.EXTRA}
 
     def __post_init__(self) -> None:
         need = partial(require, "ifeval")
@@ -100,10 +102,8 @@ class IFEval:
     def rows(self, split: str) -> Iterator[Row]:
         """Returns an iterator over the rows of a split; those of "train" are generated unless train = keywords.
 
-        Raises TaskError if langdetect or the source of the rows is missing, and later for a row that cannot be used.
+        Raises TaskError if the source of the rows is missing, and later for a row that cannot be used.
         """
-        # Without this check, a missing package would end a run at its first answer.
-        language.require_langdetect()
         if split == "train" and self.train == "generated":
             return self._generate_rows()
         if split == "train" and not self.data:
@@ -251,7 +251,7 @@ def _find_block(text: str, tag: str) -> str | None:
 def _require_keywords_file() -> None:
     """Raises TaskError if the file of keyword rows is not in the folder that the variable COHORT_DATA names."""
     folder, file = os.environ.get(FOLDER_VARIABLE, ""), PLACES["train"].file
-    if not folder or not (Path(folder).expanduser() / file).exists():
+    if not folder or not (expand_home(folder) / file).exists():
         raise TaskError(
             f"ifeval with train = keywords needs {file} in the folder that the environment variable {FOLDER_VARIABLE} "
             f"names (now: {folder or 'not set'}). Set it to a folder with that file (the hub does "

@@ -1,8 +1,9 @@
 r"""Comparison of two mathematical answers: by spelling, by structure, as numbers, and as expressions.
 
 Cheap and exact comparisons come first: the spelling, then numbers as fractions. Only the remaining cases are parsed.
-Expressions are compared by their values at fixed points, to 25 digits. math-verify's `verify` (gold first) compares
-only equations that are no multiple of each other, and expressions with unknown functions.
+Expressions are compared by their values at fixed points: exactly where these are fractions, and else to 100 digits.
+math-verify's `verify` (gold first) compares only equations that are no multiple of each other, and expressions with
+unknown functions.
 
 The rules differ from math-verify on purpose:
 
@@ -29,13 +30,13 @@ from typing import Any
 
 from cohort.errors import TaskError
 from cohort.tasks.base import OVER_LIMIT
+from cohort.tasks.mathematics.cleaning import clean_latex
+from cohort.tasks.mathematics.names import have_same_meaning, names_value
 from cohort.tasks.mathematics.notation import (
     Items,
     Leaf,
     Node,
     OverLimit,
-    clean_latex,
-    is_name,
     is_number_with_commas,
     read_structure,
     split_sides,
@@ -45,6 +46,7 @@ from cohort.tasks.mathematics.symbolic import (
     LETTER_COMMANDS,
     SLASH_FRACTION,
     VALUE_TOLERANCE,
+    are_close,
     are_equal_by_math_verify,
     choose_points,
     collect_letters,
@@ -67,7 +69,7 @@ _OPERATOR_OR_COMMAND, _FRACTION = re.compile(r"[-+*/^!(\\]"), re.compile(r"\\fra
 _OPERATION = re.compile(rf"[-+*/^!(]|\\(?!{LETTER_COMMANDS})")
 _PLAIN_ARITHMETIC = re.compile(r"(?:[-+*/^!().0-9{} ]|\\(?:frac|cdot|times|div|binom)(?![a-zA-Z]))+")
 _FORMULA = re.compile(r"\\\[(.{1,999}?)\\\]|\\\((.{1,999}?)\\\)|(?<!\\)\$([^$]+)\$", re.DOTALL)
-_PERCENT = re.compile(r"%|per ?cent", re.IGNORECASE)
+_PERCENT = re.compile(r"%|per ?cent|\bpct\b", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,11 +226,11 @@ def _find_leaf_difference(gold: str, answer: str, rules: _ComparisonRules) -> st
         return ""
     gold_sides, answer_sides = split_sides(gold), split_sides(answer)
     # "x = 5" against "x = 6" names one value: only the values are compared, not the equations.
-    gold_name, answer_name = _normalise_spelling(gold_sides[0]), _normalise_spelling(answer_sides[0])
-    has_same_name = is_name(gold_sides[0]) and gold_name == answer_name
+    has_same_name = have_same_meaning(gold_sides[0], answer_sides[0])
     if len(gold_sides) > 1 and len(answer_sides) > 1 and not has_same_name:
         return _find_symbolic_difference(_find_equation_difference, gold_sides, answer_sides)
-    is_value = is_name(gold_sides[0]) or read_quantity(gold_sides[0]) is not None
+    # A gold of "0.5 = 50%" states one number twice, but "7 = 11a + c" is an equation.
+    is_value = names_value(gold_sides[0]) or all(read_quantity(side) is not None for side in gold_sides)
     if len(gold_sides) > 1 and len(answer_sides) == 1 and not is_value:
         return "the answer is not an equation"
     return _find_value_difference(gold_sides[-1], answer_sides[-1], rules)
@@ -329,7 +331,7 @@ def _find_equation_difference(gold_sides: list[str], answer_sides: list[str]) ->
     if collect_letters(one) != collect_letters(other):
         return "the equation differs from the gold one"
     ratios = [evaluate_at(one / other, point) for point in choose_points(one, other)]
-    if None not in ratios and all(abs(r - ratios[0]) <= VALUE_TOLERANCE * abs(r) and r != 0 for r in ratios):
+    if None not in ratios and all(ratio != 0 and are_close(ratios[0], ratio) for ratio in ratios):
         return ""
     is_equal = are_equal_by_math_verify(make_equation(*gold_terms), make_equation(*answer_terms))
     return "" if is_equal else "the equation differs from the gold one"

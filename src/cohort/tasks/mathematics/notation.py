@@ -1,4 +1,4 @@
-r"""Notation of mathematical answers: cleans their LaTeX and reads it as a tree of lists, pairs, intervals and matrices.
+r"""Notation of mathematical answers: reads their LaTeX as a tree of lists, pairs, intervals and matrices.
 
 The leaves of the tree are single values; `equality` compares them. Only the brackets decide whether values have an
 order: `1, 2`, `\{2, 1\}` and `1 \text{ and } 2` are values in any order, `(1, 2)` is a pair or an open interval,
@@ -13,6 +13,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+
+from cohort.tasks.mathematics.cleaning import clean_latex
+from cohort.tasks.mathematics.names import is_name, names_value
+from cohort.tasks.mathematics.quantity import drop_units
 
 MAX_CHARS = 1_000
 # depth of brackets inside brackets
@@ -45,100 +49,11 @@ class Items:
 
 Node = Leaf | Items
 
-# ---- cleaning
-
-_UNICODE_TO_LATEX = str.maketrans(
-    dict.fromkeys("\u2212\u2013\u2010\u2011", "-")
-    | dict.fromkeys("\u00a0\u2007\u2009\u202f\t\r\n", " ")
-    | dict.fromkeys("\u00b7\u22c5", r"\cdot ")
-    | {"\u00d7": r"\times ", "\u00f7": "/", "\u2044": "/", "\u00b0": r"^\circ ", "\u00b1": r"\pm ", "\u221a": r"\sqrt "}
-    | {"\u03c0": r"\pi ", "\u221e": r"\infty ", "\u222a": r"\cup ", "\u2208": r"\in ", "\u2248": r"\approx "}
-    | {"\u2264": r"\le ", "\u2265": r"\ge ", "\u2260": r"\ne ", "\u03b8": r"\theta ", "\u00b2": "^2", "\u00b3": "^3"}
-    | {"\u2205": r"\emptyset "}
-)
-# Pairs of a pattern and its replacement, applied in this order: later patterns rely on the spelling of earlier ones.
-_CLEANING_RULES = tuple(
-    (re.compile(pattern), spelling)
-    for pattern, spelling in (
-        # extra space between the rows of a matrix
-        (r"\\\\\[[0-9.]+ ?[a-z]{2}\]", r"\\\\"),
-        # dollar signs, and delimiters of mathematics mode
-        (r"\\?\$|(?<!\\)\\[()\[\]]", ""),
-        # bold and code marks of Markdown, but not ** between digits: 1**2 is not 12
-        (r"(?<![\w)}])(?:\*\*|`)|(?:\*\*|`)(?![\w({\\])", ""),
-        # separators of thousands in LaTeX
-        (r"(?<=\d)(?:,\s*\\!\s*|\{,\}|\\[,!]\s*)(?=\d{3}(?!\d))", ""),  # 10,\!080
-        # sizes of brackets and text, and spaces
-        (r"\\right\s*\.|\\(?:left|right|[bB]igg?[lrm]?|displaystyle|textstyle)(?![a-zA-Z])|(?<!\\)\\!", ""),
-        (r"\\(?:tiny|small|normalsize|[lL]arge|LARGE|[hH]uge)(?![a-zA-Z])", ""),
-        (r"(?<!\\)\\[,;:> ]|~|\\q?quad(?![a-zA-Z])|\s+", " "),
-        (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
-        # the letter of a choice before its value, as in (A) 5; two choices, as in (A) (B), stay
-        (r"^ *\\text(?:bf)? ?\{ ?\([A-E]\) ?\} ?(?=[-\d\\])(?!\\(?:text|math|mbox))", ""),
-        # "The answer is" before the value, and a condition ("for all x", "where x > 0") after it
-        (r"^ *\\text ?\{ ?[Tt]he (?:final )?answer is:? ?\} ?(?=\S)", ""),
-        (r"(?<=\S),? ?\\(?:text|mbox) ?\{[ ,]*(?:for (?:all|every)|where)(?![a-zA-Z]).*", ""),
-        # bold and colour
-        (r"\\(?:boldsymbol|(?:text)?color ?\{\w+\}) ?(?:\{([^{}]*)\})?", r"\1"),
-        # one spelling for brackets, relations and the empty set
-        (r"\\[lr]vert(?![a-zA-Z])", "|"),
-        (r"\\langle(?![a-zA-Z])", "("),
-        (r"\\rangle(?![a-zA-Z])", ")"),
-        (r"\\varnothing(?![a-zA-Z])", r"\\emptyset "),
-        (r"\\lbrace(?![a-zA-Z])", r"\\{"),
-        (r"\\rbrace(?![a-zA-Z])", r"\\}"),
-        (r"\\leq(?:slant)?(?![a-zA-Z])|\\lt(?![a-zA-Z])=|<=", r"\\le "),
-        (r"\\geq(?:slant)?(?![a-zA-Z])|>=", r"\\ge "),
-        (r"\\lt(?![a-zA-Z])", "<"),
-        (r"\\gt(?![a-zA-Z])", ">"),
-        (r"\\neq(?![a-zA-Z])|!=", r"\\ne "),
-        # omitted braces of fractions and roots
-        (r"\\frac\s*(\w|\\pi)\s*(\w)", r"\\frac{\1}{\2}"),
-        (r"\\frac\s*(\w|\\pi)\s*\{", r"\\frac{\1}{"),
-        (r"(\\frac\s*\{(?:[^{}]|\{[^{}]*\})*\})\s*(\w)", r"\1{\2}"),
-        (r"((?:\\frac|\})\{\d{1,3}),(\d{3})(?=\})", r"\1\2"),  # \frac{20,000}{\pi}
-        (r"\\sqrt\s*(\[[^\[\]]*\])?\s*(\w)", r"\\sqrt\1{\2}"),
-        # brackets around a number or its base: (52)_8, 52_{(8)}
-        (r"\(([0-9A-Z]+)\)(?=_)", r"\1"),
-        (r"_\{\(([0-9]+)\)\}", r"_{\1}"),
-        (r"\\?%|(?<![a-zA-Z\\])per ?cent(?:age)?(?![a-zA-Z])", "%"),
-        (r"(?<![\w\\.])(\d+(?:\.\d+)?)[eE]([-+]?\d{1,3})(?!\w|\.\d)", r"\1\\times 10^{\2}"),  # 4.5e33
-        # minutes and seconds of arc after a digit, and derivatives after a letter
-        (r"(?<=\d)(?:\^\{?\s*(?:\\prime\s*)+\}?|'{1,2})", ""),
-        (r"(?<![a-zA-Z]{2})([a-zA-Z])''(?![a-zA-Z'])", r"\1^{\\prime \\prime}"),
-        (r"(?<![a-zA-Z]{2})([a-zA-Z])'(?![a-zA-Z'])", r"\1^{\\prime}"),
-    )
-)
-_TEXT_MACRO = re.compile(
-    r"\\(text|mbox|hbox|math|operatorname)(?:bf|it|rm|sf|tt|normal)?\s*"
-    r"\{((?:[^{}]|\^\{-?\d\})*)\}(\^\{?-?\d+\}?)?"
-)
-_AND = re.compile(r"(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])")
-_AM_OR_PM = re.compile(r"\s*[ap]\.?\s?m\.?\s*", re.IGNORECASE)
-_UNIT_FACTOR = r"(?:[mgshdACFJKLNTVW\u00c5]|[A-Za-z]{2,})(?:\^?[23]|\^\{-?[1-3]\})?"
-# \D keeps numbers out: a unit that is dropped must not contain a value
-_UNIT = re.compile(rf"\D*[A-Za-z]{{2}}[23]?\D*|\s*{_UNIT_FACTOR}(?:[\s/]+{_UNIT_FACTOR})*\s*")
-# Words that change a number and so are no units. "cm squared" is a unit, but "5 squared" is not 5.
-_NUMBER_WORD = re.compile(
-    r"\s*(?:squared|cubed)\b|.*\b(?:(?:hundred|thousand|million|billion|trillion|dozen)s?|pi|factorial|plus|minus|"
-    r"half|twice|one|two|three|four|five|six|seven|eight|nine|ten)\b",
-    re.IGNORECASE,
-)
-_TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-zA-Z])")
-_DEGREE_PATTERN = r"\s*(?:\^\s*\{?\s*\\circ\s*\}?|\\degree(?![a-zA-Z]))\s*(?:[CF](?![a-zA-Z]))?"
-_DEGREE_SIGN, _ANGLE = re.compile(_DEGREE_PATTERN), re.compile(rf"(\d+(?:\.\d+)?){_DEGREE_PATTERN}")
-
-# ---- structure
-
 _TOKEN = re.compile(r"\\\\|\\[a-zA-Z]+|\\.|.", re.DOTALL)
 _OPENING = {"(", "[", "{", r"\{", r"\begin"}
 _CLOSING = {")", "]", "}", r"\}", r"\end"}
-_NUMBER_WITH_COMMAS = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?%?")
+_NUMBER_WITH_COMMAS = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?(?: ?%)?")
 _MATRIX = re.compile(r"\\begin\{([pb]?matrix|array)\}(.*)\\end\{\1\}", re.DOTALL)
-_NAME = re.compile(
-    r"(?:[A-Z]{2,}|[A-Za-z]|\\(?!(?:pi|infty|frac|sqrt|ln|log)(?![a-zA-Z]))[a-zA-Z]+(?:\s*[A-Z]{1,3})?)"
-    r"(?:_\{?\\?\w+\s*\}?)?(?:'*|\^\{(?:\\prime ?){1,2}\})(?:\s*\([a-zA-Z](?:,\s*[a-zA-Z])*\))?"
-)
 _FLIPPED = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le"}
 
 
@@ -161,64 +76,9 @@ def read_structure(text: str, join_thousands: bool = True) -> Node:
 def is_number_with_commas(text: str) -> bool:
     """Returns whether the cleaned text is digits in groups of three, as in `45,135,225`: one number, or else a list.
 
-    A sign, decimals and a percent sign are allowed. False for more than MAX_CHARS characters.
+    A sign, decimals, a percent sign, a unit, and a name with "=" are allowed. False for more than MAX_CHARS characters.
     """
-    return len(text) <= MAX_CHARS and _NUMBER_WITH_COMMAS.fullmatch(clean_latex(text)) is not None
-
-
-def is_name(text: str) -> bool:
-    """Returns whether the text only names a value, as the left sides of `x = 5`, `f(x) = 2x` and `AB = 7` do.
-
-    A name is one letter, several capitals, or a LaTeX command other than \\pi, \\infty, \\frac, \\sqrt, \\ln and \\log;
-    an index, primes and letters in parentheses may follow. A word in small letters is no name.
-    """
-    return _NAME.fullmatch(text.strip()) is not None
-
-
-def clean_latex(text: str) -> str:
-    r"""Returns the text with one spelling for common LaTeX that can be written in several ways.
-
-    Drops dollar signs, sizes, spacing, degree signs, units in \text{...} (a bare "5 cm" stays), "The answer is" in
-    \text{...}, and punctuation at both ends. "and" and "or" become commas. Degrees under a sine or the like become
-    radians.
-
-    >>> clean_latex(r"$\left(3,\,\dfrac12\right)$.")
-    '(3, \\frac{1}{2})'
-    >>> clean_latex(r"15 \mbox{ cm}^2"), clean_latex(r"\text{(C)}"), clean_latex(r"90^{\circ}")
-    ('15', '(C)', '90')
-    """
-    text = text.translate(_UNICODE_TO_LATEX)
-    for pattern, spelling in _CLEANING_RULES:
-        text = pattern.sub(spelling, text)
-    # Text macros may be nested; each pass replaces the innermost ones.
-    for _ in range(3):
-        text = _TEXT_MACRO.sub(_replace_text_macro, text)
-    text = _AND.sub(",", text)
-    # Degrees are dropped, except under a sine or cosine: there they are converted, since sin(30) means radians.
-    if _TRIGONOMETRIC.search(text):
-        text = _ANGLE.sub(r"(\\frac{\1\\pi}{180})", text)
-    text = _DEGREE_SIGN.sub(" ", text)
-    return text.lstrip(" ,;:").rstrip(" .,;:")
-
-
-def _replace_text_macro(macro_match: re.Match[str]) -> str:
-    r"""Returns the replacement of one \text{...} macro: a space for a unit, otherwise its words and its power.
-
-    Words are a unit only if they follow a value and nothing of that value comes after them. Words that change a number
-    (million, squared), a.m. and p.m., and \operatorname are never a unit.
-    """
-    macro, words, power = macro_match.groups()
-    before = macro_match.string[: macro_match.start()].rstrip()
-    after = macro_match.string[macro_match.end() :].lstrip()
-    ends_value = not after or after.startswith(
-        (",", ";", ".", ")", "]", "}", "&", r"\text", r"\mbox", r"\mathrm", r"\}", r"\\")
-    )
-    follows_value = before[-1:].isalnum() or before.endswith(("}", ")", "%", "!"))
-    is_other_word = _AM_OR_PM.fullmatch(words) or _NUMBER_WORD.match(words)
-    is_unit = macro != "operatorname" and _UNIT.fullmatch(words) and not is_other_word
-    if is_unit and follows_value and ends_value and not _AND.search(words):
-        return " "
-    return words + (power or "")
+    return len(text) <= MAX_CHARS and _join_thousands(clean_latex(text)) is not None
 
 
 def split_outside_brackets(text: str, separators: Iterable[str]) -> tuple[list[str], list[str]]:
@@ -261,7 +121,7 @@ def split_sides(text: str) -> list[str]:
     exact, *approximations = split_outside_brackets(text, [r"\approx"])[0]
     text = approximations[0] if approximations and (not exact.strip() or is_name(exact)) else exact
     sides = [side.strip() for side in split_outside_brackets(text, "=")[0]]
-    return sides[::-1] if len(sides) == 2 and is_name(sides[1]) and not is_name(sides[0]) else sides
+    return sides[::-1] if len(sides) == 2 and is_name(sides[1]) and not names_value(sides[0]) else sides
 
 
 def _read_node(text: str, join_thousands: bool) -> Node:
@@ -272,12 +132,26 @@ def _read_node(text: str, join_thousands: bool) -> Node:
     union, _ = split_outside_brackets(text, [r"\cup"])
     if len(union) > 1:
         return _make_unordered([_read_node(part, False) for part in union])
-    if join_thousands and _NUMBER_WITH_COMMAS.fullmatch(text.strip()):
-        return Leaf(text.strip().replace(",", ""))
+    if join_thousands and (number := _join_thousands(text)):
+        return Leaf(number)
     parts = [part for part in split_outside_brackets(text, ",;")[0] if part.strip()]
     if len(parts) > 1:
         return _make_unordered([_read_single(part.strip()) for part in parts], is_bare=True)
     return _read_single(parts[0].strip() if parts else "")
+
+
+def _join_thousands(text: str) -> str | None:
+    """Returns cleaned text that is a number with commas, without them and without a unit; None for other text.
+
+    A name and "=" may stand before the number: `x = 1,234 cm` is `x = 1234`.
+    """
+    if "," not in text:
+        return None
+    name, equals, number = text.rpartition("=")
+    number = drop_units(number).strip()
+    if not _NUMBER_WITH_COMMAS.fullmatch(number) or (equals and not names_value(name)):
+        return None
+    return f"{name}{equals} {number.replace(',', '')}".strip()
 
 
 def _make_unordered(nodes: list[Node], is_bare: bool = False) -> Node:

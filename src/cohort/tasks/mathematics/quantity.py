@@ -1,6 +1,7 @@
 r"""Written numbers, read exactly: 1,234.50, \frac{1}{2}, 1\frac{4}{5}, 3/4, 62.5%, 3\times 10^{-2}, 0.\overline{27}.
 
-The text must have been cleaned by `notation`. A unit after the number is ignored. Text that is not exactly one number
+A fraction of fractions is a number too, without sums in it: \frac{\frac{1}{2}}{3}. The text must have been cleaned by
+`cleaning`. A unit after the number is ignored. Text that is not exactly one number
 in one of these spellings is no quantity. Only fractions are computed, and the digits are counted before that.
 """
 
@@ -14,19 +15,25 @@ from fractions import Fraction
 MAX_DIGITS = 400
 
 _NUMBER = r"(?:\d{1,3}(?:[ ,]\d{3})+|\d+)(?:\.\d*)?|\.\d+"
+# a number with a sign, or a quotient of two, which a fraction inside a fraction becomes
+_RATIO = rf"[-+]?(?:{_NUMBER})(?:/(?:{_NUMBER}))?"
+_INNER_FRACTION = re.compile(rf"(?<=\{{)([-+]?)\\frac\{{({_RATIO})\}}\{{({_RATIO})\}}(?=\}})", re.ASCII)
+# Levels of fractions inside a fraction that are read.
+MAX_NESTED_FRACTIONS = 8
 _POWER_OF_TEN = r"10\^(?:\{(?P<power>[-+]?\d{1,3})\}|(?P<digit>\d))"
 # The accepted spellings. `read_quantity` looks at the named groups of the first one that matches the whole text.
 _FORMS = tuple(
     re.compile(form, re.ASCII)
     for form in (
         rf"(?P<number>{_NUMBER})",
-        rf"(?P<whole>\d+)?\\frac\{{(?P<above>[-+]?(?:{_NUMBER}))\}}\{{(?P<below>[-+]?(?:{_NUMBER}))\}}",
+        rf"(?P<whole>\d+)?\\frac\{{(?P<above>{_RATIO})\}}\{{(?P<below>{_RATIO})\}}",
         rf"(?:(?P<whole>\d+) )?(?P<above>{_NUMBER})/(?P<below>{_NUMBER})",
         rf"(?P<number>{_NUMBER})(?:\\times|\\cdot|\*){_POWER_OF_TEN}",
         _POWER_OF_TEN,
         r"(?P<number>\d*\.\d*)\\overline\{(?P<period>\d+)\}",
     )
 )
+_BRACKETED = re.compile(r"^\(([\d.\\][^()]*)\)$")
 _UNITS = (
     "cm|mm|km|nm|ft|feet|foot|inch|inches|in|mi|miles?|yards?|yd|meters?|metres?|kg|mg|lbs?|pounds?|ounces?|oz|grams?|"
     "ml|lit(?:er|re)s?|gallons?|hours?|hrs?|minutes?|mins?|seconds?|secs?|ms|days?|weeks?|months?|years?|yrs?|mph|"
@@ -82,10 +89,7 @@ def read_quantity(text: str) -> Quantity | None:
     >>> read_quantity(r"1\frac{4}{5}").value, read_quantity("12 square feet").value, read_quantity("12 x")
     (Fraction(9, 5), Fraction(12, 1), None)
     """
-    text = " ".join(text.split())
-    # A unit may have several words, as in "square feet".
-    for _ in range(3):
-        text = _UNIT.sub("", text).rstrip()
+    text = drop_units(" ".join(text.split()))
     is_percent = text.endswith("%")
     text = text.removesuffix("%").rstrip()
     sign, text = (-1, text[1:]) if text.startswith("-") else (1, text.removeprefix("+"))
@@ -93,15 +97,18 @@ def read_quantity(text: str) -> Quantity | None:
     text = re.sub(r"(?<!\d) | (?!\d)", "", text)
     if len(text) > MAX_DIGITS:
         return None
+    # -(5/4) is a number; a second sign inside is not
+    text = _compute_inner_fractions(_BRACKETED.sub(r"\1", text))
     match = next(filter(None, (form.fullmatch(text) for form in _FORMS)), None)
     if match is None:
         return None
     part = match.groupdict()
     if part.get("above"):
         # a fraction, perhaps with a whole number before it; a denominator of 0 is no number
-        below = _parse_decimal(part["below"])
-        value = int(part["whole"] or 0) + _parse_decimal(part["above"]) / below if below else None
-        return None if value is None else Quantity(sign * value, is_percent=is_percent)
+        above, below = _parse_ratio(part["above"]), _parse_ratio(part["below"])
+        if above is None or not below:
+            return None
+        return Quantity(sign * (int(part["whole"] or 0) + above / below), is_percent=is_percent)
     # a decimal, perhaps with a power of ten or with digits that repeat without end
     number = part.get("number") or "1"
     period = part.get("period")
@@ -111,6 +118,42 @@ def read_quantity(text: str) -> Quantity | None:
     if period:
         value += Fraction(int(period), (10 ** len(period) - 1) * 10**decimals)
     return Quantity(sign * value, 0 if period or power else decimals, is_percent)
+
+
+def drop_units(text: str) -> str:
+    """Returns the text without units on a fixed list at its end, perhaps with several words, as in "square feet"."""
+    for _ in range(3):
+        text = _UNIT.sub("", text).rstrip()
+    return text
+
+
+def _compute_inner_fractions(text: str) -> str:
+    r"""Returns the text with fractions that are the whole argument of a fraction written as quotients.
+
+    >>> _compute_inner_fractions(r"\frac{\frac{1}{2}}{-\frac{3}{4}}")
+    '\\frac{1/2}{-3/4}'
+    """
+    for _ in range(MAX_NESTED_FRACTIONS):
+        if text.count("\\frac") < 2:
+            break
+        text = _INNER_FRACTION.sub(_write_quotient, text)
+    return text
+
+
+def _write_quotient(fraction: re.Match[str]) -> str:
+    """Returns a fraction of numbers or quotients as one quotient of whole numbers; unchanged if it divides by 0."""
+    above, below = _parse_ratio(fraction[2]), _parse_ratio(fraction[3])
+    if above is None or not below:
+        return fraction[0]
+    value = -above / below if fraction[1] == "-" else above / below
+    return f"{value.numerator}/{value.denominator}"
+
+
+def _parse_ratio(text: str) -> Fraction | None:
+    """Returns the exact value of a number with a sign or of a quotient of two numbers; None if it divides by 0."""
+    above, slash, below = text.partition("/")
+    divisor = _parse_decimal(below) if slash else Fraction(1)
+    return _parse_decimal(above) / divisor if divisor else None
 
 
 def _parse_decimal(number: str) -> Fraction:

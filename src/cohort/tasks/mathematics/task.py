@@ -7,9 +7,10 @@ r"""Mathematics tasks with answers that can be checked: MATH for training, and f
     minerva    undergraduate science and mathematics (OCWCourses of arXiv:2206.14858): 272 problems
     olympiad   OlympiadBench (arXiv:2402.14008), the English text-only mathematics: 675 problems
 
-The answer is the content of the last closed `\boxed{...}` or `<answer>...</answer>`, whichever ends last. If there are
-thoughts, only the text after them counts. The rest of a completion is ignored, so that no number of the reasoning can
-be mistaken for the answer. `equality` decides whether two answers are the same.
+The answer is the content of the last closed `\boxed{...}` or `<answer>...</answer>`, whichever ends last. Boxes that
+are joined to the last one, as in `\boxed{1}, \boxed{2}`, belong to it (module `boxes`). If there are thoughts, only the
+text after them counts. The rest of a completion is ignored, so that no number of the reasoning can be mistaken for the
+answer. `equality` decides whether two answers are the same.
 
 Reward parts: `correct`, and `format`. `format` is 1 if the completion has exactly one box, which is closed and not
 empty, and the answer is in it. Advice for `reward`: {"format": 0} for models that box their answers already, as
@@ -25,12 +26,15 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, get_args
 
 from cohort.errors import TaskError
-from cohort.tasks.answers import find_last_box, find_last_tag, remove_thoughts, unwrap_box
+from cohort.tasks.answers import remove_thoughts
 from cohort.tasks.base import Verdict, require, task
+from cohort.tasks.mathematics.boxes import find_answer
+from cohort.tasks.mathematics.cleaning import clean_latex
 from cohort.tasks.mathematics.equality import Comparison, compare
-from cohort.tasks.mathematics.notation import MAX_CHARS, clean_latex
+from cohort.tasks.mathematics.notation import MAX_CHARS
 from cohort.tasks.mathematics.symbolic import EXTRA, PACKAGE
-from cohort.tasks.source import Place, read_rows
+from cohort.tasks.places import Place
+from cohort.tasks.source import read_rows
 from cohort.types import Answer, Message, Row
 
 log = logging.getLogger(__name__)
@@ -113,8 +117,8 @@ class Mathematics:
     def score(self, row: Row, answer: Answer) -> Verdict:
         """Returns the parts "correct" and "format", each 0 or 1, with the reason why an answer is not correct.
 
-        The answer is the last closed box or answer tag after the thoughts. "format" is 1 if there is only one \\boxed,
-        the answer is in it, and it has a letter or digit.
+        The answer is the last closed box or answer tag after the thoughts, with the boxes joined to it. "format" is 1
+        if there is only one \\boxed, the answer is in it, and it has a letter or digit.
         """
         visible, _ = remove_thoughts(answer.text)
         answer_text, is_boxed = find_answer(visible)
@@ -220,22 +224,6 @@ class Olympiad(Mathematics):
     }
 
 
-def find_answer(text: str) -> tuple[str | None, bool]:
-    r"""Returns the content of the last closed box or answer tag, and whether it is in a box.
-
-    Of a tag with a box in it, the box counts. The content is None if neither is closed.
-
-    >>> find_answer(r"\boxed{1} is wrong: <answer>it is \boxed{\frac{1}{2}}</answer>")
-    ('\\frac{1}{2}', True)
-    >>> find_answer("so it is 4")
-    (None, False)
-    """
-    box, (tag, _) = find_last_box(text), find_last_tag(text)
-    if tag is not None and (box is None or box[1] < tag[0]):
-        return text[slice(*tag)], False
-    return (None, False) if box is None else (unwrap_box(text[slice(*box)]), True)
-
-
 def has_letter_or_digit(answer_text: str) -> bool:
     r"""Returns whether the first MAX_CHARS characters of an answer, cleaned, contain a letter or a digit.
 
@@ -250,16 +238,17 @@ def has_letter_or_digit(answer_text: str) -> bool:
 def make_row(raw: dict[str, Any]) -> Row:
     """Returns a row with problem and answer, both text, and perhaps answers, level and subject, made from a raw row.
 
-    The problem may be in the column "question". A missing answer is taken from the last box of the solution. `answers`
-    are further accepted forms. Raises ValueError if problem, answer or answers have the wrong type or are missing
-    (answers may be); a level or subject that does not fit is left out.
+    The problem may be in the column "question". A missing answer is taken from the closing boxes of the solution.
+    `answers` are further accepted forms. Raises ValueError if problem, answer or answers have the wrong type or are
+    missing (answers may be); a level or subject that does not fit is left out.
     """
     problem = raw.get("problem", raw.get("question"))
     answer = raw.get("answer")
     if not isinstance(problem, str) or not problem.strip():
         raise ValueError(f'column "problem" has {problem!r:.60}, not a text')
-    if answer is None and isinstance(solution := raw.get("solution"), str) and (box := find_last_box(solution)):
-        answer = solution[slice(*box)]
+    if answer is None and isinstance(solution := raw.get("solution"), str):
+        boxed, is_boxed = find_answer(solution)
+        answer = boxed if is_boxed else None
     if isinstance(answer, bool) or not isinstance(answer, str | int | float):
         raise ValueError(f'column "answer" has {answer!r:.60}, neither a text nor a number')
     accepted = raw.get("answers") or []

@@ -8,6 +8,8 @@ from typing import Any
 
 from cohort.errors import TaskError
 
+PACKAGE, EXTRA = "langdetect", "cohort[ifeval]"
+
 LANGUAGES = (
     "af ar bg bn ca cs cy da de el en es et fa fi fr gu he hi hr hu id it ja kn ko lt lv mk ml mr ne nl no pa pl pt ro "
     "ru sk sl so sq sv sw ta te th tl tr uk ur vi zh-cn zh-tw"
@@ -16,14 +18,6 @@ LANGUAGES = (
 SEED = 0
 # langdetect uses 10,000 characters, but first it removes addresses from the whole text, which is slow.
 MAX_CHARS = 20_000
-
-
-def require_langdetect() -> None:
-    """Raises TaskError if the package langdetect is not installed; otherwise loads its language profiles.
-
-    Called before a run, which would otherwise fail midway.
-    """
-    _load_detector_factory()
 
 
 def is_in_language(text: str, *, language: str) -> bool:
@@ -38,12 +32,13 @@ def is_in_language(text: str, *, language: str) -> bool:
 def detect_language(text: str) -> str | None:
     """Returns the code of the text's most probable language, such as "en"; None if none can be detected.
 
-    Only the first MAX_CHARS characters are read. Equal texts get equal results. Raises ImportError if langdetect is not
+    Only the first MAX_CHARS characters are read. Equal texts get equal results. Raises TaskError if langdetect is not
     installed.
     """
+    # Before the import below, because it says in plain words what is missing.
+    detector = _load_detector_factory().create()
     from langdetect import LangDetectException
 
-    detector = _load_detector_factory().create()
     detector.append(text[:MAX_CHARS])
     try:
         return str(detector.detect())
@@ -61,7 +56,7 @@ def _load_detector_factory() -> Any:
         from langdetect.detector_factory import PROFILES_DIRECTORY, DetectorFactory
     except ImportError as error:
         raise TaskError(
-            "ifeval needs the package langdetect, which is not installed; run pip install 'cohort[ifeval]'"
+            f"checking the language of an answer needs langdetect, which is not installed; run pip install '{EXTRA}'"
         ) from error
     factory = DetectorFactory()
     # The files are sorted, because the order in which a file system lists them would change the last bits of sums.
