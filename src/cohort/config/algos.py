@@ -6,14 +6,15 @@ and advantages themselves are in `cohort.algos`.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection
+import re
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, TypeVar, cast, dataclass_transform
 
 from cohort.config.section import (
     FINITE,
-    ONE_AT_MOST,
+    LARGEST,
+    MOST,
     AtLeast0,
     Bound,
     Effect,
@@ -22,8 +23,12 @@ from cohort.config.section import (
     Section,
     Share,
     at_least,
+    at_most,
 )
 from cohort.errors import ConfigError
+from cohort.registry import Registry, is_same_definition
+
+P = TypeVar("P")
 
 # The choices of the settings below. The docstrings of the settings explain them.
 Baseline = Literal["mean", "leave_one_out", "batch", "none"]
@@ -117,15 +122,16 @@ class CorrectionConfig(Section):
         return self.kind != "none"
 
     def check(self, user_settings: Collection[str]) -> None:
-        """Raises a ConfigError unless the bounds are finite, at least 0, different, and enclose 1.
+        """Raises a ConfigError unless the bounds are different, enclose 1, and are neither negative nor too large.
 
         One of them may be 1. They are checked even if there is no correction. Ignores `user_settings`.
         """
         low, high = self.bounds
-        if not 0 <= low <= 1 <= high < math.inf or low == high:
+        if not 0 <= low <= 1 <= high <= LARGEST or low == high:
             raise ConfigError(
-                f"algo.correction.bounds is {low} {high}; it must be two different finite numbers, the first from 0 to "
-                "1 and the second at least 1. Correct --algo.correction.bounds, or remove it (default: 0 2)."
+                f"algo.correction.bounds is {low} {high}; it must be two different numbers, the first from 0 to 1 and "
+                f"the second at least 1 and at most {LARGEST:,}. Correct --algo.correction.bounds, or remove it "
+                "(default: 0 2)."
             )
 
 
@@ -203,7 +209,7 @@ class Policy(Section):
 class Clipped(Policy):
     """The settings of algorithms that clip the ratio of the new policy's probability to the old one's."""
 
-    clip_low: Annotated[float, FINITE, at_least(0), ONE_AT_MOST] = 0.2
+    clip_low: Share = 0.2
     """With a negative advantage, a token whose ratio (new over old probability) is below 1 - clip_low has no
     gradient."""
     clip_high: FiniteAtLeast0 = 0.2
@@ -215,7 +221,7 @@ class Clipped(Policy):
 class GRPO(Clipped):
     """Group-relative policy optimisation (Shao et al. 2024, arXiv:2402.03300)."""
 
-    dual_clip: Annotated[float, FINITE, Bound("0 or above 1", lambda x: x == 0 or x > 1)] = 0.0
+    dual_clip: Annotated[float, FINITE, Bound("0 or above 1", lambda x: x == 0 or x > 1), at_most(LARGEST)] = 0.0
     """With a negative advantage, a token whose ratio is above dual_clip has no gradient (Ye et al. 2020,
     arXiv:1912.09729): a number above 1; 0 = no limit."""
 
@@ -244,7 +250,7 @@ class DAPO(Clipped):
 class GSPO(Clipped):
     """Group sequence policy optimisation (Zheng et al. 2025, arXiv:2507.18071): one ratio per sample."""
 
-    clip_low: Annotated[float, FINITE, at_least(0), ONE_AT_MOST] = 3e-4
+    clip_low: Share = 3e-4
     clip_high: FiniteAtLeast0 = 4e-4
 
 
@@ -302,7 +308,7 @@ class PassAtK(Clipped):
     """The gradient of the best reward among k samples (Walder & Karkhanis 2025, arXiv:2505.15201)."""
 
     aggregate: Aggregate = "constant"
-    k: Annotated[int, at_least(2)] = 4
+    k: Annotated[int, at_least(2), at_most(MOST)] = 4
     """Number of samples of which only the best counts: 2 to batch.samples."""
 
     # The advantages of pass_at_k come from all subsets of k samples. No setting makes baseline and scale act.
@@ -365,18 +371,63 @@ class ReinforcePPBaseline(ReinforcePP):
 
 
 # The keys are the names of --algo and stand in config.yaml files: they must not change.
-ALGOS: dict[str, type[Policy]] = {
-    "grpo": GRPO,
-    "dr_grpo": DrGRPO,
-    "dapo": DAPO,
-    "gspo": GSPO,
-    "gspo_token": GSPOToken,
-    "cispo": CISPO,
-    "sapo": SAPO,
-    "gmpo": GMPO,
-    "pass_at_k": PassAtK,
-    "reinforce": Reinforce,
-    "rloo": RLOO,
-    "reinforce_pp": ReinforcePP,
-    "reinforce_pp_baseline": ReinforcePPBaseline,
-}
+ALGOS: Registry[type[Policy]] = Registry(
+    "algo",
+    {
+        "grpo": GRPO,
+        "dr_grpo": DrGRPO,
+        "dapo": DAPO,
+        "gspo": GSPO,
+        "gspo_token": GSPOToken,
+        "cispo": CISPO,
+        "sapo": SAPO,
+        "gmpo": GMPO,
+        "pass_at_k": PassAtK,
+        "reinforce": Reinforce,
+        "rloo": RLOO,
+        "reinforce_pp": ReinforcePP,
+        "reinforce_pp_baseline": ReinforcePPBaseline,
+    },
+)
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+def algorithm(name: str) -> Callable[[type[P]], type[P]]:
+    """Returns a decorator that registers a class of settings as the algorithm `name`: `@cohort.algorithm("fading")`.
+
+    The class inherits `cohort.Policy`, or the settings of a built-in algorithm, and becomes a frozen dataclass. Its
+    method `policy_loss(self, tokens)` returns one loss term per token, as a tensor [T] or a `Surrogate`; `tokens` is a
+    `Tokens` of `cohort.algos.surrogates`. Without that method it has the loss of the class that it inherits.
+    `per_token = False` on the class says that a term depends on other tokens of the same sample. Raises ConfigError for
+    a name that is not allowed or that another class has, and for a class that cannot be an algorithm. The same
+    definition may be registered again.
+    """
+    if not re.fullmatch(r"[a-z][a-z0-9_-]*", name):
+        raise ConfigError(
+            f'algorithm name "{name}" is not allowed; use lower-case letters, digits, "_" and "-", beginning with a '
+            "letter."
+        )
+
+    def register(cls: type[P]) -> type[P]:
+        """Checks the class, makes it a frozen dataclass, enters it in ALGOS and returns it."""
+        if not issubclass(cls, Policy):
+            raise ConfigError(
+                f'algorithm "{name}": the class {cls.__name__} has none of the settings that all algorithms have; '
+                f"write class {cls.__name__}(cohort.Policy)."
+            )
+        has_loss = callable(getattr(cls, "policy_loss", None))
+        if not has_loss and not any(base in ALGOS.values() for base in cls.__mro__):
+            raise ConfigError(
+                f'algorithm "{name}": class {cls.__name__} has no method policy_loss; write def policy_loss(self, '
+                "tokens), which returns one loss term per token, or inherit a built-in algorithm."
+            )
+        # A class that inherits a dataclass counts as one, but its own fields do not until it is made one itself.
+        if "__dataclass_params__" not in vars(cls):
+            cls = dataclass(frozen=True, kw_only=True)(cls)
+        known = ALGOS.get(name)
+        if known is not None and not is_same_definition(known, cls):
+            raise ConfigError(f'another class is already registered as algorithm "{name}"; use another name.')
+        ALGOS[name] = cast(type[Policy], cls)
+        return cls
+
+    return register

@@ -1,12 +1,13 @@
 """The text form of a config, which is the file `config.yaml` of a run, and the comparison of two configs.
 
 The file has every setting that has an effect, and no secrets. `parse_config` is the exact inverse of `dump_config`. It
-refuses unknown keys and values of the wrong type. Four rules for what a file does not contain:
+refuses unknown keys and values of the wrong type. Five rules for what a file does not contain:
 
 - A section that is off (adapters, replay, KL, correction) is not written. If such a section is missing, it is off.
 - A setting that was added to a section after the file was written gets its default, with a warning. So the default of
   a new setting must give what Cohort did before the setting existed.
-- Any other missing section means that the file is damaged.
+- So does a setting outside of all sections that `RunConfig.added` names.
+- Any other missing section or setting means that the file is damaged.
 - Format 1 has no `format` and no `kind` (it is always `rl`), and it has the settings of sections that are off.
 """
 
@@ -17,18 +18,19 @@ import logging
 import re
 import types
 import typing
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, Union, get_args, get_origin
 
-import yaml
-
-from cohort.config.flags import collect_settings, describe_type
+from cohort.config.flags import collect_settings
 from cohort.config.kinds import KINDS, VARIANTS
-from cohort.config.lookup import find_task, make_task_spec
 from cohort.config.names import move_old_settings
+from cohort.config.recorded import get_recorded_name, make_recorded_class
 from cohort.config.schema import RunConfig
 from cohort.config.section import Section, reset_inactive_sections, walk_sections
+from cohort.config.values import describe_type
+from cohort.config.yaml_text import dump_yaml, read_yaml
 from cohort.errors import ConfigError, suggest_name
-from cohort.tasks.base import list_task_names
+from cohort.user_code import report_errors
 
 # The format that `dump_config` writes. Every earlier format can be read.
 FORMAT = 2
@@ -43,46 +45,62 @@ _SECRET_VALUE = re.compile(r"://[^/\s]*:[^/\s]*@")
 def get_variant_name(field: str, value: Any) -> str:
     """Returns the name by which the flag `--FIELD` chooses the class of `value`, for example "grpo" for a GRPO.
 
-    `field` is a field with variants: `task`, `turns`, `algo`, `engine` or `data`. For a task in a user's file the name
-    is `/path/to/file.py:name`. Raises a ConfigError for a class that is not registered, and a TaskError for a task that
-    is in no file.
+    `field` is a field with variants: `task`, `turns`, `algo`, `engine` or `data`. For a class in a user's file the name
+    is `/path/to/file.py:name`. Raises a ConfigError for a class that is not registered, or that is in no file.
     """
-    # Tasks are not in VARIANTS: they have their own registry and can be in files of users.
-    if field == "task":
-        return make_task_spec(value)
-    names = {cls: name for name, cls in VARIANTS[field].items()}
-    if type(value) not in names:
-        classes = ", ".join(sorted(cls.__name__ for cls in names))
-        raise ConfigError(
-            f"{field} in the recipe is a {type(value).__name__}, which --{field} cannot choose. "
-            f"Use one of these classes in the recipe: {classes}."
-        )
-    return names[type(value)]
+    return get_recorded_name(value) or VARIANTS[field].make_spec(type(value))
 
 
 def list_variant_names(field: str) -> list[str]:
     """Returns the names that the flag `--FIELD` accepts, such as the algorithms for "algo".
 
-    For "task" these are the built-in and registered tasks, sorted; `file.py:name`, which the flag accepts too, is not
-    among them. All others are in the order in which they are registered.
+    `file.py:name`, which the flags of tasks and algorithms accept too, is not among them.
     """
-    return list_task_names() if field == "task" else list(VARIANTS[field])
+    return VARIANTS[field].list_names()
 
 
 def find_variant(field: str, name: str) -> type[Any]:
     """Returns the class that the flag `--FIELD` chooses by `name`. Raises a ConfigError if there is none.
 
-    For the field "task", `name` may be `file.py:name`; that file is imported.
+    For a task or an algorithm, `name` may be `file.py:name`; that file is run.
     """
-    if field == "task":
-        return find_task(name)
+    found: type[Any] = VARIANTS[field].find(name)
+    return found
+
+
+VariantFinder = Callable[[str, str, Mapping[str, Any]], type[Any]]
+"""(field, name, settings) of a variant in a config file -> its class."""
+
+
+def load_variant(field: str, name: str, settings: Mapping[str, Any]) -> type[Any]:
+    """Returns the class that a config file names, as `find_variant` does: it runs the file that `name` may contain."""
+    return find_variant(field, name)
+
+
+def keep_recorded(field: str, name: str, settings: Mapping[str, Any]) -> type[Any]:
+    """Returns the class that a config file names if it is built-in, else one that is made of its recorded settings.
+
+    It runs no foreign code, and `name` need not exist any more. Raises a ConfigError for settings that cannot be
+    fields.
+    """
     registry = VARIANTS[field]
-    if name not in registry:
-        raise ConfigError(
-            f'unknown {field} "{name}".{suggest_name(name, registry)} Correct --{field}, or {field}.name in '
-            "config.yaml."
-        )
-    return registry[name]
+    return find_variant(field, name) if registry.is_known(name) else make_recorded_class(field, name, settings)
+
+
+def reuse_variants(config: RunConfig) -> VariantFinder:
+    """Returns a finder that takes a class with a name of its own from `config` where that has the same name.
+
+    The files may differ: a file can be moved. All else is found by `keep_recorded`. So no foreign code is run.
+    """
+
+    def find(field: str, name: str, settings: Mapping[str, Any]) -> type[Any]:
+        """Returns the class of `config` if the last parts of both names are equal, else what was recorded."""
+        value = getattr(config, field, None)
+        if value is not None and get_variant_name(field, value).rpartition(":")[2] == name.rpartition(":")[2]:
+            return type(value)
+        return keep_recorded(field, name, settings)
+
+    return find
 
 
 def dump_config(config: RunConfig) -> str:
@@ -98,18 +116,16 @@ def dump_config(config: RunConfig) -> str:
             tree[field.name] = {"name": get_variant_name(field.name, value), **_make_plain(value, field.name)}
         elif _is_written(config, field.name):
             tree[field.name] = _make_plain(value, field.name)
-    # Without allow_unicode: with it PyYAML writes some control characters raw and reads them back as spaces.
-    return yaml.safe_dump(tree, sort_keys=False, default_flow_style=False, width=110)
+    return dump_yaml(tree)
 
 
 def _is_written(owner: Any, name: str) -> bool:
     """Returns whether `dump_config` writes the field `name` of `owner`, a config or one of its sections.
 
-    Not written are sections that are off and fields that have no effect in this kind of run (`RunConfig.unused`).
+    Not written are sections that are off.
     """
     value = getattr(owner, name)
-    unused = isinstance(owner, RunConfig) and name in owner.unused
-    return not unused and (not isinstance(value, Section) or value.is_on)
+    return not isinstance(value, Section) or value.is_on
 
 
 def _make_plain(value: Any, path: str) -> Any:
@@ -143,21 +159,18 @@ def _make_plain(value: Any, path: str) -> Any:
     )
 
 
-def parse_config(text: str, source: str = "config.yaml", warn: bool = True) -> RunConfig:
+def parse_config(
+    text: str, source: str = "config.yaml", warn: bool = True, find: VariantFinder = load_variant
+) -> RunConfig:
     """Returns the config whose text `dump_config` wrote, also that of earlier versions of Cohort.
 
     `source` is the name of the file in messages. With `warn`, a warning is logged that names the settings that the file
-    does not have and their defaults. Sections that are off have their defaults. The file of a user's task is imported.
-    Raises a ConfigError if the text is damaged, has unknown settings or values of the wrong type, or is from a later
-    version, and a TaskError for settings that the task refuses. Bounds and rules are not checked.
+    does not have and their defaults. Sections that are off have their defaults. `find` finds the classes that the file
+    names; by default, the files of a user's task and algorithm are run. Raises a ConfigError if the text is damaged,
+    has unknown settings or values of the wrong type, or is from a later version, and a TaskError for settings that the
+    task refuses. Bounds and rules are not checked.
     """
-    try:
-        tree = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        # Errors about characters that YAML does not allow have no mark.
-        mark = getattr(error, "problem_mark", None)
-        place = f" in line {mark.line + 1}" if mark else ""
-        raise ConfigError(f"{source} is not valid YAML{place}; correct it, or restore the file from a copy.") from None
+    tree = read_yaml(text, source)
     if not isinstance(tree, dict):
         raise ConfigError(
             f"{source} is empty or has no keys, so it is not a Cohort config; restore the file from a copy."
@@ -173,9 +186,10 @@ def parse_config(text: str, source: str = "config.yaml", warn: bool = True) -> R
                 f"{source}: {field}.name is missing or not a text; restore the file from a copy, or add a name as "
                 f"in --{field}."
             )
-        hints[field] = find_variant(field, section.pop("name"))
+        hints[field] = find(field, section.pop("name"), section)
     for name in (f.name for f in dataclasses.fields(cls)):
-        if name not in tree and name not in cls.unused and not getattr(hints[name], "optional", False):
+        may_lack = name in cls.added or getattr(hints[name], "optional", False)
+        if name not in tree and not may_lack:
             raise ConfigError(
                 f"{source}: the key {name} is missing; restore the file from a copy, or add the key and its value."
             )
@@ -194,7 +208,7 @@ def read_format(text: str) -> int:
 
     It is 1 for texts without a number.
     """
-    return int(yaml.safe_load(text).get("format", 1))
+    return int(read_yaml(text, "config.yaml").get("format", 1))
 
 
 def _pop_kind(tree: dict[str, Any], source: str) -> type[RunConfig]:
@@ -228,11 +242,10 @@ def _pop_kind(tree: dict[str, Any], source: str) -> type[RunConfig]:
 def collect_written_settings(config: RunConfig) -> dict[str, Any]:
     """Returns the value of every setting that `dump_config` writes, by full name such as `optim.lr`.
 
-    Settings of sections that are off or have no effect in this kind of run are left out. So are `format`, `kind` and
-    the names of chosen classes such as the algorithm, which the file has besides.
+    Settings of sections that are off are left out. So are `format`, `kind` and the names of chosen classes such as the
+    algorithm, which the file has besides.
     """
     off = [prefix for prefix, section in walk_sections(config) if not section.is_on]
-    off += [f"{name}." for name in config.unused]
     settings = collect_settings(config).items()
     return {name: setting.value for name, setting in settings if not name.startswith(tuple(off))}
 
@@ -276,7 +289,9 @@ def _build_record(cls: type[Any], tree: Any, path: str, hints: dict[str, Any], s
                 f"{source}: {path}{field.name} is missing and has no default; add it to the file, or give it a default "
                 "in the task."
             )
-    return cls(**{name: _convert_value(value, hints[name], path + name, source) for name, value in tree.items()})
+    values = {name: _convert_value(value, hints[name], path + name, source) for name, value in tree.items()}
+    with report_errors(f"the class {cls.__name__}, made with the settings in {source},", cls):
+        return cls(**values)
 
 
 def _convert_value(value: Any, hint: Any, path: str, source: str) -> Any:
@@ -307,11 +322,12 @@ def _convert_value(value: Any, hint: Any, path: str, source: str) -> Any:
         for option in inner:
             if type(value) is option:
                 return value
-        if type(value) is int and float in inner:
+        if type(value) is int and float in inner and abs(value) < 1 << 1023:
             return float(value)
     elif origin is Literal and value in inner:
         return value
-    elif hint is float and type(value) in (int, float):
+    # A whole number of more than 308 digits is too large for a float.
+    elif hint is float and (type(value) is float or (type(value) is int and abs(value) < 1 << 1023)):
         return float(value)
     elif type(value) is hint:
         return value

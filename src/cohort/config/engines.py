@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from cohort.config.section import AtLeast1, Bound, Section
+from cohort.config.section import Section, Slots, at_least, at_most
 
 
 @dataclass(frozen=True, kw_only=True)
 class NativeEngine(Section):
     """The built-in engine: continuous batching on the learner's own weights."""
 
-    slots: AtLeast1 = 256
+    slots: Slots = 256
     """Samples that are decoded at the same time; further samples wait for a free slot."""
     weights: Literal["shared", "packed", "fp16"] = "shared"
     """shared = the weights in the learner's memory. Only on a CPU: packed = an fp32 copy in the layout that the
@@ -24,9 +24,9 @@ class NativeEngine(Section):
 class VllmEngine(Section):
     """vLLM in this process. It cannot load new weights, so it can evaluate but not train."""
 
-    slots: AtLeast1 = 256
+    slots: Slots = 256
     """Samples that are decoded at the same time."""
-    memory: Annotated[float, Bound("above 0 and at most 1", lambda x: 0 < x <= 1)] = 0.8
+    memory: Annotated[float, at_least(0.01), at_most(1)] = 0.8
     """Share of the GPU's memory that vLLM reserves."""
 
 
@@ -36,7 +36,7 @@ class ServerEngine(Section):
 
     url: str = ""
     """Address of the server, for example http://localhost:8000."""
-    slots: AtLeast1 = 256
+    slots: Slots = 256
     """Requests that are sent to the server at the same time."""
 
 

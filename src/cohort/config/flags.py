@@ -1,32 +1,35 @@
-"""Command-line flags for any dataclass, with tyro for conversion and help, and with error messages of one line.
+"""Settings as users give them, on a command line or in Python, for any dataclass.
 
-Names and numbers of values are checked here before tyro sees the flags, so that a message can name the most similar
-valid flag. Then tyro converts the values. If it refuses, the flags are tried one by one to find the wrong one.
+Every mistake gets a message of one line that names the setting as the user wrote it and the remedy.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import difflib
-import io
-import types
 import typing
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+from functools import lru_cache
+from typing import Any, TypeVar, get_origin
 
 import tyro
 
+from cohort.config.hints import find_remedy, read_misplaced_setting
 from cohort.config.names import get_current_setting_name
 from cohort.config.section import Bound
-from cohort.errors import CohortError, ConfigError
+from cohort.config.values import (
+    WrongTypeError,
+    convert_value,
+    describe_type,
+    parse_texts,
+    replace_settings,
+    takes_many,
+)
+from cohort.errors import ConfigError
 
 T = TypeVar("T")
 
 HELP = ("-h", "--help")
-# Booleans are written `--flag true`, not `--no-flag`, so that every setting is written in the same way.
-_TYRO = (tyro.conf.FlagConversionOff,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +44,7 @@ class Setting:
     @property
     def takes_many(self) -> bool:
         """Whether the flag of the setting may have several values: its type is a tuple, of any form, or a list."""
-        return get_origin(self.type) in (tuple, list)
+        return takes_many(self.type)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +59,84 @@ class Flag:
         """The flag as it is written on a command line, such as `--algo.clip-high`."""
         return format_flag(self.name)
 
+    def read_value(self, setting: Setting) -> Any:
+        """Returns the value that the flag gives its setting.
+
+        Raises a ConfigError for values of the wrong type, and for none or several values where one is needed.
+        """
+        if not setting.takes_many and len(self.values) != 1:
+            got = f"got {len(self.values)}: {' '.join(self.values)}" if self.values else "got none"
+            quotes = ", with quotes around a text with spaces" if setting.type in (str, str | None) else ""
+            raise ConfigError(
+                f"{self.spelling} takes one value ({describe_type(setting.type)}), {got}. Write {self.spelling} VALUE"
+                f"{quotes}."
+            )
+        if setting.takes_many and not self.values and not setting.value:
+            raise ConfigError(
+                f"{self.spelling} has no effect: it is given without a value, and it is empty anyway. Write "
+                f"{self.spelling} VALUE, or remove it."
+            )
+        try:
+            return parse_texts(self.values, setting.type)
+        except WrongTypeError:
+            text = " ".join(self.values)
+            remedy = self._suggest_sweep(setting) or "Correct the value."
+            raise ConfigError(
+                f'{self.spelling} must be {describe_type(setting.type)}, not "{text}". {remedy}'
+            ) from None
+
+    def _suggest_sweep(self, setting: Setting) -> str:
+        """Returns the command for several values with commas, if the flag has them and each would be right; else ""."""
+        pieces = self.values[0].split(",")
+        try:
+            for piece in pieces:
+                parse_texts([piece], setting.type)
+        except WrongTypeError:
+            return ""
+        # The options of other commands, whose names have no dot, cannot be swept.
+        if "." not in self.name and self.name not in ("steps", "seed"):
+            return ""
+        return f"To train with each of these values, write: cohort sweep RECIPE {self.spelling} {self.values[0]}."
+
+    def make_unknown_error(self, valid: Mapping[str, Any]) -> ConfigError:
+        """Returns the error for a flag that is none of `valid`, settings by full name; the caller raises it."""
+        return ConfigError(f"unknown flag {self.spelling}. {find_remedy(self.name, valid, format_flag)}")
+
+
+@dataclass(frozen=True, slots=True)
+class PythonSetting:
+    """A setting that a caller in Python gives, with its value. `name` is its full name, such as `algo.clip_high`."""
+
+    name: str
+    value: Any
+
+    @property
+    def spelling(self) -> str:
+        """The setting as it is written in Python, such as `settings["algo.clip_high"]`."""
+        return f'settings["{self.name}"]'
+
+    def read_value(self, setting: Setting) -> Any:
+        """Returns the value as the type of its setting. Raises a ConfigError if it does not have that type."""
+        try:
+            return convert_value(self.value, setting.type)
+        except WrongTypeError:
+            raise ConfigError(
+                f"{self.spelling} must be {describe_type(setting.type)}, not {self.value!r}. Correct the value."
+            ) from None
+
+    def make_unknown_error(self, valid: Mapping[str, Any]) -> ConfigError:
+        """Returns the error for a name that is none of `valid`, settings by full name; the caller raises it."""
+        inner = [name for name in valid if name.startswith(f"{self.name}.")]
+        if inner:
+            return ConfigError(
+                f"{self.spelling} is a section, not a setting. Give each setting of it by its full name, such as "
+                f'"{inner[0]}".'
+            )
+        return ConfigError(f'unknown setting "{self.name}". {find_remedy(self.name, valid, format_key)}')
+
+
+GivenSetting = Flag | PythonSetting
+
 
 def format_flag(name: str) -> str:
     """Returns the flag for the setting with the full name `name`: `--` and the name with dashes for underscores.
@@ -66,6 +147,22 @@ def format_flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def format_key(name: str) -> str:
+    """Returns a setting as `cohort.train` takes it: a key of `settings` or, of the command's own flags, an argument.
+
+    >>> format_key("optim.lr"), format_key("out")
+    ('"optim.lr"', 'out=')
+    """
+    return f"{name}=" if name in ("out", "log", "sinks") else f'"{name}"'
+
+
+# Which settings a config has is asked several times per command, and evaluating the annotations takes the most time.
+@lru_cache(maxsize=256)
+def _read_field_types(cls: type) -> Mapping[str, Any]:
+    """Returns the types of a dataclass's fields by name, with their marks such as bounds."""
+    return typing.get_type_hints(cls, include_extras=True)
+
+
 def collect_settings(config: Any, prefix: str = "") -> dict[str, Setting]:
     """Returns every setting of a dataclass instance and of the dataclasses in it, by full name, in the order of fields.
 
@@ -74,7 +171,7 @@ def collect_settings(config: Any, prefix: str = "") -> dict[str, Setting]:
     are left out.
     """
     settings: dict[str, Setting] = {}
-    hints = typing.get_type_hints(type(config), include_extras=True)
+    hints = _read_field_types(type(config))  # type: ignore[arg-type]  # every class is hashable
     for field in dataclasses.fields(config):
         name = prefix + field.name
         value = getattr(config, field.name)
@@ -123,151 +220,72 @@ def wants_help(args: Sequence[str]) -> bool:
     return any(arg in HELP for arg in args)
 
 
-def make_unknown_flag_error(name: str, valid: Collection[str]) -> ConfigError:
-    """Returns the error for a flag that does not exist; the caller raises it. It suggests flags among `valid`.
+def check_given(given: Sequence[GivenSetting], valid: Mapping[str, Setting]) -> None:
+    """Raises a ConfigError for settings that do not exist or are given twice.
 
-    `name` and `valid` are full names of settings. First choice: names with the same last word (`optim.lr` for `--lr`).
-    Then the most similar full name, then names with a similar last word; at most three are suggested. If none is
-    similar, the message lists all flags that begin with the same section, or else points to `--help`.
-    """
-    last = name.rpartition(".")[2]
-    same_last = [v for v in valid if v.rpartition(".")[2] == last]
-    close = (
-        same_last
-        or difflib.get_close_matches(name, valid, n=1)
-        or [
-            v
-            for v in valid
-            for word in difflib.get_close_matches(last, [v.rpartition(".")[2]], n=1, cutoff=0.75)
-            if word
-        ]
-    )
-    # Without a similar name: all flags of the same section, if the flag names one.
-    group = name.partition(".")[0] + "."
-    siblings = [format_flag(v) for v in valid if "." in name and v.startswith(group)]
-    if close:
-        remedy = "Did you mean " + " or ".join(format_flag(c) for c in close[:3]) + "?"
-    elif siblings:
-        remedy = f"Valid: {', '.join(siblings)}."
-    else:
-        remedy = "Add --help to see every flag."
-    return ConfigError(f"unknown flag {format_flag(name)}. {remedy}")
-
-
-def describe_type(hint: Any) -> str:
-    """Returns a type in words, for messages. A type that is none of the usual ones is given by its Python name.
-
-    >>> describe_type(int), describe_type(Literal["a", "b"]), describe_type(tuple[str, ...])
-    ('a whole number', 'one of a, b', 'text (several, separated by spaces)')
-    """
-    origin = get_origin(hint)
-    inner = get_args(hint)
-    if origin is Literal:
-        return "one of " + ", ".join(str(choice) for choice in inner)
-    if origin is tuple and inner[-1] is not ...:
-        return f"{len(inner)} values ({', '.join(describe_type(t) for t in inner)})"
-    if origin in (tuple, list):
-        return f"{describe_type(inner[0])} (several, separated by spaces)"
-    if origin in (Union, types.UnionType):
-        return " or ".join(describe_type(t) for t in inner)
-    words = {int: "a whole number", float: "a number", bool: "True or False", str: "text", type(None): "None"}
-    return words.get(hint, getattr(hint, "__name__", str(hint)))
-
-
-def check_flags(flags: Sequence[Flag], valid: dict[str, Setting]) -> None:
-    """Raises a ConfigError for unknown flags, repeated flags, and flags of one value with none or several.
-
-    `valid` has the settings that exist, by full name. For an old name of a setting the message tells the new one. Types
-    of values are not checked, nor how many values a flag of tuples or lists has.
+    `valid` has the settings that exist, by full name. For an old name of a setting the message tells the new one.
     """
     seen: set[str] = set()
-    for flag in flags:
-        if flag.name not in valid:
-            new = get_current_setting_name(flag.name)
+    for item in given:
+        if item.name not in valid:
+            new = get_current_setting_name(item.name)
             if new in valid:
-                raise ConfigError(f"{flag.spelling} has a new name; write {format_flag(new)} instead.")
-            raise make_unknown_flag_error(flag.name, valid)
-        if flag.name in seen:
-            raise ConfigError(f"{flag.spelling} is given twice; give it once.")
-        seen.add(flag.name)
-        setting = valid[flag.name]
-        if not setting.takes_many and len(flag.values) != 1:
-            got = f"got {len(flag.values)}: {' '.join(flag.values)}" if flag.values else "got none"
-            raise ConfigError(
-                f"{flag.spelling} takes one value ({describe_type(setting.type)}), {got}. Write {flag.spelling} VALUE, "
-                "with quotes around a text with spaces."
-            )
+                raise ConfigError(f"{item.spelling} has a new name; write {format_flag(new)} instead.")
+            raise item.make_unknown_error(valid)
+        if item.name in seen:
+            raise ConfigError(f"{item.spelling} is given twice; give it once.")
+        seen.add(item.name)
+        if isinstance(item, Flag) and not valid[item.name].takes_many:
+            # Words after the value of a flag may be settings without their two dashes.
+            for word in item.values[1:]:
+                raise_if_misplaced(word, valid)
 
 
-def _make_tyro_args(flag: Flag, setting: Setting) -> list[str]:
-    """Returns a flag of a setting as the command-line arguments that tyro expects, such as ["--steps=5"].
+def raise_if_misplaced(word: str, valid: Mapping[str, Setting]) -> None:
+    """Raises a ConfigError if a word of a command line looks like a setting but has not two dashes, such as steps=3."""
+    if remedy := read_misplaced_setting(word, valid, format_flag):
+        raise ConfigError(f'unexpected word "{word}". {remedy}')
 
-    A setting with several values gives one argument per value, after the flag. For truth values, "true" and "false" in
-    any case are accepted. A setting with one value must have it: `check_flags` comes first.
+
+def merge_repeated(given: Sequence[GivenSetting], valid: Mapping[str, Setting]) -> list[GivenSetting]:
+    """Returns the settings with the values of repeated flags in one, if the flag takes several values.
+
+    So several values can begin with two dashes: `--stop=--a --stop=--b`.
     """
-    values = [_capitalise_truth_value(v) for v in flag.values] if setting.type is bool else list(flag.values)
-    # With `=`, a single value may begin with dashes.
-    return [flag.spelling, *values] if setting.takes_many else [f"{flag.spelling}={values[0]}"]
+    merged: dict[str, Flag] = {}
+    others: list[GivenSetting] = []
+    for item in given:
+        if isinstance(item, Flag) and item.name in valid and valid[item.name].takes_many:
+            earlier = merged[item.name].values if item.name in merged else ()
+            merged[item.name] = Flag(item.name, earlier + item.values)
+        else:
+            others.append(item)
+    return [*others, *merged.values()]
 
 
-def _capitalise_truth_value(value: str) -> str:
-    """Returns tyro's "True" or "False" for "true" and "false" in any case, and any other text unchanged."""
-    return {"true": "True", "false": "False"}.get(value.lower(), value)
+def format_setting(name: str, value: Any) -> list[str]:
+    """Returns the words of a command line that set the setting `name` to `value`, whatever the value looks like.
 
-
-@contextlib.contextmanager
-def _silence_stderr() -> Iterator[None]:
-    """Drops what is written to stderr inside the block.
-
-    tyro reports wrong values there even with `console_outputs=False`, and the message of this module is better.
+    >>> format_setting("task.columns", ("a=b", "--c")), format_setting("optim.lr", 0.1)
+    (['--task.columns', 'a=b', '--task.columns=--c'], ['--optim.lr=0.1'])
     """
-    with contextlib.redirect_stderr(io.StringIO()):
-        yield
+    flag = format_flag(name)
+    if not isinstance(value, tuple | list):
+        return [f"{flag}={value}"]
+    words = [flag]
+    for item in map(str, value):
+        words.append(f"{flag}={item}" if item.startswith("--") and len(item) > 2 else item)
+    # A flag without a value of its own is not needed before one that has it.
+    return words[1:] if len(words) > 1 and words[1].startswith(f"{flag}=") else words
 
 
-def apply_flags(default: T, flags: Sequence[Flag], prog: str) -> T:
-    """Returns a copy of the dataclass instance `default` with the values that `flags` give.
+def apply_settings(default: T, given: Sequence[GivenSetting]) -> T:
+    """Returns a copy of the dataclass instance `default` with the values that `given` has.
 
-    `prog` is the command in tyro's usage text, such as "cohort train quickstart". Raises a ConfigError for unknown or
-    repeated flags and for values of the wrong type or number. Bounds are not checked. Errors of the dataclasses
-    themselves pass through, such as a TaskError for a setting that a task refuses.
+    Raises a ConfigError for unknown or repeated settings and for values of the wrong type or number. Bounds are not
+    checked. Errors of the dataclasses themselves pass through, such as a TaskError for a setting that a task refuses.
     """
     valid = collect_settings(default)
-    check_flags(flags, valid)
-
-    def parse(flags: Sequence[Flag]) -> T:
-        """Returns `default` with `flags` applied by tyro, which raises SystemExit for wrong values."""
-        words = [word for flag in flags for word in _make_tyro_args(flag, valid[flag.name])]
-        with _silence_stderr():
-            return tyro.cli(type(default), default=default, args=words, prog=prog, config=_TYRO, console_outputs=False)
-
-    def is_refused(flag: Flag) -> bool:
-        """Returns whether tyro cannot convert the values of `flag`."""
-        try:
-            parse([flag])
-        except SystemExit:
-            return True
-        except CohortError:
-            # Alone, the flag may contradict the defaults. Together with the other flags it may be right.
-            return False
-        return False
-
-    # All flags together first, because a flag may be right only with the others.
-    with contextlib.suppress(SystemExit):
-        return parse(flags)
-    for flag in flags:
-        if is_refused(flag):
-            text = " ".join(flag.values)
-            raise ConfigError(
-                f'{flag.spelling} must be {describe_type(valid[flag.name].type)}, not "{text}". Correct the value.'
-            )
-    raise AssertionError(f"tyro refused {[f.spelling for f in flags]} together but none alone")
-
-
-def print_help(default: Any, prog: str, description: str) -> None:
-    """Prints tyro's help for all settings of the dataclass instance `default`, grouped by section, and returns.
-
-    `prog` is the command in the usage line, `description` the text below it.
-    """
-    with contextlib.suppress(SystemExit):
-        tyro.cli(type(default), default=default, args=["--help"], prog=prog, description=description, config=_TYRO)
+    given = merge_repeated(given, valid)
+    check_given(given, valid)
+    return replace_settings(default, {item.name: item.read_value(valid[item.name]) for item in given})

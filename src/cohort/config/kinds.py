@@ -1,4 +1,4 @@
-"""The kinds of run, reinforcement learning and supervised fine-tuning: one config class per kind.
+"""The kinds of run: one config class per kind. That of reinforcement learning is here, the others in `imitation`.
 
 Each adds its own settings to those of every run (`RunConfig`).
 """
@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import keyword
-import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self
 
 from cohort.config.algos import ALGOS, GRPO, Policy
 from cohort.config.engines import EngineConfig
+from cohort.config.imitation import DATA, DPO, SFT
+from cohort.config.preferences import PAIR_LOSSES
 from cohort.config.schema import (
     ENGINES,
     TURNS,
@@ -26,9 +27,11 @@ from cohort.config.schema import (
     SingleTurn,
     ThinkAgain,
 )
-from cohort.config.section import AtLeast1, Effect, Section
+from cohort.config.section import LARGEST, Effect
 from cohort.errors import ConfigError, suggest_name
-from cohort.tasks.traces.styles import Mix
+from cohort.registry import Registry
+from cohort.tasks.base import TASKS
+from cohort.user_code import is_foreign
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,72 +171,6 @@ class RL(RunConfig):
             )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Traces(Mix):
-    """Synthetic conversations about sums, Countdown and a calculator, on which the bundled model was trained."""
-
-    rows: AtLeast1 = 2000
-    """Number of distinct sums of three terms; the numbers of all other problems are in proportion to it."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExamplesConfig(Section):
-    """The size of a batch of examples. Microbatches are formed automatically."""
-
-    examples: AtLeast1 = 32
-    """Examples per step."""
-
-
-# The settings of every run that do nothing in sft runs are effects without condition (see SFT.effects).
-_NOT_EVALUATED = "an sft run is not evaluated (measure its model with cohort eval)"
-
-
-@dataclass(frozen=True, kw_only=True)
-class SFT(RunConfig):
-    """Supervised fine-tuning: imitate the assistant's messages in given conversations."""
-
-    kind: ClassVar[str] = "sft"
-    variants: ClassVar[tuple[str, ...]] = ("data",)
-    unused: ClassVar[tuple[str, ...]] = ("eval",)
-
-    data: Traces = field(default_factory=Traces)
-    batch: ExamplesConfig = field(default_factory=ExamplesConfig)
-
-    effects: ClassVar[tuple[Effect, ...]] = (
-        Effect(
-            ("eval.every", "eval.problems", "eval.samples", "eval.temperature", "eval.turns", "save.keep_best"),
-            (),
-            lambda config: False,
-            _NOT_EVALUATED,
-        ),
-        Effect(("save.rollouts",), (), lambda config: False, "an sft run samples nothing, so it has no rollout files"),
-        Effect(
-            ("learner.prefix_sharing",),
-            (),
-            lambda config: False,
-            "an example has one answer, so no prompt can be shared",
-        ),
-    )
-
-    def check(self, user_settings: Collection[str]) -> None:
-        """Raises a ConfigError if the template is not chat, or if there are more minibatches than examples per step.
-
-        Also if the warm-up is as long as the run or longer, but only if `optim.warmup` is in `user_settings`, the full
-        names of the settings that the user gave.
-        """
-        super().check(user_settings)
-        if self.template != "chat":
-            raise ConfigError(
-                f"template is {self.template}, but the examples are conversations, which need a chat template. "
-                "Set --template chat."
-            )
-        if self.learner.minibatches > self.batch.examples:
-            raise ConfigError(
-                f"learner.minibatches is {self.learner.minibatches}, but a step has only {self.batch.examples} "
-                "examples (batch.examples) to divide. Lower --learner.minibatches or raise --batch.examples."
-            )
-
-
 def list_reward_parts(task: Any) -> tuple[str, ...]:
     """Returns the names of the reward parts that a task scores, in the order in which its class lists them.
 
@@ -265,25 +202,35 @@ def _make_reward_record(task: Any, reward: Mapping[str, float]) -> Any:
 def _check_part_names(task: Any, reward: Mapping[str, float]) -> None:
     """Raises a ConfigError if `reward`, coefficients by part, names a part that the task does not score."""
     parts = list_reward_parts(task)
+    cls = type(task)
     for part in reward:
         if part not in parts:
+            # A class of the user may have forgotten to list the part. One of Cohort lists all that it returns.
+            all_parts = ", ".join(f'"{name}"' for name in (*parts, part))
+            own = (
+                f" If its method score returns this part, write parts = ({all_parts}) in the class {cls.__name__}."
+                if is_foreign(cls)
+                else ""
+            )
             raise ConfigError(
-                f'unknown reward part "{part}" of task {type(task).name}.{suggest_name(part, parts)} Correct the name '
-                "in reward, in the recipe or config.yaml."
+                f'unknown reward part "{part}" of task {getattr(cls, "name", cls.__name__)}.'
+                f"{suggest_name(part, parts)}{own} If it is the part of another recipe's task, as in "
+                "replace(quickstart(), task=...), write reward={} beside task=. Otherwise correct the name in reward, "
+                "in the recipe or config.yaml."
             )
 
 
 def _check_coefficients(task: Any, reward: Mapping[str, float]) -> None:
-    """Raises a ConfigError if `reward`, coefficients by part, names unknown parts, is not finite or is all 0.
+    """Raises a ConfigError if `reward`, coefficients by part, names unknown parts, is too large or is all 0.
 
     A part of the task that `reward` does not name has the coefficient 1.
     """
     _check_part_names(task, reward)
     for part, coefficient in reward.items():
-        if not math.isfinite(coefficient):
+        if not abs(coefficient) <= LARGEST:
             raise ConfigError(
-                f"reward.{part} is {coefficient}; it must be a finite number. Set --reward.{part} to one, for "
-                "example 1."
+                f"reward.{part} is {coefficient}; it must be a finite number from {-LARGEST:,} to {LARGEST:,}. Set "
+                f"--reward.{part} to one, for example 1."
             )
     if all(reward.get(part, 1.0) == 0 for part in list_reward_parts(task)):
         flags = ", ".join(f"--reward.{part}" for part in list_reward_parts(task))
@@ -292,10 +239,16 @@ def _check_coefficients(task: Any, reward: Mapping[str, float]) -> None:
         )
 
 
-DATA: dict[str, type] = {"traces": Traces}
-KINDS: dict[str, type[RunConfig]] = {"rl": RL, "sft": SFT}
-VARIANTS: dict[str, dict[str, type]] = {"turns": TURNS, "algo": ALGOS, "engine": ENGINES, "data": DATA}
-"""The classes that can be chosen by name for each field, besides the task. Only the chosen class's settings exist."""
+KINDS: dict[str, type[RunConfig]] = {"rl": RL, "sft": SFT, "dpo": DPO}
+VARIANTS: dict[str, Registry[Any]] = {
+    "task": TASKS,
+    "turns": Registry("turns", TURNS, is_open=False),
+    "algo": ALGOS,
+    "engine": Registry("engine", ENGINES, is_open=False),
+    "data": DATA,
+    "loss": PAIR_LOSSES,
+}
+"""The classes that can be chosen by name for each field. Only the chosen class's settings exist."""
 
 
 def require_rl(config: RunConfig, what: str) -> RL:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import tyro
@@ -23,20 +24,24 @@ from cohort.config.document import (
     list_variant_names,
     parse_config,
 )
-from cohort.config.lookup import find_recipe, find_task, make_task_spec
+from cohort.config.flags import Flag, GivenSetting, PythonSetting
+from cohort.config.help import print_settings_help
+from cohort.config.hints import find_algorithm_remedy
+from cohort.config.lookup import find_recipe, find_task
 from cohort.config.rules import validate
 from cohort.config.schema import RunConfig
 from cohort.config.section import reset_inactive_sections
 from cohort.errors import ConfigError
+from cohort.system.paths import expand_home
+from cohort.tasks.base import make_with_defaults
+from cohort.user_code import load_plugins, report_errors
 
 __all__ = [
     "change_config",
     "diff_configs",
     "dump_config",
     "find_task",
-    "format_args",
     "load_config",
-    "make_task_spec",
     "parse_config",
     "print_help",
     "validate",
@@ -48,57 +53,64 @@ C = TypeVar("C", bound=RunConfig)
 _PREFIX = "choose_"
 
 
-def load_config(recipe: str, args: Sequence[str] = ()) -> RunConfig:
-    """Returns the config of `recipe` (a name or `file.py:function`), changed by the flags in `args` and checked.
+def load_config(
+    recipe: str, args: Sequence[str] = (), given: Sequence[GivenSetting] | Mapping[str, Any] = ()
+) -> RunConfig:
+    """Returns the config of `recipe`, changed by `args` and `given`, and checked.
 
-    Raises a ConfigError for unknown recipes and flags, wrong values, and settings that contradict each other or have no
-    effect. Errors in a user's file and a TaskError for a setting that a task refuses pass through.
+    `recipe` is a name, `file.py:function`, or the path of a config.yaml that a run wrote. `args` are words of a command
+    line; `given` are settings that were read already, or values by full name, such as {"optim.lr": 1e-4}. Raises a
+    ConfigError for unknown recipes and settings, wrong values, and settings that contradict each other or have no
+    effect, a UserCodeError if a user's file raises, and a TaskError for a setting that a task refuses.
     """
-    return change_config(_call_recipe(recipe), args)
+    return change_config(call_recipe(recipe), args, given, is_recorded=is_config_file(recipe))
 
 
-def change_config(config: C, args: Sequence[str] = ()) -> C:
-    """Returns a copy of `config` changed by the flags in `args`, such as ["--steps", "50"], and checked.
+def change_config(
+    config: C,
+    args: Sequence[str] = (),
+    given: Sequence[GivenSetting] | Mapping[str, Any] = (),
+    *,
+    is_recorded: bool = False,
+) -> C:
+    """Returns a copy of `config` changed by `args` and `given`, and checked.
 
-    A flag such as `--algo` that chooses another class starts from that class's defaults. In the result, every reward
-    part has a coefficient, and sections that are off have their defaults. Raises a ConfigError for unknown flags, wrong
-    values and settings that contradict each other or have no effect; also without any flags.
+    `args` are words of a command line such as ["--steps", "50"]; `given` are settings that were read already, or values
+    by full name. A setting such as `algo` that chooses another class starts from that class's defaults. In the result,
+    every reward part has a coefficient, and sections that are off have their defaults. `is_recorded` = the config is
+    one that a run recorded, not one of a recipe. Raises a ConfigError for unknown settings, wrong values and settings
+    that contradict each other or have no effect; also without any settings.
     """
     words, user_flags = flags.split_args(args)
-    if words:
-        raise ConfigError(
-            f'unexpected argument "{words[0]}"; write settings as flags with two dashes, for example --steps 100.'
-        )
-    config = _apply_variant_flags(config, user_flags)
+    items = [PythonSetting(_clean_name(k), v) for k, v in given.items()] if isinstance(given, Mapping) else list(given)
+    items = [*user_flags, *items]
+    config = _apply_variants(config, items)
     config.require_complete()
     settings = _make_settings_record(config)
     valid = flags.collect_settings(settings)
-    # The flags of variants were applied above without a check. They must be given once and with one value.
-    for flag in user_flags:
-        if flag.name in config.variants:
-            flags.check_flags([f for f in user_flags if f.name == flag.name], valid)
-    # Settings can be read only now: which ones exist depends on the chosen variants.
-    settings = flags.apply_flags(
-        settings, [f for f in user_flags if f.name not in config.variants], _make_program_name(config.recipe)
-    )
+    for word in words:
+        flags.raise_if_misplaced(word, valid)
+        raise ConfigError(
+            f'unexpected word "{word}". Remove it, or write settings as flags with two dashes, for example --steps 100.'
+        )
+    items = flags.merge_repeated(items, valid)
+    # Settings can be read only now: which ones exist depends on the chosen variants. The variants themselves are
+    # applied already; here they are checked: each must be given once and with one value.
+    flags.check_given(items, valid)
+    for item in items:
+        if item.name in config.variants:
+            # A name was found already. It may be written otherwise than it is recorded: file.py:name.
+            is_text = isinstance(item, Flag) or isinstance(item.value, str)
+            item.read_value(dataclasses.replace(valid[item.name], type=str) if is_text else valid[item.name])
+    settings = flags.apply_settings(settings, [item for item in items if item.name not in config.variants])
     config = _make_config(config, settings)
-    validate(config, {flag.name for flag in user_flags})
+    validate(config, {item.name for item in items}, is_recorded=is_recorded)
     return reset_inactive_sections(config)
 
 
-def format_args(settings: Mapping[str, Any]) -> list[str]:
-    """Returns settings, given as values by full name, as the command-line arguments that set them.
-
-    It lets callers in Python use `load_config`. Names and values are not checked; values are written with `str`.
-
-    >>> format_args({"steps": 5, "sampling.stop": ("a", "b")})
-    ['--steps=5', '--sampling.stop', 'a', 'b']
-    """
-    args: list[str] = []
-    for name, value in settings.items():
-        many = isinstance(value, tuple | list)
-        args += [f"--{name}", *map(str, value)] if many else [f"--{name}={value}"]
-    return args
+def _clean_name(name: str) -> str:
+    """Returns the full name of a setting that a caller in Python wrote, perhaps as a flag with dashes."""
+    return str(name).removeprefix("--").replace("-", "_")
 
 
 def print_help(recipe: str, args: Sequence[str] = ()) -> None:
@@ -107,13 +119,16 @@ def print_help(recipe: str, args: Sequence[str] = ()) -> None:
     If `args` chooses a variant, such as `--algo dapo`, its settings are printed. All other flags in `args` are ignored.
     Raises a ConfigError for an unknown recipe or variant.
     """
-    config = _apply_variant_flags(_call_recipe(recipe), flags.split_args(args)[1])
-    _, function = find_recipe(recipe)
+    config = _apply_variants(call_recipe(recipe), flags.split_args(args)[1])
+    # Which flags there are depends on the task.
+    config.require_complete()
+    # Their names are among those that flags can choose.
+    load_plugins()
     # The first line of the recipe's docstring introduces the help.
-    lines = (function.__doc__ or "").strip().splitlines()
+    lines = [] if is_config_file(recipe) else (find_recipe(recipe)[1].__doc__ or "").strip().splitlines()
     about = f"{lines[0]} " if lines else ""
     description = f"{about}Also: --out DIR (default runs), --log live|plain|json, --sinks NAME,..."
-    flags.print_help(_make_settings_record(config), _make_program_name(recipe), description)
+    print_settings_help(_make_settings_record(config), _make_program_name(recipe), description)
 
 
 def _make_program_name(recipe: str) -> str:
@@ -121,13 +136,17 @@ def _make_program_name(recipe: str) -> str:
     return f"cohort train {recipe}"
 
 
-def _call_recipe(recipe: str) -> RunConfig:
+def call_recipe(recipe: str) -> RunConfig:
     """Returns the config of a recipe (a name or `file.py:function`) without flags, with its name in `config.recipe`.
 
-    Raises a ConfigError if there is no such recipe or if it does not return a config.
+    A config.yaml keeps the name of the recipe that it was made from. Raises a ConfigError if there is no such recipe or
+    file, or if it does not give a config, and a UserCodeError if a user's recipe raises.
     """
+    if is_config_file(recipe):
+        return _read_config_file(expand_home(recipe))
     name, function = find_recipe(recipe)
-    config = function()
+    with report_errors(f"the recipe {recipe}", function):
+        config: Any = function()
     if not isinstance(config, RunConfig):
         raise ConfigError(
             f"the recipe {recipe} returned a {type(config).__name__}, which is no config. Change the function to "
@@ -136,19 +155,43 @@ def _call_recipe(recipe: str) -> RunConfig:
     return dataclasses.replace(config, recipe=name)
 
 
-def _apply_variant_flags(config: C, user_flags: Collection[flags.Flag]) -> C:
-    """Returns `config` with the classes that flags such as `--task`, `--turns`, `--algo` and `--engine` choose by name.
+def is_config_file(recipe: str) -> bool:
+    """Returns whether the name of a recipe is the path of a config file: it ends in .yaml or .yml."""
+    return recipe.endswith((".yaml", ".yml"))
 
-    A newly chosen class starts from its own defaults; one that `config` already has keeps its values. All other flags
-    are ignored, and so are these flags without exactly one value. Raises a ConfigError for an unknown name.
+
+def _read_config_file(path: Path) -> RunConfig:
+    """Returns the config in a file that a run wrote. Runs the files of tasks and algorithms that it names.
+
+    Raises a ConfigError if the file cannot be read or is no config.
     """
-    for flag in user_flags:
-        if flag.name not in config.variants or len(flag.values) != 1:
+    if not path.is_file():
+        raise ConfigError(f'there is no file "{path}"; name the config.yaml of a run, or a recipe.')
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"{path} cannot be read: {error}. Repair its permissions, or restore it from a copy."
+        ) from error
+    return parse_config(text, str(path))
+
+
+def _apply_variants(config: C, given: Collection[GivenSetting]) -> C:
+    """Returns `config` with the classes that settings such as task, turns, algo and engine choose by name.
+
+    A newly chosen class starts from its own defaults; one that `config` already has keeps its values. All other
+    settings are ignored, and so are these with anything but one text. Raises a ConfigError for an unknown name.
+    """
+    for item in given:
+        values = item.values if isinstance(item, Flag) else (item.value,)
+        if item.name not in config.variants or len(values) != 1 or not isinstance(values[0], str):
             continue
-        cls = find_variant(flag.name, flag.values[0])
+        if item.name == "algo" and (remedy := find_algorithm_remedy(values[0])):
+            raise ConfigError(f'unknown algo "{values[0]}". {remedy}')
+        cls = find_variant(item.name, values[0])
         # Choosing the variant that the recipe has keeps the recipe's values.
-        if type(getattr(config, flag.name)) is not cls:
-            config = config.replace_variant(flag.name, cls())
+        if type(getattr(config, item.name)) is not cls:
+            config = config.replace_variant(item.name, make_with_defaults(cls) if item.name == "task" else cls())
     return config
 
 

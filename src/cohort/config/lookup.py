@@ -1,104 +1,92 @@
-"""Search for recipes and tasks by name: built-in ones, or those in a user's file as `path/to/file.py:name`."""
+"""Search for recipes and tasks by name: built-in ones, those of plugins, or `path/to/file.py:name` in a user's file."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from cohort.config.hints import find_recipe_remedy
 from cohort.config.schema import RunConfig
 from cohort.errors import ConfigError, suggest_name
-from cohort.tasks.base import get_task
-from cohort.tasks.ref import TaskRef, load_file
-
-
-def split_spec(spec: str) -> tuple[Path, str] | None:
-    """Returns (file, name) for a text `file.py:name`, and None for a plain name.
-
-    Raises a ConfigError for `file.py` without a colon. Whether the file or the name exists is not checked.
-
-    >>> split_spec("my/task.py:reverse")
-    (PosixPath('my/task.py'), 'reverse')
-    >>> split_spec("countdown") is None
-    True
-    """
-    file, colon, name = spec.rpartition(":")
-    if colon and file.endswith(".py"):
-        return Path(file), name
-    if spec.endswith(".py"):
-        raise ConfigError(f'"{spec}" names a file but no function or task in it; write {spec}:NAME with its name.')
-    return None
-
-
-def import_file(path: Path) -> ModuleType:
-    """Imports the Python file `path` and returns the module. A file is imported once per process.
-
-    Its folder is appended to `sys.path`. Raises a ConfigError for missing files and syntax errors. Other exceptions of
-    the file pass through, because their traceback shows its author where they come from.
-    """
-    if not path.expanduser().is_file():
-        raise ConfigError(f'there is no file "{path}"; check the path before the colon.')
-    try:
-        return load_file(path)
-    except SyntaxError as error:
-        raise ConfigError(
-            f"{error.filename or path}, line {error.lineno or 1} is not valid Python: {error.msg}; correct the file."
-        ) from None
+from cohort.system.paths import expand_home
+from cohort.tasks.base import TASKS
+from cohort.user_code import load_file, load_plugins, split_spec
 
 
 def find_recipe(spec: str) -> tuple[str, Callable[[], RunConfig]]:
     """Returns (name to record in config.yaml, function that returns the config) of the recipe that `spec` names.
 
-    `spec` is a registered name or `file.py:function`, whose file is imported; of the latter the recorded name has the
-    full path. The function is not called, and any callable of that name is accepted. Raises a ConfigError if there is
-    no such recipe.
+    `spec` is a registered name, also one of a plugin, or `file.py:function`, whose file is run; of the latter the
+    recorded name has the full path. The function is not called, and any callable of that name is accepted. Raises a
+    ConfigError if there is no such recipe, and a UserCodeError if the file raises.
     """
     # Imported here because recipes import modules of this package.
     from cohort.recipes import RECIPES
 
+    if spec.endswith(".py") and expand_home(spec).is_file():
+        raise ConfigError(
+            f'"{spec}" names a file but no function in it. {_describe_file(Path(spec), load_file(spec), "")}'
+        )
     where = split_spec(spec)
+    if where is None and (Path(spec) / "config.yaml").is_file():
+        raise ConfigError(
+            f"{spec} is a run, not a recipe. Continue it with cohort resume {spec}, or start a new run with its "
+            f"settings: cohort train {Path(spec) / 'config.yaml'}."
+        )
     if where is None:
+        failures = {} if spec in RECIPES else load_plugins()
         if spec not in RECIPES:
-            suggestion = suggest_name(spec, RECIPES)
-            # A suggestion that begins with " Valid" has all names already.
-            names = "" if suggestion.startswith(" Valid") else f" Recipes: {', '.join(sorted(RECIPES))}."
+            remedy = find_recipe_remedy(spec) or (
+                f"{suggest_name(spec, RECIPES).strip()} Name a recipe, or path/to/file.py:function; cohort train "
+                "--help lists all recipes."
+            )
             raise ConfigError(
-                f'unknown recipe "{spec}".{suggestion}{names} Name one of them, or path/to/file.py:function.'
+                f'unknown recipe "{spec}". {remedy}' + "".join(f" {failure}" for failure in failures.values())
             )
         return spec, RECIPES[spec]
     path, name = where
-    module = import_file(path)
+    module = load_file(path)
     function = vars(module).get(name)
+    # A task is named by its class or by the name that it is registered under, which no function of the file has.
+    task = TASKS.get_name(function) if isinstance(function, type) else None if callable(function) else name
+    if task in TASKS.list_in_file(path):
+        raise ConfigError(f'"{name}" in {path} is a task, not a recipe. {_describe_file(path, module, str(task))}')
     if not callable(function):
-        # Only functions defined in the file are suggested, not those that it imports.
-        own = [k for k, v in vars(module).items() if callable(v) and getattr(v, "__module__", "") == module.__name__]
+        own = _list_functions(module)
         suggestion = suggest_name(name, own) if own else " The file defines no function."
         raise ConfigError(
             f'there is no function "{name}" in {path}.{suggestion} Correct the name after the colon, or define the '
             "function in that file."
         )
-    return f"{path.expanduser().resolve()}:{name}", function
+    return f"{expand_home(path).resolve()}:{name}", function
+
+
+def _list_functions(module: ModuleType) -> list[str]:
+    """Returns the names of the functions that a user's file defines, without those that it imports or names with _."""
+    return [
+        name
+        for name, value in vars(module).items()
+        if inspect.isfunction(value) and value.__module__ == module.__name__ and not name.startswith("_")
+    ]
+
+
+def _describe_file(path: Path, module: ModuleType, task: str) -> str:
+    """Returns what to write to train with a user's file: one of its functions, or its task in another recipe.
+
+    `task` is the name of the task that the user means; "" = any of the file.
+    """
+    functions = ", ".join(f"{path}:{name}" for name in _list_functions(module)) or "none"
+    tasks = [task] if task else TASKS.list_in_file(path)
+    choices = "".join(f" Or use the task in a recipe: cohort train RECIPE --task {path}:{name}." for name in tasks)
+    return f"A recipe is a function that returns a config; functions in the file: {functions}.{choices}"
 
 
 def find_task(spec: str) -> type[Any]:
-    """Returns the task class that `spec` names: a registered name or `file.py:name`, whose file is imported.
+    """Returns the task class that `spec` names: a registered name or `file.py:name`, whose file is run.
 
-    With a file, too, the name is looked up among all registered tasks. Raises a ConfigError if there is no such file or
-    task, or if the file has a syntax error.
+    Raises a ConfigError if there is no such file or task, and a UserCodeError if the file raises.
     """
-    where = split_spec(spec)
-    if where is None:
-        return get_task(spec)
-    import_file(where[0])
-    return get_task(where[1])
-
-
-def make_task_spec(task: Any) -> str:
-    """Returns the text by which `find_task` finds the class of `task` again, in this process or another.
-
-    It is the name of the task, or `/path/to/file.py:name` for a task in a user's file. Settings of the task are not in
-    it. Raises TaskError if the class is not defined in a file or its settings are no JSON values.
-    """
-    ref = TaskRef.from_task(task)
-    return f"{ref.path}:{ref.name}" if ref.path else ref.name
+    return TASKS.find(spec)

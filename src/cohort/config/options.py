@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import Literal
 
+from cohort.config.rules import check_option_bounds
+from cohort.config.section import (
+    MAX_BATCH,
+    AtLeast0,
+    AtLeast1,
+    BelowOne,
+    Date,
+    InnerShare,
+    Samples,
+    Seed,
+    Slots,
+    TemperatureOr0,
+    Template,
+    Text,
+    Threads,
+    TopK,
+    TopP,
+)
 from cohort.errors import ConfigError
-
-
-def _require_at_least(low: int, options: object, names: str) -> None:
-    """Raises a ConfigError unless each attribute of `options` that `names` lists is at least `low`; NaN never is.
-
-    `names` is one text with spaces between the names, such as "samples slots".
-    """
-    for name in names.split():
-        # `not >=` instead of `<`, because it also refuses NaN.
-        if not getattr(options, name) >= low:
-            flag = name.replace("_", "-")
-            raise ConfigError(f"--{flag} is {getattr(options, name)}; it must be at least {low}. Correct or remove it.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,34 +35,43 @@ class EvalOptions:
     url: str = ""
     """Address of the server, for example http://localhost:8000; its key is read from the environment variable
     COHORT_API_KEY or OPENAI_API_KEY."""
-    template: Literal["chat", "text"] = "chat"
-    """How prompts are rendered: chat = by the model's chat template, text = as raw text, for base models. It is
+    template: Template = "chat"
+    """How prompts are rendered: chat = by the model's chat template, text = as raw text, for base models, FILE.jinja =
+    by the chat template in this file. It is recorded with the result."""
+    system: Text = ""
+    """System prompt: a text that is put before the messages of every prompt; empty = none besides the task's own. It is
     recorded with the result."""
-    limit: int = 0
+    limit: AtLeast0 = 0
     """Number of problems, from the first on; 0 = all of them."""
-    samples: int = 1
+    samples: Samples = 1
     """Samples per problem; their mean is avg@n, and more than one also gives pass@k."""
-    temperature: float = 1.0
+    temperature: TemperatureOr0 = 1.0
     """Divisor of the logits in sampling; 0 = the most probable token (greedy)."""
-    top_p: float = 1.0
+    top_p: TopP = 1.0
     """Sample from the most probable tokens that together have this probability; 1 = from all."""
-    top_k: int = 0
+    top_k: TopK = 0
     """Sample from the k most probable tokens; 0 = from all."""
-    min_p: float = 0.0
+    min_p: BelowOne = 0.0
     """Leave out tokens less probable than min_p x the most probable one; 0 = none."""
-    max_tokens: int = 0
+    max_tokens: AtLeast0 = 0
     """Longest completion, in tokens; 0 = what the task needs, as far as the model's context allows."""
     stop: tuple[str, ...] = ()
     """Texts that end a completion, besides the tokenizer's end-of-turn tokens."""
     too_long: Literal["error", "skip"] = "error"
     """If a prompt leaves no room in the model's context: error = stop, skip = leave it out and report how many were."""
-    split: Literal["test", "train"] = "test"
-    """The rows of the task to use: test = the held-out ones, train = those for training."""
-    slots: int = 256
+    split: Literal["test", "validation", "train"] = "test"
+    """The rows of the task to use: test = the held-out ones, train = those for training, validation = those of them
+    that a run with --eval.split validation does not train on."""
+    validation_share: InnerShare = 0.1
+    """Share of the training rows that the validation split has; give what the run had as --eval.validation-share."""
+    date: Date = ""
+    """The day, as 2026-01-31, that chat templates which ask for it see as today; empty = the real one, or that of the
+    evaluation which is continued. It is recorded with the result."""
+    slots: Slots = 256
     """Samples that are decoded at the same time."""
-    seed: int = 0
+    seed: Seed = 0
     """Seed of sampling."""
-    threads: int = 0
+    threads: Threads = 0
     """Number of CPU threads; 0 = all cores."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to sample: auto = on a GPU if torch finds one."""
@@ -70,8 +84,7 @@ class EvalOptions:
         Also for options without effect: --url without a server; --device, --dtype and --threads with one; several
         samples, top_p, top_k and min_p at temperature 0.
         """
-        _require_at_least(1, self, "samples slots")
-        _require_at_least(0, self, "limit temperature top_k min_p seed threads max_tokens")
+        check_option_bounds(self)
         if self.engine == "server" and not self.url:
             raise ConfigError("--engine server needs --url. Add for example --url http://localhost:8000.")
         if self.engine != "server" and self.url:
@@ -80,18 +93,21 @@ class EvalOptions:
             raise ConfigError(
                 "--device, --dtype and --threads have no effect with --engine server; remove these flags."
             )
-        if not math.isfinite(self.temperature):
-            raise ConfigError(
-                f"--temperature is {self.temperature}; it must be a finite number. Set for example --temperature 1."
-            )
         if "" in self.stop:
             raise ConfigError(
                 f"--stop is {list(self.stop)}; remove the empty text, which would end every completion at once."
             )
-        if not 0 < self.top_p <= 1:
-            raise ConfigError(f"--top-p is {self.top_p}; it must be above 0 and at most 1. Correct or remove it.")
-        if self.min_p >= 1:
-            raise ConfigError(f"--min-p is {self.min_p}; it must be below 1. Lower or remove it.")
+        if self.validation_share != EvalOptions.validation_share and self.split != "validation":
+            raise ConfigError(
+                "--validation-share has no effect without --split validation. Add that, or remove --validation-share."
+            )
+        if self.engine == "server" and self.template not in ("chat", "text"):
+            raise ConfigError(
+                f"--template {self.template} has no effect with --engine server, which has its own chat template; "
+                "remove --template."
+            )
+        if self.date and (self.engine == "server" or self.template == "text"):
+            raise ConfigError("--date has no effect with --engine server or --template text; remove --date.")
         if self.temperature == 0:
             if self.samples > 1:
                 raise ConfigError(
@@ -108,17 +124,17 @@ class BenchOptions:
 
     model: str = "tiny"
     """The model: a bundled or pulled name (see `cohort models`), or a folder in Hugging Face format."""
-    prompts: int = 8
+    prompts: AtLeast1 = 8
     """Prompts in the batch."""
-    samples: int = 8
+    samples: Samples = 8
     """Samples per prompt."""
-    prompt_tokens: int = 64
+    prompt_tokens: AtLeast1 = 64
     """Tokens per prompt."""
-    completion_tokens: int = 64
+    completion_tokens: AtLeast1 = 64
     """Tokens per completion."""
-    repeats: int = 3
+    repeats: AtLeast1 = 3
     """Number of measurements, of which the median is reported; one more before them is not counted."""
-    threads: int = 0
+    threads: Threads = 0
     """Number of CPU threads; 0 = all cores."""
     weights: Literal["files", "random"] = "files"
     """files = the weights of the model; random = random weights in the shape that --model names, without any files."""
@@ -128,9 +144,13 @@ class BenchOptions:
     """Number type of weights and computation: auto = bfloat16 on a GPU, float32 on a CPU."""
 
     def check(self) -> None:
-        """Raises a ConfigError for numbers below 1, or below 0 for `threads`."""
-        _require_at_least(1, self, "prompts samples prompt_tokens completion_tokens repeats")
-        _require_at_least(0, self, "threads")
+        """Raises a ConfigError for numbers out of range."""
+        check_option_bounds(self)
+        if self.prompts * self.samples > MAX_BATCH:
+            raise ConfigError(
+                f"--prompts {self.prompts} x --samples {self.samples} is more than {MAX_BATCH:,} samples. Lower one of "
+                "them."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +160,7 @@ class EngineBenchOptions(BenchOptions):
     lengths: Literal["fixed", "lognormal"] = "fixed"
     """fixed = every completion has --completion-tokens tokens; lognormal = each has its own length, a third of
     --completion-tokens on average and never more than --completion-tokens."""
-    slots: int = 0
+    slots: AtLeast0 = 0
     """Samples that are decoded at the same time; 0 = 64 on a CPU, all of them on a GPU."""
     copies: Literal["shared", "packed", "fp16"] = "shared"
     """The engine's copy of the weights: shared = none; only on a CPU: packed = fp32 in the processor's layout, fp16 =
@@ -152,7 +172,6 @@ class EngineBenchOptions(BenchOptions):
         With the device auto, `copies` is not checked here.
         """
         super().check()
-        _require_at_least(0, self, "slots")
         if self.device == "cuda" and self.copies != "shared":
             raise ConfigError(
                 f"--copies {self.copies} is only for CPUs, but --device is cuda. Remove --copies, or set --device cpu."
@@ -163,7 +182,7 @@ class EngineBenchOptions(BenchOptions):
 class LearnerBenchOptions(BenchOptions):
     """The options of `cohort bench learner`, which measures forward pass, backward pass and optimizer step alone."""
 
-    token_budget: int = 0
+    token_budget: AtLeast0 = 0
     """Most tokens in one forward and backward pass; 0 = 4096 on a CPU, as many as fit into memory on a GPU."""
     prefix_sharing: bool = True
     """Compute a group's prompt once per group instead of once per sample."""

@@ -16,16 +16,31 @@ from cohort.config.algos import ALGOS, GRPO, DrGRPO, Policy
 from cohort.config.engines import ENGINES, NativeEngine
 from cohort.config.rollout import RolloutConfig
 from cohort.config.section import (
+    FINITE,
+    MAX_BATCH,
     AtLeast0,
     AtLeast1,
     BelowOne,
-    Bound,
+    Date,
     Effect,
     Finite,
     FiniteAbove0,
     FiniteAtLeast0,
+    InnerShare,
+    Samples,
     Section,
+    Seed,
     Share,
+    Temperature,
+    TemperatureOr0,
+    Template,
+    Text,
+    Threads,
+    TopK,
+    TopP,
+    above,
+    at_least,
+    at_most,
 )
 from cohort.errors import ConfigError, suggest_name
 
@@ -36,10 +51,20 @@ __all__ = ["ALGOS", "ENGINES", "GRPO", "DrGRPO", "NativeEngine", "Policy", "Roll
 class BatchConfig(Section):
     """The size of a batch: prompts per step x samples per prompt. Microbatches are formed automatically."""
 
-    prompts: AtLeast1 = 32
+    prompts: Annotated[int, at_least(1), at_most(1_000_000)] = 32
     """Prompts per step."""
-    samples: AtLeast1 = 8
+    samples: Samples = 8
     """Samples per prompt, which together form a group."""
+    too_long: Literal["error", "skip"] = "error"
+    """If a prompt leaves no room for its completion: error = stop, skip = leave it out and report how many were."""
+
+    def check(self, user_settings: Collection[str]) -> None:
+        """Raises a ConfigError if a batch has too many samples. Ignores `user_settings`."""
+        if self.prompts * self.samples > MAX_BATCH:
+            raise ConfigError(
+                f"batch.prompts is {self.prompts} and batch.samples is {self.samples}, together more than "
+                f"{MAX_BATCH:,} samples per step. Lower --batch.prompts or --batch.samples."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,12 +73,12 @@ class SamplingConfig(Section):
 
     max_tokens: AtLeast1 = 256
     """Longest completion, in tokens; a longer one is cut and its finish reason is `length`."""
-    temperature: FiniteAbove0 = 1.0
+    temperature: Temperature = 1.0
     """Divisor of the logits in sampling: larger = more random. The learner divides its logits by the same number."""
-    top_p: Annotated[float, Bound("above 0 and at most 1", lambda x: 0 < x <= 1)] = 1.0
+    top_p: TopP = 1.0
     """Sample from the most probable tokens that together have this probability; 1 = from all. Below 1 the policy that
     samples is not the one that is trained, so it needs allow_truncation."""
-    top_k: AtLeast0 = 0
+    top_k: TopK = 0
     """Sample from the k most probable tokens; 0 = from all. Above 0 it needs allow_truncation."""
     min_p: BelowOne = 0.0
     """Leave out tokens less probable than min_p x the most probable one; 0 = none. Above 0 it needs
@@ -99,7 +124,7 @@ class SamplingConfig(Section):
 class OptimConfig(Section):
     """The optimizer: AdamW with fp32 master weights and moments."""
 
-    lr: FiniteAtLeast0 = 1e-6
+    lr: Annotated[float, FINITE, at_least(0), at_most(10)] = 1e-6
     """Learning rate after the warm-up."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Learning rate after the warm-up: constant = it stays, linear or cosine = it decays to lr_floor x lr at the last
@@ -112,7 +137,7 @@ class OptimConfig(Section):
     """Decay of AdamW's first moment per optimizer step."""
     beta2: BelowOne = 0.999
     """Decay of AdamW's second moment per optimizer step."""
-    eps: FiniteAbove0 = 1e-8
+    eps: Annotated[float, FINITE, above(0), at_least(1e-30), at_most(1)] = 1e-8
     """AdamW's epsilon, added to the root of the second moment."""
     weight_decay: FiniteAtLeast0 = 0.0
     """AdamW's weight decay; 0 = none."""
@@ -138,7 +163,7 @@ TARGETS: tuple[Target, ...] = get_args(Target)
 class LoraConfig(Section):
     """Low-rank adapters (Hu et al. 2021, arXiv:2106.09685): of W + alpha / rank * B A only A and B are trained."""
 
-    rank: AtLeast0 = 0
+    rank: Annotated[int, at_least(0), at_most(4_096)] = 0
     """Rank of the adapters; 0 = no adapters, all weights are trained."""
     alpha: FiniteAbove0 = 32.0
     """The product B A of an adapter is multiplied by alpha / rank."""
@@ -195,7 +220,7 @@ class LoraConfig(Section):
 class LearnerConfig(Section):
     """How a batch is turned into an update of the weights."""
 
-    epochs: AtLeast1 = 1
+    epochs: Annotated[int, at_least(1), at_most(10_000)] = 1
     """Passes over each batch."""
     minibatches: AtLeast1 = 1
     """Minibatches that a batch is divided into, with one optimizer step each per pass."""
@@ -224,7 +249,7 @@ class SingleTurn(Section):
 class ThinkAgain(Section):
     """After a low reward a user's turn asks for another attempt. The last attempt is the one whose score counts."""
 
-    attempts: AtLeast1 = 1
+    attempts: Annotated[int, at_least(1), at_most(1_000)] = 1
     """Most further attempts per sample."""
     below: Finite = 0.1
     """Largest reward after which another attempt follows."""
@@ -284,12 +309,17 @@ class EvalConfig(Section):
     """Steps between evaluations; 0 = only before the first step and after the last one."""
     problems: AtLeast0 = 0
     """Number of held-out problems; 0 = all of them."""
-    samples: AtLeast1 = 1
+    samples: Samples = 1
     """Samples per problem."""
-    temperature: FiniteAtLeast0 = 1.0
+    temperature: TemperatureOr0 = 1.0
     """Divisor of the logits in sampling; 0 = the most probable token (greedy)."""
     turns: Literal["first", "all"] = "first"
     """first = only the first attempt of a sample counts; all = further attempts follow as in training (see --turns)."""
+    split: Literal["test", "validation"] = "test"
+    """The problems: test = the task's test rows, validation = some of its training rows, which are then not trained
+    on. With validation the best checkpoint is chosen without a look at the test rows."""
+    validation_share: InnerShare = 0.1
+    """Share of the training rows that the validation split gets. A hash of a row's id decides."""
 
     effects: ClassVar[tuple[Effect, ...]] = (
         Effect(
@@ -297,6 +327,12 @@ class EvalConfig(Section):
             ("temperature",),
             lambda evaluation: evaluation.temperature > 0 or evaluation.samples == 1,
             "at temperature 0 all samples of a problem are equal; set --eval.temperature above 0",
+        ),
+        Effect(
+            ("validation_share",),
+            ("split",),
+            lambda evaluation: evaluation.split == "validation",
+            "the problems are test rows; set --eval.split validation",
         ),
     )
 
@@ -323,24 +359,33 @@ class RunConfig(Section):
     kind: ClassVar[str]
     # The fields whose class is chosen by name, such as the algorithm.
     variants: ClassVar[tuple[str, ...]] = ()
-    # The fields that have no effect in this kind of run. They are not written to config.yaml.
-    unused: ClassVar[tuple[str, ...]] = ()
+    # Whether evaluations give an accuracy, and whether they are of a split that the user chooses.
+    has_accuracy: ClassVar[bool] = True
+    has_splits: ClassVar[bool] = True
+    # The settings outside of sections that earlier files of this format do not have. Their defaults give what was then.
+    added: ClassVar[tuple[str, ...]] = ("date", "system")
     # The sections that files of format 1 do not have, with the settings that give what Cohort did at that time.
     since_format_1: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
 
     recipe: str = ""
     """Name of the recipe that returned this config; the loader sets it."""
     model: str = "tiny"
-    """The model to train: a bundled or pulled name (see `cohort models`), a folder in Hugging Face format, or
-    owner/name on the Hugging Face hub."""
+    """The model to train: a bundled or pulled name (see `cohort models`), a folder in Hugging Face format, owner/name
+    on the Hugging Face hub, or a checkpoint of a run: RUN (its last), RUN@STEP, RUN@best."""
     steps: AtLeast1 = 100
     """Number of training steps."""
-    seed: AtLeast0 = 0
+    seed: Seed = 0
     """Seed of all random choices of the run."""
-    threads: AtLeast0 = 0
+    threads: Threads = 0
     """Number of CPU threads; 0 = all cores. It is stored in checkpoints, because the rounding of sums depends on it."""
-    template: Literal["chat", "text"] = "chat"
-    """How prompts are rendered: chat = by the model's chat template, text = as raw text, for base models."""
+    template: Template = "chat"
+    """How prompts are rendered: chat = by the model's chat template, text = as raw text, for base models, FILE.jinja =
+    by the chat template in this file."""
+    system: Text = ""
+    """System prompt: a text that is put before the messages of every prompt; empty = none besides the task's own."""
+    date: Date = ""
+    """The day, as 2026-01-31, that chat templates which ask for it see as today; empty = the day on which the run
+    starts. The run records it, so that its prompts stay the same."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to sample and train: auto = on a GPU if torch finds one. The run records the choice and resumes there."""
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -377,11 +422,17 @@ class RunConfig(Section):
         return replace(self, **{name: value})
 
     def check(self, user_settings: Collection[str]) -> None:
-        """Raises a ConfigError if the user asked for a warm-up that lasts as long as the run or longer.
+        """Raises a ConfigError if the user asked for a warm-up or a number of steps that is too long for the run.
 
-        `user_settings` are the full names of the settings that the user gave. The warm-up is checked only if
-        `optim.warmup` is among them: one that the recipe gave may be too long.
+        The warm-up must be shorter than the run; `eval.every` and `save.every` may be as long. `user_settings` are the
+        full names of the settings that the user gave. Only these are checked: those of a recipe may be too long.
         """
+        for name, every in (("eval.every", self.eval.every), ("save.every", self.save.every)):
+            if name in user_settings and every > self.steps:
+                raise ConfigError(
+                    f"{name} is {every}, but the run has only {self.steps} steps, so it would have no effect. Lower "
+                    f"--{name} to at most {self.steps}, raise --steps, or remove --{name}."
+                )
         updates = self.steps * self.learner.updates_per_batch
         if "optim.warmup" in user_settings and self.optim.warmup >= updates:
             raise ConfigError(

@@ -13,12 +13,13 @@ import dataclasses
 import math
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from datetime import date
 from typing import Annotated, Any, ClassVar, TypeVar
 
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """A condition on one number. `wording` follows "it must be" in messages; `holds` tests a value."""
+    """A condition on one value. `wording` follows "it must be" in messages; `holds` tests a value."""
 
     wording: str
     holds: Callable[[Any], bool]
@@ -34,16 +35,71 @@ def above(low: float) -> Bound:
     return Bound(f"above {low}", lambda x: x > low)
 
 
-FINITE = Bound("a finite number", math.isfinite)
+def at_most(high: float) -> Bound:
+    """Returns the bound that holds for numbers x <= high, and not for NaN."""
+    return Bound(f"at most {high:,}", lambda x: x <= high)
+
+
+def _is_finite(x: float) -> bool:
+    """Returns whether a number is finite as a float: whole numbers of more than 308 digits are not."""
+    try:
+        return math.isfinite(x)
+    except OverflowError:
+        return False
+
+
+def _is_whole_text(text: str) -> bool:
+    """Returns whether a text has no half characters (lone surrogates), as bytes that are no UTF-8 become."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def _is_date(text: str) -> bool:
+    """Returns whether a text is a date like 2026-01-31, or empty."""
+    try:
+        return text == "" or date.fromisoformat(text).isoformat() == text
+    except ValueError:
+        return False
+
+
+FINITE = Bound("a finite number", _is_finite)
 ONE_AT_MOST = Bound("from 0 to 1", lambda x: 0 <= x <= 1)
 
-# Types for the fields of sections. The comparisons are False for NaN, but infinity passes them: hence the bound FINITE.
-AtLeast0 = Annotated[int, at_least(0)]
-AtLeast1 = Annotated[int, at_least(1)]
-Finite = Annotated[float, FINITE]
-FiniteAtLeast0 = Annotated[float, FINITE, at_least(0)]
-FiniteAbove0 = Annotated[float, FINITE, above(0)]
+# The largest count and the largest number that a setting can have, if it has no bound of its own. Larger ones would
+# overflow the 32-bit numbers of torch and the operating system, far from the setting that caused it.
+MOST = 1_000_000_000
+LARGEST = 1_000_000
+# The smallest number above 0 where 0 itself has no meaning: its reciprocal is no larger than LARGEST.
+SMALLEST = 1e-6
+
+
+def is_template(text: str) -> bool:
+    """Returns whether a text can be the setting `template`: chat, text, or the path of a Jinja file."""
+    return text in ("chat", "text") or text.endswith((".jinja", ".jinja2", ".j2"))
+
+
+# Types for the fields of sections. The comparisons are False for NaN.
+AtLeast0 = Annotated[int, at_least(0), at_most(MOST)]
+AtLeast1 = Annotated[int, at_least(1), at_most(MOST)]
+Finite = Annotated[float, FINITE, at_least(-LARGEST), at_most(LARGEST)]
+FiniteAtLeast0 = Annotated[float, FINITE, at_least(0), at_most(LARGEST)]
+FiniteAbove0 = Annotated[float, FINITE, above(0), at_least(SMALLEST), at_most(LARGEST)]
+MAX_BATCH = 10_000_000  # samples in a batch
+Slots = Annotated[int, at_least(1), at_most(65_536)]
+Samples = Annotated[int, at_least(1), at_most(100_000)]
+Seed = Annotated[int, at_least(0), at_most(2**63 - 1)]
+Threads = Annotated[int, at_least(0), at_most(4_096)]
+TopK = Annotated[int, at_least(0), at_most(10_000_000)]
+TopP = Annotated[float, Bound("above 0 and at most 1", lambda x: 0 < x <= 1), at_least(SMALLEST)]
+# At lower temperatures the logits overflow; 0 means the most probable token where it is allowed.
+Temperature = Annotated[float, FINITE, above(0), at_least(0.001), at_most(100)]
+TemperatureOr0 = Annotated[
+    float, FINITE, at_least(0), Bound("0, or at least 0.001", lambda x: x == 0 or x >= 0.001), at_most(100)
+]
 Share = Annotated[float, ONE_AT_MOST]
+InnerShare = Annotated[float, Bound("above 0 and below 1", lambda x: 0 < x < 1)]
+Template = Annotated[str, Bound("chat, text, or a file that ends in .jinja", is_template)]
+Text = Annotated[str, Bound("text in UTF-8", _is_whole_text)]
+Date = Annotated[str, Bound("a date like 2026-01-31, or empty", _is_date)]
 BelowOne = Annotated[float, Bound("at least 0 and below 1", lambda x: 0 <= x < 1)]
 
 

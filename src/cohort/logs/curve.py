@@ -1,10 +1,13 @@
-"""Curves drawn with braille characters. Each character is a grid of 2 x 4 dots, so 60 columns show 120 points."""
+"""Curves drawn with characters: braille, each a grid of 2 x 4 dots, so that 60 columns show 120 points, or blocks."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # bit of each dot, by row from the top, then column
+BLOCKS = "▁▂▃▄▅▆▇█"
+ASCII_BLOCKS = "_.-=+*#@"  # where the terminal has no blocks
 Range = tuple[float, float]
 """Lowest and highest value."""
 
@@ -12,7 +15,7 @@ Range = tuple[float, float]
 def find_bounds(values: Sequence[float]) -> Range:
     """Returns (lowest, highest) of the finite values; (0, 1) if there are none.
 
-    Equal bounds are widened by 0.5 on each side, so that a flat curve can be drawn.
+    Equal bounds are widened by 0.5 on each side, and those of large numbers by more, so that a flat curve can be drawn.
 
     >>> find_bounds([0.25, 0.75]), find_bounds([1.0]), find_bounds([])
     ((0.25, 0.75), (0.5, 1.5), (0.0, 1.0))
@@ -21,7 +24,11 @@ def find_bounds(values: Sequence[float]) -> Range:
     if not finite:
         return 0.0, 1.0
     low, high = min(finite), max(finite)
-    return (low, high) if high > low else (low - 0.5, high + 0.5)
+    if high > low:
+        return low, high
+    # Half of one is nothing beside a large number, and what is added to the largest one must not be infinite.
+    width = max(0.5, abs(low) / 1e6)
+    return max(low - width, -sys.float_info.max), min(high + width, sys.float_info.max)
 
 
 def find_cell(value: float, scale: Range, num: int) -> int:
@@ -32,7 +39,11 @@ def find_cell(value: float, scale: Range, num: int) -> int:
     >>> [find_cell(v, (0.0, 1.0), 4) for v in (0.0, 0.3, 1.0)]
     [0, 1, 3]
     """
-    share = (value - scale[0]) / (scale[1] - scale[0])
+    low, high = scale
+    value = min(high, max(low, value))
+    # Halved, because the difference of two large numbers may be infinite; but half of the smallest number is 0.
+    part = 1 if high - low < float("inf") else 2
+    share = (value / part - low / part) / (high / part - low / part)
     return min(num - 1, max(0, int(share * num)))
 
 
@@ -56,6 +67,30 @@ def draw_braille(points: Sequence[tuple[float, float]], width: int, height: int,
             cells[r // 4][c // 2] |= _DOTS[r % 4][c % 2]
         previous = (column, row)
     return ["".join(chr(0x2800 + cell) for cell in line) for line in cells]
+
+
+def draw_blocks(points: Sequence[tuple[float, float]], width: int, blocks: str = BLOCKS) -> str:
+    """Draws the curve through `points` in one line of at most `width` characters, which are of `blocks`, lowest first.
+
+    `points` are pairs (x, y) in the order of x. Each character is the mean of the points of one piece of the x axis,
+    and the lowest and highest mean fill the height. There are no more pieces than points. Points that are not finite
+    are left out; a piece without points is a space.
+
+    >>> draw_blocks([(0, 0.0), (1, 0.4), (2, 1.0)], 8)
+    '▁▄█'
+    """
+    # False for infinity and for NaN.
+    finite = [(position, value) for position, value in points if abs(value) < float("inf")]
+    if not finite:
+        return ""
+    num = min(width, len(finite))
+    low, high = finite[0][0], finite[-1][0]
+    means = dict(_average_columns(finite, num, (low, high) if high > low else (low, low + 1)))
+    scale = find_bounds(list(means.values()))
+    # Near the largest numbers their difference is not finite.
+    if not scale[1] - scale[0] < float("inf"):
+        return ""
+    return "".join(blocks[find_cell(means[i], scale, len(blocks))] if i in means else " " for i in range(num))
 
 
 def _average_columns(points: Sequence[tuple[float, float]], num: int, x: Range) -> list[tuple[int, float]]:

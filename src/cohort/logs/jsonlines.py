@@ -48,8 +48,10 @@ class JsonView:
     def finish(self, summary: Summary) -> None:
         """Prints a line of the kind "finish": run directory, steps, seconds, whether complete, held-out accuracy.
 
-        "before" is the accuracy of the first evaluation, "after" that of the last; null if not evaluated.
+        "before" is the accuracy of the first evaluation, "after" that of the last; null if not evaluated. "before" is
+        also null if the two have different graders.
         """
+        first, last = summary.first, summary.last
         self._write(
             "finish",
             path=summary.path,
@@ -57,8 +59,8 @@ class JsonView:
             num_steps=summary.num_steps,
             seconds=summary.seconds,
             complete=summary.complete,
-            before=summary.first.accuracy if summary.first else None,
-            after=summary.last.accuracy if summary.last else None,
+            before=first.accuracy if first and last and first.setting.grader == last.setting.grader else None,
+            after=last.accuracy if last else None,
         )
 
     def close(self) -> None:

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from cohort.evaluation.records import Evaluation
 from cohort.logs import panels
+from cohort.logs.console import make_console
 from cohort.logs.escape import escape_line
 from cohort.logs.view import Header, Showcase, StepReport, Summary
 from cohort.run.store.records import Curve
@@ -24,7 +25,7 @@ class LiveView:
     """Shows a run as a frame that is redrawn. A given `console` is drawn on instead of the stream."""
 
     def __init__(self, stream: TextIO, console: Console | None = None) -> None:
-        self.console = console or Console(file=stream, highlight=False, markup=False, emoji=False)
+        self.console = console or make_console(stream)
         self._live: Live | None = None
         self._header: Header | None = None
         self._report: StepReport | None = None
@@ -91,7 +92,9 @@ class LiveView:
             self.console.print(Text(escape_line(line, 1000), style=style), soft_wrap=True)
         for number, command in enumerate(summary.next_commands):
             lead = "     " if number else "next "
-            self.console.print(Text(lead, style="dim").append(escape_line(command, 1000), style="cyan"), soft_wrap=True)
+            self.console.print(
+                Text(lead, style="dim").append(escape_line(command, len(command)), style="cyan"), soft_wrap=True
+            )
 
     def close(self) -> None:
         """Stops to redraw the frame and gives the terminal back. Does nothing the second time."""
@@ -124,10 +127,11 @@ class LiveView:
             panels.draw_stages(metrics, width),
         ]
         # The lines that are left for the sample: those of the panels above, the events and the borders are taken.
-        used = 2 + 1 + curve_height + 4 + 2 + len(self._events)
+        used = 2 + 1 + curve_height + 4 + 2
+        events = panels.wrap_events(list(self._events), width, height - used - 3)
+        used += len(events)
         room = min(10, height - used - 4)
         if self._showcase is not None and room >= 2:
             parts.append(panels.draw_sample(self._showcase, width, room))
-        if self._events:
-            parts.append(panels.draw_events(list(self._events)))
+        parts += events
         return Group(*parts)

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
+from cohort.errors import RunError
 from cohort.logs.jsonlines import replace_non_finite
 from cohort.run.store.reader import Reader
 from cohort.run.store.records import MetricRow
 from cohort.system.disk import explain_disk_errors, write_atomically
+from cohort.system.json_text import parse_json
+
+_EVALUATION_PREFIX = "eval/"
 
 
 class MetricsFile:
@@ -64,6 +70,46 @@ class MetricsFile:
                 self._evaluated_steps.add(step)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MetricsLine:
+    """One line of metrics.jsonl: the metrics of a step or of an evaluation."""
+
+    step: int
+    time: float  # seconds since 1970, UTC
+    metrics: dict[str, float]  # NaN where the file has null
+
+    @property
+    def is_evaluation(self) -> bool:
+        """Whether the line is of an evaluation, not of a step."""
+        return any(name.startswith(_EVALUATION_PREFIX) for name in self.metrics)
+
+
+def read_metrics_file(path: Path) -> tuple[list[MetricsLine], int]:
+    """Returns the lines of the file metrics.jsonl, and the number of lines that cannot be read; ([], 0) without a file.
+
+    An incomplete last line, which a kill leaves, is not counted. Raises RunError if the file itself cannot be read.
+    """
+    try:
+        *complete, _ = path.read_bytes().split(b"\n")
+    except FileNotFoundError:
+        return [], 0
+    except OSError as error:
+        raise RunError(f"{path} cannot be read: {error}. Repair its permissions, or restore it from a copy.") from error
+    lines = [_parse_line(line) for line in complete]
+    return [line for line in lines if line is not None], lines.count(None)
+
+
+def _parse_line(text: bytes) -> MetricsLine | None:
+    """Returns a line of metrics.jsonl as a record; None if it is damaged."""
+    try:
+        value = parse_json(text)
+        # NaN and infinity were written as null.
+        metrics = {str(name): math.nan if v is None else float(v) for name, v in value["metrics"].items()}
+        return MetricsLine(step=int(value["step"]), time=float(value["time"]), metrics=metrics)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
 def _is_evaluation(row: MetricRow) -> bool:
     """Returns whether a row is a metric of an evaluation (its name begins with "eval/"), not of a step."""
-    return row.name.startswith("eval/")
+    return row.name.startswith(_EVALUATION_PREFIX)

@@ -18,6 +18,7 @@ from cohort.logs.curve import draw_braille, find_bounds, find_cell
 from cohort.logs.escape import escape_line, escape_text
 from cohort.logs.numbers import compute_stage_shares, format_compact, format_duration, format_tokens_per_second
 from cohort.logs.view import Header, Showcase
+from cohort.logs.wrapping import wrap_words
 from cohort.run.store.records import Curve
 
 ACCENT = "cyan"
@@ -50,7 +51,8 @@ def draw_title(header: Header, phase: str) -> ConsoleRenderable:
     left = Text(end="")
     left.append(" cohort ", style=f"bold black on {ACCENT}")
     left.append("  " + " · ".join(dict.fromkeys(escape_line(n, 40) for n in names if n)))
-    grid = Table.grid(expand=True)
+    # The padding keeps the phase apart from names that fill the line.
+    grid = Table.grid(expand=True, padding=(0, 2))
     grid.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
     grid.add_column(justify="right", no_wrap=True)
     grid.add_row(left, Text(escape_line(phase, 20), style=f"italic {CALM}"))
@@ -125,8 +127,9 @@ def draw_numbers(
     if values:
         rows.append((curve.label, _draw_trend(curve, values)))
     if evaluations:
-        first, last = evaluations[0].accuracy, evaluations[-1].accuracy
-        shown = f"{first:.2f} → {last:.2f}" if len(evaluations) > 1 else f"{last:.2f}"
+        a, b = evaluations[0], evaluations[-1]
+        is_comparable = len(evaluations) > 1 and a.setting.grader == b.setting.grader
+        shown = f"{a.accuracy:.2f} → {b.accuracy:.2f}" if is_comparable else f"{b.accuracy:.2f}"
         rows.append(("held-out", Text(shown, style=f"bold {GOOD}")))
     if speed := format_tokens_per_second(metrics):
         rows.append(("tokens/s", Text(speed, style="bold")))
@@ -207,16 +210,29 @@ def draw_sample(showcase: Showcase, width: int, height: int) -> ConsoleRenderabl
     return Panel(body, title=head, title_align="left", box=box.ROUNDED, border_style=CALM, padding=(0, 1))
 
 
-def draw_events(items: list[tuple[int, str, str]]) -> ConsoleRenderable:
-    """Returns one line per event, in the given order. An event is (step, kind, text); both texts are escaped."""
-    text = Text(no_wrap=True, overflow="ellipsis")
-    for index, (step, kind, what) in enumerate(items):
+def wrap_events(items: list[tuple[int, str, str]], width: int, most: int) -> list[Text]:
+    """Returns the lines of the events, in the given order, broken between words. Further lines are indented.
+
+    An event is (step, kind, text); both texts are escaped. `width` is that of the terminal, and `most` the number of
+    lines for all of them, of which each gets an equal part, and one at least. What does not fit is cut.
+    """
+    lines: list[Text] = []
+    for step, kind, what in items:
         style = {"checkpoint": CALM, "run": CALM}.get(kind, "yellow")
-        text.append("\n" if index else "")
-        text.append(f" {step:>5} ", style=CALM)
-        text.append(f"{escape_line(kind, 20)} ", style=style)
-        text.append(escape_line(what, 300), style="default")
-    return text
+        lead = f"{escape_line(kind, 20)} "
+        rows = wrap_words(f"{lead}{escape_line(what, 300)}", max(16, width - 7))
+        share = max(1, most // len(items))
+        if len(rows) > share:
+            rows = [*rows[: share - 1], " ".join(rows[share - 1 :])]
+        for number, row in enumerate(rows):
+            line = Text(no_wrap=True, overflow="ellipsis")
+            line.append(f" {step:>5} " if number == 0 else " " * 7, style=CALM)
+            if number == 0 and row.startswith(lead):
+                line.append(lead, style=style).append(row[len(lead) :], style="default")
+            else:
+                line.append(row, style="default")
+            lines.append(line)
+    return lines
 
 
 def _clip_text(text: str, width: int, num_lines: int, style: str) -> Text:

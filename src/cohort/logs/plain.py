@@ -6,21 +6,9 @@ from typing import TextIO
 
 from cohort.evaluation.records import Evaluation
 from cohort.logs.escape import escape_line
+from cohort.logs.legend import STEP_LINE
 from cohort.logs.numbers import format_compact, format_duration, format_tokens_per_second
 from cohort.logs.view import Header, StepReport, Summary
-
-# Metrics in the line of a step, with their labels.
-_SHOWN = {
-    "reward/mean": "reward",
-    "length/mean": "length",
-    "groups/dead": "dead",
-    "loss": "loss",
-    "perplexity": "perplexity",
-    "grad_norm": "grad",
-    "entropy": "entropy",
-    "lr": "lr",
-    "sampler_gap/max": "gap",
-}
 
 
 class PlainView:
@@ -43,7 +31,11 @@ class PlainView:
         """Prints one line with the step's number, its main metrics, its speed and the remaining time."""
         width = len(str(report.num_steps))
         fields = [f"step {report.step:{width}d}/{report.num_steps}"]
-        fields += [f"{label} {format_compact(report.metrics[n])}" for n, label in _SHOWN.items() if n in report.metrics]
+        fields += [
+            f"{label} {format_compact(report.metrics[name])}"
+            for name, (label, _) in STEP_LINE.items()
+            if name in report.metrics
+        ]
         if speed := format_tokens_per_second(report.metrics):
             fields.append(f"{speed} tok/s")
         if "time/step" in report.metrics:
@@ -60,14 +52,14 @@ class PlainView:
 
     def show_event(self, step: int, kind: str, text: str) -> None:
         """Prints one line with step, kind of event and text, escaped."""
-        self._write(f"step {step} · {escape_line(kind)} · {escape_line(text)}")
+        self._write(f"step {step} · {escape_line(kind)} · {escape_line(text, 500)}")
 
     def finish(self, summary: Summary) -> None:
         """Prints the closing lines and the commands to try next."""
         for line in summary.format_lines():
             self._write(escape_line(line, 1000))
         for number, command in enumerate(summary.next_commands):
-            self._write(("     " if number else "next ") + escape_line(command, 1000))
+            self._write(("     " if number else "next ") + escape_line(command, len(command)))
 
     def close(self) -> None:
         """Flushes the stream. Does not close it."""

@@ -11,6 +11,7 @@ from typing import Any, Protocol, TextIO
 
 from cohort.errors import ConfigError, suggest_name
 from cohort.evaluation.records import Evaluation
+from cohort.logs.printing import print_note
 from cohort.run.machine import program_name
 from cohort.run.store.records import Curve
 
@@ -69,30 +70,53 @@ class Summary:
     seconds: float  # since this start or resume
     first: Evaluation | None
     last: Evaluation | None
-    complete: bool  # every step done and evaluated
+    complete: bool  # every step done and evaluated, or ended by a rule
+    ended_by: str = ""  # the rule that ended the run before its last step; "" = none
     next_commands: list[str] = field(default_factory=list)  # commands to try next; not in the run card
+
+    @property
+    def is_comparable(self) -> bool:
+        """Whether there are two evaluations, of different steps and by the same grader."""
+        a, b = self.first, self.last
+        return a is not None and b is not None and b.step > a.step and a.setting.grader == b.setting.grader
 
     def format_lines(self) -> list[str]:
         """Returns the closing lines of a run, which are the same on the terminal and in the run card.
 
         They say how to continue the run if it is not complete, the held-out accuracy if it was evaluated (first and
-        last with intervals, if there are two), and the run directory.
+        last with intervals, if there are two by the same grader), and the run directory.
         """
         lines: list[str] = []
         if not self.complete:
             resume = f"{program_name()} resume {self.path}"
             lines.append(f"stopped after step {self.step} of {self.num_steps}; go on with: {resume}")
-        if self.first and self.last and self.last.step > self.first.step:
-            a, b = self.first, self.last
-            lines.append(f"held-out accuracy {a.accuracy:.2f} -> {b.accuracy:.2f}")
-            lines.append(
-                f"95% intervals {a.low:.3f} to {a.high:.3f} -> {b.low:.3f} to {b.high:.3f},"
-                f" {b.setting.num_problems} problems x {b.setting.num_samples}"
-            )
-        elif self.last:
-            lines.append(f"held-out accuracy {self.last.accuracy:.2f} at step {self.last.step}")
+        elif self.ended_by:
+            lines.append(f"ended after step {self.step} of {self.num_steps}: {self.ended_by}")
+        lines += self._format_accuracy()
         lines.append(f"run {self.path}")
         return lines
+
+    def _format_accuracy(self) -> list[str]:
+        """Returns the lines about the held-out accuracy; [] if nothing was evaluated.
+
+        They name the steps if the last step was not evaluated. The first and the last evaluation are shown together
+        only if they have the same grader.
+        """
+        a, b = self.first, self.last
+        if a is None or b is None:
+            return []
+        if not self.is_comparable:
+            why = f"; no comparison with step {a.step}, because the grader has changed in between"
+            is_other = a.setting.grader != b.setting.grader
+            return [f"held-out accuracy {b.accuracy:.2f} at step {b.step}{why if is_other else ''}"]
+        is_old = b.step < self.step
+        steps = [f" at step {e.step}" if is_old else "" for e in (a, b)]
+        late = f"; step {self.step} is not evaluated" if is_old else ""
+        return [
+            f"held-out accuracy {a.accuracy:.2f}{steps[0]} -> {b.accuracy:.2f}{steps[1]}{late}",
+            f"95% intervals {a.low:.3f} to {a.high:.3f} -> {b.low:.3f} to {b.high:.3f},"
+            f" {b.setting.num_problems} problems x {b.setting.num_samples}",
+        ]
 
 
 class View(Protocol):
@@ -178,7 +202,7 @@ class GuardedView:
                 self._tell(_describe_error(error))
                 return
             with suppress(Exception):
-                print(f"the progress view failed ({error!r}); the run goes on without it", file=sys.stderr)
+                print_note(f"the progress view failed ({error!r}); the run goes on without it")
 
 
 def _describe_error(error: BaseException) -> str:

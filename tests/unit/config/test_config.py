@@ -19,16 +19,17 @@ from hypothesis import strategies as st
 from cohort.config import flags
 from cohort.config.algos import KLConfig
 from cohort.config.document import get_variant_name
+from cohort.config.imitation import DPO
 from cohort.config.kinds import RL
 from cohort.config.load import (
     change_config,
     diff_configs,
     dump_config,
-    format_args,
     load_config,
     parse_config,
     validate,
 )
+from cohort.config.preferences import PAIR_LOSSES
 from cohort.config.schema import (
     ALGOS,
     GRPO,
@@ -40,7 +41,7 @@ from cohort.config.schema import (
     RunConfig,
     SamplingConfig,
 )
-from cohort.errors import ConfigError
+from cohort.errors import CohortError, ConfigError
 from cohort.recipes import RECIPES
 from cohort.tasks.arithmetic import Arithmetic
 from cohort.tasks.base import make_plain_answer
@@ -170,7 +171,7 @@ def test_reward_weights_by_part() -> None:
 
 def test_python_callers_use_the_same_names() -> None:
     settings = {"steps": 7, "sampling.stop": ("a", "b"), "algo": "dr_grpo", "learner.prefix_sharing": False}
-    config = load_config("quickstart", format_args(settings))
+    config = load_config("quickstart", given=settings)
     assert (config.steps, config.sampling.stop, config.algo) == (7, ("a", "b"), DrGRPO())
     assert config.learner.prefix_sharing is False
 
@@ -181,10 +182,10 @@ BAD_FLAGS = {
     "--stesp 3": "unknown flag --stesp. Did you mean --steps?",
     "--zzzzz 3": "unknown flag --zzzzz. Add --help",
     "--reward.fromat 0": "unknown flag --reward.fromat. Did you mean --reward.format?",
-    "--task countdown --task.max-digits 3": "unknown flag --task.max-digits. Did you mean --task.max-",
+    "--task countdown --task.max-digits 3": "It is a setting of --task arithmetic, but this run has countdown",
     "--recipe x": "unknown flag --recipe",
     "--algo dr_gpo": 'unknown algo "dr_gpo". Did you mean "dr_grpo"?',
-    "--task cuontdown": 'your own file. Did you mean "countdown"?',
+    "--task cuontdown": 'unknown task "cuontdown". Did you mean "countdown"?',
     "--engine nativ": 'unknown engine "nativ". Did you mean "native"?',
     "--steps many": '--steps must be a whole number, not "many".',
     "--steps 1.5": '--steps must be a whole number, not "1.5".',
@@ -196,7 +197,7 @@ BAD_FLAGS = {
     "--steps 1 2": "--steps takes one value (a whole number), got 2: 1 2. Write --steps VALUE",
     "--steps 1 --steps 2": "--steps is given twice",
     "--algo grpo --algo grpo": "--algo is given twice",
-    "steps=3": 'unexpected argument "steps=3"',
+    "steps=3": 'unexpected word "steps=3". Flags have two dashes: --steps 3.',
     "--task.min-digits 5 --steps x": '--steps must be a whole number, not "x".',
     "--task.min-digits 5": "min_digits",
     "--lora.rank 4": "unknown flag --lora.rank. Did you mean --learner.lora.rank?",
@@ -206,8 +207,6 @@ BAD_FLAGS = {
 
 @pytest.mark.parametrize(("args", "message"), BAD_FLAGS.items(), ids=BAD_FLAGS)
 def test_bad_flags(args: str, message: str, capfd: pytest.CaptureFixture[str]) -> None:
-    from cohort.errors import CohortError
-
     with pytest.raises(CohortError) as caught:
         load_config("quickstart", args.split())
     assert message in str(caught.value)
@@ -340,9 +339,15 @@ def test_algorithms_accept_settings_with_an_effect(args: str) -> None:
 
 
 BAD_SFT = {
-    "--eval.every 3": "--eval.every has no effect: an sft run is not evaluated (measure its model with cohort eval)",
-    "--save.keep-best false": "--save.keep-best has no effect: an sft run is not evaluated",
-    "--save.rollouts 2": "--save.rollouts has no effect: an sft run samples nothing",
+    "--eval.every 3": "--eval.every has no effect: --data traces are synthetic conversations",
+    "--eval.samples 3": "--eval.samples has no effect: nothing is sampled in evaluations of this kind of run",
+    "--save.keep-best false": "--save.keep-best has no effect: the best checkpoint is that of the best accuracy",
+    "--save.rollouts 2": "--save.rollouts has no effect: the run samples nothing",
+    "--passes 2": "--passes has no effect: --data traces are synthetic conversations without end",
+    "--loss last": "--loss has no effect: --data traces",
+    "--data conversations --data.path x.jsonl --passes 2 --steps 3": "--steps has no effect: the length of the run is",
+    "--data conversations --data.path x_{split}.jsonl --data.held-out 0.1": "the path has {split}",
+    "--data pairs --data.path x.jsonl": "an sft run learns from conversations: set --data conversations",
     "--learner.prefix-sharing false": "--learner.prefix-sharing has no effect: an example has one answer",
     "--template text": "Set --template chat",
     "--learner.minibatches 99": "a step has only 64 examples (batch.examples) to divide",
@@ -362,11 +367,40 @@ def test_sft_has_its_own_settings_and_no_others(args: str, message: str) -> None
     assert message in str(caught.value)
 
 
-def test_a_file_of_sft_has_no_settings_of_evaluations() -> None:
+BAD_DPO = {
+    "--loss.beta 0": "loss.beta is 0.0; it must be above 0",
+    "--loss robust --loss.label-smoothing 0.5": "it must be at most 0.49",
+    "--loss simpo --reference stored": "--reference has no effect: this loss has no reference",
+    "--loss ipo --loss.gamma 1": "--loss.gamma",
+    "--loss sgmoid": 'unknown loss "sgmoid". Did you mean "sigmoid"?',
+    "--learner.minibatches 99": "a step has only 32 pairs (batch.pairs) to divide",
+    "--data traces": "a dpo run learns from pairs of answers: set --data pairs",
+    "--eval.temperature 0": "--eval.temperature has no effect: nothing is sampled",
+}
+
+
+@pytest.mark.parametrize(("args", "message"), BAD_DPO.items(), ids=BAD_DPO)
+def test_dpo_has_its_own_settings_and_no_others(args: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config("tiny_dpo", args.split())
+    assert message in str(caught.value)
+
+
+def test_every_loss_of_pairs_is_chosen_by_name() -> None:
+    for name, cls in PAIR_LOSSES.items():
+        config = load_config("tiny_dpo", ["--loss", name, "--loss.beta", "0.3"])
+        assert isinstance(config, DPO) and type(config.loss) is cls and config.loss.beta == 0.3
+        assert parse_config(dump_config(config)) == config
+
+
+def test_a_file_of_sft() -> None:
     config = load_config("tiny_sft", ["--batch.examples", "8", "--learner.lora.rank", "2"])
     tree = yaml.safe_load(dump_config(config))
     assert (tree["kind"], tree["data"]["name"], tree["batch"]) == ("sft", "traces", {"examples": 8})
-    assert "eval" not in tree and "task" not in tree
+    assert "task" not in tree
+    # Files of earlier versions have no evaluations and no way to say what is imitated.
+    old = {name: value for name, value in tree.items() if name not in ("eval", "loss", "passes")}
+    assert parse_config(yaml.safe_dump(old)) == config
     assert diff_configs(config, load_config("quickstart"))["kind"] == ("sft", "rl")
 
 
@@ -385,6 +419,9 @@ def test_a_config_without_a_task_is_refused() -> None:
 def test_unknown_reward_part_in_a_recipe() -> None:
     with pytest.raises(ConfigError, match=r'unknown reward part "formt".*Did you mean "format"'):
         change_config(RL(task=Arithmetic(), reward={"formt": 0.5}))
+    with pytest.raises(ConfigError, match=r"another recipe's task.*write reward=\{\} beside task=") as caught:
+        change_config(RL(task=Countdown(), reward={"formt": 0.5}))
+    assert "parts = (" not in str(caught.value)  # the task is not the user's
 
 
 nasty = st.one_of(
@@ -426,6 +463,7 @@ BROKEN = {
     ),
     "name: grpo": ("name: grop", 'unknown algo "grop". Did you mean "grpo"?'),
     "model: tiny": ("", "model is missing"),
+    "clip_norm: 1.0": (f"clip_norm: 1{'0' * 400}", "optim.clip_norm must be a number, not 1000"),
     "threads: 0": ("threads: true", "threads must be a whole number, not True"),
     "recipe: quickstart": ("recipe: [", "not valid YAML"),
 }
@@ -461,12 +499,19 @@ def test_a_setting_missing_in_an_old_file_takes_its_default_with_a_warning(
     assert [r.getMessage() for r in caplog.records] == [warned]
 
 
-@pytest.mark.parametrize("section", [f.name for f in fields(RL) if f.name != "replay"])
+@pytest.mark.parametrize("section", [f.name for f in fields(RL) if f.name not in ("replay", *RL.added)])
 def test_a_file_without_a_whole_section_is_damaged(section: str) -> None:
     tree = yaml.safe_load(dump_config(load_config("quickstart")))
     del tree[section]
     with pytest.raises(ConfigError, match=rf"{section}(\.name)? is missing( or not a text)?; restore the file"):
         parse_config(yaml.safe_dump(tree))
+
+
+def test_a_file_from_before_a_setting_outside_of_sections_gets_its_default() -> None:
+    config = load_config("quickstart")
+    tree = yaml.safe_load(dump_config(config))
+    assert RL.added == ("date", "system") and [tree.pop(name) for name in RL.added] == ["", ""]
+    assert parse_config(yaml.safe_dump(tree)) == config
 
 
 def test_an_old_run_without_an_order_continues_in_rounds() -> None:
@@ -634,25 +679,37 @@ def test_task_from_a_file_on_a_built_in_recipe(own_file: Path) -> None:
     assert parse_config(dump_config(config)) == config
 
 
+def test_a_part_that_the_users_task_does_not_list_is_explained(own_file: Path) -> None:
+    config = load_config(f"{own_file}:mine")
+    with pytest.raises(
+        ConfigError, match=r'unknown reward part "credit".*parts = \("correct", "credit"\) in the class'
+    ):
+        change_config(replace(config, reward={"credit": 0.5}))
+
+
 def test_files_that_cannot_be_used(own_file: Path, tmp_path: Path) -> None:
     broken = tmp_path / "broken.py"
     broken.write_text("def f(:\n")
     for spec, message in {
         f"{own_file}:mien": 'no function "mien".*Did you mean "mine"',
         f"{own_file}:wrong": "returned a dict, which is no config",
-        str(own_file): "names a file but no function or task in it",
+        str(
+            own_file
+        ): r"names a file but no function in it.*functions in the file: .*own.py:mine.*--task .*:reverse_for",
+        f"{own_file}:reverse_for_tests": "is a task, not a recipe.*own.py:mine.*--task .*own.py:reverse_for_tests",
+        f"{tmp_path}/none.py": "names a file but no function or class in it",
         f"{tmp_path}/none.py:f": "there is no file",
-        f"{broken}:f": "line 1",
+        f"{broken}:f": r"broken.py, line 1 is not valid Python: .*; correct the file\.\n  def f\(:",
         "quickstrat": 'unknown recipe "quickstrat". Did you mean "quickstart"',
     }.items():
-        with pytest.raises(ConfigError, match=message):
+        with pytest.raises(CohortError, match=message):
             load_config(spec)
 
 
 FLAGS = """
-model steps seed threads template device task turns algo engine reward.correct reward.format batch.prompts batch.samples
-sampling.max_tokens sampling.temperature sampling.top_p sampling.top_k sampling.min_p sampling.stop
-sampling.allow_truncation engine.slots engine.weights rollout.order eval.turns
+model steps seed threads template system device task turns algo engine reward.correct reward.format
+batch.prompts batch.samples sampling.max_tokens sampling.temperature sampling.top_p sampling.top_k sampling.min_p
+sampling.stop sampling.allow_truncation engine.slots engine.weights rollout.order eval.turns
 algo.baseline algo.scale algo.aggregate algo.truncated algo.dead
 algo.entropy algo.entropy_target algo.kl.weight algo.kl.to algo.kl.estimator algo.kl.place algo.kl.target
 algo.kl.refresh algo.correction.kind algo.correction.level algo.correction.bounds algo.clip_low algo.clip_high
@@ -660,7 +717,8 @@ algo.dual_clip replay.prompts replay.steps optim.lr optim.schedule optim.warmup
 optim.lr_floor optim.beta1 optim.beta2 optim.eps optim.weight_decay optim.clip_norm
 learner.epochs learner.minibatches learner.token_budget learner.prefix_sharing learner.dtype learner.lora.rank
 learner.lora.alpha learner.lora.targets learner.lora.base learner.lora.load eval.every
-eval.problems eval.samples eval.temperature save.every save.keep_last save.keep_best save.rollouts
+eval.problems eval.samples eval.temperature eval.split eval.validation_share batch.too_long date
+save.every save.keep_last save.keep_best save.rollouts
 """.split()  # noqa: SIM905 (a list of sixty literals is no easier to read)
 
 
@@ -679,20 +737,27 @@ README = Path(__file__).resolve().parents[3] / "README.md"
 
 
 def test_the_task_in_the_readme_loads(tmp_path: Path) -> None:
-    block = re.search(r"```python\n(# sums\.py.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
-    assert block is not None
-    (tmp_path / "sums.py").write_text(block[1], encoding="utf-8")
+    text = README.read_text(encoding="utf-8")
+    for name in ("make_rows.py", "sums.py"):
+        block = re.search(rf"```python\n(# {name}\n.*?)```", text, re.DOTALL)
+        assert block is not None
+        (tmp_path / name).write_text(block[1], encoding="utf-8")
+    subprocess.run([sys.executable, "make_rows.py"], cwd=tmp_path, check=True)
     task = load_config(f"{tmp_path}/sums.py:sums").task
     train, test = ([(row["a"], row["b"]) for row in task.rows(split)] for split in ("train", "test"))
     assert len(test) >= 500 and not set(train) & set(test)
-    row = {"a": 12, "b": 30}
+    row = {"a": 12, "b": 30, "total": 42}
     for text, expected in (("<answer>42</answer>", 1.0), ("<answer>41</answer>", 0.0), ("42", 0.0)):
         assert task.score(row, make_plain_answer(text)) == {"correct": expected}
 
 
 def test_the_commands_in_the_readme_load() -> None:
-    commands = re.findall(r"^cohort train (quickstart.*)$", README.read_text(encoding="utf-8"), re.MULTILINE)
-    assert len(commands) >= 3
+    pages = [README, *(README.parent / "docs").glob("*.md")]
+    text = "\n".join(page.read_text(encoding="utf-8").replace("\\\n", "") for page in pages)
+    commands = re.findall(r"^cohort train (quickstart --.*?)(?: +#.*)?$", text, re.MULTILINE)
+    commands = [c for c in commands if not re.search(r"--help|--sinks|\.py:", c)]
+    assert len(commands) >= 2, commands
     for command in commands:
-        recipe, *args = command.split()
+        # The name of a run is a flag of the command, not a setting.
+        recipe, *args = re.sub(r" --name \S+", "", command).split()
         load_config(recipe, args)

@@ -216,7 +216,7 @@ def test_a_sink_gets_every_row_the_name_and_the_config(tmp_path):
     assert [row.is_evaluation for row in sink.rows].count(True) == 3
     assert sink.header is not None and sink.header.name == "a"
     assert (
-        sink.header.config["batch"] == {"prompts": 2, "samples": 2}
+        sink.header.config["batch"] == {"prompts": 2, "samples": 2, "too_long": "error"}
         and sink.header.config["task"]["name"] == "arithmetic"
     )
     assert sink.ends[0] is True
@@ -335,7 +335,7 @@ def build(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     calls: list[tuple[Any, ...]] = []
 
     def keep(name: str) -> Callable[..., None]:
-        return lambda *args: calls.append((name, *args))
+        return lambda *args, **options: calls.append((name, *args))
 
     module = SimpleNamespace(train=keep("train"), resume=keep("resume"), calls=calls)
     monkeypatch.setitem(sys.modules, "cohort.jobs.build", module)
@@ -343,7 +343,15 @@ def build(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return module
 
 
-def test_the_flag_reaches_train_and_resume(build, installed):
+@pytest.fixture
+def run_folder(tmp_path, monkeypatch):
+    """A working directory with the run runs/a."""
+    (tmp_path / "runs" / "a").mkdir(parents=True)
+    (tmp_path / "runs" / "a" / "config.yaml").touch()
+    monkeypatch.chdir(tmp_path)
+
+
+def test_the_flag_reaches_train_and_resume(build, installed, run_folder):
     assert main(["train", "quickstart", "--sinks", "wandb,tensorboard", "--steps", "3"]) == 0
     assert main(["resume", "runs/a", "--sinks=trackio"]) == 0
     (_, config, _, _, *first), (_, _, steps, _, *second) = build.calls
@@ -351,7 +359,7 @@ def test_the_flag_reaches_train_and_resume(build, installed):
 
 
 @pytest.mark.parametrize("command", ["train quickstart", "resume runs/a"])
-def test_a_wrong_flag_is_refused_before_anything_is_loaded(build, installed, capsys, command):
+def test_a_wrong_flag_is_refused_before_anything_is_loaded(build, installed, capsys, command, run_folder):
     installed.remove("trackio")
     wrong = {
         "tensorbord": 'Did you mean "tensorboard"?',
@@ -368,3 +376,36 @@ def test_a_wrong_flag_is_refused_before_anything_is_loaded(build, installed, cap
 def test_help_names_the_flag(capsys):
     assert main(["train", "--help"]) == 0
     assert "--sinks NAME,...        Send metrics to wandb, tensorboard, trackio" in capsys.readouterr().out
+
+
+class PretendTrackio:
+    """A Trackio package whose server keeps every row that it is sent, also from one start to the next."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[int, bool]] = []
+
+    def init(self, **options: Any) -> SimpleNamespace:
+        return SimpleNamespace(id="x", log=lambda m, step: self.sent.append((step, "eval/accuracy" in m)))
+
+    def finish(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("fail_at", [-1, 4])
+def test_a_trackio_server_gets_every_row_once_that_of_step_0_included(tmp_path, monkeypatch, fail_at):
+    trackio = PretendTrackio()
+    storage = SimpleNamespace(SQLiteStorage=SimpleNamespace(get_logs=lambda *args, **options: []))
+    monkeypatch.setitem(sys.modules, "trackio", trackio)
+    monkeypatch.setitem(sys.modules, "trackio.sqlite_storage", storage)
+    monkeypatch.setenv("TRACKIO_SERVER_URL", "http://localhost:1")
+    from cohort.logs.sinks.trackio_sink import TrackioSink
+
+    directory = RunDirectory.create(tmp_path, small_run(), "a")
+    if fail_at > 0:
+        with pytest.raises(RuntimeError, match="bug"):
+            start_run(directory, {"trackio": TrackioSink()}, fail_at=fail_at)
+        directory = RunDirectory.open(directory.path)
+    start_run(directory, {"trackio": TrackioSink()})
+    # After the failure in step 4 the run goes back to the checkpoint of step 3, the best one, and repeats nothing.
+    assert trackio.sent == [(line["step"], "eval/accuracy" in line["metrics"]) for line in lines_of(directory)]
+    assert [step for step, _ in trackio.sent] == WHOLE and trackio.sent[0] == (0, True)

@@ -6,6 +6,7 @@ import io
 import json
 import math
 import re
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -41,9 +42,9 @@ HOSTILE = [
 ]
 
 
-def evaluation(step: int, accuracy: float) -> Evaluation:
+def evaluation(step: int, accuracy: float, grader: str = "g-1") -> Evaluation:
     return Evaluation(
-        setting=eval_setting(step=step, num_problems=512),
+        setting=eval_setting(step=step, num_problems=512, grader=grader),
         accuracy=accuracy,
         low=accuracy - 0.04,
         high=accuracy + 0.04,
@@ -86,6 +87,29 @@ def summary(complete: bool = True) -> Summary:
         last=evaluation(60 if complete else 10, 0.87),
         complete=complete,
     )
+
+
+def test_the_closing_lines_name_the_steps_if_the_last_one_was_not_evaluated():
+    assert summary().format_lines()[0] == "held-out accuracy 0.41 -> 0.87"
+    lines = summary(complete=False).format_lines()
+    assert lines[1] == "held-out accuracy 0.41 at step 0 -> 0.87 at step 10; step 12 is not evaluated"
+
+
+def test_accuracies_of_different_graders_are_never_joined():
+    changed = replace(summary(), first=evaluation(0, 0.41, "g-0"))
+    [line] = [line for line in changed.format_lines() if "accuracy" in line]
+    assert line == (
+        "held-out accuracy 0.87 at step 60; no comparison with step 0, because the grader has changed in between"
+    )
+    output = io.StringIO()
+    JsonView(output).finish(changed)
+    assert json.loads(output.getvalue())["before"] is None and json.loads(output.getvalue())["after"] == 0.87
+    view, _ = live_view()
+    view.start(header(evaluations=[evaluation(0, 0.41, "g-0")]))
+    view.show_evaluation(evaluation(60, 0.87))
+    frame = draw_frame(view)
+    view.close()
+    assert "0.87" in frame and "0.41 →" not in frame
 
 
 def live_view(width: int = 100, height: int = 40) -> tuple[LiveView, io.StringIO]:
@@ -234,6 +258,21 @@ def test_no_text_breaks_the_live_view(text, size):
         assert len(frame.splitlines()) <= max(size[1], 16)
 
 
+def test_on_80_columns_words_are_apart_and_events_are_whole():
+    view, _ = live_view(80, 24)
+    view.start(header(recipe="quickstart", model="tiny", batch="32 prompts x 8 samples of the whole batch"))
+    view.show_phase("evaluating")
+    text = "evaluations use all 12 test rows of the task, because there are no more; the run visits its 24 prompts once"
+    for step in (1, 2, 3):
+        view.show_event(step, "notice", text)
+    frame = draw_frame(view)
+    view.close()
+    first = frame.splitlines()[0]
+    assert first.endswith("…  evaluating") and cell_len(first) == 80
+    assert len(frame.splitlines()) <= 24
+    assert " ".join(frame.split()).count(f"notice {text}") == 3
+
+
 def test_markup_stays_text():
     view, _ = live_view()
     view.start(header())
@@ -265,7 +304,10 @@ def test_escaped_text_can_be_printed(text):
 
 def test_escapes_by_hand():
     assert escape_text("a\x1b[0m\tb\r\nc") == "a\\x1b[0m    b\\r\nc"
-    assert escape_text("x" * 10, limit=4) == "xxxx… (6 more characters)"
+    assert escape_text("x" * 40, limit=4) == "xxxx… (36 more characters)"
+    # The rest is never shorter than the note in its place.
+    assert escape_text("x" * 12, limit=4) == "x" * 12
+    assert all(len(escape_text("x" * n, limit=4)) <= n for n in range(200))
     assert escape_text("नमस्ते 🧑‍🚀 [x]") == "नमस्ते 🧑‍🚀 [x]"
 
 

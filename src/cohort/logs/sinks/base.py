@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Iterator, Mapping
@@ -11,6 +10,7 @@ from pathlib import Path
 
 from cohort.evaluation.records import Evaluation
 from cohort.logs.view import Header, StepReport, Summary
+from cohort.system.json_text import parse_json
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,6 +100,6 @@ def read_rows(path: Path) -> Iterator[SinkRow]:
     """
     with open(path, encoding="ascii") as lines:
         for number, line in enumerate(lines):
-            row = json.loads(line)
+            row = parse_json(line)
             metrics = {name: math.nan if value is None else value for name, value in row["metrics"].items()}
             yield SinkRow(number=number, step=row["step"], time=row["time"], metrics=metrics)

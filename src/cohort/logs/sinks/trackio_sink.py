@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import redirect_stdout
+from pathlib import Path
 from typing import Any
 
-from cohort.logs.sinks.base import Sink, SinkRow
+from cohort.logs.sinks.base import Sink, SinkRow, read_rows
 from cohort.logs.view import Header
 
 PROJECT = "cohort"
@@ -21,7 +22,7 @@ class TrackioSink(Sink):
     def connect(self, header: Header) -> None:
         """Opens or continues the Trackio run with the name of the run directory, and reads which rows it has locally.
 
-        A server, if one is set, is assumed to have all rows up to the step at which this start begins.
+        A server, if one is set, is assumed to have all rows that metrics.jsonl has when this start begins.
         """
         import trackio
         from trackio.sqlite_storage import SQLiteStorage
@@ -34,16 +35,17 @@ class TrackioSink(Sink):
             )
         logs = SQLiteStorage.get_logs(PROJECT, header.name, run_id=self._run.id)
         self._known_rows = {(log["step"], "eval/accuracy" in log) for log in logs}
-        # A server cannot be asked which rows it has. It is assumed to have all rows from before this start.
+        # A server cannot be asked which rows it has. It is assumed to have all rows from before this start. Steps would
+        # not tell: the evaluation of the step at which a start begins may still have to be made, as that of step 0.
         remote = os.environ.get("TRACKIO_SPACE_ID") or os.environ.get("TRACKIO_SERVER_URL")
-        self._last_sent_step = header.first_step if remote else -1
+        self._num_old_rows = len(list(read_rows(Path(header.path) / "metrics.jsonl"))) if remote else 0
 
     def has_row(self, row: SinkRow) -> bool:
         """Returns whether Trackio had a row of this step and kind (step or evaluation) before this start.
 
-        A server is assumed to have every row up to the step at which this start began.
+        A server is assumed to have every row that metrics.jsonl had when this start began.
         """
-        return row.step <= self._last_sent_step or (row.step, row.is_evaluation) in self._known_rows
+        return row.number < self._num_old_rows or (row.step, row.is_evaluation) in self._known_rows
 
     def write_row(self, row: SinkRow) -> None:
         """Sends the metrics of a row to Trackio, at the row's step."""

@@ -1,0 +1,26 @@
+"""The metrics in the line of a step, with their labels and what they mean."""
+
+from __future__ import annotations
+
+# Metric: (label, meaning).
+STEP_LINE = {
+    "reward/mean": ("reward", "mean reward of the step's samples"),
+    "length/mean": ("length", "mean tokens per completion"),
+    "groups/dead": ("dead", "share of groups whose rewards are all equal: most algorithms learn nothing from them"),
+    "loss": ("loss", "loss of the update; often near 0, and no sign of progress: watch the reward"),
+    "perplexity": ("perplexity", "of the examples that are imitated (sft)"),
+    "grad_norm": ("grad", "norm of the gradient before clipping"),
+    "entropy": ("entropy", "nats per token: how undecided the policy is; near 0 = always the same answer"),
+    "lr": ("lr", "learning rate"),
+    "sampler_gap/max": ("gap", "largest difference between sampler's and learner's log-probabilities; tiny is right"),
+}
+FURTHER = (("tok/s", "tokens sampled per second of the step"), ("eta", "time until the run ends"))
+
+
+def format_legend() -> str:
+    """Returns one line per label of a step's line, with its meaning.
+
+    >>> print(format_legend().splitlines()[0])
+      reward      mean reward of the step's samples
+    """
+    return "\n".join(f"  {label:<10}  {meaning}" for label, meaning in (*STEP_LINE.values(), *FURTHER))
