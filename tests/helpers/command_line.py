@@ -33,7 +33,7 @@ SMALL = shlex.split(
     "--steps=6 --batch.prompts=6 --batch.samples=4 --sampling.max-tokens=24 --task.train-size=24 --task.test-size=12"
     " --eval.problems=12 --eval.every=3 --save.every=2 --threads=1"
 )
-LIFE_EVENTS = ("command", "run", "checkpoint")  # events about starts and checkpoints, not about training
+LIFE_EVENTS = ("command", "run", "extension", "checkpoint")  # about starts and checkpoints, not about training
 Done = subprocess.CompletedProcess[str]
 
 

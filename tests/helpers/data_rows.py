@@ -58,7 +58,7 @@ def write_rows(folder: Path) -> Path:
 _made: dict[tuple[type, str, str], list[Row]] = {}
 
 
-def rows_made_once(task: Task, split: str) -> list[Row]:
+def rows_made_once(task: Task, split: str, limit: int = 0) -> list[Row]:
     """Returns what `load_rows` returns, from a cache: many recipes share a task of ten thousand rows.
 
     COHORT_DATA must name the files written here, so that equal tasks have equal rows.
@@ -66,7 +66,7 @@ def rows_made_once(task: Task, split: str) -> list[Row]:
     key = type(task), repr(task), split
     if key not in _made:
         _made[key] = base.load_rows(task, split)
-    return list(_made[key])
+    return _made[key][: limit or None]
 
 
 def use_written_rows(folder: Path, patch: pytest.MonkeyPatch) -> None:

@@ -114,6 +114,9 @@ class PretendJob:
     def suggest_commands(self, run: Path, step: int) -> list[list[str]]:
         return rl.suggest_commands(self.config, run, step)
 
+    def describe_extension(self, step: int, old_steps: int, new_steps: int) -> str:
+        return ""
+
     def step(self, step: int, groups: Sequence[Group]) -> StepRecord:
         """Trains on the groups, and returns the record of the step."""
         return make_step_record(step, groups, self.update(groups))
@@ -128,6 +131,8 @@ class PretendJob:
             "loss": self.weights.sum().item(),
             "grad_norm": gradient.norm().item(),
         }
+
+    measure = None
 
     def evaluate(self, step: int) -> Evaluation:
         accuracy = min(1.0, 0.1 * step + abs(self.weights[0].item()) % 0.1)

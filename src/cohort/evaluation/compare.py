@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from cohort.errors import RunError
-from cohort.evaluation.records import EvalItem, Evaluation
+from cohort.evaluation.records import EvalItem, Evaluation, select_comparable
 from cohort.evaluation.statistics import Difference, compare_paired, mean
 from cohort.run.directory import load_evaluation, load_evaluations
+from cohort.run.finding import find_run, find_similar_run, is_sweep, require_run
+from cohort.run.naming import find_best_step, split_name
 
 # Settings of tasks that say where rows come from. They may differ, because the rows themselves are compared.
 DATA_SETTINGS = {"data", "columns", "train_size", "test_size"}
@@ -31,6 +34,7 @@ class Comparison:
 
     first: Evaluation
     second: Evaluation
+    names: tuple[str, str]  # what the notes call the two
     difference: Difference
     num_problems: int  # that both have a score for
     won: list[DifferingProblem] = field(default_factory=list)  # `second` is better; the largest difference first
@@ -52,41 +56,49 @@ class Comparison:
 
 
 def find_evaluation(path: Path) -> Evaluation:
-    """Returns the evaluation that `path` names: a file that `cohort eval` wrote, RUN (its newest) or RUN@STEP.
+    """Returns the evaluation that `path` names.
 
-    Raises RunError if there is none or it is damaged.
+    It is a file that `cohort eval` wrote, RUN (its newest evaluation), RUN@STEP or RUN@best (the most accurate), where
+    RUN may be a part of a run's name. Raises RunError if there is none or it is damaged.
     """
     if path.is_file():
         return load_evaluation(path)
-    folder, separator, step = str(path).rpartition("@")
-    # The name of a folder may contain an @.
-    run = Path(folder) if separator and not path.is_dir() else path
+    run, which = split_name(str(path))
+    run = find_run(run)
     if not run.is_dir():
-        raise RunError(
-            f"there is no evaluation or run {path}; name a file that `cohort eval` wrote, a run directory, or RUN@STEP."
-        )
+        similar = find_similar_run(run)
+        hint = f". Did you mean {similar}? `cohort runs` lists all runs" if similar else ""
+        name = "; name a file that `cohort eval` wrote, a run directory, or RUN@STEP"
+        raise RunError(f"there is no evaluation or run {path}{hint or name}.")
+    if is_sweep(run):
+        require_run(run)
     evaluations = load_evaluations(run)
     if not evaluations:
         raise RunError(
-            f"{run} has no evaluations in its folder eval, so there is nothing to compare. Name another run directory, "
-            "or a file that `cohort eval` wrote."
+            f"{run} has no evaluations in its folder eval, so there is nothing to compare. Evaluate its model with "
+            f"`cohort eval TASK --model {run}` and name the file that this writes, or name another run directory."
         )
-    wanted = step if run != path else str(max(evaluations))
-    if not wanted.isdecimal() or int(wanted) not in evaluations:
+    words = {
+        "": max(evaluations),
+        "last": max(evaluations),
+        "best": find_best_step({s: e.accuracy for s, e in select_comparable(evaluations).items()}) or -1,
+    }
+    step = words.get(which, int(which) if which.isdecimal() else -1)
+    if step not in evaluations:
         steps = ", ".join(map(str, evaluations))
         raise RunError(
-            f"{run} has no evaluation of step {wanted}; it has evaluations of the steps {steps}. Name one of these "
-            "after the @."
+            f"{run} has no evaluation of step {which}; it has evaluations of the steps {steps}. Name one of these "
+            "after the @, or best."
         )
-    return evaluations[int(wanted)]
+    return evaluations[step]
 
 
-def compare(first: Evaluation, second: Evaluation) -> Comparison:
+def compare(first: Evaluation, second: Evaluation, names: tuple[str, str] = ("A", "B")) -> Comparison:
     """Compares two evaluations of the same problems. Returns the difference, and the problems that were won and lost.
 
     A problem without a score in one of them is left out, with a note. Raises RunError if tasks, splits, graders,
     settings of the task (other than DATA_SETTINGS) or problems differ, or if no problem has a score in both. Other
-    differences, such as the template, are notes.
+    differences, such as the template, are notes, which call the evaluations by `names`.
     """
     pairs = list(zip(first.items, _match_items(first, second), strict=True))
     scored = [(a, b) for a, b in pairs if a.correct and b.correct]
@@ -102,11 +114,12 @@ def compare(first: Evaluation, second: Evaluation) -> Comparison:
     return Comparison(
         first=first,
         second=second,
+        names=names,
         difference=compare_paired([a.correct for a, _ in scored], [b.correct for _, b in scored]),
         num_problems=len(scored),
         won=sorted((p for p in differ if p.second > p.first), key=lambda p: p.first - p.second),
         lost=sorted((p for p in differ if p.second < p.first), key=lambda p: p.second - p.first),
-        notes=unscored + _describe_other_differences(first, second),
+        notes=unscored + _describe_other_prompts(pairs) + _describe_other_differences(first, second, names),
     )
 
 
@@ -153,18 +166,32 @@ def _match_items(first: Evaluation, second: Evaluation) -> list[EvalItem]:
     return [items[item.id] for item in first.items]
 
 
-def _describe_other_differences(first: Evaluation, second: Evaluation) -> list[str]:
+def _describe_other_differences(first: Evaluation, second: Evaluation, called: tuple[str, str]) -> list[str]:
     """Returns one line per differing setting that does not forbid a comparison: template, sampling, engine and others.
 
     They are shown because they can explain a difference, for example if only the baseline used another template. Model,
-    weights, step and settings of the task are left out.
+    weights, step and settings of the task are left out. `called` are the names of the evaluations.
     """
     a, b = asdict(first.setting), asdict(second.setting)
     # Sampling options are compared one by one, like the other settings.
     a |= a.pop("sampling")
     b |= b.pop("sampling")
-    names = [n for n in a if n not in ("model", "weights", "step", "rows", "knobs") and a[n] != b.get(n)]
-    return [f"{name} is {a[name]} in A and {b.get(name)} in B" for name in names]
+    names = [n for n in a if n not in ("model", "weights", "run", "step", "rows", "knobs") and a[n] != b.get(n)]
+    return [f"{name} is {a[name]} in {called[0]} and {b.get(name)} in {called[1]}" for name in names]
+
+
+def _describe_other_prompts(pairs: Sequence[tuple[EvalItem, EvalItem]]) -> list[str]:
+    """Returns a line about problems whose prompts differ although their messages are equal; [] if there are none.
+
+    Each pair is a problem in both evaluations. A prompt that a server made is not known, and not compared.
+    """
+    differing = [a.id for a, b in pairs if a.prompt and b.prompt and a.prompt != b.prompt]
+    if not differing:
+        return []
+    return [
+        f"the models were asked the same questions in different prompts ({len(differing)} of {len(pairs)} problems, "
+        f"first {differing[0]}): their templates, or the dates in them, differ"
+    ]
 
 
 def _make_differing_problem(a: EvalItem, b: EvalItem) -> DifferingProblem:
@@ -172,5 +199,5 @@ def _make_differing_problem(a: EvalItem, b: EvalItem) -> DifferingProblem:
 
     The question is the last user message; "" if there is none.
     """
-    question = str(next((m["content"] for m in reversed(a.messages) if m["role"] == "user"), ""))
+    question = str(next((m.get("content") for m in reversed(a.messages) if m.get("role") == "user"), ""))
     return DifferingProblem(id=a.id, question=question, first=mean(a.correct), second=mean(b.correct))

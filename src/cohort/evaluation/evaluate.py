@@ -13,6 +13,7 @@ from cohort.evaluation.statistics import accuracy_interval, compute_accuracy, co
 from cohort.rollout.producer import Producer, stop_if_many_failed
 from cohort.system.clock import stage
 from cohort.tasks.base import Task
+from cohort.tasks.calls import compute_summary
 from cohort.types import Group, Prompt, Row, Sampling
 
 Spell = Callable[[Prompt], str]
@@ -63,7 +64,6 @@ def summarise(setting: EvalSetting, items: Sequence[EvalItem], task: Task, rows:
     low, high = accuracy_interval(scores)
     # The other reward parts. The accuracy has its own field.
     names = [name for name in (scored[0].parts if scored else {}) if name != task.accuracy]
-    summary = getattr(task, "summary", None)
     graded = [(row, a.parts) for row, item in zip(rows, items, strict=True) for a in item.answers if not a.failure]
     return Evaluation(
         setting=setting,
@@ -72,7 +72,7 @@ def summarise(setting: EvalSetting, items: Sequence[EvalItem], task: Task, rows:
         high=high,
         passes=compute_all_pass_at_k(scores),
         parts={name: mean([a.parts[name] for a in scored]) for name in names},
-        summary={} if summary is None else summary(*zip(*graded, strict=True)) if graded else {},
+        summary=compute_summary(task, [row for row, _ in graded], [parts for _, parts in graded]),
         mean_tokens=mean([a.num_tokens for a in answers]),
         finishes=dict(sorted(Counter(a.finish for a in answers).items())),
         num_failed=len(answers) - len(scored),

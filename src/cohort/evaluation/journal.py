@@ -8,15 +8,30 @@ from __future__ import annotations
 
 import fcntl
 import json
-import os
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 
 from cohort.errors import RunError
-from cohort.evaluation.records import EvalItem, EvalSetting, Evaluation
-from cohort.system.disk import explain_disk_errors, write_atomically
+from cohort.evaluation.records import EvalItem, EvalSetting, Evaluation, list_differences
+from cohort.system.disk import explain_disk_errors, sync_file, write_atomically
+from cohort.system.json_text import make_record, parse_json
+
+
+def read_journal_setting(path: Path) -> EvalSetting | None:
+    """Returns the setting in the journal of the evaluation in `path`; None if there is none that can be read."""
+    try:
+        with _locate_journal(path).open("rb") as file:
+            setting: EvalSetting = make_record(EvalSetting, parse_json(file.readline()))
+            return setting
+    except (OSError, ValueError):
+        return None
+
+
+def _locate_journal(path: Path) -> Path:
+    """Returns the path of the journal of the evaluation in `path`."""
+    return path.with_name(path.name + ".part")
 
 
 class Journal:
@@ -30,7 +45,7 @@ class Journal:
     def __init__(self, path: Path, setting: EvalSetting) -> None:
         self.path = path
         self.setting = setting
-        self.part_path = path.with_name(path.name + ".part")
+        self.part_path = _locate_journal(path)
         self.items: dict[str, EvalItem] = {}
         self._size = 0  # bytes of the journal up to the end of its last complete line
 
@@ -55,13 +70,17 @@ class Journal:
             if not self._size:
                 self._append_line(asdict(self.setting))
         except BaseException:
-            self._file.close()
+            self._close()
             raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        """Closes the journal's file, which frees its lock."""
         # Closing flushes again. Its error would hide the first one, which has been raised already.
         with suppress(OSError):
             self._file.close()
@@ -85,7 +104,7 @@ class Journal:
         with explain_disk_errors(self.part_path):
             self._file.write(json.dumps(record).encode() + b"\n")
             self._file.flush()
-            os.fsync(self._file.fileno())
+            sync_file(self._file.fileno())
 
     def _load_items(self) -> None:
         """Reads the items that an interrupted evaluation has finished into `items`; none if the journal is empty.
@@ -97,10 +116,10 @@ class Journal:
         complete, _, _ = self.part_path.read_bytes().rpartition(b"\n")
         lines = complete.split(b"\n") if complete else []
         try:
-            records = [json.loads(line) for line in lines]
-            setting = EvalSetting(**records[0]) if records else None
-            items = [EvalItem.from_json(record) for record in records[1:]]
-        except (ValueError, TypeError, KeyError) as error:
+            records = [parse_json(line) for line in lines]
+            setting = make_record(EvalSetting, records[0], "the setting") if records else None
+            items = make_record(list[EvalItem], records[1:], "items")
+        except ValueError as error:
             raise RunError(
                 f"{self.part_path}, the file of an unfinished evaluation, cannot be read ({error}). Delete it and "
                 "repeat the command, which then evaluates from the first problem."
@@ -108,9 +127,10 @@ class Journal:
         if setting is None:
             return
         # Through JSON and back, because tuples become lists there.
-        if json.loads(json.dumps(asdict(self.setting))) != asdict(setting):
+        own = EvalSetting(**json.loads(json.dumps(asdict(self.setting))))
+        if differing := list_differences(setting, own):
             raise RunError(
-                f"{self.part_path} holds an unfinished evaluation with other settings; "
+                f"{self.part_path} holds an unfinished evaluation with other settings ({', '.join(differing)}); "
                 "delete it and repeat the command, or choose another --out."
             )
         self.items = {item.id: item for item in items}

@@ -5,10 +5,12 @@ They are stored as JSON, so names of fields are a file format.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from cohort.evaluation.statistics import PassAtK
+from cohort.system.json_text import make_record
 from cohort.types import Message
 
 
@@ -44,14 +46,6 @@ class EvalItem:
         """Whether at least one answer could not be scored."""
         return any(a.failure for a in self.answers)
 
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> EvalItem:
-        """Returns the item from its JSON values, as `dataclasses.asdict` made them.
-
-        Raises KeyError or TypeError if they do not fit.
-        """
-        return cls(**{**data, "answers": [EvalAnswer(**a) for a in data["answers"]]})
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvalSetting:
@@ -66,14 +60,40 @@ class EvalSetting:
     knobs: dict[str, Any]  # the settings of the task
     rows: str  # a digest of the rows and messages of the problems
     grader: str  # a digest of the grader's code; evaluations with different graders cannot be compared
-    template: str  # "chat" or "text"
+    template: str  # "chat", "text", or name and digest of a file with a template
     engine: str
     place: str  # device and dtype, or the server's address
     sampling: dict[str, Any]
     seed: int
     step: int = 0  # completed steps of the run; 0 outside a run
+    run: str = ""  # name of the run directory that a checkpoint was evaluated from; "" = it was not named by its run
+    # "TASK/SPLIT" of the evaluations that chose this checkpoint as the best of its run; "" = they did not choose it.
+    # An accuracy on the same problems flatters it.
+    chosen_on: str = ""
     num_left_out: int = 0  # problems that are too long for the model's context
+    date: str = ""  # the day that the chat template puts into prompts as today, YYYY-MM-DD; "" = it puts none
+    system: str = ""  # the text that was put before the messages of every problem
     turns: str = "first"  # "first" = the first answer counts; "all" = episodes have all turns of the run's environment
+
+
+# Fields that were added later, with the values that earlier evaluations stand for.
+ADDED_FIELDS = {"turns": "first", "run": "", "chosen_on": "", "date": "", "system": ""}
+
+
+def select_comparable(evaluations: Mapping[int, Evaluation]) -> dict[int, Evaluation]:
+    """Returns the evaluations of a run, by step, that have the same grader as the newest one.
+
+    The grader of a run may change when it is resumed; accuracies of different graders cannot be compared.
+    """
+    if not evaluations:
+        return {}
+    grader = evaluations[max(evaluations)].setting.grader
+    return {step: e for step, e in evaluations.items() if e.setting.grader == grader}
+
+
+def list_differences(a: EvalSetting, b: EvalSetting) -> list[str]:
+    """Returns the names of the fields in which two settings differ."""
+    return [f.name for f in fields(EvalSetting) if getattr(a, f.name) != getattr(b, f.name)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,11 +139,7 @@ class Evaluation:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Evaluation:
-        """Returns the evaluation from the dict that `to_json` returned.
-
-        Raises KeyError or TypeError if it does not fit.
-        """
-        items = [EvalItem.from_json(item) for item in data["items"]]
-        passes = [PassAtK(**p) for p in data["passes"]]
-        return cls(**{**data, "setting": EvalSetting(**data["setting"]), "passes": passes, "items": items})
+    def from_json(cls, data: Any) -> Evaluation:
+        """Returns the evaluation from the dict that `to_json` returned. Raises ValueError for anything else."""
+        evaluation: Evaluation = make_record(cls, data)
+        return evaluation

@@ -4,39 +4,45 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any, Literal
 
-from cohort.config.engines import NativeEngine, ServerEngine, VllmEngine
+from cohort.config.engines import ServerEngine, VllmEngine
 from cohort.config.options import EvalOptions
 from cohort.engines.base import Engine
 from cohort.engines.factory import EngineModel, make_engine
 from cohort.errors import ConfigError, RunError
 from cohort.evaluation.evaluate import describe_sampling, digest_rows, evaluate
-from cohort.evaluation.journal import Journal
-from cohort.evaluation.records import EvalItem, EvalSetting, Evaluation
+from cohort.evaluation.journal import Journal, read_journal_setting
+from cohort.evaluation.likeness import describe_unlikeness
+from cohort.evaluation.records import ADDED_FIELDS, EvalItem, EvalSetting, Evaluation, list_differences
 from cohort.jobs import build
-from cohort.models.catalog import resolve_model
+from cohort.jobs.inputs import choose_date
+from cohort.jobs.models import find_model
+from cohort.jobs.sampler import load_on_device, make_sampler
 from cohort.models.config import read_context
-from cohort.models.device import DTYPES, choose_device, choose_dtype
-from cohort.models.files import load_folder, read_config
+from cohort.models.device import choose_device, choose_dtype
+from cohort.models.files import digest_model, read_config
 from cohort.rollout.episode import EpisodeSettings
 from cohort.rollout.producer import Producer
 from cohort.run.directory import load_evaluation, make_slug
+from cohort.run.naming import NamedCheckpoint
 from cohort.scoring.pool import ScoringPool, choose_num_workers
 from cohort.tasks.base import Task
 from cohort.tasks.ref import TaskRef, compute_grader_digest
 from cohort.tasks.stream import Renderer, TaskStream
-from cohort.text import RenderedPrompt, Tokenizer
-from cohort.text.plain import join_contents
+from cohort.text import PromptRenderer, RenderedPrompt, Tokenizer
+from cohort.text.framing import describe_template, read_template
+from cohort.text.plain import add_system, join_contents
 from cohort.types import Message, Prompt, Sampling
+
+log = logging.getLogger(__name__)
 
 Progress = Callable[[str, int, int], None]
 """Called as progress(name of the task, number of problems that are done, number of all problems)."""
-
-# How much of each file is read at its beginning, middle and end to make the digest of a model.
-DIGEST_BLOCK_BYTES = 1 << 20
 
 
 class ServerRenderer:
@@ -78,30 +84,40 @@ class ModelEvaluator:
     def __init__(self, model: str, options: EvalOptions) -> None:
         self.model = model
         self.options = options
+        self.checkpoint: NamedCheckpoint | None = None  # None = the model is not named as part of a run
         # These describe a server; `_make_local_engine` sets them for a model that is loaded here.
         self.tokenizer: Tokenizer | None = None  # None = the server has it
         self.context = 0  # tokens that prompt and completion may have together; 0 = the server knows
+        self.folder: Path | None = None  # of the model
         self.weights = ""  # digest of the model's files; "" = not known
+        self.date = ""  # the day that prompts contain as today; "" = they contain none, or the server decides
         self.place = options.url  # device and dtype, or the server's address
         self.engine = self._make_server_engine() if options.engine == "server" else self._make_local_engine()
 
     def _make_server_engine(self) -> Engine:
         """Returns an engine that sends requests to the OpenAI-compatible server at `options.url`."""
         o = self.options
-        subject = EngineModel(name=self.model, template=o.template, context=0)
+        template: Literal["chat", "text"] = "text" if o.template == "text" else "chat"
+        subject = EngineModel(name=self.model, template=template, system=o.system, context=0)
         return make_engine(ServerEngine(url=o.url, slots=o.slots), subject)
 
     def _make_local_engine(self) -> Engine:
         """Loads the model into vLLM (if `options.engine` says so) or the native engine, and returns the engine.
 
-        Sets tokenizer, context, digest of the weights and place (device and dtype) of this object, and torch's threads.
+        Sets model and checkpoint, tokenizer, context, digest of the weights and place (device and dtype) of this
+        object, and torch's threads.
         """
         o = self.options
         device = choose_device(o.device)
         build.configure_torch(o.threads, device)
-        folder = resolve_model(self.model)
-        self.tokenizer = Tokenizer.load(folder)
-        self.weights = digest_folder(folder)
+        found = find_model(self.model)
+        folder = found.folder
+        self.folder = folder
+        self.model = found.name
+        self.date = choose_date(o.date, o.template, folder)
+        self.checkpoint = found.checkpoint
+        self.tokenizer = Tokenizer.load(folder, self.date, read_template(o.template))
+        self.weights = digest_model(folder)
         dtype = choose_dtype(o.dtype, device)
         self.place = f"{device.type} {dtype}"
         if o.engine == "vllm":
@@ -109,11 +125,9 @@ class ModelEvaluator:
             subject = EngineModel(folder=folder, context=self.context, dtype=dtype, tokenizer=self.tokenizer)
             return make_engine(VllmEngine(slots=o.slots), subject)
         # The native engine loads the weights here; vLLM loads them itself.
-        loaded = load_folder(folder, DTYPES[dtype])
-        loaded.decoder.to(device)
+        loaded = load_on_device(folder, dtype, device)
         self.context = loaded.config.context
-        subject = EngineModel(decoder=loaded.decoder, decode=self.tokenizer.decode, context=self.context)
-        return make_engine(NativeEngine(slots=o.slots), subject)
+        return make_sampler(loaded, self.tokenizer, slots=o.slots)
 
     def close(self) -> None:
         """Ends the engine's processes and connections."""
@@ -123,7 +137,8 @@ class ModelEvaluator:
         """Returns the prompt as the text the model sees, special tokens included; "" if a server's template made it."""
         if self.tokenizer is not None:
             return self.tokenizer.spell(prompt.tokens)
-        return join_contents(prompt.messages) if self.options.template == "text" else ""
+        messages = add_system(prompt.messages, self.options.system)
+        return join_contents(messages) if self.options.template == "text" else ""
 
     def prepare(self, task: Task) -> PreparedTask:
         """Reads the rows of a task and renders its prompts. Returns them with the sampling options and the setting.
@@ -140,10 +155,20 @@ class ModelEvaluator:
                 f"--max-tokens {o.max_tokens} leaves no room for a prompt: the context of the model has "
                 f"{self.context} tokens. Use a smaller --max-tokens, or leave it out."
             )
-        renderer: Renderer = (
-            ServerRenderer() if self.tokenizer is None else build.make_renderer(self.tokenizer, o.template)
+        renderer: Renderer = ServerRenderer()
+        if self.tokenizer is not None:
+            renderer = PromptRenderer(self.tokenizer, o.template, o.system)
+            renderer.check_system(room)
+        stream = TaskStream(
+            task,
+            renderer,
+            o.seed,
+            o.split,
+            max_prompt_tokens=room,
+            too_long=o.too_long,
+            validation_share=o.validation_share if o.split == "validation" else 0.0,
+            max_rows=o.limit,
         )
-        stream = TaskStream(task, renderer, o.seed, o.split, max_prompt_tokens=room, too_long=o.too_long)
         prompts = stream.render_held_out(o.limit, o.split)
         sampling = Sampling(
             max_tokens=o.max_tokens or task.max_tokens,
@@ -165,13 +190,39 @@ class ModelEvaluator:
             knobs=TaskRef.from_task(task).settings,
             rows=digest_rows(prompts),
             grader=compute_grader_digest(task),
-            template=o.template,
+            template=describe_template(o.template),
+            system=o.system,
+            date=self.date,
             engine=self.engine.name,
             place=self.place,
             sampling=describe_sampling(sampling),
             seed=o.seed,
+            **self._describe_checkpoint(),
         )
+        _warn_if_flattered(setting)
+        for line in describe_unlikeness(self.checkpoint, task, o) if self.checkpoint else ():
+            log.warning("%s", line)
         return PreparedTask(task=task, stream=stream, prompts=prompts, sampling=sampling, setting=setting)
+
+    def _adopt_date(self, prepared: PreparedTask, path: Path) -> PreparedTask:
+        """Returns the task, prepared again with the date of the evaluation in `path` if that was begun on another day.
+
+        A date that the user asked for stays.
+        """
+        known = load_evaluation(path).setting if path.exists() else read_journal_setting(path)
+        if self.options.date or known is None or not known.date or known.date == prepared.setting.date:
+            return prepared
+        assert self.folder is not None, "only a model that is loaded here has a date"
+        self.date = known.date
+        self.tokenizer = Tokenizer.load(self.folder, self.date, read_template(self.options.template))
+        return self.prepare(prepared.task)
+
+    def _describe_checkpoint(self) -> dict[str, Any]:
+        """Returns the fields of an evaluation's setting about the checkpoint that is evaluated; {} if it is none."""
+        found = self.checkpoint
+        if found is None:
+            return {}
+        return {"run": found.run.resolve().name, "step": found.step, "chosen_on": found.chosen_on}
 
     def run(
         self, prepared: PreparedTask, out: Path, progress: Progress = lambda task, done, total: None
@@ -183,17 +234,21 @@ class ModelEvaluator:
         could not be scored, is completed. Raises RunError if the file holds another evaluation or another process
         writes it, TrainingStopped if many answers cannot be scored.
         """
+        # A date that was not asked for is not part of the name, so that the same command finds the file on another day.
+        file_name = make_file_name(replace(prepared.setting, date=self.options.date))
+        path = out if out.suffix == ".json" and not out.is_dir() else out / file_name
+        prepared = self._adopt_date(prepared, path)
         name = prepared.task.name
         setting = prepared.setting
         num = len(prepared.prompts)
-        path = out if out.suffix == ".json" and not out.is_dir() else out / make_file_name(setting)
         known: dict[str, EvalItem] = {}
         if path.exists():
             existing = load_evaluation(path)
             if existing.setting != setting:
+                names = ", ".join(list_differences(existing.setting, setting))
                 raise RunError(
-                    f"{path} holds an evaluation with other settings; move it away and repeat the command, or choose "
-                    "another --out."
+                    f"{path} holds an evaluation with other settings ({names}); move it away and repeat the command, "
+                    "or choose another --out."
                 )
             if not existing.num_failed:
                 return EvaluationResult(evaluation=existing, path=path, is_new=False)
@@ -224,21 +279,18 @@ class ModelEvaluator:
         return EvaluationResult(evaluation=evaluation, path=path, is_new=True)
 
 
-def digest_folder(folder: Path) -> str:
-    """Returns 16 hexadecimal digits that identify a model: a hash of its files' names, sizes and parts of the content.
-
-    Only .safetensors, .json and .jinja files directly in `folder` count. Beginning, middle and end of each are read.
-    Training changes weights everywhere, so these parts are enough.
-    """
-    digest = hashlib.sha256()
-    for file in sorted(p for p in folder.iterdir() if p.suffix in (".safetensors", ".json", ".jinja")):
-        size = file.stat().st_size
-        digest.update(f"{file.name} {size}\n".encode())
-        with file.open("rb") as content:
-            for place in (0, size // 2, max(0, size - DIGEST_BLOCK_BYTES)):
-                content.seek(place)
-                digest.update(content.read(DIGEST_BLOCK_BYTES))
-    return digest.hexdigest()[:16]
+def _warn_if_flattered(setting: EvalSetting) -> None:
+    """Warns if a checkpoint is evaluated on the problems on which it was chosen as the best of its run."""
+    if setting.chosen_on != f"{setting.task}/{setting.split}":
+        return
+    log.warning(
+        "%s was chosen as the best of its run on the %s problems of %s, so this accuracy flatters it; for an accuracy "
+        "on other problems, %s",
+        setting.model,
+        setting.split,
+        setting.task,
+        "train with --eval.split validation" if setting.split == "test" else "evaluate it with --split test",
+    )
 
 
 def make_file_name(setting: EvalSetting) -> str:
@@ -254,8 +306,7 @@ def make_file_name(setting: EvalSetting) -> str:
     'gsm8k-b-c-....json'
     """
     facts = asdict(setting)
-    # Evaluations that were made before this field existed keep their names.
-    if facts["turns"] == "first":
-        del facts["turns"]
+    # Evaluations that were made before these fields existed keep their names.
+    facts = {name: value for name, value in facts.items() if ADDED_FIELDS.get(name, ...) != value}
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:8]
     return f"{setting.task}-{make_slug(setting.model.rstrip('/'))}-{digest}.json"

@@ -128,11 +128,11 @@ def bootstrap_interval(
     """Returns the 95% interval (low, high) of the mean of independent values, by bootstrap (resampling).
 
     `statistic` is computed in place of the mean if it is given. The random numbers have a fixed seed, so equal values
-    give equal intervals. (0, 1) if there are no values; (v, v) for a single value v.
+    give equal intervals. (0, 1) if there are no values. A single value gives an interval of width 0.
     """
     statistic = statistic or mean
-    if len(values) < 2:
-        return (0.0, 1.0) if not values else (values[0], values[0])
+    if not values:
+        return 0.0, 1.0
     rng = random.Random(0)
     results = sorted(statistic(rng.choices(values, k=len(values))) for _ in range(NUM_RESAMPLES))
     tail = int(0.025 * NUM_RESAMPLES)

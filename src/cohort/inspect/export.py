@@ -6,12 +6,14 @@ from pathlib import Path
 
 from cohort.config.schema import LoraConfig
 from cohort.errors import ModelError, RunError
+from cohort.jobs.models import name_for_other_programs
 from cohort.learner.backend import select_adapter_tensors
 from cohort.models.files import load_folder, save_folder
 from cohort.models.peft import save_adapters
 from cohort.run import checkpoint
 from cohort.run.checkpoint import Checkpoint
 from cohort.run.directory import RunDirectory
+from cohort.run.naming import choose_checkpoint
 
 
 def export_model(path: Path, out: Path, which: str) -> Path:
@@ -39,7 +41,8 @@ def export_adapters(path: Path, out: Path, which: str) -> Path:
     if lora is None:
         raise RunError(f"the run {path} has no adapters, because it trained every weight; leave out --adapters.")
     config = LoraConfig(**{**lora, "targets": tuple(lora["targets"])})
-    return save_adapters(select_adapter_tensors(state.optimizer), config, directory.config.model, out)
+    base = name_for_other_programs(directory.config.model)
+    return save_adapters(select_adapter_tensors(state.optimizer), config, base, out)
 
 
 def _load_checkpoint(directory: RunDirectory, out: Path, which: str) -> Checkpoint:
@@ -48,35 +51,7 @@ def _load_checkpoint(directory: RunDirectory, out: Path, which: str) -> Checkpoi
     Raises RunError if there is none, it is damaged, or "best" is not known for lack of evaluations. Raises ModelError
     if `out`, the folder to which the caller will write, exists already.
     """
-    path = directory.path
-    steps = checkpoint.list_steps(directory.checkpoints)
-    if not steps:
-        raise RunError(
-            f"the run {path} has no checkpoint. A run writes one at its end, and every save.every steps: wait while it "
-            f"trains, or continue it with `cohort resume {path}`."
-        )
-    step = steps[-1]
-    if which == "best":
-        # Step 0 is the initial model, which has no checkpoint.
-        scored = {s: e.accuracy for s, e in directory.load_evaluations().items() if s}
-        if not scored:
-            raise RunError(
-                f"the run {path} has no evaluation of a trained model, so --step best cannot choose a checkpoint; use "
-                "--step last or a step number."
-            )
-        # Among steps of equal accuracy the earliest is taken.
-        step = max(scored, key=lambda s: (scored[s], -s))
-    elif which != "last":
-        step = int(which)
-    if step not in steps and which == "best":
-        raise RunError(
-            f"the run {path} is best after step {step}, but has no checkpoint of that step; use --step with one that "
-            f"it has: {', '.join(map(str, steps))}."
-        )
-    if step not in steps:
-        raise RunError(
-            f"{path} has no checkpoint of step {step}; use --step with one that it has: {', '.join(map(str, steps))}."
-        )
+    found = choose_checkpoint(directory.path, which)
     if out.exists():
         raise ModelError(f"{out} exists already. Give OUT, the folder to write, a new name, or move {out} away.")
-    return checkpoint.load(directory.checkpoints / checkpoint.folder_name(step))
+    return checkpoint.load(found.folder)

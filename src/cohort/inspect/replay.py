@@ -7,10 +7,8 @@ applied again from their own rollouts, with the run's own settings. Nothing is s
 from __future__ import annotations
 
 import gc
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,7 @@ import torch
 
 from cohort.algos.algorithm import Algorithm
 from cohort.config import flags
-from cohort.config.document import diff_configs
+from cohort.config.document import diff_configs, find_variant
 from cohort.config.kinds import RL, require_rl
 from cohort.config.load import change_config
 from cohort.errors import CohortError, ConfigError, RunError
@@ -34,6 +32,7 @@ from cohort.run.directory import RunDirectory
 from cohort.run.store.reader import Reader
 from cohort.run.store.rollouts import list_rollout_steps, load_rollouts, make_rollout_path
 from cohort.types import Group
+from cohort.user_code import split_spec
 
 _SECTIONS = ("algo", "optim", "learner")  # of the config: their settings can be changed in a replay
 # Settings that act from one step to the next, so a replay of one step cannot show their effect.
@@ -98,16 +97,21 @@ class ReplayResult:
         }
 
 
-def replay_step(path: Path, step: int, settings: Sequence[str], report_progress: Progress) -> ReplayResult:
+def replay_step(
+    path: Path, step: int, settings: Sequence[str], report_progress: Progress, trust: bool = False
+) -> ReplayResult:
     """Does the update of `step` (counted from 1) of the run in `path` again, and compares its metrics with the stored.
 
     `settings` are flags like "--optim.lr=1e-5" that apply to this step alone. Steps between the nearest kept checkpoint
-    before it and `step` are done again first. Calls `report_progress` with a text when each step begins. Raises
-    RunError if the step cannot be replayed, ConfigError for a setting that cannot be changed and for a run of another
-    kind than RL.
+    before it and `step` are done again first. Calls `report_progress` with a text when each step begins. `trust` = the
+    Python files that the run's config names may be run; without it, `settings` must name them. Raises RunError if the
+    step cannot be replayed, ConfigError for a setting that cannot be changed, for a run of another kind than RL, and
+    for a run whose code is not trusted.
     """
-    directory = RunDirectory.open(path)
+    trusted = TrustedFiles(settings, trust)
+    directory = RunDirectory.open(path, trusted.find)
     config = require_rl(directory.config, "cohort replay")
+    settings = trusted.remove_task(settings)
     changed = apply_settings(config, settings)
     differences = diff_configs(config, changed)
     # Refuses a step that cannot be replayed before the model is loaded.
@@ -140,6 +144,51 @@ def replay_step(path: Path, step: int, settings: Sequence[str], report_progress:
     return ReplayResult(step=step, base=base, changed=differences, rows=rows, notes=notes)
 
 
+# ---- whose code --------------------------------------------------------------------------------------------------
+
+
+class TrustedFiles:
+    """Decides which code that a run's config names may be run: all of it, or what the user names in flags.
+
+    `settings` are the flags of the command; `--task` and `--algo` with `file.py:name` name code. The files may be other
+    ones than those in the config, because a file can be moved.
+    """
+
+    def __init__(self, settings: Sequence[str], trust: bool) -> None:
+        self.trust = trust
+        given = {f.name: f.values[0] for f in flags.split_args(settings)[1] if len(f.values) == 1}
+        self.named = {
+            name: spec for name, spec in given.items() if name in ("task", "algo") and split_spec(spec) is not None
+        }
+        self._needs_task = False  # whether the config's task is in a file that the user named
+
+    def find(self, field: str, name: str, settings: Mapping[str, Any]) -> type[Any]:
+        """Returns the class that a config file names; `settings` are not used. Runs its file if it is trusted.
+
+        Raises ConfigError if it is not.
+        """
+        where = split_spec(name)
+        if where is None:
+            return find_variant(field, name)
+        named = split_spec(self.named.get(field, ""))
+        if named is not None and named[1] == where[1]:
+            self._needs_task = self._needs_task or field == "task"
+            return find_variant(field, self.named[field])
+        if self.trust:
+            return find_variant(field, name)
+        raise ConfigError(
+            f"this run's {field} is Python code in the file {where[0]}, and a replay runs it. If you trust that file, "
+            f"add --trust, or name it yourself: --{field} {name}."
+        )
+
+    def remove_task(self, settings: Sequence[str]) -> list[str]:
+        """Returns the flags without `--task`, if that named the code of the run: it changes no setting."""
+        if not self._needs_task:
+            return list(settings)
+        words, given = flags.split_args(settings)
+        return words + [word for f in given if f.name != "task" for word in (f.spelling, *f.values)]
+
+
 # ---- which settings ----------------------------------------------------------------------------------------------
 
 
@@ -166,7 +215,7 @@ def apply_settings(config: RL, settings: Sequence[str]) -> RL:
                 f"{flag.spelling} decides what a run trains from its beginning, so a replay cannot change it. Remove "
                 "the flag, or start a new run with it: `cohort train`."
             )
-    changed = change_config(config, settings)
+    changed = change_config(config, settings, is_recorded=True)
     return replace(config, algo=changed.algo, optim=changed.optim, learner=changed.learner)
 
 
@@ -229,13 +278,13 @@ def _find_base(directory: RunDirectory, step: int) -> int:
 
 def _find_kept_steps(directory: RunDirectory) -> set[int]:
     """Returns the steps whose rollouts are kept in the run directory; empty if it has none."""
-    return set(list_rollout_steps(directory.rollouts)) if directory.rollouts.is_dir() else set()
+    return set(list_rollout_steps(directory.rollouts))
 
 
 def _read_last_step(directory: RunDirectory) -> int:
-    """Returns the number of the last step that run.db has metrics of; 0 if there is none."""
+    """Returns the number of the last step that run.db has metrics of or that has a checkpoint; 0 if there is none."""
     with Reader(directory.database, once=True) as reader:
-        return reader.find_last_step()
+        return max([reader.find_last_step(), *checkpoint.list_steps(directory.checkpoints)])
 
 
 # ---- the state before the step -----------------------------------------------------------------------------------
@@ -280,9 +329,8 @@ def _read_checkpoint_numbers(directory: RunDirectory) -> dict[str, Any]:
     "torch" is the version of torch. Empty if there is no checkpoint or it cannot be read.
     """
     path = checkpoint.find_latest(directory.checkpoints)
-    with suppress(OSError, ValueError, KeyError):
-        return dict(json.loads((path / "state.json").read_text())["numbers"]) if path else {}
-    return {}
+    problem, state = checkpoint.read_state(path) if path else ("", {})
+    return {} if problem else dict(state.get("numbers", {}))
 
 
 @dataclass(kw_only=True, slots=True)
@@ -377,6 +425,12 @@ def _compare_metrics(directory: RunDirectory, step: int, replayed: Mapping[str, 
     """
     with Reader(directory.database, once=True) as reader:
         stored = {row.name: row.value for row in reader.read_metrics(step=step)}
+    if not stored:
+        raise RunError(
+            f"{directory.database} has no metrics of step {step}, although the run has done it, so there is nothing to "
+            f"compare with. `cohort resume {directory.path}` writes them again from metrics.jsonl; then repeat the "
+            "command."
+        )
     names = [n for n in dict.fromkeys([*stored, *replayed]) if not n.startswith(_NOT_COMPARED)]
     return [
         MetricComparison(name=n, stored=stored.get(n), replayed=float(replayed[n]) if n in replayed else None)

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from cohort.config.document import dump_config
 from cohort.config.schema import RunConfig
 from cohort.evaluation.records import Evaluation
+from cohort.logs.escape import escape_all
 from cohort.run.machine import Machine
 from cohort.run.store.records import EventRow, RunDescription
 
+EXTENSION = "extension"
+"""The kind of event that tells that a run got more steps than it had before."""
+
 _MAX_TABLE_ROWS = 12
+# Kinds of events that are neither skips nor failures.
+_NO_INCIDENTS = ("checkpoint", "command", "run", EXTENSION)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,24 +36,27 @@ class CardData:
     evaluations: Sequence[Evaluation] = ()
     series: Mapping[str, Mapping[int, float]] = field(default_factory=dict)  # metric -> step -> value
     events: Sequence[EventRow] = ()
+    fates: Mapping[str, int] = field(default_factory=dict)  # number of samples by fate; "" = trained on
+    picture: str = ""  # name of the file beside the card that has the curves of the run; "" = there is none
 
 
 def render_card(data: CardData) -> str:
     """Returns the run card, the text of run.md, as Markdown.
 
-    Its sections are summary, results, training metrics (if there are any), skips and failures, command, machine and
-    settings.
+    Its sections are summary, results, the picture of the curves and training metrics (if there are any), skips and
+    failures, command, machine and settings. Characters that act on a terminal are escaped.
     """
     sections = [
         _render_summary(data),
         _render_results(data),
+        f"![Curves of the run]({data.picture})" if data.picture else "",
         _render_training_table(data),
         _render_incidents(data),
         _render_command(data),
         _render_machine(data),
         _render_settings(data),
     ]
-    return "\n\n".join(section for section in sections if section) + "\n"
+    return escape_all("\n\n".join(section for section in sections if section) + "\n")
 
 
 def _render_summary(data: CardData) -> str:
@@ -76,6 +85,10 @@ def _render_results(data: CardData) -> str:
             f"Held-out accuracy: task `{e.setting.task}`, split `{e.setting.split}`, {e.setting.num_problems} problems,"
             f" {e.setting.num_samples} sample(s) each, 95% intervals.",
         ]
+        pairs = pairwise(data.evaluations)
+        if changes := [(a.step, b.step) for a, b in pairs if a.setting.grader != b.setting.grader]:
+            where = ", ".join(f"steps {a} and {b}" for a, b in changes)
+            lines += ["", f"The grader has changed between {where}: accuracies before and after cannot be compared."]
         rows = [_make_evaluation_row(e) for e in data.evaluations]
         lines += ["", *_format_table(("step", "accuracy", "interval", "mean tokens", "finish"), rows)]
     return "\n".join(lines)
@@ -99,29 +112,42 @@ def _render_training_table(data: CardData) -> str:
 def _render_incidents(data: CardData) -> str:
     """Returns the section "Skips and failures"; it says "none" if there is nothing to list.
 
-    It counts the recorded events by kind, except those that every run has, and sums metrics that the description of the
-    run names, such as the number of samples that could not be scored.
+    It counts the recorded events by kind, except those that tell of no incident, lists what the run leaves out of its
+    data, and sums metrics that the description of the run names, such as the number of samples that could not be
+    scored. Updates that were skipped are counted if there are any. Samples that were left out of the loss are counted
+    with their reasons, those in groups with equal rewards among them.
     """
     counts: dict[str, int] = {}
     for event in data.events:
-        # These three kinds belong to every run.
-        if event.kind not in ("checkpoint", "command", "run"):
+        if event.kind not in _NO_INCIDENTS:
             counts[event.kind] = counts.get(event.kind, 0) + 1
     lines = [f"- {kind}: {count}" for kind, count in sorted(counts.items())]
+    lines += [f"- {line}" for line in data.description.left_out]
+    if num_bad := sum(data.series.get("updates/bad", {}).values()):
+        lines.append(f"- updates skipped because their gradient was not finite: {num_bad:.0f}")
     lines += [f"- {words}: {sum(data.series.get(name, {}).values()):.0f}" for words, name in data.description.totals]
+    if left_out := {fate: num for fate, num in data.fates.items() if fate}:
+        reasons = ", ".join(f"{fate} {num}" for fate, num in left_out.items())
+        lines.append(
+            f"- samples left out of the loss: {sum(left_out.values())} of {sum(data.fates.values())} ({reasons})"
+        )
     return "\n".join(["## Skips and failures", "", *(lines or ["none"])])
 
 
 def _render_command(data: CardData) -> str:
-    """Returns the section "Do it again": the recorded command of the run, and what equal numbers need.
+    """Returns the section "Do it again": the recorded command of the run, its extensions, and what equal numbers need.
 
-    Without a recorded command it names `cohort train` with the recipe.
+    Without a recorded command it says so: run.db was rebuilt then.
     """
-    command = data.command or shlex.join(["cohort", "train", data.config.recipe])
-    return (
-        f"## Do it again\n\n    {command}\n\n"
-        f"The same numbers, bit for bit, need the same versions and {data.threads} thread(s) on a CPU."
-    )
+    lines = ["## Do it again", ""]
+    lines.append(f"    {data.command}" if data.command else "The command was lost with run.db. All settings are below.")
+    extensions = [f"- {event.text}" for event in data.events if event.kind == EXTENSION]
+    if extensions:
+        about = "This run was extended with `cohort resume RUN --steps N`, so its command alone makes another one:"
+        lines += ["", about, "", *extensions]
+    also = ", the same extensions after the same steps," if extensions else ""
+    needs = f"the same versions{also} and {data.threads} thread(s) on a CPU"
+    return "\n".join([*lines, "", f"The same numbers, bit for bit, need {needs}."])
 
 
 def _render_machine(data: CardData) -> str:

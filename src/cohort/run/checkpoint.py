@@ -3,7 +3,7 @@
     checkpoints/step-000100/
       model/                  a Hugging Face folder, fp32
       optimizer.safetensors   moments by parameter name, full shape, fp32; the adapters, if only they are trained
-      state.json              counters, and size and checksum of every other file
+      state.json              counters, size and checksum of every other file, and its own checksum
 
 A checkpoint is written under a temporary name, made durable and then renamed. So under its final name it is always
 complete. Damage that happens later (a failing disk, a stray `rm`) is found by the checksums when it is loaded.
@@ -15,21 +15,25 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 
-from cohort.errors import RunError
-from cohort.system.disk import compute_checksum, explain_disk_errors, sync_directory, sync_tree
+from cohort.errors import ModelError, RunError
+from cohort.system.disk import compute_checksum, explain_disk_errors, sync_directory, sync_file, sync_tree
+from cohort.system.json_text import make_record, read_json_file
+
+if TYPE_CHECKING:
+    import torch
 
 FORMAT = 1
 _NAME = re.compile(r"step-(\d{6,})")
 _ASIDE_PREFIX = ".tmp-"
+_CHECKSUM = "crc32"  # name in state.json of its own checksum
 
 
 @dataclass(kw_only=True, slots=True)
@@ -52,12 +56,22 @@ def folder_name(step: int) -> str:
     return f"step-{step:06d}"
 
 
+def read_step(folder: Path) -> int | None:
+    """Returns the step in the name of a checkpoint's folder; None if the folder has another name.
+
+    >>> read_step(Path("checkpoints/step-000100")), read_step(Path("model"))
+    (100, None)
+    """
+    match = _NAME.fullmatch(folder.name)
+    return int(match[1]) if match else None
+
+
 def list_steps(directory: Path) -> list[int]:
     """Returns the steps whose checkpoints are in `directory`, oldest first; [] if the directory does not exist."""
     if not directory.is_dir():
         return []
-    matches = (_NAME.fullmatch(entry.name) for entry in directory.iterdir() if entry.is_dir())
-    return sorted(int(match[1]) for match in matches if match)
+    steps = (read_step(entry) for entry in directory.iterdir() if entry.is_dir())
+    return sorted(step for step in steps if step is not None)
 
 
 def find_latest(directory: Path) -> Path | None:
@@ -93,8 +107,9 @@ def save(directory: Path, checkpoint: Checkpoint, write_model: Callable[[Path], 
             _write_state(aside, checkpoint)
             os.rename(aside, final)
             sync_directory(directory)
-        except SafetensorError as error:
-            # The library reports a full disk as its own error. Its text has the system's reason.
+        except (SafetensorError, ModelError) as error:
+            # The library reports a full disk as its own error, and so does the writer of the model. The text has the
+            # system's reason.
             shutil.rmtree(aside, ignore_errors=True)
             raise RunError(
                 f"cannot write {final}: {error}. The disk may be full or failing: repair that, then continue the run "
@@ -107,12 +122,27 @@ def save(directory: Path, checkpoint: Checkpoint, write_model: Callable[[Path], 
     return final
 
 
+# What state.json holds besides the sizes and checksums of the files.
+_STATE_TYPES = {"format": int, "step": int, "cursor": int, "numbers": dict[str, Any]}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _StoredFile:
+    """What state.json says of one file of the checkpoint."""
+
+    size: int  # bytes
+    crc32: str
+
+
 def load(path: Path) -> Checkpoint:
     """Returns the checkpoint in the folder `path`. Its weights are not loaded: `model` is their folder.
 
     Every file is first compared with its recorded size and checksum. Raises RunError if a file is missing or damaged,
     or the format is newer than this version knows; the message says from where the run can continue.
     """
+    # Imported here because it imports torch: a wrong name of a checkpoint must not wait for that.
+    from safetensors.torch import load_file
+
     problem, state = check_files(path)
     if state.get("format", FORMAT) > FORMAT:
         raise RunError(
@@ -143,34 +173,55 @@ def load(path: Path) -> Checkpoint:
 def check_files(path: Path) -> tuple[str, dict[str, Any]]:
     """Compares the files of the checkpoint in the folder `path` with their recorded sizes and checksums.
 
-    Returns a text about the first problem ("" = none) and the content of state.json ({} if it cannot be read or lacks a
-    field). A format that is newer than this version knows is a problem as well.
+    Returns a text about the first problem ("" = none) and the content of state.json, as `read_state` does.
     """
-    try:
-        state = json.loads((path / "state.json").read_text())
-        files = dict(state["files"])
-        missing = {"format", "step", "cursor", "numbers"} - state.keys()
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        return f"state.json cannot be read: {error}", {}
-    if missing:
-        return f"state.json has no {', '.join(sorted(missing))}", {}
-    # Older formats can be read, newer ones are not known.
-    if state["format"] > FORMAT:
-        return (
-            f"format {state['format']} is newer than this version of Cohort, which knows {FORMAT}: upgrade Cohort",
-            state,
-        )
+    problem, state = read_state(path)
+    if problem:
+        return problem, state
+    files: dict[str, _StoredFile] = make_record(dict[str, _StoredFile], state["files"], "files")
     for file, expected in files.items():
         target = path / file
         if not target.is_file():
             return f"{file} is missing", state
         # The size is compared first, because it needs no reading.
         size = target.stat().st_size
-        if size != expected["size"]:
-            return f"{file} has {size} bytes instead of {expected['size']}", state
-        if compute_checksum(target) != expected["crc32"]:
+        if size != expected.size:
+            return f"{file} has {size} bytes instead of {expected.size}", state
+        if compute_checksum(target) != expected.crc32:
             return f"{file} has changed since it was written", state
     return "", state
+
+
+def read_state(path: Path) -> tuple[str, dict[str, Any]]:
+    """Reads state.json of the checkpoint in the folder `path`, and compares it with its own checksum.
+
+    Returns a text about the first problem ("" = none) and the content ({} if it cannot be read). A format that is newer
+    than this version knows is a problem as well; then nothing else is checked, and the content has the format.
+    Checkpoints of earlier versions have no checksum.
+    """
+    try:
+        state = dict(read_json_file(path / "state.json"))
+        number = make_record(int, state.get("format"), "format")
+        if number > FORMAT:
+            return f"format {number} is newer than this version of Cohort, which knows {FORMAT}", state
+        if missing := {*_STATE_TYPES, "files"} - state.keys():
+            return f"state.json has no {', '.join(sorted(missing))}", {}
+        for name, kind in {**_STATE_TYPES, "files": dict[str, _StoredFile]}.items():
+            make_record(kind, state[name], name)
+        checksum = _compute_state_checksum(state)
+    except (OSError, ValueError, TypeError) as error:
+        return f"state.json cannot be read: {error}", {}
+    # The name of the folder tells the step too.
+    if state.get(_CHECKSUM, checksum) != checksum or state["step"] != (read_step(path) or state["step"]):
+        return "state.json has changed since it was written", state
+    return "", state
+
+
+def _compute_state_checksum(state: Mapping[str, Any]) -> str:
+    """Returns the CRC-32 of the content of state.json, without the checksum itself, as 8 hexadecimal digits."""
+    content = {name: value for name, value in state.items() if name != _CHECKSUM}
+    # Keys in any order and any white space give the same text.
+    return f"{zlib.crc32(json.dumps(content, sort_keys=True).encode()):08x}"
 
 
 def prune(directory: Path, *, keep_last: int, keep: set[int]) -> list[int]:
@@ -203,6 +254,9 @@ def _write_optimizer(path: Path, tensors: dict[str, torch.Tensor]) -> None:
 
     Raises ValueError for a tensor that is not float32 (or float64, which occurs in tests).
     """
+    import torch
+    from safetensors.torch import save_file
+
     for parameter, tensor in tensors.items():
         if tensor.dtype not in (torch.float32, torch.float64):
             raise ValueError(f'the optimizer state "{parameter}" is {tensor.dtype}, but must be float32 (or float64)')
@@ -224,7 +278,7 @@ def _write_state(folder: Path, checkpoint: Checkpoint) -> None:
     So it must be the last file that is written.
     """
     files = sorted(f for f in folder.rglob("*") if f.is_file())
-    state = {
+    state: dict[str, Any] = {
         "format": FORMAT,
         "step": checkpoint.step,
         "cursor": checkpoint.cursor,
@@ -233,11 +287,13 @@ def _write_state(folder: Path, checkpoint: Checkpoint) -> None:
             f.relative_to(folder).as_posix(): {"size": f.stat().st_size, "crc32": compute_checksum(f)} for f in files
         },
     }
+    # Read back first: JSON turns tuples into lists and keys into texts.
+    state[_CHECKSUM] = _compute_state_checksum(json.loads(json.dumps(state)))
     target = folder / "state.json"
     with open(target, "w") as file:
         json.dump(state, file, indent=1)
         file.flush()
-        os.fsync(file.fileno())
+        sync_file(file.fileno())
     sync_directory(folder)
 
 

@@ -8,6 +8,7 @@ runs/2026-11-15-countdown-k3f9/
   checkpoints/   one folder per checkpoint
   eval/          one file per evaluation, with every answer
   run.md         the run card
+  curves.svg     the picture in the card, see `cohort.plot`
 """
 
 from __future__ import annotations
@@ -23,14 +24,24 @@ from typing import Any
 
 import yaml
 
-from cohort.config.document import FORMAT, diff_configs, dump_config, parse_config, read_format
+from cohort.config.document import (
+    FORMAT,
+    VariantFinder,
+    diff_configs,
+    dump_config,
+    keep_recorded,
+    parse_config,
+    read_format,
+)
 from cohort.config.schema import RunConfig
-from cohort.errors import RunError, suggest_name
+from cohort.errors import RunError
 from cohort.evaluation.records import Evaluation
+from cohort.run.finding import require_run
 from cohort.run.lock import Lock
 from cohort.run.store.db import Store
 from cohort.run.store.rollouts import remove_rollouts
 from cohort.system.disk import explain_disk_errors, write_atomically
+from cohort.system.json_text import read_json_file
 
 _EVALUATION = re.compile(r"step-(\d{6,})\.json")
 _LETTERS = string.ascii_lowercase + string.digits
@@ -71,9 +82,8 @@ class RunDirectory:
                     f"{path} exists already, so no new run can be made there. Move it away and repeat the command, or, "
                     f"if it is a run, continue it with `cohort resume {path}`."
                 ) from None
-            for folder in ("rollouts", "checkpoints", "eval"):
-                (path / folder).mkdir()
         directory = cls(path, config)
+        directory.make_folders()
         directory.lock()
         store = Store(directory.database)
         store.write_event(0, "command", command or f"cohort train {config.recipe}".strip())
@@ -83,34 +93,23 @@ class RunDirectory:
         return directory
 
     @classmethod
-    def open(cls, path: Path) -> RunDirectory:
+    def open(cls, path: Path, find: VariantFinder = keep_recorded) -> RunDirectory:
         """Returns the run in the directory `path`, not locked.
 
-        Raises RunError if there is no run or config.yaml cannot be read. Raises ConfigError if the config has errors or
-        is from a later version of Cohort.
+        `find` finds the classes that the config names. By default no foreign code is run: a task or an algorithm of a
+        user's file is what was recorded of it. Raises RunError if there is no run or config.yaml cannot be read. Raises
+        ConfigError if the config has errors or is from a later version of Cohort.
         """
         path = Path(path)
-        if not path.is_dir():
-            # Suggests the run with the most similar name.
-            siblings = [p.name for p in path.parent.glob("*/") if (p / "config.yaml").is_file()]
-            hint = (
-                suggest_name(path.name, siblings)
-                if siblings
-                else f" {path.parent} holds no runs; `cohort train` starts one."
-            )
-            raise RunError(f"there is no run {path}. Give the directory that `cohort train` printed.{hint}")
+        require_run(path)
         file = path / "config.yaml"
-        if not file.is_file():
-            raise RunError(
-                f"{path} is not a run: it has no config.yaml. Give the directory that `cohort train` printed."
-            )
         try:
             text = file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise RunError(
                 f"{file} cannot be read: {error}. Repair its permissions, or restore it from a copy."
             ) from error
-        return cls(path, parse_config(text, str(file)), read_format(text))
+        return cls(path, parse_config(text, str(file), find=find), read_format(text))
 
     def lock(self) -> None:
         """Locks the run until `unlock` or the end of the process. Does nothing if this object holds the lock.
@@ -122,6 +121,12 @@ class RunDirectory:
     def unlock(self) -> None:
         """Releases the lock, if this object holds it."""
         self._lock.release()
+
+    def make_folders(self) -> None:
+        """Makes those of the folders rollouts, checkpoints and eval that are not there."""
+        with explain_disk_errors(self.path):
+            for folder in (self.rollouts, self.checkpoints, self.eval):
+                folder.mkdir(exist_ok=True)
 
     def require_same_settings(self, config: RunConfig) -> None:
         """Raises RunError if `config` differs from the settings of the run. Only `steps` may differ, and only grow.
@@ -168,6 +173,8 @@ class RunDirectory:
     def save_evaluation(self, evaluation: Evaluation) -> Path:
         """Writes an evaluation to eval/step-NNNNNN.json of this run and returns that path. Replaces an earlier one."""
         path = self.eval / f"step-{evaluation.step:06d}.json"
+        # The folder may have been removed while the run goes on.
+        self.make_folders()
         write_atomically(path, json.dumps(evaluation.to_json(), indent=1))
         return path
 
@@ -193,8 +200,11 @@ class RunDirectory:
 
 def load_evaluation(path: Path) -> Evaluation:
     """Returns the evaluation in the JSON file `path`. Raises RunError if it is missing, damaged or no evaluation."""
+    if path.exists() and not path.is_file():
+        # Reading a pipe would wait for a writer that may never come.
+        raise RunError(f"{path} is not a regular file, so it holds no evaluation; name a .json file.")
     try:
-        return Evaluation.from_json(json.loads(path.read_text()))
+        return Evaluation.from_json(read_json_file(path))
     except OSError as error:
         raise RunError(
             f"the evaluation {path} cannot be read: {error}. Repair its permissions, or name another file that "
@@ -207,13 +217,13 @@ def load_evaluation(path: Path) -> Evaluation:
         ) from error
 
 
-def load_evaluations(run: Path) -> dict[int, Evaluation]:
+def load_evaluations(run: Path | str) -> dict[int, Evaluation]:
     """Returns all evaluations of the run in the directory `run` as a dict from step to evaluation, oldest first.
 
     {} if there are none. It does not read the run's config, so it works also if a file that the config names is gone.
     Raises RunError if an evaluation is damaged.
     """
-    files = ((_EVALUATION.fullmatch(path.name), path) for path in (run / "eval").glob("*.json"))
+    files = ((_EVALUATION.fullmatch(path.name), path) for path in (Path(run) / "eval").glob("*.json"))
     return dict(sorted((int(match[1]), load_evaluation(path)) for match, path in files if match))
 
 

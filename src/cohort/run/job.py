@@ -24,18 +24,23 @@ class StepRecord:
     groups: Sequence[Group] | None = None
     showcase: Showcase | None = None  # one sample to show the user
     problem: str = ""  # what failed, in one line; "" = nothing
+    has_signal: bool = True  # whether any sample of the step had an advantage, so that its reward teaches something
 
 
 def make_step_record(step: int, groups: Sequence[Group], metrics: Mapping[str, float]) -> StepRecord:
     """Returns what the run records of a step: its groups, its metrics, one sample to show and a line about failures.
 
-    `step` counts from 0. `groups` are those that the step trained on, and those that were excluded. Sample and failures
-    come only from groups that were sampled in this step, not from reused ones.
+    `step` counts from 0. `groups` are those that the step trained on, and those that were excluded. Sample, failures
+    and signal come only from groups that were sampled in this step, not from reused ones.
     """
     # Reused groups are on record with the step that sampled them.
     fresh = [g for g in groups if not g.reused]
     return StepRecord(
-        metrics=metrics, groups=groups, showcase=choose_showcase(step + 1, fresh), problem=summarise_failures(fresh)
+        metrics=metrics,
+        groups=groups,
+        showcase=choose_showcase(step + 1, fresh),
+        problem=summarise_failures(fresh),
+        has_signal=any(sample.advantage for group in fresh for sample in group.samples),
     )
 
 
@@ -45,6 +50,14 @@ class Job(Protocol):
     @property
     def evaluate(self) -> Callable[[int], Evaluation] | None:
         """A function that evaluates the current weights, given the number of completed steps; None = no evaluation."""
+
+    @property
+    def measure(self) -> Callable[[], Mapping[str, float]] | None:
+        """A function that measures the current weights on held-out examples; None = nothing is measured.
+
+        It returns metrics whose names begin with "eval/", such as a loss. They have no interval and choose no
+        checkpoint.
+        """
 
     def make_checkpoint(self, step: int) -> Checkpoint:
         """Returns the state of the job after `step` completed steps, except the weights, which `write_model` writes."""
@@ -60,6 +73,12 @@ class Job(Protocol):
 
     def describe(self) -> RunDescription:
         """Returns what terminal and run card say about the run: task, algorithm, batch, and which metrics to show."""
+
+    def describe_extension(self, step: int, old_steps: int, new_steps: int) -> str:
+        """Returns what changes in the training if the run has `new_steps` steps in place of `old_steps`; "" = nothing.
+
+        `step` is the number of completed steps, whose checkpoint is restored.
+        """
 
     def suggest_commands(self, run: Path, step: int) -> list[list[str]]:
         """Returns commands to try after the run in directory `run` is complete, each as a list of words.

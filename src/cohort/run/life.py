@@ -7,9 +7,8 @@ run may be killed at any moment: it continues as if it had not been.
 
 from __future__ import annotations
 
-import shlex
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from types import TracebackType
@@ -18,22 +17,32 @@ import torch
 
 from cohort.config.schema import RunConfig
 from cohort.errors import RunError
-from cohort.evaluation.records import Evaluation
-from cohort.logs.escape import escape_line
+from cohort.evaluation.records import Evaluation, select_comparable
+from cohort.logs.escape import escape_line, join_command
 from cohort.logs.metrics_file import MetricsFile
 from cohort.logs.view import CombinedView, GuardedView, Header, StepReport, Summary, View, make_view
+from cohort.loops.stats import compute_times
+from cohort.plot.picture import write_card_picture
 from cohort.run import checkpoint
 from cohort.run.card import CardData, render_card
 from cohort.run.directory import RunDirectory
 from cohort.run.job import Job, StepRecord
 from cohort.run.machine import describe_machine, program_name
+from cohort.run.monitor import StepMonitor
+from cohort.run.naming import find_best_step
+from cohort.run.recovery import METRICS_CHECKSUM, NUM_STEPS, Notice, restore_newest, take_back_later_steps
 from cohort.run.signals import StopSignals
+from cohort.run.store.checksum import extend_checksum
 from cohort.run.store.db import Store
 from cohort.run.store.reader import Reader
+from cohort.run.store.records import STOPPED, describe_end
 from cohort.run.store.rollouts import make_rollout_path, remove_rollouts, save_rollouts
 from cohort.system import clock
 from cohort.system.disk import format_size, write_atomically
 from cohort.types import Group
+
+StopCheck = Callable[[int], str]
+"""Number of completed steps -> why the run ends here, judged by its run.db; "" = it goes on."""
 
 
 class Run:
@@ -43,6 +52,9 @@ class Run:
     raises RunError if `config` differs from the settings of the run (only `steps` may grow). Leaving puts the handlers
     back and unlocks the directory, and records the error if there was one. An error of a sink is reported and does not
     stop the run.
+
+    `stop_check`, if it is given, is asked after every step, and again for the step at which a run is resumed. So where
+    a run ends by it does not depend on interruptions. A run that it ends is complete.
     """
 
     def __init__(
@@ -52,12 +64,16 @@ class Run:
         job: Job,
         view: View | None = None,
         sinks: Mapping[str, View] | None = None,
+        stop_check: StopCheck | None = None,
     ) -> None:
         self.directory = directory
         self.config = config
         self.step = 0  # completed steps
+        self.ended_by = ""  # why the run ends before its last step; "" = it does not
         self.evaluations: dict[int, Evaluation] = {}  # by step
+        self._accuracies: dict[int, float] = {}  # by step; also those of evaluations whose files were removed
         self._job = job
+        self._stop_check = stop_check
         self._description = job.describe()
         # A sink that raises is reported once and then left out.
         guarded = [GuardedView(sink, partial(self._record_sink_failure, name)) for name, sink in (sinks or {}).items()]
@@ -69,19 +85,21 @@ class Run:
         self._pending: list[tuple[str, str]] = []  # (kind, text) of events that are not in run.db yet
         self._started = self._step_began = time.perf_counter()
         self._first_step = 0  # completed steps when this process began
+        self._checksum = ""  # of the metrics of all completed steps
+        self._monitor = StepMonitor(self.directory.database)
 
     def __enter__(self) -> Run:
         self.directory.lock()
         try:
             self.directory.require_same_settings(self.config)
-            self.directory.extend_to(self.config.steps)
-            self._store = Store(self.directory.database)
-            self._recover(self._store)
+            notices = self._recover()
             self._signals.install()
         except BaseException:
             self._close()
             raise
         self._view.start(self._make_header())
+        for kind, text in notices:
+            self._view.show_event(self.step, kind, text)
         if self.step >= self.config.steps:
             more = f"{program_name()} resume {self.directory.path} --steps {2 * self.config.steps}"
             self._view.show_event(self.step, "run", f"all {self.config.steps} steps are done; train on with: {more}")
@@ -91,7 +109,7 @@ class Run:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
-            text = f"stopped by {type(error).__name__}; go on with: {program_name()} resume {self.directory.path}"
+            text = f"{STOPPED} {type(error).__name__}; go on with: {program_name()} resume {self.directory.path}"
             # The disk may be what failed.
             with suppress(RunError):
                 self.record_event("run", text)
@@ -110,9 +128,8 @@ class Run:
         saves a checkpoint if this process has completed a step and it has none.
         """
         self._started = time.perf_counter()
-        if not self.is_stopping:
-            self._evaluate_if_due()
-        while self.step < self.config.steps and not self.is_stopping:
+        self._examine_step()
+        while self.step < self.config.steps and not self.is_stopping and not self.ended_by:
             step = self.step
             # Time that was spent on evaluation and saving does not belong to the step.
             clock.read_and_reset()
@@ -146,9 +163,12 @@ class Run:
         assert step == self.step, f"step {step} ended while step {self.step} was under way"
         # What is recorded counts completed steps, from 1.
         number = step + 1
-        metrics = {**record.metrics, **self._compute_times(record.metrics)}
+        seconds = time.perf_counter() - self._step_began
+        metrics = {**record.metrics, **compute_times(record.metrics, seconds, clock.read_and_reset())}
         if record.problem:
             self.record_event("failure", record.problem)
+        for kind, text in self._monitor.check_step(number, record):
+            self.record_event(kind, text)
         fresh: list[Group] = []
         if record.groups is not None:
             size = save_rollouts(make_rollout_path(self.directory.rollouts, number), record.groups)
@@ -159,6 +179,7 @@ class Run:
         self._pending = []
         self._metrics.append()
         self.step = number
+        self._checksum = extend_checksum(self._checksum, metrics)
         self._remove_old_rollouts()
         self._view.show_step(
             StepReport(
@@ -169,61 +190,72 @@ class Run:
                 showcase=record.showcase,
             )
         )
-        if not self.is_stopping:
-            self._evaluate_if_due()
+        self._examine_step()
         if self.is_stopping or self._is_save_due():
             self._save_checkpoint()
+
+    def _examine_step(self) -> None:
+        """Evaluates if that is due, and asks `stop_check` whether the run ends here. Not if it has been asked to stop.
+
+        What `stop_check` looks at, run.db, must be complete: so it is asked after the evaluation.
+        """
+        if self.is_stopping:
+            return
+        self._evaluate_if_due()
+        if self._stop_check is not None and 0 < self.step < self.config.steps:
+            self.ended_by = self._stop_check(self.step)
 
     def finish(self) -> Summary:
         """Makes the last evaluation and checkpoint if all steps are done and they are missing, and writes the run card.
 
-        It does not evaluate if the run has been asked to stop. Returns what the terminal shows at the end: steps done,
-        seconds, first and last evaluation, whether the run is complete, and commands to try next.
+        Also draws the picture that the card shows. It does not evaluate if the run has been asked to stop. Returns what
+        the terminal shows at the end: steps done, seconds, first and last evaluation, whether the run is complete, and
+        commands to try next.
         """
-        if self.step >= self.config.steps:
+        if self.step >= self.config.steps or self.ended_by:
             if not self.is_stopping:
                 self._evaluate_if_due()
             if self.step:
                 self._save_checkpoint()
                 # A kill may have come between the last checkpoint and the removal of older ones.
                 self._prune_checkpoints()
-        self._write_pending_events()
+        picture, problem = write_card_picture(self.directory.path, self.config)
+        if problem:
+            self.record_event("picture", problem)
         summary = self._make_summary()
-        write_atomically(self.directory.card, self._render_card(summary))
+        # By this event `cohort runs` tells a run that was stopped or is done from one that was killed.
+        self._pending.append(("run", describe_end(summary.complete, self.ended_by, self._signals.requested)))
+        self._write_pending_events()
+        write_atomically(self.directory.card, self._render_card(summary, picture))
         self._view.finish(summary)
         return summary
 
-    def _recover(self, store: Store) -> None:
-        """Restores the newest checkpoint, if there is one, and removes everything that the run wrote after it.
+    def _recover(self) -> list[Notice]:
+        """Goes back to the newest checkpoint, or to step 0 if there is none, and opens run.db.
 
-        Without a checkpoint, goes back to step 0. Sets `step` and `evaluations`, and records the event that the run
-        started or resumed.
+        Removes everything that the run wrote after that checkpoint. Returns what the user must see: repairs, and that
+        the run was extended.
         """
-        checkpoint.remove_leftovers(self.directory.checkpoints)
-        path = checkpoint.find_latest(self.directory.checkpoints)
-        state = checkpoint.load(path) if path else None
-        if state:
-            # This may raise, so it comes before anything is removed.
-            self._job.restore(state)
-        self.step = self._first_step = state.step if state else 0
-        # From here on, everything that is newer than the checkpoint is removed.
-        store.remove_after(self.step)
-        self.directory.remove_after(self.step)
-        self._metrics.rewrite()
-        self.evaluations = self.directory.load_evaluations()
-        with Reader(self.directory.database) as reader:
-            was_started = bool(reader.read_events(kind="run"))
-        store.write_event(self.step, "run", f"resumed after step {self.step}" if was_started else "started")
+        state = restore_newest(self.directory, self.config, self._job)
+        self.step = self._first_step = state.step
+        self._checksum = state.checksum
+        self._store = Store(self.directory.database)
+        earlier = take_back_later_steps(self.directory, state, self._store, self._metrics)
+        self.evaluations = earlier.evaluations
+        self._accuracies = earlier.accuracies
+        return earlier.notices
 
     def _evaluate_if_due(self) -> None:
         """Evaluates the current weights and records the result, if that is due, not done yet, and the job can evaluate.
 
         Evaluations are due before the first step, after the last one, and after every `eval.every` steps (0 = only
-        those two).
+        those two). The last one may be where `stop_check` ends the run.
         """
         every = self.config.eval.every
         number = self.step
-        due = number in (0, self.config.steps) or (every > 0 and number % every == 0)
+        due = number in (0, self.config.steps) or (every > 0 and number % every == 0) or bool(self.ended_by)
+        if due:
+            self._measure_held_out(number)
         if self._job.evaluate is None or not due or number in self.evaluations:
             return
         self._view.show_phase("evaluating")
@@ -234,13 +266,29 @@ class Run:
         self._metrics.append()
         self.directory.save_evaluation(evaluation)
         self.evaluations[number] = evaluation
+        # Accuracies of another grader do not say which checkpoint is the best.
+        others = self.evaluations.keys() - select_comparable(self.evaluations).keys()
+        accuracies = {**self._accuracies, number: evaluation.accuracy}
+        self._accuracies = {step: accuracy for step, accuracy in accuracies.items() if step not in others}
         self._view.show_evaluation(evaluation)
         self._view.show_phase("training")
 
-    def _find_best_step(self) -> int:
-        """Returns the step above 0 with the best held-out accuracy, the earliest of equal ones; 0 if there is none."""
-        trained = [e for step, e in self.evaluations.items() if step > 0]
-        return max(trained, key=lambda e: (e.accuracy, -e.step)).step if trained else 0
+    def _measure_held_out(self, number: int) -> None:
+        """Measures the held-out examples after step `number` and records the metrics, unless it was done before."""
+        if self._job.measure is None:
+            return
+        # After a resume the database knows what was measured.
+        with Reader(self.directory.database) as reader:
+            known = {m.name for m in reader.read_metrics(step=number)}
+        if any(name.startswith("eval/") for name in known):
+            return
+        self._view.show_phase("evaluating")
+        metrics = self._job.measure()
+        self._require_store().write_evaluation(number, metrics)
+        self._metrics.append()
+        shown = ", ".join(f"{name.removeprefix('eval/')} {value:.4g}" for name, value in metrics.items())
+        self._view.show_event(number, "held-out", shown)
+        self._view.show_phase("training")
 
     def _is_save_due(self) -> bool:
         """Returns whether a checkpoint of the current step is due.
@@ -251,7 +299,7 @@ class Run:
         every = self.config.save.every
         number = self.step
         scheduled = number == self.config.steps or (every > 0 and number % every == 0)
-        return scheduled or (self.config.save.keep_best and number == self._find_best_step())
+        return scheduled or (self.config.save.keep_best and number == find_best_step(self._accuracies))
 
     def _save_checkpoint(self) -> None:
         """Saves a checkpoint of the current step, removes old ones, and records the event.
@@ -265,6 +313,8 @@ class Run:
         begin = time.perf_counter()
         state = self._job.make_checkpoint(self.step)
         assert state.step == self.step, f"checkpoint of step {state.step} instead of {self.step}"
+        state.numbers[NUM_STEPS] = self.config.steps
+        state.numbers[METRICS_CHECKSUM] = self._checksum
         path = checkpoint.save(folder, state, self._job.write_model)
         self._prune_checkpoints()
 
@@ -276,7 +326,7 @@ class Run:
 
     def _prune_checkpoints(self) -> None:
         """Removes the checkpoints that neither `save.keep_last` nor `save.keep_best` keeps. The newest always stays."""
-        keep = {self._find_best_step()} if self.config.save.keep_best else set()
+        keep = {find_best_step(self._accuracies)} if self.config.save.keep_best else set()
         checkpoint.prune(self.directory.checkpoints, keep_last=self.config.save.keep_last, keep=keep)
 
     def _remove_old_rollouts(self) -> None:
@@ -291,26 +341,6 @@ class Run:
             saved = max(checkpoint.list_steps(self.directory.checkpoints), default=0)
             oldest = min(oldest, saved - self._description.reads_back)
         remove_rollouts(self.directory.rollouts, lambda step: step > oldest)
-
-    def _compute_times(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Returns the time metrics of the step: seconds of each stage and of the whole step, and tokens per second.
-
-        `metrics` has the token counts; a rate without its count or its stage is left out. Resets the clock of the
-        stages. Names begin with "time/", so that a comparison of two runs can leave them out.
-        """
-        seconds = time.perf_counter() - self._step_began
-        stages = clock.read_and_reset()
-        times = {f"time/stage/{name}": value for name, value in stages.items()} | {"time/step": seconds}
-        # (name of the rate, metric that it counts, seconds to divide by)
-        rates = (
-            ("tokens_per_s", "tokens/sampled", seconds),
-            ("sampled_per_s", "tokens/sampled", stages.get("rollout")),
-            ("trained_per_s", "tokens", stages.get("update")),
-        )
-        for name, counted, spent in rates:
-            if counted in metrics and spent is not None:
-                times[f"time/{name}"] = metrics[counted] / max(spent, 1e-9)
-        return times
 
     def _estimate_remaining_seconds(self) -> float:
         """Returns the seconds that the remaining steps will take, at the mean speed since this start or resume."""
@@ -345,12 +375,13 @@ class Run:
     def _make_summary(self) -> Summary:
         """Returns what terminal and sinks show at the end.
 
-        It is `complete` if the last step is done and, unless the job has no evaluation, evaluated. Only then does it
-        name commands to try next.
+        It is `complete` if the last step, or that at which `stop_check` ended the run, is done and, unless the job has
+        no evaluation, evaluated. Only then does it name commands to try next.
         """
         evaluations = [self.evaluations[step] for step in sorted(self.evaluations)]
-        evaluated = self._job.evaluate is None or self.config.steps in self.evaluations
-        complete = self.step >= self.config.steps and evaluated
+        evaluated = self._job.evaluate is None or self.step in self.evaluations
+        complete = (self.step >= self.config.steps or bool(self.ended_by)) and evaluated
+        commands = self._job.suggest_commands(self.directory.path, self.step) if complete else []
         return Summary(
             path=str(self.directory.path),
             step=self.step,
@@ -359,35 +390,34 @@ class Run:
             first=evaluations[0] if evaluations else None,
             last=evaluations[-1] if evaluations else None,
             complete=complete,
-            next_commands=self._format_next_commands() if complete else [],
+            ended_by=self.ended_by,
+            next_commands=[join_command(command) for command in commands],
         )
 
-    def _format_next_commands(self) -> list[str]:
-        """Returns the commands that the job suggests to try next, each as one line for a shell."""
-        return [shlex.join(command) for command in self._job.suggest_commands(self.directory.path, self.step)]
+    def _render_card(self, summary: Summary, picture: str) -> str:
+        """Returns the run card as Markdown: from run.db, all evaluations of the run, and the lines of `summary`.
 
-    def _render_card(self, summary: Summary) -> str:
-        """Returns the run card as Markdown: from run.db, all evaluations of the run, and the lines of `summary`."""
-        accelerator = torch.cuda.get_device_name(0) if torch.cuda.is_available() else ""
+        `picture` is the name of the file with the curves of the run; "" = there is none.
+        """
         with Reader(self.directory.database) as reader:
-            names = {row.name for row in reader.read_metrics() if not row.name.startswith("time/")}
-            series = {name: reader.read_series(name) for name in names}
             events = reader.read_events()
-        return render_card(
-            CardData(
-                name=self.directory.path.name,
-                config=self.config,
-                description=self._description,
-                step=self.step,
-                command=next((event.text for event in events if event.kind == "command"), ""),
-                threads=torch.get_num_threads(),
-                machine=describe_machine(accelerator),
-                closing=summary.format_lines(),
-                evaluations=[self.evaluations[step] for step in sorted(self.evaluations)],
-                series=series,
-                events=events,
+            return render_card(
+                CardData(
+                    name=self.directory.path.name,
+                    config=self.config,
+                    description=self._description,
+                    step=self.step,
+                    command=next((event.text for event in events if event.kind == "command"), ""),
+                    threads=torch.get_num_threads(),
+                    machine=describe_machine(torch.cuda.get_device_name(0) if torch.cuda.is_available() else ""),
+                    closing=summary.format_lines(),
+                    evaluations=[self.evaluations[step] for step in sorted(self.evaluations)],
+                    series=reader.read_all_series(),
+                    events=events,
+                    fates=reader.count_fates(),
+                    picture=picture,
+                )
             )
-        )
 
     def _record_sink_failure(self, name: str, problem: str) -> None:
         """Records the event that the sink `name` failed because of `problem`. The run goes on without the sink."""

@@ -11,13 +11,15 @@ from pathlib import Path
 
 from cohort.errors import RunError
 from cohort.system.disk import explain_disk_errors
+from cohort.system.json_text import parse_json
 
 
 class Lock:
     """A lock (`flock`) on a file. The file's content names the process that holds it, or that held it last."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, what: str = "run") -> None:
         self.path = path
+        self._what = what  # the kind of thing that is locked, for the error
         self._descriptor: int | None = None
 
     @property
@@ -42,8 +44,8 @@ class Lock:
             holder = _describe_holder(os.pread(descriptor, 4096, 0))
             os.close(descriptor)
             raise RunError(
-                f"the run {self.path.parent} is being written by {holder}. Wait until that process ends, or stop it; "
-                "then repeat the command."
+                f"the {self._what} {self.path.parent} is being written by {holder}. Wait until that process ends, or "
+                "stop it; then repeat the command."
             ) from None
         since = datetime.now().astimezone().isoformat(timespec="seconds")
         text = json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": since})
@@ -66,7 +68,7 @@ def _describe_holder(content: bytes) -> str:
     "another process" if the content cannot be read.
     """
     try:
-        holder = json.loads(content)
+        holder = parse_json(content)
         return f"process {holder['pid']} on {holder['host']} since {holder['since']}"
     except (ValueError, KeyError, TypeError):
         return "another process"

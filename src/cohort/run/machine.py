@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import shutil
 import sys
@@ -11,6 +10,7 @@ from importlib import metadata
 from pathlib import Path
 
 from cohort.system.disk import format_size
+from cohort.system.kernel import count_cores, find_memory_size
 
 _PACKAGES = ("cohort", "torch", "transformers", "tokenizers", "safetensors", "numpy")
 
@@ -46,7 +46,7 @@ def describe_machine(accelerator: str = "") -> Machine:
     return Machine(
         system=platform.platform(),
         processor=_find_processor(),
-        num_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        num_cores=count_cores(),
         memory=_find_memory(),
         python=sys.version.split()[0],
         accelerator=accelerator,
@@ -76,7 +76,5 @@ def _find_processor() -> str:
 
 def _find_memory() -> str:
     """Returns the size of the main memory as text, like "15 GB"; "unknown" if the system does not tell."""
-    try:
-        return format_size(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    except (ValueError, OSError):
-        return "unknown"
+    size = find_memory_size()
+    return "unknown" if size is None else format_size(size)

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
+import random
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -112,6 +117,38 @@ def test_a_file_that_is_not_an_evaluation_is_refused(tmp_path: Path):
         find_evaluation(tmp_path / "none.json")
 
 
+ODD_VALUES = [None, -1, 10**400, 1.5, math.nan, "x", "\x1b\ud800", [], [None], {}, {"a": None}, True]
+
+
+def list_places(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yields the way to every value in nested JSON data, and of each list only to its first item."""
+    yield place
+    inner = value.items() if isinstance(value, dict) else enumerate(value[:1]) if isinstance(value, list) else ()
+    for key, item in inner:
+        yield from list_places(item, (*place, key))
+
+
+def put(value: Any, place: tuple[Any, ...], new: Any) -> Any:
+    """Returns a copy of nested JSON data with another value in one place."""
+    if not place:
+        return new
+    inner = put(value[place[0]], place[1:], new)
+    return {**value, place[0]: inner} if isinstance(value, dict) else [inner, *value[1:]]
+
+
+def test_odd_values_in_a_file_are_compared_or_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, other = tmp_path / "x.json", tmp_path / "y.json"
+    data = evaluation(BEFORE).to_json()
+    other.write_text(json.dumps(evaluation(AFTER).to_json()))
+    codes: Counter[int] = Counter()
+    changes = [(place, new) for place in list_places(data) for new in ODD_VALUES]
+    for place, new in random.Random(0).sample(changes, 150):
+        file.write_text(json.dumps(put(data, place, new)))
+        codes[main(["compare", str(other), str(file), "--show=-1"])] += 1
+    assert codes.keys() == {0, 2} and min(codes.values()) > 10
+    assert not set("\x1b\x07") & set("".join(capsys.readouterr()))
+
+
 def test_other_answers_to_the_same_questions_are_refused():
     with pytest.raises(RunError, match="same ids, but their rows, prompts or order differ"):
         compare(evaluation(BEFORE), evaluation(AFTER, rows="other"))
@@ -140,3 +177,40 @@ def test_a_runs_evaluations_are_found_without_its_tasks_file(tmp_path: Path):
     assert find_evaluation(tmp_path / "run").step == 4 and find_evaluation(tmp_path / "run@0").step == 0
     with pytest.raises(RunError, match="has no evaluation of step 2; it has evaluations of the steps 0, 4"):
         find_evaluation(tmp_path / "run@2")
+
+
+def test_runs_are_called_as_the_user_calls_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(tmp_path)
+    for run, scores, template in (("lr-low", BEFORE, "chat"), ("grid/002-hot", AFTER, "text")):
+        (tmp_path / "runs" / run / "eval").mkdir(parents=True)
+        (tmp_path / "runs" / run / "config.yaml").touch()
+        for step in (0, 3, 5):
+            made = evaluation(scores, step=step, template=template, model="tiny")
+            (tmp_path / "runs" / run / "eval" / f"step-{step:06d}.json").write_text(json.dumps(made.to_json()))
+    shown = {}
+    for sides in ("lr-low grid/002", "lr-low@3 grid/002@best", "lr-low@0 lr-low", "lr-low lr-low"):
+        assert main(["compare", *sides.split()]) == 0
+        shown[sides] = capsys.readouterr().out
+    assert "A           lr-low step 5  " in shown["lr-low grid/002"]
+    assert "B           grid/002 step 5  " in shown["lr-low grid/002"]
+    assert "note: template is chat in lr-low and text in grid/002" in shown["lr-low grid/002"]
+    assert "A           lr-low step 3  " in shown["lr-low@3 grid/002@best"]
+    assert "B           grid/002@best (step 3)  " in shown["lr-low@3 grid/002@best"]
+    assert "A           lr-low step 0  " in shown["lr-low@0 lr-low"]
+    assert "B           lr-low step 5  " in shown["lr-low lr-low"]
+    with pytest.raises(RunError, match=r"there is no evaluation or run lr-lwo@3\. Did you mean lr-low\?"):
+        find_evaluation(Path("lr-lwo@3"))
+    (tmp_path / "runs" / "grid" / "sweep.yaml").touch()
+    with pytest.raises(RunError, match=r"grid is a sweep: name one of its 1 runs, such as grid/002\."):
+        find_evaluation(Path("grid"))
+
+
+def test_the_step_of_a_checkpoint_stands_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    models = {"a": "runs/one@3", "b": "tiny"}
+    for name, model in models.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(evaluation(BEFORE, model=model, step=3).to_json()))
+    assert main(["compare", str(tmp_path / "a.json"), str(tmp_path / "b.json")]) == 0
+    shown = capsys.readouterr().out
+    assert "A           runs/one@3   0" in shown and "B           tiny step 3  0" in shown

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 import re
+import resource
 import shutil
 from contextlib import closing
 from dataclasses import replace
+from datetime import date
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from cohort.cli.eval import format_evaluation
 from cohort.config.options import EvalOptions
 from cohort.errors import ConfigError, RunError, TaskError
+from cohort.evaluation.compare import compare
 from cohort.evaluation.journal import Journal
-from cohort.evaluation.standalone import ModelEvaluator, digest_folder, make_file_name
+from cohort.evaluation.standalone import EvaluationResult, ModelEvaluator, make_file_name
 from cohort.models.catalog import resolve_model
 from cohort.scoring.pool import ScoringPool
 from cohort.tasks.arithmetic import Arithmetic
@@ -42,6 +46,12 @@ def evaluate_tiny(options: EvalOptions, task, out: Path, progress=lambda task, d
     evaluator = ModelEvaluator("tiny", options)
     result = evaluator.run(evaluator.prepare(task), out, progress)
     return result.evaluation, result.path
+
+
+def evaluate_model(model: str, out: Path) -> EvaluationResult:
+    """Evaluates a model on one problem."""
+    evaluator = ModelEvaluator(model, replace(SMALL, limit=1, max_tokens=2))
+    return evaluator.run(evaluator.prepare(TASK), out)
 
 
 @pytest.mark.parametrize("split", ["test", "train"])
@@ -71,7 +81,7 @@ def test_the_same_setting_is_not_evaluated_twice_and_another_has_its_own_file(tm
     assert again == first and same == path and path.stat().st_mtime_ns == before and not told
     _, other = evaluate_tiny(replace(SMALL, seed=1), TASK, tmp_path)
     assert other != path and path.exists()
-    with pytest.raises(RunError, match="other settings; move it away"):
+    with pytest.raises(RunError, match=r"other settings \(seed\); move it away"):
         evaluate_tiny(replace(SMALL, seed=1), TASK, path)
     assert path.stat().st_mtime_ns == before
 
@@ -98,13 +108,28 @@ def test_an_interrupted_evaluation_goes_on_where_it_was(tmp_path: Path):
     assert told == [4, 5, 6] and found == whole and where.read_text() == path.read_text() and not part.exists()
 
 
+def test_a_disk_that_is_full_from_the_start_is_told_in_plain_words(tmp_path: Path):
+    """The limit on the size of files makes every write fail, also the one that closing the journal repeats."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        with (
+            pytest.raises(RunError, match=r"cannot write .*e.json.part: "),
+            Journal(tmp_path / "e.json", eval_setting()),
+        ):
+            pass
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not (tmp_path / "e.json").exists()
+
+
 def test_a_journal_of_other_settings_or_a_damaged_one_is_not_touched(tmp_path: Path):
     out = tmp_path / "x.json"
     with Journal(out, eval_setting()) as journal:
         journal.add(eval_item("a", [1.0]))
     before = journal.part_path.read_bytes()
     with (
-        pytest.raises(RunError, match="other settings; delete it and repeat"),
+        pytest.raises(RunError, match=r"other settings \(seed\); delete it and repeat"),
         Journal(out, eval_setting(seed=1)),
     ):
         pass
@@ -187,16 +212,21 @@ def test_one_evaluation_is_made_by_one_process(tmp_path: Path):
         assert set(journal.items) == {"a", "b"}
 
 
-def test_other_files_under_the_same_name_are_another_model(tmp_path: Path):
+def test_a_model_that_was_changed_anywhere_is_evaluated_again(tmp_path: Path):
     folder = tmp_path / "model"
     shutil.copytree(resolve_model("tiny"), folder)
-    before = digest_folder(folder)
-    assert before == digest_folder(resolve_model("tiny"))
-    weights = next(folder.glob("*.safetensors"))
+    out = tmp_path / "evals"
+    before = evaluate_model(str(folder), out)
+    assert before.is_new and not evaluate_model(str(folder), out).is_new
+    weights = folder / "model.safetensors"
     content = bytearray(weights.read_bytes())
-    content[len(content) // 2] ^= 1
+    # Far from beginning, middle and end of the file.
+    content[len(content) // 4] ^= 1
     weights.write_bytes(content)
-    assert digest_folder(folder) != before
+    after = evaluate_model(str(folder), out)
+    assert after.is_new and after.path != before.path
+    with pytest.raises(RunError, match=r"other settings \(weights\); move it away"):
+        evaluate_model(str(folder), before.path)
 
 
 def test_one_long_prompt_shortens_no_others_completion(tmp_path: Path):
@@ -248,3 +278,61 @@ def test_a_server_is_asked_if_it_is_named(template: str, tmp_path: Path):
 def test_a_model_outside_the_native_family_is_recorded_as_such(tmp_path: Path):
     evaluator = ModelEvaluator(str(write_foreign_folder(tmp_path / "neo")), SMALL)
     assert evaluator.prepare(Arithmetic(test_size=5)).setting.engine == "transformers"
+
+
+def test_tokens_that_a_server_does_not_count_are_not_shown_as_none():
+    counted = evaluation({"a": [1.0]}, engine="server")
+    assert "mean tokens  5.0\n" in format_evaluation(counted)
+    uncounted = replace(counted, mean_tokens=0.0)
+    assert "mean tokens  not known: the server does not count them\n" in format_evaluation(uncounted)
+    native = replace(uncounted, setting=eval_setting(engine="native"))
+    assert "mean tokens  0.0\n" in format_evaluation(native)
+
+
+@pytest.fixture
+def dated_model(tmp_path: Path) -> str:
+    """A copy of the bundled model whose chat template puts the date into prompts."""
+    folder = tmp_path / "dated"
+    shutil.copytree(resolve_model("tiny"), folder)
+    template = (folder / "chat_template.jinja").read_text()
+    (folder / "chat_template.jinja").write_text("{{ strftime_now('%d %b %Y') }}" + template)
+    return str(folder)
+
+
+def test_the_date_in_prompts_is_recorded_and_kept_by_what_is_continued(dated_model: str, tmp_path: Path, monkeypatch):
+    class Killed(Exception):
+        pass
+
+    def kill(task: str, done: int, of: int) -> None:
+        if done == 1:
+            raise Killed
+
+    def evaluate_on(day: str, progress=lambda task, done, of: None, **changes) -> EvaluationResult:
+        """Evaluates the model as if today were another day."""
+        monkeypatch.setattr("cohort.jobs.inputs.date", SimpleNamespace(today=lambda: date.fromisoformat(day)))
+        evaluator = ModelEvaluator(dated_model, replace(SMALL, **changes))
+        return evaluator.run(evaluator.prepare(TASK), tmp_path / "evals", progress)
+
+    with pytest.raises(Killed):
+        evaluate_on("2026-01-31", kill)
+    done = evaluate_on("2026-02-01")
+    assert done.evaluation.setting.date == "2026-01-31"
+    assert all(item.prompt.startswith("31 Jan 2026") for item in done.evaluation.items)
+    assert "2026-01-31, as today in the prompts" in format_evaluation(done.evaluation)
+    later = evaluate_on("2026-02-02")
+    assert not later.is_new and later.evaluation == done.evaluation
+    asked = evaluate_on("2026-02-03", date="2026-02-01")
+    assert asked.is_new and asked.path != done.path
+    assert all(item.prompt.startswith("01 Feb 2026") for item in asked.evaluation.items)
+    assert any("asked the same questions in different prompts (3 of 3" in note for note in compare_notes(done, asked))
+
+
+def compare_notes(first: EvaluationResult, second: EvaluationResult) -> list[str]:
+    """Returns what a comparison notes besides the numbers."""
+    return compare(first.evaluation, second.evaluation).notes
+
+
+def test_a_date_that_no_prompt_contains_is_refused_and_not_recorded(dated_model: str):
+    with pytest.raises(ConfigError, match="--date 2026-01-31 has no effect, because the prompts of this model do not"):
+        ModelEvaluator("tiny", replace(SMALL, date="2026-01-31"))
+    assert ModelEvaluator("tiny", SMALL).date == ModelEvaluator(dated_model, replace(SMALL, template="text")).date == ""

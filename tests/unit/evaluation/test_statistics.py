@@ -138,6 +138,8 @@ def test_bootstrap_covers_the_truth_about_95_times_in_100():
         hits += low <= 1 / 3 <= high
     assert 0.88 < hits / trials < 0.99
     assert bootstrap_interval([0.5]) == (0.5, 0.5) and bootstrap_interval([]) == (0.0, 1.0)
+    # Another statistic than the mean is computed for a single value too.
+    assert bootstrap_interval([3.0], lambda values: 2 * sum(values)) == (6.0, 6.0)
     assert bootstrap_interval([0.0, 1.0, 1.0]) == bootstrap_interval([0.0, 1.0, 1.0])
 
 

@@ -19,6 +19,7 @@ from cohort.fates import Fate
 from cohort.inspect.check.findings import Finding, fail, ok, quote, warn
 from cohort.inspect.check.plan import check_memory, check_step_time
 from cohort.inspect.check.reward import check_reward
+from cohort.inspect.check.source import check_overlap
 from cohort.inspect.check.trial import Trial, compare_gradients, give_distinct_rewards, sample_trial
 from cohort.inspect.check.update import check_update
 from cohort.jobs.build import RLJob
@@ -26,6 +27,7 @@ from cohort.learner.backend import FusedBackend
 from cohort.learner.base import Annotations, TokenLogprobs
 from cohort.learner.local import LocalLearner
 from cohort.rollout.episode import Episode
+from cohort.tasks.stream import SharedRows
 from cohort.text import Tokenizer
 from cohort.types import Provenance
 from tests.helpers.faulty_task import Faulty
@@ -171,7 +173,7 @@ def noise_in_constant_groups(patch: pytest.MonkeyPatch, job: RLJob) -> None:
 
 
 def ratio_to_the_sampler(patch: pytest.MonkeyPatch, job: RLJob) -> None:
-    def of_sampler(self, groups, needs):
+    def of_sampler(self, groups, needs, loss_on):
         rows = [(id, list(s.sampler_logprobs)) for g in groups for id, s in zip(g.ids(), g.samples, strict=True)]
         return Annotations(old=TokenLogprobs(ids=[id for id, _ in rows], logprobs=[row for _, row in rows]))
 
@@ -293,6 +295,35 @@ def test_a_fault_of_the_reward_is_named(fault: str, name: str) -> None:
     assert name in get_failed_names(run_reward_checks(fault, seconds=3.0))
 
 
+def test_nothing_is_ok_or_said_of_a_grader_that_always_raises() -> None:
+    findings = run_reward_checks("raising")
+    assert [(f.status, f.name) for f in findings] == [("FAIL", "reward/failures"), ("warn", "reward/verdicts")]
+
+
+def test_a_check_without_scores_is_not_ok() -> None:
+    """The grader scores answers without a number in them, and no others: all right answers have one."""
+    findings = {f.name: f for f in run_reward_checks("raising on numbers")}
+    assert findings["reward/failures"].status == "FAIL"
+    for name in ("gold", "repetition", "other", "echo"):
+        found = findings[f"reward/{name}"]
+        assert found.status == "warn" and found.text.startswith("not checked: no "), found
+    assert "gold(row)" not in " ".join(f.text for f in findings.values())
+    assert findings["reward/empty"].status == "ok" and not findings["reward/empty"].text.endswith("in 0 rows")
+
+
+def test_the_speed_of_a_grader_does_not_count_failures() -> None:
+    [speed] = [f for f in run_reward_checks("slow to raise", seconds=3.0) if f.name == "reward/speed"]
+    assert speed.status == "ok", speed
+
+
+@pytest.mark.parametrize(("num", "status"), [(0, "ok"), (1, "warn"), (10, "warn"), (11, "FAIL")])
+def test_held_out_rows_that_are_trained_on_are_a_finding(num: int, status: str) -> None:
+    overlap = SharedRows(split="test", num_shared=num, num_rows=20, first=("test-3", "train-5"))
+    found = check_overlap(overlap)
+    assert (found.status, found.name) == (status, "task/overlap")
+    assert (f"{num} of 20 test rows" in found.text and '"test-3" as "train-5"' in found.text) == (num > 0)
+
+
 def test_a_slow_reward_is_named_and_the_rehearsal_stays_short() -> None:
     findings = run_reward_checks("slow", seconds=1.0)
     assert get_failed_names(findings) == {"reward/speed"}
@@ -358,6 +389,23 @@ def test_a_step_is_measured_whole_or_scaled(monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr("cohort.inspect.check.plan.MAX_SAMPLING_SECONDS", 0.0)
         scaled = check_step_time(trial, 0.0)
         assert "of 9 samples, scaled to 24" in scaled.text and scaled.details["step_seconds"] < 12
+
+
+def test_the_measured_part_of_a_batch_grows_while_it_is_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nine samples take as long as 24: scaled to 24 they would seem too slow to be measured."""
+    sizes = []
+
+    def sample_in_a_second(job: RLJob, num_prompts: int, num_samples: int) -> Trial:
+        found = sample_trial(job, num_prompts, num_samples)
+        sizes.append((len(found.sampled), len(found.sampled[0].samples)))
+        found.sampling_seconds = 1.0
+        return found
+
+    monkeypatch.setattr("cohort.inspect.check.plan.sample_trial", sample_in_a_second)
+    monkeypatch.setattr("cohort.inspect.check.plan.MAX_SAMPLING_SECONDS", 2.5)  # 24 / 9 = 2.7 s would be too long
+    with built_job(small_run()) as made:
+        found = check_step_time(make_trial(made), 0.0)
+    assert sizes == [(3, 3), (3, 4), (6, 4)] and "scaled" not in found.text
 
 
 def test_findings_are_lines() -> None:

@@ -16,15 +16,28 @@ import torch
 
 from cohort.algos.algorithm import build_algorithm
 from cohort.cli import explain as command
-from cohort.config.algos import DAPO, GMPO, GRPO, GSPO, CorrectionConfig, DrGRPO, KLConfig, PassAtK, ReinforcePP
+from cohort.config.algos import (
+    DAPO,
+    GMPO,
+    GRPO,
+    GSPO,
+    CorrectionConfig,
+    DrGRPO,
+    KLConfig,
+    PassAtK,
+    Reinforce,
+    ReinforcePP,
+)
 from cohort.config.schema import LearnerConfig, OptimConfig, SamplingConfig, ThinkAgain
 from cohort.errors import CohortError, ConfigError, RunError
 from cohort.fates import Fate
 from cohort.inspect.explain import group as group_module
 from cohort.inspect.explain.effect import CLIPPED, CORRECTED, NO_ADVANTAGE, NOT_FINITE, compute_step_effect
+from cohort.inspect.explain.group import describe_pushes
 from cohort.inspect.explain.page import render_page
+from cohort.inspect.explain.records import GroupLine, ShownToken
 from cohort.inspect.explain.report import explain_no_signal, explain_step, make_report
-from cohort.inspect.explain.screen import print_report
+from cohort.inspect.explain.screen import _render_overview, print_report
 from cohort.inspect.explain.step import count_changed_samples, load_step
 from cohort.learner.local import LocalLearner
 from cohort.loops.learning import annotate
@@ -323,6 +336,35 @@ def test_a_group_that_was_never_annotated_is_shown_with_the_reward_of_its_task(t
     assert "of the batch    mean 0.350, std 0.778" in text  # 1 - 0.1 and 0 - 0.2, without the other group
 
 
+def test_pushes_of_both_signs_are_not_said_to_be_equal():
+    """The strongest and the weakest push are equal here, but one between them has the other sign."""
+    tokens = [ShownToken(text=t, id=1, provenance=0, push=p) for t, p in (("a", 0.5), ("b", -0.5), ("c", 0.5))]
+    [(_, text)] = describe_pushes(tokens)
+    assert text == 'on 3 tokens, most on "a" +0.500, "b" -0.500, "c" +0.500'
+    [(_, text)] = describe_pushes(tokens[:1] * 3)
+    assert text == "+0.500 on each of 3 tokens"
+
+
+def test_a_batch_without_any_return_has_no_mean(tmp_path):
+    groups = [make_group([1], [answer(2, None, failure="worker died"), answer(2, None, failure="worker died")])]
+    algo = Reinforce()
+    build_algorithm(algo, 8).advantages(groups)
+    text = print_to_text(explain_step(store_run(tmp_path, groups, algo=algo), 2))
+    assert "of the batch    none" in text
+
+
+def test_a_batch_baseline_counts_groups_with_one_scored_sample(tmp_path):
+    groups = [
+        make_group([1], [answer(2, 1.0), answer(2, None, failure="worker died")], id="one"),
+        make_group([1], [answer(2, 0.0), answer(2, 0.0)], id="two"),
+    ]
+    algo = Reinforce()
+    build_algorithm(algo, 8).advantages(groups)
+    assert groups[1].samples[0].advantage == pytest.approx(-1 / 3)  # the mean is that of all three
+    text = print_to_text(explain_step(store_run(tmp_path, groups, algo=algo), 2))
+    assert "of the batch    mean 0.333" in text
+
+
 def test_the_best_of_k_is_named_for_what_it_is(tmp_path):
     groups = build_algorithm(PassAtK(k=2), 8).advantages(two_groups())
     text = print_to_text(explain_step(store_run(tmp_path, groups, algo=PassAtK(k=2)), 2))
@@ -400,7 +442,10 @@ def test_the_rollouts_are_enough(tmp_path):
     path = store_run(tmp_path, compute_advantages(two_groups())[0])
     before = print_to_text(explain_step(path, 2))
     (path / "run.db").unlink()
-    assert print_to_text(explain_step(path, 2)) == before and "signal          0.250 = " in before
+    after = print_to_text(explain_step(path, 2))
+    assert "not shown: run.db does not have them; `cohort resume" in before and "signal          0.250 = " in before
+    assert "not shown: there is no file" in after and "rebuild it from the other files of the run with" in after
+    assert after.partition("  group  share")[1:] == before.partition("  group  share")[1:]
 
 
 def test_a_run_without_rollouts_says_so(tmp_path):
@@ -502,3 +547,12 @@ def test_a_further_attempt_and_its_cost_are_named():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(group_module, "_get_return", lambda algo, sample: sample.reward)
         assert group_module._describe_reward(step, sample) == "-0.100 from correct 0, 1 further attempt at -0.100"
+
+
+def test_shares_that_are_not_known_are_not_added_up():
+    def tell_rest(share):
+        lines = [GroupLine(index=n, prompt_id=str(n), rewards="1", share=share, note="") for n in range(32)]
+        return [text.plain for text in _render_overview(lines, 0)][-1]
+
+    assert tell_rest(None) == "  and 12 more"
+    assert tell_rest(1 / 32) == "  and 12 more with 37.5% together"

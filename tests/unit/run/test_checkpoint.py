@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import random
 import signal
@@ -14,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from cohort.errors import RunError
+from cohort.errors import ModelError, RunError
 from cohort.run import checkpoint
 from cohort.run.checkpoint import Checkpoint
 
@@ -114,6 +115,48 @@ def test_damage_is_found_and_named(tmp_path, file, damage, words):
     with pytest.raises(RunError, match="step-000002 is damaged"):
         checkpoint.load(tmp_path / "step-000002")
     assert checkpoint.load(tmp_path / "step-000001").cursor == 3
+
+
+@pytest.mark.parametrize(("name", "value"), [("cursor", 7), ("step", 2), ("numbers", {"threads": 3})])
+def test_a_changed_state_is_found(tmp_path, name, value):
+    path = checkpoint.save(tmp_path, make_checkpoint(1), make_model_writer())
+    state = json.loads((path / "state.json").read_text())
+    (path / "state.json").write_text(json.dumps(state))  # other white space is no change
+    assert checkpoint.load(path).cursor == 3
+    (path / "state.json").write_text(json.dumps(state | {name: value}))
+    with pytest.raises(RunError, match=r"damaged or cannot be read \(state.json has changed since it was written\)"):
+        checkpoint.load(path)
+
+
+def test_a_state_of_an_earlier_version_has_no_checksum(tmp_path):
+    path = checkpoint.save(tmp_path, make_checkpoint(1), make_model_writer())
+    state = json.loads((path / "state.json").read_text())
+    del state["crc32"]
+    (path / "state.json").write_text(json.dumps(state))
+    assert checkpoint.load(path).cursor == 3
+    # The name of the folder still tells the step.
+    (path / "state.json").write_text(json.dumps(state | {"step": 3}))
+    with pytest.raises(RunError, match=r"state.json has changed"):
+        checkpoint.load(path)
+
+
+def test_a_newer_format_is_told_as_such_whatever_else_it_has(tmp_path):
+    path = checkpoint.save(tmp_path, make_checkpoint(1), make_model_writer())
+    (path / "state.json").write_text('{"format": 2, "parts": []}')
+    with pytest.raises(RunError, match="has format 2, but this version of Cohort reads formats up to 1 only: upgrade"):
+        checkpoint.load(path)
+    (path / "state.json").write_text('{"format": "two"}')
+    with pytest.raises(RunError, match=r"damaged or cannot be read .*format is 'two', not int"):
+        checkpoint.load(path)
+
+
+def test_a_model_that_cannot_be_written_leaves_no_checkpoint(tmp_path):
+    def refuse(folder):
+        raise ModelError("cannot write model: the disk is full; free some space, then run the command again")
+
+    with pytest.raises(RunError, match=r"the disk is full.*continue the run with `cohort resume"):
+        checkpoint.save(tmp_path, make_checkpoint(1), refuse)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_only_one_damaged(tmp_path):

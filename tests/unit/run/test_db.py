@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 import sqlite3
 import subprocess
 import sys
@@ -14,8 +15,9 @@ import pytest
 
 from cohort.errors import RunError
 from cohort.run import filesystem
-from cohort.run.filesystem import find_mount_type, is_on_network
+from cohort.run.filesystem import find_mount_type, is_on_network, read_mountinfo
 from cohort.run.store import db, schema
+from cohort.run.store import reader as reader_module
 from cohort.run.store.db import Store
 from cohort.run.store.reader import Reader
 from cohort.run.store.rollouts import save_rollouts
@@ -265,7 +267,7 @@ MOUNTS = r"""22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw
     ],
 )
 def test_the_mount_that_holds_a_path(path, kind):
-    assert find_mount_type(path, MOUNTS) == kind
+    assert find_mount_type(path, read_mountinfo(MOUNTS)) == kind
 
 
 def test_network_kinds(monkeypatch):
@@ -308,3 +310,54 @@ def test_read_from_a_directory_that_cannot_be_written(tmp_path, path, monkeypatc
     with Reader(path) as reader:
         assert reader.read_series("loss") == {1: 1.0}
     assert len(asked) == 2
+
+
+def copy_killed_database(path: Path, folder: Path) -> Path:
+    """Writes three steps to `path`, and copies the database and its log as a kill would leave them."""
+    store = Store(path)
+    for step in (1, 2, 3):
+        store.write_step(step, {"loss": float(step)})
+    folder.mkdir()
+    for name in ("run.db", "run.db-wal"):
+        shutil.copy(path.with_name(name), folder)
+    store.close()
+    return folder / "run.db"
+
+
+@pytest.mark.parametrize("once", [False, True])
+def test_the_newest_steps_of_a_killed_run_are_read_where_nothing_can_be_written(tmp_path, path, monkeypatch, once):
+    killed = copy_killed_database(path, tmp_path / "killed")
+    real, temporary = sqlite3.connect, []
+
+    def connect(address, **options):
+        if str(killed.parent) in address and "immutable" not in address:
+            raise sqlite3.OperationalError("unable to open database file")
+        temporary.append(address.partition("?")[0].removeprefix("file://"))
+        return real(address, **options)
+
+    monkeypatch.setattr(sqlite3, "connect", connect)
+    with Reader(killed, once=once) as reader:
+        assert reader.read_series("loss") == {1: 1.0, 2: 2.0, 3: 3.0} and reader.find_last_step() == 3
+    assert {file.name for file in killed.parent.iterdir()} == {"run.db", "run.db-wal"}
+    assert not Path(temporary[0]).parent.exists()
+
+    def refuse(*_, **__):
+        raise OSError(28, os.strerror(28))
+
+    monkeypatch.setattr(reader_module.shutil, "copyfile", refuse)
+    with pytest.raises(
+        RunError, match=r"newest steps are in .*run.db-wal.*Copy the run to a folder that you can write"
+    ):
+        Reader(killed, once=once)
+
+
+def test_damage_inside_the_database_is_told_with_the_remedy(path):
+    store = Store(path)
+    for step in range(1, 100):
+        store.write_step(step, {"loss": float(step)}, pretend_groups(step))
+    store.close()
+    data = bytearray(path.read_bytes())
+    data[4096:] = b"\x5a" * (len(data) - 4096)
+    path.write_bytes(data)
+    with Reader(path) as reader, pytest.raises(RunError, match=r"damaged.*rebuild it .* with `cohort resume"):
+        reader.read_metrics()

@@ -12,7 +12,7 @@ import pytest
 from cohort.errors import ConfigError, RunError
 from cohort.evaluation.records import Evaluation
 from cohort.run import directory as directory_module
-from cohort.run.directory import RunDirectory, make_run_name
+from cohort.run.directory import RunDirectory, load_evaluation, make_run_name
 from cohort.run.store.rollouts import list_rollout_steps, make_rollout_path, save_rollouts
 from tests.helpers.pretend_run import PretendJob, small_run
 
@@ -46,10 +46,10 @@ def test_a_config_that_cannot_be_written_makes_no_directory(tmp_path):
 
 def test_what_is_not_a_run(tmp_path):
     RunDirectory.create(tmp_path, small_run(), "countdown-k3f9")
-    with pytest.raises(RunError, match=r'no run .*countdown-k3f8\..* Did you mean "countdown-k3f9"'):
+    with pytest.raises(RunError, match=r"no run .*countdown-k3f8\..* Did you mean .*/countdown-k3f9\?"):
         RunDirectory.open(tmp_path / "countdown-k3f8")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(RunError, match="holds no runs"):
+    with pytest.raises(RunError, match="empty has no runs"):
         RunDirectory.open(tmp_path / "empty" / "x")
     with pytest.raises(RunError, match=r"empty is not a run: it has no config.yaml"):
         RunDirectory.open(tmp_path / "empty")
@@ -106,6 +106,14 @@ def test_evaluations_round_trip(tmp_path):
         directory.load_evaluations()
 
 
+def test_an_evaluation_is_not_read_from_a_pipe(tmp_path, monkeypatch):
+    os.mkfifo(tmp_path / "e.json")
+    # Reading would wait for ever.
+    monkeypatch.setattr(directory_module.Path, "read_text", lambda path: pytest.fail("the pipe was read"))
+    with pytest.raises(RunError, match=r"e.json is not a regular file"):
+        load_evaluation(tmp_path / "e.json")
+
+
 def test_remove_after(tmp_path):
     directory = RunDirectory.create(tmp_path, small_run(), "a")
     for step in (1, 2, 3):
@@ -116,3 +124,10 @@ def test_remove_after(tmp_path):
     directory.remove_after(2)
     assert list_rollout_steps(directory.rollouts) == [1, 2] and list(directory.load_evaluations()) == [1, 2]
     assert not half.exists()
+
+
+def test_a_checkpoint_where_a_run_is_meant(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "config.yaml").write_text("")
+    with pytest.raises(RunError, match=r"This command takes the run itself: write .*/a without the @"):
+        RunDirectory.open(tmp_path / "a@2")

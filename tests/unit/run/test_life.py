@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import io
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,12 +19,15 @@ import torch
 
 from cohort.config.schema import EvalConfig, SaveConfig
 from cohort.errors import RunError
+from cohort.evaluation.records import Evaluation
+from cohort.fates import Fate
 from cohort.logs.view import GuardedView, View, make_view
 from cohort.loops.stats import choose_showcase, compute_rollout_metrics, summarise_failures
 from cohort.run import checkpoint
 from cohort.run.directory import RunDirectory
 from cohort.run.job import StepRecord, make_step_record
 from cohort.run.life import Run
+from cohort.run.naming import choose_checkpoint
 from cohort.run.silent import SilentRun
 from cohort.run.store.reader import Reader
 from cohort.run.store.records import Curve, RunDescription
@@ -56,7 +61,7 @@ def test_a_run_leaves_everything_in_its_place(tmp_path):
     line = f"held-out accuracy {first:.2f} -> {last:.2f}"
     closing = output.getvalue().splitlines()[-6:]
     assert line in closing
-    assert closing[-3] == f"next cohort eval arithmetic --model {directory.path}/checkpoints/step-000006/model"
+    assert closing[-3] == f"next cohort eval arithmetic --model {directory.path}@6"
     card = directory.card.read_text()
     for expected in (
         line,
@@ -82,6 +87,29 @@ def test_the_best_checkpoint_is_kept_besides_the_last(tmp_path):
         run.finish()
     # 3 is not on the schedule of saving: it was saved because it was the best; 9 only equals it.
     assert checkpoint.list_steps(directory.checkpoints) == [3, 9]
+
+
+def test_accuracies_before_a_change_of_the_grader_choose_no_checkpoint(tmp_path, monkeypatch):
+    """The accuracies of the first grader are higher, and mean something else."""
+    config = small_run(steps=6, eval=EvalConfig(every=2), save=SaveConfig(every=2, keep_last=1))
+    directory = RunDirectory.create(tmp_path, config, "a")
+    evaluate = PretendJob.evaluate
+
+    def evaluate_by_another(job: PretendJob, step: int) -> Evaluation:
+        made = evaluate(job, step)
+        if step > 2:
+            return replace(made, accuracy=0.1 * (6 - step))
+        return replace(made, accuracy=0.9, setting=replace(made.setting, grader="g-0"))
+
+    monkeypatch.setattr(PretendJob, "evaluate", evaluate_by_another)
+    output = io.StringIO()
+    run_to_end(directory, make_view("plain", output))
+    assert checkpoint.list_steps(directory.checkpoints) == [4, 6]
+    assert choose_checkpoint(directory.path, "best").step == 4
+    card = directory.card.read_text()
+    assert "The grader has changed between steps 2 and 4: accuracies before and after cannot be compared." in card
+    assert "held-out accuracy 0.90 ->" not in output.getvalue() + card
+    assert "held-out accuracy 0.00 at step 6; no comparison with step 0, because the grader" in card
 
 
 def test_old_rollouts_are_removed(tmp_path):
@@ -132,6 +160,15 @@ def test_a_signal_before_the_first_step_leaves_a_run_that_can_be_resumed(tmp_pat
     assert list(directory.load_evaluations()) == [0, 3, 6]
 
 
+def test_a_run_that_starts_again_is_evaluated_again(tmp_path):
+    """Without a checkpoint nothing is compared with the start, so an evaluation of other problems must not stay."""
+    directory = RunDirectory.create(tmp_path, small_run(save=SaveConfig(every=6, keep_best=False)), "r")
+    directory.save_evaluation(dataclasses.replace(PretendJob().evaluate(0), accuracy=0.9))
+    directory.unlock()
+    run_to_end(RunDirectory.open(directory.path))
+    assert directory.load_evaluations()[0].accuracy == PretendJob().evaluate(0).accuracy != 0.9
+
+
 def test_the_second_signal_stops_at_once(tmp_path):
     directory = RunDirectory.create(tmp_path, small_run(), "a")
 
@@ -160,6 +197,75 @@ def test_extending_a_run(tmp_path):
         assert list(reader.read_series("loss")) == [1, 2, 3, 4, 5, 6, 7, 8]
     straight = RunDirectory.create(tmp_path, small_run(steps=8), "b")
     assert torch.equal(run_to_end(straight, make_quiet_view()).weights, load_checkpoint_weights(directory, 8))
+
+
+def test_an_extended_run_says_so_in_its_events_and_on_its_card(tmp_path):
+    directory = RunDirectory.create(tmp_path, small_run(), "a")
+    run_to_end(directory, make_quiet_view())
+    assert "The same numbers, bit for bit, need the same versions" in directory.card.read_text()
+    effect = "the learning rate goes from 0.1 (step 6) to 0.2 (step 7)"
+
+    class DecayingJob(PretendJob):
+        def describe_extension(self, step: int, old_steps: int, new_steps: int) -> str:
+            assert (step, old_steps, new_steps) == (6, 6, 8)
+            return effect
+
+    config = small_run(steps=8)
+    expected = f"extended after step 6, from 6 to 8 steps; {effect}"
+    for _ in range(2):
+        output = io.StringIO()
+        # The run is left before the first new step is done, as by a kill: the extension must not be told twice.
+        with Run(RunDirectory.open(directory.path), config, DecayingJob(), make_view("plain", output)):
+            assert expected in output.getvalue()
+    job = DecayingJob()
+    with Run(RunDirectory.open(directory.path), config, job, make_quiet_view()) as run:
+        for step in run.steps():
+            run.end_step(step, job.step(step, pretend_groups(step)))
+        run.finish()
+    with Reader(directory.database) as reader:
+        assert [(e.step, e.text) for e in reader.read_events(kind="extension")] == [(6, expected)]
+    card = directory.card.read_text()
+    assert "so its command alone makes another one" in card and f"- {expected}" in card
+    assert "need the same versions, the same extensions after the same steps, and" in card and "- extension" not in card
+
+
+@pytest.mark.parametrize("steps", [3, 5])
+def test_steps_lowered_by_hand_are_refused_with_the_way_on(tmp_path, steps):
+    """5 is more than the newest checkpoint has, but the schedule would change in silence."""
+    directory = RunDirectory.create(tmp_path, small_run(), "a")
+
+    def stop(step: int) -> None:
+        if step == 4:
+            raise RuntimeError("bug")
+
+    with pytest.raises(RuntimeError):
+        run_to_end(directory, make_quiet_view(), stop)
+    text = directory.config_file.read_text()
+    directory.config_file.write_text(text.replace("steps: 6", f"steps: {steps}"))
+    with pytest.raises(RunError, match=rf"had 6 steps, but .*config.yaml now says steps: {steps}.*--steps 6`"):
+        run_to_end(RunDirectory.open(directory.path), make_quiet_view())
+    # The advised command.
+    with Run(RunDirectory.open(directory.path), small_run(steps=6), PretendJob(), make_quiet_view()) as run:
+        assert run.step == 4
+    assert directory.config_file.read_text() == text
+
+
+def test_folders_that_were_removed_are_made_again(tmp_path):
+    directory = RunDirectory.create(tmp_path, small_run(), "a")
+
+    def remove(step: int) -> None:
+        if step in (1, 4):
+            shutil.rmtree(directory.rollouts)
+            shutil.rmtree(directory.eval)
+        if step == 4:
+            raise RuntimeError("bug")
+
+    with pytest.raises(RuntimeError):
+        run_to_end(directory, make_quiet_view(), remove)
+    output = io.StringIO()
+    run_to_end(RunDirectory.open(directory.path), make_view("plain", output))
+    assert list_rollout_steps(directory.rollouts) == [5, 6] and list(directory.load_evaluations()) == [6]
+    assert "the evaluations after steps 0, 3 are in run.db, but their files in eval are gone" in output.getvalue()
 
 
 def load_checkpoint_weights(directory: RunDirectory, step: int) -> torch.Tensor:
@@ -290,8 +396,21 @@ def test_failures_are_recorded_with_their_step(tmp_path):
         "- failure: 1",
         "- skip: 1",
         "- samples that could not be scored: 0",
-        "- samples left out of the loss: 0",
+        "- samples left out of the loss: 1 of 4 (failed 1)",
     ]
+
+
+def test_the_card_counts_every_sample_that_is_left_out(tmp_path):
+    directory = RunDirectory.create(tmp_path, small_run(steps=1), "a")
+    with Run(directory, directory.config, PretendJob(), make_quiet_view()) as run:
+        for step in run.steps():
+            groups = pretend_groups(step, num_groups=4, group_size=3)
+            groups[0].excluded = groups[1].excluded = Fate.CONSTANT_REWARD
+            groups[2].samples[0].masked = Fate.TRUNCATED
+            run.end_step(step, make_step_record(step, groups, {}))
+        run.finish()
+    expected = "- samples left out of the loss: 7 of 12 (constant reward 6, truncated 1)"
+    assert expected in directory.card.read_text()
 
 
 class CountingJob(PretendJob):
@@ -337,6 +456,13 @@ def test_a_run_without_tasks_rollouts_and_evaluations(tmp_path):
     card = directory.card.read_text()
     assert "model `tiny`, data `numbers`, algorithm `counting`, 6 steps of 3 numbers, seed 0." in card
     assert "| step | loss |" in card and "## Skips and failures\n\nnone\n" in card
+
+
+def test_a_card_cannot_act_on_the_terminal_that_shows_it(tmp_path):
+    directory = RunDirectory.create(tmp_path, small_run(recipe="a\x1b[2J\u202eb", steps=1), "a")
+    run_counting_job(directory, make_view("plain", io.StringIO()))
+    card = directory.card.read_text()
+    assert "Recipe `a\\x1b[2J\\u202eb`" in card and not set("\x1b\u202e") & set(card)
 
 
 def test_a_silent_run_does_the_same_steps_and_leaves_nothing(tmp_path):
@@ -420,3 +546,86 @@ def test_the_line_counter_sees_the_store(tmp_path):
     with LineCounter() as lines:
         run_to_end(directory, make_quiet_view())
     assert lines.count > 200
+
+
+def make_dead(groups):
+    """Returns the groups with equal rewards and no advantages."""
+    for sample in (s for group in groups for s in group.samples):
+        sample.reward, sample.advantage = 0.0, 0.0
+    return groups
+
+
+def train_with_signal(directory, alive, stop_after=None):
+    """Runs or resumes a pretended run in which only the steps in `alive` have a signal. Returns what it printed."""
+    output = io.StringIO()
+    job = PretendJob(directory.config)
+    with Run(directory, directory.config, job, make_view("plain", output)) as run:
+        for step in run.steps():
+            groups = pretend_groups(step)
+            run.end_step(step, job.step(step, groups if step + 1 in alive else make_dead(groups)))
+            if step + 1 == stop_after:
+                return output.getvalue()
+        run.finish()
+    return output.getvalue()
+
+
+@pytest.mark.parametrize("stop_after", [None, 14])
+def test_ten_steps_in_a_row_without_a_signal_get_a_warning(tmp_path, stop_after):
+    """After a resume it comes at the same step."""
+    config = small_run(steps=33, eval=EvalConfig(), save=SaveConfig(every=5))
+    directory = RunDirectory.create(tmp_path, config, "a")
+    alive = {1, 2, 23}
+    printed = train_with_signal(directory, alive, stop_after)
+    if stop_after:
+        printed += train_with_signal(RunDirectory.open(directory.path), alive)
+    with Reader(directory.database) as reader:
+        events = [(event.step, event.text) for event in reader.read_events(kind="signal")]
+    assert [step for step, _ in events] == [12, 22, 33]
+    assert [text.split()[0] for _, text in events] == ["10", "20", "10"]
+    assert all("more --batch.samples" in text and "--sampling.temperature" in text for _, text in events)
+    assert "step 33 · signal · 10 steps in a row taught nothing" in printed and "more characters" not in printed
+
+
+def train_with_bad_updates(directory: RunDirectory, bad: set[int], stop_after: int | None = None) -> str:
+    """Trains a pretended run in which an update of each step in `bad` was skipped. Returns what it printed."""
+    output = io.StringIO()
+    job = PretendJob(directory.config)
+    with Run(directory, directory.config, job, make_view("plain", output)) as run:
+        for step in run.steps():
+            record = job.step(step, pretend_groups(step))
+            metrics = {**record.metrics, **({"updates/bad": 1.0} if step + 1 in bad else {})}
+            run.end_step(step, dataclasses.replace(record, metrics=metrics))
+            if step + 1 == stop_after:
+                return output.getvalue()
+        run.finish()
+    return output.getvalue()
+
+
+@pytest.mark.parametrize("stop_after", [None, 4])
+def test_the_first_skipped_update_is_an_event_and_the_card_counts_all(tmp_path, stop_after):
+    """After a resume there is no second event."""
+    config = small_run(steps=8, eval=EvalConfig(), save=SaveConfig(every=2))
+    directory = RunDirectory.create(tmp_path, config, "a")
+    bad = {3, 4, 7}
+    printed = train_with_bad_updates(directory, bad, stop_after)
+    if stop_after:
+        train_with_bad_updates(RunDirectory.open(directory.path), bad)
+    with Reader(directory.database) as reader:
+        events = [(event.step, event.text) for event in reader.read_events(kind="update")]
+    assert [step for step, _ in events] == [3]
+    assert "1 update was skipped: the gradient was not finite" in events[0][1] and "policy_loss" in events[0][1]
+    assert "step 3 · update · 1 update was skipped" in printed and "more characters" not in printed
+    assert "- updates skipped because their gradient was not finite: 3\n" in directory.card.read_text()
+
+
+def test_a_run_whose_updates_are_all_made_speaks_of_no_others(tmp_path):
+    directory = RunDirectory.create(tmp_path, small_run(steps=2, eval=EvalConfig()), "a")
+    printed = train_with_bad_updates(directory, set())
+    assert "not finite" not in printed + directory.card.read_text()
+
+
+def test_the_bundled_model_on_a_task_that_it_was_not_taught(tmp_path):
+    from cohort.models.catalog import notice_if_not_taught
+
+    assert notice_if_not_taught("tiny", "countdown") == "" == notice_if_not_taught("smollm2-135m", "gsm8k")
+    assert "was taught sums and Countdown only: if the rewards of gsm8k stay 0" in notice_if_not_taught("tiny", "gsm8k")

@@ -14,8 +14,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save
 
+from cohort.config.schema import ReplayConfig
 from cohort.errors import RunError
 from cohort.fates import Fate
+from cohort.loops.reuse import RolloutReuse
 from cohort.run.store.rollouts import (
     list_rollout_steps,
     load_rollouts,
@@ -121,6 +123,21 @@ def test_a_damaged_file_is_named(tmp_path, keep):
     path.write_bytes(path.read_bytes()[:keep])
     with pytest.raises(RunError, match=r"step-000001.safetensors is damaged"):
         load_rollouts(path)
+
+
+def test_a_changed_number_is_damage(tmp_path):
+    path = tmp_path / "step-000001.safetensors"
+    groups = pretend_groups(0)
+    save_rollouts(path, groups)
+    logprob = np.float32(groups[0].samples[0].sampler_logprobs[0])
+    data = path.read_bytes()
+    assert data.count(logprob.tobytes()) == 1
+    path.write_bytes(data.replace(logprob.tobytes(), (logprob + np.float32(0.5)).tobytes()))
+    with pytest.raises(RunError, match=r"step-000001.safetensors is damaged.*have changed since.*Restore it"):
+        load_rollouts(path)
+    reuse = RolloutReuse(ReplayConfig(prompts=1, steps=1), 0, tmp_path)
+    with pytest.raises(RunError, match=r"needs the file. .*checkpoints of step 1 and later away.*`cohort resume"):
+        reuse.draw(1)
 
 
 def test_a_missing_file_says_why(tmp_path):

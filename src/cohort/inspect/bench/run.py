@@ -6,7 +6,7 @@ from cohort.config.options import BenchOptions, BenchResult, EngineBenchOptions,
 from cohort.errors import ModelError
 from cohort.inspect.bench import measure
 from cohort.jobs.build import configure_torch
-from cohort.models.catalog import resolve_model
+from cohort.jobs.models import find_model
 from cohort.models.config import check_context
 from cohort.models.decoder import Decoder
 from cohort.models.device import DTYPES, choose_device, choose_dtype
@@ -43,7 +43,7 @@ def _load_model(options: BenchOptions) -> Decoder:
         config = find_shape(options.model)
         check_context(config, options.prompt_tokens + options.completion_tokens)
         return make_random_decoder(config, dtype, str(device))
-    decoder = load_folder(resolve_model(options.model), dtype).decoder
+    decoder = load_folder(find_model(options.model).folder, dtype).decoder
     if not isinstance(decoder, Decoder):
         raise ModelError(
             f"{options.model} cannot be measured: Cohort runs it with transformers' code, so its hardware limit is not "

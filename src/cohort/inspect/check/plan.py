@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 
 from cohort.data.pack import make_batch
@@ -11,10 +10,12 @@ from cohort.inspect.check.trial import Trial, give_distinct_rewards, sample_tria
 from cohort.learner.plan import MemoryDemand, state_bytes, update_bytes
 from cohort.models.config import ModelConfig
 from cohort.models.limits import count_kv_bytes
+from cohort.system.kernel import find_memory_size
 
 GIB = 2**30
 WARN_SHARE = 0.8  # of the machine's memory: an estimate above it is a warning
-MAX_SAMPLING_SECONDS = 10.0  # a whole batch is sampled for the time estimate only if that takes no longer
+MAX_SAMPLING_SECONDS = 10.0  # a batch, or a part of it, is sampled for the time estimate only if that takes no longer
+_GROWTH = 4  # factor by which that part grows
 
 
 def check_memory(trial: Trial) -> Finding:
@@ -34,9 +35,11 @@ def check_memory(trial: Trial) -> Finding:
     kv = count_kv_bytes(demand.model, demand.bytes_per_number) * demand.kv_tokens
     update = update_bytes(demand, min(learner.token_budget, demand.batch_tokens), recompute=False)
     need = state + update + kv
-    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    text = f"about {need / GIB:.2g} of {available / GIB:.2g} GiB (weights and optimizer {state / GIB:.2g}, "
-    text += f"update {update / GIB:.2g}, KV {kv / GIB:.2g}), an estimate"
+    available = find_memory_size()
+    parts = f"(weights and optimizer {state / GIB:.2g}, update {update / GIB:.2g}, KV {kv / GIB:.2g}), an estimate"
+    if available is None:
+        return warn(name, f"about {need / GIB:.2g} GiB {parts}; this system does not tell how much memory it has")
+    text = f"about {need / GIB:.2g} of {available / GIB:.2g} GiB {parts}"
     if need <= WARN_SHARE * available:
         return ok(name, text, bytes=need)
     remedy = "lower learner.token_budget or engine.slots, or train adapters (--learner.lora.rank 16)."
@@ -70,21 +73,17 @@ def _estimate_demand(trial: Trial, model: ModelConfig) -> MemoryDemand:
 def check_step_time(trial: Trial, score_seconds: float) -> Finding:
     """Measures sampling and one update, and returns a finding with the estimated time of a step and of the run.
 
-    Measures a whole batch if sampling it should take at most 10 s, otherwise the trial's few groups, scaled to the
-    batch. `score_seconds`, the measured time of one score, is added once per sample. Returns FAIL if the update moves
-    no weights, else ok. The update changes the weights, so this must be the last check.
+    Measures a whole batch if sampling it should take at most 10 s, otherwise as large a part as that allows, scaled to
+    the batch. `score_seconds`, the measured time of one score, is added once per sample. Returns FAIL if the update
+    moves no weights, else ok. The update changes the weights, so this must be the last check.
     """
     name = "plan/time"
     job = trial.job
     config = job.config
     batch_size = config.batch.prompts * config.batch.samples
-    few = trial.sampled
-    # The trial was sampled once already. This second time measures without the work that is done only once.
-    seconds = sample_trial(job, len(few), len(few[0].samples)).sampling_seconds
-    if seconds * batch_size / _count_samples(trial) <= MAX_SAMPLING_SECONDS:
-        trial = sample_trial(job, config.batch.prompts, config.batch.samples)
-        give_distinct_rewards(trial)
-        seconds = trial.sampling_seconds
+    trial = _sample_for_time(trial)
+    give_distinct_rewards(trial)
+    seconds = trial.sampling_seconds
     begin = time.perf_counter()
     size = _count_samples(trial)
     num_minibatches = config.learner.minibatches if size == batch_size else 1
@@ -100,6 +99,28 @@ def check_step_time(trial: Trial, score_seconds: float) -> Finding:
     measured = f"sampling {seconds:.2g} s and update {update:.2g} s of {size} samples"
     scaled = "" if size == batch_size else f", scaled to {batch_size}"
     return ok(name, f"{text}: an estimate, from {measured}{scaled}", step_seconds=step)
+
+
+def _sample_for_time(trial: Trial) -> Trial:
+    """Returns groups that were sampled to measure the time: those of a whole batch, or as many as 10 s allow.
+
+    A few samples take nearly as long as many, so their time, scaled to the batch, would be several times too high.
+    Therefore the number of samples grows until the next size would take too long, if it took as long per sample.
+    """
+    job = trial.job
+    batch = job.config.batch
+    prompts, samples = len(trial.sampled), len(trial.sampled[0].samples)
+    # The trial was sampled once already. This second time measures without the work that is done only once.
+    trial = sample_trial(job, prompts, samples)
+    while prompts * samples < batch.prompts * batch.samples:
+        if samples < batch.samples:
+            samples = min(_GROWTH * samples, batch.samples)
+        else:
+            prompts = min(_GROWTH * prompts, batch.prompts)
+        if trial.sampling_seconds * prompts * samples / _count_samples(trial) > MAX_SAMPLING_SECONDS:
+            break
+        trial = sample_trial(job, prompts, samples)
+    return trial
 
 
 def _count_samples(trial: Trial) -> int:

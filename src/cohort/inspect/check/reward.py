@@ -16,8 +16,10 @@ from cohort.inspect.check.findings import Finding, fail, ok, quote, warn
 from cohort.inspect.check.trial import Trial
 from cohort.jobs.build import RLJob
 from cohort.logs.escape import escape_line
+from cohort.models.catalog import notice_if_not_taught
 from cohort.rollout.episode import make_answer
 from cohort.scoring.pool import ScoringPool
+from cohort.tasks.calls import get_gold
 from cohort.types import Answer, Outcome, Prompt, Sample
 
 # Rows of the training and of the test split that answers are made for.
@@ -58,20 +60,24 @@ def check_reward(trial: Trial, seconds: float = PASS_SECONDS) -> Iterator[Findin
 
     Takes the next prompts of the job's prompt stream and some problems of the test split. `seconds` limits each pass
     over the answers; answers that are not reached in that time are left out. The rewards of the trial's own samples are
-    stored in the samples. If the grader breaks the rules for tasks (TaskError), one FAIL says so and the other checks
-    are not run.
+    stored in the samples. If the grader breaks the rules for tasks (TaskError), or scores no answer at all, one FAIL
+    says so and the other checks are not run.
     """
     job = trial.job
     task = job.config.task
     stream = job.producer.stream
     rows = stream.next_prompts(min(NUM_TRAIN, stream.num_rows)) + job.problems[:NUM_TEST]
     try:
-        scored = list(_score_cases(job, job.scorer, make_cases(task, rows), seconds))
+        cases = make_cases(task, rows)
+        scored = list(_score_cases(job, job.scorer, cases, seconds))
         yield check_failures(scored)
-        yield check_speed(job, scored)
         # What the other checks compare are scores, so answers without one are left out.
         judged = [c for c in scored if not c.outcome.failure]
-        yield from check_verdicts(job, judged)
+        if not judged:
+            yield warn("reward/verdicts", "the other checks of the reward did not run, because they need scores.")
+            return
+        yield check_speed(job, scored)
+        yield from check_verdicts(job, judged, {c.kind for c in cases})
         yield check_repeatable(job, judged, seconds)
         yield check_order(job, judged, seconds)
         yield check_signal(trial, seconds)
@@ -108,11 +114,11 @@ def make_cases(task: object, prompts: Sequence[Prompt]) -> list[Case]:
 def _get_gold(task: object, prompt: Prompt) -> str:
     """Returns the right answer that the task's `gold` gives for the prompt's row.
 
-    Returns "" if the task has no `gold` or that raises TaskError; other exceptions pass through.
+    Returns "" if the task has no `gold` or that raises TaskError. Raises UserCodeError if that of a user's task
+    raises something else.
     """
-    gold = getattr(task, "gold", None)
     try:
-        return str(gold(prompt.row)) if gold is not None else ""
+        return get_gold(task, prompt.row) or ""
     except TaskError:
         return ""
 
@@ -158,7 +164,9 @@ def check_failures(scored: Sequence[Case]) -> Finding:
     failed = [c for c in scored if c.outcome.failure]
     if not failed:
         return ok(name, f"all {len(scored)} answers could be scored", answers=len(scored))
-    first = f"the first, {failed[0].kind} text {quote(failed[0].answer.text)}: {quote(failed[0].outcome.failure)}"
+    # In full: an exception and its message are what the user needs.
+    problem = escape_line(failed[0].outcome.failure, 300)
+    first = f'the first, {failed[0].kind} text {quote(failed[0].answer.text)}: "{problem}"'
     text = f"{len(failed)} of {len(scored)} answers could not be scored; {first}"
     return fail(name, f"{text}. A wrong answer must get the score 0, not raise an exception.", failed=len(failed))
 
@@ -166,11 +174,12 @@ def check_failures(scored: Sequence[Case]) -> Finding:
 def check_speed(job: RLJob, scored: Sequence[Case]) -> Finding:
     """Returns FAIL if the median time of a score is above 0.5 s, warn above 0.05 s, else ok.
 
-    Leaves out the first score, which waits for its worker; without other scores the time is 0.
+    Leaves out the first score, which waits for its worker, and failures, which are tried twice; without other scores
+    the time is 0.
     """
     name = "reward/speed"
     per_step = job.config.batch.prompts * job.config.batch.samples
-    each = statistics.median([c.seconds for c in scored][1:] or [0.0])
+    each = statistics.median([c.seconds for c in scored[1:] if not c.outcome.failure] or [0.0])
     text = f"{each:.2g} s per score, {each * per_step:.2g} s for the {per_step} scores of a step"
     if each <= WARN_SCORE_SECONDS:
         return ok(name, text, seconds=each)
@@ -220,28 +229,41 @@ def _compare_scores(name: str, pairs: Sequence[tuple[Case, Case]], how: str, rem
 # ---- what the grader rewards
 
 
-def check_verdicts(job: RLJob, scored: Sequence[Case]) -> Iterator[Finding]:
+def check_verdicts(job: RLJob, scored: Sequence[Case], made: Iterable[str]) -> Iterator[Finding]:
     """Runs the checks of what the grader rewards, for each kind of answer, and yields their findings.
 
-    `scored` must not contain answers that could not be scored. The checks of another row's and of half an answer are
-    left out if there are no such answers.
+    `scored` must not contain answers that could not be scored. `made` are the kinds of all answers: a check none of
+    whose answers was scored is a warning. The checks of a repeated, of another row's and of half an answer are left
+    out if there are no such answers.
     """
-    kinds: dict[str, list[Case]] = {}
+    kinds: dict[str, list[Case]] = {kind: [] for kind in made}
     for case in scored:
-        kinds.setdefault(case.kind, []).append(case)
+        kinds[case.kind].append(case)
     gold = kinds.get("gold", [])
     # The full reward is that of the best gold answer or, without gold answers, that of full marks in every part.
     most = job.producer.settings.compute_reward(dict.fromkeys(job.config.task.parts, 1.0))
     full = max([c.reward for c in gold], default=most)
-    yield check_gold(gold)
-    yield check_empty(kinds.get("empty", []))
-    yield check_variation(scored, gold)
-    yield check_cheapest([c for kind in CHEAP_KINDS for c in kinds.get(kind, [])], full)
-    yield check_echo(kinds.get("echo", []), full)
-    yield check_repetition(kinds.get("repeated", []), gold)
+    has_gold = "gold" in kinds
+    yield check_gold(gold) if gold or not has_gold else _warn_of_no_scores("reward/gold", "right")
+    empty = kinds.get("empty", [])
+    yield check_empty(empty) if empty else _warn_of_no_scores("reward/empty", "empty")
+    yield check_variation(scored, gold, has_gold)
+    cheap = [c for kind in CHEAP_KINDS for c in kinds.get(kind, [])]
+    yield check_cheapest(cheap, full) if cheap else _warn_of_no_scores("reward/cheapest", "empty or format-only")
+    echoes = kinds.get("echo", [])
+    yield check_echo(echoes, full) if echoes else _warn_of_no_scores("reward/echo", "copied")
+    if (repeated := kinds.get("repeated")) is not None:
+        can_compare = repeated and gold
+        yield check_repetition(repeated, gold) if can_compare else _warn_of_no_scores("reward/repetition", "repeated")
     for kind, words in (("other", "another row's right answer"), ("truncated", "the first half of a right answer")):
-        if kind in kinds:
-            yield check_acceptance(kind, words, kinds[kind], full)
+        if (tried := kinds.get(kind)) is not None:
+            name = f"reward/{kind}"
+            yield check_acceptance(kind, words, tried, full) if tried else _warn_of_no_scores(name, kind)
+
+
+def _warn_of_no_scores(name: str, kind: str) -> Finding:
+    """Returns the finding of the check `name` if none of its answers, which `kind` describes, was scored."""
+    return warn(name, f"not checked: no {kind} answer got a score. Either the grader fails on them, or it is too slow.")
 
 
 def check_gold(gold: Sequence[Case]) -> Finding:
@@ -268,18 +290,21 @@ def check_empty(empty: Sequence[Case]) -> Finding:
     return fail(name, f"{text}: the policy would learn to say nothing. Score an empty answer 0.", rows=len(paid))
 
 
-def check_variation(scored: Sequence[Case], gold: Sequence[Case]) -> Finding:
-    """Returns FAIL if all answers got the same reward or none was scored, else ok.
+def check_variation(scored: Sequence[Case], gold: Sequence[Case], has_gold: bool) -> Finding:
+    """Returns FAIL if all answers got the same reward, else ok.
 
-    Returns only warn if the reward is always 0 and no right answers (`gold`) are known.
+    Returns only warn if the reward is always 0 and no right answers (`gold`) were scored. `has_gold` = the task gives
+    some.
     """
     name = "reward/varies"
     rewards = {c.reward for c in scored}
     if len(rewards) > 1:
         return ok(name, f"{len(rewards)} different rewards, {min(rewards):g} to {max(rewards):g}")
     if gold or rewards != {0.0}:
-        text = f"{len(scored)} answers, right and wrong, all got {rewards}" if scored else "no answer could be scored"
+        text = f"{len(scored)} answers, right and wrong, all got {rewards}"
         return fail(name, f"{text}: a constant reward teaches nothing. Does score read the right field?")
+    if has_gold:
+        return warn(name, "all answers that could be scored got the reward 0, and no right answer is among them.")
     text = "all answers tried here got the reward 0, and without gold(row) no right answer is known"
     return warn(name, f"{text}. Add gold(row) -> str to the task, so that right answers can be tried too.")
 
@@ -358,8 +383,8 @@ def check_acceptance(kind: str, words: str, tried: Sequence[Case], full: float) 
 def check_signal(trial: Trial, seconds: float) -> Finding:
     """Scores the trial's samples, stores their rewards in them, and reports how many groups have differing rewards.
 
-    Returns warn if there is no such group, else ok. A sample's reward is None if the grader failed on it, or if
-    `seconds` had passed before it.
+    Returns warn if there is no such group or no sample could be scored, else ok. A sample's reward is None if the
+    grader failed on it, or if `seconds` had passed before it.
     """
     name = "reward/signal"
     job = trial.job
@@ -372,11 +397,14 @@ def check_signal(trial: Trial, seconds: float) -> Finding:
             s.reward = scored[0].reward if scored and not scored[0].outcome.failure else None
     rewards = [s.reward for g in trial.sampled for s in g.samples if s.reward is not None]
     alive = sum(len({s.reward for s in g.samples} - {None}) > 1 for g in trial.sampled)
-    mean = statistics.fmean(rewards or [0.0])
+    if not rewards:
+        return warn(name, "not checked: no sample of the model could be scored.")
+    mean = statistics.fmean(rewards)
     text = f"{alive} of {len(trial.sampled)} sampled groups have rewards that differ, mean reward {mean:.2f}"
     if alive:
         return ok(name, text, groups=alive, mean=mean)
     advice = (
         "equal rewards train nothing: try an easier or harder task, more samples, or a model that solves some problems."
     )
-    return warn(name, f"{text}; {advice}", groups=0, mean=mean)
+    notice = notice_if_not_taught(job.config.model, job.config.task.name)
+    return warn(name, f"{text}; {advice}" + (f" Note: {notice}." if notice else ""), groups=0, mean=mean)

@@ -6,9 +6,11 @@ from collections.abc import Callable, Iterator
 
 from cohort.config.kinds import require_rl
 from cohort.config.schema import RunConfig
-from cohort.inspect.check.findings import Finding, fail
+from cohort.errors import UserCodeError
+from cohort.inspect.check.findings import Finding, fail, ok
 from cohort.inspect.check.plan import check_memory, check_step_time
 from cohort.inspect.check.reward import check_reward
+from cohort.inspect.check.source import check_overlap
 from cohort.inspect.check.trial import give_distinct_rewards, sample_trial
 from cohort.inspect.check.update import check_update
 from cohort.jobs import build
@@ -28,6 +30,10 @@ def run_checks(config: RunConfig, progress: Callable[[str], None]) -> Iterator[F
     progress("loading the model and the task")
     job = build.build_rl_job(require_rl(config, "cohort check"))
     try:
+        if (overlap := job.producer.stream.overlap) is not None:
+            yield check_overlap(overlap)
+        if notice := job.notice_if_fewer_problems():
+            yield ok("evaluation/problems", f"{notice}.")
         progress("sampling a few groups")
         trial = sample_trial(job, NUM_PROMPTS, NUM_SAMPLES)
         progress("rehearsing the reward")
@@ -42,8 +48,10 @@ def run_checks(config: RunConfig, progress: Callable[[str], None]) -> Iterator[F
             yield from check_update(trial)
         # Any exception is a finding here: a user's loss or model that breaks is what this command looks for.
         except Exception as error:
-            reason = escape_line(f"{type(error).__name__}: {error}", 300)
-            yield fail("update/raises", f"computing the update raised {reason}. The checks after this did not run.")
+            # The error of a user's loss names its exception itself, and has several lines.
+            kind = "" if isinstance(error, UserCodeError) else f"{type(error).__name__}: "
+            reason = escape_line(" ".join(f"{kind}{error}".split()), 300)
+            yield fail("update/raises", f"computing the update failed: {reason}. The checks after this did not run.")
             return
         progress("measuring a step")
         yield check_memory(trial)

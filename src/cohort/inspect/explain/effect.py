@@ -58,6 +58,7 @@ class StepEffect:
 
     groups: list[list[SampleEffect]]
     has_exact_ratios: bool  # the learner's log-probabilities are stored; without them every ratio is taken to be 1
+    is_known: bool = True  # False = the loss is foreign code, which was not run: all gradients are 0 here
 
     @cached_property
     def group_signals(self) -> list[float]:
@@ -69,8 +70,13 @@ class StepEffect:
         """Sum of |dL/dlogprob| over all tokens of the step."""
         return math.fsum(self.group_signals)
 
-    def compute_share(self, signal: float) -> float:
-        """Returns `signal`, that of a part of the step, divided by that of the whole step; 0 if the step has none."""
+    def compute_share(self, signal: float) -> float | None:
+        """Returns `signal`, that of a part of the step, divided by that of the whole step; 0 if the step has none.
+
+        None if the effect is not known.
+        """
+        if not self.is_known:
+            return None
         return signal / self.signal if self.signal else 0.0
 
 
@@ -110,6 +116,20 @@ def compute_step_effect(
                 begin += num
     ordered = iter(effects)
     return StepEffect(groups=[[next(ordered) for _ in g.samples] for g in groups], has_exact_ratios=exact)
+
+
+def make_unknown_effect(groups: Sequence[Group]) -> StepEffect:
+    """Returns the effect of a loss that is not run. It tells only which samples are in the loss."""
+    effects = []
+    for group in groups:
+        zeros = [_make_zero_effect(s) for s in group.samples]
+        effects.append(
+            [
+                replace(zero, metrics={"tokens": float(s.num_sampled)} if _is_trained(s) and not group.excluded else {})
+                for zero, s in zip(zeros, group.samples, strict=True)
+            ]
+        )
+    return StepEffect(groups=effects, has_exact_ratios=False, is_known=False)
 
 
 def _is_trained(sample: Sample) -> bool:

@@ -93,16 +93,19 @@ def _describe_baseline(step: RecordedStep, group: Group) -> list[Fact]:
     num_scored = format_count(len(returns), "scored sample")
     facts.append(("returns", f"{_describe_moments(returns)} of {num_scored}" if returns else "none"))
     algo = step.config.algo
-    # A baseline or scale over the batch uses the accepted groups that have at least two scored samples.
+    # A baseline or scale over the batch uses the accepted groups that have enough scored samples.
     if "batch" in (algo.baseline, algo.scale):
+        least = 2 if algo.needs_siblings else 1
         rows = [_collect_returns(step.algo, g) for g in step.groups if g.excluded != Fate.NOT_ACCEPTED]
-        facts.append(("of the batch", _describe_moments([value for row in rows if len(row) > 1 for value in row])))
+        values = [value for row in rows if len(row) >= least for value in row]
+        facts.append(("of the batch", _describe_moments(values) if values else "none"))
     failures = Counter(s.failure for s in group.samples if s.failure)
     failed = [f"{format_count(n, 'sample')} failed: {failure}" for failure, n in failures.items()]
     facts.append(("left out", "; ".join(failed) or "no sample"))
     if masked := sum(bool(s.masked and not s.failure) for s in group.samples):
         facts.append(("masked", f"{format_count(masked, 'sample')}: in the baseline, not in the loss"))
-    facts.append(("advantages", f"{step.algo.advantage_description}, aggregate = {algo.aggregate}"))
+    how = step.algo.advantage_description if step.algo else "as recorded, by the code of the algorithm"
+    facts.append(("advantages", f"{how}, aggregate = {algo.aggregate}"))
     return facts
 
 
@@ -111,18 +114,20 @@ def _describe_moments(values: Sequence[float]) -> str:
     return f"mean {format_number(mean(values))}, std {format_number(std(values))}"
 
 
-def _collect_returns(algo: Algorithm, group: Group) -> list[float]:
+def _collect_returns(algo: Algorithm | None, group: Group) -> list[float]:
     """Returns the return (reward after penalties) of each sample of a group that could be scored."""
     return [_get_return(algo, s) for s in group.samples if not s.failure and s.reward is not None]
 
 
-def _get_return(algo: Algorithm, sample: Sample) -> float:
+def _get_return(algo: Algorithm | None, sample: Sample) -> float:
     """Returns what the baseline uses for a scored sample: its reward after the algorithm's penalties.
 
-    It is the plain reward if the algorithm has no penalties, or if it needs old log-probabilities that the sample
-    lacks. The sample must have a reward.
+    It is the plain reward if the algorithm has no penalties or is not known (None), or if it needs old
+    log-probabilities that the sample lacks. The sample must have a reward.
     """
     assert sample.reward is not None
+    if algo is None:
+        return sample.reward
     # A group that was not accepted and was replaced has no log-probabilities, so a KL in its reward is not known.
     is_known = sample.old_logprobs is not None or "old" not in algo.needs()
     return algo.compute_return(sample) if isinstance(algo, _HasReturns) and is_known else sample.reward
@@ -157,7 +162,7 @@ def _make_sample_report(step: RecordedStep, group: Group, index: int, effect: Sa
         push=math.fsum(t.push for t in tokens),
         share=share(effect.signal),
         fate=fate,
-        facts=_describe_sample(step, sample, fate, effect) + _describe_pushes(tokens),
+        facts=_describe_sample(step, sample, fate, effect) + describe_pushes(tokens),
         tokens=tokens,
     )
 
@@ -180,7 +185,7 @@ def _describe_sample(step: RecordedStep, sample: Sample, fate: str, effect: Samp
     m = effect.metrics
     if effect.is_in_loss and step.effect.has_exact_ratios and "ratio/mean" in m:
         facts.append(("ratio", _format_ratios(m["ratio/min"], m["ratio/mean"], m["ratio/max"])))
-    elif effect.is_in_loss:
+    elif effect.is_in_loss and step.effect.is_known:
         facts.append(("ratio", "not known, taken as 1"))
     # The ratio of the learner's probability to the sampler's. The bound keeps exp from an overflow.
     if sample.old_logprobs and sample.num_sampled:
@@ -190,7 +195,7 @@ def _describe_sample(step: RecordedStep, sample: Sample, fate: str, effect: Samp
     return facts + _describe_limited_tokens(step, sample, effect)
 
 
-def _describe_pushes(tokens: Sequence[ShownToken]) -> list[Fact]:
+def describe_pushes(tokens: Sequence[ShownToken]) -> list[Fact]:
     """Returns one fact (label, text): how many tokens the update pushes up or down; empty if it pushes none.
 
     It has the push on each token if the pushes are equal, else the three strongest. It is for readers who see no
@@ -199,7 +204,8 @@ def _describe_pushes(tokens: Sequence[ShownToken]) -> list[Fact]:
     pushed = sorted((t for t in tokens if t.push), key=lambda t: -abs(t.push))
     if not pushed:
         return []
-    if math.isclose(pushed[0].push, pushed[-1].push, rel_tol=1e-6):
+    # All are compared: the strongest and the weakest can be equal while one between them has the other sign.
+    if all(math.isclose(t.push, pushed[0].push, rel_tol=1e-6) for t in pushed):
         return [("push", f"{format_signed(pushed[0].push)} on each of {format_count(len(pushed), 'token')}")]
     strongest = ", ".join(f'"{t.text}" {format_signed(t.push)}' for t in pushed[:3])
     return [("push", f"on {format_count(len(pushed), 'token')}, most on {strongest}")]

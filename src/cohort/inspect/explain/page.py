@@ -7,8 +7,8 @@ from html import escape
 from itertools import groupby
 
 from cohort.inspect.explain.records import Fact, GroupLine, GroupReport, Report, SampleReport, ShownToken
-from cohort.inspect.explain.words import format_number, format_signed
-from cohort.logs.escape import escape_line, escape_text
+from cohort.inspect.explain.words import format_number, format_share, format_signed
+from cohort.logs.escape import escape_all, escape_line, escape_text
 from cohort.types import Provenance
 
 _STYLE = """
@@ -44,7 +44,8 @@ def render_page(report: Report) -> str:
         *_render_group(report.group),
         "</body></html>",
     ]
-    return "\n".join(parts) + "\n"
+    # Everything above is escaped already. A text that is forgotten one day must not act on a terminal either.
+    return escape_all("\n".join(parts) + "\n")
 
 
 def _escape(text: str, limit: int = 1000) -> str:
@@ -64,8 +65,8 @@ def _render_overview(lines: Sequence[GroupLine], chosen: int) -> str:
     The row of the group with the index `chosen` is marked.
     """
     rows = ["<tr><th>group</th><th>share</th><th>reward</th><th>prompt</th><th></th></tr>"]
-    for line in sorted(lines, key=lambda line: -line.share):
-        cells = (str(line.index), f"{line.share:.1%}", line.rewards, line.prompt_id, line.note)
+    for line in sorted(lines, key=lambda line: -(line.share or 0.0)):
+        cells = (str(line.index), format_share(line.share), line.rewards, line.prompt_id, line.note)
         mark = ' class="chosen"' if line.index == chosen else ""
         rows.append(f"<tr{mark}>{''.join(f'<td>{_escape(cell)}</td>' for cell in cells)}</tr>")
     return f"<h2>groups</h2><table>{''.join(rows)}</table>"
@@ -74,7 +75,7 @@ def _render_overview(lines: Sequence[GroupLine], chosen: int) -> str:
 def _render_group(group: GroupReport) -> Iterable[str]:
     """Yields the HTML elements for one group: heading, facts, prompt, legend of the colours, and samples."""
     line = group.line
-    yield f"<h2>group {line.index} · {_escape(line.prompt_id)} · {line.share:.1%} of the signal</h2>"
+    yield f"<h2>group {line.index} · {_escape(line.prompt_id)} · {format_share(line.share)} of the signal</h2>"
     yield _render_facts(group.facts)
     yield from _render_tokens(group.prompt, 0.0)
     kinds = " · ".join(f'<span class="{kind}">{kind}</span>' for kind in ("prompt", "environment", "forced"))
@@ -92,11 +93,11 @@ def _render_heading(sample: SampleReport) -> str:
     if sample.fate:
         effect = f"out of the loss: {_escape(sample.fate)}"
     elif sample.push == 0:
-        effect = "no push"
+        effect = "no push" if sample.share is not None else "push not known"
     else:
         way = "up" if sample.push > 0 else "down"
         effect = f'<span class="{way}">{way} {format_signed(sample.push)}</span>'
-    return f"<h3>sample {sample.index} · {sample.share:.1%} of the signal · {effect}</h3>"
+    return f"<h3>sample {sample.index} · {format_share(sample.share)} of the signal · {effect}</h3>"
 
 
 def _render_tokens(tokens: Sequence[ShownToken], strongest: float) -> Iterable[str]:
@@ -121,7 +122,7 @@ def _render_token(token: ShownToken, kind: str, strongest: float) -> str:
     if token.logprob is not None:
         about.append(f"logprob {format_number(token.logprob)}")
     if token.push:
-        about.append(f"push {format_signed(token.push)}, {token.share:.2%} of the signal")
+        about.append(f"push {format_signed(token.push)}, {token.share or 0.0:.2%} of the signal")
     if token.zero_reason:
         about.append(f"no gradient: {token.zero_reason}")
     # Tokens without a push keep the style of their provenance.

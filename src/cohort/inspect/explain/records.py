@@ -19,7 +19,7 @@ class ShownToken:
     id: int
     provenance: int
     push: float = 0.0  # -dL/dlogprob: above 0, the update makes the token more likely
-    share: float = 0.0  # of the step's signal
+    share: float | None = 0.0  # of the step's signal; None = not known
     logprob: float | None = None
     zero_reason: str = ""  # why it has no push although it is in the loss
 
@@ -30,7 +30,7 @@ class SampleReport:
 
     index: int
     push: float  # sum over its tokens
-    share: float  # of the step's signal
+    share: float | None  # of the step's signal; None = push and share are not known
     fate: str  # why it is out of the loss; "" = it is in
     facts: list[Fact]
     tokens: list[ShownToken]
@@ -43,7 +43,7 @@ class GroupLine:
     index: int
     prompt_id: str
     rewards: str
-    share: float  # of the step's signal
+    share: float | None  # of the step's signal; None = not known
     note: str  # why the group is out of the loss, how old it is; "" = nothing special
 
 

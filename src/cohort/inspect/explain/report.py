@@ -64,9 +64,11 @@ def make_report(step: RecordedStep, group: str = "") -> Report:
 def find_group(groups: Sequence[Group], wanted: str, effect: StepEffect) -> int:
     """Returns the index of the group that `wanted` names.
 
-    `wanted` is an index or, if there is no such index, a prompt id; "" = the group with the largest signal. Raises
-    RunError if no group fits.
+    `wanted` is an index or, if there is no such index, a prompt id; "" = the group with the largest signal or, if that
+    is not known, with the largest advantages. Raises RunError if no group fits.
     """
+    if not wanted and not effect.is_known:
+        return max(range(len(groups)), key=lambda i: sum(abs(s.advantage) for s in groups[i].samples))
     if not wanted:
         return max(range(len(groups)), key=lambda i: effect.group_signals[i])
     if wanted.isdecimal() and int(wanted) < len(groups):
@@ -101,11 +103,12 @@ def _describe_step(step: RecordedStep) -> list[Fact]:
         parts = sorted({name for s in samples for name in s.parts})
         means = [f"{name} {format_number(mean([s.parts[name] for s in samples if name in s.parts]))}" for name in parts]
         facts.append(("reward", f"{format_spread(rewards)}; parts on average: {', '.join(means) or 'none'}"))
-    # A token is pushed against its gradient.
-    pushes = [-g for e in sampled for g in e.gradient]
-    up, down = (math.fsum(p for p in pushes if p * sign > 0) for sign in (1, -1))
-    signal = f"{format_number(effect.signal)} = sum of |dL/dlogprob|"
-    facts.append(("signal", f"{signal}: {format_signed(up)} up, {format_signed(down)} down"))
+    if effect.is_known:
+        # A token is pushed against its gradient.
+        pushes = [-g for e in sampled for g in e.gradient]
+        up, down = (math.fsum(p for p in pushes if p * sign > 0) for sign in (1, -1))
+        signal = f"{format_number(effect.signal)} = sum of |dL/dlogprob|"
+        facts.append(("signal", f"{signal}: {format_signed(up)} up, {format_signed(down)} down"))
     metrics = {name: step.metrics[name] for name in _SHOWN_METRICS if name in step.metrics}
     counts = ("updates/", "clip/")  # shown only if they are not 0
     shown = {name: value for name, value in metrics.items() if value or not name.startswith(counts)}
@@ -118,7 +121,14 @@ def _describe_step(step: RecordedStep) -> list[Fact]:
 def _collect_notes(step: RecordedStep) -> list[str]:
     """Returns the notes that a reader needs to understand the numbers of the report; empty if none is needed."""
     config = step.config
-    notes = []
+    notes = [step.problem] if step.problem else []
+    if not step.effect.is_known:
+        name = get_variant_name("algo", config.algo)
+        note = (
+            f"the loss is code of {name}, which explain never runs: pushes, ratios and shares of the signal are not "
+            f"known. cohort replay RUN --step {step.number} --trust runs it."
+        )
+        return [*notes, note, *_note_missing_tokenizer(step)]
     if not step.effect.signal:
         has_bonus = bool(config.algo.entropy or config.algo.entropy_target)
         # With an entropy bonus the loss is not 0 although no single log-probability is pushed.
@@ -161,9 +171,12 @@ def _collect_notes(step: RecordedStep) -> list[str]:
     if config.algo.kl.weight and config.algo.kl.place == "loss":
         policy = config.algo.kl.to
         notes.append(f"the KL penalty is part of the loss: every push includes its pull towards the {policy} policy.")
-    if step.tokenizer is None:
-        notes.append("the run's tokenizer was not found: tokens are shown as ids.")
-    return notes
+    return notes + _note_missing_tokenizer(step)
+
+
+def _note_missing_tokenizer(step: RecordedStep) -> list[str]:
+    """Returns a note if the run's tokenizer was not found, else an empty list."""
+    return [] if step.tokenizer else ["the run's tokenizer was not found: tokens are shown as ids."]
 
 
 def explain_no_signal(groups: Sequence[Group], effect: StepEffect, fact: str = "loss is 0") -> str:

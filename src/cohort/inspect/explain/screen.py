@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import IO
@@ -11,7 +12,8 @@ from rich.console import Console
 from rich.text import Text
 
 from cohort.inspect.explain.records import Fact, GroupLine, GroupReport, Report, SampleReport, ShownToken
-from cohort.inspect.explain.words import format_signed
+from cohort.inspect.explain.words import format_share, format_signed
+from cohort.logs.console import make_console
 from cohort.logs.escape import escape_line, escape_text
 from cohort.types import Provenance
 
@@ -26,16 +28,34 @@ _TINTS = {1: ((232, 245, 233), (76, 175, 80)), -1: ((255, 235, 238), (239, 83, 8
 _MAX_GROUPS = 20  # lines of the overview
 _LABEL_WIDTH = 15  # characters
 _MAX_PROMPT_TOKENS = 4000
+_MIN_ROOM = 24  # columns that a text needs beside its label; with less it is left to the terminal to break
+_LEAD = re.compile(r"  .{15} │ | *\S(?:\S| \S)* {2,}(?=\S)| *(?:! )?")  # what stands before a text
 
 
 def print_report(report: Report, file: IO[str] | None = None) -> None:
     """Prints a report to `file`; None = standard output. Uses colours on a terminal only.
 
-    Does not break lines: a terminal folds them itself.
+    On a terminal, lines that do not fit are broken between words, those about facts below the fact. Elsewhere no line
+    is broken.
     """
-    console = Console(file=file, highlight=False, emoji=False, markup=False)
+    console = make_console(file)
     for line in _render_report(report, coloured=console.is_terminal and not console.no_color):
-        console.print(line, soft_wrap=True)
+        for row in _wrap_line(line, console) if console.file.isatty() else [line]:
+            console.print(row, soft_wrap=True)
+
+
+def _wrap_line(line: Text, console: Console) -> list[Text]:
+    """Returns a line as rows that fit on the terminal. Further rows begin below the text behind the label."""
+    lead = _LEAD.match(line.plain)
+    place = lead.end() if lead else 0
+    room = console.width - place
+    if line.cell_len <= console.width or room < _MIN_ROOM:
+        return [line]
+    head, body = line.divide([place])
+    # The margin of a model's text goes on.
+    margin = Text(" " * (place - 2) + "│ ", style=CALM) if head.plain.endswith(" │ ") else Text(" " * place)
+    rows = body.wrap(console, room)
+    return [Text.assemble(head if number == 0 else margin, row) for number, row in enumerate(rows)]
 
 
 def _render_report(report: Report, coloured: bool) -> Iterable[Text]:
@@ -65,12 +85,12 @@ def _render_overview(lines: Sequence[GroupLine], chosen: int) -> Iterable[Text]:
     The first 20 groups have a line each, the rest have one line together. `chosen` is the index of the group that is
     marked, because it is shown below; it has no mark if it is among the rest.
     """
-    ordered = sorted(lines, key=lambda line: -line.share)
+    ordered = sorted(lines, key=lambda line: -(line.share or 0.0))
     rows = [["group", "share", "reward", "prompt", ""]]
     for line in ordered[:_MAX_GROUPS]:
         mark = "<- below" if line.index == chosen else ""
         note = "  ".join(x for x in (escape_line(line.note), mark) if x)
-        rows.append([str(line.index), f"{line.share:.1%}", line.rewards, escape_line(line.prompt_id, 40), note])
+        rows.append([str(line.index), format_share(line.share), line.rewards, escape_line(line.prompt_id, 40), note])
     # Widths are counted in terminal cells, because wide characters take two. The last column is not padded.
     widths = [max(cell_len(row[i]) for row in rows) for i in range(4)]
     for number, row in enumerate(rows):
@@ -78,7 +98,10 @@ def _render_overview(lines: Sequence[GroupLine], chosen: int) -> Iterable[Text]:
         style = CALM if number == 0 else "bold" if row[0] == str(chosen) else ""
         yield Text("  " + "  ".join([*cells, row[4]]).rstrip(), style=style)
     if rest := ordered[_MAX_GROUPS:]:
-        yield Text(f"  and {len(rest)} more with {sum(line.share for line in rest):.1%} together", style=CALM)
+        shares = [line.share for line in rest if line.share is not None]
+        # A share that is not known is not 0.
+        together = f" with {sum(shares):.1%} together" if len(shares) == len(rest) else ""
+        yield Text(f"  and {len(rest)} more{together}", style=CALM)
 
 
 def _render_group(group: GroupReport, coloured: bool) -> Iterable[Text]:
@@ -86,9 +109,9 @@ def _render_group(group: GroupReport, coloured: bool) -> Iterable[Text]:
 
     Only the first 4000 tokens of the prompt are shown.
     """
+    line = group.line
     yield Text(
-        f"group {group.line.index} · {escape_line(group.line.prompt_id)} · {group.line.share:.1%} of the signal",
-        style=HEAD,
+        f"group {line.index} · {escape_line(line.prompt_id)} · {format_share(line.share)} of the signal", style=HEAD
     )
     yield from _render_facts(group.facts)
     yield from _render_tokens(group.prompt[:_MAX_PROMPT_TOKENS], 0.0)
@@ -105,11 +128,11 @@ def _render_group(group: GroupReport, coloured: bool) -> Iterable[Text]:
 
 def _render_heading(sample: SampleReport) -> Text:
     """Returns the first line about a sample: its share of the signal and the direction of its push, or its fate."""
-    head = Text.assemble((f"sample {sample.index}", "bold"), f" · {sample.share:.1%} of the signal · ")
+    head = Text.assemble((f"sample {sample.index}", "bold"), f" · {format_share(sample.share)} of the signal · ")
     if sample.fate:
         head.append(f"out of the loss: {escape_line(sample.fate)}", style=LIMITED)
     elif sample.push == 0:
-        head.append("no push", style=LIMITED)
+        head.append("no push" if sample.share is not None else "push not known", style=LIMITED)
     else:
         head.append(
             f"{'up' if sample.push > 0 else 'down'} {format_signed(sample.push)}", style=UP if sample.push > 0 else DOWN

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cohort.algos.algorithm import Algorithm, build_algorithm
 from cohort.config.kinds import RL, require_rl
+from cohort.config.recorded import get_recorded_name
 from cohort.errors import CohortError, RunError
-from cohort.inspect.explain.effect import StepEffect, compute_step_effect
+from cohort.inspect.explain.effect import StepEffect, compute_step_effect, make_unknown_effect
 from cohort.inspect.explain.words import format_ranges
-from cohort.models.catalog import resolve_model
+from cohort.jobs.models import find_model
 from cohort.run import checkpoint
 from cohort.run.directory import RunDirectory
 from cohort.run.store.reader import Reader
@@ -29,9 +30,10 @@ class RecordedStep:
     config: RL
     number: int
     groups: list[Group]
-    algo: Algorithm
+    algo: Algorithm | None  # None = it is foreign code, which is not run
     effect: StepEffect
     metrics: dict[str, float]  # that the run recorded for this step; empty if they cannot be read
+    problem: str = ""  # why there are no metrics; "" = there are some
     num_changed: int  # samples that the algorithm would give another advantage or fate today
     tokenizer: Tokenizer | None
 
@@ -39,12 +41,13 @@ class RecordedStep:
 def load_step(path: Path, number: int | None) -> RecordedStep:
     """Loads a step of the run in `path` from its files, with the effect of its loss on every token.
 
-    `number` None = the newest step whose rollouts are kept. Raises RunError if there is no such run or the rollouts of
-    the step are not kept, ConfigError for a run of another kind than RL.
+    No foreign code is run: of an algorithm in a user's file the effect is not known. `number` None = the newest step
+    whose rollouts are kept. Raises RunError if there is no such run or the rollouts of the step are not kept,
+    ConfigError for a run of another kind than RL.
     """
     directory = RunDirectory.open(path)
     config = require_rl(directory.config, "cohort explain")
-    kept = list_rollout_steps(directory.rollouts) if directory.rollouts.is_dir() else []
+    kept = list_rollout_steps(directory.rollouts)
     if not kept:
         raise RunError(
             f"{path} keeps no rollouts: the run has not finished a step yet, or they were removed. Wait while it "
@@ -57,23 +60,36 @@ def load_step(path: Path, number: int | None) -> RecordedStep:
         raise RunError(f"{path} has no rollouts of step {number}; use --step with one of these: {steps}.")
     groups = load_rollouts(make_rollout_path(directory.rollouts, number))
     metrics: dict[str, float] = {}
-    # The rollouts tell nearly everything, so a database of another version is no reason to stop.
-    with suppress(RunError), Reader(directory.database, once=True) as reader:
-        metrics = {row.name: row.value for row in reader.read_metrics(step=number)}
-    algo = build_algorithm(config.algo, config.max_sampled_tokens)
-    # A run with a KL target changes its KL coefficient from step to step: use that of this step.
-    if "kl/weight" in metrics:
-        algo.load_state({**algo.state(), "kl": metrics["kl/weight"]})
+    problem = f"run.db does not have them; `cohort resume {path}` writes them again."
+    # The rollouts tell nearly everything, so a damaged database or one of another version is no reason to stop.
+    try:
+        with Reader(directory.database, once=True) as reader:
+            metrics = {row.name: row.value for row in reader.read_metrics(step=number)}
+    except RunError as error:
+        problem = str(error)
+    algo = _build_algorithm(config, metrics)
     return RecordedStep(
         config=config,
         number=number,
         groups=groups,
         algo=algo,
-        effect=compute_step_effect(groups, algo, config.learner.minibatches),
+        effect=compute_step_effect(groups, algo, config.learner.minibatches) if algo else make_unknown_effect(groups),
         metrics=metrics,
-        num_changed=count_changed_samples(groups, algo),
+        problem="" if metrics else f"the metrics that the run recorded are not shown: {problem}",
+        num_changed=count_changed_samples(groups, algo) if algo else 0,
         tokenizer=_load_tokenizer(directory),
     )
+
+
+def _build_algorithm(config: RL, metrics: Mapping[str, float]) -> Algorithm | None:
+    """Returns the algorithm of a run as it was in a step with these metrics; None if it is foreign code."""
+    if get_recorded_name(config.algo):
+        return None
+    algo = build_algorithm(config.algo, config.max_sampled_tokens)
+    # A run with a KL target changes its KL coefficient from step to step: use that of this step.
+    if "kl/weight" in metrics:
+        algo.load_state({**algo.state(), "kl": metrics["kl/weight"]})
+    return algo
 
 
 def count_changed_samples(groups: Sequence[Group], algo: Algorithm) -> int:
@@ -103,7 +119,7 @@ def _load_tokenizer(directory: RunDirectory) -> Tokenizer | None:
         with suppress(CohortError):
             return Tokenizer.load(newest / "model")
     with suppress(CohortError):
-        return Tokenizer.load(resolve_model(directory.config.model))
+        return Tokenizer.load(find_model(directory.config.model).folder)
     return None
 
 

@@ -52,6 +52,15 @@ def format_signed(value: float) -> str:
     return f"+{format_number(value)}" if value > 0 else format_number(value)
 
 
+def format_share(share: float | None) -> str:
+    """Returns a share of the signal as a percentage; "?" if it is None, which means not known.
+
+    >>> format_share(0.25), format_share(None)
+    ('25.0%', '?')
+    """
+    return "?" if share is None else f"{share:.1%}"
+
+
 def format_count(n: int, noun: str) -> str:
     """Returns a count with its noun; the noun gets an "s" unless the count is 1.
 

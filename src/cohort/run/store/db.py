@@ -8,14 +8,14 @@ from __future__ import annotations
 import json
 import math
 import sqlite3
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from time import time as read_time
 
 from cohort.errors import RunError
 from cohort.run.filesystem import is_on_network
-from cohort.run.store.schema import MIGRATIONS, TABLES
+from cohort.run.store.schema import MIGRATIONS, TABLES, is_damage
 from cohort.types import Group, Sample
 
 
@@ -27,7 +27,7 @@ class Store:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        with self._translate_errors():
+        with translate_errors(self.path):
             # isolation_level=None: transactions begin and end only where `_transaction` says so.
             self._db = sqlite3.connect(path, timeout=30, isolation_level=None)
             # WAL needs memory that all users of the database share, which machines on a network do not have.
@@ -49,12 +49,14 @@ class Store:
         metrics: Mapping[str, float],
         groups: Sequence[Group] = (),
         events: Iterable[tuple[str, str]] = (),
+        time: float | None = None,
     ) -> None:
         """Adds the rows of a step in one transaction: metrics, groups, samples, events, and prompts without a row.
 
-        `step` counts from 1; 0 = before training. Each event is (kind, text). Nothing is replaced.
+        `step` counts from 1; 0 = before training. Each event is (kind, text). Nothing is replaced. `time` is that of
+        the rows, in seconds since 1970; None = now.
         """
-        now = time.time()
+        now = read_time() if time is None else time
         with self._transaction() as db:
             self._insert_metrics(step, metrics, now)
             for position, group in enumerate(groups):
@@ -64,11 +66,14 @@ class Store:
                 [(now, step, kind, _escape_surrogates(text)) for kind, text in events],
             )
 
-    def write_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Writes the metrics of an evaluation after `step` steps. They replace earlier eval/ metrics of that step."""
+    def write_evaluation(self, step: int, metrics: Mapping[str, float], time: float | None = None) -> None:
+        """Writes the metrics of an evaluation after `step` steps. They replace earlier eval/ metrics of that step.
+
+        `time` is that of the rows, in seconds since 1970; None = now.
+        """
         with self._transaction() as db:
             db.execute("DELETE FROM metrics WHERE step = ? AND name LIKE 'eval/%'", (step,))
-            self._insert_metrics(step, metrics, time.time())
+            self._insert_metrics(step, metrics, read_time() if time is None else time)
 
     def write_event(self, step: int, kind: str, text: str) -> None:
         """Adds one event, for example of the kind "checkpoint", to run.db under the number of a step."""
@@ -83,7 +88,7 @@ class Store:
 
     def close(self) -> None:
         """Closes the database. Raises RunError if SQLite reports an error."""
-        with self._translate_errors():
+        with translate_errors(self.path):
             self._db.close()
 
     def _insert_metrics(self, step: int, metrics: Mapping[str, float], now: float) -> None:
@@ -146,7 +151,7 @@ class Store:
 
         Errors of SQLite are raised as RunError.
         """
-        with self._translate_errors():
+        with translate_errors(self.path):
             # IMMEDIATE takes the write lock now, so that a second writer waits here and not in the middle.
             self._db.execute("BEGIN IMMEDIATE")
             try:
@@ -158,30 +163,30 @@ class Store:
                     self._db.execute("ROLLBACK")
                 raise
 
-    @contextmanager
-    def _translate_errors(self) -> Iterator[None]:
-        """Turns an SQLite error inside the block into a RunError that names the file and says what to do."""
-        try:
-            yield
-        except sqlite3.DatabaseError as error:
-            text = str(error)
-            resume = f"then continue the run with `cohort resume {self.path.parent}`, or repeat the command."
-            if "full" in text:
-                raise RunError(f"cannot write {self.path}: the disk is full. Free some space, {resume}") from error
-            if "readonly" in text or "unable to open" in text:
-                raise RunError(
-                    f"cannot write {self.path}: {text}. Make the file and its directory writable, {resume}"
-                ) from error
-            if "not a database" in text or "malformed" in text:
-                raise RunError(
-                    f"cannot write {self.path}: {text}, so the file is damaged. Restore it from a copy, or move it "
-                    f"away to continue with an empty one, {resume}"
-                ) from error
-            if "locked" in text:
-                raise RunError(
-                    f"cannot write {self.path}: {text}. Close the other program that uses it, {resume}"
-                ) from error
-            raise RunError(f"cannot write {self.path}: {text}. Remove this cause, {resume}") from error
+
+@contextmanager
+def translate_errors(path: Path) -> Iterator[None]:
+    """Turns an SQLite error inside the block into a RunError that names the database `path` and says what to do."""
+    try:
+        yield
+    except sqlite3.DatabaseError as error:
+        text = str(error)
+        resume = f"then continue the run with `cohort resume {path.parent}`, or repeat the command."
+        if is_damage(error):
+            raise RunError(
+                f"cannot write {path}: {text}, so the file is damaged. Check the disk, then continue the run with "
+                f"`cohort resume {path.parent}`: it keeps the damaged file aside, and writes a new one from "
+                "metrics.jsonl and the rollout files."
+            ) from error
+        if "full" in text:
+            raise RunError(f"cannot write {path}: the disk is full. Free some space, {resume}") from error
+        if "readonly" in text or "unable to open" in text:
+            raise RunError(
+                f"cannot write {path}: {text}. Make the file and its directory writable, {resume}"
+            ) from error
+        if "locked" in text:
+            raise RunError(f"cannot write {path}: {text}. Close the other program that uses it, {resume}") from error
+        raise RunError(f"cannot write {path}: {text}. Remove this cause, {resume}") from error
 
 
 def migrate(db: sqlite3.Connection, path: Path) -> None:

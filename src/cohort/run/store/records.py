@@ -11,6 +11,25 @@ from dataclasses import dataclass, field
 
 from cohort.types import Message, Row
 
+FINISHED = "finished"
+"""Text of the event of the kind "run" that ends a run after its last step."""
+
+STOPPED = "stopped by"
+"""Beginning of the text of the event of the kind "run" that ends a run early: a signal or an error follows."""
+
+
+def describe_end(is_complete: bool, rule: str, signal: str) -> str:
+    """Returns the text of the event of the kind "run" that ends a run.
+
+    `rule` is why a rule has ended it before its last step, and `signal` which signal has; "" = none has.
+
+    >>> describe_end(True, "", ""), describe_end(False, "", "SIGINT"), describe_end(True, "no progress", "")
+    ('finished', 'stopped by SIGINT', 'stopped by a rule: no progress')
+    """
+    if rule:
+        return f"{STOPPED} a rule: {rule}"
+    return FINISHED if is_complete else f"{STOPPED} {signal or 'its loop'}"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Curve:
@@ -32,6 +51,7 @@ class RunDescription:
     curve: Curve = field(default_factory=Curve)
     columns: tuple[tuple[str, str], ...] = ()  # (title, metric) of the columns of the card's table
     totals: tuple[tuple[str, str], ...] = ()  # (words, metric) of the metrics that the card sums over the run
+    left_out: tuple[str, ...] = ()  # what the run does not use of its data, and how many, one line each
     reads_back: int = 0  # a resume reads the rollouts of so many steps before its checkpoint, to reuse them
 
 
@@ -107,3 +127,17 @@ class EventRow:
     step: int
     kind: str
     text: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Overview:
+    """What a table of runs shows of a run, from its database."""
+
+    step: int  # newest one with metrics
+    metrics: dict[str, float]  # of that step and of the newest evaluation; a value may be NaN
+    accuracies: dict[int, float]  # held-out accuracy by step
+    curve: dict[int, float]  # a metric by step, at evenly spaced steps
+    command: str  # what the user typed to start the run; "" = not recorded
+    started: float  # seconds since 1970, UTC; NaN = not recorded
+    updated: float  # when the newest step or event was recorded, likewise
+    last_run_event: EventRow | None  # the newest one of the kind "run": a start, a resume, a stop or the end

@@ -19,7 +19,7 @@ from cohort.errors import RunError
 from cohort.fates import Fate
 from cohort.run.store.rollouts_format_1 import is_format_1, read_format_1
 from cohort.serialize import SerialError, dumps, loads
-from cohort.system.disk import write_atomically
+from cohort.system.disk import explain_disk_errors, write_atomically
 from cohort.types import Finish, Group, Prompt, Provenance, Sample
 
 _NAME = re.compile(r"step-(\d{6,})\.safetensors")
@@ -43,15 +43,19 @@ def save_rollouts(path: Path, groups: Sequence[Group]) -> int:
             f"cannot write {path}, because the task made a value that cannot be stored: {error}. The task's methods "
             "`rows` and `prompt`, and its environment if it has one, must return JSON values only: change them."
         ) from error
+    with explain_disk_errors(path):
+        # The folder may have been removed while the run goes on.
+        path.parent.mkdir(exist_ok=True)
     write_atomically(path, data)
     return len(data)
 
 
-def load_rollouts(path: Path) -> list[Group]:
+def load_rollouts(path: Path, advice: str = _DAMAGED_ADVICE) -> list[Group]:
     """Returns the groups in the rollout file `path`, equal to the saved ones to the last bit.
 
-    Reads the current format and format 1. Raises RunError if the file is missing, cannot be read, or is damaged. A
-    damaged file may contain anything, hence the many handlers.
+    Reads the current format and format 1. Raises RunError if the file is missing, cannot be read, or is damaged; the
+    message ends with `advice`. A damaged file may contain anything, hence the many handlers. Files of earlier versions
+    have no checksum, so not all of their damage is found.
     """
     try:
         data = path.read_bytes()
@@ -64,27 +68,24 @@ def load_rollouts(path: Path) -> list[Group]:
             _check_group(group)
     except FileNotFoundError:
         raise RunError(
-            f"there is no file {path}: the run has not done this step, or its rollouts were removed. {_DAMAGED_ADVICE}"
+            f"there is no file {path}: the run has not done this step, or its rollouts were removed. {advice}"
         ) from None
     except MemoryError:
         raise RunError(
-            f"{path} is damaged, or its content does not fit into memory. Use a machine with more memory, or restore "
-            "the file from a copy; `cohort explain` and `cohort replay` can also take another --step."
+            f"{path} is damaged, or its content does not fit into memory. Use a machine with more memory. {advice}"
         ) from None
     except RecursionError:
-        raise RunError(
-            f"{path} is damaged or not a rollout file: its content is nested too deeply. {_DAMAGED_ADVICE}"
-        ) from None
+        raise RunError(f"{path} is damaged or not a rollout file: its content is nested too deeply. {advice}") from None
     except (LookupError, TypeError, AttributeError) as error:
         kind = type(error).__name__
         raise RunError(
-            f"{path} is damaged or not a rollout file: its content is inconsistent ({kind}: {error}). {_DAMAGED_ADVICE}"
+            f"{path} is damaged or not a rollout file: its content is inconsistent ({kind}: {error}). {advice}"
         ) from error
     except OSError as error:
         raise RunError(f"{path} cannot be read: {error}. Repair its permissions, or restore it from a copy.") from error
     except (SafetensorError, zlib.error, ValueError) as error:
         raise RunError(
-            f"{path} is damaged, not a rollout file or from a newer version of Cohort: {error}. {_DAMAGED_ADVICE}"
+            f"{path} is damaged, not a rollout file or from a newer version of Cohort: {error}. {advice}"
         ) from error
     return groups
 
@@ -211,7 +212,9 @@ _SAMPLE_CHECKS = {
 
 
 def list_rollout_steps(folder: Path) -> list[int]:
-    """Returns the steps, counted from 1, that have a rollout file in `folder`, oldest first. The folder must exist."""
+    """Returns the steps, counted from 1, that have a rollout file in `folder`, oldest first; [] without the folder."""
+    if not folder.is_dir():
+        return []
     matches = (_NAME.fullmatch(entry.name) for entry in folder.iterdir())
     return sorted(int(match[1]) for match in matches if match)
 

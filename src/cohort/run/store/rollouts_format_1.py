@@ -7,7 +7,6 @@ is not per token, and with the lengths of the pieces.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +14,7 @@ from numpy.typing import NDArray
 
 from cohort.fates import Fate
 from cohort.serialize import inflate
+from cohort.system.json_text import parse_json
 from cohort.types import Finish, Group, Prompt, Sample
 
 _FLOATS = ("sampler_logprobs", "kept_mass", "old_logprobs", "ref_logprobs")
@@ -32,7 +32,7 @@ def read_format_1(arrays: Mapping[str, Array]) -> list[Group]:
     Raises ValueError, LookupError, TypeError, AttributeError or zlib.error if the content is damaged.
     """
     # The size of the arrays bounds how large the text may become, in case the file is damaged.
-    header = json.loads(inflate(arrays["text"].tobytes(), sum(array.nbytes for array in arrays.values())))
+    header = parse_json(inflate(arrays["text"].tobytes(), sum(array.nbytes for array in arrays.values())))
     readers = {name: _ArrayReader(array) for name, array in arrays.items()}
     return [_read_group(data, readers) for data in header["groups"]]
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import sqlite3
+from contextlib import closing
+from functools import cache
+
 TABLES = ("metrics", "prompts", "groups", "samples", "events")
 """Referenced tables come before those that refer to them, so rows must be removed in reverse order."""
 
@@ -35,4 +39,64 @@ _VERSION_1 = (
         kind TEXT NOT NULL, text TEXT NOT NULL)""",
 )
 
+# A new version needs a new FORMAT in config/document.py too: by it a resume knows a newer run.db from a damaged one.
 MIGRATIONS: tuple[tuple[str, ...], ...] = (_VERSION_1,)
+
+# Parts of messages of errors that have no kind of their own.
+_SIGNS_OF_DAMAGE = ("no such table", "no such column", "has no column", "unsupported file format", "Could not decode")
+
+
+def is_damage(error: sqlite3.Error) -> bool:
+    """Returns whether an SQLite error means that the content of the database is damaged."""
+    # The lowest byte is the kind of error.
+    kind = getattr(error, "sqlite_errorcode", 0) & 0xFF
+    text = str(error)
+    return kind in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB) or any(sign in text for sign in _SIGNS_OF_DAMAGE)
+
+
+def find_wrong_table(db: sqlite3.Connection, version: int) -> str:
+    """Returns the first table whose columns are not those of the schema version; "" = all tables are as they must be.
+
+    Raises errors of SQLite, and UnicodeDecodeError.
+    """
+    # Tables as they were created need no closer look, which takes several times as long.
+    if _read_definitions(db) == _make_expected_definitions(version):
+        return ""
+    columns = read_columns(db)
+    expected = _make_expected_columns(version)
+    return next((table for table in TABLES if columns.get(table) != expected.get(table)), "")
+
+
+def read_columns(db: sqlite3.Connection) -> dict[str, list[str]]:
+    """Returns the names of the columns of each table of a run that the database has."""
+    columns = {table: [row[1] for row in db.execute(f"PRAGMA table_info({table})")] for table in TABLES}
+    return {table: names for table, names in columns.items() if names}
+
+
+def _read_definitions(db: sqlite3.Connection) -> set[tuple[str, str]]:
+    """Returns the name of each table of a run that the database has, with the statement that created it."""
+    rows = db.execute("SELECT name, sql FROM sqlite_master WHERE type = 'table'")
+    return {(name, sql) for name, sql in rows if name in TABLES}
+
+
+@cache
+def _make_expected_columns(version: int) -> dict[str, list[str]]:
+    """Returns the columns that each table has in a schema version."""
+    with closing(_make_empty_database(version)) as db:
+        return read_columns(db)
+
+
+@cache
+def _make_expected_definitions(version: int) -> set[tuple[str, str]]:
+    """Returns the name of each table in a schema version, with the statement that creates it."""
+    with closing(_make_empty_database(version)) as db:
+        return _read_definitions(db)
+
+
+def _make_empty_database(version: int) -> sqlite3.Connection:
+    """Returns a new database in memory that has the tables of a schema version."""
+    db = sqlite3.connect(":memory:")
+    for statements in MIGRATIONS[:version]:
+        for statement in statements:
+            db.execute(statement)
+    return db
