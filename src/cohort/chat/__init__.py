@@ -1,0 +1,1 @@
+"""Chat in a terminal with one model or several side by side (`cohort chat`)."""

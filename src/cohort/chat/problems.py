@@ -1,0 +1,157 @@
+"""The problems of a task, asked one after the other in a chat, and the grader's verdicts on the answers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from cohort.chat.conversation import Exchange, ModelTurn
+from cohort.chat.options import ChatOptions
+from cohort.config.kinds import RL
+from cohort.errors import CohortError, ConfigError, TaskError
+from cohort.run.directory import RunDirectory
+from cohort.scoring.pool import ScoringPool
+from cohort.tasks.base import Task, load_rows
+from cohort.tasks.calls import make_messages
+from cohort.tasks.splits import cut_validation
+from cohort.types import Answer, Message, Outcome, Row
+
+POLL_SECONDS = 0.1  # after which a look is taken whether the user has stopped the scoring
+
+
+class TaskProblems:
+    """The rows of a task in their order, scoring workers, and the number of right answers per model."""
+
+    def __init__(self, task: Task, split: str, validation_share: float = 0.1) -> None:
+        self.task = task
+        self.split = split
+        self.validation_share = validation_share  # of the training rows, for the split "validation"
+        self._rows = _load_split(task, split, validation_share)
+        self._next = 0
+        self._pool = ScoringPool(task)
+        # Problems that were scored and that were answered rightly, by the place of the model.
+        self.num_scored: Counter[int] = Counter()
+        self.num_right: Counter[int] = Counter()
+
+    def take_row(self) -> tuple[Row, list[Message]]:
+        """Returns the next row and its prompt. Raises ConfigError after the last row."""
+        if self._next >= len(self._rows):
+            raise ConfigError(f"these were all {len(self._rows)} {self.split} problems of {self.task.name}.")
+        row = self._rows[self._next]
+        self._next += 1
+        return row, make_messages(self.task, row)
+
+    def describe_next(self) -> str:
+        """Returns which problem the last one was, such as "countdown, problem 3 of 200 (test)"."""
+        return f"{self.task.name}, problem {self._next} of {len(self._rows)} ({self.split})"
+
+    def describe_split(self, label: str, run: Path) -> str:
+        """Returns what the split is to the run that a model comes from; "" if there is nothing to say.
+
+        `label` is the name of the model. Only a run with the same task is considered. None of its code is run.
+        """
+        try:
+            config = RunDirectory.open(run).config
+        except CohortError:
+            return ""
+        if not isinstance(config, RL) or config.task.name != self.task.name:
+            return ""
+        share = config.eval.validation_share
+        share_flag = "" if share == ChatOptions.validation_share else f" --validation-share {share:g}"
+        match self.split, config.eval.split:
+            case "test", "validation":
+                return (
+                    f"{label} was evaluated on the validation split. These are test problems; --split validation"
+                    f"{share_flag} shows the others."
+                )
+            case "validation", "test":
+                return f"{label} was trained on these problems too; --split test has some that are new to it."
+            case "validation", "validation" if share != self.validation_share:
+                return (
+                    f"{label} had a validation split of {share:g} of the training problems; --validation-share "
+                    f"{share:g} shows it."
+                )
+            case "validation", "validation":
+                return f"{label} was evaluated on these validation problems, and not trained on them."
+        return ""
+
+    def score(self, exchange: Exchange, is_stopped: Callable[[], bool]) -> Exchange:
+        """Returns the exchange, whose messages are the prompt of a row, with the grader's outcomes.
+
+        Answers that the user cut, and those that are not scored before `is_stopped()`, get none. First attempts count
+        in `num_scored` and `num_right`, and the exchange has the counts so far. Raises TaskError if the grader gives
+        something that is no score.
+        """
+        row = next(row for row in self._rows if row["id"] == exchange.row)
+        for place, turn in enumerate(exchange.turns):
+            if turn is not None and turn.finish != "abort":
+                self._pool.submit(str(place), row, make_answer(exchange, turn))
+        outcomes: dict[str, Outcome] = {}
+        try:
+            while self._pool.num_pending and not is_stopped():
+                outcomes |= dict(self._pool.poll(POLL_SECONDS))
+        finally:
+            for place in range(len(exchange.turns)):
+                self._pool.drop(str(place))
+        turns = [
+            turn if turn is None or str(place) not in outcomes else replace(turn, outcome=outcomes[str(place)])
+            for place, turn in enumerate(exchange.turns)
+        ]
+        if exchange.attempt == 0:
+            self.num_scored.update(int(place) for place, outcome in outcomes.items() if not outcome.failure)
+            self.num_right.update(int(place) for place, outcome in outcomes.items() if self.is_right(outcome))
+        counts = tuple((self.num_right[place], self.num_scored[place]) for place in range(len(turns)))
+        return replace(exchange, turns=tuple(turns), counts=counts if self.num_scored else ())
+
+    def is_right(self, outcome: Outcome) -> bool:
+        """Returns whether the grader calls an answer right."""
+        return outcome.parts.get(self.task.accuracy) == 1.0
+
+    def forget_counts(self) -> None:
+        """Begins to count anew, because the models are others."""
+        self.num_scored.clear()
+        self.num_right.clear()
+
+    def describe_outcome(self, turn: ModelTurn | None) -> str:
+        """Returns the grader's verdict on an answer as text: right or wrong, every part, and the reason."""
+        if turn is None or turn.outcome is None:
+            return "not scored"
+        outcome = turn.outcome
+        if outcome.failure:
+            return f"not scored, because the grader failed: {outcome.failure}"
+        parts = ", ".join(f"{name} {value:g}" for name, value in outcome.parts.items())
+        reason = f"\n{outcome.reason}" if outcome.reason else ""
+        return f"{'RIGHT' if self.is_right(outcome) else 'WRONG'} ({parts}){reason}"
+
+    def close(self) -> None:
+        """Ends the scoring workers."""
+        self._pool.close()
+
+
+def _load_split(task: Task, split: str, validation_share: float) -> list[Row]:
+    """Returns the rows of a split. Those of "validation" are a share of the training rows, as in a run.
+
+    Raises TaskError if the split has no rows.
+    """
+    if split != "validation":
+        return load_rows(task, split)
+    rows = cut_validation(load_rows(task, "train"), validation_share)[1]
+    if not rows:
+        raise TaskError(
+            f'task "{task.name}" has no validation rows: they are a share of {validation_share:g} of its training '
+            "rows; set another --validation-share, or give the task more rows."
+        )
+    return rows
+
+
+def make_answer(exchange: Exchange, turn: ModelTurn) -> Answer:
+    """Returns a model's answer to a task's prompt as the grader sees it."""
+    full = turn.forced_text + turn.text
+    # A prompt with forced text ends with a message of the assistant, which the answer repeats in full.
+    before = exchange.messages[:-1] if turn.forced_text else exchange.messages
+    conversation = [*before, {"role": "assistant", "content": full}]
+    return Answer(
+        text=turn.text, full=full, finish=turn.finish, num_tokens=len(turn.written), conversation=conversation
+    )
