@@ -20,6 +20,7 @@ class Totals:
     num_tokens: float  # target tokens of unmasked samples, in groups that count (`Fate.is_counted`)
     num_samples: float  # scored samples of groups that count, masked and empty ones too
     num_prompts: float  # groups that count, with at least one scored sample
+    num_first_tokens: float = 0.0  # the part of `num_tokens` in the first sample of each group: the better of a pair
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,7 +1,7 @@
 """The protocols `Loss` and `Algorithm`. An algorithm gives samples their advantages and tokens their loss.
 
-To add an algorithm, write its settings in `config/algos.py` and its policy loss in a module of `algos/families`,
-decorated with `@surrogate("its_name")`.
+To add an algorithm to the package, write its settings in `config/algos.py` and its policy loss in a module of
+`algos/families`, decorated with `@surrogate("its_name")`. One of a user's own is a class under `@cohort.algorithm`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from cohort.algos.aggregate import Lengths, Totals
 from cohort.algos.inputs import LossInputs
 from cohort.algos.policy import PlainAlgorithm, PolicyGradient
-from cohort.algos.surrogates import algorithm_names
+from cohort.algos.surrogates import algorithm_names, find_surrogate
 from cohort.algos.tally import Tally
 from cohort.config.algos import ALGOS
 from cohort.errors import ConfigError, suggest_name
@@ -91,14 +91,13 @@ def algorithm_name(config: Any) -> str:
     >>> algorithm_name(DrGRPO())
     'dr_grpo'
     """
-    for name, variant in ALGOS.items():
-        # Exact type: config classes inherit from each other.
-        if type(config) is variant:
-            return name
-    raise ConfigError(
-        f"algo: {type(config).__name__} is not an algorithm config of cohort.config.algos.ALGOS. Use a class that is "
-        f"there, such as GRPO, or add yours.{suggest_name('', ALGOS)}"
-    )
+    name = ALGOS.get_name(type(config))
+    if name is None:
+        raise ConfigError(
+            f"algo: {type(config).__name__} is not an algorithm config of cohort.config.algos.ALGOS. Use a class that "
+            f'is there, such as GRPO, or write @cohort.algorithm("NAME") above yours.{suggest_name("", ALGOS)}'
+        )
+    return name
 
 
 def build_algorithm(config: Any, max_tokens: int) -> Algorithm:
@@ -108,13 +107,14 @@ def build_algorithm(config: Any, max_tokens: int) -> Algorithm:
     other objects and for an algorithm without registered policy loss.
     """
     name = algorithm_name(config)
-    if name not in algorithm_names():
+    surrogate = find_surrogate(config)
+    if surrogate is None:
         raise ConfigError(
-            f'algo "{name}" has settings but no policy loss: no function is decorated with @surrogate("{name}"). '
-            "Write one in a module that cohort/algos/families/__init__.py imports, or choose another algorithm."
+            f'algo "{name}" has settings but no policy loss: give its class a method policy_loss(self, tokens), or '
+            f'decorate a function with @surrogate("{name}"), or choose another algorithm.'
             f"{suggest_name(name, algorithm_names())}"
         )
-    return PolicyGradient(name, config, max_tokens)
+    return PolicyGradient(config, max_tokens, surrogate)
 
 
 def algorithm_from_record(record: PlainAlgorithm) -> Algorithm:

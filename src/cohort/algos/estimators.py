@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cohort.algos.advantages import compute_advantages, is_constant
-from cohort.config.algos import Policy
+from cohort.config.algos import ALGOS, Policy
 
 Returns = Sequence[Sequence[float]]
 """One list per group, with the return of each of its scored samples (the reward after shaping)."""
@@ -50,6 +50,11 @@ def register_estimator(name: str, estimator: Estimator) -> None:
     _estimators[name] = estimator
 
 
-def find_estimator(name: str) -> Estimator:
-    """Returns how the algorithm `name` computes advantages: its registered estimator, or else BASELINE_ESTIMATOR."""
-    return _estimators.get(name, BASELINE_ESTIMATOR)
+def find_estimator(config: Policy) -> Estimator:
+    """Returns how the algorithm that `config` belongs to computes advantages.
+
+    It is the estimator registered under the name of its class or of the nearest class that it inherits, or else
+    BASELINE_ESTIMATOR.
+    """
+    names = (ALGOS.get_name(cls) for cls in type(config).__mro__ if issubclass(cls, Policy))
+    return next((_estimators[name] for name in names if name in _estimators), BASELINE_ESTIMATOR)

@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
+from cohort.algos.aggregate import Totals
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossInputs:
@@ -25,6 +27,9 @@ class LossInputs:
     segments: Tensor  # [T] int, index of the sample that the token belongs to
     # True = no token weight is 0. The caller knows it on the host: a check here would have to wait for the GPU.
     all_in_loss: bool = False
+    # For losses that compare whole samples. Their inputs are never pieces of a microbatch.
+    totals: Totals | None = None  # the denominators over all ranks
+    num_samples: int = 0  # in this microbatch; the tokens of a sample follow each other
 
     def in_loss(self) -> LossInputs:
         """Returns the inputs with only the tokens whose token weight is not 0; itself if that is all of them.

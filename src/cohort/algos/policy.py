@@ -17,7 +17,7 @@ from cohort.algos.estimators import find_estimator
 from cohort.algos.inputs import LossInputs
 from cohort.algos.kl import kl_of_sample
 from cohort.algos.loss import PolicyLoss
-from cohort.algos.surrogates import find_surrogate
+from cohort.algos.surrogates import RegisteredSurrogate
 from cohort.algos.tally import Tally
 from cohort.config.algos import ALGOS, DAPO, CorrectionConfig, KLConfig, Policy
 from cohort.fates import Fate
@@ -42,15 +42,18 @@ for _cls in (KLConfig, CorrectionConfig, *ALGOS.values()):
 
 
 class PolicyGradient:
-    """The algorithm that a config describes. `max_tokens` is the longest completion, a constant divisor."""
+    """The algorithm that a config describes. `max_tokens` is the longest completion, a constant divisor.
+
+    `surrogate` is its policy loss.
+    """
 
     has_ratio = True
 
-    def __init__(self, name: str, config: Policy, max_tokens: int) -> None:
+    def __init__(self, config: Policy, max_tokens: int, surrogate: RegisteredSurrogate) -> None:
         self.config, self.max_tokens = config, max_tokens
         self.coefficients = Coefficients.from_config(config)
-        self._surrogate = find_surrogate(name)
-        self._estimator = find_estimator(name)
+        self._surrogate = surrogate
+        self._estimator = find_estimator(config)
         self._min_scored = 2 if config.needs_siblings else 1  # scored samples that a group must have
         # A correction by whole samples needs all tokens of a sample at once, whatever the policy loss is.
         self.per_token = self._surrogate.per_token and config.correction.level == "token"

@@ -11,9 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from cohort.config.algos import Clipped
+from cohort.config.algos import ALGOS, Clipped, Policy
+from cohort.errors import ConfigError
+from cohort.user_code import describe_result, report_errors
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,6 +32,11 @@ class Tokens:
     def log_ratio(self) -> Tensor:
         """log r = log p - log p_old [T]: how far each token's probability has moved in this step."""
         return self.logprobs - self.old_logprobs
+
+    @property
+    def ratio(self) -> Tensor:
+        """r = p / p_old [T]: the probability of each token, over that at the start of the step."""
+        return self.log_ratio.exp()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,9 +79,51 @@ def surrogate(*names: str, per_token: bool = True) -> Callable[[SurrogateFunctio
     return register
 
 
-def find_surrogate(name: str) -> RegisteredSurrogate:
-    """Returns the registered policy loss of the algorithm `name`. Raises KeyError where none is registered."""
-    return _surrogates[name]
+def find_surrogate(config: Policy) -> RegisteredSurrogate | None:
+    """Returns the policy loss of the algorithm that `config` belongs to; None if there is none.
+
+    It is the method `policy_loss` of its class, the function registered under the name of its class, or that of the
+    nearest class that it inherits.
+    """
+    for cls in type(config).__mro__:
+        if "policy_loss" in vars(cls):
+            return RegisteredSurrogate(_call_policy_loss, per_token=bool(getattr(config, "per_token", True)))
+        name = ALGOS.get_name(cls) if issubclass(cls, Policy) else None
+        if name in _surrogates:
+            return _surrogates[name]
+    return None
+
+
+def _call_policy_loss(tokens: Tokens, config: Any) -> Surrogate:
+    """Returns the result of `config.policy_loss(tokens)`, a user's method, as a Surrogate.
+
+    A bare tensor are the terms. Raises UserCodeError if the method raises, and ConfigError if it does not return one
+    real term per token that has a gradient. Lack of memory passes through, because the learner tries again with less.
+    """
+    what = f"the method policy_loss of {type(config).__name__}"
+    with report_errors(what, type(config).policy_loss, passing=(torch.OutOfMemoryError,)):
+        result = config.policy_loss(tokens)
+    surrogate = result if isinstance(result, Surrogate) else Surrogate(terms=result, ratio=tokens.ratio.detach())
+    terms = surrogate.terms
+    shape = list(terms.shape) if isinstance(terms, Tensor) else None
+    if shape != list(tokens.logprobs.shape):
+        got = f"a tensor of shape {shape}" if shape is not None else describe_result(terms, type(config).policy_loss)
+        raise ConfigError(
+            f"{what} returned {got}; it must return one loss term per token, a tensor of shape "
+            f"{list(tokens.logprobs.shape)} like tokens.logprobs. Leave sums and means to the setting algo.aggregate."
+        )
+    if not terms.is_floating_point():
+        raise ConfigError(
+            f"{what} returned terms of type {str(terms.dtype).removeprefix('torch.')}; they must be real "
+            "floating-point numbers, like tokens.logprobs. Compute them from it or tokens.ratio, without complex "
+            "numbers."
+        )
+    if tokens.logprobs.requires_grad and not terms.requires_grad:
+        raise ConfigError(
+            f"{what} returned terms without a gradient, so nothing would be learned; compute them from tokens.logprobs "
+            "or tokens.ratio, without detach()."
+        )
+    return surrogate
 
 
 def algorithm_names() -> list[str]:

@@ -32,6 +32,7 @@ class Counts:
     num_samples: int
     num_tokens: int
     num_prompts: int
+    num_first_tokens: int = 0  # the part of `num_tokens` in the first sample of each group: the better one of a pair
 
 
 @record
@@ -56,6 +57,8 @@ class Batch:
     counts: list[Counts]  # [M]
     # How many samples were packed, masked, empty and so on. Samples that are not stored here count too.
     fates: dict[str, int] = field(default_factory=dict)
+    # Whether a group's samples must be in one microbatch, in their order, because their loss compares them.
+    whole_groups: bool = False
 
     @property
     def num_minibatches(self) -> int:
@@ -88,6 +91,7 @@ class Microbatch:
     group_lengths: Tensor  # [N] number of targets of its group
     advantages: Tensor  # [N]
     sampler_logprobs: Tensor  # [N]
+    num_samples: int  # that the targets belong to
     old_logprobs: Tensor | None = None  # [N]
     ref_logprobs: Tensor | None = None  # [N]
 
@@ -113,7 +117,7 @@ class Minibatch:
     index: int  # among the batch's minibatches
     microbatches: list[Microbatch]
     share_prompts: bool  # whether a group's prompt is computed once, where that saves enough tokens
-    longest_sample: int  # tokens of its longest sample with the prompt: no token budget may be smaller
+    longest_sample: int  # tokens of its longest sample (or whole group) with prompt: no token budget may be smaller
 
     @property
     def counts(self) -> Counts:

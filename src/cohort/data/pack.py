@@ -6,7 +6,7 @@ A microbatch stores the prompt of a group once where that saves enough tokens.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
@@ -29,35 +29,51 @@ MIN_SAVED_SHARE = 0.02
 
 
 @stage("pack")
-def make_batch(groups: Sequence[Group], minibatches: int = 1, loss_on: Provenance = Provenance.SAMPLED) -> Batch:
+def make_batch(
+    groups: Sequence[Group],
+    minibatches: int = 1,
+    loss_on: Provenance = Provenance.SAMPLED,
+    *,
+    whole_groups: bool = False,
+) -> Batch:
     """Returns the samples of these groups that train, divided into `minibatches` optimizer steps, and their counts.
 
     The loss may touch tokens of the provenance `loss_on` only; samples without such tokens are empty. Left out are
     failed, masked and empty samples, and all samples of excluded groups. Some of these count in the denominators:
     masked and empty ones as samples without tokens, those of groups without gradient (constant reward, no gain) with
-    their tokens. Raises ValueError where two of the returned samples have the same id.
+    their tokens. With `whole_groups` the samples of a group stay together in every microbatch. Raises ValueError where
+    two of the returned samples have the same id.
     """
     fates: Counter[str] = Counter()
     counts: list[Counts] = []
     rows: list[_Row] = []
     prompts: list[Ints] = []
     for index, chosen in enumerate(_divide_groups(groups, minibatches)):
-        num_samples = num_tokens = num_prompts = 0
+        num_samples = num_tokens = num_prompts = num_first_tokens = 0
         for n in chosen:
             group = groups[n]
             num_before = num_samples
             prompts.append(np.array(group.prompt.tokens, dtype=np.int64))
-            for id, sample in zip(group.ids(), group.samples, strict=True):
+            for i, (id, sample) in enumerate(zip(group.ids(), group.samples, strict=True)):
                 targets = _find_targets(sample, loss_on)
                 fate = _classify_sample(group, sample, len(targets))
                 fates[fate] += 1
                 num_samples += fate not in ("failed", "excluded")
-                num_tokens += len(targets) if fate in ("packed", "no_signal") else 0
+                num_counted = len(targets) if fate in ("packed", "no_signal") else 0
+                num_tokens += num_counted
+                num_first_tokens += num_counted if i == 0 else 0
                 if fate == "packed":
                     rows.append(_Row(id, len(prompts) - 1, index, targets, sample))
             # A prompt counts if at least one of its samples does.
             num_prompts += num_samples > num_before
-        counts.append(Counts(num_samples=num_samples, num_tokens=num_tokens, num_prompts=num_prompts))
+        counts.append(
+            Counts(
+                num_samples=num_samples,
+                num_tokens=num_tokens,
+                num_prompts=num_prompts,
+                num_first_tokens=num_first_tokens,
+            )
+        )
     if len({row.id for row in rows}) < len(rows):
         raise ValueError(
             "two samples of a batch have the same id (task, prompt, visit, sample); each group may occur once"
@@ -75,6 +91,7 @@ def make_batch(groups: Sequence[Group], minibatches: int = 1, loss_on: Provenanc
         ref_logprobs=[_to_array_or_none(row.sample.ref_logprobs) for row in rows],
         counts=counts,
         fates=dict(fates),
+        whole_groups=whole_groups,
     )
 
 
@@ -168,29 +185,60 @@ def pack_minibatch(batch: Batch, index: int, token_budget: int, share: bool = Tr
 
     With `share`, samples of a group share a copy of their prompt, if that saves enough tokens. A group that exceeds the
     budget has several copies. Without samples there are no microbatches. Raises ConfigError for an empty prompt and for
-    a sample that, with its prompt, exceeds the budget.
+    a sample that, with its prompt, exceeds the budget; where groups must stay whole, for a group that does.
     """
-    groups: dict[int, list[int]] = {}
-    for n in batch.sample_numbers(index):
-        groups.setdefault(batch.group[n], []).append(n)
+    groups = _collect_groups(batch, batch.sample_numbers(index))
     shared = share and sharing_pays(batch, groups)
-    units = [u for group, members in groups.items() for u in _make_units(batch, group, members, token_budget, shared)]
+    longest = _find_longest(batch, groups, shared)
+    if batch.whole_groups and longest > token_budget:
+        raise ConfigError(
+            f"samples that are compared with each other have {longest} tokens with their prompt, which exceeds the "
+            f"token budget of {token_budget} tokens per microbatch; start again with at least {longest} (cohort train: "
+            "--learner.token_budget)."
+        )
+    bundles: list[list[PackUnit]] = []
+    for group, members in groups.items():
+        units = _make_units(batch, group, members, token_budget, shared)
+        bundles += [units] if batch.whole_groups else [[unit] for unit in units]
     group_lengths = {group: sum(len(batch.targets[n]) for n in members) for group, members in groups.items()}
     return Minibatch(
         batch=batch,
         index=index,
-        microbatches=[_make_microbatch(batch, bin, group_lengths) for bin in fit_into_bins(units, token_budget)],
+        microbatches=[_make_microbatch(batch, bin, group_lengths) for bin in fit_into_bins(bundles, token_budget)],
         share_prompts=share,
-        longest_sample=max((_num_tokens(batch, n) for members in groups.values() for n in members), default=0),
+        longest_sample=longest,
     )
 
 
 def longest_sample(batch: Batch) -> int:
     """Returns the number of tokens of the longest sample and its prompt; 0 for an empty batch.
 
-    A token budget must be at least that large.
+    A token budget must be at least that large. Where groups must stay whole, it is the longest group, without sharing.
     """
-    return max((_num_tokens(batch, n) for n in range(len(batch.ids))), default=0)
+    return _find_longest(batch, _collect_groups(batch, range(len(batch.ids))), shared=False)
+
+
+def _find_longest(batch: Batch, groups: Mapping[int, Sequence[int]], shared: bool) -> int:
+    """Returns the number of tokens of the longest sample and its prompt, or of the longest group if it must stay whole.
+
+    `groups` maps the index of a group's prompt to the numbers of its samples. With `shared` a whole group has one copy
+    of its prompt.
+    """
+    if not batch.whole_groups:
+        return max((_num_tokens(batch, n) for members in groups.values() for n in members), default=0)
+    sizes = [sum(_num_tokens(batch, n) for n in members) for members in groups.values()]
+    if shared:
+        copies = [len(batch.prompts[group]) * (len(members) - 1) for group, members in groups.items()]
+        sizes = [size - saved for size, saved in zip(sizes, copies, strict=True)]
+    return max(sizes, default=0)
+
+
+def _collect_groups(batch: Batch, numbers: Iterable[int]) -> dict[int, list[int]]:
+    """Returns the samples `numbers` by the index of their group's prompt."""
+    groups: dict[int, list[int]] = {}
+    for n in numbers:
+        groups.setdefault(batch.group[n], []).append(n)
+    return groups
 
 
 def sharing_pays(batch: Batch, groups: Mapping[int, Sequence[int]]) -> bool:
@@ -252,24 +300,25 @@ def _make_units(batch: Batch, group: int, members: Sequence[int], budget: int, s
     return units
 
 
-def fit_into_bins(units: Sequence[PackUnit], budget: int) -> list[list[PackUnit]]:
-    """Returns the units in bins of at most `budget` tokens; each bin becomes a microbatch.
+def fit_into_bins(bundles: Sequence[Sequence[PackUnit]], budget: int) -> list[list[PackUnit]]:
+    """Returns all units in bins of at most `budget` tokens; each bin becomes a microbatch.
 
-    Units are placed from the largest to the smallest, each into the first bin with room, so that bins are few and well
-    filled. A unit above the budget gets a bin of its own. The result is deterministic: units of equal size keep their
-    order.
+    A bundle is units that must be in the same bin. Bundles are placed from the largest to the smallest, each into the
+    first bin with room, so that bins are few and well filled. One above the budget gets a bin of its own. The result is
+    deterministic: bundles of equal size keep their order.
     """
+    sized = [(sum(unit.num_tokens for unit in bundle), bundle) for bundle in bundles]
     bins: list[list[PackUnit]] = []
     room: list[int] = []
-    for unit in sorted(units, key=lambda u: -u.num_tokens):
+    for num_tokens, bundle in sorted(sized, key=lambda item: -item[0]):
         for i, free in enumerate(room):
-            if unit.num_tokens <= free:
-                bins[i].append(unit)
-                room[i] -= unit.num_tokens
+            if num_tokens <= free:
+                bins[i] += bundle
+                room[i] -= num_tokens
                 break
         else:
-            bins.append([unit])
-            room.append(budget - unit.num_tokens)
+            bins.append([*bundle])
+            room.append(budget - num_tokens)
     return bins
 
 
@@ -308,6 +357,7 @@ def _make_microbatch(batch: Batch, units: Sequence[PackUnit], group_lengths: Map
         group_lengths=_repeat_per_token([group_lengths[batch.group[n]] for n in chosen], num_targets),
         advantages=_concatenate([batch.advantages[n][batch.targets[n]] for n in chosen]),
         sampler_logprobs=_concatenate([batch.sampler_logprobs[n][batch.targets[n]] for n in chosen]),
+        num_samples=len(chosen),
         old_logprobs=_gather_targets(batch, batch.old_logprobs, chosen),
         ref_logprobs=_gather_targets(batch, batch.ref_logprobs, chosen),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,3 +18,8 @@ def copy_to_device(values: Any, device: torch.device, dtype: torch.dtype | None 
     on_host = torch.as_tensor(values, dtype=dtype)
     # With pinned memory the host does not wait. From ordinary memory the copy would wait for everything queued before.
     return on_host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else on_host.to(device)
+
+
+def copy_to_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns copies of the tensors in host memory, by name."""
+    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}

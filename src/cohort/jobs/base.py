@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Self
 
 import torch
 
-from cohort.config.document import dump_config, parse_config
+from cohort.config.document import dump_config, parse_config, reuse_variants
 from cohort.config.schema import RunConfig
 from cohort.engines.weights import copy_weights
 from cohort.errors import RunError
+from cohort.jobs.inputs import InputDigests, require_same_inputs
 from cohort.learner.local import LocalLearner
+from cohort.learner.optim import learning_rate
 from cohort.models.auto import AnyDecoder
 from cohort.models.decoder import Decoder
 from cohort.models.files import LoadedModel, load_folder, save_folder
@@ -26,8 +31,14 @@ class TrainingJob:
     config: RunConfig
     model: LoadedModel
     learner: LocalLearner
+    inputs: InputDigests
 
-    def write_model(self, folder: Path) -> None:
+    @property
+    def measure(self) -> Callable[[], Mapping[str, float]] | None:
+        """None: nothing is measured besides evaluations. Subclasses may measure held-out examples."""
+        return None
+
+    def write_model(self, folder: Path | str) -> None:
         """Writes the current weights, config and tokenizer into `folder`, as a Hugging Face model folder."""
         weights = self.learner.weights()
         decoder = self.model.decoder
@@ -35,18 +46,19 @@ class TrainingJob:
         if weights.module is not decoder:
             assert isinstance(decoder, Decoder), "a foreign model is trained in this process"
             copy_weights(weights, decoder)
-        save_folder(decoder, self.model.hf_config, self.model.folder, folder)
+        save_folder(decoder, self.model.hf_config, self.model.folder, Path(folder))
 
     def checkpoint_learner(self, step: int, cursor: int) -> Checkpoint:
         """Returns a checkpoint with the learner's state after `step` completed steps. It does not contain the weights.
 
-        `cursor` is the position in the prompt stream, or in the data, from which the run continues. Settings, number of
-        threads and version of torch are stored as well.
+        `cursor` is the position in the prompt stream, or in the data, from which the run continues. Settings, digests
+        of the inputs, number of threads and version of torch are stored as well.
         """
         tensors, numbers = self.learner.state()
         # The number of steps is the one setting that may change, so it is left out here.
         settings = dump_config(replace(self.config, steps=0))
         numbers |= {"threads": torch.get_num_threads(), "torch": torch.__version__, "config": settings}
+        numbers["inputs"] = self.inputs.to_json()
         if self.learner.adapters is not None:
             numbers["lora"] = asdict(self.learner.adapters.config)
         return Checkpoint(step=step, cursor=cursor, optimizer=tensors, numbers=numbers)
@@ -54,13 +66,16 @@ class TrainingJob:
     def restore_learner(self, state: Checkpoint) -> None:
         """Restores weights, the learner's state and torch's number of threads from a checkpoint, in place.
 
-        Raises RunError if the checkpoint was made with other settings than those of this job, or if adapters are
-        trained and the base model has changed.
+        Raises RunError if the checkpoint was made with other settings than those of this job, or if model, adapters or
+        rows have changed since.
         """
         assert state.model is not None
         # <run>/checkpoints/<step>/model: the third folder above the model is the run.
-        saved_with = RunDirectory(state.model.parents[2], parse_config(state.numbers["config"], warn=False))
+        settings = parse_config(state.numbers["config"], warn=False, find=reuse_variants(self.config))
+        saved_with = RunDirectory(state.model.parents[2], settings)
         saved_with.require_same_settings(self.config)
+        # Checkpoints of earlier versions have no digests.
+        require_same_inputs(state.numbers.get("inputs", {}), self.inputs, self.config, saved_with.path)
         # Sums depend on the number of threads, so the run keeps its number, also on a machine with fewer cores.
         torch.set_num_threads(int(state.numbers["threads"]))
         decoder = self.model.decoder
@@ -71,6 +86,31 @@ class TrainingJob:
         self.learner.load_state(state.optimizer, state.numbers)
         if self.learner.adapters is not None:
             _require_equal_weights(decoder, saved, self.config.model)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def describe_extension(self, step: int, old_steps: int, new_steps: int) -> str:
+        """Returns how the learning rate jumps if the run has `new_steps` steps, not `old_steps`; "" = it does not.
+
+        A decaying schedule is spread over all steps, so its rate after `step` completed steps depends on their number.
+        """
+        optim = self.config.optim
+        per_step = self.config.learner.updates_per_batch
+        # Updates without signal count too, so this is not the number of optimizer steps.
+        update = self.learner.update_index
+        before = learning_rate(optim, max(0, update - 1), old_steps * per_step)
+        planned = learning_rate(optim, update, old_steps * per_step)
+        after = learning_rate(optim, update, new_steps * per_step)
+        if not update or math.isclose(planned, after):
+            return ""
+        return (
+            f"the {optim.schedule} schedule now ends at step {new_steps}, so the learning rate goes from {before:.3g} "
+            f"(step {step}) to {after:.3g} (step {step + 1})"
+        )
 
     def close(self) -> None:
         """Does nothing here. Subclasses end the processes and connections that they have opened."""

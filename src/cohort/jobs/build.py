@@ -5,8 +5,7 @@ This is the composition root of training: loops and runs see protocols, and only
 
 from __future__ import annotations
 
-import copy
-import os
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -15,33 +14,35 @@ import torch
 
 from cohort.algos.algorithm import build_algorithm
 from cohort.config.document import get_variant_name
-from cohort.config.kinds import RL, SFT
+from cohort.config.imitation import DPO, SFT
+from cohort.config.kinds import RL
 from cohort.config.rollout import RolloutConfig
 from cohort.config.schema import NativeEngine, RunConfig
 from cohort.engines.base import require_for_training
 from cohort.engines.factory import EngineModel, get_abilities, make_engine
 from cohort.engines.sync import WeightSync
 from cohort.errors import ConfigError
+from cohort.evaluation.evaluate import digest_rows
+from cohort.jobs.imitation import build_dpo_job, build_sft_job
+from cohort.jobs.inputs import InputDigests, settle_inputs
+from cohort.jobs.parts import configure_torch, digest_files, load_model, make_adapters, make_frozen_copy
 from cohort.jobs.rl import RLJob
-from cohort.jobs.sft import SFTJob, make_example_source
 from cohort.jobs.start import RunnableJob, resume_run, start_run
 from cohort.learner.local import LocalLearner
 from cohort.learner.plan import MemoryDemand, MemoryPlan, plan_memory
-from cohort.models.auto import AnyDecoder, AutoDecoder
-from cohort.models.catalog import resolve_model
 from cohort.models.config import ModelConfig
-from cohort.models.decoder import Decoder
-from cohort.models.device import DTYPES, available_bytes, choose_device, choose_dtype
-from cohort.models.files import LoadedModel, load_folder
+from cohort.models.device import available_bytes, choose_device, choose_dtype
+from cohort.models.files import LoadedModel
 from cohort.models.lora import Adapters
-from cohort.models.peft import load_adapters
 from cohort.rollout.producer import Order, Producer
 from cohort.rollout.settings import make_again_rules, make_episode_settings, make_sampling, max_environment_tokens
 from cohort.scoring.pool import ScoringPool, choose_num_workers
 from cohort.tasks.base import check_packages
-from cohort.tasks.source import make_data_path_absolute
-from cohort.tasks.stream import Renderer, TaskStream
-from cohort.text import RawTextRenderer, Tokenizer
+from cohort.tasks.ref import compute_grader_digest
+from cohort.tasks.stream import TaskStream
+from cohort.text import PromptRenderer, Tokenizer
+from cohort.text.framing import read_template
+from cohort.types import Prompt
 
 C = TypeVar("C", bound=RunConfig)
 
@@ -74,17 +75,6 @@ def resolve_machine_settings(config: RL) -> RL:
     return replace(config, device="cuda", learner=learner, engine=engine)
 
 
-def configure_torch(threads: int, device: torch.device) -> None:
-    """Sets torch's number of threads (0 = all cores that this process may use).
-
-    On a CPU, makes torch raise for nondeterministic operations. On a GPU deterministic algorithms would cost time, so
-    equal runs may differ in the last bits there.
-    """
-    torch.set_num_threads(threads or len(os.sched_getaffinity(0)))
-    # Equivalent to use_deterministic_algorithms(True), which would also import the compiler: a second at every start.
-    torch.set_deterministic_debug_mode("error" if device.type == "cpu" else "default")
-
-
 def build_rl_job(config: RL) -> RLJob:
     """Loads model and task, makes engine, learner and scoring workers, and returns the job that joins them.
 
@@ -95,12 +85,12 @@ def build_rl_job(config: RL) -> RLJob:
     check_packages(config.task)
     device = choose_device(config.device)
     configure_torch(config.threads, device)
-    folder, model, config = _load_model(config, device)
-    tokenizer = Tokenizer.load(folder)
+    folder, model, config = load_model(config, device)
+    tokenizer = Tokenizer.load(folder, config.date, read_template(config.template))
     sampling = make_sampling(config.sampling, tokenizer)
     algo = build_algorithm(config.algo, config.max_sampled_tokens)
     updates = config.learner.epochs * config.learner.minibatches
-    adapters = _make_adapters(config, model.decoder)
+    adapters = make_adapters(config, model.decoder)
     # With adapters the base weights are the reference, and no frozen copy is needed.
     has_reference = "ref" in algo.needs() and adapters is None
     plan = _plan_gpu_memory(config, model, device, has_reference, adapters)
@@ -110,7 +100,7 @@ def build_rl_job(config: RL) -> RLJob:
         config.optim,
         num_updates=config.steps * updates,
         temperature=sampling.temperature,
-        reference=_make_frozen_copy(model) if has_reference else None,
+        reference=make_frozen_copy(model) if has_reference else None,
         refresh_every=config.algo.kl.refresh,
         adapters=adapters,
     )
@@ -119,9 +109,8 @@ def build_rl_job(config: RL) -> RLJob:
     longest = config.max_sampled_tokens + max_environment_tokens(config, tokenizer)
     limit = _compute_prompt_limit(longest, model, learner.token_budget)
     learner.expect_samples(limit + longest)
-    stream = TaskStream(config.task, make_renderer(tokenizer, config.template), config.seed, max_prompt_tokens=limit)
-    stream.check_enough_rows(config.batch.prompts)
-    problems = stream.render_held_out(config.eval.problems)
+    stream = _make_stream(config, tokenizer, limit)
+    problems = stream.render_held_out(config.eval.problems, config.eval.split, or_fewer=True)
     subject = EngineModel(
         decoder=model.decoder,
         decode=tokenizer.decode,
@@ -135,6 +124,7 @@ def build_rl_job(config: RL) -> RLJob:
     return RLJob(
         config=config,
         model=model,
+        inputs=_digest_inputs(config, folder, stream, problems),
         engine=engine,
         learner=learner,
         sync=WeightSync(get_weights=learner.weights, engine=engine),
@@ -142,17 +132,29 @@ def build_rl_job(config: RL) -> RLJob:
         producer=Producer(engine, scorer, stream, training, order),
         eval_producer=Producer(engine, scorer, stream, evaluation, order),
         problems=problems,
+        num_problems_left_out=stream.num_skipped,
         algo=algo,
         tokenizer=tokenizer,
     )
 
 
-def make_renderer(tokenizer: Tokenizer, template: str) -> Renderer:
-    """Returns the object that turns messages into tokens.
+def _make_stream(config: RL, tokenizer: Tokenizer, max_prompt_tokens: int) -> TaskStream:
+    """Reads the rows of the task, and returns the stream of training prompts of at most `max_prompt_tokens` tokens.
 
-    `template` is "chat" for the model's chat template; any other value joins the messages as plain text.
+    Raises ConfigError if there are fewer rows than a step needs, or if the system prompt alone is too long.
     """
-    return tokenizer if template == "chat" else RawTextRenderer(tokenizer)
+    renderer = PromptRenderer(tokenizer, config.template, config.system)
+    renderer.check_system(max_prompt_tokens)
+    stream = TaskStream(
+        config.task,
+        renderer,
+        config.seed,
+        max_prompt_tokens=max_prompt_tokens,
+        too_long=config.batch.too_long,
+        validation_share=config.eval.validation_share if config.eval.split == "validation" else 0.0,
+    )
+    stream.check_enough_rows(config.batch.prompts)
+    return stream
 
 
 def _plan_gpu_memory(
@@ -205,66 +207,14 @@ def _compute_prompt_limit(longest: int, model: LoadedModel, budget: int) -> int:
     return room
 
 
-def _load_model(config: C, device: torch.device) -> tuple[Path, LoadedModel, C]:
-    """Finds or fetches the model that the config names, and loads it.
-
-    Returns its folder, the model on the device, and the config adapted to the model's architecture.
-    """
-    folder = resolve_model(config.model)
-    model = load_folder(folder, DTYPES[config.learner.dtype])
-    model.decoder.to(device)
-    return folder, model, _adapt_to_architecture(config, model.decoder)
-
-
-def _make_frozen_copy(model: LoadedModel) -> AnyDecoder:
-    """Returns a copy of the model whose weights are never trained, for use as the reference policy."""
-    frozen = copy.deepcopy(model.decoder)
-    frozen.requires_grad_(False)
-    return frozen
-
-
-def _adapt_to_architecture(config: C, decoder: AnyDecoder) -> C:
-    """Returns the config, with `learner.prefix_sharing` off if Cohort does not implement the model itself.
-
-    Such a model (`AutoDecoder`, from transformers) computes a prompt once per sample, not once per group. Raises
-    ConfigError if the config asks for adapters, which such a model cannot have.
-    """
-    if not isinstance(decoder, AutoDecoder):
-        return config
-    if config.learner.lora.is_on:
-        raise ConfigError(
-            f"learner.lora needs a model that Cohort implements itself, and {decoder.config.architecture} is not one: "
-            "train without adapters (--learner.lora.rank 0, no --learner.lora.load), or use another --model."
-        )
-    return replace(config, learner=replace(config.learner, prefix_sharing=False))
-
-
-def _make_adapters(config: RunConfig, decoder: AnyDecoder) -> Adapters | None:
-    """Returns the LoRA adapters of `decoder` that the config asks for, new or read from learner.lora.load.
-
-    Freezes the decoder's own weights then. None, and nothing is changed, if the config asks for no adapters, or the
-    model is not one that Cohort implements itself.
-    """
-    lora = config.learner.lora
-    if not isinstance(decoder, Decoder):
-        return None
-    if lora.load:
-        loaded = load_adapters(lora.load)
-        return Adapters(decoder, replace(loaded.config, base=lora.base), config.seed, loaded.tensors)
-    return Adapters(decoder, lora, config.seed) if lora.rank else None
-
-
-def train(config: RunConfig, out: Path, log: str, *sinks: str) -> Path:
+def train(config: RunConfig, out: Path, log: str, *sinks: str, name: str | None = None) -> Path:
     """Trains a config in a new run directory below `out`, and returns the path of that directory.
 
     `log` names the terminal output ("auto", "live", "plain" or "json"), `sinks` the programs that also get the metrics.
-    A relative path in `task.data` is made absolute. If a signal stops the run, saves a checkpoint and raises
-    KeyboardInterrupt.
+    `name` is that of the run directory; None = a new one from date and recipe. Relative paths of model,
+    adapters and data are made absolute. If a signal stops the run, saves a checkpoint and raises KeyboardInterrupt.
     """
-    # Stored as an absolute path, so that the run can be resumed from another folder.
-    if isinstance(config, RL) and isinstance(data := getattr(config.task, "data", None), str) and data:
-        config = replace(config, task=replace(config.task, data=make_data_path_absolute(data)))
-    return start_run(config, _build_job, out, log, sinks)
+    return start_run(settle_inputs(config), build_job, out, log, sinks, name)
 
 
 def resume(path: Path, steps: int | None, log: str, *sinks: str) -> Path:
@@ -273,36 +223,29 @@ def resume(path: Path, steps: int | None, log: str, *sinks: str) -> Path:
     `steps` is the new total number of steps, not less than before; None keeps the run's number. `log`, `sinks` and
     signals: see `train`.
     """
-    return resume_run(path, _build_job, steps, log, sinks)
+    return resume_run(path, build_job, steps, log, sinks)
 
 
-def _build_job(config: RunConfig) -> RunnableJob:
-    """Returns the job of a config: an RLJob or an SFTJob, by the class of the config."""
+def build_job(config: RunConfig) -> RunnableJob:
+    """Returns the job of a config, by its class."""
     if isinstance(config, SFT):
         return build_sft_job(config)
+    if isinstance(config, DPO):
+        return build_dpo_job(config)
     assert isinstance(config, RL), f"nothing is built for the kind {config.kind}"
     return build_rl_job(config)
 
 
-def build_sft_job(config: SFT) -> SFTJob:
-    """Loads the model and the examples, and returns the job of supervised fine-tuning.
+def _digest_inputs(config: RL, folder: Path, stream: TaskStream, problems: Sequence[Prompt]) -> InputDigests:
+    """Returns digests of the model in `folder`, of the adapters that the config loads, of the task's rows and grader.
 
-    Sets torch's threads. Writes no run files.
+    `stream` has the rows for training, `problems` those of evaluations.
     """
-    device = choose_device(config.device)
-    learner = replace(config.learner, dtype=choose_dtype(config.learner.dtype, device))
-    config = replace(config, device="cpu" if device.type == "cpu" else "cuda", learner=learner)
-    configure_torch(config.threads, device)
-    folder, model, config = _load_model(config, device)
-    return SFTJob(
-        config=config,
-        model=model,
-        learner=LocalLearner(
-            model.decoder,
-            config.learner,
-            config.optim,
-            num_updates=config.steps * config.learner.updates_per_batch,
-            adapters=_make_adapters(config, model.decoder),
-        ),
-        examples=make_example_source(config, Tokenizer.load(folder)),
+    rows = stream.compute_digest()
+    return replace(
+        digest_files(config, folder),
+        train_rows=rows.content,
+        train_order=rows.order,
+        held_out_rows=digest_rows(problems),
+        grader=compute_grader_digest(stream.task),
     )

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cohort.algos.algorithm import Algorithm
 from cohort.config.document import get_variant_name
-from cohort.config.flags import collect_settings, format_flag
+from cohort.config.flags import collect_settings, format_setting
 from cohort.config.kinds import RL
-from cohort.engines.base import Engine
+from cohort.engines.base import Engine, Request, sample
 from cohort.engines.sync import WeightSync
 from cohort.evaluation.evaluate import describe_sampling, digest_rows
 from cohort.evaluation.evaluate import evaluate as run_evaluation
@@ -17,16 +19,17 @@ from cohort.evaluation.records import EvalSetting, Evaluation
 from cohort.jobs.base import TrainingJob
 from cohort.loops.reuse import RolloutReuse
 from cohort.loops.rl import train
+from cohort.models.catalog import notice_if_not_taught
 from cohort.rollout.producer import Producer
-from cohort.run import checkpoint
 from cohort.run.checkpoint import Checkpoint
 from cohort.run.life import Run
 from cohort.run.machine import program_name
 from cohort.run.store.records import RunDescription
 from cohort.scoring.pool import ScoringPool
-from cohort.tasks.ref import TaskRef, compute_grader_digest
+from cohort.tasks.ref import TaskRef
 from cohort.text import Tokenizer
-from cohort.types import Prompt
+from cohort.text.framing import describe_template
+from cohort.types import Group, Key, Message, Prompt
 
 # (title, metric) of the columns of the table of training in the run card.
 CARD_COLUMNS = (
@@ -36,11 +39,10 @@ CARD_COLUMNS = (
     ("gradient norm", "grad_norm"),
     ("dead groups", "groups/dead"),
 )
+# The name that stands for the task in groups of `RLJob.sample_groups`.
+OWN_PROMPTS = "own prompts"
 # (words, metric) of the metrics that the run card sums over all steps.
-CARD_TOTALS = (
-    ("samples that could not be scored", "samples/failed"),
-    ("samples left out of the loss", "samples/masked"),
-)
+CARD_TOTALS = (("samples that could not be scored", "samples/failed"),)
 
 
 @dataclass(kw_only=True)
@@ -54,7 +56,9 @@ class RLJob(TrainingJob):
     producer: Producer  # makes the groups that are trained on
     eval_producer: Producer  # answers the problems of evaluations
     problems: list[Prompt]  # held out: never trained on
+    num_problems_left_out: int = 0  # whose prompts are too long
     algo: Algorithm
+    earlier_grader: str = ""  # the digest in the checkpoint that was restored; "" = none was, or it has no digest
 
     tokenizer: Tokenizer
 
@@ -66,16 +70,20 @@ class RLJob(TrainingJob):
         c = self.config
         setting = EvalSetting(
             task=c.task.name,
-            split="test",
+            split=c.eval.split,
             num_problems=len(self.problems),
+            num_left_out=self.num_problems_left_out,
             num_samples=c.eval.samples,
             model=c.model,
             # The run and the step name these weights.
             weights="",
             knobs=TaskRef.from_task(c.task).settings,
             rows=digest_rows(self.problems),
-            grader=compute_grader_digest(c.task),
-            template=c.template,
+            # The digest of the start: the workers keep that code, whatever happens to the file.
+            grader=self.inputs.grader,
+            template=describe_template(c.template),
+            system=c.system,
+            date=c.date,
             engine=self.engine.name,
             place=f"{c.device} {c.learner.dtype}",
             sampling=describe_sampling(self.eval_producer.settings.sampling),
@@ -85,6 +93,50 @@ class RLJob(TrainingJob):
         )
         return run_evaluation(
             self.eval_producer, self.problems, setting, lambda p: self.tokenizer.spell(p.tokens), then="resume the run"
+        )
+
+    def sample_groups(self, prompts: Sequence[list[Message]], num_samples: int, visit: int = 0) -> list[Group]:
+        """Samples answers to prompts that are in no task, with the sampling of the run. Returns one group per prompt.
+
+        A prompt is a list of messages. Nothing is scored: set `reward` of every sample before the groups are trained
+        on. `visit` says how often these prompts were sampled before; with an equal `visit`, place in `prompts` and run
+        seed the random numbers are equal too. Raises ConfigError if a prompt is too long.
+        """
+        groups = [Group(prompt=self._make_prompt(number, m, visit), samples=[]) for number, m in enumerate(prompts)]
+        requests = [
+            Request(
+                id=f"{group.prompt.id}/{index}",
+                tokens=group.prompt.tokens,
+                sampling=self.producer.settings.sampling,
+                key=Key(
+                    seed=self.config.seed,
+                    purpose="train",
+                    task=group.prompt.task,
+                    prompt_id=group.prompt.id,
+                    visit=visit,
+                    sample=index,
+                ),
+            )
+            for group in groups
+            for index in range(num_samples)
+        ]
+        samples = sample(self.engine, requests)
+        for group in groups:
+            group.samples = [samples[f"{group.prompt.id}/{index}"] for index in range(num_samples)]
+        return groups
+
+    def _make_prompt(self, number: int, messages: list[Message], visit: int) -> Prompt:
+        """Returns messages of the caller of `sample_groups` as a prompt, whose id is its number in that call."""
+        rendered = self.producer.stream.render(messages)
+        return Prompt(
+            task=OWN_PROMPTS,
+            id=str(number),
+            visit=visit,
+            row={},
+            messages=messages,
+            tokens=list(rendered.tokens),
+            provenance=[int(p) for p in rendered.provenance],
+            forced_text=rendered.forced_text,
         )
 
     def make_checkpoint(self, step: int) -> Checkpoint:
@@ -107,13 +159,33 @@ class RLJob(TrainingJob):
         has changed.
         """
         self.restore_learner(state)
+        self.earlier_grader = str(state.numbers.get("inputs", {}).get("grader", ""))
         self.algo.load_state(state.numbers["algo"])
         self.producer.load_state({"cursor": state.cursor, "open": state.numbers.get("open", [])})
         self.sync.send(state.step)
 
     def describe(self) -> RunDescription:
         """Returns what terminal and run card say about this run: task, algorithm, batch, and which metrics to show."""
-        return describe_run(self.config)
+        stream = self.producer.stream
+        # (what may be left out because its prompt is too long, how many are, of how many)
+        counts = (
+            ("training rows", stream.num_too_long, stream.num_rows),
+            ("held-out problems", self.num_problems_left_out, self.num_problems_left_out + len(self.problems)),
+        )
+        why = "left out, because their prompts are too long"
+        lines = [f"{what} {why}: {num} of {total}" for what, num, total in counts if num]
+        return replace(describe_run(self.config), left_out=tuple(lines))
+
+    def notice_if_fewer_problems(self) -> str:
+        """Returns a notice for the user if the task has fewer held-out rows than eval.problems asks for; else ""."""
+        num = len(self.problems) + self.num_problems_left_out
+        asked = self.config.eval
+        if num >= asked.problems:
+            return ""
+        return (
+            f"evaluations use all {num} {asked.split} rows of the task {self.config.task.name}, because there are no "
+            f"more; eval.problems is {asked.problems}"
+        )
 
     def suggest_commands(self, run: Path, step: int) -> list[list[str]]:
         """Returns commands to try after the run in directory `run` is complete, each as a list of words.
@@ -124,9 +196,10 @@ class RLJob(TrainingJob):
         return suggest_commands(self.config, run, step)
 
     def run_loop(self, run: Run) -> None:
-        """Trains for every remaining step of `run`. First tells the user about settings that may surprise.
+        """Trains for every remaining step of `run`. First tells the user about what may surprise.
 
-        These are truncated sampling, which is also recorded as an event, and importance ratios that are all 1.
+        That is truncated sampling and a grader that has changed, which are also recorded as events, rows that are left
+        out or too few, importance ratios that are all 1, and a task that the bundled model was not taught.
         """
         # Only at the start: a resumed run has the event in its database.
         if self.producer.settings.sampling.truncates and run.step == 0:
@@ -134,10 +207,35 @@ class RLJob(TrainingJob):
                 "sampling",
                 "top-p, top-k or min-p is set: the policy that samples is not exactly the one that is trained",
             )
-        if (note := notice_if_ratios_are_one(self.config)) and run.step < self.config.steps:
-            run.show_notice("algo", note)
+        if run.step < self.config.steps and (notice := self._notice_if_grader_changed(run)):
+            run.record_event("grader", notice)
+        for line in self.describe().left_out:
+            run.show_notice("prompts", line)
+        notices = {
+            "evaluation": self.notice_if_fewer_problems(),
+            "algo": notice_if_ratios_are_one(self.config),
+            "model": notice_if_not_taught(self.config.model, self.config.task.name) if run.step == 0 else "",
+        }
+        for kind, notice in notices.items():
+            if notice and run.step < self.config.steps:
+                run.show_notice(kind, notice)
         replay = RolloutReuse(self.config.replay, self.config.seed, run.directory.rollouts)
         train(run, self.config, self.producer, self.learner, self.sync, self.algo, replay)
+
+    def _notice_if_grader_changed(self, run: Run) -> str:
+        """Returns a notice for the user if the grader is not that of the restored checkpoint; else "".
+
+        For a checkpoint of an earlier version, which has no digest of the grader, the newest evaluation counts.
+        """
+        newest = max(run.evaluations, default=0)
+        step = run.step if self.earlier_grader else newest
+        before = self.earlier_grader or (run.evaluations[newest].setting.grader if run.evaluations else "")
+        if before in ("", self.inputs.grader):
+            return ""
+        return (
+            f"the code that scores {self.config.task.name} has changed since step {step} ({before} is now "
+            f"{self.inputs.grader}): rewards and accuracies up to that step cannot be compared with later ones"
+        )
 
     def close(self) -> None:
         """Ends the scoring workers and the engine."""
@@ -164,10 +262,9 @@ def suggest_commands(config: RL, run: Path, step: int) -> list[list[str]]:
     quickstart: train another recipe).
     """
     task = get_variant_name("task", config.task)
-    model = run / "checkpoints" / checkpoint.folder_name(step) / "model"
     longer = [program_name(), "resume", str(run), "--steps", str(2 * config.steps)]
     return [
-        [program_name(), "eval", task, "--model", str(model), *_make_eval_flags(config)],
+        [program_name(), "eval", task, "--model", f"{run}@{step}", *_make_eval_flags(config)],
         [program_name(), "export", str(run), f"{run.name}-model"],
         # The quickstart suggests the next recipe in place of more steps.
         [program_name(), "train", "tiny_countdown"] if config.recipe == "quickstart" else longer,
@@ -177,21 +274,27 @@ def suggest_commands(config: RL, run: Path, step: int) -> list[list[str]]:
 def _make_eval_flags(config: RL) -> list[str]:
     """Returns flags, as words, that make `cohort eval` use the run's prompts and sampling in evaluations.
 
-    They are template, temperature, limit of tokens and settings of the task, each only if it differs from the default.
-    Settings with several values and the numbers of problems and samples are left out.
+    They are template, system prompt, temperature, limit of tokens, stop texts and settings of the task, each only if it
+    differs from the default. The numbers of problems and samples are left out.
     """
     flags = []
     if config.template != "chat":
         flags += ["--template", config.template]
+    if config.batch.too_long != "error":
+        flags += ["--too-long", config.batch.too_long]
+    if config.system:
+        flags += format_setting("system", config.system)
     if config.eval.temperature != 1.0:
-        flags += ["--temperature", f"{config.eval.temperature:g}"]
+        flags += ["--temperature", str(config.eval.temperature)]
     if config.sampling.max_tokens != config.task.max_tokens:
         flags += ["--max-tokens", str(config.sampling.max_tokens)]
-    for name, leaf in collect_settings(config.task, "task.").items():
-        default = getattr(type(config.task), name.removeprefix("task."), None)
-        # Settings with several values are left out: they do not fit into one --name=value.
-        if leaf.value != default and not isinstance(leaf.value, tuple):
-            flags.append(f"{format_flag(name)}={leaf.value}")
+    if config.sampling.stop:
+        flags += format_setting("stop", config.sampling.stop)
+    # A task of which a setting has no default cannot be made without settings.
+    defaults = {f.name: f.default for f in dataclasses.fields(config.task)}
+    for name, setting in collect_settings(config.task, "task.").items():
+        if setting.value != defaults.get(name.removeprefix("task."), dataclasses.MISSING):
+            flags += format_setting(name, setting.value)
     return flags
 
 

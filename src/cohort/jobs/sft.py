@@ -2,34 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
+from cohort.algos.imitation import Imitation
 from cohort.config.document import get_variant_name
-from cohort.config.kinds import SFT
+from cohort.config.imitation import SFT, Traces
 from cohort.data.batch import Batch
+from cohort.data.pack import make_batch
+from cohort.examples.encode import EncodedExamples
 from cohort.jobs.base import TrainingJob
 from cohort.loops import sft
-from cohort.run import checkpoint
 from cohort.run.checkpoint import Checkpoint
 from cohort.run.life import Run
 from cohort.run.machine import program_name
 from cohort.run.store.records import Curve, RunDescription
 from cohort.system.clock import stage
 from cohort.tasks.traces import mixture
-from cohort.tasks.traces.encode import Example
 from cohort.text import Tokenizer
+from cohort.types import Group, Provenance
 
 
-def make_example_source(config: SFT, tokenizer: Tokenizer) -> Callable[[int], list[Example]]:
-    """Reads the data of a config, and returns a function from a step, counted from 0, to the examples of that step.
+def make_trace_source(config: SFT, tokenizer: Tokenizer) -> Callable[[int], list[Group]]:
+    """Returns a function from a step, counted from 0, to the synthetic examples of that step.
 
     The same step always has the same examples.
     """
-    rows = mixture.load_trace_rows(config.data.rows)
-    return lambda step: mixture.make_examples(rows, tokenizer, config.seed, step, config.batch.examples, config.data)
+    data = config.data
+    assert isinstance(data, Traces)
+    rows = mixture.load_trace_rows(data.rows)
+
+    def make_groups(step: int) -> list[Group]:
+        examples = mixture.make_examples(rows, tokenizer, config.seed, step, config.batch.examples, data)
+        return [sft.make_example_group(str(n), *example) for n, example in enumerate(examples)]
+
+    return make_groups
 
 
 @dataclass(kw_only=True)
@@ -38,19 +47,34 @@ class SFTJob(TrainingJob):
 
     config: SFT
     # From a step, counted from 0, to what it trains on.
-    examples: Callable[[int], list[Example]]
+    groups: Callable[[int], list[Group]]
+    encoded: EncodedExamples = field(default_factory=EncodedExamples)  # those of a file, and what was left out
+    held_out: list[Group] = field(default_factory=list)
 
-    # Such runs have no evaluation of their own.
+    # An accuracy needs a task.
     evaluate: ClassVar[None] = None
 
+    @property
+    def measure(self) -> Callable[[], Mapping[str, float]] | None:
+        """A function that measures the loss on the held-out examples; None if there are none."""
+        return self._measure if self.held_out else None
+
+    def _measure(self) -> dict[str, float]:
+        """Returns loss and perplexity of the held-out examples, as metrics."""
+        found = self.learner.measure(make_batch(self.held_out, loss_on=Provenance.TARGET), Imitation())
+        found = sft.add_perplexity(found)
+        return {f"eval/{name}": found[name] for name in ("loss", "perplexity")}
+
     def run_loop(self, run: Run) -> None:
-        """Trains for every remaining step of `run`."""
+        """Trains for every remaining step of `run`. First tells the user about rows that are left out."""
+        for line in self.encoded.describe():
+            run.show_notice("rows", line)
         sft.train(run, self.learner, self.make_batch)
 
     @stage("examples")
     def make_batch(self, step: int) -> Batch:
         """Returns the batch of examples that a step, counted from 0, trains on."""
-        return sft.make_sft_batch(self.examples(step), self.config.learner.minibatches)
+        return make_batch(self.groups(step), self.config.learner.minibatches, Provenance.TARGET)
 
     def make_checkpoint(self, step: int) -> Checkpoint:
         """Returns the learner's state after `step` completed steps, but no weights."""
@@ -79,6 +103,7 @@ class SFTJob(TrainingJob):
                 ("gradient norm", "grad_norm"),
                 ("learning rate", "lr"),
             ),
+            left_out=tuple(self.encoded.describe()),
         )
 
     def suggest_commands(self, run: Path, step: int) -> list[list[str]]:
@@ -86,9 +111,8 @@ class SFTJob(TrainingJob):
 
         They evaluate the model after `step` steps on the task "arithmetic", export it, and train on.
         """
-        model = run / "checkpoints" / checkpoint.folder_name(step) / "model"
         return [
-            [program_name(), "eval", "arithmetic", "--model", str(model)],
+            [program_name(), "eval", "arithmetic", "--model", f"{run}@{step}"],
             [program_name(), "export", str(run), f"{run.name}-model"],
             [program_name(), "resume", str(run), "--steps", str(2 * self.config.steps)],
         ]

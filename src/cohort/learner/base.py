@@ -15,7 +15,7 @@ from cohort.algos.algorithm import Loss
 from cohort.data.batch import Batch
 from cohort.models.auto import AnyDecoder
 from cohort.serialize import record
-from cohort.types import Group, SampleId
+from cohort.types import Group, Provenance, SampleId
 from cohort.world import World
 
 
@@ -97,12 +97,14 @@ class Learner(Protocol):
     token_budget: int  # most tokens of a microbatch; it shrinks when memory runs out
     world: World  # the ranks that train together
 
-    def annotate(self, groups: Sequence[Group], needs: Collection[str]) -> Annotations:
+    def annotate(
+        self, groups: Sequence[Group], needs: Collection[str], loss_on: Provenance = Provenance.SAMPLED
+    ) -> Annotations:
         """Computes log-probabilities of the groups' samples, without changing the groups.
 
         `needs` may contain "old" (by the trained policy, with its current weights) and "ref" (by the reference policy).
         The result has None for one that is not in `needs`. Samples that would not be in a batch, such as failed or
-        empty ones, get none.
+        empty ones, get none. Only tokens of the provenance `loss_on` have log-probabilities; others have 0.
         """
 
     def update(self, batch: Batch, algo: Loss) -> Update:
@@ -120,6 +122,12 @@ class Learner(Protocol):
 
         The gradient is summed over the ranks; the metrics are of this rank. `options` says how the batch is cut into
         microbatches; None = as in `update`. `world` replaces the learner's ranks for this call; None = its own.
+        """
+
+    def measure(self, batch: Batch, algo: Loss) -> dict[str, float]:
+        """Returns the metrics that a loss has on a batch with one minibatch. Nothing is trained.
+
+        The metrics are over all ranks, and those of entropies are left out.
         """
 
     def weights(self) -> LiveWeights:

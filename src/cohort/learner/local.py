@@ -22,16 +22,23 @@ from cohort.algos.tally import Tally
 from cohort.config.schema import LearnerConfig, OptimConfig
 from cohort.data.batch import Batch, Floats, Minibatch
 from cohort.data.pack import longest_sample, make_batch, pack, pack_minibatch, with_old_logprobs
-from cohort.data.transfer import copy_to_device
+from cohort.data.transfer import copy_to_device, copy_to_host
 from cohort.errors import TrainingStopped
 from cohort.learner.backend import make_backend
 from cohort.learner.base import Annotations, Gradient, LiveWeights, MicrobatchOptions, Snapshot, Update
-from cohort.learner.minibatch import MinibatchResult, TokenLoss, make_token_logprobs, repack, scatter_to_samples
+from cohort.learner.minibatch import (
+    MinibatchResult,
+    TokenLoss,
+    describe_layout,
+    make_token_logprobs,
+    repack,
+    scatter_to_samples,
+)
 from cohort.learner.optim import Optimizer, global_norm, learning_rate
 from cohort.learner.plan import MemoryPlan
 from cohort.models.auto import AnyDecoder
 from cohort.models.lora import Adapters
-from cohort.types import Group
+from cohort.types import Group, Provenance
 from cohort.world import World
 
 # Tokens per microbatch where the config sets no budget and there is no memory plan.
@@ -75,7 +82,7 @@ class LocalLearner:
         self.plan: MemoryPlan | None = None
         # Updates attempted. The schedule follows this count, so updates without signal advance it too.
         self.update_index = 0
-        self.num_bad = 0  # consecutive updates with non-finite gradients
+        self.num_bad = 0  # updates with non-finite gradients since the last step that was made
         self._fitting_budget = 0  # tokens per microbatch that fitted after memory had run out; 0 = it never ran out
         self._annotated_at = -1  # update_index at which old log-probabilities were last annotated
         self._layout_reported = False
@@ -115,17 +122,19 @@ class LocalLearner:
 
     # ---- the step --------------------------------------------------------------------------------------------
 
-    def annotate(self, groups: Sequence[Group], needs: Collection[str]) -> Annotations:
+    def annotate(
+        self, groups: Sequence[Group], needs: Collection[str], loss_on: Provenance = Provenance.SAMPLED
+    ) -> Annotations:
         """Returns log-probabilities of the samples: "old" by the current policy, "ref" by the reference, if in `needs`.
 
-        The one that is not in `needs` is None. A sample gets one number per token, 0 where the token was not sampled.
+        The one that is not in `needs` is None. A sample gets one number per token, 0 where it is not of `loss_on`.
         Samples that `make_batch` leaves out, such as failed, masked and empty ones, get none. The groups stay
         unchanged. Raises ConfigError for a sample that exceeds the token budget.
         """
         begin = time.perf_counter()
         old = ref = None
         if needs:
-            batch = make_batch(groups)
+            batch = make_batch(groups, loss_on=loss_on)
             minibatch = pack_minibatch(batch, 0, self.token_budget, self.config.prefix_sharing)
             if "old" in needs:
                 self._annotated_at = self.update_index
@@ -206,6 +215,25 @@ class LocalLearner:
         self.optimizer.zero_grad()
         return Gradient(tensors=tensors, metrics=metrics)
 
+    @torch.no_grad()
+    def measure(self, batch: Batch, algo: Loss) -> dict[str, float]:
+        """Returns the metrics that a loss has on the first minibatch of a batch, over all ranks. Nothing is trained.
+
+        There are no entropies, because they are not computed. Every rank must call it. Raises ConfigError for a sample
+        that exceeds the token budget.
+        """
+        minibatch = pack_minibatch(batch, 0, self.token_budget, self.config.prefix_sharing)
+        totals = self._sum_counts(minibatch)
+        result = MinibatchResult()
+        device = self.decoder.embed.device
+        for micro in minibatch.microbatches:
+            weights = algo.weigh_tokens(Lengths(sample=micro.lengths, group=micro.group_lengths), totals)
+            micro = micro.to(device)
+            loss = TokenLoss(algo, micro, copy_to_device(weights, device), bool(weights.all()), totals, result)
+            loss.measure(self.backend.logprobs(micro, self.temperature))
+        metrics = result.tally.merge_ranks(self.world).to_metrics()
+        return {name: value for name, value in metrics.items() if name != "entropy"}
+
     def _refresh_reference(self) -> None:
         """Copies the current policy into the reference model every `refresh_every` steps, counted by `update_index`.
 
@@ -236,13 +264,21 @@ class LocalLearner:
         smaller.
         """
         # Collective calls stay outside the retries: every rank makes each of them once, however often it starts again.
-        c = minibatch.counts
-        counts = torch.tensor([c.num_tokens, c.num_samples, c.num_prompts], dtype=torch.float64)
-        num_tokens, num_samples, num_prompts = self.world.sum(counts).tolist()
-        totals = Totals(num_tokens=num_tokens, num_samples=num_samples, num_prompts=num_prompts)
-        result = self._accumulate_gradients(minibatch, totals, algo)
+        result = self._accumulate_gradients(minibatch, self._sum_counts(minibatch), algo)
         self._sum_grads_over_ranks()
         return result
+
+    def _sum_counts(self, minibatch: Minibatch) -> Totals:
+        """Returns the denominators of a minibatch, over all ranks. Every rank must call it."""
+        c = minibatch.counts
+        counts = torch.tensor([c.num_tokens, c.num_samples, c.num_prompts, c.num_first_tokens], dtype=torch.float64)
+        num_tokens, num_samples, num_prompts, num_first_tokens = self.world.sum(counts).tolist()
+        return Totals(
+            num_tokens=num_tokens,
+            num_samples=num_samples,
+            num_prompts=num_prompts,
+            num_first_tokens=num_first_tokens,
+        )
 
     def _accumulate_gradients(self, minibatch: Minibatch, totals: Totals, algo: Loss) -> MinibatchResult:
         """Adds up the gradients of all microbatches of this rank, from zero, and returns metrics and log-probabilities.
@@ -307,7 +343,7 @@ class LocalLearner:
             micro = micro.to(device)
             if unmoved:
                 micro = replace(micro, old_logprobs=None)
-            loss = TokenLoss(algo, micro, copy_to_device(weights, device), all_in_loss, result)
+            loss = TokenLoss(algo, micro, copy_to_device(weights, device), all_in_loss, totals, result)
             self.backend.backward(micro, self.temperature, loss.compute_gradient, algo.per_token)
         return result
 
@@ -316,8 +352,8 @@ class LocalLearner:
 
         The gradient is first scaled down to a norm of at most `optim.clip_norm` (0 = no limit). If it is exactly zero,
         no step is made, because momentum alone would move the weights. If it is not finite, the step is skipped;
-        MAX_BAD_UPDATES such gradients in a row raise TrainingStopped. Metrics are the learning rate, the gradient norm
-        (if finite) and counts "updates/..." of what became of the step.
+        MAX_BAD_UPDATES such gradients in a row, zero ones not counted, raise TrainingStopped. Metrics are the learning
+        rate, the gradient norm (if finite) and counts "updates/..." of what became of the step.
         """
         lr = learning_rate(self.optim, self.update_index, self.num_updates)
         self.update_index += 1
@@ -326,13 +362,15 @@ class LocalLearner:
             self.num_bad += 1
             if self.num_bad >= MAX_BAD_UPDATES:
                 raise TrainingStopped(
-                    f"{self.num_bad} updates in a row had non-finite gradients. Start a new run with a lower "
-                    "--optim.lr, or move the newest checkpoints out of the run's folder and resume it."
+                    f"{self.num_bad} updates in a row had non-finite gradients (NaN or infinite) and were skipped. "
+                    "If the policy_loss is your own, correct it and resume the run. Otherwise start a new run with a "
+                    "lower --optim.lr, or move the newest checkpoints out of the run's folder and resume it."
                 )
             return {"updates/bad": 1.0, "lr": lr}
-        self.num_bad = 0
+        # An update without a signal says nothing about the others: bad ones before and after it are in a row.
         if norm == 0.0:
             return {"updates/no_signal": 1.0, "grad_norm": 0.0, "lr": lr}
+        self.num_bad = 0
         clip = self.optim.clip_norm
         self.backend.step(lr, clip / norm if 0 < clip < norm else 1.0)
         return {"updates/done": 1.0, "updates/clipped": float(0 < clip < norm), "grad_norm": norm, "lr": lr}
@@ -367,21 +405,10 @@ class LocalLearner:
 
         `parts` are all minibatches of the update. Later calls do nothing.
         """
-        micro = [m for minibatch in parts for m in minibatch.microbatches]
-        if self._layout_reported or not micro:
+        if self._layout_reported or not any(minibatch.microbatches for minibatch in parts):
             return
         self._layout_reported = True
-        num = sum(len(m.tokens) for m in micro)
-        prompt_lengths = [s.prompt_length for m in micro for s in m.layout.spans]
-        # A prompt is named by its microbatch and its start there: siblings refer to the same one.
-        spans = [(i, s) for i, m in enumerate(micro) for s in m.layout.spans]
-        prompts = {(i, s.prompt_start): s.prompt_length for i, s in spans if s.prompt_length}
-        without_sharing = num + sum(prompt_lengths) - sum(prompts.values())
-        cause = "sharing would save little" if self.config.prefix_sharing else "learner.prefix_sharing is off"
-        why = f"each sample with its own prompt ({cause})"
-        if prompts:
-            why = f"prompts once per group (once per sample would be {without_sharing} tokens)"
-        self._notices.append(("info", f"an update takes {num} tokens, at most {self.token_budget} at a time: {why}"))
+        self._notices.append(("info", describe_layout(parts, self.token_budget, self.config.prefix_sharing)))
 
     @contextmanager
     def _compare_with_plan(self, minibatch: Minibatch) -> Iterator[None]:
@@ -452,10 +479,10 @@ class LocalLearner:
         # All masters, also those that are the weights: the weights of another learner may have another type.
         masters = {f"master/{name}": master for name, master in self.optimizer.masters.items()}
         return Snapshot(
-            weights=_copy_to_host(self.decoder.state_dict()),
-            tensors=_copy_to_host(tensors | masters),
+            weights=copy_to_host(self.decoder.state_dict()),
+            tensors=copy_to_host(tensors | masters),
             numbers=numbers,
-            reference=None if self.reference is None else _copy_to_host(self.reference.state_dict()),
+            reference=None if self.reference is None else copy_to_host(self.reference.state_dict()),
             num_updates=self.num_updates,
         )
 
@@ -471,8 +498,3 @@ class LocalLearner:
         self._restore_state(snapshot.tensors, snapshot.numbers)
         if self.reference is not None and snapshot.reference is not None:
             self.reference.load_state_dict(snapshot.reference)
-
-
-def _copy_to_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns copies of the tensors in host memory, by name."""
-    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cohort.algos.aggregate import Totals
 from cohort.algos.algorithm import Loss
 from cohort.algos.inputs import LossInputs
 from cohort.algos.tally import Tally
@@ -30,17 +31,24 @@ class MinibatchResult:
 class TokenLoss:
     """The loss of an algorithm on one microbatch. It knows [N] vectors only; the backend carries its gradient further.
 
-    `weights` [N] are the token weights; `all_in_loss` says that none of them is 0. Metrics and log-probabilities are
-    added to `result`.
+    `weights` [N] are the token weights; `all_in_loss` says that none of them is 0. `totals` are the denominators over
+    all ranks. Metrics and log-probabilities are added to `result`.
     """
 
     def __init__(
-        self, algo: Loss, micro: Microbatch, weights: Tensor, all_in_loss: bool, result: MinibatchResult
+        self,
+        algo: Loss,
+        micro: Microbatch,
+        weights: Tensor,
+        all_in_loss: bool,
+        totals: Totals,
+        result: MinibatchResult,
     ) -> None:
         self.algo = algo
         self.micro = micro
         self.weights = weights
         self.all_in_loss = all_in_loss
+        self.totals = totals
         self.result = result
 
     def compute_gradient(self, rows: slice, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -61,6 +69,14 @@ class TokenLoss:
         self.result.tally.add_sum("signal", d_logprobs.abs())
         return d_logprobs, d_entropy
 
+    def measure(self, logprobs: Tensor) -> None:
+        """Adds the metrics of the whole microbatch, whose targets have these log-probabilities [N], to `self.result`.
+
+        The entropies count as 0, because they are not known.
+        """
+        _, metrics = self.algo.loss(self._make_inputs(slice(None), logprobs, torch.zeros_like(logprobs)))
+        self.result.tally.merge(metrics)
+
     def _make_inputs(self, rows: slice, logprobs: Tensor, entropy: Tensor) -> LossInputs:
         """Returns the inputs of the algorithm's loss for the targets `rows`.
 
@@ -78,6 +94,8 @@ class TokenLoss:
             weights=self.weights[rows].to(logprobs),
             segments=micro.segments[rows],
             all_in_loss=self.all_in_loss,
+            totals=self.totals,
+            num_samples=micro.num_samples,
         )
 
 
@@ -117,3 +135,23 @@ def repack(minibatch: Minibatch, budget: int) -> Minibatch:
     repacked = pack_minibatch(minibatch.batch, minibatch.index, budget, minibatch.share_prompts)
     old = [(m.segments, m.old_logprobs) for m in minibatch.microbatches if m.old_logprobs is not None]
     return with_old_logprobs(repacked, scatter_to_samples(minibatch.batch, old)) if old else repacked
+
+
+def describe_layout(parts: Sequence[Minibatch], budget: int, sharing: bool) -> str:
+    """Returns a sentence about an update: how many tokens it has, and whether and why prompts are shared.
+
+    `parts` are all minibatches of the update, `budget` is the token budget, and `sharing` the setting
+    learner.prefix_sharing.
+    """
+    micro = [m for minibatch in parts for m in minibatch.microbatches]
+    num = sum(len(m.tokens) for m in micro)
+    prompt_lengths = [s.prompt_length for m in micro for s in m.layout.spans]
+    # A prompt is named by its microbatch and its start there: siblings refer to the same one.
+    spans = [(i, s) for i, m in enumerate(micro) for s in m.layout.spans]
+    prompts = {(i, s.prompt_start): s.prompt_length for i, s in spans if s.prompt_length}
+    without_sharing = num + sum(prompt_lengths) - sum(prompts.values())
+    cause = "sharing would save little" if sharing else "learner.prefix_sharing is off"
+    why = f"each sample with its own prompt ({cause})"
+    if prompts:
+        why = f"prompts once per group (once per sample would be {without_sharing} tokens)"
+    return f"an update takes {num} tokens, at most {budget} at a time: {why}"

@@ -11,19 +11,21 @@ from collections.abc import Collection
 
 from cohort.learner.base import Learner, TokenLogprobs, Update
 from cohort.system import clock
-from cohort.types import Group
+from cohort.types import Group, Provenance
 
 # Not this module's name: the notices come from the learner, and the log shows where a line comes from.
 log = logging.getLogger("cohort.learner")
 
 
-def annotate(learner: Learner, groups: list[Group], needs: Collection[str]) -> None:
-    """Asks the learner for log-probabilities of the sampled tokens, and stores them in the samples, in place.
+def annotate(
+    learner: Learner, groups: list[Group], needs: Collection[str], loss_on: Provenance = Provenance.SAMPLED
+) -> None:
+    """Asks the learner for log-probabilities of tokens of `loss_on`, and stores them in the samples, in place.
 
     `needs` names the policies: "old" is the policy before the update (stored as `old_logprobs`), "ref" the reference
     policy (`ref_logprobs`). Adds the seconds that it took to this process's clock.
     """
-    annotations = learner.annotate(groups, needs)
+    annotations = learner.annotate(groups, needs, loss_on)
     store_logprobs(groups, "old_logprobs", annotations.old)
     store_logprobs(groups, "ref_logprobs", annotations.ref)
     clock.add_seconds(annotations.seconds)

@@ -53,7 +53,13 @@ class RolloutReuse:
         Groups that were reused, excluded, or whose advantages are all 0, are left out.
         """
         # Files count completed steps, so step 0 wrote file 1.
-        groups = load_rollouts(make_rollout_path(self._folder, step + 1))
+        number = step + 1
+        advice = (
+            f"The run reuses the rollouts of this step (replay.prompts), so it needs the file. Restore it from a copy; "
+            f"or move all checkpoints of step {number} and later away, then continue with `cohort resume "
+            f"{self._folder.parent}`, which does step {number} again."
+        )
+        groups = load_rollouts(make_rollout_path(self._folder, number), advice)
         return [g for g in groups if not g.reused and not g.excluded and any(s.advantage for s in g.samples)]
 
 

@@ -12,16 +12,17 @@ What it is not: there is no sampling, no scoring and no evaluation. `run` logs a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 
 from cohort.algos.imitation import Imitation
 from cohort.data.batch import Batch
 from cohort.data.pack import make_batch
+from cohort.examples.encode import make_example_group
 from cohort.learner.base import Learner
 from cohort.loops.learning import report_update
 from cohort.run.job import StepRecord, TrainingRun
 from cohort.tasks.traces.encode import Example
-from cohort.types import Finish, Group, Prompt, Provenance, Sample
+from cohort.types import Provenance
 
 
 def train(run: TrainingRun, learner: Learner, batches: Callable[[int], Batch]) -> None:
@@ -52,29 +53,3 @@ def make_sft_batch(examples: Iterable[Example], minibatches: int = 1) -> Batch:
     """
     groups = [make_example_group(str(n), tokens, provenance) for n, (tokens, provenance) in enumerate(examples)]
     return make_batch(groups, minibatches, loss_on=Provenance.TARGET)
-
-
-def make_example_group(id: str, tokens: Sequence[int], provenance: Sequence[int]) -> Group:
-    """Returns an example of supervised fine-tuning as a group with one sample. `provenance` says who wrote each token.
-
-    Everything before the first token to imitate (TARGET) becomes the prompt, the rest the sample. Without such a token
-    the sample is empty.
-    """
-    num_prompt = next((i for i, p in enumerate(provenance) if p == Provenance.TARGET), len(tokens))
-    prompt = Prompt(
-        task="sft",
-        id=id,
-        visit=0,
-        row={},
-        messages=[],
-        tokens=list(tokens[:num_prompt]),
-        provenance=list(provenance[:num_prompt]),
-    )
-    sample = Sample(
-        tokens=list(tokens[num_prompt:]),
-        provenance=list(provenance[num_prompt:]),
-        # No policy sampled these tokens, so no log-probability was recorded.
-        sampler_logprobs=[0.0] * (len(tokens) - num_prompt),
-        finish=Finish.STOP,
-    )
-    return Group(prompt=prompt, samples=[sample])

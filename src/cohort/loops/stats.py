@@ -83,6 +83,26 @@ def summarise_failures(groups: Iterable[Group]) -> str:
     return f"{len(reasons)} {noun} could not be scored and left their groups: {reasons[0]}" if reasons else ""
 
 
+def describe_dead_steps(num_steps: int, metrics: Mapping[str, float]) -> str:
+    """Returns what to try after `num_steps` steps in a row without a signal. `metrics` are those of the last one."""
+    mean = f" (mean reward {metrics['reward/mean']:.2g})" if "reward/mean" in metrics else ""
+    return (
+        f"{num_steps} steps in a row taught nothing: all rewards of every group are equal{mean}. Try easier rows "
+        "(harder ones, if rewards are high), more --batch.samples, a higher --sampling.temperature, or reward parts "
+        "for partial success; cohort check RECIPE tries the reward"
+    )
+
+
+def describe_bad_updates(num_bad: int) -> str:
+    """Returns what to tell the user at the first step whose updates were skipped. `num_bad` of them were."""
+    what = "1 update was" if num_bad == 1 else f"{num_bad} updates were"
+    return (
+        f"{what} skipped: the gradient was not finite (NaN or infinite), so the weights did not change. The usual "
+        "causes are a policy_loss of your own that divides by zero or takes the logarithm of zero, and a "
+        "learning rate that is too high (--optim.lr). The metric updates/bad counts such updates"
+    )
+
+
 def choose_showcase(step: int, groups: Sequence[Group]) -> Showcase | None:
     """Returns a sample to show the user: the one with the highest reward in the group whose rewards vary the most.
 
@@ -152,6 +172,25 @@ def _compute_length_metrics(samples: list[Sample]) -> dict[str, float]:
     for finish in ("stop", "length", "abort"):
         metrics[f"finish/{finish}"] = len(lengths.get(finish, ())) / len(samples)
     return metrics
+
+
+def compute_times(metrics: Mapping[str, float], seconds: float, stages: Mapping[str, float]) -> dict[str, float]:
+    """Returns the time metrics of a step: seconds of each stage and of the whole step, and tokens per second.
+
+    `metrics` has the token counts; a rate without its count or its stage is left out. `seconds` are those of the step,
+    `stages` those of each stage by name. Names begin with "time/", so that a comparison of two runs can leave them out.
+    """
+    times = {f"time/stage/{name}": value for name, value in stages.items()} | {"time/step": seconds}
+    # (name of the rate, metric that it counts, seconds to divide by)
+    rates = (
+        ("tokens_per_s", "tokens/sampled", seconds),
+        ("sampled_per_s", "tokens/sampled", stages.get("rollout")),
+        ("trained_per_s", "tokens", stages.get("update")),
+    )
+    for name, counted, spent in rates:
+        if counted in metrics and spent is not None:
+            times[f"time/{name}"] = metrics[counted] / max(spent, 1e-9)
+    return times
 
 
 def _mean(values: Sequence[float]) -> float:

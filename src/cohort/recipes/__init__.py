@@ -1,11 +1,22 @@
-"""Recipes: functions that return a complete config, an `RL` or an `SFT`. A variant is derived from another recipe.
+"""Recipes: functions that return a complete config, an `RL`, `SFT` or `DPO`. A variant is derived from another recipe.
 
 A recipe in a user's own file needs no registration: `cohort train path/to/file.py:function`.
 """
 
 from __future__ import annotations
 
-from cohort.recipes import arithmetic, countdown, gsm8k, ifeval, mathematics, smollm2, tiny
+from cohort.recipes import arithmetic, countdown, gsm8k, ifeval, imitation, mathematics, smollm2, tiny
 from cohort.recipes.registry import RECIPES, recipe
 
-__all__ = ["RECIPES", "arithmetic", "countdown", "gsm8k", "ifeval", "mathematics", "recipe", "smollm2", "tiny"]
+__all__ = [
+    "RECIPES",
+    "arithmetic",
+    "countdown",
+    "gsm8k",
+    "ifeval",
+    "imitation",
+    "mathematics",
+    "recipe",
+    "smollm2",
+    "tiny",
+]

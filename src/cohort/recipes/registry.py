@@ -1,4 +1,4 @@
-"""The table of built-in recipes by name."""
+"""The table of built-in recipes by name, to which plugins add theirs."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from typing import TypeVar
 
 from cohort.config.schema import RunConfig
 from cohort.errors import ConfigError
+from cohort.registry import Registry
 
 Recipe = Callable[[], RunConfig]
 C = TypeVar("C", bound=RunConfig)
 
-RECIPES: dict[str, Recipe] = {}
+RECIPES: Registry[Recipe] = Registry("recipe")
 
 
 def recipe(function: Callable[[], C]) -> Callable[[], C]:

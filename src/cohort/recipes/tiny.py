@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from cohort.config.kinds import RL, SFT, ExamplesConfig, Traces
+from cohort.config.imitation import DPO, SFT, ExamplesConfig, PairsConfig, SumPairs, Traces
+from cohort.config.kinds import RL
 from cohort.config.schema import (
     BatchConfig,
     DrGRPO,
@@ -65,6 +66,20 @@ def tiny_sft() -> SFT:
         data=Traces(think=0.85, broken=0.0, right=1.0),
         batch=ExamplesConfig(examples=64),
         optim=OptimConfig(lr=3e-4, warmup=4, schedule="cosine", lr_floor=0.1),
+        learner=LearnerConfig(token_budget=8192),
+        save=SaveConfig(every=20),
+    )
+
+
+@recipe
+def tiny_dpo() -> DPO:
+    """Preference optimisation of the bundled model: right answers are better than wrong ones."""
+    return DPO(
+        model="tiny",
+        steps=60,
+        data=SumPairs(),
+        batch=PairsConfig(pairs=32),
+        optim=OptimConfig(lr=1e-4, warmup=4, schedule="cosine", lr_floor=0.1),
         learner=LearnerConfig(token_budget=8192),
         save=SaveConfig(every=20),
     )

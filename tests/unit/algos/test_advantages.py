@@ -171,8 +171,10 @@ def test_needs() -> None:
 
 
 def test_every_configured_algorithm_can_be_built() -> None:
-    assert sorted(algorithm_names()) == sorted(ALGOS)
-    for name, variant in ALGOS.items():
+    # Other test modules of this process register algorithms of their own.
+    built_in = {name: variant for name, variant in ALGOS.items() if variant.__module__.startswith("cohort.")}
+    assert sorted(algorithm_names()) == sorted(built_in)
+    for name, variant in built_in.items():
         built = build_algorithm(variant(), 8)
         assert algorithm_name(variant()) == name
         assert built.accept(group(sample(0.0), sample(0.0))) is (variant().dead != "refill")

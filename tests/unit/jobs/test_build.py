@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,7 @@ from cohort.config.schema import GRPO, BatchConfig, EvalConfig, LearnerConfig, O
 from cohort.errors import CohortError, ConfigError, RunError, TaskError
 from cohort.run import checkpoint
 from cohort.tasks.arithmetic import Arithmetic
+from cohort.tasks.gsm8k import GSM8K
 from tests.helpers.hostile_task import Hostile
 from tests.helpers.small_runs import built_job, run_steps, small_run
 
@@ -31,7 +33,6 @@ def catch_refusal(config) -> CohortError:
     ("changes", "kind", "words"),
     [
         ({"batch": BatchConfig(prompts=6), "task": FEW}, ConfigError, ["5 train rows", "batch.prompts = 6"]),
-        ({"eval": EvalConfig(problems=5), "task": FEW}, ConfigError, ["4 test rows", "fewer than the 5"]),
         (
             {"sampling": SamplingConfig(max_tokens=1024)},
             ConfigError,
@@ -180,6 +181,20 @@ def test_a_checkpoint_has_the_open_prompts_besides_the_cursor(tmp_path):
         assert [g.prompt for g in groups[:2]] == taken and other.producer.stream.cursor == 9
 
 
+def test_an_extension_tells_the_jump_of_a_decaying_rate():
+    """After 3 of 6 steps the linear schedule would go on with 0.5 of the rate; over 12 steps it is 0.75 there."""
+    decaying = small_run(steps=6, optim=OptimConfig(lr=1e-3, warmup=0, schedule="linear"))
+    with built_job(decaying) as job:
+        assert job.describe_extension(0, 6, 12) == ""  # nothing was trained with the old schedule
+        job.learner.update_index = 3
+        jump = "the learning rate goes from 0.000667 (step 3) to 0.00075 (step 4)"
+        assert job.describe_extension(3, 6, 12) == f"the linear schedule now ends at step 12, so {jump}"
+        assert job.describe_extension(3, 6, 6) == ""
+    with built_job(replace(decaying, optim=OptimConfig(lr=1e-3, warmup=0, schedule="constant"))) as job:
+        job.learner.update_index = 3
+        assert job.describe_extension(3, 6, 12) == ""
+
+
 def test_an_optimizer_state_that_lacks_a_moment_is_refused(tmp_path):
     with built_job(small_run()) as job:
         run_steps(job, 1)
@@ -188,3 +203,44 @@ def test_an_optimizer_state_that_lacks_a_moment_is_refused(tmp_path):
         del state.optimizer["exp_avg_sq/embed"]
         with pytest.raises(RunError, match="exp_avg_sq/embed"):
             job.restore(state)
+
+
+def test_prompts_that_are_too_long_can_be_left_out_and_are_counted(tmp_path):
+    for split, lengths in (("train", (1, 2, 600, 3)), ("test", (4, 700, 5))):
+        rows = [{"question": f"{n}. " + "Count. " * n, "answer": "#### 1"} for n in lengths]
+        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = small_run(
+        task=GSM8K(data=f"{tmp_path}/{{split}}.jsonl"),
+        batch=BatchConfig(prompts=3, samples=2, too_long="skip"),
+        eval=EvalConfig(problems=3),
+    )
+    with built_job(config) as job:
+        assert job.describe().left_out == (
+            "training rows left out, because their prompts are too long: 1 of 4",
+            "held-out problems left out, because their prompts are too long: 1 of 3",
+        )
+        assert len(job.problems) == 2 and job.evaluate(0).setting.num_left_out == 1
+        assert {p.row["question"][:2] for p in job.producer.stream.next_prompts(9)} == {"1.", "2.", "3."}
+    error = catch_refusal(replace(config, batch=BatchConfig(prompts=4, samples=2, too_long="skip")))
+    assert "3 train rows whose prompts have at most" in str(error)
+    error = catch_refusal(replace(config, batch=BatchConfig(prompts=3, samples=2)))
+    assert "leave such rows out with --batch.too-long skip" in str(error)
+
+
+def test_a_run_may_be_evaluated_on_rows_that_it_does_not_train_on():
+    cut = EvalConfig(problems=3, split="validation", validation_share=0.4)
+    with built_job(small_run(eval=cut)) as job:
+        assert job.evaluate(0).setting.split == "validation"
+        trained = {p.id for p in job.producer.stream.next_prompts(100)}
+        assert len(job.problems) == 3 and not trained & {p.id for p in job.problems}
+
+
+def test_fewer_held_out_rows_than_asked_for_are_all_used_and_the_user_is_told():
+    few = small_run(eval=EvalConfig(problems=500), task=FEW, batch=BatchConfig(prompts=4))
+    with built_job(few) as job:
+        assert len(job.problems) == 4 and job.config.eval.problems == 500
+        assert job.notice_if_fewer_problems() == (
+            "evaluations use all 4 test rows of the task arithmetic, because there are no more; eval.problems is 500"
+        )
+    with built_job(replace(few, eval=EvalConfig(problems=4))) as job:
+        assert job.notice_if_fewer_problems() == ""

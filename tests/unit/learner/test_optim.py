@@ -203,6 +203,17 @@ def test_bad_updates_must_come_in_a_row_to_stop_the_run(monkeypatch):
         learner.update(damaged_batch(), ALGO)
 
 
+def test_updates_without_a_signal_do_not_hide_bad_ones(monkeypatch):
+    monkeypatch.setattr(local, "MAX_BAD_UPDATES", 2)
+    learner, empty = learner_for(), random_groups()
+    for sample in (s for g in empty for s in g.samples):
+        sample.advantage = 0.0
+    learner.update(damaged_batch(), ALGO)
+    assert learner.update(make_batch(empty), ALGO).metrics["updates/no_signal"] == 1.0
+    with pytest.raises(TrainingStopped, match=r"2 updates in a row had non-finite gradients .* were skipped"):
+        learner.update(damaged_batch(), ALGO)
+
+
 def test_updates_that_move_nothing_advance_the_schedule():
     """Otherwise a run with dead steps would end in the middle of its schedule."""
     learner = learner_for(lr=1.0, warmup=8)

@@ -33,7 +33,7 @@ def test_logprobs_of_the_update_are_stored_in_the_samples_it_trained_on(epochs, 
     """No separate forward pass computes them before the update."""
     asked = []
     annotate = LocalLearner.annotate
-    watched = lambda self, g, needs: (asked.append(needs), annotate(self, g, needs))[1]  # noqa: E731
+    watched = lambda self, g, needs, on: (asked.append(needs), annotate(self, g, needs, on))[1]  # noqa: E731
     monkeypatch.setattr(LocalLearner, "annotate", watched)
     learner = LearnerConfig(token_budget=512, epochs=epochs, minibatches=minibatches)
     with built_job(small_run(learner=learner, batch=BatchConfig(prompts=3, samples=4))) as job:

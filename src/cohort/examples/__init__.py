@@ -1,0 +1,1 @@
+"""Examples: rows of files become conversations to imitate, and pairs of answers to compare."""

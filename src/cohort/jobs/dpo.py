@@ -1,0 +1,165 @@
+"""The job of preference optimisation: its pairs, how held-out pairs are measured, and how it is described."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from cohort.algos.preferences import PreferenceLoss, rank_pairs
+from cohort.config.document import get_variant_name
+from cohort.config.imitation import DPO
+from cohort.evaluation.records import EvalAnswer, EvalItem, EvalSetting, Evaluation
+from cohort.evaluation.statistics import accuracy_interval, compute_accuracy
+from cohort.examples.encode import EncodedExamples
+from cohort.examples.stream import ExampleStream
+from cohort.jobs.base import TrainingJob
+from cohort.loops import dpo
+from cohort.loops.learning import annotate, store_logprobs
+from cohort.run.checkpoint import Checkpoint
+from cohort.run.life import Run
+from cohort.run.machine import program_name
+from cohort.run.store.records import Curve, RunDescription
+from cohort.text import Tokenizer
+from cohort.text.framing import describe_template
+from cohort.types import Group, Provenance
+
+# Pairs whose log-probabilities of the reference are computed at once.
+_CHUNK = 256
+
+
+@dataclass(kw_only=True)
+class DPOJob(TrainingJob):
+    """A run of preference optimisation: the model, its learner and the pairs."""
+
+    config: DPO
+    stream: ExampleStream
+    encoded: EncodedExamples  # the training pairs, and what was left out
+    held_out: list[Group]
+    loss: PreferenceLoss
+    tokenizer: Tokenizer
+
+    @property
+    def evaluate(self) -> Callable[[int], Evaluation] | None:
+        """A function that measures the held-out pairs; None if there are none."""
+        return self._measure if self.held_out else None
+
+    def _measure(self, step: int) -> Evaluation:
+        """Returns how often the implicit reward of the better answer is higher, on the held-out pairs.
+
+        The accuracy counts ties half. `step` is the number of completed steps.
+        """
+        annotate(self.learner, self.held_out, self.loss.needs(self.held_out), Provenance.TARGET)
+        found = self.learner.annotate(self.held_out, {"old"}, Provenance.TARGET).old
+        assert found is not None
+        scores = rank_pairs(self.loss.config, self.held_out, found.by_id())
+        metrics = self.learner.measure(dpo.make_pair_batch(self.held_out), self.loss)
+        items = [self._make_item(group, score) for group, score in zip(self.held_out, scores, strict=True)]
+        correct = [[score] for score in scores]
+        low, high = accuracy_interval(correct)
+        return Evaluation(
+            setting=self._make_setting(step),
+            accuracy=compute_accuracy(correct),
+            low=low,
+            high=high,
+            summary={name: metrics[name] for name in ("loss", "nll", "reward/margin") if name in metrics},
+            mean_tokens=sum(len(g.samples[0].tokens) for g in self.held_out) / len(self.held_out),
+            items=items,
+        )
+
+    def _make_item(self, group: Group, score: float) -> EvalItem:
+        """Returns a held-out pair as an item of an evaluation. Its answer is the better one."""
+        better = group.samples[0]
+        answer = EvalAnswer(
+            text=self.tokenizer.decode(better.tokens),
+            finish=better.finish.value,
+            num_tokens=len(better.tokens),
+            correct=score,
+        )
+        return EvalItem(
+            id=group.prompt.id,
+            messages=group.prompt.messages,
+            prompt=self.tokenizer.spell(group.prompt.tokens),
+            answers=[answer],
+        )
+
+    def _make_setting(self, step: int) -> EvalSetting:
+        """Returns what decides an evaluation of this run."""
+        c = self.config
+        return EvalSetting(
+            task="pairs",
+            split="held-out",
+            num_problems=len(self.held_out),
+            num_samples=1,
+            model=c.model,
+            weights="",
+            knobs={"loss": get_variant_name("loss", c.loss), "beta": c.loss.beta},
+            rows=self.inputs.held_out_rows,
+            grader="implicit-reward",
+            template=describe_template(c.template),
+            system=c.system,
+            date=c.date,
+            engine="none",
+            place=f"{c.device} {c.learner.dtype}",
+            sampling={},
+            seed=c.seed,
+            step=step,
+        )
+
+    def store_reference(self) -> None:
+        """Stores log-probabilities of the reference in all pairs, so that no reference is needed while training.
+
+        The reference is the model before training: the current one, or with adapters the one that they start from.
+        """
+        policy = "old" if self.learner.adapters is None else "ref"
+        # Training and held-out pairs have the same ids.
+        for groups in (self.encoded.groups, self.held_out):
+            for begin in range(0, len(groups), _CHUNK):
+                chunk = groups[begin : begin + _CHUNK]
+                found = self.learner.annotate(chunk, {policy}, Provenance.TARGET)
+                store_logprobs(chunk, "ref_logprobs", found.old or found.ref)
+
+    def run_loop(self, run: Run) -> None:
+        """Trains for every remaining step of `run`. First tells the user about rows that are left out."""
+        for line in self.encoded.describe():
+            run.show_notice("rows", line)
+        dpo.train(run, self.learner, self.loss, self.stream.list_groups, self.config.learner.minibatches)
+
+    def make_checkpoint(self, step: int) -> Checkpoint:
+        """Returns the learner's state after `step` completed steps, but no weights."""
+        # The pairs of a step depend on its number only, so the position in the data is the step.
+        return self.checkpoint_learner(step, cursor=step)
+
+    def restore(self, state: Checkpoint) -> None:
+        """Restores weights and learner from a checkpoint.
+
+        Raises RunError if it was made with other settings, or if model or rows have changed.
+        """
+        self.restore_learner(state)
+
+    def describe(self) -> RunDescription:
+        """Returns what terminal and run card say about this run: data, loss, batch, and which metrics to show."""
+        return RunDescription(
+            source=get_variant_name("data", self.config.data),
+            source_is="data",
+            algo=f"dpo ({get_variant_name('loss', self.config.loss)})",
+            batch=f"{self.config.batch.pairs} pairs",
+            curve=Curve(label="margin", metric="reward/margin", rising=True),
+            columns=(
+                ("loss", "loss"),
+                ("accuracy", "reward/accuracy"),
+                ("margin", "reward/margin"),
+                ("chosen", "reward/chosen"),
+                ("rejected", "reward/rejected"),
+                ("gradient norm", "grad_norm"),
+            ),
+            left_out=tuple(self.encoded.describe()),
+        )
+
+    def suggest_commands(self, run: Path, step: int) -> list[list[str]]:
+        """Returns commands to try after the run in directory `run` is complete, each as a list of words."""
+        return [
+            [program_name(), "compare", f"{run}@0", str(run)],
+            [program_name(), "export", str(run), f"{run.name}-model"],
+            [program_name(), "resume", str(run), "--steps", str(2 * self.config.steps)],
+        ]
