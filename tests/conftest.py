@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -14,6 +15,16 @@ from hypothesis import settings
 # Hypothesis tries the same examples in every run. There is no deadline, because a busy machine must not fail a test.
 settings.register_profile("cohort", deadline=None, derandomize=True)
 settings.load_profile("cohort")
+
+# A shell without job control starts programs in the background with some signals ignored, nohup ignores another, and
+# processes pass that on.
+for _number, _usual in (
+    (signal.SIGINT, signal.default_int_handler),
+    (signal.SIGQUIT, signal.SIG_DFL),
+    (signal.SIGHUP, signal.SIG_DFL),
+):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, _usual)
 
 SOURCE = Path(__file__).resolve().parents[1] / "src"
 Done = subprocess.CompletedProcess[str]

@@ -29,7 +29,7 @@ class EchoTask:
     """A task that rewards naming a number which is in the prompt."""
 
     def rows(self, split):
-        return ({"id": f"{split}-{n}", "n": n} for n in range(16))
+        return ({"id": f"{split}-{n}", "n": n + 16 * (split == "test")} for n in range(16))
 
     def prompt(self, row):
         return [{"role": "user", "content": f"Write \\x1b[2J{row['n']} in tags."}]
@@ -59,10 +59,10 @@ def test_the_quickstart_passes_with_one_line_per_check(capsys: pytest.CaptureFix
     run(["quickstart", "--threads", "1"])
     shown = capsys.readouterr()
     *lines, last = shown.out.splitlines()
-    assert len(lines) == 30 and all(line.startswith("ok    ") for line in lines), shown.out
-    assert last == "30 checks: 0 failed, 0 with a warning"
+    assert len(lines) == 31 and all(line.startswith("ok    ") for line in lines), shown.out
+    assert last == "31 checks: 0 failed, 0 with a warning"
     assert shown.err == ""  # progress is for terminals
-    assert {line.split()[1].split("/")[0] for line in lines} == {"reward", "update", "plan"}
+    assert {line.split()[1].split("/")[0] for line in lines} == {"task", "reward", "update", "plan"}
 
 
 def different_recipes() -> list[str]:
@@ -83,9 +83,10 @@ def test_no_built_in_recipe_fails_a_check(
     use_written_rows(tmp_path, monkeypatch)
     run([name, "--model", "tiny", *SMALL, "--json"])
     found = json.loads(capsys.readouterr().out)
-    assert found["ok"] and found["recipe"] == name and len(found["findings"]) == 30
-    # The bundled model replaces the others here: its samples may all be wrong, or never end. Half of a text that
-    # follows an instruction often follows it too.
+    names = [f["name"] for f in found["findings"]]
+    assert found["ok"] and found["recipe"] == name and len(set(names)) == 31
+    # The bundled model replaces the others here: its samples may all be wrong, or never end, and it is told so. Half of
+    # a text that follows an instruction often follows it too.
     usual = {"reward/signal", "update/end-token"} | ({"reward/truncated"} if "ifeval" in name else set())
     assert {f["name"] for f in found["findings"] if f["status"] == "warn"} <= usual
 

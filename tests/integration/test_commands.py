@@ -9,12 +9,14 @@ import re
 import shlex
 import shutil
 import signal
+import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 
 from cohort.models.files import load_folder
+from cohort.run.directory import load_evaluations
 from cohort.run.store.reader import Reader
 from tests.helpers.command_line import (
     SMALL,
@@ -69,12 +71,36 @@ def test_train_ends_with_the_result_the_place_and_three_commands(original: Path)
     assert interval.startswith("95% intervals ")
     assert place == f"run runs/{original.name}"
     assert commands == [
-        f"next cohort eval arithmetic --model runs/{original.name}/checkpoints/step-000006/model"
+        f"next cohort eval arithmetic --model runs/{original.name}@6"
         " --max-tokens 24 --task.train-size=24 --task.test-size=12",
         f"     cohort export runs/{original.name} {original.name}-model",
         "     cohort train tiny_countdown",
     ]
     assert commands[1].strip() not in (original / "run.md").read_text()
+
+
+def test_the_commands_that_train_prints_work_as_printed(tmp_path: Path) -> None:
+    """Also with a list of columns, a stop text that looks like a flag, and paths with spaces."""
+    for split, numbers in (("train", (2, 3)), ("test", (4, 5))):
+        lines = [json.dumps({"n": [*numbers, i], "to": i + 5}) for i in range(2, 8)]
+        (tmp_path / f"my {split}.jsonl").write_text("\n".join(lines))
+    settings = ["--task.data=my {split}.jsonl", "--task.columns", "nums=n", "target=to", "--eval.temperature=0.25"]
+    settings += ["--sampling.stop=--seed=7", "it's\n", "--steps=1", "--batch.prompts=2", "--batch.samples=2"]
+    settings += ["--sampling.max-tokens=8", "--threads=1", "--eval.problems=0"]
+    done = cohort("train", "tiny_countdown", *settings, "--out", "my runs", at=tmp_path)
+    assert done.returncode == 0, done.stderr
+    *_, evaluate, export, resume = done.stdout.splitlines()
+    for line in (evaluate.removeprefix("next "), export, resume):
+        words = subprocess.run(
+            ["bash", "-c", f"printf '%s\\0' {line}"], capture_output=True, text=True, check=True
+        ).stdout
+        assert words.startswith("cohort\0")
+        again = cohort(*words.split("\0")[1:-1], at=tmp_path)
+        assert again.returncode == 0, again.stderr
+    [written] = (tmp_path / "evals").glob("*.json")
+    setting = json.loads(written.read_text())["setting"]
+    assert setting["knobs"]["columns"] == ["nums=n", "target=to"] and setting["num_problems"] == 6
+    assert setting["sampling"]["temperature"] == 0.25
 
 
 def test_train_writes_json_lines(tmp_path: Path) -> None:
@@ -216,6 +242,64 @@ def test_eval_prints_a_table_and_writes_every_item(original: Path, tmp_path: Pat
     assert done.stdout.splitlines()[-1] == "wrote found.json"
 
 
+def test_a_checkpoint_is_named_by_its_run(original: Path, tmp_path: Path) -> None:
+    flags = shlex.split("--limit 2 --max-tokens 4 --threads 1 --task.test-size 12")
+    done = cohort("eval", "arithmetic", "--model", f"{original}@best", *flags, "--out", "some/new/x.json", at=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "some/new/x.json").read_text())["setting"]
+    evaluations = load_evaluations(original)
+    best = max((e.accuracy, -step) for step, e in evaluations.items() if step)[1]
+    assert (found["run"], found["step"], found["chosen_on"]) == (original.name, -best, "arithmetic/test")
+    assert "was chosen as the best of its run on the test problems of arithmetic, so this accuracy" in done.stderr
+    done = cohort("eval", "arithmetic", "--model", original, *flags, "--split", "train", at=tmp_path)
+    assert done.returncode == 0 and "chosen" not in done.stderr + done.stdout
+    assert f"{original}@6" in done.stdout
+    assert "of these steps: 4, 6" in refused(cohort("eval", "arithmetic", "--model", f"{original}@5", at=tmp_path))
+    done = cohort("export", f"{original}@4", "four", at=tmp_path)
+    saved = original / "checkpoints" / "step-000004" / "model" / "model.safetensors"
+    assert done.returncode == 0 and (tmp_path / "four/model.safetensors").read_bytes() == saved.read_bytes()
+    small = shlex.split("--steps 1 --batch.prompts 2 --batch.samples 2 --eval.problems 1 --sampling.max-tokens 4")
+    done = cohort("train", "quickstart", "--model", "four", *small, at=tmp_path)
+    assert done.returncode == 0, done.stderr
+    run = only_run(tmp_path)
+    assert run is not None and f"model: {tmp_path}/four\n" in (run / "config.yaml").read_text()
+
+
+def test_every_command_takes_a_run_by_its_name(finished: Path, tmp_path: Path) -> None:
+    words = shlex.split("--steps 1 --eval.problems 8 --batch.prompts 4 --threads 1 --log plain --name second-try")
+    done = cohort("train", "quickstart", *words, at=tmp_path)
+    assert done.returncode == 0 and "run runs/second-try" in done.stdout.splitlines(), done
+    again = cohort("train", "quickstart", *words, at=tmp_path)
+    assert "runs/second-try exists already" in refused(again)
+    part = finished.name[-4:]
+    # A folder with a plan is a sweep.
+    shutil.copytree(tmp_path / "runs" / "second-try", tmp_path / "runs" / "grid" / "001-x")
+    (tmp_path / "runs" / "grid" / "sweep.yaml").touch()
+    for command in (
+        "explain cond --step 1",
+        "replay cond --step 1",
+        "resume cond",
+        "export cond@1 exported",
+        "eval arithmetic --model cond --limit 4 --max-tokens 8 --threads 1 --out cond.json",
+        f"compare {part}@0 {part}",
+        "compare grid/001@0 cond@1",
+        "eval arithmetic --model grid/001@best --limit 4 --max-tokens 8 --threads 1 --out grid.json",
+        "plot grid --text",
+    ):
+        done = cohort(*shlex.split(command), at=tmp_path)
+        assert done.returncode == 0, (command, done.stderr)
+    assert (tmp_path / "exported" / "config.json").is_file()
+    assert json.loads((tmp_path / "cond.json").read_text())["setting"]["model"].endswith("runs/second-try@1")
+    shutil.copytree(tmp_path / "runs" / "second-try", tmp_path / "runs" / "second")
+    for command in ("chat grid", "eval arithmetic --model grid", "export grid out", "explain grid"):
+        line = refused(cohort(*command.split(), at=tmp_path))
+        assert "grid is a sweep: name one of its 1 runs, such as grid/001." in line
+    for command in ("resume sceond", "chat sceond", "export sceond@1 out", "compare sceond cond"):
+        assert "Did you mean" in (line := refused(cohort(*command.split(), at=tmp_path))) and " second" in line
+    line = refused(cohort("resume", "secon", at=tmp_path))
+    assert '"secon" is part of the names of 2 runs: runs/second, runs/second-try. Give more of the name.' in line
+
+
 def test_eval_of_a_checkpoint_repeats_the_evaluation_of_its_run(original: Path, tmp_path: Path) -> None:
     """Same problems, same keys, same weights: the same answers, in the run and outside it."""
     model = original / "checkpoints" / "step-000006" / "model"
@@ -245,7 +329,8 @@ def test_an_exported_model_is_the_same_in_transformers(original: Path, tmp_path:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     done = cohort("export", original, "out", at=tmp_path)
-    assert done.returncode == 0 and done.stdout == "wrote out\n"
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"wrote out: the model of {original} after step 6\ntalk to it with: cohort chat ./out\n"
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
     ours = load_folder(tmp_path / "out").decoder
     text = AutoTokenizer.from_pretrained(tmp_path / "out").apply_chat_template(
@@ -259,7 +344,7 @@ def test_an_exported_model_is_the_same_in_transformers(original: Path, tmp_path:
     trained = original / "checkpoints" / "step-000006" / "model" / "model.safetensors"
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == trained.read_bytes()
     assert "exists already" in refused(cohort("export", original, "out", at=tmp_path))
-    assert "one that it has: 4, 6" in refused(cohort("export", original, "other", "--step", "5", at=tmp_path))
+    assert "of these steps: 4, 6" in refused(cohort("export", original, "other", "--step", "5", at=tmp_path))
 
 
 @pytest.mark.parametrize("what", ["engine", "learner", "step"])

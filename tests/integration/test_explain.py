@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from cohort.cli.main import main
 from cohort.inspect.explain.step import load_step
 from cohort.run.store.reader import Reader
-from tests.helpers.command_line import SMALL, cohort, only_run
+from cohort.run.store.rollouts import load_rollouts, save_rollouts
+from tests.helpers.command_line import ENV, SMALL, cohort, command, only_run
+
+HOSTILE = "\ud800\x1b]0;x\x07\u202e"
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +56,38 @@ def test_a_step_is_explained_on_the_terminal_and_as_a_page(trained: Path, tmp_pa
     written = cohort("explain", trained, "--step=1", "--group=0", "--html=step.html", at=tmp_path)
     assert (written.returncode, written.stdout) == (0, "wrote step.html\n")
     assert "<title>step 1 of 2 · quickstart" in (tmp_path / "step.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_a_step_is_explained_on_every_terminal(trained: Path, tmp_path: Path, encoding: str) -> None:
+    # `env` sets the encoding, because a forked command takes that of its parent.
+    words = ["env", f"PYTHONIOENCODING={encoding}", *command(["explain", trained])]
+    done = subprocess.run(words, cwd=tmp_path, env=ENV, capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+    shown = done.stdout.decode(encoding)
+    assert "\\u2502 " in shown and ("\\xb7" if encoding == "ascii" else "\xb7") in shown
+
+
+def test_half_characters_and_control_codes_are_shown_as_escapes(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Path(shutil.copytree(trained, tmp_path / "run"))
+    file = run / "rollouts" / "step-000002.safetensors"
+    groups = []
+    for group in load_rollouts(file):
+        prompt = replace(group.prompt, id=f"{HOSTILE}{group.prompt.id}", row={"id": HOSTILE})
+        prompt.messages[0]["content"] = HOSTILE
+        samples = [replace(s, text=HOSTILE + s.text, reason=HOSTILE) for s in group.samples]
+        groups.append(replace(group, prompt=prompt, samples=samples))
+    file.unlink()
+    save_rollouts(file, groups)
+    page = tmp_path / "step.html"
+    for words in ([], ["--html", str(page)], ["--group", HOSTILE]):
+        assert main(["explain", str(run), *words]) == (2 if "--group" in words else 0)
+    shown = [*capsys.readouterr(), page.read_text(encoding="utf-8")]
+    for text in shown:
+        assert "\\ud800\\x1b]0;x\\x07" in text
+        assert not set(HOSTILE) & set(text) - set("]0;x")
 
 
 def test_a_step_that_is_not_kept_is_one_line(trained: Path, tmp_path: Path) -> None:

@@ -123,6 +123,7 @@ def test_4_10_a_run_keeps_its_thread_count(tmp_path: Path) -> None:
     assert numbers["threads"] == len(os.sched_getaffinity(0))
     changed = json.loads(state.read_text())
     changed["numbers"]["threads"] = numbers["threads"] + 1  # as if it came from a machine with one core more
+    del changed["crc32"]  # a checkpoint of an earlier version has no checksum of its own
     state.write_text(json.dumps(changed))
     assert cohort("resume", run, at=tmp_path).returncode == 0
     last = json.loads((run / "checkpoints" / "step-000003" / "state.json").read_text())

@@ -7,6 +7,8 @@ import math
 import re
 import shlex
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -102,7 +104,7 @@ def test_a_task_of_ones_own_is_trained_resumed_and_evaluated(
     done = cohort("resume", run, "--steps", "3", at=elsewhere)
     assert done.returncode == 0, done.stderr
     assert (run / "checkpoints" / "step-000003").is_dir()
-    again = f"next cohort eval {file}:sums --model {run}/checkpoints/step-000003/model --max-tokens 16"
+    again = f"next cohort eval {file}:sums --model {run}@3 --max-tokens 16"
     assert again in done.stdout.splitlines()
     flags = shlex.split("--max-tokens 16 --threads 1 --out e.json")
     model = run / "checkpoints" / "step-000003" / "model"
@@ -171,24 +173,35 @@ def test_4_9_above_five_percent_the_run_stops_and_is_resumed_when_the_grader_is_
     assert "go on with: cohort resume runs/" in done.stdout
     write("pass")
     run = trained(cohort(*next_args(tmp_path), at=tmp_path), tmp_path)
-    assert differences(remains(run), remains(sound)) == ["eval/step-000000.json"]
-    first, expected = (json.loads((r / "eval" / "step-000000.json").read_text()) for r in (run, sound))
-    assert first["setting"].pop("grader") != expected["setting"].pop("grader")  # the grader with the bug made it
+    # The grader with the bug scored what came before, and that is recorded.
+    state, evaluation = "checkpoints/step-000001/state.json", "eval/step-000000.json"
+    assert differences(remains(run), remains(sound)) == [state, "curves.svg", evaluation, "events", "run.md"]
+    with Reader(run / "run.db") as reader:
+        [event] = reader.read_events(kind="grader")
+    assert event.step == 2 and "the code that scores sums has changed since step 1" in event.text
+    first, expected = (json.loads((r / evaluation).read_text()) for r in (run, sound))
+    assert first["setting"].pop("grader") != expected["setting"].pop("grader")
     assert first == expected
+    before, expected = (json.loads((r / state).read_text()) for r in (run, sound))
+    assert before.pop("crc32") != expected.pop("crc32")
+    assert before["numbers"]["inputs"].pop("grader") != expected["numbers"]["inputs"].pop("grader")
+    assert before == expected
 
 
 def test_the_example_in_the_readme_checks_and_trains(tmp_path):
     """The code of the README with fewer steps: the reward is sound, the update is right, and the policy learns."""
     text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-    [code] = re.findall(r"```python\n(# sums.py.*?)```", text, re.DOTALL)
-    (tmp_path / "sums.py").write_text(code, encoding="utf-8")
+    for name in ("make_rows.py", "sums.py"):
+        [code] = re.findall(rf"```python\n(# {name}\n.*?)```", text, re.DOTALL)
+        (tmp_path / name).write_text(code, encoding="utf-8")
+    subprocess.run([sys.executable, "make_rows.py"], cwd=tmp_path, check=True)
     done = cohort("check", "sums.py:sums", "--threads=1", at=tmp_path)
     assert done.returncode == 0 and ": 0 failed, 0 with a warning" in done.stdout, done
     done = cohort("train", "sums.py:sums", "--steps=5", "--eval.problems=200", "--threads=1", at=tmp_path)
     assert done.returncode == 0, done
     run = only_run(tmp_path)
     assert run is not None
-    found = load_evaluations(run)
+    found = load_evaluations(str(run))
     assert found[5].accuracy > found[0].accuracy + 0.1
 
 

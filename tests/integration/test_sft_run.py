@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cohort.config.kinds import SFT
+from cohort.config.imitation import SFT
 from cohort.models.files import load_folder
 from cohort.run.directory import RunDirectory
 from cohort.run.store.reader import Reader

@@ -13,7 +13,8 @@ import datasets
 import pytest
 
 from cohort.errors import TaskError
-from cohort.tasks.source import Place, read_rows
+from cohort.tasks.places import Place
+from cohort.tasks.source import read_rows
 from cohort.types import Row
 
 pytestmark = pytest.mark.peers

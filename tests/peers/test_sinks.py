@@ -120,7 +120,7 @@ def test_wandb_offline(life: Any, how: str) -> None:
     run = kinds["run"][0].run
     assert (run.run_id, run.display_name, run.project) == ("my-run", "my-run", "cohort")
     config = items(run.config.update)
-    assert config["recipe"] == "pretend" and config["batch"] == {"prompts": 2, "samples": 2}
+    assert config["recipe"] == "pretend" and config["batch"] == {"prompts": 2, "samples": 2, "too_long": "error"}
     assert kinds["exit"][0].exit.exit_code == 0
     # The folder of the newest start has the whole run, with the values of metrics.jsonl.
     history = [items(record.history.item) for record in kinds["history"]]
@@ -177,7 +177,11 @@ def test_trackio(life: Any, how: str) -> None:
     # In a process of its own: the package reads where its store is when it is imported.
     done = subprocess.run([sys.executable, "-c", STORED], env=life.env, capture_output=True, text=True, check=True)
     name, config, logs = json.loads(done.stdout)
-    assert name == "my-run" and config["recipe"] == "pretend" and config["batch"] == {"prompts": 2, "samples": 2}
+    assert (
+        name == "my-run"
+        and config["recipe"] == "pretend"
+        and config["batch"] == {"prompts": 2, "samples": 2, "too_long": "error"}
+    )
     lines = lines_of(directory)
     order = {(n["step"], "eval/accuracy" in n["metrics"]): n["metrics"] for n in lines}
     assert sorted(log["step"] for log in logs) == WHOLE

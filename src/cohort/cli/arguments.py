@@ -6,9 +6,16 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from cohort.config import flags
+from cohort.config.help import print_settings_help
+from cohort.config.rules import check_option_bounds
 from cohort.errors import ConfigError
 
 T = TypeVar("T")
+# What every command says about its argument RUN.
+ABOUT_RUN = (
+    "RUN is the directory of a run, or, for runs in the folder runs, its name or a unique part of that. A run of a "
+    "sweep is also SWEEP/NUMBER."
+)
 
 
 def read_arguments(
@@ -16,23 +23,31 @@ def read_arguments(
 ) -> tuple[list[str], T]:
     """Reads the words after a command. Returns its positional words and a copy of `default` with the flags applied.
 
-    `places` name the positional words, such as ["RUN", "OUT"]: all are required, before or after the flags. `default`
-    is a dataclass with one field per flag. `--help` prints `about` and the flags, and raises SystemExit. Raises
-    ConfigError for missing or unexpected words and for wrong flags.
+    `places` name the positional words, such as ["RUN", "OUT"]: all are required, before or after the flags. "..." after
+    the last name allows several words in its place. `default` is a dataclass with one field per flag. `--help` prints
+    `about` and the flags, and raises SystemExit. Raises ConfigError for missing or unexpected words and for wrong
+    flags.
     """
     prog = " ".join(["cohort", command, *places])
+    takes_more = places[-1:] == ["..."]
+    places = places[:-1] if takes_more else places
     if flags.wants_help(args):
-        flags.print_help(default, prog, about)
+        print_settings_help(default, prog, f"{about} {ABOUT_RUN}" if "RUN" in places else about, has_switches=True)
         raise SystemExit(0)
     words, given = flags.split_args(args)
-    given, late = _split_late_words(given, flags.collect_settings(default))
+    valid = flags.collect_settings(default)
+    given, late = _split_late_words(given, valid)
     # Words behind a flag count like words before it.
     words += late
+    for word in words:
+        flags.raise_if_misplaced(word, valid)
     if len(words) < len(places):
         raise ConfigError(f"the argument {places[len(words)]} is missing; write: {prog} [--flags].")
-    if len(words) > len(places):
+    if len(words) > len(places) and not takes_more:
         raise ConfigError(f'unexpected word "{words[len(places)]}"; remove it and write: {prog} [--flags].')
-    return words, flags.apply_flags(default, given, prog)
+    options = flags.apply_settings(default, given)
+    check_option_bounds(options)
+    return words, options
 
 
 def _split_late_words(

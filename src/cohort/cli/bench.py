@@ -10,6 +10,7 @@ from cohort.cli.output import format_table
 from cohort.config import flags
 from cohort.config.options import BenchOptions, BenchResult, EngineBenchOptions, LearnerBenchOptions
 from cohort.errors import ConfigError, suggest_name
+from cohort.logs.printing import print_result
 
 BENCHMARKS: dict[str, tuple[str, BenchOptions]] = {
     "engine": ("Sampling throughput of the native engine.", EngineBenchOptions()),
@@ -32,7 +33,9 @@ def run(args: list[str]) -> None:
     """
     if not args or args[0].startswith("-"):
         if flags.wants_help(args):
-            print(HELP.format(lines="\n".join(f"  {name:<8} {about}" for name, (about, _) in BENCHMARKS.items())))
+            print_result(
+                HELP.format(lines="\n".join(f"  {name:<8} {about}" for name, (about, _) in BENCHMARKS.items()))
+            )
             return
         raise ConfigError("the benchmark is missing; name it first: cohort bench engine|learner|step [--flags].")
     what, *rest = args
@@ -51,7 +54,7 @@ def run(args: list[str]) -> None:
         "learner": bench.bench_learner,
         "step": bench.bench_step,
     }
-    print(format_result(measures[what](options), options))
+    print_result(format_result(measures[what](options), options))
 
 
 def format_result(result: BenchResult, options: BenchOptions) -> str:

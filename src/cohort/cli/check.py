@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from cohort.config import flags, load
 from cohort.errors import ConfigError
+from cohort.logs.printing import print_note, print_result, show_grader_output
 from cohort.recipes import RECIPES
 
 if TYPE_CHECKING:
@@ -37,30 +38,31 @@ def run(args: list[str]) -> None:
     as_json = "--json" in args
     rest = [arg for arg in args if arg != "--json"]
     if flags.wants_help(rest):
-        print(HELP)
+        print_result(HELP)
         return
     if not rest or rest[0].startswith("-"):
         raise ConfigError(
-            "the recipe is missing; name it first: cohort check RECIPE [--flags]. "
-            f"Recipes: {', '.join(sorted(RECIPES))}."
+            "the recipe is missing. Name it first, for example: cohort check quickstart [--flags]. Recipes: "
+            f"{', '.join(sorted(RECIPES))}."
         )
     config = load.load_config(rest[0], rest[1:])
     # Imported here because it imports torch: help and mistakes must not wait for that.
     from cohort.inspect.check.run import run_checks
 
     findings = []
-    for finding in run_checks(config, _print_progress):
-        findings.append(finding)
-        if not as_json:
-            print(finding, flush=True)
+    with show_grader_output():
+        for finding in run_checks(config, _print_progress):
+            findings.append(finding)
+            if not as_json:
+                print_result(str(finding))
     counts = Counter(f.status for f in findings)
     if as_json:
         report = {"recipe": config.recipe, "ok": not counts["FAIL"], "findings": [_to_json(f) for f in findings]}
-        print(json.dumps(report, allow_nan=False))
+        print_result(json.dumps(report, allow_nan=False))
     else:
-        print(f"{len(findings)} checks: {counts['FAIL']} failed, {counts['warn']} with a warning")
+        print_result(f"{len(findings)} checks: {counts['FAIL']} failed, {counts['warn']} with a warning")
         # Failures once more at the end, where a user of a terminal looks.
-        print("".join(f"{f}\n" for f in findings if f.status == "FAIL"), end="")
+        print_result("".join(f"{f}\n" for f in findings if f.status == "FAIL"), end="")
     if counts["FAIL"]:
         raise SystemExit(1)
 
@@ -74,4 +76,4 @@ def _to_json(finding: Finding) -> dict[str, Any]:
 def _print_progress(text: str) -> None:
     """Prints what is being done to stderr, if that is a terminal. Standard output has only the findings."""
     if sys.stderr.isatty():
-        print(f"{text} ...", file=sys.stderr, flush=True)
+        print_note(f"{text} ...")

@@ -10,9 +10,12 @@ from typing import TYPE_CHECKING
 from cohort.cli.arguments import read_arguments
 from cohort.cli.output import format_table
 from cohort.errors import ConfigError
+from cohort.logs.escape import escape_line
+from cohort.logs.printing import print_result
 
 if TYPE_CHECKING:
     from cohort.evaluation.compare import Comparison, DifferingProblem
+    from cohort.evaluation.records import Evaluation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +36,8 @@ def run(args: list[str]) -> None:
     about = (
         "Tell whether B is better than A: print the paired difference with its 95% interval and p-value, and the "
         "problems that B won and lost. A and B are files written by `cohort eval` or run directories, whose last "
-        "evaluation is used (RUN@STEP: the one of that step). Both must have the same problems and grader."
+        "evaluation is used (RUN@STEP: the one of that step; RUN@best: the most accurate). Both must have the same "
+        "problems and grader."
     )
     (first, second), options = read_arguments("compare", ["A", "B"], about, Options(), args)
     if options.show < -1:
@@ -42,8 +46,10 @@ def run(args: list[str]) -> None:
         )
     from cohort.evaluation.compare import compare, find_evaluation
 
-    comparison = compare(find_evaluation(Path(first)), find_evaluation(Path(second)))
-    print(comparison.to_json() if options.json else format_comparison(comparison, options.show))
+    # Runs are called as the user calls them; a file has a longer name, and does not say which model it is about.
+    names = ("A" if Path(first).is_file() else first, "B" if Path(second).is_file() else second)
+    comparison = compare(find_evaluation(Path(first)), find_evaluation(Path(second)), names)
+    print_result(comparison.to_json() if options.json else format_comparison(comparison, options.show))
 
 
 def format_comparison(comparison: Comparison, show: int) -> str:
@@ -55,9 +61,15 @@ def format_comparison(comparison: Comparison, show: int) -> str:
     b = comparison.second
     d = comparison.difference
     rows = []
-    for name, e in (("A", a), ("B", b)):
-        model = e.setting.model + (f" step {e.step}" if e.step else "")
-        rows.append([name, model, f"{e.accuracy:.3f}", f"{e.low:.3f} to {e.high:.3f}"])
+    for letter, name, e in zip("AB", comparison.names, (a, b), strict=True):
+        rows.append(
+            [
+                letter,
+                _describe_model(e, "" if name == letter else name),
+                f"{e.accuracy:.3f}",
+                f"{e.low:.3f} to {e.high:.3f}",
+            ]
+        )
     verdict = {1: "B is better", -1: "A is better", 0: "no significant difference"}[d.verdict]
     lines = [
         format_table([a.setting.task, "model", "accuracy", "95% interval"], rows),
@@ -65,11 +77,21 @@ def format_comparison(comparison: Comparison, show: int) -> str:
         f"B - A: {d.mean:+.3f}, 95% interval {d.low:+.3f} to {d.high:+.3f}, p = {d.p:.2g} ({d.test}): {verdict}",
         f"of {comparison.num_problems} problems B wins {d.wins}, loses {d.losses}, and is equal on "
         f"{comparison.num_problems - d.wins - d.losses}",
-        *(f"note: {note}" for note in comparison.notes),
+        *(f"note: {escape_line(note, 1000)}" for note in comparison.notes),
     ]
     if show:
         lines += _list_problems("won by B", comparison.won, show) + _list_problems("lost by B", comparison.lost, show)
     return "\n".join(lines)
+
+
+def _describe_model(evaluation: Evaluation, name: str) -> str:
+    """Returns which model an evaluation is of: its name and its step. `name` is that of its run, "" = not known."""
+    run, _, which = name.rpartition("@") if "@" in name else (name, "", "")
+    step = str(evaluation.step)
+    if not name:
+        is_named = not evaluation.step or evaluation.setting.model.endswith(f"@{step}")
+        return evaluation.setting.model + ("" if is_named else f" step {step}")
+    return f"{run} step {step}" if which in ("", step) else f"{name} (step {step})"
 
 
 def _list_problems(title: str, pairs: Sequence[DifferingProblem], show: int) -> list[str]:
@@ -77,14 +99,13 @@ def _list_problems(title: str, pairs: Sequence[DifferingProblem], show: int) -> 
 
     Empty if there is no problem.
     """
-    from cohort.logs.escape import escape_line
-
     if not pairs:
         return []
-    # The questions come from rows of a task, so they are escaped below.
     shown = pairs if show < 0 else pairs[:show]
     rest = f", the first {len(shown)}" if len(shown) < len(pairs) else ""
     lines = ["", f"{title} ({len(pairs)}{rest}):"]
     for pair in shown:
-        lines.append(f"  {pair.first:.2f} -> {pair.second:.2f}  {pair.id}: {escape_line(pair.question, 90)}")
+        lines.append(
+            f"  {pair.first:.2f} -> {pair.second:.2f}  {escape_line(pair.id, 90)}: {escape_line(pair.question, 90)}"
+        )
     return lines

@@ -18,6 +18,7 @@ from cohort.cli.output import format_table
 from cohort.cli.tasks import read_tasks
 from cohort.config.options import EvalOptions
 from cohort.errors import ConfigError
+from cohort.logs.printing import EscapingFormatter, print_note, print_result, show_grader_output
 from cohort.tasks.base import OVER_LIMIT, check_packages
 
 if TYPE_CHECKING:
@@ -32,7 +33,8 @@ class Options(EvalOptions):
     """How to sample and score."""
 
     model: str = "tiny"
-    """A bundled or pulled name (see `cohort models`), a folder in Hugging Face format, or the server's name for it."""
+    """A bundled or pulled name (see `cohort models`), a folder in Hugging Face format, a run (its last checkpoint),
+    RUN@STEP, RUN@best, or the server's name for it."""
     out: str = "evals"
     """Where the evaluation is written, with every prompt, completion and verdict: a folder, or a .json file."""
 
@@ -61,21 +63,24 @@ def run(args: list[str]) -> None:
             f"--out {out} must be a folder or end in .json. Write a file name that ends in .json, or a folder name "
             "without a dot."
         )
-    if is_file and not out.parent.is_dir():
-        raise ConfigError(
-            f'there is no folder "{out.parent}" for the file in --out; make the folder, or name another file.'
-        )
     for task in tasks:
         check_packages(task)
+    # Imported here because it takes longer. A wrong name is found before torch is imported.
+    from cohort.jobs.models import find_model
+
+    if options.engine != "server":
+        find_model(options.model)
     # Imported here because it imports torch: help and mistakes must not wait for that.
     from cohort.evaluation.standalone import ModelEvaluator
 
     # The evaluator takes the options without those of the command itself (model, out).
     names = [f.name for f in dataclasses.fields(EvalOptions)]
     plain = EvalOptions(**{name: getattr(options, name) for name in names})
-    logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING, stream=sys.stderr)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(EscapingFormatter("%(levelname)s: %(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
     evaluator = ModelEvaluator(options.model, plain)
-    with closing(evaluator):
+    with show_grader_output(), closing(evaluator):
         # All tasks are prepared first, so that errors in their rows show before anything is sampled.
         prepared = [evaluator.prepare(task) for task in tasks]
         try:
@@ -83,12 +88,9 @@ def run(args: list[str]) -> None:
                 with show_progress() as progress:
                     done = evaluator.run(prepared_task, out, progress)
                 prefix = "wrote" if done.is_new else "this evaluation existed already:"
-                print(f"{chr(10) * (n > 0)}{format_evaluation(done.evaluation)}\n{prefix} {done.path}")
+                print_result(f"{chr(10) * (n > 0)}{format_evaluation(done.evaluation)}\n{prefix} {done.path}")
         except KeyboardInterrupt:
-            print(
-                "cohort: stopped; finished problems are kept, and the same command continues the evaluation",
-                file=sys.stderr,
-            )
+            print_note("cohort: stopped; finished problems are kept, and the same command continues the evaluation")
             raise
 
 
@@ -99,7 +101,6 @@ def show_progress() -> Iterator[Progress]:
     It is called with the name of the task, the number of finished problems and the number of all problems. It prints to
     stderr, because standard output is for the result.
     """
-    from rich.console import Console
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
@@ -109,7 +110,9 @@ def show_progress() -> Iterator[Progress]:
         TimeRemainingColumn,
     )
 
-    console = Console(stderr=True)
+    from cohort.logs.console import make_console
+
+    console = make_console(stderr=True)
     if not console.is_terminal:
         yield _print_progress
         return
@@ -132,7 +135,14 @@ def _print_progress(task: str, done: int, total: int) -> None:
     """
     part = max(1, total // PLAIN_STEPS)
     if done == total or done % part == 0:
-        print(f"{task}: {done} of {total} problems", file=sys.stderr, flush=True)
+        print_note(f"{task}: {done} of {total} problems")
+
+
+def _format_mean_tokens(evaluation: Evaluation) -> str:
+    """Returns the mean number of tokens of the answers as text, which says so if a server did not count them."""
+    if evaluation.setting.engine == "server" and evaluation.mean_tokens == 0:
+        return "not known: the server does not count them"
+    return f"{evaluation.mean_tokens:.1f}"
 
 
 def format_evaluation(evaluation: Evaluation) -> str:
@@ -151,15 +161,20 @@ def format_evaluation(evaluation: Evaluation) -> str:
         ["model", s.model],
         ["problems", f"{s.num_problems} ({s.split}), samples of each: {s.num_samples}"],
         ["how", how],
+        *([["system", " ".join(s.system.split())]] if s.system else []),
         [accuracy, f"{e.accuracy:.3f}, 95% interval {e.low:.3f} to {e.high:.3f}"],
         *([f"pass@{p.k}", f"{p.value:.3f}, 95% interval {p.low:.3f} to {p.high:.3f}"] for p in e.passes),
         *([f"mean {name}", f"{value:.3f}"] for name, value in e.parts.items() if value and not e.summary),
         *([name, f"{value:.3f}"] for name, value in e.summary.items()),
-        ["mean tokens", f"{e.mean_tokens:.1f}"],
+        ["mean tokens", _format_mean_tokens(e)],
         ["finish", finishes],
     ]
+    if s.date:
+        rows.append(["date", f"{s.date}, as today in the prompts"])
     if s.num_left_out:
         rows.append(["left out", f"{s.num_left_out} problems whose prompts do not fit the model's context"])
+    if s.chosen_on == f"{s.task}/{s.split}":
+        rows.append(["chosen", "as the best of its run on these problems, so the accuracy flatters it"])
     if cut := e.finishes.get("length"):
         rows.append(["cut off", f"{cut} of {total} answers at the limit of tokens"])
     if over := sum(OVER_LIMIT in answer.reason for item in e.items for answer in item.answers):

@@ -7,6 +7,9 @@ from pathlib import Path
 
 from cohort.cli.arguments import read_arguments
 from cohort.errors import ConfigError
+from cohort.logs.printing import print_result
+from cohort.run.finding import find_run, require_run
+from cohort.system.disk import is_standard_output, write_atomically
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +29,7 @@ def run(args: list[str]) -> None:
 
     Raises ConfigError for wrong flags, RunError if there is no such run, step or group.
     """
-    about = "Explain a step of the run in RUN: which samples and tokens its update made more or less likely, and why."
+    about = "Explain a step of a run: which samples and tokens its update made more or less likely, and why."
     (where,), options = read_arguments("explain", ["RUN"], about, Options(), args)
     # Mistakes in --html are found before the step is loaded.
     out = Path(options.html) if options.html else None
@@ -36,14 +39,18 @@ def run(args: list[str]) -> None:
         )
     if out is not None and out.is_dir():
         raise ConfigError(f"--html {out} is a folder; name a file to write, for example {out}/step.html.")
+    path = find_run(where)
+    require_run(path)
     # Imported here because it imports torch: help and mistakes must not wait for that.
     from cohort.inspect.explain.page import render_page
     from cohort.inspect.explain.report import explain_step
     from cohort.inspect.explain.screen import print_report
 
-    report = explain_step(Path(where), options.step, options.group)
+    report = explain_step(path, options.step, options.group)
     if out is None:
         print_report(report)
     else:
-        out.write_text(render_page(report), encoding="utf-8")
-        print(f"wrote {out}")
+        write_atomically(out, render_page(report))
+        # Standard output has the page, and nothing else.
+        if not is_standard_output(out):
+            print_result(f"wrote {out}")

@@ -7,18 +7,23 @@ from __future__ import annotations
 
 import errno
 import importlib
-import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 
 from cohort import __version__
-from cohort.errors import CohortError, suggest_name
+from cohort.cli.interrupt import INTERRUPTED, exit_from_imports
+from cohort.errors import CohortError, UserCodeError, suggest_name
+from cohort.logs.printing import flush_output, prepare_output, print_note, print_result
 from cohort.system import process
 
 COMMANDS = {
     "train": ("RECIPE [--flags]", "Train a model with a recipe."),
-    "resume": ("RUN [--steps N]", "Continue a run exactly where it stopped."),
+    "resume": ("RUN [--steps N]", "Continue a run, or a sweep, exactly where it stopped."),
+    "sweep": ("RECIPE --a.b v1,v2", "Train a recipe with many combinations of settings, and compare them."),
+    "runs": ("[FOLDER ...]", "List runs with their state, accuracy and reward."),
     "eval": ("TASK ... [--model M]", "Measure a model's accuracy on the held-out problems of tasks."),
+    "chat": ("M [M ...]", "Chat with one model, or with several side by side."),
     "compare": ("A B", "Compare two evaluations of the same problems."),
     "models": ("", "List the models that can be loaded."),
     "pull": ("MODEL", "Fetch a model ahead of time."),
@@ -26,13 +31,15 @@ COMMANDS = {
     "data": ("TASK --out FILE", "Write a task's prompts as JSONL."),
     "check": ("RECIPE [--flags]", "Test the reward and the update of a recipe before a run; estimate memory and time."),
     "explain": ("RUN [--step N]", "Show a step's rewards, and what its update did to each token."),
+    "plot": ("RUN ... [--out FILE.svg]", "Draw the curves of runs, overlaid, as one picture."),
     "replay": (
         "RUN --step N [--flags]",
         "Do a step's update again from its rollouts, with the same or other settings.",
     ),
     "bench": ("engine|learner|step", "Measure throughput and compare it with the limit of the hardware."),
 }
-_ONE_PROCESS = ("train", "resume", "eval", "check", "replay")  # commands that must not run in several ranks
+# Commands that must not run in several ranks.
+_ONE_PROCESS = ("train", "resume", "sweep", "eval", "chat", "check", "replay")
 # Errors of the operating system that a user can fix. They are printed as one line; others keep their traceback.
 _REPORTED_OS_ERRORS = (
     errno.ENAMETOOLONG,
@@ -50,21 +57,24 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     0 = done, 1 = the reader of a pipe left, 2 = an error that the user can fix (printed to stderr as one line), 130 =
     interrupted. `argv` are the words after `cohort`; None = those of this process. Other exceptions pass through, also
-    SystemExit: `cohort check` raises it (code 1) for failed checks, and some commands raise it (code 0) after --help.
+    SystemExit: `cohort check` raises it (code 1) for failed checks, some commands raise it (code 0) after --help, and
+    `cohort chat` (code 128 + its number) after a signal.
     """
     args = list(sys.argv[1:] if argv is None else argv)
-    process.shorten_thread_spinning()
+    prepare_output()
     process.keep_freed_memory()
     try:
-        code = _dispatch(args)
+        process.require_unix()
+        with exit_from_imports():
+            code = _dispatch(args)
         sys.stdout.flush()
         return code
+    except UserCodeError as error:
+        return _print_error(error.args[0], error.place)
     except CohortError as error:
         return _print_error(str(error))
-    # The reader of a pipe has left, as in `cohort models | head`. Python flushes stdout once more when it ends, and
-    # must not fail then: so stdout becomes /dev/null.
+    # The reader of a pipe has left, as in `cohort models | head`.
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:
         if error.errno not in _REPORTED_OS_ERRORS:
@@ -72,7 +82,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         place = error.filename or "while writing"
         return _print_error(f"{error.strerror}: {place}. Use another path, or give this one space and permissions.")
     except KeyboardInterrupt:
-        return 130
+        return INTERRUPTED
+    finally:
+        flush_output()
 
 
 def _dispatch(args: list[str]) -> int:
@@ -82,21 +94,35 @@ def _dispatch(args: list[str]) -> int:
     what the command raises.
     """
     if not args or args[0] in ("-h", "--help", "help"):
-        print(format_usage())
+        print_result(format_usage())
         return 0
     if args[0] == "--version":
-        print(f"cohort {__version__}")
+        print_result(f"cohort {__version__}")
         return 0
     command, *rest = args
     if command not in COMMANDS:
-        kind = "flag" if command.startswith("-") else "command"
-        raise CohortError(f'unknown {kind} "{command}".{suggest_name(command, COMMANDS)}')
+        raise _make_unknown_command_error(command)
     # Ranks do not work together yet: each process would make the same run.
     if command in _ONE_PROCESS:
         process.require_one_process()
     # Each command has a module of its name with a function `run`.
     importlib.import_module(f"cohort.cli.{command}").run(rest)
     return 0
+
+
+def _make_unknown_command_error(command: str) -> CohortError:
+    """Returns the error for a first word that is no command; the caller raises it."""
+    if command in ("-v", "-V"):
+        return CohortError(f'unknown flag "{command}". Did you mean cohort --version?')
+    if command.startswith("-"):
+        return CohortError(
+            f'unknown flag "{command}". Write a command first: cohort COMMAND [--flags]; cohort --help lists them.'
+        )
+    # Imported here because it imports the settings of all runs: help must not wait for that.
+    from cohort.config.hints import find_command_remedy
+
+    remedy = find_command_remedy(command)
+    return CohortError(f'unknown command "{command}".' + (f" {remedy}" if remedy else suggest_name(command, COMMANDS)))
 
 
 def format_usage() -> str:
@@ -111,16 +137,19 @@ def format_usage() -> str:
             "",
             *lines,
             "",
-            "cohort COMMAND --help shows a command's options. Start with: cohort train quickstart",
+            "cohort COMMAND --help shows a command's options. Start with:",
+            "  cohort train quickstart",
         ]
     )
 
 
-def _print_error(message: str) -> int:
-    """Prints "cohort: " and a message to stderr as one line, and returns the exit code 2.
+def _print_error(message: str, place: Sequence[str] = ()) -> int:
+    """Prints "cohort: " and a message to stderr as one line, then the lines of `place`, and returns the exit code 2.
 
-    Flushes standard output first, so that the message comes last.
+    `place` shows where a user's own code raised. Flushes standard output first, so that the message comes last.
     """
-    sys.stdout.flush()
-    print("cohort: " + " ".join(message.split()), file=sys.stderr)
+    flush_output()
+    # Where the message cannot be written, the exit code still tells.
+    with suppress(OSError):
+        print_note("\n".join(["cohort: " + " ".join(message.split()), *place]))
     return 2

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 
 from cohort.cli.arguments import read_arguments
 from cohort.cli.output import format_table
+from cohort.logs.printing import find_terminal_width, print_result
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,4 +25,9 @@ def run(args: list[str]) -> None:
         [m.name, "ready" if m.state == "available" else f"cohort pull {m.name}", m.size, m.source]
         for m in list_models()
     ]
-    print(format_table(["model", "state", "size", "source"], rows))
+    table = format_table(["model", "state", "size", "source"], rows)
+    width = find_terminal_width(sys.stdout)
+    if width is not None and max(map(len, table.split("\n"))) > width:
+        # A narrow terminal gets a list: rows of the table would be broken in the middle of words.
+        table = "\n".join(f"{name}\n  {state}\n  {size}\n  {source}" for name, state, size, source in rows)
+    print_result(table)

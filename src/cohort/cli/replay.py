@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cohort.cli.arguments import read_arguments
 from cohort.cli.output import format_table
 from cohort.config import flags
 from cohort.errors import ConfigError
+from cohort.logs.printing import print_note, print_result
+from cohort.run.finding import find_run, require_run
 
 if TYPE_CHECKING:
     from cohort.inspect.replay import MetricComparison, ReplayResult
@@ -25,10 +25,13 @@ class Options:
     """The step to do again, counted from 1; required."""
     json: bool = False
     """Print one JSON object instead, for programs."""
+    trust: bool = False
+    """Run the Python files that the run's config names. Needed for a task or an algorithm in a file of its own, unless
+    --task or --algo names that file."""
 
 
 ABOUT = (
-    "Do the update of a step of the run in RUN again, from its stored rollouts and the nearest checkpoint before it. "
+    "Do the update of a step of a run again, from its stored rollouts and the nearest checkpoint before it. "
     "Without other settings this gives the stored metrics, on a CPU to the last bit. With settings of --algo, --optim "
     "and --learner, written as for cohort train, it shows what they change in that one update. The run is only read."
 )
@@ -43,21 +46,23 @@ def run(args: list[str]) -> None:
     (where,), options = read_arguments("replay", ["RUN"], ABOUT, Options(), own)
     if options.step is None:
         raise ConfigError("--step is missing; write: cohort replay RUN --step N, where N is the number of a step.")
+    path = find_run(where)
+    require_run(path)
     # Imported here because it imports torch: help and mistakes must not wait for that.
     from cohort.inspect.replay import replay_step
     from cohort.logs.jsonlines import replace_non_finite
 
-    replayed = replay_step(Path(where), options.step, settings, _print_progress)
+    replayed = replay_step(path, options.step, settings, _print_progress, options.trust)
     if options.json:
-        print(json.dumps(replace_non_finite({"run": where, **replayed.to_json()})))
+        print_result(json.dumps(replace_non_finite({"run": where, **replayed.to_json()})))
     else:
-        print(_format_result(replayed))
+        print_result(_format_result(replayed))
 
 
 def _split_settings(args: list[str]) -> tuple[list[str], list[str]]:
     """Returns (words and flags of the command itself, flags that are settings of the run).
 
-    The command's own flags are --step, --json and --help. A word after a flag goes with that flag.
+    The command's own flags are --step, --json, --trust and --help. A word after a flag goes with that flag.
     """
     own: list[str] = []
     settings: list[str] = []
@@ -65,14 +70,14 @@ def _split_settings(args: list[str]) -> tuple[list[str], list[str]]:
     target = own
     for arg in args:
         if arg.startswith("--"):
-            target = own if arg in flags.HELP or arg.partition("=")[0] in ("--step", "--json") else settings
+            target = own if arg in flags.HELP or arg.partition("=")[0] in ("--step", "--json", "--trust") else settings
         target.append(arg)
     return own, settings
 
 
 def _print_progress(text: str) -> None:
     """Prints what is being done to stderr, because standard output has only the result."""
-    print(f"{text} ...", file=sys.stderr, flush=True)
+    print_note(f"{text} ...")
 
 
 def _format_result(replayed: ReplayResult) -> str:

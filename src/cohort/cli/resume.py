@@ -5,24 +5,32 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Annotated
 
 from cohort.cli.arguments import read_arguments
 from cohort.cli.output import Log, choose_log, parse_sink_names
+from cohort.cli.sweep import continue_sweep
 from cohort.config import flags
 from cohort.config.kinds import KINDS
+from cohort.config.section import MOST, at_least, at_most
 from cohort.errors import ConfigError
+from cohort.run.finding import find_run, is_sweep, require_run
+from cohort.sweep.directory import SweepDirectory, find_sweep
+from cohort.sweep.plan import check_recipe
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """What may change in a resumed run. All other settings come from its config.yaml."""
 
-    steps: int | None = None
+    steps: Annotated[int | None, at_most(MOST)] = None
     """Extend the run: train up to this step; None = as configured."""
     log: Log | None = None
     """How progress is shown; None = live on a terminal, plain elsewhere."""
     sinks: str | None = None
     """Send metrics to these too, separated by commas: wandb, tensorboard, trackio. Not stored with the run."""
+    jobs: Annotated[int | None, at_least(1), at_most(256)] = None
+    """Of a sweep: runs at once; None = one. Each keeps the number of threads that the sweep began with."""
 
 
 def run(args: list[str]) -> None:
@@ -38,16 +46,33 @@ def run(args: list[str]) -> None:
                 f"{flag.spelling} cannot change: a run keeps its settings, only --steps may grow. "
                 "Remove it, or start a new run with it: cohort train RECIPE --flags."
             )
-    (where,), options = read_arguments(
-        "resume", ["RUN"], "Continue the run in directory RUN exactly where it stopped.", Options(), args
-    )
+    about = "Continue a run, or a sweep, exactly where it stopped."
+    (where,), options = read_arguments("resume", ["RUN"], about, Options(), args)
+    path = find_sweep(where) or find_run(where, or_sweep=True)
+    if is_sweep(path):
+        _resume_sweep(path, options)
+        return
+    if options.jobs is not None:
+        raise ConfigError(f"--jobs has no effect: {where} is no sweep. Remove it.")
     if options.steps is not None and options.steps < 1:
         raise ConfigError(
             f"--steps is {options.steps}; it must be at least 1: the number of the step at which the run ends. "
             "Correct it, or remove it to keep the run's own number."
         )
     sinks = parse_sink_names(options.sinks)
+    require_run(path)
     # Imported here because it imports torch: help and mistakes must not wait for that.
     from cohort.jobs import build
 
-    build.resume(Path(where), options.steps, choose_log(options.log or "", sys.stdout.isatty()), *sinks)
+    build.resume(path, options.steps, choose_log(options.log or "", sys.stdout.isatty()), *sinks)
+
+
+def _resume_sweep(path: Path, options: Options) -> None:
+    """Continues the sweep in the folder `path`. Raises ConfigError for options that only a run has."""
+    for name in ("steps", "log", "sinks"):
+        if getattr(options, name) is not None:
+            raise ConfigError(f"--{name} cannot be given for a sweep: {path} keeps its plan. Remove it.")
+    directory = SweepDirectory.open(path)
+    directory.lock()
+    check_recipe(directory.plan)
+    continue_sweep(directory, options.jobs or 1)

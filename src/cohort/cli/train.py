@@ -1,27 +1,37 @@
-"""`cohort train RECIPE [--a.b value ...] [--out DIR] [--log live|plain|json] [--sinks NAME,...]`: trains a model."""
+"""`cohort train RECIPE [--a.b value ...] [--name NAME] [--out DIR] [--log ...] [--sinks NAME,...]`: trains a model."""
 
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
 
 from cohort.cli.output import Log, choose_log, parse_sink_names
 from cohort.config import flags, load
 from cohort.errors import ConfigError
+from cohort.logs.legend import format_legend
+from cohort.logs.printing import print_result
 from cohort.recipes import RECIPES
+from cohort.run.finding import require_new_name
+from cohort.user_code import load_plugins
 
-HELP = """usage: cohort train RECIPE [--a.b value ...] [--out DIR] [--log live|plain|json] [--sinks NAME,...]
+HELP = """usage: cohort train RECIPE [--a.b value ...] [--name NAME] [--out DIR] [--log live|plain|json]
+                    [--sinks NAME,...]
 
-Train a model. RECIPE is one of these, or path/to/file.py:function that returns a config (cohort.RL):
+Train a model. RECIPE is one of these, path/to/file.py:function that returns a config (cohort.RL), or the config.yaml of
+a run, whose settings it takes:
 
 {recipes}
 
+  --name NAME             The name of the run (default: date, recipe and four random characters). Other commands take
+                          it, or a part of it that no other run has.
   --out DIR               The folder in which the run directory is made (default: runs).
   --log live|plain|json   How progress is shown (default: live on a terminal, plain elsewhere).
   --sinks NAME,...        Send metrics to wandb, tensorboard, trackio too; metrics.jsonl is always written.
 
-cohort train RECIPE --help lists every setting of a recipe."""
+cohort train RECIPE --help lists every setting of a recipe. What the line of a step shows:
+
+{legend}"""
 
 
 def run(args: list[str]) -> None:
@@ -31,54 +41,76 @@ def run(args: list[str]) -> None:
     """
     if not args or args[0].startswith("-"):
         if flags.wants_help(args):
-            print(HELP.format(recipes=format_recipes()))
+            print_result(HELP.format(recipes=format_recipes(), legend=format_legend()))
             return
         raise ConfigError(
-            "the recipe is missing; name it first: cohort train RECIPE [--flags]. "
-            f"Recipes: {', '.join(sorted(RECIPES))}."
+            "the recipe is missing. Name it first, for example: cohort train quickstart [--flags]. Recipes: "
+            f"{', '.join(sorted(RECIPES))}."
         )
     recipe, *rest = args
     if flags.wants_help(rest):
         load.print_help(recipe, [arg for arg in rest if arg not in flags.HELP])
         return
-    rest, out, log, sinks = _split_command_flags(rest)
-    config = load.load_config(recipe, rest)
+    words, given = flags.split_args(rest)
+    given, late, own = _split_command_flags(given)
+    config = load.load_config(recipe, [*words, *late], given)
+    if own.name:
+        require_new_name(own.out, own.name)
+    # Imported here because it takes longer. A wrong name is found before torch is imported.
+    from cohort.jobs.models import find_model
+
+    find_model(config.model)
     # Imported here because it imports torch: help and mistakes must not wait for that.
     from cohort.jobs import build
 
-    build.train(config, Path(out), log, *sinks)
+    build.train(config, own.out, own.log, *own.sinks, name=own.name)
 
 
 def format_recipes() -> str:
-    """Returns the built-in recipes as lines of text: name and first line of the docstring, sorted by name."""
+    """Returns all recipes as lines of text: name and first line of the docstring, sorted by name.
+
+    Plugins are imported for theirs.
+    """
+    load_plugins()
     width = max(map(len, RECIPES))
     return "\n".join(
         f"  {name:<{width}}  {(f.__doc__ or '').strip().splitlines()[0]}" for name, f in sorted(RECIPES.items())
     )
 
 
-def _split_command_flags(args: list[str]) -> tuple[list[str], str, str, tuple[str, ...]]:
-    """Separates `--out`, `--log` and `--sinks` from the settings of the run.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CommandFlags:
+    """The flags of the command itself: all others are settings of the run."""
 
-    Returns (the other words and flags, folder for run directories, kind of progress view, names of the sinks). Without
-    `--log` the view is live on a terminal, plain elsewhere. Raises ConfigError for a wrong value of one of the three.
+    name: str | None  # of the run; None = a new one is made
+    out: Path  # the folder for run directories
+    log: str  # kind of progress view
+    sinks: tuple[str, ...]
+
+
+def _split_command_flags(given: list[flags.Flag]) -> tuple[list[flags.Flag], list[str], CommandFlags]:
+    """Separates the flags of the command itself from the settings of the run.
+
+    Returns (the settings, words behind the values of the command's own flags, those flags). Without `--log` the view is
+    live on a terminal, plain elsewhere. Raises ConfigError for a wrong value of one of them.
     """
-    words, given = flags.split_args(args)
     own = {
+        "name": flags.Setting("name", str, None),
         "out": flags.Setting("out", str, "runs"),
         "log": flags.Setting("log", Log, ""),
-        "sinks": flags.Setting("sinks", str, ""),
+        "sinks": flags.Setting("sinks", str, None),
     }
-    mine = [flag for flag in given if flag.name in own]
-    flags.check_flags(mine, own)
-    values = {flag.name: flag.values[0] for flag in mine}
-    log = values.get("log", "")
-    if log and log not in get_args(Log):
-        raise ConfigError(f'--log must be {flags.describe_type(Log)}, not "{log}". Correct the value.')
-    # The other flags are put together again. A single value is joined with =, because it may begin with dashes.
-    rest = list(words)
-    for flag in given:
-        if flag.name not in own:
-            rest += [flag.spelling, *flag.values] if len(flag.values) != 1 else [f"{flag.spelling}={flag.values[0]}"]
-    sinks = parse_sink_names(values.get("sinks"))
-    return rest, values.get("out", "runs"), choose_log(log, sys.stdout.isatty()), sinks
+    # Words behind the one value of a flag are not its own, such as `steps=3`.
+    late = [word for flag in given if flag.name in own for word in flag.values[1:]]
+    mine = [flags.Flag(flag.name, flag.values[:1]) for flag in given if flag.name in own]
+    flags.check_given(mine, own)
+    values = {name: setting.value for name, setting in own.items()}
+    values |= {flag.name: flag.read_value(own[flag.name]) for flag in mine}
+    others = [flag for flag in given if flag.name not in own]
+    command = CommandFlags(
+        name=values["name"],
+        out=Path(values["out"]),
+        log=choose_log(values["log"], sys.stdout.isatty()),
+        sinks=parse_sink_names(values["sinks"]),
+    )
+    return others, late, command

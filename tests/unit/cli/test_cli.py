@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import pydoc
+import stat
 import subprocess
 import sys
 import time
@@ -22,7 +24,7 @@ import cohort.jobs
 from cohort.cli.main import COMMANDS, main
 from cohort.config.options import BenchOptions, BenchResult, EngineBenchOptions, EvalOptions
 from cohort.config.schema import DrGRPO
-from cohort.errors import CohortError
+from cohort.errors import CohortError, ConfigError
 from cohort.tasks.arithmetic import Arithmetic
 from cohort.tasks.countdown import Countdown
 from tests.helpers.evaluations import evaluation
@@ -34,8 +36,8 @@ def build(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     calls: list[tuple[Any, ...]] = []
 
     def record(name: str, result: Any = None) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
-            calls.append((name, *args))
+        def call(*args: Any, **options: Any) -> Any:
+            calls.append((name, *args, *options.values()))
             return result
 
         return call
@@ -116,9 +118,9 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 MISTAKES = {
     "trian quickstart": 'unknown command "trian". Did you mean "train"?',
     "--hlep": 'unknown flag "--hlep"',
-    "train": "the recipe is missing; name it first: cohort train RECIPE [--flags]. Recipes: arithmetic, coder_",
-    "train --steps 5": "the recipe is missing; name it first",
-    "train quikstart": 'Did you mean "quickstart"? Recipes: arithmetic, coder_',
+    "train": "the recipe is missing. Name it first, for example: cohort train quickstart [--flags]. Recipes: ",
+    "train --steps 5": "the recipe is missing. Name it first",
+    "train quikstart": 'Did you mean "quickstart"? Name a recipe, or path/to/file.py:function; cohort train --help',
     "train missing.py:f": 'there is no file "missing.py"',
     "train quickstart --lr 3": "Did you mean --optim.lr?",
     "train quickstart --steps x": '--steps must be a whole number, not "x".',
@@ -132,13 +134,12 @@ MISTAKES = {
     "resume a --steps two": "--steps must be a whole number or None",
     "resume a --algo.kl.weight 1": "--algo.kl.weight cannot change",
     "eval": "name a task first: cohort eval TASK [--flags]. Tasks: aime24, ",
-    "eval cuontdown": 'your own file. Did you mean "countdown"?',
+    "eval cuontdown": 'unknown task "cuontdown". Did you mean "countdown"?',
     "eval countdown --sample 4": "unknown flag --sample. Did you mean --samples?",
     "eval countdown --samples 0": "--samples is 0; it must be at least 1.",
     "eval countdown --temperature 0 --samples 2": "--samples has no effect at temperature 0",
     "eval countdown --temperature 0 --top-k 5": "have no effect at temperature 0",
     "eval countdown --top-p 0": "--top-p is 0.0",
-    "eval countdown --out no/such/folder/x.json": "there is no folder",
     "eval countdown --out x.txt": "--out x.txt must be a folder or end in .json",
     "eval countdown arithmetic --out x.json": "one file, but there are 2 tasks",
     "eval countdown countdown": "a task is named twice",
@@ -225,37 +226,70 @@ def test_a_mistake_in_a_process_of_its_own(run_cohort: Callable[..., Any]) -> No
 
 def test_train_passes_config_folder_and_view(build: SimpleNamespace) -> None:
     args = ["train", "quickstart", "--out", "here", "--steps", "3", "--algo", "dr_grpo", "--log", "json"]
-    assert main(args) == 0
-    [(name, config, out, log)] = build.calls
-    assert (name, config.steps, config.algo, out, log) == ("train", 3, DrGRPO(), Path("here"), "json")
+    assert main([*args, "--name", "new"]) == 0
+    [(name, config, out, log, run)] = build.calls
+    assert (name, config.steps, config.algo, out, log, run) == ("train", 3, DrGRPO(), Path("here"), "json", "new")
 
 
 def test_train_defaults_to_plain_lines_off_a_terminal(build: SimpleNamespace) -> None:
     assert main(["train", "quickstart"]) == 0
-    [(_, _, out, log)] = build.calls
-    assert (out, log) == (Path("runs"), "plain")
+    [(_, _, out, log, name)] = build.calls
+    assert (out, log, name) == (Path("runs"), "plain", None)
 
 
-@pytest.mark.parametrize("args", [["runs/a", "--steps", "9"], ["--steps", "9", "runs/a"], ["runs/a", "--steps=9"]])
+@pytest.fixture
+def run_a(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run runs/a in the working directory, with checkpoints of the steps 3 and 5; it is best after 3."""
+    monkeypatch.chdir(tmp_path)
+    for step, score in ((3, 1.0), (5, 0.0)):
+        (tmp_path / "runs" / "a" / "checkpoints" / f"step-{step:06d}").mkdir(parents=True)
+        file = tmp_path / "runs" / "a" / "eval" / f"step-{step:06d}.json"
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(json.dumps(evaluation({"x": [score]}, step=step).to_json()))
+    (tmp_path / "runs" / "a" / "config.yaml").touch()
+
+
+@pytest.mark.usefixtures("run_a")
+@pytest.mark.parametrize("args", [["runs/a", "--steps", "9"], ["--steps", "9", "runs/a"], ["a", "--steps=9"]])
 def test_resume_takes_the_run_before_or_after_its_flags(args: list[str], build: SimpleNamespace) -> None:
     assert main(["resume", *args]) == 0
     assert build.calls == [("resume", Path("runs/a"), 9, "plain")]
 
 
+@pytest.mark.usefixtures("run_a")
 def test_export(build: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["export", "runs/a", "out", "--step", "best"]) == 0
-    assert main(["export", "runs/a", "out"]) == 0
+    assert main(["export", "a@3", "some/out 2"]) == 0
     assert main(["export", "runs/a", "out", "--adapters"]) == 0
     assert main(["export", "--adapters", "runs/a", "out", "--step", "3"]) == 0
     assert main(["export", "runs/a", "--adapters", "false", "out"]) == 0
     assert build.calls == [
-        ("export_model", Path("runs/a"), Path("out"), "best"),
-        ("export_model", Path("runs/a"), Path("out"), "last"),
-        ("export_adapters", Path("runs/a"), Path("out"), "last"),
+        ("export_model", Path("runs/a"), Path("out"), "3"),
+        ("export_model", Path("runs/a"), Path("some/out 2"), "3"),
+        ("export_adapters", Path("runs/a"), Path("out"), "5"),
         ("export_adapters", Path("runs/a"), Path("out"), "3"),
-        ("export_model", Path("runs/a"), Path("out"), "last"),
+        ("export_model", Path("runs/a"), Path("out"), "5"),
     ]
-    assert capsys.readouterr().out == "wrote out\n" * 5
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:2] == ["wrote out: the model of runs/a after step 3", "talk to it with: cohort chat ./out"]
+    assert lines[3] == "talk to it with: cohort chat 'some/out 2'"
+    assert lines[4] == "wrote out: the adapters of runs/a after step 5" and "--learner.lora.load ./out" in lines[5]
+
+
+@pytest.mark.usefixtures("run_a")
+def test_part_of_a_sweeps_name_continues_it(monkeypatch: pytest.MonkeyPatch, build: SimpleNamespace) -> None:
+    continued: list[Path] = []
+    monkeypatch.setattr("cohort.cli.resume._resume_sweep", lambda path, options: continued.append(path))
+    Path("runs/grid").mkdir()
+    Path("runs/grid/sweep.yaml").touch()
+    for name in ("grid", "gri", "runs/gri", "runs/grid"):
+        assert main(["resume", name]) == 0
+    assert continued == [Path("runs/grid")] * 4 and build.calls == []
+    # Two sweeps fit.
+    Path("runs/grid-2").mkdir()
+    Path("runs/grid-2/sweep.yaml").touch()
+    assert main(["resume", "gri"]) == 2 and main(["resume", "grid"]) == 0
+    assert continued == [Path("runs/grid")] * 5
 
 
 @pytest.fixture
@@ -285,9 +319,9 @@ def evaluator_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
 
 def test_eval_prints_the_numbers(evaluator_calls: list[tuple[Any, ...]], capsys: pytest.CaptureFixture[str]) -> None:
-    args = ["eval", "countdown", "--model", "m", "--samples", "4", "--task.max-target", "50", "--out", "some"]
+    args = ["eval", "countdown", "--model", "tiny", "--samples", "4", "--task.max-target", "50", "--out", "some"]
     assert main(args) == 0
-    assert evaluator_calls == [("m", EvalOptions(samples=4)), (Countdown(max_target=50), Path("some")), ("closed",)]
+    assert evaluator_calls == [("tiny", EvalOptions(samples=4)), (Countdown(max_target=50), Path("some")), ("closed",)]
     shown, progress = capsys.readouterr()
     assert "avg@4        0.625, 95% interval 0.173 to 0.930" in shown  # worth 2.7 independent answers
     assert "pass@2       0.750" in shown  # problem b: 1 of 4 right, 1 - C(3,2)/C(4,2) = 0.5
@@ -356,7 +390,7 @@ def test_a_reader_that_leaves_is_no_error() -> None:
 
 
 def raising(error: BaseException) -> Callable[..., Any]:
-    def call(*args: Any) -> Any:
+    def call(*args: Any, **options: Any) -> Any:
         raise error
 
     return call
@@ -384,10 +418,37 @@ def test_train_from_python(build: SimpleNamespace) -> None:
 
     assert inspect.isfunction(cohort.train) and type(cohort) is ModuleType
     assert pydoc.plain(pydoc.render_doc(cohort.train)).splitlines()[2].startswith("train(recipe: ")
+    with pytest.raises(ConfigError, match=r"settings must be a dict such as .*, not a list"):
+        cohort.build("quickstart", [("steps", 1)])  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"a recipe must be a name, .* not a int"):
+        cohort.build(5)  # type: ignore[arg-type]
     run = cohort.train("quickstart", {"steps": 3, "algo": "dr_grpo"}, out="here")
     assert run == Path("runs/x")
     config = cohort.RL(task=Countdown(), steps=2)
     cohort.train(config)
-    (_, first, out, log), (_, second, *_) = build.calls
+    with pytest.raises(ConfigError, match='--name "a/b" cannot be the name of a run'):
+        cohort.train(config, name="a/b")
+    (_, first, out, log, _), (_, second, *_) = build.calls
     assert (first.steps, first.algo, out, log) == (3, DrGRPO(), Path("here"), "plain")
     assert second.steps == 2 and second.reward == {"correct": 1.0, "format": 1.0}
+
+
+def test_data_writes_into_a_device_and_does_not_replace_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The devices are nodes in tmp_path where that is allowed, so that a failure harms nothing."""
+    for name in ("full", "null"):
+        path = tmp_path / name
+        if os.geteuid() == 0:
+            os.mknod(path, stat.S_IFCHR | 0o666, os.stat(f"/dev/{name}").st_rdev)
+        else:
+            path.symlink_to(f"/dev/{name}")
+    rows = ["data", "arithmetic", "--n", "3", "--task.train-size", "5"]
+    assert main([*rows, "--out", str(tmp_path / "full")]) == 2
+    assert "the disk is full or your quota is used up. Free some space" in capfd.readouterr().err
+    assert main([*rows, "--out", str(tmp_path / "null")]) == 0
+    assert "wrote 3 arithmetic prompts" in capfd.readouterr().out
+    assert all(stat.S_ISCHR((tmp_path / name).stat().st_mode) for name in ("full", "null"))
+    (tmp_path / "stdout").symlink_to("/dev/fd/1")
+    assert main([*rows, "--out", str(tmp_path / "stdout")]) == 0
+    assert (tmp_path / "stdout").is_symlink()
+    lines = capfd.readouterr().out.splitlines()
+    assert len(lines) == 3 and all(json.loads(line)["id"] for line in lines)

@@ -15,18 +15,18 @@ from tests.unit.project.test_architecture import ROOT, dotted, modules, tree
 
 # Words of programming in general, which need no entry in the vocabulary.
 EVERYDAY = """
-    abilities attempt block bound cache call case check client config context conversion copy count counter curve data
-    demand description difference directory end entry error family file flag format function gradient handler header
-    id input layer leaf length line lock loss machine markup matrix model monitor number optimizer option
-    output parser phrase place pool quantity rate reader rendering renderer result rule script second
-    section signal span spec state stats status stopped stream summary table tensor timer token tokenizer total
-    unit unreadable variant wheel writer
+    abilities attempt block bound cache call case check client config console context conversion copy count counter
+    curve data demand description difference directory end entry error family file flag format formatter function
+    gradient handler header id input layer leaf length line lock loss machine markup matrix model monitor namespace
+    number optimizer option output parser phrase place point pool quantity rate reader renderer rendering result rule
+    script second section signal span spec state stats status stopped stream summary table tensor timer token
+    tokenizer total unit unreadable variant wheel writer
 """
 # Names of papers, data sets and operations: proper names, written as their authors write them.
 PROPER = """
-    24 again amc angles arithmetic attention base cispo clipped countdown dapo eval gmpo grpo gspo ifeval imitation
-    instruction k linear math12k math500 mathematics minerva mix norm olympiad pass pp reinforce rl rloo rope rotation
-    sapo sft
+    24 again amc angles arithmetic attention base cispo clipped countdown dapo dpo eval gmpo grpo gspo hinge ifeval
+    imitation instruction ipo k linear math12k math500 mathematics minerva mix norm olympiad orpo pass po pp
+    reinforce rl rloo robust rope rotation sapo sft sigmoid
 """
 # Function names that tell nothing. A reader has to open the function to learn what it does.
 EMPTY_NAMES = {
@@ -37,6 +37,7 @@ EMPTY_NAMES = {
 STORED = re.compile(
     r"\bknobs\b"  # the task's settings in the files of evaluations
     r"|\*\.ckpt"  # how others name pickled weights
+    r"|\bnum_iterations\b|\bexperiment_name\b"  # settings of other tools, for which the command line names ours
 )
 
 
