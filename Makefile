@@ -20,9 +20,9 @@ PIP := -m pip install --quiet --disable-pip-version-check
 # PYTHONDONTWRITEBYTECODE is empty, so that compiled files are kept: the tests start more than a hundred processes.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(JOBS) --dist worksteal --durations 10
 
-.PHONY: help quickstart test test-slow test-all test-peers test-kernels test-vllm lint format types check clean
+.PHONY: help quickstart wheel test test-slow test-all test-peers test-kernels test-vllm lint format types check clean
 help:
-	@sed -n 's/^#   //p' Makefile; echo "Also: test-slow, test-peers, test-kernels, test-all (test and these three), test-vllm, lint, format, types, check (lint + types + test), clean"
+	@sed -n 's/^#   //p' Makefile; echo "Also: wheel (dist/*.whl, for pip install in another environment), test-slow, test-peers, test-kernels, test-all (test and these three), test-vllm, lint, format, types, check (lint + types + test), clean"
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "$(PYTHON) is too old or missing: Cohort needs Python 3.11 or newer. Name one with make PYTHON=python3.12 ..." >&2; exit 2; }
@@ -65,6 +65,13 @@ $(VLLM_READY): pyproject.toml constraints.txt benchmarks/vllm_loads.py
 
 quickstart: $(READY)
 	$(VENV)/bin/cohort train quickstart
+
+# build/ is removed first: files that were deleted since the last wheel would be packed again.
+wheel: $(READY)
+	rm -rf build dist
+	$(VENV)/bin/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
+	@rm -rf build
+	@ls dist/*.whl
 
 test: $(READY)
 	$(PYTEST) -m "not slow and not peers and not gpu"

@@ -505,11 +505,11 @@ def main(arguments: list[str]) -> None:
         for result in measure_all(a):
             results.append(result)
             print(format_result(result), flush=True)
-            # Written aside and renamed, so that the file is complete at any moment: the machine can disappear.
+            # The file is complete at any moment: the machine can disappear.
             if a.out:
-                aside = a.out.with_name(a.out.name + ".part")
-                aside.write_text(json.dumps({"results": [asdict(r) for r in results]}, indent=2) + "\n")
-                aside.replace(a.out)
+                from cohort.system.disk import write_atomically
+
+                write_atomically(a.out, json.dumps({"results": [asdict(r) for r in results]}, indent=2) + "\n")
     print(f"\n{format_table(results)}\n\n{describe_machine_and_versions(results)}", flush=True)
     if not a.show and (missing := list_missing_results(a, results)):
         sys.exit(f"not measured: {', '.join(missing)}")

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import csv
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -28,7 +27,6 @@ from typing import Any
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[1]
 COHORT = [sys.executable, "-m", "cohort"]
 COLUMNS = [
     "step",
@@ -155,8 +153,8 @@ def main() -> None:
         shutil.copy(run / name, a.out / name)
     write_metrics_csv(run, a.out / "metrics.csv")
     write_mean_table(a.out / "metrics.csv", a.out / "stretches.md")
-    curves = [sys.executable, str(ROOT / "scripts" / "curves.py"), str(run), "--out", str(a.out / "curves.svg")]
-    subprocess.run([*curves, "--title", f"{a.recipe}: {a.task}"], check=True, env=os.environ)
+    curves = [*COHORT, "plot", str(run), "--out", str(a.out / "curves.svg"), "--title", f"{a.recipe}: {a.task}"]
+    subprocess.run(curves, check=True)
     (a.out / "result.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(result, indent=1))
 

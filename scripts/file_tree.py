@@ -29,7 +29,7 @@ RULES = {
     2: "torch; never tasks, scoring or recipes",
     3: "the decoder and its files",
     4: "engines and learner never import each other",
-    5: "sees engines and learner only through `base.py` and `engines/sync.py`",
+    5: "engines and learner only through `base.py` and `engines/sync.py`",
     6: "builds concrete engines and learners",
     7: "commands, and the public names of the package",
 }

@@ -5,12 +5,9 @@ python -m scripts.record_run runs/2026-11-15-quickstart-k3f9 docs/quickstart.svg
 
 from __future__ import annotations
 
-import io
 import sys
 from collections import defaultdict
 from pathlib import Path
-
-from rich.console import Console
 
 from cohort.config.document import get_variant_name
 from cohort.logs.live import LiveView
@@ -19,6 +16,7 @@ from cohort.loops.stats import choose_showcase
 from cohort.run.directory import RunDirectory
 from cohort.run.store.reader import Reader
 from cohort.run.store.rollouts import list_rollout_steps, load_rollouts, make_rollout_path
+from scripts.drawing import make_recording_console, write_picture
 
 
 def draw_run(run: Path, out: Path) -> None:
@@ -26,7 +24,7 @@ def draw_run(run: Path, out: Path) -> None:
     directory = RunDirectory.open(run)
     config = directory.config
     evaluations = directory.load_evaluations()
-    console = Console(record=True, width=100, height=40, file=io.StringIO(), force_terminal=True, highlight=False)
+    console = make_recording_console(width=100, height=40)
     view = LiveView(console.file, console=console)
     steps: dict[int, dict[str, float]] = defaultdict(dict)
     with Reader(directory.database) as reader:
@@ -70,7 +68,7 @@ def draw_run(run: Path, out: Path) -> None:
             complete=True,
         )
     )
-    out.write_text(console.export_svg(title="make quickstart"), encoding="utf-8")
+    write_picture(console, out, "make quickstart")
 
 
 if __name__ == "__main__":
