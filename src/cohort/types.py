@@ -33,11 +33,15 @@ class Provenance(IntEnum):
 
 
 class Finish(StrEnum):
-    """Why a sample ended: a stop token or stop string, the limit of tokens, or an abort."""
+    """Why a sample ended: a stop token or stop string, the limit of tokens of a turn, an abort, or a limit of the
+    conversation (its number of turns, its number of calls of tools, or its tokens in total)."""
 
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
+    TURNS = "turns"
+    CALLS = "calls"
+    TOTAL = "total"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,6 +117,8 @@ class Sample:
     reward: float | None = None
     reason: str = ""  # the grader's reason; "" = it gave none
     failure: str = ""  # infrastructure failure: the sample leaves its group, it does not get reward 0
+    turn_rewards: list[float] = field(default_factory=list)  # per turn of the policy; [] = one reward for all of them
+    calls: dict[str, int] = field(default_factory=dict)  # calls of tools by their outcome: "ok", "error", ...
     # Filled by the learner and the algorithm.
     old_logprobs: list[float] | None = None
     ref_logprobs: list[float] | None = None
@@ -124,6 +130,11 @@ class Sample:
     def num_sampled(self) -> int:
         """The number of tokens that the policy drew."""
         return self.provenance.count(Provenance.SAMPLED)
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether the limit of tokens, of a turn or in total, ended the sample."""
+        return self.finish in (Finish.LENGTH, Finish.TOTAL)
 
     @property
     def num_turns(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from cohort.types import Finish, Group
+from cohort.types import Group
 
 
 def count_fates(groups: Sequence[Group]) -> dict[str, float]:
@@ -36,7 +36,7 @@ def count_fates(groups: Sequence[Group]) -> dict[str, float]:
             counts["samples"] += 1
             if sample.masked:
                 counts[f"samples/masked_{_to_metric_name(sample.masked)}"] += 1
-            if sample.finish == Finish.LENGTH:
+            if sample.is_truncated:
                 counts["samples/length"] += 1
             if not sample.num_sampled:
                 counts["samples/empty"] += 1

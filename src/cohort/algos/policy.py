@@ -22,7 +22,7 @@ from cohort.algos.tally import Tally
 from cohort.config.algos import ALGOS, DAPO, CorrectionConfig, KLConfig, Policy
 from cohort.fates import Fate
 from cohort.serialize import record
-from cohort.types import Finish, Group, Provenance, Sample
+from cohort.types import Group, Provenance, Sample
 from cohort.world import ONE_PROCESS, World
 
 
@@ -186,12 +186,12 @@ class PolicyGradient:
         """
         assert sample.reward is not None, "a sample is neither scored nor failed"
         reward = sample.reward
-        if self.config.truncated == "penalize" and sample.finish == Finish.LENGTH:
+        if self.config.truncated == "penalize" and sample.is_truncated:
             # At most 0, not 0: where a task gives -1 for a wrong answer, a truncated one must not be better.
             reward = min(reward, 0.0)
         if isinstance(self.config, DAPO) and self.config.overlong:
             # A sample cut in any of its turns gets the full penalty.
-            cut = sample.finish == Finish.LENGTH
+            cut = sample.is_truncated
             reward -= 1.0 if cut else overlong_penalty(sample.num_sampled, self.max_tokens, self.config.overlong)
         return reward
 
@@ -238,7 +238,7 @@ class PolicyGradient:
         """
         if sample.failure:
             return Fate.FAILED
-        cut = self.config.truncated == "mask" and sample.finish == Finish.LENGTH
+        cut = self.config.truncated == "mask" and sample.is_truncated
         return Fate.TRUNCATED if cut else Fate.TRAINED
 
 
