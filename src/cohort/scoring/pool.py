@@ -36,9 +36,10 @@ from cohort.scoring.process import Worker
 from cohort.scoring.wire import WALL_PER_CPU_SECOND, Hello, Item, Limits, Reply, check_environment_reply
 from cohort.system.kernel import count_cores
 from cohort.tasks.base import OVER_LIMIT, Task, check_packages, check_parts, make_plain_answer
-from cohort.tasks.environment import AgainRules, Past
+from cohort.tasks.conversation import ConversationRules
+from cohort.tasks.environment import MAX_LIVE, AgainRules, Past
 from cohort.tasks.ref import TaskRef
-from cohort.types import Answer, Outcome, Row
+from cohort.types import Answer, Key, Outcome, Row
 
 MAX_QUEUE = 64  # most answers that a worker has queued, so that it need not wait for the next poll
 MIN_QUEUE = 2  # the answer that it scores and the next one
@@ -98,6 +99,7 @@ class ScoringPool:
         workers: int = 1,
         limits: Limits | None = None,
         again: AgainRules | None = None,
+        conversation: ConversationRules | None = None,
     ) -> None:
         if workers < 1:
             raise ValueError(f"workers is {workers}; a scoring pool needs at least 1")
@@ -105,7 +107,8 @@ class ScoringPool:
             check_packages(task)
         self.task = task if isinstance(task, TaskRef) else TaskRef.from_task(task)
         self.limits = limits or Limits()
-        self.again = again  # when an episode gets another turn; None = an episode is one answer
+        # When an episode gets another attempt, and the rules of tools and environments; None = it is one answer.
+        self.again, self.conversation = again, conversation
         self.num_failures = 0  # outcomes that were failures
         self.num_over_limit = 0  # answers that were wrong because they took too much work
         self.num_restarts = 0  # workers that were replaced
@@ -126,23 +129,27 @@ class ScoringPool:
         self._next_serial = 0
         self._failed_starts = 0
         import_path = [entry or os.getcwd() for entry in sys.path]
-        self._hello = Hello(task=self.task, limits=self.limits, import_path=import_path, again=again)
+        self._hello = Hello(
+            task=self.task, limits=self.limits, import_path=import_path, again=again, conversation=conversation
+        )
+        self._homes: dict[Key, int] = {}  # serial of the worker that has the environment of an episode under way
         self._workers: list[Worker] = []
         self._finalizer = weakref.finalize(self, _kill_workers, self._workers, os.getpid())
         for _ in range(workers):
             self._workers.append(self._start_worker())
 
-    def submit(self, id: str, row: Row, answer: Answer, past: Past | None = None) -> None:
+    def submit(self, id: str, row: Row, answer: Answer, past: Past | None = None, closing: str = "") -> None:
         """Queues an answer to a row for scoring. Calls of `poll` send it to a worker and return its outcome with `id`.
 
-        `past` holds the key and the earlier answers of the same episode; None = the answer stands alone. Raises
-        ValueError if the pool is closed, or if another answer with this id is neither finished nor dropped.
+        `past` holds the key and the earlier answers of the same episode; None = the answer stands alone. `closing` is
+        the limit (a Finish) that ends an episode whose newest answer was stepped already; "" = the answer is new.
+        Raises ValueError if the pool is closed, or if another answer with this id is neither finished nor dropped.
         """
         if not self._finalizer.alive:
             raise ValueError("the scoring pool is closed; make a new one")
         if id in self._numbers:
             raise ValueError(f'an answer with the id "{id}" is being scored already; use another id')
-        item = Item(number=self._next_number, row=row, answer=answer, past=past)
+        item = Item(number=self._next_number, row=row, answer=answer, past=past, closing=closing)
         self._next_number += 1
         self._ids[item.number] = id
         self._numbers[id] = item.number
@@ -301,13 +308,27 @@ class ScoringPool:
         while len(worker.items) < window:
             if self._retries and self._retries[0][0] <= worker.serial:
                 item = self._retries.popleft()[1]
-            elif self._waiting:
-                item = self._waiting.popleft()
+            elif (chosen := self._choose_waiting(worker)) is not None:
+                item = chosen
             else:
                 break
             if self._is_wanted(item):
                 worker.send(item)
         worker.flush()
+
+    def _choose_waiting(self, worker: Worker) -> Item | None:
+        """Removes and returns the first waiting item that this worker should get; None if there is none.
+
+        The next answer of an episode goes to the worker that has its environment, as long as that one lives: another
+        one would have to replay the episode, with all its calls of tools.
+        """
+        living = {other.serial for other in self._workers}
+        for index, item in enumerate(self._waiting):
+            home = self._homes.get(item.past.key) if item.past is not None and item.past.answers else None
+            if home is None or home == worker.serial or home not in living:
+                del self._waiting[index]
+                return item
+        return None
 
     def _handle_reply(self, worker: Worker, reply: Reply) -> None:
         """Finishes the item that a reply is about; after the first failure of its grader, the item is retried instead.
@@ -353,8 +374,23 @@ class ScoringPool:
             except TaskError as error:
                 self._finish_refused(item, error)
             else:
-                outcome = Outcome(parts=parts, reason=reply.reason, replies=reply.replies, cost=reply.cost)
+                outcome = Outcome(
+                    parts=parts,
+                    reason=reply.reason,
+                    replies=reply.replies,
+                    cost=reply.cost,
+                    earned=reply.earned,
+                    calls=reply.calls,
+                    ending=reply.ending,
+                )
                 self._finish_scored(item, outcome)
+                if item.past is not None:
+                    # The environment stays in this worker as long as the episode goes on.
+                    self._homes.pop(item.past.key, None)
+                    if reply.replies:
+                        self._homes[item.past.key] = worker.serial
+                    if len(self._homes) > MAX_LIVE:
+                        del self._homes[next(iter(self._homes))]
 
     def _find_trouble(self, worker: Worker) -> Trouble | None:
         """Returns why a living worker must be replaced; None if it need not be. Changes nothing.
