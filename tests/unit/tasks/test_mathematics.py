@@ -152,8 +152,9 @@ def test_math_verify_alone_runs_past_its_limit() -> None:
     answer = "\\frac{3^{2000000}+1}{2^{3000000}+1}"
     one, other = (parse(f"${text}$", [LatexExtractionConfig()]) for text in ("\\sqrt{5}", answer))
     begin = time.process_time()
-    assert not verify(one, other, timeout_seconds=5)
-    assert time.process_time() - begin > 7.0
+    # The arithmetic takes some six seconds, a limit of one changes nothing about it.
+    assert not verify(one, other, timeout_seconds=1)
+    assert time.process_time() - begin > 2.0
     begin = time.process_time()
     assert "work limit" in compare("\\sqrt{5}", answer).reason
     assert time.process_time() - begin < 0.5
