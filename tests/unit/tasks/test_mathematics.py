@@ -144,16 +144,9 @@ def test_hostile_answers_are_wrong_within_two_seconds(name: str) -> None:
     assert time.process_time() - begin < 2.0
 
 
-@pytest.mark.slow
-def test_math_verify_alone_runs_past_its_limit() -> None:
-    """math-verify's time-out is a signal, which long arithmetic in C does not see; ours estimates the work first."""
-    from math_verify import LatexExtractionConfig, parse, verify
-
+def test_long_arithmetic_is_refused_before_it_is_done() -> None:
+    """A time limit by a signal would not end it: long arithmetic in C does not see signals."""
     answer = "\\frac{3^{2000000}+1}{2^{3000000}+1}"
-    one, other = (parse(f"${text}$", [LatexExtractionConfig()]) for text in ("\\sqrt{5}", answer))
-    begin = time.process_time()
-    assert not verify(one, other, timeout_seconds=5)
-    assert time.process_time() - begin > 7.0
     begin = time.process_time()
     assert "work limit" in compare("\\sqrt{5}", answer).reason
     assert time.process_time() - begin < 0.5
