@@ -290,6 +290,9 @@ class Conversation(Section):
     """Most characters of a tool's result that the model is shown; the rest is cut."""
     seconds: Annotated[float, at_least(0.001), at_most(3_600)] = 5.0
     """Time for the calls of one turn. A tool that takes longer is stopped, and the model is told."""
+    workers: Annotated[int, at_least(0), at_most(256)] = 0
+    """Processes that run tools, environments and graders: so many calls can be under way at once; 0 = one, or one per
+    core less one where a grader's work is large."""
     format: Literal["auto", "hermes", "llama3", "tags"] = "auto"
     """How the model writes calls: hermes = <tool_call>{...}</tool_call>, llama3 = a JSON object, tags =
     <tool:NAME>...</tool>, described in the system prompt; auto = by the model's chat template."""

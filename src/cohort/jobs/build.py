@@ -42,8 +42,7 @@ from cohort.rollout.settings import (
     make_sampling,
     max_environment_tokens,
 )
-from cohort.scoring.pool import ScoringPool, choose_num_workers
-from cohort.scoring.wire import Limits
+from cohort.scoring.pool import ScoringPool, start_scorer
 from cohort.tasks.base import check_packages
 from cohort.tasks.ref import compute_grader_digest
 from cohort.tasks.stream import TaskStream
@@ -155,10 +154,8 @@ def make_scorer(config: RL, tokenizer: Tokenizer) -> ScoringPool:
     """Starts the workers that score the answers of a run, and run its tools and environments."""
     turns = config.turns
     rules = make_conversation_rules(turns, tokenizer) if isinstance(turns, Conversation) else None
-    # The calls of a turn have their time, and then the grader has its own.
-    limits = Limits() if rules is None else Limits(seconds=Limits().seconds + rules.seconds)
-    num_workers = choose_num_workers(config.task)
-    return ScoringPool(config.task, num_workers, limits, again=make_again_rules(config), conversation=rules)
+    num_workers = turns.workers if isinstance(turns, Conversation) else 0
+    return start_scorer(config.task, make_again_rules(config), rules, num_workers)
 
 
 def _make_stream(config: RL, tokenizer: Tokenizer, max_prompt_tokens: int) -> TaskStream:

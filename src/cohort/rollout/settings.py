@@ -66,6 +66,12 @@ def make_conversation_turns(turns: Conversation, sampling: Sampling, tokenizer: 
     )
 
 
+def describe_conversation(rules: ConversationRules, max_total: int) -> str:
+    """Returns the limits and the format of conversations as evaluations record them: what decides a result."""
+    limits = f"{rules.max_turns} turns, {rules.max_calls} calls of {rules.seconds:g} s, {rules.characters} characters"
+    return f"{limits}, {max_total or 'all'} tokens, {rules.format}"
+
+
 def make_conversation_rules(turns: Conversation, tokenizer: Tokenizer) -> ConversationRules:
     """Returns the rules by which scoring workers run tools and environments."""
     format = turns.format

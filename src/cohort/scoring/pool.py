@@ -73,6 +73,21 @@ def choose_num_workers(task: Task) -> int:
     return max(1, min(MAX_WORKERS, count_cores() - 1))
 
 
+def start_scorer(
+    task: Task,
+    again: AgainRules | None = None,
+    rules: ConversationRules | None = None,
+    num_workers: int = 0,
+) -> ScoringPool:
+    """Starts the workers that score the answers to a task, and run its tools and environments.
+
+    `again` and `rules` are those of second attempts and conversations. `num_workers` 0 = as many as the task needs.
+    """
+    # The calls of a turn have their time, and then the grader has its own.
+    limits = Limits() if rules is None else Limits(seconds=Limits().seconds + rules.seconds)
+    return ScoringPool(task, num_workers or choose_num_workers(task), limits, again=again, conversation=rules)
+
+
 def choose_queue_length(seconds: float | None) -> int:
     """Returns how many answers a worker should have queued, the one it is scoring included: 0.1 s of work, 2 to 64.
 

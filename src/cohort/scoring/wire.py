@@ -226,7 +226,7 @@ def _encode_line(value: Any) -> bytes:
 
 
 def check_environment_reply(name: str, row_id: str, reply: Reply) -> None:
-    """Raises TaskError unless all `replies` have text as role and content and the cost is a finite number.
+    """Raises TaskError unless all `replies` are texts of a user or a tool, and numbers and limits are sound.
 
     `name` is the task and `row_id` the row, for the error message. Other fields of the reply are not checked.
     """
@@ -236,6 +236,11 @@ def check_environment_reply(name: str, row_id: str, reply: Reply) -> None:
             raise TaskError(
                 f"{where} returned the message {show_value(message)} in `replies`; its method `step` must return dicts "
                 "whose role and content are both strings"
+            )
+        if message["role"] not in ("user", "tool"):
+            raise TaskError(
+                f"{where} replied as {show_value(message['role'])}; the messages in `replies` must be of the role "
+                '"user" or "tool"'
             )
     for what, value in (("cost", reply.cost), ("earned", reply.earned)):
         if not math.isfinite(value):

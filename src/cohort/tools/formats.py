@@ -80,7 +80,7 @@ class Hermes:
 
 
 class Llama3:
-    """`{"name": ..., "parameters": {...}}` as the whole message, as Llama 3 writes it; ; or a line break between two."""
+    """`{"name": ..., "parameters": {...}}` as the whole message, as Llama 3 writes it, or several with ; between."""
 
     name: ClassVar[FormatName] = "llama3"
     is_native: ClassVar[bool] = True

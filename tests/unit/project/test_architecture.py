@@ -21,7 +21,7 @@ PACKAGE = ROOT / "src" / "cohort"
 # A part is a folder or module of the package, or a module inside a folder where that one has another layer.
 LAYERS = {
     0: ("types", "fates", "errors", "user_code", "registry", "system"),
-    1: ("config", "text", "tasks", "examples", "scoring", "recipes"),
+    1: ("config", "text", "tools", "tasks", "examples", "scoring", "recipes"),
     2: ("serialize", "world", "algos", "data"),
     3: ("models",),
     4: ("engines", "learner"),
@@ -47,6 +47,7 @@ WALLS = {
     "tyro": ("config.flags", "config.help", "config.load", "cli"),
     "yaml": ("config.yaml_text", "run"),
     "gguf": ("models.gguf",),
+    "docstring_parser": ("tools.schema",),
     "jinja2": ("text",),
     "tokenizers": ("text",),
     "sqlite3": ("run.store",),
@@ -125,6 +126,8 @@ BROAD_EXCEPTS = {
     "plot.picture",  # a picture that cannot be drawn must not fail the run whose card shows it
     "models.auto",  # the boundary of transformers: its classes raise what they like about a broken folder
     "tasks.mathematics.equality",  # sympy and its parser raise every kind of error
+    "tools.run",  # the boundary around the functions of users that a model calls
+    "tools.schema",  # annotations of users may raise anything when they are read
     "text.markup",  # the tokenizers library raises bare Exception for every malformed file
 }
 
