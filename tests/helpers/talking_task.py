@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from cohort.tasks.base import task
 from cohort.tasks.environment import KeyedDraws, Step
 from cohort.tools.formats import FORMATS, FormatName, NamedResult
@@ -44,7 +46,9 @@ class Talking:
         """Looks something up."""
         return what
 
-    tools = (look,)
+    def tools(self) -> list[Any]:
+        """No tools in the format that the bundled model knows: it would call them and not talk to the environment."""
+        return [] if self.format == "hermes" else [self.look]
 
     def environment(self) -> Talk:
         return Talk(self.format)  # type: ignore[arg-type]
