@@ -4,9 +4,9 @@ The tool is the safe parser of this package: nothing is evaluated as Python. The
 the model must give it in its last message.
 
 Parts: `correct` and `format` are those of arithmetic, for the last message. `called` is whether a tool was called,
-`ran` whether all calls were answered without an error. With `reward = "seed"` the parts are those of the project
-re-grpo, whose sum is from -1.3 to 2: a call 0.2, none -0.5, a call that failed -1 and one that succeeded 0.5, an answer
-tag alone 0.3, anything else -0.8, the right answer 1, a wrong one -0.5. Each part stops the ones after it if it fails.
+`ran` whether all calls were answered without an error. With `reward = "seed"` the part `steps` is the reward of the
+project re-grpo, from -0.8 to 2: no call is -0.5; a call is 0.2, and a call that failed takes 1 and ends it there; calls
+that succeeded add 0.5, an answer tag alone 0.3 (anything else takes 0.8), the right value 1 (a wrong one takes 0.5).
 """
 
 from __future__ import annotations
