@@ -16,7 +16,7 @@ offers to the policy.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -34,7 +34,6 @@ from cohort.tasks.source import read_sources
 from cohort.types import Answer, Message, Row
 
 Corpus = Literal["squad", "wiki2", "both", "small"]
-Retriever = Literal["bm25"]
 Style = Literal["tags", "think", "none"]
 Context = Literal["none", "search"]
 
@@ -82,8 +81,6 @@ class SearchQA:
     """Sources of the passages: files or hub data sets with the columns id, title and text."""
     columns: tuple[str, ...] = ()
     """Columns that have another name in `data` or `passages`, as in question=query or text=body."""
-    retriever: Retriever = "bm25"
-    """How passages are found: bm25 = by the words of the query."""
     top_k: int = 3
     """Passages that a search returns."""
     max_chars: int = 1500
@@ -103,7 +100,7 @@ class SearchQA:
     tools: ClassVar[tuple[str, ...]] = ("search",)  # methods that a conversation offers to the policy
 
     def __post_init__(self) -> None:
-        kinds = {"corpus": Corpus, "retriever": Retriever, "style": Style, "context": Context, "reward": Reward}
+        kinds = {"corpus": Corpus, "style": Style, "context": Context, "reward": Reward}
         for setting, kind in kinds.items():
             known, value = get_args(kind), getattr(self, setting)
             require(NAME, value in known, f"{setting} among {', '.join(known)}, not {value!r}")
@@ -211,6 +208,10 @@ class SearchQA:
         """
         graded = grade_answer(answer.text, row["answers"])
         return Verdict(compute_parts(self.reward, graded, call), graded.reason)
+
+    def summary(self, rows: Sequence[Row], parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+        """Returns the mean F1 of an evaluation; nothing with the reward "seed", which has no such part."""
+        return {"f1": sum(p["f1"] for p in parts) / len(parts)} if self.reward == "correct" else {}
 
     def gold(self, row: Row) -> str:
         """Returns the first accepted answer in the answer tag."""

@@ -14,6 +14,7 @@ from cohort.errors import TaskError
 from cohort.jobs.inputs import settle_inputs
 from cohort.scoring.pool import ScoringPool
 from cohort.tasks.base import get_task, grade, load_rows, make_plain_answer, run_self_check
+from cohort.tasks.calls import compute_summary
 from cohort.tasks.ref import TaskRef, compute_grader_digest
 from cohort.tasks.search.index import open_index
 from cohort.tasks.search.task import NOTHING_FOUND, SearchQA
@@ -211,6 +212,12 @@ def test_parts(task: SearchQA) -> None:
     assert max(grade(seed, row, make_plain_answer("")).parts.values()) <= 0
 
 
+def test_an_evaluation_tells_the_mean_f1() -> None:
+    parts = [{"f1": 1.0}, {"f1": 0.5}, {"f1": 0.0}]
+    assert compute_summary(SearchQA(), [{}] * 3, parts) == {"f1": 0.5}
+    assert compute_summary(SearchQA(reward="seed"), [{}] * 3, parts) == {}
+
+
 def test_the_grader_digest_covers_index_and_grading(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = set()
     read = Path.read_bytes
@@ -232,7 +239,7 @@ def test_the_task_is_built_in_and_travels() -> None:
         ({"top_k": 101}, "top_k from 1"),
         ({"max_chars": 0}, "max_chars from 1"),
         ({"style": "x"}, "style among tags, think, none"),
-        ({"retriever": "grep"}, "retriever among bm25"),
+        ({"context": "gold"}, "context among none, search"),
         ({"corpus": "web"}, "corpus among squad"),
         ({"reward": "f1"}, "reward among correct, seed"),
         ({"corpus": "small", "data": "a.jsonl", "passages": ("b.jsonl",)}, "no corpus beside data and passages"),
