@@ -11,7 +11,7 @@ for the word "error" in the result, which punishes passages about errors, and to
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -37,6 +37,17 @@ class SeedRule:
 
 
 SEED = SeedRule()
+
+
+def judge_calls(outcomes: Sequence[str]) -> CallStatus:
+    """Returns what became of the calls of a conversation, given the outcome of each: "ok", or why it failed.
+
+    >>> judge_calls([]), judge_calls(["ok", "ok"]), judge_calls(["ok", "unknown"])
+    ('none', 'ok', 'failed')
+    """
+    if not outcomes:
+        return "none"
+    return "ok" if all(outcome == "ok" for outcome in outcomes) else "failed"
 
 
 def compute_parts(reward: Reward, graded: GradedAnswer, call: CallStatus = "none") -> dict[str, float]:

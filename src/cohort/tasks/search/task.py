@@ -8,9 +8,9 @@
 A row has the question and all accepted answers. The answer is the last closed <answer>...</answer> after the thoughts.
 `grading` says when it is right, `rewards` what it earns.
 
-Until conversations with tools are there, a question is one prompt: without any passage (`context = none`), or with
-those that a search for the question finds (`context = search`). `tools` names the methods that such a conversation
-offers to the policy.
+The model gets no passage (`context = none`), or in the prompt those that a search for the question finds (`search`), or
+it may call the search itself (`tool`): `tools` names the method for conversations that offer tools. Without these, a
+question is one prompt and one answer.
 """
 
 from __future__ import annotations
@@ -29,23 +29,24 @@ from cohort.tasks.base import Verdict, require, task
 from cohort.tasks.places import FOLDER_VARIABLE, SPLITS, RowSource, locate_rows, parse_columns, select_split
 from cohort.tasks.search import index
 from cohort.tasks.search.grading import grade_answer
-from cohort.tasks.search.rewards import PARTS, CallStatus, Reward, compute_parts
+from cohort.tasks.search.rewards import PARTS, Reward, compute_parts, judge_calls
 from cohort.tasks.source import read_sources
 from cohort.types import Answer, Message, Row
 
 Corpus = Literal["squad", "wiki2", "both", "small"]
 Style = Literal["tags", "think", "none"]
-Context = Literal["none", "search"]
+Context = Literal["none", "search", "tool"]
 
 NAME = "search_qa"
 QUESTION_COLUMNS = ("question", "answers", "answer", "passage_id", "split")
 MAX_RESULTS = 100  # passages that a search may return
 MAX_RESULT_CHARS = 100_000
 NOTHING_FOUND = "No passage was found. Search for other words."
-_ASK = "rite the answer, as few words as possible, between <answer> and </answer>."
+SEARCH_FIRST = "Search for what you need before you answer. "
 PROMPTS: dict[Style, str] = {
-    "tags": "{question}\nW" + _ASK,
-    "think": "{question}\nThink between <think> and </think>, then w" + _ASK,
+    "tags": "{question}\n{first}Write the answer, as few words as possible, between <answer> and </answer>.",
+    "think": "{question}\n{first}Think between <think> and </think>, then write the answer, as few words as possible, "
+    "between <answer> and </answer>.",
     "none": "{question}",
 }
 
@@ -86,18 +87,18 @@ class SearchQA:
     max_chars: int = 1500
     """Characters of each of them; longer texts are cut."""
     context: Context = "none"
-    """none = the prompt has the question alone; search = also the passages that a search for the question finds."""
+    """What the model has beside the question: none = nothing; search = the passages that a search for the question
+    finds, in the prompt; tool = a tool that searches, in conversations that offer tools."""
     style: Style = "tags"
     """How the prompt asks for the answer: in answer tags; the same after thoughts; none = the question alone."""
     reward: Reward = "correct"
     """correct = the parts say whether the answer is right, its F1 and its format; seed = they add up to the reward of
-    the re-grpo project, which needs a call of the search before the answer."""
+    the re-grpo project, which needs the context tool."""
 
     name: ClassVar[str]
     accuracy: ClassVar[str] = "correct"
     parts: ClassVar[tuple[str, ...]] = PARTS
     max_tokens: ClassVar[int] = 512
-    tools: ClassVar[tuple[str, ...]] = ("search",)  # methods that a conversation offers to the policy
 
     def __post_init__(self) -> None:
         kinds = {"corpus": Corpus, "style": Style, "context": Context, "reward": Reward}
@@ -110,15 +111,25 @@ class SearchQA:
         has_own = self.data and self.passages
         rule = "no corpus beside data and passages, which replace it"
         require(NAME, not has_own or self.corpus == "squad", rule)
+        rule = 'the context "tool" for the reward "seed", which pays calls of the search'
+        require(NAME, self.reward != "seed" or self.context == "tool", rule)
         self._split_columns()
 
-    def rows(self, split: str) -> Iterator[Row]:
-        """Returns the rows of a split, "train" or "test".
+    @property
+    def tools(self) -> tuple[str, ...]:
+        """The names of the methods that a conversation offers to the policy."""
+        return ("search",) if self.context == "tool" else ()
 
-        Raises TaskError for another split, and for questions that cannot be read.
+    def rows(self, split: str) -> Iterator[Row]:
+        """Returns the rows of a split, "train" or "test". Makes the index of the passages if the policy may search.
+
+        Raises TaskError for another split, and for questions or passages that cannot be read.
         """
         if split not in SPLITS:
             raise TaskError(f'task "{NAME}" has no split "{split}" in its data; use one of {", ".join(SPLITS)}')
+        # Made here, so that scoring workers, which may write only small files, find it; and errors come first.
+        if self.context == "tool":
+            self.open_index()
         names = (self.data,) if self.data else self._locate_corpus("questions")
         return chain.from_iterable([self._read_questions(name, split) for name in names])
 
@@ -173,8 +184,7 @@ class SearchQA:
     def open_index(self) -> index.PassageIndex:
         """Returns the index of the passages, which is made if it is not in the cache.
 
-        A process that starts workers calls this first, so that they find it made. Raises TaskError if the passages
-        cannot be read.
+        Raises TaskError if the passages cannot be read.
         """
         return index.open_index(self.passages or self._locate_corpus("passages"), self._split_columns()[1])
 
@@ -184,29 +194,29 @@ class SearchQA:
         Args:
             query: What to look for: a few words or a question.
         """
+        if not index.make_expression(query):
+            raise ValueError("the query has no words")
+        return self._show_results(query)
+
+    def _show_results(self, query: str) -> str:
+        """Returns the passages that fit a query best as text, each cut to `max_chars`."""
         found = self.open_index().search(query, self.top_k)
-        if not found:
-            return NOTHING_FOUND
         shown = (f"[{n}] {p.title}\n{_cut(p.text, self.max_chars)}" for n, p in enumerate(found, 1))
-        return "\n\n".join(shown)
+        return "\n\n".join(shown) or NOTHING_FOUND
 
     def prompt(self, row: Row) -> list[Message]:
         """Returns one user message with the question, after the passages that a search finds if `context` says so."""
-        content = PROMPTS[self.style].format(question=row["question"])
+        first = SEARCH_FIRST if self.context == "tool" else ""
+        content = PROMPTS[self.style].format(question=row["question"], first=first)
         if self.context == "search":
-            content = f"{self.search(row['question'])}\n\nQuestion: {content}"
+            content = f"{self._show_results(row['question'])}\n\nQuestion: {content}"
         return [{"role": "user", "content": content}]
 
     def score(self, row: Row, answer: Answer) -> Verdict:
-        """Returns the reward parts of an answer to which no call belongs, with the reason why it is not right."""
-        return self.score_after_calls(row, answer, "none")
-
-    def score_after_calls(self, row: Row, answer: Answer, call: CallStatus) -> Verdict:
-        """Returns the reward parts of the answer that ends a conversation, with the reason why it is not right.
-
-        `call` says what became of the calls before it.
-        """
+        """Returns the reward parts of the answer that ends a conversation, with the reason why it is not right."""
         graded = grade_answer(answer.text, row["answers"])
+        # Answers of conversations with tools have the outcomes of their calls.
+        call = judge_calls(getattr(answer, "calls", ()))
         return Verdict(compute_parts(self.reward, graded, call), graded.reason)
 
     def summary(self, rows: Sequence[Row], parts: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -186,16 +187,49 @@ def test_search_numbers_and_cuts_passages(task: SearchQA) -> None:
     short = SearchQA(data=task.data, passages=task.passages, top_k=1, max_chars=10)
     assert short.search("Ann") == "[1] Maps\nBo drew ..."
     assert short.search("ink") == "[1] Ink\nInk is ..."
-    assert task.search("zebra") == task.search("") == task.search('"*') == NOTHING_FOUND
+    assert task.search("zebra") == NOTHING_FOUND
+    # A call without words has failed: its author is told, and the reward knows.
+    for query in ("", '"*', "?"):
+        with pytest.raises(ValueError, match="the query has no words"):
+            task.search(query)
 
 
-def test_tools_name_typed_methods(task: SearchQA) -> None:
-    for name in task.tools:
-        method = getattr(task, name)
-        assert method.__doc__ and method.__annotations__ == {"query": "str", "return": "str"}
+def test_a_question_without_words_has_a_prompt(task: SearchQA) -> None:
+    with_context = SearchQA(data=task.data, passages=task.passages, context="search")
+    assert with_context.prompt({"question": "?!"})[0]["content"].startswith(f"{NOTHING_FOUND}\n\nQuestion: ?!")
+
+
+def test_tools_name_typed_methods_where_the_policy_searches(task: SearchQA, tmp_path: Path) -> None:
+    assert task.tools == () == SearchQA(context="search").tools
+    searching = SearchQA(data=task.data, passages=task.passages, context="tool")
+    (name,) = searching.tools
+    method = getattr(searching, name)
+    assert "Args:\n" in method.__doc__ and method.__annotations__ == {"query": "str", "return": "str"}
+    assert "Search for what you need before you answer. Write" in searching.prompt({"question": "Who?"})[0]["content"]
+    assert not (tmp_path / "cache" / "search").exists()
+    searching.rows("train")
+    assert len(list((tmp_path / "cache" / "search").glob("*.db"))) == 1, "made before workers need it"
 
 
 # ---- scores
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerWithCalls:
+    """An answer of a conversation, as far as the grader sees it."""
+
+    text: str
+    calls: tuple[str, ...]
+
+
+@pytest.mark.parametrize(
+    ("calls", "total"), [((), -0.5), (("ok",), 2.0), (("ok", "ok"), 2.0), (("ok", "error"), -0.8), (("unknown",), -0.8)]
+)
+def test_the_outcomes_of_calls_decide_the_reward_of_the_seed(calls: tuple[str, ...], total: float) -> None:
+    task = SearchQA(reward="seed", context="tool")
+    answer = AnswerWithCalls(text="<answer>Ann</answer>", calls=calls)
+    verdict = task.score({"answers": ["Ann"]}, answer)  # type: ignore[arg-type]
+    assert sum(verdict.parts.values()) == pytest.approx(total, abs=1e-12)
 
 
 def test_parts(task: SearchQA) -> None:
@@ -204,9 +238,8 @@ def test_parts(task: SearchQA) -> None:
     assert outcome.parts == {"correct": 1, "f1": 1, "format": 1, "call": 0, "result": 0, "penalty": 0}
     outcome = grade(task, row, make_plain_answer("<answer>Ann Bo</answer>"))
     assert outcome.parts["correct"] == 0 and outcome.parts["f1"] == pytest.approx(2 / 3) and "F1" in outcome.reason
-    seed = SearchQA(reward="seed")
+    seed = SearchQA(reward="seed", context="tool")
     right = make_plain_answer("<answer>Ann</answer>")
-    assert sum(seed.score_after_calls(row, right, "ok").parts.values()) == pytest.approx(2.0)
     assert sum(grade(seed, row, right).parts.values()) == pytest.approx(-0.5), "no call was made"
     assert grade(seed, row, right).parts["correct"] == 1
     assert max(grade(seed, row, make_plain_answer("")).parts.values()) <= 0
@@ -215,7 +248,7 @@ def test_parts(task: SearchQA) -> None:
 def test_an_evaluation_tells_the_mean_f1() -> None:
     parts = [{"f1": 1.0}, {"f1": 0.5}, {"f1": 0.0}]
     assert compute_summary(SearchQA(), [{}] * 3, parts) == {"f1": 0.5}
-    assert compute_summary(SearchQA(reward="seed"), [{}] * 3, parts) == {}
+    assert compute_summary(SearchQA(reward="seed", context="tool"), [{}] * 3, parts) == {}
 
 
 def test_the_grader_digest_covers_index_and_grading(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,7 +272,8 @@ def test_the_task_is_built_in_and_travels() -> None:
         ({"top_k": 101}, "top_k from 1"),
         ({"max_chars": 0}, "max_chars from 1"),
         ({"style": "x"}, "style among tags, think, none"),
-        ({"context": "gold"}, "context among none, search"),
+        ({"context": "gold"}, "context among none, search, tool"),
+        ({"reward": "seed"}, 'the context "tool"'),
         ({"corpus": "web"}, "corpus among squad"),
         ({"reward": "f1"}, "reward among correct, seed"),
         ({"corpus": "small", "data": "a.jsonl", "passages": ("b.jsonl",)}, "no corpus beside data and passages"),
@@ -280,7 +314,7 @@ def test_workers_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("COHORT_DATA", str(write_rows(tmp_path)))
     (tmp_path / "searching.py").write_text(SEARCHING)
     load_file(tmp_path / "searching.py")
-    items = [({"id": "0"}, make_plain_answer(query)) for query in ("founder of town 7", "film 9", 'NOT "')]
+    items = [({"id": "0"}, make_plain_answer(query)) for query in ("founder of town 7", "film 9", 'zebra "')]
     for made in (False, True):
         if made:
             SearchQA(corpus="both").open_index()
