@@ -201,7 +201,7 @@ class SearchQA:
     def _show_results(self, query: str) -> str:
         """Returns the passages that fit a query best as text, each cut to `max_chars`."""
         found = self.open_index().search(query, self.top_k)
-        shown = (f"[{n}] {p.title}\n{_cut(p.text, self.max_chars)}" for n, p in enumerate(found, 1))
+        shown = (f"[{n}] {p.title}".rstrip() + f"\n{_cut(p.text, self.max_chars)}" for n, p in enumerate(found, 1))
         return "\n\n".join(shown) or NOTHING_FOUND
 
     def prompt(self, row: Row) -> list[Message]:

@@ -18,6 +18,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from cohort.errors import TaskError
+from cohort.tasks import places
 from cohort.tasks.search import index
 from cohort.tasks.search.index import PassageIndex, make_expression, open_index
 
@@ -149,6 +150,21 @@ def test_a_parquet_file(tmp_path: Path) -> None:
     rows = [{"id": "1", "title": "Tea", "text": "Mint"}]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "p.parquet")
     assert find(open_index((str(tmp_path / "p.parquet"),)), "mint") == ["1"]
+
+
+def test_a_data_set_of_the_hub(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [dict(row) for row in ROWS]
+    opened = []
+
+    def open_hub(name: str, split: str, remedy: str) -> Iterator[tuple[int, dict[str, object]]]:
+        opened.append((name, split))
+        return enumerate(rows, 1)
+
+    monkeypatch.setattr(places, "_open_hub", open_hub)
+    assert find(open_again("owner/name:part"), "corvane") == ["c"] and {*opened} == {("owner/name:part", "train")}
+    rows[2]["text"] = "Nothing is known."
+    assert find(open_again("owner/name:part"), "corvane") == []
+    assert len(list(cache.iterdir())) == 2
 
 
 @pytest.mark.parametrize(

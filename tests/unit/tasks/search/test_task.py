@@ -88,7 +88,7 @@ def test_columns_with_other_names(tmp_path: Path) -> None:
     columns = ("question=q", "answers=gold", "split=part", "id=key", "text=body")
     task = SearchQA(data=data, passages=(passages,), columns=columns)
     assert load_rows(task, "train")[0]["answers"] == ["x"]
-    assert task.search("x") == "[1] \nx is here"
+    assert task.search("x") == "[1]\nx is here"
     with pytest.raises(TaskError, match=r'"questoin=".*Did you mean'):
         SearchQA(columns=("questoin=q",))
 
