@@ -45,6 +45,31 @@ ROWS = {
     ],
     "countdown_train": [{"nums": [n, 1, 2], "target": n + 3, "solution": f"{n}+1+2"} for n in range(10, 110)],
     "countdown_test": [{"nums": [n, 3, 4], "target": n + 7, "solution": f"{n}+3+4"} for n in range(10, 110)],
+    "squad_passages": [
+        {"id": f"p{n:04}", "title": f"Town {n}", "text": f"Town {n} was founded by Captain{n} in {1500 + n}."}
+        for n in range(120)
+    ],
+    "squad_questions": [
+        {
+            "question": f"Who founded town {n}?",
+            "answers": [f"Captain{n}", f"the Captain{n}"],
+            "passage_id": f"p{n:04}",
+            "title": f"Town {n}",
+            "split": "train" if n < 80 else "test",
+        }
+        for n in range(120)
+    ],
+    "wiki2_passages": [
+        {"id": f"w{n:04}", "title": f"Film {n}", "text": f"Film {n} was directed by Director{n}."} for n in range(120)
+    ],
+    "wiki2_questions": [
+        {
+            "question": f"Who directed film {n}?",
+            "answers": [f"Director{n}"],
+            "split": "train" if n < 80 else "test",
+        }
+        for n in range(120)
+    ],
 }
 
 

@@ -90,6 +90,8 @@ def _normalise(name: str, value: Any) -> Any:
         return os.path.abspath(expand_home(value))
     if name == "task.data" and isinstance(value, str) and value:
         return make_data_path_absolute(value)
+    if name == "task.passages":
+        return [make_data_path_absolute(one) if isinstance(one, str) else one for one in value]
     return list(value) if isinstance(value, tuple) else value
 
 

@@ -44,10 +44,10 @@ class InputDigests:
 def settle_inputs(config: C) -> C:
     """Returns the config of a new run so that it means the same on another day and in another working directory.
 
-    Paths in `model`, `template`, `learner.lora.load` and `task.data` are absolute, and a run in `model` has a step.
-    Names of models stay as they are. `date` is today if the chat template asks for it. Raises ModelError or RunError if
-    there is no such model, and ConfigError for a date that the template does not ask for, and a template file that
-    cannot be read.
+    Paths in `model`, `template`, `learner.lora.load`, `task.data` and `task.passages` are absolute, and a run in
+    `model` has a step. Names of models stay as they are. `date` is today if the chat template asks for it. Raises
+    ModelError or RunError if there is no such model, and ConfigError for a date that the template does not ask for, and
+    a template file that cannot be read.
     """
     model = find_model(config.model)
     day = choose_date(config.date, config.template, model.folder)
@@ -61,6 +61,10 @@ def settle_inputs(config: C) -> C:
     task = getattr(config, "task", None)
     if isinstance(data := getattr(task, "data", None), str) and data:
         config = replace(config, task=replace(task, data=make_data_path_absolute(data)))  # type: ignore[call-arg,type-var]
+    # Those that search read passages too.
+    if isinstance(names := getattr(task, "passages", None), tuple) and names:
+        absolute = tuple(map(make_data_path_absolute, names))
+        config = replace(config, task=replace(config.task, passages=absolute))  # type: ignore[attr-defined,call-arg]
     # Those of imitation read files too.
     data = getattr(config, "data", None)
     if isinstance(path := getattr(data, "path", None), str) and path:

@@ -19,7 +19,11 @@ from cohort.scoring.wire import MAX_LINE, Hello, Item, Ready, Reply
 
 # Environment variables that a worker gets. This is a list of what is allowed, because keys and other secrets have too
 # many names to be listed.
-ALLOWED_VARIABLES = ("PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
+ALLOWED_VARIABLES = (
+    *("PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "VIRTUAL_ENV"),
+    # Folders: a task may read data there, such as the passages of a search and their index.
+    *("COHORT_DATA", "COHORT_CACHE"),
+)
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 

@@ -44,6 +44,7 @@ BUILT_IN = {
     "math500": "cohort.tasks.mathematics.task",
     "minerva": "cohort.tasks.mathematics.task",
     "olympiad": "cohort.tasks.mathematics.task",
+    "search_qa": "cohort.tasks.search.task",
 }
 
 # What the rows of a split are needed for, in messages.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,7 @@ class RowSource:
     unit: str  # what the number of a row counts: "line" or "row"
     remote: bool  # whether opening it may need the network
     open: Callable[[], NumberedRows]  # raises TaskError if the source does not exist
+    path: Path | None = None  # that of a file
 
     def describe_row(self, number: int) -> str:
         """Returns the place of a row for a message, as in "rows.csv, line 7"."""
@@ -94,6 +95,31 @@ def locate_rows(data: str, split: str, flag: str = DATA_FLAG) -> RowSource:
     return _make_file_source(path, flag)
 
 
+def select_split(source: RowSource, split: str, column: str) -> RowSource:
+    """Returns the rows of a source whose `column` holds the name of the split: one file with rows of all splits.
+
+    Rows without that column are for testing: opened for another split, they raise TaskError.
+    """
+    return replace(source, open=partial(_open_split, source, split, column))
+
+
+def _open_split(source: RowSource, split: str, column: str) -> NumberedRows:
+    """Opens the source now, and returns an iterator over the numbered rows of a split."""
+    return _select_rows(source, source.open(), split, column)
+
+
+def _select_rows(source: RowSource, rows: NumberedRows, split: str, column: str) -> NumberedRows:
+    """Yields the numbered rows of a split. What is no row at all is passed on, for the message of the reader."""
+    for number, raw in rows:
+        if isinstance(raw, dict) and column not in raw and split != "test":
+            raise TaskError(
+                f'{source.describe_row(number)} has no column "{column}", so all rows are for testing. To train, add '
+                f'it with "train" or "test" in every row, or have one file per split: {DATA_FLAG} NAME_{{split}}.jsonl'
+            )
+        if not isinstance(raw, dict) or raw.get(column, "test") == split:
+            yield number, raw
+
+
 def _find_default_source(task: str, split: str, places: Mapping[str, Place]) -> RowSource:
     """Returns the default source of a split: the file in the folder $COHORT_DATA if it exists, else the hub data set.
 
@@ -125,7 +151,7 @@ def _find_default_source(task: str, split: str, places: Mapping[str, Place]) -> 
 def _make_file_source(path: Path, flag: str = DATA_FLAG) -> RowSource:
     """Returns the source of a file's rows. The file is not read until the source is opened."""
     unit = "line" if path.suffix.lower() in (".jsonl", ".csv") else "row"
-    return RowSource(name=str(path), unit=unit, remote=False, open=partial(_open_file, path, flag))
+    return RowSource(name=str(path), unit=unit, remote=False, open=partial(_open_file, path, flag), path=path)
 
 
 def _open_file(path: Path, flag: str) -> NumberedRows:

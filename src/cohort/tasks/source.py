@@ -47,6 +47,32 @@ def read_rows(
     with the same id, one problem with two contents, and a source without rows. Repeated rows, and rows of train that
     are in a test split that can be opened, are left out; warnings at the end count them.
     """
+    source = find_source(task, split, data, places)
+    return read_sources(
+        task,
+        source,
+        None if split == "test" else lambda: find_source(task, "test", data, places),
+        columns=columns,
+        make=make,
+        key=key,
+        task_columns=task_columns,
+    )
+
+
+def read_sources(
+    task: str,
+    source: RowSource,
+    find_test: Callable[[], RowSource] | None,
+    *,
+    columns: Sequence[str],
+    make: Callable[[RawRow], Row],
+    key: str,
+    task_columns: Sequence[str] = (),
+) -> Iterator[Row]:
+    """Returns an iterator over the rows of a source, as `read_rows` does, for a task that finds its sources itself.
+
+    `find_test` returns the source of the test rows, whose problems are left out; None = `source` is that one.
+    """
     reader = _Reader(
         task=task,
         make=make,
@@ -54,10 +80,7 @@ def read_rows(
         task_columns=tuple(task_columns),
         source_columns=parse_columns(task, columns, task_columns),
     )
-    source = find_source(task, split, data, places)
-    if split == "test":
-        return reader.read_distinct(source, None)
-    return reader.read_distinct(source, lambda: find_source(task, "test", data, places))
+    return reader.read_distinct(source, find_test)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,0 +1,273 @@
+"""An index of passages that finds those which fit a query best, ranked by BM25 with the full-text search of SQLite.
+
+The index is a file in the cache, `search/KEY-DIGEST.db`. KEY is a hash of the passages and of how they are indexed, so
+that other passages never meet an old index. DIGEST is a hash of the file itself: a file that was damaged has another
+one, and is made anew. A file is written aside and renamed when it is complete, and opened for reading only, so that any
+number of processes may make and open the same index at the same time. Where the cache cannot be written, the index is
+made in memory.
+
+Nothing in a query has a special meaning: only its words count. They match other forms of the same English word
+("founded" finds "founding"), and letters with or without accents.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import re
+import sqlite3
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from cohort.errors import TaskError
+from cohort.system.cache import cache_root
+from cohort.system.digest import digest_file
+from cohort.system.disk import sync_directory, sync_file
+from cohort.tasks.formats import RawRow
+from cohort.tasks.places import COLUMNS_FLAG, RowSource, list_columns, locate_rows, rename_columns, shorten
+
+log = logging.getLogger(__name__)
+
+COLUMNS = ("id", "title", "text")  # of a passage
+FLAG = "--task.passages"
+MAX_QUERY = 2000  # characters of a query that are read
+MAX_WORDS = 64  # different words of a query that are looked up
+_TOKENIZER = "porter unicode61 remove_diacritics 2"
+# Changes when the same passages are indexed in another way: files of another version are not used.
+_VERSION = "1"
+_WORD = re.compile(r"[^\W_]+")  # letters and digits, as the tokenizer parts them
+# Words that are in most passages. Without them a search is several times as quick, and finds slightly more.
+_STOP_TEXT = """
+    a an and are as at be by did do does for from had has have how in is it its of on or that the their there these they
+    this to was were what when where which who whom whose why will with would
+"""
+_STOP_WORDS = frozenset(_STOP_TEXT.split())
+
+
+@dataclass(frozen=True, slots=True)
+class Passage:
+    """A piece of text that a search can find."""
+
+    id: str
+    title: str  # "" if it has none
+    text: str
+
+
+class PassageIndex:
+    """An open index of passages. Threads may share it."""
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        self._connection = connection
+        # Some builds of SQLite do not allow several threads in one connection.
+        self._lock = threading.Lock()
+
+    def search(self, query: str, limit: int) -> list[Passage]:
+        """Returns the `limit` passages that fit the query best, the best first; equally good ones in the order of ids.
+
+        The query is any text. The result is empty if no passage has one of its words, or if it has no words.
+        """
+        expression = make_expression(query)
+        if not expression:
+            return []
+        select = "SELECT id, title, text FROM passages WHERE passages MATCH ? ORDER BY bm25(passages), id LIMIT ?"
+        with self._lock:
+            return [Passage(*found) for found in self._connection.execute(select, (expression, limit))]
+
+    def __len__(self) -> int:
+        with self._lock:
+            count: int = self._connection.execute("SELECT count(*) FROM passages").fetchone()[0]
+        return count
+
+    def close(self) -> None:
+        """Closes the index. It cannot be searched any more."""
+        self._connection.close()
+
+
+def make_expression(query: str) -> str:
+    """Returns the query as an expression of SQLite's full-text search: any of its words; "" if it has no words.
+
+    Stop words are left out unless there are no others.
+
+    >>> make_expression('Who wrote "Ulysses" (1922)?')
+    '"wrote" OR "ulysses" OR "1922"'
+    >>> make_expression("the who"), make_expression("?!")
+    ('"the" OR "who"', '')
+    """
+    words = list(dict.fromkeys(_WORD.findall(query[:MAX_QUERY].lower())))
+    rare = [word for word in words if word not in _STOP_WORDS]
+    # In quotation marks, so that AND, NOT, NEAR and the names of columns are words like others.
+    return " OR ".join(f'"{word}"' for word in (rare or words)[:MAX_WORDS])
+
+
+@lru_cache(maxsize=8)
+def open_index(names: tuple[str, ...], columns: tuple[tuple[str, str], ...] = ()) -> PassageIndex:
+    """Returns the index of all passages in some sources, which is made if it is not in the cache.
+
+    `names` are paths of files or names of hub data sets, of which the split "train" is read. `columns` has pairs of our
+    name of a column (id, title or text) and its name in the sources. Each call with the same arguments returns the same
+    open index, even if the sources have changed. Raises TaskError if a source cannot be read or holds anything but
+    passages, for two passages with the same id, and if SQLite has no full-text search.
+    """
+    _check_full_text_search()
+    sources, mapping = [locate_rows(name, "train", FLAG) for name in names], dict(columns)
+    key = _compute_key(sources, mapping)
+    folder = cache_root().absolute() / "search"
+    found = _open_cached(folder, key)
+    if found is None:
+        try:
+            _write_index(folder, key, read_passages(sources, mapping))
+            found = _open_cached(folder, key)
+        # The disk may be full, the folder not writable, and a scoring worker may write only small files.
+        except (OSError, sqlite3.Error) as error:
+            log.warning("the index of passages cannot be kept in %s (%s); it is made in memory", folder, error)
+    if found is None:
+        found = sqlite3.connect(":memory:", check_same_thread=False)
+        _fill(found, read_passages(sources, mapping))
+    return PassageIndex(found)
+
+
+def read_passages(sources: Iterable[RowSource], columns: Mapping[str, str]) -> Iterator[Passage]:
+    """Yields the passages of all sources in their order.
+
+    `columns` maps our names of columns to those of the sources. Raises TaskError, with file and line, for a row that is
+    no passage and for an id that occurs twice, and if there is no passage at all.
+    """
+    places: dict[str, str] = {}  # id -> where its passage is
+    for source in sources:
+        for number, raw in source.open():
+            where = source.describe_row(number)
+            passage = _make_passage(where, raw, columns)
+            if passage.id in places:
+                raise TaskError(
+                    f"{where} and {places[passage.id]} have the same id {shorten(passage.id)}; give each passage its "
+                    "own id"
+                )
+            places[passage.id] = where
+            yield passage
+    if not places:
+        raise TaskError(f"there are no passages to search; name files that have some with {FLAG}")
+
+
+def _make_passage(where: str, raw: RawRow, columns: Mapping[str, str]) -> Passage:
+    """Returns the passage of a raw row. `where` is its place, for messages.
+
+    Raises TaskError if the row has no id or no text, or values of other types. The title may be missing.
+    """
+    if not isinstance(raw, dict):
+        raise TaskError(f"{where} is {shorten(raw)}; a passage must be a JSON object with the keys id, title and text")
+    row = rename_columns(where, raw, columns)
+    for name in ("id", "text"):
+        if name not in row:
+            raise TaskError(
+                f'{where} has no column "{name}"; it has {list_columns(raw)}. Add it, or set {COLUMNS_FLAG} '
+                f"{name}=COLUMN if it has another name there"
+            )
+    id, title, text = row["id"], row.get("title"), row["text"]
+    if isinstance(id, bool) or not isinstance(id, str | int) or id == "":
+        raise TaskError(f"{where} has the id {shorten(id)}; use a text that is not empty, or a whole number")
+    if not isinstance(text, str) or not text.strip():
+        raise TaskError(f"{where} has the text {shorten(text)}; a passage needs a text that is not empty")
+    if title is not None and not isinstance(title, str):
+        raise TaskError(f"{where} has the title {shorten(title)}; use a text, or none")
+    # SQLite ends a text at a null character.
+    return Passage(str(id), _clean(title or ""), _clean(text))
+
+
+def _clean(text: str) -> str:
+    """Returns the text without null characters and without spaces around it."""
+    return text.replace("\0", "").strip()
+
+
+def _compute_key(sources: Sequence[RowSource], columns: Mapping[str, str]) -> str:
+    """Returns 32 hexadecimal digits that depend on the passages of all sources and on how they are indexed.
+
+    Of files every byte counts; other sources are read. Raises TaskError if a source cannot be read.
+    """
+    hashed = hashlib.sha256("\0".join([_VERSION, _TOKENIZER, repr(sorted(columns.items()))]).encode())
+    for source in sources:
+        if source.path is None:
+            for passage in read_passages([source], columns):
+                hashed.update(repr((passage.id, passage.title, passage.text)).encode())
+            continue
+        # Raises an error that helps if there is no such file.
+        source.open()
+        try:
+            hashed.update(f"{source.path.suffix} {digest_file(source.path)}\n".encode())
+        except OSError as error:
+            raise TaskError(f"cannot read {source.path}: {error.strerror}; check its permissions") from error
+    return hashed.hexdigest()[:32]
+
+
+def _open_cached(folder: Path, key: str) -> sqlite3.Connection | None:
+    """Returns the index with this key from the cache, opened for reading only; None if there is no undamaged one.
+
+    A damaged one is removed if that is possible.
+    """
+    # Another process may remove a file between two calls.
+    with suppress(OSError, sqlite3.Error):
+        for file in sorted(folder.glob(f"{key}-*.db")):
+            if file.stem.removeprefix(f"{key}-") == _digest_index(file):
+                # Immutable: SQLite then takes no locks, which some network file systems do not have.
+                return sqlite3.connect(f"{file.as_uri()}?mode=ro&immutable=1", uri=True, check_same_thread=False)
+            log.warning("the index %s is damaged and is made anew", file)
+            # Processes that have it open keep it.
+            file.unlink(missing_ok=True)
+    return None
+
+
+def _digest_index(file: Path) -> str:
+    """Returns 16 hexadecimal digits of a hash of the file's content. Raises OSError if it cannot be read."""
+    # Not the digests that are remembered for untouched files: they would miss damage of the disk.
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()[:16]
+
+
+def _write_index(folder: Path, key: str, passages: Iterable[Passage]) -> None:
+    """Writes the index of the passages to the cache, complete or not at all.
+
+    Raises OSError or sqlite3.Error if it cannot be written, and what `passages` raises.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    aside = folder / f".{key}.{os.getpid()}.{threading.get_ident()}.tmp"
+    aside.unlink(missing_ok=True)
+    try:
+        with closing(sqlite3.connect(aside)) as connection:
+            # No file beside it: what was interrupted is thrown away as a whole.
+            connection.execute("PRAGMA journal_mode = OFF")
+            _fill(connection, passages)
+        with aside.open("rb") as content:
+            sync_file(content.fileno())
+        aside.replace(folder / f"{key}-{_digest_index(aside)}.db")
+        sync_directory(folder)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def _fill(connection: sqlite3.Connection, passages: Iterable[Passage]) -> None:
+    """Writes the table of passages into an empty database."""
+    connection.execute(
+        f"CREATE VIRTUAL TABLE passages USING fts5(id UNINDEXED, title, text, tokenize = '{_TOKENIZER}')"
+    )
+    rows = ((passage.id, passage.title, passage.text) for passage in passages)
+    connection.executemany("INSERT INTO passages VALUES (?, ?, ?)", rows)
+    # One tree instead of several: searches are quicker, and the file does not depend on when parts were written.
+    connection.execute("INSERT INTO passages (passages) VALUES ('optimize')")
+    connection.commit()
+
+
+def _check_full_text_search() -> None:
+    """Raises TaskError if SQLite was built without its full-text search, FTS5."""
+    try:
+        with closing(sqlite3.connect(":memory:")) as connection:
+            connection.execute("CREATE VIRTUAL TABLE probe USING fts5(text)")
+    except sqlite3.Error as error:
+        raise TaskError(
+            f"searching passages needs SQLite with FTS5, its full-text search, which this Python's SQLite "
+            f"{sqlite3.sqlite_version} does not have ({error}); use another build of Python, such as that of "
+            "python.org, conda or a Linux distribution"
+        ) from error
