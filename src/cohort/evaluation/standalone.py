@@ -31,7 +31,7 @@ from cohort.rollout.producer import Producer
 from cohort.rollout.settings import describe_conversation, make_conversation_rules, make_conversation_turns
 from cohort.run.directory import load_evaluation, make_slug
 from cohort.run.naming import NamedCheckpoint
-from cohort.scoring.pool import start_scorer
+from cohort.scoring.start import start_scorer
 from cohort.tasks.base import Task, has_conversations
 from cohort.tasks.conversation import ConversationRules
 from cohort.tasks.ref import TaskRef, compute_grader_digest

@@ -42,7 +42,8 @@ from cohort.rollout.settings import (
     make_sampling,
     max_environment_tokens,
 )
-from cohort.scoring.pool import ScoringPool, start_scorer
+from cohort.scoring.pool import ScoringPool
+from cohort.scoring.start import start_scorer
 from cohort.tasks.base import check_packages
 from cohort.tasks.ref import compute_grader_digest
 from cohort.tasks.stream import TaskStream

@@ -31,15 +31,15 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 
 from cohort.errors import TaskError
+from cohort.scoring.homes import EpisodeHomes
 from cohort.scoring.printed import PrintedLines
 from cohort.scoring.process import Worker
 from cohort.scoring.wire import WALL_PER_CPU_SECOND, Hello, Item, Limits, Reply, check_environment_reply
-from cohort.system.kernel import count_cores
 from cohort.tasks.base import OVER_LIMIT, Task, check_packages, check_parts, make_plain_answer
 from cohort.tasks.conversation import ConversationRules
-from cohort.tasks.environment import MAX_LIVE, AgainRules, Past
+from cohort.tasks.environment import AgainRules, Past
 from cohort.tasks.ref import TaskRef
-from cohort.types import Answer, Key, Outcome, Row
+from cohort.types import Answer, Outcome, Row
 
 MAX_QUEUE = 64  # most answers that a worker has queued, so that it need not wait for the next poll
 MIN_QUEUE = 2  # the answer that it scores and the next one
@@ -50,7 +50,6 @@ WASTED_SECONDS = 0.25
 START_SECONDS = 60.0  # time in which a worker must have loaded its task
 # How soon the death of a worker is noticed whose pipe stays open because a child that it forked holds it.
 TICK_SECONDS = 0.05
-MAX_WORKERS = 8  # that `choose_num_workers` returns
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,32 +59,6 @@ class Trouble:
     reason: str
     exhausted: bool = False  # whether it ran out of time or memory
     over_limit: bool = False  # whether it used up its CPU time: another try or a quieter machine would need as much
-
-
-def choose_num_workers(task: Task) -> int:
-    """Returns how many scoring workers to start for a task: 1 without `work_seconds`, since its grader is quick.
-
-    A task with `work_seconds` (a slow grader) gets one per processor that this process may use, less the one that
-    samples and trains, but at least 1 and at most 8.
-    """
-    if not task.work_seconds:
-        return 1
-    return max(1, min(MAX_WORKERS, count_cores() - 1))
-
-
-def start_scorer(
-    task: Task,
-    again: AgainRules | None = None,
-    rules: ConversationRules | None = None,
-    num_workers: int = 0,
-) -> ScoringPool:
-    """Starts the workers that score the answers to a task, and run its tools and environments.
-
-    `again` and `rules` are those of second attempts and conversations. `num_workers` 0 = as many as the task needs.
-    """
-    # The calls of a turn have their time, and then the grader has its own.
-    limits = Limits() if rules is None else Limits(seconds=Limits().seconds + rules.seconds)
-    return ScoringPool(task, num_workers or choose_num_workers(task), limits, again=again, conversation=rules)
 
 
 def choose_queue_length(seconds: float | None) -> int:
@@ -147,7 +120,7 @@ class ScoringPool:
         self._hello = Hello(
             task=self.task, limits=self.limits, import_path=import_path, again=again, conversation=conversation
         )
-        self._homes: dict[Key, int] = {}  # serial of the worker that has the environment of an episode under way
+        self._homes = EpisodeHomes()
         self._workers: list[Worker] = []
         self._finalizer = weakref.finalize(self, _kill_workers, self._workers, os.getpid())
         for _ in range(workers):
@@ -320,30 +293,17 @@ class ScoringPool:
             worker = self._workers[index] = self._start_worker()
         # A worker that scores a dropped answer may soon be replaced and gets nothing.
         window = choose_queue_length(self._typical_seconds) if worker.wasted_since is None else 0
+        living = {other.serial for other in self._workers}
         while len(worker.items) < window:
             if self._retries and self._retries[0][0] <= worker.serial:
                 item = self._retries.popleft()[1]
-            elif (chosen := self._choose_waiting(worker)) is not None:
+            elif (chosen := self._homes.pop_item(self._waiting, worker.serial, living)) is not None:
                 item = chosen
             else:
                 break
             if self._is_wanted(item):
                 worker.send(item)
         worker.flush()
-
-    def _choose_waiting(self, worker: Worker) -> Item | None:
-        """Removes and returns the first waiting item that this worker should get; None if there is none.
-
-        The next answer of an episode goes to the worker that has its environment, as long as that one lives: another
-        one would have to replay the episode, with all its calls of tools.
-        """
-        living = {other.serial for other in self._workers}
-        for index, item in enumerate(self._waiting):
-            home = self._homes.get(item.past.key) if item.past is not None and item.past.answers else None
-            if home is None or home == worker.serial or home not in living:
-                del self._waiting[index]
-                return item
-        return None
 
     def _handle_reply(self, worker: Worker, reply: Reply) -> None:
         """Finishes the item that a reply is about; after the first failure of its grader, the item is retried instead.
@@ -389,23 +349,9 @@ class ScoringPool:
             except TaskError as error:
                 self._finish_refused(item, error)
             else:
-                outcome = Outcome(
-                    parts=parts,
-                    reason=reply.reason,
-                    replies=reply.replies,
-                    cost=reply.cost,
-                    earned=reply.earned,
-                    calls=reply.calls,
-                    ending=reply.ending,
-                )
-                self._finish_scored(item, outcome)
-                if item.past is not None:
-                    # The environment stays in this worker as long as the episode goes on.
-                    self._homes.pop(item.past.key, None)
-                    if reply.replies:
-                        self._homes[item.past.key] = worker.serial
-                    if len(self._homes) > MAX_LIVE:
-                        del self._homes[next(iter(self._homes))]
+                self._finish_scored(item, reply.to_outcome(parts))
+                # An episode that goes on has its environment in this worker.
+                self._homes.note(item, worker.serial if reply.replies else None)
 
     def _find_trouble(self, worker: Worker) -> Trouble | None:
         """Returns why a living worker must be replaced; None if it need not be. Changes nothing.

@@ -18,7 +18,7 @@ from cohort.system.json_text import parse_json, show_value
 from cohort.tasks.conversation import ConversationRules
 from cohort.tasks.environment import AgainRules, Past
 from cohort.tasks.ref import TaskRef
-from cohort.types import Answer, Finish, Key, Message, Row
+from cohort.types import Answer, Finish, Key, Message, Outcome, Row
 
 MAX_LINE = 1 << 20  # bytes of a worker's reply; a longer line is not accepted as one
 # Wall-clock seconds per CPU second of a work limit: an answer is not wrong because the machine is busy.
@@ -182,6 +182,18 @@ class Reply:
         if self.ready is not None:
             fields["ready"] = dataclasses.astuple(self.ready)
         return _encode_line({k: v for k, v in fields.items() if v != _DEFAULTS[k]})
+
+    def to_outcome(self, parts: dict[str, float]) -> Outcome:
+        """Returns the outcome of a scored answer. `parts` are those of the reply, checked."""
+        return Outcome(
+            parts=parts,
+            reason=self.reason,
+            replies=self.replies,
+            cost=self.cost,
+            earned=self.earned,
+            calls=self.calls,
+            ending=self.ending,
+        )
 
     @staticmethod
     def decode(line: bytes) -> Reply:

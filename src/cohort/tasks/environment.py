@@ -219,7 +219,7 @@ class Episodes:
         """
         # Hashed before the step, because a grader may change the values that it is given.
         history = _hash_history(row, (*past.answers, answer))
-        environment = self._take(row, past.key, past.answers, before, first=answer)
+        environment = self._pop_environment(row, past.key, past.answers, before, first=answer)
         before(answer)
         step = environment.step(answer)
         if not step.done:
@@ -233,11 +233,11 @@ class Episodes:
 
         The parameters are those of `step`.
         """
-        environment = self._take(row, past.key, (*past.answers, answer), before, first=answer)
+        environment = self._pop_environment(row, past.key, (*past.answers, answer), before, first=answer)
         before(answer)
         return environment.close(answer, limit)
 
-    def _take(
+    def _pop_environment(
         self, row: Row, key: Key, answers: tuple[Answer, ...], before: Callable[[Answer], None], first: Answer
     ) -> Environment:
         """Returns the environment that was given these answers, from the table or replayed. It leaves the table.

@@ -52,7 +52,7 @@ class CallFormat(Protocol):
         """Returns the results of a message's calls as the messages that the model is shown next."""
 
 
-class Hermes:
+class HermesCalls:
     """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as Qwen, Hermes and the bundled model write it."""
 
     name: ClassVar[FormatName] = "hermes"
@@ -79,7 +79,7 @@ class Hermes:
         return [{"role": "tool", "name": result.name, "content": result.content} for result in results]
 
 
-class Llama3:
+class Llama3Calls:
     """`{"name": ..., "parameters": {...}}` as the whole message, as Llama 3 writes it, or several with ; between."""
 
     name: ClassVar[FormatName] = "llama3"
@@ -111,7 +111,7 @@ class Llama3:
         return [{"role": "tool", "name": result.name, "content": result.content} for result in results]
 
 
-class Tags:
+class TagCalls:
     """`<tool:NAME>text</tool>`, for models whose chat template knows no tools.
 
     The text is the first argument, or a JSON object with all of them.
@@ -172,7 +172,7 @@ class Tags:
         return [{"role": "user", "content": "\n".join(texts)}]
 
 
-FORMATS: dict[FormatName, CallFormat] = {f.name: f for f in (Hermes(), Llama3(), Tags())}
+FORMATS: dict[FormatName, CallFormat] = {f.name: f for f in (HermesCalls(), Llama3Calls(), TagCalls())}
 """The formats by name."""
 
 

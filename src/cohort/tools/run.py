@@ -36,7 +36,7 @@ class CallResult:
     content: str
 
 
-class _TimeIsUp(BaseException):
+class _TimeLimitError(BaseException):
     """Raised inside a tool whose time is up. No `except Exception` of the tool catches it."""
 
 
@@ -76,7 +76,7 @@ def _call_function(tool: Tool, arguments: dict[str, Any], deadline: float) -> tu
     try:
         with _stop_at(deadline):
             return CallOutcome.OK, _to_text(tool.function(**arguments))
-    except _TimeIsUp:
+    except _TimeLimitError:
         return CallOutcome.TIMEOUT, "The tool took too long and was stopped."
     # Whatever a tool raises is shown to the model: the call was the model's own.
     except Exception as error:
@@ -85,7 +85,7 @@ def _call_function(tool: Tool, arguments: dict[str, Any], deadline: float) -> tu
 
 @contextmanager
 def _stop_at(deadline: float) -> Iterator[None]:
-    """Raises _TimeIsUp inside the block once the deadline (`time.monotonic`) has passed.
+    """Raises _TimeLimitError inside the block once the deadline (`time.monotonic`) has passed.
 
     Outside the main thread, where signals cannot be handled, there is no limit.
     """
@@ -95,7 +95,7 @@ def _stop_at(deadline: float) -> Iterator[None]:
 
     def stop(number: int, frame: FrameType | None) -> None:
         """Ends the call."""
-        raise _TimeIsUp
+        raise _TimeLimitError
 
     before: Callable[..., Any] | int | None = signal.signal(signal.SIGALRM, stop)
     try:
