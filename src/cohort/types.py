@@ -120,6 +120,7 @@ class Sample:
     failure: str = ""  # infrastructure failure: the sample leaves its group, it does not get reward 0
     turn_rewards: list[float] = field(default_factory=list)  # per turn of the policy; [] = one reward for all of them
     calls: dict[str, int] = field(default_factory=dict)  # calls of tools by their outcome: "ok", "error", ...
+    messages: list[Message] = field(default_factory=list)  # those after the prompt, in samples of several turns
     # Filled by the learner and the algorithm.
     old_logprobs: list[float] | None = None
     ref_logprobs: list[float] | None = None

@@ -48,7 +48,7 @@ def _strip_for_gather(group: Group) -> Group:
     """
     prompt = replace(group.prompt, row={}, messages=[], provenance=[], forced_text="")
     dropped: dict[str, Any] = {"tokens": [], "sampler_logprobs": [], "old_logprobs": None, "ref_logprobs": None}
-    samples = [replace(s, **dropped, token_advantages=None, text="", reason="") for s in group.samples]
+    samples = [replace(s, **dropped, token_advantages=None, text="", reason="", messages=[]) for s in group.samples]
     return replace(group, prompt=prompt, samples=samples)
 
 

@@ -151,6 +151,8 @@ class Episode:
         if outcome.failure and self.calls:
             self.calls["crash"] += 1
         sample.calls = dict(self.calls)
+        if len(self.answers) > 1:
+            sample.messages = list(self.history)
         if outcome.ending:
             sample.finish = Finish(outcome.ending)
         # A failure is not a reward of 0: it says nothing about the answer.

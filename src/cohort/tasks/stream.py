@@ -238,9 +238,9 @@ class TaskStream:
             "shorten them, lower --sampling.max-tokens (cohort eval: --max-tokens), or use a model with more context"
         )
 
-    def render(self, messages: list[Message]) -> Rendering:
+    def render(self, messages: list[Message], tools: list[Any] | None = None) -> Rendering:
         """Returns messages that are in no row as tokens, as the prompts of the task are rendered."""
-        return self._tokenizer.render(messages)
+        return self._tokenizer.render(messages, tools or None)
 
     def _load_split(self, split: str) -> list[Row]:
         """Returns the rows of a split. The validation split and what it leaves of the training rows are read once.
