@@ -32,15 +32,19 @@ if TYPE_CHECKING:
     from cohort.recipes import recipe as recipe
     from cohort.tasks.base import Verdict as Verdict
     from cohort.tasks.base import task as task
+    from cohort.tasks.environment import Opening as Opening
+    from cohort.tasks.environment import Step as Step
 
 # Public names and the modules that define them. They are imported when they are first used.
 _LAZY = {
     "DPO": "cohort.config.imitation",
+    "Opening": "cohort.tasks.environment",
     "Policy": "cohort.config.algos",
     "RL": "cohort.config.kinds",
     "RLJob": "cohort.jobs.rl",
     "RunConfig": "cohort.config.schema",
     "SFT": "cohort.config.imitation",
+    "Step": "cohort.tasks.environment",
     "Verdict": "cohort.tasks.base",
     "algorithm": "cohort.config.algos",
     "recipe": "cohort.recipes",

@@ -95,6 +95,7 @@ class Prompt:
     tokens: list[int]
     provenance: list[int]  # PROMPT or FORCED, one per token
     forced_text: str = ""  # the assistant prefix as text; Answer.full starts with it
+    tools: list[Any] = field(default_factory=list)  # descriptions of the tools that the model may call
 
 
 @dataclass(kw_only=True, slots=True)
@@ -119,6 +120,7 @@ class Sample:
     failure: str = ""  # infrastructure failure: the sample leaves its group, it does not get reward 0
     turn_rewards: list[float] = field(default_factory=list)  # per turn of the policy; [] = one reward for all of them
     calls: dict[str, int] = field(default_factory=dict)  # calls of tools by their outcome: "ok", "error", ...
+    messages: list[Message] = field(default_factory=list)  # those after the prompt, in samples of several turns
     # Filled by the learner and the algorithm.
     old_logprobs: list[float] | None = None
     ref_logprobs: list[float] | None = None
@@ -168,6 +170,7 @@ class Answer:
     finish: str
     num_tokens: int
     conversation: list[Message]
+    calls: list[str] = field(default_factory=list)  # outcomes of the calls of tools so far, such as "ok", in order
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -175,8 +178,10 @@ class Outcome:
     """A grader's result: either reward parts (perhaps with a reason) or a failure, never both.
 
     An environment whose episode continues gives the messages of its next turn in `replies`. `cost` is subtracted from
-    the reward. `stand_in` is the answer that was scored in place of one whose scoring would have been too much work;
-    it is set where the episode may continue from that answer.
+    the reward. `earned` is a reward of this turn alone, which is added. `calls` are the calls of tools in this turn, by
+    outcome. `ending` is the limit that ended the conversation, as a Finish; "" = none did. `stand_in` is the answer
+    that was scored in place of one whose scoring would have been too much work; it is set where the episode may
+    continue from that answer.
     """
 
     parts: dict[str, float] = field(default_factory=dict)
@@ -184,4 +189,7 @@ class Outcome:
     failure: str = ""
     replies: list[Message] = field(default_factory=list)
     cost: float = 0.0
+    earned: float = 0.0
+    calls: dict[str, int] = field(default_factory=dict)
+    ending: str = ""
     stand_in: Answer | None = None

@@ -130,7 +130,7 @@ class LocalScorer:
         self._held: list[tuple[str, Outcome]] = []
         self._polls = 0
 
-    def submit(self, id: str, row: Row, answer: Answer, past: Past | None = None) -> None:
+    def submit(self, id: str, row: Row, answer: Answer, past: Past | None = None, closing: str = "") -> None:
         assert id not in self.seen or id not in dict(self._held), f"{id} twice"
         self.seen[id] = answer
         self._held.append((id, self.grade(row, answer) if past is None else self._step(row, answer, past)))

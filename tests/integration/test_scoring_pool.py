@@ -20,8 +20,9 @@ import pytest
 
 from cohort.errors import TaskError
 from cohort.scoring import pool as pool_module
-from cohort.scoring.pool import MAX_QUEUE, ScoringPool, choose_num_workers, choose_queue_length
+from cohort.scoring.pool import MAX_QUEUE, ScoringPool, choose_queue_length
 from cohort.scoring.process import Worker
+from cohort.scoring.start import choose_num_workers
 from cohort.scoring.wire import Item, Limits, Reply, check_environment_reply
 from cohort.system.kernel import list_children
 from cohort.tasks.arithmetic import Arithmetic

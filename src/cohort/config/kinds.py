@@ -15,10 +15,12 @@ from cohort.config.algos import ALGOS, GRPO, Policy
 from cohort.config.engines import EngineConfig
 from cohort.config.imitation import DATA, DPO, SFT
 from cohort.config.preferences import PAIR_LOSSES
+from cohort.config.recorded import get_recorded_name
 from cohort.config.schema import (
     ENGINES,
     TURNS,
     BatchConfig,
+    Conversation,
     NativeEngine,
     ReplayConfig,
     RolloutConfig,
@@ -30,7 +32,7 @@ from cohort.config.schema import (
 from cohort.config.section import LARGEST, Effect
 from cohort.errors import ConfigError, suggest_name
 from cohort.registry import Registry
-from cohort.tasks.base import TASKS
+from cohort.tasks.base import TASKS, has_conversations
 from cohort.user_code import is_foreign
 
 
@@ -48,7 +50,8 @@ class RL(RunConfig):
     """Coefficient of each reward part; a part that is not named has 1, a part with 0 is only recorded."""
     batch: BatchConfig = field(default_factory=BatchConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
-    turns: SingleTurn | ThinkAgain = field(default_factory=SingleTurn)
+    turns: SingleTurn | ThinkAgain | Conversation = field(default_factory=SingleTurn)
+    """The turns of a sample. A task with tools or an environment has conversations, also if this says `single`."""
     engine: EngineConfig = field(default_factory=NativeEngine)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     algo: Policy = field(default_factory=GRPO)
@@ -70,11 +73,17 @@ class RL(RunConfig):
         ),
     )
 
+    def __post_init__(self) -> None:
+        if has_conversations(self.task) and isinstance(self.turns, SingleTurn):
+            object.__setattr__(self, "turns", Conversation())
+
     @property
     def max_sampled_tokens(self) -> int:
         """The most tokens that the policy can sample for one sample, over all its turns. Prompts do not count."""
         first = self.sampling.max_tokens
         turns = self.turns
+        if isinstance(turns, Conversation):
+            return min(turns.max_turns * first, turns.max_total or turns.max_turns * first)
         return first + (turns.attempts * (turns.max_tokens or first) if isinstance(turns, ThinkAgain) else 0)
 
     def require_complete(self) -> None:
@@ -97,9 +106,11 @@ class RL(RunConfig):
 
         If `name` is "task", all reward coefficients are reset to 1.
         """
-        changed = super().replace_variant(name, value)
-        # The coefficients were for the reward parts of the former task.
-        return replace(changed, reward={}) if name == "task" else changed
+        if name != "task":
+            return super().replace_variant(name, value)
+        # Conversations were those of the former task, and so were the coefficients of the reward parts.
+        turns = SingleTurn() if isinstance(self.turns, Conversation) else self.turns
+        return replace(self, task=value, reward={}, turns=turns)
 
     def check(self, user_settings: Collection[str]) -> None:
         """Raises a ConfigError if settings of different sections contradict each other or a reward is not valid.
@@ -132,16 +143,30 @@ class RL(RunConfig):
                 "(batch.prompts) to divide. Lower --learner.minibatches or raise --batch.prompts."
             )
         # A budget of 0 is chosen automatically. A prompt has at least one token: hence <=.
-        if 0 < budget <= self.max_sampled_tokens:
+        # A conversation that has no room left ends.
+        if 0 < budget <= self.max_sampled_tokens and not isinstance(self.turns, Conversation):
             raise ConfigError(
                 f"learner.token_budget is {budget}, too small for a prompt and a completion of "
                 f"{self.max_sampled_tokens} tokens (sampling.max_tokens, turns). Raise --learner.token-budget, or "
                 "set it to 0 (automatic)."
             )
-        if isinstance(self.turns, ThinkAgain) and self.template == "text":
+        if not isinstance(self.turns, SingleTurn) and self.template == "text":
+            remedy = ", or --turns single" if isinstance(self.turns, ThinkAgain) else ""
             raise ConfigError(
-                "template is text, but --turns think_again needs a chat template for the user's turns. "
-                "Set --template chat, or --turns single."
+                f"template is text, but --turns {get_turns_name(self.turns)} needs a chat template for what follows "
+                f"the model's turns. Set --template chat{remedy}."
+            )
+        if isinstance(self.turns, ThinkAgain) and has_conversations(self.task):
+            raise ConfigError(
+                f"the task {type(self.task).name} has tools or an environment, which decide about further turns: "
+                "--turns think_again cannot be used with it. Remove --turns."
+            )
+        # A class that was made of a recorded config has no methods.
+        has_none = not has_conversations(self.task) and not get_recorded_name(self.task)
+        if isinstance(self.turns, Conversation) and has_none:
+            raise ConfigError(
+                f"the task {type(self.task).name} has neither tools nor an environment, so that there is no "
+                "conversation: remove --turns conversation."
             )
 
     def _check_kl(self) -> None:
@@ -169,6 +194,11 @@ class RL(RunConfig):
                 "algo.kl.to is sampler with one update per batch, so the sampler is the policy itself and the KL is 0. "
                 "Set --algo.kl.to reference, or raise --learner.epochs or --learner.minibatches."
             )
+
+
+def get_turns_name(turns: Any) -> str:
+    """Returns the name that --turns has for an instance of one of its classes."""
+    return next(name for name, variant in TURNS.items() if type(turns) is variant)
 
 
 def list_reward_parts(task: Any) -> tuple[str, ...]:

@@ -6,12 +6,14 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from cohort.config.rules import check_option_bounds
+from cohort.config.schema import Conversation
 from cohort.config.section import (
     MAX_BATCH,
     AtLeast0,
     AtLeast1,
     BelowOne,
     Date,
+    FiniteAbove0,
     InnerShare,
     Samples,
     Seed,
@@ -24,6 +26,16 @@ from cohort.config.section import (
     TopP,
 )
 from cohort.errors import ConfigError
+
+CONVERSATION_OPTIONS = {
+    "max_turns": "max_turns",
+    "max_calls": "max_calls",
+    "max_total": "max_total",
+    "max_characters": "max_characters",
+    "call_seconds": "seconds",
+    "call_format": "format",
+}
+"""The options of `cohort eval` about conversations, with the names of the same settings of a run (`turns`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +69,19 @@ class EvalOptions:
     """Longest completion, in tokens; 0 = what the task needs, as far as the model's context allows."""
     stop: tuple[str, ...] = ()
     """Texts that end a completion, besides the tokenizer's end-of-turn tokens."""
+    max_turns: AtLeast1 = 8
+    """Most turns of the model per sample, for tasks with tools or an environment."""
+    max_calls: AtLeast1 = 16
+    """Most calls of tools per sample."""
+    max_total: AtLeast0 = 0
+    """Most tokens of a conversation after its prompt, replies included; 0 = what the context allows."""
+    max_characters: AtLeast1 = 2_000
+    """Most characters of a tool's result that the model is shown; the rest is cut."""
+    call_seconds: FiniteAbove0 = 5.0
+    """Time for the calls of one turn. A tool that takes longer is stopped, and the model is told."""
+    call_format: Literal["auto", "hermes", "llama3", "tags"] = "auto"
+    """How the model writes calls of tools: hermes = <tool_call>{...}</tool_call>, llama3 = a JSON object, tags =
+    <tool:NAME>...</tool>; auto = by the model's chat template."""
     too_long: Literal["error", "skip"] = "error"
     """If a prompt leaves no room in the model's context: error = stop, skip = leave it out and report how many were."""
     split: Literal["test", "validation", "train"] = "test"
@@ -77,6 +102,11 @@ class EvalOptions:
     """Where to sample: auto = on a GPU if torch finds one."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Number type of weights and computation: auto = bfloat16 on a GPU, float32 on a CPU."""
+
+    @property
+    def conversation(self) -> Conversation:
+        """The limits of conversations, for tasks with tools or an environment."""
+        return Conversation(**{name: getattr(self, option) for option, name in CONVERSATION_OPTIONS.items()})
 
     def check(self) -> None:
         """Raises a ConfigError for values out of range, empty stop texts and a server without address.

@@ -277,6 +277,28 @@ class ThinkAgain(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Conversation(Section):
+    """Turns of tasks with tools or an environment: the model calls tools and is answered until it is done."""
+
+    max_turns: Annotated[int, at_least(1), at_most(1_000)] = 8
+    """Most turns of the model per sample. sampling.max_tokens is the limit of each."""
+    max_calls: Annotated[int, at_least(1), at_most(10_000)] = 16
+    """Most calls of tools per sample."""
+    max_total: AtLeast0 = 0
+    """Most tokens per sample after the prompt, replies included; 0 = what the context and the token budget allow."""
+    max_characters: Annotated[int, at_least(1), at_most(1_000_000)] = 2_000
+    """Most characters of a tool's result that the model is shown; the rest is cut."""
+    seconds: Annotated[float, at_least(0.001), at_most(3_600)] = 5.0
+    """Time for the calls of one turn. A tool that takes longer is stopped, and the model is told."""
+    workers: Annotated[int, at_least(0), at_most(256)] = 0
+    """Processes that run tools, environments and graders: so many calls can be under way at once; 0 = one, or one per
+    core less one where a grader's work is large."""
+    format: Literal["auto", "hermes", "llama3", "tags"] = "auto"
+    """How the model writes calls: hermes = <tool_call>{...}</tool_call>, llama3 = a JSON object, tags =
+    <tool:NAME>...</tool>, described in the system prompt; auto = by the model's chat template."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ReplayConfig(Section):
     """Groups of earlier steps that are trained on again. The policy has changed since, so it needs algo.correction."""
 
@@ -441,4 +463,4 @@ class RunConfig(Section):
             )
 
 
-TURNS: dict[str, type] = {"single": SingleTurn, "think_again": ThinkAgain}
+TURNS: dict[str, type] = {"single": SingleTurn, "think_again": ThinkAgain, "conversation": Conversation}

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 from cohort.config.flags import collect_settings, format_setting
 from cohort.config.kinds import RL
-from cohort.config.options import EvalOptions
+from cohort.config.options import CONVERSATION_OPTIONS, EvalOptions
+from cohort.config.schema import Conversation
 from cohort.errors import CohortError
 from cohort.logs.escape import escape_line, join_command
 from cohort.run.directory import RunDirectory
@@ -74,6 +75,9 @@ def _pair_settings(config: RL, task: Task, options: EvalOptions) -> Iterator[_Pa
     # A user who gives another temperature means it, for instance 0 for greedy answers.
     if options.temperature == EvalOptions.temperature:
         yield _PairedSetting("temperature", config.eval.temperature, options.temperature)
+    if isinstance(config.turns, Conversation):
+        for option, name in CONVERSATION_OPTIONS.items():
+            yield _PairedSetting(option, getattr(config.turns, name), getattr(options, option))
     recorded = collect_settings(config.task, "task.")
     for name, setting in collect_settings(task, "task.").items():
         if name in recorded:

@@ -73,7 +73,8 @@ class EvalSetting:
     num_left_out: int = 0  # problems that are too long for the model's context
     date: str = ""  # the day that the chat template puts into prompts as today, YYYY-MM-DD; "" = it puts none
     system: str = ""  # the text that was put before the messages of every problem
-    turns: str = "first"  # "first" = the first answer counts; "all" = episodes have all turns of the run's environment
+    # "first" = the first answer counts; "all" = further attempts too; for conversations their limits.
+    turns: str = "first"
 
 
 # Fields that were added later, with the values that earlier evaluations stand for.

@@ -28,10 +28,12 @@ from cohort.models.device import choose_device, choose_dtype
 from cohort.models.files import digest_model, read_config
 from cohort.rollout.episode import EpisodeSettings
 from cohort.rollout.producer import Producer
+from cohort.rollout.settings import describe_conversation, make_conversation_rules, make_conversation_turns
 from cohort.run.directory import load_evaluation, make_slug
 from cohort.run.naming import NamedCheckpoint
-from cohort.scoring.pool import ScoringPool, choose_num_workers
-from cohort.tasks.base import Task
+from cohort.scoring.start import start_scorer
+from cohort.tasks.base import Task, has_conversations
+from cohort.tasks.conversation import ConversationRules
 from cohort.tasks.ref import TaskRef, compute_grader_digest
 from cohort.tasks.stream import Renderer, TaskStream
 from cohort.text import PromptRenderer, RenderedPrompt, Tokenizer
@@ -67,6 +69,7 @@ class PreparedTask:
     prompts: list[Prompt]
     sampling: Sampling
     setting: EvalSetting
+    rules: ConversationRules | None = None  # of conversations; None = the task has none
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -157,7 +160,8 @@ class ModelEvaluator:
             )
         renderer: Renderer = ServerRenderer()
         if self.tokenizer is not None:
-            renderer = PromptRenderer(self.tokenizer, o.template, o.system)
+            format = None if o.call_format == "auto" else o.call_format
+            renderer = PromptRenderer(self.tokenizer, o.template, o.system, format)
             renderer.check_system(room)
         stream = TaskStream(
             task,
@@ -179,6 +183,7 @@ class ModelEvaluator:
             stop_ids=() if self.tokenizer is None else self.tokenizer.stop_ids,
             stop_strings=o.stop,
         )
+        rules = self._make_rules(task)
         setting = EvalSetting(
             task=task.name,
             split=o.split,
@@ -197,12 +202,49 @@ class ModelEvaluator:
             place=self.place,
             sampling=describe_sampling(sampling),
             seed=o.seed,
+            turns="first" if rules is None else describe_conversation(rules, o.max_total),
             **self._describe_checkpoint(),
         )
         _warn_if_flattered(setting)
         for line in describe_unlikeness(self.checkpoint, task, o) if self.checkpoint else ():
             log.warning("%s", line)
-        return PreparedTask(task=task, stream=stream, prompts=prompts, sampling=sampling, setting=setting)
+        return PreparedTask(task=task, stream=stream, prompts=prompts, sampling=sampling, setting=setting, rules=rules)
+
+    def _make_rules(self, task: Task) -> ConversationRules | None:
+        """Returns the rules of a task's conversations; None if the task has neither tools nor an environment.
+
+        Raises ConfigError if the engine takes no tokens, or if limits are given that have no effect.
+        """
+        turns = self.options.conversation
+        if has_conversations(task):
+            if self.tokenizer is None or not self.engine.abilities.token_ids:
+                raise ConfigError(
+                    f"the task {task.name} has conversations, for which an engine must take and give tokens, and "
+                    f"--engine {self.options.engine} does not. Use --engine native or vllm."
+                )
+            return make_conversation_rules(turns, self.tokenizer)
+        if turns != EvalOptions().conversation:
+            raise ConfigError(
+                f"the task {task.name} has neither tools nor an environment, so limits of conversations have no "
+                "effect. Remove --max-turns, --max-calls, --max-total, --max-characters, --call-seconds and "
+                "--call-format."
+            )
+        return None
+
+    def _make_episode_settings(self, prepared: PreparedTask) -> EpisodeSettings:
+        """Returns how the samples of an evaluation are drawn."""
+        later_turns = None
+        if prepared.rules is not None and self.tokenizer is not None:
+            later_turns = make_conversation_turns(self.options.conversation, prepared.sampling, self.tokenizer)
+        return EpisodeSettings(
+            sampling=prepared.sampling,
+            group_size=prepared.setting.num_samples,
+            seed=prepared.setting.seed,
+            purpose="eval",
+            coefficients={},
+            later_turns=later_turns,
+            context=self.context,
+        )
 
     def _adopt_date(self, prepared: PreparedTask, path: Path) -> PreparedTask:
         """Returns the task, prepared again with the date of the evaluation in `path` if that was begun on another day.
@@ -254,16 +296,8 @@ class ModelEvaluator:
                 return EvaluationResult(evaluation=existing, path=path, is_new=False)
             # Problems with an answer that could not be scored are answered again.
             known = {item.id: item for item in existing.items if not item.has_failures}
-        with Journal(path, setting) as journal, ScoringPool(prepared.task, choose_num_workers(prepared.task)) as scorer:
-            settings = EpisodeSettings(
-                sampling=prepared.sampling,
-                group_size=setting.num_samples,
-                seed=setting.seed,
-                purpose="eval",
-                coefficients={},
-                context=self.context,
-            )
-            producer = Producer(self.engine, scorer, prepared.stream, settings)
+        with Journal(path, setting) as journal, start_scorer(prepared.task, rules=prepared.rules) as scorer:
+            producer = Producer(self.engine, scorer, prepared.stream, self._make_episode_settings(prepared))
             # What an interrupted evaluation has finished.
             known |= journal.items
             progress(name, len(known), num)

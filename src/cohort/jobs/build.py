@@ -17,7 +17,7 @@ from cohort.config.document import get_variant_name
 from cohort.config.imitation import DPO, SFT
 from cohort.config.kinds import RL
 from cohort.config.rollout import RolloutConfig
-from cohort.config.schema import NativeEngine, RunConfig
+from cohort.config.schema import Conversation, NativeEngine, RunConfig
 from cohort.engines.base import require_for_training
 from cohort.engines.factory import EngineModel, get_abilities, make_engine
 from cohort.engines.sync import WeightSync
@@ -35,8 +35,15 @@ from cohort.models.device import available_bytes, choose_device, choose_dtype
 from cohort.models.files import LoadedModel
 from cohort.models.lora import Adapters
 from cohort.rollout.producer import Order, Producer
-from cohort.rollout.settings import make_again_rules, make_episode_settings, make_sampling, max_environment_tokens
-from cohort.scoring.pool import ScoringPool, choose_num_workers
+from cohort.rollout.settings import (
+    make_again_rules,
+    make_conversation_rules,
+    make_episode_settings,
+    make_sampling,
+    max_environment_tokens,
+)
+from cohort.scoring.pool import ScoringPool
+from cohort.scoring.start import start_scorer
 from cohort.tasks.base import check_packages
 from cohort.tasks.ref import compute_grader_digest
 from cohort.tasks.stream import TaskStream
@@ -107,6 +114,10 @@ def build_rl_job(config: RL) -> RLJob:
     learner.apply_plan(plan)
     # The longest sample, prompt included, must fit into one microbatch and into the model's context.
     longest = config.max_sampled_tokens + max_environment_tokens(config, tokenizer)
+    is_conversation = isinstance(config.turns, Conversation)
+    if is_conversation:
+        # A conversation ends when it has no room left, so a part of the context is kept for prompts.
+        longest = min(longest, min(model.config.context, learner.token_budget) * 3 // 4)
     limit = _compute_prompt_limit(longest, model, learner.token_budget)
     learner.expect_samples(limit + longest)
     stream = _make_stream(config, tokenizer, limit)
@@ -118,8 +129,10 @@ def build_rl_job(config: RL) -> RLJob:
         reserve=0 if plan is None else plan.update,
     )
     engine = make_engine(config.engine, subject)
-    scorer = ScoringPool(config.task, choose_num_workers(config.task), again=make_again_rules(config))
-    training, evaluation = make_episode_settings(config, sampling, tokenizer)
+    scorer = make_scorer(config, tokenizer)
+    training, evaluation = make_episode_settings(
+        config, sampling, tokenizer, context=limit + longest if is_conversation else 0
+    )
     order: Order = "continuous" if config.rollout.order == "continuous" else "rounds"
     return RLJob(
         config=config,
@@ -138,12 +151,21 @@ def build_rl_job(config: RL) -> RLJob:
     )
 
 
+def make_scorer(config: RL, tokenizer: Tokenizer) -> ScoringPool:
+    """Starts the workers that score the answers of a run, and run its tools and environments."""
+    turns = config.turns
+    rules = make_conversation_rules(turns, tokenizer) if isinstance(turns, Conversation) else None
+    num_workers = turns.workers if isinstance(turns, Conversation) else 0
+    return start_scorer(config.task, make_again_rules(config), rules, num_workers)
+
+
 def _make_stream(config: RL, tokenizer: Tokenizer, max_prompt_tokens: int) -> TaskStream:
     """Reads the rows of the task, and returns the stream of training prompts of at most `max_prompt_tokens` tokens.
 
     Raises ConfigError if there are fewer rows than a step needs, or if the system prompt alone is too long.
     """
-    renderer = PromptRenderer(tokenizer, config.template, config.system)
+    format = config.turns.format if isinstance(config.turns, Conversation) else "auto"
+    renderer = PromptRenderer(tokenizer, config.template, config.system, None if format == "auto" else format)
     renderer.check_system(max_prompt_tokens)
     stream = TaskStream(
         config.task,

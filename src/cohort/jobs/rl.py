@@ -11,6 +11,8 @@ from cohort.algos.algorithm import Algorithm
 from cohort.config.document import get_variant_name
 from cohort.config.flags import collect_settings, format_setting
 from cohort.config.kinds import RL
+from cohort.config.options import CONVERSATION_OPTIONS
+from cohort.config.schema import Conversation
 from cohort.engines.base import Engine, Request, sample
 from cohort.engines.sync import WeightSync
 from cohort.evaluation.evaluate import describe_sampling, digest_rows
@@ -21,6 +23,7 @@ from cohort.loops.reuse import RolloutReuse
 from cohort.loops.rl import train
 from cohort.models.catalog import notice_if_not_taught
 from cohort.rollout.producer import Producer
+from cohort.rollout.settings import describe_conversation
 from cohort.run.checkpoint import Checkpoint
 from cohort.run.life import Run
 from cohort.run.machine import program_name
@@ -89,11 +92,18 @@ class RLJob(TrainingJob):
             sampling=describe_sampling(self.eval_producer.settings.sampling),
             seed=c.seed,
             step=step,
-            turns="first" if self.eval_producer.settings.later_turns is None else "all",
+            turns=self._describe_turns(),
         )
         return run_evaluation(
             self.eval_producer, self.problems, setting, lambda p: self.tokenizer.spell(p.tokens), then="resume the run"
         )
+
+    def _describe_turns(self) -> str:
+        """Returns which turns an evaluation has, as its setting records it."""
+        later_turns = self.eval_producer.settings.later_turns
+        if self.scorer.conversation is not None and later_turns is not None:
+            return describe_conversation(self.scorer.conversation, later_turns.max_total)
+        return "first" if later_turns is None else "all"
 
     def sample_groups(self, prompts: Sequence[list[Message]], num_samples: int, visit: int = 0) -> list[Group]:
         """Samples answers to prompts that are in no task, with the sampling of the run. Returns one group per prompt.
@@ -274,8 +284,8 @@ def suggest_commands(config: RL, run: Path, step: int) -> list[list[str]]:
 def _make_eval_flags(config: RL) -> list[str]:
     """Returns flags, as words, that make `cohort eval` use the run's prompts and sampling in evaluations.
 
-    They are template, system prompt, temperature, limit of tokens, stop texts and settings of the task, each only if it
-    differs from the default. The numbers of problems and samples are left out.
+    They are template, system prompt, temperature, limit of tokens, stop texts, limits of conversations and settings of
+    the task, each only if it differs from the default. The numbers of problems and samples are left out.
     """
     flags = []
     if config.template != "chat":
@@ -290,6 +300,10 @@ def _make_eval_flags(config: RL) -> list[str]:
         flags += ["--max-tokens", str(config.sampling.max_tokens)]
     if config.sampling.stop:
         flags += format_setting("stop", config.sampling.stop)
+    if isinstance(config.turns, Conversation):
+        for option, name in CONVERSATION_OPTIONS.items():
+            value = getattr(config.turns, name)
+            flags += [] if value == getattr(Conversation(), name) else format_setting(option, value)
     # A task of which a setting has no default cannot be made without settings.
     defaults = {f.name: f.default for f in dataclasses.fields(config.task)}
     for name, setting in collect_settings(config.task, "task.").items():

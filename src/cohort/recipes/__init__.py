@@ -5,18 +5,31 @@ A recipe in a user's own file needs no registration: `cohort train path/to/file.
 
 from __future__ import annotations
 
-from cohort.recipes import arithmetic, countdown, gsm8k, ifeval, imitation, mathematics, smollm2, tiny
+from cohort.recipes import (
+    arithmetic,
+    calculator,
+    countdown,
+    gsm8k,
+    ifeval,
+    imitation,
+    mathematics,
+    search_qa,
+    smollm2,
+    tiny,
+)
 from cohort.recipes.registry import RECIPES, recipe
 
 __all__ = [
     "RECIPES",
     "arithmetic",
+    "calculator",
     "countdown",
     "gsm8k",
     "ifeval",
     "imitation",
     "mathematics",
     "recipe",
+    "search_qa",
     "smollm2",
     "tiny",
 ]

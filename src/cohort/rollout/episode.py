@@ -6,13 +6,14 @@ tokens between them, each as they first entered it.
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from cohort.engines.base import Request
-from cohort.errors import TaskError
 from cohort.tasks.environment import Past, compute_total_reward
-from cohort.types import Answer, Key, Message, Outcome, Prompt, Provenance, Sample, Sampling
+from cohort.types import Answer, Finish, Key, Message, Outcome, Prompt, Provenance, Sample, Sampling
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,21 +21,11 @@ class LaterTurns:
     """Settings of the policy's turns after its first."""
 
     max_tokens: int  # per turn
-    follow_up: Callable[[str], list[int]]
-    """Encodes what lies between two turns of the policy: from its end token, through the user's message in the
-    argument, to the beginning of the policy's next turn."""
-
-    def encode_replies(self, replies: Sequence[Message]) -> list[int]:
-        """Returns the tokens between two turns of the policy, which contain the environment's reply.
-
-        Raises TaskError unless `replies` is exactly one message of the role "user".
-        """
-        if len(replies) != 1 or replies[0]["role"] != "user":
-            raise TaskError(
-                f"The environment replied {str(list(replies))[:80]}. Let its method `step` reply with exactly one "
-                'message, of the role "user", or with none, which ends the episode.'
-            )
-        return self.follow_up(replies[0]["content"])
+    max_total: int = 0  # of a sample, replies included; 0 = no limit
+    encode_replies: Callable[[Sequence[Message]], list[int]]
+    """Encodes what lies between two turns of the policy: from its end token, through the messages in the argument, to
+    the beginning of the policy's next turn."""
+    stop_ids: tuple[int, ...] = ()  # the tokens with which the policy may end its turn
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,20 +74,30 @@ class Episode:
     sample: Sample = field(default_factory=_make_empty_sample)
     history: list[Message] = field(default_factory=list)  # the finished turns after the prompt
     answers: list[Answer] = field(default_factory=list)  # one per turn of the policy
+    earned: list[float] = field(default_factory=list)  # rewards of the turns alone, one per turn
+    calls: Counter[str] = field(default_factory=Counter)  # calls of tools, by outcome
+
+    @property
+    def num_allowed(self) -> int:
+        """The most tokens that prompt and sample may have together; 0 = no limit."""
+        later_turns = self.settings.later_turns
+        total = 0 if later_turns is None else later_turns.max_total
+        limits = [self.settings.context, total and len(self.prompt.tokens) + total]
+        return min((limit for limit in limits if limit), default=0)
 
     def make_request(self, id: str) -> Request:
         """Returns the request to the engine for the policy's next turn. `id` becomes the id of the request.
 
         Its tokens are the prompt and everything after it so far. Its `max_tokens` is the limit of this turn (first or
-        later), lowered to what fits into `settings.context` if that is set.
+        later), lowered to what `num_allowed` leaves.
         """
         sampling = self.settings.sampling
         later_turns = self.settings.later_turns
         if self.answers and later_turns is not None:
             sampling = replace(sampling, max_tokens=later_turns.max_tokens)
         tokens = [*self.prompt.tokens, *self.sample.tokens]
-        if 0 < self.settings.context < len(tokens) + sampling.max_tokens:
-            sampling = replace(sampling, max_tokens=self.settings.context - len(tokens))
+        if 0 < self.num_allowed < len(tokens) + sampling.max_tokens:
+            sampling = replace(sampling, max_tokens=self.num_allowed - len(tokens))
         return Request(
             id=id,
             tokens=tokens,
@@ -133,8 +134,9 @@ class Episode:
     def add_outcome(self, outcome: Outcome) -> None:
         """Stores a grader's outcome of the newest turn in the sample: reward, reward parts, reason and failure.
 
-        It replaces the outcome of the turn before. The reward is that of the parts less `outcome.cost`; None after a
-        failure. If the outcome has a `stand_in`, that replaces the newest answer in `answers`.
+        It replaces the outcome of the turn before. The reward is that of the parts less `outcome.cost`, and what the
+        turns have earned; None after a failure. A limit that ended the conversation becomes the finish reason. If the
+        outcome has a `stand_in`, that replaces the newest answer in `answers`.
         """
         # The answer was too much work for the grader. A worker that plays the episode again gets this one in its place.
         if outcome.stand_in is not None:
@@ -143,26 +145,41 @@ class Episode:
         sample.parts = dict(outcome.parts)
         sample.reason = outcome.reason
         sample.failure = outcome.failure
+        self.earned += [0.0] * (len(self.answers) - len(self.earned))
+        self.earned[-1] += outcome.earned
+        self.calls.update(outcome.calls)
+        if outcome.failure and self.calls:
+            self.calls["crash"] += 1
+        sample.calls = dict(self.calls)
+        if len(self.answers) > 1:
+            sample.messages = list(self.history)
+        if outcome.ending:
+            sample.finish = Finish(outcome.ending)
         # A failure is not a reward of 0: it says nothing about the answer.
-        sample.reward = None if outcome.failure else self.settings.compute_reward(outcome.parts) - outcome.cost
+        if outcome.failure:
+            sample.reward = None
+            return
+        last = self.settings.compute_reward(outcome.parts) - outcome.cost
+        sample.reward = last + math.fsum(self.earned)
+        if any(self.earned):
+            sample.turn_rewards = [*self.earned[:-1], self.earned[-1] + last]
 
     def add_replies(self, replies: Sequence[Message]) -> bool:
         """Appends the environment's replies to `sample` and `history`. Returns whether the policy has another turn.
 
-        It has none, and nothing is appended, if there are no replies, episodes have one turn, or the context has no
-        room for a token after the replies. Otherwise `sample` becomes a new sample whose outcome is empty until the
-        next `add_outcome`. An end token that the policy sampled is not repeated. Raises TaskError for several replies,
-        or one of another role than "user".
+        It has none, and nothing is appended, if there are no replies, episodes have one turn, or no token has room
+        after the replies (`num_allowed`). Otherwise `sample` becomes a new sample whose outcome is empty until the next
+        `add_outcome`. An end token that the policy sampled is not repeated.
         """
         later_turns = self.settings.later_turns
         sample = self.sample
         if not replies or later_turns is None:
             return False
         tokens = later_turns.encode_replies(replies)
-        # The policy may have sampled its end token, which the template puts there as well.
-        if sample.tokens[-1:] == tokens[:1]:
+        # The policy may have sampled its end token, or another stop token, where the template puts one as well.
+        if sample.tokens[-1:] == tokens[:1] or (sample.tokens and sample.tokens[-1] in later_turns.stop_ids):
             tokens = tokens[1:]
-        if 0 < self.settings.context <= len(self.prompt.tokens) + len(sample.tokens) + len(tokens):
+        if 0 < self.num_allowed <= len(self.prompt.tokens) + len(sample.tokens) + len(tokens):
             return False
         self.history += replies
         reply_tokens = Sample(

@@ -25,7 +25,7 @@ from cohort.rollout.ledger import Ledger, Status
 from cohort.system.clock import stage
 from cohort.tasks.environment import Past
 from cohort.tasks.stream import TaskStream
-from cohort.types import Answer, Group, Outcome, Prompt, Row, Sample
+from cohort.types import Answer, Finish, Group, Outcome, Prompt, Row, Sample
 
 log = logging.getLogger(__name__)
 
@@ -54,8 +54,11 @@ SamplePlace = tuple[int, int]
 class Scorer(Protocol):
     """The part of a scoring pool that a producer uses."""
 
-    def submit(self, id: str, row: Row, answer: Answer, past: Past | None = None) -> None:
-        """Queues an answer for scoring; `poll` returns its outcome later. `past` has earlier answers of the episode."""
+    def submit(self, id: str, row: Row, answer: Answer, past: Past | None = None, closing: str = "") -> None:
+        """Queues an answer for scoring; `poll` returns its outcome later. `past` has earlier answers of the episode.
+
+        `closing` is the limit that ends an episode whose newest answer was scored already; "" = the answer is new.
+        """
 
     def poll(self, timeout: float = 0.0) -> list[tuple[str, Outcome]]:
         """Returns (id, outcome) of newly scored answers, each once. Waits up to `timeout` seconds for the first."""
@@ -314,6 +317,12 @@ class Producer:
                 episode.add_outcome(outcome)
                 if not outcome.failure and episode.add_replies(outcome.replies):
                     self._ready.append((number, index))
+                    continue
+                # No room is left for the next turn, and the environment has given no reward yet.
+                if outcome.replies and not outcome.parts:
+                    self._scoring.add(id)
+                    past = episode.make_past()
+                    self.scorer.submit(id, group.prompt.row, episode.answers[-1], past, closing=str(Finish.TOTAL))
                     continue
                 group.missing -= 1
                 if not group.missing:

@@ -31,11 +31,12 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 
 from cohort.errors import TaskError
+from cohort.scoring.homes import EpisodeHomes
 from cohort.scoring.printed import PrintedLines
 from cohort.scoring.process import Worker
 from cohort.scoring.wire import WALL_PER_CPU_SECOND, Hello, Item, Limits, Reply, check_environment_reply
-from cohort.system.kernel import count_cores
 from cohort.tasks.base import OVER_LIMIT, Task, check_packages, check_parts, make_plain_answer
+from cohort.tasks.conversation import ConversationRules
 from cohort.tasks.environment import AgainRules, Past
 from cohort.tasks.ref import TaskRef
 from cohort.types import Answer, Outcome, Row
@@ -49,7 +50,6 @@ WASTED_SECONDS = 0.25
 START_SECONDS = 60.0  # time in which a worker must have loaded its task
 # How soon the death of a worker is noticed whose pipe stays open because a child that it forked holds it.
 TICK_SECONDS = 0.05
-MAX_WORKERS = 8  # that `choose_num_workers` returns
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,17 +59,6 @@ class Trouble:
     reason: str
     exhausted: bool = False  # whether it ran out of time or memory
     over_limit: bool = False  # whether it used up its CPU time: another try or a quieter machine would need as much
-
-
-def choose_num_workers(task: Task) -> int:
-    """Returns how many scoring workers to start for a task: 1 without `work_seconds`, since its grader is quick.
-
-    A task with `work_seconds` (a slow grader) gets one per processor that this process may use, less the one that
-    samples and trains, but at least 1 and at most 8.
-    """
-    if not task.work_seconds:
-        return 1
-    return max(1, min(MAX_WORKERS, count_cores() - 1))
 
 
 def choose_queue_length(seconds: float | None) -> int:
@@ -98,6 +87,7 @@ class ScoringPool:
         workers: int = 1,
         limits: Limits | None = None,
         again: AgainRules | None = None,
+        conversation: ConversationRules | None = None,
     ) -> None:
         if workers < 1:
             raise ValueError(f"workers is {workers}; a scoring pool needs at least 1")
@@ -105,7 +95,8 @@ class ScoringPool:
             check_packages(task)
         self.task = task if isinstance(task, TaskRef) else TaskRef.from_task(task)
         self.limits = limits or Limits()
-        self.again = again  # when an episode gets another turn; None = an episode is one answer
+        # When an episode gets another attempt, and the rules of tools and environments; None = it is one answer.
+        self.again, self.conversation = again, conversation
         self.num_failures = 0  # outcomes that were failures
         self.num_over_limit = 0  # answers that were wrong because they took too much work
         self.num_restarts = 0  # workers that were replaced
@@ -126,23 +117,27 @@ class ScoringPool:
         self._next_serial = 0
         self._failed_starts = 0
         import_path = [entry or os.getcwd() for entry in sys.path]
-        self._hello = Hello(task=self.task, limits=self.limits, import_path=import_path, again=again)
+        self._hello = Hello(
+            task=self.task, limits=self.limits, import_path=import_path, again=again, conversation=conversation
+        )
+        self._homes = EpisodeHomes()
         self._workers: list[Worker] = []
         self._finalizer = weakref.finalize(self, _kill_workers, self._workers, os.getpid())
         for _ in range(workers):
             self._workers.append(self._start_worker())
 
-    def submit(self, id: str, row: Row, answer: Answer, past: Past | None = None) -> None:
+    def submit(self, id: str, row: Row, answer: Answer, past: Past | None = None, closing: str = "") -> None:
         """Queues an answer to a row for scoring. Calls of `poll` send it to a worker and return its outcome with `id`.
 
-        `past` holds the key and the earlier answers of the same episode; None = the answer stands alone. Raises
-        ValueError if the pool is closed, or if another answer with this id is neither finished nor dropped.
+        `past` holds the key and the earlier answers of the same episode; None = the answer stands alone. `closing` is
+        the limit (a Finish) that ends an episode whose newest answer was stepped already; "" = the answer is new.
+        Raises ValueError if the pool is closed, or if another answer with this id is neither finished nor dropped.
         """
         if not self._finalizer.alive:
             raise ValueError("the scoring pool is closed; make a new one")
         if id in self._numbers:
             raise ValueError(f'an answer with the id "{id}" is being scored already; use another id')
-        item = Item(number=self._next_number, row=row, answer=answer, past=past)
+        item = Item(number=self._next_number, row=row, answer=answer, past=past, closing=closing)
         self._next_number += 1
         self._ids[item.number] = id
         self._numbers[id] = item.number
@@ -298,11 +293,12 @@ class ScoringPool:
             worker = self._workers[index] = self._start_worker()
         # A worker that scores a dropped answer may soon be replaced and gets nothing.
         window = choose_queue_length(self._typical_seconds) if worker.wasted_since is None else 0
+        living = {other.serial for other in self._workers}
         while len(worker.items) < window:
             if self._retries and self._retries[0][0] <= worker.serial:
                 item = self._retries.popleft()[1]
-            elif self._waiting:
-                item = self._waiting.popleft()
+            elif (chosen := self._homes.pop_item(self._waiting, worker.serial, living)) is not None:
+                item = chosen
             else:
                 break
             if self._is_wanted(item):
@@ -353,8 +349,9 @@ class ScoringPool:
             except TaskError as error:
                 self._finish_refused(item, error)
             else:
-                outcome = Outcome(parts=parts, reason=reply.reason, replies=reply.replies, cost=reply.cost)
-                self._finish_scored(item, outcome)
+                self._finish_scored(item, reply.to_outcome(parts))
+                # An episode that goes on has its environment in this worker.
+                self._homes.note(item, worker.serial if reply.replies else None)
 
     def _find_trouble(self, worker: Worker) -> Trouble | None:
         """Returns why a living worker must be replaced; None if it need not be. Changes nothing.

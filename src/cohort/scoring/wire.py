@@ -15,9 +15,10 @@ from typing import Any
 
 from cohort.errors import TaskError
 from cohort.system.json_text import parse_json, show_value
+from cohort.tasks.conversation import ConversationRules
 from cohort.tasks.environment import AgainRules, Past
 from cohort.tasks.ref import TaskRef
-from cohort.types import Answer, Key, Message, Row
+from cohort.types import Answer, Finish, Key, Message, Outcome, Row
 
 MAX_LINE = 1 << 20  # bytes of a worker's reply; a longer line is not accepted as one
 # Wall-clock seconds per CPU second of a work limit: an answer is not wrong because the machine is busy.
@@ -64,7 +65,8 @@ class Hello:
     task: TaskRef
     limits: Limits
     import_path: list[str]  # the pool's sys.path
-    again: AgainRules | None = None  # when an episode gets another turn; None = an episode is one answer
+    again: AgainRules | None = None  # when an episode gets another attempt; None = never
+    conversation: ConversationRules | None = None  # for tools and environments; None = the task has none
 
     def encode(self) -> bytes:
         """Returns the message as a line of JSON."""
@@ -79,17 +81,25 @@ class Hello:
         again = message["again"]
         # JSON made the tuple of words a list.
         rules = AgainRules(**{**again, "words": tuple(again["words"])}) if again else None
-        return Hello(task=task, limits=limits, import_path=message["import_path"], again=rules)
+        talk = message["conversation"]
+        conversation = ConversationRules(**talk) if talk else None
+        return Hello(
+            task=task, limits=limits, import_path=message["import_path"], again=rules, conversation=conversation
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Item:
-    """One answer to score. With a `past` it is the newest answer of an episode."""
+    """One answer to score. With a `past` it is the newest answer of an episode.
+
+    With `closing` the answer was stepped already, and the episode must end because of that limit (a Finish).
+    """
 
     number: int  # given by the pool; the reply has the same
     row: Row
     answer: Answer
     past: Past | None = None
+    closing: str = ""
 
     @property
     def num_answers(self) -> int:
@@ -104,7 +114,7 @@ class Item:
         past = self.past
         fields = [self.number, self.row, *_answer_to_list(self.answer)]
         if past is not None:
-            fields += [dataclasses.astuple(past.key), [_answer_to_list(a) for a in past.answers]]
+            fields += [dataclasses.astuple(past.key), [_answer_to_list(a) for a in past.answers], self.closing]
         return _encode_line(fields)
 
     @staticmethod
@@ -119,7 +129,7 @@ class Item:
         names = [f.name for f in dataclasses.fields(Key)]
         key = Key(**dict(zip(names, episode[0], strict=True)))
         past = Past(key=key, answers=tuple(map(_answer_from_list, episode[1])))
-        return Item(number=number, row=row, answer=answer, past=past)
+        return Item(number=number, row=row, answer=answer, past=past, closing=episode[2])
 
 
 def _answer_to_list(a: Answer) -> list[Any]:
@@ -156,6 +166,9 @@ class Reply:
     reason: str = ""  # the grader's, for its parts
     replies: list[Message] = field(default_factory=list)  # messages before the policy's next turn
     cost: float = 0.0  # subtracted from the reward
+    earned: float = 0.0  # a reward of this turn alone
+    calls: dict[str, Any] = field(default_factory=dict)  # calls of tools in this turn, by outcome
+    ending: str = ""  # the limit that ended the conversation
     failure: str = ""  # what the grader raised
     memory: str = ""  # how the grader ran out of memory
     contract: str = ""  # what is wrong with the grader's result
@@ -169,6 +182,18 @@ class Reply:
         if self.ready is not None:
             fields["ready"] = dataclasses.astuple(self.ready)
         return _encode_line({k: v for k, v in fields.items() if v != _DEFAULTS[k]})
+
+    def to_outcome(self, parts: dict[str, float]) -> Outcome:
+        """Returns the outcome of a scored answer. `parts` are those of the reply, checked."""
+        return Outcome(
+            parts=parts,
+            reason=self.reason,
+            replies=self.replies,
+            cost=self.cost,
+            earned=self.earned,
+            calls=self.calls,
+            ending=self.ending,
+        )
 
     @staticmethod
     def decode(line: bytes) -> Reply:
@@ -202,8 +227,9 @@ def _read_ready(fields: list[Any]) -> Ready:
 
 # JSON types of the fields of a reply; all others are strings.
 _TYPES: dict[str, type] = {"ready": list, "number": int, "parts": dict, "replies": list}
-_TYPES |= {"cost": float, "seconds": float, "num_lines": int}
-_DEFAULTS: dict[str, Any] = {f.name: [] if f.name == "replies" else f.default for f in dataclasses.fields(Reply)}
+_TYPES |= {"cost": float, "seconds": float, "num_lines": int, "earned": float, "calls": dict}
+_EMPTY: dict[str, Any] = {"replies": [], "calls": {}}
+_DEFAULTS: dict[str, Any] = {f.name: _EMPTY.get(f.name, f.default) for f in dataclasses.fields(Reply)}
 
 
 def _encode_line(value: Any) -> bytes:
@@ -212,7 +238,7 @@ def _encode_line(value: Any) -> bytes:
 
 
 def check_environment_reply(name: str, row_id: str, reply: Reply) -> None:
-    """Raises TaskError unless all `replies` have text as role and content and the cost is a finite number.
+    """Raises TaskError unless all `replies` are texts of a user or a tool, and numbers and limits are sound.
 
     `name` is the task and `row_id` the row, for the error message. Other fields of the reply are not checked.
     """
@@ -223,7 +249,18 @@ def check_environment_reply(name: str, row_id: str, reply: Reply) -> None:
                 f"{where} returned the message {show_value(message)} in `replies`; its method `step` must return dicts "
                 "whose role and content are both strings"
             )
-    if not math.isfinite(reply.cost):
-        raise TaskError(
-            f"{where} returned the cost {reply.cost}; the cost that its method `step` replies must be a finite number"
-        )
+        if message["role"] not in ("user", "tool"):
+            raise TaskError(
+                f"{where} replied as {show_value(message['role'])}; the messages in `replies` must be of the role "
+                '"user" or "tool"'
+            )
+    for what, value in (("cost", reply.cost), ("earned", reply.earned)):
+        if not math.isfinite(value):
+            raise TaskError(
+                f"{where} returned {value} as {what}; the {what} of what its method `step` returns must be a finite "
+                "number"
+            )
+    if not all(type(count) is int and count >= 0 for count in reply.calls.values()):
+        raise TaskError(f"{where} returned the calls {show_value(reply.calls)}, which are no numbers")
+    if reply.ending and reply.ending not in set(Finish):
+        raise TaskError(f"{where} ended by {show_value(reply.ending)}, which is no known limit")

@@ -26,8 +26,9 @@ from cohort.scoring.wire import MAX_FAILURE, MAX_PRINTED, Hello, Item, Limits, R
 from cohort.system.kernel import limit_memory, measure_peak_memory, set_soft_limit
 from cohort.tasks.base import MAX_REASON, Task, check_parts, grade
 from cohort.tasks.calls import describe_columns
+from cohort.tasks.conversation import ConversationEnvironment
 from cohort.tasks.environment import Environment, Episodes, SingleTurn, Step, ThinkAgain
-from cohort.types import Answer
+from cohort.types import Answer, Finish
 from cohort.user_code import find_frame
 
 
@@ -111,7 +112,11 @@ def score_item(
     # This is the only call of foreign code, and the only place that catches what it raises.
     try:
         if item.past is not None:
-            return make_step_reply(task, item, episodes.step(item.row, item.past, item.answer, before))
+            if item.closing:
+                step = episodes.close(item.row, item.past, item.answer, Finish(item.closing), before)
+            else:
+                step = episodes.step(item.row, item.past, item.answer, before)
+            return make_step_reply(task, item, step)
         before(item.answer)
         outcome = grade(task, item.row, item.answer)
     except TaskError as error:
@@ -145,9 +150,16 @@ def make_step_reply(task: Task, item: Item, step: Step) -> Reply:
     parts = None
     if step.parts is not None:
         parts = check_parts(task.name, str(item.row.get("id", "?")), task.parts, task.accuracy, step.parts)
-    replies = [] if step.done else list(step.replies)
-    reason = str(step.reason)[:MAX_REASON]
-    return Reply(number=item.number, parts=parts, reason=reason, replies=replies, cost=float(step.cost))
+    return Reply(
+        number=item.number,
+        parts=parts,
+        reason=str(step.reason)[:MAX_REASON],
+        replies=[] if step.done else list(step.replies),
+        cost=float(step.cost),
+        earned=float(step.earned),
+        calls=step.calls,
+        ending=step.ending,
+    )
 
 
 def describe_error(error: BaseException, printed: str = "", more: str = "") -> str:
@@ -185,6 +197,8 @@ def serve(task: Task, hello: Hello, requests: BinaryIO, send: Callable[[bytes], 
 
     def make_environment() -> Environment:
         """Returns a new environment for an episode of the task."""
+        if hello.conversation is not None:
+            return ConversationEnvironment(task, hello.conversation)
         return SingleTurn(task) if again is None else ThinkAgain(SingleTurn(task), again)
 
     def prepare_answer(answer: Answer) -> None:

@@ -36,6 +36,7 @@ BUILT_IN = {
     "aime24": "cohort.tasks.mathematics.task",
     "amc": "cohort.tasks.mathematics.task",
     "arithmetic": "cohort.tasks.arithmetic",
+    "calculator": "cohort.tasks.calculator",
     "countdown": "cohort.tasks.countdown",
     "gsm8k": "cohort.tasks.gsm8k",
     "ifeval": "cohort.tasks.ifeval.task",
@@ -48,13 +49,14 @@ BUILT_IN = {
 
 # What the rows of a split are needed for, in messages.
 _NEEDED_FOR = {"train": ", which a run trains on", "test": ", on which every run is evaluated"}
-# The methods that Cohort calls, with their arguments after self. The last two are optional.
+# The methods that Cohort calls, with their arguments after self. The last three are optional.
 _METHODS = {
     "rows": ("split",),
     "prompt": ("row",),
     "score": ("row", "answer"),
     "gold": ("row",),
     "summary": ("rows", "parts"),
+    "environment": (),
 }
 MAX_ROWS = 5_000_000  # rows of a split; a task with more is taken for one whose rows never end
 
@@ -72,7 +74,9 @@ class Verdict:
 class Task(Protocol):
     """The attributes and methods that every class has after `@cohort.task`.
 
-    A class may also have `gold(row) -> str`, a right answer as text: the self-check scores it.
+    A class may also have `gold(row) -> str`, a right answer as text: the self-check scores it. For conversations it has
+    `tools`, functions that the model may call, or `environment()`, a new object per episode, or both: see
+    `cohort.tasks.conversation`. A task with an environment needs no `prompt` and no `score`.
     """
 
     name: ClassVar[str]
@@ -131,7 +135,8 @@ def task(name: str) -> Callable[[type[T]], type[T]]:
         A class that is no dataclass is made one. Raises TaskError for a class that cannot be a task, and for a name
         that is taken.
         """
-        for method in ("rows", "prompt", "score"):
+        # An environment may bring the first messages and the reward itself.
+        for method in ("rows",) if hasattr(cls, "environment") else ("rows", "prompt", "score"):
             if not callable(getattr(cls, method, None)):
                 raise TaskError(f'task "{name}": class {cls.__name__} has no method {method}; define it in the class')
         if not dataclasses.is_dataclass(cls):
@@ -219,6 +224,11 @@ def get_task(name: str) -> type:
 def list_task_names() -> list[str]:
     """Returns the names of all built-in and registered tasks, sorted."""
     return TASKS.list_names()
+
+
+def has_conversations(task: Any) -> bool:
+    """Returns whether a task has tools or an environment, so that an episode may have several turns."""
+    return hasattr(task, "environment") or bool(getattr(task, "tools", ()))
 
 
 def require(task: str, holds: bool, rule: str) -> None:
@@ -400,6 +410,10 @@ def run_self_check(task: Task, num_rows: int = 20) -> SelfCheck:
         for index, raw in enumerate(islice(iterate_rows(task, split), num_rows)):
             row = _normalise_row(task.name, index, raw)
             where = f'task "{task.name}", row "{row["id"]}" of "{split}"'
+            # Only the environment knows what an episode earns.
+            if hasattr(task, "environment"):
+                checked += 1
+                continue
             empty = grade(task, row, make_plain_answer(""))
             if empty.parts[task.accuracy] != 0 or max(empty.parts.values()) > 0:
                 raise TaskError(

@@ -69,12 +69,24 @@ def make_messages(task: Task, row: Row) -> list[Message]:
     Raises TaskError if the method `prompt` returns no list of messages that can be written as JSON and as text, and
     UserCodeError if that of a user's task raises.
     """
-    messages = call_prompt(task, row)
-    where = f'task "{task.name}", row {quote_id(row["id"])}'
-    got = describe_result(None, type(task).prompt) if messages is None else str(messages)[:60]
+    return check_messages(call_prompt(task, row), f"{_name_row(task, row)}: the method `prompt`", type(task).prompt)
+
+
+def _name_row(task: Task, row: Row) -> str:
+    """Returns the task and the row, for messages."""
+    return f'task "{task.name}", row {quote_id(row["id"])}'
+
+
+def check_messages(messages: Any, what: str, method: Any) -> list[Message]:
+    """Returns the messages that a method of a user's code returned as plain JSON values.
+
+    `what` names the method at the beginning of messages. Raises TaskError for anything but a list of messages that can
+    be written as JSON and as text.
+    """
+    got = describe_result(None, method) if messages is None else str(messages)[:60]
     if not isinstance(messages, list) or not messages or not all(_is_message(m) for m in messages):
         raise TaskError(
-            f"{where}: the method `prompt` must return a list of one or more dicts, each with a string as "
+            f"{what} must return a list of one or more dicts, each with a string as "
             f'"role", not {got}. Write [{{"role": "user", "content": TEXT}}]'
         )
     try:
@@ -82,13 +94,13 @@ def make_messages(task: Task, row: Row) -> list[Message]:
         text = json.dumps(messages)
     except (TypeError, ValueError, RecursionError) as error:
         raise TaskError(
-            f"{where}: the messages that the method `prompt` returned cannot be written as JSON ({error}); use only "
-            "strings, numbers, lists and dicts in them"
+            f"{what} returned messages that cannot be written as JSON ({error}); use only strings, numbers, lists and "
+            "dicts in them"
         ) from error
     if has_half_character(text):
         raise TaskError(
-            f"{where}: the messages that the method `prompt` returned contain half a character (a lone surrogate), "
-            "which cannot be written as text; remove it"
+            f"{what} returned messages that contain half a character (a lone surrogate), which cannot be written as "
+            "text; remove it"
         )
     plain: list[Message] = json.loads(text)
     return plain

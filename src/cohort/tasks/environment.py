@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from cohort.errors import TaskError
 from cohort.tasks.base import Task, grade
 from cohort.tasks.draws import Draws
 from cohort.types import Answer, Finish, Key, Message, Row
@@ -30,12 +31,23 @@ class KeyedDraws:
     key: Key
 
     def for_turn(self, name: str, turn: int) -> Draws:
-        """Returns a source of random draws for turn number `turn`.
+        """Returns a source of random draws for turn number `turn` of this sample.
 
-        Each purpose uses a `name` of its own, as in "again".
+        Each purpose uses a `name` of its own, as in "again". Raises TaskError before there is a sample: an opening is
+        the same for all samples of a group.
         """
         k = self.key
+        if k.sample < 0:
+            raise TaskError(
+                "an environment draws its opening with draws.for_turn, which differs between the samples of a group; "
+                "use draws.for_group in its method `start`"
+            )
         return Draws(name, k.seed, k.purpose, k.task, k.prompt_id, k.visit, k.sample, turn)
+
+    def for_group(self, name: str) -> Draws:
+        """Returns a source of random draws that is the same for all samples of a group. Each purpose has its `name`."""
+        k = self.key
+        return Draws(name, k.seed, k.purpose, k.task, k.prompt_id, k.visit)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,15 +63,20 @@ class Step:
     """The result of stepping an environment with an answer.
 
     `parts` are the parts of the reward by name, for the episode up to now: those of the last step count. None means
-    that there is no reward yet. `cost` is subtracted from the reward. If the episode is not `done`, `replies` are the
-    messages before the policy's next turn.
+    that there is no reward yet. `cost` is subtracted from the reward. `earned` is a reward of this turn alone, which is
+    added to that of the parts. If the episode is not `done`, `replies` are the messages before the policy's next turn.
+    `calls` are the calls of tools in this turn, by outcome. `ending` is the limit that ended the conversation, as a
+    Finish.
     """
 
     parts: dict[str, float] | None = None
     reason: str = ""
     cost: float = 0.0
+    earned: float = 0.0
     replies: list[Message] = field(default_factory=list)
     done: bool = True
+    calls: dict[str, int] = field(default_factory=dict)
+    ending: str = ""
 
 
 class Environment(Protocol):
@@ -73,6 +90,12 @@ class Environment(Protocol):
 
     def step(self, answer: Answer) -> Step:
         """Takes the policy's next answer and returns its reward, or the messages that reply to it."""
+
+    def close(self, answer: Answer, limit: Finish) -> Step:
+        """Ends an episode that has no room for a further turn. `answer` is the newest one, which was stepped already.
+
+        Returns the reward. It is called only if the last step had none.
+        """
 
 
 class SingleTurn:
@@ -94,6 +117,10 @@ class SingleTurn:
         """
         outcome = grade(self.task, self.row, answer)
         return Step(parts=outcome.parts, reason=outcome.reason)
+
+    def close(self, answer: Answer, limit: Finish) -> Step:
+        """Scores the newest answer once more."""
+        return self.step(answer)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,6 +169,10 @@ class ThinkAgain:
         words = self.draws.for_turn("again", self.num_turns).choice(rules.words)
         return replace(step, replies=[{"role": "user", "content": words}], done=False)
 
+    def close(self, answer: Answer, limit: Finish) -> Step:
+        """Closes the inner environment."""
+        return self.inner.close(answer, limit)
+
 
 def compute_total_reward(parts: Mapping[str, float], coefficients: Mapping[str, float]) -> float:
     """Returns the sum of the reward parts, each times its coefficient.
@@ -186,24 +217,44 @@ class Episodes:
         only if the episode is not done; an exception removes it, and beyond MAX_LIVE the one stepped longest ago is
         dropped.
         """
-        # The environment leaves the table while it works: after an exception its state cannot be used any more.
-        environment, history = self._live.pop(past.key, (None, b""))
         # Hashed before the step, because a grader may change the values that it is given.
-        next_history = _hash_history(row, (*past.answers, answer))
-        if environment is None or history != _hash_history(row, past.answers):
-            environment = self.make()
-            before(answer)
-            environment.start(row, KeyedDraws(past.key))
-            for earlier in past.answers:
-                before(earlier)
-                environment.step(earlier)
+        history = _hash_history(row, (*past.answers, answer))
+        environment = self._pop_environment(row, past.key, past.answers, before, first=answer)
         before(answer)
         step = environment.step(answer)
         if not step.done:
-            self._live[past.key] = (environment, next_history)
+            self._live[past.key] = (environment, history)
             if len(self._live) > MAX_LIVE:
                 self._live.popitem(last=False)
         return step
+
+    def close(self, row: Row, past: Past, answer: Answer, limit: Finish, before: Callable[[Answer], None]) -> Step:
+        """Ends an episode whose newest answer was stepped already, because of a limit. Returns the last step.
+
+        The parameters are those of `step`.
+        """
+        environment = self._pop_environment(row, past.key, (*past.answers, answer), before, first=answer)
+        before(answer)
+        return environment.close(answer, limit)
+
+    def _pop_environment(
+        self, row: Row, key: Key, answers: tuple[Answer, ...], before: Callable[[Answer], None], first: Answer
+    ) -> Environment:
+        """Returns the environment that was given these answers, from the table or replayed. It leaves the table.
+
+        `before` is called with `first` before a new environment is started, and with every answer that is replayed.
+        """
+        # The environment leaves the table while it works: after an exception its state cannot be used any more.
+        environment, history = self._live.pop(key, (None, b""))
+        if environment is not None and history == _hash_history(row, answers):
+            return environment
+        environment = self.make()
+        before(first)
+        environment.start(row, KeyedDraws(key))
+        for earlier in answers:
+            before(earlier)
+            environment.step(earlier)
+        return environment
 
     def __len__(self) -> int:
         return len(self._live)

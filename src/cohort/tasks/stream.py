@@ -11,11 +11,13 @@ from functools import cached_property
 from typing import Any, Literal, Protocol
 
 from cohort.errors import ConfigError, TaskError
-from cohort.tasks.base import Task, load_rows
+from cohort.tasks.base import Task, has_conversations, load_rows
 from cohort.tasks.calls import call_prompt, make_messages
+from cohort.tasks.conversation import open_episode
 from cohort.tasks.draws import make_permutation
+from cohort.tasks.environment import KeyedDraws, Opening
 from cohort.tasks.splits import cut_validation
-from cohort.types import Message, Prompt, Row
+from cohort.types import Key, Message, Prompt, Row
 
 log = logging.getLogger(__name__)
 
@@ -122,7 +124,7 @@ class TaskStream:
         """
         if self._too_long != "skip" or not self._limit:
             return 0
-        return sum(self._render_prompt(row, visit=0) is None for row in self._rows)
+        return sum(self._render_prompt(row, visit=0, purpose="train") is None for row in self._rows)
 
     def seek(self, cursor: int) -> None:
         """Moves the stream to a cursor, from which it continues. Raises ValueError if it is negative."""
@@ -171,7 +173,7 @@ class TaskStream:
         while len(prompts) < n:
             epoch, position = divmod(self.cursor + rank, len(self._rows))
             index = self._get_order(epoch)[position]
-            prompt = self._render_prompt(self._rows[index], epoch)
+            prompt = self._render_prompt(self._rows[index], epoch, "train")
             self.cursor += num_ranks
             if prompt is not None:
                 prompts.append(prompt)
@@ -194,7 +196,7 @@ class TaskStream:
                 f'task "{self.task.name}" no longer has the {self.split} row "{id}", which this run needs; '
                 "restore the data that the run began with, then run cohort resume again"
             )
-        prompt = self._render_prompt(row, visit)
+        prompt = self._render_prompt(row, visit, "train")
         if prompt is None:
             raise TaskError(
                 f'task "{self.task.name}": the prompt of the {self.split} row "{id}", which this run needs, now has '
@@ -219,7 +221,7 @@ class TaskStream:
                 f"{len(rows)} or less, or 0 for all of them{more}"
             )
         rows = rows[: n or None]
-        rendered = (self._render_prompt(row, visit=0) for row in rows)
+        rendered = (self._render_prompt(row, visit=0, purpose="eval") for row in rows)
         prompts = [prompt for prompt in rendered if prompt is not None]
         if not prompts:
             raise self._make_none_fits_error(split)
@@ -236,9 +238,9 @@ class TaskStream:
             "shorten them, lower --sampling.max-tokens (cohort eval: --max-tokens), or use a model with more context"
         )
 
-    def render(self, messages: list[Message]) -> Rendering:
+    def render(self, messages: list[Message], tools: list[Any] | None = None) -> Rendering:
         """Returns messages that are in no row as tokens, as the prompts of the task are rendered."""
-        return self._tokenizer.render(messages)
+        return self._tokenizer.render(messages, tools or None)
 
     def _load_split(self, split: str) -> list[Row]:
         """Returns the rows of a split. The validation split and what it leaves of the training rows are read once.
@@ -279,7 +281,11 @@ class TaskStream:
         for number, row in enumerate(rows):
             place = "" if self._is_cut(split) else f"row {number} of {split}, counted from 0"
             # `repr` accepts any value. A prompt that is not a list of messages is refused in `_render_prompt`.
-            yield hashlib.blake2b(repr(call_prompt(self.task, row, place)).encode(), digest_size=16).digest()
+            if hasattr(self.task, "environment"):
+                asked = self._open_row(row, visit=0, purpose="train").messages
+            else:
+                asked = call_prompt(self.task, row, place)
+            yield hashlib.blake2b(repr(asked).encode(), digest_size=16).digest()
 
     def _is_cut(self, split: str) -> bool:
         """Returns whether a split is a part of the training rows: validation, or what it leaves."""
@@ -315,14 +321,23 @@ class TaskStream:
             self._order = (epoch, make_permutation(len(self._rows), self.seed, self.task.name, self.split, epoch))
         return self._order[1]
 
-    def _render_prompt(self, row: Row, visit: int) -> Prompt | None:
+    def _open_row(self, row: Row, visit: int, purpose: str) -> Opening:
+        """Returns the messages and tools with which an episode of a row begins."""
+        if not has_conversations(self.task):
+            return Opening(messages=make_messages(self.task, row))
+        # All samples of a group begin alike, so there is no sample yet.
+        key = Key(seed=self.seed, purpose=purpose, task=self.task.name, prompt_id=row["id"], visit=visit, sample=-1)
+        return open_episode(self.task, row, KeyedDraws(key)).describe()
+
+    def _render_prompt(self, row: Row, visit: int, purpose: str) -> Prompt | None:
         """Returns the prompt of a row as tokens; `visit` is the epoch. None if it is too long and too_long is "skip".
 
-        Raises TaskError if `task.prompt` returns no valid messages, or if the prompt is too long and too_long is
-        "error".
+        `purpose` is "train" or "eval", which draw different random numbers. Raises TaskError if `task.prompt` returns
+        no valid messages, or if the prompt is too long and too_long is "error".
         """
-        messages = make_messages(self.task, row)
-        rendered = self._tokenizer.render(messages)
+        opening = self._open_row(row, visit, purpose)
+        messages = opening.messages
+        rendered = self._tokenizer.render(messages, opening.tools or None)
         if self._limit and len(rendered.tokens) > self._limit:
             if self._too_long == "skip":
                 return None
@@ -341,4 +356,5 @@ class TaskStream:
             tokens=list(rendered.tokens),
             provenance=[int(p) for p in rendered.provenance],
             forced_text=rendered.forced_text,
+            tools=opening.tools,
         )

@@ -14,6 +14,7 @@ from cohort.system.paths import expand_home
 from cohort.text.bounded import MAX_SOURCE
 from cohort.text.plain import add_system
 from cohort.text.tokenizer import RawTextRenderer, RenderedPrompt, Tokenizer
+from cohort.tools.formats import FORMATS, FormatName, choose_format
 from cohort.types import Message
 
 
@@ -68,16 +69,27 @@ def describe_template(template: str) -> str:
 
 
 class PromptRenderer:
-    """A renderer of prompts as the settings `template` and `system` say. It takes the place of a tokenizer."""
+    """A renderer of prompts as the settings `template` and `system` say. It takes the place of a tokenizer.
 
-    def __init__(self, tokenizer: Tokenizer, template: str, system: str) -> None:
+    Tools are described by the chat template, or in the system prompt if the template knows no tools.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, template: str, system: str, format: FormatName | None = None) -> None:
         self._tokenizer = tokenizer
         self._inner = RawTextRenderer(tokenizer) if template == "text" else tokenizer
         self._system = system
+        # How the model writes calls of tools; None = as its chat template suggests.
+        self._format = format
 
     def render(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> RenderedPrompt:
         """Returns the messages, after the system prompt, as the tokens of a prompt, which offers `tools` if any."""
-        return self._inner.render(add_system(messages, self._system), tools)
+        messages = add_system(messages, self._system)
+        if not tools:
+            return self._inner.render(messages)
+        format = FORMATS[self._format or choose_format(self._tokenizer.get_template_source(with_tools=True))]
+        if format.is_native:
+            return self._inner.render(messages, tools)
+        return self._inner.render(add_system(messages, format.describe_tools(tools)))
 
     def check_system(self, limit: int) -> None:
         """Raises ConfigError if the system prompt alone has more than `limit` tokens; 0 = no limit."""

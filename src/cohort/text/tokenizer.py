@@ -256,16 +256,23 @@ class Tokenizer:
     def encode_follow_up(self, words: str) -> list[int]:
         """Returns the token ids of a user's turn with the text `words`, which follows an assistant's turn.
 
+        The tokens and what is raised are those of `encode_replies`.
+        """
+        return self.encode_replies([{"role": "user", "content": words}])
+
+    def encode_replies(self, replies: Sequence[Message], with_tools: bool = False) -> list[int]:
+        """Returns the token ids of messages, of users or tools, that follow an assistant's turn.
+
         They begin with the end token of the assistant's turn and end with the header of its next turn. The assistant's
-        own tokens are not among them. Raises ModelError if there is no chat template, if it drops earlier turns of the
-        assistant, or if it ends them without a stop token.
+        own tokens are not among them. `with_tools` = the conversation offers tools. Raises ModelError if there is no
+        chat template, if it drops earlier turns of the assistant, or if it ends them without a stop token.
         """
         # A conversation with `tag` as the assistant's message is rendered, and the text after the tag is encoded.
-        template = self._choose_template(with_tools=False)
-        mark, guard, tag = find_unused_characters(3, [template.source, words])
+        template = self._choose_template(with_tools=with_tools)
+        mark, guard, tag = find_unused_characters(3, [template.source, *list_strings(list(replies))])
         turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": tag}]
-        asked = self._guard_message({"role": "user", "content": words}, guard)
-        text = template.render([*turns, asked], None, generation_prompt=True)
+        asked = [self._guard_message(reply, guard) for reply in replies]
+        text = template.render([*turns, *asked], None, generation_prompt=True)
         _, tag_found, rest = text.partition(tag)
         if not tag_found:
             raise ModelError(
@@ -347,6 +354,10 @@ class Tokenizer:
         return {
             key: map_strings(value, guard_frame if key in written_keys else guard_all) for key, value in message.items()
         }
+
+    def get_template_source(self, *, with_tools: bool) -> str:
+        """Returns the chat template for conversations with or without tools, as its source; "" if there is none."""
+        return self._choose_template(with_tools=with_tools).source if self._templates else ""
 
     def _choose_template(self, *, with_tools: bool) -> ChatTemplate:
         """Returns the template "tool_use" for prompts with tools if there is one, otherwise "default".

@@ -24,9 +24,9 @@ EVERYDAY = """
 """
 # Names of papers, data sets and operations: proper names, written as their authors write them.
 PROPER = """
-    24 again amc angles arithmetic attention base cispo clipped countdown dapo dpo eval gmpo grpo gspo hinge ifeval
-    imitation instruction ipo k linear math12k math500 mathematics minerva mix norm olympiad orpo pass po pp
-    qa reinforce rl rloo robust rope rotation sapo sft sigmoid
+    24 again amc angles arithmetic attention base calculator cispo clipped countdown dapo dpo eval gmpo grpo gspo
+    hinge ifeval imitation instruction ipo k linear math12k math500 mathematics minerva mix norm olympiad orpo
+    pass po pp qa reinforce rl rloo robust rope rotation sapo sft sigmoid
 """
 # Function names that tell nothing. A reader has to open the function to learn what it does.
 EMPTY_NAMES = {

@@ -28,7 +28,7 @@ from tests.helpers.data_rows import rows_made_once, use_written_rows
 
 DEVICE_GIB = 139.8  # an H200
 RESULTS = Path(__file__).resolve().parents[3] / "docs" / "results"
-ADAPTERS = {"gsm8k_7b_lora", "gsm8k_14b_lora", "gsm8k_again", "ifeval", "arithmetic"}
+ADAPTERS = {"gsm8k_7b_lora", "gsm8k_14b_lora", "gsm8k_again", "ifeval", "arithmetic", "calculator", "search_qa"}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -70,13 +70,14 @@ def test_config_data_prompts_and_graders(name: str) -> None:
             assert grade(task, prompt.row, make_plain_answer("I do not know.")).parts[task.accuracy] == 0
     best = [grade(task, row, make_plain_answer(task.gold(row))).parts for row in rows_made_once(task, "train")[:5]]
     worth = [sum(config.reward.get(part, 1.0) * value for part, value in parts.items()) for parts in best]
-    assert all(w >= 0.7 for w in worth), "a right answer is paid for; the tutor takes 0.5 from these short ones"
+    if getattr(task, "reward", "") != "seed":  # re-grpo pays nothing without a call of the tool
+        assert all(w >= 0.7 for w in worth), "a right answer is paid for; the tutor takes 0.5 from these short ones"
 
 
 def test_each_seed_recipe_has_a_variant_for_a_cpu() -> None:
     small = {"arithmetic": "quickstart", "countdown": "tiny_countdown", "gsm8k": "smollm2_gsm8k"}
     small |= {"dr_grpo_math": "smollm2_math", "ifeval": "smollm2_ifeval", "gsm8k_tutor": "smollm2_gsm8k_tutor"}
-    small |= {"gsm8k_again": "smollm2_gsm8k_again"}
+    small |= {"gsm8k_again": "smollm2_gsm8k_again", "calculator": "tiny_calculator", "search_qa": "smollm2_search_qa"}
     for name, variant in small.items():
         config = load_config(variant)
         assert type(config.task) is type(load_config(name).task) and config.model in ("tiny", "smollm2-135m")
@@ -136,6 +137,8 @@ PUBLISHED = {
     "gsm8k_again": (f"{Q}-3B", 195, 32, 16, 1024, 1.0, 1e-5, "constant", 0.0, 8),
     "ifeval": (f"{Q}-7B", 390, 16, 16, 2048, 1.0, 1e-5, "constant", 0.0, 8),
     "arithmetic": ("unsloth/Llama-3.2-1B-Instruct", 300, 32, 12, 1024, 1.0, 5e-6, "constant", 0.01, 16),
+    "calculator": (f"{Q}-3B-Instruct", 256, 4, 4, 128, 0.7, 5e-6, "constant", 0.01, 16),
+    "search_qa": (f"{Q}-3B-Instruct", 256, 4, 4, 128, 0.7, 5e-6, "constant", 0.01, 16),
 }
 REWARDS = {
     "countdown": {"correct": 0.9, "format": 0.1},

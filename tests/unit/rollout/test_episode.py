@@ -16,7 +16,7 @@ from tests.unit.rollout.test_rollout import STOP, producer, prompt
 
 USER = [40, 41, 42]
 AGAIN = AgainRules(attempts=1, below=0.2, cost=0.0, words=("once more",), coefficients={})
-LATER_TURNS = LaterTurns(max_tokens=5, follow_up=lambda words: [STOP, *USER])
+LATER_TURNS = LaterTurns(max_tokens=5, encode_replies=lambda replies: [STOP, *USER])
 
 
 def says(request: Request) -> Script:
@@ -126,7 +126,7 @@ def test_the_result_does_not_depend_on_when_the_grader_answers(late):
 
 def test_a_turn_without_the_end_token_is_closed_by_the_template():
     """A turn may end with a stop string. Then the end token is the environment's and is not trained on."""
-    odd = replace(LATER_TURNS, follow_up=lambda words: [3, *USER])
+    odd = replace(LATER_TURNS, encode_replies=lambda replies: [3, *USER])
     (low, _), _ = sample_two_prompts(later_turns=odd)
     assert low[0].tokens == [7, STOP, 3, *USER, 8, 9, STOP]
     assert low[0].provenance[2] == Provenance.ENVIRONMENT

@@ -11,10 +11,9 @@ import pytest
 from cohort.config.schema import NativeEngine
 from cohort.engines.base import Request
 from cohort.engines.scripted import Script, ScriptedEngine
-from cohort.errors import EngineError, TaskError
+from cohort.errors import EngineError
 from cohort.fates import Fate
 from cohort.rollout import producer as module
-from cohort.rollout.episode import LaterTurns
 from cohort.rollout.ledger import Status
 from cohort.rollout.producer import MAX_REFILLS, Producer, RejectionRate
 from cohort.types import Group, Outcome, Prompt
@@ -321,11 +320,6 @@ def test_a_producer_that_was_left_in_the_middle_is_not_used_again():
         made.roll_out([prompt(0)])
     with pytest.raises(EngineError, match="Make a new producer"):
         made.roll_out([prompt(0)])
-
-
-def test_an_environment_that_answers_in_another_role_is_refused():
-    with pytest.raises(TaskError, match="exactly one message"):
-        LaterTurns(max_tokens=3, follow_up=lambda words: [1]).encode_replies([{"role": "tool", "content": "4"}])
 
 
 @pytest.mark.parametrize("weights", ["shared", "packed"])

@@ -66,6 +66,11 @@ def check_reward(trial: Trial, seconds: float = PASS_SECONDS) -> Iterator[Findin
     job = trial.job
     task = job.config.task
     stream = job.producer.stream
+    if hasattr(task, "environment"):
+        # Only a played episode has a reward. The sampled ones were played with the task's own environment.
+        yield ok("reward/environment", "rewards come from the environment, which played the sampled episodes")
+        yield check_signal(trial, seconds)
+        return
     rows = stream.next_prompts(min(NUM_TRAIN, stream.num_rows)) + job.problems[:NUM_TEST]
     try:
         cases = make_cases(task, rows)
@@ -389,7 +394,8 @@ def check_signal(trial: Trial, seconds: float) -> Finding:
     name = "reward/signal"
     job = trial.job
     begin = time.perf_counter()
-    for group in trial.sampled:
+    # Conversations were scored when they ended.
+    for group in trial.sampled if job.scorer.conversation is None else ():
         for s in group.samples:
             case = Case(prompt=group.prompt, kind="sample", answer=make_answer(group.prompt, s))
             has_time = time.perf_counter() - begin < seconds

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from cohort.config.kinds import require_rl
 from cohort.config.schema import RunConfig
 from cohort.errors import UserCodeError
+from cohort.inspect.check.drift import check_drift
 from cohort.inspect.check.findings import Finding, fail, ok
 from cohort.inspect.check.plan import check_memory, check_step_time
 from cohort.inspect.check.reward import check_reward
@@ -36,6 +37,7 @@ def run_checks(config: RunConfig, progress: Callable[[str], None]) -> Iterator[F
             yield ok("evaluation/problems", f"{notice}.")
         progress("sampling a few groups")
         trial = sample_trial(job, NUM_PROMPTS, NUM_SAMPLES)
+        yield from check_drift(trial)
         progress("rehearsing the reward")
         # "reward/speed" reports seconds per score, which the estimate of a step's time needs.
         seconds = 0.0

@@ -128,7 +128,8 @@ def sample_trial(job: RLJob, num_prompts: int, num_samples: int) -> Trial:
     stream = job.producer.stream
     prompts = stream.next_prompts(min(num_prompts, batch.prompts))
     drawing = replace(job.producer.settings, group_size=min(num_samples, batch.samples))
-    scorer = _ZeroRewardScorer(job.scorer.again)
+    # Tools and environments decide how a conversation goes on, so they are run.
+    scorer = _ZeroRewardScorer(job.scorer.again) if job.scorer.conversation is None else job.scorer
     producer = Producer(cast(Engine, engine), scorer, stream, drawing, job.producer.order)
     begin = time.perf_counter()
     groups = producer.roll_out(prompts)
@@ -234,6 +235,10 @@ class _ZeroRewardEnvironment:
         """Returns a last turn without replies and without reward parts, whatever the answer is."""
         return Step(parts={})
 
+    def close(self, answer: Answer, limit: Finish) -> Step:
+        """Returns the same."""
+        return Step(parts={})
+
 
 class _ZeroRewardScorer:
     """A stand-in for the scoring pool that gives every answer no reward, without running the task's grader.
@@ -246,7 +251,7 @@ class _ZeroRewardScorer:
         self.episodes = Episodes(lambda: inner if again is None else ThinkAgain(inner, again))
         self.done: list[tuple[str, Outcome]] = []
 
-    def submit(self, id: str, row: Row, answer: Answer, past: Past | None = None) -> None:
+    def submit(self, id: str, row: Row, answer: Answer, past: Past | None = None, closing: str = "") -> None:
         """Makes an outcome without reward parts at once; `poll` returns it under `id`. The grader is not run.
 
         `past` is the conversation so far; None = the task has a single turn. With `past`, the outcome may contain a

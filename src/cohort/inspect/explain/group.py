@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 from cohort.algos.algorithm import Algorithm
+from cohort.config.schema import ThinkAgain
 from cohort.fates import Fate
 from cohort.inspect.explain.effect import CLIPPED, SampleEffect
 from cohort.inspect.explain.records import Fact, GroupLine, GroupReport, SampleReport, ShownToken
@@ -181,7 +182,10 @@ def _describe_sample(step: RecordedStep, sample: Sample, fate: str, effect: Samp
         facts.append(("reason", sample.reason))
     facts.append(("advantage", format_signed(sample.advantage)))
     length = format_count(len(sample.tokens), "token")
-    facts.append(("finish", f"{sample.finish}, {length}, {sample.num_sampled} sampled"))
+    turns = f", {format_count(sample.num_turns, 'turn')}" if sample.num_turns > 1 else ""
+    facts.append(("finish", f"{sample.finish}, {length}, {sample.num_sampled} sampled{turns}"))
+    if sample.calls:
+        facts.append(("calls", ", ".join(f"{outcome} {num}" for outcome, num in sample.calls.items())))
     m = effect.metrics
     if effect.is_in_loss and step.effect.has_exact_ratios and "ratio/mean" in m:
         facts.append(("ratio", _format_ratios(m["ratio/min"], m["ratio/mean"], m["ratio/max"])))
@@ -256,10 +260,12 @@ def _describe_reward(step: RecordedStep, sample: Sample) -> str:
         factor = f" x {format_number(coefficient)}" if coefficient else " (only logged)"
         parts.append(f"{name} {format_number(value)}" + ("" if coefficient == 1 else factor))
     num_attempts = sample.num_turns - 1
-    if num_attempts > 0:
-        cost = num_attempts * getattr(step.config.turns, "cost", 0.0)
+    if isinstance(step.config.turns, ThinkAgain) and num_attempts > 0:
+        cost = num_attempts * step.config.turns.cost
         attempts = format_count(num_attempts, "further attempt")
         parts.append(attempts + (f" at {format_number(-cost)}" if cost else ""))
+    if sample.turn_rewards:
+        parts.append(f"per turn {', '.join(map(format_number, sample.turn_rewards))}")
     text = f"{format_number(sample.reward)} from {', '.join(parts)}" if parts else format_number(sample.reward)
     value = _get_return(step.algo, sample)
     return text if value == sample.reward else f"{text}; the baseline uses {format_number(value)}"

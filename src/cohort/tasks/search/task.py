@@ -216,7 +216,7 @@ class SearchQA:
         """Returns the reward parts of the answer that ends a conversation, with the reason why it is not right."""
         graded = grade_answer(answer.text, row["answers"])
         # Answers of conversations with tools have the outcomes of their calls.
-        call = judge_calls(getattr(answer, "calls", ()))
+        call = judge_calls(answer.calls)
         return Verdict(compute_parts(self.reward, graded, call), graded.reason)
 
     def summary(self, rows: Sequence[Row], parts: Sequence[Mapping[str, float]]) -> dict[str, float]:

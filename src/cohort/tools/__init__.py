@@ -1,0 +1,1 @@
+"""Tools that a model may call: their descriptions, the formats of calls, and how a call is run."""

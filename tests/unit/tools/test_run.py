@@ -1,0 +1,111 @@
+"""Running calls: every outcome with the text that the model is shown, time limits, and results of any kind."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from cohort.tools.formats import Call
+from cohort.tools.run import CallLimits, CallOutcome, run_calls
+from cohort.tools.schema import make_tools
+
+LIMITS = CallLimits(seconds=5.0, characters=40)
+
+
+def echo(text: str) -> str:
+    """Says it again."""
+    return text
+
+
+def fail(text: str) -> str:
+    """Fails."""
+    raise ValueError(f"no {text}")
+
+
+def wait(seconds: float) -> str:
+    """Waits."""
+    time.sleep(seconds)
+    return "done"
+
+
+def stubborn() -> str:
+    """Catches everything that it should not."""
+    try:
+        time.sleep(60)
+    except Exception:
+        return "caught"
+    return "done"
+
+
+RETURNED: list[Any] = [None]
+
+
+def give() -> Any:
+    """Gives."""
+    return RETURNED[0]
+
+
+TOOLS = make_tools([echo, fail, wait, stubborn, give])
+
+
+def run(*calls: Call, limits: CallLimits = LIMITS) -> list[tuple[str, str]]:
+    return [(str(result.outcome), result.content) for result in run_calls(calls, TOOLS, limits)]
+
+
+@pytest.mark.parametrize(
+    ("made", "expected"),
+    [
+        (Call(name="echo", arguments={"text": "error"}), ("ok", "error")),
+        (Call(name="fail", arguments={"text": "luck"}), ("error", "ValueError: no luck")),
+        (Call(name="nothing"), ("unknown", 'There is no tool "nothing". Tools: echo, fail, wait, stubborn, give.')),
+        (Call(name="echo"), ("malformed", 'Malformed call: the argument "text" is missing.')),
+        (Call(problem="it is no JSON"), ("malformed", "Malformed call: it is no JSON.")),
+        (Call(name="echo", arguments={"text": "x" * 50}), ("ok", "x" * 40 + " ... (cut after 40 characters)")),
+        (Call(name="echo", arguments={"text": "a\ud800b"}), ("ok", "a?b")),
+    ],
+)
+def test_each_outcome_has_its_text(made: Call, expected: tuple[str, str]) -> None:
+    assert run(made) == [expected]
+
+
+@pytest.mark.parametrize(
+    ("returned", "text"),
+    [
+        (None, ""),
+        (3, "3"),
+        (0.5, "0.5"),
+        (True, "True"),
+        ({"a": [1, "ä"]}, '{"a": [1, "ä"]}'),
+        (b"\xff\x00", "\ufffd\x00"),
+    ],
+)
+def test_results_of_any_kind_are_texts(returned: Any, text: str) -> None:
+    RETURNED[0] = returned
+    assert run(Call(name="give")) == [("ok", text)]
+
+
+def test_a_tool_that_takes_too_long_is_stopped_and_the_next_call_has_what_is_left() -> None:
+    begin = time.monotonic()
+    limits = CallLimits(seconds=0.2, characters=100)
+    slow = Call(name="wait", arguments={"seconds": 30})
+    found = run(Call(name="echo", arguments={"text": "a"}), slow, slow, limits=limits)
+    assert [outcome for outcome, _ in found] == ["ok", "timeout", "timeout"]
+    assert found[1][1] == "The tool took too long and was stopped."
+    assert time.monotonic() - begin < 5
+    # No timer is left behind.
+    time.sleep(0.25)
+    assert run(Call(name="echo", arguments={"text": "a"})) == [("ok", "a")]
+
+
+def test_a_tool_that_catches_every_exception_is_stopped_too() -> None:
+    begin = time.monotonic()
+    assert run(Call(name="stubborn"), limits=CallLimits(seconds=0.1, characters=9))[0][0] == str(CallOutcome.TIMEOUT)
+    assert time.monotonic() - begin < 5
+
+
+def test_calls_are_run_in_their_order() -> None:
+    RETURNED[0] = 1
+    made = [Call(name="give"), Call(name="echo", arguments={"text": "b"}), Call(name="give")]
+    assert [text for _, text in run(*made)] == ["1", "b", "1"]
