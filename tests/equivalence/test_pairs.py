@@ -16,7 +16,7 @@ from cohort.algos.aggregate import Totals
 from cohort.algos.algorithm import build_algorithm
 from cohort.algos.inputs import LossInputs
 from cohort.algos.preferences import PreferenceLoss
-from cohort.config.algos import OnlineDPO, OnlineHinge, OnlineIPO, OnlineORPO, OnlineRobust, OnlineSimPO, Paired
+from cohort.config.algos import OnlineDPO, OnlineHinge, OnlineIPO, OnlineORPO, OnlineRobust, OnlineSimPO, PairPolicy
 from cohort.config.preferences import IPO, ORPO, Hinge, PairLoss, Robust, Sigmoid, SimPO
 from cohort.config.schema import LearnerConfig, OptimConfig
 from cohort.data.pack import make_batch, pack
@@ -196,12 +196,12 @@ def give_pairs(groups: list[Group]) -> list[Group]:
 
 
 @pytest.mark.parametrize("config", ONLINE, ids=lambda c: type(c).__name__)
-def test_pairs_from_a_reward_train_as_given_pairs_do(config: Paired) -> None:
+def test_pairs_from_a_reward_train_as_given_pairs_do(config: PairPolicy) -> None:
     """The gradient is that of the DPO job: the same learner, reference and loss on the pairs alone."""
     settings = LearnerConfig(dtype="float64", token_budget=60)
 
     def make() -> LocalLearner:
-        reference = small_decoder(torch.float64, seed=1) if config.pair_loss.has_reference else None
+        reference = small_decoder(torch.float64, seed=1) if config.has_reference else None
         decoder = small_decoder(torch.float64)
         return LocalLearner(decoder, settings, OptimConfig(), num_updates=1, reference=reference)
 
@@ -209,7 +209,7 @@ def test_pairs_from_a_reward_train_as_given_pairs_do(config: Paired) -> None:
     groups = algo.advantages(make_scored_groups())
     annotate(learner, groups, algo.loss_needs())
     found = learner.compute_gradient(make_batch(groups, whole_groups=algo.whole_groups), algo)
-    given, job_learner, loss = give_pairs(groups), make(), PreferenceLoss(config.pair_loss)
+    given, job_learner, loss = give_pairs(groups), make(), PreferenceLoss(config)
     assert 4 <= len(given) < len(groups)
     annotate(job_learner, given, loss.needs(given), T)
     expected = job_learner.compute_gradient(make_pair_batch(given), loss)
@@ -221,11 +221,11 @@ def test_pairs_from_a_reward_train_as_given_pairs_do(config: Paired) -> None:
     # Only samples of pairs have log-probabilities of the reference.
     annotated = [s.ref_logprobs is not None for g in groups for s in g.samples]
     paired = [bool(s.advantage) for g in groups for s in g.samples]
-    assert annotated == (paired if config.pair_loss.has_reference else [False] * len(paired))
+    assert annotated == (paired if config.has_reference else [False] * len(paired))
 
 
 @pytest.mark.parametrize("config", ONLINE, ids=lambda c: type(c).__name__)
-def test_the_cut_of_a_batch_does_not_change_pairs_from_a_reward(config: Paired) -> None:
+def test_the_cut_of_a_batch_does_not_change_pairs_from_a_reward(config: PairPolicy) -> None:
     algo, reference = build_algorithm(config, 16), small_decoder(torch.float64, seed=1)
     gradients = []
     for sharing in (True, False):
@@ -245,7 +245,7 @@ def test_the_cut_of_a_batch_does_not_change_pairs_from_a_reward(config: Paired) 
 
 
 @pytest.mark.parametrize("config", ONLINE, ids=lambda c: type(c).__name__)
-def test_only_sampled_tokens_of_pairs_have_a_gradient_and_explain_shows_it(config: Paired) -> None:
+def test_only_sampled_tokens_of_pairs_have_a_gradient_and_explain_shows_it(config: PairPolicy) -> None:
     learner = make_learner(sharing=True)
     learner.reference = small_decoder(torch.float64, seed=1)
     algo = build_algorithm(config, 16)

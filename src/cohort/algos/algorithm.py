@@ -17,7 +17,7 @@ from cohort.algos.pairing import PairedAlgorithm
 from cohort.algos.policy import PlainAlgorithm, PolicyGradient
 from cohort.algos.surrogates import algorithm_names, find_surrogate
 from cohort.algos.tally import Tally
-from cohort.config.algos import ALGOS, Paired
+from cohort.config.algos import ALGOS, PairPolicy
 from cohort.errors import ConfigError, suggest_name
 from cohort.types import Group
 from cohort.world import ONE_PROCESS, World
@@ -113,7 +113,7 @@ def build_algorithm(config: Any, max_tokens: int) -> Algorithm:
     other objects, for an algorithm without registered policy loss, and for one on pairs with a policy loss of its own.
     """
     name = algorithm_name(config)
-    if isinstance(config, Paired):
+    if isinstance(config, PairPolicy):
         if hasattr(config, "policy_loss"):
             raise ConfigError(
                 f'algo "{name}" compares pairs of samples, so the method policy_loss of {type(config).__name__} would '

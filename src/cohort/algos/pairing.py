@@ -19,7 +19,8 @@ from cohort.algos.loss import measure_policies
 from cohort.algos.policy import GroupAlgorithm
 from cohort.algos.preferences import PreferenceLoss
 from cohort.algos.tally import Tally
-from cohort.config.algos import Paired
+from cohort.config.algos import PairPolicy
+from cohort.config.preferences import PairLoss
 from cohort.fates import Fate
 from cohort.types import Group
 from cohort.world import ONE_PROCESS, World
@@ -43,12 +44,13 @@ class PairedAlgorithm(GroupAlgorithm):
     has_ratio = True
     whole_groups = True
 
-    def __init__(self, config: Paired, max_tokens: int) -> None:
+    def __init__(self, config: PairPolicy, max_tokens: int) -> None:
         super().__init__(config, max_tokens)
+        assert isinstance(config, PairLoss), f"{type(config).__name__} has no loss on pairs"
         self._pairs = config.pairs
         self._refills = config.dead == "refill"
-        self._has_reference = config.pair_loss.has_reference
-        self._loss = PreferenceLoss(config.pair_loss, IMPLICIT)
+        self._has_reference = config.has_reference
+        self._loss = PreferenceLoss(config, IMPLICIT)
 
     def needs(self) -> frozenset[str]:
         """Returns no names: rewards alone decide about pairs."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal, TypeVar, cast, dataclass_transform
 
-from cohort.config.preferences import IPO, ORPO, Hinge, PairLoss, Robust, Sigmoid, SimPO
+from cohort.config.preferences import IPO, ORPO, Hinge, Robust, Sigmoid, SimPO
 from cohort.config.section import (
     FINITE,
     LARGEST,
@@ -377,8 +377,8 @@ class ReinforcePPBaseline(ReinforcePP):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Paired(Policy):
-    """The settings of algorithms that train on pairs of samples: the better and the worse one of a group."""
+class PairPolicy(Policy):
+    """The settings of algorithms that train on pairs of samples. Each inherits those of its loss on pairs too."""
 
     pairs: Literal["best_worst", "random"] = "best_worst"
     """Which two samples of a group are compared: best_worst = the first of those with the highest reward and the first
@@ -398,40 +398,34 @@ class Paired(Policy):
     kl: ClassVar[KLConfig] = KLConfig()  # type: ignore[misc]
     correction: ClassVar[CorrectionConfig] = CorrectionConfig()  # type: ignore[misc]
 
-    @property
-    def pair_loss(self) -> PairLoss:
-        """These settings as those of a loss on pairs, which every algorithm on pairs inherits too."""
-        assert isinstance(self, PairLoss), f"{type(self).__name__} has no loss on pairs"
-        return self
-
 
 @dataclass(frozen=True, kw_only=True)
-class OnlineDPO(Paired, Sigmoid):
+class OnlineDPO(PairPolicy, Sigmoid):
     """DPO on pairs from a reward: samples of the policy itself (Guo et al. 2024, arXiv:2402.04792)."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class OnlineIPO(Paired, IPO):
+class OnlineIPO(PairPolicy, IPO):
     """IPO on pairs from a reward (Calandriello et al. 2024, arXiv:2403.08635)."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class OnlineHinge(Paired, Hinge):
+class OnlineHinge(PairPolicy, Hinge):
     """The hinge of SLiC on pairs from a reward (arXiv:2305.10425)."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class OnlineRobust(Paired, Robust):
+class OnlineRobust(PairPolicy, Robust):
     """Robust DPO on pairs from a reward that is sometimes wrong (arXiv:2403.00409)."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class OnlineSimPO(Paired, SimPO):
+class OnlineSimPO(PairPolicy, SimPO):
     """SimPO on pairs from a reward, without a reference (arXiv:2405.14734)."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class OnlineORPO(Paired, ORPO):
+class OnlineORPO(PairPolicy, ORPO):
     """ORPO on pairs from a reward: it also imitates the better samples, without a reference (arXiv:2403.07691)."""
 
 

@@ -14,7 +14,7 @@ from cohort.evaluation.statistics import accuracy_interval, compute_accuracy
 from cohort.examples.encode import EncodedExamples
 from cohort.examples.stream import ExampleStream
 from cohort.jobs.base import TrainingJob
-from cohort.jobs.reference import Notice, describe_origin, provide_reference
+from cohort.jobs.reference import Notice, digest_reference, provide_reference
 from cohort.loops import dpo
 from cohort.loops.learning import annotate
 from cohort.run.checkpoint import Checkpoint
@@ -113,8 +113,8 @@ class DPOJob(TrainingJob):
         if self.config.reference != "stored":
             return []
         parts = [self.encoded.groups, self.held_out]
-        origin = describe_origin(self.config, self.inputs, self.learner, [*self.encoded.groups, *self.held_out])
-        return provide_reference(run, self.learner, parts, origin)
+        digests = digest_reference(self.config, self.inputs, self.learner, [*self.encoded.groups, *self.held_out])
+        return provide_reference(run, self.learner, parts, digests)
 
     def run_loop(self, run: Run) -> None:
         """Trains for every remaining step of `run`. First tells the user about rows that are left out."""

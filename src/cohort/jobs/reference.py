@@ -43,7 +43,7 @@ Notice = tuple[str, str]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ReferenceOrigin:
+class ReferenceDigests:
     """Digests of all that decides the log-probabilities."""
 
     # Model, adapters, number type, device, and the tokens of all pairs, which the template decides.
@@ -73,9 +73,9 @@ class ReferenceProblem(ValueError):
     """Why a file cannot be used. The message follows the name of the file."""
 
 
-def describe_origin(
+def digest_reference(
     config: DPO, inputs: InputDigests, learner: LocalLearner, groups: Sequence[Group]
-) -> ReferenceOrigin:
+) -> ReferenceDigests:
     """Returns digests of what decides the log-probabilities of these pairs by the reference of a run."""
     lora = asdict(config.learner.lora) | {"load": inputs.adapters}
     what = [_VERSION, inputs.model, lora, config.learner.dtype, config.device]
@@ -90,11 +90,11 @@ def describe_origin(
         processor = torch.cuda.get_device_name(learner.decoder.embed.device)
     how = [learner.token_budget, config.learner.prefix_sharing, torch.get_num_threads(), torch.__version__, processor]
     manner = hashlib.sha256(json.dumps([*how, _CHUNK]).encode())
-    return ReferenceOrigin(subject=subject.hexdigest()[:32], manner=manner.hexdigest()[:32])
+    return ReferenceDigests(subject=subject.hexdigest()[:32], manner=manner.hexdigest()[:32])
 
 
 def provide_reference(
-    run: Path, learner: LocalLearner, parts: Sequence[list[Group]], origin: ReferenceOrigin
+    run: Path, learner: LocalLearner, parts: Sequence[list[Group]], digests: ReferenceDigests
 ) -> list[Notice]:
     """Stores the log-probabilities of the reference in all pairs, in place, and returns what to tell the user.
 
@@ -103,13 +103,13 @@ def provide_reference(
     without these; so nothing may be trained yet. Both files have them afterwards. Raises RunError if the file in the
     run directory cannot be written.
     """
-    own, cached = run / FILE_NAME, origin.cache_path
+    own, cached = run / FILE_NAME, digests.cache_path
     samples = [sample for groups in parts for group in groups for sample in group.samples]
     notices: list[Notice] = []
     # The run's own file is what the run was trained with: on a machine with other threads it is right all the same.
-    for path, manner in ((own, None), (cached, origin.manner)):
+    for path, manner in ((own, None), (cached, digests.manner)):
         try:
-            stored = read_reference(path, origin.subject, manner)
+            stored = read_reference(path, digests.subject, manner)
             if stored is not None:
                 _put_logprobs(samples, stored)
                 if path == cached:
@@ -119,7 +119,7 @@ def provide_reference(
             notices.append(("reference", f"{path} is not used: {problem}. The log-probabilities are computed again"))
     begin = time.perf_counter()
     compute_reference(learner, parts)
-    data = dumps(_collect_logprobs(samples, origin))
+    data = dumps(_collect_logprobs(samples, digests))
     write_atomically(own, data)
     # The cache only saves time. RuntimeError: there is no home folder.
     with suppress(OSError, RunError, RuntimeError):
@@ -180,7 +180,7 @@ def _list_targets(sample: Sample) -> list[int]:
     return [i for i, mark in enumerate(sample.provenance) if mark == Provenance.TARGET]
 
 
-def _collect_logprobs(samples: Sequence[Sample], origin: ReferenceOrigin) -> StoredReference:
+def _collect_logprobs(samples: Sequence[Sample], digests: ReferenceDigests) -> StoredReference:
     """Returns the log-probabilities that the samples have, as the content of a file."""
     counts, values = [], []
     for sample in samples:
@@ -193,7 +193,7 @@ def _collect_logprobs(samples: Sequence[Sample], origin: ReferenceOrigin) -> Sto
     if (narrow == logprobs).all():
         logprobs = narrow  # type: ignore[assignment]  # half the size, and no bit is lost
     return StoredReference(
-        subject=origin.subject, manner=origin.manner, counts=np.array(counts, dtype=np.int64), logprobs=logprobs
+        subject=digests.subject, manner=digests.manner, counts=np.array(counts, dtype=np.int64), logprobs=logprobs
     )
 
 

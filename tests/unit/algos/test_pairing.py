@@ -10,7 +10,7 @@ from cohort.algos import build_algorithm
 from cohort.algos.account import count_fates
 from cohort.algos.algorithm import algorithm_from_record
 from cohort.algos.pairing import PairedAlgorithm
-from cohort.config.algos import ALGOS, GRPO, OnlineDPO, OnlineORPO, OnlineSimPO, Paired, Policy, algorithm
+from cohort.config.algos import ALGOS, GRPO, OnlineDPO, OnlineORPO, OnlineSimPO, PairPolicy, Policy, algorithm
 from cohort.config.preferences import PAIR_LOSSES
 from cohort.data.pack import make_batch
 from cohort.errors import ConfigError
@@ -165,7 +165,7 @@ def test_only_losses_with_a_reference_ask_for_it_and_only_for_the_pairs() -> Non
 
 
 def test_every_loss_on_pairs_has_an_algorithm_with_its_settings() -> None:
-    online = {name: cls for name, cls in ALGOS.items() if issubclass(cls, Paired)}
+    online = {name: cls for name, cls in ALGOS.items() if issubclass(cls, PairPolicy)}
     losses = {next(loss for loss in PAIR_LOSSES.values() if issubclass(cls, loss)) for cls in online.values()}
     assert losses == set(PAIR_LOSSES.values()) and len(online) == len(losses)
     for cls in online.values():

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 from cohort.algos.algorithm import Algorithm
-from cohort.config.algos import Paired
+from cohort.config.algos import PairPolicy
 from cohort.fates import Fate
 from cohort.inspect.explain.effect import CLIPPED, SampleEffect
 from cohort.inspect.explain.records import Fact, GroupLine, GroupReport, SampleReport, ShownToken
@@ -103,7 +103,7 @@ def _describe_baseline(step: RecordedStep, group: Group) -> list[Fact]:
     failures = Counter(s.failure for s in group.samples if s.failure)
     failed = [f"{format_count(n, 'sample')} failed: {failure}" for failure, n in failures.items()]
     facts.append(("left out", "; ".join(failed) or "no sample"))
-    has_pairs = isinstance(algo, Paired)
+    has_pairs = isinstance(algo, PairPolicy)
     if masked := sum(bool(s.masked and not s.failure) for s in group.samples):
         where = "in no pair" if has_pairs else "in the baseline, not in the loss"
         facts.append(("masked", f"{format_count(masked, 'sample')}: {where}"))
@@ -188,7 +188,7 @@ def _describe_sample(step: RecordedStep, sample: Sample, fate: str, effect: Samp
     m = effect.metrics
     if effect.is_in_loss and step.effect.has_exact_ratios and "ratio/mean" in m:
         facts.append(("ratio", _format_ratios(m["ratio/min"], m["ratio/mean"], m["ratio/max"])))
-    elif effect.is_in_loss and step.effect.is_known and not isinstance(step.config.algo, Paired):
+    elif effect.is_in_loss and step.effect.is_known and not isinstance(step.config.algo, PairPolicy):
         facts.append(("ratio", "not known, taken as 1"))
     # The ratio of the learner's probability to the sampler's. The bound keeps exp from an overflow.
     if sample.old_logprobs and sample.num_sampled:
