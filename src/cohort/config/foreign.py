@@ -117,7 +117,7 @@ SETTINGS: tuple[ForeignEntry, ...] = (
     ),
     ForeignEntry("beta dpo_beta", "algo.beta loss.beta", "It is the factor of the difference of the two scores."),
     ForeignEntry(
-        "algo.loss algo.loss_type algo.loss.beta",
+        "algo.loss algo.loss.beta",
         "algo",
         "The loss is in the name of the algorithm, online_dpo or online_ipo for example, and its settings are its own.",
     ),
