@@ -16,7 +16,7 @@ import torch.distributed
 import torch.multiprocessing
 
 from cohort.algos.algorithm import build_algorithm
-from cohort.config.algos import ALGOS, DAPO, GRPO, GSPO, CorrectionConfig, KLConfig, Policy
+from cohort.config.algos import ALGOS, DAPO, GRPO, GSPO, CorrectionConfig, KLConfig, OnlineDPO, Policy
 from cohort.config.schema import LearnerConfig, OptimConfig
 from cohort.learner.local import LocalLearner
 from cohort.loops.rl import update_policy
@@ -39,6 +39,7 @@ CASES |= {
     "penalised": DAPO(dead="keep", truncated="penalize"),
     "whole samples": GSPO(correction=CorrectionConfig(kind="truncate", level="geometric")),
     "steered": GRPO(kl=KLConfig(weight=0.1, target=0.01), entropy=0.01, entropy_target=0.5),
+    "pairs": OnlineDPO(pairs="random", truncated="mask", nll=0.2),
     "KL in the reward": GRPO(kl=KLConfig(weight=0.1, place="reward", target=0.05)),
 }
 NOT_COMPARED = ("time/", "pack/", "rollouts/")

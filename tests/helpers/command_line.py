@@ -60,8 +60,8 @@ def cohort(*args: object, at: Path, orders: Sequence[object] = (), **options: An
         from tests.helpers.fork_server import shared_server
 
         return shared_server().run(*args, at=at, orders=orders)  # type: ignore[return-value]
-    options = {"capture_output": True, "text": True, "timeout": 300, "check": False, **options}
-    return subprocess.run(command(args, orders), cwd=at, env=ENV, **options)
+    options = {"env": ENV, "capture_output": True, "text": True, "timeout": 300, "check": False, **options}
+    return subprocess.run(command(args, orders), cwd=at, **options)
 
 
 def only_run(folder: Path) -> Path | None:

@@ -148,6 +148,9 @@ class PretendJob:
             items=[item],
         )
 
+    def prepare(self, run: Path) -> list[tuple[str, str]]:
+        return []
+
     def make_checkpoint(self, step: int) -> Checkpoint:
         numbers = {"threads": torch.get_num_threads()}
         return Checkpoint(step=step, cursor=self.cursor, optimizer={"w.momentum": self.momentum}, numbers=numbers)

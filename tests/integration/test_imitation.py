@@ -6,6 +6,7 @@ import json
 import random
 import re
 import shlex
+import shutil
 import signal
 from pathlib import Path
 
@@ -14,7 +15,8 @@ import pytest
 from cohort.config.imitation import DPO, SFT
 from cohort.run.directory import RunDirectory, load_evaluations
 from cohort.run.store.reader import Reader
-from tests.helpers.command_line import Census, cohort, differences, next_args, only_run, reference, remains
+from tests.helpers.command_line import ENV, Census, cohort, differences, next_args, only_run, reference, remains
+from tests.helpers.struck_command import Strike
 
 FLAGS = ["--model=tiny", "--save.every=2", "--optim.warmup=1", "--optim.lr=1e-4", "--threads=1", "--data.held-out=0.2"]
 STORIES = {
@@ -134,14 +136,37 @@ def test_stored_log_probabilities_of_the_reference_train_the_same(tmp_path: Path
     write_rows(tmp_path)
     flags = [*Case("dpo", tmp_path).flags, "--passes=0.5", "--learner.minibatches=2"]
     curves = []
+    env = {**ENV, "COHORT_CACHE": str(tmp_path / "cache")}
     for reference_is in ("copy", "stored"):
-        done = cohort("train", "dpo", *flags, f"--reference={reference_is}", f"--name={reference_is}", at=tmp_path)
+        words = [*flags, f"--reference={reference_is}", f"--name={reference_is}"]
+        done = cohort("train", "dpo", *words, at=tmp_path, env=env)
         assert done.returncode == 0, done.stderr
         with Reader(tmp_path / "runs" / reference_is / "run.db") as reader:
             curves.append([reader.read_series(name) for name in ("loss", "reward/margin", "kl/ref", "eval/accuracy")])
     # The reference is computed on other microbatches, so that the last bits differ.
     for one, other in zip(*curves, strict=True):
         assert len(one) > 1 and one == pytest.approx(other, rel=1e-4, abs=1e-6)
+
+
+def test_a_killed_run_with_a_stored_reference_ends_the_same(tmp_path: Path) -> None:
+    """The resumed process reads the run's file: the cache is emptied before it starts."""
+    write_rows(tmp_path)
+    flags = [*Case("dpo", tmp_path).flags, "--passes=0.8", "--reference=stored"]
+    env = {**ENV, "COHORT_CACHE": str(tmp_path / "cache")}
+    places = [tmp_path / "whole", tmp_path / "killed"]
+    for place in places:
+        place.mkdir()
+    done = cohort("train", "dpo", *flags, at=places[0], env=env)
+    assert done.returncode == 0 and "pairs were computed" in done.stdout, done
+    shutil.rmtree(tmp_path / "cache")
+    struck = cohort("train", "dpo", *flags, at=places[1], env=env, orders=[Strike(signal.SIGKILL, "update", 4, 2)])
+    assert struck.returncode == -signal.SIGKILL, struck
+    shutil.rmtree(tmp_path / "cache")
+    done = cohort(*next_args(places[1], flags, "dpo"), at=places[1], env=env)
+    assert done.returncode == 0 and "computed" not in done.stdout and "reference.safetensors" in done.stdout, done
+    whole, killed = (only_run(place) for place in places)
+    assert whole is not None and killed is not None and "reference.safetensors" in remains(whole)
+    assert differences(remains(killed), remains(whole)) == []
 
 
 def test_the_commands_of_the_page_run_as_printed(tmp_path: Path) -> None:

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from cohort.algos.aggregate import Lengths, Totals
 from cohort.algos.inputs import LossInputs
+from cohort.algos.pairing import PairedAlgorithm
 from cohort.algos.policy import PlainAlgorithm, PolicyGradient
 from cohort.algos.surrogates import algorithm_names, find_surrogate
 from cohort.algos.tally import Tally
-from cohort.config.algos import ALGOS
+from cohort.config.algos import ALGOS, PairPolicy
 from cohort.errors import ConfigError, suggest_name
 from cohort.types import Group
 from cohort.world import ONE_PROCESS, World
@@ -29,6 +30,8 @@ class Loss(Protocol):
     """Whether the loss term of a token depends on that token alone. Then `loss` may be called on any pieces."""
     has_ratio: bool
     """Whether the loss compares with the policy at the start of the step. Then later updates need `old_logprobs`."""
+    whole_groups: bool
+    """Whether the loss compares the samples of a group with each other. Then they stay in one microbatch."""
 
     def weigh_tokens(self, lengths: Lengths, totals: Totals) -> Tensor:
         """Returns the token weights [N] of a microbatch: the factor of each token's loss term, divisions included.
@@ -55,6 +58,9 @@ class Algorithm(Loss, Protocol):
 
         The result is a subset of {"old", "ref"}: by the current policy, and by the reference policy.
         """
+
+    def loss_needs(self) -> frozenset[str]:
+        """Returns which of these the learner must add after `advantages`, to the samples that train, for the loss."""
 
     def accept(self, group: Group) -> bool:
         """Returns whether a scored group is kept. A group that is not kept is replaced by one of another prompt."""
@@ -104,9 +110,16 @@ def build_algorithm(config: Any, max_tokens: int) -> Algorithm:
     """Returns the algorithm for a config of `config.algos.ALGOS`.
 
     `max_tokens` is the length of the longest completion, which some losses and penalties use. Raises ConfigError for
-    other objects and for an algorithm without registered policy loss.
+    other objects, for an algorithm without registered policy loss, and for one on pairs with a policy loss of its own.
     """
     name = algorithm_name(config)
+    if isinstance(config, PairPolicy):
+        if hasattr(config, "policy_loss"):
+            raise ConfigError(
+                f'algo "{name}" compares pairs of samples, so the method policy_loss of {type(config).__name__} would '
+                "never be called: remove the method, or inherit cohort.Policy."
+            )
+        return PairedAlgorithm(config, max_tokens)
     surrogate = find_surrogate(config)
     if surrogate is None:
         raise ConfigError(

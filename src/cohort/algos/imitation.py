@@ -15,6 +15,7 @@ class Imitation:
 
     per_token = True
     has_ratio = False
+    whole_groups = False
 
     def weigh_tokens(self, lengths: Lengths, totals: Totals) -> Tensor:
         """Returns the same token weight [N] for every token: one over the number of target tokens of all ranks."""

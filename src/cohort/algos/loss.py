@@ -79,14 +79,24 @@ class PolicyLoss:
         for name, is_clipped in (("clip/low", surrogate.low), ("clip/high", surrogate.high)):
             if is_clipped is not None:
                 tally.add_mean(name, is_clipped.double())
-        # KL(old || current) and KL(sampler || current): estimates need tokens that the first policy drew.
-        tally.add_mean("kl/old", kl_per_token(old, x.logprobs, "k3"))
-        tally.add_mean("kl/sampler", kl_per_token(x.sampler_logprobs, x.logprobs, "k3"))
-        tally.add_mean("entropy", x.entropy).add_minimum("entropy/min", x.entropy).add_maximum("entropy/max", x.entropy)
+        tally.add_mean("entropy", x.entropy)
         tally.add_mean("advantage/mean", x.advantages).add_mean("advantage/abs", x.advantages.abs())
-        # The gap is to the learner's logprobs at the step's start: later updates do not change the sampler's error.
-        gap = (old - x.sampler_logprobs).abs()
-        tally.add_mean("sampler_gap/mean", gap).add_maximum("sampler_gap/max", gap)
+        measure_policies(x, old, tally)
         if x.ref_logprobs is not None:
             tally.add_mean("kl/ref", kl_per_token(x.logprobs, x.ref_logprobs, self.config.kl.estimator))
         return tally
+
+
+@torch.no_grad()
+def measure_policies(x: LossInputs, old: Tensor, tally: Tally) -> None:
+    """Adds to `tally` how far the policy is from the one at the start of the step and from the sampler.
+
+    Also the smallest and largest entropy. `old` [T] are the log-probabilities at the start of the step.
+    """
+    # KL(old || current) and KL(sampler || current): estimates need tokens that the first policy drew.
+    tally.add_mean("kl/old", kl_per_token(old, x.logprobs, "k3"))
+    tally.add_mean("kl/sampler", kl_per_token(x.sampler_logprobs, x.logprobs, "k3"))
+    tally.add_minimum("entropy/min", x.entropy).add_maximum("entropy/max", x.entropy)
+    # The gap is to the learner's logprobs at the step's start: later updates do not change the sampler's error.
+    gap = (old - x.sampler_logprobs).abs()
+    tally.add_mean("sampler_gap/mean", gap).add_maximum("sampler_gap/max", gap)

@@ -1,6 +1,7 @@
-"""The one class behind every algorithm: advantages, exclusions and loss, from the settings alone.
+"""The one class behind every policy gradient: advantages, exclusions and loss, from the settings alone.
 
-Algorithms differ by their registered policy loss (`cohort.algos.surrogates`) and by defaults (`cohort.config.algos`).
+They differ by their registered policy loss (`cohort.algos.surrogates`) and by defaults (`cohort.config.algos`). What
+they share with algorithms that compare samples in pairs (`cohort.algos.pairing`) is in `GroupAlgorithm`.
 """
 
 from __future__ import annotations
@@ -41,105 +42,15 @@ for _cls in (KLConfig, CorrectionConfig, *ALGOS.values()):
     record(_cls)
 
 
-class PolicyGradient:
-    """The algorithm that a config describes. `max_tokens` is the longest completion, a constant divisor.
+class GroupAlgorithm:
+    """What all algorithms share: returns of samples, masks, coefficients, and their state.
 
-    `surrogate` is its policy loss.
+    `max_tokens` is the longest completion, a constant divisor.
     """
 
-    has_ratio = True
-
-    def __init__(self, config: Policy, max_tokens: int, surrogate: RegisteredSurrogate) -> None:
+    def __init__(self, config: Policy, max_tokens: int) -> None:
         self.config, self.max_tokens = config, max_tokens
         self.coefficients = Coefficients.from_config(config)
-        self._surrogate = surrogate
-        self._estimator = find_estimator(config)
-        self._min_scored = 2 if config.needs_siblings else 1  # scored samples that a group must have
-        # A correction by whole samples needs all tokens of a sample at once, whatever the policy loss is.
-        self.per_token = self._surrogate.per_token and config.correction.level == "token"
-
-    def needs(self) -> frozenset[str]:
-        """Returns which log-probabilities samples must have before `advantages`: a subset of {"old", "ref"}.
-
-        "old" (by the current policy) is there if the KL is part of the reward, "ref" if the KL is to the reference
-        policy. If algo.kl.weight is 0, the result is empty.
-        """
-        kl = self.config.kl
-        old = kl.weight and kl.place == "reward"
-        ref = kl.weight and kl.to == "reference"
-        return frozenset({"old"} if old else ()) | frozenset({"ref"} if ref else ())
-
-    def accept(self, group: Group) -> bool:
-        """Returns False for a group to be replaced by one of another prompt: a dead group, if algo.dead = refill.
-
-        A group is dead if its samples' rewards give no gradient: all are equal, or for pass_at_k no sample adds to the
-        best of k. The rewards are those of scored samples, before the penalties of this algorithm; a group without
-        scored samples is dead. With other values of algo.dead the result is always True.
-        """
-        if self.config.dead != "refill":
-            return True
-        return not self._is_dead([s.reward for s in group.samples if s.reward is not None and not s.failure])
-
-    def _is_dead(self, rewards: list[float]) -> bool:
-        """Returns whether a group whose scored samples have these rewards gets no gradient from its advantages.
-
-        The estimator decides: all rewards are equal, or for pass_at_k no sample adds to the best of k.
-        """
-        return self._estimator.is_dead(rewards, self.config)
-
-    def advantages(self, groups: list[Group], world: World = ONE_PROCESS) -> list[Group]:
-        """Sets advantages and masks of all samples and `excluded` of groups, in place, and returns `groups`.
-
-        Values of earlier calls are replaced, also `token_advantages`, by None. Failed samples, and samples of groups
-        with too few scored ones, get advantage 0. A group that other code excluded (not accepted, stale) keeps its fate
-        and gets advantages 0. `world` has the ranks that train together, which must all call this. Samples must be
-        scored or failed, and have the log-probabilities that `needs` names.
-        """
-        graded: list[tuple[Group, list[float]]] = []  # (group, returns of its scored samples)
-        for group in groups:
-            # Samples may carry values of an earlier call, with other settings: everything is set anew.
-            for sample in group.samples:
-                sample.advantage = 0.0
-                sample.token_advantages = None
-                sample.masked = self._choose_mask(sample)
-            if group.excluded.is_set_by_algorithm:
-                returns = [self.compute_return(s) for s in group.samples if not s.failure]
-                group.excluded = Fate.TRAINED if len(returns) >= self._min_scored else Fate.TOO_FEW
-                graded += [] if group.excluded else [(group, returns)]
-        estimates = self._estimate_advantages([returns for _, returns in graded], world)
-        for (group, returns), group_advantages in zip(graded, estimates, strict=True):
-            self._store_advantages(group, returns, group_advantages)
-        return groups
-
-    def _estimate_advantages(self, returns: list[list[float]], world: World) -> list[list[float]]:
-        """Returns the advantages of this rank's groups, in the shape of `returns`.
-
-        `returns` has one list per group, with the return of each scored sample. The groups of all ranks are taken into
-        account, so every rank must call it.
-        """
-        returns_by_rank = world.gather(returns)
-        # The estimator sees the groups of all ranks, in rank order; this rank's groups begin at `first`.
-        first = sum(map(len, returns_by_rank[: world.rank]))
-        estimates = self._estimator.advantages([row for part in returns_by_rank for row in part], self.config)
-        return estimates[first : first + len(returns)]
-
-    @property
-    def advantage_description(self) -> str:
-        """How advantages are computed, as text for a report. An example is "baseline = mean, scale = std"."""
-        return self._estimator.describe(self.config)
-
-    def weigh_tokens(self, lengths: Lengths, totals: Totals) -> Tensor:
-        """Returns the token weights [N] of a microbatch: the factor of each token's loss term, by algo.aggregate."""
-        return token_weights(lengths, self.config.aggregate, totals, self.max_tokens)
-
-    def loss(self, inputs: LossInputs) -> tuple[Tensor, Tally]:
-        """Returns the weighted sum of the tokens' loss terms (0-d) and their metrics, with the current coefficients.
-
-        Terms are the policy loss and, where their coefficients are not 0, KL (unless it is in the reward) and entropy.
-        """
-        kl, entropy = self.coefficients.kl, self.coefficients.active_entropy
-        loss = PolicyLoss(surrogate=self._surrogate, config=self.config, kl_coefficient=kl, entropy_coefficient=entropy)
-        return loss(inputs)
 
     def update_coefficients(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Adjusts the KL and entropy coefficients that have targets, by the metrics of a step, for the next step.
@@ -209,6 +120,118 @@ class PolicyGradient:
         sampled = [i for i, p in enumerate(sample.provenance) if p == Provenance.SAMPLED]
         return kl_of_sample([old[i] for i in sampled], [other[i] for i in sampled], kl.estimator)
 
+    def choose_mask(self, sample: Sample) -> Fate:
+        """Returns why a sample is left out of the loss (FAILED or TRUNCATED), or TRAINED if it is not.
+
+        TRUNCATED is only for a sample that ended at the limit of tokens, if algo.truncated = mask.
+        """
+        if sample.failure:
+            return Fate.FAILED
+        cut = self.config.truncated == "mask" and sample.is_truncated
+        return Fate.TRUNCATED if cut else Fate.TRAINED
+
+
+class PolicyGradient(GroupAlgorithm):
+    """The algorithm that a config describes. `surrogate` is its policy loss."""
+
+    has_ratio = True
+    whole_groups = False
+
+    def __init__(self, config: Policy, max_tokens: int, surrogate: RegisteredSurrogate) -> None:
+        super().__init__(config, max_tokens)
+        self._surrogate = surrogate
+        self._estimator = find_estimator(config)
+        self._min_scored = 2 if config.needs_siblings else 1  # scored samples that a group must have
+        # A correction by whole samples needs all tokens of a sample at once, whatever the policy loss is.
+        self.per_token = self._surrogate.per_token and config.correction.level == "token"
+
+    def needs(self) -> frozenset[str]:
+        """Returns which log-probabilities samples must have before `advantages`: a subset of {"old", "ref"}.
+
+        "old" (by the current policy) is there if the KL is part of the reward, "ref" if the KL is to the reference
+        policy. If algo.kl.weight is 0, the result is empty.
+        """
+        kl = self.config.kl
+        old = kl.weight and kl.place == "reward"
+        ref = kl.weight and kl.to == "reference"
+        return frozenset({"old"} if old else ()) | frozenset({"ref"} if ref else ())
+
+    def loss_needs(self) -> frozenset[str]:
+        """Returns no names: what the loss needs is computed before advantages, by `needs`."""
+        return frozenset()
+
+    def accept(self, group: Group) -> bool:
+        """Returns False for a group to be replaced by one of another prompt: a dead group, if algo.dead = refill.
+
+        A group is dead if its samples' rewards give no gradient: all are equal, or for pass_at_k no sample adds to the
+        best of k. The rewards are those of scored samples, before the penalties of this algorithm; a group without
+        scored samples is dead. With other values of algo.dead the result is always True.
+        """
+        if self.config.dead != "refill":
+            return True
+        return not self._is_dead([s.reward for s in group.samples if s.reward is not None and not s.failure])
+
+    def _is_dead(self, rewards: list[float]) -> bool:
+        """Returns whether a group whose scored samples have these rewards gets no gradient from its advantages.
+
+        The estimator decides: all rewards are equal, or for pass_at_k no sample adds to the best of k.
+        """
+        return self._estimator.is_dead(rewards, self.config)
+
+    def advantages(self, groups: list[Group], world: World = ONE_PROCESS) -> list[Group]:
+        """Sets advantages and masks of all samples and `excluded` of groups, in place, and returns `groups`.
+
+        Values of earlier calls are replaced, also `token_advantages`, by None. Failed samples, and samples of groups
+        with too few scored ones, get advantage 0. A group that other code excluded (not accepted, stale) keeps its fate
+        and gets advantages 0. `world` has the ranks that train together, which must all call this. Samples must be
+        scored or failed, and have the log-probabilities that `needs` names.
+        """
+        graded: list[tuple[Group, list[float]]] = []  # (group, returns of its scored samples)
+        for group in groups:
+            # Samples may carry values of an earlier call, with other settings: everything is set anew.
+            for sample in group.samples:
+                sample.advantage = 0.0
+                sample.token_advantages = None
+                sample.masked = self.choose_mask(sample)
+            if group.excluded.is_set_by_algorithm:
+                returns = [self.compute_return(s) for s in group.samples if not s.failure]
+                group.excluded = Fate.TRAINED if len(returns) >= self._min_scored else Fate.TOO_FEW
+                graded += [] if group.excluded else [(group, returns)]
+        estimates = self._estimate_advantages([returns for _, returns in graded], world)
+        for (group, returns), group_advantages in zip(graded, estimates, strict=True):
+            self._store_advantages(group, returns, group_advantages)
+        return groups
+
+    def _estimate_advantages(self, returns: list[list[float]], world: World) -> list[list[float]]:
+        """Returns the advantages of this rank's groups, in the shape of `returns`.
+
+        `returns` has one list per group, with the return of each scored sample. The groups of all ranks are taken into
+        account, so every rank must call it.
+        """
+        returns_by_rank = world.gather(returns)
+        # The estimator sees the groups of all ranks, in rank order; this rank's groups begin at `first`.
+        first = sum(map(len, returns_by_rank[: world.rank]))
+        estimates = self._estimator.advantages([row for part in returns_by_rank for row in part], self.config)
+        return estimates[first : first + len(returns)]
+
+    @property
+    def advantage_description(self) -> str:
+        """How advantages are computed, as text for a report. An example is "baseline = mean, scale = std"."""
+        return self._estimator.describe(self.config)
+
+    def weigh_tokens(self, lengths: Lengths, totals: Totals) -> Tensor:
+        """Returns the token weights [N] of a microbatch: the factor of each token's loss term, by algo.aggregate."""
+        return token_weights(lengths, self.config.aggregate, totals, self.max_tokens)
+
+    def loss(self, inputs: LossInputs) -> tuple[Tensor, Tally]:
+        """Returns the weighted sum of the tokens' loss terms (0-d) and their metrics, with the current coefficients.
+
+        Terms are the policy loss and, where their coefficients are not 0, KL (unless it is in the reward) and entropy.
+        """
+        kl, entropy = self.coefficients.kl, self.coefficients.active_entropy
+        loss = PolicyLoss(surrogate=self._surrogate, config=self.config, kl_coefficient=kl, entropy_coefficient=entropy)
+        return loss(inputs)
+
     def _store_advantages(self, group: Group, returns: list[float], advantages: Sequence[float]) -> None:
         """Writes the advantages into the scored samples. Sets `group.excluded` if the group is dead or has no gradient.
 
@@ -230,16 +253,6 @@ class PolicyGradient:
         """Whether a token without advantage has a gradient: from the KL in the loss or from the entropy bonus."""
         kl = self.config.kl
         return bool((kl.weight and kl.place == "loss") or self.config.entropy or self.config.entropy_target)
-
-    def _choose_mask(self, sample: Sample) -> Fate:
-        """Returns why a sample is left out of the loss (FAILED or TRUNCATED), or TRAINED if it is not.
-
-        TRUNCATED is only for a sample that ended at the limit of tokens, if algo.truncated = mask.
-        """
-        if sample.failure:
-            return Fate.FAILED
-        cut = self.config.truncated == "mask" and sample.is_truncated
-        return Fate.TRUNCATED if cut else Fate.TRAINED
 
 
 def overlong_penalty(length: int, max_tokens: int, share: float) -> float:

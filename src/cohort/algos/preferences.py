@@ -114,14 +114,17 @@ def compute_odds_terms(config: ORPO, scores: Tensor) -> Tensor:
 class PreferenceLoss:
     """A loss on pairs, as a `Loss`: the mean over pairs of the terms of `config`, and perhaps imitation.
 
-    Imitation (`config.nll`) is the mean negative log-probability over the tokens of all better answers.
+    Imitation (`config.nll`) is the mean negative log-probability over the tokens of all better answers. Metrics of the
+    implicit rewards, which are beta times the scores, have names that begin with `rewards`.
     """
 
     per_token = False
     has_ratio = False
+    whole_groups = True
 
-    def __init__(self, config: PairLoss) -> None:
+    def __init__(self, config: PairLoss, rewards: str = "reward") -> None:
         self.config = config
+        self._rewards = rewards
 
     def needs(self, groups: Sequence[Group]) -> frozenset[str]:
         """Returns which log-probabilities the learner must add to the pairs: {"ref"}, or none."""
@@ -156,12 +159,13 @@ class PreferenceLoss:
         better, worse = scores.unbind(1)
         tally = Tally().add_sum("tokens", float(inputs.logprobs.numel()))
         for column, name in enumerate(("chosen", "rejected")):
-            tally.add_mean(f"reward/{name}", rewards[:, column])
+            tally.add_mean(f"{self._rewards}/{name}", rewards[:, column])
             tally.add_mean(f"logprob/{name}", pairs.logprobs[:, column].detach())
             tally.add_mean(f"length/{name}", pairs.lengths[:, column])
-        tally.add_mean("reward/margin", rewards[:, 0] - rewards[:, 1])
+        tally.add_mean(f"{self._rewards}/margin", rewards[:, 0] - rewards[:, 1])
         # Ties count half: a policy that is its own reference is right by chance.
-        tally.add_mean("reward/accuracy", (better > worse).double() + 0.5 * (better == worse).double())
+        right = (better > worse).double() + 0.5 * (better == worse).double()
+        tally.add_mean(f"{self._rewards}/accuracy", right)
         tally.add_mean("nll", -(pairs.logprobs[:, 0] / pairs.lengths[:, 0]).detach())
         if inputs.ref_logprobs is not None:
             tally.add_mean("kl/ref", kl_per_token(inputs.logprobs.detach(), inputs.ref_logprobs, "k3"))

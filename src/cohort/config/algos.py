@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal, TypeVar, cast, dataclass_transform
 
+from cohort.config.preferences import IPO, ORPO, Hinge, Robust, Sigmoid, SimPO
 from cohort.config.section import (
     FINITE,
     LARGEST,
@@ -162,6 +163,11 @@ class Policy(Section):
     constant."""
     kl: KLConfig = field(default_factory=KLConfig)
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
+
+    # Whether the loss is meant for samples of the current policy, so that older ones need a correction.
+    is_on_policy: ClassVar[bool] = True
+    # Samples of a group that must be in one microbatch, because the loss compares them with each other.
+    num_compared: ClassVar[int] = 1
 
     @property
     def needs_siblings(self) -> bool:
@@ -370,6 +376,59 @@ class ReinforcePPBaseline(ReinforcePP):
     kl: KLConfig = field(default_factory=lambda: KLConfig(estimator="k2"))
 
 
+@dataclass(frozen=True, kw_only=True)
+class PairPolicy(Policy):
+    """The settings of algorithms that train on pairs of samples. Each inherits those of its loss on pairs too."""
+
+    pairs: Literal["best_worst", "random"] = "best_worst"
+    """Which two samples of a group are compared: best_worst = the first of those with the highest reward and the first
+    of those with the lowest; random = any two whose rewards differ, chosen by a hash of the prompt's name and visit."""
+    dead: Literal["drop", "refill"] = "drop"
+    """Treatment of groups whose rewards are all equal, which have no pair: drop = they do not count, refill = they are
+    replaced by groups of other prompts."""
+
+    is_on_policy: ClassVar[bool] = False
+    num_compared: ClassVar[int] = 2
+    # A loss on pairs has no advantages to scale, and keeps near its reference by itself. These are no settings here.
+    baseline: ClassVar[Baseline] = "mean"  # type: ignore[misc]  # a field of the class above
+    scale: ClassVar[Scale] = "none"  # type: ignore[misc]
+    aggregate: ClassVar[Aggregate] = "prompt"  # type: ignore[misc]
+    entropy: ClassVar[float] = 0.0  # type: ignore[misc]
+    entropy_target: ClassVar[float] = 0.0  # type: ignore[misc]
+    kl: ClassVar[KLConfig] = KLConfig()  # type: ignore[misc]
+    correction: ClassVar[CorrectionConfig] = CorrectionConfig()  # type: ignore[misc]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnlineDPO(PairPolicy, Sigmoid):
+    """DPO on pairs from a reward: samples of the policy itself (Guo et al. 2024, arXiv:2402.04792)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnlineIPO(PairPolicy, IPO):
+    """IPO on pairs from a reward (Calandriello et al. 2024, arXiv:2403.08635)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnlineHinge(PairPolicy, Hinge):
+    """The hinge of SLiC on pairs from a reward (arXiv:2305.10425)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnlineRobust(PairPolicy, Robust):
+    """Robust DPO on pairs from a reward that is sometimes wrong (arXiv:2403.00409)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnlineSimPO(PairPolicy, SimPO):
+    """SimPO on pairs from a reward, without a reference (arXiv:2405.14734)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnlineORPO(PairPolicy, ORPO):
+    """ORPO on pairs from a reward: it also imitates the better samples, without a reference (arXiv:2403.07691)."""
+
+
 # The keys are the names of --algo and stand in config.yaml files: they must not change.
 ALGOS: Registry[type[Policy]] = Registry(
     "algo",
@@ -387,6 +446,12 @@ ALGOS: Registry[type[Policy]] = Registry(
         "rloo": RLOO,
         "reinforce_pp": ReinforcePP,
         "reinforce_pp_baseline": ReinforcePPBaseline,
+        "online_dpo": OnlineDPO,
+        "online_ipo": OnlineIPO,
+        "online_hinge": OnlineHinge,
+        "online_robust": OnlineRobust,
+        "online_simpo": OnlineSimPO,
+        "online_orpo": OnlineORPO,
     },
 )
 

@@ -115,6 +115,12 @@ SETTINGS: tuple[ForeignEntry, ...] = (
         "algo.kl.weight",
         "It is the coefficient of the KL penalty; 0 = no penalty.",
     ),
+    ForeignEntry("beta dpo_beta", "algo.beta loss.beta", "It is the factor of the difference of the two scores."),
+    ForeignEntry(
+        "algo.loss algo.loss.beta",
+        "algo",
+        "The loss is in the name of the algorithm, online_dpo or online_ipo for example, and its settings are its own.",
+    ),
     ForeignEntry(
         "use_kl_loss use_kl_in_reward kl_in_reward",
         "algo.kl.place",
@@ -314,5 +320,8 @@ COMMANDS: dict[str, str] = {
 # Algorithms that only other tools have, with what to use here.
 ALGORITHMS: dict[str, str] = {
     "ppo": "There is no critic, and so no PPO. Its clipped loss without one is grpo: cohort train RECIPE --algo grpo.",
-    "dpo kto orpo simpo": "Cohort trains on rewards that a program computes, not on preferences: cohort train RECIPE.",
+    "dpo ipo hinge robust simpo orpo": "With pairs from a reward it is --algo online_dpo (or online_ipo, online_simpo "
+    "and others). Given pairs are a kind of run: cohort train dpo --data.path FILE.",
+    "kto": "Cohort compares answers in pairs: cohort train RECIPE --algo online_dpo, or cohort train dpo --data.path "
+    "FILE.",
 }

@@ -45,9 +45,10 @@ def find_remedy(name: str, valid: Mapping[str, Any], spell: Callable[[str], str]
     inside = [v for v in valid if v.rpartition(".")[0] == key.rpartition(".")[0] and "." in key]
     near = difflib.get_close_matches(key, inside, n=1, cutoff=0.9)
     similar = (_suggest(near, spell), _suggest(same_last, spell), _suggest(close, spell))
+    translated = _translate(key, valid, spell)
     for found in (
-        _find_variants(key, valid, "It", spell),
-        _translate(key, valid, spell),
+        # Both may be right: algo.beta belongs to other algorithms, and elsewhere it is the weight of the KL.
+        " ".join(part for part in (_find_variants(key, valid, "It", spell), translated) if part),
         *(elsewhere + similar if _is_training(valid) else similar + elsewhere),
         _suggest(_find_similar(key, valid), spell),
     ):

@@ -183,7 +183,7 @@ class DPO(RunConfig):
     loss: PairLoss = field(default_factory=Sigmoid)
     reference: Literal["copy", "stored"] = "copy"
     """Where log-probabilities of the reference come from: copy = a frozen copy of the model (with adapters: the model
-    without them); stored = they are computed once at the start, and no copy is kept in memory."""
+    without them); stored = they are computed once, before training, and kept in a file. No copy is kept in memory."""
     passes: FiniteAtLeast0 = 0.0
     """Length of the run in passes over the data; 0 = it has --steps steps. The run records the number of steps."""
 

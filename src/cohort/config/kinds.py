@@ -122,7 +122,7 @@ class RL(RunConfig):
         self.algo.check_group(self.batch.samples)
         self._check_batch()
         super().check(user_settings)
-        if self.replay.is_on and not self.algo.correction.is_on:
+        if self.replay.is_on and self.algo.is_on_policy and not self.algo.correction.is_on:
             raise ConfigError(
                 f"replay.prompts is {self.replay.prompts}, so samples of older policies are trained on without a "
                 "correction. Add --algo.correction.kind truncate (or mask), or set --replay.prompts 0."
@@ -143,10 +143,12 @@ class RL(RunConfig):
                 "(batch.prompts) to divide. Lower --learner.minibatches or raise --batch.prompts."
             )
         # A budget of 0 is chosen automatically. A prompt has at least one token: hence <=.
+        num_compared = self.algo.num_compared
         # A conversation that has no room left ends.
-        if 0 < budget <= self.max_sampled_tokens and not isinstance(self.turns, Conversation):
+        if 0 < budget <= num_compared * self.max_sampled_tokens and not isinstance(self.turns, Conversation):
+            completions = "a completion" if num_compared == 1 else f"{num_compared} completions that are compared"
             raise ConfigError(
-                f"learner.token_budget is {budget}, too small for a prompt and a completion of "
+                f"learner.token_budget is {budget}, too small for a prompt and {completions} of "
                 f"{self.max_sampled_tokens} tokens (sampling.max_tokens, turns). Raise --learner.token-budget, or "
                 "set it to 0 (automatic)."
             )

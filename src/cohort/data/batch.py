@@ -57,7 +57,7 @@ class Batch:
     counts: list[Counts]  # [M]
     # How many samples were packed, masked, empty and so on. Samples that are not stored here count too.
     fates: dict[str, int] = field(default_factory=dict)
-    # Whether a group's samples must be in one microbatch, in their order, because their loss compares them.
+    # Whether a group's samples must be in one microbatch, the better ones first, because their loss compares them.
     whole_groups: bool = False
 
     @property

@@ -41,8 +41,8 @@ def make_batch(
     The loss may touch tokens of the provenance `loss_on` only; samples without such tokens are empty. Left out are
     failed, masked and empty samples, and all samples of excluded groups. Some of these count in the denominators:
     masked and empty ones as samples without tokens, those of groups without gradient (constant reward, no gain) with
-    their tokens. With `whole_groups` the samples of a group stay together in every microbatch. Raises ValueError where
-    two of the returned samples have the same id.
+    their tokens. With `whole_groups` the samples of a group stay together in every microbatch, those of higher
+    advantage first. Raises ValueError where two of the returned samples have the same id.
     """
     fates: Counter[str] = Counter()
     counts: list[Counts] = []
@@ -54,7 +54,11 @@ def make_batch(
             group = groups[n]
             num_before = num_samples
             prompts.append(np.array(group.prompt.tokens, dtype=np.int64))
-            for i, (id, sample) in enumerate(zip(group.ids(), group.samples, strict=True)):
+            members = list(zip(group.ids(), group.samples, strict=True))
+            if whole_groups:
+                # The better sample of a pair comes first. Given pairs have no advantages, and keep their order.
+                members.sort(key=lambda member: -member[1].advantage)
+            for i, (id, sample) in enumerate(members):
                 targets = _find_targets(sample, loss_on)
                 fate = _classify_sample(group, sample, len(targets))
                 fates[fate] += 1

@@ -38,6 +38,10 @@ class TrainingJob:
         """None: nothing is measured besides evaluations. Subclasses may measure held-out examples."""
         return None
 
+    def prepare(self, run: Path) -> list[tuple[str, str]]:
+        """Does nothing here, and returns no notices. Subclasses may read or write files of the run directory `run`."""
+        return []
+
     def write_model(self, folder: Path | str) -> None:
         """Writes the current weights, config and tokenizer into `folder`, as a Hugging Face model folder."""
         weights = self.learner.weights()

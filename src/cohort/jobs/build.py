@@ -99,7 +99,7 @@ def build_rl_job(config: RL) -> RLJob:
     updates = config.learner.epochs * config.learner.minibatches
     adapters = make_adapters(config, model.decoder)
     # With adapters the base weights are the reference, and no frozen copy is needed.
-    has_reference = "ref" in algo.needs() and adapters is None
+    has_reference = "ref" in algo.needs() | algo.loss_needs() and adapters is None
     plan = _plan_gpu_memory(config, model, device, has_reference, adapters)
     learner = LocalLearner(
         model.decoder,
@@ -114,12 +114,16 @@ def build_rl_job(config: RL) -> RLJob:
     learner.apply_plan(plan)
     # The longest sample, prompt included, must fit into one microbatch and into the model's context.
     longest = config.max_sampled_tokens + max_environment_tokens(config, tokenizer)
+    num_compared = config.algo.num_compared
+    if plan is None and not config.learner.token_budget:
+        learner.token_budget *= num_compared
     is_conversation = isinstance(config.turns, Conversation)
     if is_conversation:
         # A conversation ends when it has no room left, so a part of the context is kept for prompts.
-        longest = min(longest, min(model.config.context, learner.token_budget) * 3 // 4)
-    limit = _compute_prompt_limit(longest, model, learner.token_budget)
-    learner.expect_samples(limit + longest)
+        longest = min(longest, min(model.config.context, learner.token_budget // num_compared) * 3 // 4)
+    limit = _compute_prompt_limit(longest, model, learner.token_budget, num_compared)
+    # Samples that are compared with each other, each with its prompt, are in one microbatch.
+    learner.expect_samples(num_compared * (limit + longest))
     stream = _make_stream(config, tokenizer, limit)
     problems = stream.render_held_out(config.eval.problems, config.eval.split, or_fewer=True)
     subject = EngineModel(
@@ -198,7 +202,8 @@ def _plan_gpu_memory(
     demand = MemoryDemand(
         model=model.config,
         bytes_per_number=model.decoder.embed.itemsize,
-        longest=prompt + new,
+        # Samples that are compared with each other are in one microbatch.
+        longest=config.algo.num_compared * (prompt + new),
         batch_tokens=batch.prompts * prompt + rows * new,
         kv_tokens=batch.prompts * prompt + min(rows, config.engine.slots) * new,
         has_reference=has_reference,
@@ -208,23 +213,24 @@ def _plan_gpu_memory(
     return plan_memory(demand, available_bytes(device), config.learner.token_budget)
 
 
-def _compute_prompt_limit(longest: int, model: LoadedModel, budget: int) -> int:
+def _compute_prompt_limit(longest: int, model: LoadedModel, budget: int, num_compared: int = 1) -> int:
     """Returns the length in tokens of the longest prompt that fits before a completion of `longest` tokens.
 
-    Both together must fit into the model's context and into one microbatch of `budget` tokens. Raises ConfigError if no
-    prompt fits.
+    Both together must fit into the model's context, and `num_compared` times into one microbatch of `budget` tokens.
+    Raises ConfigError if no prompt fits.
     """
     context = model.config.context
-    room = min(context, budget) - longest
+    room = min(context, budget // num_compared) - longest
     if longest >= context:
         raise ConfigError(
             f"A completion may have {longest} tokens, all turns together, which leaves no room for a prompt in the "
             f"model's context of {context} tokens. Lower --sampling.max_tokens (with more turns also --turns.attempts)."
         )
     if room < 1:
+        twice = f", which holds {num_compared} of them with their prompts" if num_compared > 1 else ""
         raise ConfigError(
             f"A completion may have {longest} tokens, all turns together, which leaves no room for a prompt in a "
-            f"microbatch of {budget} tokens. Lower --sampling.max_tokens, or raise --learner.token_budget."
+            f"microbatch of {budget} tokens{twice}. Lower --sampling.max_tokens, or raise --learner.token_budget."
         )
     return room
 

@@ -14,8 +14,9 @@ from cohort.evaluation.statistics import accuracy_interval, compute_accuracy
 from cohort.examples.encode import EncodedExamples
 from cohort.examples.stream import ExampleStream
 from cohort.jobs.base import TrainingJob
+from cohort.jobs.reference import Notice, digest_reference, provide_reference
 from cohort.loops import dpo
-from cohort.loops.learning import annotate, store_logprobs
+from cohort.loops.learning import annotate
 from cohort.run.checkpoint import Checkpoint
 from cohort.run.life import Run
 from cohort.run.machine import program_name
@@ -23,9 +24,6 @@ from cohort.run.store.records import Curve, RunDescription
 from cohort.text import Tokenizer
 from cohort.text.framing import describe_template
 from cohort.types import Group, Provenance
-
-# Pairs whose log-probabilities of the reference are computed at once.
-_CHUNK = 256
 
 
 @dataclass(kw_only=True)
@@ -106,18 +104,17 @@ class DPOJob(TrainingJob):
             step=step,
         )
 
-    def store_reference(self) -> None:
-        """Stores log-probabilities of the reference in all pairs, so that no reference is needed while training.
+    def prepare(self, run: Path) -> list[Notice]:
+        """Stores log-probabilities of the reference in all pairs, if the config asks for it, in place.
 
-        The reference is the model before training: the current one, or with adapters the one that they start from.
+        They are read from a file, or computed and kept in the run directory `run`. So no reference is needed while
+        training. Returns what to tell the user. Nothing may be trained or restored before.
         """
-        policy = "old" if self.learner.adapters is None else "ref"
-        # Training and held-out pairs have the same ids.
-        for groups in (self.encoded.groups, self.held_out):
-            for begin in range(0, len(groups), _CHUNK):
-                chunk = groups[begin : begin + _CHUNK]
-                found = self.learner.annotate(chunk, {policy}, Provenance.TARGET)
-                store_logprobs(chunk, "ref_logprobs", found.old or found.ref)
+        if self.config.reference != "stored":
+            return []
+        parts = [self.encoded.groups, self.held_out]
+        digests = digest_reference(self.config, self.inputs, self.learner, [*self.encoded.groups, *self.held_out])
+        return provide_reference(run, self.learner, parts, digests)
 
     def run_loop(self, run: Run) -> None:
         """Trains for every remaining step of `run`. First tells the user about rows that are left out."""

@@ -115,7 +115,7 @@ def build_dpo_job(config: DPO) -> DPOJob:
     # With adapters the reference is the model without them, and no frozen copy is needed.
     has_copy = config.loss.has_reference and config.reference == "copy" and not config.learner.lora.is_on
     learner = _make_planned_learner(config, start, [*encoded.groups, *held], config.batch.pairs, has_copy)
-    job = DPOJob(
+    return DPOJob(
         config=config,
         model=start.model,
         inputs=_digest_examples(digest_files(config, start.folder), encoded.groups, held),
@@ -126,9 +126,6 @@ def build_dpo_job(config: DPO) -> DPOJob:
         loss=PreferenceLoss(config.loss),
         tokenizer=start.tokenizer,
     )
-    if config.reference == "stored":
-        job.store_reference()
-    return job
 
 
 def _read_pair_splits(config: DPO) -> tuple[list[Pair], list[Pair]]:

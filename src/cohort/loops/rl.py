@@ -72,8 +72,10 @@ def update_policy(
     annotate(learner, groups, algo.needs())
     # Sets advantages. No group is dropped silently: each excluded group and masked sample keeps its reason.
     groups = algo.advantages(groups, world)
+    # Log-probabilities that only the loss needs, of the samples that train.
+    annotate(learner, groups, algo.loss_needs())
     # At most epochs x minibatches optimizer steps. Microbatches only bound the memory.
-    update = learner.update(make_batch(groups, config.minibatches), algo)
+    update = learner.update(make_batch(groups, config.minibatches, whole_groups=algo.whole_groups), algo)
     store_update(groups, update)
     # Adjusts the KL and entropy coefficients for the next step, if they have targets.
     metrics = update.metrics | algo.update_coefficients(update.metrics)

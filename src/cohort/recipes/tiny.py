@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from cohort.config.algos import OnlineDPO
 from cohort.config.imitation import DPO, SFT, ExamplesConfig, PairsConfig, SumPairs, Traces
 from cohort.config.kinds import RL
 from cohort.config.schema import (
@@ -83,3 +84,9 @@ def tiny_dpo() -> DPO:
         learner=LearnerConfig(token_budget=8192),
         save=SaveConfig(every=20),
     )
+
+
+@recipe
+def tiny_online_dpo() -> RL:
+    """The quickstart with DPO on pairs from the reward: the best and the worst sample of each group."""
+    return replace(quickstart(), steps=20, algo=OnlineDPO())

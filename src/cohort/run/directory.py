@@ -7,6 +7,7 @@ runs/2026-11-15-countdown-k3f9/
   rollouts/      one file per step
   checkpoints/   one folder per checkpoint
   eval/          one file per evaluation, with every answer
+  reference.safetensors  log-probabilities of a stored reference, see `cohort.jobs.reference`
   run.md         the run card
   curves.svg     the picture in the card, see `cohort.plot`
 """

@@ -59,6 +59,12 @@ class Job(Protocol):
         checkpoint.
         """
 
+    def prepare(self, run: Path) -> list[tuple[str, str]]:
+        """Gets ready what depends on the untrained model, before a checkpoint is restored, and keeps it in `run`.
+
+        That is the run directory, which the caller has locked. Returns (kind, text) of what to tell the user.
+        """
+
     def make_checkpoint(self, step: int) -> Checkpoint:
         """Returns the state of the job after `step` completed steps, except the weights, which `write_model` writes."""
 

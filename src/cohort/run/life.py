@@ -236,6 +236,7 @@ class Run:
         Removes everything that the run wrote after that checkpoint. Returns what the user must see: repairs, and that
         the run was extended.
         """
+        prepared = self._job.prepare(self.directory.path)
         state = restore_newest(self.directory, self.config, self._job)
         self.step = self._first_step = state.step
         self._checksum = state.checksum
@@ -243,7 +244,7 @@ class Run:
         earlier = take_back_later_steps(self.directory, state, self._store, self._metrics)
         self.evaluations = earlier.evaluations
         self._accuracies = earlier.accuracies
-        return earlier.notices
+        return [*prepared, *earlier.notices]
 
     def _evaluate_if_due(self) -> None:
         """Evaluates the current weights and records the result, if that is due, not done yet, and the job can evaluate.

@@ -82,7 +82,8 @@ def test_the_table_names_only_settings_that_exist() -> None:
     bench = collect_settings(EngineBenchOptions())
     evaluation = collect_settings(EvalOptions()) | collect_settings(DataOptions())
     known = {"name", "out", "log", "sinks", "reward.PART", *bench, *evaluation}
-    for command in ("quickstart", "tiny_sft", "quickstart --task gsm8k", "quickstart --turns think_again"):
+    commands = ("quickstart", "quickstart --task gsm8k", "quickstart --turns think_again", "tiny_sft", "tiny_dpo")
+    for command in (*commands, "quickstart --algo online_dpo"):
         known |= settings(command).keys()
     for entry in foreign.SETTINGS:
         named = {*entry.settings.split(), *re.findall(r"\{([\w.]+)\}", entry.note)}

@@ -9,7 +9,7 @@ from functools import cache
 import pytest
 
 from cohort.cli.eval import Options as EvalOptions
-from cohort.config.algos import ALGOS
+from cohort.config.algos import ALGOS, PairPolicy
 from cohort.config.flags import Setting, apply_settings, collect_settings, format_flag, split_args
 from cohort.config.load import _make_settings_record, change_config, load_config
 from cohort.config.options import EngineBenchOptions, LearnerBenchOptions
@@ -20,9 +20,11 @@ WHOLE = ["-1", "0", "1e300", str(2**63), str(10**30)]
 SILLY = [*WHOLE, "1e-300", "nan", "inf"]
 # Command lines that together have every numeric setting. Sections that are off are turned on.
 ON = "--learner.lora.rank=2 --algo.kl.weight=0.1 --algo.correction.kind=mask --replay.prompts=1 --learner.epochs=2"
+# A loss on pairs has no KL penalty and no correction.
+PAIRED = "--learner.lora.rank=2 --replay.prompts=1 --learner.epochs=2"
 COMMANDS = [
     f"quickstart --turns think_again {ON}",
-    *(f"quickstart --algo {algo} {ON}" for algo in ALGOS),
+    *(f"quickstart --algo {name} {PAIRED if issubclass(cls, PairPolicy) else ON}" for name, cls in ALGOS.items()),
     *(f"quickstart --task {task}" for task in ("countdown", "gsm8k", "minerva", "ifeval")),
     *(f"quickstart --engine {engine}" for engine in ("server", "vllm")),
     "tiny_sft --learner.lora.rank=2",

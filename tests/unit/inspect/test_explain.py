@@ -255,7 +255,7 @@ def test_why_a_loss_is_zero_is_said_in_words():
     assert words.startswith(
         "loss is 0 because 1 group left out (constant reward: all samples of a group got the same reward"
     )
-    assert "1 group left out (too few scored samples: a baseline needs at least two)" in words
+    assert "1 group left out (too few scored samples: a baseline or a pair needs at least two)" in words
     cut = make_group([1], [answer(1, r, finish=Finish.LENGTH) for r in (0.0, 1.0)])
     groups, algo = compute_advantages([cut], GRPO(truncated="mask"))
     assert "2 samples masked: truncated: it was cut at max_tokens" in explain_no_signal(

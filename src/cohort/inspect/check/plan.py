@@ -87,7 +87,8 @@ def check_step_time(trial: Trial, score_seconds: float) -> Finding:
     begin = time.perf_counter()
     size = _count_samples(trial)
     num_minibatches = config.learner.minibatches if size == batch_size else 1
-    metrics = job.learner.update(make_batch(trial.groups, num_minibatches), job.algo).metrics
+    batch = make_batch(trial.groups, num_minibatches, whole_groups=job.algo.whole_groups)
+    metrics = job.learner.update(batch, job.algo).metrics
     update = time.perf_counter() - begin
     if not metrics.get("updates/done"):
         return fail(name, "an update did not move the weights: the gradient is zero or not finite.")

@@ -74,7 +74,9 @@ class Trial:
         for sample in (s for g in groups for s in g.samples):
             sample.old_logprobs = sample.ref_logprobs = None
         annotate(learner, groups, algo.needs())
-        return algo.advantages(groups)
+        groups = algo.advantages(groups)
+        annotate(learner, groups, algo.loss_needs())
+        return groups
 
     @property
     def longest_sequence(self) -> int:
@@ -94,7 +96,7 @@ class Trial:
         the run). `world` says which rank of how many ranks computes (None = the run's own).
         """
         loss = _RecordingLoss(self.job.algo)
-        batch = make_batch(groups)
+        batch = make_batch(groups, whole_groups=self.job.algo.whole_groups)
         result = self.job.learner.compute_gradient(batch, cast(Loss, loss), options, world)
         # The batch numbers the samples that it packed; the trial numbers all samples of the groups.
         places = {id: place for place, id in enumerate(id for g in groups for id in g.ids())}
@@ -177,6 +179,7 @@ class _RecordingLoss:
     def __init__(self, algo: Loss) -> None:
         self.algo = algo
         self.per_token = algo.per_token
+        self.whole_groups = algo.whole_groups
         self.tokens: dict[int, list[LossToken]] = {}  # by the batch's number of the sample
 
     def weigh_tokens(self, *args: Any, **kwargs: Any) -> Tensor:

@@ -132,14 +132,13 @@ def check_special_tokens(probe: Group, probe_pass: BackwardPass) -> Finding:
 def check_unsampled_tokens(trial: Trial, probe: Group) -> Finding:
     """Returns FAIL if a token of the prompt, of the environment or a forced token has a gradient, else ok.
 
-    Computes the gradient of the probe's first sample alone. Returns FAIL also if the loss lacks a sampled token of it,
-    or if nothing has a gradient.
+    Computes the gradient of the probe's first sample alone, or of as many as the loss compares. Returns FAIL also if
+    the loss lacks a sampled token of it, or if nothing has a gradient.
     """
     name = "update/unsampled-tokens"
-    # One sample alone: then the position that predicts each token is known without the packer.
-    sample = probe.samples[0]
-    first = len(probe.prompt.tokens) - 1
-    alone = [Group(prompt=probe.prompt, samples=[replace(sample, advantage=1.0)])]
+    # Few samples, each with its prompt: then the position that predicts each token is known without the packer.
+    samples = probe.samples[: trial.job.config.algo.num_compared]
+    alone = [Group(prompt=probe.prompt, samples=[replace(s, advantage=1.0 - 2 * i) for i, s in enumerate(samples)])]
     kept: list[Tensor] = []
 
     def keep_hidden(module: object, inputs: object, hidden: Tensor) -> None:
@@ -148,14 +147,19 @@ def check_unsampled_tokens(trial: Trial, probe: Group) -> Finding:
 
     handle = trial.job.model.decoder.register_forward_hook(keep_hidden)
     try:
-        result = trial.run_backward(alone)
+        result = trial.run_backward(alone, MicrobatchOptions(share=False))
     finally:
         handle.remove()
     # Positions whose hidden state has a gradient, and those that predict a sampled token: the two must be equal.
     touched = {i for h in kept if h.grad is not None for i in h.grad.abs().sum(-1).nonzero()[:, 0].tolist()}
-    places = {first + i for i, p in enumerate(sample.provenance) if p == Provenance.SAMPLED}
+    places: set[int] = set()
+    first = len(probe.prompt.tokens) - 1
+    for sample in samples:
+        places |= {first + i for i, p in enumerate(sample.provenance) if p == Provenance.SAMPLED}
+        # The last token of a sample predicts nothing, so it is no input.
+        first += len(probe.prompt.tokens) + len(sample.tokens) - 1
     wrong = len(touched - places)
-    in_loss = len(result.tokens.get(0, []))
+    in_loss = sum(len(row) for row in result.tokens.values())
     if wrong or in_loss != len(places) or not touched:
         text = f"{wrong} tokens the policy did not draw have a gradient; it drew {len(places)}, the loss has {in_loss}"
         return fail(name, f"{text}. Only tokens with the provenance SAMPLED may be trained.", wrong=wrong)
@@ -406,6 +410,9 @@ def _make_probe(trial: Trial) -> Group:
     rewards differ. With a sampler correction, the learner's log-probabilities replace the sampler's. Needs two samples.
     """
     group = copy.deepcopy(trial.groups[0])
+    # Where a loss compares two samples, only those two are in it.
+    if trial.job.algo.whole_groups:
+        group.samples = group.samples[: trial.job.config.algo.num_compared]
     tokenizer = Tokenizer.load(trial.job.model.folder)
     special = sorted({*tokenizer.stop_ids, *tokenizer.special_ids})[:NUM_SPECIAL]
     given = group.prompt.tokens[:3]

@@ -17,8 +17,8 @@ from torch import Tensor
 from cohort.algos.aggregate import Lengths, Totals
 from cohort.algos.algorithm import Loss
 from cohort.algos.inputs import LossInputs
-from cohort.data.batch import Microbatch
-from cohort.data.pack import make_batch, pack
+from cohort.data.batch import Batch, Microbatch
+from cohort.data.pack import longest_sample, make_batch, pack
 from cohort.types import Group, Provenance, Sample
 
 # Reasons why a token in the loss has no gradient.
@@ -94,27 +94,28 @@ def compute_step_effect(
     # A batch has old log-probabilities of all samples or of none.
     if not exact:
         samples = [replace(s, old_logprobs=None) for s in samples]
-    effects = [_make_zero_effect(s) for s in samples]
+    effects = {place: _make_zero_effect(s) for place, s in enumerate(samples)}
     rows = iter(samples)
     same = [replace(g, samples=[next(rows) for _ in g.samples]) for g in groups]
-    longest = max((len(g.prompt.tokens) + len(s.tokens) for g in same for s in g.samples), default=0)
-    batch = make_batch(same, minibatches)
+    batch = make_batch(same, minibatches, whole_groups=algo.whole_groups)
     # The batch numbers the samples that it packed; `effects` has all samples of the groups.
     places = {id: place for place, id in enumerate(id for g in same for id in g.ids())}
-    for minibatch in pack(batch, max(longest, _BUDGET), share=False):
+    for minibatch in pack(batch, max(longest_sample(batch), _BUDGET), share=False):
         counts = minibatch.counts
-        totals = Totals(num_tokens=counts.num_tokens, num_samples=counts.num_samples, num_prompts=counts.num_prompts)
+        totals = Totals(
+            num_tokens=counts.num_tokens,
+            num_samples=counts.num_samples,
+            num_prompts=counts.num_prompts,
+            num_first_tokens=counts.num_first_tokens,
+        )
         for micro in minibatch.microbatches:
             weights = algo.weigh_tokens(Lengths(sample=micro.lengths, group=micro.group_lengths), totals)
-            begin = 0
-            # One call per whole sample, because in a sequence-level loss the tokens of a sample depend on each other.
-            for segment, num in zip(*_find_stretches(micro.segments), strict=True):
-                span = slice(begin, begin + num)
-                place = places[batch.ids[segment]]
-                inputs = _make_loss_inputs(micro, weights, span)
-                effects[place] = _compute_sample_effect(samples[place], inputs, algo, policy)
-                begin += num
-    ordered = iter(effects)
+            for numbers, span in _list_units(micro, batch):
+                at = [places[batch.ids[n]] for n in numbers]
+                inputs = replace(_make_loss_inputs(micro, weights, span), totals=totals, num_samples=len(numbers))
+                found = _compute_effects([samples[place] for place in at], inputs, algo, policy)
+                effects |= dict(zip(at, found, strict=True))
+    ordered = iter(effects.values())
     return StepEffect(groups=[[next(ordered) for _ in g.samples] for g in groups], has_exact_ratios=exact)
 
 
@@ -145,10 +146,24 @@ def _make_zero_effect(sample: Sample) -> SampleEffect:
     return SampleEffect(gradient=[0.0] * len(sample.tokens), zero_reasons=[""] * len(sample.tokens))
 
 
-def _find_stretches(segments: Tensor) -> tuple[list[int], list[int]]:
-    """Divides a tensor into stretches of equal neighbours. Returns (value of each, length of each)."""
-    values, counts = torch.unique_consecutive(segments, return_counts=True)
-    return values.tolist(), counts.tolist()
+def _list_units(micro: Microbatch, batch: Batch) -> list[tuple[list[int], slice]]:
+    """Returns what one call of a loss must see: (numbers of samples, places of their tokens in the microbatch).
+
+    It is a whole sample, because in a sequence-level loss its tokens depend on each other; or a whole group, if the
+    loss compares samples.
+    """
+    values, counts = torch.unique_consecutive(micro.segments, return_counts=True)
+    units: list[tuple[list[int], slice]] = []
+    begin = 0
+    for number, num in zip(values.tolist(), counts.tolist(), strict=True):
+        end = begin + num
+        if batch.whole_groups and units and batch.group[units[-1][0][0]] == batch.group[number]:
+            numbers, span = units[-1]
+            units[-1] = ([*numbers, number], slice(span.start, end))
+        else:
+            units.append(([number], slice(begin, end)))
+        begin = end
+    return units
 
 
 def _make_loss_inputs(micro: Microbatch, weights: Tensor, span: slice) -> LossInputs:
@@ -173,25 +188,25 @@ def _make_loss_inputs(micro: Microbatch, weights: Tensor, span: slice) -> LossIn
     )
 
 
-def _compute_sample_effect(
-    sample: Sample, inputs: LossInputs, algo: Loss, policy: LogprobFunction | None
-) -> SampleEffect:
-    """Returns the effect on a sample that is in the loss. `inputs` has one row per sampled token of the sample.
+def _compute_effects(
+    samples: Sequence[Sample], inputs: LossInputs, algo: Loss, policy: LogprobFunction | None
+) -> list[SampleEffect]:
+    """Returns the effects on samples that one call of the loss sees. `inputs` has one row per sampled token of each.
 
-    If `policy` is given, its log-probabilities of the sample replace those in `inputs`. A gradient that is not finite
+    If `policy` is given, its log-probabilities of the samples replace those in `inputs`. A gradient that is not finite
     becomes 0, with that reason.
     """
-    places = [i for i, p in enumerate(sample.provenance) if p == Provenance.SAMPLED]
+    places = [(n, i) for n, s in enumerate(samples) for i, p in enumerate(s.provenance) if p == Provenance.SAMPLED]
     if policy is not None:
-        values = policy(sample)
-        inputs = replace(inputs, logprobs=torch.tensor([values[i] for i in places], dtype=torch.float64))
+        values = [policy(sample) for sample in samples]
+        inputs = replace(inputs, logprobs=torch.tensor([values[n][i] for n, i in places], dtype=torch.float64))
     gradient, metrics = _differentiate_loss(inputs, algo)
-    effect = _make_zero_effect(sample)
+    effects = [replace(_make_zero_effect(sample), metrics=metrics) for sample in samples]
     reasons = _explain_zero_gradients(inputs, gradient, algo)
-    for i, value, reason in zip(places, gradient.tolist(), reasons, strict=True):
-        effect.gradient[i] = 0.0 if reason == NOT_FINITE else value
-        effect.zero_reasons[i] = reason
-    return replace(effect, metrics=metrics)
+    for (n, i), value, reason in zip(places, gradient.tolist(), reasons, strict=True):
+        effects[n].gradient[i] = 0.0 if reason == NOT_FINITE else value
+        effects[n].zero_reasons[i] = reason
+    return effects
 
 
 def _differentiate_loss(inputs: LossInputs, algo: Loss) -> tuple[Tensor, dict[str, float]]:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 from cohort.algos.algorithm import Algorithm
+from cohort.config.algos import PairPolicy
 from cohort.config.schema import ThinkAgain
 from cohort.fates import Fate
 from cohort.inspect.explain.effect import CLIPPED, SampleEffect
@@ -103,10 +104,12 @@ def _describe_baseline(step: RecordedStep, group: Group) -> list[Fact]:
     failures = Counter(s.failure for s in group.samples if s.failure)
     failed = [f"{format_count(n, 'sample')} failed: {failure}" for failure, n in failures.items()]
     facts.append(("left out", "; ".join(failed) or "no sample"))
+    has_pairs = isinstance(algo, PairPolicy)
     if masked := sum(bool(s.masked and not s.failure) for s in group.samples):
-        facts.append(("masked", f"{format_count(masked, 'sample')}: in the baseline, not in the loss"))
+        where = "in no pair" if has_pairs else "in the baseline, not in the loss"
+        facts.append(("masked", f"{format_count(masked, 'sample')}: {where}"))
     how = step.algo.advantage_description if step.algo else "as recorded, by the code of the algorithm"
-    facts.append(("advantages", f"{how}, aggregate = {algo.aggregate}"))
+    facts.append(("advantages", how if has_pairs else f"{how}, aggregate = {algo.aggregate}"))
     return facts
 
 
@@ -189,7 +192,7 @@ def _describe_sample(step: RecordedStep, sample: Sample, fate: str, effect: Samp
     m = effect.metrics
     if effect.is_in_loss and step.effect.has_exact_ratios and "ratio/mean" in m:
         facts.append(("ratio", _format_ratios(m["ratio/min"], m["ratio/mean"], m["ratio/max"])))
-    elif effect.is_in_loss and step.effect.is_known:
+    elif effect.is_in_loss and step.effect.is_known and not isinstance(step.config.algo, PairPolicy):
         facts.append(("ratio", "not known, taken as 1"))
     # The ratio of the learner's probability to the sampler's. The bound keeps exp from an overflow.
     if sample.old_logprobs and sample.num_sampled:

@@ -28,7 +28,8 @@ from cohort.types import Group
 # Recorded metrics that the overview repeats.
 _SHOWN_METRICS = (
     *("loss", "grad_norm", "lr", "updates/done", "updates/no_signal", "updates/bad", "updates/clipped"),
-    *("ratio/min", "ratio/max", "clip/low", "clip/high", "kl/ref", "entropy", "sampler_gap/max"),
+    *("ratio/min", "ratio/max", "clip/low", "clip/high", "implicit/margin", "implicit/accuracy", "kl/ref", "entropy"),
+    "sampler_gap/max",
 )
 
 
