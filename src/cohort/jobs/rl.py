@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cohort.algos.algorithm import Algorithm
 from cohort.config.document import get_variant_name
-from cohort.config.flags import collect_settings, format_setting
 from cohort.config.kinds import RL
 from cohort.engines.base import Engine, Request, sample
 from cohort.engines.sync import WeightSync
-from cohort.evaluation.evaluate import describe_sampling, digest_rows
-from cohort.evaluation.evaluate import evaluate as run_evaluation
-from cohort.evaluation.records import EvalSetting, Evaluation
+from cohort.evaluation.records import Evaluation
 from cohort.jobs.base import TrainingJob
+from cohort.jobs.task_eval import evaluate_problems, make_eval_flags, notice_if_fewer_problems
 from cohort.loops.reuse import RolloutReuse
 from cohort.loops.rl import train
 from cohort.models.catalog import notice_if_not_taught
@@ -26,9 +23,7 @@ from cohort.run.life import Run
 from cohort.run.machine import program_name
 from cohort.run.store.records import RunDescription
 from cohort.scoring.pool import ScoringPool
-from cohort.tasks.ref import TaskRef
 from cohort.text import Tokenizer
-from cohort.text.framing import describe_template
 from cohort.types import Group, Key, Message, Prompt
 
 # (title, metric) of the columns of the table of training in the run card.
@@ -67,32 +62,10 @@ class RLJob(TrainingJob):
 
         `step` is the number of completed steps. Raises TrainingStopped if many samples cannot be scored.
         """
-        c = self.config
-        setting = EvalSetting(
-            task=c.task.name,
-            split=c.eval.split,
-            num_problems=len(self.problems),
-            num_left_out=self.num_problems_left_out,
-            num_samples=c.eval.samples,
-            model=c.model,
-            # The run and the step name these weights.
-            weights="",
-            knobs=TaskRef.from_task(c.task).settings,
-            rows=digest_rows(self.problems),
-            # The digest of the start: the workers keep that code, whatever happens to the file.
-            grader=self.inputs.grader,
-            template=describe_template(c.template),
-            system=c.system,
-            date=c.date,
-            engine=self.engine.name,
-            place=f"{c.device} {c.learner.dtype}",
-            sampling=describe_sampling(self.eval_producer.settings.sampling),
-            seed=c.seed,
-            step=step,
-            turns="first" if self.eval_producer.settings.later_turns is None else "all",
-        )
-        return run_evaluation(
-            self.eval_producer, self.problems, setting, lambda p: self.tokenizer.spell(p.tokens), then="resume the run"
+        # The digest of the start: the workers keep that code, whatever happens to the file.
+        grader = self.inputs.grader
+        return evaluate_problems(
+            self.config, self.eval_producer, self.problems, self.num_problems_left_out, grader, self.tokenizer, step
         )
 
     def sample_groups(self, prompts: Sequence[list[Message]], num_samples: int, visit: int = 0) -> list[Group]:
@@ -178,14 +151,7 @@ class RLJob(TrainingJob):
 
     def notice_if_fewer_problems(self) -> str:
         """Returns a notice for the user if the task has fewer held-out rows than eval.problems asks for; else ""."""
-        num = len(self.problems) + self.num_problems_left_out
-        asked = self.config.eval
-        if num >= asked.problems:
-            return ""
-        return (
-            f"evaluations use all {num} {asked.split} rows of the task {self.config.task.name}, because there are no "
-            f"more; eval.problems is {asked.problems}"
-        )
+        return notice_if_fewer_problems(self.config, len(self.problems) + self.num_problems_left_out)
 
     def suggest_commands(self, run: Path, step: int) -> list[list[str]]:
         """Returns commands to try after the run in directory `run` is complete, each as a list of words.
@@ -258,44 +224,17 @@ def describe_run(config: RL) -> RunDescription:
 def suggest_commands(config: RL, run: Path, step: int) -> list[list[str]]:
     """Returns commands to try after the run in directory `run` is complete, each as a list of words.
 
-    They evaluate the model after `step` steps with the flags of `_make_eval_flags`, export it, and train on (after the
+    They evaluate the model after `step` steps with the flags of `make_eval_flags`, export it, and train on (after the
     quickstart: train another recipe).
     """
     task = get_variant_name("task", config.task)
     longer = [program_name(), "resume", str(run), "--steps", str(2 * config.steps)]
     return [
-        [program_name(), "eval", task, "--model", f"{run}@{step}", *_make_eval_flags(config)],
+        [program_name(), "eval", task, "--model", f"{run}@{step}", *make_eval_flags(config, config.batch.too_long)],
         [program_name(), "export", str(run), f"{run.name}-model"],
         # The quickstart suggests the next recipe in place of more steps.
         [program_name(), "train", "tiny_countdown"] if config.recipe == "quickstart" else longer,
     ]
-
-
-def _make_eval_flags(config: RL) -> list[str]:
-    """Returns flags, as words, that make `cohort eval` use the run's prompts and sampling in evaluations.
-
-    They are template, system prompt, temperature, limit of tokens, stop texts and settings of the task, each only if it
-    differs from the default. The numbers of problems and samples are left out.
-    """
-    flags = []
-    if config.template != "chat":
-        flags += ["--template", config.template]
-    if config.batch.too_long != "error":
-        flags += ["--too-long", config.batch.too_long]
-    if config.system:
-        flags += format_setting("system", config.system)
-    if config.eval.temperature != 1.0:
-        flags += ["--temperature", str(config.eval.temperature)]
-    if config.sampling.max_tokens != config.task.max_tokens:
-        flags += ["--max-tokens", str(config.sampling.max_tokens)]
-    if config.sampling.stop:
-        flags += format_setting("stop", config.sampling.stop)
-    # A task of which a setting has no default cannot be made without settings.
-    defaults = {f.name: f.default for f in dataclasses.fields(config.task)}
-    for name, setting in collect_settings(config.task, "task.").items():
-        if setting.value != defaults.get(name.removeprefix("task."), dataclasses.MISSING):
-            flags += format_setting(name, setting.value)
-    return flags
 
 
 def notice_if_ratios_are_one(config: RL) -> str:

@@ -36,13 +36,13 @@ class Place:
     split: str  # the name of the split in that data set
 
 
-def make_data_path_absolute(data: str) -> str:
+def make_data_path_absolute(data: str, splits: Sequence[str] = SPLITS) -> str:
     """Returns the setting `data` as an absolute path if it names a file or folder that exists, otherwise unchanged.
 
-    {split} may stand for train or test and stays in the result; ~ and $NAME are not expanded. A run may be resumed from
-    another working directory, where a relative path would name another file.
+    {split} may stand for one of `splits` and stays in the result; ~ and $NAME are not expanded. A run may be resumed
+    from another working directory, where a relative path would name another file.
     """
-    exists = any(os.path.exists(data.replace("{split}", split)) for split in SPLITS)
+    exists = any(os.path.exists(data.replace("{split}", split)) for split in splits)
     return os.path.abspath(data) if exists else data
 
 
@@ -90,7 +90,9 @@ def locate_rows(data: str, split: str, flag: str = DATA_FLAG) -> RowSource:
     path = Path(os.path.expandvars(os.path.expanduser(name)))
     # "owner/name" may also be a relative path: it is a hub data set unless there is a file or it ends like one.
     if _HUB_NAME.fullmatch(name) and path.suffix.lower() not in FORMATS and not os.path.exists(path):
-        return _make_hub_source(name, split, f"or give the path of a file (there is no file {name})")
+        # The splits of a task have fixed names on the hub. Those of rows that are imitated have settings.
+        rename = "" if flag == DATA_FLAG else "name the split with --data.train-split and --data.test-split, "
+        return _make_hub_source(name, split, f"{rename}or give the path of a file (there is no file {name})")
     return _make_file_source(path, flag)
 
 
