@@ -204,7 +204,7 @@ _OF_BOTH_KINDS = (
         ("steps",),
         ("passes",),
         lambda config: not config.passes,
-        "the length of the run is given in passes; remove --passes or --steps",
+        "the length of the run is given in passes; write --passes 0 beside it",
     ),
 )
 
@@ -247,8 +247,8 @@ class SFT(RunConfig):
             ("system", "eval.every", "eval.problems"),
             ("data", "task"),
             lambda config: not isinstance(config.data, Traces) or config.task is not None,
-            "--data traces have system messages of their own, and nothing is held out; set --data conversations, or "
-            "name a task with --task",
+            "--data traces are synthetic conversations with system messages of their own, and nothing is held out; set "
+            "--data conversations, or name a task with --task",
         ),
         _never(("learner.prefix_sharing",), "an example has one answer, so no prompt can be shared"),
     )
