@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import re
-import shlex
 import signal
 from pathlib import Path
 
@@ -273,16 +271,3 @@ def test_stored_log_probabilities_of_the_reference_train_the_same(tmp_path: Path
     # The reference is computed on other microbatches, so that the last bits differ.
     for one, other in zip(*curves, strict=True):
         assert len(one) > 1 and one == pytest.approx(other, rel=1e-4, abs=1e-6)
-
-
-def test_the_commands_of_the_page_run_as_printed(tmp_path: Path) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "training.md").read_text(encoding="utf-8")
-    write_rows(tmp_path)
-    commands = re.findall(r"^cohort (.*)$", page, re.MULTILINE)
-    assert [command.split()[0] for command in commands] == ["train", "eval", "data", "train", "train"]
-    for command in commands:
-        threads = [] if command.startswith("data") else ["--threads=1"]
-        done = cohort(*shlex.split(command), *threads, at=tmp_path)
-        assert done.returncode == 0, (command, done.stderr)
-    done = cohort("compare", "prefer@0", "prefer", at=tmp_path)
-    assert done.returncode == 0 and re.search(r"0\.50 -> 1\.00 .*What is \d+\+\d+\?", done.stdout), done

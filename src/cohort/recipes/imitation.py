@@ -20,6 +20,8 @@ from cohort.recipes.registry import recipe
 from cohort.tasks.countdown import Countdown
 from cohort.tasks.gsm8k import GSM8K
 
+ULTRAFEEDBACK = "HuggingFaceH4/ultrafeedback_binarized"
+
 
 @recipe
 def sft() -> SFT:
@@ -102,7 +104,7 @@ def ultrafeedback_dpo() -> DPO:
     return DPO(
         model="Qwen/Qwen2.5-7B-Instruct",
         data=PairRows(
-            path="HuggingFaceH4/ultrafeedback_binarized",
+            path=ULTRAFEEDBACK,
             train_split="train_prefs",
             test_split="test_prefs",
             max_tokens=2049,
@@ -123,13 +125,21 @@ def ultrafeedback_dpo() -> DPO:
 @recipe
 def smollm2_dpo() -> DPO:
     """UltraFeedback with SmolLM2-135M, small enough for a CPU: to see that every part works, on short pairs."""
-    recipe = ultrafeedback_dpo()
+    data = PairRows(
+        path=ULTRAFEEDBACK,
+        train_split="train_prefs",
+        test_split="test_prefs",
+        max_tokens=512,
+        too_long="skip",
+        empty="skip",
+        equal="skip",
+    )
     return replace(
-        recipe,
+        ultrafeedback_dpo(),
         model="smollm2-135m",
         steps=20,
         passes=0.0,
-        data=replace(recipe.data, max_tokens=512),
+        data=data,
         batch=PairsConfig(pairs=4),
         optim=OptimConfig(lr=5e-6, warmup=2),
         learner=LearnerConfig(),
