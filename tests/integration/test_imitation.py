@@ -235,6 +235,46 @@ def test_the_function_runs_on_resume_and_for_no_command_that_only_looks(tmp_path
     assert done.returncode == 0 and "HERE" in done.stdout + done.stderr, done
 
 
+def test_a_task_of_the_users_own_is_imitated_and_a_changed_grader_is_said(tmp_path: Path) -> None:
+    source = """
+import cohort
+
+@cohort.task("reverse")
+class Reverse:
+    def rows(self, split):
+        words = {"train": ["group", "reward", "token"], "test": ["cohort", "pair"]}
+        yield from ({"id": word, "word": word} for word in words[split])
+
+    def prompt(self, row):
+        return [{"role": "user", "content": f"Spell {row['word']} backwards."}]
+
+    def score(self, row, answer):
+        return {"correct": float(answer.text.strip() == row["word"][::-1])}
+
+    def gold(self, row):
+        return row["word"][::-1]
+"""
+    (tmp_path / "reverse.py").write_text(source)
+    flags = [
+        "--data=task",
+        "--task=reverse.py:reverse",
+        "--model=tiny",
+        "--passes=0",
+        "--steps=1",
+        "--batch.examples=3",
+    ]
+    flags += ["--sampling.max-tokens=8", "--threads=1", "--name=mine", "--optim.warmup=0"]
+    done = cohort("train", "sft", *flags, at=tmp_path)
+    assert done.returncode == 0 and "2 problems x 1" in done.stdout, done
+    (tmp_path / "reverse.py").write_text(f"{source}\n# changed\n")
+    done = cohort("resume", "mine", "--steps", 2, at=tmp_path)
+    assert done.returncode == 0 and "the code that scores reverse has changed since step 1" in done.stdout, done
+    # Other problems are another run.
+    (tmp_path / "reverse.py").write_text(source.replace('"cohort", "pair"', '"cohort", "pear"'))
+    done = cohort("resume", "mine", "--steps", 3, at=tmp_path)
+    assert done.returncode == 2 and "cannot continue: the rows of the task's test split" in done.stderr, done
+
+
 def test_a_recipe_in_python_names_the_function_itself(tmp_path: Path) -> None:
     write_rows(tmp_path)
     recipe = """

@@ -140,6 +140,9 @@ class DPOJob(TrainingJob):
         """Trains for every remaining step of `run`. First tells the user about rows that are left out."""
         for line in self.encoded.describe():
             run.show_notice("rows", line)
+        if self.evaluator is not None and (notice := self.evaluator.notice_if_fewer_problems()):
+            run.show_notice("evaluation", notice)
+        self.record_changed_grader(run, self.config.task)
         dpo.train(run, self.learner, self.loss, self.stream.list_groups, self.config.learner.minibatches)
 
     def make_checkpoint(self, step: int) -> Checkpoint:

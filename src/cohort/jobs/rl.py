@@ -53,7 +53,6 @@ class RLJob(TrainingJob):
     problems: list[Prompt]  # held out: never trained on
     num_problems_left_out: int = 0  # whose prompts are too long
     algo: Algorithm
-    earlier_grader: str = ""  # the digest in the checkpoint that was restored; "" = none was, or it has no digest
 
     tokenizer: Tokenizer
 
@@ -132,7 +131,6 @@ class RLJob(TrainingJob):
         has changed.
         """
         self.restore_learner(state)
-        self.earlier_grader = str(state.numbers.get("inputs", {}).get("grader", ""))
         self.algo.load_state(state.numbers["algo"])
         self.producer.load_state({"cursor": state.cursor, "open": state.numbers.get("open", [])})
         self.sync.send(state.step)
@@ -173,8 +171,7 @@ class RLJob(TrainingJob):
                 "sampling",
                 "top-p, top-k or min-p is set: the policy that samples is not exactly the one that is trained",
             )
-        if run.step < self.config.steps and (notice := self._notice_if_grader_changed(run)):
-            run.record_event("grader", notice)
+        self.record_changed_grader(run, self.config.task)
         for line in self.describe().left_out:
             run.show_notice("prompts", line)
         notices = {
@@ -187,21 +184,6 @@ class RLJob(TrainingJob):
                 run.show_notice(kind, notice)
         replay = RolloutReuse(self.config.replay, self.config.seed, run.directory.rollouts)
         train(run, self.config, self.producer, self.learner, self.sync, self.algo, replay)
-
-    def _notice_if_grader_changed(self, run: Run) -> str:
-        """Returns a notice for the user if the grader is not that of the restored checkpoint; else "".
-
-        For a checkpoint of an earlier version, which has no digest of the grader, the newest evaluation counts.
-        """
-        newest = max(run.evaluations, default=0)
-        step = run.step if self.earlier_grader else newest
-        before = self.earlier_grader or (run.evaluations[newest].setting.grader if run.evaluations else "")
-        if before in ("", self.inputs.grader):
-            return ""
-        return (
-            f"the code that scores {self.config.task.name} has changed since step {step} ({before} is now "
-            f"{self.inputs.grader}): rewards and accuracies up to that step cannot be compared with later ones"
-        )
 
     def close(self) -> None:
         """Ends the scoring workers and the engine."""

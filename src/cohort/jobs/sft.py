@@ -76,6 +76,7 @@ class SFTJob(TrainingJob):
             run.show_notice("rows", line)
         if self.evaluator is not None and (notice := self.evaluator.notice_if_fewer_problems()):
             run.show_notice("evaluation", notice)
+        self.record_changed_grader(run, self.config.task)
         sft.train(run, self.learner, self.make_batch)
 
     @stage("examples")
