@@ -263,7 +263,7 @@ class Reverse:
         "--steps=1",
         "--batch.examples=3",
     ]
-    flags += ["--sampling.max-tokens=8", "--threads=1", "--name=mine", "--optim.warmup=0"]
+    flags += ["--batch.examples=3", "--sampling.max-tokens=8", "--threads=1", "--name=mine", "--optim.warmup=0"]
     done = cohort("train", "sft", *flags, at=tmp_path)
     assert done.returncode == 0 and "2 problems x 1" in done.stdout, done
     (tmp_path / "reverse.py").write_text(f"{source}\n# changed\n")

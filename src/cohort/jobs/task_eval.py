@@ -30,6 +30,7 @@ from cohort.types import Prompt, Sampling
 
 # Answers that are decoded at the same time.
 SLOTS = NativeEngine().slots
+_ALL_MEMORY = 1 << 62  # bytes: more than any GPU has
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,7 +130,8 @@ def make_evaluator(
         decoder=model.decoder,
         decode=tokenizer.decode,
         context=problems.context,
-        reserve=0 if learner.plan is None else learner.plan.update,
+        # Without a plan the GPU memory of keys and values is given back after each evaluation.
+        reserve=_ALL_MEMORY if learner.plan is None else learner.plan.update,
     )
     engine = make_engine(NativeEngine(), subject)
     scorer = ScoringPool(config.task, choose_num_workers(config.task))

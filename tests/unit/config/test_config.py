@@ -377,6 +377,23 @@ def test_sft_has_its_own_settings_and_no_others(args: str, message: str) -> None
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize("recipe", ["sft", "dpo"])
+def test_a_task_is_chosen_by_name_or_not_at_all(recipe: str) -> None:
+    plain = load_config(recipe)
+    assert plain.task is None and not plain.has_splits and "\ntask:" not in dump_config(plain)  # type: ignore[attr-defined]
+    assert parse_config(dump_config(plain)) == plain
+    measured = load_config(recipe, ["--task", "countdown", "--task.max-numbers", "3", "--eval.samples", "2"])
+    assert measured.task == Countdown(max_numbers=3) and measured.has_splits  # type: ignore[attr-defined]
+    assert parse_config(dump_config(measured)) == measured
+    assert diff_configs(plain, measured)["task"] == ("none", "countdown")
+    assert change_config(measured, ["--task", "none"]).task is None  # type: ignore[attr-defined]
+    # A file of an earlier version has neither a task nor its sampling.
+    earlier = dump_config(plain).replace("sampling:\n  max_tokens: 0\n  stop: []\n", "")
+    assert earlier != dump_config(plain) and parse_config(earlier, warn=False) == plain
+    with pytest.raises(ConfigError, match='unknown task "none"'):
+        load_config("quickstart", ["--task", "none"])
+
+
 BAD_DPO = {
     "--loss.beta 0": "loss.beta is 0.0; it must be above 0",
     "--loss robust --loss.label-smoothing 0.5": "it must be at most 0.49",

@@ -82,7 +82,7 @@ def test_the_table_names_only_settings_that_exist() -> None:
     bench = collect_settings(EngineBenchOptions())
     evaluation = collect_settings(EvalOptions()) | collect_settings(DataOptions())
     known = {"name", "out", "log", "sinks", "reward.PART", *bench, *evaluation}
-    for command in ("quickstart", "tiny_sft", "quickstart --task gsm8k", "quickstart --turns think_again"):
+    for command in ("quickstart", "tiny_sft", "sft", "quickstart --task gsm8k", "quickstart --turns think_again"):
         known |= settings(command).keys()
     for entry in foreign.SETTINGS:
         named = {*entry.settings.split(), *re.findall(r"\{([\w.]+)\}", entry.note)}
