@@ -255,14 +255,7 @@ class Reverse:
         return row["word"][::-1]
 """
     (tmp_path / "reverse.py").write_text(source)
-    flags = [
-        "--data=task",
-        "--task=reverse.py:reverse",
-        "--model=tiny",
-        "--passes=0",
-        "--steps=1",
-        "--batch.examples=3",
-    ]
+    flags = ["--data=task", "--task=reverse.py:reverse", "--model=tiny", "--passes=0", "--steps=1"]
     flags += ["--batch.examples=3", "--sampling.max-tokens=8", "--threads=1", "--name=mine", "--optim.warmup=0"]
     done = cohort("train", "sft", *flags, at=tmp_path)
     assert done.returncode == 0 and "2 problems x 1" in done.stdout, done
