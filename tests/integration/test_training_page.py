@@ -57,6 +57,6 @@ def test_the_commands_of_the_page_run_as_printed(tmp_path: Path) -> None:
     assert load_evaluations(runs / "measured")[0].setting.task == "arithmetic"
     assert load_evaluations(runs / "solutions")[2].setting.task == "countdown"
     assert re.search(r"rows left out, because the function in --data.map returned None: 1 of 3\d \(", printed["rated"])
-    for names in (("prefer@0", "prefer"), ("measured@0", "measured")):
+    for names in (("prefer@0", "prefer"), ("measured@0", "measured@best")):
         done = cohort("compare", *names, at=tmp_path)
         assert done.returncode == 0, done.stderr
