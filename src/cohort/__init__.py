@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from cohort.config.imitation import SFT as SFT
     from cohort.config.kinds import RL as RL
     from cohort.config.schema import RunConfig as RunConfig
+    from cohort.examples.mapped import Preference as Preference
+    from cohort.examples.rows import Conversation as Conversation
     from cohort.jobs.rl import RLJob as RLJob
     from cohort.loops.rl import update_policy as update_policy
     from cohort.recipes import recipe as recipe
@@ -37,9 +39,11 @@ if TYPE_CHECKING:
 
 # Public names and the modules that define them. They are imported when they are first used.
 _LAZY = {
+    "Conversation": "cohort.examples.rows",
     "DPO": "cohort.config.imitation",
     "Opening": "cohort.tasks.environment",
     "Policy": "cohort.config.algos",
+    "Preference": "cohort.examples.mapped",
     "RL": "cohort.config.kinds",
     "RLJob": "cohort.jobs.rl",
     "RunConfig": "cohort.config.schema",

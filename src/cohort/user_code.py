@@ -17,13 +17,13 @@ import os
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from cohort.errors import CohortError, ConfigError, UserCodeError, shorten_error
+from cohort.errors import CohortError, ConfigError, UserCodeError, shorten_error, suggest_name
 from cohort.system.paths import expand_home
 
 PLUGIN_GROUP = "cohort.plugins"
@@ -85,6 +85,66 @@ def load_file(path: str | Path) -> ModuleType:
         del sys.modules[name]
         raise
     return module
+
+
+def get_function(module: ModuleType, name: str, path: str | Path) -> Callable[..., Any]:
+    """Returns the function `name`, or anything that can be called, of a user's file. `path` is the file, for messages.
+
+    Raises ConfigError, with the nearest name, if there is none.
+    """
+    found = vars(module).get(name)
+    if callable(found):
+        return found
+    own = list_functions(module)
+    suggestion = suggest_name(name, own) if own else " The file defines no function."
+    raise ConfigError(
+        f'there is no function "{name}" in {path}.{suggestion} Correct the name after the colon, or define the '
+        "function in that file."
+    )
+
+
+def list_functions(module: ModuleType) -> list[str]:
+    """Returns the names of the functions that a user's file defines, without those that it imports or names with _."""
+    return [
+        name
+        for name, value in vars(module).items()
+        if inspect.isfunction(value) and value.__module__ == module.__name__ and not name.startswith("_")
+    ]
+
+
+def load_function(spec: str) -> Callable[..., Any]:
+    """Returns the function that a setting names as `file.py:function`. The file is run.
+
+    Raises ConfigError if it names no function of a file, and UserCodeError if the file raises.
+    """
+    where = split_spec(spec)
+    if where is None:
+        raise ConfigError(f'"{spec}" names no function of a file; write path/to/file.py:FUNCTION.')
+    path, name = where
+    return get_function(load_file(path), name, path)
+
+
+def make_function_spec(function: Any) -> str:
+    """Returns `/path/to/file.py:name`, by which `load_function` finds a function of a user's file in another process.
+
+    Raises ConfigError for a function that is not at the top level of a .py file.
+    """
+    file, name = find_source_file(function), getattr(function, "__qualname__", repr(function))
+    if not file.endswith(".py") or not Path(file).is_file() or not name.isidentifier():
+        raise ConfigError(
+            f"the function {name} is not at the top level of a .py file, so no other process could find it; define it "
+            "there with def."
+        )
+    return f"{Path(file).resolve()}:{name}"
+
+
+def make_spec_absolute(spec: str) -> str:
+    """Returns `file.py:name` with the absolute path of the file, and any other text unchanged.
+
+    A run may be resumed from another working directory, where a relative path would name another file.
+    """
+    where = split_spec(spec)
+    return f"{expand_home(where[0]).resolve()}:{where[1]}" if where else spec
 
 
 def load_plugins() -> dict[str, str]:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import random
-import re
-import shlex
 import shutil
 import signal
 from pathlib import Path
 
 import pytest
 
-from cohort.config.imitation import DPO, SFT
+from cohort.config.imitation import DPO, SFT, ExampleRows
 from cohort.run.directory import RunDirectory, load_evaluations
 from cohort.run.store.reader import Reader
 from tests.helpers.command_line import ENV, Census, cohort, differences, next_args, only_run, reference, remains
@@ -37,17 +35,44 @@ def write_rows(folder: Path) -> None:
         (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+MAP = """
+import cohort
+
+def talk(row):
+    return cohort.Conversation(messages=[
+        {"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row["completion"]}
+    ])
+
+def pair(row):
+    return cohort.Preference(prompt=row["prompt"], chosen=row["chosen"], rejected=row["rejected"])
+"""
+TASK = ["--task=arithmetic", "--eval.problems=8", "--eval.samples=2", "--sampling.max-tokens=24"]
+
+
 class Case:
-    """A recipe with its flags, whose data are in a folder of their own: a run records their absolute path."""
+    """A recipe with its flags, whose data are in a folder of their own: a run records their absolute path.
 
-    def __init__(self, recipe: str, folder: Path) -> None:
-        self.recipe = recipe
-        name, size = ("talks.jsonl", "--batch.examples=5") if recipe == "sft" else ("pairs.jsonl", "--batch.pairs=5")
+    The cases with a task measure its accuracy, and read their rows through a function of the user.
+    """
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.name = name
+        self.recipe = name.partition(" ")[0]
+        file, size = (
+            ("talks.jsonl", "--batch.examples=5") if self.recipe == "sft" else ("pairs.jsonl", "--batch.pairs=5")
+        )
         # 36 rows, of which about a fifth is held out: six steps.
-        self.flags = [*FLAGS, size, f"--data.path={folder / name}", "--eval.every=3"]
+        self.flags = [*FLAGS, size, f"--data.path={folder / file}", "--eval.every=3"]
+        if self.has_task:
+            (folder / "maps.py").write_text(MAP)
+            self.flags += [*TASK, f"--data.map={folder / 'maps.py'}:{'talk' if self.recipe == 'sft' else 'pair'}"]
+
+    @property
+    def has_task(self) -> bool:
+        return self.name.endswith("task")
 
 
-@pytest.fixture(scope="module", params=["sft", "dpo"])
+@pytest.fixture(scope="module", params=["sft", "dpo", "sft with a task", "dpo with a task"])
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     folder = tmp_path_factory.mktemp("rows")
     write_rows(folder)
@@ -66,13 +91,25 @@ def test_a_run_measures_what_is_held_out(case: Case, undisturbed: tuple[Path, Ce
     assert isinstance(config, SFT | DPO) and config.passes == 0.0 and config.steps == 6
     with Reader(directory.database) as reader:
         losses = reader.read_series("loss")
-        measured = reader.read_series("eval/loss" if case.recipe == "sft" else "eval/accuracy")
+        measured = reader.read_series("eval/accuracy" if case.name == "dpo" else "eval/loss")
+        pairs, accuracies = reader.read_series("eval/pairs"), reader.read_series("eval/accuracy")
     assert list(losses) == [1, 2, 3, 4, 5, 6] and list(measured) == [0, 3, 6]
     shown = (run.parents[1] / "output.txt").read_text()
+    found = load_evaluations(run)
+    if case.has_task:
+        # The accuracy of the task and the loss of the held-out examples stand beside each other.
+        assert list(accuracies) == [0, 3, 6] and accuracies == {step: e.accuracy for step, e in found.items()}
+        assert {(e.setting.task, e.setting.num_problems, e.setting.num_samples) for e in found.values()} == {
+            ("arithmetic", 8, 2)
+        }
+        assert "held-out accuracy" in shown and "8 problems x 2" in shown
+        assert list(pairs) == ([0, 3, 6] if case.recipe == "dpo" else [])
+        assert isinstance(config.data, ExampleRows)
+        function = "talk" if case.recipe == "sft" else "pair"
+        assert config.data.map == f"{Path(config.data.path).parent / 'maps.py'}:{function}"
     if case.recipe == "sft":
         assert measured[6] < measured[0] and "step 6 · held-out · loss" in shown
-    else:
-        found = load_evaluations(run)
+    elif not case.has_task:
         # Before training the policy is its own reference: every pair is a tie.
         assert found[0].accuracy == 0.5 and found[6].accuracy > 0.5 and found[6].low < found[6].accuracy
         assert {answer.correct for item in found[0].items for answer in item.answers} == {0.5}
@@ -98,7 +135,7 @@ def test_killed_anywhere_and_resumed_it_ends_the_same(
 
 def test_a_changed_row_stops_a_resume(case: Case, tmp_path: Path) -> None:
     write_rows(tmp_path)
-    flags = Case(case.recipe, tmp_path).flags
+    flags = Case(case.name, tmp_path).flags
     assert cohort("train", case.recipe, *flags, "--passes=0.3", at=tmp_path).returncode == 0
     run = only_run(tmp_path)
     [file] = [flag.partition("=")[2] for flag in flags if flag.startswith("--data.path")]
@@ -107,23 +144,148 @@ def test_a_changed_row_stops_a_resume(case: Case, tmp_path: Path) -> None:
     assert done.returncode == 2 and "cannot continue: the rows" in done.stderr, done
 
 
-@pytest.mark.parametrize(
-    ("recipe", "rows", "message"),
-    [
-        ("sft", "", "has no rows"),
-        ("sft", "[1]", "line 1 is [1]; correct it: a row must be a JSON object"),
-        ("sft", "{", "line 1 cannot be read as JSON"),
-        ("sft", json.dumps({"messages": [{"role": "user", "content": "q"}]}), "it has no message of the assistant"),
-        ("sft", json.dumps({"prompt": "q", "completion": "a " * 3000}), "line 1 has"),
-        ("dpo", json.dumps({"prompt": "q", "chosen": "a", "rejected": "a"}), "both answers are the same"),
-        ("dpo", json.dumps({"prompt": "q", "chosen": "a"}), 'has no column "rejected"'),
-    ],
-)
+QUESTION = {"role": "user", "content": "q"}
+ANSWER = {"role": "assistant", "content": "a"}
+BAD_ROWS = [
+    ("sft", "", "has no rows"),
+    ("sft", "[1]", "line 1 is [1]; correct it: a row must be a JSON object"),
+    ("sft", "{", "line 1 cannot be read as JSON"),
+    ("sft", json.dumps({"messages": [QUESTION]}), "line 1: it has no message of the assistant"),
+    ("sft", json.dumps({"messages": [QUESTION, QUESTION, ANSWER]}), "line 1: message 2 is of the user and follows one"),
+    ("sft", json.dumps({"prompt": "q", "completion": "a " * 3000}), "line 1 has"),
+    ("sft", json.dumps({"prompt": "q", "completion": "a" * 10_000_000}), "line 1: it has 10,000,001 characters"),
+    (
+        "sft",
+        json.dumps({"prompt": "q", "completion": " "}),
+        "line 1: its completion is empty; correct this row, or leave",
+    ),
+    (
+        "dpo",
+        json.dumps({"prompt": "", "chosen": "a", "rejected": "b"}),
+        "line 1: its prompt is empty; correct this row",
+    ),
+    ("dpo", json.dumps({"prompt": "q", "chosen": "a", "rejected": "a"}), "line 1: both answers are the same"),
+    ("dpo", json.dumps({"prompt": "q", "chosen": "a"}), 'line 1 has no column "rejected"'),
+    ("dpo", json.dumps({"prompt": "q " * 3000, "chosen": "a", "rejected": "b"}), "line 1 has"),
+]
+
+
+@pytest.mark.parametrize(("recipe", "rows", "message"), BAD_ROWS, ids=[message for *_, message in BAD_ROWS])
 def test_bad_rows_are_one_line_and_leave_nothing(recipe: str, rows: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text(rows + "\n" if rows else "")
     done = cohort("train", recipe, "--model=tiny", "--data.path=rows.jsonl", "--threads=1", at=tmp_path)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and message in done.stderr, done
-    assert not (tmp_path / "runs").exists()
+    assert "rows.jsonl" in done.stderr and not (tmp_path / "runs").exists()
+
+
+def test_all_rows_too_long_is_one_line_with_the_number_and_the_first(tmp_path: Path) -> None:
+    row = json.dumps({"prompt": "q", "chosen": "a " * 3000, "rejected": "b"})
+    (tmp_path / "rows.jsonl").write_text(f"{row}\n" * 3)
+    skip = ["--data.too-long=skip", "--data.held-out=0"]
+    done = cohort("train", "dpo", "--model=tiny", "--data.path=rows.jsonl", "--threads=1", *skip, at=tmp_path)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and not (tmp_path / "runs").exists(), done
+    assert "no row can be trained on: rows left out, because they have more than 1024 tokens: 3 of 3" in done.stderr
+    assert f"(first: {tmp_path / 'rows.jsonl'}, line 1)" in done.stderr
+
+
+def test_rows_that_are_left_out_are_counted_and_named(tmp_path: Path) -> None:
+    pairs = [{"prompt": f"q{n}", "chosen": "a", "rejected": "b"} for n in range(6)]
+    odd = [
+        {"prompt": "empty", "chosen": "", "rejected": "b"},
+        {"prompt": "equal", "chosen": "a", "rejected": "a"},
+        {"prompt": "long", "chosen": "a " * 3000, "rejected": "b"},
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*odd, *pairs]))
+    skip = ["--data.empty=skip", "--data.equal=skip", "--data.too-long=skip", "--data.held-out=0", "--batch.pairs=2"]
+    flags = ["--model=tiny", "--data.path=rows.jsonl", "--threads=1", *skip, "--name=odd"]
+    done = cohort("train", "dpo", *flags, at=tmp_path)
+    assert done.returncode == 0, done.stderr
+    card = (tmp_path / "runs" / "odd" / "run.md").read_text()
+    for line in (
+        "rows left out, because their prompt, answer or text is empty: 1 of 9 (first: rows.jsonl, line 1)",
+        "rows left out, because both answers are the same: 1 of 9 (first: rows.jsonl, line 2)",
+        "rows left out, because they have more than 1024 tokens: 1 of 9 (first: rows.jsonl, line 3)",
+    ):
+        line = line.replace("rows.jsonl", str(tmp_path / "rows.jsonl"))
+        assert line in done.stdout and line in card, done.stdout
+
+
+def test_an_error_of_the_function_is_the_users_own(tmp_path: Path) -> None:
+    write_rows(tmp_path)
+    (tmp_path / "maps.py").write_text(
+        "def broken(row):\n    if '31' in row['prompt']:\n        return row['nothing']\n"
+    )
+    flags = ["--model=tiny", "--data.path=pairs.jsonl", "--data.map=maps.py:broken", "--threads=1"]
+    done = cohort("train", "dpo", *flags, at=tmp_path)
+    place = tmp_path / "pairs.jsonl"
+    assert done.returncode == 2 and "Traceback" not in done.stderr and not (tmp_path / "runs").exists()
+    message = f"the function broken (--data.map), for {place}, line 3, raised KeyError: 'nothing'"
+    assert message in done.stderr and f"{tmp_path / 'maps.py'}, line 3, in broken" in done.stderr, done.stderr
+    assert "return row['nothing']" in done.stderr
+
+
+def test_the_function_runs_on_resume_and_for_no_command_that_only_looks(tmp_path: Path) -> None:
+    write_rows(tmp_path)
+    case = Case("dpo with a task", tmp_path)
+    (tmp_path / "maps.py").write_text(f"print('HERE')\n{MAP}")
+    done = cohort("train", "dpo", *case.flags, "--passes=0.3", "--name=mine", at=tmp_path)
+    assert done.returncode == 0 and "HERE" in done.stdout + done.stderr, done
+    for command in (["export", "mine", "out"], ["compare", "mine@0", "mine"], ["runs"], ["plot", "mine"]):
+        done = cohort(*command, at=tmp_path)
+        assert done.returncode == 0 and "HERE" not in done.stdout + done.stderr, done
+    done = cohort("resume", "mine", "--steps", 4, at=tmp_path)
+    assert done.returncode == 0 and "HERE" in done.stdout + done.stderr, done
+
+
+def test_a_task_of_the_users_own_is_imitated_and_a_changed_grader_is_said(tmp_path: Path) -> None:
+    source = """
+import cohort
+
+@cohort.task("reverse")
+class Reverse:
+    def rows(self, split):
+        words = {"train": ["group", "reward", "token"], "test": ["cohort", "pair"]}
+        yield from ({"id": word, "word": word} for word in words[split])
+
+    def prompt(self, row):
+        return [{"role": "user", "content": f"Spell {row['word']} backwards."}]
+
+    def score(self, row, answer):
+        return {"correct": float(answer.text.strip() == row["word"][::-1])}
+
+    def gold(self, row):
+        return row["word"][::-1]
+"""
+    (tmp_path / "reverse.py").write_text(source)
+    flags = ["--data=task", "--task=reverse.py:reverse", "--model=tiny", "--passes=0", "--steps=1"]
+    flags += ["--batch.examples=3", "--sampling.max-tokens=8", "--threads=1", "--name=mine", "--optim.warmup=0"]
+    done = cohort("train", "sft", *flags, at=tmp_path)
+    assert done.returncode == 0 and "2 problems x 1" in done.stdout, done
+    (tmp_path / "reverse.py").write_text(f"{source}\n# changed\n")
+    done = cohort("resume", "mine", "--steps", 2, at=tmp_path)
+    assert done.returncode == 0 and "the code that scores reverse has changed since step 1" in done.stdout, done
+    # Other problems are another run.
+    (tmp_path / "reverse.py").write_text(source.replace('"cohort", "pair"', '"cohort", "pear"'))
+    done = cohort("resume", "mine", "--steps", 3, at=tmp_path)
+    assert done.returncode == 2 and "cannot continue: the rows of the task's test split" in done.stderr, done
+
+
+def test_a_recipe_in_python_names_the_function_itself(tmp_path: Path) -> None:
+    write_rows(tmp_path)
+    recipe = """
+from cohort.config.imitation import Conversations, ExamplesConfig
+
+def mine():
+    \"\"\"Mine.\"\"\"
+    data = Conversations(path="talks.jsonl", map=talk)
+    return cohort.SFT(steps=1, data=data, batch=ExamplesConfig(examples=2))
+"""
+    (tmp_path / "maps.py").write_text(MAP + recipe.replace('\\"', '"'))
+    done = cohort("train", "maps.py:mine", "--threads=1", "--name=mine", at=tmp_path)
+    assert done.returncode == 0, done.stderr
+    config = RunDirectory.open(tmp_path / "runs" / "mine").config
+    assert isinstance(config, SFT) and isinstance(config.data, ExampleRows)
+    assert config.data.map == f"{tmp_path / 'maps.py'}:talk"
 
 
 def test_no_data_is_said(tmp_path: Path) -> None:
@@ -167,16 +329,3 @@ def test_a_killed_run_with_a_stored_reference_ends_the_same(tmp_path: Path) -> N
     whole, killed = (only_run(place) for place in places)
     assert whole is not None and killed is not None and "reference.safetensors" in remains(whole)
     assert differences(remains(killed), remains(whole)) == []
-
-
-def test_the_commands_of_the_page_run_as_printed(tmp_path: Path) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "training.md").read_text(encoding="utf-8")
-    write_rows(tmp_path)
-    commands = re.findall(r"^cohort (.*)$", page, re.MULTILINE)
-    assert [command.split()[0] for command in commands] == ["train", "eval", "data", "train", "train"]
-    for command in commands:
-        threads = [] if command.startswith("data") else ["--threads=1"]
-        done = cohort(*shlex.split(command), *threads, at=tmp_path)
-        assert done.returncode == 0, (command, done.stderr)
-    done = cohort("compare", "prefer@0", "prefer", at=tmp_path)
-    assert done.returncode == 0 and re.search(r"0\.50 -> 1\.00 .*What is \d+\+\d+\?", done.stdout), done

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
-from cohort.config.document import collect_written_settings
+from cohort.config.document import NO_VARIANT, collect_written_settings, get_variant_name
 from cohort.config.flags import collect_settings, split_args
 from cohort.config.kinds import VARIANTS
 from cohort.config.load import load_config
@@ -79,7 +79,7 @@ def find_differences(settings: Mapping[str, Any], command: str) -> SettingsDiffe
             continue
         found[name] = value
     for section in base.sections:
-        if not any(name.startswith(f"{section}.") for name in settings):
+        if section not in settings and not any(name.startswith(f"{section}.") for name in settings):
             found[section] = None
     return SettingsDifference(values=found, source="recipe")
 
@@ -89,7 +89,7 @@ class _BaseSettings:
     """What the settings of a run are compared with."""
 
     values: Mapping[str, Any]  # all settings of the recipe by full name, those of sections that are off among them
-    sections: tuple[str, ...]  # optional sections that the recipe has switched on
+    sections: tuple[str, ...]  # optional sections and variants that the recipe has
 
 
 @lru_cache(maxsize=256)
@@ -102,7 +102,7 @@ def _load_base(recipe: str, variants: tuple[tuple[str, str], ...]) -> _BaseSetti
     unknown = []
     try:
         config = load_config(recipe)
-        own = {field: str(VARIANTS[field].get_name(type(getattr(config, field)))) for field in config.variants}
+        own = {field: get_variant_name(field, getattr(config, field)) for field in config.variants}
         for field, name in variants:
             if field in own and name != own[field] and VARIANTS[field].is_known(name):
                 config = _choose_variant(config, field, name)
@@ -115,6 +115,7 @@ def _load_base(recipe: str, variants: tuple[tuple[str, str], ...]) -> _BaseSetti
     values = {name: value for name, value in values.items() if name.partition(".")[0] not in unknown}
     written = collect_written_settings(config)
     on = [name for name in _list_optional_sections(config) if any(key.startswith(f"{name}.") for key in written)]
+    on += [field for field in config.optional_variants if own[field] != NO_VARIANT]
     return _BaseSettings(values=values | own, sections=tuple(on))
 
 

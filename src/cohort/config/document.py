@@ -32,6 +32,8 @@ from cohort.config.yaml_text import dump_yaml, read_yaml
 from cohort.errors import ConfigError, suggest_name
 from cohort.user_code import report_errors
 
+# What a command line calls a variant that is not chosen, such as the task of a run that measures no accuracy.
+NO_VARIANT = "none"
 # The format that `dump_config` writes. Every earlier format can be read.
 FORMAT = 2
 
@@ -46,8 +48,11 @@ def get_variant_name(field: str, value: Any) -> str:
     """Returns the name by which the flag `--FIELD` chooses the class of `value`, for example "grpo" for a GRPO.
 
     `field` is a field with variants: `task`, `turns`, `algo`, `engine` or `data`. For a class in a user's file the name
-    is `/path/to/file.py:name`. Raises a ConfigError for a class that is not registered, or that is in no file.
+    is `/path/to/file.py:name`; for None it is NO_VARIANT. Raises a ConfigError for a class that is not registered, or
+    that is in no file.
     """
+    if value is None:
+        return NO_VARIANT
     return get_recorded_name(value) or VARIANTS[field].make_spec(type(value))
 
 
@@ -106,12 +111,15 @@ def reuse_variants(config: RunConfig) -> VariantFinder:
 def dump_config(config: RunConfig) -> str:
     """Returns the config as YAML text, the content of config.yaml. It writes no file.
 
-    Left out are sections that are off and fields without effect in this kind of run. Raises a ConfigError for secrets
-    (names such as `api_key`, and addresses with a password) and for values that config.yaml cannot hold.
+    Left out are sections that are off, variants that are not chosen and fields without effect in this kind of run.
+    Raises a ConfigError for secrets (names such as `api_key`, and addresses with a password) and for values that
+    config.yaml cannot hold.
     """
     tree: dict[str, Any] = {"format": FORMAT, "kind": config.kind}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
+        if field.name in config.optional_variants and value is None:
+            continue
         if field.name in config.variants:
             tree[field.name] = {"name": get_variant_name(field.name, value), **_make_plain(value, field.name)}
         elif _is_written(config, field.name):
@@ -180,6 +188,8 @@ def parse_config(
     hints = typing.get_type_hints(cls)
     # The type of a variant is known only from the name in the file.
     for field in cls.variants:
+        if field in cls.optional_variants and field not in tree:
+            continue
         section = tree.get(field)
         if not isinstance(section, dict) or not isinstance(section.get("name"), str):
             raise ConfigError(
@@ -188,7 +198,7 @@ def parse_config(
             )
         hints[field] = find(field, section.pop("name"), section)
     for name in (f.name for f in dataclasses.fields(cls)):
-        may_lack = name in cls.added or getattr(hints[name], "optional", False)
+        may_lack = name in (*cls.added, *cls.optional_variants) or getattr(hints[name], "optional", False)
         if name not in tree and not may_lack:
             raise ConfigError(
                 f"{source}: the key {name} is missing; restore the file from a copy, or add the key and its value."
@@ -247,7 +257,12 @@ def collect_written_settings(config: RunConfig) -> dict[str, Any]:
     """
     off = [prefix for prefix, section in walk_sections(config) if not section.is_on]
     settings = collect_settings(config).items()
-    return {name: setting.value for name, setting in settings if not name.startswith(tuple(off))}
+    return {
+        name: setting.value
+        for name, setting in settings
+        # A variant that is not chosen stands here itself, because it has no settings.
+        if not name.startswith(tuple(off)) and name not in config.variants
+    }
 
 
 def _has_setting(tree: Any, name: str) -> bool:

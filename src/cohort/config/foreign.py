@@ -170,7 +170,15 @@ SETTINGS: tuple[ForeignEntry, ...] = (
         _NO_SUCH
         + "there is no critic. A sample is compared with the other samples of its group ({algo.baseline}). Remove it.",
     ),
-    # Task and reward.
+    # Task and reward. SFT and DPO have data, and perhaps a task besides: so data come first.
+    ForeignEntry(
+        "dataset dataset_name dataset_path train_file train_files data_path train_data",
+        "data.path data",
+        "It chooses the rows that are learnt from.",
+    ),
+    ForeignEntry("dataset_train_split dataset_split train_split", "data.train_split"),
+    ForeignEntry("dataset_test_split eval_split test_split", "data.test_split"),
+    ForeignEntry("formatting_func map_fn map_function preprocess_fn", "data.map", "It is a function, as file.py:NAME."),
     ForeignEntry(
         "dataset dataset_name dataset_path train_file train_files prompt_data data_path train_data",
         "task.data",
@@ -180,11 +188,6 @@ SETTINGS: tuple[ForeignEntry, ...] = (
         "dataset dataset_name dataset_path train_file train_files prompt_data data_path train_data data",
         "task",
         "Rows come from a task. gsm8k reads a file of yours with {task.data}; docs/tasks.md shows how to write a task.",
-    ),
-    ForeignEntry(
-        "dataset dataset_name dataset_path train_file train_files data_path train_data",
-        "data",
-        "It chooses the conversations.",
     ),
     ForeignEntry(
         "reward_funcs reward_func reward_function reward_fn reward_model reward_model_path custom_reward_function"

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from cohort.config.preferences import PairLoss, Sigmoid
 from cohort.config.schema import RunConfig
-from cohort.config.section import AtLeast0, AtLeast1, BelowOne, Effect, FiniteAtLeast0, Section, Text
+from cohort.config.section import AtLeast0, AtLeast1, BelowOne, Bound, Effect, FiniteAtLeast0, Section, Text
 from cohort.errors import ConfigError
 from cohort.registry import Registry
 from cohort.tasks.traces.styles import Mix
+from cohort.user_code import make_function_spec
+
+SplitName = Annotated[Text, Bound("the name of a split", lambda text: "/" not in text and "{" not in text)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,24 +35,66 @@ class ExampleRows(Section):
     path: Text = ""
     """The file (.jsonl, .json, .csv, .parquet), or owner/name on the hub. With {split} in it, the rows of train are
     trained on and those of test are held out."""
+    map: Text = ""
+    """A function of yours, as file.py:function, that makes an example of a raw row, or None to leave the row out."""
     columns: tuple[str, ...] = ()
     """Columns that have another name in the file, as ours=theirs."""
+    train_split: SplitName = "train"
+    """Name of the split that is trained on, on the hub or in place of {split}, such as train_prefs."""
+    test_split: SplitName = ""
+    """Name of the split that is held out, such as test_prefs; empty = test, if the path has {split}."""
     max_tokens: AtLeast0 = 0
     """Limit of tokens, prompt included; 0 = what the context of the model and the token budget allow."""
     too_long: Literal["error", "skip", "cut"] = "error"
     """What becomes of longer ones: error = the run does not start, skip = they are left out, cut = they lose their end.
     The numbers are shown."""
+    empty: Literal["error", "skip"] = "error"
+    """What becomes of rows with an empty prompt, answer or text: error = the run does not start, skip = they are left
+    out. The number is shown."""
     held_out: BelowOne = 0.05
-    """Share of the rows that is held out, where the path has no {split}. A hash of the question decides; 0 = none."""
+    """Share of the rows that is held out, where no split is. A hash of the question decides; 0 = none."""
 
     effects: ClassVar[tuple[Effect, ...]] = (
         Effect(
             ("held_out",),
-            ("path",),
-            lambda data: "{split}" not in data.path,
-            "the path has {split}, so the rows of the test file are held out",
+            ("path", "test_split"),
+            lambda data: not data.held_out_split,
+            "the rows of the test split are held out, because the path has {split} or data.test_split is set",
+        ),
+        Effect(
+            ("columns", "format"),
+            ("map",),
+            lambda data: not data.map,
+            "the function in --data.map makes the columns; remove --data.map",
         ),
     )
+
+    def __post_init__(self) -> None:
+        # A recipe in Python may give the function itself.
+        if callable(self.map):
+            object.__setattr__(self, "map", make_function_spec(self.map))
+
+    @property
+    def held_out_split(self) -> str:
+        """The name of the split that is held out; "" = a share of the rows is."""
+        return self.test_split or ("test" if "{split}" in self.path else "")
+
+    def check(self, user_settings: Collection[str]) -> None:
+        """Raises a ConfigError if the same split is trained on and held out, or `map` names no function of a file.
+
+        Ignores `user_settings`.
+        """
+        if self.held_out_split == self.train_split:
+            raise ConfigError(
+                f"data.train_split and data.test_split are both {self.train_split}, so what is trained on would be "
+                "held out. Name another split with --data.test-split or --data.train-split."
+            )
+        file, _, name = self.map.rpartition(":")
+        if self.map and not (file.endswith(".py") and name):
+            raise ConfigError(
+                f'data.map is "{self.map}", which names no function of a file. Write --data.map with '
+                "path/to/file.py:FUNCTION."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +103,17 @@ class Conversations(ExampleRows):
 
     format: Literal["auto", "messages", "sharegpt", "prompt", "alpaca", "text"] = "auto"
     """The format of the rows; auto = each row shows it by its columns."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskAnswers(Section):
+    """The right answers of the run's task (--task): its own prompts, each with the answer that the task gives."""
+
+    max_tokens: AtLeast0 = 0
+    """Limit of tokens, prompt included; 0 = what the context of the model and the token budget allow."""
+    too_long: Literal["error", "skip", "cut"] = "error"
+    """What becomes of longer ones: error = the run does not start, skip = they are left out, cut = they lose their end.
+    The numbers are shown."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +137,13 @@ class SumPairs(Section):
 
 DATA: Registry[type[Any]] = Registry(
     "data",
-    {"traces": Traces, "conversations": Conversations, "pairs": PairRows, "sum_pairs": SumPairs},
+    {
+        "traces": Traces,
+        "conversations": Conversations,
+        "task": TaskAnswers,
+        "pairs": PairRows,
+        "sum_pairs": SumPairs,
+    },
     is_open=False,
 )
 """The classes by the name that `--data` takes."""
@@ -103,22 +165,46 @@ class PairsConfig(Section):
     """Pairs per step."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class AnswerSampling(Section):
+    """How answers to the problems of the run's task are sampled, in evaluations."""
+
+    max_tokens: AtLeast0 = 0
+    """Longest answer, in tokens; 0 = what the task needs, as far as the model's context allows."""
+    stop: tuple[str, ...] = ()
+    """Texts that end an answer, besides the tokenizer's end-of-turn tokens."""
+
+    def check(self, user_settings: Collection[str]) -> None:
+        """Raises a ConfigError for empty stop texts. Ignores `user_settings`."""
+        if "" in self.stop:
+            raise ConfigError(
+                "sampling.stop has an empty text, which would end every answer at once; remove it from --sampling.stop."
+            )
+
+
 def _never(names: tuple[str, ...], reason: str) -> Effect:
     """Returns the effect of settings of every run that do nothing in a kind of run."""
     return Effect(names, (), lambda config: False, reason)
 
 
-_NOT_SAMPLED = (
+_NO_TASK = "the run has no task; name one with --task"
+_OF_BOTH_KINDS = (
     _never(("save.rollouts",), "the run samples nothing, so it has no rollout files"),
-    _never(
-        ("eval.samples", "eval.temperature", "eval.turns", "eval.split", "eval.validation_share"),
-        "nothing is sampled in evaluations of this kind of run (measure its model with cohort eval)",
+    _never(("eval.turns",), "every sample of this kind of run has only one turn"),
+    Effect(
+        (
+            *("eval.samples", "eval.temperature", "eval.split", "eval.validation_share"),
+            *("sampling.max_tokens", "sampling.stop"),
+        ),
+        ("task",),
+        lambda config: config.task is not None,
+        f"nothing is sampled in its evaluations, because {_NO_TASK}",
     ),
     Effect(
         ("steps",),
         ("passes",),
         lambda config: not config.passes,
-        "the length of the run is given in passes; remove --passes or --steps",
+        "the length of the run is given in passes; write --passes 0 beside it",
     ),
 )
 
@@ -128,12 +214,14 @@ class SFT(RunConfig):
     """Supervised fine-tuning: imitate the assistant's messages in given conversations."""
 
     kind: ClassVar[str] = "sft"
-    variants: ClassVar[tuple[str, ...]] = ("data",)
-    has_accuracy: ClassVar[bool] = False
-    has_splits: ClassVar[bool] = False
-    added: ClassVar[tuple[str, ...]] = (*RunConfig.added, "eval", "loss", "passes")
+    variants: ClassVar[tuple[str, ...]] = ("data", "task")
+    optional_variants: ClassVar[tuple[str, ...]] = ("task",)
+    added: ClassVar[tuple[str, ...]] = (*RunConfig.added, "eval", "loss", "passes", "sampling")
 
-    data: Traces | Conversations = field(default_factory=Traces)
+    data: Traces | Conversations | TaskAnswers = field(default_factory=Traces)
+    task: Any = None
+    """The task whose accuracy is measured: an instance of a registered task class, or None."""
+    sampling: AnswerSampling = field(default_factory=AnswerSampling)
     batch: ExamplesConfig = field(default_factory=ExamplesConfig)
     loss: Literal["assistant", "last", "all"] = "assistant"
     """What is imitated: every answer of the assistant, its last one, or all tokens. Plain text is always imitated."""
@@ -141,27 +229,51 @@ class SFT(RunConfig):
     """Length of the run in passes over the data; 0 = it has --steps steps. The run records the number of steps."""
 
     effects: ClassVar[tuple[Effect, ...]] = (
-        *_NOT_SAMPLED,
-        _never(("save.keep_best",), "the best checkpoint is that of the best accuracy, which an sft run does not have"),
+        *_OF_BOTH_KINDS,
         Effect(
-            ("system", "loss", "passes", "eval.every", "eval.problems"),
+            ("save.keep_best",),
+            ("task",),
+            lambda config: config.task is not None,
+            f"the best checkpoint is that of the best accuracy, and {_NO_TASK}",
+        ),
+        Effect(
+            ("loss", "passes"),
             ("data",),
             lambda config: not isinstance(config.data, Traces),
-            "--data traces are synthetic conversations without end, with system messages of their own, and nothing is "
-            "held out; set --data conversations",
+            "--data traces are synthetic conversations without end, of which every answer is imitated; set --data "
+            "conversations",
+        ),
+        Effect(
+            ("system", "eval.every", "eval.problems"),
+            ("data", "task"),
+            lambda config: not isinstance(config.data, Traces) or config.task is not None,
+            "--data traces are synthetic conversations with system messages of their own, and nothing is held out; set "
+            "--data conversations, or name a task with --task",
         ),
         _never(("learner.prefix_sharing",), "an example has one answer, so no prompt can be shared"),
     )
 
+    @property
+    def has_accuracy(self) -> bool:
+        """Whether evaluations give an accuracy: that of the task, if there is one."""
+        return self.task is not None
+
+    @property
+    def has_splits(self) -> bool:
+        """Whether evaluations are of a split of a task."""
+        return self.task is not None
+
     def check(self, user_settings: Collection[str]) -> None:
-        """Raises a ConfigError if data and template do not fit, or a step has fewer examples than minibatches.
+        """Raises a ConfigError if data, task and template do not fit, or a step has fewer examples than minibatches.
 
         Also if the warm-up is as long as the run or longer, but only if `optim.warmup` is in `user_settings`, the full
         names of the settings that the user gave.
         """
         super().check(user_settings)
-        if not isinstance(self.data, Traces | Conversations):
-            raise ConfigError("an sft run learns from conversations: set --data conversations (or traces).")
+        if not isinstance(self.data, Traces | Conversations | TaskAnswers):
+            raise ConfigError("an sft run learns from conversations: set --data conversations (or task, or traces).")
+        if isinstance(self.data, TaskAnswers) and self.task is None:
+            raise ConfigError("--data task imitates the right answers of a task; name it with --task.")
         if self.template == "text" and isinstance(self.data, Traces):
             raise ConfigError(
                 f"template is {self.template}, but the examples are conversations, which need a chat template. "
@@ -175,10 +287,14 @@ class DPO(RunConfig):
     """Preference optimisation: make the better of two answers more likely than the worse one."""
 
     kind: ClassVar[str] = "dpo"
-    variants: ClassVar[tuple[str, ...]] = ("data", "loss")
-    has_splits: ClassVar[bool] = False
+    variants: ClassVar[tuple[str, ...]] = ("data", "loss", "task")
+    optional_variants: ClassVar[tuple[str, ...]] = ("task",)
+    added: ClassVar[tuple[str, ...]] = (*RunConfig.added, "sampling")
 
     data: PairRows | SumPairs = field(default_factory=PairRows)
+    task: Any = None
+    """The task whose accuracy is measured: an instance of a registered task class. None = that of held-out pairs is."""
+    sampling: AnswerSampling = field(default_factory=AnswerSampling)
     batch: PairsConfig = field(default_factory=PairsConfig)
     loss: PairLoss = field(default_factory=Sigmoid)
     reference: Literal["copy", "stored"] = "copy"
@@ -188,7 +304,7 @@ class DPO(RunConfig):
     """Length of the run in passes over the data; 0 = it has --steps steps. The run records the number of steps."""
 
     effects: ClassVar[tuple[Effect, ...]] = (
-        *_NOT_SAMPLED,
+        *_OF_BOTH_KINDS,
         Effect(
             ("reference",),
             ("loss",),
@@ -196,6 +312,11 @@ class DPO(RunConfig):
             "this loss has no reference; set --loss sigmoid, ipo, hinge or robust",
         ),
     )
+
+    @property
+    def has_splits(self) -> bool:
+        """Whether evaluations are of a split of a task. Held-out pairs are of none."""
+        return self.task is not None
 
     def check(self, user_settings: Collection[str]) -> None:
         """Raises a ConfigError if the data are no pairs, or if there are more minibatches than pairs per step.

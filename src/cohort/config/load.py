@@ -17,6 +17,7 @@ import tyro
 
 from cohort.config import flags
 from cohort.config.document import (
+    NO_VARIANT,
     diff_configs,
     dump_config,
     find_variant,
@@ -188,6 +189,9 @@ def _apply_variants(config: C, given: Collection[GivenSetting]) -> C:
             continue
         if item.name == "algo" and (remedy := find_algorithm_remedy(values[0])):
             raise ConfigError(f'unknown algo "{values[0]}". {remedy}')
+        if values[0] == NO_VARIANT and item.name in config.optional_variants:
+            config = config.replace_variant(item.name, None)
+            continue
         cls = find_variant(item.name, values[0])
         # Choosing the variant that the recipe has keeps the recipe's values.
         if type(getattr(config, item.name)) is not cls:
@@ -199,16 +203,21 @@ def _make_settings_record(config: RunConfig) -> Any:
     """Returns the values of `config` as an instance of a class that is made for it, from which tyro makes flags.
 
     The class differs from that of `config` in three ways. Variants have their exact type, so that only their settings
-    become flags. A field `choose_NAME` per variant becomes the flag `--NAME`. Dict fields are records.
+    become flags; one that is not chosen has none. A field `choose_NAME` per variant becomes the flag `--NAME`. Dict
+    fields are records.
     """
     fields: list[Any] = [("recipe", tyro.conf.Suppress[str], config.recipe)]
     for field in config.variants:
         value = getattr(config, field)
         name = get_variant_name(field, value)
         # A task in a user's file is not among the registered names.
-        names = tuple(dict.fromkeys([*list_variant_names(field), name]))
+        none = [NO_VARIANT] if field in config.optional_variants else []
+        names = tuple(dict.fromkeys([*none, *list_variant_names(field), name]))
         arg = tyro.conf.arg(name=field, help=f"Choose the {field} by name; it starts from its own defaults.")
         fields.append((_PREFIX + field, Annotated[Literal[names], arg], name))
+        if value is None:
+            fields.append((field, Annotated[Any, tyro.conf.Suppress], None))
+            continue
         about = tyro.conf.arg(help=(type(value).__doc__ or "").strip())
         fields.append((field, Annotated[type(value), about], _make_default_field(value)))
     fields += [(name, type(record), _make_default_field(record)) for name, record in config.make_flag_records().items()]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -13,7 +12,7 @@ from cohort.config.schema import RunConfig
 from cohort.errors import ConfigError, suggest_name
 from cohort.system.paths import expand_home
 from cohort.tasks.base import TASKS
-from cohort.user_code import load_file, load_plugins, split_spec
+from cohort.user_code import get_function, list_functions, load_file, load_plugins, split_spec
 
 
 def find_recipe(spec: str) -> tuple[str, Callable[[], RunConfig]]:
@@ -54,23 +53,7 @@ def find_recipe(spec: str) -> tuple[str, Callable[[], RunConfig]]:
     task = TASKS.get_name(function) if isinstance(function, type) else None if callable(function) else name
     if task in TASKS.list_in_file(path):
         raise ConfigError(f'"{name}" in {path} is a task, not a recipe. {_describe_file(path, module, str(task))}')
-    if not callable(function):
-        own = _list_functions(module)
-        suggestion = suggest_name(name, own) if own else " The file defines no function."
-        raise ConfigError(
-            f'there is no function "{name}" in {path}.{suggestion} Correct the name after the colon, or define the '
-            "function in that file."
-        )
-    return f"{expand_home(path).resolve()}:{name}", function
-
-
-def _list_functions(module: ModuleType) -> list[str]:
-    """Returns the names of the functions that a user's file defines, without those that it imports or names with _."""
-    return [
-        name
-        for name, value in vars(module).items()
-        if inspect.isfunction(value) and value.__module__ == module.__name__ and not name.startswith("_")
-    ]
+    return f"{expand_home(path).resolve()}:{name}", get_function(module, name, path)
 
 
 def _describe_file(path: Path, module: ModuleType, task: str) -> str:
@@ -78,7 +61,7 @@ def _describe_file(path: Path, module: ModuleType, task: str) -> str:
 
     `task` is the name of the task that the user means; "" = any of the file.
     """
-    functions = ", ".join(f"{path}:{name}" for name in _list_functions(module)) or "none"
+    functions = ", ".join(f"{path}:{name}" for name in list_functions(module)) or "none"
     tasks = [task] if task else TASKS.list_in_file(path)
     choices = "".join(f" Or use the task in a recipe: cohort train RECIPE --task {path}:{name}." for name in tasks)
     return f"A recipe is a function that returns a config; functions in the file: {functions}.{choices}"

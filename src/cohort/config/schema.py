@@ -381,9 +381,8 @@ class RunConfig(Section):
     kind: ClassVar[str]
     # The fields whose class is chosen by name, such as the algorithm.
     variants: ClassVar[tuple[str, ...]] = ()
-    # Whether evaluations give an accuracy, and whether they are of a split that the user chooses.
-    has_accuracy: ClassVar[bool] = True
-    has_splits: ClassVar[bool] = True
+    # Those of them that may be None, which is called "none" on a command line and is not written to config.yaml.
+    optional_variants: ClassVar[tuple[str, ...]] = ()
     # The settings outside of sections that earlier files of this format do not have. Their defaults give what was then.
     added: ClassVar[tuple[str, ...]] = ("date", "system")
     # The sections that files of format 1 do not have, with the settings that give what Cohort did at that time.
@@ -422,6 +421,16 @@ class RunConfig(Section):
                 "RunConfig(...) has no kind, but every run needs one. Write RL(...) or SFT(...) instead in the recipe."
             )
         return super().__new__(cls)
+
+    @property
+    def has_accuracy(self) -> bool:
+        """Whether evaluations give an accuracy."""
+        return True
+
+    @property
+    def has_splits(self) -> bool:
+        """Whether evaluations are of a split of a task, which the user chooses."""
+        return True
 
     def require_complete(self) -> None:
         """Raises a ConfigError if something is missing on which the list of flags depends, such as the task.

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from cohort.config.flags import collect_settings, format_setting
+from cohort.config.imitation import DPO, SFT, TaskAnswers
 from cohort.config.kinds import RL
 from cohort.config.options import CONVERSATION_OPTIONS, EvalOptions
 from cohort.config.schema import Conversation
@@ -38,7 +39,7 @@ def describe_unlikeness(checkpoint: NamedCheckpoint, task: Task, options: EvalOp
     except CohortError:
         # The weights can be evaluated all the same: a run of a later version has settings that are not known here.
         return []
-    if not isinstance(config, RL) or config.task.name != task.name:
+    if not isinstance(config, RL | SFT | DPO) or config.task is None or config.task.name != task.name:
         return []
     lines = [
         _describe_settings(checkpoint.name, config, task, options),
@@ -47,7 +48,7 @@ def describe_unlikeness(checkpoint: NamedCheckpoint, task: Task, options: EvalOp
     return [line for line in lines if line]
 
 
-def _describe_settings(name: str, config: RL, task: Task, options: EvalOptions) -> str:
+def _describe_settings(name: str, config: RL | SFT | DPO, task: Task, options: EvalOptions) -> str:
     """Returns which settings the run, and its checkpoint `name`, had otherwise, with the flags of `cohort eval`.
 
     "" if all are equal.
@@ -66,18 +67,19 @@ def _describe_settings(name: str, config: RL, task: Task, options: EvalOptions) 
     )
 
 
-def _pair_settings(config: RL, task: Task, options: EvalOptions) -> Iterator[_PairedSetting]:
+def _pair_settings(config: RL | SFT | DPO, task: Task, options: EvalOptions) -> Iterator[_PairedSetting]:
     """Yields the settings that decide about prompts and answers, with the values of the run and of the evaluation."""
     yield _PairedSetting("template", config.template, options.template)
     yield _PairedSetting("system", config.system, options.system)
-    yield _PairedSetting("max_tokens", config.sampling.max_tokens, options.max_tokens or task.max_tokens)
+    trained = config.sampling.max_tokens or task.max_tokens
+    yield _PairedSetting("max_tokens", trained, options.max_tokens or task.max_tokens)
     yield _PairedSetting("stop", config.sampling.stop, options.stop)
     # A user who gives another temperature means it, for instance 0 for greedy answers.
     if options.temperature == EvalOptions.temperature:
         yield _PairedSetting("temperature", config.eval.temperature, options.temperature)
-    if isinstance(config.turns, Conversation):
+    if isinstance(turns := getattr(config, "turns", None), Conversation):
         for option, name in CONVERSATION_OPTIONS.items():
-            yield _PairedSetting(option, getattr(config.turns, name), getattr(options, option))
+            yield _PairedSetting(option, getattr(turns, name), getattr(options, option))
     recorded = collect_settings(config.task, "task.")
     for name, setting in collect_settings(task, "task.").items():
         if name in recorded:
@@ -95,12 +97,14 @@ def _normalise(name: str, value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def _describe_rows(name: str, config: RL, options: EvalOptions) -> str:
+def _describe_rows(name: str, config: RL | SFT | DPO, options: EvalOptions) -> str:
     """Returns what is wrong with the validation split for the checkpoint `name`; "" if nothing is, or for other splits.
 
     A larger share only adds rows, so a run with a larger one has not seen the rows of a smaller one.
     """
-    if options.split != "validation":
+    # Other kinds of run train on rows of their task only if they imitate its answers.
+    trains_on_task = isinstance(config, RL) or isinstance(config.data, TaskAnswers)
+    if options.split != "validation" or not trains_on_task:
         return ""
     if config.eval.split != "validation":
         return (

@@ -8,14 +8,13 @@ from functools import partial
 from typing import Any, Literal, TypeVar
 
 from cohort.errors import TaskError
-from cohort.examples.rows import Conversation, Pair
+from cohort.examples.rows import Conversation, Doubtful, Pair
 from cohort.text import Tokenizer
 from cohort.text.answers import RenderedConversation, Targets, render_conversation, render_document, render_plain
 from cohort.text.plain import add_system
 from cohort.types import Finish, Group, Message, Prompt, Provenance, Sample
 
 TooLong = Literal["error", "skip", "cut"]
-Doubtful = Literal["error", "skip"]
 T = TypeVar("T")
 
 
@@ -23,26 +22,39 @@ T = TypeVar("T")
 class EncodedExamples:
     """Examples as groups, ready for batches, and how many rows were left out, by the reason."""
 
+    what: str = "rows"  # what is counted, for messages: "rows" or "held-out rows"
     groups: list[Group] = field(default_factory=list)
     num_rows: int = 0
     left_out: dict[str, int] = field(default_factory=dict)
     first_left_out: dict[str, str] = field(default_factory=dict)  # by reason: the place of the first such row
     num_cut: int = 0  # examples that lost their end
+    other_lines: list[str] = field(default_factory=list)  # what `describe` says besides, such as of held-out rows
 
     def leave_out(self, reason: str, place: str) -> None:
         """Counts a row that no group is made of."""
         self.left_out[reason] = self.left_out.get(reason, 0) + 1
         self.first_left_out.setdefault(reason, place)
 
+    def skip_row(self, reason: str, place: str) -> None:
+        """Counts a row that was read and left out before it could become tokens."""
+        self.num_rows += 1
+        self.leave_out(reason, place)
+
     def describe(self) -> list[str]:
         """Returns one line per reason: how many rows were left out, and where the first of them is."""
         lines = [
-            f"rows left out, because {reason}: {num} of {self.num_rows} (first: {self.first_left_out[reason]})"
+            f"{self.what} left out, because {reason}: {num} of {self.num_rows} (first: {self.first_left_out[reason]})"
             for reason, num in self.left_out.items()
         ]
-        return lines + (
-            [f"examples cut at the limit of tokens: {self.num_cut} of {self.num_rows}"] if self.num_cut else []
-        )
+        if self.num_cut:
+            lines.append(f"{self.what} cut at the limit of tokens: {self.num_cut} of {self.num_rows}")
+        return lines + self.other_lines
+
+    def require_groups(self) -> None:
+        """Raises TaskError if no row became an example."""
+        if not self.groups:
+            why = "; ".join(self.describe()) or "there are none"
+            raise TaskError(f"no row can be trained on: {why}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,14 +74,22 @@ class ExampleRenderer:
 
 
 def encode_conversations(
-    rows: Iterable[Conversation], framing: ExampleRenderer, targets: Targets, max_tokens: int, too_long: TooLong
+    rows: Iterable[Conversation],
+    framing: ExampleRenderer,
+    targets: Targets,
+    max_tokens: int,
+    too_long: TooLong,
+    encoded: EncodedExamples | None = None,
 ) -> EncodedExamples:
     """Returns conversations and texts as groups of one sample. The loss is on their TARGET tokens.
 
     Those of more than `max_tokens` tokens raise TaskError, are left out, or lose their end, as `too_long` says. Raises
-    TaskError, with file and line, for a conversation that the template cannot render.
+    TaskError, with file and line, for a conversation that the template cannot render. The groups are added to
+    `encoded`, which may have counted rows already, and which is returned. None = to a new record, and if no row becomes
+    an example, TaskError is raised.
     """
-    encoded = EncodedExamples()
+    is_new = encoded is None
+    encoded = EncodedExamples() if encoded is None else encoded
     for row in rows:
         encoded.num_rows += 1
         rendered = _render_at(row.place, partial(_render_row, row, framing, targets))
@@ -82,7 +102,8 @@ def encode_conversations(
         elif rendered.tokens:
             id = str(len(encoded.groups))
             encoded.groups.append(make_example_group(id, rendered.tokens, rendered.provenance))
-    _require_groups(encoded)
+    if is_new:
+        encoded.require_groups()
     return encoded
 
 
@@ -94,15 +115,21 @@ def _render_row(row: Conversation, framing: ExampleRenderer, targets: Targets) -
 
 
 def encode_pairs(
-    rows: Iterable[Pair], framing: ExampleRenderer, max_tokens: int, too_long: TooLong, equal: Doubtful
+    rows: Iterable[Pair],
+    framing: ExampleRenderer,
+    max_tokens: int,
+    too_long: TooLong,
+    equal: Doubtful,
+    encoded: EncodedExamples | None = None,
 ) -> EncodedExamples:
     """Returns pairs as groups of two samples, the better answer first. The loss is on their TARGET tokens.
 
     `max_tokens` is the limit of a prompt with one of its answers; `too_long` is as in `encode_conversations`, where an
     answer loses its end. `equal` says what becomes of pairs whose answers are the same tokens. Raises TaskError, with
-    file and line, for a pair that the template cannot render.
+    file and line, for a pair that the template cannot render. `encoded` is as in `encode_conversations`.
     """
-    encoded = EncodedExamples()
+    is_new = encoded is None
+    encoded = EncodedExamples() if encoded is None else encoded
     for row in rows:
         encoded.num_rows += 1
         sides = _render_at(row.place, partial(_render_pair, row, framing))
@@ -125,7 +152,8 @@ def encode_pairs(
             encoded.leave_out("both answers are the same", row.place)
         else:
             encoded.groups.append(group)
-    _require_groups(encoded)
+    if is_new:
+        encoded.require_groups()
     return encoded
 
 
@@ -155,13 +183,6 @@ def _handle_long(encoded: EncodedExamples, place: str, num: int, limit: int, too
         return 0
     encoded.num_cut += 1
     return limit
-
-
-def _require_groups(encoded: EncodedExamples) -> None:
-    """Raises TaskError if no row became an example."""
-    if not encoded.groups:
-        why = "; ".join(encoded.describe()) or "there are none"
-        raise TaskError(f"no row can be trained on: {why}")
 
 
 def make_example_group(id: str, tokens: Sequence[int], provenance: Sequence[int]) -> Group:

@@ -38,15 +38,41 @@ _ROLES = {
 }
 
 T = TypeVar("T")
+Doubtful = Literal["error", "skip"]
+"""What becomes of rows that may be a mistake: error = the run does not start, skip = they are left out."""
+MapFunction = Callable[[RawRow, str], RawRow | None]
+"""(raw row, its place) -> a row in a format of ours; None = it is left out."""
+LeaveOut = Callable[[str, str], None]
+"""Called as leave_out(reason, place) for a row that is left out."""
+
+
+class EmptyTextError(ValueError):
+    """A row has an empty prompt, answer or text."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowRules:
+    """What is done with raw rows before they are read, and with rows that have an empty text."""
+
+    convert: MapFunction | None = None  # None = rows are read as they are
+    empty: Doubtful = "error"
+    leave_out: LeaveOut = lambda reason, place: None
+
+
+_NO_RULES = RowRules()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Conversation:
-    """A conversation to imitate, or a plain text. `key` names what it asks: equal keys are never in two splits."""
+    """A conversation to imitate, or a plain text.
 
-    messages: list[Message]  # ends with a message of the assistant; [] if it is a plain text
-    place: str  # where it comes from, such as "rows.jsonl, line 7"
-    key: str
+    A user's function (`--data.map`) returns it with messages and tools, or with a text. `place` and `key` are set when
+    rows are read. `key` names what it asks: equal keys are never in two splits.
+    """
+
+    messages: list[Message] = field(default_factory=list)  # ends with the assistant's; [] if it is a plain text
+    place: str = ""  # where it comes from, such as "rows.jsonl, line 7"
+    key: str = ""
     text: str = ""  # the plain text; "" if it is a conversation
     tools: list[Any] | None = field(default=None)
 
@@ -64,7 +90,7 @@ class Pair:
 
 
 def read_conversations(
-    path: str, split: str, format: ConversationFormat, columns: Sequence[str]
+    path: str, split: str, format: ConversationFormat, columns: Sequence[str], rules: RowRules = _NO_RULES
 ) -> Iterator[Conversation]:
     """Yields the conversations of a file or hub data set, in their order.
 
@@ -73,26 +99,24 @@ def read_conversations(
     """
     known = {name for _, names in _FORMATS.values() for name in names}
     names = _FORMATS[format][1] if format != "auto" else sorted(known)
-    return _read(path, split, columns, names, lambda row, place: _make_conversation(row, place, format))
+    return _read(path, split, columns, names, rules, lambda row, place: _make_conversation(row, place, format))
 
 
-def read_pairs(
-    path: str, split: str, columns: Sequence[str], convert: Callable[[RawRow], Mapping[str, Any]] | None = None
-) -> Iterator[Pair]:
+def read_pairs(path: str, split: str, columns: Sequence[str], rules: RowRules = _NO_RULES) -> Iterator[Pair]:
     """Yields the pairs of a file or hub data set, in their order. The parameters are as in `read_conversations`.
 
-    `convert` turns a raw row into one with the columns prompt, chosen and rejected; None = it has them. Raises
-    TaskError, with file and line, for a row that is no pair.
+    Raises TaskError, with file and line, for a row that is no pair.
     """
-
-    def make_converted(row: RawRow, place: str) -> Pair:
-        return _make_pair(row if convert is None else dict(convert(row)), place)
-
-    return _read(path, split, columns, () if convert else _PAIR_COLUMNS, make_converted)
+    return _read(path, split, columns, _PAIR_COLUMNS, rules, _make_pair)
 
 
 def _read(
-    path: str, split: str, columns: Sequence[str], names: Sequence[str], make: Callable[[RawRow, str], T]
+    path: str,
+    split: str,
+    columns: Sequence[str],
+    names: Sequence[str],
+    rules: RowRules,
+    make: Callable[[RawRow, str], T],
 ) -> Iterator[T]:
     """Yields what `make` makes of every raw row. A ValueError of it becomes a TaskError that names file and line."""
     source = locate_rows(path, split, DATA_FLAG)
@@ -105,26 +129,55 @@ def _read(
             raise TaskError(
                 f"{place} is {shorten(raw)}; correct it: a row must be a JSON object with the columns as keys"
             )
-        row = rename_columns(place, raw, ours_to_theirs, COLUMNS_FLAG)
-        try:
-            _check_size(row)
-            yield make(row, place)
-        except KeyError as error:
-            raise TaskError(
-                f'{place} has no column "{error.args[0]}"; it has {list_columns(raw)}. Add it, or set {COLUMNS_FLAG} '
-                f"{error.args[0]}=COLUMN if it has another name there"
-            ) from error
-        except ValueError as error:
-            raise TaskError(f"{place}: {error}; correct this row") from error
+        row: RawRow | None = rename_columns(place, raw, ours_to_theirs, COLUMNS_FLAG)
+        assert row is not None
+        _check_size(row, place)
+        if rules.convert is not None:
+            row = rules.convert(row, place)
+            if row is None:
+                rules.leave_out("the function in --data.map returned None", place)
+                continue
+            _check_size(row, place)
+        made = _make_one(row, place, rules, make)
+        if made is not None:
+            yield made
     if is_empty:
         raise TaskError(f"{source.name} has no rows; add rows, or name another source with {DATA_FLAG}")
 
 
-def _check_size(row: RawRow) -> None:
-    """Raises ValueError if a row has more text than any model can read."""
+def _make_one(row: RawRow, place: str, rules: RowRules, make: Callable[[RawRow, str], T]) -> T | None:
+    """Returns what `make` makes of a row; None if the row has an empty text and such rows are left out.
+
+    Raises TaskError, with file and line, for a row that cannot be used.
+    """
+    is_mapped = rules.convert is not None
+    where = f"{place}, as the function in --data.map returned it" if is_mapped else place
+    try:
+        return make(row, place)
+    except EmptyTextError as error:
+        if rules.empty == "error":
+            raise TaskError(
+                f"{where}: {error}; correct this row, or leave such rows out with --data.empty skip"
+            ) from error
+        rules.leave_out("their prompt, answer or text is empty", place)
+        return None
+    except KeyError as error:
+        name = error.args[0]
+        remedy = (
+            "Let the function return it"
+            if is_mapped
+            else f"Add it, or set {COLUMNS_FLAG} {name}=COLUMN if it has another name there"
+        )
+        raise TaskError(f'{where} has no column "{name}"; it has {list_columns(row)}. {remedy}') from error
+    except ValueError as error:
+        raise TaskError(f"{where}: {error}; correct this row{' or the function' if is_mapped else ''}") from error
+
+
+def _check_size(row: RawRow, place: str) -> None:
+    """Raises TaskError if a row has more text than any model can read."""
     size = _count_characters(row)
     if size > MAX_CHARACTERS:
-        raise ValueError(f"it has {size:,} characters, and a row may have {MAX_CHARACTERS:,}")
+        raise TaskError(f"{place}: it has {size:,} characters, and a row may have {MAX_CHARACTERS:,}; correct this row")
 
 
 def _count_characters(value: Any) -> int:
@@ -145,7 +198,7 @@ def _make_conversation(row: RawRow, place: str, format: ConversationFormat) -> C
     if found == "text":
         text = _require_text(row["text"], "text")
         if not text.strip():
-            raise ValueError("its text is empty")
+            raise EmptyTextError("its text is empty")
         return Conversation(messages=[], text=text, place=place, key=_hash(text))
     if found == "messages":
         messages = read_messages(row["messages"], "messages")
@@ -196,7 +249,7 @@ def _read_message(message: Any, number: int, column: str) -> Message:
     if not isinstance(content, str):
         raise ValueError(f"the content of message {number} of its {column} is {shorten(content)}, not a text")
     if role == "assistant" and not content.strip() and not message.get("tool_calls"):
-        raise ValueError(f"message {number} of its {column}, of the assistant, is empty")
+        raise EmptyTextError(f"message {number} of its {column}, of the assistant, is empty")
     return {**message, "role": role, "content": content}
 
 
@@ -220,7 +273,7 @@ def _read_alpaca(row: RawRow) -> list[Message]:
     question = _require_text(row["instruction"], "instruction")
     extra = _require_text(row.get("input") or "", "input")
     if not question.strip():
-        raise ValueError("its instruction is empty")
+        raise EmptyTextError("its instruction is empty")
     user = f"{question}\n\n{extra}" if extra.strip() else question
     return [{"role": "user", "content": user}, *read_answer(row["output"], "output")]
 
@@ -230,7 +283,7 @@ def read_prompt(value: Any) -> list[Message]:
     value = _parse_cell(value)
     if isinstance(value, str):
         if not value.strip():
-            raise ValueError("its prompt is empty")
+            raise EmptyTextError("its prompt is empty")
         return [{"role": "user", "content": value}]
     messages = read_messages(value, "prompt")
     if messages[-1]["role"] == "assistant":
@@ -243,7 +296,7 @@ def read_answer(value: Any, column: str) -> list[Message]:
     value = _parse_cell(value)
     if isinstance(value, str):
         if not value.strip():
-            raise ValueError(f"its {column} is empty")
+            raise EmptyTextError(f"its {column} is empty")
         return [{"role": "assistant", "content": value}]
     messages = read_messages(value, column)
     if messages[-1]["role"] != "assistant":

@@ -17,7 +17,11 @@ from cohort.types import Group
 
 
 class KeyedRow(Protocol):
-    """A row with a key."""
+    """A row with a place and a key."""
+
+    @property
+    def place(self) -> str:
+        """Where the row comes from, for messages."""
 
     @property
     def key(self) -> str:

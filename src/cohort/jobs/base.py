@@ -22,6 +22,8 @@ from cohort.models.decoder import Decoder
 from cohort.models.files import LoadedModel, load_folder, save_folder
 from cohort.run.checkpoint import Checkpoint
 from cohort.run.directory import RunDirectory
+from cohort.run.life import Run
+from cohort.tasks.base import Task
 
 
 @dataclass(kw_only=True)
@@ -32,6 +34,7 @@ class TrainingJob:
     model: LoadedModel
     learner: LocalLearner
     inputs: InputDigests
+    earlier_grader: str = ""  # the digest in the checkpoint that was restored; "" = none was, or it has no digest
 
     @property
     def measure(self) -> Callable[[], Mapping[str, float]] | None:
@@ -80,6 +83,7 @@ class TrainingJob:
         saved_with.require_same_settings(self.config)
         # Checkpoints of earlier versions have no digests.
         require_same_inputs(state.numbers.get("inputs", {}), self.inputs, self.config, saved_with.path)
+        self.earlier_grader = str(state.numbers.get("inputs", {}).get("grader", ""))
         # Sums depend on the number of threads, so the run keeps its number, also on a machine with fewer cores.
         torch.set_num_threads(int(state.numbers["threads"]))
         decoder = self.model.decoder
@@ -96,6 +100,23 @@ class TrainingJob:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+    def record_changed_grader(self, run: Run, task: Task | None) -> None:
+        """Records an event if the code that scores the task is not that of the restored checkpoint.
+
+        For a checkpoint of an earlier version, which has no digest of the grader, the newest evaluation counts. Nothing
+        is recorded without a task, and if all steps are done.
+        """
+        newest = max(run.evaluations, default=0)
+        step = run.step if self.earlier_grader else newest
+        before = self.earlier_grader or (run.evaluations[newest].setting.grader if run.evaluations else "")
+        if task is None or before in ("", self.inputs.grader) or run.step >= self.config.steps:
+            return
+        run.record_event(
+            "grader",
+            f"the code that scores {task.name} has changed since step {step} ({before} is now {self.inputs.grader}): "
+            "rewards and accuracies up to that step cannot be compared with later ones",
+        )
 
     def describe_extension(self, step: int, old_steps: int, new_steps: int) -> str:
         """Returns how the learning rate jumps if the run has `new_steps` steps, not `old_steps`; "" = it does not.

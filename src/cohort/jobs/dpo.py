@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from cohort.examples.encode import EncodedExamples
 from cohort.examples.stream import ExampleStream
 from cohort.jobs.base import TrainingJob
 from cohort.jobs.reference import Notice, digest_reference, provide_reference
+from cohort.jobs.task_eval import TaskEvaluator
 from cohort.loops import dpo
 from cohort.loops.learning import annotate
 from cohort.run.checkpoint import Checkpoint
@@ -36,11 +37,27 @@ class DPOJob(TrainingJob):
     held_out: list[Group]
     loss: PreferenceLoss
     tokenizer: Tokenizer
+    evaluator: TaskEvaluator | None = None  # of the config's task
 
     @property
     def evaluate(self) -> Callable[[int], Evaluation] | None:
-        """A function that measures the held-out pairs; None if there are none."""
+        """A function that measures the accuracy of the run's task or, without one, of the held-out pairs.
+
+        None if there are neither.
+        """
+        if self.evaluator is not None:
+            return self.evaluator.evaluate
         return self._measure if self.held_out else None
+
+    @property
+    def measure(self) -> Callable[[], Mapping[str, float]] | None:
+        """A function that measures the held-out pairs, where the accuracy of the run is that of a task; else None."""
+        return self._measure_pairs if self.held_out and self.evaluator is not None else None
+
+    def _measure_pairs(self) -> dict[str, float]:
+        """Returns accuracy, loss and margin of the held-out pairs, as metrics."""
+        found = self._measure(0)
+        return {"eval/pairs": found.accuracy} | {f"eval/{name}": value for name, value in found.summary.items()}
 
     def _measure(self, step: int) -> Evaluation:
         """Returns how often the implicit reward of the better answer is higher, on the held-out pairs.
@@ -120,6 +137,9 @@ class DPOJob(TrainingJob):
         """Trains for every remaining step of `run`. First tells the user about rows that are left out."""
         for line in self.encoded.describe():
             run.show_notice("rows", line)
+        if self.evaluator is not None and (notice := self.evaluator.notice_if_fewer_problems()):
+            run.show_notice("evaluation", notice)
+        self.record_changed_grader(run, self.config.task)
         dpo.train(run, self.learner, self.loss, self.stream.list_groups, self.config.learner.minibatches)
 
     def make_checkpoint(self, step: int) -> Checkpoint:
@@ -160,3 +180,8 @@ class DPOJob(TrainingJob):
             [program_name(), "export", str(run), f"{run.name}-model"],
             [program_name(), "resume", str(run), "--steps", str(2 * self.config.steps)],
         ]
+
+    def close(self) -> None:
+        """Ends the engine and the scoring workers of evaluations, if there are any."""
+        if self.evaluator is not None:
+            self.evaluator.close()

@@ -6,29 +6,37 @@ import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
 from cohort.algos.preferences import PreferenceLoss
-from cohort.config.imitation import DPO, SFT, Conversations, ExampleRows, PairRows, SumPairs, Traces
+from cohort.config.imitation import DPO, SFT, Conversations, ExampleRows, PairRows, SumPairs, TaskAnswers, Traces
 from cohort.config.schema import RunConfig
 from cohort.errors import ConfigError
+from cohort.evaluation.evaluate import digest_rows
 from cohort.examples.encode import EncodedExamples, ExampleRenderer, encode_conversations, encode_pairs
-from cohort.examples.rows import Conversation, Pair, read_conversations, read_pairs
+from cohort.examples.from_task import make_task_conversations
+from cohort.examples.mapped import Preference, load_map
+from cohort.examples.rows import Conversation, Pair, RowRules, hash_question, read_conversations, read_pairs
 from cohort.examples.stream import ExampleStream, KeyedRow, count_steps, cut_held_out
 from cohort.examples.sums import make_sum_pairs
 from cohort.jobs.dpo import DPOJob
 from cohort.jobs.inputs import InputDigests
 from cohort.jobs.parts import configure_torch, digest_files, load_model, make_adapters, make_frozen_copy
 from cohort.jobs.sft import SFTJob, make_trace_source
+from cohort.jobs.task_eval import TaskProblems, make_evaluator, read_problems
 from cohort.learner.local import LocalLearner
 from cohort.learner.plan import MemoryDemand, plan_memory
 from cohort.models.config import ModelConfig
 from cohort.models.device import available_bytes, choose_device, choose_dtype
 from cohort.models.files import LoadedModel
 from cohort.models.lora import Adapters
+from cohort.tasks.base import load_rows
+from cohort.tasks.places import locate_rows
+from cohort.tasks.ref import compute_grader_digest
+from cohort.tasks.splits import cut_validation
 from cohort.text import Tokenizer
 from cohort.text.framing import read_template
 from cohort.types import Group
@@ -59,37 +67,50 @@ def _begin(config: C) -> tuple[C, _RunModel]:
 
 
 def build_sft_job(config: SFT) -> SFTJob:
-    """Loads the model and the examples, and returns the job of supervised fine-tuning.
+    """Loads the model, the examples and the task, and returns the job of supervised fine-tuning.
 
     Sets torch's threads. Writes no run files. Raises TaskError, with file and line, for rows that cannot be trained on.
     """
     config, start = _begin(config)
+    problems = read_problems(config, start.model, start.tokenizer)
     if isinstance(config.data, Traces):
-        return SFTJob(
+        job = SFTJob(
             config=config,
             model=start.model,
-            inputs=digest_files(config, start.folder),
+            inputs=_digest_problems(digest_files(config, start.folder), config, problems),
             learner=_make_learner(config, start, make_adapters(config, start.model.decoder)),
             groups=make_trace_source(config, start.tokenizer),
         )
-    assert isinstance(config.data, Conversations)
-    framing = ExampleRenderer(tokenizer=start.tokenizer, template=config.template, system=config.system)
-    limit = _choose_limit(config, config.data, start.model)
+    else:
+        job = _build_example_job(config, start, problems)
+    if problems is not None:
+        job.evaluator = make_evaluator(job.config, problems, start.model, job.learner, start.tokenizer)
+    return job
+
+
+def _build_example_job(config: SFT, start: _RunModel, problems: TaskProblems | None) -> SFTJob:
+    """Returns the job of supervised fine-tuning on known examples: rows of a file, or the right answers of a task."""
     data = config.data
-
-    def encode(rows: Sequence[Conversation]) -> EncodedExamples:
-        return encode_conversations(rows, framing, config.loss, limit, data.too_long)
-
-    train, held_out = _read_splits(data, lambda split: read_conversations(data.path, split, data.format, data.columns))
-    encoded = encode(train)
-    held = encode(held_out[: config.eval.problems or None]).groups if held_out else []
+    assert isinstance(data, Conversations | TaskAnswers)
+    framing = ExampleRenderer(tokenizer=start.tokenizer, template=config.template, system=config.system)
+    limit = _choose_limit(config, data, start.model)
+    counted = EncodedExamples()
+    train, held_out = _read_conversation_splits(config, problems, counted)
+    encoded, held = _encode_splits(
+        config,
+        _leave_out_problems(train, problems, counted),
+        held_out,
+        counted,
+        lambda rows, into: encode_conversations(rows, framing, config.loss, limit, data.too_long, into),
+    )
     config = _settle_steps(config, encoded, config.batch.examples)
-    learner = _make_planned_learner(config, start, [*encoded.groups, *held], config.batch.examples)
+    learner = _make_planned_learner(config, start, [*encoded.groups, *held], config.batch.examples, problems)
     stream = ExampleStream(groups=encoded.groups, size=config.batch.examples, seed=config.seed)
+    digests = _digest_examples(digest_files(config, start.folder), encoded.groups, held)
     return SFTJob(
         config=config,
         model=start.model,
-        inputs=_digest_examples(digest_files(config, start.folder), encoded.groups, held),
+        inputs=_digest_problems(digests, config, problems),
         learner=learner,
         groups=stream.list_groups,
         encoded=encoded,
@@ -98,27 +119,35 @@ def build_sft_job(config: SFT) -> SFTJob:
 
 
 def build_dpo_job(config: DPO) -> DPOJob:
-    """Loads the model and the pairs, and returns the job of preference optimisation.
+    """Loads the model, the pairs and the task, and returns the job of preference optimisation.
 
     Sets torch's threads. Writes no run files. Raises TaskError, with file and line, for rows that cannot be trained on.
     """
     config, start = _begin(config)
+    problems = read_problems(config, start.model, start.tokenizer)
     framing = ExampleRenderer(tokenizer=start.tokenizer, template=config.template, system=config.system)
-    train, held_out = _read_pair_splits(config)
     data = config.data
     limit = _choose_limit(config, data, start.model) if isinstance(data, PairRows) else start.model.config.context
     too_long, equal = (data.too_long, data.equal) if isinstance(data, PairRows) else ("error", "skip")
-    encoded = encode_pairs(train, framing, limit, too_long, equal)
-    wanted = held_out[: config.eval.problems or None]
-    held = encode_pairs(wanted, framing, limit, too_long, equal).groups if wanted else []
+    counted = EncodedExamples()
+    train, held_out = _read_pair_splits(config, counted)
+    encoded, held = _encode_splits(
+        config,
+        _leave_out_problems(train, problems, counted),
+        held_out,
+        counted,
+        lambda rows, into: encode_pairs(rows, framing, limit, too_long, equal, into),
+    )
     config = _settle_steps(config, encoded, config.batch.pairs)
     # With adapters the reference is the model without them, and no frozen copy is needed.
     has_copy = config.loss.has_reference and config.reference == "copy" and not config.learner.lora.is_on
-    learner = _make_planned_learner(config, start, [*encoded.groups, *held], config.batch.pairs, has_copy)
-    return DPOJob(
+    groups = [*encoded.groups, *held]
+    learner = _make_planned_learner(config, start, groups, config.batch.pairs, problems, has_copy)
+    digests = _digest_examples(digest_files(config, start.folder), encoded.groups, held)
+    job = DPOJob(
         config=config,
         model=start.model,
-        inputs=_digest_examples(digest_files(config, start.folder), encoded.groups, held),
+        inputs=_digest_problems(digests, config, problems),
         learner=learner,
         stream=ExampleStream(groups=encoded.groups, size=config.batch.pairs, seed=config.seed),
         encoded=encoded,
@@ -126,43 +155,125 @@ def build_dpo_job(config: DPO) -> DPOJob:
         loss=PreferenceLoss(config.loss),
         tokenizer=start.tokenizer,
     )
+    if problems is not None:
+        job.evaluator = make_evaluator(config, problems, start.model, learner, start.tokenizer)
+    return job
 
 
-def _read_pair_splits(config: DPO) -> tuple[list[Pair], list[Pair]]:
-    """Returns the training pairs and the held-out ones."""
+def _read_conversation_splits(
+    config: SFT, problems: TaskProblems | None, counted: EncodedExamples
+) -> tuple[list[Conversation], list[Conversation]]:
+    """Returns the training conversations and the held-out ones. Rows that are left out are counted in `counted`.
+
+    Where the answers of a task are imitated, those to the problems of the evaluations are held out.
+    """
+    data = config.data
+    if isinstance(data, TaskAnswers):
+        assert problems is not None, "the config checks that there is a task"
+        rows = load_rows(config.task, "train")
+        if config.eval.split == "validation":
+            rows, _ = cut_validation(rows, config.eval.validation_share)
+        held_out = [prompt.row for prompt in problems.prompts]
+        train, held = (list(make_task_conversations(config.task, some)) for some in (rows, held_out))
+        return train, held
+    assert isinstance(data, Conversations)
+    rules = _make_rules(data, Conversation, counted)
+    return _read_splits(
+        data, counted, lambda split: read_conversations(data.path, split, data.format, data.columns, rules)
+    )
+
+
+def _read_pair_splits(config: DPO, counted: EncodedExamples) -> tuple[list[Pair], list[Pair]]:
+    """Returns the training pairs and the held-out ones. Rows that are left out are counted in `counted`."""
     data = config.data
     if isinstance(data, SumPairs):
         return make_sum_pairs("train", data.rows), make_sum_pairs("test", data.held_out_rows)
-    return _read_splits(data, lambda split: read_pairs(data.path, split, data.columns))
+    rules = _make_rules(data, Preference, counted)
+    return _read_splits(data, counted, lambda split: read_pairs(data.path, split, data.columns, rules))
 
 
-def _read_splits(data: ExampleRows, read: Callable[[str], Iterable[K]]) -> tuple[list[K], list[K]]:
-    """Returns the rows to train on, and those that are held out: of the test file, or a share of the rows.
+def _make_rules(data: ExampleRows, record: type[Any], counted: EncodedExamples) -> RowRules:
+    """Returns how raw rows are read: with the user's function, if there is one, which may return a `record`."""
+    convert = load_map(data.map, record) if data.map else None
+    return RowRules(convert=convert, empty=data.empty, leave_out=counted.skip_row)
 
-    Rows of training whose question is held out too are left out. `read` reads the rows of a split.
+
+def _read_splits(
+    data: ExampleRows, counted: EncodedExamples, read: Callable[[str], Iterable[K]]
+) -> tuple[list[K], list[K]]:
+    """Returns the rows to train on, and those that are held out: of the test split, or a share of the rows.
+
+    Rows of training whose question is held out too are left out. `read` reads the rows of a split, and counts those
+    that are left out in `counted`.
     """
     if not data.path:
         raise ConfigError(
             "the run has no data. Name a file with --data.path, for example --data.path rows.jsonl, or owner/name of a "
             "data set on the Hugging Face hub."
         )
-    rows = list(read("train"))
-    if "{split}" not in data.path:
+    _require_splits(data)
+    rows = list(read(data.train_split))
+    if not rows:
+        counted.require_groups()
+    if not data.held_out_split:
         train, held_out = cut_held_out(rows, data.held_out)
         if not train:
             raise ConfigError(
                 f"all {len(rows)} rows of {data.path} are held out: lower --data.held-out (now {data.held_out:g})."
             )
         return train, held_out
-    held_out = list(read("test"))
+    held_out = list(read(data.held_out_split))
     asked = {row.key for row in held_out}
     train = [row for row in rows if row.key not in asked]
     if not train:
-        raise ConfigError(f"every row of the train file of {data.path} is in its test file too: name other files.")
+        raise ConfigError(
+            f"every row of the split {data.train_split} of {data.path} is in its split {data.held_out_split} too: name "
+            "other files or splits."
+        )
     return train, held_out
 
 
-def _choose_limit(config: RunConfig, data: ExampleRows, model: LoadedModel) -> int:
+def _require_splits(data: ExampleRows) -> None:
+    """Raises ConfigError if splits are named of one file that has none."""
+    is_named = data.train_split != "train" or data.test_split
+    if is_named and "{split}" not in data.path and not locate_rows(data.path, data.train_split).remote:
+        raise ConfigError(
+            f"{data.path} is one file, which has no splits. Write the word split in braces in --data.path, where the "
+            "names of your files have the split, or remove --data.train-split and --data.test-split."
+        )
+
+
+def _leave_out_problems(rows: Sequence[K], problems: TaskProblems | None, counted: EncodedExamples) -> list[K]:
+    """Returns the rows without those that ask a problem of the evaluations. These are counted in `counted`."""
+    asked = {hash_question(prompt.messages) for prompt in problems.prompts} if problems else set()
+    kept = []
+    for row in rows:
+        if row.key in asked:
+            counted.skip_row("they ask a problem of the evaluations", row.place)
+        else:
+            kept.append(row)
+    return kept
+
+
+def _encode_splits(
+    config: SFT | DPO,
+    train: Sequence[K],
+    held_out: Sequence[K],
+    counted: EncodedExamples,
+    encode: Callable[[Sequence[K], EncodedExamples], EncodedExamples],
+) -> tuple[EncodedExamples, list[Group]]:
+    """Returns the training rows as groups, added to `counted`, and the first `eval.problems` held-out rows as groups.
+
+    `encode` adds the groups of rows to a record. Raises TaskError if no row can be trained on.
+    """
+    encoded = encode(train, counted)
+    encoded.require_groups()
+    held = encode(held_out[: config.eval.problems or None], EncodedExamples(what="held-out rows"))
+    encoded.other_lines = held.describe()
+    return encoded, held.groups
+
+
+def _choose_limit(config: RunConfig, data: ExampleRows | TaskAnswers, model: LoadedModel) -> int:
     """Returns the longest example in tokens: the setting, but at most the model's context and a given token budget."""
     room = min(model.config.context, config.learner.token_budget or model.config.context)
     if data.max_tokens > room:
@@ -195,12 +306,17 @@ def _make_learner(
 
 
 def _make_planned_learner(
-    config: SFT | DPO, start: _RunModel, groups: Sequence[Group], size: int, has_reference: bool = False
+    config: SFT | DPO,
+    start: _RunModel,
+    groups: Sequence[Group],
+    size: int,
+    problems: TaskProblems | None,
+    has_reference: bool = False,
 ) -> LocalLearner:
     """Returns the learner of a run with known examples, of which a step has `size`: its token budget fits them.
 
-    On a GPU the memory is planned. An automatic budget is at least as large as the longest group, in which every sample
-    has a prompt of its own.
+    On a GPU the memory is planned, that of answers to `problems` too. An automatic budget is at least as large as the
+    longest group, in which every sample has a prompt of its own.
     """
     adapters = make_adapters(config, start.model.decoder)
     longest = max(map(_count_tokens, groups))
@@ -213,7 +329,7 @@ def _make_planned_learner(
             bytes_per_number=start.model.decoder.embed.itemsize,
             longest=longest,
             batch_tokens=size * longest,
-            kv_tokens=0,
+            kv_tokens=0 if problems is None else problems.num_kv_tokens,
             has_reference=has_reference,
             num_trained=None if adapters is None else adapters.num_params,
             frozen_bytes=0 if adapters is None else adapters.base_bytes,
@@ -245,6 +361,14 @@ def _digest_examples(digests: InputDigests, groups: Sequence[Group], held_out: S
         train_order=order.hexdigest()[:16],
         held_out_rows=held.hexdigest()[:16],
     )
+
+
+def _digest_problems(digests: InputDigests, config: SFT | DPO, problems: TaskProblems | None) -> InputDigests:
+    """Returns the digests with those of the problems of the config's task and of its grader, if it has a task."""
+    if problems is None:
+        return digests
+    held = hashlib.sha256(f"{digests.held_out_rows} {digest_rows(problems.prompts)}".encode())
+    return replace(digests, held_out_rows=held.hexdigest()[:16], grader=compute_grader_digest(config.task))
 
 
 def _hash_group(group: Group) -> bytes:

@@ -13,6 +13,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any, TypeVar
 
+from cohort.config.imitation import ExampleRows
 from cohort.config.schema import RunConfig
 from cohort.errors import ConfigError, RunError
 from cohort.jobs.models import find_model
@@ -20,6 +21,7 @@ from cohort.system.paths import expand_home
 from cohort.tasks.places import make_data_path_absolute
 from cohort.text.folder import reads_date
 from cohort.text.framing import read_template
+from cohort.user_code import make_spec_absolute
 
 C = TypeVar("C", bound=RunConfig)
 
@@ -44,8 +46,8 @@ class InputDigests:
 def settle_inputs(config: C) -> C:
     """Returns the config of a new run so that it means the same on another day and in another working directory.
 
-    Paths in `model`, `template`, `learner.lora.load`, `task.data` and `task.passages` are absolute, and a run in
-    `model` has a step. Names of models stay as they are. `date` is today if the chat template asks for it. Raises
+    Paths in `model`, `template`, `learner.lora.load`, `task.data`, `task.passages` and `data` are absolute, and a run
+    in `model` has a step. Names of models stay as they are. `date` is today if the chat template asks for it. Raises
     ModelError or RunError if there is no such model, and ConfigError for a date that the template does not ask for, and
     a template file that cannot be read.
     """
@@ -57,7 +59,6 @@ def settle_inputs(config: C) -> C:
     if config.learner.lora.load:
         lora = replace(config.learner.lora, load=os.path.abspath(expand_home(config.learner.lora.load)))
         config = replace(config, learner=replace(config.learner, lora=lora))
-    # Only the tasks of reinforcement learning read files.
     task = getattr(config, "task", None)
     if isinstance(data := getattr(task, "data", None), str) and data:
         config = replace(config, task=replace(task, data=make_data_path_absolute(data)))  # type: ignore[call-arg,type-var]
@@ -65,10 +66,11 @@ def settle_inputs(config: C) -> C:
     if isinstance(names := getattr(task, "passages", None), tuple) and names:
         absolute = tuple(map(make_data_path_absolute, names))
         config = replace(config, task=replace(config.task, passages=absolute))  # type: ignore[attr-defined,call-arg]
-    # Those of imitation read files too.
     data = getattr(config, "data", None)
-    if isinstance(path := getattr(data, "path", None), str) and path:
-        config = replace(config, data=replace(data, path=make_data_path_absolute(path)))  # type: ignore[call-arg,type-var]
+    if isinstance(data, ExampleRows):
+        path = make_data_path_absolute(data.path, (data.train_split, data.held_out_split)) if data.path else ""
+        data = replace(data, path=path, map=make_spec_absolute(data.map))
+        config = replace(config, data=data)  # type: ignore[call-arg]  # the kinds that have data
     return config
 
 

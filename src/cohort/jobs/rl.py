@@ -2,36 +2,28 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cohort.algos.algorithm import Algorithm
 from cohort.config.document import get_variant_name
-from cohort.config.flags import collect_settings, format_setting
 from cohort.config.kinds import RL
-from cohort.config.options import CONVERSATION_OPTIONS
-from cohort.config.schema import Conversation
 from cohort.engines.base import Engine, Request, sample
 from cohort.engines.sync import WeightSync
-from cohort.evaluation.evaluate import describe_sampling, digest_rows
-from cohort.evaluation.evaluate import evaluate as run_evaluation
-from cohort.evaluation.records import EvalSetting, Evaluation
+from cohort.evaluation.records import Evaluation
 from cohort.jobs.base import TrainingJob
+from cohort.jobs.task_eval import evaluate_problems, make_eval_flags, notice_if_fewer_problems
 from cohort.loops.reuse import RolloutReuse
 from cohort.loops.rl import train
 from cohort.models.catalog import notice_if_not_taught
 from cohort.rollout.producer import Producer
-from cohort.rollout.settings import describe_conversation
 from cohort.run.checkpoint import Checkpoint
 from cohort.run.life import Run
 from cohort.run.machine import program_name
 from cohort.run.store.records import RunDescription
 from cohort.scoring.pool import ScoringPool
-from cohort.tasks.ref import TaskRef
 from cohort.text import Tokenizer
-from cohort.text.framing import describe_template
 from cohort.types import Group, Key, Message, Prompt
 
 # (title, metric) of the columns of the table of training in the run card.
@@ -61,7 +53,6 @@ class RLJob(TrainingJob):
     problems: list[Prompt]  # held out: never trained on
     num_problems_left_out: int = 0  # whose prompts are too long
     algo: Algorithm
-    earlier_grader: str = ""  # the digest in the checkpoint that was restored; "" = none was, or it has no digest
 
     tokenizer: Tokenizer
 
@@ -70,40 +61,11 @@ class RLJob(TrainingJob):
 
         `step` is the number of completed steps. Raises TrainingStopped if many samples cannot be scored.
         """
-        c = self.config
-        setting = EvalSetting(
-            task=c.task.name,
-            split=c.eval.split,
-            num_problems=len(self.problems),
-            num_left_out=self.num_problems_left_out,
-            num_samples=c.eval.samples,
-            model=c.model,
-            # The run and the step name these weights.
-            weights="",
-            knobs=TaskRef.from_task(c.task).settings,
-            rows=digest_rows(self.problems),
-            # The digest of the start: the workers keep that code, whatever happens to the file.
-            grader=self.inputs.grader,
-            template=describe_template(c.template),
-            system=c.system,
-            date=c.date,
-            engine=self.engine.name,
-            place=f"{c.device} {c.learner.dtype}",
-            sampling=describe_sampling(self.eval_producer.settings.sampling),
-            seed=c.seed,
-            step=step,
-            turns=self._describe_turns(),
+        # The digest of the start: the workers keep that code, whatever happens to the file.
+        grader = self.inputs.grader
+        return evaluate_problems(
+            self.config, self.eval_producer, self.problems, self.num_problems_left_out, grader, self.tokenizer, step
         )
-        return run_evaluation(
-            self.eval_producer, self.problems, setting, lambda p: self.tokenizer.spell(p.tokens), then="resume the run"
-        )
-
-    def _describe_turns(self) -> str:
-        """Returns which turns an evaluation has, as its setting records it."""
-        later_turns = self.eval_producer.settings.later_turns
-        if self.scorer.conversation is not None and later_turns is not None:
-            return describe_conversation(self.scorer.conversation, later_turns.max_total)
-        return "first" if later_turns is None else "all"
 
     def sample_groups(self, prompts: Sequence[list[Message]], num_samples: int, visit: int = 0) -> list[Group]:
         """Samples answers to prompts that are in no task, with the sampling of the run. Returns one group per prompt.
@@ -169,7 +131,6 @@ class RLJob(TrainingJob):
         has changed.
         """
         self.restore_learner(state)
-        self.earlier_grader = str(state.numbers.get("inputs", {}).get("grader", ""))
         self.algo.load_state(state.numbers["algo"])
         self.producer.load_state({"cursor": state.cursor, "open": state.numbers.get("open", [])})
         self.sync.send(state.step)
@@ -188,14 +149,7 @@ class RLJob(TrainingJob):
 
     def notice_if_fewer_problems(self) -> str:
         """Returns a notice for the user if the task has fewer held-out rows than eval.problems asks for; else ""."""
-        num = len(self.problems) + self.num_problems_left_out
-        asked = self.config.eval
-        if num >= asked.problems:
-            return ""
-        return (
-            f"evaluations use all {num} {asked.split} rows of the task {self.config.task.name}, because there are no "
-            f"more; eval.problems is {asked.problems}"
-        )
+        return notice_if_fewer_problems(self.config, len(self.problems) + self.num_problems_left_out)
 
     def suggest_commands(self, run: Path, step: int) -> list[list[str]]:
         """Returns commands to try after the run in directory `run` is complete, each as a list of words.
@@ -217,8 +171,7 @@ class RLJob(TrainingJob):
                 "sampling",
                 "top-p, top-k or min-p is set: the policy that samples is not exactly the one that is trained",
             )
-        if run.step < self.config.steps and (notice := self._notice_if_grader_changed(run)):
-            run.record_event("grader", notice)
+        self.record_changed_grader(run, self.config.task)
         for line in self.describe().left_out:
             run.show_notice("prompts", line)
         notices = {
@@ -231,21 +184,6 @@ class RLJob(TrainingJob):
                 run.show_notice(kind, notice)
         replay = RolloutReuse(self.config.replay, self.config.seed, run.directory.rollouts)
         train(run, self.config, self.producer, self.learner, self.sync, self.algo, replay)
-
-    def _notice_if_grader_changed(self, run: Run) -> str:
-        """Returns a notice for the user if the grader is not that of the restored checkpoint; else "".
-
-        For a checkpoint of an earlier version, which has no digest of the grader, the newest evaluation counts.
-        """
-        newest = max(run.evaluations, default=0)
-        step = run.step if self.earlier_grader else newest
-        before = self.earlier_grader or (run.evaluations[newest].setting.grader if run.evaluations else "")
-        if before in ("", self.inputs.grader):
-            return ""
-        return (
-            f"the code that scores {self.config.task.name} has changed since step {step} ({before} is now "
-            f"{self.inputs.grader}): rewards and accuracies up to that step cannot be compared with later ones"
-        )
 
     def close(self) -> None:
         """Ends the scoring workers and the engine."""
@@ -268,48 +206,17 @@ def describe_run(config: RL) -> RunDescription:
 def suggest_commands(config: RL, run: Path, step: int) -> list[list[str]]:
     """Returns commands to try after the run in directory `run` is complete, each as a list of words.
 
-    They evaluate the model after `step` steps with the flags of `_make_eval_flags`, export it, and train on (after the
+    They evaluate the model after `step` steps with the flags of `make_eval_flags`, export it, and train on (after the
     quickstart: train another recipe).
     """
     task = get_variant_name("task", config.task)
     longer = [program_name(), "resume", str(run), "--steps", str(2 * config.steps)]
     return [
-        [program_name(), "eval", task, "--model", f"{run}@{step}", *_make_eval_flags(config)],
+        [program_name(), "eval", task, "--model", f"{run}@{step}", *make_eval_flags(config, config.batch.too_long)],
         [program_name(), "export", str(run), f"{run.name}-model"],
         # The quickstart suggests the next recipe in place of more steps.
         [program_name(), "train", "tiny_countdown"] if config.recipe == "quickstart" else longer,
     ]
-
-
-def _make_eval_flags(config: RL) -> list[str]:
-    """Returns flags, as words, that make `cohort eval` use the run's prompts and sampling in evaluations.
-
-    They are template, system prompt, temperature, limit of tokens, stop texts, limits of conversations and settings of
-    the task, each only if it differs from the default. The numbers of problems and samples are left out.
-    """
-    flags = []
-    if config.template != "chat":
-        flags += ["--template", config.template]
-    if config.batch.too_long != "error":
-        flags += ["--too-long", config.batch.too_long]
-    if config.system:
-        flags += format_setting("system", config.system)
-    if config.eval.temperature != 1.0:
-        flags += ["--temperature", str(config.eval.temperature)]
-    if config.sampling.max_tokens != config.task.max_tokens:
-        flags += ["--max-tokens", str(config.sampling.max_tokens)]
-    if config.sampling.stop:
-        flags += format_setting("stop", config.sampling.stop)
-    if isinstance(config.turns, Conversation):
-        for option, name in CONVERSATION_OPTIONS.items():
-            value = getattr(config.turns, name)
-            flags += [] if value == getattr(Conversation(), name) else format_setting(option, value)
-    # A task of which a setting has no default cannot be made without settings.
-    defaults = {f.name: f.default for f in dataclasses.fields(config.task)}
-    for name, setting in collect_settings(config.task, "task.").items():
-        if setting.value != defaults.get(name.removeprefix("task."), dataclasses.MISSING):
-            flags += format_setting(name, setting.value)
-    return flags
 
 
 def notice_if_ratios_are_one(config: RL) -> str:

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar
 
 from cohort.algos.imitation import Imitation
 from cohort.config.document import get_variant_name
-from cohort.config.imitation import SFT, Traces
+from cohort.config.imitation import SFT, TaskAnswers, Traces
 from cohort.data.batch import Batch
 from cohort.data.pack import make_batch
+from cohort.evaluation.records import Evaluation
 from cohort.examples.encode import EncodedExamples
 from cohort.jobs.base import TrainingJob
+from cohort.jobs.task_eval import TaskEvaluator, make_eval_flags
 from cohort.loops import sft
 from cohort.run.checkpoint import Checkpoint
 from cohort.run.life import Run
@@ -51,8 +52,12 @@ class SFTJob(TrainingJob):
     encoded: EncodedExamples = field(default_factory=EncodedExamples)  # those of a file, and what was left out
     held_out: list[Group] = field(default_factory=list)
 
-    # An accuracy needs a task.
-    evaluate: ClassVar[None] = None
+    evaluator: TaskEvaluator | None = None  # of the config's task
+
+    @property
+    def evaluate(self) -> Callable[[int], Evaluation] | None:
+        """A function that measures the accuracy of the run's task; None if it has none."""
+        return None if self.evaluator is None else self.evaluator.evaluate
 
     @property
     def measure(self) -> Callable[[], Mapping[str, float]] | None:
@@ -69,6 +74,9 @@ class SFTJob(TrainingJob):
         """Trains for every remaining step of `run`. First tells the user about rows that are left out."""
         for line in self.encoded.describe():
             run.show_notice("rows", line)
+        if self.evaluator is not None and (notice := self.evaluator.notice_if_fewer_problems()):
+            run.show_notice("evaluation", notice)
+        self.record_changed_grader(run, self.config.task)
         sft.train(run, self.learner, self.make_batch)
 
     @stage("examples")
@@ -91,7 +99,7 @@ class SFTJob(TrainingJob):
     def describe(self) -> RunDescription:
         """Returns what terminal and run card say about this run: data, batch, and which metrics to show."""
         return RunDescription(
-            source=get_variant_name("data", self.config.data),
+            source=self._describe_data(),
             source_is="data",
             algo="sft",
             batch=f"{self.config.batch.examples} examples",
@@ -106,13 +114,29 @@ class SFTJob(TrainingJob):
             left_out=tuple(self.encoded.describe()),
         )
 
+    def _describe_data(self) -> str:
+        """Returns the name of the data and, if these are the answers of a task, the name of that."""
+        name = get_variant_name("data", self.config.data)
+        return f"{name} ({self.config.task.name})" if isinstance(self.config.data, TaskAnswers) else name
+
     def suggest_commands(self, run: Path, step: int) -> list[list[str]]:
         """Returns commands to try after the run in directory `run` is complete, each as a list of words.
 
-        They evaluate the model after `step` steps on the task "arithmetic", export it, and train on.
+        They evaluate the model after `step` steps on its task (on arithmetic, if the run has none), export it, and
+        train on.
         """
+        c = self.config
+        task, flags = "arithmetic", []
+        if c.task is not None:
+            task = get_variant_name("task", c.task)
+            flags = make_eval_flags(c, getattr(c.data, "too_long", "error"))
         return [
-            [program_name(), "eval", "arithmetic", "--model", f"{run}@{step}"],
+            [program_name(), "eval", task, "--model", f"{run}@{step}", *flags],
             [program_name(), "export", str(run), f"{run.name}-model"],
             [program_name(), "resume", str(run), "--steps", str(2 * self.config.steps)],
         ]
+
+    def close(self) -> None:
+        """Ends the engine and the scoring workers of evaluations, if there are any."""
+        if self.evaluator is not None:
+            self.evaluator.close()

@@ -34,7 +34,7 @@ def describe_run(config: RunConfig) -> str:
     """
     parts = [f"model {_shorten(config.model)}"]
     for field, word in (("task", "task"), ("data", "data"), ("algo", "algorithm")):
-        if field in config.variants:
+        if field in config.variants and getattr(config, field) is not None:
             parts.append(f"{word} {_shorten(get_variant_name(field, getattr(config, field)))}")
     return f"{_shorten(config.recipe) or config.kind}: {', '.join([*parts, f'seed {config.seed}'])}"
 

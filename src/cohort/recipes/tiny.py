@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from cohort.config.algos import OnlineDPO
-from cohort.config.imitation import DPO, SFT, ExamplesConfig, PairsConfig, SumPairs, Traces
+from cohort.config.imitation import DPO, SFT, AnswerSampling, ExamplesConfig, PairsConfig, SumPairs, TaskAnswers, Traces
 from cohort.config.kinds import RL
 from cohort.config.schema import (
     BatchConfig,
@@ -69,6 +69,23 @@ def tiny_sft() -> SFT:
         optim=OptimConfig(lr=3e-4, warmup=4, schedule="cosine", lr_floor=0.1),
         learner=LearnerConfig(token_budget=8192),
         save=SaveConfig(every=20),
+    )
+
+
+@recipe
+def tiny_countdown_sft() -> SFT:
+    """Supervised fine-tuning of the bundled model on solutions of Countdown with three numbers: about a minute."""
+    return SFT(
+        model="tiny",
+        steps=80,
+        task=Countdown(max_numbers=3),
+        data=TaskAnswers(),
+        batch=ExamplesConfig(examples=64),
+        optim=OptimConfig(lr=3e-4, warmup=4, schedule="cosine", lr_floor=0.1),
+        learner=LearnerConfig(token_budget=8192),
+        sampling=AnswerSampling(max_tokens=96),
+        eval=EvalConfig(every=40, problems=500),
+        save=SaveConfig(every=40),
     )
 
 

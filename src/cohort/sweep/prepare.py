@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from datetime import date
 
 from cohort.config.flags import Flag, format_flag
+from cohort.config.imitation import DPO, SFT
 from cohort.config.kinds import RL
 from cohort.config.load import call_recipe
 from cohort.config.schema import RunConfig
@@ -150,15 +151,17 @@ def _find_obstacle(configs: Sequence[RunConfig]) -> str:
     """Returns why the configs cannot be evaluated on a validation split; "" if they can. Reads the training rows."""
     seen: Mapping[tuple[str, int, float], None] = {}
     for config in configs:
-        assert isinstance(config, RL)
-        key = (repr(config.task), config.batch.prompts, config.eval.validation_share)
+        assert isinstance(config, RL | SFT | DPO), "only these have a task"
+        # Of the training rows a step of reinforcement learning needs so many. Examples are repeated if there are few.
+        needed = config.batch.prompts if isinstance(config, RL) else 1
+        key = (repr(config.task), needed, config.eval.validation_share)
         if key in seen:
             continue
         seen = {**seen, key: None}
         check_packages(config.task)
         rows = load_rows(config.task, "train")
         rest, held = cut_validation(rows, config.eval.validation_share)
-        if len(held) < MIN_VALIDATION or len(rest) < config.batch.prompts:
+        if len(held) < MIN_VALIDATION or len(rest) < needed:
             return (
                 f"the task {config.task.name} has {len(rows)} training rows, too few for a validation split of at "
                 f"least {MIN_VALIDATION}"

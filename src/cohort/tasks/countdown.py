@@ -112,13 +112,16 @@ class Countdown:
         return Verdict({"correct": float(not reason), "format": float(extracted.well_formed)}, reason)
 
     def gold(self, row: Row) -> str:
-        """Returns the row's solution in answer tags. Raises TaskError for a row that was read without a solution."""
+        """Returns the row's solution in answer tags, after the end of the thoughts that `think` opens.
+
+        Raises TaskError for a row that was read without a solution.
+        """
         if not row.get("solution"):
             raise TaskError(
                 f'countdown, row "{row["id"]}" of the data has no solution; add it in a column "solution", or '
                 "leave out --task.data to use generated problems"
             )
-        return f"<answer>{row['solution']}</answer>"
+        return f"{'</think>' if self.think else ''}<answer>{row['solution']}</answer>"
 
     def _generate_rows(self, split: str) -> Iterator[Row]:
         """Yields `train_size` or `test_size` different generated problems of a split, always the same ones.

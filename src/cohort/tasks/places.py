@@ -36,13 +36,13 @@ class Place:
     split: str  # the name of the split in that data set
 
 
-def make_data_path_absolute(data: str) -> str:
+def make_data_path_absolute(data: str, splits: Sequence[str] = SPLITS) -> str:
     """Returns the setting `data` as an absolute path if it names a file or folder that exists, otherwise unchanged.
 
-    {split} may stand for train or test and stays in the result; ~ and $NAME are not expanded. A run may be resumed from
-    another working directory, where a relative path would name another file.
+    {split} may stand for one of `splits` and stays in the result; ~ and $NAME are not expanded. A run may be resumed
+    from another working directory, where a relative path would name another file.
     """
-    exists = any(os.path.exists(data.replace("{split}", split)) for split in SPLITS)
+    exists = any(os.path.exists(data.replace("{split}", split)) for split in splits)
     return os.path.abspath(data) if exists else data
 
 
@@ -91,7 +91,9 @@ def locate_rows(data: str, split: str, flag: str = DATA_FLAG) -> RowSource:
     path = Path(os.path.expandvars(os.path.expanduser(name)))
     # "owner/name" may also be a relative path: it is a hub data set unless there is a file or it ends like one.
     if _HUB_NAME.fullmatch(name) and path.suffix.lower() not in FORMATS and not os.path.exists(path):
-        return _make_hub_source(name, split, f"or give the path of a file (there is no file {name})")
+        # The splits of a task have fixed names on the hub. Those of rows that are imitated have settings.
+        flags = "" if flag == DATA_FLAG else " (--data.train-split, --data.test-split)"
+        return _make_hub_source(name, split, f"or give the path of a file (there is no file {name})", flags)
     return _make_file_source(path, flag)
 
 
@@ -188,16 +190,17 @@ def _read_file(path: Path, reader: Callable[[Path], NumberedRows]) -> NumberedRo
         ) from error
 
 
-def _make_hub_source(data_set: str, split: str, remedy: str) -> RowSource:
+def _make_hub_source(data_set: str, split: str, remedy: str, flags: str = "") -> RowSource:
     """Returns the source of a hub data set's split; nothing is downloaded yet.
 
-    Its error messages end with `remedy`: what else the user can do.
+    Its error messages end with `remedy`: what else the user can do. `flags` are the settings that name the split, in
+    brackets; "" = there are none.
     """
     name = f"{data_set}, split {split}"
-    return RowSource(name=name, unit="row", remote=True, open=partial(_open_hub, data_set, split, remedy))
+    return RowSource(name=name, unit="row", remote=True, open=partial(_open_hub, data_set, split, remedy, flags))
 
 
-def _open_hub(data_set: str, split: str, remedy: str) -> NumberedRows:
+def _open_hub(data_set: str, split: str, remedy: str, flags: str) -> NumberedRows:
     """Returns an iterator over the rows of a hub data set's split, numbered from 1.
 
     Downloads the data set first if it is not in the cache. Raises TaskError, which ends with `remedy`, if that fails or
@@ -216,7 +219,7 @@ def _open_hub(data_set: str, split: str, remedy: str) -> NumberedRows:
     except (OSError, ValueError, RuntimeError, ImportError, DatasetsError) as error:
         raise TaskError(
             f"cannot read {data_set}, split {split}, from the Hugging Face hub: {shorten_error(error)}; "
-            f"check the name of the data set, its split and the network, {remedy}"
+            f"check the name of the data set, its split{flags} and the network, {remedy}"
         ) from error
     return enumerate(_iterate_rows(loaded), start=1)
 

@@ -342,7 +342,7 @@ def test_algorithms_accept_settings_with_an_effect(args: str) -> None:
 
 BAD_SFT = {
     "--eval.every 3": "--eval.every has no effect: --data traces are synthetic conversations",
-    "--eval.samples 3": "--eval.samples has no effect: nothing is sampled in evaluations of this kind of run",
+    "--eval.samples 3": "--eval.samples has no effect: nothing is sampled in its evaluations, because the run",
     "--save.keep-best false": "--save.keep-best has no effect: the best checkpoint is that of the best accuracy",
     "--save.rollouts 2": "--save.rollouts has no effect: the run samples nothing",
     "--passes 2": "--passes has no effect: --data traces are synthetic conversations without end",
@@ -358,7 +358,17 @@ BAD_SFT = {
     "--batch.examples 0": "batch.examples is 0; it must be at least 1",
     "--batch.prompts 4": "unknown flag --batch.prompts. Did you mean --batch.examples?",
     "--data tracse": 'unknown data "tracse". Did you mean "traces"?',
-    "--sampling.max-tokens 4": "unknown flag --sampling.max-tokens",
+    "--sampling.max-tokens 4": "--sampling.max-tokens has no effect: nothing is sampled in its evaluations",
+    "--sampling.top-p 0.5": "unknown flag --sampling.top-p",
+    "--task countdown --eval.turns all": "--eval.turns has no effect: every sample of this kind of run has only one",
+    "--task.max-numbers 3": "It is a setting of --task countdown, but this run has none",
+    "--data task": "--data task imitates the right answers of a task; name it with --task",
+    "--data conversations --data.map f.py": 'data.map is "f.py", which names no function of a file',
+    "--data conversations --data.map f.py:g --data.columns a=b": "--data.columns has no effect: the function in",
+    "--data conversations --data.map f.py:g --data.format text": "--data.format has no effect: the function in",
+    "--data conversations --data.test-split train": "data.train_split and data.test_split are both train",
+    "--data conversations --data.test-split t --data.held-out 0.1": "--data.held-out has no effect: the rows of the",
+    "--data conversations --data.train-split a/b": "data.train_split is a/b; it must be the name of a split",
 }
 
 
@@ -367,6 +377,23 @@ def test_sft_has_its_own_settings_and_no_others(args: str, message: str) -> None
     with pytest.raises(ConfigError) as caught:
         load_config("tiny_sft", args.split())
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("recipe", ["sft", "dpo"])
+def test_a_task_is_chosen_by_name_or_not_at_all(recipe: str) -> None:
+    plain = load_config(recipe)
+    assert plain.task is None and not plain.has_splits and "\ntask:" not in dump_config(plain)  # type: ignore[attr-defined]
+    assert parse_config(dump_config(plain)) == plain
+    measured = load_config(recipe, ["--task", "countdown", "--task.max-numbers", "3", "--eval.samples", "2"])
+    assert measured.task == Countdown(max_numbers=3) and measured.has_splits  # type: ignore[attr-defined]
+    assert parse_config(dump_config(measured)) == measured
+    assert diff_configs(plain, measured)["task"] == ("none", "countdown")
+    assert change_config(measured, ["--task", "none"]).task is None  # type: ignore[attr-defined]
+    # A file of an earlier version has neither a task nor its sampling.
+    earlier = dump_config(plain).replace("sampling:\n  max_tokens: 0\n  stop: []\n", "")
+    assert earlier != dump_config(plain) and parse_config(earlier, warn=False) == plain
+    with pytest.raises(ConfigError, match='unknown task "none"'):
+        load_config("quickstart", ["--task", "none"])
 
 
 BAD_DPO = {

@@ -82,7 +82,14 @@ def test_the_table_names_only_settings_that_exist() -> None:
     bench = collect_settings(EngineBenchOptions())
     evaluation = collect_settings(EvalOptions()) | collect_settings(DataOptions())
     known = {"name", "out", "log", "sinks", "reward.PART", *bench, *evaluation}
-    commands = ("quickstart", "quickstart --task gsm8k", "quickstart --turns think_again", "tiny_sft", "tiny_dpo")
+    commands = (
+        "quickstart",
+        "quickstart --task gsm8k",
+        "quickstart --turns think_again",
+        "tiny_sft",
+        "tiny_dpo",
+        "sft",
+    )
     for command in (*commands, "quickstart --algo online_dpo"):
         known |= settings(command).keys()
     for entry in foreign.SETTINGS:

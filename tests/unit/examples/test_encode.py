@@ -70,7 +70,7 @@ def test_long_examples_are_refused_left_out_or_cut() -> None:
     assert line == "rows left out, because they have more than 30 tokens: 1 of 2 (first: rows.jsonl, line 2)"
     cut = encode_conversations(rows, CHAT, "assistant", 30, "cut")
     assert [len(whole(g)) for g in cut.groups][1] == 30 and cut.describe() == [
-        "examples cut at the limit of tokens: 1 of 2"
+        "rows cut at the limit of tokens: 1 of 2"
     ]
 
 

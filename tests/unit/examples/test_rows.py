@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cohort.errors import TaskError
-from cohort.examples.rows import MAX_CHARACTERS, Conversation, Pair, read_conversations, read_pairs
+from cohort.examples.rows import MAX_CHARACTERS, Conversation, Pair, RowRules, read_conversations, read_pairs
 
 USER, ASSISTANT, SYSTEM = ({"role": role, "content": role[0]} for role in ("user", "assistant", "system"))
 
@@ -183,11 +183,26 @@ def test_a_mistake_in_a_pair_is_named_with_its_line(row: Any, message: str, tmp_
     assert message in str(error.value) and "rows.jsonl, line 2" in str(error.value)
 
 
-def test_a_function_can_map_raw_rows(tmp_path: Path) -> None:
-    path = write(tmp_path, {"ask": "q", "answers": ["good", "bad"]})
-
-    def convert(row: dict[str, Any]) -> dict[str, Any]:
-        return {"prompt": row["ask"], "chosen": row["answers"][0], "rejected": row["answers"][1]}
-
-    [found] = read_pairs(path, "train", (), convert)
-    assert (found.prompt, found.chosen, found.rejected) == (TWO[:1], CHOSEN, REJECTED)
+def test_rows_with_an_empty_text_are_refused_or_left_out(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": "q", "completion": " "},
+        {"messages": [TWO[0], {"role": "assistant", "content": ""}]},
+        {"instruction": "", "output": "a"},
+        {"prompt": "", "completion": "a"},
+        {"text": " "},
+        {"messages": TWO},
+    ]
+    left_out: list[tuple[str, str]] = []
+    rules = RowRules(empty="skip", leave_out=lambda reason, place: left_out.append((reason, place)))
+    path = write(tmp_path, *rows)
+    [found] = read_conversations(path, "train", "auto", (), rules)
+    assert found.messages == TWO
+    assert left_out == [
+        ("their prompt, answer or text is empty", f"{tmp_path / 'rows.jsonl'}, line {n}") for n in range(1, 6)
+    ]
+    for row in rows[:5]:
+        with pytest.raises(TaskError, match=r"line 1: .* is empty; correct this row, or .* --data.empty skip"):
+            conversations(tmp_path, row)
+    # A tool call without a text is no empty answer, and a broken order is no empty text.
+    with pytest.raises(TaskError, match="the order is broken"):
+        list(read_conversations(write(tmp_path, {"messages": [USER, USER, ASSISTANT]}), "train", "auto", (), rules))

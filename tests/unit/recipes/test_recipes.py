@@ -12,9 +12,13 @@ from pathlib import Path
 import pytest
 
 from cohort.config import load
+from cohort.config.document import get_variant_name
+from cohort.config.imitation import DPO, SFT, PairRows, TaskAnswers
 from cohort.config.kinds import RL
 from cohort.config.load import dump_config, parse_config
 from cohort.config.schema import SingleTurn, ThinkAgain
+from cohort.examples.encode import ExampleRenderer, encode_conversations
+from cohort.examples.from_task import make_task_conversations
 from cohort.learner.plan import MemoryDemand, plan_memory
 from cohort.models.catalog import resolve_model
 from cohort.models.limits import count_layer_params
@@ -72,6 +76,55 @@ def test_config_data_prompts_and_graders(name: str) -> None:
     worth = [sum(config.reward.get(part, 1.0) * value for part, value in parts.items()) for parts in best]
     if getattr(task, "reward", "") != "seed":  # re-grpo pays nothing without a call of the tool
         assert all(w >= 0.7 for w in worth), "a right answer is paid for; the tutor takes 0.5 from these short ones"
+
+
+IMITATING = sorted(n for n, r in RECIPES.items() if isinstance(c := r(), SFT) and isinstance(c.data, TaskAnswers))
+
+
+@pytest.mark.parametrize("name", IMITATING)
+def test_the_answers_that_are_imitated_are_right_and_fit(name: str) -> None:
+    config = load.load_config(name)
+    assert isinstance(config, SFT) and isinstance(config.data, TaskAnswers)
+    assert parse_config(dump_config(config)) == config and config.has_accuracy
+    task = config.task
+    assert run_self_check(task, 10).num_gold >= 10
+    rows = rows_made_once(task, "train")[:50]
+    tokenizer = Tokenizer.load(resolve_model("tiny"))
+    framing = ExampleRenderer(tokenizer=tokenizer, template=config.template, system=config.system)
+    talks = list(make_task_conversations(task, rows))
+    encoded = encode_conversations(talks, framing, config.loss, config.data.max_tokens or 1024, "error")
+    for row, talk, group in zip(rows, talks, encoded.groups, strict=True):
+        assert talk.messages[:-1] == task.prompt(row)
+        assert grade(task, row, make_plain_answer(talk.messages[-1]["content"])).parts[task.accuracy] == 1
+        # The answers in the evaluations may be as long as those that are imitated.
+        assert len(group.samples[0].tokens) <= (config.sampling.max_tokens or task.max_tokens)
+
+
+def test_preferences_of_ultrafeedback_are_those_of_the_original_project() -> None:
+    config = load.load_config("ultrafeedback_dpo")
+    assert isinstance(config, DPO) and isinstance(config.data, PairRows)
+    assert parse_config(dump_config(config)) == config
+    data, loss = config.data, config.loss
+    assert (config.model, data.path) == (f"{Q}-7B-Instruct", "HuggingFaceH4/ultrafeedback_binarized")
+    assert (data.train_split, data.held_out_split, data.max_tokens) == ("train_prefs", "test_prefs", 2049)
+    assert (get_variant_name("loss", loss), loss.beta, loss.nll) == ("sigmoid", 0.1, 0.1)
+    assert (config.optim.lr, config.optim.schedule, config.optim.warmup) == (1e-5, "cosine", 5)
+    # It fits on one large device.
+    shape = find_shape(shape_of(config.model))
+    targets = shape.hidden * 4 + (shape.num_heads + shape.num_kv_heads) * shape.head_dim
+    demand = MemoryDemand(
+        model=shape,
+        bytes_per_number=2,
+        longest=2 * 2049,
+        batch_tokens=config.batch.pairs * 2 * 2049,
+        kv_tokens=0,
+        num_trained=config.learner.lora.rank * shape.num_layers * targets,
+        frozen_bytes=count_layer_params(shape) * 2,
+    )
+    assert plan_memory(demand, int(DEVICE_GIB * 2**30)).peak <= DEVICE_GIB * 2**30
+    small = load.load_config("smollm2_dpo")
+    assert isinstance(small, DPO) and small.model == "smollm2-135m" and small.steps <= 20
+    assert isinstance(small.data, PairRows) and small.data.max_tokens == 512 and small.data.path == data.path
 
 
 def test_each_seed_recipe_has_a_variant_for_a_cpu() -> None:

@@ -67,12 +67,13 @@ class Store:
             )
 
     def write_evaluation(self, step: int, metrics: Mapping[str, float], time: float | None = None) -> None:
-        """Writes the metrics of an evaluation after `step` steps. They replace earlier eval/ metrics of that step.
+        """Writes the metrics of an evaluation after `step` steps. They replace earlier ones of that step and name.
 
-        `time` is that of the rows, in seconds since 1970; None = now.
+        Others of the step stay: held-out examples are measured beside the accuracy of a task. `time` is that of the
+        rows, in seconds since 1970; None = now.
         """
         with self._transaction() as db:
-            db.execute("DELETE FROM metrics WHERE step = ? AND name LIKE 'eval/%'", (step,))
+            db.executemany("DELETE FROM metrics WHERE step = ? AND name = ?", [(step, name) for name in metrics])
             self._insert_metrics(step, metrics, read_time() if time is None else time)
 
     def write_event(self, step: int, kind: str, text: str) -> None:

@@ -1,0 +1,256 @@
+"""The accuracy of a task in a run: its problems, and the engine and scoring workers that answer and grade them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cohort.config.engines import NativeEngine
+from cohort.config.flags import collect_settings, format_setting
+from cohort.config.imitation import DPO, SFT
+from cohort.config.kinds import RL
+from cohort.config.options import CONVERSATION_OPTIONS
+from cohort.config.schema import Conversation
+from cohort.engines.factory import EngineModel, make_engine
+from cohort.engines.sync import WeightSync
+from cohort.errors import ConfigError
+from cohort.evaluation.evaluate import describe_sampling, digest_rows
+from cohort.evaluation.evaluate import evaluate as run_evaluation
+from cohort.evaluation.records import EvalSetting, Evaluation
+from cohort.learner.local import LocalLearner
+from cohort.models.files import LoadedModel
+from cohort.rollout.episode import EpisodeSettings
+from cohort.rollout.producer import Producer
+from cohort.rollout.settings import describe_conversation, make_conversation_rules, make_conversation_turns
+from cohort.scoring.pool import ScoringPool
+from cohort.scoring.start import start_scorer
+from cohort.tasks.base import check_packages, has_conversations
+from cohort.tasks.ref import TaskRef, compute_grader_digest
+from cohort.tasks.stream import TaskStream
+from cohort.text import PromptRenderer, Tokenizer
+from cohort.text.framing import describe_template
+from cohort.types import Prompt, Sampling
+
+# Answers that are decoded at the same time.
+SLOTS = NativeEngine().slots
+_ALL_MEMORY = 1 << 62  # bytes: more than any GPU has
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TaskProblems:
+    """The problems of a task that a run is evaluated on, as prompts, and how answers to them are sampled."""
+
+    stream: TaskStream
+    prompts: list[Prompt]
+    sampling: Sampling
+    context: int  # most tokens of a prompt with its answer
+
+    @property
+    def num_kv_tokens(self) -> int:
+        """The most tokens of answers and prompts for which memory is needed at once, at one answer per problem."""
+        return min(len(self.prompts), SLOTS) * self.context
+
+
+def read_problems(config: SFT | DPO, model: LoadedModel, tokenizer: Tokenizer) -> TaskProblems | None:
+    """Returns the problems of the config's task, of the split in `eval.split`; None if it has no task.
+
+    Raises ConfigError if no prompt has room in the model's context, and TaskError if one has none and may not be left
+    out (`data.too_long`).
+    """
+    task = config.task
+    if task is None:
+        return None
+    check_packages(task)
+    wanted = config.sampling.max_tokens
+    room = model.config.context - (wanted or 1)
+    if room < 1:
+        raise ConfigError(
+            f"sampling.max_tokens is {wanted}, which leaves no room for a prompt in the model's context of "
+            f"{model.config.context} tokens. Lower --sampling.max-tokens."
+        )
+    renderer = PromptRenderer(tokenizer, config.template, config.system)
+    renderer.check_system(room)
+    stream = TaskStream(
+        task,
+        renderer,
+        config.seed,
+        config.eval.split,
+        max_prompt_tokens=room,
+        too_long="error" if getattr(config.data, "too_long", "error") == "error" else "skip",
+        validation_share=config.eval.validation_share if config.eval.split == "validation" else 0.0,
+    )
+    prompts = stream.render_held_out(config.eval.problems, config.eval.split, or_fewer=True)
+    longest = wanted or task.max_tokens
+    sampling = Sampling(
+        max_tokens=longest,
+        temperature=config.eval.temperature,
+        stop_ids=tokenizer.stop_ids,
+        stop_strings=config.sampling.stop,
+    )
+    context = min(model.config.context, longest + max(len(prompt.tokens) for prompt in prompts))
+    if has_conversations(task):
+        # A conversation goes on as long as there is room.
+        context = model.config.context
+    return TaskProblems(stream=stream, prompts=prompts, sampling=sampling, context=context)
+
+
+@dataclass(kw_only=True)
+class TaskEvaluator:
+    """Measures the accuracy of a task with the learner's current weights. `close` ends its engine and workers."""
+
+    config: SFT | DPO
+    problems: TaskProblems
+    producer: Producer
+    sync: WeightSync
+    scorer: ScoringPool
+    grader: str  # digest of the code that scores, as it was at the start
+    tokenizer: Tokenizer
+
+    def evaluate(self, step: int) -> Evaluation:
+        """Returns the evaluation of the current weights, after `step` completed steps.
+
+        Raises TrainingStopped if many samples cannot be scored.
+        """
+        self.sync.send(step)
+        left_out = self.problems.stream.num_skipped
+        return evaluate_problems(
+            self.config, self.producer, self.problems.prompts, left_out, self.grader, self.tokenizer, step
+        )
+
+    def notice_if_fewer_problems(self) -> str:
+        """Returns a notice for the user if the task has fewer rows than eval.problems asks for; else ""."""
+        num = len(self.problems.prompts) + self.problems.stream.num_skipped
+        return notice_if_fewer_problems(self.config, num)
+
+    def close(self) -> None:
+        """Ends the scoring workers and the engine."""
+        self.scorer.close()
+        self.producer.engine.close()
+
+
+def make_evaluator(
+    config: SFT | DPO, problems: TaskProblems, model: LoadedModel, learner: LocalLearner, tokenizer: Tokenizer
+) -> TaskEvaluator:
+    """Returns what answers the problems with the weights of `learner`, which the engine shares, and grades them."""
+    subject = EngineModel(
+        decoder=model.decoder,
+        decode=tokenizer.decode,
+        context=problems.context,
+        # Without a plan the GPU memory of keys and values is given back after each evaluation.
+        reserve=_ALL_MEMORY if learner.plan is None else learner.plan.update,
+    )
+    engine = make_engine(NativeEngine(), subject)
+    # The limits of conversations are the default ones: such a run has no settings of turns.
+    turns = Conversation() if has_conversations(config.task) else None
+    scorer = start_scorer(config.task, rules=None if turns is None else make_conversation_rules(turns, tokenizer))
+    settings = EpisodeSettings(
+        sampling=problems.sampling,
+        group_size=config.eval.samples,
+        seed=config.seed,
+        purpose="eval",
+        coefficients={},
+        later_turns=None if turns is None else make_conversation_turns(turns, problems.sampling, tokenizer),
+        context=problems.context,
+    )
+    # In rounds, the bits of an evaluation on a CPU do not depend on how quick graders are.
+    return TaskEvaluator(
+        config=config,
+        problems=problems,
+        producer=Producer(engine, scorer, problems.stream, settings, "rounds"),
+        sync=WeightSync(get_weights=learner.weights, engine=engine),
+        scorer=scorer,
+        grader=compute_grader_digest(config.task),
+        tokenizer=tokenizer,
+    )
+
+
+def evaluate_problems(
+    config: RL | SFT | DPO,
+    producer: Producer,
+    problems: Sequence[Prompt],
+    num_left_out: int,
+    grader: str,
+    tokenizer: Tokenizer,
+    step: int,
+) -> Evaluation:
+    """Samples and scores answers to problems of the run's task with the engine of `producer`; returns the evaluation.
+
+    `num_left_out` problems have prompts that are too long, `grader` is the digest of the code that scores, and `step`
+    the number of completed steps. Raises TrainingStopped if many samples cannot be scored.
+    """
+    c = config
+    setting = EvalSetting(
+        task=c.task.name,
+        split=c.eval.split,
+        num_problems=len(problems),
+        num_left_out=num_left_out,
+        num_samples=c.eval.samples,
+        model=c.model,
+        # The run and the step name these weights.
+        weights="",
+        knobs=TaskRef.from_task(c.task).settings,
+        rows=digest_rows(problems),
+        grader=grader,
+        template=describe_template(c.template),
+        system=c.system,
+        date=c.date,
+        engine=producer.engine.name,
+        place=f"{c.device} {c.learner.dtype}",
+        sampling=describe_sampling(producer.settings.sampling),
+        seed=c.seed,
+        step=step,
+        turns=_describe_turns(producer),
+    )
+    return run_evaluation(producer, problems, setting, lambda p: tokenizer.spell(p.tokens), then="resume the run")
+
+
+def _describe_turns(producer: Producer) -> str:
+    """Returns which turns the episodes of a producer have, as the setting of an evaluation records it."""
+    later_turns = producer.settings.later_turns
+    rules = getattr(producer.scorer, "conversation", None)
+    if later_turns is not None and rules is not None:
+        return describe_conversation(rules, later_turns.max_total)
+    return "first" if later_turns is None else "all"
+
+
+def notice_if_fewer_problems(config: RL | SFT | DPO, num: int) -> str:
+    """Returns a notice for the user if the task has fewer held-out rows, `num`, than eval.problems; else ""."""
+    if num >= config.eval.problems:
+        return ""
+    return (
+        f"evaluations use all {num} {config.eval.split} rows of the task {config.task.name}, because there are no "
+        f"more; eval.problems is {config.eval.problems}"
+    )
+
+
+def make_eval_flags(config: RL | SFT | DPO, too_long: str) -> list[str]:
+    """Returns flags, as words, that make `cohort eval` use the run's prompts and sampling in evaluations.
+
+    They are template, system prompt, temperature, limit of tokens, stop texts, limits of conversations and settings of
+    the task, each only if it differs from the default. `too_long` says what becomes of prompts that are too long. The
+    numbers of problems and samples are left out.
+    """
+    flags = []
+    if config.template != "chat":
+        flags += ["--template", config.template]
+    if too_long != "error":
+        flags += ["--too-long", "skip"]
+    if config.system:
+        flags += format_setting("system", config.system)
+    if config.eval.temperature != 1.0:
+        flags += ["--temperature", str(config.eval.temperature)]
+    if config.sampling.max_tokens not in (0, config.task.max_tokens):
+        flags += ["--max-tokens", str(config.sampling.max_tokens)]
+    if config.sampling.stop:
+        flags += format_setting("stop", config.sampling.stop)
+    if isinstance(turns := getattr(config, "turns", None), Conversation):
+        for option, name in CONVERSATION_OPTIONS.items():
+            value = getattr(turns, name)
+            flags += [] if value == getattr(Conversation(), name) else format_setting(option, value)
+    # A task of which a setting has no default cannot be made without settings.
+    defaults = {f.name: f.default for f in dataclasses.fields(config.task)}
+    for name, setting in collect_settings(config.task, "task.").items():
+        if setting.value != defaults.get(name.removeprefix("task."), dataclasses.MISSING):
+            flags += format_setting(name, setting.value)
+    return flags
