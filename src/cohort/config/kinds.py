@@ -68,6 +68,12 @@ class RL(RunConfig):
             lambda config: isinstance(config.turns, ThinkAgain),
             "every sample has only one turn; set --turns think_again",
         ),
+        Effect(
+            ("algo.credit.per",),
+            ("turns",),
+            lambda config: isinstance(config.turns, ThinkAgain),
+            "every sample has only one turn; set --turns think_again",
+        ),
     )
 
     @property

@@ -545,7 +545,7 @@ def test_a_further_attempt_and_its_cost_are_named():
     algo = SimpleNamespace(config=SimpleNamespace())
     step = SimpleNamespace(config=SimpleNamespace(reward={}, turns=ThinkAgain(cost=0.1)), algo=algo)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(group_module, "_get_return", lambda algo, sample: sample.reward)
+        patch.setattr(group_module, "_get_returns", lambda algo, sample: [sample.reward])
         assert group_module._describe_reward(step, sample) == "-0.100 from correct 0, 1 further attempt at -0.100"
 
 
