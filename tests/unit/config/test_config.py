@@ -239,6 +239,8 @@ BAD_VALUES = {
     "--optim.lr-floor 0.1": "--optim.lr-floor has no effect: optim.schedule is constant",
     "--sampling.allow-truncation True": "--sampling.allow-truncation has no effect",
     "--algo.clip-high 0.28": "--algo.clip-high has no effect: with one update per batch",
+    "--algo.credit.per turn": "--algo.credit.per has no effect: every sample has only one turn",
+    "--algo.credit.discount 0.9": "--algo.credit.discount has no effect: algo.credit.per is episode",
     "--eval.temperature 0 --eval.samples 4": "--eval.samples has no effect: at temperature 0",
     "--learner.lora.rank -1": "learner.lora.rank is -1; it must be at least 0",
     "--learner.lora.rank 4 --learner.lora.alpha 0": "learner.lora.alpha is 0.0; it must be above 0",
@@ -314,6 +316,14 @@ def test_nested_sections_of_a_recipe_are_checked() -> None:
         ("--algo cispo --learner.minibatches 2 --algo.clip-high 0.2", "at least 1"),
         ("--algo gspo --learner.minibatches 2 --algo.clip-low 2", "from 0 to 1"),
         ("--algo.entropy 3 --algo.entropy-target 0.5", "at most 1"),
+        ("--turns think_again --algo.credit.per turn --algo.credit.discount 0", "above 0 and at most 1"),
+        ("--turns think_again --algo gspo --algo.credit.per turn", "or choose --algo gspo_token"),
+        ("--turns think_again --algo gmpo --algo.credit.per turn", "the mean advantage of all turns"),
+        ("--turns think_again --algo pass_at_k --algo.credit.per turn", "the best of k whole samples"),
+        (
+            "--turns think_again --algo reinforce --algo.baseline none --algo.scale batch --algo.credit.per turn",
+            "0 if only one sample reaches it",
+        ),
         ("--algo pass_at_k --algo.k 99", "algo.k is 99, but a group has only"),
         ("--algo rloo --batch.samples 1", "batch.samples is 1"),
     ],
@@ -333,6 +343,8 @@ def test_algorithms_refuse_settings_without_effect_or_with_a_wrong_one(args: str
         "--algo.kl.weight 0.1 --algo.kl.estimator k1 --algo.kl.place reward",
         "--algo.correction.kind mask --algo.correction.bounds 0.5 5 --replay.prompts 4",
         "--algo.baseline batch --algo.scale batch",
+        "--turns think_again --algo gspo_token --algo.credit.per turn --algo.credit.discount 0.9",
+        "--turns think_again --algo reinforce --algo.baseline none --algo.credit.per turn",
     ],
 )
 def test_algorithms_accept_settings_with_an_effect(args: str) -> None:
