@@ -99,6 +99,14 @@ def test_a_turn_that_one_sample_reached_has_no_advantage() -> None:
     assert [s.advantage for s in group.samples] == [1.0, 0.0, -1.0]
 
 
+def test_a_scale_of_the_batch_leaves_out_turns_without_a_baseline() -> None:
+    """The second turn of the second group is that of one sample: its return of 9 is in no deviation."""
+    groups = [make_group([1], [talk(0.0, 1.0), talk(0.0, 0.0)]), make_group([1], [talk(0.0, 9.0), talk(0.0)])]
+    build_algorithm(GRPO(scale="batch", credit=TURN), 16).advantages(groups)
+    assert by_turn(groups[0].samples[0])[1] == pytest.approx(0.5 / (math.sqrt(0.5) + 1e-4), abs=1e-15)
+    assert by_turn(groups[1].samples[0])[1] == 0.0 and by_turn(groups[1].samples[0])[0] > 0
+
+
 def test_samples_without_rewards_of_turns_have_their_reward_in_the_last_turn() -> None:
     given = graded(DrGRPO(credit=HALF), talk(0.0, 0.0, 1.0), talk(0.0, 0.5), talk(0.0))
     whole = graded(
@@ -137,6 +145,8 @@ def test_every_turn_pays_for_its_own_kl() -> None:
     kl = KLConfig(weight=0.1, place="reward", estimator="k1")
     assert returns(GRPO(kl=kl, credit=HALF), sample) == pytest.approx([-0.05 + 0.5 * 0.975, 0.975])
     assert returns(GRPO(kl=kl), sample) == pytest.approx([1.0 - 0.075])
+    # The learner computes no log-probabilities for a sample without tokens.
+    assert returns(GRPO(kl=kl, credit=HALF), make_sample([], [], reward=0.5)) == [0.5]
 
 
 # ---- fates -------------------------------------------------------------------------------------------------------
