@@ -70,8 +70,8 @@ class RL(RunConfig):
         ),
         Effect(
             ("algo.credit.per",),
-            ("turns",),
-            lambda config: isinstance(config.turns, ThinkAgain),
+            ("turns", "task"),
+            lambda config: not isinstance(config.turns, SingleTurn),
             "every sample has only one turn; set --turns think_again",
         ),
     )
