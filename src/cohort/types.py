@@ -124,7 +124,7 @@ class Sample:
     # Filled by the learner and the algorithm.
     old_logprobs: list[float] | None = None
     ref_logprobs: list[float] | None = None
-    advantage: float = 0.0
+    advantage: float = 0.0  # where it differs between tokens, the one of the largest size: 0 = no token has one
     token_advantages: list[float] | None = None  # per token, where they differ; None = `advantage` for every token
     masked: Fate = Fate.TRAINED  # why this sample is out of the loss; TRAINED = it is in the loss
 

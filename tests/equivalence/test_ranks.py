@@ -16,14 +16,25 @@ import torch.distributed
 import torch.multiprocessing
 
 from cohort.algos.algorithm import build_algorithm
-from cohort.config.algos import ALGOS, DAPO, GRPO, GSPO, CorrectionConfig, KLConfig, OnlineDPO, Policy
+from cohort.config.algos import (
+    ALGOS,
+    DAPO,
+    GRPO,
+    GSPO,
+    CorrectionConfig,
+    CreditConfig,
+    KLConfig,
+    OnlineDPO,
+    Policy,
+    ReinforcePP,
+)
 from cohort.config.schema import LearnerConfig, OptimConfig
 from cohort.learner.local import LocalLearner
 from cohort.loops.rl import update_policy
 from cohort.models.catalog import resolve_model
 from cohort.models.files import load_folder
 from cohort.serialize import dumps, loads
-from cohort.types import Finish, Group
+from cohort.types import Finish, Group, Provenance
 from cohort.world import ProcessGroup, World
 from tests.helpers.decoders_and_groups import pack_groups, random_groups, small_decoder
 
@@ -40,6 +51,10 @@ CASES |= {
     "whole samples": GSPO(correction=CorrectionConfig(kind="truncate", level="geometric")),
     "steered": GRPO(kl=KLConfig(weight=0.1, target=0.01), entropy=0.01, entropy_target=0.5),
     "pairs": OnlineDPO(pairs="random", truncated="mask", nll=0.2),
+    "turns": GRPO(dead="drop", credit=CreditConfig(per="turn", discount=0.9)),
+    "turns of the batch": ReinforcePP(
+        kl=KLConfig(weight=0.1, estimator="k1", place="reward"), credit=CreditConfig(per="turn")
+    ),
     "KL in the reward": GRPO(kl=KLConfig(weight=0.1, place="reward", target=0.05)),
 }
 NOT_COMPARED = ("time/", "pack/", "rollouts/")
@@ -56,7 +71,10 @@ class StepResults:
 
 
 def step_groups(step: int) -> list[Group]:
-    """Returns the groups of a step: different rewards, a dead group, a failure, truncated samples, a reused group."""
+    """Returns the groups of a step: different rewards, a dead group, a failure, truncated samples, a reused group.
+
+    Some samples are conversations of two turns with a reward each.
+    """
     rng = random.Random(step)
     groups = random_groups(num_groups=7, seed=step)
     for n, group in enumerate(groups):
@@ -68,6 +86,9 @@ def step_groups(step: int) -> list[Group]:
             sample.parts = {"correct": sample.reward}
             sample.sampler_logprobs = [rng.uniform(-4, -1) for _ in sample.tokens]
             sample.finish = rng.choice((Finish.STOP, Finish.STOP, Finish.LENGTH))
+            if len(sample.tokens) > 2 and n != 2:
+                sample.provenance[1] = Provenance.ENVIRONMENT
+                sample.turn_rewards = [early := rng.choice((0.0, 0.25, 1.0)), sample.reward - early]
     groups[4].samples[1].failure, groups[4].samples[1].reward = "the worker died", None
     return groups
 
@@ -171,8 +192,8 @@ def test_4_4_four_ranks_equal_one_process(tmp_path):
 
 def test_a_rank_without_the_others_would_compute_other_numbers():
     """Shows that the comparison can fail: a rank's own groups give other baselines than the batch."""
-    for name in ("reinforce_pp", "batch scale"):
-        algo, groups = build_algorithm(CASES[name], 16), step_groups(0)
+    for name in ("reinforce_pp", "batch scale", "turns of the batch"):
+        algo, groups = build_algorithm(replace(CASES[name], kl=KLConfig()), 16), step_groups(0)
         whole = [s.advantage for g in algo.advantages(groups)[:5] for s in g.samples]
         alone = [s.advantage for g in algo.advantages(share_of(groups, 0, 2)) for s in g.samples]
         assert alone != pytest.approx(whole, rel=1e-6), name

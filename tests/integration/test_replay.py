@@ -17,7 +17,7 @@ import torch
 
 from cohort.algos.algorithm import build_algorithm
 from cohort.cli import replay as command
-from cohort.config.algos import DAPO, CorrectionConfig, KLConfig
+from cohort.config.algos import DAPO, CorrectionConfig, CreditConfig, KLConfig
 from cohort.config.kinds import RL
 from cohort.config.schema import (
     GRPO,
@@ -29,6 +29,7 @@ from cohort.config.schema import (
     ReplayConfig,
     SamplingConfig,
     SaveConfig,
+    ThinkAgain,
 )
 from cohort.errors import RunError
 from cohort.inspect import replay as replay_module
@@ -70,6 +71,11 @@ RUNS = {
     ),
     "dapo": short_run(algo=DAPO()),
     "bf16": short_run(learner=LearnerConfig(token_budget=4096, dtype="bfloat16")),
+    "turns": short_run(
+        algo=GRPO(credit=CreditConfig(per="turn", discount=0.9), correction=CorrectionConfig(kind="truncate")),
+        turns=ThinkAgain(attempts=1),
+        replay=ReplayConfig(prompts=2, steps=2),
+    ),
     "reused": short_run(
         algo=GRPO(correction=CorrectionConfig(kind="truncate")), replay=ReplayConfig(prompts=2, steps=2)
     ),
@@ -121,6 +127,9 @@ def test_every_step_is_reproduced_to_the_last_bit_and_the_run_is_not_touched(run
         assert metrics(found)["kl/weight"] != 0.05 and metrics(found)["updates/done"] == 4
     if kind == "reused":
         assert metrics(found)["replay/groups"] == 2
+    if kind == "turns":
+        groups = load_rollouts(make_rollout_path(run / "rollouts", 4))
+        assert any(s.token_advantages for g in groups for s in g.samples) and any(g.reused for g in groups)
     assert digest(run) == before
 
 

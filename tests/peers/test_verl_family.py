@@ -407,7 +407,7 @@ def test_kl_in_the_reward_equals_verl() -> None:
     )
     algo = build_algorithm(ReinforcePP(kl=KLConfig(weight=0.1, estimator="k1", place="reward")), MAX_TOKENS)
     mine = [
-        algo.compute_return(  # type: ignore[attr-defined]
+        algo.compute_returns(  # type: ignore[attr-defined]
             Sample(
                 tokens=[3] * n,
                 provenance=[int(Provenance.SAMPLED)] * n,
@@ -419,7 +419,7 @@ def test_kl_in_the_reward_equals_verl() -> None:
         )
         for i, n in enumerate(LENGTHS)
     ]
-    torch.testing.assert_close(torch.tensor(mine, dtype=torch.float64), returns[:, 0], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(torch.tensor(mine, dtype=torch.float64), returns[:, :1], rtol=1e-6, atol=1e-6)
 
 
 class FixedPolicy:

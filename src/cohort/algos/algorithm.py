@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from cohort.algos.aggregate import Lengths, Totals
+from cohort.algos.credit import CreditRule
 from cohort.algos.inputs import LossInputs
 from cohort.algos.pairing import PairedAlgorithm
 from cohort.algos.policy import PlainAlgorithm, PolicyGradient
@@ -48,6 +49,9 @@ class Loss(Protocol):
 
 class Algorithm(Loss, Protocol):
     """A loss and the rules that set advantages and exclusions. It sees records and flat vectors, never the model."""
+
+    credit: CreditRule
+    """How rewards become returns: one per sample, or one per turn."""
 
     @property
     def advantage_description(self) -> str:

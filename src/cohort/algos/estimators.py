@@ -14,7 +14,8 @@ from cohort.algos.advantages import compute_advantages, is_constant
 from cohort.config.algos import ALGOS, Policy
 
 Returns = Sequence[Sequence[float]]
-"""One list per group, with the return of each of its scored samples (the reward after shaping)."""
+"""One list per group, with the return of each of its scored samples (the reward after shaping). With credit per turn
+they are those of one turn, of the samples that reached it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

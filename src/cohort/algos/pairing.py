@@ -97,12 +97,12 @@ class PairedAlgorithm(GroupAlgorithm):
         """Returns why a group has no pair: fewer than two candidates, or equal rewards. TRAINED = it has one."""
         if len(candidates) < 2:
             return Fate.TOO_FEW
-        returns = [self.compute_return(group.samples[i]) for i in candidates]
+        returns = [self.compute_returns(group.samples[i])[0] for i in candidates]
         return Fate.EQUAL_REWARDS if is_constant(returns) else Fate.TRAINED
 
     def _choose_pair(self, group: Group, candidates: Sequence[int]) -> PairOfSamples:
         """Returns the pair of a group, as algo.pairs says. At least two candidates have different returns."""
-        returns = {i: self.compute_return(group.samples[i]) for i in candidates}
+        returns = {i: self.compute_returns(group.samples[i])[0] for i in candidates}
         if self._pairs == "best_worst":
             # Of equal samples the first one: they were drawn independently, so that no order is better than another.
             return PairOfSamples(max(candidates, key=returns.__getitem__), min(candidates, key=returns.__getitem__))

@@ -14,16 +14,17 @@ from torch import Tensor
 from cohort.algos.advantages import is_constant
 from cohort.algos.aggregate import Lengths, Totals, token_weights
 from cohort.algos.control import Coefficients
+from cohort.algos.credit import CreditRule, TurnReturns, collect_by_turn, estimate_by_turn, store_advantages
 from cohort.algos.estimators import find_estimator
 from cohort.algos.inputs import LossInputs
 from cohort.algos.kl import kl_of_sample
 from cohort.algos.loss import PolicyLoss
 from cohort.algos.surrogates import RegisteredSurrogate
 from cohort.algos.tally import Tally
-from cohort.config.algos import ALGOS, DAPO, CorrectionConfig, KLConfig, Policy
+from cohort.config.algos import ALGOS, DAPO, CorrectionConfig, CreditConfig, KLConfig, Policy
 from cohort.fates import Fate
 from cohort.serialize import record
-from cohort.types import Group, Provenance, Sample
+from cohort.types import Group, Sample
 from cohort.world import ONE_PROCESS, World
 
 
@@ -38,7 +39,7 @@ class PlainAlgorithm:
 
 
 # A PlainAlgorithm holds these configs, so they must be serialisable too.
-for _cls in (KLConfig, CorrectionConfig, *ALGOS.values()):
+for _cls in (KLConfig, CorrectionConfig, CreditConfig, *ALGOS.values()):
     record(_cls)
 
 
@@ -51,6 +52,7 @@ class GroupAlgorithm:
     def __init__(self, config: Policy, max_tokens: int) -> None:
         self.config, self.max_tokens = config, max_tokens
         self.coefficients = Coefficients.from_config(config)
+        self.credit = CreditRule.from_config(config.credit)
 
     def update_coefficients(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Adjusts the KL and entropy coefficients that have targets, by the metrics of a step, for the next step.
@@ -78,25 +80,28 @@ class GroupAlgorithm:
         """Replaces the coefficients by those that `state` returned."""
         self.coefficients = Coefficients(**state)  # type: ignore[arg-type]
 
-    def compute_return(self, sample: Sample) -> float:
-        """Returns the number from which the advantage is computed: the reward after all penalties.
+    def compute_returns(self, sample: Sample) -> list[float]:
+        """Returns the numbers from which advantages are computed: rewards after all penalties, one per turn or one.
 
-        These are, where the config asks for them, those for truncation, for length (DAPO) and for the KL.
-        `sample.reward` is not changed; it must not be None.
+        Penalties are, where the config asks for them, those for truncation, for length (DAPO) and for the KL. With
+        credit per turn, those for truncation and length change the reward of the last turn, and each turn pays for its
+        own KL. The return of a turn has the discounted rewards of later turns in it. `sample.reward` is not changed; it
+        must not be None.
         """
-        reward = self._shape_reward(sample)
+        rewards = self.credit.split_reward(sample)
+        rewards[-1] = self._shape_reward(sample, rewards[-1])
         if self.coefficients.kl and self.config.kl.place == "reward":
-            reward -= self.coefficients.kl * self._compute_sample_kl(sample)
-        return reward
+            divergences = [self._compute_kl(sample, span) for span in self.credit.find_spans(sample)]
+            rewards = [r - self.coefficients.kl * kl for r, kl in zip(rewards, divergences, strict=True)]
+        return self.credit.sum_rewards(rewards)
 
-    def _shape_reward(self, sample: Sample) -> float:
-        """Returns the task's reward after the penalties for truncation and length that the config asks for.
+    def _shape_reward(self, sample: Sample, reward: float) -> float:
+        """Returns a reward of the sample after the penalties for truncation and length that the config asks for.
 
-        A truncated sample gets at most 0 if algo.truncated = penalize. With DAPO's `overlong` a penalty of 0 to 1 is
-        subtracted: 1 for a truncated sample, otherwise `overlong_penalty` of the number of sampled tokens.
+        `reward` is that of the whole sample or of its last turn. If the sample is truncated, it becomes at most 0 if
+        algo.truncated = penalize. With DAPO's `overlong` a penalty of 0 to 1 is subtracted: 1 for a truncated sample,
+        otherwise `overlong_penalty` of the number of sampled tokens, over all turns.
         """
-        assert sample.reward is not None, "a sample is neither scored nor failed"
-        reward = sample.reward
         if self.config.truncated == "penalize" and sample.is_truncated:
             # At most 0, not 0: where a task gives -1 for a wrong answer, a truncated one must not be better.
             reward = min(reward, 0.0)
@@ -106,19 +111,18 @@ class GroupAlgorithm:
             reward -= 1.0 if cut else overlong_penalty(sample.num_sampled, self.max_tokens, self.config.overlong)
         return reward
 
-    def _compute_sample_kl(self, sample: Sample) -> float:
-        """Returns the KL of the current policy to the reference or the sampler, summed over the sampled tokens.
+    def _compute_kl(self, sample: Sample, places: Sequence[int]) -> float:
+        """Returns the KL of the current policy to the reference or the sampler, summed over the tokens at `places`.
 
-        It is 0 for a sample without sampled tokens. Other samples must have the log-probabilities that `needs` names.
+        It is 0 if there are none. Otherwise the sample must have the log-probabilities that `needs` names.
         """
         # The learner annotates no sample without sampled tokens.
-        if not sample.num_sampled:
+        if not places:
             return 0.0
         kl, old = self.config.kl, sample.old_logprobs
         other = sample.sampler_logprobs if kl.to == "sampler" else sample.ref_logprobs
         assert old is not None and other is not None, "KL in the reward: annotate before advantages"
-        sampled = [i for i, p in enumerate(sample.provenance) if p == Provenance.SAMPLED]
-        return kl_of_sample([old[i] for i in sampled], [other[i] for i in sampled], kl.estimator)
+        return kl_of_sample([old[i] for i in places], [other[i] for i in places], kl.estimator)
 
     def choose_mask(self, sample: Sample) -> Fate:
         """Returns why a sample is left out of the loss (FAILED or TRUNCATED), or TRAINED if it is not.
@@ -164,29 +168,35 @@ class PolicyGradient(GroupAlgorithm):
         """Returns False for a group to be replaced by one of another prompt: a dead group, if algo.dead = refill.
 
         A group is dead if its samples' rewards give no gradient: all are equal, or for pass_at_k no sample adds to the
-        best of k. The rewards are those of scored samples, before the penalties of this algorithm; a group without
-        scored samples is dead. With other values of algo.dead the result is always True.
+        best of k. With credit per turn it is dead only if every turn is. The rewards are those of scored samples,
+        before the penalties of this algorithm; a group without scored samples is dead. With other values of algo.dead
+        the result is always True.
         """
         if self.config.dead != "refill":
             return True
-        return not self._is_dead([s.reward for s in group.samples if s.reward is not None and not s.failure])
+        scored = [s for s in group.samples if s.reward is not None and not s.failure]
+        return not self._is_dead([self.credit.compute_returns(s) for s in scored])
 
-    def _is_dead(self, rewards: list[float]) -> bool:
-        """Returns whether a group whose scored samples have these rewards gets no gradient from its advantages.
+    def _is_dead(self, returns: Sequence[Sequence[float]]) -> bool:
+        """Returns whether a group whose scored samples have these returns gets no gradient from its advantages.
 
-        The estimator decides: all rewards are equal, or for pass_at_k no sample adds to the best of k.
+        `returns` has one list per sample, with one return per turn or one for all. Every turn must be dead: too few
+        samples reached it, or the estimator says so, because all returns are equal or, for pass_at_k, no sample adds to
+        the best of k.
         """
-        return self._estimator.is_dead(rewards, self.config)
+        turns = collect_by_turn(returns)
+        return all(len(row) < self._min_scored or self._estimator.is_dead(row, self.config) for row in turns)
 
     def advantages(self, groups: list[Group], world: World = ONE_PROCESS) -> list[Group]:
         """Sets advantages and masks of all samples and `excluded` of groups, in place, and returns `groups`.
 
-        Values of earlier calls are replaced, also `token_advantages`, by None. Failed samples, and samples of groups
+        Values of earlier calls are replaced. `token_advantages` is set where credit per turn gives the turns of a
+        sample different advantages, otherwise it is None; see `store_advantages`. Failed samples, and samples of groups
         with too few scored ones, get advantage 0. A group that other code excluded (not accepted, stale) keeps its fate
         and gets advantages 0. `world` has the ranks that train together, which must all call this. Samples must be
         scored or failed, and have the log-probabilities that `needs` names.
         """
-        graded: list[tuple[Group, list[float]]] = []  # (group, returns of its scored samples)
+        graded: list[tuple[Group, list[list[float]]]] = []  # (group, returns of its scored samples)
         for group in groups:
             # Samples may carry values of an earlier call, with other settings: everything is set anew.
             for sample in group.samples:
@@ -194,7 +204,7 @@ class PolicyGradient(GroupAlgorithm):
                 sample.token_advantages = None
                 sample.masked = self.choose_mask(sample)
             if group.excluded.is_set_by_algorithm:
-                returns = [self.compute_return(s) for s in group.samples if not s.failure]
+                returns = [self.compute_returns(s) for s in group.samples if not s.failure]
                 group.excluded = Fate.TRAINED if len(returns) >= self._min_scored else Fate.TOO_FEW
                 graded += [] if group.excluded else [(group, returns)]
         estimates = self._estimate_advantages([returns for _, returns in graded], world)
@@ -202,22 +212,27 @@ class PolicyGradient(GroupAlgorithm):
             self._store_advantages(group, returns, group_advantages)
         return groups
 
-    def _estimate_advantages(self, returns: list[list[float]], world: World) -> list[list[float]]:
+    def _estimate_advantages(self, returns: TurnReturns, world: World) -> list[list[list[float]]]:
         """Returns the advantages of this rank's groups, in the shape of `returns`.
 
-        `returns` has one list per group, with the return of each scored sample. The groups of all ranks are taken into
+        `returns` has one list per group, with the returns of each scored sample. The groups of all ranks are taken into
         account, so every rank must call it.
         """
         returns_by_rank = world.gather(returns)
         # The estimator sees the groups of all ranks, in rank order; this rank's groups begin at `first`.
         first = sum(map(len, returns_by_rank[: world.rank]))
-        estimates = self._estimator.advantages([row for part in returns_by_rank for row in part], self.config)
+        estimates = estimate_by_turn(
+            [group for part in returns_by_rank for group in part],
+            lambda rows: self._estimator.advantages(rows, self.config),
+            self._min_scored,
+        )
         return estimates[first : first + len(returns)]
 
     @property
     def advantage_description(self) -> str:
         """How advantages are computed, as text for a report. An example is "baseline = mean, scale = std"."""
-        return self._estimator.describe(self.config)
+        discount = f" with discount {self.credit.discount:g}" if self.credit.discount != 1 else ""
+        return self._estimator.describe(self.config) + (f", credit per turn{discount}" if self.credit.by_turn else "")
 
     def weigh_tokens(self, lengths: Lengths, totals: Totals) -> Tensor:
         """Returns the token weights [N] of a microbatch: the factor of each token's loss term, by algo.aggregate."""
@@ -232,21 +247,24 @@ class PolicyGradient(GroupAlgorithm):
         loss = PolicyLoss(surrogate=self._surrogate, config=self.config, kl_coefficient=kl, entropy_coefficient=entropy)
         return loss(inputs)
 
-    def _store_advantages(self, group: Group, returns: list[float], advantages: Sequence[float]) -> None:
+    def _store_advantages(
+        self, group: Group, returns: Sequence[Sequence[float]], advantages: Sequence[Sequence[float]]
+    ) -> None:
         """Writes the advantages into the scored samples. Sets `group.excluded` if the group is dead or has no gradient.
 
         It is excluded as EQUAL_REWARDS if it is dead and algo.dead = drop; else, if all advantages are 0 and neither KL
-        nor entropy is in the loss, as CONSTANT_REWARD or NO_GAIN. `returns` and `advantages` have one number per scored
-        sample, in order.
+        nor entropy is in the loss, as CONSTANT_REWARD or NO_GAIN. `returns` and `advantages` have one list per scored
+        sample, in order, with one number per turn or one for all turns.
         """
         scored = (s for s in group.samples if not s.failure)
-        for sample, advantage in zip(scored, advantages, strict=True):
-            sample.advantage = advantage
+        for sample, row in zip(scored, advantages, strict=True):
+            store_advantages(sample, row)
         if self.config.dead == "drop" and self._is_dead(returns):
             group.excluded = Fate.EQUAL_REWARDS
         # Excluded only where that changes nothing: every term of the loss has a gradient of exactly zero.
-        elif not any(advantages) and not self._trains_without_advantage:
-            group.excluded = Fate.CONSTANT_REWARD if is_constant(returns) else Fate.NO_GAIN
+        elif not any(map(any, advantages)) and not self._trains_without_advantage:
+            is_same = all(map(is_constant, collect_by_turn(returns)))
+            group.excluded = Fate.CONSTANT_REWARD if is_same else Fate.NO_GAIN
 
     @property
     def _trains_without_advantage(self) -> bool:

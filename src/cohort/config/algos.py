@@ -16,6 +16,7 @@ from cohort.config.section import (
     FINITE,
     LARGEST,
     MOST,
+    SMALLEST,
     AtLeast0,
     Bound,
     Effect,
@@ -137,6 +138,32 @@ class CorrectionConfig(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
+class CreditConfig(Section):
+    """Which rewards of a conversation the tokens of a turn answer for."""
+
+    per: Literal["episode", "turn"] = "episode"
+    """episode = every token answers for the reward of its whole sample; turn = for the rewards from its own turn on,
+    compared with those of the group's other samples in the same turn."""
+    discount: Annotated[float, Bound("above 0 and at most 1", lambda x: 0 < x <= 1), at_least(SMALLEST)] = 1.0
+    """Factor of a reward for each turn that it comes later; 1 = later rewards count in full."""
+
+    optional: ClassVar[bool] = True
+    effects: ClassVar[tuple[Effect, ...]] = (
+        Effect(
+            ("discount",),
+            ("per",),
+            lambda credit: credit.is_on,
+            "algo.credit.per is episode, so a sample has only one reward; set --algo.credit.per turn",
+        ),
+    )
+
+    @property
+    def is_on(self) -> bool:
+        """Whether turns have rewards and advantages of their own."""
+        return self.per == "turn"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Policy(Section):
     """The settings that all algorithms have."""
 
@@ -163,6 +190,10 @@ class Policy(Section):
     constant."""
     kl: KLConfig = field(default_factory=KLConfig)
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
+    credit: CreditConfig = field(default_factory=CreditConfig)
+
+    # Why credit per turn has no meaning for the algorithm, and after a semicolon the remedy; "" = it has one.
+    no_turn_credit: ClassVar[str] = ""
 
     # Whether the loss is meant for samples of the current policy, so that older ones need a correction.
     is_on_policy: ClassVar[bool] = True
@@ -180,7 +211,8 @@ class Policy(Section):
     def check(self, user_settings: Collection[str]) -> None:
         """Raises a ConfigError if baseline and scale, baseline and dead, or entropy and entropy_target conflict.
 
-        Sections inside, such as `kl`, are not checked here. Ignores `user_settings`.
+        Also if credit per turn has no meaning for the algorithm, or conflicts with baseline and scale. Sections inside,
+        such as `kl`, are not checked here. Ignores `user_settings`.
         """
         # For a group of equal rewards these divisors can be 0. That is harmless only where its advantages are 0 too.
         if self.scale in ("std", "mean") and not self.needs_siblings:
@@ -197,6 +229,23 @@ class Policy(Section):
             raise ConfigError(
                 f"algo.entropy is {self.entropy}; with algo.entropy_target above 0 it must be at most 1. "
                 "Lower --algo.entropy, or set --algo.entropy-target 0."
+            )
+        if self.credit.is_on:
+            self._check_turn_credit()
+
+    def _check_turn_credit(self) -> None:
+        """Raises a ConfigError if advantages per turn have no meaning for the algorithm, or would have no bound."""
+        if self.no_turn_credit:
+            cause, _, change = self.no_turn_credit.partition("; ")
+            alternative = f" or {change}" if change else ""
+            raise ConfigError(f"algo.credit.per is turn, but {cause}. Set --algo.credit.per episode{alternative}.")
+        # Few samples reach a late turn. If their returns are equal, the deviation is 0, but without a baseline the
+        # returns are not.
+        if self.baseline == "none" and self.scale != "none":
+            raise ConfigError(
+                f"algo.scale {self.scale} divides by the deviation of the returns of a turn, which is 0 if only one "
+                "sample reaches it, and with algo.baseline none such a sample has an advantage. Set --algo.scale none, "
+                "or --algo.baseline batch."
             )
 
     def check_group(self, num_samples: int) -> None:
@@ -259,10 +308,16 @@ class GSPO(Clipped):
     clip_low: Share = 3e-4
     clip_high: FiniteAtLeast0 = 4e-4
 
+    no_turn_credit: ClassVar[str] = (
+        "gspo has one ratio per sample, so every token gets the mean advantage of all turns; choose --algo gspo_token"
+    )
+
 
 @dataclass(frozen=True, kw_only=True)
 class GSPOToken(GSPO):
     """The token form of GSPO: the ratio of the sample, but the gradient of each token."""
+
+    no_turn_credit: ClassVar[str] = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -308,6 +363,10 @@ class GMPO(Clipped):
     """With a positive advantage, a token whose log-ratio (log of new over old probability) is above clip_high has no
     gradient."""
 
+    no_turn_credit: ClassVar[str] = (
+        "gmpo has one mean ratio per sample, so every token gets the mean advantage of all turns; choose --algo grpo"
+    )
+
 
 @dataclass(frozen=True, kw_only=True)
 class PassAtK(Clipped):
@@ -326,6 +385,7 @@ class PassAtK(Clipped):
             "pass_at_k computes advantages without it; choose another --algo",
         ),
     )
+    no_turn_credit: ClassVar[str] = "pass_at_k compares the best of k whole samples; choose --algo grpo"
 
     @property
     def needs_siblings(self) -> bool:
@@ -397,6 +457,7 @@ class PairPolicy(Policy):
     entropy_target: ClassVar[float] = 0.0  # type: ignore[misc]
     kl: ClassVar[KLConfig] = KLConfig()  # type: ignore[misc]
     correction: ClassVar[CorrectionConfig] = CorrectionConfig()  # type: ignore[misc]
+    credit: ClassVar[CreditConfig] = CreditConfig()  # type: ignore[misc]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -165,7 +165,12 @@ SETTINGS: tuple[ForeignEntry, ...] = (
         "algo.correction.kind",
     ),
     ForeignEntry(
-        "gamma lam gae_lambda vf_coef cliprange_value critic value_model",
+        "gamma discount_factor",
+        "algo.credit.discount",
+        "It is a factor per turn of a conversation, with {algo.credit.per} turn.",
+    ),
+    ForeignEntry(
+        "lam gae_lambda vf_coef cliprange_value critic value_model",
         "",
         _NO_SUCH
         + "there is no critic. A sample is compared with the other samples of its group ({algo.baseline}). Remove it.",

@@ -71,6 +71,12 @@ class RL(RunConfig):
             lambda config: isinstance(config.turns, ThinkAgain),
             "every sample has only one turn; set --turns think_again",
         ),
+        Effect(
+            ("algo.credit.per",),
+            ("turns", "task"),
+            lambda config: not isinstance(config.turns, SingleTurn),
+            "every sample has only one turn; set --turns think_again",
+        ),
     )
 
     def __post_init__(self) -> None:

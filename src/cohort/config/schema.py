@@ -1,9 +1,9 @@
 """The settings of a run as typed classes, one per section, and `RunConfig`, which has the settings of every run.
 
 A recipe returns a config of one kind (`cohort.config.kinds`). The run stores it in its config.yaml. The rules here: a
-class has at most 12 fields; a value that can be computed is no field; of a section with variants only the chosen one
-exists, so that settings of the others cannot be written. Bounds and rules are declared beside the fields that they are
-about (`cohort.config.section`).
+class has at most 12 settings, besides its sections; a value that can be computed is no field; of a section with
+variants only the chosen one exists, so that settings of the others cannot be written. Bounds and rules are declared
+beside the fields that they are about (`cohort.config.section`).
 """
 
 from __future__ import annotations

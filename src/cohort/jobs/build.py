@@ -112,16 +112,10 @@ def build_rl_job(config: RL) -> RLJob:
         adapters=adapters,
     )
     learner.apply_plan(plan)
-    # The longest sample, prompt included, must fit into one microbatch and into the model's context.
-    longest = config.max_sampled_tokens + max_environment_tokens(config, tokenizer)
     num_compared = config.algo.num_compared
     if plan is None and not config.learner.token_budget:
         learner.token_budget *= num_compared
-    is_conversation = isinstance(config.turns, Conversation)
-    if is_conversation:
-        # A conversation ends when it has no room left, so a part of the context is kept for prompts.
-        longest = min(longest, min(model.config.context, learner.token_budget // num_compared) * 3 // 4)
-    limit = _compute_prompt_limit(longest, model, learner.token_budget, num_compared)
+    longest, limit = _choose_lengths(config, model, tokenizer, learner.token_budget)
     # Samples that are compared with each other, each with its prompt, are in one microbatch.
     learner.expect_samples(num_compared * (limit + longest))
     stream = _make_stream(config, tokenizer, limit)
@@ -135,7 +129,7 @@ def build_rl_job(config: RL) -> RLJob:
     engine = make_engine(config.engine, subject)
     scorer = make_scorer(config, tokenizer)
     training, evaluation = make_episode_settings(
-        config, sampling, tokenizer, context=limit + longest if is_conversation else 0
+        config, sampling, tokenizer, context=limit + longest if isinstance(config.turns, Conversation) else 0
     )
     order: Order = "continuous" if config.rollout.order == "continuous" else "rounds"
     return RLJob(
@@ -211,6 +205,20 @@ def _plan_gpu_memory(
         frozen_bytes=0 if adapters is None else adapters.base_bytes,
     )
     return plan_memory(demand, available_bytes(device), config.learner.token_budget)
+
+
+def _choose_lengths(config: RL, model: LoadedModel, tokenizer: Tokenizer, budget: int) -> tuple[int, int]:
+    """Returns the most tokens of a completion, all turns together, and those of the longest prompt before it.
+
+    The longest sample, prompt included, must fit into one microbatch of `budget` tokens, as often as samples are
+    compared, and into the model's context. Raises ConfigError if no prompt fits.
+    """
+    num_compared = config.algo.num_compared
+    longest = config.max_sampled_tokens + max_environment_tokens(config, tokenizer)
+    if isinstance(config.turns, Conversation):
+        # A conversation ends when it has no room left, so a part of the context is kept for prompts.
+        longest = min(longest, min(model.config.context, budget // num_compared) * 3 // 4)
+    return longest, _compute_prompt_limit(longest, model, budget, num_compared)
 
 
 def _compute_prompt_limit(longest: int, model: LoadedModel, budget: int, num_compared: int = 1) -> int:

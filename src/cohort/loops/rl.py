@@ -79,4 +79,4 @@ def update_policy(
     store_update(groups, update)
     # Adjusts the KL and entropy coefficients for the next step, if they have targets.
     metrics = update.metrics | algo.update_coefficients(update.metrics)
-    return groups, compute_step_stats(groups, metrics, world)
+    return groups, compute_step_stats(groups, metrics, world, algo.credit)

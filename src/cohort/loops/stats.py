@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from cohort.algos.account import count_fates
+from cohort.algos.credit import WHOLE_EPISODE, CreditRule
 from cohort.logs.view import Showcase
 from cohort.types import Group, Sample
 from cohort.world import ONE_PROCESS, World
@@ -21,19 +22,24 @@ class StepStats:
     metrics: dict[str, float] = field(default_factory=dict)
 
 
-def compute_step_stats(groups: Sequence[Group], update: Mapping[str, float], world: World = ONE_PROCESS) -> StepStats:
+def compute_step_stats(
+    groups: Sequence[Group],
+    update: Mapping[str, float],
+    world: World = ONE_PROCESS,
+    credit: CreditRule = WHOLE_EPISODE,
+) -> StepStats:
     """Returns a step's metrics: rewards, lengths and fates of the groups of all ranks, and the learner's own.
 
     `groups` are those of this rank (process), `update` the learner's metrics, which are taken over. Of the other
     metrics, groups that were reused from earlier steps count only in those named `replay/`. Adds `importance/ess`, the
-    effective sample size as a share, if `update` has importance ratios.
+    effective sample size as a share, if `update` has importance ratios. `credit` is that of the algorithm.
     """
     if world.size > 1:
         groups = [group for part in world.gather([_strip_for_gather(g) for g in groups]) for group in part]
     fresh = [g for g in groups if not g.reused]
     ages = [g.reused for g in groups if g.reused]
     reused = {"replay/groups": float(len(ages)), "replay/age": _mean(ages), "replay/age_max": max(ages)} if ages else {}
-    metrics = {**compute_rollout_metrics(fresh), **count_fates(fresh), **reused, **update}
+    metrics = {**compute_rollout_metrics(fresh, credit), **count_fates(fresh), **reused, **update}
     # Effective sample size as a share: how many samples of equal importance these are worth, per sample.
     if "importance/square" in update:
         metrics["importance/ess"] = update["importance/mean"] ** 2 / max(update["importance/square"], 1e-300)
@@ -44,7 +50,8 @@ def _strip_for_gather(group: Group) -> Group:
     """Returns a copy of the group without the fields that no metric reads, so that less is sent to other ranks.
 
     Emptied are the samples' tokens, log-probabilities, token advantages, texts and reasons, and the prompt's row,
-    messages and provenance. The prompt's tokens and the samples' provenance stay, because metrics count them.
+    messages and provenance. The prompt's tokens and the samples' provenance stay, because metrics count them. So do the
+    rewards of turns, which decide whether a group is dead.
     """
     prompt = replace(group.prompt, row={}, messages=[], provenance=[], forced_text="")
     dropped: dict[str, Any] = {"tokens": [], "sampler_logprobs": [], "old_logprobs": None, "ref_logprobs": None}
@@ -52,18 +59,19 @@ def _strip_for_gather(group: Group) -> Group:
     return replace(group, prompt=prompt, samples=samples)
 
 
-def compute_rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
+def compute_rollout_metrics(groups: Sequence[Group], credit: CreditRule = WHOLE_EPISODE) -> dict[str, float]:
     """Returns metrics over all samples of the groups, by name: rewards, lengths, failures and token counts.
 
     Rewards are over scored samples only. `groups/dead` is a share, `samples/` and `tokens/` are numbers; a prompt's
-    tokens count once per group. {} if there are no samples.
+    tokens count once per group. `credit` says which rewards of a group are compared: those of samples or of turns. {}
+    if there are no samples.
     """
     samples = [s for g in groups for s in g.samples]
     if not samples:
         return {}
     scored = [s for s in samples if s.reward is not None and not s.failure]
     metrics = _compute_reward_metrics(scored) | _compute_length_metrics(samples)
-    metrics["groups/dead"] = sum(_is_dead(g) for g in groups) / len(groups)
+    metrics["groups/dead"] = sum(map(credit.is_dead, groups)) / len(groups)
     metrics["samples/failed"] = sum(bool(s.failure) for s in samples)
     metrics["samples/masked"] = sum(bool(s.masked) for s in samples)
     metrics["tokens/sampled"] = sum(s.num_sampled for s in samples)
@@ -127,12 +135,6 @@ def choose_showcase(step: int, groups: Sequence[Group]) -> Showcase | None:
     note = " · ".join(n for n in (str(sample.finish), sample.reason) if n)
     completion = group.prompt.forced_text + sample.text
     return Showcase(step=step, prompt=str(question), completion=completion, reward=sample.reward, note=note)
-
-
-def _is_dead(group: Group) -> bool:
-    """Returns whether all rewards of the group are equal, or it has none, so that it gives no gradient."""
-    rewards = [s.reward for s in group.samples if s.reward is not None]
-    return not rewards or max(rewards) == min(rewards)
 
 
 def _compute_reward_metrics(scored: list[Sample]) -> dict[str, float]:

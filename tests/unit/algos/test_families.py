@@ -352,7 +352,7 @@ def test_overlong_completions_lose_reward_before_they_are_cut():
     assert [overlong_penalty(n, 10, 0.5) for n in (5, 6, 10, 11)] == pytest.approx([0.0, 0.2, 1.0, 1.0])
     algo = build_algorithm(DAPO(overlong=0.5), 10)
     sample = make_sample([4] * 8, reward=1.0, finish=Finish.STOP)
-    assert algo.compute_return(sample) == pytest.approx(1.0 - 0.6) and sample.reward == 1.0
+    assert algo.compute_returns(sample) == pytest.approx([1.0 - 0.6]) and sample.reward == 1.0
 
 
 def test_only_kl_in_the_reward_and_a_reference_need_logprobs_before_advantages():

@@ -16,7 +16,7 @@ from cohort.algos.aggregate import Lengths, Totals
 from cohort.algos.algorithm import Algorithm
 from cohort.algos.inputs import LossInputs
 from cohort.algos.tally import Tally
-from cohort.config.algos import ALGOS, CorrectionConfig, KLConfig, Policy
+from cohort.config.algos import ALGOS, CorrectionConfig, CreditConfig, KLConfig, Policy
 from cohort.data.batch import Microbatch, Minibatch
 from cohort.types import Finish, Group, Provenance, Sample
 from tests.helpers.decoders_and_groups import make_group, make_sample, pack_groups
@@ -43,6 +43,7 @@ def settings_of(name: str, rng: random.Random) -> Policy:
         entropy=rng.choice((0.0, 0.01)),
         kl=replace(kl, to=rng.choice(("reference", "sampler"))),
         correction=rng.choice(CORRECTIONS),
+        credit=CreditConfig(per="episode" if config.no_turn_credit else rng.choice(("episode", "turn")), discount=0.9),
     )
 
 

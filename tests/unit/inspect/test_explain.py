@@ -22,6 +22,7 @@ from cohort.config.algos import (
     GRPO,
     GSPO,
     CorrectionConfig,
+    CreditConfig,
     DrGRPO,
     KLConfig,
     PassAtK,
@@ -64,6 +65,19 @@ def two_groups() -> list[Group]:
     return [
         make_group([1, 2], [answer(2, 1.0), answer(4, 0.0)], id="differs"),
         make_group([1], [answer(3, 1.0), answer(1, 1.0)], id="same"),
+    ]
+
+
+BY_TURN = GRPO(scale="none", credit=CreditConfig(per="turn", discount=0.5))
+
+
+def conversations():
+    """Returns samples of two, two, three and one turns. Their returns are 1 0, 1 2, 1 1 1 and 0, with BY_TURN."""
+    return [
+        answer(4, 1.0, provenance=[S, E, S, S], turn_rewards=[1.0, 0.0]),
+        answer(3, 2.0, provenance=[S, E, S], turn_rewards=[0.0, 2.0]),
+        answer(5, 2.0, provenance=[S, E, S, E, S], turn_rewards=[0.5, 0.5, 1.0]),
+        answer(2, 0.0, turn_rewards=[0.0]),
     ]
 
 
@@ -278,6 +292,18 @@ def test_a_stored_advantage_that_the_algorithm_would_not_give_is_counted():
     assert count_changed_samples(groups, algo) == 1 and groups[0].samples[1].advantage == -0.4
 
 
+def test_a_stored_advantage_of_one_turn_that_the_algorithm_would_not_give_is_counted():
+    groups, algo = compute_advantages([make_group([1], conversations())], BY_TURN)
+    assert count_changed_samples(groups, algo) == 0
+    first = groups[0].samples[0]
+    # The advantage of the sample is that of its second turn, which stays.
+    assert first.token_advantages == [0.25, 0.0, -1.0, -1.0] and first.advantage == -1.0
+    first.token_advantages[0] = 0.3
+    assert count_changed_samples(groups, algo) == 1
+    first.token_advantages = None
+    assert count_changed_samples(groups, algo) == 1
+
+
 def store_run(folder: Path, groups: list[Group], steps=(2,), **changes) -> Path:
     """Makes a run directory that has these groups as the rollouts of its steps, and returns it."""
     values = {"sampling": SamplingConfig(max_tokens=8), "algo": PLAIN, **changes}
@@ -317,6 +343,32 @@ def test_the_report_names_rewards_baseline_shares_and_what_is_left_out(tmp_path)
     ):
         assert line in text.replace("\n  ", "\n"), line
     assert "not known" not in text
+
+
+def test_rewards_returns_and_advantages_of_turns_are_shown(tmp_path):
+    groups, _ = compute_advantages([make_group([1], conversations())], BY_TURN)
+    text = print_to_text(explain_step(store_run(tmp_path, groups, algo=BY_TURN, turns=ThinkAgain()), 2))
+    for line in (
+        "returns         turn 1: mean 0.750, std 0.500 of 4 scored samples",
+        "returns         turn 2: mean 1, std 1 of 3 scored samples",
+        "returns         turn 3: mean 1, std 0 of 1 scored sample: too few for a baseline, so no advantage",
+        "advantages      baseline = mean, scale = none, credit per turn with discount 0.5, aggregate = sequence",
+        "turn 1          reward 1, return 1, advantage +0.250",
+        "turn 2          reward 0, return 0, advantage -1",
+        "turn 2          reward 2, return 2, advantage +1",
+        "turn 3          reward 1, return 1, advantage 0",
+        "advantage       -0.750",
+    ):
+        assert line in text.replace("\n  ", "\n"), line
+    assert text.count("advantage       ") == 1 and "the baseline uses" not in text and "today" not in text
+
+
+def test_returns_of_turns_are_shown_for_the_batch_too(tmp_path):
+    algo = Reinforce(credit=CreditConfig(per="turn"))
+    groups = [make_group([1], conversations()), make_group([2], [answer(1, 3.0)], id="other")]
+    text = print_to_text(explain_step(store_run(tmp_path, compute_advantages(groups, algo)[0], algo=algo), 2, "0"))
+    assert "returns         turn 3: mean 1, std 0 of 1 scored sample\n" in text
+    assert "of the batch    turn 1: mean 1.6, std 1.1\n" in text and "of the batch    turn 3: mean 1, std 0\n" in text
 
 
 def test_a_group_that_was_never_annotated_is_shown_with_the_reward_of_its_task(tmp_path):
@@ -545,7 +597,7 @@ def test_a_further_attempt_and_its_cost_are_named():
     algo = SimpleNamespace(config=SimpleNamespace())
     step = SimpleNamespace(config=SimpleNamespace(reward={}, turns=ThinkAgain(cost=0.1)), algo=algo)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(group_module, "_get_return", lambda algo, sample: sample.reward)
+        patch.setattr(group_module, "_get_returns", lambda algo, sample: [sample.reward])
         assert group_module._describe_reward(step, sample) == "-0.100 from correct 0, 1 further attempt at -0.100"
 
 

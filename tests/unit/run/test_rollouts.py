@@ -202,6 +202,7 @@ def test_a_value_that_cannot_be_written_is_named_and_leaves_no_file(tmp_path):
         ("sample", "masked", None),
         ("sample", "parts", {"correct": "1"}),
         ("sample", "reward", "1"),
+        ("sample", "turn_rewards", [1.0, "2"]),
         ("sample", "text", None),
     ],
 )

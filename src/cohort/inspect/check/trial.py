@@ -150,6 +150,7 @@ def give_distinct_rewards(trial: Trial) -> None:
             s.failure = ""
             s.finish = Finish.STOP
             s.reward = 1.0 - i / len(group.samples)
+            s.turn_rewards = []
     trial.groups = trial.compute_advantages(groups)
 
 

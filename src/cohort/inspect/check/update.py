@@ -138,7 +138,8 @@ def check_unsampled_tokens(trial: Trial, probe: Group) -> Finding:
     name = "update/unsampled-tokens"
     # Few samples, each with its prompt: then the position that predicts each token is known without the packer.
     samples = probe.samples[: trial.job.config.algo.num_compared]
-    alone = [Group(prompt=probe.prompt, samples=[replace(s, advantage=1.0 - 2 * i) for i, s in enumerate(samples)])]
+    signed = [replace(s, advantage=1.0 - 2 * i, token_advantages=None) for i, s in enumerate(samples)]
+    alone = [Group(prompt=probe.prompt, samples=signed)]
     kept: list[Tensor] = []
 
     def keep_hidden(module: object, inputs: object, hidden: Tensor) -> None:
@@ -179,7 +180,7 @@ def check_constant_rewards(trial: Trial) -> Finding:
     group = trial.groups[0]
     # Copies of one sample, because an algorithm may treat samples of equal reward but other length differently. The
     # reward 0.1 + 0.2 is not exact in binary: a mean or a deviation computed from it need not be exact either.
-    one = replace(group.samples[0], reward=0.1 + 0.2)
+    one = replace(group.samples[0], reward=0.1 + 0.2, turn_rewards=[])
     prompts = [replace(group.prompt, visit=visit) for visit in range(2)]
     groups = [Group(prompt=p, samples=[copy.deepcopy(one) for _ in group.samples]) for p in prompts]
     if getattr(trial.job.config.algo, "baseline", "mean") in ("batch", "none"):

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 from cohort.algos.algorithm import Algorithm
+from cohort.algos.credit import collect_by_turn, find_turns
 from cohort.config.algos import PairPolicy
 from cohort.config.schema import ThinkAgain
 from cohort.fates import Fate
@@ -34,8 +35,8 @@ _NUM_CONTEXT_TOKENS = 8  # prompt tokens that are decoded before a completion
 class _HasReturns(Protocol):
     """An algorithm whose baseline uses returns: rewards after penalties."""
 
-    def compute_return(self, sample: Sample) -> float:
-        """Returns the reward of a scored sample after the algorithm's penalties."""
+    def compute_returns(self, sample: Sample) -> list[float]:
+        """Returns the rewards of a scored sample after the algorithm's penalties: one per turn, or one."""
 
 
 def make_group_line(step: RecordedStep, index: int) -> GroupLine:
@@ -83,24 +84,24 @@ def make_group_report(step: RecordedStep, line: GroupLine) -> GroupReport:
 def _describe_baseline(step: RecordedStep, group: Group) -> list[Fact]:
     """Returns the facts about a group as a whole, as (label, text) pairs.
 
-    They say why it is out of the loss, how old it is, its returns (rewards after penalties), those of the batch if
-    baseline or scale use them, failed and masked samples, and how its advantages are computed.
+    They say why it is out of the loss, how old it is, its returns (rewards after penalties; one fact per turn if turns
+    have their own), those of the batch if baseline or scale use them, failed and masked samples, and how its advantages
+    are computed.
     """
     facts: list[Fact] = []
     if group.excluded:
         facts.append(("out of the loss", explain_reason(group.excluded)))
     if group.reused:
         facts.append(("age", _describe_age(group)))
-    returns = _collect_returns(step.algo, group)
-    num_scored = format_count(len(returns), "scored sample")
-    facts.append(("returns", f"{_describe_moments(returns)} of {num_scored}" if returns else "none"))
     algo = step.config.algo
+    least = 2 if algo.needs_siblings else 1
+    facts += _describe_returns("returns", collect_by_turn(_collect_returns(step.algo, group)), least, "scored sample")
     # A baseline or scale over the batch uses the accepted groups that have enough scored samples.
     if "batch" in (algo.baseline, algo.scale):
-        least = 2 if algo.needs_siblings else 1
-        rows = [_collect_returns(step.algo, g) for g in step.groups if g.excluded != Fate.NOT_ACCEPTED]
-        values = [value for row in rows if len(row) >= least for value in row]
-        facts.append(("of the batch", _describe_moments(values) if values else "none"))
+        accepted = [g for g in step.groups if g.excluded != Fate.NOT_ACCEPTED]
+        by_group = [collect_by_turn(_collect_returns(step.algo, g)) for g in accepted]
+        rows = [[value for row in turn if len(row) >= least for value in row] for turn in _transpose(by_group)]
+        facts += _describe_returns("of the batch", rows, 1)
     failures = Counter(s.failure for s in group.samples if s.failure)
     failed = [f"{format_count(n, 'sample')} failed: {failure}" for failure, n in failures.items()]
     facts.append(("left out", "; ".join(failed) or "no sample"))
@@ -113,28 +114,53 @@ def _describe_baseline(step: RecordedStep, group: Group) -> list[Fact]:
     return facts
 
 
+def _transpose(by_group: Sequence[Sequence[list[float]]]) -> list[list[list[float]]]:
+    """Returns, for each turn, the lists of the groups that reached it. `by_group` has one list per turn and group."""
+    num_turns = max(map(len, by_group), default=0)
+    return [[turns[turn] for turns in by_group if turn < len(turns)] for turn in range(num_turns)]
+
+
+def _describe_returns(label: str, turns: Sequence[Sequence[float]], least: int, noun: str = "") -> list[Fact]:
+    """Returns facts called `label` with mean and standard deviation of the returns, one fact per turn.
+
+    `turns` has the returns of each turn. With fewer than `least` of them a turn has no baseline. If `noun` is given,
+    the number of returns is added.
+    """
+    facts: list[Fact] = []
+    for turn, values in enumerate(turns, start=1):
+        text = f"{_describe_moments(values)}" if values else "none"
+        if values and noun:
+            text += f" of {format_count(len(values), noun)}"
+        if turn > 1 and len(values) < least:
+            text += ": too few for a baseline, so no advantage"
+        facts.append((label, f"turn {turn}: {text}" if len(turns) > 1 else text))
+    return facts or [(label, "none")]
+
+
 def _describe_moments(values: Sequence[float]) -> str:
     """Returns mean and standard deviation as text, such as "mean 0.500, std 0.707". Needs at least one value."""
     return f"mean {format_number(mean(values))}, std {format_number(std(values))}"
 
 
-def _collect_returns(algo: Algorithm | None, group: Group) -> list[float]:
-    """Returns the return (reward after penalties) of each sample of a group that could be scored."""
-    return [_get_return(algo, s) for s in group.samples if not s.failure and s.reward is not None]
+def _collect_returns(algo: Algorithm | None, group: Group) -> list[list[float]]:
+    """Returns the returns (rewards after penalties) of each sample of a group that could be scored."""
+    return [_get_returns(algo, s) for s in group.samples if not s.failure and s.reward is not None]
 
 
-def _get_return(algo: Algorithm | None, sample: Sample) -> float:
-    """Returns what the baseline uses for a scored sample: its reward after the algorithm's penalties.
+def _get_returns(algo: Algorithm | None, sample: Sample) -> list[float]:
+    """Returns what baselines use for a scored sample: its reward after the algorithm's penalties, or one per turn.
 
-    It is the plain reward if the algorithm has no penalties or is not known (None), or if it needs old
+    Penalties are left out if the algorithm has no penalties or is not known (None), or if it needs old
     log-probabilities that the sample lacks. The sample must have a reward.
     """
     assert sample.reward is not None
     if algo is None:
-        return sample.reward
+        return [sample.reward]
     # A group that was not accepted and was replaced has no log-probabilities, so a KL in its reward is not known.
     is_known = sample.old_logprobs is not None or "old" not in algo.needs()
-    return algo.compute_return(sample) if isinstance(algo, _HasReturns) and is_known else sample.reward
+    if isinstance(algo, _HasReturns) and is_known:
+        return algo.compute_returns(sample)
+    return algo.credit.compute_returns(sample)
 
 
 def _make_sample_report(step: RecordedStep, group: Group, index: int, effect: SampleEffect) -> SampleReport:
@@ -174,8 +200,8 @@ def _make_sample_report(step: RecordedStep, group: Group, index: int, effect: Sa
 def _describe_sample(step: RecordedStep, sample: Sample, fate: str, effect: SampleEffect) -> list[Fact]:
     """Returns the facts about a sample as (label, text) pairs, each where it applies.
 
-    They are: why it is out of the loss, reward, the grader's reason, advantage, finish, ratios, ratios to the sampler,
-    limited tokens. `fate` says why the sample is out of the loss; "" = it is in.
+    They are: why it is out of the loss, reward, the grader's reason, advantage (of each turn, if turns have their own),
+    finish, ratios, ratios to the sampler, limited tokens. `fate` says why the sample is out of the loss; "" = it is in.
     """
     facts: list[Fact] = []
     if fate in REASONS:
@@ -183,7 +209,7 @@ def _describe_sample(step: RecordedStep, sample: Sample, fate: str, effect: Samp
     facts.append(("reward", _describe_reward(step, sample)))
     if sample.reason:
         facts.append(("reason", sample.reason))
-    facts.append(("advantage", format_signed(sample.advantage)))
+    facts += _describe_turns(step, sample) or [("advantage", format_signed(sample.advantage))]
     length = format_count(len(sample.tokens), "token")
     turns = f", {format_count(sample.num_turns, 'turn')}" if sample.num_turns > 1 else ""
     facts.append(("finish", f"{sample.finish}, {length}, {sample.num_sampled} sampled{turns}"))
@@ -200,6 +226,26 @@ def _describe_sample(step: RecordedStep, sample: Sample, fate: str, effect: Samp
         ratios = [math.exp(min(old - drawn, 700.0)) for old, drawn, p in pairs if p == Provenance.SAMPLED]
         facts.append(("sampler ratio", _format_ratios(min(ratios), mean(ratios), max(ratios))))
     return facts + _describe_limited_tokens(step, sample, effect)
+
+
+def _describe_turns(step: RecordedStep, sample: Sample) -> list[Fact]:
+    """Returns one fact (label, text) per turn of a sample: its reward, return and advantage, as far as they are known.
+
+    Empty if the sample has only one advantage because credit is per episode or because it has only one turn.
+    """
+    turns, algo = find_turns(sample.provenance), step.algo
+    by_turn = algo.credit.by_turn if algo else sample.token_advantages is not None
+    if len(turns) < 2 or not by_turn or sample.reward is None:
+        return []
+    texts = ["" for _ in turns]
+    if algo:
+        pairs = zip(algo.credit.split_reward(sample), _get_returns(algo, sample), strict=True)
+        texts = [f"reward {format_number(r)}, return {format_number(value)}, " for r, value in pairs]
+    by_token = sample.token_advantages or [sample.advantage] * len(sample.tokens)
+    return [
+        (f"turn {number}", f"{text}advantage {format_signed(by_token[turn[0]])}")
+        for number, (text, turn) in enumerate(zip(texts, turns, strict=True), start=1)
+    ]
 
 
 def describe_pushes(tokens: Sequence[ShownToken]) -> list[Fact]:
@@ -228,9 +274,11 @@ def _describe_limited_tokens(step: RecordedStep, sample: Sample, effect: SampleE
     for side, words in (("low", "ratio below the clip range"), ("high", "ratio above the clip range")):
         if share := m.get(f"clip/{side}", 0.0):
             sign = "negative" if sample.advantage < 0 else "positive"
+            # Turns of a sample may have advantages of different signs.
+            where = f", with a {sign} advantage" if sample.token_advantages is None else ""
             setting = f"algo.clip_{side} = {getattr(step.config.algo, f'clip_{side}')}"
             num = format_count(round(share * m["tokens"]), "token")
-            facts.append(("clipped", f"{num}: {words} ({setting}), with a {sign} advantage"))
+            facts.append(("clipped", f"{num}: {words} ({setting}){where}"))
     if share := m.get("importance/bounded", 0.0):
         c = step.config.algo.correction
         raw = f"importance weight {m['importance/min']:.4f} to {m['importance/max']:.4f}"
@@ -270,8 +318,10 @@ def _describe_reward(step: RecordedStep, sample: Sample) -> str:
     if sample.turn_rewards:
         parts.append(f"per turn {', '.join(map(format_number, sample.turn_rewards))}")
     text = f"{format_number(sample.reward)} from {', '.join(parts)}" if parts else format_number(sample.reward)
-    value = _get_return(step.algo, sample)
-    return text if value == sample.reward else f"{text}; the baseline uses {format_number(value)}"
+    returns = _get_returns(step.algo, sample)
+    # With several returns, there is a fact for each turn.
+    is_plain = len(returns) > 1 or returns == [sample.reward]
+    return text if is_plain else f"{text}; the baseline uses {format_number(returns[0])}"
 
 
 def _decode_tokens(stream: TextStream | None, tokens: list[int]) -> list[str]:

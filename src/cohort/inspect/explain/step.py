@@ -95,7 +95,7 @@ def _build_algorithm(config: RL, metrics: Mapping[str, float]) -> Algorithm | No
 def count_changed_samples(groups: Sequence[Group], algo: Algorithm) -> int:
     """Computes the advantages of copies of the groups anew, and returns how many samples differ from what is stored.
 
-    A sample differs if its advantage, its mask or the exclusion of its group is another one.
+    A sample differs if an advantage, its mask or the exclusion of its group is another one.
     """
     again = algo.advantages([replace(g, samples=[replace(s) for s in g.samples]) for g in groups])
     pairs = [
@@ -103,9 +103,19 @@ def count_changed_samples(groups: Sequence[Group], algo: Algorithm) -> int:
     ]
     return sum(
         (g.excluded, s.masked) != (h.excluded, t.masked)
-        or not math.isclose(s.advantage, t.advantage, rel_tol=1e-9, abs_tol=1e-12)
+        or not all(map(_is_close, _list_advantages(s), _list_advantages(t)))
         for g, s, h, t in pairs
     )
+
+
+def _list_advantages(sample: Sample) -> list[float]:
+    """Returns the advantage of each token of a sample, and that of the sample in front."""
+    return [sample.advantage, *(sample.token_advantages or [sample.advantage] * len(sample.tokens))]
+
+
+def _is_close(a: float, b: float) -> bool:
+    """Returns whether two advantages are equal but for rounding."""
+    return math.isclose(a, b, rel_tol=1e-9, abs_tol=1e-12)
 
 
 def _load_tokenizer(directory: RunDirectory) -> Tokenizer | None:

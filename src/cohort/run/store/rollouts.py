@@ -206,7 +206,8 @@ _SAMPLE_CHECKS = {
     },
     **{"versions": _is_versions, "finish": _has_type(Finish), "masked": _has_type(Fate)},
     **{"text": _is_text, "reason": _is_text, "failure": _is_text, "parts": _is_parts},
-    **{"reward": _is_none_or(_is_number), "advantage": _is_number, "token_advantages": _is_none_or(_is_number_list)},
+    **{"reward": _is_none_or(_is_number), "turn_rewards": _is_number_list},
+    **{"advantage": _is_number, "token_advantages": _is_none_or(_is_number_list)},
     **{"old_logprobs": _is_none_or(_is_number_list), "ref_logprobs": _is_none_or(_is_number_list)},
 }
 
