@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cohort.algos.algorithm import build_algorithm
-from cohort.config.algos import KLConfig
+from cohort.config.algo_sections import KLConfig
 from cohort.config.schema import GRPO, LearnerConfig, OptimConfig
 from cohort.data.pack import make_batch
 from cohort.engines.auto import AutoEngine

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from cohort.algos.algorithm import build_algorithm
-from cohort.config.algos import KLConfig
+from cohort.config.algo_sections import KLConfig
 from cohort.config.load import change_config
 from cohort.config.rules import validate
 from cohort.config.schema import GRPO, BatchConfig, DrGRPO, EvalConfig, LearnerConfig, OptimConfig, SamplingConfig

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cohort.config.algos import KLConfig
+from cohort.config.algo_sections import KLConfig
 from cohort.config.schema import GRPO, BatchConfig, EvalConfig, LearnerConfig, OptimConfig, SamplingConfig
 from cohort.engines.base import Request, sample
 from cohort.engines.native.engine import NativeEngine

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from cohort.algos.algorithm import build_algorithm
-from cohort.config.algos import CISPO, DAPO, RLOO, CreditConfig, DrGRPO, GSPOToken, Policy
+from cohort.config.algo_sections import CreditConfig
+from cohort.config.algos import CISPO, DAPO, RLOO, DrGRPO, GSPOToken, Policy
 from cohort.config.schema import GRPO, LearnerConfig, OptimConfig
 from cohort.data.pack import make_batch
 from cohort.inspect.explain.effect import compute_step_effect

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from cohort.algos.algorithm import build_algorithm
-from cohort.config.algos import CISPO, GSPO, KLConfig
+from cohort.config.algo_sections import KLConfig
+from cohort.config.algos import CISPO, GSPO
 from cohort.config.schema import GRPO, DrGRPO, LearnerConfig, OptimConfig
 from cohort.data.pack import make_batch
 from cohort.errors import TrainingStopped

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cohort.algos.algorithm import build_algorithm
-from cohort.config.algos import KLConfig
+from cohort.config.algo_sections import KLConfig
 from cohort.config.schema import GRPO, BatchConfig, LearnerConfig, LoraConfig, OptimConfig
 from cohort.data.pack import make_batch
 from cohort.learner.local import LocalLearner

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from cohort.config.algos import GRPO, CorrectionConfig, KLConfig
+from cohort.config.algo_sections import CorrectionConfig, KLConfig
+from cohort.config.algos import GRPO
 from cohort.config.schema import BatchConfig, EvalConfig, OptimConfig, ReplayConfig, SamplingConfig
 from cohort.jobs import build
 from cohort.run.store.reader import Reader

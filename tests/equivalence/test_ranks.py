@@ -16,18 +16,8 @@ import torch.distributed
 import torch.multiprocessing
 
 from cohort.algos.algorithm import build_algorithm
-from cohort.config.algos import (
-    ALGOS,
-    DAPO,
-    GRPO,
-    GSPO,
-    CorrectionConfig,
-    CreditConfig,
-    KLConfig,
-    OnlineDPO,
-    Policy,
-    ReinforcePP,
-)
+from cohort.config.algo_sections import CorrectionConfig, CreditConfig, KLConfig
+from cohort.config.algos import ALGOS, DAPO, GRPO, GSPO, OnlineDPO, Policy, ReinforcePP
 from cohort.config.schema import LearnerConfig, OptimConfig
 from cohort.learner.local import LocalLearner
 from cohort.loops.rl import update_policy

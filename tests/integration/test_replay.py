@@ -17,7 +17,8 @@ import torch
 
 from cohort.algos.algorithm import build_algorithm
 from cohort.cli import replay as command
-from cohort.config.algos import DAPO, CorrectionConfig, CreditConfig, KLConfig
+from cohort.config.algo_sections import CorrectionConfig, CreditConfig, KLConfig
+from cohort.config.algos import DAPO
 from cohort.config.kinds import RL
 from cohort.config.schema import (
     GRPO,

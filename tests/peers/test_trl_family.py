@@ -27,7 +27,8 @@ from torch import Tensor
 from cohort.algos import build_algorithm
 from cohort.algos.advantages import STD_FLOOR, std_of
 from cohort.algos.policy import overlong_penalty
-from cohort.config.algos import CISPO, GRPO, GSPO, RLOO, SAPO, CorrectionConfig, KLConfig, Policy
+from cohort.config.algo_sections import CorrectionConfig, KLConfig
+from cohort.config.algos import CISPO, GRPO, GSPO, RLOO, SAPO, Policy
 from cohort.types import Group, Prompt, Provenance, Sample
 from tests.peers.trl_rows import (
     AGGREGATE,

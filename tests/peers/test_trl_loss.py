@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from cohort.algos import build_algorithm
-from cohort.config.algos import GRPO, KLConfig
+from cohort.config.algo_sections import KLConfig
+from cohort.config.algos import GRPO
 from tests.peers.trl_rows import (
     AGGREGATE,
     COMPLETION,

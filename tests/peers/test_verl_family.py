@@ -42,6 +42,7 @@ from cohort.algos.control import KL_GAIN, Coefficients
 from cohort.algos.correction import bound_ratios, importance_ratios
 from cohort.algos.inputs import LossInputs
 from cohort.algos.kl import kl_per_token
+from cohort.config.algo_sections import CorrectionConfig, KLConfig
 from cohort.config.algos import (
     CISPO,
     DAPO,
@@ -50,10 +51,8 @@ from cohort.config.algos import (
     GSPO,
     RLOO,
     SAPO,
-    CorrectionConfig,
     DrGRPO,
     GSPOToken,
-    KLConfig,
     PassAtK,
     Policy,
     Reinforce,

@@ -33,7 +33,8 @@ class Coefficients:
         entropy at or below its target raises the entropy coefficient by ENTROPY_STEP, one above lowers it, within 0 and
         ENTROPY_MAX. A metric that is missing changes nothing.
 
-        >>> from cohort.config.algos import GRPO, KLConfig
+        >>> from cohort.config.algo_sections import KLConfig
+        >>> from cohort.config.algos import GRPO
         >>> config = GRPO(kl=KLConfig(weight=0.1, target=0.01), entropy=0.01, entropy_target=0.5)
         >>> coefficients = Coefficients.from_config(config)
         >>> coefficients.update(config, {"kl/ref": 0.02, "entropy": 0.4})

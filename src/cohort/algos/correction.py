@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from cohort.algos.segments import segment_mean, segment_sum
-from cohort.config.algos import CorrectionConfig
+from cohort.config.algo_sections import CorrectionConfig
 
 
 @torch.no_grad()

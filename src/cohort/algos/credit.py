@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from cohort.algos.advantages import is_constant
-from cohort.config.algos import CreditConfig
+from cohort.config.algo_sections import CreditConfig
 from cohort.errors import TaskError
 from cohort.types import Group, Provenance, Sample
 

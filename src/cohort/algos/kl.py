@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from cohort.config.algos import Estimator
+from cohort.config.algo_sections import Estimator
 
 
 def kl_per_token(logprobs: Tensor, other_logprobs: Tensor, estimator: Estimator) -> Tensor:

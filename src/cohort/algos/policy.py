@@ -21,7 +21,8 @@ from cohort.algos.kl import kl_of_sample
 from cohort.algos.loss import PolicyLoss
 from cohort.algos.surrogates import RegisteredSurrogate
 from cohort.algos.tally import Tally
-from cohort.config.algos import ALGOS, DAPO, CorrectionConfig, CreditConfig, KLConfig, Policy
+from cohort.config.algo_sections import CorrectionConfig, CreditConfig, KLConfig
+from cohort.config.algos import ALGOS, DAPO, Policy
 from cohort.fates import Fate
 from cohort.serialize import record
 from cohort.types import Group, Sample

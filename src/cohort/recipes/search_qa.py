@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from cohort.config.algos import GRPO, KLConfig
+from cohort.config.algo_sections import KLConfig
+from cohort.config.algos import GRPO
 from cohort.config.kinds import RL
 from cohort.config.schema import (
     BatchConfig,

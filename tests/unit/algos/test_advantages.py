@@ -10,7 +10,8 @@ from cohort.algos import algorithm_names, build_algorithm
 from cohort.algos.account import count_fates
 from cohort.algos.advantages import compute_advantages, is_constant
 from cohort.algos.algorithm import algorithm_name
-from cohort.config.algos import KLConfig, PairPolicy
+from cohort.config.algo_sections import KLConfig
+from cohort.config.algos import PairPolicy
 from cohort.config.schema import ALGOS, GRPO, DrGRPO, OptimConfig
 from cohort.errors import ConfigError
 from cohort.fates import Fate

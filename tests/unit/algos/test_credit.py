@@ -12,7 +12,8 @@ import pytest
 from cohort.algos import algorithm_names, build_algorithm
 from cohort.algos.credit import CreditRule, find_turns
 from cohort.algos.policy import PlainAlgorithm, PolicyGradient
-from cohort.config.algos import ALGOS, DAPO, RLOO, CreditConfig, DrGRPO, KLConfig, Policy, Reinforce, ReinforcePP
+from cohort.config.algo_sections import CreditConfig, KLConfig
+from cohort.config.algos import ALGOS, DAPO, RLOO, DrGRPO, Policy, Reinforce, ReinforcePP
 from cohort.config.schema import GRPO
 from cohort.errors import TaskError
 from cohort.fates import Fate

@@ -15,6 +15,7 @@ from cohort.algos.account import count_fates
 from cohort.algos.advantages import best_of_k_gains, compute_advantages
 from cohort.algos.inputs import LossInputs
 from cohort.algos.policy import overlong_penalty
+from cohort.config.algo_sections import CorrectionConfig, KLConfig
 from cohort.config.algos import (
     CISPO,
     DAPO,
@@ -23,9 +24,7 @@ from cohort.config.algos import (
     GSPO,
     RLOO,
     SAPO,
-    CorrectionConfig,
     GSPOToken,
-    KLConfig,
     PassAtK,
     Policy,
     Reinforce,

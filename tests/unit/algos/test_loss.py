@@ -17,7 +17,7 @@ from cohort.algos import build_algorithm
 from cohort.algos.aggregate import Lengths, Totals
 from cohort.algos.inputs import LossInputs
 from cohort.algos.tally import Tally
-from cohort.config.algos import KLConfig
+from cohort.config.algo_sections import KLConfig
 from cohort.config.schema import GRPO
 
 

@@ -16,7 +16,8 @@ from cohort.algos.aggregate import Lengths, Totals
 from cohort.algos.algorithm import Algorithm
 from cohort.algos.inputs import LossInputs
 from cohort.algos.tally import Tally
-from cohort.config.algos import ALGOS, CorrectionConfig, CreditConfig, KLConfig, Policy
+from cohort.config.algo_sections import CorrectionConfig, CreditConfig, KLConfig
+from cohort.config.algos import ALGOS, Policy
 from cohort.data.batch import Microbatch, Minibatch
 from cohort.types import Finish, Group, Provenance, Sample
 from tests.helpers.decoders_and_groups import make_group, make_sample, pack_groups

@@ -17,7 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cohort.config import flags
-from cohort.config.algos import KLConfig, PairPolicy
+from cohort.config.algo_sections import KLConfig
+from cohort.config.algos import PairPolicy
 from cohort.config.document import get_variant_name
 from cohort.config.imitation import DPO
 from cohort.config.kinds import RL

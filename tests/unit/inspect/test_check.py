@@ -12,7 +12,8 @@ import torch
 
 from cohort.algos import surrogates
 from cohort.cli.check import _to_json
-from cohort.config.algos import GSPO, CorrectionConfig, PassAtK, ReinforcePP
+from cohort.config.algo_sections import CorrectionConfig
+from cohort.config.algos import GSPO, PassAtK, ReinforcePP
 from cohort.config.schema import GRPO, LearnerConfig, LoraConfig, SamplingConfig
 from cohort.data import pack as packing
 from cohort.fates import Fate

@@ -16,19 +16,8 @@ import torch
 
 from cohort.algos.algorithm import build_algorithm
 from cohort.cli import explain as command
-from cohort.config.algos import (
-    DAPO,
-    GMPO,
-    GRPO,
-    GSPO,
-    CorrectionConfig,
-    CreditConfig,
-    DrGRPO,
-    KLConfig,
-    PassAtK,
-    Reinforce,
-    ReinforcePP,
-)
+from cohort.config.algo_sections import CorrectionConfig, CreditConfig, KLConfig
+from cohort.config.algos import DAPO, GMPO, GRPO, GSPO, DrGRPO, PassAtK, Reinforce, ReinforcePP
 from cohort.config.schema import LearnerConfig, OptimConfig, SamplingConfig, ThinkAgain
 from cohort.errors import CohortError, ConfigError, RunError
 from cohort.fates import Fate

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cohort.config.algos import KLConfig
+from cohort.config.algo_sections import KLConfig
 from cohort.config.load import change_config
 from cohort.config.schema import GRPO, BatchConfig, EvalConfig, LearnerConfig, OptimConfig, SamplingConfig
 from cohort.errors import CohortError, ConfigError, RunError, TaskError

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from cohort.config.algos import KLConfig
+from cohort.config.algo_sections import KLConfig
 from cohort.config.kinds import RL
 from cohort.config.options import EvalOptions
 from cohort.config.schema import GRPO, BatchConfig, EvalConfig, LearnerConfig, LoraConfig

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from cohort.config.algos import GRPO, CorrectionConfig
+from cohort.config.algo_sections import CorrectionConfig
+from cohort.config.algos import GRPO
 from cohort.config.kinds import RL
 from cohort.config.load import change_config
 from cohort.config.schema import ReplayConfig, SaveConfig

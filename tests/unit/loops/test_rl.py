@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from cohort.config.algos import KLConfig
+from cohort.config.algo_sections import KLConfig
 from cohort.config.schema import GRPO, BatchConfig, LearnerConfig, OptimConfig
 from cohort.data import pack as packing
 from cohort.learner import local

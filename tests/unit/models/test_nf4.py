@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cohort.config.algos import KLConfig
+from cohort.config.algo_sections import KLConfig
 from cohort.config.schema import GRPO, LearnerConfig, LoraConfig, OptimConfig
 from cohort.models import nf4
 from cohort.models.decoder import hf_views, to_hf_shape

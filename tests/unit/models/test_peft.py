@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from cohort import models
-from cohort.config.algos import KLConfig
+from cohort.config.algo_sections import KLConfig
 from cohort.config.schema import GRPO, LearnerConfig, LoraConfig, OptimConfig
 from cohort.errors import ModelError, RunError
 from cohort.inspect import export
