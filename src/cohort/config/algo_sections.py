@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 from cohort.config.section import (
+    LARGEST,
     SMALLEST,
     AtLeast0,
     Bound,
