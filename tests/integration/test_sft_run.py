@@ -13,6 +13,7 @@ from cohort.config.imitation import SFT
 from cohort.models.files import load_folder
 from cohort.run.directory import RunDirectory
 from cohort.run.store.reader import Reader
+from cohort.run.store.rollouts import list_rollout_steps
 from tests.helpers.command_line import Census, cohort, differences, next_args, only_run, reference, remains
 
 # Saves checkpoints after steps 2, 4 and 6.
@@ -37,7 +38,7 @@ def test_a_run_has_metrics_checkpoints_and_a_card(undisturbed: tuple[Path, Censu
             assert list(reader.read_series(name)) == [1, 2, 3, 4, 5, 6], name
         losses, tokens = reader.read_series("loss"), reader.read_series("tokens")
     assert losses[6] < losses[1] and len(set(tokens.values())) > 3  # every step has examples of its own
-    assert list(directory.rollouts.iterdir()) == [] and directory.load_evaluations() == {}
+    assert list_rollout_steps(directory.rollouts) == [1, 2, 3, 4, 5, 6] and directory.load_evaluations() == {}
     card = directory.card.read_text()
     assert "data `traces`, algorithm `sft`, 6 steps of 6 examples, seed 0. This run is complete." in card
     assert "| step | loss | perplexity | target tokens | gradient norm | learning rate |" in card

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from cohort.config.preferences import PairLoss, Sigmoid
-from cohort.config.schema import RunConfig
+from cohort.config.schema import RunConfig, SaveConfig
 from cohort.config.section import AtLeast0, AtLeast1, BelowOne, Effect, FiniteAtLeast0, Section, Text
 from cohort.errors import ConfigError
 from cohort.registry import Registry
@@ -108,8 +108,12 @@ def _never(names: tuple[str, ...], reason: str) -> Effect:
     return Effect(names, (), lambda config: False, reason)
 
 
+def _keep_few_rollouts() -> SaveConfig:
+    """Returns the default of `save`. What a step trained on is kept for the last steps only: it is the user's data."""
+    return SaveConfig(rollouts=10)
+
+
 _NOT_SAMPLED = (
-    _never(("save.rollouts",), "the run samples nothing, so it has no rollout files"),
     _never(
         ("eval.samples", "eval.temperature", "eval.turns", "eval.split", "eval.validation_share"),
         "nothing is sampled in evaluations of this kind of run (measure its model with cohort eval)",
@@ -135,6 +139,7 @@ class SFT(RunConfig):
 
     data: Traces | Conversations = field(default_factory=Traces)
     batch: ExamplesConfig = field(default_factory=ExamplesConfig)
+    save: SaveConfig = field(default_factory=_keep_few_rollouts)
     loss: Literal["assistant", "last", "all"] = "assistant"
     """What is imitated: every answer of the assistant, its last one, or all tokens. Plain text is always imitated."""
     passes: FiniteAtLeast0 = 0.0
@@ -180,6 +185,7 @@ class DPO(RunConfig):
 
     data: PairRows | SumPairs = field(default_factory=PairRows)
     batch: PairsConfig = field(default_factory=PairsConfig)
+    save: SaveConfig = field(default_factory=_keep_few_rollouts)
     loss: PairLoss = field(default_factory=Sigmoid)
     reference: Literal["copy", "stored"] = "copy"
     """Where log-probabilities of the reference come from: copy = a frozen copy of the model (with adapters: the model

@@ -12,7 +12,7 @@ from cohort.examples.rows import Conversation, Pair
 from cohort.text import Tokenizer
 from cohort.text.answers import RenderedConversation, Targets, render_conversation, render_document, render_plain
 from cohort.text.plain import add_system
-from cohort.types import Finish, Group, Message, Prompt, Provenance, Sample
+from cohort.types import Finish, Group, Message, Prompt, Provenance, Row, Sample
 
 TooLong = Literal["error", "skip", "cut"]
 Doubtful = Literal["error", "skip"]
@@ -81,7 +81,7 @@ def encode_conversations(
             encoded.leave_out("nothing to imitate is left of them at the limit of tokens", row.place)
         elif rendered.tokens:
             id = str(len(encoded.groups))
-            encoded.groups.append(make_example_group(id, rendered.tokens, rendered.provenance))
+            encoded.groups.append(make_example_group(id, rendered.tokens, rendered.provenance, _name_row(row)))
     _require_groups(encoded)
     return encoded
 
@@ -112,7 +112,7 @@ def encode_pairs(
             if not kept:
                 continue
             sides = [RenderedConversation(tokens=s.tokens[:kept], provenance=s.provenance[:kept]) for s in sides]
-        group = make_pair_group(str(len(encoded.groups)), sides, row.prompt)
+        group = make_pair_group(str(len(encoded.groups)), sides, row.prompt, _name_row(row))
         chosen, rejected = group.samples
         if not chosen.tokens or not rejected.tokens:
             encoded.leave_out("no answer is left of them at the limit of tokens", row.place)
@@ -127,6 +127,11 @@ def encode_pairs(
             encoded.groups.append(group)
     _require_groups(encoded)
     return encoded
+
+
+def _name_row(row: Conversation | Pair) -> Row:
+    """Returns what a group keeps of its row: where it is, and the key of its question."""
+    return {"place": row.place, "question": row.key}
 
 
 def _render_pair(row: Pair, framing: ExampleRenderer) -> list[RenderedConversation]:
@@ -164,26 +169,33 @@ def _require_groups(encoded: EncodedExamples) -> None:
         raise TaskError(f"no row can be trained on: {why}")
 
 
-def make_example_group(id: str, tokens: Sequence[int], provenance: Sequence[int]) -> Group:
+def make_example_group(id: str, tokens: Sequence[int], provenance: Sequence[int], row: Row | None = None) -> Group:
     """Returns an example of supervised fine-tuning as a group with one sample. `provenance` says who wrote each token.
 
     Everything before the first token to imitate (TARGET) becomes the prompt, the rest the sample. Without such a token
-    the sample is empty.
+    the sample is empty. `row` names the row that the example comes from; None = it is of no file.
     """
     rendered = RenderedConversation(tokens=list(tokens), provenance=list(provenance))
-    return _make_group("sft", id, [rendered], _count_context(rendered), [])
+    group = _make_group("sft", id, [rendered], _count_context(rendered), [])
+    group.prompt.row = row or {}
+    return group
 
 
-def make_pair_group(id: str, sides: Sequence[RenderedConversation], messages: list[Message]) -> Group:
+def make_pair_group(
+    id: str, sides: Sequence[RenderedConversation], messages: list[Message], row: Row | None = None
+) -> Group:
     """Returns two answers with their prompt as a group with two samples, the better one first.
 
     The prompt is what both have in common before the first token that is imitated; `messages` is the same as messages.
+    `row` is as in `make_example_group`.
     """
     first, second = sides
     size = min(map(_count_context, sides))
     while first.tokens[:size] != second.tokens[:size]:
         size -= 1
-    return _make_group("dpo", id, sides, size, messages)
+    group = _make_group("dpo", id, sides, size, messages)
+    group.prompt.row = row or {}
+    return group
 
 
 def _count_context(rendered: RenderedConversation) -> int:

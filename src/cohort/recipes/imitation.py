@@ -16,7 +16,7 @@ def sft() -> SFT:
         batch=ExamplesConfig(examples=32),
         passes=1.0,
         optim=OptimConfig(lr=2e-5, warmup=5, schedule="cosine", lr_floor=0.1),
-        save=SaveConfig(every=100),
+        save=SaveConfig(every=100, rollouts=10),
     )
 
 
@@ -29,5 +29,5 @@ def dpo() -> DPO:
         batch=PairsConfig(pairs=32),
         passes=1.0,
         optim=OptimConfig(lr=5e-6, warmup=5, schedule="cosine", lr_floor=0.1),
-        save=SaveConfig(every=100),
+        save=SaveConfig(every=100, rollouts=10),
     )

@@ -67,7 +67,7 @@ def tiny_sft() -> SFT:
         batch=ExamplesConfig(examples=64),
         optim=OptimConfig(lr=3e-4, warmup=4, schedule="cosine", lr_floor=0.1),
         learner=LearnerConfig(token_budget=8192),
-        save=SaveConfig(every=20),
+        save=SaveConfig(every=20, rollouts=10),
     )
 
 
@@ -81,5 +81,5 @@ def tiny_dpo() -> DPO:
         batch=PairsConfig(pairs=32),
         optim=OptimConfig(lr=1e-4, warmup=4, schedule="cosine", lr_floor=0.1),
         learner=LearnerConfig(token_budget=8192),
-        save=SaveConfig(every=20),
+        save=SaveConfig(every=20, rollouts=10),
     )
