@@ -17,6 +17,7 @@ from cohort.types import Finish, Group, Message, Prompt, Provenance, Row, Sample
 TooLong = Literal["error", "skip", "cut"]
 Doubtful = Literal["error", "skip"]
 T = TypeVar("T")
+NUM_KEPT = 8  # rows that are kept as they are
 
 
 @dataclass(kw_only=True, slots=True)
@@ -28,6 +29,13 @@ class EncodedExamples:
     left_out: dict[str, int] = field(default_factory=dict)
     first_left_out: dict[str, str] = field(default_factory=dict)  # by reason: the place of the first such row
     num_cut: int = 0  # examples that lost their end
+    first_rows: list[Conversation | Pair] = field(default_factory=list)  # a few, from which `cohort check` makes probes
+
+    def count_row(self, row: Conversation | Pair) -> None:
+        """Counts a row that was read, and keeps it if it is one of the first."""
+        self.num_rows += 1
+        if len(self.first_rows) < NUM_KEPT:
+            self.first_rows.append(row)
 
     def leave_out(self, reason: str, place: str) -> None:
         """Counts a row that no group is made of."""
@@ -71,7 +79,7 @@ def encode_conversations(
     """
     encoded = EncodedExamples()
     for row in rows:
-        encoded.num_rows += 1
+        encoded.count_row(row)
         rendered = _render_at(row.place, partial(_render_row, row, framing, targets))
         num = len(rendered.tokens)
         if num > max_tokens:
@@ -104,7 +112,7 @@ def encode_pairs(
     """
     encoded = EncodedExamples()
     for row in rows:
-        encoded.num_rows += 1
+        encoded.count_row(row)
         sides = _render_at(row.place, partial(_render_pair, row, framing))
         longest = max(len(side.tokens) for side in sides)
         if longest > max_tokens:
