@@ -87,9 +87,11 @@ def check_held_out(trial: GivenTrial) -> Finding:
     """Returns how many examples are held out, and their share: warn if there are none."""
     name = "data/held-out"
     num, num_train = len(trial.job.held_out), len(list_groups(trial))
+    if not num and not trial.job.encoded.num_rows:
+        return ok(name, "nothing is held out: every step has new synthetic data", held_out=0)
     if not num:
-        remedy = "--data.held-out 0.05 holds out a share" if trial.job.encoded.num_rows else "this data has none"
-        return warn(name, f"nothing is held out, so over-fitting cannot be seen ({remedy})", held_out=0)
+        text = "nothing is held out, so it will not be seen whether the model learns the rows by heart"
+        return warn(name, f"{text}; --data.held-out 0.05 holds out a share of them.", held_out=0)
     share = num / (num + num_train)
     limited = f", at most {limit} (eval.problems)" if num == (limit := trial.job.config.eval.problems) else ""
     text = f"{num} {trial.noun} are held out and measured{limited}, {num_train} are trained on: {share:.1%}"
@@ -242,7 +244,9 @@ def check_prompts(renderer: ExampleRenderer, conversations: Sequence[Conversatio
             prompt = tokenizer.render(asked, row.tools).tokens
         if _render(renderer, row, targets)[: len(prompt)] != prompt:
             differing.append(row.place)
-    return _judge_drift(name, rows, differing, "the prompt and the answer", "a prompt alone has other tokens")
+    good = "the tokens before the last answer are the prompt that the model will get"
+    bad = "have other tokens before the last answer than the prompt that the model will get: it learns another context"
+    return _judge_drift(name, rows, differing, good, bad)
 
 
 def check_whole(renderer: ExampleRenderer, conversations: Sequence[Conversation], targets: Targets) -> Finding:
@@ -262,15 +266,15 @@ def check_whole(renderer: ExampleRenderer, conversations: Sequence[Conversation]
         # A template may write no stop token after the last answer; then one is added.
         if tokens != whole[: len(tokens)] and tokens[:-1] != whole:
             differing.append(row.place)
-    return _judge_drift(name, rows, differing, "the template rendered whole", "it writes finished answers otherwise")
+    good = "the tokens are those of the chat template rendered whole"
+    bad = "have other tokens than the chat template rendered whole: it writes finished answers in another way"
+    return _judge_drift(name, rows, differing, good, bad)
 
 
-def _judge_drift(
-    name: str, rows: Sequence[Conversation], differing: Sequence[str], what: str, consequence: str
-) -> Finding:
-    """Returns warn if the tokens of some rows differ, else ok. `what` is what they were compared with."""
+def _judge_drift(name: str, rows: Sequence[Conversation], differing: Sequence[str], good: str, bad: str) -> Finding:
+    """Returns warn with the text `bad` if the tokens of some rows differ, else ok with the text `good`."""
     if not differing:
-        return ok(name, f"the tokens are those of {what} ({len(rows)} conversations)", differing=0)
+        return ok(name, f"{good} ({len(rows)} conversations)", differing=0)
     first = escape_line(differing[0], 200)
-    text = f"the tokens of {len(differing)} of {len(rows)} conversations are not those of {what}"
-    return warn(name, f"{text} (first: {first}): {consequence}.", differing=len(differing))
+    text = f"{len(differing)} of {len(rows)} conversations (first: {first}) {bad}"
+    return warn(name, f"{text}.", differing=len(differing))
