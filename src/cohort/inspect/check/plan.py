@@ -33,14 +33,14 @@ def check_memory(trial: UpdateTrial) -> Finding:
         return ok(name, learner.plan.description, bytes=learner.plan.peak)
     if not isinstance(trial.job.model.config, ModelConfig):
         return warn(name, "not estimated: this model runs on transformers' code, so its shapes are not known")
-    workload = _estimate_rollouts(trial) if isinstance(trial, Trial) else estimate_examples(trial)
+    shape = _estimate_rollouts(trial) if isinstance(trial, Trial) else estimate_examples(trial)
     adapters = learner.adapters
     demand = MemoryDemand(
         model=trial.job.model.config,
         bytes_per_number=trial.job.model.decoder.embed.itemsize,
-        longest=workload.longest,
-        batch_tokens=workload.batch_tokens,
-        kv_tokens=workload.kv_tokens,
+        longest=shape.longest,
+        batch_tokens=shape.batch_tokens,
+        kv_tokens=shape.kv_tokens,
         has_reference=learner.reference is not None,
         num_trained=None if adapters is None else adapters.num_params,
         frozen_bytes=0 if adapters is None else adapters.base_bytes,
@@ -62,7 +62,7 @@ def check_memory(trial: UpdateTrial) -> Finding:
     return (fail if need > available else warn)(name, f"{text}; {remedy}", bytes=need)
 
 
-class Workload(NamedTuple):
+class StepShape(NamedTuple):
     """The sizes of the largest step that the settings allow, in tokens."""
 
     longest: int  # a sample with its prompt
@@ -70,7 +70,7 @@ class Workload(NamedTuple):
     kv_tokens: int  # whose keys and values are held while sampling; 0 = nothing is sampled
 
 
-def _estimate_rollouts(trial: Trial) -> Workload:
+def _estimate_rollouts(trial: Trial) -> StepShape:
     """Returns the largest step of reinforcement learning.
 
     Every sample counts as `sampling.max_tokens` long, every prompt as long as the longest prompt of the trial.
@@ -79,7 +79,7 @@ def _estimate_rollouts(trial: Trial) -> Workload:
     new = config.sampling.max_tokens
     rows = config.batch.prompts * config.batch.samples
     prompt = max(len(g.prompt.tokens) for g in trial.sampled)
-    return Workload(
+    return StepShape(
         longest=prompt + new,
         batch_tokens=config.batch.prompts * prompt + rows * new,
         # The samples of a group share the KV of their prompt. Only as many completions as slots are decoded at once.
@@ -87,11 +87,11 @@ def _estimate_rollouts(trial: Trial) -> Workload:
     )
 
 
-def estimate_examples(trial: UpdateTrial) -> Workload:
+def estimate_examples(trial: UpdateTrial) -> StepShape:
     """Returns the largest step on given answers: as long as the longest known group, that often."""
     assert isinstance(trial, GivenTrial)
     longest = max(map(count_tokens, [*trial.step_groups, *trial.known_groups]))
-    return Workload(longest=longest, batch_tokens=trial.batch_size * longest, kv_tokens=0)
+    return StepShape(longest=longest, batch_tokens=trial.batch_size * longest, kv_tokens=0)
 
 
 def check_step_time(trial: Trial, score_seconds: float) -> Finding:
