@@ -155,7 +155,9 @@ def check_targets(trial: GivenTrial, base: BackwardPass) -> Finding:
     for n, group, i in trial.enumerate_samples():
         sample = group.samples[i]
         wanted = [id for id, p in zip(sample.tokens, sample.provenance, strict=True) if p == Provenance.TARGET]
-        in_loss = sum(t.gradient != 0.0 for t in base.tokens.get(n, []))
+        row = base.tokens.get(n, [])
+        # A pair that is far apart already may have no gradient at all.
+        in_loss = sum(t.gradient != 0.0 for t in row) or len(row) * trial.whole_groups
         if trained.get(n, []) != wanted or in_loss != len(wanted):
             text = f"an answer has {len(wanted)} target tokens, {len(trained.get(n, []))} are trained"
             return fail(name, f"{text}, {in_loss} with a gradient. Only targets may be trained, and all of them.")
@@ -286,10 +288,12 @@ def check_push(trial: GivenTrial, base: BackwardPass) -> Finding:
     for n, _, i in trial.enumerate_samples():
         # Below 0 an update makes the token more likely.
         sign = 1.0 if trial.whole_groups and i == 1 else -1.0
-        wrong += sum(not t.gradient * sign > 0 for t in base.tokens.get(n, []))
-        num += len(base.tokens.get(n, []))
+        row = base.tokens.get(n, [])
+        wrong += sum(t.gradient * sign < 0 for t in row)
+        num += sum(t.gradient != 0 for t in row)
     if wrong or not num:
-        return fail(name, f"{wrong} of {num} targets are not pushed to the side they should be.", wrong=wrong)
+        text = f"{wrong} of {num} targets are pushed to the wrong side" if num else "no target is pushed at all"
+        return fail(name, f"{text}: a sign is inverted, or the loss does not depend on them.", wrong=wrong)
     what = "better answers become more likely, worse ones less likely"
     return ok(name, f"{what if trial.whole_groups else 'targets become more likely'} ({num} tokens)", tokens=num)
 

@@ -142,10 +142,10 @@ def check_example_time(trial: GivenTrial) -> Finding:
     """
     config, groups = trial.job.config, trial.step_groups
     whole = sum(map(count_tokens, groups))
-    num, seconds = len(trial.groups), trial.update(trial.groups)
-    # The first update also did work that is done only once.
-    seconds = min(seconds, trial.update(trial.groups))
-    size = sum(map(count_tokens, trial.groups))
+    num = len(trial.groups)
+    size = sum(map(count_tokens, groups[:num]))
+    # Twice, because the first update also does work that is done only once.
+    seconds = min(trial.update(groups[:num]) for _ in range(2))
     while size < whole:
         larger = min(_GROWTH * num, len(groups))
         tokens = sum(map(count_tokens, groups[:larger]))
