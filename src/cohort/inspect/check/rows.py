@@ -107,7 +107,8 @@ def check_shared_questions(trial: GivenTrial) -> Finding:
         first = escape_line(str(shared[0].prompt.row.get("place", "")), 200)
         text = f"{len(shared)} of the training rows ask what is held out too (first: {first})"
         return fail(name, f"{text}: the held-out numbers would be too good. Remove them.", shared=len(shared))
-    return ok(name, "no question that is held out is trained on", shared=0)
+    text = "no question that is held out is trained on" if held_out else "does not apply: no question is held out"
+    return ok(name, text, shared=0)
 
 
 # ---- the chat template
