@@ -182,9 +182,10 @@ def test_the_commands_of_the_page_run_as_printed(tmp_path: Path) -> None:
     page = (Path(__file__).parents[2] / "docs" / "training.md").read_text(encoding="utf-8")
     write_rows(tmp_path)
     commands = re.findall(r"^cohort (.*)$", page, re.MULTILINE)
-    assert [command.split()[0] for command in commands] == ["train", "eval", "data", "train", "train"]
+    names = ["train", "eval", "data", "train", "train", "check", "explain", "explain"]
+    assert [command.split()[0] for command in commands] == names
     for command in commands:
-        threads = [] if command.startswith("data") else ["--threads=1"]
+        threads = [] if command.startswith(("data", "explain")) else ["--threads=1"]
         done = cohort(*shlex.split(command), *threads, at=tmp_path)
         assert done.returncode == 0, (command, done.stderr)
     done = cohort("compare", "prefer@0", "prefer", at=tmp_path)
