@@ -155,6 +155,11 @@ class Group:
     excluded: Fate = Fate.TRAINED  # why the whole group is out of the update; TRAINED = it is in the update
     reused: int = 0  # steps since the group was sampled, where replay uses it again; 0 = sampled in this step
 
+    @property
+    def is_given(self) -> bool:
+        """Whether its answers are given examples, to be imitated or compared, which no policy drew in the run."""
+        return any(Provenance.TARGET in sample.provenance for sample in self.samples)
+
     def ids(self) -> list[SampleId]:
         """Returns the ids of the samples, in the order of `samples`."""
         p = self.prompt

@@ -15,6 +15,7 @@ from cohort.errors import ConfigError
 from cohort.inspect.check.findings import Finding
 from cohort.inspect.check.run import run_checks
 from cohort.recipes import RECIPES
+from cohort.text import Tokenizer
 from tests.helpers.data_rows import use_written_rows
 from tests.helpers.small_runs import keep_torch_settings
 
@@ -142,3 +143,29 @@ def test_a_loss_that_raises_is_a_finding(capsys: pytest.CaptureFixture[str], mon
         run(["quickstart", "--batch.prompts", "8", "--eval.problems", "8", "--threads", "1"])
     assert ended.value.code == 1
     assert "FAIL  update/raises" in (said := capsys.readouterr().out) and "ZeroDivisionError: no tokens" in said
+
+
+@pytest.mark.parametrize(("name", "num"), [("tiny_sft", 19), ("tiny_dpo", 25)])
+def test_recipes_on_given_answers_pass(name: str, num: int, capsys: pytest.CaptureFixture[str]) -> None:
+    size = ["--batch.examples", "4"] if name == "tiny_sft" else ["--batch.pairs", "4", "--data.rows", "20"]
+    run([name, "--threads", "1", *size])
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert len(lines) == num and all(line.startswith("ok    ") for line in lines), lines
+    assert last == f"{num} checks: 0 failed, 0 with a warning"
+    assert {line.split()[1].split("/")[0] for line in lines} >= {"data", "template", "update", "plan"}
+
+
+def test_a_fault_of_given_answers_is_one_object_and_code_1(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [{"prompt": f"What is {n}?", "completion": f"{n}\x1b[2J"} for n in range(8)]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.setattr(Tokenizer, "_guard_message", lambda self, message, guard: message)
+    with pytest.raises(SystemExit) as ended:
+        run(["sft", "--model", "tiny", "--threads", "1", "--data.path", str(file), "--batch.examples", "4", "--json"])
+    printed = capsys.readouterr().out
+    report = json.loads(printed)
+    assert ended.value.code == 1 and not report["ok"] and "\x1b" not in printed
+    failed = {f["name"] for f in report["findings"] if f["status"] == "FAIL"}
+    assert failed == {"template/special-text"}

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import json
+import math
 import random
+import re
 import shutil
 import signal
 from pathlib import Path
 
 import pytest
 
+from cohort.algos.imitation import Imitation
+from cohort.algos.preferences import PreferenceLoss
 from cohort.config.imitation import DPO, SFT, ExampleRows
+from cohort.data.pack import make_batch
+from cohort.inspect.explain.given import compute_gradients
+from cohort.inspect.explain.report import explain_step
+from cohort.inspect.explain.step import read_step_files
 from cohort.run.directory import RunDirectory, load_evaluations
 from cohort.run.store.reader import Reader
+from cohort.run.store.rollouts import list_rollout_steps
+from cohort.types import Provenance
 from tests.helpers.command_line import ENV, Census, cohort, differences, next_args, only_run, reference, remains
 from tests.helpers.struck_command import Strike
 
@@ -114,6 +124,31 @@ def test_a_run_measures_what_is_held_out(case: Case, undisturbed: tuple[Path, Ce
         assert found[0].accuracy == 0.5 and found[6].accuracy > 0.5 and found[6].low < found[6].accuracy
         assert {answer.correct for item in found[0].items for answer in item.answers} == {0.5}
         assert "held-out accuracy 0.50 ->" in shown
+
+
+def test_a_run_records_what_it_trained_on_and_explains_it(
+    case: Case, undisturbed: tuple[Path, Census], tmp_path: Path
+) -> None:
+    run, _ = undisturbed
+    directory = RunDirectory.open(run)
+    assert list_rollout_steps(directory.rollouts) == [1, 2, 3, 4, 5, 6] and directory.config.save.rollouts == 10
+    with Reader(directory.database) as reader:
+        loss, signal = (reader.read_series(name)[4] for name in ("loss", "signal"))
+        assert list(reader.read_series("time/tokens_per_s")) == [1, 2, 3, 4, 5, 6]
+        assert list(reader.read_series("eval/loss")) == [0, 3, 6] and reader.read_samples() == []
+    files = read_step_files(run, 4)
+    whole = case.recipe == "dpo"
+    batch = make_batch(files.groups, 1, Provenance.TARGET, whole_groups=whole)
+    algo = PreferenceLoss(files.config.loss) if isinstance(files.config, DPO) else Imitation()
+    gradients = compute_gradients(files.groups, batch, algo)
+    assert math.fsum(abs(x) for g in gradients for row in g for x in row) == pytest.approx(signal, rel=1e-6)
+    report = explain_step(run, 4)
+    assert float(dict(report.facts)["loss"].split(" ")[0]) == pytest.approx(loss, rel=0.1)
+    # Files and lines are named, because the rows are the user's own.
+    shown = cohort("explain", run, "--step", 4, at=tmp_path)
+    assert shown.returncode == 0 and re.search(r"^  row  +/.*s\.jsonl, line \d+$", shown.stdout, re.MULTILINE)
+    card = (run / "run.md").read_text()
+    assert "Measured on the held-out examples:\n\n| step | loss | " in card
 
 
 @pytest.mark.parametrize("story", STORIES)

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 HELP = """usage: cohort check RECIPE [--a.b value ...] [--json]
 
 Check a recipe before a run, with its own model, task and settings and a few real prompts: whether the update trains
-what was sampled, whether the reward can be trusted, and how much memory and time the run will take.
+what was sampled, whether the reward can be trusted, and how much memory and time the run will take. For runs on given
+answers (sft, dpo): what is left of the rows, where the answers begin and end, whether the update trains these alone,
+and, of pairs, whether both answers are scored alike.
 
 RECIPE and its settings are those of cohort train. Prints one line per check: ok, warn or FAIL. The exit code is 1 if a
 check failed.

@@ -19,7 +19,8 @@ class Options:
     step: int | None = None
     """A step whose rollouts are kept; None = the newest."""
     group: str = ""
-    """The group to show in detail: its index or the id of its prompt. Default: the one with most of the signal."""
+    """The group (example, pair) to show in detail: its index or the id of its prompt. Default: the one with most of the
+    signal or loss."""
     html: str = ""
     """Write one self-contained HTML file instead of printing."""
 
@@ -29,7 +30,10 @@ def run(args: list[str]) -> None:
 
     Raises ConfigError for wrong flags, RunError if there is no such run, step or group.
     """
-    about = "Explain a step of a run: which samples and tokens its update made more or less likely, and why."
+    about = (
+        "Explain a step of a run: which samples and tokens its update made more or less likely, and why. Of given "
+        "answers: the tokens that surprised the model (sft), scores, margin and weight of pairs (dpo)."
+    )
     (where,), options = read_arguments("explain", ["RUN"], about, Options(), args)
     # Mistakes in --html are found before the step is loaded.
     out = Path(options.html) if options.html else None

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
 from cohort.config.preferences import PairLoss, Sigmoid
-from cohort.config.schema import RunConfig
+from cohort.config.schema import RunConfig, SaveConfig
 from cohort.config.section import AtLeast0, AtLeast1, BelowOne, Bound, Effect, FiniteAtLeast0, Section, Text
 from cohort.errors import ConfigError
 from cohort.registry import Registry
@@ -187,9 +187,13 @@ def _never(names: tuple[str, ...], reason: str) -> Effect:
     return Effect(names, (), lambda config: False, reason)
 
 
+def _keep_few_rollouts() -> SaveConfig:
+    """Returns the default of `save`. What a step trained on is kept for the last steps only: it is the user's data."""
+    return SaveConfig(rollouts=10)
+
+
 _NO_TASK = "the run has no task; name one with --task"
 _OF_BOTH_KINDS = (
-    _never(("save.rollouts",), "the run samples nothing, so it has no rollout files"),
     _never(("eval.turns",), "every sample of this kind of run has only one turn"),
     Effect(
         (
@@ -223,6 +227,7 @@ class SFT(RunConfig):
     """The task whose accuracy is measured: an instance of a registered task class, or None."""
     sampling: AnswerSampling = field(default_factory=AnswerSampling)
     batch: ExamplesConfig = field(default_factory=ExamplesConfig)
+    save: SaveConfig = field(default_factory=_keep_few_rollouts)
     loss: Literal["assistant", "last", "all"] = "assistant"
     """What is imitated: every answer of the assistant, its last one, or all tokens. Plain text is always imitated."""
     passes: FiniteAtLeast0 = 0.0
@@ -296,6 +301,7 @@ class DPO(RunConfig):
     """The task whose accuracy is measured: an instance of a registered task class. None = that of held-out pairs is."""
     sampling: AnswerSampling = field(default_factory=AnswerSampling)
     batch: PairsConfig = field(default_factory=PairsConfig)
+    save: SaveConfig = field(default_factory=_keep_few_rollouts)
     loss: PairLoss = field(default_factory=Sigmoid)
     reference: Literal["copy", "stored"] = "copy"
     """Where log-probabilities of the reference come from: copy = a frozen copy of the model (with adapters: the model

@@ -122,17 +122,20 @@ class Evaluation:
     def metrics(self) -> dict[str, float]:
         """The main numbers of the evaluation as metrics, by names like "eval/accuracy".
 
-        They are accuracy, its interval, mean tokens and the share of each finish reason; pass@k, parts and summary are
-        left out.
+        They are accuracy, its interval, mean tokens and the share of each finish reason; pass@k, parts and the summary
+        of a task are left out. Where answers are given, not sampled, the summary has the measured losses, and is in.
         """
         total = max(1, sum(self.finishes.values()))
         shares = {f"eval/finish/{name}": count / total for name, count in sorted(self.finishes.items())}
+        summary = self.summary if self.setting.engine == "none" else {}
+        measured = {f"eval/{name}": value for name, value in summary.items()}
         return {
             "eval/accuracy": self.accuracy,
             "eval/accuracy_low": self.low,
             "eval/accuracy_high": self.high,
             "eval/mean_tokens": self.mean_tokens,
             **shares,
+            **measured,
         }
 
     def to_json(self) -> dict[str, Any]:

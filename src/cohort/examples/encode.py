@@ -12,10 +12,11 @@ from cohort.examples.rows import Conversation, Doubtful, Pair
 from cohort.text import Tokenizer
 from cohort.text.answers import RenderedConversation, Targets, render_conversation, render_document, render_plain
 from cohort.text.plain import add_system
-from cohort.types import Finish, Group, Message, Prompt, Provenance, Sample
+from cohort.types import Finish, Group, Message, Prompt, Provenance, Row, Sample
 
 TooLong = Literal["error", "skip", "cut"]
 T = TypeVar("T")
+NUM_KEPT = 8  # rows that are kept as they are
 
 
 @dataclass(kw_only=True, slots=True)
@@ -29,6 +30,13 @@ class EncodedExamples:
     first_left_out: dict[str, str] = field(default_factory=dict)  # by reason: the place of the first such row
     num_cut: int = 0  # examples that lost their end
     other_lines: list[str] = field(default_factory=list)  # what `describe` says besides, such as of held-out rows
+    first_rows: list[Conversation | Pair] = field(default_factory=list)  # a few, from which `cohort check` makes probes
+
+    def count_row(self, row: Conversation | Pair) -> None:
+        """Counts a row that was read, and keeps it if it is one of the first."""
+        self.num_rows += 1
+        if len(self.first_rows) < NUM_KEPT:
+            self.first_rows.append(row)
 
     def leave_out(self, reason: str, place: str) -> None:
         """Counts a row that no group is made of."""
@@ -91,7 +99,7 @@ def encode_conversations(
     is_new = encoded is None
     encoded = EncodedExamples() if encoded is None else encoded
     for row in rows:
-        encoded.num_rows += 1
+        encoded.count_row(row)
         rendered = _render_at(row.place, partial(_render_row, row, framing, targets))
         num = len(rendered.tokens)
         if num > max_tokens:
@@ -101,7 +109,7 @@ def encode_conversations(
             encoded.leave_out("nothing to imitate is left of them at the limit of tokens", row.place)
         elif rendered.tokens:
             id = str(len(encoded.groups))
-            encoded.groups.append(make_example_group(id, rendered.tokens, rendered.provenance))
+            encoded.groups.append(make_example_group(id, rendered.tokens, rendered.provenance, _name_row(row)))
     if is_new:
         encoded.require_groups()
     return encoded
@@ -131,7 +139,7 @@ def encode_pairs(
     is_new = encoded is None
     encoded = EncodedExamples() if encoded is None else encoded
     for row in rows:
-        encoded.num_rows += 1
+        encoded.count_row(row)
         sides = _render_at(row.place, partial(_render_pair, row, framing))
         longest = max(len(side.tokens) for side in sides)
         if longest > max_tokens:
@@ -139,7 +147,7 @@ def encode_pairs(
             if not kept:
                 continue
             sides = [RenderedConversation(tokens=s.tokens[:kept], provenance=s.provenance[:kept]) for s in sides]
-        group = make_pair_group(str(len(encoded.groups)), sides, row.prompt)
+        group = make_pair_group(str(len(encoded.groups)), sides, row.prompt, _name_row(row))
         chosen, rejected = group.samples
         if not chosen.tokens or not rejected.tokens:
             encoded.leave_out("no answer is left of them at the limit of tokens", row.place)
@@ -155,6 +163,11 @@ def encode_pairs(
     if is_new:
         encoded.require_groups()
     return encoded
+
+
+def _name_row(row: Conversation | Pair) -> Row:
+    """Returns what a group keeps of its row: where it is, and the key of its question."""
+    return {"place": row.place, "question": row.key}
 
 
 def _render_pair(row: Pair, framing: ExampleRenderer) -> list[RenderedConversation]:
@@ -185,26 +198,33 @@ def _handle_long(encoded: EncodedExamples, place: str, num: int, limit: int, too
     return limit
 
 
-def make_example_group(id: str, tokens: Sequence[int], provenance: Sequence[int]) -> Group:
+def make_example_group(id: str, tokens: Sequence[int], provenance: Sequence[int], row: Row | None = None) -> Group:
     """Returns an example of supervised fine-tuning as a group with one sample. `provenance` says who wrote each token.
 
     Everything before the first token to imitate (TARGET) becomes the prompt, the rest the sample. Without such a token
-    the sample is empty.
+    the sample is empty. `row` names the row that the example comes from; None = it is of no file.
     """
     rendered = RenderedConversation(tokens=list(tokens), provenance=list(provenance))
-    return _make_group("sft", id, [rendered], _count_context(rendered), [])
+    group = _make_group("sft", id, [rendered], _count_context(rendered), [])
+    group.prompt.row = row or {}
+    return group
 
 
-def make_pair_group(id: str, sides: Sequence[RenderedConversation], messages: list[Message]) -> Group:
+def make_pair_group(
+    id: str, sides: Sequence[RenderedConversation], messages: list[Message], row: Row | None = None
+) -> Group:
     """Returns two answers with their prompt as a group with two samples, the better one first.
 
     The prompt is what both have in common before the first token that is imitated; `messages` is the same as messages.
+    `row` is as in `make_example_group`.
     """
     first, second = sides
     size = min(map(_count_context, sides))
     while first.tokens[:size] != second.tokens[:size]:
         size -= 1
-    return _make_group("dpo", id, sides, size, messages)
+    group = _make_group("dpo", id, sides, size, messages)
+    group.prompt.row = row or {}
+    return group
 
 
 def _count_context(rendered: RenderedConversation) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 
 from cohort.algos.imitation import Imitation
@@ -35,6 +36,8 @@ def make_trace_source(config: SFT, tokenizer: Tokenizer) -> Callable[[int], list
     assert isinstance(data, Traces)
     rows = mixture.load_trace_rows(data.rows)
 
+    # A step asks twice: for its batch, and for its record.
+    @lru_cache(maxsize=1)
     def make_groups(step: int) -> list[Group]:
         examples = mixture.make_examples(rows, tokenizer, config.seed, step, config.batch.examples, data)
         return [sft.make_example_group(str(n), *example) for n, example in enumerate(examples)]
@@ -77,7 +80,7 @@ class SFTJob(TrainingJob):
         if self.evaluator is not None and (notice := self.evaluator.notice_if_fewer_problems()):
             run.show_notice("evaluation", notice)
         self.record_changed_grader(run, self.config.task)
-        sft.train(run, self.learner, self.make_batch)
+        sft.train(run, self.learner, self.make_batch, self.groups)
 
     @stage("examples")
     def make_batch(self, step: int) -> Batch:

@@ -22,13 +22,13 @@ from cohort.world import World
 @record
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenLogprobs:
-    """Log-probabilities of samples: per sample one number per token, 0 where the token was not sampled."""
+    """Log-probabilities of samples: per sample one number per token, 0 where the loss may not touch the token."""
 
     ids: list[SampleId] = field(default_factory=list)
     logprobs: list[list[float]] = field(default_factory=list)
 
     def by_id(self) -> dict[SampleId, list[float]]:
-        """Returns each sample's log-probabilities by sample id: one per token, 0 where the token was not sampled."""
+        """Returns each sample's log-probabilities by sample id: one per token, 0 where the loss may not touch it."""
         return dict(zip(self.ids, self.logprobs, strict=True))
 
 
@@ -47,7 +47,9 @@ class Annotations:
 class Update:
     """Results of an update."""
 
-    old: TokenLogprobs  # log-probabilities before the update, of the samples that came without them
+    # Log-probabilities of the samples that came without them: before the update or, by a loss without a ratio, before
+    # the first optimizer step on the sample.
+    old: TokenLogprobs
     metrics: dict[str, float]  # over all ranks, except "pack/..."
     notices: list[tuple[str, str]] = field(default_factory=list)  # (level, text) to show to the user
     seconds: dict[str, float] = field(default_factory=dict)  # by stage
@@ -110,9 +112,8 @@ class Learner(Protocol):
     def update(self, batch: Batch, algo: Loss) -> Update:
         """Trains the weights in place: in every epoch one optimizer step per minibatch of the batch.
 
-        Returns metrics, notices for the user, seconds per stage, and, if the loss has a ratio, the log-probabilities
-        before the update ("old") of samples that came without them. A gradient that is zero or not finite changes no
-        weight.
+        Returns metrics, notices for the user, seconds per stage, and the log-probabilities ("old") of samples that came
+        without them, which are as in `Update`. A gradient that is zero or not finite changes no weight.
         """
 
     def compute_gradient(

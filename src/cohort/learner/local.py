@@ -148,9 +148,9 @@ class LocalLearner:
         """Trains the weights in place: in every epoch one call of `optim_step` per minibatch of the batch.
 
         Returns metrics over all ranks ("pack/..." are of this rank alone), notices for the user, and seconds per stage.
-        If the loss has a ratio, it also returns the log-probabilities before the update of samples that came without
-        them. May refresh the reference. Raises ConfigError for a sample that exceeds the token budget, and
-        TrainingStopped as `forward_backward` and `optim_step` do.
+        It also returns the log-probabilities of samples that came without them, as in `Update`. May refresh the
+        reference. Raises ConfigError for a sample that exceeds the token budget, and TrainingStopped as
+        `forward_backward` and `optim_step` do.
         """
         begin = time.perf_counter()
         parts = pack(batch, self.token_budget, self.config.prefix_sharing)
@@ -173,8 +173,8 @@ class LocalLearner:
                 with self._compare_with_plan(minibatch):
                     result = self.forward_backward(minibatch, algo)
                 tally.merge(result.tally)
-                # The weights had not moved before: the first update's own log-probabilities are the old ones.
-                if epoch == 0 and minibatch.index == 0 and algo.has_ratio:
+                # The weights had not moved before. Without a ratio there are no old ones: they tell what was trained.
+                if epoch == 0 and (minibatch.index == 0 or not algo.has_ratio):
                     old_logprobs |= scatter_to_samples(batch, result.logprob_pieces)
                 for name, value in self.optim_step().items():
                     exact = torch.tensor(value, dtype=torch.float64)

@@ -14,7 +14,10 @@ STEP_LINE = {
     "lr": ("lr", "learning rate"),
     "sampler_gap/max": ("gap", "largest difference between sampler's and learner's log-probabilities; tiny is right"),
 }
-FURTHER = (("tok/s", "tokens sampled per second of the step"), ("eta", "time until the run ends"))
+FURTHER = (
+    ("tok/s", "tokens sampled, or in the loss of sft and dpo, per second of the step"),
+    ("eta", "time until the run ends"),
+)
 
 
 def format_legend() -> str:

@@ -17,7 +17,7 @@ from cohort.algos.preferences import PreferenceLoss
 from cohort.data.batch import Batch
 from cohort.data.pack import make_batch
 from cohort.learner.base import Learner
-from cohort.loops.learning import annotate, report_update
+from cohort.loops.learning import annotate, store_update
 from cohort.run.job import StepRecord, TrainingRun
 from cohort.types import Group, Provenance
 
@@ -31,9 +31,9 @@ def train(
         # Log-probabilities under the reference, unless the loss has none or they are stored with the pairs.
         annotate(learner, groups, loss.needs(groups), Provenance.TARGET)
         update = learner.update(make_pair_batch(groups, minibatches), loss)
-        report_update(update)
+        store_update(groups, update)
         # Logs, and measures and saves a checkpoint when they are due.
-        run.end_step(step, StepRecord(metrics=update.metrics))
+        run.end_step(step, StepRecord(metrics=update.metrics, groups=groups))
 
 
 def make_pair_batch(groups: Sequence[Group], minibatches: int = 1) -> Batch:

@@ -34,7 +34,7 @@ def annotate(
 def store_update(groups: list[Group], update: Update) -> None:
     """Stores the log-probabilities that an update returned as `old_logprobs` of the samples, in place.
 
-    They are those of the policy before the update, for samples that had none. Then calls `report_update`: the update's
+    They are as in `Update`, and for samples that had none. Then calls `report_update`: the update's
     times go to the clock, its notices to the log.
     """
     store_logprobs(groups, "old_logprobs", update.old)

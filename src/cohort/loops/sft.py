@@ -19,20 +19,29 @@ from cohort.data.batch import Batch
 from cohort.data.pack import make_batch
 from cohort.examples.encode import make_example_group
 from cohort.learner.base import Learner
-from cohort.loops.learning import report_update
+from cohort.loops.learning import store_update
 from cohort.run.job import StepRecord, TrainingRun
 from cohort.tasks.traces.encode import Example
-from cohort.types import Provenance
+from cohort.types import Group, Provenance
 
 
-def train(run: TrainingRun, learner: Learner, batches: Callable[[int], Batch]) -> None:
-    """Trains for every remaining step of `run`. `batches(step)` returns the batch of a step, counted from 0."""
+def train(
+    run: TrainingRun,
+    learner: Learner,
+    batches: Callable[[int], Batch],
+    examples: Callable[[int], list[Group]] = lambda step: [],
+) -> None:
+    """Trains for every remaining step of `run`. `batches(step)` returns the batch of a step, counted from 0.
+
+    `examples(step)` returns the groups that the batch was made of, which the run records; none = it records none.
+    """
     loss = Imitation()
     for step in run.steps():
         update = learner.update(batches(step), loss)
-        report_update(update)
+        groups = examples(step)
+        store_update(groups, update)
         # Logs, and saves a checkpoint when one is due.
-        run.end_step(step, StepRecord(metrics=add_perplexity(update.metrics)))
+        run.end_step(step, StepRecord(metrics=add_perplexity(update.metrics), groups=groups or None))
 
 
 def add_perplexity(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -197,7 +197,8 @@ def compute_times(metrics: Mapping[str, float], seconds: float, stages: Mapping[
     times = {f"time/stage/{name}": value for name, value in stages.items()} | {"time/step": seconds}
     # (name of the rate, metric that it counts, seconds to divide by)
     rates = (
-        ("tokens_per_s", "tokens/sampled", seconds),
+        # A step that samples nothing trains given tokens.
+        ("tokens_per_s", "tokens/sampled" if "tokens/sampled" in metrics else "tokens", seconds),
         ("sampled_per_s", "tokens/sampled", stages.get("rollout")),
         ("trained_per_s", "tokens", stages.get("update")),
     )

@@ -37,8 +37,11 @@ FILE = "curves.svg"
 ALL = "all"
 # What is shown where nothing is chosen: of runs with rewards, and of others.
 _RL_METRICS = (ACCURACY, "reward/mean", "length/mean", "entropy", "grad_norm", "sampler_gap/mean", "kl/ref")
-_SFT_METRICS = (ACCURACY, "loss", "eval/loss", "reward/margin", "reward/accuracy", "perplexity", "grad_norm", "lr")
-_TITLES = {ACCURACY: "held-out accuracy"}
+_SFT_METRICS = (
+    *(ACCURACY, "loss", "eval/loss", "reward/margin", "eval/reward/margin", "reward/accuracy"),
+    *("reward/chosen", "reward/rejected", "perplexity", "grad_norm", "lr"),
+)
+_TITLES = {ACCURACY: "held-out accuracy", "eval/loss": "held-out loss", "eval/reward/margin": "held-out margin"}
 # Meanings of metrics that are not in the line of a step.
 _MEANINGS = {
     ACCURACY: "share of held-out problems that are solved",
@@ -47,10 +50,13 @@ _MEANINGS = {
     "kl/ref": "KL to the reference policy, nats per token",
     "eval/loss": "loss on the held-out examples",
     "reward/margin": "implicit reward of better answers minus that of worse ones",
+    "eval/reward/margin": "reward/margin of the held-out pairs",
+    "reward/chosen": "mean implicit reward of better answers",
+    "reward/rejected": "mean implicit reward of worse answers",
     "reward/accuracy": "share of pairs whose better answer has the higher reward",
     "finish/length": "share of samples that were cut at the token limit",
     "time/step": "seconds per step",
-    "time/tokens_per_s": "sampled tokens per second of the step",
+    "time/tokens_per_s": "tokens sampled, or in the loss of sft and dpo, per second",
 }
 _ALIASES = {label: metric for metric, (label, _) in STEP_LINE.items()} | {"accuracy": ACCURACY, "kl": "kl/ref"}
 # Units of time: up to how many seconds each is used, seconds of one, and its name.
@@ -158,7 +164,10 @@ def _explain_for_runs(name: str, runs: Sequence[RunSeries]) -> str:
     if name == ACCURACY and has_intervals:
         if any(run.ranges for run in runs):
             return "share solved; bars of single runs: 95% intervals"
-        return f"{explain_metric(ACCURACY)}; 95% intervals"
+        # Only runs on pairs of answers have a margin.
+        is_of_pairs = all("reward/margin" in run.values for run in runs)
+        meaning = "share of held-out pairs ranked right" if is_of_pairs else explain_metric(ACCURACY)
+        return f"{meaning}; 95% intervals"
     if name == "loss" and not any("reward/mean" in run.values for run in runs):
         return "loss on the given answers"
     return explain_metric(name)

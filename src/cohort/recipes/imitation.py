@@ -32,7 +32,7 @@ def sft() -> SFT:
         batch=ExamplesConfig(examples=32),
         passes=1.0,
         optim=OptimConfig(lr=2e-5, warmup=5, schedule="cosine", lr_floor=0.1),
-        save=SaveConfig(every=100),
+        save=SaveConfig(every=100, rollouts=10),
     )
 
 
@@ -48,7 +48,7 @@ def gsm8k_sft() -> SFT:
         optim=OptimConfig(lr=1e-5, warmup=5, schedule="cosine", lr_floor=0.1, clip_norm=3.0),
         sampling=AnswerSampling(max_tokens=512),
         eval=EvalConfig(every=50, temperature=0.0),
-        save=SaveConfig(every=50),
+        save=SaveConfig(every=50, rollouts=10),
     )
 
 
@@ -64,7 +64,7 @@ def smollm2_gsm8k_sft() -> SFT:
         optim=OptimConfig(lr=1e-4, warmup=2, clip_norm=3.0),
         sampling=AnswerSampling(max_tokens=128),
         eval=EvalConfig(problems=20, temperature=0.0),
-        save=SaveConfig(every=20),
+        save=SaveConfig(every=20, rollouts=10),
     )
 
 
@@ -81,7 +81,7 @@ def countdown_sft() -> SFT:
         learner=LearnerConfig(token_budget=8192),
         sampling=AnswerSampling(max_tokens=128),
         eval=EvalConfig(every=100, problems=500),
-        save=SaveConfig(every=100),
+        save=SaveConfig(every=100, rollouts=10),
     )
 
 
@@ -94,7 +94,7 @@ def dpo() -> DPO:
         batch=PairsConfig(pairs=32),
         passes=1.0,
         optim=OptimConfig(lr=5e-6, warmup=5, schedule="cosine", lr_floor=0.1),
-        save=SaveConfig(every=100),
+        save=SaveConfig(every=100, rollouts=10),
     )
 
 
@@ -118,7 +118,7 @@ def ultrafeedback_dpo() -> DPO:
         optim=OptimConfig(lr=1e-5, warmup=5, schedule="cosine"),
         learner=LearnerConfig(lora=LoraConfig(rank=64, alpha=128.0, targets=("q_proj", "v_proj", "o_proj"))),
         eval=EvalConfig(every=200, problems=500),
-        save=SaveConfig(every=200),
+        save=SaveConfig(every=200, rollouts=10),
     )
 
 
@@ -144,5 +144,5 @@ def smollm2_dpo() -> DPO:
         optim=OptimConfig(lr=5e-6, warmup=2),
         learner=LearnerConfig(),
         eval=EvalConfig(problems=20),
-        save=SaveConfig(every=20),
+        save=SaveConfig(every=20, rollouts=10),
     )

@@ -68,7 +68,7 @@ def tiny_sft() -> SFT:
         batch=ExamplesConfig(examples=64),
         optim=OptimConfig(lr=3e-4, warmup=4, schedule="cosine", lr_floor=0.1),
         learner=LearnerConfig(token_budget=8192),
-        save=SaveConfig(every=20),
+        save=SaveConfig(every=20, rollouts=10),
     )
 
 
@@ -85,7 +85,7 @@ def tiny_countdown_sft() -> SFT:
         learner=LearnerConfig(token_budget=8192),
         sampling=AnswerSampling(max_tokens=96),
         eval=EvalConfig(every=40, problems=500),
-        save=SaveConfig(every=40),
+        save=SaveConfig(every=40, rollouts=10),
     )
 
 
@@ -99,7 +99,7 @@ def tiny_dpo() -> DPO:
         batch=PairsConfig(pairs=32),
         optim=OptimConfig(lr=1e-4, warmup=4, schedule="cosine", lr_floor=0.1),
         learner=LearnerConfig(token_budget=8192),
-        save=SaveConfig(every=20),
+        save=SaveConfig(every=20, rollouts=10),
     )
 
 

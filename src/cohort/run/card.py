@@ -17,6 +17,7 @@ EXTENSION = "extension"
 """The kind of event that tells that a run got more steps than it had before."""
 
 _MAX_TABLE_ROWS = 12
+_HELD_OUT = ("loss", "perplexity", "nll", "reward/margin")  # what is measured of given answers that are held out
 # Kinds of events that are neither skips nor failures.
 _NO_INCIDENTS = ("checkpoint", "command", "run", EXTENSION)
 
@@ -75,7 +76,10 @@ def _render_summary(data: CardData) -> str:
 
 
 def _render_results(data: CardData) -> str:
-    """Returns the section "Results": the last lines of the terminal output, and a table of the evaluations, if any."""
+    """Returns the section "Results": the last lines of the terminal output, and a table of the evaluations, if any.
+
+    So is a table of what was measured on held-out examples.
+    """
     lines = ["## Results", "", *(f"    {line}" for line in data.closing)]
     if data.evaluations:
         # All evaluations of a run have the same task, split and numbers.
@@ -91,6 +95,14 @@ def _render_results(data: CardData) -> str:
             lines += ["", f"The grader has changed between {where}: accuracies before and after cannot be compared."]
         rows = [_make_evaluation_row(e) for e in data.evaluations]
         lines += ["", *_format_table(("step", "accuracy", "interval", "mean tokens", "finish"), rows)]
+    held_out = [(name, data.series[f"eval/{name}"]) for name in _HELD_OUT if data.series.get(f"eval/{name}")]
+    if held_out:
+        steps = sorted({step for _, series in held_out for step in series})
+        lines += ["", "Measured on the held-out examples:", ""]
+        lines += _format_table(
+            ("step", *(name for name, _ in held_out)),
+            [(step, *(f"{s[step]:.4g}" if step in s else "" for _, s in held_out)) for step in steps],
+        )
     return "\n".join(lines)
 
 

@@ -21,6 +21,7 @@ class StepRecord:
 
     metrics: Mapping[str, float]
     # Trained and excluded groups. All go into the step's rollout file, those sampled in this step also into run.db.
+    # None = the step has no rollout file.
     groups: Sequence[Group] | None = None
     showcase: Showcase | None = None  # one sample to show the user
     problem: str = ""  # what failed, in one line; "" = nothing

@@ -172,9 +172,11 @@ class Run:
         fresh: list[Group] = []
         if record.groups is not None:
             size = save_rollouts(make_rollout_path(self.directory.rollouts, number), record.groups)
-            metrics["rollouts/bytes"] = float(size)
-            # Reused groups have rows already, in the step that sampled them.
-            fresh = [g for g in record.groups if not g.reused]
+            # Reused groups have rows already, in the step that sampled them. Given examples get none: the user has
+            # them, and there may be millions. The size is that of a file from which rows can be written again.
+            if not any(g.is_given for g in record.groups):
+                metrics["rollouts/bytes"] = float(size)
+                fresh = [g for g in record.groups if not g.reused]
         self._require_store().write_step(number, metrics, fresh, self._pending)
         self._pending = []
         self._metrics.append()

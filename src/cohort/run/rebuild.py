@@ -25,6 +25,8 @@ from cohort.run.store.rollouts import list_rollout_steps, load_rollouts, make_ro
 from cohort.system.disk import explain_disk_errors
 from cohort.types import Group
 
+# The metric of every step that has rows of groups: the size of its rollout file.
+ROLLOUT_SIZE = "rollouts/bytes"
 _DATABASE_ENDINGS = ("-wal", "-shm", "")  # the log first: without it run.db is incomplete, and is repaired next time
 
 
@@ -108,7 +110,8 @@ def _find_difference(found: DatabaseState, lines: Iterable[MetricsLine], step: i
 def _find_lost_samples(directory: RunDirectory, found: DatabaseState) -> str:
     """Returns a text about the first step of which run.db lacks samples that its rollout file has; "" = none."""
     for step in sorted(found.without_samples.intersection(list_rollout_steps(directory.rollouts))):
-        if _load_fresh_groups(directory, step):
+        # Given examples are in rollout files only.
+        if ROLLOUT_SIZE in found.steps.get(step, {ROLLOUT_SIZE: 0.0}) and _load_fresh_groups(directory, step):
             return f"samples of step {step} are missing"
     return ""
 
@@ -150,8 +153,7 @@ def _read_groups(directory: RunDirectory, line: MetricsLine) -> list[Group] | No
 
     [] if the step had none; None if it had some, but its file is gone or damaged.
     """
-    # The size of the rollout file is among the metrics of every step that wrote one.
-    if "rollouts/bytes" not in line.metrics:
+    if ROLLOUT_SIZE not in line.metrics:
         return []
     return _load_fresh_groups(directory, line.step)
 
@@ -162,7 +164,7 @@ def _load_fresh_groups(directory: RunDirectory, step: int) -> list[Group] | None
         groups = load_rollouts(make_rollout_path(directory.rollouts, step))
     except RunError:
         return None
-    return [group for group in groups if not group.reused]
+    return [group for group in groups if not group.reused and not group.is_given]
 
 
 def _set_aside(database: Path) -> str:

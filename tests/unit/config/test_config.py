@@ -358,7 +358,6 @@ BAD_SFT = {
     "--eval.every 3": "--eval.every has no effect: --data traces are synthetic conversations",
     "--eval.samples 3": "--eval.samples has no effect: nothing is sampled in its evaluations, because the run",
     "--save.keep-best false": "--save.keep-best has no effect: the best checkpoint is that of the best accuracy",
-    "--save.rollouts 2": "--save.rollouts has no effect: the run samples nothing",
     "--passes 2": "--passes has no effect: --data traces are synthetic conversations without end",
     "--loss last": "--loss has no effect: --data traces",
     "--data conversations --data.path x.jsonl --passes 2 --steps 3": "--steps has no effect: the length of the run is",

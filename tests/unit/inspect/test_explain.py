@@ -25,7 +25,7 @@ from cohort.inspect.explain import group as group_module
 from cohort.inspect.explain.effect import CLIPPED, CORRECTED, NO_ADVANTAGE, NOT_FINITE, compute_step_effect
 from cohort.inspect.explain.group import describe_pushes
 from cohort.inspect.explain.page import render_page
-from cohort.inspect.explain.records import GroupLine, ShownToken
+from cohort.inspect.explain.records import GroupLine, ReportPhrases, ShownToken
 from cohort.inspect.explain.report import explain_no_signal, explain_step, make_report
 from cohort.inspect.explain.screen import _render_overview, print_report
 from cohort.inspect.explain.step import count_changed_samples, load_step
@@ -592,8 +592,8 @@ def test_a_further_attempt_and_its_cost_are_named():
 
 def test_shares_that_are_not_known_are_not_added_up():
     def tell_rest(share):
-        lines = [GroupLine(index=n, prompt_id=str(n), rewards="1", share=share, note="") for n in range(32)]
-        return [text.plain for text in _render_overview(lines, 0)][-1]
+        lines = [GroupLine(index=n, prompt_id=str(n), value="1", share=share, note="") for n in range(32)]
+        return [text.plain for text in _render_overview(lines, 0, ReportPhrases())][-1]
 
     assert tell_rest(None) == "  and 12 more"
     assert tell_rest(1 / 32) == "  and 12 more with 37.5% together"

@@ -49,6 +49,19 @@ def test_the_main_metrics_with_values_are_shown():
     assert choose_metrics([RunSeries(label="c", values={"own/number": {1: 1.0}})], ()) == ["own/number"]
 
 
+def test_a_run_on_pairs_shows_margins_rewards_and_held_out_numbers():
+    names = ["eval/accuracy", "loss", "eval/loss", "reward/margin", "eval/reward/margin", "reward/accuracy"]
+    names += ["reward/chosen", "reward/rejected", "grad_norm"]
+    ends = {"eval/accuracy_low": {1: 0.1}, "eval/accuracy_high": {1: 0.9}}
+    run = RunSeries(label="d", values={**{name: {1: 0.5} for name in names}, **ends, "nll": {1: 1.0}})
+    assert choose_metrics([run], ()) == names
+    charts = make_charts([run], PictureOptions())
+    assert charts[0].meaning == "share of held-out pairs ranked right; 95% intervals"
+    assert charts[0].series[0].points[0].low == 0.1
+    assert [chart.title for chart in charts[1:5]] == ["loss", "held-out loss", "reward/margin", "held-out margin"]
+    assert all(chart.meaning for chart in charts)
+
+
 def test_metrics_have_names_and_labels():
     known = ["reward/mean", "eval/accuracy", "groups/dead"]
     assert [find_metric(word, known) for word in ("reward/mean", "reward", "accuracy", "dead")] == [

@@ -167,6 +167,10 @@ AREAS = {  # leaves that nothing of it imports, or doors to other people's progr
     # before the table fitted narrow terminals and said how sure the winner is, and 2,050 before it left out runs that
     # are lost or not as planned.
     ("sweep", "cli.sweep", "cli.sweep_output", "cli.sweep_progress"): 2_100,
+    # As tools these two had 1,000 each before they knew examples and pairs besides groups: three kinds of run with a
+    # report of their own, and checks of rows, templates and pairs.
+    ("inspect.check", "cli.check"): 1_650,
+    ("inspect.explain", "cli.explain"): 1_420,
     # Runs evaluate too. It was 1,000 before wrong names had answers at once and comparisons called runs by their names.
     # It was 1,100 before evaluations had conversations.
     ("evaluation", "cli.eval", "cli.compare"): 1_150,
@@ -179,8 +183,6 @@ AREAS = {  # leaves that nothing of it imports, or doors to other people's progr
 MAX_TOOL = 1_000
 TOOLS = (  # what only looks at runs, configs and machines
     ("inspect.bench", "models.limits", "cli.bench"),
-    ("inspect.check", "cli.check"),
-    ("inspect.explain", "cli.explain"),
     ("inspect.replay", "cli.replay"),
     ("logs.sinks",),
 )

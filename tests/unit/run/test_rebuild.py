@@ -20,6 +20,8 @@ from cohort.logs.view import make_view
 from cohort.run.directory import RunDirectory
 from cohort.run.life import Run
 from cohort.run.store.reader import Reader
+from cohort.run.store.rollouts import list_rollout_steps
+from cohort.types import Provenance
 from tests.helpers.pretend_run import PretendJob, collect_remains, pretend_groups, run_to_end, small_run
 
 
@@ -194,6 +196,41 @@ def test_lost_samples_are_named(tmp_path):
     with Reader(directory.database) as reader:
         assert {row.step for row in reader.read_samples()} == {5, 6}
         assert list(reader.read_series("loss")) == [1, 2, 3, 4, 5, 6]
+
+
+class GivenJob(PretendJob):
+    """A job whose groups are given examples."""
+
+    def step(self, step, groups):
+        for sample in (s for g in groups for s in g.samples):
+            sample.provenance = [int(Provenance.TARGET)] * len(sample.tokens)
+        return dataclasses.replace(super().step(step, groups), showcase=None)
+
+
+def run_given(directory: RunDirectory) -> str:
+    output = io.StringIO()
+    job = GivenJob(directory.config)
+    with Run(directory, directory.config, job, make_view("plain", output)) as run:
+        for step in run.steps():
+            run.end_step(step, job.step(step, pretend_groups(step)))
+        run.finish()
+    return output.getvalue()
+
+
+def test_given_examples_are_in_rollout_files_only(tmp_path):
+    """They are the user's own rows: run.db has none of them, and misses none."""
+    directory = RunDirectory.create(tmp_path, small_run(save=SaveConfig(every=2, rollouts=3)), "a")
+    run_given(directory)
+    assert list_rollout_steps(directory.rollouts) == [4, 5, 6]
+    with Reader(directory.database) as reader:
+        assert reader.read_groups() == [] and reader.read_prompts() == [] and reader.read_samples() == []
+        assert list(reader.read_series("loss")) == [1, 2, 3, 4, 5, 6] and reader.read_series("rollouts/bytes") == {}
+    before = collect_remains(directory)
+    assert "run.db" not in run_given(RunDirectory.open(directory.path))
+    directory.database.unlink()
+    output = " ".join(run_given(RunDirectory.open(directory.path)).split())
+    assert "run.db lacked the steps 1 to 6" in output and "samples of" not in output
+    assert collect_remains(directory) == before
 
 
 def test_evaluations_are_rebuilt_from_their_files_if_need_be(tmp_path):

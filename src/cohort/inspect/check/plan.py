@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import time
+from typing import NamedTuple
 
+from cohort.config.schema import RunConfig
 from cohort.data.pack import make_batch
 from cohort.inspect.check.findings import Finding, fail, ok, warn
-from cohort.inspect.check.trial import Trial, give_distinct_rewards, sample_trial
+from cohort.inspect.check.given import GivenTrial, count_tokens
+from cohort.inspect.check.trial import Trial, UpdateTrial, give_distinct_rewards, sample_trial
 from cohort.learner.plan import MemoryDemand, state_bytes, update_bytes
 from cohort.models.config import ModelConfig
 from cohort.models.limits import count_kv_bytes
@@ -18,7 +21,7 @@ MAX_SAMPLING_SECONDS = 10.0  # a batch, or a part of it, is sampled for the time
 _GROWTH = 4  # factor by which that part grows
 
 
-def check_memory(trial: Trial) -> Finding:
+def check_memory(trial: UpdateTrial) -> Finding:
     """Estimates the memory of a step and compares it with all memory of the machine: FAIL above it, warn above 80%.
 
     With a memory plan, which jobs on a GPU have, returns ok and repeats the plan: one that does not fit was refused
@@ -30,44 +33,65 @@ def check_memory(trial: Trial) -> Finding:
         return ok(name, learner.plan.description, bytes=learner.plan.peak)
     if not isinstance(trial.job.model.config, ModelConfig):
         return warn(name, "not estimated: this model runs on transformers' code, so its shapes are not known")
-    demand = _estimate_demand(trial, trial.job.model.config)
+    shape = _estimate_rollouts(trial) if isinstance(trial, Trial) else estimate_examples(trial)
+    adapters = learner.adapters
+    demand = MemoryDemand(
+        model=trial.job.model.config,
+        bytes_per_number=trial.job.model.decoder.embed.itemsize,
+        longest=shape.longest,
+        batch_tokens=shape.batch_tokens,
+        kv_tokens=shape.kv_tokens,
+        has_reference=learner.reference is not None,
+        num_trained=None if adapters is None else adapters.num_params,
+        frozen_bytes=0 if adapters is None else adapters.base_bytes,
+    )
     state = state_bytes(demand)
     kv = count_kv_bytes(demand.model, demand.bytes_per_number) * demand.kv_tokens
     update = update_bytes(demand, min(learner.token_budget, demand.batch_tokens), recompute=False)
     need = state + update + kv
     available = find_memory_size()
-    parts = f"(weights and optimizer {state / GIB:.2g}, update {update / GIB:.2g}, KV {kv / GIB:.2g}), an estimate"
+    sampling = f", KV {kv / GIB:.2g}" if demand.kv_tokens else ""
+    parts = f"(weights and optimizer {state / GIB:.2g}, update {update / GIB:.2g}{sampling}), an estimate"
     if available is None:
         return warn(name, f"about {need / GIB:.2g} GiB {parts}; this system does not tell how much memory it has")
     text = f"about {need / GIB:.2g} of {available / GIB:.2g} GiB {parts}"
     if need <= WARN_SHARE * available:
         return ok(name, text, bytes=need)
-    remedy = "lower learner.token_budget or engine.slots, or train adapters (--learner.lora.rank 16)."
+    slots = " or engine.slots" if demand.kv_tokens else ""
+    remedy = f"lower learner.token_budget{slots}, or train adapters (--learner.lora.rank 16)."
     return (fail if need > available else warn)(name, f"{text}; {remedy}", bytes=need)
 
 
-def _estimate_demand(trial: Trial, model: ModelConfig) -> MemoryDemand:
-    """Returns the sizes that decide how much memory a step needs, for the largest batch that the settings allow.
+class StepShape(NamedTuple):
+    """The sizes of the largest step that the settings allow, in tokens."""
+
+    longest: int  # a sample with its prompt
+    batch_tokens: int
+    kv_tokens: int  # whose keys and values are held while sampling; 0 = nothing is sampled
+
+
+def _estimate_rollouts(trial: Trial) -> StepShape:
+    """Returns the largest step of reinforcement learning.
 
     Every sample counts as `sampling.max_tokens` long, every prompt as long as the longest prompt of the trial.
     """
-    job = trial.job
-    config = job.config
+    config = trial.job.config
     new = config.sampling.max_tokens
     rows = config.batch.prompts * config.batch.samples
     prompt = max(len(g.prompt.tokens) for g in trial.sampled)
-    adapters = job.learner.adapters
-    return MemoryDemand(
-        model=model,
-        bytes_per_number=job.model.decoder.embed.itemsize,
+    return StepShape(
         longest=prompt + new,
         batch_tokens=config.batch.prompts * prompt + rows * new,
         # The samples of a group share the KV of their prompt. Only as many completions as slots are decoded at once.
         kv_tokens=config.batch.prompts * prompt + min(rows, config.engine.slots) * new,
-        has_reference=job.learner.reference is not None,
-        num_trained=None if adapters is None else adapters.num_params,
-        frozen_bytes=0 if adapters is None else adapters.base_bytes,
     )
+
+
+def estimate_examples(trial: UpdateTrial) -> StepShape:
+    """Returns the largest step on given answers: as long as the longest known group, that often."""
+    assert isinstance(trial, GivenTrial)
+    longest = max(map(count_tokens, [*trial.step_groups, *trial.known_groups]))
+    return StepShape(longest=longest, batch_tokens=trial.batch_size * longest, kv_tokens=0)
 
 
 def check_step_time(trial: Trial, score_seconds: float) -> Finding:
@@ -93,13 +117,47 @@ def check_step_time(trial: Trial, score_seconds: float) -> Finding:
     if not metrics.get("updates/done"):
         return fail(name, "an update did not move the weights: the gradient is zero or not finite.")
     step = (seconds + update) * batch_size / size + score_seconds * batch_size
+    measured = f"sampling {seconds:.2g} s and update {update:.2g} s of {size} samples"
+    return _predict_time(config, step, measured, "" if size == batch_size else f"{batch_size}")
+
+
+def _predict_time(config: RunConfig, step: float, measured: str, scaled_to: str) -> Finding:
+    """Returns the finding about the time of a step, in seconds, and of the whole run.
+
+    `measured` says what was measured, and `scaled_to` what it was scaled to; "" = it was a whole step.
+    """
     # A few samples take nearly as long as many, so a scaled estimate is too high rather than too low.
-    about = "about" if size == batch_size else "at most about"
+    about = "at most about" if scaled_to else "about"
     total = f"{_format_seconds(step * config.steps)} for {config.steps} steps without evaluation"
     text = f"{about} {_format_seconds(step)} per step, {total}"
-    measured = f"sampling {seconds:.2g} s and update {update:.2g} s of {size} samples"
-    scaled = "" if size == batch_size else f", scaled to {batch_size}"
-    return ok(name, f"{text}: an estimate, from {measured}{scaled}", step_seconds=step)
+    scaled = f", scaled to {scaled_to}" if scaled_to else ""
+    run = step * config.steps
+    return ok("plan/time", f"{text}: an estimate, from {measured}{scaled}", step_seconds=step, run_seconds=run)
+
+
+def check_example_time(trial: GivenTrial) -> Finding:
+    """Measures updates on given answers, and returns a finding with the estimated time of a step and of the run.
+
+    Measures a whole step if that should take at most 10 s, otherwise as large a part as that allows, scaled by tokens.
+    Returns FAIL if the update moves no weights. The update changes the weights, so this must be the last check.
+    """
+    config, groups = trial.job.config, trial.step_groups
+    whole = sum(map(count_tokens, groups))
+    num = len(trial.groups)
+    size = sum(map(count_tokens, groups[:num]))
+    # Twice, because the first update also does work that is done only once.
+    seconds = min(trial.update(groups[:num]) for _ in range(2))
+    while size < whole:
+        larger = min(_GROWTH * num, len(groups))
+        tokens = sum(map(count_tokens, groups[:larger]))
+        if seconds * tokens / size > MAX_SAMPLING_SECONDS:
+            break
+        num, size, seconds = larger, tokens, trial.update(groups[:larger])
+    if not trial.has_moved:
+        return fail("plan/time", "an update did not move the weights: the gradient is zero or not finite.")
+    measured = f"an update of {num} {trial.noun} with {size} tokens in {seconds:.2g} s"
+    scaled_to = "" if size >= whole else f"{len(groups)} with {whole}"
+    return _predict_time(config, seconds * whole / size, measured, scaled_to)
 
 
 def _sample_for_time(trial: Trial) -> Trial:

@@ -6,7 +6,7 @@ import copy
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -14,14 +14,16 @@ from torch import Tensor
 from cohort.algos.algorithm import Loss
 from cohort.algos.inputs import LossInputs
 from cohort.algos.tally import Tally
-from cohort.data.pack import make_batch, pack_minibatch
+from cohort.data.batch import Batch
+from cohort.data.pack import longest_sample, make_batch, pack_minibatch
 from cohort.engines.base import Engine, Event, Request
+from cohort.jobs.base import TrainingJob
 from cohort.jobs.build import RLJob
 from cohort.learner.base import MicrobatchOptions
 from cohort.loops.learning import annotate
 from cohort.rollout.producer import Producer
 from cohort.tasks.environment import AgainRules, Episodes, KeyedDraws, Opening, Past, Step, ThinkAgain
-from cohort.types import Answer, Finish, Group, Outcome, Row
+from cohort.types import Answer, Finish, Group, Outcome, Provenance, Row
 from cohort.world import World
 
 
@@ -44,14 +46,31 @@ class BackwardPass:
 
 
 @dataclass(kw_only=True)
-class Trial:
-    """The job of a run and a few groups that it sampled."""
+class UpdateTrial:
+    """The job of a run and a few groups on which its update is tried. Subclasses say what the loss is."""
 
-    job: RLJob
-    sampled: list[Group]  # as sampled; the reward checks fill in their rewards
-    drawn_tokens: dict[tuple[str, int], list[int]]  # by prompt id and sample: token ids from the engine's events
-    sampling_seconds: float
-    groups: list[Group] = field(default_factory=list)  # copies with distinct rewards and advantages, to train on
+    job: TrainingJob
+    groups: list[Group] = field(default_factory=list)  # to train on
+
+    loss_on: ClassVar[Provenance]  # of the tokens that the loss may touch
+
+    @property
+    def whole_groups(self) -> bool:
+        """Whether the loss compares the samples of a group."""
+        return self.loss.whole_groups
+
+    @property
+    def loss(self) -> Loss:
+        """The loss of the run."""
+        raise NotImplementedError
+
+    def turn_groups(self) -> list[Group]:
+        """Returns the groups in the opposite order, and the samples of each too, where their order means nothing."""
+        return [g if self.whole_groups else replace(g, samples=g.samples[::-1]) for g in self.groups[::-1]]
+
+    def make_batch(self, groups: Sequence[Group]) -> Batch:
+        """Returns the groups as a batch with one minibatch, made as the training loop makes it."""
+        return make_batch(groups, loss_on=self.loss_on, whole_groups=self.whole_groups)
 
     def enumerate_samples(self) -> Iterator[tuple[int, Group, int]]:
         """Yields (number, group, index) of each sample in `groups`.
@@ -60,23 +79,6 @@ class Trial:
         """
         places = ((g, i) for g in self.groups for i in range(len(g.samples)))
         return ((n, g, i) for n, (g, i) in enumerate(places))
-
-    def compute_advantages(self, groups: list[Group]) -> list[Group]:
-        """Computes advantages as the training loop does it before an update, and returns `groups`, the same objects.
-
-        Changes them in place. Samples lose their old and reference log-probabilities, and get new ones from the learner
-        where the algorithm needs them; then the algorithm sets advantages and masks of samples and `excluded` of
-        groups.
-        """
-        learner = self.job.learner
-        algo = self.job.algo
-        # Log-probabilities of a copied sample may belong to other tokens than the sample has now.
-        for sample in (s for g in groups for s in g.samples):
-            sample.old_logprobs = sample.ref_logprobs = None
-        annotate(learner, groups, algo.needs())
-        groups = algo.advantages(groups)
-        annotate(learner, groups, algo.loss_needs())
-        return groups
 
     @property
     def longest_sequence(self) -> int:
@@ -95,8 +97,8 @@ class Trial:
         that are not in the loss have no key. `options` says how the batch is divided into microbatches (None = as in
         the run). `world` says which rank of how many ranks computes (None = the run's own).
         """
-        loss = _RecordingLoss(self.job.algo)
-        batch = make_batch(groups, whole_groups=self.job.algo.whole_groups)
+        loss = _RecordingLoss(self.loss)
+        batch = self.make_batch(groups)
         result = self.job.learner.compute_gradient(batch, cast(Loss, loss), options, world)
         # The batch numbers the samples that it packed; the trial numbers all samples of the groups.
         places = {id: place for place, id in enumerate(id for g in groups for id in g.ids())}
@@ -108,14 +110,51 @@ class Trial:
 
         The keys number the samples over all groups from 0. Samples that are not trained have no key.
         """
-        batch = make_batch(self.groups)
+        batch = self.make_batch(self.groups)
         places = {id: place for place, id in enumerate(id for g in self.groups for id in g.ids())}
         trained: dict[int, list[int]] = {}
-        budget = max(self.longest_sequence, self.job.learner.token_budget)
+        budget = max(longest_sample(batch), self.job.learner.token_budget)
         for micro in pack_minibatch(batch, 0, budget).microbatches:
             for number, target in zip(micro.segments.tolist(), micro.targets.tolist(), strict=True):
                 trained.setdefault(places[batch.ids[number]], []).append(target)
         return trained
+
+
+@dataclass(kw_only=True)
+class Trial(UpdateTrial):
+    """The job of a run of reinforcement learning and a few groups that it sampled.
+
+    `groups` are copies of these with distinct rewards and advantages.
+    """
+
+    job: RLJob
+    sampled: list[Group]  # as sampled; the reward checks fill in their rewards
+    drawn_tokens: dict[tuple[str, int], list[int]]  # by prompt id and sample: token ids from the engine's events
+    sampling_seconds: float
+
+    loss_on: ClassVar[Provenance] = Provenance.SAMPLED
+
+    @property
+    def loss(self) -> Loss:
+        """The algorithm of the run."""
+        return self.job.algo
+
+    def compute_advantages(self, groups: list[Group]) -> list[Group]:
+        """Computes advantages as the training loop does it before an update, and returns `groups`, the same objects.
+
+        Changes them in place. Samples lose their old and reference log-probabilities, and get new ones from the learner
+        where the algorithm needs them; then the algorithm sets advantages and masks of samples and `excluded` of
+        groups.
+        """
+        learner = self.job.learner
+        algo = self.job.algo
+        # Log-probabilities of a copied sample may belong to other tokens than the sample has now.
+        for sample in (s for g in groups for s in g.samples):
+            sample.old_logprobs = sample.ref_logprobs = None
+        annotate(learner, groups, algo.needs())
+        groups = algo.advantages(groups)
+        annotate(learner, groups, algo.loss_needs())
+        return groups
 
 
 def sample_trial(job: RLJob, num_prompts: int, num_samples: int) -> Trial:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from cohort.inspect.check.findings import Finding, fail, ok, warn
-from cohort.inspect.check.trial import BackwardPass, Trial, compare_gradients
+from cohort.inspect.check.trial import BackwardPass, Trial, UpdateTrial, compare_gradients
 from cohort.learner.base import MicrobatchOptions
 from cohort.loops.learning import annotate
 from cohort.models.functions import multiply_wide
@@ -28,6 +28,7 @@ from cohort.world import World
 TOLERANCES = {torch.float64: (1e-9, 1e-9), torch.float32: (1e-4, 2e-3)}
 GPU_TOLERANCE = (1e-3, 1e-2)  # float32 on a GPU
 LOW_PRECISION_TOLERANCE = (0.1, 2.0)
+DIVISION_REMEDY = "Denominators must be counted over the whole step, before the batch is divided."
 NUM_SPECIAL = 8  # special tokens that are put into the probe
 
 
@@ -48,7 +49,7 @@ def check_update(trial: Trial) -> Iterator[Finding]:
     yield from check_batch_cuts(trial, base)
 
 
-def get_tolerance(trial: Trial) -> tuple[float, float]:
+def get_tolerance(trial: UpdateTrial) -> tuple[float, float]:
     """Returns the (mean, largest) difference that is allowed for the model's dtype and device."""
     embed = trial.job.model.decoder.embed
     if embed.is_cuda and embed.dtype == torch.float32:
@@ -237,20 +238,22 @@ def check_direction(base: BackwardPass) -> Finding:
 
 
 def check_single_sequences(
-    trial: Trial, base: BackwardPass, probe: Group, probe_pass: BackwardPass
+    trial: UpdateTrial, base: BackwardPass, probe: Group | None = None, probe_pass: BackwardPass | None = None
 ) -> Iterator[Finding]:
     """Compares log-probabilities of samples packed into one sequence with those of each sample computed alone.
 
     Yields one finding about all tokens, and one about the first token of each sample, which is predicted from a prompt
-    that the samples of a group may share. Each is FAIL if the differences are above the tolerance, else ok. Samples
-    without all of their sampled tokens in the loss are left out; if no sample remains, yields nothing.
+    that the samples of a group may share. Each is FAIL if the differences are above the tolerance, else ok. A further
+    group, the `probe`, is compared too, if it is given with its pass. Samples without all of their tokens in the loss
+    are left out; if no sample remains, yields nothing.
     """
     rows = [(g, g.samples[i], base.tokens.get(n, [])) for n, g, i in trial.enumerate_samples()]
-    rows += [(probe, s, probe_pass.tokens.get(i, [])) for i, s in enumerate(probe.samples)]
-    # A sample whose number of tokens is wrong is reported by check_sampled_tokens or check_special_tokens.
-    usable = [row for row in rows if row[2] and len(row[2]) == row[1].num_sampled]
+    if probe is not None and probe_pass is not None:
+        rows += [(probe, s, probe_pass.tokens.get(i, [])) for i, s in enumerate(probe.samples)]
+    # A sample whose number of tokens is wrong is reported by other checks.
+    usable = [row for row in rows if row[2] and len(row[2]) == row[1].provenance.count(trial.loss_on)]
     gaps = [
-        (_compute_logprobs_alone(trial, g, s) - torch.tensor([t.logprob for t in tokens], dtype=torch.float64)).abs()
+        (compute_logprobs_alone(trial, g, s) - torch.tensor([t.logprob for t in tokens], dtype=torch.float64)).abs()
         for g, s, tokens in usable
     ]
     if not gaps:
@@ -265,19 +268,19 @@ def check_single_sequences(
 
 
 @torch.no_grad()
-def _compute_logprobs_alone(trial: Trial, group: Group, sample: Sample) -> Tensor:
-    """Returns the log-probabilities of the sampled tokens, by a forward pass over this one sequence alone.
+def compute_logprobs_alone(trial: UpdateTrial, group: Group, sample: Sample) -> Tensor:
+    """Returns the log-probabilities of the tokens in the loss, by a forward pass over this one sequence alone.
 
     They are at the sampling temperature. Uses causal attention without packing. The tensor is float64, on the host,
-    with one entry per sampled token.
+    with one entry per token in the loss.
     """
     decoder = trial.job.model.decoder
     first = len(group.prompt.tokens) - 1
     tokens = torch.tensor([*group.prompt.tokens, *sample.tokens], device=decoder.embed.device)
-    places = [i for i, p in enumerate(sample.provenance) if p == Provenance.SAMPLED]
+    places = [i for i, p in enumerate(sample.provenance) if p == trial.loss_on]
     sampled = torch.tensor(places, device=tokens.device)
     hidden = decoder.forward_one_sequence(tokens).index_select(0, first + sampled)
-    logits = multiply_wide(hidden, decoder.head_weight) / trial.job.config.sampling.temperature
+    logits = multiply_wide(hidden, decoder.head_weight) / trial.job.learner.temperature
     logprobs = torch.log_softmax(logits, -1).gather(1, tokens[first + 1 + sampled, None])[:, 0]
     return logprobs.double().cpu()
 
@@ -307,7 +310,7 @@ def check_sampler_gap(trial: Trial, base: BackwardPass) -> Finding:
 
 
 def _judge_logprob_gaps(
-    trial: Trial, name: str, gaps: Tensor, good: str, bad: str, limits: tuple[float, float] | None = None
+    trial: UpdateTrial, name: str, gaps: Tensor, good: str, bad: str, limits: tuple[float, float] | None = None
 ) -> Finding:
     """Returns ok if both mean and largest of the absolute differences `gaps` are within `limits`, else FAIL.
 
@@ -326,32 +329,39 @@ def _judge_logprob_gaps(
 # ---- however the batch is divided
 
 
-def check_batch_cuts(trial: Trial, base: BackwardPass) -> Iterator[Finding]:
+def check_batch_cuts(trial: UpdateTrial, base: BackwardPass) -> Iterator[Finding]:
     """Yields one finding per way to divide, order, pack or share out the same groups.
 
-    The ways: other microbatches, reverse accumulation, reverse packing, no prefix sharing, two ranks. A finding is FAIL
-    if the gradient differs from that of `base` by more than the tolerance, else ok.
+    The ways: other microbatches, reverse accumulation, reverse packing, no prefix sharing (where groups have several
+    samples), two ranks. A finding is FAIL if the gradient differs from that of `base` by more than the tolerance, else
+    ok.
     """
     groups = trial.groups
     longest = trial.longest_sequence
-    turned = [replace(g, samples=g.samples[::-1]) for g in groups[::-1]]
     ways = {
         "microbatches": [
             (groups, MicrobatchOptions(token_budget=longest)),
             (groups, MicrobatchOptions(token_budget=3 * longest)),
         ],
         "accumulation-order": [(groups, MicrobatchOptions(token_budget=longest, backwards=True))],
-        "packing-order": [(turned, MicrobatchOptions(token_budget=longest))],
+        "packing-order": [(trial.turn_groups(), MicrobatchOptions(token_budget=longest))],
         "prefix-sharing": [(groups, MicrobatchOptions(share=False))],
     }
+    if all(len(g.samples) == 1 for g in groups):
+        del ways["prefix-sharing"]
     for what, cuts in ways.items():
         passes = [trial.run_backward(*way) for way in cuts]
-        yield _judge_gradient_gaps(trial, what, [compare_gradients(p.gradient, base.gradient) for p in passes])
+        yield judge_gradient_gaps(trial, what, [compare_gradients(p.gradient, base.gradient) for p in passes])
     yield check_ranks(trial, base)
 
 
-def _judge_gradient_gaps(trial: Trial, what: str, gaps: list[tuple[float, float]]) -> Finding:
-    """Returns ok if all (mean, largest) differences are within the tolerance, else FAIL. `what` names the division."""
+def judge_gradient_gaps(
+    trial: UpdateTrial, what: str, gaps: list[tuple[float, float]], remedy: str = DIVISION_REMEDY
+) -> Finding:
+    """Returns ok if all (mean, largest) differences are within the tolerance, else FAIL with `remedy`.
+
+    `what` names what was changed, such as the division into microbatches.
+    """
     mean, most = get_tolerance(trial)
     subject = what.replace("-", " ")
     numbers = {"mean": max(gap[0] for gap in gaps), "most": max(gap[1] for gap in gaps)}
@@ -359,7 +369,6 @@ def _judge_gradient_gaps(trial: Trial, what: str, gaps: list[tuple[float, float]
     if all(gap[0] <= mean and gap[1] <= most for gap in gaps):
         return ok(f"update/{what}", f"the gradient does not depend on {subject} ({words})", **numbers)
     text = f"the gradient changes with {subject}: {words}, allowed {mean:g} and {most:g}"
-    remedy = "Denominators must be counted over the whole step, before the batch is divided."
     return fail(f"update/{what}", f"{text}. {remedy}", **numbers)
 
 
@@ -383,7 +392,7 @@ class _SimulatedRank(World):
         return x.copy_(self.totals[len(self.seen) - 1]) if len(self.seen) <= len(self.totals) else x
 
 
-def check_ranks(trial: Trial, base: BackwardPass) -> Finding:
+def check_ranks(trial: UpdateTrial, base: BackwardPass) -> Finding:
     """Computes the gradient on two simulated ranks: one has the first group, the other has the rest.
 
     Returns FAIL if it differs from that of `base` by more than the tolerance, else ok.
@@ -398,7 +407,7 @@ def check_ranks(trial: Trial, base: BackwardPass) -> Finding:
         for world, share in zip(worlds, (groups[1:], groups[:1]), strict=True):
             gradient = trial.run_backward(share, world=world).gradient
         totals = [a + b for a, b in zip(*(w.seen for w in worlds), strict=True)]
-    return _judge_gradient_gaps(trial, "ranks", [compare_gradients(gradient, base.gradient)])
+    return judge_gradient_gaps(trial, "ranks", [compare_gradients(gradient, base.gradient)])
 
 
 # ---- helpers
@@ -412,7 +421,7 @@ def _make_probe(trial: Trial) -> Group:
     """
     group = copy.deepcopy(trial.groups[0])
     # Where a loss compares two samples, only those two are in it.
-    if trial.job.algo.whole_groups:
+    if trial.whole_groups:
         group.samples = group.samples[: trial.job.config.algo.num_compared]
     tokenizer = Tokenizer.load(trial.job.model.folder)
     special = sorted({*tokenizer.stop_ids, *tokenizer.special_ids})[:NUM_SPECIAL]

@@ -12,6 +12,7 @@ from cohort.algos.credit import collect_by_turn, find_turns
 from cohort.config.algos import PairPolicy
 from cohort.config.schema import ThinkAgain
 from cohort.fates import Fate
+from cohort.inspect.explain.decode import decode_sample, show_prompt
 from cohort.inspect.explain.effect import CLIPPED, SampleEffect
 from cohort.inspect.explain.records import Fact, GroupLine, GroupReport, SampleReport, ShownToken
 from cohort.inspect.explain.step import RecordedStep, describe_fate
@@ -25,10 +26,7 @@ from cohort.inspect.explain.words import (
     mean,
     std,
 )
-from cohort.text import TextStream
 from cohort.types import Group, Provenance, Sample
-
-_NUM_CONTEXT_TOKENS = 8  # prompt tokens that are decoded before a completion
 
 
 @runtime_checkable
@@ -52,7 +50,7 @@ def make_group_line(step: RecordedStep, index: int) -> GroupLine:
     return GroupLine(
         index=index,
         prompt_id=group.prompt.id,
-        rewards=format_mean_std(rewards),
+        value=format_mean_std(rewards),
         share=step.effect.compute_share(step.effect.group_signals[index]),
         note=", ".join(note for note in (excluded, _describe_age(group)) if note),
     )
@@ -66,17 +64,11 @@ def _describe_age(group: Group) -> str:
 def make_group_report(step: RecordedStep, line: GroupLine) -> GroupReport:
     """Returns everything said about the group that `line` is about: facts, prompt, and all samples token by token."""
     group = step.groups[line.index]
-    stream = TextStream(step.tokenizer, skip_special=False) if step.tokenizer else None
-    prompt = group.prompt
-    texts = _decode_tokens(stream, prompt.tokens)
     effects = step.effect.groups[line.index]
     return GroupReport(
         line=line,
         facts=_describe_baseline(step, group),
-        prompt=[
-            ShownToken(text=text, id=id, provenance=p)
-            for text, id, p in zip(texts, prompt.tokens, prompt.provenance, strict=True)
-        ],
+        prompt=show_prompt(step.tokenizer, group),
         samples=[_make_sample_report(step, group, i, effect) for i, effect in enumerate(effects)],
     )
 
@@ -168,12 +160,8 @@ def _make_sample_report(step: RecordedStep, group: Group, index: int, effect: Sa
     sample = group.samples[index]
     fate = describe_fate(group, sample)
     share = step.effect.compute_share
-    stream = TextStream(step.tokenizer, skip_special=False) if step.tokenizer else None
-    # The end of the prompt goes through the stream first, because the text of the first token depends on it: a space in
-    # front of a word, for instance.
-    _decode_tokens(stream, group.prompt.tokens[-_NUM_CONTEXT_TOKENS:])
     known = sample.old_logprobs if step.effect.has_exact_ratios and sample.old_logprobs else sample.sampler_logprobs
-    texts = _decode_tokens(stream, sample.tokens)
+    texts = decode_sample(step.tokenizer, group, sample)
     rows = zip(texts, sample.tokens, sample.provenance, effect.gradient, effect.zero_reasons, strict=True)
     tokens = [
         ShownToken(
@@ -188,7 +176,7 @@ def _make_sample_report(step: RecordedStep, group: Group, index: int, effect: Sa
         for i, (text, id, p, gradient, reason) in enumerate(rows)
     ]
     return SampleReport(
-        index=index,
+        title=f"sample {index}",
         push=math.fsum(t.push for t in tokens),
         share=share(effect.signal),
         fate=fate,
@@ -322,11 +310,3 @@ def _describe_reward(step: RecordedStep, sample: Sample) -> str:
     # With several returns, there is a fact for each turn.
     is_plain = len(returns) > 1 or returns == [sample.reward]
     return text if is_plain else f"{text}; the baseline uses {format_number(returns[0])}"
-
-
-def _decode_tokens(stream: TextStream | None, tokens: list[int]) -> list[str]:
-    """Returns the text that each token adds when it is pushed into `stream`, which changes.
-
-    A token that completes no character is shown as its id in ⟨⟩; so are all tokens if `stream` is None (no tokenizer).
-    """
-    return [(stream.push([id]) if stream else "") or f"⟨{id}⟩" for id in tokens]

@@ -5,7 +5,7 @@ The texts are not escaped. They contain what models and rows wrote, so the code 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 Fact = tuple[str, str]
 """A label and the text under it."""
@@ -21,14 +21,21 @@ class ShownToken:
     push: float = 0.0  # -dL/dlogprob: above 0, the update makes the token more likely
     share: float | None = 0.0  # of the step's signal; None = not known
     logprob: float | None = None
+    ref_logprob: float | None = None  # by the reference policy
     zero_reason: str = ""  # why it has no push although it is in the loss
+    tint: float | None = None  # what its colour shows, green above 0 and red below; None = its push
+
+    @property
+    def colour(self) -> float:
+        """What its colour shows: green above 0, red below, none at 0."""
+        return self.push if self.tint is None else self.tint
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleReport:
     """Everything said about a sample."""
 
-    index: int
+    title: str  # such as "sample 0"
     push: float  # sum over its tokens
     share: float | None  # of the step's signal; None = push and share are not known
     fate: str  # why it is out of the loss; "" = it is in
@@ -42,8 +49,8 @@ class GroupLine:
 
     index: int
     prompt_id: str
-    rewards: str
-    share: float | None  # of the step's signal; None = not known
+    value: str  # the number of the group that matters most, such as its rewards
+    share: float | None  # of what `ReportPhrases.share` names; None = not known
     note: str  # why the group is out of the loss, how old it is; "" = nothing special
 
 
@@ -58,8 +65,19 @@ class GroupReport:
 
     @property
     def strongest(self) -> float:
-        """The largest |push| of a token in the group's samples, which is shown in full colour; 0 if there is none."""
-        return max((abs(t.push) for s in self.samples for t in s.tokens), default=0.0)
+        """The largest |colour| of a token in the group's samples, which is shown in full; 0 if there is none."""
+        return max((abs(t.colour) for s in self.samples for t in s.tokens), default=0.0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReportPhrases:
+    """The words of a report that depend on the kind of the run."""
+
+    group: str = "group"
+    value: str = "reward"  # heading of `GroupLine.value`
+    share: str = "signal"  # what shares are shares of
+    up: str = "pushed up"  # meaning of green
+    down: str = "pushed down"  # meaning of red; "" = there is none
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,3 +89,4 @@ class Report:
     notes: list[str]  # what a reader must know to understand the numbers
     groups: list[GroupLine]
     group: GroupReport
+    words: ReportPhrases = field(default_factory=ReportPhrases)

@@ -8,11 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cohort.config.document import get_variant_name
-from cohort.errors import RunError, suggest_name
+from cohort.config.imitation import DPO, SFT
 from cohort.inspect.explain.effect import NOT_FINITE, StepEffect
+from cohort.inspect.explain.examples import explain_examples
 from cohort.inspect.explain.group import make_group_line, make_group_report
+from cohort.inspect.explain.pairs import explain_pairs
 from cohort.inspect.explain.records import Fact, Report
-from cohort.inspect.explain.step import RecordedStep, describe_fate, load_step
+from cohort.inspect.explain.step import RecordedStep, add_effect, describe_fate, find_named_group, read_step_files
 from cohort.inspect.explain.words import (
     explain_reason,
     format_count,
@@ -22,7 +24,6 @@ from cohort.inspect.explain.words import (
     format_total,
     mean,
 )
-from cohort.logs.escape import escape_line
 from cohort.types import Group
 
 # Recorded metrics that the overview repeats.
@@ -37,10 +38,15 @@ def explain_step(path: Path, number: int | None, group: str = "") -> Report:
     """Loads a step of the run in `path` and returns its report, with one of its groups in detail.
 
     `number` None = the newest step whose rollouts are kept. `group` is an index or a prompt id; "" = the group with the
-    largest share of the signal (sum of |dL/dlogprob|). Raises RunError if there is no such run, step or group,
-    ConfigError for a run of another kind than RL.
+    largest share of the signal (sum of |dL/dlogprob|), of the loss in supervised fine-tuning. Raises RunError if there
+    is no such run, step or group.
     """
-    return make_report(load_step(path, number), group)
+    files = read_step_files(path, number)
+    if isinstance(files.config, SFT):
+        return explain_examples(files, group)
+    if isinstance(files.config, DPO):
+        return explain_pairs(files, group)
+    return make_report(add_effect(files), group)
 
 
 def make_report(step: RecordedStep, group: str = "") -> Report:
@@ -70,17 +76,7 @@ def find_group(groups: Sequence[Group], wanted: str, effect: StepEffect) -> int:
     """
     if not wanted and not effect.is_known:
         return max(range(len(groups)), key=lambda i: sum(abs(s.advantage) for s in groups[i].samples))
-    if not wanted:
-        return max(range(len(groups)), key=lambda i: effect.group_signals[i])
-    if wanted.isdecimal() and int(wanted) < len(groups):
-        return int(wanted)
-    for i, group in enumerate(groups):
-        if group.prompt.id == wanted:
-            return i
-    ids = escape_line(suggest_name(wanted, [g.prompt.id for g in groups]))
-    raise RunError(
-        f'the step has no group "{wanted}"; give --group an index from 0 to {len(groups) - 1} or a prompt id.{ids}'
-    )
+    return find_named_group(groups, wanted, effect.group_signals)
 
 
 def _describe_step(step: RecordedStep) -> list[Fact]:
@@ -129,7 +125,7 @@ def _collect_notes(step: RecordedStep) -> list[str]:
             f"the loss is code of {name}, which explain never runs: pushes, ratios and shares of the signal are not "
             f"known. cohort replay RUN --step {step.number} --trust runs it."
         )
-        return [*notes, note, *_note_missing_tokenizer(step)]
+        return [*notes, note, *step.note_missing_tokenizer()]
     if not step.effect.signal:
         has_bonus = bool(config.algo.entropy or config.algo.entropy_target)
         # With an entropy bonus the loss is not 0 although no single log-probability is pushed.
@@ -172,12 +168,7 @@ def _collect_notes(step: RecordedStep) -> list[str]:
     if config.algo.kl.weight and config.algo.kl.place == "loss":
         policy = config.algo.kl.to
         notes.append(f"the KL penalty is part of the loss: every push includes its pull towards the {policy} policy.")
-    return notes + _note_missing_tokenizer(step)
-
-
-def _note_missing_tokenizer(step: RecordedStep) -> list[str]:
-    """Returns a note if the run's tokenizer was not found, else an empty list."""
-    return [] if step.tokenizer else ["the run's tokenizer was not found: tokens are shown as ids."]
+    return notes + step.note_missing_tokenizer()
 
 
 def explain_no_signal(groups: Sequence[Group], effect: StepEffect, fact: str = "loss is 0") -> str:

@@ -11,7 +11,7 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
-from cohort.inspect.explain.records import Fact, GroupLine, GroupReport, Report, SampleReport, ShownToken
+from cohort.inspect.explain.records import Fact, GroupLine, GroupReport, Report, ReportPhrases, SampleReport, ShownToken
 from cohort.inspect.explain.words import format_share, format_signed
 from cohort.logs.console import make_console
 from cohort.logs.escape import escape_line, escape_text
@@ -65,9 +65,9 @@ def _render_report(report: Report, coloured: bool) -> Iterable[Text]:
     for note in report.notes:
         yield Text.assemble(("  ! ", LIMITED), escape_line(note, 1000))
     yield Text()
-    yield from _render_overview(report.groups, report.group.line.index)
+    yield from _render_overview(report.groups, report.group.line.index, report.words)
     yield Text()
-    yield from _render_group(report.group, coloured)
+    yield from _render_group(report.group, report.words, coloured)
 
 
 def _render_facts(facts: Sequence[Fact]) -> Iterable[Text]:
@@ -79,18 +79,18 @@ def _render_facts(facts: Sequence[Fact]) -> Iterable[Text]:
         yield Text.assemble("  ", (f"{label:<{_LABEL_WIDTH}}", CALM), " ", escape_line(value, 1000))
 
 
-def _render_overview(lines: Sequence[GroupLine], chosen: int) -> Iterable[Text]:
-    """Yields the lines of a table of the groups, largest share of the signal first.
+def _render_overview(lines: Sequence[GroupLine], chosen: int, words: ReportPhrases) -> Iterable[Text]:
+    """Yields the lines of a table of the groups, largest share first.
 
     The first 20 groups have a line each, the rest have one line together. `chosen` is the index of the group that is
     marked, because it is shown below; it has no mark if it is among the rest.
     """
     ordered = sorted(lines, key=lambda line: -(line.share or 0.0))
-    rows = [["group", "share", "reward", "prompt", ""]]
+    rows = [[words.group, "share", words.value, "prompt", ""]]
     for line in ordered[:_MAX_GROUPS]:
         mark = "<- below" if line.index == chosen else ""
         note = "  ".join(x for x in (escape_line(line.note), mark) if x)
-        rows.append([str(line.index), format_share(line.share), line.rewards, escape_line(line.prompt_id, 40), note])
+        rows.append([str(line.index), format_share(line.share), line.value, escape_line(line.prompt_id, 40), note])
     # Widths are counted in terminal cells, because wide characters take two. The last column is not padded.
     widths = [max(cell_len(row[i]) for row in rows) for i in range(4)]
     for number, row in enumerate(rows):
@@ -104,31 +104,30 @@ def _render_overview(lines: Sequence[GroupLine], chosen: int) -> Iterable[Text]:
         yield Text(f"  and {len(rest)} more{together}", style=CALM)
 
 
-def _render_group(group: GroupReport, coloured: bool) -> Iterable[Text]:
+def _render_group(group: GroupReport, words: ReportPhrases, coloured: bool) -> Iterable[Text]:
     """Yields the lines about one group: heading, facts, prompt, legend (only if `coloured`) and samples.
 
     Only the first 4000 tokens of the prompt are shown.
     """
     line = group.line
-    yield Text(
-        f"group {line.index} · {escape_line(line.prompt_id)} · {format_share(line.share)} of the signal", style=HEAD
-    )
+    share = f"{format_share(line.share)} of the {words.share}"
+    yield Text(f"{words.group} {line.index} · {escape_line(line.prompt_id)} · {share}", style=HEAD)
     yield from _render_facts(group.facts)
     yield from _render_tokens(group.prompt[:_MAX_PROMPT_TOKENS], 0.0)
     if len(group.prompt) > _MAX_PROMPT_TOKENS:
         yield Text(f"  ... {len(group.prompt) - _MAX_PROMPT_TOKENS} more prompt tokens", style=CALM)
     if coloured:
-        yield _render_legend()
+        yield _render_legend(words)
     for sample in group.samples:
         yield Text()
-        yield _render_heading(sample)
+        yield _render_heading(sample, words)
         yield from _render_facts(sample.facts)
         yield from _render_tokens(sample.tokens, group.strongest)
 
 
-def _render_heading(sample: SampleReport) -> Text:
-    """Returns the first line about a sample: its share of the signal and the direction of its push, or its fate."""
-    head = Text.assemble((f"sample {sample.index}", "bold"), f" · {format_share(sample.share)} of the signal · ")
+def _render_heading(sample: SampleReport, words: ReportPhrases) -> Text:
+    """Returns the first line about a sample: its share and the direction of its push, or its fate."""
+    head = Text.assemble((sample.title, "bold"), f" · {format_share(sample.share)} of the {words.share} · ")
     if sample.fate:
         head.append(f"out of the loss: {escape_line(sample.fate)}", style=LIMITED)
     elif sample.push == 0:
@@ -140,21 +139,22 @@ def _render_heading(sample: SampleReport) -> Text:
     return head
 
 
-def _render_legend() -> Text:
+def _render_legend(words: ReportPhrases) -> Text:
     """Returns one line that explains the colours of the tokens."""
     parts: list[str | tuple[str, str]] = ["  colours: "]
     for kind, style in _MARKS.items():
         parts += [(kind.name.lower(), style), ", "]
-    for words, push in (("pushed up", 1.0), ("a little", 0.1), ("pushed down", -1.0), ("a little", -0.1)):
-        parts += [(words, _make_background(push)), " "]
+    for meaning, colour in ((words.up, 1.0), (words.down, -1.0)):
+        if meaning:
+            parts += [(meaning, _make_background(colour)), " ", ("a little", _make_background(0.1 * colour)), " "]
     return Text.assemble(*parts, ("no gradient", f"{LIMITED} underline"))
 
 
 def _render_tokens(tokens: Sequence[ShownToken], strongest: float) -> Iterable[Text]:
     """Yields the text of tokens, with a new line for each change of provenance and each line break.
 
-    A margin in front of each line keeps a model's text from looking like a part of the report. A push of `strongest`
-    gets full colour.
+    A margin in front of each line keeps a model's text from looking like a part of the report. A token whose colour
+    shows `strongest` gets it in full.
     """
     # Each stretch of tokens with the same provenance gets its label once, on its first line.
     for provenance, stretch in groupby(tokens, key=lambda t: t.provenance):
@@ -168,19 +168,19 @@ def _render_tokens(tokens: Sequence[ShownToken], strongest: float) -> Iterable[T
 
 
 def _choose_style(token: ShownToken, strongest: float) -> str:
-    """Returns the rich style of a token: limited, coloured by its push or, without a push, by its provenance.
+    """Returns the rich style of a token: limited, coloured by `ShownToken.colour` or, if that is 0, by its provenance.
 
-    A push of `strongest` gets full colour.
+    The colour of `strongest` is full.
     """
     if token.zero_reason:
         return f"{LIMITED} underline"
-    if token.push and strongest:
-        return _make_background(token.push / strongest)
+    if token.colour and strongest:
+        return _make_background(token.colour / strongest)
     return _MARKS.get(Provenance(token.provenance), "")
 
 
-def _make_background(push: float) -> str:
-    """Returns the rich style of black text on green (push above 0) or red. The colour is full at -1 and 1."""
-    faint, full = _TINTS[1 if push > 0 else -1]
-    mixed = [round(a + (b - a) * min(1.0, abs(push))) for a, b in zip(faint, full, strict=True)]
+def _make_background(colour: float) -> str:
+    """Returns the rich style of black text on green (`colour` above 0) or red. The colour is full at -1 and 1."""
+    faint, full = _TINTS[1 if colour > 0 else -1]
+    mixed = [round(a + (b - a) * min(1.0, abs(colour))) for a, b in zip(faint, full, strict=True)]
     return "#000000 on #{:02x}{:02x}{:02x}".format(*mixed)

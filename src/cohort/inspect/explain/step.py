@@ -11,10 +11,12 @@ from pathlib import Path
 from cohort.algos.algorithm import Algorithm, build_algorithm
 from cohort.config.kinds import RL, require_rl
 from cohort.config.recorded import get_recorded_name
-from cohort.errors import CohortError, RunError
+from cohort.config.schema import RunConfig
+from cohort.errors import CohortError, RunError, suggest_name
 from cohort.inspect.explain.effect import StepEffect, compute_step_effect, make_unknown_effect
 from cohort.inspect.explain.words import format_ranges
 from cohort.jobs.models import find_model
+from cohort.logs.escape import escape_line
 from cohort.run import checkpoint
 from cohort.run.directory import RunDirectory
 from cohort.run.store.reader import Reader
@@ -24,29 +26,38 @@ from cohort.types import Group, Sample
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RecordedStep:
-    """A step of a run, loaded from its files."""
+class StepFiles:
+    """What the files of a run of any kind have of a step."""
 
-    config: RL
+    config: RunConfig
     number: int
     groups: list[Group]
-    algo: Algorithm | None  # None = it is foreign code, which is not run
-    effect: StepEffect
     metrics: dict[str, float]  # that the run recorded for this step; empty if they cannot be read
     problem: str = ""  # why there are no metrics; "" = there are some
-    num_changed: int  # samples that the algorithm would give another advantage or fate today
     tokenizer: Tokenizer | None
 
+    def note_missing_tokenizer(self) -> list[str]:
+        """Returns a note if the run's tokenizer was not found, else an empty list."""
+        return [] if self.tokenizer else ["the run's tokenizer was not found: tokens are shown as ids."]
 
-def load_step(path: Path, number: int | None) -> RecordedStep:
-    """Loads a step of the run in `path` from its files, with the effect of its loss on every token.
 
-    No foreign code is run: of an algorithm in a user's file the effect is not known. `number` None = the newest step
-    whose rollouts are kept. Raises RunError if there is no such run or the rollouts of the step are not kept,
-    ConfigError for a run of another kind than RL.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecordedStep(StepFiles):
+    """A step of reinforcement learning, with what its algorithm did."""
+
+    config: RL
+    algo: Algorithm | None  # None = it is foreign code, which is not run
+    effect: StepEffect
+    num_changed: int  # samples that the algorithm would give another advantage or fate today
+
+
+def read_step_files(path: Path, number: int | None) -> StepFiles:
+    """Reads what the run in `path` recorded of a step. No foreign code is run.
+
+    `number` None = the newest step whose rollouts are kept. Raises RunError if there is no such run, or the rollouts of
+    the step are not kept.
     """
     directory = RunDirectory.open(path)
-    config = require_rl(directory.config, "cohort explain")
     kept = list_rollout_steps(directory.rollouts)
     if not kept:
         raise RunError(
@@ -67,17 +78,42 @@ def load_step(path: Path, number: int | None) -> RecordedStep:
             metrics = {row.name: row.value for row in reader.read_metrics(step=number)}
     except RunError as error:
         problem = str(error)
-    algo = _build_algorithm(config, metrics)
+    return StepFiles(
+        config=directory.config,
+        number=number,
+        groups=groups,
+        metrics=metrics,
+        problem="" if metrics else f"the metrics that the run recorded are not shown: {problem}",
+        tokenizer=_load_tokenizer(directory),
+    )
+
+
+def load_step(path: Path, number: int | None) -> RecordedStep:
+    """Loads a step of reinforcement learning from the files of the run in `path`.
+
+    Raises what `read_step_files` raises, and ConfigError for a run of another kind.
+    """
+    return add_effect(read_step_files(path, number))
+
+
+def add_effect(files: StepFiles) -> RecordedStep:
+    """Returns a step of reinforcement learning with the effect of its loss on every token.
+
+    No foreign code is run: of an algorithm in a user's file the effect is not known. Raises ConfigError for a run of
+    another kind.
+    """
+    config, groups = require_rl(files.config, "cohort explain"), files.groups
+    algo = _build_algorithm(config, files.metrics)
     return RecordedStep(
         config=config,
-        number=number,
+        number=files.number,
         groups=groups,
         algo=algo,
         effect=compute_step_effect(groups, algo, config.learner.minibatches) if algo else make_unknown_effect(groups),
-        metrics=metrics,
-        problem="" if metrics else f"the metrics that the run recorded are not shown: {problem}",
+        metrics=files.metrics,
+        problem=files.problem,
         num_changed=count_changed_samples(groups, algo) if algo else 0,
-        tokenizer=_load_tokenizer(directory),
+        tokenizer=files.tokenizer,
     )
 
 
@@ -131,6 +167,24 @@ def _load_tokenizer(directory: RunDirectory) -> Tokenizer | None:
     with suppress(CohortError):
         return Tokenizer.load(find_model(directory.config.model).folder)
     return None
+
+
+def find_named_group(groups: Sequence[Group], wanted: str, importance: Sequence[float]) -> int:
+    """Returns the index of the group that `wanted` names: an index or, if there is no such index, a prompt id.
+
+    "" = the group with the largest `importance`. Raises RunError if no group fits.
+    """
+    if not wanted:
+        return max(range(len(groups)), key=lambda i: importance[i])
+    if wanted.isdecimal() and int(wanted) < len(groups):
+        return int(wanted)
+    for i, group in enumerate(groups):
+        if group.prompt.id == wanted:
+            return i
+    ids = escape_line(suggest_name(wanted, [g.prompt.id for g in groups]))
+    raise RunError(
+        f'the step has no group "{wanted}"; give --group an index from 0 to {len(groups) - 1} or a prompt id.{ids}'
+    )
 
 
 def describe_fate(group: Group, sample: Sample) -> str:
