@@ -22,7 +22,7 @@ from cohort.engines.base import Abilities, Event, Request, Weights, WorkCounters
 from cohort.engines.native.cuda.graphs import GraphCache, round_to_bucket
 from cohort.engines.native.cuda.ledger import PageLedger, count_own_pages
 from cohort.engines.native.cuda.memory import MAX_PREFILL_TOKENS, MemorySplit, divide_memory
-from cohort.engines.native.cuda.pages import PageArena, PagedPrefix, count_page_bytes, count_pages
+from cohort.engines.native.cuda.pages import KeptPages, PageArena, PagedPrefix, count_page_bytes, count_pages
 from cohort.engines.native.cuda.prefill import TokenRun, prefill
 from cohort.engines.native.cuda.step import DecodeState, StepVariant, choose_prefix_splits, choose_tile_size
 from cohort.engines.native.cuda.window import HostCopies, Window, WindowTimer
@@ -80,6 +80,7 @@ class GraphEngine:
         self.work = WorkCounters()
         self.drafts: dict[str, NativeDraft] = {}  # all drafts that have not ended, by request id
         self.waiting = WaitingDrafts()
+        self.kept: dict[str, KeptPages] = {}  # of ended requests that no other request continues yet, by request id
         self.rows: list[NativeDraft | None] = []  # None = the draft has ended and its row is still empty
         self.windows: deque[Window] = deque()  # launched and not read yet, oldest first
         self.state = DecodeState(decoder, slots, window, max_context)
@@ -103,29 +104,44 @@ class GraphEngine:
         if self._closed:
             raise closed_engine_error(self.name)
         check_request(request, self.max_context, self.decoder.config.vocab_size, self.drafts)
-        tokens = request.tokens
+        tokens, kept = request.tokens, self._take_kept(request)
         # The last prompt token always belongs to the draft itself: the step that computes it draws the first new token.
         shared = min(request.shared if request.shared > 0 else len(tokens), len(tokens) - 1)
+        # Kept KV brings its prefix along, and its use of it.
+        shared = shared if kept is None else len(kept.prefix.tokens)
         draft = NativeDraft(
             request=request,
             random_stream=derive_random_stream(request.key),
             prefix=PagedPrefix(tokens=()),
             own_prompt=tokens[shared:],
+            kept=kept,
         )
         # One page more, for page 0. The free memory is measured only if the present arena is too small.
         need = 1 + count_pages(shared) + count_own_pages(draft)
         if need > (0 if self.arena is None else self.arena.num_pages) and need > (
             room := self._measure_room(len(tokens)).kv_bytes // self._page_bytes
         ):
+            if kept is not None:
+                self.kept[request.continues] = kept
             raise ConfigError(
                 f'request "{request.id}" cannot fit: its keys and values need {need} pages of memory '
                 f"({need * self._page_bytes / 2**20:.0f} MiB), and there is room for {room} "
                 f"({room * self._page_bytes / 2**20:.0f} MiB). Lower max_tokens "
                 "(cohort train: --sampling.max_tokens; cohort eval: --max-tokens), or end other programs on the GPU."
             )
-        draft.prefix = self.ledger.add_user(tuple(tokens[:shared]))
+        draft.prefix = self.ledger.add_user(tuple(tokens[:shared])) if kept is None else kept.prefix
         self.drafts[request.id] = draft
         self.waiting.add(draft)
+        # The id names another request from now on.
+        self.forget(request.id)
+
+    def _take_kept(self, request: Request) -> KeptPages | None:
+        """Removes and returns the KV that the request continues, without what it cannot use. None = there is none."""
+        kept = self.kept.pop(request.continues, None)
+        if kept is not None and not kept.cut_to(request.tokens):
+            self.ledger.remove_kept(kept)
+            return None
+        return kept
 
     @property
     def arena(self) -> PageArena | None:
@@ -159,8 +175,7 @@ class GraphEngine:
                     # All drafts continue from the tokens they have, once good weights are loaded.
                     self._requeue_all()
                     raise
-            if not self.drafts and not self.keep_arena:
-                self.release()
+            self._release_if_unused()
         events, self._events = self._events, []
         return events
 
@@ -177,6 +192,7 @@ class GraphEngine:
         self._events = [e for e in self._events if e.id != id]
         # The request has ended, but its last event was not reported yet: for the caller it was still under way.
         if draft is None:
+            self.forget(id)
             queued[0].finish = Finish.ABORT
             return queued[0]
         draft.finish = Finish.ABORT
@@ -188,16 +204,25 @@ class GraphEngine:
             self.waiting.remove(draft)
             self._drop_draft(draft)
         # `poll` would release the memory too, but a caller may never poll an idle engine.
-        if not self.drafts and not self.keep_arena:
-            self.release()
+        self._release_if_unused()
         return draft.to_sample(self.decode)
+
+    def forget(self, id: str) -> None:
+        """Drops the KV that is kept for an ended request, if there is any.
+
+        If it was the last, no request is under way and the arena is not kept, frees memory like `release`.
+        """
+        kept = self.kept.pop(id, None)
+        if kept is not None:
+            self.ledger.remove_kept(kept)
+            self._release_if_unused()
 
     @torch.no_grad()
     def load(self, weights: Weights, version: int) -> None:
         """Samples from `weights` from now on, as `version`. Weights of another decoder are copied into this one.
 
-        Windows under way are read first; the next `poll` reports them. All KV is dropped: running requests wait again
-        until it is recomputed.
+        Windows under way are read first; the next `poll` reports them. All KV, kept or in use, is dropped: running
+        requests wait again until it is recomputed.
         """
         with self._use_device():
             self._requeue_all()
@@ -206,6 +231,7 @@ class GraphEngine:
             if self._has_damaged_kv and self.arena is not None:
                 # KV that is not finite must not be read again, not even with attention weight zero.
                 self.arena.kv.zero_()
+        self._release_if_unused()
         self._has_damaged_kv = False
         self.version = version
 
@@ -215,7 +241,9 @@ class GraphEngine:
         self.windows.clear()
         self.waiting = WaitingDrafts()
         self.rows = []
+        self.kept.clear()
         self._events = []
+        self.ledger.kept.clear()
         self.ledger.arena = self.graphs = None
         self._closed = True
 
@@ -226,6 +254,11 @@ class GraphEngine:
             self.ledger.arena = self.graphs = None
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
+
+    def _release_if_unused(self) -> None:
+        """Frees memory like `release` if no request is under way, no KV is kept and others need the memory now."""
+        if not self.drafts and not self.kept and not self.keep_arena:
+            self.release()
 
     def _requeue_all(self) -> None:
         """Reads the windows under way, puts running requests back into the queue first, and frees all KV pages.
@@ -240,6 +273,9 @@ class GraphEngine:
         self.rows = []
         # A row without a draft must not write to pages that by then belong to another draft.
         self.state.done.fill_(1)
+        for kept in self.kept.values():
+            self.ledger.remove_kept(kept)
+        self.kept.clear()
         self.ledger.free_all()
         self._variant = None
 
@@ -273,7 +309,8 @@ class GraphEngine:
         """Allocates KV memory for the waiting requests, as much as they need and the free memory allows.
 
         Keeps the present arena if it has room for each waiting request alone and is large enough or could hardly grow.
-        A new one may still be too small. Must be called only while no draft runs and some wait.
+        A new one may still be too small. It takes over what is computed for conversations if there is memory for both
+        arenas; otherwise that is computed again. Must be called only while no draft runs and some wait.
         """
         waiting = list(self.waiting)
         # Wanted: pages for the largest drafts and prefixes that can run together. Least: those of any single draft.
@@ -284,14 +321,20 @@ class GraphEngine:
         have = 0 if self.arena is None else self.arena.num_pages
         least = 1 + max(own) + max(shared)
         longest = max(len(d.request.tokens) for d in waiting)
-        if have >= least and have >= min(wanted, self._measure_room(longest).kv_bytes // self._page_bytes) / MIN_GROWTH:
+        room = self._measure_room(longest)
+        if have >= least and have >= min(wanted, room.kv_bytes // self._page_bytes) / MIN_GROWTH:
             return
         began = time.perf_counter()
-        self.release()
-        room = self._measure_room(longest)
-        self.prefill_tokens = room.prefill_tokens
         need = min(wanted, room.kv_bytes // self._page_bytes)
+        old = self.arena if self.ledger.kept and (have + need) * self._page_bytes <= room.kv_bytes else None
+        if old is None:
+            self.release()
+            room = self._measure_room(longest)
+            need = min(wanted, room.kv_bytes // self._page_bytes)
+        self.prefill_tokens = room.prefill_tokens
         self.ledger.arena = PageArena(self.decoder.config, need, self.decoder.embed.dtype, self.device)
+        if old is not None:
+            self.ledger.arena.take_over(old)
         self.graphs = GraphCache(self.decoder, self.state, self.ledger.arena)
         # A full pass of the garbage collector would take so long that the device runs out of queued work.
         freeze_objects()
@@ -373,7 +416,10 @@ class GraphEngine:
         self.work.prefill_seconds += time.perf_counter() - began
 
     def _prefill_drafts(self, entering: list[NativeDraft]) -> None:
-        """Computes the KV of `ledger.uncomputed`, then empties it, and of the drafts' own tokens but each last one."""
+        """Computes the KV of `ledger.uncomputed`, then empties it, and of the drafts' own tokens but each last one.
+
+        Own tokens whose KV was kept by the request before are left out.
+        """
         assert self.arena is not None
         uncomputed = self.ledger.uncomputed
         self.state.tables.set_prefix_pages(uncomputed)
@@ -383,14 +429,17 @@ class GraphEngine:
         own = []
         for d in entering:
             assert isinstance(d.prefix, PagedPrefix)
-            known = [*d.own_prompt, *d.tokens][:-1]
+            known = [*d.own_prompt, *d.tokens][d.num_kept : -1]
             prefix = d.prefix if d.prefix.tokens else None
-            own.append(TokenRun(tokens=known, pages=self.ledger.get_pages(d), prefix=prefix))
+            pages = self.ledger.get_pages(d)
+            own.append(TokenRun(tokens=known, pages=pages, prefix=prefix, num_cached=d.num_kept))
         prefill(self.decoder, self.arena, self.state.angles, own, self.prefill_tokens)
         self.work.num_prompt_tokens += sum(len(r.tokens) for r in runs + own)
+        for d in entering:
+            d.kept = None
 
     def _end_row(self, row: int) -> None:
-        """Empties a row whose request has ended, and frees its pages.
+        """Empties a row whose request has ended, and frees its pages, unless their KV is to be kept.
 
         Other requests may take the pages at once: what they write is queued behind the windows that still run.
         """
@@ -400,9 +449,17 @@ class GraphEngine:
         self._drop_draft(draft)
 
     def _drop_draft(self, draft: NativeDraft) -> None:
-        """Forgets a draft that has ended. Frees its own pages, and its prefix if no other draft uses it."""
-        del self.drafts[draft.request.id]
-        self.ledger.remove_draft(draft)
+        """Forgets a draft that has ended. Frees its own pages, and its prefix if nothing else uses it.
+
+        The KV of a running draft that was not aborted is kept if the request asks for that. Steps that are still queued
+        for its row write only behind the tokens that it has.
+        """
+        id = draft.request.id
+        del self.drafts[id]
+        if draft.request.keep and draft.finish is not Finish.ABORT:
+            self.kept[id] = self.ledger.keep_draft(draft)
+        else:
+            self.ledger.remove_draft(draft)
 
     # ---- windows
 
