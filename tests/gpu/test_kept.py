@@ -42,7 +42,7 @@ def has_freed_everything(engine: GraphEngine) -> bool:
     """Returns whether no page, no entry of the table and no prefix is in use."""
     pages = engine.arena is None or len(engine.arena.free_pages) == engine.arena.num_pages - 1
     entries = len(engine.state.tables.free_entries) == len(engine.state.tables.prefix_length)
-    return pages and entries and not engine.ledger.prefixes and not engine.kept and not engine.ledger.kept
+    return pages and entries and not engine.ledger.prefixes and not engine.ledger.kept and not engine.ledger.idle_kept
 
 
 def check_same(model: Decoder, asked: Request, one: Sample) -> None:
@@ -136,7 +136,7 @@ def test_a_shorter_request_gives_pages_back():
     first = ask(tokens=LONG, max_tokens=3)
     drawn = sample(engine, [first])["0/0"].tokens
     sample(engine, [next_turn(first, drawn, LONG, max_tokens=2)])
-    assert len(engine.kept["0/0"].pages) == 2
+    assert len(engine.ledger.kept["0/0"].pages) == 2
     sample(engine, [request(tokens=LONG, max_tokens=2, continues="0/0")])
     assert has_freed_everything(engine)
 
@@ -161,7 +161,7 @@ def test_kept_kv_makes_room_for_others_and_is_computed_again():
     assert engine.arena is not None and engine.arena.num_pages == 7
     assert len(engine.abort("2/0").tokens) < 65
     sample(engine, [replace(large, sampling=replace(large.sampling, stop_ids=tuple(range(64))))])
-    assert not engine.kept["1/0"].tokens and engine.kept["0/0"].tokens
+    assert not engine.ledger.kept["1/0"].tokens and engine.ledger.kept["0/0"].tokens
     for asked, computed in zip(first, (2 + 3, 3 + 3 + 2 - 1), strict=True):
         before = engine.work.num_prompt_tokens
         second = next_turn(asked, ended[asked.id].tokens, [3, 4], max_tokens=3, keep=False)
@@ -175,11 +175,11 @@ def test_nothing_is_dropped_for_a_request_that_has_no_room_even_then():
     runs = request(1, 0, max_tokens=140)  # a page of the prompt, three of its own
     engine.submit(ask(max_tokens=3))
     engine.submit(runs)
-    while "0/0" not in engine.kept:
+    while "0/0" not in engine.ledger.kept:
         engine.poll()
     engine.submit(request(2, 0, max_tokens=65, tokens=LONG + LONG[:40]))
     engine.poll()
-    assert len(engine.drafts) == 2 and engine.kept["0/0"].tokens
+    assert len(engine.drafts) == 2 and engine.ledger.kept["0/0"].tokens
 
 
 @pytest.mark.parametrize(("pages", "anew"), [(7, False), (6, True)])
@@ -229,7 +229,7 @@ def test_memory_is_released_with_the_last_kept_conversation(end: str):
         engine.abort("0/0")
     else:
         getattr(engine, end)()
-    assert engine.arena is None and not engine.kept
+    assert engine.arena is None and not engine.ledger.kept
     assert end == "close" or has_freed_everything(engine)
 
 

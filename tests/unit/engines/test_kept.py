@@ -10,7 +10,7 @@ import torch
 from cohort.engines.base import Request, sample
 from cohort.engines.native import engine as module
 from cohort.engines.native.engine import NativeEngine
-from cohort.engines.native.kept import KeptKV
+from cohort.engines.native.kept import KeptDraft
 from cohort.engines.native.kv import Prefix
 from cohort.types import Sample
 from tests.helpers.decoders_and_groups import small_decoder
@@ -147,7 +147,7 @@ def test_a_stop_string_inside_a_window_keeps_what_is_before_it():
     engine = make()
     cut = sample(engine, [first])["0/0"]
     assert len(cut.tokens) < 12
-    assert len(engine.kept["0/0"].tokens) == len(cut.tokens) - 1
+    assert len(engine.kept.by_id["0/0"].tokens) == len(cut.tokens) - 1
     second = next_turn(first, cut.tokens, [3, 4])
     expected = sample(make(), [replace(second, continues="")])["0/0"]
     assert count_gap(sample(engine, [second])["0/0"], expected) < 1e-10
@@ -229,7 +229,7 @@ def test_kept_kv_is_bounded_by_what_the_slots_can_hold():
     engine = make(slots=1, max_context=34)
     requests = [ask(0, i, max_tokens=7) for i in range(5)]
     ended = sample(engine, requests)
-    assert list(engine.kept) == ["0/0", "0/1", "0/2"]  # 4 tokens of the prompt and 6 drawn ones each
+    assert list(engine.kept.by_id) == ["0/0", "0/1", "0/2"]  # 4 tokens of the prompt and 6 drawn ones each
     before = engine.work.num_prompt_tokens
     later = [next_turn(r, ended[r.id].tokens, [3, 4], max_tokens=7) for r in requests]
     again = sample(engine, later)
@@ -255,7 +255,7 @@ def test_what_two_conversations_have_in_common():
     prefix = Prefix(tokens=(1, 2))
 
     def cut(tokens: list[int], kept: list[int]) -> list[int] | None:
-        made = KeptKV(prefix=prefix, tokens=list(kept))
+        made = KeptDraft(prefix=prefix, tokens=list(kept))
         return made.tokens if made.cut_to(tokens) else None
 
     assert cut([1, 2, 3, 4, 5], [3, 4]) == [3, 4]

@@ -144,7 +144,8 @@ MANY_PARAMETERS = {"learner.local:__init__": 9, "tasks.stream:__init__": 9}
 # It was 17,050 before help and prose were wrapped on terminals, and a mistyped name led to the nearest run, for all
 # commands.
 # It was 17,300 before supervised fine-tuning on any rows and preference optimisation.
-MAX_PACKAGE = 18_800
+# It was 18,800 before engines kept the keys and values of conversations between their turns.
+MAX_PACKAGE = 19_000
 AREAS = {  # leaves that nothing of it imports, or doors to other people's programs
     ("tasks", "recipes"): 4_600,  # the traces that SFT imitates among them, and the notations of mathematical answers
     ("models.auto", "engines.auto", "engines.vllm", "engines.server", "engines.site"): 1_200,

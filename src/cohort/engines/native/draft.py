@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from cohort.engines.draft import Draft
-from cohort.engines.native.kept import KeptKV
+from cohort.engines.native.kept import KeptDraft
 from cohort.engines.native.kv import Prefix
 
 
@@ -20,7 +20,7 @@ class NativeDraft(Draft):
 
     prefix: Prefix
     own_prompt: list[int]  # the request's tokens after the shared prefix
-    kept: KeptKV | None = None  # KV of its first own tokens, from the request that it continues, until it has a slot
+    kept: KeptDraft | None = None  # KV of its first own tokens, from the request that it continues, until it has a slot
 
     @property
     def num_shared(self) -> int:

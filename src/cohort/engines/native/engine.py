@@ -27,7 +27,7 @@ from cohort.engines.native.attention import (
     plan_prompts,
 )
 from cohort.engines.native.draft import NativeDraft, WaitingDrafts
-from cohort.engines.native.kept import KeptKV
+from cohort.engines.native.kept import KeptStore
 from cohort.engines.native.kv import Arena, Prefix, PrefixStore, round_to_length_class
 from cohort.engines.native.packed import PackedWeights
 from cohort.engines.native.random import derive_random_stream
@@ -86,12 +86,12 @@ class NativeEngine:
         self.drafts: dict[str, NativeDraft] = {}  # all drafts that have not ended, by request id
         self.waiting = WaitingDrafts()
         self.running: list[NativeDraft] = []  # by slot
-        self.kept: dict[str, KeptKV] = {}  # of ended requests that no other request continues yet, by request id
         float_dtype = torch.float64 if dtype == torch.float64 else torch.float32
         # One token more than the window: a draft gets its first token when it enters, before the steps of the window.
         self.slots = Slots(slots, window + 1, float_dtype, device)
         self.arena = Arena(decoder.config, dtype, device)
         self.prefixes = PrefixStore(decoder.config, dtype, device)
+        self.kept = KeptStore(self.prefixes)
         self._prompt_plan: PromptPlan | None = None  # how the running drafts read their prompts; None = to be planned
         self._events: list[Event] = []
         self._has_damaged_kv = False
@@ -107,7 +107,7 @@ class NativeEngine:
         if self._closed:
             raise closed_engine_error(self.name)
         check_request(request, self.max_context, self.decoder.config.vocab_size, self.drafts)
-        kept = self._take_kept(request)
+        kept = self.kept.take_kept(request)
         # Both -1 and 0 make the whole prompt the prefix.
         shared = request.shared if request.shared > 0 else len(request.tokens)
         # Kept KV brings its prefix along, and its use of it.
@@ -121,6 +121,9 @@ class NativeEngine:
         )
         self.drafts[request.id] = draft
         self.waiting.add(draft)
+        if request.continues:
+            # What cannot be continued was dropped, and its pool may have moved another prefix into the gap.
+            self._prompt_plan = None
         # The id names another request from now on.
         self.forget(request.id)
 
@@ -173,9 +176,10 @@ class NativeEngine:
 
         If it was the last, and no request is under way, frees memory like `release`.
         """
-        kept = self.kept.pop(id, None)
-        if kept is not None:
-            self._drop_kept(kept)
+        if id in self.kept:
+            self.kept.remove(id)
+            # The pool may have moved another prefix into the gap.
+            self._prompt_plan = None
             self._release_if_unused()
 
     def load(self, weights: Weights, version: int) -> None:
@@ -204,7 +208,7 @@ class NativeEngine:
         self.drafts.clear()
         self.waiting = WaitingDrafts()
         self.running = []
-        self.kept.clear()
+        self.kept.by_id.clear()
         self._events = []
         self.release()
         self._closed = True
@@ -230,19 +234,9 @@ class NativeEngine:
         for draft in self.waiting:
             # The draft itself still uses the prefix.
             draft.kept = None
-        for kept in self.kept.values():
-            self._drop_kept(kept)
         self.kept.clear()
 
     # ---- entering
-
-    def _take_kept(self, request: Request) -> KeptKV | None:
-        """Removes and returns the KV that the request continues, without what it cannot use. None = there is none."""
-        kept = self.kept.pop(request.continues, None)
-        if kept is not None and not kept.cut_to(request.tokens):
-            self._drop_kept(kept)
-            return None
-        return kept
 
     def _admit_waiting(self) -> None:
         """Gives free slots to waiting drafts, computes the KV of their known tokens and draws one token for each.
@@ -454,21 +448,12 @@ class NativeEngine:
         draft = self.running[slot]
         if not draft.request.keep or draft.finish is Finish.ABORT:
             return
-        held = [*self.kept.values(), *(d.kept for d in self.waiting if d.kept is not None)]
+        held = [*self.kept.by_id.values(), *(d.kept for d in self.waiting if d.kept is not None)]
         tokens = [*draft.own_prompt, *draft.tokens][:-1]
         num = len(draft.prefix.tokens) + len(tokens)
         if sum(k.num_tokens for k in held) + num > self.num_slots * self.max_context:
             return
-        # The draft is dropped afterwards; the kept KV goes on using the prefix.
-        prefix = self.prefixes.add_user(draft.prefix.tokens)
-        kv = self.arena.copy_out(slot, len(tokens))
-        self.kept[draft.request.id] = KeptKV(prefix=prefix, tokens=tokens, kv=kv)
-
-    def _drop_kept(self, kept: KeptKV) -> None:
-        """Ends the use of a prefix by kept KV, which frees the prefix if nothing else uses it."""
-        self.prefixes.remove_user(kept.prefix)
-        # The pool may have moved another prefix into the gap.
-        self._prompt_plan = None
+        self.kept.add(draft.request.id, draft.prefix, tokens, self.arena.copy_out(slot, len(tokens)))
 
     def _drop_draft(self, draft: NativeDraft) -> None:
         """Forgets a draft that has ended, and frees its prefix if nothing else uses it."""

@@ -20,11 +20,12 @@ import torch
 from cohort.data.transfer import copy_to_device
 from cohort.engines.base import Abilities, Event, Request, Weights, WorkCounters
 from cohort.engines.native.cuda.graphs import GraphCache, round_to_bucket
-from cohort.engines.native.cuda.ledger import PageLedger, count_own_pages
-from cohort.engines.native.cuda.memory import MAX_PREFILL_TOKENS, MemorySplit, divide_memory
-from cohort.engines.native.cuda.pages import KeptPages, PageArena, PagedPrefix, count_page_bytes, count_pages
+from cohort.engines.native.cuda.ledger import PageLedger, count_arena_pages, count_own_pages
+from cohort.engines.native.cuda.memory import MAX_PREFILL_TOKENS, MemorySplit, divide_memory, measure_usable_bytes
+from cohort.engines.native.cuda.pages import PageArena, PagedPrefix, count_page_bytes, count_pages
 from cohort.engines.native.cuda.prefill import TokenRun, prefill
-from cohort.engines.native.cuda.step import DecodeState, StepVariant, choose_prefix_splits, choose_tile_size
+from cohort.engines.native.cuda.step import DecodeState, StepVariant
+from cohort.engines.native.cuda.tiles import plan_step
 from cohort.engines.native.cuda.window import HostCopies, Window, WindowTimer
 from cohort.engines.native.draft import NativeDraft, WaitingDrafts
 from cohort.engines.native.random import derive_random_stream
@@ -80,7 +81,6 @@ class GraphEngine:
         self.work = WorkCounters()
         self.drafts: dict[str, NativeDraft] = {}  # all drafts that have not ended, by request id
         self.waiting = WaitingDrafts()
-        self.kept: dict[str, KeptPages] = {}  # of ended requests that no other request continues yet, by request id
         self.rows: list[NativeDraft | None] = []  # None = the draft has ended and its row is still empty
         self.windows: deque[Window] = deque()  # launched and not read yet, oldest first
         self.state = DecodeState(decoder, slots, window, max_context)
@@ -104,7 +104,7 @@ class GraphEngine:
         if self._closed:
             raise closed_engine_error(self.name)
         check_request(request, self.max_context, self.decoder.config.vocab_size, self.drafts)
-        tokens, kept = request.tokens, self._take_kept(request)
+        tokens, kept = request.tokens, self.ledger.take_kept(request)
         # The last prompt token always belongs to the draft itself: the step that computes it draws the first new token.
         shared = min(request.shared if request.shared > 0 else len(tokens), len(tokens) - 1)
         # Kept KV brings its prefix along, and its use of it.
@@ -122,7 +122,7 @@ class GraphEngine:
             room := self._measure_room(len(tokens)).kv_bytes // self._page_bytes
         ):
             if kept is not None:
-                self.kept[request.continues] = kept
+                self.ledger.kept[request.continues] = kept
             raise ConfigError(
                 f'request "{request.id}" cannot fit: its keys and values need {need} pages of memory '
                 f"({need * self._page_bytes / 2**20:.0f} MiB), and there is room for {room} "
@@ -134,14 +134,6 @@ class GraphEngine:
         self.waiting.add(draft)
         # The id names another request from now on.
         self.forget(request.id)
-
-    def _take_kept(self, request: Request) -> KeptPages | None:
-        """Removes and returns the KV that the request continues, without what it cannot use. None = there is none."""
-        kept = self.kept.pop(request.continues, None)
-        if kept is not None and not kept.cut_to(request.tokens):
-            self.ledger.remove_kept(kept)
-            return None
-        return kept
 
     @property
     def arena(self) -> PageArena | None:
@@ -212,9 +204,8 @@ class GraphEngine:
 
         If it was the last, no request is under way and the arena is not kept, frees memory like `release`.
         """
-        kept = self.kept.pop(id, None)
-        if kept is not None:
-            self.ledger.remove_kept(kept)
+        if id in self.ledger.kept:
+            self.ledger.remove_kept(id)
             self._release_if_unused()
 
     @torch.no_grad()
@@ -241,7 +232,6 @@ class GraphEngine:
         self.windows.clear()
         self.waiting = WaitingDrafts()
         self.rows = []
-        self.kept.clear()
         self._events = []
         self.ledger.kept.clear()
         self.ledger.arena = self.graphs = None
@@ -257,7 +247,7 @@ class GraphEngine:
 
     def _release_if_unused(self) -> None:
         """Frees memory like `release` if no request is under way, no KV is kept and others need the memory now."""
-        if not self.drafts and not self.kept and not self.keep_arena:
+        if not self.drafts and not self.ledger.kept and not self.keep_arena:
             self.release()
 
     def _requeue_all(self) -> None:
@@ -273,9 +263,6 @@ class GraphEngine:
         self.rows = []
         # A row without a draft must not write to pages that by then belong to another draft.
         self.state.done.fill_(1)
-        for kept in self.kept.values():
-            self.ledger.remove_kept(kept)
-        self.kept.clear()
         self.ledger.free_all()
         self._variant = None
 
@@ -294,13 +281,9 @@ class GraphEngine:
         limit = 1 << 60 if self.memory is None else self.memory
         if self.device.type != "cuda":
             return MemorySplit(kv_bytes=limit, prefill_tokens=MAX_PREFILL_TOKENS)
-        free, _ = torch.cuda.mem_get_info(self.device)
-        # Freed tensors stay in torch's cache and can be used again, except for splinters of blocks that are in use.
-        stats = torch.cuda.memory_stats(self.device)
-        cached = stats["reserved_bytes.all.current"] - stats["allocated_bytes.all.current"]
-        free += max(0, cached - stats["inactive_split_bytes.all.current"])
         # The present arena would be freed before a new one is allocated.
-        free += 0 if self.arena is None else self.arena.num_pages * self._page_bytes
+        present = 0 if self.arena is None else self.arena.num_pages * self._page_bytes
+        free = measure_usable_bytes(self.device) + present
         width = self.decoder.embed.dtype.itemsize
         room = divide_memory(free, self.decoder.config, width, self.num_slots, longest)
         return replace(room, kv_bytes=min(limit, room.kv_bytes))
@@ -313,20 +296,15 @@ class GraphEngine:
         arenas; otherwise that is computed again. Must be called only while no draft runs and some wait.
         """
         waiting = list(self.waiting)
-        # Wanted: pages for the largest drafts and prefixes that can run together. Least: those of any single draft.
-        own = sorted(map(count_own_pages, waiting), reverse=True)[: self.num_slots]
-        distinct = {id(d.prefix): count_pages(len(d.prefix.tokens)) for d in waiting}
-        shared = sorted(distinct.values(), reverse=True)[: self.num_slots]
-        wanted = 1 + sum(own) + sum(shared)
+        wanted, least = count_arena_pages(waiting, self.num_slots)
         have = 0 if self.arena is None else self.arena.num_pages
-        least = 1 + max(own) + max(shared)
         longest = max(len(d.request.tokens) for d in waiting)
         room = self._measure_room(longest)
         if have >= least and have >= min(wanted, room.kv_bytes // self._page_bytes) / MIN_GROWTH:
             return
         began = time.perf_counter()
         need = min(wanted, room.kv_bytes // self._page_bytes)
-        old = self.arena if self.ledger.kept and (have + need) * self._page_bytes <= room.kv_bytes else None
+        old = self.arena if self.ledger.idle_kept and (have + need) * self._page_bytes <= room.kv_bytes else None
         if old is None:
             self.release()
             room = self._measure_room(longest)
@@ -454,10 +432,9 @@ class GraphEngine:
         The KV of a running draft that was not aborted is kept if the request asks for that. Steps that are still queued
         for its row write only behind the tokens that it has.
         """
-        id = draft.request.id
-        del self.drafts[id]
+        del self.drafts[draft.request.id]
         if draft.request.keep and draft.finish is not Finish.ABORT:
-            self.kept[id] = self.ledger.keep_draft(draft)
+            self.ledger.keep_draft(draft)
         else:
             self.ledger.remove_draft(draft)
 
@@ -482,7 +459,7 @@ class GraphEngine:
         """
         assert self.graphs is not None
         if self._variant is None:
-            self._variant = self._plan_variant()
+            self._variant = plan_step(self.rows, self.state, self.decoder.config, self.num_slots)
         replay = self.graphs.get_step(self._variant)
         timer = WindowTimer(self.device)
         self.state.slots.num_filled.zero_()
@@ -493,39 +470,6 @@ class GraphEngine:
         timer.mark_copies_queued()
         self.windows.append(Window(rows=list(self.rows), steps=steps, results=results, timer=timer))
         self.work.num_steps += steps
-
-    def _plan_variant(self) -> StepVariant:
-        """Plans which rows read which shared prefix together (as tiles) and writes the plan to the device.
-
-        Returns the StepVariant that selects the captured graph for these rows.
-        """
-        groups: dict[int, list[int]] = {}  # entry of a prefix -> its rows
-        for row, draft in enumerate(self.rows):
-            if draft is not None and draft.prefix.tokens:
-                groups.setdefault(draft.prefix.entry, []).append(row)
-        tile_size = choose_tile_size(self.decoder.config.queries_per_kv, max(map(len, groups.values()), default=1))
-        each = tile_size // self.decoder.config.queries_per_kv  # rows per tile
-        longest = max((len(d.prefix.tokens) for d in self.rows if d is not None), default=0)
-        tiles = [(entry, rows[i : i + each]) for entry, rows in groups.items() for i in range(0, len(rows), each)]
-        rows = round_to_bucket(len(self.rows), self.num_slots)
-        # The number of tiles is rounded up to a power of two, so that few graphs serve all numbers.
-        num = min(rows, max(1, 1 << (len(tiles) - 1).bit_length())) if tiles else 1
-        entries = [entry for entry, _ in tiles] + [-1] * (num - len(tiles))
-        members = [m + [-1] * (each - len(m)) for _, m in tiles] + [[-1] * each] * (num - len(tiles))
-        self.state.tile_prefix[:num] = copy_to_device(entries, self.device, torch.int32)
-        self.state.tile_rows[: num * each] = copy_to_device(members, self.device, torch.int32).flatten()
-        s = self.state.slots
-        return StepVariant(
-            rows=rows,
-            tile_size=tile_size,
-            num_tiles=num,
-            prefix_splits=choose_prefix_splits(num, self.decoder.config.num_kv_heads, longest),
-            has_truncation=s.has_truncation,
-            needs_sorting=s.needs_sorting,
-            has_greedy=s.has_greedy,
-            # Only the truncating draw depends on it: the other kernel always divides by the temperature.
-            has_temperature=s.has_temperature and s.has_truncation,
-        )
 
     def _read_window(self, window: Window) -> None:
         """Waits for a window, adds its tokens to the drafts and queues the events. Drafts that end leave their rows.

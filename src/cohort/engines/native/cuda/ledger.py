@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from cohort.engines.base import Request
 from cohort.engines.native.cuda.pages import KeptPages, PageArena, PagedPrefix, PageTables, count_pages
 from cohort.engines.native.draft import NativeDraft
 
@@ -9,6 +12,18 @@ from cohort.engines.native.draft import NativeDraft
 def count_own_pages(draft: NativeDraft) -> int:
     """Returns how many pages the draft's own tokens (all after its prefix) need at its greatest possible length."""
     return count_pages(len(draft.own_prompt) + draft.request.sampling.max_tokens)
+
+
+def count_arena_pages(drafts: Sequence[NativeDraft], slots: int) -> tuple[int, int]:
+    """Returns how many pages an arena for these drafts should have, and how many it must have; page 0 is counted.
+
+    It should have room for the largest `slots` drafts and the largest prefixes, which can run together, and must have
+    room for any single draft.
+    """
+    own = sorted(map(count_own_pages, drafts), reverse=True)[:slots]
+    distinct = {id(d.prefix): count_pages(len(d.prefix.tokens)) for d in drafts}
+    shared = sorted(distinct.values(), reverse=True)[:slots]
+    return 1 + sum(own) + sum(shared), 1 + max(own) + max(shared)
 
 
 class PageLedger:
@@ -24,7 +39,8 @@ class PageLedger:
         self.prefixes: dict[tuple[int, ...], PagedPrefix] = {}  # by their tokens
         self.running: dict[str, tuple[NativeDraft, list[int]]] = {}  # by request id: a draft and its own pages
         self.uncomputed: list[PagedPrefix] = []  # prefixes that have pages and are not computed yet
-        self.kept: list[KeptPages] = []  # kept KV that has pages, and is in no running draft; oldest first
+        self.kept: dict[str, KeptPages] = {}  # of ended requests that no other one continues yet, by request id
+        self.idle_kept: list[KeptPages] = []  # what has pages that no running draft uses: `kept`, or of waiting drafts
 
     def add_user(self, tokens: tuple[int, ...]) -> PagedPrefix:
         """Returns the prefix with these tokens, made now if it is unknown, and counts one more request that uses it.
@@ -43,10 +59,10 @@ class PageLedger:
         self.free_pages(draft)
         self._remove_user(_get_prefix(draft))
 
-    def keep_draft(self, draft: NativeDraft) -> KeptPages:
-        """Ends a running draft and returns its KV, which stays in its pages. Pages without KV of its tokens are freed.
+    def keep_draft(self, draft: NativeDraft) -> None:
+        """Ends a running draft and keeps its KV where it is. Pages without KV of its tokens are freed.
 
-        The returned object uses the draft's prefix from now on.
+        What is kept uses the draft's prefix from now on.
         """
         assert self.arena is not None
         _, pages = self.running.pop(draft.request.id)
@@ -55,19 +71,29 @@ class PageLedger:
         num = count_pages(len(tokens))
         self.arena.return_pages(pages[num:])
         kept = KeptPages(prefix=draft.prefix, tokens=tokens, pages=pages[:num])
-        self.kept.append(kept)
-        return kept
+        self.kept[draft.request.id] = kept
+        self.idle_kept.append(kept)
 
-    def remove_kept(self, kept: KeptPages) -> None:
-        """Frees the pages of kept KV that no draft continues, and its prefix if nothing else uses that."""
-        self._free_kept(kept)
-        assert isinstance(kept.prefix, PagedPrefix)
-        self._remove_user(kept.prefix)
+    def take_kept(self, request: Request) -> KeptPages | None:
+        """Removes and returns the KV that the request continues, without what it cannot use. None = there is none."""
+        kept = self.kept.get(request.continues)
+        if kept is not None and not kept.cut_to(request.tokens):
+            self.remove_kept(request.continues)
+            return None
+        return self.kept.pop(request.continues, None)
+
+    def remove_kept(self, id: str) -> None:
+        """Frees the KV that is kept of the request `id`, if any, and its prefix if nothing else uses that."""
+        kept = self.kept.pop(id, None)
+        if kept is not None:
+            self._free_kept(kept)
+            assert isinstance(kept.prefix, PagedPrefix)
+            self._remove_user(kept.prefix)
 
     def _free_kept(self, kept: KeptPages) -> None:
         """Frees the pages of kept KV, unless a running draft has taken them over. Its tokens must be computed again."""
-        if kept in self.kept:
-            self.kept.remove(kept)
+        if kept in self.idle_kept:
+            self.idle_kept.remove(kept)
             # Without an arena the pages are gone already.
             if self.arena is not None:
                 self.arena.return_pages(kept.pages)
@@ -98,7 +124,7 @@ class PageLedger:
         kept, need = _get_kept(draft), count_own_pages(draft)
         pages: list[int] = []
         if kept is not None and kept.pages:
-            self.kept.remove(kept)
+            self.idle_kept.remove(kept)
             # The draft may need fewer pages than the one that it continues.
             self.arena.return_pages(kept.pages[need:])
             pages, kept.pages = kept.pages[:need], []
@@ -119,7 +145,7 @@ class PageLedger:
         for prefix in self.prefixes.values():
             if id(prefix) not in read:
                 self._free_prefix(prefix)
-        others = [kept for kept in self.kept if kept is not draft.kept]
+        others = [kept for kept in self.idle_kept if kept is not draft.kept]
         assert self.arena is not None
         if self._count_needed(draft) > len(self.arena.free_pages) + sum(len(kept.pages) for kept in others):
             return False
@@ -169,11 +195,14 @@ class PageLedger:
     def free_all(self) -> None:
         """Frees the pages of all drafts, kept KV and prefixes, whose KV is lost.
 
-        The prefixes and their counts of users stay.
+        The prefixes that drafts use stay, with their counts of users.
         """
         for draft, _ in list(self.running.values()):
             self.free_pages(draft)
-        for kept in list(self.kept):
+        for id in list(self.kept):
+            self.remove_kept(id)
+        # The others belong to waiting drafts.
+        for kept in list(self.idle_kept):
             self._free_kept(kept)
         for prefix in self.prefixes.values():
             self._free_prefix(prefix)

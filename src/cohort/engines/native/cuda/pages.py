@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cohort.data.transfer import copy_to_device
 from cohort.engines.native.cuda.rotate import PAGE
-from cohort.engines.native.kept import KeptKV
+from cohort.engines.native.kept import KeptDraft
 from cohort.engines.native.kv import Prefix
 from cohort.models.config import ModelConfig
 
@@ -74,7 +74,7 @@ class PagedPrefix(Prefix):
 
 
 @dataclass(eq=False, kw_only=True, slots=True)
-class KeptPages(KeptKV):
+class KeptPages(KeptDraft):
     """Kept KV that stays in its pages. If memory is short it loses them, and then its tokens."""
 
     pages: list[int]

@@ -98,7 +98,7 @@ def _compute_runs(decoder: Decoder, arena: PageArena, angles: Angles, runs: list
     places = copy_to_device(table[row, offset // PAGE] * PAGE + offset % PAGE, device)
     padded = copy_to_device(row * most + index, device)  # [T], place of each token in a grid of rows x most
     whole = len(row) == rows * most
-    stored = _StoredKV.build(runs, most, decoder.embed.dtype, device)
+    stored = _StoredPages.build(runs, most, decoder.embed.dtype, device)
 
     def pad_to_grid(x: Tensor) -> Tensor:
         """[T, heads, D] -> [rows, heads, most, D]"""
@@ -131,14 +131,14 @@ def _compute_runs(decoder: Decoder, arena: PageArena, angles: Angles, runs: list
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _StoredKV:
+class _StoredPages:
     """The pages before some runs, padded to the most, with a mask for stored tokens and run together."""
 
     table: Tensor  # [rows, pages]
     mask: Tensor  # [rows, 1, most, pages * PAGE + most]
 
     @staticmethod
-    def build(runs: list[TokenRun], most: int, dtype: torch.dtype, device: torch.device) -> _StoredKV | None:
+    def build(runs: list[TokenRun], most: int, dtype: torch.dtype, device: torch.device) -> _StoredPages | None:
         """Returns the stored KV before the runs as a padded table of pages, with the mask for it and run together.
 
         `most` is the number of tokens of the longest run; the mask has type `dtype`. None = nothing is before any run.
@@ -157,7 +157,7 @@ class _StoredKV:
             [before[:, None].expand(-1, most, -1), causal[None].expand(len(runs), -1, -1)], dim=2
         )  # [rows, most, W]
         mask = torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, float("-inf"))
-        return _StoredKV(table=table, mask=mask[:, None])
+        return _StoredPages(table=table, mask=mask[:, None])
 
     def gather_kv(self, pages: Tensor) -> Tensor:
         """Returns the stored keys or values in one layer, copied from its pages.
