@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -15,8 +16,10 @@ from cohort.engines.base import Request, sample
 from cohort.engines.native.cuda import prefill as prefill_module
 from cohort.engines.native.cuda import step
 from cohort.engines.native.cuda.engine import GraphEngine
-from cohort.engines.native.cuda.pages import count_page_bytes
+from cohort.engines.native.cuda.ledger import PageLedger, count_own_pages
+from cohort.engines.native.cuda.pages import PageArena, PageTables, count_page_bytes
 from cohort.engines.native.cuda.rotate import PAGE
+from cohort.engines.native.draft import NativeDraft
 from cohort.engines.native.engine import NativeEngine
 from cohort.errors import ConfigError
 from cohort.models.decoder import Decoder
@@ -280,3 +283,76 @@ def test_forwards_are_bounded_by_the_stored_tokens_too(monkeypatch: pytest.Monke
     assert sizes == [2, 2]  # 92 tokens before each
     for asked in later:
         check_same(model, asked, again[asked.id])
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_every_page_has_one_owner(seed: int):
+    """Drafts enter, end, are kept, continued, aborted and forgotten at random, in an arena that is always too small."""
+    rng = random.Random(seed)
+    tables = PageTables(4, 12, torch.device("cpu"))
+    ledger = PageLedger(tables)
+    ledger.arena = PageArena(decoder().config, 14, torch.float32, torch.device("cpu"))
+    waiting: list[NativeDraft] = []
+    ended: dict[str, NativeDraft] = {}
+    num_continued = num_dropped = 0
+    for number in range(800):
+        running = [draft for draft, _ in ledger.running.values()]
+        action = rng.choice(["submit", "enter", "enter", "end", "end", "abort", "forget", "all"] + ["continue"] * 3)
+        if action == "submit":
+            waiting.append(submit(ledger, ask(rng.randrange(3), max_tokens=rng.randrange(1, 150), id=str(number))))
+        elif action == "continue" and ended:
+            id, before = ended.popitem()
+            if len(before.all_tokens) > 400:  # it would never fit
+                continue
+            had = bool(ledger.kept[id].tokens) if id in ledger.kept else False
+            reply = [1] * rng.randrange(1, 90)
+            asked = next_turn(before.request, before.tokens, reply, max_tokens=5, continues=id, id=str(number))
+            waiting.append(submit(ledger, asked))
+            assert bool(waiting[-1].num_kept) == had
+        elif action == "enter" and waiting and ledger.reserve(waiting[place := rng.choice([0, -1])]):
+            draft = waiting.pop(place)
+            assert len(ledger.get_pages(draft)) == count_own_pages(draft)
+            num_continued += draft.num_kept > 0
+            num_dropped += draft.kept is not None and not draft.num_kept
+            draft.kept = None
+            ledger.uncomputed.clear()
+        elif action == "end" and running:
+            draft = rng.choice(running)
+            draft.tokens = [2] * rng.randrange(1, draft.request.sampling.max_tokens + 1)
+            ledger.keep_draft(draft)
+            ended[draft.request.id] = draft
+        elif action == "abort" and waiting + running:
+            draft = rng.choice(waiting + running)
+            waiting = [other for other in waiting if other is not draft]
+            ledger.remove_draft(draft)
+        elif action == "forget" and ended:
+            ledger.remove_kept(rng.choice(list(ended)))
+        elif action == "all" and rng.random() < 0.2:
+            waiting += running
+            ledger.free_all()
+        check_pages(ledger)
+    assert num_continued > 5 and num_dropped > 0
+    for draft in [*waiting, *(draft for draft, _ in ledger.running.values())]:
+        ledger.remove_draft(draft)
+    for id in list(ledger.kept):
+        ledger.remove_kept(id)
+    check_pages(ledger)
+    assert len(ledger.arena.free_pages) == 13 and not ledger.prefixes
+    assert len(tables.free_entries) == len(tables.prefix_length)
+
+
+def submit(ledger: PageLedger, asked: Request) -> NativeDraft:
+    """Returns the draft of a request, as the engine makes it."""
+    kept = ledger.take_kept(asked)
+    shared = min(asked.shared if asked.shared > 0 else len(asked.tokens), len(asked.tokens) - 1)
+    prefix = ledger.add_user(tuple(asked.tokens[:shared])) if kept is None else kept.prefix
+    return NativeDraft(request=asked, prefix=prefix, own_prompt=asked.tokens[len(prefix.tokens) :], kept=kept)
+
+
+def check_pages(ledger: PageLedger) -> None:
+    """Checks that every page but page 0 is free or has exactly one owner."""
+    assert ledger.arena is not None
+    owners = [ledger.arena.free_pages]
+    owners += [pages for _, pages in ledger.running.values()]
+    owners += [kept.pages for kept in ledger.idle_kept] + [prefix.pages for prefix in ledger.prefixes.values()]
+    assert sorted(page for pages in owners for page in pages) == list(range(1, ledger.arena.num_pages))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -266,3 +267,49 @@ def test_what_two_conversations_have_in_common():
     assert cut([1, 2], [3, 4]) is None
     assert cut([1, 9, 3, 4, 5], [3, 4]) is None
     assert cut([1], [3]) is None
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_conversations_in_any_order_of_calls(seed: int):
+    """Requests begin, continue, are aborted, forgotten, loaded over and released at random. No turn ever differs."""
+    rng = random.Random(seed)
+    # Little room in some: what is not kept is computed anew.
+    engine = make(slots=rng.choice([1, 3]), max_context=rng.choice([60, 200]), window=rng.choice([1, 3]))
+    asked: dict[str, Request] = {}  # the newest request of each conversation
+    drawn: dict[str, list[int]] = {}  # what it drew, once it has ended
+    checked = 0
+    for _ in range(60):
+        id, action = (
+            str(rng.randrange(5)),
+            rng.choice(["ask"] * 4 + ["poll"] * 6 + ["abort", "forget", "load", "release"]),
+        )
+        under_way = id in engine.drafts
+        if action == "ask" and not under_way:
+            new, length = [rng.randrange(60) for _ in range(rng.randrange(4))], rng.randrange(1, 7)
+            if id in drawn and len(asked[id].tokens) < 40:
+                cut = drawn.pop(id)[: rng.choice([1, 99])]
+                asked[id] = next_turn(asked[id], cut, new, max_tokens=length, keep=rng.random() < 0.9)
+            else:
+                asked[id] = ask(rng.randrange(3), int(id), max_tokens=length, id=id)
+            engine.submit(asked[id])
+        elif action == "abort" and under_way:
+            drawn[id] = engine.abort(id).tokens
+        elif action == "forget":
+            engine.forget(id)
+        elif action == "load":
+            engine.load(SameWeights(engine.decoder), version=engine.version + 1)
+        elif action == "release":
+            engine.release()
+        else:
+            for event in engine.poll():
+                if event.sample is not None:
+                    drawn[event.id] = event.sample.tokens
+                    plain = replace(asked[event.id], continues="", keep=False)
+                    assert count_gap(event.sample, sample(make(), [plain])[event.id]) < 1e-10
+                    checked += 1
+    assert checked > 5
+    for id in list(engine.drafts):
+        engine.abort(id)
+    for id in asked:
+        engine.forget(id)
+    assert is_empty(engine) and not engine.prefixes.by_tokens
