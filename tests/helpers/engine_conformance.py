@@ -7,13 +7,14 @@ again with the same key. Tests that need an ability which the engine declares it
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, ClassVar, TypeVar
 
 import pytest
 
 from cohort.engines.base import POLL_TIMEOUT, Abilities, Engine, Event, Request, sample
 from cohort.errors import CohortError, ConfigError, EngineError
-from cohort.types import Finish, Key, Provenance, Sampling
+from cohort.types import Finish, Key, Provenance, Sample, Sampling
 
 PROMPTS = [[5, 9, 2, 11], [7, 7, 1], [3, 14, 15, 9, 2, 6, 5, 3, 5, 8, 9, 7]]
 
@@ -46,6 +47,29 @@ def iterate_events(engine: Engine) -> Iterator[list[Event]]:
 def poll_until_events(engine: Engine) -> list[Event]:
     """Returns the events of the first poll that reports something."""
     return next(iterate_events(engine))
+
+
+def next_turn(before: Request, drawn: list[int], reply: list[int], max_tokens: int = 12, **changes: Any) -> Request:
+    """Returns the request of the turn after `before`: its tokens, the `drawn` ones and a reply, under the same id."""
+    tokens = [*before.tokens, *drawn, *reply]
+    shared = before.shared if before.shared > 0 else len(before.tokens)
+    values: dict[str, Any] = {"tokens": tokens, "shared": shared, "start": len(tokens) - shared, "continues": before.id}
+    sampling = replace(before.sampling, max_tokens=max_tokens)
+    return replace(before, **{**values, "sampling": sampling, **changes})
+
+
+def converse(engine: Engine, first: Request, replies: list[list[int]], **changes: Any) -> list[Sample]:
+    """Returns the turns of a conversation: the first request, and one more turn after each reply.
+
+    Every turn has the fields `changes`. What is kept of the last one is forgotten.
+    """
+    asked, turns = replace(first, **changes), []
+    for reply in [*replies, None]:
+        turns.append(sample(engine, [asked])[asked.id])
+        if reply is not None:
+            asked = next_turn(asked, turns[-1].tokens, reply, **changes)
+    engine.forget(first.id)
+    return turns
 
 
 Test = TypeVar("Test", bound=Callable[..., None])
@@ -274,6 +298,98 @@ class EngineConformance:
         assert (old, new) == (3, 4) and first <= begin < 60  # an engine may have drawn more than it has reported
         assert samples["1/0"].versions == [(0, 4)]
         assert samples["0/0"].tokens == self.draw(max_tokens=60)  # the weights are the same ones
+
+    # ---- conversations whose KV may be kept
+
+    def test_keeping_and_forgetting_leave_it_idle(self):
+        engine = self.make()
+        ended = sample(engine, [request(keep=True), request(1, 0, keep=True)])
+        assert set(ended) == {"0/0", "1/0"} and engine.idle and engine.poll() == []
+        for id in ("0/0", "0/0", "never seen", ""):
+            engine.forget(id)
+            assert engine.idle and engine.poll() == []
+        engine.close()
+        engine.forget("1/0")
+
+    @needs("token_ids")
+    def test_turns_are_the_same_whether_kv_is_kept_or_not(self):
+        first, replies = request(max_tokens=6), [[3, 4, 1], [8]]
+        plain = [
+            sample(self.make(), [asked])["0/0"].tokens
+            for asked in self.list_turns(converse(self.make(), first, replies), first, replies)
+        ]
+        assert len({tuple(tokens) for tokens in plain}) > 1
+        for changes in ({"keep": True}, {"keep": False}, {"keep": True, "continues": "never seen"}):
+            assert [t.tokens for t in converse(self.make(), first, replies, **changes)] == plain
+
+    def list_turns(self, turns: list[Sample], first: Request, replies: list[list[int]]) -> list[Request]:
+        """Returns the requests of a conversation as an engine gets them that has seen no earlier turn."""
+        requests = [first]
+        for turn, reply in zip(turns, replies, strict=False):
+            requests.append(replace(next_turn(requests[-1], turn.tokens, reply), continues=""))
+        return requests
+
+    @needs("token_ids")
+    def test_a_kept_request_may_be_forgotten_or_never_continued(self):
+        engine = self.make()
+        first = request(max_tokens=6, keep=True)
+        drawn = sample(engine, [first, request(1, 0, keep=True)])["0/0"].tokens
+        second = next_turn(first, drawn, [3, 4])
+        expected = sample(self.make(), [replace(second, continues="")])["0/0"].tokens
+        engine.forget("0/0")
+        assert sample(engine, [second])["0/0"].tokens == expected
+        assert sample(engine, [replace(second, id="other", continues="0/0")])["other"].tokens == expected
+
+    @needs("token_ids")
+    @pytest.mark.parametrize(
+        "tokens",
+        [
+            [5, 9, 2, 11],  # the prompt alone
+            [5, 9, 2],  # less than the prompt
+            [5, 9, 2, 11, 60, 60, 60],  # the prompt, and another answer than the one that was drawn
+            [7, 7, 1, 3],  # another conversation
+        ],
+    )
+    def test_tokens_that_are_no_continuation_are_computed_anew(self, tokens: list[int]):
+        engine = self.make()
+        sample(engine, [request(max_tokens=6, keep=True)])
+        asked = request(tokens=tokens, continues="0/0", start=6)
+        expected = sample(self.make(), [replace(asked, continues="")])["0/0"].tokens
+        assert sample(engine, [asked])["0/0"].tokens == expected
+
+    @needs("token_ids")
+    def test_an_id_that_is_submitted_again_may_be_another_request(self):
+        engine = self.make()
+        sample(engine, [request(max_tokens=6, keep=True)])
+        assert sample(engine, [request(1, 0, id="0/0", keep=True)])["0/0"].tokens == self.draw(1)
+        second = next_turn(request(max_tokens=6), self.draw(max_tokens=6), [3])
+        assert sample(engine, [second])["0/0"].tokens == sample(self.make(), [second])["0/0"].tokens
+
+    @needs("token_ids")
+    def test_abort_of_a_request_that_continues_another(self):
+        engine = self.make(slots=1)
+        first = request(max_tokens=6, keep=True)
+        drawn = sample(engine, [first])["0/0"].tokens
+        second = next_turn(first, drawn, [3, 4], max_tokens=50)
+        for polls in (0, 1):
+            engine.submit(second)
+            for _ in range(polls):
+                poll_until_events(engine)
+            expected = sample(self.make(), [second])["0/0"].tokens
+            cut = engine.abort("0/0")
+            assert cut.finish == Finish.ABORT and cut.tokens == expected[: len(cut.tokens)] and engine.idle
+            # Nothing is kept of it now, and the conversation can still be continued.
+        assert sample(engine, [second])["0/0"].tokens == expected
+
+    @needs("live_weights")
+    def test_a_load_between_turns_begins_a_version(self):
+        engine = self.make()
+        first = request(max_tokens=6, keep=True)
+        drawn = sample(engine, [first])["0/0"].tokens
+        second = next_turn(first, drawn, [3, 4])
+        engine.load(self.weights(engine), version=5)
+        one = sample(engine, [second])["0/0"]
+        assert one.versions == [(0, 5)] and one.tokens == sample(self.make(), [second])["0/0"].tokens
 
     def test_weights_are_taken_or_refused(self):
         engine = self.make()

@@ -105,6 +105,9 @@ class EngineServer:
     def abort(self, id: str) -> Sample:
         return self.engine.abort(id)
 
+    def forget(self, id: str) -> None:
+        self.engine.forget(id)
+
     def version(self) -> int:
         return self.engine.version
 
@@ -156,6 +159,9 @@ class RemoteEngine:
 
     def abort(self, id: str) -> Sample:
         return self.there.call("abort", id)
+
+    def forget(self, id: str) -> None:
+        self.there.call("forget", id)
 
     def load(self, weights: Any, version: int) -> None:
         self.there.call("load", tensors_to_records(weights), version)

@@ -122,6 +122,9 @@ class AutoEngine:
             del self.drafts[id]
         return draft.to_sample(self.decode)
 
+    def forget(self, id: str) -> None:
+        """Does nothing: no KV is kept after a request has ended. One that continues it computes all its tokens."""
+
     def load(self, weights: Weights, version: int) -> None:
         """Sets `version` and drops the cache. Running requests wait again until their KV is recomputed.
 

@@ -3,7 +3,8 @@
 An engine is driven: the caller submits requests (`submit`) and polls for events (`poll`) until the engine is `idle`.
 It can stop a request (`abort`), bring new weights (`load`), and ends with `close`. Sampling, evaluation, serving and
 conversations are all built on these calls. A request is token ids plus limits, so continuing a conversation or a
-partial sample is the same call as starting a new one.
+partial sample is the same call as starting a new one. A request may ask that its KV be kept (`keep`), so that the
+request of the next turn (`continues`) computes only what is new.
 """
 
 from __future__ import annotations
@@ -32,6 +33,12 @@ class Request:
     shared: int = -1  # leading tokens that the whole group has in common; -1 = all tokens
     start: int = 0  # position of the first new token in the random stream of `key`; > 0 when a sample is continued
     messages: list[Message] = field(default_factory=list)  # source of `tokens`, for servers that take no token ids
+    keep: bool = False
+    """Whether the engine keeps the KV after the request has ended, until a request continues it, `forget` or `load`."""
+    continues: str = ""
+    """Id of an ended request whose prompt and drawn tokens these `tokens` begin with; it may be the id of this request
+    too. It is a hint: an engine uses the KV that it has of the same first tokens, and computes the rest. So results do
+    not depend on it, but for rounding. "" = a new conversation."""
 
 
 @record
@@ -107,11 +114,19 @@ class Engine(Protocol):
     def abort(self, id: str) -> Sample:
         """Stops a request and returns its partial sample, with finish = abort. Raises CohortError for an unknown id.
 
-        The sample is empty from engines that get no partial answers (a server). No event for it follows.
+        The sample is empty from engines that get no partial answers (a server). No event for it follows. None of its KV
+        is kept.
+        """
+
+    def forget(self, id: str) -> None:
+        """Drops the KV that is kept for an ended request, if there is any.
+
+        Engines without KV of their own do nothing. Nor does an unknown id, because an engine drops what it keeps
+        whenever memory is short.
         """
 
     def load(self, weights: Weights, version: int) -> None:
-        """Samples from `weights` from now on, as `version`, and drops all cached KV.
+        """Samples from `weights` from now on, as `version`, and drops all cached KV, kept or in use.
 
         Requests under way go on; their samples record from which token on which version was used. Engines without
         `abilities.live_weights` raise ConfigError.

@@ -122,6 +122,9 @@ class ScriptedEngine:
         draft.finish = Finish.ABORT
         return draft.to_sample(self.decode)
 
+    def forget(self, id: str) -> None:
+        """Does nothing: scripts have no KV."""
+
     def load(self, weights: Weights, version: int) -> None:
         """Sets the version that new tokens get. The weights have no effect: scripts decide the tokens.
 

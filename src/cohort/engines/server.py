@@ -279,6 +279,9 @@ class ServerEngine:
         pending.call.cancel()
         return Sample(tokens=[], provenance=[], sampler_logprobs=[], finish=Finish.ABORT)
 
+    def forget(self, id: str) -> None:
+        """Does nothing: the server keeps what it likes."""
+
     def load(self, weights: Weights, version: int) -> None:
         """Always raises ConfigError: a server takes no new weights."""
         raise ConfigError("the server engine takes no new weights: it can only evaluate. Train with --engine native.")

@@ -277,6 +277,9 @@ class VllmEngine:
         draft.finish = Finish.ABORT
         return draft.to_sample(self.tokenizer.decode)
 
+    def forget(self, id: str) -> None:
+        """Does nothing: vLLM finds equal first tokens in its own cache, and drops them when it needs the memory."""
+
     def load(self, weights: Weights, version: int) -> None:
         """Always raises ConfigError: vLLM takes no new weights."""
         raise ConfigError("the vllm engine takes no new weights: it can only evaluate. Train with --engine native.")

@@ -108,6 +108,9 @@ class Episode:
             # Random numbers are keyed by position in the sample, so a later turn continues their sequence.
             start=len(self.sample.tokens),
             messages=[*self.prompt.messages, *self.history],
+            # Only the new tokens of the next turn are then computed. All turns of an episode have the same id.
+            keep=later_turns is not None,
+            continues=id if self.answers else "",
         )
 
     def make_past(self) -> Past | None:

@@ -145,6 +145,7 @@ class Producer:
         self._ready: list[SamplePlace] = []  # to be submitted to the engine
         self._sampling: set[str] = set()  # ids that the engine works on
         self._scoring: set[str] = set()  # ids that are being scored
+        self._ended: list[SamplePlace] = []  # episodes that have ended, whose KV the engine still keeps
         self._silence = SilenceMonitor()
         self._rejection_rate = RejectionRate()
 
@@ -280,12 +281,14 @@ class Producer:
                     self.engine.abort(id)
                 elif id in self._scoring:
                     self.scorer.drop(id)
+                self._ended.append((number, index))
             self.ledger.advance(self._prompts[number], Status.WAITING)
         ids = {f"{number}/{index}" for number in late for index in range(self.settings.group_size)}
         self._sampling -= ids
         self._scoring -= ids
         self._ready = [place for place in self._ready if place[0] < first]
         self._reopened = self._prompts[first:] + self._reopened
+        self._forget_ended()
 
     def _open_groups(self, prompts: Sequence[Prompt]) -> None:
         """Creates one open group per prompt, and marks its first turns as ready to be submitted to the engine."""
@@ -324,6 +327,7 @@ class Producer:
                     past = episode.make_past()
                     self.scorer.submit(id, group.prompt.row, episode.answers[-1], past, closing=str(Finish.TOTAL))
                     continue
+                self._ended.append((number, index))
                 group.missing -= 1
                 if not group.missing:
                     # Frees the episodes: a long evaluation must not keep all of them.
@@ -331,9 +335,25 @@ class Producer:
                     self.ledger.advance(group.prompt, Status.SCORED)
                     samples = [e.sample for e in group.episodes]
                     yield number, Group(prompt=group.prompt, samples=samples)
+            if self.order == "continuous":
+                self._forget_ended()
+        self._forget_ended()
+
+    def _forget_ended(self) -> None:
+        """Lets the engine drop the KV that it keeps of episodes which have ended.
+
+        In rounds this happens only between rounds, and in the order of prompts and samples: what the engine keeps while
+        it samples must not depend on how quick the graders are.
+        """
+        # The engine keeps nothing of episodes with one turn.
+        if self.settings.later_turns is not None:
+            for number, index in sorted(self._ended):
+                self.engine.forget(f"{number}/{index}")
+        self._ended = []
 
     def _submit_ready(self) -> None:
         """Submits all turns that are ready to the engine, in the order of prompts and samples."""
+        self._forget_ended()
         for number, index in sorted(self._ready):
             id = f"{number}/{index}"
             group = self._groups[number]

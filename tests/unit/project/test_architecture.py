@@ -148,9 +148,9 @@ MANY_PARAMETERS = {"learner.local:__init__": 9, "tasks.stream:__init__": 9}
 # commands.
 # It was 17,300 before supervised fine-tuning on any rows and preference optimisation. It was 18,800 before references
 # were kept in files, pairs came from rewards, SFT and DPO measured the accuracy of a task and read rows through a
-# user's function, users had tools and environments with limits and outcomes of calls, and turns had advantages of
-# their own.
-MAX_PACKAGE = 20_800
+# user's function, users had tools and environments with limits and outcomes of calls, turns had advantages of their
+# own, and engines kept the keys and values of conversations between turns.
+MAX_PACKAGE = 21_000
 AREAS = {  # leaves that nothing of it imports, or doors to other people's programs
     # The traces that SFT imitates among them, and the notations of mathematical answers. It was 4,600 before questions
     # that are answered by a search, and recipes for SFT and DPO on tasks and public data.

@@ -244,25 +244,27 @@ def make_decode_attend(arena: Arena, prompts: PromptPlan, lengths: Tensor, longe
     return attend
 
 
-def make_extend_attend(arena: Arena, prompts: PromptPlan, first: int, num_done: int, counts: list[int]) -> Attend:
+def make_extend_attend(arena: Arena, prompts: PromptPlan, first: int, done: list[int], counts: list[int]) -> Attend:
     """Returns the attention function for a forward that computes several own tokens per slot.
 
-    Slot `first` + i gets counts[i] > 0 new tokens; all slots hold `num_done` own tokens already. The tokens come flat,
-    slot after slot. The function stores their KV in the arena, which must have room for it, and attends to prompt and
+    Slot `first` + i holds done[i] own tokens already and gets counts[i] > 0 new ones. The tokens come flat, slot after
+    slot. The function stores their KV in the arena, which must have room for it, and attends to prompt and
     own tokens, causally.
     """
     rows, most = len(counts), max(counts)
+    longest = max(d + n for d, n in zip(done, counts, strict=True))  # own tokens of a slot after this forward
     device, num = prompts.bias.device, torch.tensor(counts, device=prompts.bias.device)
+    before = torch.tensor(done, device=device)
     # The slot of each token, and its index among the new tokens of its slot.
     row = torch.repeat_interleave(torch.arange(rows, device=device), num)  # [T]
     index = torch.arange(len(row), device=device) - torch.repeat_interleave(num.cumsum(0) - num, num)
-    places = arena.locate_tokens(first + row, num_done + index)
+    places = arena.locate_tokens(first + row, before[row] + index)
     padded = row * most + index  # [T], place of each token in the padded grid [rows * most]
-    causal = make_length_bias(num_done + 1 + torch.arange(most, device=device), num_done + most, prompts.bias.dtype)
+    causal = make_length_bias(before[:, None] + 1 + torch.arange(most, device=device), longest, prompts.bias.dtype)
     bias = torch.cat(
         [
             prompts.bias[:, None].expand(rows, most, prompts.width),
-            causal[None].expand(rows, most, num_done + most),
+            causal,
         ],
         dim=-1,
     )  # [B, most, W]
@@ -275,7 +277,7 @@ def make_extend_attend(arena: Arena, prompts: PromptPlan, first: int, num_done: 
         grid = q.new_zeros(rows * most, K, g, D).index_copy_(0, padded, q).view(rows, most, K, g, D)
         folded = grid.transpose(1, 2).reshape(rows, K, most * g, D)
         wide = bias[:, :, None].expand(rows, most, g, -1).reshape(rows, 1, most * g, -1)
-        own = view_own_kv(arena, layer, first, rows, num_done + most)
+        own = view_own_kv(arena, layer, first, rows, longest)
         mixed = attend_prompt_and_own(layer, folded, prompts, own, wide)
         flat = mixed.view(rows, K, most, g, D).transpose(1, 2).reshape(rows * most, K, g, D)
         return flat.index_select(0, padded)

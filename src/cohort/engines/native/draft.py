@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from cohort.engines.draft import Draft
+from cohort.engines.native.kept import KeptDraft
 from cohort.engines.native.kv import Prefix
 
 
@@ -19,6 +20,7 @@ class NativeDraft(Draft):
 
     prefix: Prefix
     own_prompt: list[int]  # the request's tokens after the shared prefix
+    kept: KeptDraft | None = None  # KV of its first own tokens, from the request that it continues, until it has a slot
 
     @property
     def num_shared(self) -> int:
@@ -27,11 +29,18 @@ class NativeDraft(Draft):
 
     @property
     def num_own_tokens(self) -> int:
-        """Number of tokens after the shared prefix: the rest of the prompt, and what was drawn.
-
-        Their KV must be computed before the draft can continue in a new slot.
-        """
+        """Number of tokens after the shared prefix: the rest of the prompt, and what was drawn."""
         return len(self.own_prompt) + len(self.tokens)
+
+    @property
+    def num_kept(self) -> int:
+        """Number of own tokens whose KV comes from the request that the draft continues, while it has no slot."""
+        return 0 if self.kept is None else len(self.kept.tokens)
+
+    @property
+    def num_uncomputed(self) -> int:
+        """Number of own tokens whose KV must be computed before a draft without a slot can continue."""
+        return self.num_own_tokens - self.num_kept
 
 
 class WaitingDrafts:

@@ -3,6 +3,9 @@
 Running drafts fill the slots 0 .. n - 1. A step computes one token for all of them. A draft that ends leaves at once,
 the last slot moves into the gap, and waiting drafts take the free slots. A prompt is computed and stored once per
 group. Python looks at no single sample in every step: tokens are read back from the device in bulk.
+
+The KV of a request with `keep` is copied out of its slot when it ends, and into a slot again when another request
+continues it, so that each token of a conversation is computed once.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from cohort.engines.native.attention import (
     plan_prompts,
 )
 from cohort.engines.native.draft import NativeDraft, WaitingDrafts
+from cohort.engines.native.kept import KeptStore
 from cohort.engines.native.kv import Arena, Prefix, PrefixStore, round_to_length_class
 from cohort.engines.native.packed import PackedWeights
 from cohort.engines.native.random import derive_random_stream
@@ -87,6 +91,7 @@ class NativeEngine:
         self.slots = Slots(slots, window + 1, float_dtype, device)
         self.arena = Arena(decoder.config, dtype, device)
         self.prefixes = PrefixStore(decoder.config, dtype, device)
+        self.kept = KeptStore(self.prefixes)
         self._prompt_plan: PromptPlan | None = None  # how the running drafts read their prompts; None = to be planned
         self._events: list[Event] = []
         self._has_damaged_kv = False
@@ -102,16 +107,25 @@ class NativeEngine:
         if self._closed:
             raise closed_engine_error(self.name)
         check_request(request, self.max_context, self.decoder.config.vocab_size, self.drafts)
+        kept = self.kept.take_kept(request)
         # Both -1 and 0 make the whole prompt the prefix.
         shared = request.shared if request.shared > 0 else len(request.tokens)
+        # Kept KV brings its prefix along, and its use of it.
+        prefix = self.prefixes.add_user(tuple(request.tokens[:shared])) if kept is None else kept.prefix
         draft = NativeDraft(
             request=request,
             random_stream=derive_random_stream(request.key),
-            prefix=self.prefixes.add_user(tuple(request.tokens[:shared])),
-            own_prompt=list(request.tokens[shared:]),
+            prefix=prefix,
+            own_prompt=list(request.tokens[len(prefix.tokens) :]),
+            kept=kept,
         )
         self.drafts[request.id] = draft
         self.waiting.add(draft)
+        if request.continues:
+            # What cannot be continued was dropped, and its pool may have moved another prefix into the gap.
+            self._prompt_plan = None
+        # The id names another request from now on.
+        self.forget(request.id)
 
     @property
     def idle(self) -> bool:
@@ -122,9 +136,9 @@ class NativeEngine:
     def poll(self, timeout: float = 0.0) -> list[Event]:
         """Runs up to `self.window` decode steps and returns the events: new tokens per request, and samples that ended.
 
-        Before each step waiting requests may take free slots, see `_admit_waiting`. If no request is left, the memory
-        of KV and packed weights is freed. `timeout` is ignored, because the work is done in this process. Raises
-        ModelError if a log-probability is not finite, and then again until `load` brings other weights.
+        Before each step waiting requests may take free slots, see `_admit_waiting`. If no request is left and no KV is
+        kept, the memory of KV and packed weights is freed. `timeout` is ignored, because the work is done in this
+        process. Raises ModelError if a log-probability is not finite, and then again until `load` brings other weights.
         """
         # The windows of the slots still have the tokens before the error, and room for no more.
         if self._has_damaged_kv:
@@ -135,16 +149,14 @@ class NativeEngine:
                 break
             self._run_step()
         self._free_slots(self._read_slots(range(len(self.running))))
-        if not self.drafts:
-            # The learner may need the memory now.
-            self.release()
+        self._release_if_unused()
         events, self._events = self._events, []
         return events
 
     def abort(self, id: str) -> Sample:
         """Stops a running or waiting request and returns its sample so far, with finish = abort.
 
-        If no request is left, frees memory like `release`. Raises CohortError for an unknown id.
+        If no request is left and no KV is kept, frees memory like `release`. Raises CohortError for an unknown id.
         """
         draft = self.drafts.get(id)
         if draft is None:
@@ -155,26 +167,37 @@ class NativeEngine:
         else:
             self.waiting.remove(draft)
             self._drop_draft(draft)
-        if not self.drafts:
-            # `poll` would release the memory too, but a caller may never poll an idle engine.
-            self.release()
+        # `poll` would release the memory too, but a caller may never poll an idle engine.
+        self._release_if_unused()
         return draft.to_sample(self.decode)
+
+    def forget(self, id: str) -> None:
+        """Drops the KV that is kept for an ended request, if there is any.
+
+        If it was the last, and no request is under way, frees memory like `release`.
+        """
+        if id in self.kept:
+            self.kept.remove(id)
+            # The pool may have moved another prefix into the gap.
+            self._prompt_plan = None
+            self._release_if_unused()
 
     def load(self, weights: Weights, version: int) -> None:
         """Samples from `weights` from now on, as `version`. Weights of another decoder are copied into this one.
 
-        All cached KV and packed copies are dropped: running requests wait again until their KV is recomputed.
+        All cached KV, kept or in use, and packed copies are dropped: running requests wait again until their KV is
+        recomputed.
         """
         if weights.module is not self.decoder:
             copy_weights(weights, self.decoder)
         if self.packed is not None:
             self.packed.drop_copies()
-        if self._has_damaged_kv:
-            # KV that is not finite must not be read again, not even with attention weight zero: 0 * NaN is NaN.
+        # KV that is not finite must not be read again, not even with attention weight zero: 0 * NaN is NaN.
+        # Without requests only kept KV can be left, and the learner may need its memory.
+        if self._has_damaged_kv or not self.drafts:
             self.release()
         self.version = version
-        self.waiting.put_back_first(self.running)
-        self.running = []
+        self._requeue_all()
         self.prefixes.drop_computed()
         self._prompt_plan = None
         self._has_damaged_kv = False
@@ -185,19 +208,33 @@ class NativeEngine:
         self.drafts.clear()
         self.waiting = WaitingDrafts()
         self.running = []
+        self.kept.by_id.clear()
         self._events = []
         self.release()
         self._closed = True
 
     def release(self) -> None:
-        """Frees all cached KV and packed weights. Running requests wait again and their KV is recomputed later."""
-        self.waiting.put_back_first(self.running)
-        self.running = []
+        """Frees all cached KV, kept or in use, and packed weights. Running requests wait again, to be recomputed."""
+        self._requeue_all()
         self.prefixes.release()
         self.arena.release()
         if self.packed is not None:
             self.packed.drop_copies()
         self._prompt_plan = None
+
+    def _release_if_unused(self) -> None:
+        """Frees memory like `release` if no request is under way and no KV is kept: the learner may need it now."""
+        if not self.drafts and not self.kept:
+            self.release()
+
+    def _requeue_all(self) -> None:
+        """Puts running requests back into the queue, before the waiting ones, and drops all kept KV."""
+        self.waiting.put_back_first(self.running)
+        self.running = []
+        for draft in self.waiting:
+            # The draft itself still uses the prefix.
+            draft.kept = None
+        self.kept.clear()
 
     # ---- entering
 
@@ -210,7 +247,7 @@ class NativeEngine:
         # A prefill of few prompts is slow: while drafts run, wait until a sixteenth of the slots is free.
         if not self.waiting or (self.running and free < -(-self.num_slots // 16)):
             return
-        entering = sorted(self.waiting.pop_next(free), key=lambda d: d.num_own_tokens)
+        entering = sorted(self.waiting.pop_next(free), key=lambda d: d.num_uncomputed)
         begin = time.perf_counter()
         # Siblings share a prefix object, so each missing prefix is computed once.
         missing = {id(d.prefix): d.prefix for d in entering if d.prefix.pool is None}
@@ -223,6 +260,8 @@ class NativeEngine:
         for draft in entering:
             draft.set_version(self.version)
         hidden = self._compute_own_tokens(entering, first)
+        for draft in entering:
+            draft.kept = None
         self.work.prefill_seconds += time.perf_counter() - begin
         self._draw_tokens(first, hidden)
 
@@ -256,34 +295,47 @@ class NativeEngine:
         """Computes the KV of the tokens after the prefix, for drafts that enter the slots from `first` on.
 
         Returns the hidden states to draw from, [n, d]: those of each draft's last own token, or of its prefix's last
-        token if it has no own ones. `entering` must be sorted by the number of own tokens, least first, so that the
-        drafts which still have some to compute are always the last ones.
+        token if it has no own ones. Kept KV is copied into the slots first. `entering` must be sorted by the number of
+        own tokens to compute, least first, so that the drafts which still have some are always the last ones.
         """
         lasts = [d.prefix.last_hidden for d in entering]
         assert all(h is not None for h in lasts)
         hidden = torch.stack([h for h in lasts if h is not None])
         for low in range(0, len(entering), EXTEND_ROWS):
             part = entering[low : low + EXTEND_ROWS]
-            longest = part[-1].num_own_tokens
+            longest = max(d.num_own_tokens for d in part)
             self.arena.reserve(len(self.running), max(longest + 1, FIRST_ROOM))
-            for num_done in range(0, longest, EXTEND_TOKENS):
-                begin = next(i for i, d in enumerate(part) if d.num_own_tokens > num_done)
+            self._restore_kept(part, first + low)
+            for num_done in range(0, part[-1].num_uncomputed, EXTEND_TOKENS):
+                begin = next(i for i, d in enumerate(part) if d.num_uncomputed > num_done)
                 self._extend_slots(part[begin:], first + low + begin, num_done, hidden[low + begin : low + len(part)])
         return hidden
+
+    def _restore_kept(self, drafts: list[NativeDraft], first: int) -> None:
+        """Copies the kept KV of drafts, where they have any, into the slots from `first` on. `slots.own_length` grows.
+
+        The arena must have room for it.
+        """
+        for slot, draft in enumerate(drafts, first):
+            if draft.kept is not None and draft.kept.tokens:
+                assert draft.kept.kv is not None
+                self.arena.copy_in(slot, draft.kept.kv[:, :, :, : draft.num_kept])
+                self.slots.own_length[slot] = draft.num_kept
 
     def _extend_slots(self, drafts: list[NativeDraft], first: int, num_done: int, hidden: Tensor) -> None:
         """Computes up to EXTEND_TOKENS more own tokens for each of the drafts in the slots from `first` on.
 
-        `num_done` own tokens of each are cached already, and each has more. The hidden state of the last token that was
-        computed for each draft is written to `hidden` [n, d], and `slots.own_length` grows.
+        Beside the kept ones, `num_done` own tokens of each are computed already, and each has more. The hidden state of
+        the last token that was computed for each draft is written to `hidden` [n, d], and `slots.own_length` grows.
         """
-        todo = [(d.own_prompt + d.tokens)[num_done : num_done + EXTEND_TOKENS] for d in drafts]
+        done = [d.num_kept + num_done for d in drafts]
+        todo = [(d.own_prompt + d.tokens)[n : n + EXTEND_TOKENS] for d, n in zip(drafts, done, strict=True)]
         counts = [len(t) for t in todo]
         prompts = plan_prompts([d.prefix for d in drafts], self.arena.dtype, self.arena.device)
-        starts = [len(d.prefix.tokens) + num_done for d in drafts]
+        starts = [len(d.prefix.tokens) + n for d, n in zip(drafts, done, strict=True)]
         tokens = self._make_tensor([t for own in todo for t in own])
         positions = self._make_tensor([s + i for s, n in zip(starts, counts, strict=True) for i in range(n)])
-        states = self._run_decoder(tokens, positions, make_extend_attend(self.arena, prompts, first, num_done, counts))
+        states = self._run_decoder(tokens, positions, make_extend_attend(self.arena, prompts, first, done, counts))
         ends = self._make_tensor(counts).cumsum(0) - 1
         hidden.copy_(states.index_select(0, ends))
         self.slots.own_length[first : first + len(drafts)] += self._make_tensor(counts)
@@ -364,11 +416,15 @@ class NativeEngine:
         return ended
 
     def _free_slots(self, slots: Sequence[int]) -> None:
-        """Drops the drafts of these slots, without an event. The last running drafts, with KV, move into the gaps."""
+        """Drops the drafts of these slots, without an event, and keeps the KV of those that ask for it.
+
+        The last running drafts, with KV, move into the gaps.
+        """
         if not slots:
             return
         gone, before = set(slots), len(self.running)
         for slot in slots:
+            self._keep_kv(slot)
             self._drop_draft(self.running[slot])
         # The first `after` slots stay in use: drafts behind them move into the gaps among them.
         after = before - len(gone)
@@ -383,8 +439,24 @@ class NativeEngine:
         self.slots.note_used_options(self.running)
         self._prompt_plan = None
 
+    def _keep_kv(self, slot: int) -> None:
+        """Copies the KV of an ended draft out of its slot if the request asks for that and there is room.
+
+        An aborted request keeps nothing. Kept KV has at most as many tokens, prefixes included, as all slots together
+        can have. What would be more is not kept: that of earlier requests stays, because they are continued first.
+        """
+        draft = self.running[slot]
+        if not draft.request.keep or draft.finish is Finish.ABORT:
+            return
+        held = [*self.kept.by_id.values(), *(d.kept for d in self.waiting if d.kept is not None)]
+        tokens = [*draft.own_prompt, *draft.tokens][:-1]
+        num = len(draft.prefix.tokens) + len(tokens)
+        if sum(k.num_tokens for k in held) + num > self.num_slots * self.max_context:
+            return
+        self.kept.add(draft.request.id, draft.prefix, tokens, self.arena.copy_out(slot, len(tokens)))
+
     def _drop_draft(self, draft: NativeDraft) -> None:
-        """Forgets a draft that has ended, and frees its prefix if no other draft uses it."""
+        """Forgets a draft that has ended, and frees its prefix if nothing else uses it."""
         del self.drafts[draft.request.id]
         self.prefixes.remove_user(draft.prefix)
         # The pool may have moved another prefix into the gap.

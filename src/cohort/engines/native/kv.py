@@ -79,6 +79,14 @@ class Arena:
         if source:
             self.kv[:, :, target, :, :room] = self.kv[:, :, source, :, :room]
 
+    def copy_out(self, sequence: int, num: int) -> Tensor:
+        """Returns a copy of the KV of the first `num` tokens of a sequence: [2, L, K, num, D]."""
+        return self.kv[:, :, sequence, :, :num].clone()
+
+    def copy_in(self, sequence: int, kv: Tensor) -> None:
+        """Stores KV [2, L, K, n, D] as that of the first n tokens of a sequence. It must have room for them."""
+        self.kv[:, :, sequence, :, : kv.shape[3]] = kv
+
     def release(self) -> None:
         """Frees the memory, with all stored KV. The next `reserve` allocates again."""
         self.num_sequences, self.room = 0, 0
@@ -87,10 +95,13 @@ class Arena:
 
 @dataclass(eq=False, kw_only=True, slots=True)
 class Prefix:
-    """The leading tokens that the requests of a group share. It exists as long as one of these requests does."""
+    """The leading tokens that the requests of a group share.
+
+    It exists as long as one of these requests does, or KV that is kept of one.
+    """
 
     tokens: tuple[int, ...]
-    num_users: int = 0  # requests submitted and not ended
+    num_users: int = 0  # requests submitted and not ended, and KV kept of ended ones
     pool: PrefixPool | None = None  # where its KV lies; None = not computed (yet, or any more)
     entry: int = -1  # index in the pool; -1 = none
     last_hidden: Tensor | None = None  # [d], final hidden state of the last token: every sibling's first draw uses it

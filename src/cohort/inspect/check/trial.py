@@ -266,6 +266,10 @@ class _RecordingEngine:
             self.drawn_tokens.setdefault(self._places[event.id], []).extend(event.tokens)
         return events
 
+    def forget(self, id: str) -> None:
+        """Lets the wrapped engine drop the KV that it keeps for an ended request."""
+        self.engine.forget(id)
+
 
 class _ZeroRewardEnvironment:
     """An environment that ends after one answer and rewards nothing."""

@@ -20,11 +20,12 @@ import torch
 from cohort.data.transfer import copy_to_device
 from cohort.engines.base import Abilities, Event, Request, Weights, WorkCounters
 from cohort.engines.native.cuda.graphs import GraphCache, round_to_bucket
-from cohort.engines.native.cuda.ledger import PageLedger, count_own_pages
-from cohort.engines.native.cuda.memory import MAX_PREFILL_TOKENS, MemorySplit, divide_memory
+from cohort.engines.native.cuda.ledger import PageLedger, count_arena_pages, count_own_pages
+from cohort.engines.native.cuda.memory import MAX_PREFILL_TOKENS, MemorySplit, divide_memory, measure_usable_bytes
 from cohort.engines.native.cuda.pages import PageArena, PagedPrefix, count_page_bytes, count_pages
 from cohort.engines.native.cuda.prefill import TokenRun, prefill
-from cohort.engines.native.cuda.step import DecodeState, StepVariant, choose_prefix_splits, choose_tile_size
+from cohort.engines.native.cuda.step import DecodeState, StepVariant
+from cohort.engines.native.cuda.tiles import plan_step
 from cohort.engines.native.cuda.window import HostCopies, Window, WindowTimer
 from cohort.engines.native.draft import NativeDraft, WaitingDrafts
 from cohort.engines.native.random import derive_random_stream
@@ -103,29 +104,36 @@ class GraphEngine:
         if self._closed:
             raise closed_engine_error(self.name)
         check_request(request, self.max_context, self.decoder.config.vocab_size, self.drafts)
-        tokens = request.tokens
+        tokens, kept = request.tokens, self.ledger.take_kept(request)
         # The last prompt token always belongs to the draft itself: the step that computes it draws the first new token.
         shared = min(request.shared if request.shared > 0 else len(tokens), len(tokens) - 1)
+        # Kept KV brings its prefix along, and its use of it.
+        shared = shared if kept is None else len(kept.prefix.tokens)
         draft = NativeDraft(
             request=request,
             random_stream=derive_random_stream(request.key),
             prefix=PagedPrefix(tokens=()),
             own_prompt=tokens[shared:],
+            kept=kept,
         )
         # One page more, for page 0. The free memory is measured only if the present arena is too small.
         need = 1 + count_pages(shared) + count_own_pages(draft)
         if need > (0 if self.arena is None else self.arena.num_pages) and need > (
             room := self._measure_room(len(tokens)).kv_bytes // self._page_bytes
         ):
+            if kept is not None:
+                self.ledger.kept[request.continues] = kept
             raise ConfigError(
                 f'request "{request.id}" cannot fit: its keys and values need {need} pages of memory '
                 f"({need * self._page_bytes / 2**20:.0f} MiB), and there is room for {room} "
                 f"({room * self._page_bytes / 2**20:.0f} MiB). Lower max_tokens "
                 "(cohort train: --sampling.max_tokens; cohort eval: --max-tokens), or end other programs on the GPU."
             )
-        draft.prefix = self.ledger.add_user(tuple(tokens[:shared]))
+        draft.prefix = self.ledger.add_user(tuple(tokens[:shared])) if kept is None else kept.prefix
         self.drafts[request.id] = draft
         self.waiting.add(draft)
+        # The id names another request from now on.
+        self.forget(request.id)
 
     @property
     def arena(self) -> PageArena | None:
@@ -159,8 +167,7 @@ class GraphEngine:
                     # All drafts continue from the tokens they have, once good weights are loaded.
                     self._requeue_all()
                     raise
-            if not self.drafts and not self.keep_arena:
-                self.release()
+            self._release_if_unused()
         events, self._events = self._events, []
         return events
 
@@ -177,6 +184,7 @@ class GraphEngine:
         self._events = [e for e in self._events if e.id != id]
         # The request has ended, but its last event was not reported yet: for the caller it was still under way.
         if draft is None:
+            self.forget(id)
             queued[0].finish = Finish.ABORT
             return queued[0]
         draft.finish = Finish.ABORT
@@ -188,16 +196,24 @@ class GraphEngine:
             self.waiting.remove(draft)
             self._drop_draft(draft)
         # `poll` would release the memory too, but a caller may never poll an idle engine.
-        if not self.drafts and not self.keep_arena:
-            self.release()
+        self._release_if_unused()
         return draft.to_sample(self.decode)
+
+    def forget(self, id: str) -> None:
+        """Drops the KV that is kept for an ended request, if there is any.
+
+        If it was the last, no request is under way and the arena is not kept, frees memory like `release`.
+        """
+        if id in self.ledger.kept:
+            self.ledger.remove_kept(id)
+            self._release_if_unused()
 
     @torch.no_grad()
     def load(self, weights: Weights, version: int) -> None:
         """Samples from `weights` from now on, as `version`. Weights of another decoder are copied into this one.
 
-        Windows under way are read first; the next `poll` reports them. All KV is dropped: running requests wait again
-        until it is recomputed.
+        Windows under way are read first; the next `poll` reports them. All KV, kept or in use, is dropped: running
+        requests wait again until it is recomputed.
         """
         with self._use_device():
             self._requeue_all()
@@ -206,6 +222,7 @@ class GraphEngine:
             if self._has_damaged_kv and self.arena is not None:
                 # KV that is not finite must not be read again, not even with attention weight zero.
                 self.arena.kv.zero_()
+        self._release_if_unused()
         self._has_damaged_kv = False
         self.version = version
 
@@ -216,6 +233,7 @@ class GraphEngine:
         self.waiting = WaitingDrafts()
         self.rows = []
         self._events = []
+        self.ledger.kept.clear()
         self.ledger.arena = self.graphs = None
         self._closed = True
 
@@ -226,6 +244,11 @@ class GraphEngine:
             self.ledger.arena = self.graphs = None
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
+
+    def _release_if_unused(self) -> None:
+        """Frees memory like `release` if no request is under way, no KV is kept and others need the memory now."""
+        if not self.drafts and not self.ledger.kept and not self.keep_arena:
+            self.release()
 
     def _requeue_all(self) -> None:
         """Reads the windows under way, puts running requests back into the queue first, and frees all KV pages.
@@ -258,13 +281,9 @@ class GraphEngine:
         limit = 1 << 60 if self.memory is None else self.memory
         if self.device.type != "cuda":
             return MemorySplit(kv_bytes=limit, prefill_tokens=MAX_PREFILL_TOKENS)
-        free, _ = torch.cuda.mem_get_info(self.device)
-        # Freed tensors stay in torch's cache and can be used again, except for splinters of blocks that are in use.
-        stats = torch.cuda.memory_stats(self.device)
-        cached = stats["reserved_bytes.all.current"] - stats["allocated_bytes.all.current"]
-        free += max(0, cached - stats["inactive_split_bytes.all.current"])
         # The present arena would be freed before a new one is allocated.
-        free += 0 if self.arena is None else self.arena.num_pages * self._page_bytes
+        present = 0 if self.arena is None else self.arena.num_pages * self._page_bytes
+        free = measure_usable_bytes(self.device) + present
         width = self.decoder.embed.dtype.itemsize
         room = divide_memory(free, self.decoder.config, width, self.num_slots, longest)
         return replace(room, kv_bytes=min(limit, room.kv_bytes))
@@ -273,25 +292,27 @@ class GraphEngine:
         """Allocates KV memory for the waiting requests, as much as they need and the free memory allows.
 
         Keeps the present arena if it has room for each waiting request alone and is large enough or could hardly grow.
-        A new one may still be too small. Must be called only while no draft runs and some wait.
+        A new one may still be too small. It takes over what is computed for conversations if there is memory for both
+        arenas; otherwise that is computed again. Must be called only while no draft runs and some wait.
         """
         waiting = list(self.waiting)
-        # Wanted: pages for the largest drafts and prefixes that can run together. Least: those of any single draft.
-        own = sorted(map(count_own_pages, waiting), reverse=True)[: self.num_slots]
-        distinct = {id(d.prefix): count_pages(len(d.prefix.tokens)) for d in waiting}
-        shared = sorted(distinct.values(), reverse=True)[: self.num_slots]
-        wanted = 1 + sum(own) + sum(shared)
+        wanted, least = count_arena_pages(waiting, self.num_slots)
         have = 0 if self.arena is None else self.arena.num_pages
-        least = 1 + max(own) + max(shared)
         longest = max(len(d.request.tokens) for d in waiting)
-        if have >= least and have >= min(wanted, self._measure_room(longest).kv_bytes // self._page_bytes) / MIN_GROWTH:
+        room = self._measure_room(longest)
+        if have >= least and have >= min(wanted, room.kv_bytes // self._page_bytes) / MIN_GROWTH:
             return
         began = time.perf_counter()
-        self.release()
-        room = self._measure_room(longest)
-        self.prefill_tokens = room.prefill_tokens
         need = min(wanted, room.kv_bytes // self._page_bytes)
+        old = self.arena if self.ledger.idle_kept and (have + need) * self._page_bytes <= room.kv_bytes else None
+        if old is None:
+            self.release()
+            room = self._measure_room(longest)
+            need = min(wanted, room.kv_bytes // self._page_bytes)
+        self.prefill_tokens = room.prefill_tokens
         self.ledger.arena = PageArena(self.decoder.config, need, self.decoder.embed.dtype, self.device)
+        if old is not None:
+            self.ledger.arena.take_over(old)
         self.graphs = GraphCache(self.decoder, self.state, self.ledger.arena)
         # A full pass of the garbage collector would take so long that the device runs out of queued work.
         freeze_objects()
@@ -373,7 +394,10 @@ class GraphEngine:
         self.work.prefill_seconds += time.perf_counter() - began
 
     def _prefill_drafts(self, entering: list[NativeDraft]) -> None:
-        """Computes the KV of `ledger.uncomputed`, then empties it, and of the drafts' own tokens but each last one."""
+        """Computes the KV of `ledger.uncomputed`, then empties it, and of the drafts' own tokens but each last one.
+
+        Own tokens whose KV was kept by the request before are left out.
+        """
         assert self.arena is not None
         uncomputed = self.ledger.uncomputed
         self.state.tables.set_prefix_pages(uncomputed)
@@ -383,14 +407,17 @@ class GraphEngine:
         own = []
         for d in entering:
             assert isinstance(d.prefix, PagedPrefix)
-            known = [*d.own_prompt, *d.tokens][:-1]
+            known = [*d.own_prompt, *d.tokens][d.num_kept : -1]
             prefix = d.prefix if d.prefix.tokens else None
-            own.append(TokenRun(tokens=known, pages=self.ledger.get_pages(d), prefix=prefix))
+            pages = self.ledger.get_pages(d)
+            own.append(TokenRun(tokens=known, pages=pages, prefix=prefix, num_cached=d.num_kept))
         prefill(self.decoder, self.arena, self.state.angles, own, self.prefill_tokens)
         self.work.num_prompt_tokens += sum(len(r.tokens) for r in runs + own)
+        for d in entering:
+            d.kept = None
 
     def _end_row(self, row: int) -> None:
-        """Empties a row whose request has ended, and frees its pages.
+        """Empties a row whose request has ended, and frees its pages, unless their KV is to be kept.
 
         Other requests may take the pages at once: what they write is queued behind the windows that still run.
         """
@@ -400,9 +427,16 @@ class GraphEngine:
         self._drop_draft(draft)
 
     def _drop_draft(self, draft: NativeDraft) -> None:
-        """Forgets a draft that has ended. Frees its own pages, and its prefix if no other draft uses it."""
+        """Forgets a draft that has ended. Frees its own pages, and its prefix if nothing else uses it.
+
+        The KV of a running draft that was not aborted is kept if the request asks for that. Steps that are still queued
+        for its row write only behind the tokens that it has.
+        """
         del self.drafts[draft.request.id]
-        self.ledger.remove_draft(draft)
+        if draft.request.keep and draft.finish is not Finish.ABORT:
+            self.ledger.keep_draft(draft)
+        else:
+            self.ledger.remove_draft(draft)
 
     # ---- windows
 
@@ -425,7 +459,7 @@ class GraphEngine:
         """
         assert self.graphs is not None
         if self._variant is None:
-            self._variant = self._plan_variant()
+            self._variant = plan_step(self.rows, self.state, self.decoder.config, self.num_slots)
         replay = self.graphs.get_step(self._variant)
         timer = WindowTimer(self.device)
         self.state.slots.num_filled.zero_()
@@ -436,39 +470,6 @@ class GraphEngine:
         timer.mark_copies_queued()
         self.windows.append(Window(rows=list(self.rows), steps=steps, results=results, timer=timer))
         self.work.num_steps += steps
-
-    def _plan_variant(self) -> StepVariant:
-        """Plans which rows read which shared prefix together (as tiles) and writes the plan to the device.
-
-        Returns the StepVariant that selects the captured graph for these rows.
-        """
-        groups: dict[int, list[int]] = {}  # entry of a prefix -> its rows
-        for row, draft in enumerate(self.rows):
-            if draft is not None and draft.prefix.tokens:
-                groups.setdefault(draft.prefix.entry, []).append(row)
-        tile_size = choose_tile_size(self.decoder.config.queries_per_kv, max(map(len, groups.values()), default=1))
-        each = tile_size // self.decoder.config.queries_per_kv  # rows per tile
-        longest = max((len(d.prefix.tokens) for d in self.rows if d is not None), default=0)
-        tiles = [(entry, rows[i : i + each]) for entry, rows in groups.items() for i in range(0, len(rows), each)]
-        rows = round_to_bucket(len(self.rows), self.num_slots)
-        # The number of tiles is rounded up to a power of two, so that few graphs serve all numbers.
-        num = min(rows, max(1, 1 << (len(tiles) - 1).bit_length())) if tiles else 1
-        entries = [entry for entry, _ in tiles] + [-1] * (num - len(tiles))
-        members = [m + [-1] * (each - len(m)) for _, m in tiles] + [[-1] * each] * (num - len(tiles))
-        self.state.tile_prefix[:num] = copy_to_device(entries, self.device, torch.int32)
-        self.state.tile_rows[: num * each] = copy_to_device(members, self.device, torch.int32).flatten()
-        s = self.state.slots
-        return StepVariant(
-            rows=rows,
-            tile_size=tile_size,
-            num_tiles=num,
-            prefix_splits=choose_prefix_splits(num, self.decoder.config.num_kv_heads, longest),
-            has_truncation=s.has_truncation,
-            needs_sorting=s.needs_sorting,
-            has_greedy=s.has_greedy,
-            # Only the truncating draw depends on it: the other kernel always divides by the temperature.
-            has_temperature=s.has_temperature and s.has_truncation,
-        )
 
     def _read_window(self, window: Window) -> None:
         """Waits for a window, adds its tokens to the drafts and queues the events. Drafts that end leave their rows.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from cohort.models.config import ModelConfig
 
 USABLE_SHARE = 0.9  # of the free memory
@@ -18,6 +20,15 @@ class MemorySplit:
 
     kv_bytes: int
     prefill_tokens: int  # most in one forward; a longer prompt has a forward of its own
+
+
+def measure_usable_bytes(device: torch.device) -> int:
+    """Returns how many bytes this process could allocate on a GPU now."""
+    free, _ = torch.cuda.mem_get_info(device)
+    # Freed tensors stay in torch's cache and can be used again, except for splinters of blocks that are in use.
+    stats = torch.cuda.memory_stats(device)
+    cached = stats["reserved_bytes.all.current"] - stats["allocated_bytes.all.current"]
+    return int(free + max(0, cached - stats["inactive_split_bytes.all.current"]))
 
 
 def divide_memory(free: int, c: ModelConfig, width: int, slots: int, longest: int) -> MemorySplit:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from cohort.data.transfer import copy_to_device
 from cohort.engines.native.cuda.rotate import PAGE
+from cohort.engines.native.kept import KeptDraft
 from cohort.engines.native.kv import Prefix
 from cohort.models.config import ModelConfig
 
@@ -40,6 +41,14 @@ class PageArena:
         self.num_pages = num_pages
         self.free_pages = list(range(num_pages - 1, 0, -1))
 
+    def take_over(self, smaller: PageArena) -> None:
+        """Copies the KV of a smaller arena and its list of free pages. All pages keep their index.
+
+        No page of this arena may be in use.
+        """
+        self.kv[:, :, : smaller.num_pages] = smaller.kv
+        self.free_pages = [*range(self.num_pages - 1, smaller.num_pages - 1, -1), *smaller.free_pages]
+
     def take_pages(self, num: int) -> list[int]:
         """Removes `num` pages from the list of free pages and returns their indices. So many must be free."""
         assert num <= len(self.free_pages), "pages are counted before they are taken"
@@ -62,6 +71,13 @@ class PagedPrefix(Prefix):
     """A prefix whose KV lies in pages. `entry` is its row in the table of prefixes, -1 = it has no pages."""
 
     pages: list[int] = field(default_factory=list)
+
+
+@dataclass(eq=False, kw_only=True, slots=True)
+class KeptPages(KeptDraft):
+    """Kept KV that stays in its pages. If memory is short it loses them, and then its tokens."""
+
+    pages: list[int]
 
 
 class PageTables:
