@@ -170,7 +170,7 @@ AREAS = {  # leaves that nothing of it imports, or doors to other people's progr
     # As tools these two had 1,000 each before they knew examples and pairs besides groups: three kinds of run with a
     # report of their own, and checks of rows, templates and pairs.
     ("inspect.check", "cli.check"): 1_650,
-    ("inspect.explain", "cli.explain"): 1_420,
+    ("inspect.explain", "cli.explain"): 1_480,
     # Runs evaluate too. It was 1,000 before wrong names had answers at once and comparisons called runs by their names.
     # It was 1,100 before evaluations had conversations.
     ("evaluation", "cli.eval", "cli.compare"): 1_150,
