@@ -19,6 +19,8 @@ from cohort.tasks.conversation import ConversationRules
 from cohort.tasks.environment import Past
 from cohort.tasks.ref import TaskRef
 from cohort.types import Answer, Key, Outcome
+from tests.helpers.command_line import cohort, differences, next_args, only_run, remains
+from tests.helpers.struck_command import Strike
 
 TASK = '''
 import os, re, signal, time
@@ -222,3 +224,25 @@ def test_an_episode_stays_in_the_worker_that_has_its_environment(make_pool: Any,
     assert len(lines) == 24, "no step was made twice"
     homes = {(line.split()[1], line.split()[0]) for line in lines}
     assert len(homes) == 6, "each episode was in one process"
+
+
+def test_a_killed_run_with_tools_ends_the_same(tmp_path: Path) -> None:
+    """Killed while calls are run, and while a later turn is sampled. All of it is played again, to the same bits."""
+    flags = [
+        *("--steps=3", "--batch.prompts=4", "--batch.samples=3", "--eval.problems=6", "--eval.every=2"),
+        *("--task.train-size=24", "--task.test-size=12", "--save.every=1", "--threads=1", "--optim.warmup=1"),
+    ]
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    for place in (whole, killed):
+        place.mkdir()
+    assert cohort(*next_args(whole, flags, "tiny_calculator"), at=whole).returncode == 0
+    for strike in (Strike(signal.SIGKILL, "scoring", 5, 2), Strike(signal.SIGKILL, "rollout", 7, 1)):
+        struck = cohort(*next_args(killed, flags, "tiny_calculator"), at=killed, orders=[strike])
+        assert struck.returncode == -signal.SIGKILL, struck
+    done = cohort(*next_args(killed, flags, "tiny_calculator"), at=killed)
+    assert done.returncode == 0, done.stderr
+    run, original = only_run(killed), only_run(whole)
+    assert run is not None and original is not None
+    assert differences(remains(run), remains(original)) == []
+    steps = [step for step, name, _ in remains(run)["metrics"] if name == "turns/mean"]
+    assert steps == [1, 2, 3], "every step had samples of several turns"

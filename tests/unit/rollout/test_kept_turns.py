@@ -21,7 +21,7 @@ from tests.unit.rollout.test_producer import ORDERS, SlowScorer
 from tests.unit.rollout.test_rollout import STOP, producer, prompt
 
 FIVE_TURNS = AgainRules(attempts=4, below=10.0, cost=0.0, words=("once more", "and again"), coefficients={})
-LATER_TURNS = LaterTurns(max_tokens=9, encode_replies=lambda replies: [STOP, *range(40, 40 + len(words))])
+LATER_TURNS = LaterTurns(max_tokens=9, encode_replies=lambda r: [STOP, *range(40, 40 + len(r[0]["content"]))])
 # So many tokens stop a turn that conversations of one to five turns result: a turn that is cut off is the last.
 SAMPLING = Sampling(max_tokens=14, stop_ids=tuple(range(0, 61, 4)))
 
