@@ -52,11 +52,24 @@ class CallFormat(Protocol):
         """Returns the results of a message's calls as the messages that the model is shown next."""
 
 
-class HermesCalls:
+class TemplateCalls:
+    """What formats share that the chat template itself describes and answers."""
+
+    is_native: ClassVar[bool] = True
+
+    def describe_tools(self, tools: Sequence[Mapping[str, Any]]) -> str:
+        """Returns "": the template describes them."""
+        return ""
+
+    def make_replies(self, results: Sequence[NamedResult]) -> list[Message]:
+        """Returns one message of the role "tool" per result."""
+        return [{"role": "tool", "name": result.name, "content": result.content} for result in results]
+
+
+class HermesCalls(TemplateCalls):
     """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as Qwen, Hermes and the bundled model write it."""
 
     name: ClassVar[FormatName] = "hermes"
-    is_native: ClassVar[bool] = True
 
     def find_calls(self, text: str, tools: Mapping[str, Tool]) -> list[Call]:
         """Returns the calls between tags. A tag that is not closed is a call that cannot be read."""
@@ -70,20 +83,11 @@ class HermesCalls:
             return Call(problem="the tag <tool_call> is not closed")
         return _read_object(content, "arguments")
 
-    def describe_tools(self, tools: Sequence[Mapping[str, Any]]) -> str:
-        """Returns "": the template describes them."""
-        return ""
 
-    def make_replies(self, results: Sequence[NamedResult]) -> list[Message]:
-        """Returns one message of the role "tool" per result."""
-        return [{"role": "tool", "name": result.name, "content": result.content} for result in results]
-
-
-class Llama3Calls:
+class Llama3Calls(TemplateCalls):
     """`{"name": ..., "parameters": {...}}` as the whole message, as Llama 3 writes it, or several with ; between."""
 
     name: ClassVar[FormatName] = "llama3"
-    is_native: ClassVar[bool] = True
 
     def find_calls(self, text: str, tools: Mapping[str, Tool]) -> list[Call]:
         """Returns the calls of a message that begins with a JSON object. Any other message makes none."""
@@ -101,14 +105,6 @@ class Llama3Calls:
             calls.append(_read_object(rest[:end], "parameters"))
             rest = rest[end:].lstrip("; \n\t\r")
         return calls
-
-    def describe_tools(self, tools: Sequence[Mapping[str, Any]]) -> str:
-        """Returns "": the template describes them."""
-        return ""
-
-    def make_replies(self, results: Sequence[NamedResult]) -> list[Message]:
-        """Returns one message of the role "tool" per result."""
-        return [{"role": "tool", "name": result.name, "content": result.content} for result in results]
 
 
 class TagCalls:
