@@ -13,7 +13,7 @@ from cohort.config.kinds import RL
 from cohort.errors import CohortError, ConfigError, TaskError
 from cohort.run.directory import RunDirectory
 from cohort.scoring.pool import ScoringPool
-from cohort.tasks.base import Task, load_rows
+from cohort.tasks.base import Task, has_conversations, load_rows
 from cohort.tasks.calls import make_messages
 from cohort.tasks.splits import cut_validation
 from cohort.types import Answer, Message, Outcome, Row
@@ -25,6 +25,11 @@ class TaskProblems:
     """The rows of a task in their order, scoring workers, and the number of right answers per model."""
 
     def __init__(self, task: Task, split: str, validation_share: float = 0.1) -> None:
+        if has_conversations(task):
+            raise ConfigError(
+                f"the task {task.name} has tools or an environment, which a chat cannot play yet. cohort eval "
+                f"{task.name} plays it, and cohort explain RUN --step N shows the conversations of a run."
+            )
         self.task = task
         self.split = split
         self.validation_share = validation_share  # of the training rows, for the split "validation"

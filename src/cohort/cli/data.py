@@ -20,7 +20,7 @@ from cohort.errors import ConfigError
 from cohort.logs.printing import print_result
 from cohort.system.disk import is_standard_output, open_replacement
 from cohort.tasks.base import load_rows
-from cohort.tasks.calls import make_messages
+from cohort.tasks.conversation import make_opening
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +90,16 @@ def _write_prompts(args: list[str]) -> None:
             f"--n is {options.n}, but {task.name} has {len(rows)} {options.split} rows; lower --n, or remove it "
             "for all rows."
         )
-    values = ({"id": row["id"], "messages": make_messages(task, row), "row": row} for row in rows)
+    openings = ((row, make_opening(task, row)) for row in rows)
+    values = (
+        {
+            "id": row["id"],
+            "messages": opening.messages,
+            **({"tools": opening.tools} if opening.tools else {}),
+            "row": row,
+        }
+        for row, opening in openings
+    )
     _write_values(values, options.out, lambda count: f"wrote {count} {task.name} prompts ({options.split})")
 
 

@@ -112,8 +112,10 @@ def _make_item(group: Group, accuracy_part: str, spell: Spell) -> EvalItem:
             parts=dict(s.parts),
             reason=s.reason,
             failure=s.failure,
+            messages=s.messages,
+            calls=s.calls,
         )
         for s in group.samples
     ]
     prompt = group.prompt
-    return EvalItem(id=prompt.id, messages=prompt.messages, prompt=spell(prompt), answers=answers)
+    return EvalItem(id=prompt.id, messages=prompt.messages, prompt=spell(prompt), answers=answers, tools=prompt.tools)

@@ -25,6 +25,8 @@ class EvalAnswer:
     parts: dict[str, float] = field(default_factory=dict)  # all parts of the score, by name
     reason: str = ""  # the grader's explanation
     failure: str = ""  # why it could not be scored
+    messages: list[Message] = field(default_factory=list)  # of a conversation of several turns, after the prompt
+    calls: dict[str, int] = field(default_factory=dict)  # calls of tools, by outcome
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,6 +37,7 @@ class EvalItem:
     messages: list[Message]
     prompt: str  # as the model saw it, special tokens included; "" if a server rendered it
     answers: list[EvalAnswer]
+    tools: list[Any] = field(default_factory=list)  # descriptions of the tools that the model could call
 
     @property
     def correct(self) -> list[float]:

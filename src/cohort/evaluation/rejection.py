@@ -49,7 +49,8 @@ def select_answers(evaluation: Evaluation, keep: Keep, per_problem: int) -> Sele
                 chosen.num_repeated += 1
             else:
                 seen.add(answer.text)
-                chosen.rows.append({"id": item.id, "messages": _make_messages(item, answer, evaluation.setting.system)})
+                row = {"id": item.id, "messages": _make_messages(item, answer, evaluation.setting.system)}
+                chosen.rows.append(row | ({"tools": item.tools} if item.tools else {}))
         chosen.num_problems += bool(seen)
     return chosen
 
@@ -62,8 +63,10 @@ def _has_verdict(answer: EvalAnswer, keep: Keep) -> bool:
 
 
 def _make_messages(item: EvalItem, answer: EvalAnswer, system: str) -> list[dict[str, Any]]:
-    """Returns the prompt of a problem and an answer to it, as messages."""
+    """Returns the prompt of a problem and an answer to it, as messages. An answer may be a whole conversation."""
     messages = [*add_system(item.messages, system)]
+    if answer.messages:
+        return [*messages, *answer.messages]
     begun = ""
     # The prompt may begin the assistant's message, which the answer continues.
     if messages and messages[-1]["role"] == "assistant":

@@ -16,13 +16,13 @@ from numbers import Real
 from typing import Any
 
 from cohort.errors import TaskError
-from cohort.tasks.base import Task, grade
+from cohort.tasks.base import Task, grade, has_conversations
 from cohort.tasks.calls import check_messages, make_messages, quote_id
 from cohort.tasks.environment import KeyedDraws, Opening, Step
 from cohort.tools.formats import FORMATS, FormatName, NamedResult
 from cohort.tools.run import CallLimits, run_calls
 from cohort.tools.schema import Tool, make_tools
-from cohort.types import Answer, Finish, Message, Row
+from cohort.types import Answer, Finish, Key, Message, Row
 from cohort.user_code import describe_result, report_errors
 
 # Methods of an environment with `reset` that are no tools.
@@ -69,6 +69,17 @@ def open_episode(task: Task, row: Row, draws: KeyedDraws) -> OpenedEpisode:
             started = environment.start(row, draws)
         messages = check_messages(_read_opening(started), f"{where}: the method `start`", type(environment).start)
     return OpenedEpisode(messages=messages, tools=_collect_tools(task, environment), environment=environment)
+
+
+def make_opening(task: Task, row: Row) -> Opening:
+    """Returns the messages and tools with which an episode of a row begins, at its first visit in a run with seed 0.
+
+    Raises what `open_episode` and `make_messages` raise.
+    """
+    if not has_conversations(task):
+        return Opening(messages=make_messages(task, row))
+    key = Key(seed=0, purpose="train", task=task.name, prompt_id=row["id"], visit=0, sample=-1)
+    return open_episode(task, row, KeyedDraws(key)).describe()
 
 
 def _make_environment(task: Task) -> Any:
