@@ -90,3 +90,16 @@ def test_the_command_writes_rows_that_sft_reads(tmp_path: Path, capsys: pytest.C
     source.write_text(json.dumps(nothing.to_json()))
     assert main(["data", f"--from={source}", "--out", str(out)]) == 2
     assert "has no such answers" in capsys.readouterr().err
+
+
+def test_a_conversation_is_kept_whole_with_its_tools() -> None:
+    talk = [
+        {"role": "assistant", "content": "<tool_call>...</tool_call>"},
+        {"role": "tool", "name": "add", "content": "2"},
+        {"role": "assistant", "content": "2"},
+    ]
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    found = make_evaluation(replace(answer("... [2] 2", 1.0), messages=talk), system="Be brief.")
+    found = replace(found, items=[replace(found.items[0], tools=tools), found.items[1]])
+    (row,) = select_answers(found, "correct", 0).rows
+    assert row == {"id": "a", "messages": [{"role": "system", "content": "Be brief."}, *ASK, *talk], "tools": tools}

@@ -7,9 +7,10 @@ from typing import Any, ClassVar
 
 import pytest
 
-from cohort.errors import TaskError, UserCodeError
+from cohort.chat.problems import TaskProblems
+from cohort.errors import ConfigError, TaskError, UserCodeError
 from cohort.tasks.base import TASKS, task
-from cohort.tasks.conversation import ConversationEnvironment, ConversationRules, open_episode
+from cohort.tasks.conversation import ConversationEnvironment, ConversationRules, make_opening, open_episode
 from cohort.tasks.environment import Episodes, KeyedDraws, Opening, Past, Step
 from cohort.types import Answer, Finish, Key, Message, Row
 
@@ -342,3 +343,16 @@ def test_one_reward_of_reset_may_be_parts(monkeypatch: Any) -> None:
     monkeypatch.setattr(Counter, "get_reward", lambda self: "good")
     with pytest.raises(TaskError, match="return a number or a dict"):
         play(CounterTask(), "x")
+
+
+def test_prompts_of_every_kind_of_task_can_be_written() -> None:
+    adder, guess, counter = (make_opening(made, ROW) for made in (Adder(), GuessTask(), CounterTask()))
+    assert adder.messages == [{"role": "user", "content": "2+3?"}]
+    assert [tool["function"]["name"] for tool in adder.tools] == ["add", "read_clock"]
+    assert guess == Opening(messages=[{"role": "user", "content": "Guess a number from 1 to 100."}])
+    assert counter.messages[0]["content"] == "Count to 5. Begin at 2."
+
+
+def test_a_chat_refuses_a_task_that_it_cannot_play() -> None:
+    with pytest.raises(ConfigError, match="which a chat cannot play yet. cohort eval guess plays it"):
+        TaskProblems(GuessTask(), "test")
