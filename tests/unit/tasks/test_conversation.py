@@ -354,5 +354,5 @@ def test_prompts_of_every_kind_of_task_can_be_written() -> None:
 
 
 def test_a_chat_refuses_a_task_that_it_cannot_play() -> None:
-    with pytest.raises(ConfigError, match="which a chat cannot play yet. cohort eval guess plays it"):
+    with pytest.raises(ConfigError, match=r"which a chat cannot play yet\. cohort eval guess plays it"):
         TaskProblems(GuessTask(), "test")
