@@ -31,7 +31,7 @@ from tests.helpers.given_answers import Case, write_rows
 
 STORIES = {
     "checkpoint": [("creation", 1), ("checkpoint", 2), ("recovery", 1), ("prune", 1)],
-    "step": [("update", 3), ("database", 4), ("held_out", 2), ("update", 2), ("finish", 1)],
+    "step": [("update", 3), ("database", 4), ("held_out", 1), ("update", 2), ("finish", 1)],
 }
 
 
